@@ -100,6 +100,7 @@ class Round:
         drift: by client, how far its admitted update is from what it started with, by half of the pair.
         trains: the clients that were asked to train.
         skipped: why the round was left out; empty if it was not.
+        unevaluated: by client, why its evaluation after the round was left out, where clients evaluate.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Round:
         self.drift: dict[int, dict[str, float]] = {}
         self.trains: set[int] = set()
         self.skipped = ""
+        self.unevaluated: dict[int, str] = {}
         #: what the server's step did to the updates of single clients
         self.notes: Mapping[int, str] = {}
         self._waiting = set(self.selected)
@@ -395,7 +397,8 @@ class Round:
         ``samples`` is the number of samples that the clients which count trained on, with repetitions.
 
         If the round was left out, ``skipped`` is the reason, ``clients`` is empty, and the loss is that of the clients
-        that had trained. ``client_scores`` has the metrics of each client's model, where those were evaluated.
+        that had trained. ``client_scores`` has the metrics of each client's model, where those were evaluated, and
+        ``unevaluated`` the clients whose metrics were refused or did not come, with the reason.
 
         The seconds in ``client_seconds`` of a reused client, and its share in ``training``, are those
         of the time it was trained. A metric that is not finite is NaN here and null in the file (``runs.records``).
@@ -406,7 +409,7 @@ class Round:
             spent: by client, what this process spent on it (``Site.take_spent``).
         """
         notes = {} if self.skipped else self.notes
-        robust = [{"client": client, "reason": notes[client]} for client in sorted(notes)]
+        robust, unevaluated = _listed(notes), _listed(self.unevaluated)
         reused = sum(s["training"] for s in spent.values() if s["reused"])
         losses = sorted(self.losses.items())  # in a fixed order, as updates come in any
         samples = sum(self.samples.values())
@@ -426,6 +429,7 @@ class Round:
             "clients": [] if self.skipped else sorted(self.losses),
             "failed": sorted(self.failed, key=lambda failure: failure["client"]),
             **({"robust": robust} if robust else {}),
+            **({"unevaluated": unevaluated} if unevaluated else {}),
             **({} if trained is None else {"samples": trained}),
             "loss": sum(loss * self.samples[client] for client, loss in losses) / samples,
             "metrics": {
@@ -444,6 +448,10 @@ class Round:
             "seconds": {**seconds, "training": seconds["training"] + reused},
             "client_seconds": spent,
         }
+
+
+def _listed(reasons: Mapping[int, str]) -> list[dict[str, Any]]:
+    return [{"client": client, "reason": reasons[client]} for client in sorted(reasons)]
 
 
 def _naming(client: int, reason: str) -> str:

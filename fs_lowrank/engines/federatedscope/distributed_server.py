@@ -80,7 +80,7 @@ class DistributedServer(Server):
             def decide(failed: Undelivered | None) -> None:
                 del self.arriving[number]
                 if failed is not None and failed.gone:
-                    self._welcome(number, request)
+                    self._welcome(number, request, has_own_data)
                 else:
                     where = f"client {number} has joined already, from {before.address}"
                     self._refuse(request, f"{where}; choose another distribute.data_idx")
@@ -89,7 +89,7 @@ class DistributedServer(Server):
             self.arriving[number] = request
             self.comm_manager.ping(number, decide, _ANSWER, before.address, before.token)
         else:
-            self._welcome(number, request)
+            self._welcome(number, request, has_own_data)
         return False
 
     def _objection(self, number: int, request: Request, has_own_data: bool, known: bool) -> str:
@@ -120,7 +120,7 @@ class DistributedServer(Server):
             -1, message, timeout=min(self.timeout, _ANSWER), address=str(request.address), token=request.token
         )
 
-    def _welcome(self, number: int, request: Request) -> None:
+    def _welcome(self, number: int, request: Request, has_own_data: bool) -> None:
         """Tell a client its number. Only one that receives it at its address has joined."""
         self.arriving[number] = request
         message = Message("assign_client_id", self.ID, [number], self.state, str(number), self.cur_timestamp)
@@ -129,16 +129,17 @@ class DistributedServer(Server):
         self.comm_manager.deliver(
             number,
             message,
-            lambda failed: self._arrived(number, request, failed),
+            lambda failed: self._arrived(number, request, has_own_data, failed),
             timeout=min(self.timeout, _ANSWER),
             insist=(grpc.StatusCode.UNAVAILABLE,) if returns else (),
             address=str(request.address),
             token=request.token,
         )
 
-    def _arrived(self, number: int, request: Request, failed: Undelivered | None) -> None:
+    def _arrived(self, number: int, request: Request, has_own_data: bool, failed: Undelivered | None) -> None:
         del self.arriving[number]
         if failed is None:
+            (self.own_data.add if has_own_data else self.own_data.discard)(number)
             self._joined(number, request)
         else:
             logger.warning(
@@ -256,8 +257,8 @@ class DistributedServer(Server):
         """A message of a client does not fit, so the server does not wait for another."""
         if kind == "model_para" and number in self._awaited():
             self._failed(number, "refused", f"client {number}: {reason}")
-        elif kind == "metrics":
-            self.asked_to_evaluate.discard(number)
+        elif kind == "metrics" and self.evaluating and number in self.asked_to_evaluate - self._evaluated():
+            self._not_evaluated(number, reason)
 
     # -- waiting -----------------------------------------------------------------------------------
 
@@ -327,9 +328,8 @@ class DistributedServer(Server):
         self.ledger.forget([client])  # a message may have arrived nevertheless
         if client in self.waiting():
             self._failed(client, "failed", reason)
-        if client in self.asked_to_evaluate and self.evaluating:
-            logger.warning("no evaluation of client %d: %s", client, reason)
-            self.asked_to_evaluate.discard(client)
+        if self.evaluating and client in self.asked_to_evaluate - self._evaluated():
+            self._not_evaluated(client, reason)
 
     def _give_up_on_the_lost(self) -> None:
         """Continue without clients whose process is gone, and without those that have not answered in time."""
@@ -337,8 +337,7 @@ class DistributedServer(Server):
         if self.is_finish or now < self._next_look:
             return
         self._next_look = now + _LOOK
-        answered = self.msg_buffer["eval"].get(self.state - 1, {}).keys() if self.evaluating else set()
-        evaluating = self.asked_to_evaluate - answered if self.evaluating else set()
+        evaluating = self.asked_to_evaluate - self._evaluated() if self.evaluating else set()
         for client in sorted(self._awaited() | evaluating):
             if self.roster.overdue(client):
                 self._lost(client, self.roster.missed(client))

@@ -129,10 +129,10 @@ class Update(_Message):
 
 
 class Metrics(_Message):
-    """The metrics of an evaluation by the framework's names; ``none`` of a client that did not evaluate."""
+    """The metrics of an evaluation by the framework's names (``scores``); ``none`` of one that did not evaluate."""
 
     msg_type: Literal["metrics"]
-    content: Literal["none"] | Annotated[dict[Name, float], Field(max_length=100)]
+    content: Annotated[dict[Name, float], Field(max_length=100)] | Literal["none"]
 
 
 class Share(_Message):

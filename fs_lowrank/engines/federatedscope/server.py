@@ -13,18 +13,26 @@ from typing import Literal
 from federatedscope.core.message import Message
 
 from ...errors import UserError
+from ...methods import RefusedUpdate
+from ...rounds.fits import SPLITS
 from ...rounds.intake import Kept, RunningMean
 from ...rounds.parcel import Parcel
 from ...rounds.round import Order, Round
+from ...settings.metrics import measured
 from . import wire
 from .aggregator import MethodAggregator
 from .client import codec_of
 from .config import for_frameworks_workers
 from .distributed_server import DistributedServer
+from .scores import check_scores
 from .session import current
 from .sums import Shares
 
 logger = logging.getLogger("federatedscope.lowrank")
+
+
+class Unmerged(RuntimeError):
+    """The framework cannot merge the clients' metrics of one evaluation."""
 
 
 class LowRankServer(DistributedServer):
@@ -35,6 +43,7 @@ class LowRankServer(DistributedServer):
         round_open: whether updates are awaited. evaluating: whether evaluations of clients are.
         to_ask: clients that have not been sent the round's message yet, if they are asked one after another.
         asked_to_evaluate: clients whose evaluation is awaited.
+        own_data: clients that have joined with data of their own, of which the server does not know how many there are.
         only_ends: whether all rounds of the run that is resumed are done, but not its end.
         postponed: whether a round is to start when the clients' evaluation of the last round is complete.
         pending: of a round whose evaluation is not complete: its seconds, and those of each client.
@@ -57,6 +66,7 @@ class LowRankServer(DistributedServer):
         self.cur_timestamp: float
         self.to_ask: list[int] = []
         self.asked_to_evaluate: set[int] = set()
+        self.own_data: set[int] = set()
         self.round_open = self.evaluating = self.postponed = self.started = self.stop_asked = False
         self.pending: tuple[dict, dict] | None = None
         if self.distributed:
@@ -277,18 +287,50 @@ class LowRankServer(DistributedServer):
         self.evaluating, round = False, self.state - 1
         answers = self.msg_buffer["eval"][round] = dict(sorted(self.msg_buffer["eval"][round].items()))
         key = self._cfg.eval.best_res_update_round_wise_key
-        measured = [metrics for metrics in answers.values() if metrics]
-        if measured and not any(key in metrics for metrics in measured):
+        told = {client: metrics for client, metrics in answers.items() if metrics}
+        if told and not any(key in metrics for metrics in told.values()):
             logger.warning("round %d: no client that evaluated has %s; the evaluation is left out", self.state, key)
-            measured = []
-        if measured:
-            super()._merge_and_format_eval_results()
-        else:
+            told = {}
+        try:
+            if told:
+                super()._merge_and_format_eval_results()
+        except Unmerged as error:
+            for client in told:
+                self._not_evaluated(client, str(error))
+            told = {}
+        if not told:
             self._close_round({})
             super().check_and_save()
         if self.postponed and not self.is_finish:
             self.postponed = False
             self._start_new_training_round()
+
+    def merge_eval_results_from_all_clients(self):
+        try:
+            return super().merge_eval_results_from_all_clients()
+        except UserError:
+            raise
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # what numbers can cause, not disks
+            reason = f"the framework cannot merge the metrics: {type(error).__name__}: {str(error)[:300]}"
+            raise Unmerged(reason) from error
+
+    def _evaluated(self) -> set[int]:
+        """The clients whose evaluation has come."""
+        return set(self.msg_buffer["eval"].get(self.state - 1, ()))
+
+    def _not_evaluated(self, client: int, reason: str) -> None:
+        """Leave out the evaluation of ``client``, and do not wait for another."""
+        self.round.unevaluated[client] = reason = reason.removeprefix(f"client {client}: ")
+        self.asked_to_evaluate.discard(client)
+        logger.warning("round %d: no evaluation of client %d: %s", self.round.number, client, reason)
+
+    def _may_report(self, client: int) -> dict[str, int]:
+        """The splits on which ``client`` may evaluate, and how many samples of each it can have."""
+        admission, rows = self.ledger.admission, self.session.held_out_rows(client)
+        known = {split: len(share) for split, share in rows.items()}
+        sizes = dict.fromkeys(SPLITS, admission.max_samples) if client in self.own_data else known
+        sizes["train"] = admission.samples.get(client, admission.max_samples)
+        return {split: sizes[split] for split in self._cfg.eval.split if split in sizes}
 
     def callback_funcs_for_metrics(self, message: Message):
         self.take_metrics(message)
@@ -296,13 +338,18 @@ class LowRankServer(DistributedServer):
 
     def take_metrics(self, message: Message) -> None:
         """Take the metrics of a client, if they are awaited; None of one without held-out data."""
-        client = int(message.sender)
-        if not self.evaluating or message.state != self.state - 1 or client not in self.asked_to_evaluate:
+        client, awaited = int(message.sender), self.asked_to_evaluate - self._evaluated()
+        if not self.evaluating or message.state != self.state - 1 or client not in awaited:
             logger.info("ignored metrics of client %d for the framework's round %d", client, message.state)
             return
         if self.distributed:
             self.confirm(self.undelivered.get(client))
         metrics = message.content if isinstance(message.content, dict) else None
+        accurate = "acc" in self._cfg.eval.metrics and "acc" in measured(self.session.config.model.task, [])
+        try:
+            check_scores(client, metrics or {}, self._may_report(client), accurate)
+        except RefusedUpdate as error:
+            return self._not_evaluated(client, str(error))
         self.msg_buffer["eval"][message.state][client] = metrics
 
     def check_and_save(self):

@@ -111,14 +111,18 @@ class Session:
             return self.site.prefix
         return self.site.frozen_prefix(model, number, share=1 / len(self.site.clients))
 
-    def held_out_for(self, number: int) -> dict[str, Examples | ImageExamples]:
-        """The held-out data that client ``number`` evaluates on, by split: every K-th sample, for K clients.
+    def held_out_rows(self, number: int) -> dict[str, range]:
+        """The rows of the held-out data that client ``number`` evaluates on, by split: every K-th, for K clients.
 
-        A client with data of its own evaluates on all of its held-out data. A split without a sample is left out.
+        A client with data of its own evaluates on all of its held-out data. A split without a row is left out.
         """
         first, step = (0, 1) if self.has_own_data else (number - 1, len(self.site.clients))
         shares = {split: range(first, len(e), step) for split, e in self.site.held_out().items()}
-        return {split: self.site.held_out()[split].select(share) for split, share in shares.items() if share}
+        return {split: share for split, share in shares.items() if share}
+
+    def held_out_for(self, number: int) -> dict[str, Examples | ImageExamples]:
+        """The held-out data of ``held_out_rows``."""
+        return {split: self.site.held_out()[split].select(rows) for split, rows in self.held_out_rows(number).items()}
 
     def largest_message(self, allowed: int) -> int:
         """Bytes of the largest message that a distributed process of this role is sent, with a margin; an upper bound.

@@ -9,6 +9,7 @@
 - ``other_start``: the adapter is drawn from another seed; ``revision``: of every method in this process
 - ``dies_at``: (a method as ``module.Class.method`` below fs_lowrank, n): the process exits at its n-th call
 - ``counts_in``: the file into which a client writes the bytes of tensors that it has received
+- ``reports``: what the client says of its evaluation, by the names of metrics, in place of what it has measured
 - ``dies_evaluating``: the client exits when it is asked to evaluate; ``resume``: the run is resumed
 """
 
@@ -52,6 +53,17 @@ try:
         from fs_lowrank.engines.federatedscope.client import LowRankClient
 
         LowRankClient.callback_funcs_for_evaluate = lambda *_: os._exit(9)
+    if "reports" in sabotage:
+        from fs_lowrank.engines.federatedscope.comm import Comm
+
+        send = Comm.send
+
+        def reports(self, message):
+            if message.msg_type == "metrics":
+                message.content = {**message.content, **sabotage["reports"]}
+            return send(self, message)
+
+        Comm.send = reports
     if "dies_at" in sabotage:
         place, call = sabotage["dies_at"]
         module, cls, name = place.rsplit(".", 2)
