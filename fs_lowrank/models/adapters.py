@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+import typing
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,7 +26,7 @@ from ..seeds import derive
 from ..settings import ALL_LINEAR, AdapterSpec, Origin, check_value, keys_of
 from ..settings.adapter import PROMPTS
 from .chain import resize
-from .kinds import CLASSES, check_blocks, heads_by_place, own_targets, sizes, task_type
+from .kinds import CLASSES, check_blocks, further, heads_by_place, own_targets, say_idle, sizes, task_type
 from .loaded import PUT_BACK, check_adapter
 from .names import HEAD_MODULES, PEFT_HEADS, all_tensors, tags, tensor_of, zero_at_start
 from .prompts import check_virtual_tokens, text_only
@@ -55,6 +57,7 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     from .convolution import compose
 
     config = _config(model, spec, seed)
+    asked = {name: copy.deepcopy(getattr(config, name)) for name in further(spec)}
     torch.manual_seed(derive(seed, "adapter"))
     with _without_deprecation(), _complaints():
         wrapped = get_peft_model(model, config)
@@ -67,6 +70,7 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
             "head, so no method would train or send it; without bias, trainable_token_indices "
             "and adapters on embeddings there is no such tensor"
         )
+    say_idle(wrapped, asked)
     if spec.virtual_tokens:
         text_only(wrapped)
         check_virtual_tokens(wrapped, spec.method)
@@ -183,21 +187,27 @@ def _config(model: nn.Module, spec: AdapterSpec, seed: int = 0) -> peft.PeftConf
     import peft
 
     config_class = getattr(peft, CLASSES[spec.method])
-    keys, extra = keys_of(config_class), spec.extra
-    for name, value in spec.extra.items():
+    keys, own = keys_of(config_class), further(spec)
+    for name, value in own.items():
+        if name in given:
+            raise UserError(
+                f"llm.adapter.args: {name} follows from the model, or from r, lora_alpha and lora_dropout; leave it out"
+            )
         if name not in keys:
             raise UserError(
                 f"llm.adapter.args: {name!r} is no argument of PEFT's {config_class.__name__}{nearest(name, keys)}"
             )
-        if "Literal" not in str(keys[name].hint):  # PEFT accepts more than it lists, such as pissa_niter_16
-            check_value(f"llm.adapter.args.0.{name}", value, keys[name].hint, {}, Origin())
+        hint, of_enum = keys[name].hint, [of for of in typing.get_args(keys[name].hint) if isinstance(of, type(Enum))]
+        choices = {"choices": [choice.value for of in of_enum for choice in of]} if of_enum else {}
+        if name != "init_lora_weights":  # PEFT accepts more than it lists, such as pissa_niter_16
+            check_value(f"llm.adapter.args.0.{name}", value, hint, choices, Origin())
     for name in ("modules_to_save", "exclude_modules", "rank_pattern", "alpha_pattern"):
         value = spec.extra.get(name) or ()
         is_regex = isinstance(value, (str, Mapping))
         for part in [value] if isinstance(value, str) else value:
             _check_named(model, part, f"{name}: ", is_regex)
     if heads := heads_by_place(model):  # what the user names as well is there once
-        extra = {**extra, "modules_to_save": list(dict.fromkeys([*(extra.get("modules_to_save") or ()), *heads]))}
+        own = {**own, "modules_to_save": list(dict.fromkeys([*(own.get("modules_to_save") or ()), *heads]))}
     if spec.method in PROMPTS:
         if not hasattr(model, "get_input_embeddings"):
             raise UserError(
@@ -205,7 +215,7 @@ def _config(model: nn.Module, spec: AdapterSpec, seed: int = 0) -> peft.PeftConf
                 f"{type(model).__name__}"
             )
         with _complaints():
-            return config_class(**given, **extra)
+            return config_class(**given, **own)
     targets, layers = _targets(model, spec), _layers(model, spec)
     if spec.target_modules == ALL_LINEAR:
         layers = None  # the names are those of single modules
@@ -213,7 +223,25 @@ def _config(model: nn.Module, spec: AdapterSpec, seed: int = 0) -> peft.PeftConf
         targets, layers = _in_layers(model, targets or _usual_targets(model) or [], layers), None
     chosen = {} if layers is None else {"layers_to_transform": layers}
     with _complaints():
-        return config_class(target_modules=targets, **chosen, **given, **extra)
+        config = config_class(target_modules=targets, **chosen, **given, **own)
+    _check_patterns(model, config)
+    return config
+
+
+def _check_patterns(model: nn.Module, config: peft.PeftConfig) -> None:
+    """Refuse a rank, a strength or an exclusion of modules that have no adapter in any case."""
+    everything = copy.copy(cast("peft.LoraConfig", config))
+    everything.exclude_modules = None
+    adapted, left = _adapted(model, everything), _adapted(model, config)
+    for name, among in (("rank_pattern", left), ("alpha_pattern", left), ("exclude_modules", adapted)):
+        value = getattr(config, name, None) or ()
+        is_regex = isinstance(value, (str, Mapping))
+        for part in [value] if isinstance(value, str) else value:
+            if not any(_pattern(part, is_regex).fullmatch(module) for module in among):
+                raise UserError(
+                    f"llm.adapter.args: {name}: {part!r} is of no module with an adapter; there are: "
+                    f"{', '.join(sorted({module.rpartition('.')[2] for module in among}))}"
+                )
 
 
 def _in_layers(model: nn.Module, names: Sequence[str], layers: Sequence[int]) -> list[str]:
@@ -241,14 +269,19 @@ def target_modules(model: nn.Module, spec: AdapterSpec) -> list[str]:
     Raises:
         UserError: as for ``add_adapter``; or there is no such module.
     """
-    from peft.tuners.tuners_utils import check_target_module_exists
-
-    config = _config(model, spec)
-    config.target_modules = config.target_modules or _usual_targets(model)
-    names = [n for n, _ in model.named_modules() if config.target_modules and check_target_module_exists(config, n)]
+    names = _adapted(model, _config(model, spec))
     if not names:
         raise UserError("llm.adapter.args: none of the modules that it names is in the layers that it names")
     return names
+
+
+def _adapted(model: nn.Module, config: peft.PeftConfig) -> list[str]:
+    """Full names of the modules to which PEFT would add an adapter by ``config``."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    config = copy.copy(cast("peft.LoraConfig", config))
+    config.target_modules = config.target_modules or _usual_targets(model)
+    return [n for n, _ in model.named_modules() if config.target_modules and check_target_module_exists(config, n)]
 
 
 def _usual_targets(model: nn.Module) -> list[str] | None:
@@ -295,7 +328,7 @@ def _all_linear(model: nn.Module, spec: AdapterSpec) -> list[str]:
 def _check_named(model: nn.Module, pattern: str, key: str = "", is_regex: bool = False) -> None:
     """Refuse the end of a module's name, or a regular expression for it, that fits no module of ``model``."""
     try:
-        expression = re.compile(rf"(.*\.)?({pattern if is_regex else re.escape(pattern)})")
+        expression = _pattern(pattern, is_regex)
     except re.error as error:
         raise UserError(f"llm.adapter.args: {key}{pattern!r} is not a regular expression: {error}") from None
     if any(expression.fullmatch(name) for name, _ in model.named_modules()):
@@ -305,6 +338,11 @@ def _check_named(model: nn.Module, pattern: str, key: str = "", is_regex: bool =
         f"llm.adapter.args: {key}this model has no module {pattern!r}{nearest(pattern, last_parts)}; "
         f"it has: {', '.join(_last_names(model))}"
     )
+
+
+def _pattern(part: str, is_regex: bool) -> re.Pattern[str]:
+    """What names the modules that end in ``part``, or in what it matches."""
+    return re.compile(rf"(.*\.)?({part if is_regex else re.escape(part)})")
 
 
 def _last_names(model: nn.Module) -> list[str]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from ..errors import UserError
+from ..errors import UserError, say_once
 from ..seeds import derive
-from ..settings import AdapterSpec
-from ..settings.adapter import PROMPTS
+from ..settings import AdapterSpec, show
+from ..settings.adapter import OF_PEFT, PROMPTS
 from .names import HEAD_MODULES, tags
 
 if TYPE_CHECKING:
@@ -115,3 +117,23 @@ def check_blocks(name: str, module: nn.Module, config: peft.PeftConfig) -> None:
     if asked.r and blocks != asked.r or asked.oft_block_size and blocks * asked.oft_block_size != width:
         what = f"r = {asked.r}" if asked.r else f"oft_block_size = {asked.oft_block_size}"
         raise UserError(f"llm.adapter.args: {what} does not divide the width of {name}, {width}; choose one that does")
+
+
+def further(spec: AdapterSpec) -> dict[str, Any]:
+    """The further arguments for PEFT's config, which changes lists, without what describes an adapter that is saved."""
+    return {name: copy.deepcopy(value) for name, value in spec.extra.items() if name not in OF_PEFT}
+
+
+def say_idle(wrapped: peft.PeftModel, asked: Mapping[str, Any]) -> None:
+    """Say once which of the arguments ``asked`` for have no effect with this model."""
+    taken, modules = wrapped.peft_config["default"], list(wrapped.modules())
+    single = {name: value for name, value in asked.items() if not isinstance(value, (list, tuple, set, dict))}
+    idle = {name: f"PEFT takes {show(getattr(taken, name))}" for name in single if getattr(taken, name) != asked[name]}
+    if asked.get("bias", "none") != "none":  # ``add_adapter`` refuses one that trains
+        idle["bias"] = "the modules with an adapter have none"
+    if asked.get("use_qalora") and not any(type(module).__name__.startswith("GPTQ") for module in modules):
+        idle["use_qalora"] = "it is for weights quantised by GPTQ"
+    if asked.get("use_effective_conv2d") and not any(isinstance(module, nn.Conv2d) for module in modules):
+        idle["use_effective_conv2d"] = "the model has no convolutions"
+    for name, reason in idle.items():
+        say_once(f"llm.adapter.args.0.{name} = {show(asked[name])} has no effect: {reason}")

@@ -20,12 +20,23 @@ SHORT = {
     "rank": "r",
 }
 _LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules", "layers_to_transform", "use_rslora")
+#: what PEFT's configs say of an adapter that is saved, whatever its kind; here PEFT sets it itself
+OF_PEFT = (
+    "peft_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+)
 #: other names of PEFT, used only to tell a misspelling from an argument of a later version
 _PEFT_KEYS = """
-    alpha_pattern arrow_config bias corda_config decompose_both decompose_factor ensure_weight_tying eva_config
-    exclude_modules fan_in_fan_out init_lora_weights init_weights layer_replication layers_pattern loftq_config
-    lora_bias megatron_config megatron_core module_dropout modules_to_save rank_dropout rank_dropout_scale
-    rank_pattern runtime_config target_parameters trainable_token_indices use_dora use_effective_conv2d use_qalora
+    alora_invocation_tokens alpha_pattern arrow_config bias corda_config decompose_both decompose_factor
+    ensure_weight_tying eva_config
+    exclude_modules fan_in_fan_out init_lora_weights init_weights kasa_config layer_replication layers_pattern
+    loftq_config lora_bias lora_ga_config megatron_config megatron_core module_dropout modules_to_save monteclora_config
+    qalora_group_size rank_dropout rank_dropout_scale rank_pattern runtime_config target_parameters task_type
+    trainable_token_indices use_bdlora use_dora use_effective_conv2d use_qalora velora_config
     block_share coft d_initial eps feedforward_modules init_ia3_weights num_cayley_neumann_terms oft_block_size
     projection_prng_key save_projection use_cayley_neumann
     encoder_dropout encoder_hidden_size encoder_num_layers encoder_reparameterization_type num_attention_heads
@@ -146,7 +157,7 @@ class AdapterSpec:
             use_rslora=take("use_rslora", False, bool),
             extra=named,
         )
-        known = ("adapter_package", "adapter_method", *SHORT, *_LORA_KEYS, *_PEFT_KEYS)
+        known = ("adapter_package", "adapter_method", *SHORT, *_LORA_KEYS, *_PEFT_KEYS, *OF_PEFT)
         for key in named:
             if key not in known and (close := misspelt(key, known)):
                 origin.fail(at + key, f"is not an argument; did you mean {close!r}?")
