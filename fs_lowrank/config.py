@@ -363,7 +363,7 @@ def check_engine(config: Config, engine: str, together: Sequence[str] = ()) -> N
 
     refused = not_honoured(config, engine)
     schedule_of(config.train.scheduler, config.source)
-    for name, value, reason in without_effect(config, engine):
+    for name, value, reason in without_effect(config, engine, _method_class(config.federate.method, config.source)):
         say_once(f"{name} = {show(value)} has no effect: {reason}")
     file, lines = config.source.file, config.source.lines
     listed = [

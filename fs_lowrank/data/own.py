@@ -32,7 +32,7 @@ from fs_lowrank.data.tables import (
     text_columns,
 )
 from fs_lowrank.data.template import is_own
-from fs_lowrank.errors import UserError
+from fs_lowrank.errors import UserError, say_once
 
 SUFFIXES = (*TABLES, *stored.SUFFIXES)
 # Arguments of tokenization, for all data sets.
@@ -158,6 +158,7 @@ def read_own(
 def _tables(path: Path, args: Mapping[str, Any], read: Callable[..., pd.DataFrame]) -> dict[str, tuple[str, Any]]:
     """By role, what it is called and the table, a DataFrame or ``Stored``."""
     tables: dict[str, tuple[str, Any]] = {}
+    quoting, quoted = args.get("quoting"), False
     for role, place in roles(path, args).items():
         named_by = "data.root and data.type" if role == "train" else f"data.args: {role}"
         files = _files(place, named_by)
@@ -172,11 +173,13 @@ def _tables(path: Path, args: Mapping[str, Any], read: Callable[..., pd.DataFram
                 elif split == "train":
                     tables[role] = str(place), table
             continue
-        quoting = args.get("quoting")
+        quoted = quoted or any({".csv", ".tsv"} & {s.lower() for s in file.suffixes[-2:]} for file in files)
         frames = [read(f, quoting) if role == "train" else read_table(f, quoting, named_by) for f in files]
         if len(files) > 1:
             frames = [f if "file" in f else f.assign(file=name) for f, name in zip(frames, names)]
         tables[role] = str(place), pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
+    if quoting is not None and not quoted:
+        say_once(f"data.args.0.quoting = {quoting} has no effect: it is for files that end with .csv or .tsv")
     return tables
 
 

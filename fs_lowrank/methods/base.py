@@ -70,6 +70,8 @@ class Requires:
             of one that overrides ``changed_base``.
         alone: a client needs the model to itself while it trains, because the method computes with the model's own
             tensors then, by hooks for example. ``train.cohort`` trains the clients of other methods together.
+        idle: keys without effect beside these hyperparameters, such as ``lowrank.tau``, and why; each that is not at
+            its default is reported before a run.
     """
 
     adapter: Literal["none", "any", "every", "lora", "optional"] = "any"
@@ -79,6 +81,7 @@ class Requires:
     rounds: bool = False
     changes_base: bool = False
     alone: bool = False
+    idle: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def adapts(self, use: bool | None) -> bool:
         """Whether the shared tensors are an adapter if ``llm.adapter.use`` is ``use``."""

@@ -56,6 +56,17 @@ class FedHM(Averaging):
     params: Params
 
     @classmethod
+    def requires(cls, params: Params):
+        idle = {}
+        if set(params.rank_factors) == {1}:
+            idle["lowrank.decay"] = "no client has factors"
+        if len(set(params.rank_factors)) == 1:
+            idle["lowrank.master"] = "all clients have one rank factor"
+        if params.average_by == "uniform":
+            idle["federate.ignore_weight"] = "lowrank.average_by is uniform"
+        return replace(super().requires(params), idle=idle)
+
+    @classmethod
     def revision_of(cls, params: Params):
         return cls.revision if min(params.rank_factors, default=0) == 1 else 1
 

@@ -44,7 +44,8 @@ class FedLoRU(Averaging):
 
     @classmethod
     def requires(cls, params):
-        return replace(super().requires(params), changes_base=params.merge)
+        idle = {"lowrank.tau": "lowrank.schedule takes precedence"} if params.schedule else {}
+        return replace(super().requires(params), changes_base=params.merge, idle=idle)
 
     def __init__(self, params, setting):
         super().__init__(params, setting)

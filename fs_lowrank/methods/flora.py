@@ -42,7 +42,8 @@ class FLoRA(RankedMethod):
 
     @classmethod
     def requires(cls, params):
-        return replace(super().requires(params), changes_base=params.merge)
+        idle = {"lowrank.max_kept_rank": "lowrank.merge is True"} if params.merge else {}
+        return replace(super().requires(params), changes_base=params.merge, idle=idle)
 
     def __init__(self, params, setting):
         super().__init__(params, setting)

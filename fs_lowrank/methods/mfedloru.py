@@ -55,7 +55,9 @@ class MFedLoRU(FedLoRU):
 
     @classmethod
     def requires(cls, params: Params):
-        return replace(super().requires(params), adapter="lora")
+        needs = super().requires(params)
+        idle = {} if any(params.nested_ranks) else {"lowrank.nested_scale": "no client has nested_ranks above 0"}
+        return replace(needs, adapter="lora", idle={**needs.idle, **idle})
 
     def __init__(self, params, setting):
         super().__init__(params, setting)

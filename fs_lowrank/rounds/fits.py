@@ -9,9 +9,9 @@ from torch import nn
 from ..config import Config
 from ..data import CLASSIFICATION, FederatedData, RawData
 from ..data.own import LABELS
-from ..errors import UserError
+from ..errors import UserError, say_once
 from ..models.names import named_tensors
-from ..settings import Eval
+from ..settings import Data, Eval
 from ..settings.metrics import LANGUAGE
 
 #: name in ``eval.split`` -> attribute of the data
@@ -59,6 +59,10 @@ def check_head(config: Config, model: nn.Module) -> None:
 
 def check_splits(config: Config, data: FederatedData) -> None:
     """Raise ``UserError`` unless there are data for everything that is to be evaluated."""
+    if not data.cut and config.data.splits != Data().splits:
+        say_once(
+            f"data.splits = {config.data.splits} has no effect: the data have validation and test rows of their own"
+        )
     if not config.federate.make_global_eval and data.test is None:
         raise UserError(
             "federate.make_global_eval = False evaluates every client on its share of the test set, "

@@ -8,19 +8,34 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from . import framework
-from .adapter import AdapterSpec
+from .adapter import OF_PEFT, AdapterSpec
+from .check import one_mapping
+from .parameters import params_defaults
 from .schema import Settings, flat_keys
+from .sections import WITH_NORM, robust_weighs
+
+#: whether keys or sections have an effect, the reason if they have none, and their names
+Condition = tuple[bool, str, tuple[str, ...]]
+_ADAPTER = "llm.adapter.args"
 
 
-def _conditions(config: Settings, engine: str) -> Iterator[tuple[bool, str, tuple[str, ...]]]:
-    """Whether keys or sections have an effect on ``engine``, the reason if they have none, and their names."""
+def _conditions(config: Settings, engine: str, method: Any) -> Iterator[Condition]:
+    """What decides whether keys have an effect on ``engine``, under the class ``method``; later reasons prevail."""
     model, vision = f"model.type is {config.model.type!r}", config.is_vision
+    needs = method.requires(method.Params(**config.lowrank.params))
+    yield engine != "local", "it is for FederatedScope's and Flower's messages", ("verbose",)
     yield config.use_gpu or config.device == "cpu", "use_gpu is False", ("device",)
     rate = config.federate.sample_client_rate
     yield rate <= 0, f"federate.sample_client_rate = {rate:g} takes precedence", ("federate.sample_client_num",)
     alone = config.federate.mode == "standalone" and config.federate.process_num == 1 and engine != "flower"
     yield not alone, "no process waits for another", ("lowrank.timeout",)
+    evaluated = f"eval.freq is {config.eval.freq}, so that the last round alone is evaluated"
+    yield config.eval.freq > 0, evaluated, ("early_stop.patience", "early_stop.delta")
     yield config.early_stop.patience > 0, "early_stop.patience is 0", ("early_stop.delta",)
+    server = config.fedopt.optimizer.type
+    adaptive, is_server = ("fedopt.optimizer.betas", "fedopt.optimizer.tau"), f"and fedopt.optimizer.type is {server}"
+    yield server == "SGD", f"it is for SGD, {is_server}", ("fedopt.optimizer.momentum",)
+    yield server != "SGD", f"it is for the adaptive optimizers, {is_server}", adaptive
     yield config.fedopt.use, "fedopt.use is False", ("fedopt.optimizer", "fedopt.annealing")
     yield (
         config.fedopt.annealing,
@@ -48,16 +63,41 @@ def _conditions(config: Settings, engine: str) -> Iterator[tuple[bool, str, tupl
             *cache,
         ),
     )
+    kind = config.train.scheduler.type
+    falls = f"it is for linear and cosine, and train.scheduler.type is {kind!r}"
+    yield kind.lower() not in ("", "constant"), falls, ("train.scheduler.min_lr", "train.scheduler.cycle")
+    decays = "train.optimizer.momentum is 0"
+    yield bool(config.train.optimizer.extra.get("momentum")), decays, ("train.optimizer.dampening",)
+    rule = config.lowrank.robust
+    weighs = robust_weighs(rule) or "robust_mean" in vars(method)  # which may weight what it adds to the mean
+    yield weighs, f"lowrank.robust = {rule} does not weight clients", ("federate.ignore_weight",)
+    yield needs.validation, f"{method.name} selects nothing by validation data", ("lowrank.validation_samples",)
+    norms = f"it is for {', '.join(WITH_NORM)}, and {model}"
+    yield config.model.type in WITH_NORM, norms, ("lowrank.norm",)
+    length = one_mapping("data.args", config.data.args, config.source).get("max_len")
+    yield vision or length is None, f"max_len = {length} of data.args takes precedence", ("llm.tok_len",)
+    own = not config.llm.adapter.use or needs.changes_base and needs.adapter != "optional"
+    changes = f"{method.name} changes the base, and its model is saved in any case"
+    yield not own or "base" in method.personal, changes, ("lowrank.save_merged",)
+    yield bool(config.llm.adapter.use), f"{method.name} trains without an adapter", ("lowrank.base_init",)
+    by_clients = "federate.make_global_eval is False, and clients are evaluated on their shares of the test set"
+    alone = config.federate.make_global_eval or engine == "federatedscope"
+    yield alone, by_clients + ", by loss and accuracy", ("eval.metrics", "eval.split")
+    trained = "base" in method.shared and not config.llm.adapter.use
+    kept = ("train.cache_frozen", *cache, "train.frozen_dropout")
+    yield vision or not trained, f"{method.name} trains all weights, so that no layer is frozen", kept
+    paired, tokens = config.model.task == "Seq2SeqLM", config.llm.adapter.use and config.adapter.virtual_tokens
+    said = f"model.task is {config.model.task}" if paired else f"adapter_method is {config.adapter.method}"
+    yield vision or not (paired or tokens), f"{said}, which this is not for", (*kept, "train.only_read")
     folder = config.train.cache_frozen_dir
     yield vision or not folder, f"train.cache_frozen_dir = {folder!r} takes precedence", ("train.cache_frozen_shared",)
     yield vision or config.train.cache_frozen != "off", "train.cache_frozen is off", cache
     drops = config.train.frozen_dropout
     yield vision or not drops, "train.frozen_dropout is True", ("train.cache_frozen", *cache)
-    yield (
-        config.llm.adapter.use is not False or config.federate.method not in framework.WITH_ADAPTERS,
-        f"federate.method = {config.federate.method} trains all weights without an adapter",
-        ("llm.adapter.args",),
-    )
+    trains = f"federate.method = {method.name} trains all weights without an adapter"
+    whole = method.name in framework.WITH_ADAPTERS or needs.adapter == "optional"
+    yield bool(config.llm.adapter.use) or not whole, trains, (_ADAPTER,)
+    yield from _of_adapter(config.adapter)
     answers = config.model.task == "CausalLM"
     yield answers, f"it is for causal language models, and {model}, for {config.model.task}", ("eval.generate",)
     further = ("split", "prompts", "max_tokens", "temperature", "score")
@@ -68,17 +108,56 @@ def _conditions(config: Settings, engine: str) -> Iterator[tuple[bool, str, tupl
     yield bool(config.quantised), dtype, ("lowrank.compute_dtype",)
     yield config.quantised == "nf4", dtype, ("lowrank.double_quant",)
     yield config.lowrank.checkpoint_freq > 0, "lowrank.checkpoint_freq is 0", ("lowrank.keep_checkpoints",)
+    for name, reason in needs.idle.items():
+        yield False, reason, (name,)
 
 
-def _changed(config: Settings) -> dict[str, tuple[Any, Mapping[str, Any]]]:
-    """The keys of ours that differ from their defaults: name -> value and metadata."""
+def _of_adapter(spec: AdapterSpec) -> Iterator[Condition]:
+    """The same of the arguments of PEFT's configs that are used with another one only."""
+
+    def args(*names: str) -> tuple[str, ...]:
+        return tuple(f"{_ADAPTER}.0.{name}" for name in names)
+
+    given = spec.extra.get
+    yield False, "PEFT sets it itself; it describes an adapter that is saved", args(*OF_PEFT)
+    start = given("init_lora_weights", True)
+    for name in ("loftq", "eva", "corda", "lora_ga"):
+        yield start == name, f"init_lora_weights is {start}, not {name}", args(f"{name}_config")
+    yield bool(given("megatron_config")), "there is no megatron_config", args("megatron_core")
+    yield bool(given("use_qalora")), "use_qalora is False", args("qalora_group_size")
+    yield bool(spec.lora_dropout), "lora_dropout is 0", args("rank_dropout_scale")
+    yield bool(given("coft")), "coft is False", args("eps")
+    neumann = given("use_cayley_neumann", True)
+    yield bool(neumann), "use_cayley_neumann is False", args("num_cayley_neumann_terms")
+    projects = spec.method != "prefix" or bool(given("prefix_projection"))
+    yield projects, "prefix_projection is False", args("encoder_hidden_size")
+    embeds = spec.method in ("prompt", "p-tuning")
+    yield not embeds, f"{spec.method} puts nothing into the layers", args("num_layers", "num_attention_heads")
+    text = given("prompt_tuning_init", "RANDOM")
+    from_text = args("prompt_tuning_init_text", "tokenizer_name_or_path")
+    yield text == "TEXT", f"prompt_tuning_init is {text}, not TEXT", from_text
+    network = given("encoder_reparameterization_type", "MLP")
+    layers = args("encoder_num_layers", "encoder_dropout")
+    yield network == "LSTM", f"encoder_reparameterization_type is {network}, not LSTM", layers
+
+
+def _changed(config: Settings, method: Any = None) -> dict[str, tuple[Any, Mapping[str, Any]]]:
+    """The keys of ours that differ from their defaults: name -> value and metadata.
+
+    Args:
+        method: whose hyperparameters' defaults are meant; None: they all differ.
+    """
     defaults = {name: value for name, value, _ in flat_keys(Settings())}
-    defaults["llm.adapter.args"] = [AdapterSpec().to_args()]
-    return {
+    defaults |= {f"lowrank.{name}": value for name, value in params_defaults(method).items()}
+    usual = AdapterSpec().to_args()
+    defaults[_ADAPTER] = [usual]
+    changed = {
         name: (value, meta)
         for name, value, meta in flat_keys(config)
         if name not in defaults or value != defaults[name]
     }
+    args = {name: value for name, value in config.llm.adapter.args[0].items() if value and value != usual.get(name)}
+    return changed | {f"{_ADAPTER}.0.{name}": (value, {}) for name, value in args.items()}
 
 
 def not_honoured(config: Settings, engine: str) -> list[tuple[str, Any, str]]:
@@ -137,19 +216,22 @@ def on_the_framework(name: str) -> str:
     return f"refused ({framework.REFUSED[name]})" if name in framework.REFUSED else "honoured"
 
 
-def without_effect(config: Settings, engine: str) -> list[tuple[str, Any, str]]:
+def without_effect(config: Settings, engine: str, method: Any) -> list[tuple[str, Any, str]]:
     """The keys of ``config`` that differ from their defaults but have no effect: name, value and reason.
 
     Args:
         engine: local, federatedscope or flower.
+        method: the class of ``federate.method``.
     """
-    changed = _changed(config)
+    changed = _changed(config, method)
     reasons = {
         name: reason
-        for effective, reason, names in _conditions(config, engine)
+        for effective, reason, names in _conditions(config, engine, method)
         for name in changed
         if not effective and framework.within(name, names)
     }
+    if _ADAPTER in reasons:  # which is said as a whole
+        reasons = {name: reason for name, reason in reasons.items() if not name.startswith(f"{_ADAPTER}.")}
     for name, (value, meta) in changed.items():
         if engine != "local" and value in framework.AS_IT_IS.get(name, ()):
             continue

@@ -13,6 +13,8 @@ from .metrics import METRICS, TASKS
 
 #: our image networks, by ``model.type`` (``models.vision``)
 VISION_MODELS = ("lenet", "fedma_cnn", "resnet10", "resnet18")
+#: of them, those whose norm ``lowrank.norm`` chooses
+WITH_NORM = ("resnet10", "resnet18")
 #: values of ``lowrank.dtype`` for quantised weights (``models.quantised``)
 QUANTISED = ("int8", "nf4")
 
@@ -240,7 +242,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Grad:
-    #: maximum norm; negative: off
+    #: maximum norm; 0 or negative: off
     grad_clip: float = key(-1.0)
     #: batches whose gradients are added before a step of the optimizer
     grad_accum_count: int = key(1, min=1)
@@ -333,6 +335,7 @@ class FedOpt:
     annealing_gamma: float = key(0.5, above=0.0)
 
 
+#: the values of ``lowrank.robust``
 ROBUST = ("none", "median", "trimmed_mean", "norm_bound", "krum", "multi_krum")
 
 
@@ -346,6 +349,11 @@ def robust_needs(rule: str, malicious: int) -> int:
     ``n > 2 f`` for a trimmed mean (Yin et al. 2018), ``n ≥ 2 f + 3`` for Krum (Blanchard et al. 2017).
     """
     return {"trimmed_mean": 2 * malicious + 1, "krum": 2 * malicious + 3, "multi_krum": 2 * malicious + 3}.get(rule, 1)
+
+
+def robust_weighs(rule: str) -> bool:
+    """Whether ``lowrank.robust = rule`` takes the weights of clients into account."""
+    return rule in ("none", "norm_bound", "multi_krum")
 
 
 @dataclass(frozen=True)

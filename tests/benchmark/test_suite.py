@@ -20,6 +20,7 @@ from fs_lowrank.data import build_data
 from fs_lowrank.methods import get_method_class, revisions
 from fs_lowrank.methods.server_optimizer import ServerOptimizer
 from fs_lowrank.models.build import build_tokenizer
+from fs_lowrank.settings.effects import without_effect
 
 FIVE_LINES = """
     config: {model: {type: MODEL@transformers}, data: {type: DATA, splits: [0.7, 0.1, 0.2]}}
@@ -313,6 +314,9 @@ def test_the_shipped_suites_are_valid(name, size):
         jobs = jobs_of(suite, dataclasses.replace(experiment, seeds=experiment.seeds[:1]), Options((name,), size))
         assert jobs, experiment.name
         methods = {j.method.label for j in jobs if isinstance(j, Cell)}
+        for config in {job.config.federate.method: job.config for job in jobs if isinstance(job, Cell)}.values():
+            idle = {name for name, _, _ in without_effect(config, "local", get_method_class(config.federate.method))}
+            assert idle <= {"llm.adapter.args"}, experiment.name  # which the methods that are compared share
         left_out = {"flora", "flexlora", "otfusion", "dense"}
         assert not methods or set((experiment.reference or {}).get("values", {})) <= methods | left_out
     for claim in suite.claims.values():

@@ -103,7 +103,9 @@ def test_what_cannot_be_is_refused(run, keys, said):
 
 
 def test_a_classifier_has_no_answers(settings):
+    from fs_lowrank.methods import get_method_class
     from fs_lowrank.settings.effects import without_effect
 
-    told = without_effect(fs_lowrank.load_config(settings, {"eval.generate.freq": 2}), "local")
+    config = fs_lowrank.load_config(settings, {"eval.generate.freq": 2})
+    told = without_effect(config, "local", get_method_class("fedlora"))
     assert ("eval.generate.freq", 2) in [(name, value) for name, value, _ in told]

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 import fs_lowrank
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.errors import UserError, say_once
-from fs_lowrank.methods import Phase
+from fs_lowrank.methods import Phase, get_method_class
 from fs_lowrank.models.names import all_tensors
 from fs_lowrank.rounds import site
 from fs_lowrank.rounds.round import Round
@@ -409,7 +409,8 @@ def test_the_key(settings):
 
     assert [of(v) for v in ("off", False, 1, "auto", 0, 7)] == [1, 1, 1, 0, 0, 7]
     for value, reported in (("off", False), ("auto", False), (4, True)):
-        told = without_effect(fs_lowrank.load_config(settings, {"train.cohort": value}), "federatedscope")
+        config = fs_lowrank.load_config(settings, {"train.cohort": value})
+        told = without_effect(config, "federatedscope", get_method_class("fedlora"))
         assert [v for name, v, _ in told if name == "train.cohort"] == [value] * reported
     for wrong in (-1, 2.5, "many"):
         with pytest.raises(UserError, match="train.cohort.*off, a whole number or auto"):

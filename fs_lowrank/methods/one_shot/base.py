@@ -25,6 +25,8 @@ DRAWS = {
     "help": "labels drawn from the model for each sample, for the expectation in the Fisher; 0 computes it exactly, "
     f"and so does None up to {LARGEST_EXACT} classes (one drawn label beyond)",
 }
+#: ``Requires.idle`` of those that train all weights whatever ``llm.adapter.use`` is
+WITHOUT_ADAPTER = {"llm.adapter.args": "the method trains all weights, without an adapter"}
 #: the tasks of models that have a Fisher (``models.curvature``)
 CLASSIFIERS = ("SequenceClassification", "ImageClassification")
 #: factor on the Fisher, which is small, if only sums arrive, since they may be fixed-point numbers

@@ -26,7 +26,7 @@ from ...seeds import derive
 from ...settings import key
 from ..base import Tensors
 from ..registry import register_method
-from .base import OneShot, best, logits_of
+from .base import WITHOUT_ADAPTER, OneShot, best, logits_of
 
 TEMPERATURE, PADDING = 20.0, 4
 
@@ -111,7 +111,8 @@ class Dense(OneShot):
 
     @classmethod
     def requires(cls, params: Params):
-        return replace(super().requires(params), adapter="none", tasks=("ImageClassification",), validation=True)
+        needs = replace(super().requires(params), adapter="none", idle=WITHOUT_ADAPTER)
+        return replace(needs, tasks=("ImageClassification",), validation=True)
 
     def aggregate(self, updates, state, round):
         weights, parts = self.weights(updates), [u.tensors for u in updates]

@@ -82,8 +82,12 @@ class FedFisher(OneShot):
     @classmethod
     def requires(cls, params: Params):
         sums = params.fisher == "diag" and not params.compress
-        validation = params.select and solver_of(params) != "closed"
-        return replace(super().requires(params), tasks=CLASSIFIERS, sums=sums, validation=validation)
+        solver = solver_of(params)
+        validation = params.select and solver != "closed"
+        used = {"closed": (), "cg": ("steps", "tolerance", "select")}.get(solver, ("steps", "lr", "select"))
+        unused = {"steps", "lr", "tolerance", "select"} - {*used}
+        idle = {f"lowrank.{name}": f"the solver is {solver}" for name in sorted(unused)}
+        return replace(super().requires(params), tasks=CLASSIFIERS, sums=sums, validation=validation, idle=idle)
 
     def __init__(self, params, setting):
         super().__init__(params, setting)

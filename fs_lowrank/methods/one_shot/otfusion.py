@@ -26,7 +26,7 @@ from ...models.chain import chain
 from ...settings import key
 from ..base import Tensors
 from ..registry import register_method
-from .base import OneShot, best, logits_of
+from .base import WITHOUT_ADAPTER, OneShot, best, logits_of
 
 _SWITCH = {"on": (True,), "off": (False,), "tune": (True, False)}
 
@@ -46,7 +46,8 @@ class OTFusion(OneShot):
 
     @classmethod
     def requires(cls, params: Params):
-        return replace(super().requires(params), adapter="none", tasks=("ImageClassification",), validation=True)
+        needs = replace(super().requires(params), adapter="none", idle=WITHOUT_ADAPTER)
+        return replace(needs, tasks=("ImageClassification",), validation=True)
 
     def __init__(self, params, setting):
         super().__init__(params, setting)

@@ -28,7 +28,7 @@ from ...seeds import derive
 from ...settings import key
 from ..base import RefusedUpdate, refuse_negative
 from ..registry import register_method
-from .base import OneShot, meta
+from .base import WITHOUT_ADAPTER, OneShot, meta
 
 
 @register_method("pfnm")
@@ -51,7 +51,8 @@ class PFNM(OneShot):
 
     @classmethod
     def requires(cls, params: Params):
-        return replace(super().requires(params), adapter="none", tasks=("ImageClassification",))
+        needs = replace(super().requires(params), adapter="none", idle=WITHOUT_ADAPTER)
+        return replace(needs, tasks=("ImageClassification",))
 
     def __init__(self, params, setting):
         super().__init__(params, setting)

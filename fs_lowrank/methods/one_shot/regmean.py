@@ -54,7 +54,8 @@ class RegMean(OneShot):
 
     @classmethod
     def requires(cls, params: Params):
-        return replace(super().requires(params), validation=True)
+        idle = {"lowrank.validation_samples": "lowrank.scales has one factor"} if len(params.scales) == 1 else {}
+        return replace(super().requires(params), validation=True, idle=idle)
 
     def adapt(self, model):
         model = super().adapt(model)

@@ -1,0 +1,242 @@
+"""A key is reported as without effect where it has none, and only there: what it does is compared with what is said."""
+
+import dataclasses
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from fs_lowrank.config import load_config
+from fs_lowrank.data import build_data, load_raw
+from fs_lowrank.errors import say_once
+from fs_lowrank.methods import create_method, get_method_class, list_methods, requirements
+from fs_lowrank.methods.robust import RobustMean
+from fs_lowrank.methods.server_optimizer import ServerOptimizer
+from fs_lowrank.models.build import build_tokenizer
+from fs_lowrank.models.names import tags
+from fs_lowrank.models.vision import VisionOptions, build_vision
+from fs_lowrank.rounds.fits import check_splits
+from fs_lowrank.settings import VISION_MODELS, keys_of
+from fs_lowrank.settings.effects import without_effect
+from fs_lowrank.settings.sections import ROBUST
+from fs_lowrank.settings.sections import ServerOptimizer as Section
+from fs_lowrank.testing import Bench
+from fs_lowrank.training.schedule import Schedule, lr_at, schedule_of
+
+ROOT = Path(__file__).parents[2]
+BASE = {"federate.client_num": 5, "federate.method": "fedlora", "model.type": "x@transformers", "data.type": "x.csv"}
+CAUSAL = {**BASE, "model.type": "x@huggingface_llm"}
+
+
+def told(keys, engine="local", base=BASE):
+    """By key, what is said of those of ``keys`` that have no effect."""
+    config = load_config({**base, **keys})
+    method = get_method_class(config.federate.method)
+    return {name: reason for name, _, reason in without_effect(config, engine, method)}
+
+
+# -- every value of the choice, with every key that depends on it ----------------------------------------
+
+
+OTHER = {"momentum": 0.5, "betas": [0.5, 0.5], "tau": 0.5, "lr": 0.3, "min_lr": 0.05, "cycle": 2, "warmup_ratio": 0.5}
+
+
+@pytest.mark.parametrize("name", sorted(keys_of(ServerOptimizer).keys() - {"type"}))
+@pytest.mark.parametrize("kind", keys_of(Section)["type"].meta["choices"])
+def test_arguments_of_server_optimizers(kind, name):
+    def steps(**given):
+        optimizer, state = ServerOptimizer.from_config({"type": kind, **given}), {"w": torch.ones(3)}
+        for round in (1, 2):
+            new, memory = optimizer.step({"w": state["w"] + torch.tensor([0.1, -0.2, round])}, state)
+            state = {**state, **new, **memory}
+        return state["w"]
+
+    key = f"fedopt.optimizer.{name}"
+    said = told({"fedopt.use": True, "fedopt.optimizer.type": kind, key: OTHER[name]})
+    assert (key in said) == torch.equal(steps(), steps(**{name: OTHER[name]}))
+
+
+@pytest.mark.parametrize("name", sorted(keys_of(Schedule).keys() - {"type"}))
+@pytest.mark.parametrize("kind", [*keys_of(Schedule)["type"].meta["choices"], "Cosine"])
+def test_arguments_of_schedules(kind, name):
+    def rates(keys):
+        schedule = schedule_of(load_config({**BASE, "train.scheduler.type": kind, **keys}).train.scheduler)
+        return [lr_at(round, 6, 1.0, schedule) for round in range(1, 7)]
+
+    keys = {f"train.scheduler.{name}": OTHER[name]}
+    assert bool(told({"train.scheduler.type": kind, **keys})) == (rates({}) == rates(keys))
+
+
+@pytest.mark.parametrize("norm", ["static", "group", "none"])
+@pytest.mark.parametrize("kind", VISION_MODELS)
+def test_the_norm_of_image_networks(kind, norm):
+    plain, other = (build_vision(VisionOptions(kind, 3, (1, 28, 28), 0.1, n)) for n in ("batch", norm))
+    said = told({"model.type": kind, "lowrank.norm": norm})
+    assert ("lowrank.norm" in said) == (str(plain) == str(other))
+
+
+@pytest.mark.parametrize("rule", ROBUST)
+def test_weights_under_robust_means(rule):
+    tensors = {k: {"w": torch.tensor([1.0, k, k * k])} for k in range(1, 6)}
+
+    def mean(weights):
+        return RobustMean(rule).mean(tensors, weights, {"w": torch.zeros(3)})[0]["w"] if rule != "none" else weights
+
+    same = rule != "none" and torch.equal(mean([0.2] * 5), mean([0.4, 0.3, 0.1, 0.1, 0.1]))
+    assert bool(told({"lowrank.robust": rule, "federate.ignore_weight": True})) == same
+
+
+@pytest.mark.parametrize("method", list_methods())
+def test_what_a_method_has_no_use_for(method, tmp_path, keys_of):
+    needs = requirements(method)
+    task = {"SequenceClassification": "encoder"}.get(needs.tasks[1 if len(needs.tasks) > 3 else 0], "vision")
+    engine = Bench(tmp_path).make(task, method, keys_of(method))
+    base = engine.config.to_dict()
+    changed = "base" in engine.method.shared or any("base" in tags(n) for n in engine.site.changed_base())
+    idle = told({"lowrank.save_merged": True, "lowrank.validation_samples": 3}, base=base)
+    assert ("lowrank.save_merged" in idle) == changed
+    assert ("lowrank.validation_samples" in idle) == (engine.method.workbench is None)
+
+
+@pytest.mark.parametrize("method", list_methods())
+def test_defaults_are_never_reported(method, keys_of):
+    base = {**BASE, "model.type": "lenet", "federate.method": method, **keys_of(method)}
+    for model in ("resnet10", "lenet", "x@transformers", "x@huggingface_llm"):
+        keys = {**base, "model.type": model}
+        if load_config({"federate.client_num": 2, "model.type": model}).model.task not in requirements(method).tasks:
+            continue
+        if "@" in model:
+            keys = {name: value for name, value in keys.items() if not name.startswith(("model.use", "lowrank.width"))}
+        for engine in ("local", "federatedscope", "flower"):
+            idle = told({}, engine, keys)
+            assert not idle
+            # What a run writes into its config.yaml has every key.
+            assert not told({}, engine, load_config(keys).to_dict())
+
+
+# -- single combinations ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "base, keys, idle",
+    [
+        (BASE, {"verbose": 2}, "verbose"),
+        (BASE, {"data.args": [{"max_len": 12}], "llm.tok_len": 50}, "llm.tok_len"),
+        (BASE, {"eval.freq": 0, "early_stop.patience": 3}, "early_stop.patience"),
+        (BASE, {"federate.make_global_eval": False, "eval.metrics": ["f1"]}, "eval.metrics"),
+        (BASE, {"federate.make_global_eval": False, "eval.split": ["test"]}, "eval.split"),
+        (BASE, {"train.optimizer.dampening": 0.5}, "train.optimizer.dampening"),
+        (BASE, {"federate.method": "fedavg", "train.cache_frozen_dir": "x"}, "train.cache_frozen_dir"),
+        (BASE, {"federate.method": "fedavg", "train.frozen_dropout": True}, "train.frozen_dropout"),
+        (BASE, {"federate.method": "fisher_merge", "llm.adapter.args": [{"r": 3}]}, "llm.adapter.args"),
+        (CAUSAL, {"model.task": "Seq2SeqLM", "train.cache_frozen_bytes": 1e6}, "train.cache_frozen_bytes"),
+        (CAUSAL, {"model.task": "Seq2SeqLM", "train.only_read": "off"}, "train.only_read"),
+        (
+            CAUSAL,
+            {"llm.adapter.args": [{"adapter_method": "prompt", "num_virtual_tokens": 3}], "train.cache_frozen": "off"},
+            "train.cache_frozen",
+        ),
+        (
+            BASE,
+            {"model.type": "lenet", "federate.method": "fedavg", "lowrank.base_init": "zero"},
+            "lowrank.base_init",
+        ),
+        (BASE, {"model.type": "lenet", "federate.method": "dense", "llm.adapter.args": [{"r": 3}]}, "llm.adapter.args"),
+        (BASE, {"federate.method": "fedloru", "lowrank.tau": 3, "lowrank.schedule": [2, 4]}, "lowrank.tau"),
+        (BASE, {"federate.method": "pmfedloru", "lowrank.tau": 3, "lowrank.schedule": [2, 4]}, "lowrank.tau"),
+        (BASE, {"federate.method": "mfedloru", "lowrank.nested_scale": 0.3}, "lowrank.nested_scale"),
+        (BASE, {"federate.method": "flora", "lowrank.max_kept_rank": 9}, "lowrank.max_kept_rank"),
+        (BASE, {"federate.method": "fedhm", "lowrank.rank_factors": [1], "lowrank.decay": 1.0}, "lowrank.decay"),
+        (BASE, {"federate.method": "fedhm", "lowrank.master": True}, "lowrank.master"),
+        (BASE, {"federate.method": "fedhm", "federate.ignore_weight": True}, "federate.ignore_weight"),
+        (BASE, {"federate.method": "fedfisher", "lowrank.lr": 0.5}, "lowrank.lr"),
+        (BASE, {"federate.method": "fedfisher", "lowrank.solver": "cg", "lowrank.lr": 0.5}, "lowrank.lr"),
+        (
+            BASE,
+            {"federate.method": "fedfisher", "lowrank.solver": "adam", "lowrank.tolerance": 0.5},
+            "lowrank.tolerance",
+        ),
+        (
+            BASE,
+            {"federate.method": "regmean", "lowrank.scales": [0.9], "lowrank.validation_samples": 3},
+            "lowrank.validation_samples",
+        ),
+    ],
+)
+def test_single_combinations(base, keys, idle):
+    assert list(told(keys, base=base)) == [idle]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"eval.freq": 0},
+        {"dataloader.batch_tokens": 200, "dataloader.batch_size": 3},  # of which evaluations still take the number
+        {"data.args": [{"max_len": 12}]},
+        {"federate.method": "mfedloru", "lowrank.nested_ranks": [1], "lowrank.nested_scale": 0.3},
+        {"federate.method": "fedhm", "lowrank.rank_factors": [2, 4], "lowrank.master": True},
+        {"federate.method": "fedhm", "lowrank.average_by": "samples", "federate.ignore_weight": True},
+        {"federate.method": "flora", "lowrank.merge": False, "lowrank.max_kept_rank": 9, "lowrank.save_merged": True},
+        {"federate.method": "fedfisher", "lowrank.solver": "adam", "lowrank.steps": 5, "lowrank.lr": 0.5},
+        {"federate.method": "fisher_merge", "llm.adapter.use": True, "llm.adapter.args": [{"r": 3}]},
+        {"train.optimizer.momentum": 0.5, "train.optimizer.dampening": 0.5},
+        {"llm.adapter.args": [{"inference_mode": False, "base_model_name_or_path": None, "loftq_config": {}}]},
+    ],
+)
+def test_what_has_an_effect_is_not_reported(keys):
+    assert not told(keys)
+
+
+def test_of_an_adapter_that_is_not_used_no_argument_is_reported_by_itself():
+    keys = {"federate.method": "fedavg", "llm.adapter.args": [{"r": 4, "inference_mode": True}]}
+    assert list(told(keys)) == ["llm.adapter.args"]
+
+
+def test_a_method_says_which_of_its_keys_are_idle():
+    """``Requires.idle`` names keys that a configuration may have."""
+    for method in list_methods():
+        cls = get_method_class(method)
+        known = {f"lowrank.{f.name}" for f in dataclasses.fields(cls.Params)}
+        known |= {"llm.adapter.args", "federate.ignore_weight", "lowrank.validation_samples"}
+        assert requirements(method).idle.keys() <= known
+        assert create_method(method, rounds=4).needs.idle == requirements(method).idle
+
+
+@pytest.mark.parametrize("engine", ["local", "federatedscope", "flower"])
+@pytest.mark.parametrize(
+    "path",
+    [*ROOT.glob("examples/*.yaml"), *ROOT.glob("tests/runs/first_edition/*/config.yaml")],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_shipped_files_have_no_idle_keys(path, engine):
+    config = load_config(path)
+    assert not without_effect(config, engine, get_method_class(config.federate.method))
+
+
+# -- what only the data decide ---------------------------------------------------------------------------
+
+
+def test_splits_of_data_with_sets_of_their_own(settings, reviews_csv, caplog):
+    def said(**args):
+        config = load_config(settings, {"data.args": [args], "data.splits": [0.5, 0.2, 0.3]})
+        say_once.cache_clear()
+        caplog.clear()
+        check_splits(config, build_data(config, build_tokenizer(config)))
+        return "data.splits = [0.5, 0.2, 0.3] has no effect" in caplog.text
+
+    own = {"test": reviews_csv.name, "validation": reviews_csv.name}
+    assert said(**own) and not said(test=own["test"]) and not said()
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl"])
+def test_quotes_of_files_without_any(suffix, tmp_path, caplog):
+    rows, place = [("a good day", 1), ("a bad day", 0)] * 5, tmp_path / f"rows.{suffix}"
+    frame = pd.DataFrame(rows, columns=["text", "label"])
+    if suffix == "jsonl":
+        frame.to_json(place, orient="records", lines=True)
+    else:
+        frame.to_csv(place, index=False, sep="\t" if suffix == "tsv" else ",")
+    say_once.cache_clear()
+    assert len(load_raw(load_config({**BASE, "data.type": str(place), "data.args": [{"quoting": True}]}).data).train)
+    assert ("data.args.0.quoting = True has no effect" in caplog.text) == (suffix == "jsonl")
