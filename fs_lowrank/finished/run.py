@@ -15,10 +15,10 @@ from ..data.own import LABELS
 from ..data.sources import data_args
 from ..errors import UserError, say_once
 from ..jobs.files import read_json
-from ..models.adapters import load_adapter
 from ..models.build import build_model, build_tokenizer
 from ..models.fingerprints import configuration_fingerprint, fingerprint_of
 from ..models.placing import at_home
+from ..models.saved import load_adapter
 from ..rounds.site import device_of
 from ..runs.best import KINDS
 from ..runs.environment import changed_since

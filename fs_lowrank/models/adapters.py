@@ -12,22 +12,17 @@ import typing
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..errors import UserError, nearest
-from ..jobs.files import replacing
 from ..seeds import derive
 from ..settings import ALL_LINEAR, AdapterSpec, Origin, check_value, keys_of
 from ..settings.adapter import PROMPTS
 from .chain import resize
 from .kinds import CLASSES, check_blocks, further, heads_by_place, own_targets, say_idle, sizes, task_type
-from .loaded import PUT_BACK, check_adapter
 from .names import HEAD_MODULES, PEFT_HEADS, all_tensors, tags, tensor_of, zero_at_start
 from .prompts import check_virtual_tokens, text_only
 
@@ -59,7 +54,7 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     config = _config(model, spec, seed)
     asked = {name: copy.deepcopy(getattr(config, name)) for name in further(spec)}
     torch.manual_seed(derive(seed, "adapter"))
-    with _without_deprecation(), _complaints():
+    with without_deprecation(), _complaints():
         wrapped = get_peft_model(model, config)
     _freeze_inside(wrapped, spec)
     compose(wrapped)
@@ -88,47 +83,8 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     return wrapped
 
 
-def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
-    """``model`` with the adapter that a run saved in ``folder``, in evaluation mode.
-
-    Raises:
-        UserError: a file cannot be read, is of an adapter for another model, or lacks tensors; it has tensors that the
-            adapter has no place for, or of other shapes.
-    """
-    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-
-    described, file = Path(folder) / "adapter_config.json", Path(folder) / "adapter_model.safetensors"
-    for needed in (described, file):
-        if not needed.is_file():
-            raise UserError(f"{needed} is missing; {PUT_BACK}")
-    # Not PeftModel.from_pretrained: it leaves out what does not fit, and spreads a model with a device_map anew, losing
-    # where its weights are kept.
-    with _without_deprecation():
-        with _readable(described):
-            config = PeftConfig.from_pretrained(str(folder))
-            config.inference_mode, config.base_model_name_or_path = True, None  # where its base lies is not asked
-            wrapped = get_peft_model(model, config)
-        with _readable(file):
-            tensors = load_file(file)
-        expected = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
-        check_adapter(file, tensors, expected, wrapped.state_dict())
-        set_peft_model_state_dict(wrapped, tensors)
-    text_only(wrapped)
-    return wrapped.eval()
-
-
 @contextlib.contextmanager
-def _readable(file: Path) -> Iterator[None]:
-    """A context for what is made of ``file`` of a saved adapter: what libraries raise of a damaged one is one line."""
-    try:
-        yield
-    except (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{file}: no adapter of this model ({type(error).__name__}: {reason}); {PUT_BACK}") from error
-
-
-@contextlib.contextmanager
-def _without_deprecation() -> Iterator[None]:
+def without_deprecation() -> Iterator[None]:
     """PEFT uses a deprecated attribute of transformers, whose warning tells a user nothing."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
@@ -498,17 +454,6 @@ def merge_adapter(model: nn.Module, names: Iterable[str]) -> None:
         with torch.no_grad():
             weight = layer.get_base_layer().weight
             weight.add_(layer.get_delta_weight("default").to(weight.dtype))
-
-
-def save_adapter(folder: str | Path, config: peft.PeftConfig, tensors: Mapping[str, Tensor]) -> Path:
-    """Write an adapter in PEFT's format."""
-    folder = Path(folder)
-    with replacing(folder / "adapter_model.safetensors") as aside:
-        save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, aside, metadata={"format": "pt"})
-    config = copy.deepcopy(config)
-    config.inference_mode = True
-    config.save_pretrained(str(folder))
-    return folder
 
 
 def adapter_name(name: str) -> str:

@@ -22,8 +22,9 @@ from ..errors import RunFailed, UserError
 from ..jobs.files import cannot_read, cannot_write, from_json, remove_unfinished, replacing, to_json, write_text
 from ..jobs.tables import write_tables
 from ..methods import revisions
-from ..models.adapters import adapter_name, load_tensors, save_adapter
+from ..models.adapters import adapter_name, load_tensors
 from ..models.names import tags
+from ..models.saved import save_adapter
 from ..runs import best
 from ..runs.card import model_card
 from ..runs.checkpoint import Checkpoint, load_checkpoint, remove_old, save_checkpoint, saved_rounds

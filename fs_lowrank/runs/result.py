@@ -17,11 +17,12 @@ from torch import nn
 from ..errors import UserError
 from ..jobs.files import read_json
 from ..models.accumulated import one_adapter
-from ..models.adapters import ACCUMULATED, save_adapter
+from ..models.adapters import ACCUMULATED
 from ..models.factorised import plain
 from ..models.loaded import transformers_silent
 from ..models.prompts import is_prompted
 from ..models.quantised import dequantised, layers
+from ..models.saved import save_adapter
 from .chance import run_verdict
 from .plots import curves
 from .split import read_about

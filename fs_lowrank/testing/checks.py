@@ -21,8 +21,9 @@ from ..engines.local import LocalEngine
 from ..errors import UserError
 from ..jobs.files import from_json, read_json
 from ..methods import Averaging, Method, create_method, get_method_class
-from ..models.adapters import load_adapter, load_tensors
+from ..models.adapters import load_tensors
 from ..models.names import all_tensors, tags
+from ..models.saved import load_adapter
 from ..rounds import site
 from ..seeds import derive
 from ..training import train_client

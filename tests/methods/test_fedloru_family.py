@@ -12,9 +12,10 @@ from fs_lowrank.algebra.factorise import to_matrix
 from fs_lowrank.errors import UserError
 from fs_lowrank.methods import create_method
 from fs_lowrank.models.accumulated import one_adapter
-from fs_lowrank.models.adapters import load_tensors, save_adapter
+from fs_lowrank.models.adapters import load_tensors
 from fs_lowrank.models.factorised import Factorised, factorise_layers, frobenius
 from fs_lowrank.models.names import named_tensors, tags
+from fs_lowrank.models.saved import save_adapter
 from fs_lowrank.settings import AdapterSpec
 
 SIZES = (3, 10, 27)

@@ -18,10 +18,10 @@ from fs_lowrank.models.adapters import (
     layer_stack,
     load_tensors,
     merge_pair,
-    save_adapter,
     target_modules,
 )
 from fs_lowrank.models.names import all_tensors, named_tensors, pairs, select, tags
+from fs_lowrank.models.saved import save_adapter
 from fs_lowrank.settings import AdapterSpec
 
 SPEC = AdapterSpec(r=3, lora_alpha=5, target_modules=("query", "intermediate.dense"), layers=(1, 2))

@@ -1,0 +1,72 @@
+"""An adapter in a folder, in PEFT's format."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ..errors import UserError
+from ..jobs.files import replacing
+from .adapters import without_deprecation
+from .loaded import PUT_BACK, check_adapter
+from .prompts import text_only
+
+if TYPE_CHECKING:
+    import peft
+
+
+def save_adapter(folder: str | Path, config: peft.PeftConfig, tensors: Mapping[str, Tensor]) -> Path:
+    """Write an adapter in PEFT's format."""
+    folder = Path(folder)
+    with replacing(folder / "adapter_model.safetensors") as aside:
+        save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, aside, metadata={"format": "pt"})
+    config = copy.deepcopy(config)
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    return folder
+
+
+def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
+    """``model`` with the adapter that a run saved in ``folder``, in evaluation mode.
+
+    Raises:
+        UserError: a file cannot be read, is of an adapter for another model, or lacks tensors; it has tensors that the
+            adapter has no place for, or of other shapes.
+    """
+    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    described, file = Path(folder) / "adapter_config.json", Path(folder) / "adapter_model.safetensors"
+    for needed in (described, file):
+        if not needed.is_file():
+            raise UserError(f"{needed} is missing; {PUT_BACK}")
+    # Not PeftModel.from_pretrained: it leaves out what does not fit, and spreads a model with a device_map anew, losing
+    # where its weights are kept.
+    with without_deprecation():
+        with _readable(described):
+            config = PeftConfig.from_pretrained(str(folder))
+            config.inference_mode, config.base_model_name_or_path = True, None  # where its base lies is not asked
+            wrapped = get_peft_model(model, config)
+        with _readable(file):
+            tensors = load_file(file)
+        expected = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+        check_adapter(file, tensors, expected, wrapped.state_dict())
+        set_peft_model_state_dict(wrapped, tensors)
+    text_only(wrapped)
+    return wrapped.eval()
+
+
+@contextlib.contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """A context for what is made of ``file`` of a saved adapter: what libraries raise of a damaged one is one line."""
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{file}: no adapter of this model ({type(error).__name__}: {reason}); {PUT_BACK}") from error
