@@ -201,7 +201,6 @@ class LowRankServer(DistributedServer):
             return
         if self.distributed:
             self.confirm(self.undelivered.get(client))
-        self.sampler.change_state(client, "idle")
         self.cur_timestamp = max(self.cur_timestamp, message.timestamp)
         parcel = wire.parcel_of(message.content)
         self._monitor.track_download_bytes(parcel.nbytes if self.distributed else 0)
@@ -232,6 +231,8 @@ class LowRankServer(DistributedServer):
     def _perform_federated_aggregation(self):
         self.round_open = False
         round, session, started = self.round, self.session, time.perf_counter()
+        # Also those that have not answered, else the framework's samplers would never draw them again.
+        self.sampler.change_state(round.selected, "idle")
         finished = self.aggregator.aggregate({"round": round})
         if finished.message is not None:
             session.on_message(finished.message, round.number)
