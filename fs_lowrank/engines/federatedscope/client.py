@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Mapping
 
-import grpc
 from federatedscope.core.message import Message
+from torch import Tensor
 
 from ...algebra import nbytes
 from ...errors import RunFailed, UserError
+from ...methods import RefusedUpdate
 from ...rounds.codec import Codec, Plain, Uniform
 from ...rounds.copies import LostCopy, OwnCopy, SharedCopy, answer, apology
 from ...rounds.parcel import Parcel
@@ -18,7 +20,7 @@ from .config import for_frameworks_workers
 from .distributed_client import DistributedClient
 from .logs import name_file
 from .session import current
-from .sums import add_shares, split_secret
+from .sums import add_shares, alike, split_secret
 
 logger = logging.getLogger("federatedscope.lowrank")
 
@@ -47,7 +49,15 @@ def with_own_splits(config, data):
 
 
 class LowRankClient(DistributedClient):
-    """A client; ``copy`` is its copy of the model, ``fragments`` and ``own`` belong to secret sharing."""
+    """A client.
+
+    Attributes:
+        copy: its copy of the model.
+        shares: with secret sharing, by client, itself included, the share that this client holds of its update, and the
+            framework's round that it is of; one of each.
+        own: the facts of this client's update, of which its own share is.
+        summed: the framework's round whose sum of shares was sent last.
+    """
 
     def __init__(self, config=None, **kwargs):
         self.ready = False
@@ -72,9 +82,7 @@ class LowRankClient(DistributedClient):
         # In kbit; the framework computes from it how long a message would take.
         sent = self.session.method.expected(self.session.ledger.state, 1, max(self.ID, 1))
         self.model_size = nbytes(sent) * 8 / 1000
-        #: by round of the framework: the shares that came, and the facts of this client's update
-        self.fragments: dict[int, list] = {}
-        self.own: dict[int, dict] = {}
+        self.forget_shares()
 
     @property
     def model(self):
@@ -118,7 +126,7 @@ class LowRankClient(DistributedClient):
     def callback_funcs_for_model_para(self, message: Message):
         """Bring the copy up to date, train if asked to, and send the update; also takes shares of other clients."""
         if "ss" in message.msg_type:
-            return self._add_fragment(int(message.state), message.sender, wire.parcel_of(message.content).tensors)
+            return self._take_share(int(message.sender), message.state, wire.parcel_of(message.content).tensors)
         parcel = wire.parcel_of(message.content)
         self.state, round = message.state, parcel.facts["round"]
         trains = parcel.facts["purpose"] == "train"
@@ -157,41 +165,70 @@ class LowRankClient(DistributedClient):
         return answer(round, update, trainer.loss, self.codec), samples
 
     def _send(self, parcel: Parcel, message: Message, samples: int) -> None:
-        self._monitor.track_upload_bytes(nbytes(parcel.tensors))
         timestamp = self._gen_timestamp(init_timestamp=message.timestamp, instance_number=samples)
         content = wire.content_of(parcel, self.distributed)
         answer = wire.message(self, "model_para", [self.server_id], content, timestamp=timestamp)
-        self._send_to_server(answer)
+        self._deliver(self.server_id, answer, nbytes(parcel.tensors))
 
     # -- secret sharing ----------------------------------------------------------------------------
+
+    def forget_shares(self) -> None:
+        """Forget the shares of a round that is not completed."""
+        self.shares: dict[int, tuple[int, Mapping[str, Tensor]]] = {}
+        self.own: dict = {}
+        self.summed: int | None = None
+
+    def _others(self) -> list[int]:
+        return sorted(int(n) for n in self.comm_manager.neighbors if int(n) not in (self.server_id, self.ID))
 
     def _share(self, update, facts: dict) -> Parcel | None:
         """Send a share to every other client; the server is sent the sum of the shares that this client was given."""
         weight = 1 if self.session.method.setting.uniform else update.num_samples
-        others = sorted(int(n) for n in self.comm_manager.neighbors if int(n) not in (self.server_id, self.ID))
+        others = self._others()
         parties = self.session.config.federate.client_num
         if len(others) != parties - 1:
             raise UserError(f"federate.use_ss: client {self.ID} knows {len(others)} of {parties - 1} other clients")
         shares = split_secret(update.tensors, weight, parties)
         for other, share in zip(others, shares[1:]):
-            self._monitor.track_upload_bytes(nbytes(share))
             message = wire.message(self, "ss_model_para", [other], wire.content_of(Parcel(share), self.distributed))
-            if self.distributed:
-                # The other client may not have been told of this one yet.
-                self.comm_manager.deliver(other, message, insist=(grpc.StatusCode.UNAUTHENTICATED,))
-            else:
-                self.comm_manager.send(message)
-        self.own[self.state] = facts
-        self._add_fragment(self.state, self.ID, shares[0])
+            self._deliver(other, message, nbytes(share))
+        self.shares[self.ID], self.own = (self.state, shares[0]), facts
+        self._send_sum()
         return None
 
-    def _add_fragment(self, state: int, sender: int, tensors) -> None:
-        # The share of another client may come before the server's message of the round.
-        shares = self.fragments.setdefault(state, [])
-        shares.append(tensors)
-        if len(shares) == self.session.config.federate.client_num and state in self.own:
-            parcel = Parcel(add_shares(self.fragments.pop(state)), **self.own.pop(state))
-            self._send(parcel, Message(state=state, timestamp=0), parcel.facts["samples"])
+    def _take_share(self, sender: int, state: int, tensors: Mapping[str, Tensor]) -> None:
+        """Take the share of another client; it may come before the server's message of the round."""
+        reason = ""
+        if sender not in self._others():
+            reason = "it does not take part in the round"
+        elif state == self.summed or sender in self.shares and self.shares[sender][0] == state:
+            reason = "it has sent one already"
+        if reason:
+            logger.warning(
+                "client %d refused a share of client %d for round %d: %s", self.ID, sender, state + 1, reason
+            )
+            return
+        self.shares[sender] = state, tensors
+        self._send_sum()
+
+    def _send_sum(self) -> None:
+        """Send the server the sum of all clients' shares, if they are there."""
+        if self.ID not in self.shares:
+            return
+        state, own = self.shares[self.ID]
+        of_round = {client: tensors for client, (of, tensors) in self.shares.items() if of == state}
+        if len(of_round) < self.session.config.federate.client_num:
+            return
+        facts = self.own
+        self.forget_shares()
+        self.summed = state
+        misfits = [client for client, share in sorted(of_round.items()) if not alike(share, own)]
+        if misfits:
+            reason = f"the share that client {misfits[0]} sent client {self.ID} has other names, shapes or types"
+            parcel = apology(facts["round"], RefusedUpdate(f"{reason} than client {self.ID}'s own"))
+        else:
+            parcel = Parcel(add_shares(list(of_round.values())), **facts)
+        self._send(parcel, Message(state=state, timestamp=0), facts["samples"])
 
     # -- evaluation and end ------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 gRPC runs in an event loop in a thread of its own. A message is delivered without blocking the caller, and deliveries to
 several processes do not wait for each other; those to one process arrive in the order in which they were sent.
 Received messages, and the outcomes of deliveries, are put into one queue, which ``receive`` reads in the worker's
-thread.
+thread, and which the worker handles one by one.
 
 A client draws a token and sends it when it joins. From then on every message between the two has the token in its
 metadata; a message without a known token is answered with the status UNAUTHENTICATED and reaches nobody.
@@ -32,6 +32,7 @@ from google.protobuf.message import DecodeError
 from ...errors import UserError
 from . import messages
 from .session import current, is_open
+from .wire import Sealed, encodable, with_content
 
 logger = logging.getLogger("federatedscope.lowrank")
 
@@ -67,6 +68,20 @@ class Undelivered:
 Then = Callable[[Undelivered | None], object]
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a delivery: ``failed`` is None if the message has arrived. ``settle`` is to be called with it."""
+
+    receiver: int
+    kind: str
+    failed: Undelivered | None
+    then: Then
+
+    def settle(self) -> None:
+        """Tell who waits for it."""
+        self.then(self.failed)
+
+
 class Comm(gRPCCommManager):
     """The communication manager of a distributed worker of ours, where the framework expects its own.
 
@@ -82,6 +97,8 @@ class Comm(gRPCCommManager):
         tokens: by number, the token that a message to it carries.
         senders: by token, the number of the process whose messages are read.
         lets_join: whether a request to join is read without a token.
+        asked: what ``federate.join_in_info`` asks of clients.
+        monitor: of the worker; it is told the bytes of tensors that have come.
         on_wrong: called with the sender's number, the type of message and a reason for a message that does not fit
             the schema.
     """
@@ -89,6 +106,7 @@ class Comm(gRPCCommManager):
     def __init__(self, host: str, port: int, client_num: int, cfg: Any):
         session = current()
         self.host, self.port, self.monitor = host, port, None
+        self.asked: tuple[str, ...] = ()
         self.serves = self.lets_join = session.role == "server"
         self.timeout: float = session.config.lowrank.timeout
         self.neighbors: dict[int, str] = {}
@@ -169,26 +187,25 @@ class Comm(gRPCCommManager):
             self._inbox.put((sender, request))
         return protocol.MessageResponse(msg="ACK")
 
-    def receive(self, timeout: float = 0.5) -> Message | None:
-        """The next message; None if there is none within ``timeout`` seconds, or if an outcome was handled instead."""
+    def receive(self, timeout: float = 0.5) -> Message | Outcome | None:
+        """The next message that fits the schema, or outcome; None if there is neither within ``timeout`` seconds."""
         try:
             sender, item = self._inbox.get(timeout=timeout)
         except queue.Empty:
             return None
-        if callable(item):
-            item()
-            return None
+        if isinstance(item, Outcome):
+            return item
         self._count(sender, -1)
         kind = str(item.msg["msg_type"].single_msg.str_value)[:40] if "msg_type" in item.msg else ""
         try:
-            message = messages.read(item, self.serves)
-            # A client that has no number yet may name the one it wants, or -1.
-            if message.msg_type != "join_in" and message.sender != sender:
-                raise ValueError(f"sender: {message.sender} with the token of {sender}")
+            message = messages.read(item, self.serves, sender, self.asked)
         except ValueError as error:
-            logger.warning("ignored a message %r of %s: %s", kind, sender if sender >= 0 else "a new client", error)
+            known = f"client {sender}" if self.serves or sender != messages.SERVER else "the server"
+            logger.warning("ignored a message %r of %s: %s", kind, known if sender >= 0 else "a new client", error)
             self.on_wrong(sender, kind, str(error))
             return None
+        if self.monitor is not None and isinstance(message.content, Sealed):
+            self.monitor.track_download_bytes(message.content.opened().nbytes)
         return message
 
     def _count(self, sender: int, change: int) -> None:
@@ -221,13 +238,14 @@ class Comm(gRPCCommManager):
         A process that cannot be reached is tried again until the time is over.
 
         Args:
-            then: called by ``receive``, in the worker's thread, with None when the message has arrived, else with the
-                reason.
+            then: an ``Outcome`` with it is received when the message has arrived, or cannot arrive.
             timeout: seconds; by default ``lowrank.timeout``.
             insist: try again also if nothing listens (UNAVAILABLE), or if the token is unknown (UNAUTHENTICATED).
             address, token: of the receiver, if it is not a neighbour.
         """
         address, token = address or self.neighbors[receiver], token or self.tokens.get(receiver, "")
+        if isinstance(message.content, str):
+            message = with_content(message, encodable(message.content))
         request = message.transform(to_list=True)
         in_turn = message.msg_type != "alive" and address in self.neighbors.values()
         work = self._deliver(address, token, request, timeout or self.timeout, insist, in_turn)
@@ -237,7 +255,7 @@ class Comm(gRPCCommManager):
             if failed is not None and message.msg_type != "alive":
                 logger.info("could not deliver %r to %s: %s", message.msg_type, address, failed)
             if then is not None:
-                self._inbox.put((-1, lambda: then(failed)))
+                self._inbox.put((-1, Outcome(receiver, message.msg_type, failed, then)))
 
         def start() -> None:
             begun = self._loop.create_task(task())

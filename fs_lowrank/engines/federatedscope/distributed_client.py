@@ -7,6 +7,8 @@ import logging
 import math
 import secrets
 import time
+from collections.abc import Callable
+from functools import partial
 
 import grpc
 from federatedscope.core.message import Message
@@ -15,7 +17,7 @@ from federatedscope.core.workers import Client
 from ...errors import RunFailed, UserError
 from ...methods import revisions
 from . import wire
-from .comm import Undelivered
+from .comm import Outcome, Undelivered
 from .messages import Neighbour
 from .roster import own_token
 
@@ -43,6 +45,7 @@ class DistributedClient(Client):
         self.process = secrets.token_hex(16)
         comm.tokens[self.server_id] = self.token
         comm.senders[self.token] = self.server_id
+        comm.monitor = self._monitor
         self.welcomed_by: float | None = None
         self.silent_since: float | None = None
         self._ping_every = min(5.0, max(0.5, self.timeout / 10))
@@ -69,7 +72,8 @@ class DistributedClient(Client):
             "samples": session.client(max(self.ID, 1)).num_samples,
         }
         number = session.index if session.index > 0 else -1
-        message = Message("join_in", number, [self.server_id], 0, json.dumps(request), 0)
+        # Without escapes, of which the server refuses those of lone surrogates, as a folder's name may have.
+        message = Message("join_in", number, [self.server_id], 0, json.dumps(request, ensure_ascii=False), 0)
         self._asking = True
         self.comm_manager.deliver(self.server_id, message, self._asked, insist=(grpc.StatusCode.UNAVAILABLE,))
 
@@ -94,24 +98,38 @@ class DistributedClient(Client):
         if not self.distributed:
             return super().callback_funcs_for_address(message)
         neighbours: dict[int, Neighbour] = message.content
+        comm = self.comm_manager
         for number, neighbour in neighbours.items():
-            self.comm_manager.add_neighbors(number, neighbour.address)
-            self.comm_manager.tokens[number] = neighbour.token
-            self.comm_manager.senders[neighbour.token] = number
+            before = comm.tokens.get(number, neighbour.token)
+            if before != neighbour.token:
+                # The server was resumed, and begins its round again, with new shares.
+                comm.senders.pop(before, None)
+                self.forget_shares()
+            comm.add_neighbors(number, neighbour.address)
+            comm.tokens[number] = neighbour.token
+            comm.senders[neighbour.token] = number
 
     # -- staying -----------------------------------------------------------------------------------
 
-    def _send_to_server(self, message: Message) -> None:
+    def _deliver(self, receiver: int, message: Message, size: int = 0) -> None:
+        """Send ``message``, with ``size`` bytes of tensors, which count as sent when it has arrived."""
         if not self.distributed:
-            return self.comm_manager.send(message)
+            self.comm_manager.send(message)
+            self._monitor.track_upload_bytes(size)
+            return
 
         def then(failed: Undelivered | None) -> None:
-            if failed is not None and failed.unknown:
+            if failed is None:
+                self._monitor.track_upload_bytes(size)
+            elif failed.unknown and receiver == self.server_id:
                 self._join_again("it does not know this client")
-            elif failed is not None:
-                logger.warning("client %d: its %s did not arrive: %s", self.ID, message.msg_type, failed)
+            else:
+                to = "" if receiver == self.server_id else f" to client {receiver}"
+                logger.warning("client %d: its %s%s did not arrive: %s", self.ID, message.msg_type, to, failed)
 
-        self.comm_manager.deliver(self.server_id, message, then, insist=(grpc.StatusCode.UNAVAILABLE,))
+        # A server that is resumed listens again; another client may not have been told of this one yet.
+        code = grpc.StatusCode.UNAVAILABLE if receiver == self.server_id else grpc.StatusCode.UNAUTHENTICATED
+        self.comm_manager.deliver(receiver, message, then, insist=(code,))
 
     def _join_again(self, reason: str) -> None:
         self.callback_funcs_for_join_again(wire.message(self, "join_again", [self.ID], reason))
@@ -161,9 +179,29 @@ class DistributedClient(Client):
             self._join_again("it does not know this client")
 
     def _next_message(self) -> Message | None:
-        while (message := self.comm_manager.receive(0.0 if self.mail else 0.3)) is not None:
-            self.mail.append(message)
+        while (item := self.comm_manager.receive(0.0 if self.mail else 0.3)) is not None:
+            if isinstance(item, Outcome):
+                self._alone(f"what became of a {item.kind}", item.settle)
+            else:
+                self.mail.append(item)
         return self.mail.popleft() if self.mail else None
+
+    def _alone(self, what: str, handle: Callable[[], object]) -> bool:
+        """Call the handler of a message or an outcome, which must not end the client; whether it did not fail.
+
+        Raises:
+            UserError: the user can mend it.
+            OSError: of this machine, such as a full disk.
+        """
+        try:
+            handle()
+        except (UserError, OSError):
+            raise
+        except Exception as error:
+            logger.warning("client %d: ignored %s: %s: %s", self.ID, what, type(error).__name__, error)
+            logger.debug("client %d", self.ID, exc_info=True)
+            return False
+        return True
 
     def run(self):
         """Handle messages until the run is over; in distributed mode only.
@@ -184,23 +222,15 @@ class DistributedClient(Client):
                     raise UserError(f"the server refused this client: {message.content}")
                 if message.msg_type == "stopped":
                     raise RunFailed(f"the server stopped: {message.content}")
-                try:
-                    handlers[message.msg_type](message)
-                except (UserError, OSError):
-                    raise
-                except Exception as error:  # a message must not end the client
-                    logger.warning(
-                        "client %d: ignored a %s: %s: %s", self.ID, message.msg_type, type(error).__name__, error
-                    )
-                    logger.debug("client %d", self.ID, exc_info=True)
-                    self._could_not(message, error)
+                if not self._alone(f"a {message.msg_type}", partial(handlers[message.msg_type], message)):
+                    self._could_not(message)
                 if message.msg_type == "finish":
                     return
         finally:
             self.comm_manager.close()
 
-    def _could_not(self, message: Message, error: Exception) -> None:
+    def _could_not(self, message: Message) -> None:
         """Tell the server that it need not wait for an answer to ``message``."""
         if message.msg_type == "evaluate":
             answer = wire.message(self, "metrics", [self.server_id], "none", message.state, message.timestamp)
-            self._send_to_server(answer)
+            self._deliver(self.server_id, answer)

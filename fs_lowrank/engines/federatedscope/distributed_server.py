@@ -1,8 +1,8 @@
 """The part of the server that only distributed mode uses: clients join and are asked, and every wait has a limit.
 
-The server's thread reads one message at a time (``_step``). A message is checked before a handler sees it, a handler
-only notes what came, and a handler's failure is its message's alone. The run itself goes on in ``advance``, which is
-called when nothing is awaited any more.
+The server's thread handles one message, or the outcome of one delivery, at a time (``_step``). A message is checked
+before a handler sees it, a handler only notes what came, and a handler's failure is its message's alone. The run itself
+goes on in ``advance``, which is called when nothing is awaited any more.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import logging
 import math
 import secrets
 import time
+from collections import deque
+from functools import partial
 
 import grpc
 from federatedscope.core.message import Message
@@ -20,7 +22,7 @@ from ...errors import RunFailed, UserError
 from ...rounds.joining import objection, samples_objection
 from ...rounds.round import Order
 from . import wire
-from .comm import Undelivered
+from .comm import Outcome, Undelivered
 from .messages import Request
 from .roster import Roster
 
@@ -36,7 +38,7 @@ class DistributedServer(Server):
     Attributes:
         roster: the clients.
         arriving: by number, the clients that asked to join and of which it is not decided yet.
-        put_off: requests for a number in ``arriving``.
+        put_off: requests for a number in ``arriving``. decided: those of which the first request is decided meanwhile.
         undelivered: by client, what is on its way to it.
     """
 
@@ -45,12 +47,14 @@ class DistributedServer(Server):
         self.roster = Roster(self.session.outdir / "clients.json", self.timeout, self.session.resume)
         self.arriving: dict[int, Request] = {}
         self.put_off: list[Message] = []
+        self.decided: deque[Message] = deque()
         self.undelivered: dict[int, Order] = {}
         self._pair_tokens: dict[frozenset[int], str] = {}
         self._pinged: set[int] = set()
         self._silent: set[int] = set()  # of which the user was told that they do not answer
         self._next_look = 0.0
-        self.comm_manager.on_wrong = self._wrong
+        self.comm_manager.on_wrong, self.comm_manager.monitor = self._wrong, self._monitor
+        self.comm_manager.asked = tuple(self._cfg.federate.join_in_info)
 
     # -- joining -----------------------------------------------------------------------------------
 
@@ -78,13 +82,12 @@ class DistributedServer(Server):
         elif before and before.token != request.token and before.address != str(request.address):
             # Another process claims the number, and may have it if the one that has it is gone.
             def decide(failed: Undelivered | None) -> None:
-                del self.arriving[number]
+                self._decided(number)
                 if failed is not None and failed.gone:
                     self._welcome(number, request, has_own_data)
                 else:
                     where = f"client {number} has joined already, from {before.address}"
                     self._refuse(request, f"{where}; choose another distribute.data_idx")
-                    self._decided()
 
             self.arriving[number] = request
             self.comm_manager.ping(number, decide, _ANSWER, before.address, before.token)
@@ -115,7 +118,7 @@ class DistributedServer(Server):
 
     def _refuse(self, request: Request, reason: str) -> None:
         logger.warning("refused %s: %s", request.address, reason)
-        message = Message("refused", self.ID, [-1], self.state, reason[:4000], self.cur_timestamp)
+        message = Message("refused", self.ID, [-1], self.state, reason[: wire.LONGEST_TEXT], self.cur_timestamp)
         self.comm_manager.deliver(
             -1, message, timeout=min(self.timeout, _ANSWER), address=str(request.address), token=request.token
         )
@@ -137,7 +140,7 @@ class DistributedServer(Server):
         )
 
     def _arrived(self, number: int, request: Request, has_own_data: bool, failed: Undelivered | None) -> None:
-        del self.arriving[number]
+        self._decided(number)
         if failed is None:
             (self.own_data.add if has_own_data else self.own_data.discard)(number)
             self._joined(number, request)
@@ -147,13 +150,12 @@ class DistributedServer(Server):
                 "distribute.client_port",
                 *(number, request.address, failed),
             )
-        self._decided()
 
-    def _decided(self) -> None:
-        """A request is decided, so those that waited for it are read."""
-        put_off, self.put_off = self.put_off, []
-        for message in put_off:
-            self.callback_funcs_for_join_in(message)
+    def _decided(self, number: int) -> None:
+        """The request for ``number`` is decided, so those that waited for it are handled next."""
+        del self.arriving[number]
+        self.decided.extend(self.put_off)
+        self.put_off.clear()
 
     def _joined(self, number: int, request: Request) -> None:
         """A client that has asked to join, and has been reached, takes part."""
@@ -213,7 +215,7 @@ class DistributedServer(Server):
                 self.advance()
         except BaseException as error:
             reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            wire.send(self, "stopped", list(self.comm_manager.neighbors), reason[:4000])
+            wire.send(self, "stopped", list(self.comm_manager.neighbors), reason[: wire.LONGEST_TEXT])
             raise
         finally:
             self.comm_manager.close(min(self.timeout, _ANSWER))
@@ -225,20 +227,30 @@ class DistributedServer(Server):
             self.comm_manager.deliver(member.number, message, address=member.address, token=member.token)
 
     def _step(self) -> None:
-        """Handle the next message, if there is one."""
-        message = self.comm_manager.receive()
-        if message is None:
+        """Handle the next message, or the outcome of a delivery, if there is one.
+
+        Raises:
+            RunFailed: a file of this run cannot be written.
+        """
+        item = self.decided.popleft() if self.decided else self.comm_manager.receive()
+        if item is None:
             return
-        number = int(message.sender)
-        if message.msg_type != "join_in" and number in self.roster.members:
-            self.roster.members[number].missed = 0  # it answers again
+        if isinstance(item, Outcome):
+            number, what, handle = item.receiver, f"what became of a message {item.kind!r} to", item.settle
+        else:
+            number, what, handle = int(item.sender), f"a message {item.msg_type!r} of", partial(self.note, item)
+            if item.msg_type != "join_in" and number in self.roster.members:
+                self.roster.members[number].missed = 0  # it answers again
         try:
-            self.note(message)
+            handle()
+        except RunFailed:
+            raise
         except Exception as error:  # whatever a message leads to, it must not end the run of the others
             reason = f"{type(error).__name__}: {str(error)[:300]}" if str(error) else type(error).__name__
-            logger.warning("ignored a message %r of client %d: %s", message.msg_type, number, reason)
+            logger.warning("ignored %s client %d: %s", what, number, reason)
             logger.debug("client %d", number, exc_info=True)
-            self._wrong(number, message.msg_type, reason)
+            if isinstance(item, Message):
+                self._wrong(number, item.msg_type, reason)
 
     def note(self, message: Message) -> None:
         """Take in a message that fits the schema; nothing but the message can make this fail."""
@@ -251,7 +263,7 @@ class DistributedServer(Server):
         handlers[message.msg_type](message)
 
     def _take_info(self, message: Message) -> None:
-        self.join_in_info[message.sender] = message.content
+        self.join_in_info[int(message.sender)] = message.content.model_dump(exclude_unset=True)
 
     def _wrong(self, number: int, kind: str, reason: str) -> None:
         """A message of a client does not fit, so the server does not wait for another."""
@@ -265,9 +277,7 @@ class DistributedServer(Server):
     def _gather(self) -> None:
         # A run of which only the end is missing needs no clients; those that are there are told.
         deadline = time.monotonic() + (min(self.timeout, _ANSWER) if self.only_ends else self.timeout)
-        needed, say_at = 0 if self.only_ends else self.min_clients, time.monotonic() + _ANSWER
-        if "client_resource" in self._cfg.federate.join_in_info:
-            needed = self.client_num  # the framework's sampler needs to know every client
+        say_at = time.monotonic() + _ANSWER
         while not self.started:
             self._step()
             self.join_in_client_num = len(self.comm_manager.neighbors)
@@ -275,24 +285,45 @@ class DistributedServer(Server):
                 self.trigger_for_start()
             if not self.started and time.monotonic() > say_at:
                 say_at = math.inf  # said once
+                untold = self.untold()
                 logger.warning(
-                    "%d of %d clients have joined at %s:%s; waiting for the others for up to %.0f s",
+                    "%d of %d clients have joined at %s:%s; waiting for %s for up to %.0f s",
                     *(self.join_in_client_num, self.client_num, self.comm_manager.host, self.comm_manager.port),
+                    f"what federate.join_in_info asks of clients {untold}" if untold else "the others",
                     deadline - time.monotonic(),
                 )
-            if self.started or time.monotonic() < deadline:
-                continue
-            joined = self.join_in_client_num
-            if joined < needed:
-                raise RunFailed(
-                    f"{joined} of {self.client_num} clients joined within {self.timeout:g} s, "
-                    f"lowrank.min_clients is {self.min_clients}; start them, or raise lowrank.timeout"
-                )
-            logger.warning(
-                "%d of %d clients joined within %g s; starting with them", joined, self.client_num, self.timeout
+            if not self.started and time.monotonic() > deadline:
+                self._start_without_the_others()
+
+    def untold(self) -> list[int]:
+        """The clients that have joined and not told what ``federate.join_in_info`` asks for."""
+        asked = self._cfg.federate.join_in_info
+        return sorted(self.comm_manager.neighbors.keys() - self.join_in_info.keys()) if asked else []
+
+    def _start_without_the_others(self) -> None:
+        """Start with the clients that have joined, if they are enough and what the sampler must know is known."""
+        joined, untold, seconds = self.join_in_client_num, self.untold(), f"{self.timeout:g} s"
+        if not self.only_ends and joined < self.min_clients:
+            raise RunFailed(
+                f"{joined} of {self.client_num} clients joined within {seconds}, "
+                f"lowrank.min_clients is {self.min_clients}; start them, or raise lowrank.timeout"
             )
-            self.join_in_client_num = self.client_num
-            self.trigger_for_start()
+        unknown = sorted(set(range(1, self.client_num + 1)) - self.join_in_info.keys())
+        if unknown and not self.only_ends and "client_resource" in self._cfg.federate.join_in_info:
+            raise RunFailed(
+                f"clients {unknown} have not told their client_resource within {seconds}, and the framework's sampler "
+                "needs that of every client; start them with federate.resource_info_file, or leave client_resource out "
+                "of federate.join_in_info"
+            )
+        if joined < self.client_num:
+            logger.warning("%d of %d clients joined within %s; starting with them", joined, self.client_num, seconds)
+        if untold:
+            logger.warning(
+                "clients %s have not told what federate.join_in_info asks for within %s; starting without it",
+                *(untold, seconds),
+            )
+        self.waits_for_all = False
+        self.trigger_for_start()
 
     def dispatch(self, order: Order, message: Message) -> None:
         """Begin to send ``order``; its client is awaited from now on."""

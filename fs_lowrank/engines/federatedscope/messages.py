@@ -1,31 +1,52 @@
 """The schema of every message between processes: a message that does not fit reaches no handler.
 
 The models below are the protocol. A message has six fields, and the type of ``content`` depends on ``msg_type``.
-Tensors are a parcel in base64 (``wire``), whose facts have a schema of their own.
+Tensors are a parcel in base64 (``wire``), whose facts have a schema of their own. From other clients, a client takes
+nothing but shares.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 from federatedscope.core.message import Message
-from pydantic import BaseModel, ConfigDict, Field, Json, StringConstraints, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Json,
+    StringConstraints,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from ...rounds.parcel import Parcel
 from . import wire
 
+#: the number of the server
+SERVER = 0
 #: characters of a text from outside that a message of ours shows
 _SHOWN = 300
 _FIELDS = {"msg_type", "sender", "receiver", "state", "timestamp", "content"}
 
 Number = Annotated[int, Field(ge=-1, le=2**31 - 1)]
-Text = Annotated[str, StringConstraints(max_length=4000)]
 Name = Annotated[str, StringConstraints(max_length=500)]
 Token = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+#: a parcel; gRPC bounds the message
+Base64 = Annotated[str, StringConstraints(max_length=2**31 - 1)]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    # Every text has a longest length, also because pydantic only then refuses what is not Unicode: JSON has escapes for
+    # lone surrogates, which no message to others could hold.
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, str_max_length=wire.LONGEST_TEXT
+    )
 
 
 # -- contents ------------------------------------------------------------------------------------------
@@ -65,6 +86,13 @@ class Request(_Strict):
     config: dict[str, Any]
     revisions: dict[Name, int]
     samples: int
+
+
+class Info(_Strict):
+    """What ``federate.join_in_info`` may ask of a client; only what is asked for is set."""
+
+    num_sample: Annotated[int, Field(ge=0)] | None = None
+    client_resource: Annotated[float, Field(gt=0)] | None = None
 
 
 # -- facts of parcels ----------------------------------------------------------------------------------
@@ -120,12 +148,20 @@ class JoinIn(_Message):
 
 class JoinInInfo(_Message):
     msg_type: Literal["join_in_info"]
-    content: dict[Literal["num_sample", "client_resource"], float]
+    content: Info
+
+    @field_validator("content")
+    @classmethod
+    def _as_asked(cls, content: Info, info: ValidationInfo) -> Info:
+        had, asked = sorted(content.model_fields_set), sorted((info.context or {}).get("asked", ()))
+        if had != asked:
+            raise ValueError(f"it has {had}, federate.join_in_info asks for {asked}")
+        return content
 
 
 class Update(_Message):
     msg_type: Literal["model_para"]
-    content: str
+    content: Base64
 
 
 class Metrics(_Message):
@@ -137,12 +173,12 @@ class Metrics(_Message):
 
 class Share(_Message):
     msg_type: Literal["ss_model_para"]
-    content: str
+    content: Base64
 
 
 class Order(_Message):
     msg_type: Literal["model_para", "evaluate"]
-    content: str
+    content: Base64
 
 
 class AssignId(_Message):
@@ -164,29 +200,37 @@ class Word(_Message):
     """The run is over, or the server does not want this client, or asks it to join again."""
 
     msg_type: Literal["finish", "converged", "refused", "stopped", "join_again"]
-    content: Text
+    content: str
 
 
-#: by who reads: every message, and the facts of the parcels
+#: by who reads and who sends: every message; and by whether the server reads, the facts of the parcels
 _TO_SERVER: TypeAdapter[Any] = TypeAdapter(
     Annotated[JoinIn | JoinInInfo | Update | Metrics, Field(discriminator="msg_type")]
 )
-_TO_CLIENT: TypeAdapter[Any] = TypeAdapter(
-    Annotated[Order | Share | AssignId | AskForInfo | Neighbours | Word, Field(discriminator="msg_type")]
+_FROM_SERVER: TypeAdapter[Any] = TypeAdapter(
+    Annotated[Order | AssignId | AskForInfo | Neighbours | Word, Field(discriminator="msg_type")]
 )
+_AMONG_CLIENTS: TypeAdapter[Any] = TypeAdapter(Share)
 _FACTS: dict[tuple[bool, str], TypeAdapter[Any]] = {
-    (True, "model_para"): TypeAdapter(Trained | Failed),
+    (True, "model_para"): TypeAdapter(
+        Annotated[
+            Annotated[Trained, Tag("Trained")] | Annotated[Failed, Tag("Failed")],
+            Discriminator(lambda facts: "Failed" if "error" in facts else "Trained"),
+        ]
+    ),
     (False, "model_para"): TypeAdapter(Ordered),
     (False, "evaluate"): TypeAdapter(Ordered),
     (False, "ss_model_para"): TypeAdapter(Nothing),
 }
 
 
-def read(request: Any, serves: bool) -> Message:
+def read(request: Any, serves: bool, sender: int, asked: Collection[str] = ()) -> Message:
     """The message in a protobuf ``request``, checked; a parcel in it is opened.
 
     Args:
         serves: the reader is the server.
+        sender: whose token came with it; a client that has no number yet may name the one that it wants, or -1.
+        asked: what ``federate.join_in_info`` asks of clients.
     Raises:
         ValueError: it is not a message of the protocol; the text names the field.
     """
@@ -198,7 +242,10 @@ def read(request: Any, serves: bool) -> Message:
     if set(request.msg) != _FIELDS:
         raise ValueError(f"its fields are {sorted(request.msg)!r:.{_SHOWN}}, expected {sorted(_FIELDS)}")
     values = {name: getattr(message, name) for name in _FIELDS}
-    checked = _check(_TO_SERVER if serves else _TO_CLIENT, values)
+    schema = _TO_SERVER if serves else _FROM_SERVER if sender == SERVER else _AMONG_CLIENTS
+    checked = _check(schema, values, asked)
+    if checked.msg_type != "join_in" and checked.sender != sender:
+        raise ValueError(f"sender: {checked.sender} with the token of {sender}")
     message.content = checked.content
     facts = _FACTS.get((serves, message.msg_type))
     if facts is not None:
@@ -208,10 +255,11 @@ def read(request: Any, serves: bool) -> Message:
     return message
 
 
-def _check(schema: TypeAdapter[Any], value: object) -> Any:
+def _check(schema: TypeAdapter[Any], value: object, asked: Collection[str] = ()) -> Any:
     try:
-        return schema.validate_python(value)
+        return schema.validate_python(value, context={"asked": asked})
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"]) or "it"
-        raise ValueError(f"{field:.{_SHOWN}}: {first['msg']:.{_SHOWN}}") from None
+        reason = first["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{field:.{_SHOWN}}: {reason:.{_SHOWN}}") from None

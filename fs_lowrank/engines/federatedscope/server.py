@@ -44,6 +44,7 @@ class LowRankServer(DistributedServer):
         to_ask: clients that have not been sent the round's message yet, if they are asked one after another.
         asked_to_evaluate: clients whose evaluation is awaited.
         own_data: clients that have joined with data of their own, of which the server does not know how many there are.
+        waits_for_all: whether the first round waits for all clients, and for what they are asked when they join.
         only_ends: whether all rounds of the run that is resumed are done, but not its end.
         postponed: whether a round is to start when the clients' evaluation of the last round is complete.
         pending: of a round whose evaluation is not complete: its seconds, and those of each client.
@@ -68,6 +69,7 @@ class LowRankServer(DistributedServer):
         self.asked_to_evaluate: set[int] = set()
         self.own_data: set[int] = set()
         self.round_open = self.evaluating = self.postponed = self.started = self.stop_asked = False
+        self.waits_for_all = True
         self.pending: tuple[dict, dict] | None = None
         if self.distributed:
             self._open()
@@ -90,8 +92,8 @@ class LowRankServer(DistributedServer):
     def check_client_join_in(self):
         if self.started:
             return False
-        informed = not self._cfg.federate.join_in_info or self.join_in_info.keys() >= self.comm_manager.neighbors.keys()
-        self.started = self.join_in_client_num == self.client_num and informed
+        complete = self.join_in_client_num == self.client_num and not self.untold()
+        self.started = complete or not self.waits_for_all
         return self.started
 
     def trigger_for_start(self):
@@ -203,7 +205,6 @@ class LowRankServer(DistributedServer):
             self.confirm(self.undelivered.get(client))
         self.cur_timestamp = max(self.cur_timestamp, message.timestamp)
         parcel = wire.parcel_of(message.content)
-        self._monitor.track_download_bytes(parcel.nbytes if self.distributed else 0)
         sizes = None
         if self._cfg.federate.use_ss:
             # A client sends a share of this size to every other client, and a sum of shares to the server.

@@ -40,6 +40,12 @@ def split_secret(tensors: Mapping[str, Tensor], weight: float, parties: int) -> 
     return shares
 
 
+def alike(share: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether two shares have the same names, shapes and types, without which they cannot be added."""
+    first, second = ({n: (t.shape, t.dtype) for n, t in each.items()} for each in (share, other))
+    return first == second
+
+
 def add_shares(shares: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """The sum of ``shares``, modulo 2^64."""
     total = {name: tensor.clone() for name, tensor in shares[0].items()}

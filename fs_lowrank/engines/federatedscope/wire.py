@@ -15,6 +15,9 @@ from federatedscope.core.message import Message
 
 from ...rounds.parcel import Parcel
 
+#: characters of the longest text in a message, but for parcels and requests to join
+LONGEST_TEXT = 4000
+
 
 class Sealed:
     """A parcel as the content of a message that stays in this process.
@@ -38,7 +41,15 @@ class Sealed:
 
 def content_of(parcel: Parcel, distributed: bool) -> Sealed | str:
     """The content of a message with ``parcel``: base64 text if ``distributed``, else the parcel itself."""
-    return base64.b64encode(parcel.to_bytes()).decode("ascii") if distributed else Sealed(parcel)
+    if not distributed:
+        return Sealed(parcel)
+    facts = {n: encodable(v)[:LONGEST_TEXT] if isinstance(v, str) else v for n, v in parcel.facts.items()}
+    return base64.b64encode(Parcel(parcel.tensors, **facts).to_bytes()).decode("ascii")
+
+
+def encodable(text: str) -> str:
+    """``text`` as it can be sent: with question marks for what UTF-8 cannot encode, such as lone surrogates."""
+    return text if text.isascii() else text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def parcel_of(content: object) -> Parcel:
