@@ -8,6 +8,10 @@
 - ``late``: seconds before the process starts to run
 - ``other_start``: the adapter is drawn from another seed; ``revision``: of every method in this process
 - ``dies_at``: (a method as ``module.Class.method`` below fs_lowrank, n): the process exits at its n-th call
+- ``fails_at``: in the same form; the n-th call raises an error
+- ``says``: the text of the error with which the client's training fails in round 2; ``raw``: it is sent as it is
+- ``informs``: what the client answers when it is asked for information on joining
+- ``harms``: the client sends client 1, with each share, a ``stopped`` and the share once more
 - ``counts_in``: the file into which a client writes the bytes of tensors that it has received
 - ``reports``: what the client says of its evaluation, by the names of metrics, in place of what it has measured
 - ``dies_evaluating``: the client exits when it is asked to evaluate; ``resume``: the run is resumed
@@ -32,6 +36,8 @@ try:
             os._exit(9)
         if round == sabotage.get("silent_in"):
             time.sleep(1000)
+        if round == 2 and "says" in sabotage:
+            raise RuntimeError(sabotage["says"])
 
     def on_round(record):
         if record["round"] == sabotage.get("dies_after"):
@@ -64,18 +70,48 @@ try:
             return send(self, message)
 
         Comm.send = reports
-    if "dies_at" in sabotage:
-        place, call = sabotage["dies_at"]
+
+    def end_at(what):
+        place, call = sabotage[what]
         module, cls, name = place.rsplit(".", 2)
         owner = getattr(importlib.import_module(f"fs_lowrank.{module}"), cls)
         whole, calls = getattr(owner, name), itertools.count(1)
 
-        def dies(*args, **kwargs):
-            if next(calls) == call:
+        def ends(*args, **kwargs):
+            if next(calls) != call:
+                return whole(*args, **kwargs)
+            if what == "dies_at":
                 os._exit(9)
-            return whole(*args, **kwargs)
+            raise RuntimeError("sabotage")
 
-        setattr(owner, name, dies)
+        setattr(owner, name, ends)
+
+    for what in {"dies_at", "fails_at"} & sabotage.keys():
+        end_at(what)
+    if sabotage.get("raw"):
+        from fs_lowrank.engines.federatedscope import wire
+
+        wire.encodable = lambda text: text
+    if "informs" in sabotage:
+        from fs_lowrank.engines.federatedscope import wire
+        from fs_lowrank.engines.federatedscope.client import LowRankClient
+
+        LowRankClient.callback_funcs_for_join_in_info = lambda self, message: wire.send(
+            self, "join_in_info", [0], sabotage["informs"]
+        )
+    if "harms" in sabotage:
+        from fs_lowrank.engines.federatedscope import wire
+        from fs_lowrank.engines.federatedscope.client import LowRankClient
+
+        deliver = LowRankClient._deliver
+
+        def harms(self, receiver, message, size=0):
+            deliver(self, receiver, message, size)
+            if message.msg_type == "ss_model_para" and receiver == 1:
+                wire.send(self, "stopped", [1], "go home")
+                deliver(self, receiver, message, size)
+
+        LowRankClient._deliver = harms
     if "counts_in" in sabotage:
         from fs_lowrank.engines.federatedscope import messages
 

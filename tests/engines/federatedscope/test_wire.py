@@ -164,10 +164,10 @@ def test_the_schema_names_the_field(serves, changed, said):
     for name, value in values.items():
         request.msg[name].MergeFrom(Message().build_msg_value(value))
     if not said:
-        assert messages.read(request, serves).content.opened().facts == parcel.facts
+        assert messages.read(request, serves, sender=1).content.opened().facts == parcel.facts
         return
     with pytest.raises(ValueError, match=re.escape(said)):
-        messages.read(request, serves)
+        messages.read(request, serves, sender=1 if serves else messages.SERVER)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_the_facts_of_an_update_have_a_schema(facts):
 
     content = wire.content_of(Parcel({"w": torch.ones(2)}, **facts), distributed=True)
     with pytest.raises(ValueError, match="Trained|Failed"):
-        messages.read(Message("model_para", 1, [0], 0, content, 0).transform(), True)
+        messages.read(Message("model_para", 1, [0], 0, content, 0).transform(), True, sender=1)
 
 
 def test_the_roster_shortens_the_wait_for_clients_that_miss_rounds(tmp_path):
