@@ -178,6 +178,29 @@ def test_clients_with_data_of_their_own(quick, settings, assert_same, cluster, t
     assert [r["loss"] for r in workers[0].history] == pytest.approx([r["loss"] for r in local.history], abs=1e-5)
 
 
+def test_clients_with_data_of_their_own_evaluate_all_of_it(settings, cluster, tmp_path, reviews_csv):
+    """The server's rows would give each of the two half as many."""
+    pd.read_csv(reviews_csv).head(100).to_csv(tmp_path / "few.csv", index=False)
+    keys = {
+        "federate.method": "rolora",
+        "federate.total_round_num": 2,
+        "federate.make_global_eval": False,
+        "eval.split": ["test"],
+        "eval.freq": 1,
+        "train.local_update_steps": 1,
+        "data.type": str(tmp_path / "few.csv"),
+        "data.splits": [0.8, 0.0, 0.2],
+        "data.splitter": "iid",
+        "data.splitter_args": [],
+    }
+    own = {worker: {"distribute.data_idx": -1, "outdir": str(tmp_path / f"client{worker}")} for worker in (1, 2)}
+    workers = cluster.run(settings, 2, {**keys, "outdir": str(tmp_path / "run")}, changed=own)
+    assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
+    for record in workers[0].history:
+        assert [scores["samples"] for scores in record["client_scores"].values()] == [20, 20]
+        assert "unevaluated" not in record
+
+
 @pytest.mark.parametrize("method", ["rolora", "fedloru"])
 def test_quantised_messages_between_processes(quick, settings, assert_same, cluster, tmp_path, method):
     keys = {
