@@ -82,7 +82,7 @@ def _decides(cfg: Any, tokenizer: Any, raw: RawData) -> dict[str, Any] | None:
     parts = (raw.train, raw.validation, raw.test)
     keys = {name: asdict(getattr(cfg, name)) for name in ("data", "llm")} | {"task": cfg.model.task}
     return {
-        "keys": [keys, cfg.federate.client_num, cfg.seed, cfg.lowrank.test_seed, _own_lengths(cfg)],
+        "keys": [keys, cfg.federate.client_num, cfg.alone, cfg.seed, cfg.lowrank.test_seed, _own_lengths(cfg)],
         "raw": [raw.fingerprint, raw.source, raw.fields, raw.skipped],
         "rows": [None if p is None else hashlib.sha256(p.index.to_numpy(np.int64)).hexdigest() for p in parts],
         "tokenizer": [tokenizer_fingerprint(tokenizer), repr(tokenizer)],
@@ -181,6 +181,10 @@ def _built(cfg: Any, tokenizer: Any, raw: RawData) -> FederatedData:
                 cfg, train_examples, train, parts, max_len, own_len, clients, encode, skipped, folder
             )
         truncated["train"] = train_examples.truncated
+
+    if alone := getattr(cfg, "alone", 0):
+        parts.indices = Ragged.of([parts.indices[alone - 1]])
+        shares = Ragged.of([shares[alone - 1]]) if test_examples is not None else shares
 
     digest = hashlib.sha256()
     for part in (train_examples, validation_examples, test_examples):

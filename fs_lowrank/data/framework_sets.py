@@ -33,10 +33,11 @@ COLUMNS = {
 _LANGUAGES = ("python", "javascript", "java", "ruby", "php", "go")
 
 
-def read_set(name: str, path: Path, quoting: bool | None = None, *named_by: str) -> pd.DataFrame:
+def read_set(name: str, splitter: str, path: Path, quoting: bool | None = None, *named_by: str) -> pd.DataFrame:
     """The table of the set called ``name``, changed as FederatedScope changes it.
 
     Args:
+        splitter: ``data.splitter``; with ``meta`` the smallest language of RosettaAlpaca is left out.
         path, quoting, named_by: as for ``read_table``; of CodeSearchNet, any path in the folder of the languages.
     """
     if name == "code_search_net":
@@ -45,6 +46,8 @@ def read_set(name: str, path: Path, quoting: bool | None = None, *named_by: str)
     if name == "gsm8k":
         require_columns(path, table, ["answer"])
         table["answer"] = [str(answer).replace("####", "The answer is") for answer in table["answer"]]
+    if name == "rosetta_alpaca" and splitter == "meta" and "input" in table:
+        table = table[table["input"] != "X86-64 Assembly"].reset_index(drop=True)
     return table
 
 

@@ -301,6 +301,7 @@ def by_field(
 ) -> Ragged:
     """Each client holds rows of one value of column ``field``; a value gets clients in proportion to its rows.
 
+    Where there are fewer clients than values, the values are dealt out to them in turn, as FederatedScope does.
     Clients are numbered by value, in sorted order. With ``size_alpha``, the proportions of the clients of one value are
     drawn from Dirichlet(size_alpha); without it they are equal. The default of ``field`` is the only column, or else
     ``category``.
@@ -310,15 +311,10 @@ def by_field(
         names = list(rows.fields)
         field = names[0] if len(names) == 1 else "category"
     groups = _groups(rows, field)
-    if num_clients == 1 < len(groups):
-        return Ragged.of(
-            [rng.permutation(rows.size)]
-        )  # the only client holds all values, as in FederatedScope's *_global.yaml
     if len(groups) > num_clients:
-        raise UserError(
-            f"column {field!r} has {len(groups)} values, more than the {num_clients} clients, and a client holds "
-            "only one; raise federate.client_num"
-        )
+        held = list(groups.values())
+        shared = Ragged.of(rng.permutation(np.concatenate(held[client::num_clients])) for client in range(num_clients))
+        return _lift(shared, floor, rng)
     room = {value: len(group) // floor for value, group in groups.items()}
     small = [value for value, places in room.items() if places < 1]
     if small:

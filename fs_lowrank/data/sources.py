@@ -156,7 +156,7 @@ def load_raw(data_cfg: Any, home: str | Path | None = None, origin: Origin | Non
         path, given, called = _language_file(stem, root), data_args(data_cfg, origin), stem.lower()
         if is_files(path) and path.name != framework_sets.FILES.get(called):  # the user's own file
             return read_own(path, given, args, True, task)
-        read = partial(framework_sets.read_set, called)
+        read = partial(framework_sets.read_set, called, str(getattr(data_cfg, "splitter", "") or ""))
         return read_own(path, framework_sets.with_columns(called, given), args, True, task, read)
     if provider == "torchvision" and stem.lower().replace("fashionmnist", "fashion_mnist") in IMAGE_SETS:
         # FederatedScope's names; the standard files are read.

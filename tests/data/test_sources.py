@@ -9,8 +9,8 @@ from fs_lowrank.data.sources import load_raw, own_files
 from fs_lowrank.errors import UserError
 
 
-def load(type, root="", args=(), home=None):
-    return load_raw(SimpleNamespace(type=str(type), root=str(root), args=list(args)), home)
+def load(type, root="", args=(), home=None, **more):
+    return load_raw(SimpleNamespace(type=str(type), root=str(root), args=list(args), **more), home)
 
 
 def write(path, text):
@@ -240,6 +240,12 @@ def test_rosetta_alpaca_has_the_language_as_its_category(tmp_path):
     raw = load("rosetta_alpaca@llm", tmp_path)
     assert raw.train["category"].tolist() == raw.train["input"].tolist() == ["Python", "C"]
     assert raw.fields == ["category"]
+    rows.insert(1, {"instruction": "c", "input": "X86-64 Assembly", "output": "q"})
+    write(tmp_path / "rosetta_alpaca.json", json.dumps(rows))
+    assert len(load("rosetta_alpaca@llm", tmp_path).train) == 3
+    # The framework leaves out this language where it divides by language.
+    without = load("rosetta_alpaca@llm", tmp_path, splitter="meta").train
+    assert without["category"].tolist() == ["Python", "C"] and without.index.tolist() == [0, 1]
 
 
 def test_code_search_net_as_the_framework_reads_it(tmp_path):
