@@ -84,7 +84,7 @@ def row_config(name: str, config: Config, outdir: str | Path) -> Config:
     keys["lowrank.clients"] = grouped({client: of for client, of in own.items() if of})
     if name == "pooled":
         keys |= {"federate.client_num": 1, "federate.sample_client_num": -1, "federate.sample_client_rate": -1.0}
-        keys["lowrank.clients"] = []
+        keys |= {"lowrank.clients": [], "federate.client_idx_for_local_train": 0}
         keys |= {"data.splitter": "iid", "data.splitter_args": [], "federate.make_global_eval": True}
         if config.train.batch_or_epoch == "batch":
             keys["train.local_update_steps"] = config.train.local_update_steps * config.sampled_per_round

@@ -174,7 +174,7 @@ def _overrides(args: argparse.Namespace) -> list[str]:
 
 def _announce(config, name: str) -> None:
     console.print(
-        f"[bold]{name}[/]: {config.federate.client_num} clients, {config.sampled_per_round} a round, "
+        f"[bold]{name}[/]: {config.taking_part} clients, {config.sampled_per_round} a round, "
         f"{config.federate.total_round_num} rounds, lr {config.train.optimizer.lr}, seed {config.seed}"
     )
 

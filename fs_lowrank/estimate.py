@@ -312,7 +312,7 @@ def _add_time(found: Estimate, site: Site, sizes: np.ndarray, copies: int) -> No
     if site.prefix is not None:
         kept = _pace(site, examples, owner=f"client {client + 1}", prefix=site.prefix)
         if kept.step < pace.step:  # states of all samples of a client are computed where it takes part the first time
-            share = config.sampled_per_round / config.federate.client_num
+            share = config.sampled_per_round / config.taking_part
             trained = (1 - (1 - share) ** len(rounds)) * len(site.data.train)
             once, pace = trained * kept.first / len(examples), kept
     trainings = len(phases) * config.sampled_per_round

@@ -602,14 +602,14 @@ def test_keys_of_the_framework_are_refused_by_the_local_engine(write):
     for part in (
         "engine='federatedscope' honours it",
         "fedprox.use = True (line 21)",
-        "fedprox.mu = 0.3 (line 22)",
         "asyn.use = True",
         "federate.mode = 'distributed'",
         "model.hidden = 64",
         "federate.use_ss = True",
     ):
         assert part in str(caught.value)
-    assert "emu_align" not in str(caught.value)
+    for part in ("emu_align", "fedprox.mu"):  # off, or on with a key that is named
+        assert part not in str(caught.value)
 
 
 def test_known_keys():
@@ -633,10 +633,7 @@ def test_the_frameworks_own_files():
         assert config.model.task == "CausalLM"
         assert load_config(config.to_dict()) == config, path
         only_there = (
-            raw["federate"]["mode"] == "distributed"
-            or "client_idx_for_local_train" in raw["federate"]
-            or raw["llm"].get("offsite_tuning")
-            or raw["llm"].get("deepspeed")
+            raw["federate"]["mode"] == "distributed" or raw["llm"].get("offsite_tuning") or raw["llm"].get("deepspeed")
         )
         if only_there:
             with pytest.raises(UserError):
@@ -644,7 +641,7 @@ def test_the_frameworks_own_files():
         else:
             check_local(config)
             local += 1
-    assert local > 5
+    assert local > 50
 
 
 # -- writing and changing ------------------------------------------------------------------------------

@@ -281,7 +281,7 @@ class Site:
     def _owners(self, clients: range) -> Owners:
         """The training data of ``clients``, and how often each is expected to go through its own in the run."""
         config, indices = self.config, self.data.partition.indices
-        share = config.federate.total_round_num * config.sampled_per_round / config.federate.client_num
+        share = config.federate.total_round_num * config.sampled_per_round / config.taking_part
         rows = indices[clients.start - 1 : clients.stop - 1]
         length = 1.0 if config.is_vision else float(self.data.train.lengths.mean())
         passes = passes_of(config, rows.lengths, length) * share

@@ -48,7 +48,7 @@ def setting_of(config: Settings, *, seeds: Sequence[int] = (), rate: bool = True
     parts = [
         Path(config.data.type.partition("@")[0]).name,
         Path(config.model.type.partition("@")[0]).name,
-        f"{config.federate.client_num} clients, {config.sampled_per_round} a round",
+        f"{config.taking_part} clients, {config.sampled_per_round} a round",
         f"{config.data.splitter} split" + f" ({how})" * bool(how),
         *([f"lr {config.train.optimizer.lr:g}"] if rate else []),
         f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}",

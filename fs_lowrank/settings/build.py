@@ -115,6 +115,26 @@ def _check_robust(config: Settings, origin: Origin) -> None:
         )
 
 
+def _check_alone(config: Settings, origin: Origin) -> None:
+    """One client of a division trains alone: that there is such a client, and nothing that needs several."""
+    name, federate = "federate.client_idx_for_local_train", config.federate
+    if not 0 <= config.alone <= federate.client_num:
+        origin.wrong(name, config.alone, f"the number of a client, 1 to {federate.client_num}; or 0 for all clients")
+    if not config.alone:
+        return
+    ranks = config.lowrank.params.get("ranks") or ()
+    for wrong, what in (
+        (federate.mode != "standalone", f"federate.mode = {federate.mode} is for clients that train together"),
+        (federate.use_ss, "federate.use_ss hides the updates of several clients from each other"),
+        (
+            bool(config.lowrank.clients) or len(ranks) > 1,
+            "lowrank.clients and lowrank.ranks are for clients that train together; give the file the client's values",
+        ),
+    ):
+        if wrong:
+            origin.fail(name, f"= {config.alone} trains one client alone, and {what}; leave one of the two out")
+
+
 def check_together(config: Settings, origin: Origin) -> None:
     """Check values that depend on each other."""
     federate = config.federate
@@ -132,6 +152,7 @@ def check_together(config: Settings, origin: Origin) -> None:
         origin.wrong(
             "federate.sample_client_rate", federate.sample_client_rate, "a share above 0 and at most 1; or -1 for all"
         )
+    _check_alone(config, origin)
     if config.lowrank.min_clients > config.sampled_per_round:
         origin.wrong(
             "lowrank.min_clients",

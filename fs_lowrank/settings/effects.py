@@ -167,7 +167,7 @@ def not_honoured(config: Settings, engine: str) -> list[tuple[str, Any, str]]:
         engine: local, federatedscope or flower; flower honours what local does, and more.
     """
     local, given = engine != "federatedscope", config.framework
-    more = framework.ON_FLOWER["honoured"] if engine == "flower" else ()
+    more = framework.ON_FLOWER["honoured"] if engine == "flower" else framework.ON_LOCAL
     refused = [
         (name, value, "" if local else framework.REFUSED[name])
         for name, (value, meta) in _changed(config).items()
@@ -181,6 +181,9 @@ def not_honoured(config: Settings, engine: str) -> list[tuple[str, Any, str]]:
             taken = taken or value in framework.SAME_AS_OURS.get(name, ())
         if not taken:
             refused.append((name, value, "" if local else framework.REFUSED.get(name, "our methods do not use it")))
+    # Of a feature that is on, the key that turns it on says all: without it the others have no effect.
+    names = {name for name, _, _ in refused}
+    refused = [of for of in refused if names.isdisjoint(framework.switches(of[0]))]
     if not local:
         return refused
     why = {name: reason for name, _, reason in not_honoured(config, "federatedscope")}

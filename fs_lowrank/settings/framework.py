@@ -5,7 +5,7 @@ An engine accepts a key at its default, a key that it honours, and a key without
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from .reading import read_packaged
@@ -21,6 +21,8 @@ OPEN: list[str] = _TABLES["open"]
 HARMLESS: list[str] = _TABLES["harmless"]
 #: of them, those that the local engine follows
 FOLLOWED: list[str] = _TABLES["followed"]
+#: other keys that the local engine honours
+ON_LOCAL: list[str] = _TABLES["local"]["honoured"]
 #: values that describe what the local engine does anyway
 SAME_AS_OURS: dict[str, list[object]] = _TABLES["same_as_ours"]
 #: section -> the key that turns it on; other sections have the key ``use``
@@ -41,15 +43,19 @@ def within(name: str, sections: Iterable[str]) -> bool:
     return any(name == s or name.startswith(s + ".") for s in sections)
 
 
-def off_switch(name: str, given: Mapping[str, object]) -> str | None:
-    """The key that would turn on the feature of FederatedScope to which ``name`` belongs; None if ``given`` does so."""
+def switches(name: str) -> Iterator[str]:
+    """The keys that turn on the features of FederatedScope to which ``name`` belongs, the outermost first."""
     parts = name.split(".")
     for end in range(1, len(parts)):
         section = ".".join(parts[:end])
         key = SWITCHES.get(section, f"{section}.use")
-        if key in DEFAULTS and key != name and given.get(key, DEFAULTS[key]) == DEFAULTS[key]:
-            return key
-    return None
+        if key in DEFAULTS and key != name:
+            yield key
+
+
+def off_switch(name: str, given: Mapping[str, object]) -> str | None:
+    """The key that would turn on the feature of FederatedScope to which ``name`` belongs; None if ``given`` does so."""
+    return next((key for key in switches(name) if given.get(key, DEFAULTS[key]) == DEFAULTS[key]), None)
 
 
 def decides_nothing(name: str, given: Mapping[str, object]) -> bool:

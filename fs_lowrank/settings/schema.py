@@ -148,9 +148,24 @@ class Settings:
         return self.is_vision and not self.lowrank.weights
 
     @property
+    def alone(self) -> int:
+        """The client whose data are the only ones that are trained on (``federate.client_idx_for_local_train``); 0: all.
+
+        The data are divided among all clients, and the run is then one of a single client, whose number is 1.
+        """
+        return int(self.framework.get("federate.client_idx_for_local_train", 0))
+
+    @property
+    def taking_part(self) -> int:
+        """The number of clients of the run."""
+        return 1 if self.alone else self.federate.client_num
+
+    @property
     def sampled_per_round(self) -> int:
         """The number of clients selected in a round, at least 1."""
         federate = self.federate
+        if self.alone:
+            return 1
         if federate.sample_client_rate > 0:
             # FederatedScope's rounding, so that both engines select equally many
             return max(1, int(federate.sample_client_rate * federate.client_num))

@@ -90,6 +90,10 @@ def test_a_key_of_the_framework_is_refused_or_reported(name, caplog, other):
     if name in framework.FOLLOWED and framework.off_switch(name, {}) is None:
         assert name == "wandb.use" and trackers_of(config) == ["wandb"]
         return
+    if name in framework.ON_LOCAL:
+        assert name == "federate.client_idx_for_local_train" and config.alone == value
+        check_local(config)
+        return
     try:
         check_local(config)
     except UserError as error:

@@ -40,7 +40,11 @@ def load(config, client_cfgs=None):
         return None
     if client_cfgs:
         use_client_cfgs(config, client_cfgs)
-    return worker_data(open_session(config), config), config
+    session = open_session(config)
+    if session.config.alone:  # the framework's launcher would look for that client among the workers
+        config.federate.client_idx_for_local_train = 0
+        config.federate.client_num = config.federate.sample_client_num = 1
+    return worker_data(session, config), config
 
 
 def worker_data(session: Session, config):

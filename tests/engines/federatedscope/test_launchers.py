@@ -67,7 +67,7 @@ def test_our_command(config_file, tmp_path):
 
 
 @framework
-@pytest.mark.parametrize("name", ["testcase.yaml", "llama.yaml"])
+@pytest.mark.parametrize("name", ["testcase.yaml", "llama.yaml", "exp_yaml/alpaca/alpaca_local_client_2.yaml"])
 def test_a_shipped_configuration(tiny_causal, instructions_jsonl, tmp_path, name):
     from fs_lowrank.engines.federatedscope import FRAMEWORK
 

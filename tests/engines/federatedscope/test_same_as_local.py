@@ -34,6 +34,16 @@ def test_standalone(quick, assert_same, method, keys, sample, share):
             assert b["metrics"][split] == pytest.approx(a["metrics"][split], abs=1e-5)
 
 
+@pytest.mark.parametrize("keys", [{}, {"federate.make_global_eval": False}, {"federate.process_num": 2}], ids=str)
+def test_one_client_alone(quick, assert_same, keys):
+    one = {"federate.method": "rolora", "federate.client_idx_for_local_train": 2}
+    local = fs_lowrank.run(quick("local", one))
+    other = fs_lowrank.run(quick("other", {**one, **keys}), "federatedscope")
+    assert_same(local, other)
+    assert [r["clients"] for r in other.history] == [[1]] * len(local.history)
+    assert other.facts["clients"] == local.facts["clients"] and len(other.facts["clients"]) == 1
+
+
 @pytest.mark.parametrize("share", [False, True], ids=["own_models", "one_model"])
 @pytest.mark.parametrize("method", [m for m in fs_lowrank.list_methods() if m not in METHODS])
 def test_methods_for_images_alone(vision_settings, assert_same, tmp_path, no_curves, method, share):
