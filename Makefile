@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_METHODS := rolora,ffa_lora,fedlora,flexlora
 
-.PHONY: demo test test-more test-slow test-lowest test-quant flower flower-all flower-slow walks torture check lint types docs format clean help
+.PHONY: demo test test-more test-slow test-lowest test-quant flower flower-all flower-slow walks torture soak check lint types docs format clean help
 help:
 	@echo "make demo   fetch a small model and data, compare four methods on them (a few minutes)"
 	@echo "make test   run the test suite, but for what takes long: make test-more has the generic suite over the other"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-quant   the tests of quantised bases, with bitsandbytes in an environment of its own"
 	@echo "make walks  the first hour of a new user in six ways and as a notebook, from an installed wheel in empty folders"
 	@echo "make torture NUMBER=100 SEED=0   kill, damage, poison and break runs, at most ten minutes at a time; KINDS=kills,damage"
+	@echo "make soak   distributed runs with something wrong, and the longest waits in them (below ten minutes); ONLY=drops"
 	@echo "make check  look at the code without running it: style, format, types, and the documentation, built into site/"
 	@echo "make lint, make types, make docs   one of these alone; make format writes the format"
 	@echo "make clean  remove the environment and the demo's results"
@@ -99,6 +100,10 @@ NUMBER ?= 100
 SEED ?= 0
 torture: $(VENV)/.installed
 	$(BIN)/python -m tests.torture --number $(NUMBER) --seed $(SEED) $(if $(KINDS),--kinds $(KINDS))
+
+# The tests named by ONLY replace their rows of the table; ONLY="client_killed or server_killed" are the two longest parts.
+soak: $(VENV)/.installed
+	SOAK_TABLE=results/soak $(BIN)/python -m pytest -q -m slow tests/engines/federatedscope/test_soak.py $(if $(ONLY),-k "$(ONLY)")
 
 # In an environment of its own: PEFT imports bitsandbytes wherever it is installed, which takes seconds in every process.
 QUANT ?= .venv-quant

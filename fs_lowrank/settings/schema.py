@@ -149,7 +149,7 @@ class Settings:
 
     @property
     def alone(self) -> int:
-        """The client whose data are the only ones that are trained on (``federate.client_idx_for_local_train``); 0: all.
+        """The client whose data alone are trained on (``federate.client_idx_for_local_train``); 0: those of all.
 
         The data are divided among all clients, and the run is then one of a single client, whose number is 1.
         """

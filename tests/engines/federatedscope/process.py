@@ -14,11 +14,16 @@
 - ``harms``: the client sends client 1, with each share, a ``stopped`` and the share once more
 - ``counts_in``: the file into which a client writes the bytes of tensors that it has received
 - ``reports``: what the client says of its evaluation, by the names of metrics, in place of what it has measured
+- ``naps``: (a round, seconds): the client sleeps so long in the training of that round
+- ``announces``: the port that the client names to the server, which is not the one on which it listens
+- ``waits_in``: a folder, where a file of this process has its longest wait in seconds: as ``client`` from a message of
+  its own to the server's next one, as ``server`` from asking a client until the server has its answer or gives it up
 - ``dies_evaluating``: the client exits when it is asked to evaluate; ``resume``: the run is resumed
 """
 
 import importlib
 import itertools
+import json
 import os
 import time
 import traceback
@@ -28,6 +33,49 @@ import torch
 
 torch.set_num_threads(1)
 settings, overrides, sabotage = job  # noqa: F821
+
+
+def measure_waits(folder: Path) -> None:
+    from fs_lowrank.engines.federatedscope.comm import Comm
+    from fs_lowrank.engines.federatedscope.distributed_client import DistributedClient
+    from fs_lowrank.engines.federatedscope.distributed_server import DistributedServer
+
+    since, longest = {}, {}
+    deliver, next_message = Comm.deliver, DistributedClient._next_message
+    dispatch, give_up = DistributedServer.dispatch, DistributedServer._give_up_on_the_lost
+
+    def ended(role, what):
+        waited = time.monotonic() - since.pop(what)
+        if waited > longest.get(role, -1.0):
+            longest[role] = waited
+            (folder / f"{os.getpid()}.json").write_text(json.dumps(longest))
+
+    def delivers(comm, receiver, message, *args, **kwargs):
+        if not comm.serves and receiver == 0 and message.msg_type != "alive":
+            since.setdefault("answer", time.monotonic())
+        return deliver(comm, receiver, message, *args, **kwargs)
+
+    def hears(client):
+        message = next_message(client)
+        if message is not None and "answer" in since:
+            ended("client", "answer")
+        return message
+
+    def dispatches(server, order, message):
+        since[order.client] = time.monotonic()
+        return dispatch(server, order, message)
+
+    def gives_up(server):
+        give_up(server)
+        answered = server.msg_buffer["eval"].get(server.state - 1, {}).keys()
+        awaited = server.waiting() | (server.asked_to_evaluate - answered if server.evaluating else set())
+        for client in since.keys() - awaited:
+            ended("server", client)
+
+    Comm.deliver, DistributedClient._next_message = delivers, hears
+    DistributedServer.dispatch, DistributedServer._give_up_on_the_lost = dispatches, gives_up
+
+
 try:
     import fs_lowrank
 
@@ -38,6 +86,9 @@ try:
             time.sleep(1000)
         if round == 2 and "says" in sabotage:
             raise RuntimeError(sabotage["says"])
+        napping, seconds = sabotage.get("naps", (0, 0))
+        if round == napping:
+            time.sleep(seconds)
 
     def on_round(record):
         if record["round"] == sabotage.get("dies_after"):
@@ -112,6 +163,18 @@ try:
                 deliver(self, receiver, message, size)
 
         LowRankClient._deliver = harms
+    if "waits_in" in sabotage:
+        measure_waits(Path(sabotage["waits_in"]))
+    if "announces" in sabotage:
+        from fs_lowrank.engines.federatedscope.client import LowRankClient
+
+        ask_to_join = LowRankClient._ask_to_join
+
+        def asks(client):
+            client.local_address = {**client.local_address, "port": sabotage["announces"]}
+            ask_to_join(client)
+
+        LowRankClient._ask_to_join = asks
     if "counts_in" in sabotage:
         from fs_lowrank.engines.federatedscope import messages
 

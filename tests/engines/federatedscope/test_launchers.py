@@ -89,7 +89,7 @@ def test_a_shipped_configuration(tiny_causal, instructions_jsonl, tmp_path, name
         "eval.freq": 1,
         "outdir": tmp_path / "exp",
         "expname": "x",
-        "lowrank.min_clients": 2,
+        "lowrank.min_clients": 1 if "local_client" in name else 2,
     }
     done = launch(overrides, tmp_path, "--cfg", FRAMEWORK / "llm/baseline" / name)
     assert done.returncode == 0, done.stderr[-3000:]

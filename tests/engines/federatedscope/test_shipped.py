@@ -1,4 +1,4 @@
-"""The YAML files that the framework ships for language models: each is resolved as it is, and runs a round, or is refused.
+"""The YAML files that the framework ships for language models: each is resolved and runs a round, or is refused.
 
 A file is read as the framework reads it, with ``federate.method rolora`` on the command line. In the folder of the test
 its model's name is that of a folder with a tiny model, and ``data/`` has the files that the framework would download,

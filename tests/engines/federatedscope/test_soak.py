@@ -1,20 +1,27 @@
 """Long tests of distributed runs: processes killed in each phase, a network that drops, floods of connections.
 
-Each prints the longest round. Every wait has a limit.
+Each measures the longest wait of a client that has nothing wrong, from its message to the server's next one, and the
+longest time for which the server waits for a client, and compares them with the limits that follow from
+``lowrank.timeout``. ``make soak`` writes them to ``results/soak``; a part of the tests replaces its rows there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import select
+import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 import fs_lowrank
+from fs_lowrank.jobs.files import to_json, write_text
+from fs_lowrank.runs.environment import versions
 
 pytestmark = [pytest.mark.federatedscope, pytest.mark.slow]
 PLUGIN = "engines.federatedscope"
@@ -30,8 +37,68 @@ def records(tmp_path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def longest_round(history) -> float:
-    return max(sum(record["seconds"].values()) for record in history)
+ABOUT = """# Soak
+
+`{command}` wrote this page and `soak.json`: {versions}.
+
+Distributed runs of tiny models over gRPC on one machine, each with something wrong, beside other work. For a client
+that has nothing wrong: the longest time from a message of its own to the server's next message. For the server: the
+longest time from asking a client until it has the answer, or goes on without it. The limits follow from
+`lowrank.timeout`: so long the server waits for a client, and some seconds until it looks; a client that is not drawn in
+a round waits for that round as well. All in seconds.
+
+| what | timeout | client, longest | limit | server, longest | limit |
+| --- | ---: | ---: | ---: | ---: | ---: |
+"""
+
+
+@pytest.fixture
+def waits(tmp_path):
+    """What the processes measure: ``measured(worker: sabotage)`` is for ``launch``, ``compare`` asserts the limits."""
+    return Waits(tmp_path)
+
+
+class Waits:
+    def __init__(self, folder: Path):
+        self.folder = folder / "waits"
+        self.folder.mkdir()
+
+    def measured(self, *healthy: int) -> dict[int, dict]:
+        """``sabotage`` by which the server and these clients measure their waits."""
+        return {worker: {"waits_in": str(self.folder)} for worker in (0, *healthy)}
+
+    def compare(self, what: str, timeout: float, rounds: int = 1) -> dict[str, float]:
+        """Compare the longest waits with their limits, and note them in the table of ``SOAK_TABLE``.
+
+        Args:
+            what: went wrong. timeout: ``lowrank.timeout``.
+            rounds: the largest number of rounds in a row to which a client's wait may extend.
+        """
+        from fs_lowrank.engines.federatedscope.distributed_server import _ANSWER, _LOOK
+
+        files = [json.loads(path.read_text()) for path in self.folder.iterdir()]
+        longest = {role: max(found[role] for found in files if role in found) for role in ("client", "server")}
+        limit = timeout + _LOOK + _ANSWER
+        row = {"what": what, "timeout": timeout}
+        row |= {"client": round(longest["client"], 1), "client_limit": rounds * limit}
+        row |= {"server": round(longest["server"], 1), "server_limit": limit}
+        assert row["client"] <= row["client_limit"] and row["server"] <= row["server_limit"], row
+        if place := os.environ.get("SOAK_TABLE"):
+            note(Path(place), row)
+        return longest
+
+
+def note(folder: Path, row: dict) -> None:
+    """Add ``row`` to the table in ``folder``, in place of the one of the same name."""
+    path = folder / "soak.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = sorted([*(r for r in rows if r["what"] != row["what"]), row], key=lambda r: r["what"])
+    result = {"command": "make soak", "versions": versions(), "rows": rows}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(path, to_json(result, indent=1) + "\n")
+    used = ", ".join(" ".join(pair) for pair in result["versions"].items())
+    lines = [f"| {' | '.join(f'{v:g}' if isinstance(v, float) else str(v) for v in r.values())} |\n" for r in rows]
+    write_text(folder / "README.md", ABOUT.format(command=result["command"], versions=used) + "".join(lines))
 
 
 class Relay:
@@ -43,6 +110,7 @@ class Relay:
 
     def __init__(self, target: int, most: int = 0):
         self.target, self.most, self.open, self.ended = target, most, True, False
+        self.carried = 0
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port = self.listener.getsockname()[1]
         self.sockets: list[socket.socket] = []
@@ -57,9 +125,11 @@ class Relay:
 
     def _forward(self, inside: socket.socket) -> None:
         with contextlib.suppress(OSError):
+            while not (self.open or self.ended):
+                time.sleep(0.1)
             outside = socket.create_connection(("127.0.0.1", self.target))
             self.sockets.append(outside)
-            carried = 0
+            given = 0
             while not self.ended:
                 # While it is not open nothing is read, as in a network that loses every packet.
                 ready = select.select([inside, outside], [], [], 0.1)[0] if self.open else time.sleep(0.1) or []
@@ -68,8 +138,9 @@ class Relay:
                     if not data:
                         raise ConnectionError
                     if source is inside and self.most:
-                        data = data[: max(self.most - carried, 0)]
-                        carried += len(data)
+                        data = data[: max(self.most - given, 0)]
+                        given += len(data)
+                    self.carried += len(data)
                     (outside if source is inside else inside).sendall(data)
         inside.close()
 
@@ -117,12 +188,12 @@ SERVER_PHASES = {
 
 
 @pytest.mark.parametrize("phase", CLIENT_PHASES)
-def test_a_client_killed_in_each_phase_returns(quick, settings, assert_same, cluster, tmp_path, phase):
+def test_a_client_killed_in_each_phase_returns(quick, settings, assert_same, cluster, waits, tmp_path, phase):
     """What it did not deliver is in the records; if that is nothing, the result is that of a run without the kill."""
     more = {"federate.make_global_eval": False, "federate.total_round_num": 8}
-    started = cluster.launch(
-        settings, 2, keys(tmp_path, **more), sabotage={2: {"dies_at": CLIENT_PHASES[phase]}, 0: {"sleeps": 0.5}}
-    )
+    sabotage = {**waits.measured(1), 2: {"dies_at": CLIENT_PHASES[phase]}}
+    sabotage[0]["sleeps"] = 0.5
+    started = cluster.launch(settings, 2, keys(tmp_path, **more), sabotage)
     assert cluster.wait(*started[2]).code == 9
     if phase != "ends":
         started[2] = cluster.again(settings, 2)
@@ -142,51 +213,61 @@ def test_a_client_killed_in_each_phase_returns(quick, settings, assert_same, clu
     if not without:
         whole = fs_lowrank.run(quick("whole", {**keys(tmp_path), **more, "outdir": str(tmp_path / "whole")}))
         assert_same(dict(whole.model.named_parameters()), server.tensors, atol=0)
-    print(
-        f"client killed when it {phase}: longest round {longest_round(server.history):.1f} s, "
-        f"rounds without its update {without}, without its evaluation {not_evaluated}"
-    )
+    waits.compare(f"a client is killed when it {phase}", 30.0)
 
 
 @pytest.mark.parametrize("phase", SERVER_PHASES)
-def test_a_server_killed_in_each_phase_is_resumed(quick, settings, assert_same, cluster, tmp_path, phase):
+def test_a_server_killed_in_each_phase_is_resumed(quick, settings, assert_same, cluster, waits, tmp_path, phase):
     """The result is, to the bit, that of a run that was not interrupted."""
     more = {"federate.make_global_eval": False, "lowrank.min_clients": 2}
     whole = fs_lowrank.run(quick("whole", {**keys(tmp_path), **more, "outdir": str(tmp_path / "whole")}))
-    started = cluster.launch(settings, 2, keys(tmp_path, **more), sabotage={0: {"dies_at": SERVER_PHASES[phase]}})
+    sabotage = waits.measured(1, 2)
+    again = {**sabotage[0], "resume": True}
+    sabotage[0]["dies_at"] = SERVER_PHASES[phase]
+    started = cluster.launch(settings, 2, keys(tmp_path, **more), sabotage)
     assert cluster.wait(*started[0]).code == 9
-    started[0] = cluster.again(settings, 0, {"resume": True})
+    started[0] = cluster.again(settings, 0, again)
     workers = {w: cluster.wait(*process) for w, process in started.items()}
     assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
     assert_same(dict(whole.model.named_parameters()), workers[0].tensors, atol=0)
-    print(f"server killed when it {phase}: longest round {longest_round(workers[0].history):.1f} s")
+    waits.compare(f"the server is killed when it {phase}", 30.0)
 
 
-def test_a_network_that_drops_for_a_minute(settings, cluster, tmp_path, relay):
-    """What client 2 sends arrives a minute late, and its update still counts."""
-    (port,) = cluster.free_ports(1)
-    line = relay(port)
-    more = {"lowrank.timeout": 150.0, "federate.total_round_num": 6, "distribute.server_port": port}
+def test_a_network_that_drops_for_a_minute(settings, cluster, waits, tmp_path, relay):
+    """Nothing passes between the server and client 2, in either direction; its updates count, a minute late."""
+    server_port, client_port = cluster.free_ports(2)
+    lines = relay(server_port), relay(client_port)
+    more = {"lowrank.timeout": 150.0, "federate.total_round_num": 6, "distribute.server_port": server_port}
+    sabotage = {**waits.measured(1), 2: {"announces": lines[1].port}}
+    sabotage[0]["sleeps"] = 0.5
     started = cluster.launch(
         settings,
         2,
         keys(tmp_path, **more),
-        sabotage={0: {"sleeps": 0.5}},
-        changed={2: {"distribute.server_port": line.port}},
+        sabotage,
+        changed={2: {"distribute.server_port": lines[0].port, "distribute.client_port": client_port}},
     )
     cluster.wait_for(lambda: len(records(tmp_path)) >= 2)
-    line.open = False
+    for line in lines:
+        line.open = False
+    before = [line.carried for line in lines]
+    assert all(before), "every message in either direction goes through a relay"
     time.sleep(60)
-    line.open = True
+    assert [line.carried for line in lines] == before and len(records(tmp_path)) <= 3
+    for line in lines:
+        line.open = True
     workers = {w: cluster.wait(*process, timeout=240) for w, process in started.items()}
     assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
     assert all(r["clients"] == [1, 2] for r in workers[0].history)
-    print(f"a network down for 60 s: longest round {longest_round(workers[0].history):.1f} s")
+    for log, lost in (("exp_print.log", "client 2"), ("client_2/exp_print.log", f":{lines[0].port}")):
+        assert f"{lost} does not answer" in (tmp_path / "run" / log).read_text()
+    assert waits.compare("no packet between the server and a client for 60 s", 150.0)["server"] > 40
 
 
-def test_ten_thousand_connections(settings, cluster, tmp_path):
+def test_ten_thousand_connections(settings, cluster, waits, tmp_path):
     """Idle connections do not prevent clients from joining."""
-    started = cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 90.0}), only=[0])
+    sabotage = waits.measured(1, 2)
+    started = cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 90.0}), sabotage, only=[0])
     idle: list[socket.socket] = []
     try:
         cluster.wait_for(lambda: _reachable(cluster.ports[0]))
@@ -195,14 +276,14 @@ def test_ten_thousand_connections(settings, cluster, tmp_path):
         more = {"distribute.role": "client", "distribute.server_port": cluster.ports[0]}
         for client in (1, 2):
             own = {"distribute.data_idx": client, "distribute.client_port": cluster.ports[client]}
-            started[client] = cluster.start(settings, {**cluster.commands[0], **more, **own})
+            started[client] = cluster.start(settings, {**cluster.commands[0], **more, **own}, sabotage[client])
         workers = {w: cluster.wait(*process, timeout=180) for w, process in started.items()}
     finally:
         for each in idle:
             each.close()
     assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
     assert all(r["clients"] == [1, 2] for r in workers[0].history)
-    print(f"10,000 connections: longest round {longest_round(workers[0].history):.1f} s")
+    waits.compare("10,000 connections that say nothing", 90.0)
 
 
 def _reachable(port: int) -> bool:
@@ -211,20 +292,21 @@ def _reachable(port: int) -> bool:
     return False
 
 
-def test_peers_that_stop_inside_a_message(settings, cluster, tmp_path, relay):
+def test_peers_that_stop_inside_a_message(settings, cluster, waits, tmp_path, relay):
     """Messages that are never completed do not block those of the clients."""
-    started = cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 60.0}), only=[0])
+    sabotage = waits.measured(1, 2)
+    started = cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 60.0}), sabotage, only=[0])
     cluster.wait_for(lambda: _reachable(cluster.ports[0]))
     line = relay(cluster.ports[0], most=30_000)
     calls = [_incomplete_message(line.port) for _ in range(100)]
     more = {"distribute.role": "client", "distribute.server_port": cluster.ports[0]}
     for client in (1, 2):
         own = {"distribute.data_idx": client, "distribute.client_port": cluster.ports[client]}
-        started[client] = cluster.start(settings, {**cluster.commands[0], **more, **own})
+        started[client] = cluster.start(settings, {**cluster.commands[0], **more, **own}, sabotage[client])
     workers = {w: cluster.wait(*process, timeout=150) for w, process in started.items()}
     assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
     assert all(r["clients"] == [1, 2] for r in workers[0].history) and len(calls) == 100
-    print(f"100 incomplete messages: longest round {longest_round(workers[0].history):.1f} s")
+    waits.compare("100 peers that stop inside a message", 60.0)
 
 
 def _incomplete_message(port: int):
@@ -237,3 +319,63 @@ def _incomplete_message(port: int):
     channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)])
     message = Message("join_in", 1, [0], 0, "x" * 500_000, 0)
     return channel, service.gRPCComServeFuncStub(channel).sendMessage.future(message.transform(), timeout=120)
+
+
+def test_answers_after_their_round(settings, cluster, waits, tmp_path):
+    """What client 2 sends in round 3 is of round 2: it changes nothing, and the client takes part again."""
+    more = {"lowrank.timeout": 6.0, "federate.total_round_num": 14}
+    sabotage = {**waits.measured(1), 2: {"naps": (2, 9.0)}}
+    sabotage[0]["sleeps"] = 0.5
+    workers = cluster.run(settings, 2, keys(tmp_path, **more), sabotage, timeout=150)
+    assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
+    history = workers[0].history
+    assert all(1 in r["clients"] for r in history) and history[-1]["clients"] == [1, 2]
+    assert [f["client"] for f in history[1]["failed"]] == [2] and "no answer within" in history[1]["failed"][0][
+        "reason"
+    ]
+    said = (tmp_path / "run" / "exp_print.log").read_text()
+    assert "ignored what client 2 sent for the framework's round 1: it is not awaited" in said
+    waits.compare("a client answers after its round", 6.0)
+
+
+def test_numbers_that_are_taken(settings, cluster, waits, tmp_path):
+    """Processes that claim the numbers of clients, in the run and of a client that is stopped, are refused."""
+    more = {"lowrank.timeout": 30.0, "federate.total_round_num": 12, "federate.client_num": 3}
+    sabotage = waits.measured(1, 2)
+    sabotage[0]["sleeps"] = 1.0
+    started = cluster.launch(settings, 3, keys(tmp_path, **more), sabotage)
+    cluster.wait_for(lambda: len(records(tmp_path)) >= 1)
+    os.kill(started[3][0].pid, signal.SIGSTOP)
+    ports = cluster.free_ports(4)
+    claims = [
+        cluster.start(settings, {**cluster.commands[claimed], "distribute.client_port": port})
+        for claimed, port in zip((1, 2, 3, 3), ports)
+    ]
+    refused = [cluster.wait(*claim) for claim in claims]
+    os.kill(started[3][0].pid, signal.SIGCONT)
+    assert [r.code for r in refused] == [2] * 4, [r.said for r in refused]
+    assert all("has joined already" in r.said for r in refused)
+    workers = {w: cluster.wait(*process, timeout=120) for w, process in started.items()}
+    assert [w.code for w in workers.values()] == [0] * 4, [w.said for w in workers.values()]
+    assert all({1, 2} <= {*r["clients"]} for r in workers[0].history)
+    waits.compare("four processes claim numbers that are taken", 30.0)
+
+
+def test_sampled_participation(settings, cluster, waits, tmp_path):
+    """Two of four clients take part in a round, and one of the four is stopped."""
+    more = {"federate.client_num": 4, "federate.sample_client_num": 2, "federate.total_round_num": 12}
+    more["lowrank.timeout"] = 5.0
+    sabotage = waits.measured(1, 2, 3)
+    sabotage[0]["sleeps"] = 0.3
+    started = cluster.launch(settings, 4, keys(tmp_path, **more), sabotage)
+    cluster.wait_for(lambda: len(records(tmp_path)) >= 1)
+    os.kill(started[4][0].pid, signal.SIGSTOP)
+    workers = {w: cluster.wait(*started[w], timeout=150) for w in (0, 1, 2, 3)}
+    assert [w.code for w in workers.values()] == [0] * 4, [w.said for w in workers.values()]
+    history = workers[0].history
+    assert [r["round"] for r in history] == list(range(1, 13))
+    for record in history:
+        assert {f["client"] for f in record["failed"]} <= {4} and {*record["selected"]} - {4} <= {*record["clients"]}
+    asked = {c: [0, *(r["round"] for r in history if c in r["selected"]), 13] for c in (1, 2, 3)}
+    apart = max(b - a for rounds in asked.values() for a, b in zip(rounds, rounds[1:]))
+    waits.compare("two of four clients a round, and one is stopped", 5.0, rounds=apart)
