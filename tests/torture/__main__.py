@@ -19,15 +19,19 @@ from pathlib import Path
 
 from . import shim
 from .bench import ROOT, Bench
+from .disks import tidy
 from .driver import KINDS, bench_folder, module_of, run_kind, table, worked_off
 
 
 def main() -> int:
+    started = time.monotonic()
     parser = argparse.ArgumentParser(prog="python -m tests.torture", description=__doc__)
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"of: {', '.join(KINDS)}; all by default")
     parser.add_argument("--number", type=int, default=20, help="seeds of each kind")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
-    parser.add_argument("--minutes", type=float, default=9.0, help="no shard is begun after this time")
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="a case that is running then is begun anew next time"
+    )
     parser.add_argument("--results", default=str(ROOT / "results" / "torture"), help="folder of the shards")
     parser.add_argument("--bench", help="working folder; by default one in memory that is removed at the end")
     parser.add_argument("--show", action="store_true", help="print every outcome, and write nothing")
@@ -40,7 +44,7 @@ def main() -> int:
     if library and not shim.loaded():  # it must be loaded before the C library
         os.environ["LD_PRELOAD"] = str(library)
         os.execv(sys.executable, [sys.executable, "-m", "tests.torture", *sys.argv[1:]])
-    until, results = time.monotonic() + 60 * args.minutes, Path(args.results)
+    until, results = started + 60 * args.minutes, Path(args.results)
     folder = bench_folder(args.bench)
     failed = False
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the working folder is removed
@@ -63,6 +67,8 @@ def main() -> int:
             elif not run_kind(kind, args.number, args.seed, results, folder, until, lambda t: print(t, flush=True)):
                 print(f"{kind}: out of time; the same command goes on", flush=True)
     finally:
+        for disk in folder.glob("disk-*"):
+            tidy(disk)
         if not args.bench:
             shutil.rmtree(folder, ignore_errors=True)
     if args.show:
@@ -77,8 +83,12 @@ def main() -> int:
 HEAD = """# Torture
 
 What `make torture` did to runs of tiny models, and how they took it. Every case ends in one of: refused with one line
-and exit code 2; the same result; a resumed run with the same result; an input that was valid after all. Anything else
-has failed, and its seed repeats it: `python -m tests.torture --kinds KIND --number 1 --seed SEED --show`.
+and exit code 2, or with exit code 1 where only the run itself could find it out; the same result; a resumed run with
+the same result; an input that was valid after all, whose result is finite and the same when it is run again. One
+message has several lines: the keys that a run does not honour, each in an indented line. Anything else has failed, and
+its seed repeats it: `python -m tests.torture --kinds KIND --number 1 --seed SEED --show`.
+
+A hostile message counts when it was sent, also where it was turned away; how far each got is below the table.
 
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,12 +20,21 @@ from .shim import Mode, arm, armed_environment, count
 from .tiny import RUNS, make_inputs, settings
 
 ROOT = Path(__file__).parents[2]
-#: one of this many cases runs from the command line instead of in a forked child
-COMMAND_LINE = 50
+#: one of this many seeds runs from the command line instead of in a forked child; a seed may have several cases, and
+#: of these at least 2 % are to
+COMMAND_LINE = 25
 
 #: endings of a case: refused with one line and exit code 2; the same result; a resumed run with the same result; an
 #: input that was valid, with a correct result; anything else
 Ending = Literal["refused", "same", "resumed", "valid", "failed"]
+
+
+def by_command_line(seed: int) -> bool:
+    """Whether a seed runs from the command line: one of each ``COMMAND_LINE``, at a place that is drawn, so that nothing
+    else that depends on the seed goes with it.
+    """
+    block, place = divmod(seed, COMMAND_LINE)
+    return place == random.Random(f"command line {block}").randrange(COMMAND_LINE)
 
 
 @dataclass(frozen=True)
@@ -152,13 +162,19 @@ class Bench:
         return fork(work, out, kill_at=kill_at)
 
     def command(
-        self, argv: list[str], out: Path, kill_at: float | None = None, env: Mapping[str, str] | None = None
+        self,
+        argv: list[str],
+        out: Path,
+        kill_at: float | None = None,
+        env: Mapping[str, str] | None = None,
+        limit: float = HANG,
+        package: str = "fs_lowrank",
     ) -> Ended:
-        """Run ``fs-lowrank`` as a command in a new process."""
+        """Run ``fs-lowrank``, or the command of another ``package``, in a new process."""
         inherited = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
         path = os.pathsep.join(filter(None, (str(ROOT), inherited.get("PYTHONPATH", ""))))
         full = {**inherited, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})}
-        return spawn([sys.executable, "-m", "fs_lowrank", *argv], out, full, HANG, kill_at)
+        return spawn([sys.executable, "-m", package, *argv], out, full, limit, kill_at)
 
     def judge(
         self, run: str, outdir: Path, ended: Ended, what: str, resumed: bool, seen: str = "", former: Path | None = None

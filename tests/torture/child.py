@@ -21,6 +21,10 @@ HANG = 60.0
 #: the limit including that time is this factor larger
 BUSY = 5.0
 _PR_SET_PDEATHSIG = 1
+#: the only message of several lines: keys that do nothing, each in an indented line
+LISTED = re.compile(r"[^\n]+; remove:(\n  \S[^\n]*)+")
+#: how a command says that it is not the user's fault (``fs_lowrank.jobs.shell.message_of``)
+OURS = "an error in fs-lowrank; please report"
 
 
 def die_with_parent() -> None:
@@ -50,25 +54,34 @@ class Ended:
 
     @property
     def fault(self) -> str:
-        """What no command may do: hang, print a traceback, die, or fail without a reason of one line that is the user's
-        to act on; else empty.
+        """What no command may do: hang, print a traceback, die, say that the package has an error, or fail without a
+        reason of one line; else empty.
         """
         if self.code is None:
             frames = re.findall(r'File ".*/(\S+)", line (\d+) in (\S+)', self.err)[:4]
             at = ", ".join(f"{file}:{line} {name}" for file, line, name in frames)
-            return f"did not end within {HANG:.0f} s" + (f": {at}" if at else "")
+            return f"did not end within {self.seconds:.0f} s" + (f": {at}" if at else "")
         if "Traceback (most recent call last)" in self.out + self.err:
             return f"a traceback: {last_line(self.err) or last_line(self.out)}"
-        if "please report it" in self.err:
-            return f"an error of the package: {last_line(self.err)}"
+        ours = re.search(rf".*{OURS}.*", f"{self.err}\n{self.out}")
+        if ours:
+            return f"an error of the package: {ours[0].strip()[:300]}"
         if self.code < 0:
             return f"ended by {signal.Signals(-self.code).name}"
         if self.code not in (0, 1, 2):
             return f"exit code {self.code}"
+        if not self.code:
+            return ""
         errors = [line for line in self.err.splitlines() if re.match(r"(fs-lowrank.*: )?error: ", line)]
-        if self.code and len(errors) != 1:
+        if len(errors) != 1:
             return f"exit code {self.code} with {len(errors)} lines of errors: {last_line(self.err)}"
-        return ""
+        said = self.err[self.err.index(errors[0]) :].partition("error: ")[2].rstrip()
+        return "" if is_one_line(said) else f"exit code {self.code} with several lines, or none: {said[:300]}"
+
+
+def is_one_line(message: str) -> bool:
+    """Whether an error has one line, or the one known form of several."""
+    return bool(message.strip()) and (len(message.splitlines()) == 1 or bool(LISTED.fullmatch(message)))
 
 
 def last_line(text: str) -> str:
@@ -78,7 +91,7 @@ def last_line(text: str) -> str:
 
 
 def fork(work: Callable[[], int | None], out: Path, limit: float = HANG, kill_at: float | None = None) -> Ended:
-    """Run ``work`` in a forked child.
+    """Run ``work`` in a forked child, whose working folder is that of ``out``.
 
     Args:
         work: returns the exit code.
@@ -96,6 +109,7 @@ def fork(work: Callable[[], int | None], out: Path, limit: float = HANG, kill_at
             os.setpgid(0, 0)
             for descriptor, path in ((1, out), (2, err)):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+            os.chdir(out.parent)  # what a broken configuration leaves is removed with the case
             sys.stdout = open(1, "w", closefd=False, errors="backslashreplace")
             sys.stderr = open(2, "w", closefd=False, errors="backslashreplace")
             faulthandler.enable(2)
@@ -129,6 +143,7 @@ def spawn(
             os.setpgid(0, 0)
             for descriptor, path in ((1, out), (2, err)):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+            os.chdir(out.parent)
             os.execve(argv[0], [argv[0], "-X", "faulthandler", *argv[1:]], env)
         finally:
             os._exit(98)
@@ -187,6 +202,35 @@ _DURATIONS = ("training total", "aggregation a round")
 #: files whose content may differ between a run and the same run resumed, by durations and the number of threads; only
 #: their existence is compared
 _DIFFER = (".lock", "environment.json", "curves.png", "curves.pdf", "summary.tex")
+
+
+def unsound(folder: Path) -> str:
+    """What no finished run may leave: a file that cannot be read, JSON with NaN, tensors that are not finite, or no
+    record at all; empty if all is well.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not (folder / "rounds.jsonl").is_file():
+        return "rounds.jsonl is missing"
+    for path in sorted(p for p in folder.rglob("*") if p.suffix in (".json", ".jsonl", ".safetensors")):
+        name = path.relative_to(folder)
+        try:
+            if path.suffix == ".safetensors":
+                bad = [n for n, t in load_file(path).items() if t.is_floating_point() and not t.isfinite().all()]
+                if bad:
+                    return f"{name}: {bad[0]} is not finite"
+                continue
+            text = path.read_text(encoding="utf-8")
+            for part in text.splitlines() if path.suffix == ".jsonl" else [text]:
+                json.loads(part, parse_constant=_no_constant)
+        except (OSError, ValueError, SafetensorError) as error:
+            return f"{name}: {error}"
+    return ""
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"it holds {name}, which is no JSON")
 
 
 def difference(folder: Path, reference: Path, former: Path | None = None) -> str:
@@ -250,11 +294,7 @@ def _without_durations(table: str) -> list[dict[str, str]]:
 
 def _record(line: str) -> dict[str, Any]:
     """A record without durations."""
-
-    def constant(name: str) -> None:
-        raise ValueError(f"rounds.jsonl holds {name}, which is no JSON")
-
-    record = json.loads(line, parse_constant=constant)
+    record = json.loads(line, parse_constant=_no_constant)
     return {key: value for key, value in record.items() if key not in ("seconds", "client_seconds")}
 
 

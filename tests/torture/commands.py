@@ -4,7 +4,8 @@ Every call on the disk fails once, or finds the disk full. The command then ends
 reason, or goes on with the same result; given again, it ends with the same result.
 
 Seeds go through all calls of the three, with the two faults in turn, and then once more with the other fault of each.
-A search and a suite do without processes of their own here, which would count calls of their own.
+A search and a suite do without processes of their own here, which would count calls of their own; from the command
+line a suite has them, and the fault occurs in each of its processes.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import Any
 
 import yaml
 
-from .bench import Bench, Outcome
+from .bench import Bench, Outcome, by_command_line
 from .child import Ended, fork
-from .shim import Mode, arm, count
+from .shim import Mode, arm, armed_environment, count
 from .tiny import settings
 
 SHARD = 25
@@ -41,14 +42,16 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
     name, n, mode = where(seed, bench)
     what, seen = f"{name}: {mode.name} at call {n}", f"{name}, {mode.name}"
     with bench.place() as left:
-        first = start(name, left, bench, fault=(n, mode))
+        command_line = by_command_line(seed)
+        seen += ", command line" if command_line else ""
+        first = start(name, left, bench, fault=(n, mode), command_line=command_line)
         if first.fault:
             return [Outcome("failed", what, first.fault, seen)]
         if first.code and not (
             re.search(r"Input/output error|No space left on device", first.err) and "/" in first.err
         ):
             return [Outcome("failed", what, f"names no file, or no reason: {first.err}", seen)]
-        last = start(name, left, bench, again=True) if first.code else first
+        last = start(name, left, bench, again=True, command_line=command_line) if first.code else first
         if last.fault or last.code:
             reason = f"cannot go on: {last.fault or last.err}; before: {first.err}"
             return [Outcome("failed", what, reason, seen)]
@@ -80,6 +83,7 @@ def start(
     again: bool = False,
     fault: tuple[int, Mode] | None = None,
     counting: Path | None = None,
+    command_line: bool = False,
 ) -> Ended:
     """The command ``name``, which leaves its files in ``left``.
 
@@ -87,6 +91,7 @@ def start(
         again: it is given once more.
         fault: the number of a call on the disk, and what happens there.
         counting: a file to write the number of calls to.
+        command_line: in a new process instead of a forked child.
     """
     config = left.parent / "config.yaml"
     keys = {"federate.total_round_num": 1, "federate.client_num": 2, "federate.method": "rolora"}
@@ -94,9 +99,14 @@ def start(
     suite = left.parent / "suite.yaml"
     suite.write_text(yaml.safe_dump(_suite(bench, left)), encoding="utf-8")
 
+    package, argv = _argv(name, config, suite, left, again)
+    if command_line:
+        armed = armed_environment(left, *fault) if fault else {}
+        return bench.command(argv, left.parent / "printed.out", env=armed, package=package)
+
     def work() -> int:
         arm(left, *(fault or ()))
-        code = _main(name, config, suite, left, again)
+        code = _main(name, argv)
         if counting:
             total = count()
             counting.write_text(str(total))
@@ -120,24 +130,32 @@ def _suite(bench: Bench, left: Path) -> Mapping[str, Any]:
     }
 
 
-def _main(name: str, config: Path, suite: Path, left: Path, again: bool) -> int:
+def _argv(name: str, config: Path, suite: Path, left: Path, again: bool) -> tuple[str, list[str]]:
+    """The package whose command it is, and the arguments."""
     if name == "compare":
-        from fs_lowrank import cli
-
         argv = ["compare", "--cfg", str(config), "--methods", "rolora,fedlora", "outdir", str(left)]
-        return cli.main([*argv, *(["--resume"] if again and left.exists() else [])])
+        return "fs_lowrank", [*argv, *(["--resume"] if again and left.exists() else [])]
     if name == "search":
-        from hpo import cli as searches
-
         space = left.parent / "space.yaml"
         space.write_text("train.optimizer.lr: {grid: [1.0e-3, 1.0e-2]}\n")
         argv = ["tune", "--cfg", str(config), "--space", str(space), "--dir", str(left), "--workers", "0"]
-        return searches.main([*argv, "--confirm", "0"])
+        return "hpo", [*argv, "--confirm", "0"]
+    return "benchmark", ["run", str(suite), "--results", str(left / "results"), "--work", str(left / "work")]
+
+
+def _main(name: str, argv: list[str]) -> int:
+    if name == "compare":
+        from fs_lowrank import cli
+
+        return cli.main(argv)
+    if name == "search":
+        from hpo import cli as searches
+
+        return searches.main(argv)
     import benchmark.run
     from benchmark import cli as suites
 
     benchmark.run.Crew = _InThisProcess
-    argv = ["run", str(suite), "--results", str(left / "results"), "--work", str(left / "work")]
     return suites.main(argv)
 
 

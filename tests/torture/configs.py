@@ -1,6 +1,8 @@
 """Broken configurations: the examples, with tiny models and data, and with one or two mutations by the schema.
 
-A file that loads is run. What the schema forbids must be refused; everything else is refused or runs to its end.
+A file that loads is run. What the schema forbids must be refused; everything else is refused, ends with one line that
+says why (exit code 1), or runs to its end, twice with the same result. A refusal has one line, but for one that lists
+keys that do nothing, each in an indented line below it.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from typing import Any
 
 import yaml
 
-from .bench import COMMAND_LINE, ROOT, Bench, Outcome
-from .child import fork, last_line
+from .bench import ROOT, Bench, Outcome, by_command_line
+from .child import Ended, difference, fork, is_one_line, unsound
 from .mutations import MUTATIONS, Document, keys_of
 from .tiny import settings
 
@@ -27,6 +29,7 @@ EXAMPLES = {
     "demo": "encoder",
     "own_data": "encoder",
     "rolora_rte": "encoder",
+    "qlora": "causal",
     "smollm2": "causal",
     "fashion_mnist": "vision",
     "one_shot": "vision",
@@ -74,7 +77,7 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
         file.write_bytes(doc.content())
         seen = kinds[0] if len(kinds) == 1 else "two"
         forbidden = doc.forbidden if len(kinds) == 1 else None
-        outcome = _run(file, outdir, bench, what, seen, seed % COMMAND_LINE == 0)
+        outcome = _run(file, outdir, bench, what, seen, by_command_line(seed))
         if outcome.ending == "valid" and forbidden:
             return [Outcome("failed", what, "the schema forbids it, and it was accepted", seen)]
         return [outcome]
@@ -96,33 +99,47 @@ def _limited(seconds: float) -> Iterator[None]:
 
 
 def _run(file: Path, outdir: Path, bench: Bench, what: str, seen: str, command_line: bool) -> Outcome:
-    from fs_lowrank import UserError, cli, load_config
+    from fs_lowrank import UserError, load_config
 
-    argv = ["run", "--cfg", str(file)]
-    if command_line:
-        ended = bench.command(argv, outdir.with_name("printed.out"))
-    else:
+    if not command_line:
         logging.getLogger("fs_lowrank").setLevel(logging.ERROR)
         try:
             with _limited(READING):
                 load_config(file)
         except UserError as error:
-            one_line = all(line.startswith("  ") for line in str(error).splitlines()[1:])
-            if not one_line or not str(error).strip():
+            if not is_one_line(str(error)):
                 return Outcome("failed", what, f"refused in several lines: {error}"[:400], seen)
             return Outcome("refused", what, str(error)[:300], seen)
         except Exception as error:
             return Outcome("failed", what, f"load_config raised {type(error).__name__}: {str(error)[:200]}", seen)
-
-        def work() -> int:
-            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
-            return cli.main(argv)
-
-        ended = fork(work, outdir.with_name("printed.out"))
+    ended = _start(file, outdir, bench, command_line)
     if ended.fault:
         return Outcome("failed", what, ended.fault, seen)
-    if ended.code == 2:
-        return Outcome("refused", what, ended.err[:300], seen)
-    # A run with a valid configuration may fail, with exit code 1 and one line.
-    return Outcome("valid", what, last_line(ended.err) if ended.code else "", seen)
+    if ended.code:
+        return Outcome("refused", what, ended.err[-300:], seen)
+    left = next((path.parent for path in sorted(file.parent.rglob("rounds.jsonl"))), outdir)
+    if wrong := unsound(left):
+        return Outcome("failed", what, f"a result that cannot be used: {wrong}", seen)
+    first = file.with_name("first")
+    left.rename(first)
+    again = _start(file, outdir, bench, False)
+    if again.fault or again.code:
+        return Outcome("failed", what, f"the second time: {again.fault or again.err[-300:]}", seen)
+    if unlike := difference(left, first):
+        return Outcome("failed", what, f"another result the second time: {unlike}", seen)
+    return Outcome("valid", what, "", seen)
+
+
+def _start(file: Path, outdir: Path, bench: Bench, command_line: bool) -> Ended:
+    argv, out = ["run", "--cfg", str(file)], outdir.with_name("printed.out")
+    if command_line:
+        return bench.command(argv, out)
+
+    def work() -> int:
+        from fs_lowrank import cli
+
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+        return cli.main(argv)
+
+    return fork(work, out)

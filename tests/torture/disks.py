@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import random
+from pathlib import Path
 
-from .bench import Bench, Outcome, variants
+from .bench import Bench, Outcome, by_command_line, variants
 
 SHARD = 10
 _CLONE_NEWNS, _MS_REMOUNT, _MS_PRIVATE, _MS_REC, _MNT_DETACH = 0x00020000, 32, 1 << 18, 1 << 14, 2
@@ -34,7 +36,7 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
         outdir = disk / "run"
         with bench.place() as path:
             beside = path.parent  # the configuration and the output are not on the full disk
-            first = bench.start(run, outdir, beside=beside)
+            first = bench.start(run, outdir, beside=beside, command_line=by_command_line(seed))
             if first.fault:
                 return [Outcome("failed", what, first.fault)]
             if not first.code:
@@ -46,6 +48,12 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
                 return [Outcome("failed", what, f"refused to go on: {outcome.reason}; before: {first.err}")]
             return [outcome]
     finally:
+        tidy(disk)
+
+
+def tidy(disk: Path) -> None:
+    """Take the file system away, of a case that was ended as well."""
+    with contextlib.suppress(OSError):  # nothing is mounted there
         _call("umount2", bytes(disk), _MNT_DETACH)
 
 

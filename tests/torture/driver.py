@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import math
 import os
 import re
 import resource
@@ -40,7 +41,9 @@ KINDS = {
 }
 ENDINGS = ("refused", "same", "resumed", "valid", "failed")
 #: seconds after which a case counts as hanging; the limits of its commands are shorter
-LIMIT = 900.0
+LIMIT = 420.0
+#: kinds with more sorts of cases than these are not listed below the table
+SORTS = 12
 
 
 #: a seed, its outcomes, seconds of wall-clock time, processor seconds
@@ -60,11 +63,12 @@ def code_fingerprint(kind: str) -> str:
     return digest.hexdigest()[:12]
 
 
-def worked_off(kind: str, seeds: range, folder: Path) -> Iterator[Done]:
+def worked_off(kind: str, seeds: range, folder: Path, until: float = math.inf) -> Iterator[Done]:
     """The outcomes of every seed, with its wall-clock and processor seconds.
 
     Args:
         folder: the working folder, which all shards use.
+        until: the time (``time.monotonic``) at which the case that is running is ended, and no other begins.
     """
     left = list(seeds)
     while left:
@@ -76,9 +80,11 @@ def worked_off(kind: str, seeds: range, folder: Path) -> Iterator[Done]:
         os.close(writer)
         limit = getattr(module_of(kind), "LIMIT", LIMIT)
         with os.fdopen(reader, "rb", buffering=0) as pipe:
-            for done in _heard(pipe, left, limit, child):
+            for done in _heard(pipe, left, limit, child, until):
                 left.remove(done[0])
                 yield done
+        if time.monotonic() >= until:
+            return
 
 
 def _work(kind: str, seeds: list[int], folder: Path, writer: int) -> None:
@@ -114,12 +120,16 @@ def _processor() -> float:
     return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 
 
-def _heard(pipe: Any, seeds: list[int], limit: float, child: int) -> Iterator[Done]:
-    """The results from the child; a case in which it hung or died is a failure."""
+def _heard(pipe: Any, seeds: list[int], limit: float, child: int, until: float) -> Iterator[Done]:
+    """The results from the child; a case in which it hung or died is a failure, but not one that had no more time."""
     waiting, buffer, started = list(seeds), b"", time.monotonic()
     while waiting:
-        ready, _, _ = select.select([pipe], [], [], max(started + limit - time.monotonic(), 0))
+        ready, _, _ = select.select([pipe], [], [], max(min(started + limit, until) - time.monotonic(), 0))
         content = pipe.read(1 << 16) if ready else b""
+        if not ready and time.monotonic() >= until:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return
         if not content:
             os.killpg(child, signal.SIGKILL) if not ready else None
             status = os.waitpid(child, 0)[1]
@@ -148,7 +158,7 @@ def run_kind(
     """Run ``number`` cases from ``seed`` on, in shards; those that are done for this version of the code are left out.
 
     Args:
-        until: the time (``time.monotonic``) after which no shard begins.
+        until: the time (``time.monotonic``) at which all is ended; a shard that is not complete is continued later.
     Returns:
         Whether all are done.
     """
@@ -157,25 +167,52 @@ def run_kind(
     for first in range(seed, seed + number, size):
         seeds = range(first, min(first + size, seed + number))
         file = shard_file(results, kind, first)
-        if file.exists():
-            done = json.loads(file.read_text())
-            if done["code"] == code and done["seeds"] == len(seeds):
-                continue
-        if time.monotonic() > until:
+        begun: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+        if begun.get("code") != code:
+            begun = {}
+        left = seeds[begun.get("seeds", 0) :]
+        if not left:
+            continue
+        if time.monotonic() >= until:
             return False
-        shard = _shard(kind, seeds, folder, say)
+        shard = _shard(kind, left, folder, say, until)
+        if not shard["seeds"]:
+            return False
+        shard = together(begun, shard) if begun else shard
         file.parent.mkdir(parents=True, exist_ok=True)
         aside = file.with_suffix(f".{os.getpid()}")
         aside.write_text(json.dumps({"code": code, **shard}, indent=1) + "\n")
         aside.replace(file)
+        if shard["seeds"] < len(seeds):
+            return False
     return True
 
 
-def _shard(kind: str, seeds: range, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
+def together(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """The counts of a shard and of its continuation."""
+    names = sorted(one["seen"].keys() | other["seen"].keys())
+    return {
+        "kind": one["kind"],
+        "first": one["first"],
+        **{name: one[name] + other[name] for name in ("seeds", "cases")},
+        "endings": _sum(one["endings"], other["endings"]),
+        "seen": {name: _sum(one["seen"].get(name, {}), other["seen"].get(name, {})) for name in names},
+        **{name: round(one[name] + other[name], 1) for name in ("seconds", "processor")},
+        "longest": max(one["longest"], other["longest"]),
+        "failures": one["failures"] + other["failures"],
+    }
+
+
+def _sum(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+    return dict(sorted((Counter(one) + Counter(other)).items()))
+
+
+def _shard(kind: str, seeds: range, folder: Path, say: Callable[[str], None], until: float) -> dict[str, Any]:
     endings: Counter[str] = Counter()
     seen: dict[str, Counter[str]] = {}
-    failures, total, processor, longest = [], 0.0, 0.0, 0.0
-    for seed, outcomes, seconds, used in worked_off(kind, seeds, folder):
+    failures, total, processor, longest, number = [], 0.0, 0.0, 0.0, 0
+    for seed, outcomes, seconds, used in worked_off(kind, seeds, folder, until):
+        number += 1
         total, processor, longest = total + seconds, processor + used, max(longest, seconds)
         for outcome in outcomes:
             endings[outcome.ending] += 1
@@ -186,7 +223,7 @@ def _shard(kind: str, seeds: range, folder: Path, say: Callable[[str], None]) ->
     return {
         "kind": kind,
         "first": seeds.start,
-        "seeds": len(seeds),
+        "seeds": number,
         "cases": sum(endings.values()),
         "endings": dict(sorted(endings.items())),
         "seen": {name: dict(sorted(counts.items())) for name, counts in sorted(seen.items())},
@@ -201,8 +238,8 @@ def _shard(kind: str, seeds: range, folder: Path, say: Callable[[str], None]) ->
 
 
 def table(results: Path) -> str:
-    """The table in Markdown: a row for every kind, and the failures with their seeds."""
-    rows, notes = [], []
+    """The table in Markdown: a row for every kind, the sorts of cases, and the failures with their seeds."""
+    rows, notes, sorts = [], [], []
     for kind, words in KINDS.items():
         shards = [json.loads(p.read_text()) for p in sorted((results / kind).glob("*.json"))]
         if not shards:
@@ -216,6 +253,12 @@ def table(results: Path) -> str:
         cells += [f"{each / max(cases, 1):.2f}" for each in (seconds, processor)]
         cells += [f"{max(s['longest'] for s in shards):.0f}", ", ".join(sorted(codes))]
         rows.append(cells)
+        seen: Counter[str] = Counter()
+        for shard in shards:
+            seen.update({name: sum(counts.values()) for name, counts in shard["seen"].items() if name})
+        if 0 < len(seen) <= SORTS:
+            listed = "; ".join(f"{name} {count}" for name, count in sorted(seen.items(), key=lambda item: -item[1]))
+            sorts.append(f"- {words}: {listed}")
         by_reason: dict[str, list[int]] = {}
         for failure in (f for s in shards for f in s["failures"]):
             by_reason.setdefault(alike(failure["reason"]), []).append(failure["seed"])
@@ -225,6 +268,7 @@ def table(results: Path) -> str:
     head = ["what", "cases", *ENDINGS, "seconds a case", "of the processor", "longest", "code"]
     lines = [head, ["---", *["---:"] * (len(head) - 2), "---"], *rows]
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    text += "\n\nAmong them:\n" + "\n".join(sorts) if sorts else ""
     return text + ("\n\nFailed:\n" + "\n".join(notes) if notes else "\n\nNothing failed.") + "\n"
 
 
@@ -237,7 +281,7 @@ def alike(reason: str) -> str:
 def bench_folder(given: str | None) -> Path:
     """The default folder to work in: in memory if the machine has such a file system."""
     if given:
-        return Path(given)
+        return Path(given).resolve()
     memory = Path("/dev/shm")
     base = memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
     return base / f"fs-lowrank-torture-{os.getpid()}"

@@ -6,8 +6,6 @@ of a case of ``updates``, whose last example gives the method that is imitated a
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import yaml
 
 from .bench import Bench, Outcome
+from .child import unsound
 from .poisons import Answer, Poison, poison
 from .tiny import settings
 
@@ -64,27 +63,8 @@ def run(number: int, example: tuple[tuple[str, str], int, list[Poison]], keys: d
             return Outcome("failed", what, ended.fault, "command line")
         if ended.code:
             return Outcome("refused", what, ended.err[:300], "command line")
-        reason = _wrong(outdir)
+        reason = unsound(outdir)
         if reason:
             return Outcome("failed", what, reason, "command line")
         refused = '"refused"' in (outdir / "rounds.jsonl").read_text()
         return Outcome("refused" if refused else "valid", what, "", "command line")
-
-
-def _wrong(outdir: Path) -> str:
-    """Whether a run left a record that is not JSON, or a model that is not finite; empty: neither."""
-    from safetensors.torch import load_file
-
-    def constant(name: str) -> float:
-        raise ValueError(f"{name} is no JSON")
-
-    try:
-        for line in (outdir / "rounds.jsonl").read_text().splitlines():
-            json.loads(line, parse_constant=constant)
-    except ValueError as error:
-        return f"rounds.jsonl: {error}"
-    for path in [*outdir.glob("adapter/*.safetensors"), *outdir.glob("model/*.safetensors")]:
-        for name, tensor in load_file(path).items():
-            if not math.isfinite(float(tensor.double().abs().max()) if tensor.numel() else 0.0):
-                return f"{name} in {path.parent.name} is not finite"
-    return ""

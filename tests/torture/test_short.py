@@ -1,31 +1,110 @@
-"""A short torture: a few cases of every kind that needs neither network nor root, by ``python -m tests.torture``."""
+"""A short torture: a few cases of every kind that can run here, by ``python -m tests.torture``."""
 
 import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from tests.torture import bench, child, driver
+
 ROOT = Path(__file__).parents[2]
-KINDS = ("kills", "writes", "damage", "updates", "configs")
+#: kinds of which one seed takes seconds; the others are in the test that takes minutes
+QUICK = ("kills", "writes", "commands", "disks", "damage", "inputs", "updates", "configs")
 
 
-@pytest.mark.slow  # kills come at random times, so a run may find a new failure
-def test_a_short_torture(tmp_path):
-    command = [sys.executable, "-m", "tests.torture", "--kinds", ",".join(KINDS), "--number", "2", "--seed", "3"]
+def torture(tmp_path, kinds, number):
+    """Run so many seeds of each kind; gives the shards, and what was printed."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.torture",
+        "--kinds",
+        ",".join(kinds),
+        "--number",
+        str(number),
+        "--seed",
+        "3",
+    ]
     ended = subprocess.run(
         [*command, "--results", str(tmp_path / "results")],
         capture_output=True,
         text=True,
         timeout=600,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])},
     )
     shards = [json.loads(path.read_text()) for path in (tmp_path / "results").glob("*/*.json")]
-    assert {shard["kind"] for shard in shards} >= set(KINDS) - {"writes"}, ended.stderr  # the shim needs a compiler
-    assert all(shard["cases"] >= 2 for shard in shards)
+    left_out = [line.partition(":")[0] for line in ended.stdout.splitlines() if ": left out, " in line]
+    assert {shard["kind"] for shard in shards} == set(kinds) - set(left_out), ended.stderr
+    assert all(shard["cases"] >= number for shard in shards)
     assert not [failure for shard in shards for failure in shard["failures"]], ended.stdout
     assert ended.returncode == 0
-    assert "| damaged files | 2 |" in (tmp_path / "results" / "README.md").read_text()
+    return shards
+
+
+@pytest.mark.more
+def test_a_case_of_every_quick_kind(tmp_path):
+    torture(tmp_path, QUICK, 1)
+    assert "| damaged files | 1 |" in (tmp_path / "results" / "README.md").read_text()
+
+
+@pytest.mark.slow  # kills come at random times, so a run may find a new failure
+def test_cases_of_every_kind(tmp_path):
+    torture(tmp_path, [*driver.KINDS], 2)
+
+
+def test_one_of_25_seeds_runs_from_the_command_line_whatever_else_depends_on_the_seed():
+    chosen = [seed for seed in range(5000) if bench.by_command_line(seed)]
+    assert len(chosen) == 5000 // bench.COMMAND_LINE
+    assert set(Counter(seed % 5 for seed in chosen)) == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(
+    "code, err, fault",
+    [
+        (0, "a warning", ""),
+        (2, "error: lowrank.r = -1: expected a whole number", ""),
+        (2, "error: fedavg does not honour; remove:\n  a: because\n  b: because", ""),
+        (2, "error: this\nand that", "several lines"),
+        (2, "error: this; remove:\nand that", "several lines"),
+        (2, "error: ", "or none"),
+        (1, "", "0 lines of errors"),
+        (1, "error: one\nerror: two", "2 lines of errors"),
+        (
+            1,
+            "error: KeyError: 'a' (an error in fs-lowrank; please report it, with the traceback in x)",
+            "of the package",
+        ),
+        (0, "failed: KeyError (an error in fs-lowrank; please report it)", "of the package"),
+        (3, "error: x", "exit code 3"),
+        (-9, "", "SIGKILL"),
+        (None, "", "did not end"),
+    ],
+)
+def test_what_counts_as_a_fault(code, err, fault):
+    found = child.Ended(code, "", err, 1.0).fault
+    assert fault in found and bool(found) == bool(fault)
+
+
+def test_a_shard_that_was_cut_short_is_continued(tmp_path, monkeypatch):
+    """The second call begins after the seeds that the first has done, and the counts are those of both."""
+    asked = []
+
+    def worked_off(kind, seeds, folder, until):
+        asked.append(seeds)
+        for seed in list(seeds)[:3]:
+            yield seed, [bench.Outcome("same", "x", "", "forked")], 1.0, 0.5
+
+    monkeypatch.setattr(driver, "worked_off", worked_off)
+    late = float("inf")
+    assert not driver.run_kind("disks", 5, 0, tmp_path, tmp_path, late, print)
+    assert driver.run_kind("disks", 5, 0, tmp_path, tmp_path, late, print)
+    assert driver.run_kind("disks", 5, 0, tmp_path, tmp_path, late, print) and asked == [range(5), range(3, 5)]
+    shard = json.loads(driver.shard_file(tmp_path, "disks", 0).read_text())
+    assert (shard["seeds"], shard["cases"], shard["endings"]) == (5, 5, {"same": 5})
+    assert shard["seen"] == {"forked": {"same": 5}} and shard["seconds"] == 5.0
+    assert "- full disks: forked 5" in driver.table(tmp_path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import signal
 
-from .bench import COMMAND_LINE, Bench, Outcome, variants
+from .bench import Bench, Outcome, by_command_line, variants
 from .shim import Mode
 
 SHARD = 25
@@ -30,7 +30,7 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
     run, n, mode = where(seed, bench)
     what, seen = f"{run}: {mode.name} at call {n}", mode.name
     with bench.place() as outdir:
-        first = bench.start(run, outdir, fault=(n, mode), command_line=seed % COMMAND_LINE == 0)
+        first = bench.start(run, outdir, fault=(n, mode), command_line=by_command_line(seed))
         if mode in (Mode.KILL_BEFORE, Mode.KILL_AFTER):
             if first.code != -signal.SIGKILL:
                 return [Outcome("failed", what, f"the call was never reached: {first.err or first.code}", seen)]
