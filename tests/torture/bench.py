@@ -30,8 +30,8 @@ Ending = Literal["refused", "same", "resumed", "valid", "failed"]
 
 
 def by_command_line(seed: int) -> bool:
-    """Whether a seed runs from the command line: one of each ``COMMAND_LINE``, at a place that is drawn, so that nothing
-    else that depends on the seed goes with it.
+    """Whether a seed runs from the command line: one of each ``COMMAND_LINE``, at a place that is drawn, because other
+    things depend on the seed, too.
     """
     block, place = divmod(seed, COMMAND_LINE)
     return place == random.Random(f"command line {block}").randrange(COMMAND_LINE)

@@ -34,6 +34,7 @@ KINDS = {
     "commands": "faults inside the writing of comparisons, searches and suites",
     "disks": "full disks",
     "damage": "damaged files",
+    "inputs": "damaged inputs and records",
     "updates": "poisoned updates",
     "configs": "broken configurations",
     "hub": "slow hubs",

@@ -45,11 +45,14 @@ SILENCE = 3.0
 #: seconds in which a run must have ended
 LONGEST = 180.0
 _METHOD, _TOKEN = "/gRPCComServeFunc/sendMessage", "fs-lowrank-token"
+#: a run without any attack, which ``inputs`` uses
+QUIET = "no attack"
 #: keys of the runs, and whether one client is hostile; with secret sharing all would fail with it
 VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
     "the server evaluates": ({}, True),
     "the clients evaluate": ({"federate.make_global_eval": False}, True),
     "secret sharing": ({"federate.use_ss": True}, False),
+    QUIET: ({"lowrank.timeout": 20.0}, False),
 }
 
 
@@ -284,12 +287,16 @@ class Beside:
         finally:
             self.process.join()
 
+    def has_ended(self) -> bool:
+        """Whether ``result`` is there at once."""
+        return self._reader.poll()
+
     def kill(self) -> None:
         self.process.kill()
         self.process.join()
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [s.getsockname()[1] for s in sockets]
     for each in sockets:
@@ -297,7 +304,9 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _worker(bench: Bench, outdir: Path, variant: str, worker: int, ports: dict[int, int], forks: bool) -> Ended:
+def worker(
+    bench: Bench, outdir: Path, variant: str, number: int, ports: dict[int, int], forks: bool, resume: bool = False
+) -> Ended:
     """Run the server, or the client of this number, to its end."""
     keys, has_member = VARIANTS[variant]
     common = {
@@ -313,13 +322,14 @@ def _worker(bench: Bench, outdir: Path, variant: str, worker: int, ports: dict[i
         "train.local_update_steps": 5,
         **keys,
     }
-    own: dict[str, Any] = {"distribute.role": "client", "distribute.data_idx": worker}
-    own |= {"distribute.client_port": ports.get(worker, 0)}
-    own = own if worker else {"distribute.role": "server"}
-    file = outdir.with_name(f"worker{worker}.yaml")
-    place = outdir if worker == 0 else outdir.with_name(f"client{worker}")
+    own: dict[str, Any] = {"distribute.role": "client", "distribute.data_idx": number}
+    own |= {"distribute.client_port": ports.get(number, 0)}
+    own = own if number else {"distribute.role": "server"}
+    file = outdir.with_name(f"worker{number}.yaml")
+    place = outdir if number == 0 else outdir.with_name(f"client{number}")
     file.write_text(yaml.safe_dump(settings(bench.inputs, place, **common, **own)))
-    argv, out = ["run", "--engine", "federatedscope", "--cfg", str(file)], outdir.with_name(f"worker{worker}.out")
+    argv, out = ["run", "--engine", "federatedscope", "--cfg", str(file)], outdir.with_name(f"worker{number}.out")
+    argv += ["--resume"] if resume else []
     if not forks:
         return bench.command(argv, out, limit=LONGEST)
 
@@ -333,9 +343,9 @@ def _worker(bench: Bench, outdir: Path, variant: str, worker: int, ports: dict[i
 
 def _request(bench: Bench, outdir: Path, variant: str) -> dict[str, Any]:
     """What a client joins with, the third if there is one: a real one asks a process that listens, and is killed."""
-    server, client = _free_ports(2)
+    server, client = free_ports(2)
     number = HOSTILE if VARIANTS[variant][1] else HEALTHY[0]
-    joining = Beside(partial(_worker, bench, outdir, variant, number, {0: server, number: client}, True))
+    joining = Beside(partial(worker, bench, outdir, variant, number, {0: server, number: client}, True))
 
     def listen() -> str:
         listener = Listener(server)
@@ -354,10 +364,10 @@ def _distributed(
 ) -> tuple[dict[str, Ended], list[tuple[str, str]], str]:
     """A run, attacked if there is a seed: how the processes ended, what was sent, and what was wrong."""
     names = {0: "server", 1: "client 1", 2: "client 2"}
-    *own, last = _free_ports(len(names) + 1)
+    *own, last = free_ports(len(names) + 1)
     ports = dict(zip(names, own))
     request = {**request, "address": {"host": "127.0.0.1", "port": last}, "token": f"{last:032x}"}
-    workers = {n: Beside(partial(_worker, bench, outdir, variant, n, ports, forks)) for n in names}
+    workers = {n: Beside(partial(worker, bench, outdir, variant, n, ports, forks)) for n in names}
     over = multiprocessing.get_context("fork").Event()
 
     def attack() -> tuple[list[tuple[str, str]], str]:
@@ -384,7 +394,7 @@ def figures(outdir: Path) -> list[list[Any]]:
     ]
 
 
-def _reference(bench: Bench, variant: str) -> tuple[Path, dict[str, Any]]:
+def reference(bench: Bench, variant: str) -> tuple[Path, dict[str, Any]]:
     """The folder of a run without an attack, and what its third client joins with."""
     import fs_lowrank.engines.federatedscope.run  # noqa: F401, warm, before anything is forked
 
@@ -403,8 +413,9 @@ def _reference(bench: Bench, variant: str) -> tuple[Path, dict[str, Any]]:
 
 def case(seed: int, bench: Bench) -> list[Outcome]:
     forged.check_types()
-    variant = [*VARIANTS][seed % len(VARIANTS)]
-    reference, request = _reference(bench, variant)
+    variants = [name for name in VARIANTS if name != QUIET]
+    variant = variants[seed % len(variants)]
+    wanted, request = reference(bench, variant)
     with bench.place() as outdir:
         ended, sent, wrong = _distributed(bench, outdir, variant, request, seed, not by_command_line(seed))
         what = f"{len(sent)} messages; {variant}"
@@ -413,8 +424,8 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
                 wrong = wrong or f"{name}: {each.fault or each.err}"
         if not wrong:
             try:
-                unlike = unsound(outdir) or difference(outdir / "adapter", reference / "adapter")
-                pairs = zip(figures(outdir), figures(reference), strict=True)
+                unlike = unsound(outdir) or difference(outdir / "adapter", wanted / "adapter")
+                pairs = zip(figures(outdir), figures(wanted), strict=True)
                 unlike = unlike or next((f"{mine}, expected {theirs}" for mine, theirs in pairs if mine != theirs), "")
             except (OSError, ValueError) as error:
                 unlike = f"{type(error).__name__}: {error}"

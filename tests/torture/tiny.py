@@ -40,6 +40,44 @@ RUNS: dict[str, dict[str, Any]] = {
     "fedloru from scratch": {"federate.method": "fedloru", "lowrank.tau": 2, "kind": "vision"},
 }
 
+#: further runs, on data in other formats, which ``make_formats`` writes
+FORMATS: dict[str, dict[str, Any]] = {
+    "fedavg on parquet": {"federate.method": "fedavg", "data.type": "{inputs}/formats/reviews.parquet"},
+    "fedavg on arrow": {"federate.method": "fedavg", "data.type": "{inputs}/formats/reviews.arrow"},
+    "fedavg on a saved folder": {"federate.method": "fedavg", "data.type": "{inputs}/formats/saved"},
+    "fedavg on idx images": {
+        "federate.method": "fedavg",
+        "kind": "vision",
+        "data.type": "mnist",
+        "data.root": "{inputs}/formats/idx",
+    },
+}
+
+
+def make_formats(folder: Path) -> None:
+    """Write the folder ``formats`` beside what ``make_inputs`` wrote: the reviews as parquet, as a stream of arrow and as
+    a folder of ``save_to_disk``, and images as IDX files.
+    """
+    import datasets
+    import pandas as pd
+    import pyarrow as pa
+
+    target = folder / "formats"
+    (target / "idx").mkdir(parents=True)
+    rows = pd.read_csv(folder / "reviews.csv")
+    rows.to_parquet(target / "reviews.parquet")
+    table = pa.Table.from_pandas(rows, preserve_index=False)
+    with pa.OSFile(str(target / "reviews.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    datasets.Dataset.from_pandas(rows).save_to_disk(str(target / "saved"))
+    draw = np.random.default_rng(0)
+    for split, count in (("train", 60), ("t10k", 20)):
+        labels = np.arange(count) % 10
+        images = (draw.integers(0, 50, (count, 28, 28)) + 20 * labels[:, None, None]).astype(np.uint8)
+        for what, values in (("images", images), ("labels", labels.astype(np.uint8))):
+            head = bytes([0, 0, 8, values.ndim]) + b"".join(n.to_bytes(4, "big") for n in values.shape)
+            (target / "idx" / f"{split}-{what}-idx{values.ndim}-ubyte").write_bytes(head + values.tobytes())
+
 
 def make_inputs(folder: Path) -> None:
     """Write ``encoder``, ``causal``, ``reviews.csv``, ``answers.jsonl`` and ``images`` to ``folder``."""
@@ -83,10 +121,10 @@ def settings(inputs: Path, outdir: Path, run: str = "", **changes: Any) -> dict[
 
     Args:
         inputs: a folder that ``make_inputs`` wrote.
-        run: a name in ``RUNS``.
+        run: a name in ``RUNS`` or ``FORMATS``.
         changes: further keys that replace those of the run, by dotted name.
     """
-    keys = {**RUNS.get(run, {}), **changes}
+    keys = {**RUNS, **FORMATS}.get(run, {}) | changes
     kind = keys.pop("kind", "encoder")
     of_kind: dict[str, dict[str, Any]] = {
         "encoder": {
@@ -123,5 +161,5 @@ def settings(inputs: Path, outdir: Path, run: str = "", **changes: Any) -> dict[
         node = tree
         for section in sections:
             node = node.setdefault(section, {})
-        node[last] = value.format(outdir=outdir) if isinstance(value, str) else value
+        node[last] = value.format(outdir=outdir, inputs=inputs) if isinstance(value, str) else value
     return tree
