@@ -55,8 +55,8 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 def make_formats(folder: Path) -> None:
-    """Write the folder ``formats`` beside what ``make_inputs`` wrote: the reviews as parquet, as a stream of arrow and as
-    a folder of ``save_to_disk``, and images as IDX files.
+    """Write the folder ``formats`` beside what ``make_inputs`` wrote: the reviews as parquet, as a stream of arrow and
+    as a folder of ``save_to_disk``, and images as IDX files.
     """
     import datasets
     import pandas as pd
