@@ -35,7 +35,7 @@ from .rounds.record import Failure
 from .rounds.site import Site
 from .runs.environment import write_environment
 from .runs.folder import check_outdir
-from .runs.records import Records, read_records
+from .runs.records import SHOWN, Records, read_records
 from .runs.result import RunResult
 from .runs.split import write_split
 from .seeds import derive
@@ -128,7 +128,8 @@ def run_row(
         "own_models": True,
     }
     ended = resume and _has_ended(outdir, facts)
-    history = read_records(outdir / "rounds.jsonl", up_to=config.federate.total_round_num) if ended else []
+    rounds = config.federate.total_round_num
+    history = read_records(outdir / "rounds.jsonl", up_to=rounds, fields=SHOWN) if ended else []
     history = history or _written(site, _alone(site, on_client), facts)
     record = history[-1]
     if on_round:

@@ -25,7 +25,7 @@ from ..runs.environment import changed_since
 from ..runs.records import read_records
 
 #: what is used of a summary
-_USED = {"labels": list | None, "best": dict | None, "rows": dict | None, "rows.tok_len": int | None}
+_USED = {"final": dict, "labels": list | None, "best": dict | None, "rows": dict | None, "rows.tok_len": int | None}
 
 
 @dataclass

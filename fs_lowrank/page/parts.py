@@ -259,7 +259,7 @@ def _scores(runs: Sequence[Shown]) -> list[str]:
     for i, run in enumerate(runs):
         if "on_test" not in run.summary:
             continue
-        counts, names = run.summary["on_test"]["confusion"], [str(name) for name in run.summary["labels"]]
+        counts, names = run.summary["on_test"]["confusion"], [str(name) for name in run.summary.get("labels") or ()]
         shares = [[count / max(sum(row), 1) for count in row] for row in counts]
         heat: Trace = {"type": "heatmap", "x": names, "y": names, "z": shares, "zmin": 0, "zmax": 1, "showscale": False}
         heat |= {"colorscale": [[0, "rgba(37,99,235,0.06)"], [1, "rgba(37,99,235,0.6)"]], "text": counts}

@@ -10,9 +10,9 @@ from typing import Any
 
 from ..config import Config, load_config
 from ..errors import UserError
-from ..jobs.files import read_json
+from ..jobs.files import cannot_read, read_json
 from ..runs.chance import Chance, run_verdict
-from ..runs.records import read_records
+from ..runs.records import SHOWN, read_records
 from ..runs.split import read_split
 from ..runs.summary import for_people
 
@@ -89,6 +89,7 @@ def read_runs(folders: Iterable[str | Path]) -> list[Shown]:
 
 #: what the page uses of a summary
 _USED = {
+    "final": dict,
     "best": dict | None,
     "labels": list | None,
     "on_test": dict | None,
@@ -101,7 +102,9 @@ def _read(name: str, folder: Path, config: Config) -> Shown:
     path = folder / "summary.json"
     summary = read_json(path, fields=_USED, missing={})
     shown = Shown(name, folder, config, [], read_split(folder), summary)
-    for record in read_records(folder / "rounds.jsonl", up_to=10**9):
+    for record in read_records(folder / "rounds.jsonl", up_to=10**9, fields=SHOWN):
         metrics = {split: for_people(of, shown.language) for split, of in record["metrics"].items()}
         shown.history.append({**record, "metrics": metrics})
+    if summary and not shown.history:
+        raise cannot_read(folder / "rounds.jsonl", ValueError("it has no round, and the run has ended"))
     return shown

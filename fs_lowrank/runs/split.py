@@ -27,15 +27,14 @@ from ..versions import SCHEMA
 
 ABOUT, ROWS = "data.json", "rows.npz"
 _REMEDY = "restore the file, or resume the run, which writes it again"
-#: what is used of ``data.json``
-_FIELDS: Fields = {
+#: what is used of ``data.json`` for what chance reaches, and for the split
+_HELD_OUT: Fields = {f"{name}{entry}": dict | None for name in ("validation", "test") for entry in ("", ".labels")}
+_SPLIT: Fields = {
     "source": str,
     "clients": int | list,
     "classes": list | None,
     "skipped": dict | None,
     "truncated": dict | None,
-    **{name: dict | None for name in ("validation", "test")},
-    **{f"{name}.labels": dict | None for name in ("validation", "test")},
 }
 
 
@@ -60,13 +59,17 @@ def _compact(numbers: np.ndarray) -> np.ndarray:
     return numbers.astype(np.min_scalar_type(int(numbers.max(initial=0))))
 
 
-def read_about(folder: Path) -> dict[str, Any]:
+def read_about(folder: Path, fields: Fields | None = None) -> dict[str, Any]:
     """The content of ``data.json`` of the run in ``folder``, of any schema; empty if the run has not written it.
 
+    Args:
+        fields: the types of entries that the reader uses, beside the classes of what is held out.
     Raises:
         DamagedFile: it cannot be read. NewerSchema: a newer version wrote it.
     """
-    about: dict[str, Any] = read_json(folder / ABOUT, fields=_FIELDS, missing={}, remedy=_REMEDY)
+    about: dict[str, Any] = read_json(
+        folder / ABOUT, fields={**_HELD_OUT, **(fields or {})}, missing={}, remedy=_REMEDY
+    )
     return about
 
 
@@ -81,7 +84,7 @@ def read_split(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: a file is missing or damaged, or of a newer version.
     """
-    about = read_about(folder)
+    about = read_about(folder, _SPLIT)
     if not about:
         return {}
     if isinstance(about["clients"], list):  # schema 1
@@ -98,6 +101,9 @@ def _whole(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[s
     rows, labels = (Ragged(arrays[name], arrays["sizes"]) if name in arrays else None for name in ("clients", "labels"))
     if rows is None or len(rows) != about["clients"] or rows.lengths.sum() != len(rows.values):
         raise ValueError(f"it does not have the rows of {about['clients']} clients")
+
+    if labels is not None and labels.values.max(initial=-1) >= len(about["classes"] or ()):
+        raise ValueError("it has classes without a name")
 
     def client(i: int) -> dict[str, Any]:
         record = client_record(i, len(rows[i]), None if labels is None else labels[i], about["classes"])

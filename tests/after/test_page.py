@@ -119,6 +119,16 @@ def test_damaged_files_are_named(runs, tmp_path):
         with pytest.raises(UserError, match="summary.json cannot be read"):
             read_runs([tmp_path])
     (tmp_path / "summary.json").write_text(json.dumps(whole))
+    first, *_ = (runs["classes"].outdir / "rounds.jsonl").read_text().splitlines()
+    lacking = json.dumps({key: value for key, value in json.loads(first).items() if key != "client_uplink_bytes"})
+    for content, said in (
+        (f"{lacking}\n", "line 1: expected the record of a round"),
+        ("", "cannot be read: it has no round"),
+    ):
+        (tmp_path / "rounds.jsonl").write_text(content)
+        with pytest.raises(UserError, match=f"rounds.jsonl.*{said}"):
+            read_runs([tmp_path])
+    (tmp_path / "rounds.jsonl").write_bytes((runs["classes"].outdir / "rounds.jsonl").read_bytes())
     for content in ("null", "[" * 100_000, json.dumps(whole)):  # a summary has the sizes of clients, and no split
         (tmp_path / "data.json").write_text(content)
         with pytest.raises(UserError, match="data.json cannot be read: .*; restore the file, or resume the run"):
