@@ -4,6 +4,7 @@
 
 - ``dies_in``, ``silent_in``: the round in whose training the process exits, or sleeps for ever
 - ``dies_after``: the round after which the server exits; ``sleeps``: seconds that the server sleeps after each round
+- ``until``: (a round, a client): the server ends the run after the first round from that one on with that client
 - ``waits_for``: after round 1 the server creates the file ``here`` in this folder, and waits for one called ``go``
 - ``late``: seconds before the process starts to run
 - ``other_start``: the adapter is drawn from another seed; ``revision``: of every method in this process
@@ -99,6 +100,8 @@ try:
             (folder / "here").touch()
             while not (folder / "go").exists():
                 time.sleep(0.05)
+        first, client = sabotage.get("until", (0, 0))
+        return first and record["round"] >= first and client in record["clients"]
 
     if sabotage.get("other_start"):
         import fs_lowrank.models.adapters as adapters

@@ -190,9 +190,9 @@ SERVER_PHASES = {
 @pytest.mark.parametrize("phase", CLIENT_PHASES)
 def test_a_client_killed_in_each_phase_returns(quick, settings, assert_same, cluster, waits, tmp_path, phase):
     """What it did not deliver is in the records; if that is nothing, the result is that of a run without the kill."""
-    more = {"federate.make_global_eval": False, "federate.total_round_num": 8}
+    more = {"federate.make_global_eval": False, "federate.total_round_num": 200}
     sabotage = {**waits.measured(1), 2: {"dies_at": CLIENT_PHASES[phase]}}
-    sabotage[0]["sleeps"] = 0.5
+    sabotage[0] |= {"sleeps": 0.5, "until": (8, 2)}
     started = cluster.launch(settings, 2, keys(tmp_path, **more), sabotage)
     assert cluster.wait(*started[2]).code == 9
     if phase != "ends":
@@ -200,7 +200,7 @@ def test_a_client_killed_in_each_phase_returns(quick, settings, assert_same, clu
         assert cluster.wait(*started[2]).code == 0
     server = cluster.wait(*started[0])
     assert server.code == 0, server.said
-    assert len(server.history) == 8 and (phase == "ends" or 2 in server.history[-1]["clients"])
+    assert 2 in server.history[-1]["clients"]
     for record in server.history:
         lost = {failure["client"] for failure in record["failed"]}
         assert {1, 2} - {*record["clients"]} == lost <= {2}
@@ -211,6 +211,7 @@ def test_a_client_killed_in_each_phase_returns(quick, settings, assert_same, clu
     if phase == "evaluates":
         assert not_evaluated[0] == 2
     if not without:
+        more["federate.total_round_num"] = len(server.history)
         whole = fs_lowrank.run(quick("whole", {**keys(tmp_path), **more, "outdir": str(tmp_path / "whole")}))
         assert_same(dict(whole.model.named_parameters()), server.tensors, atol=0)
     waits.compare(f"a client is killed when it {phase}", 30.0)
