@@ -46,7 +46,7 @@ class Chance:
     @classmethod
     def of_data(cls, data: Mapping[str, Any], split: str = "validation") -> Chance | None:
         """From the content of a run's ``data.json``, as ``of_run``."""
-        counts = data.get(split, {}).get("labels", {})
+        counts = (data.get(split) or {}).get("labels") or {}
         return cls.of_counts(list(counts.values())) if any(counts.values()) else None
 
     def to_dict(self) -> dict[str, float]:
