@@ -317,16 +317,17 @@ def how_encoded(kind: str) -> Callable[[Any], Any]:
 # -- a message ---------------------------------------------------------------------------------------------
 
 
-def depth(content: bytes, serves: bool) -> str:
+def depth(forged: Forged, scene: Scene) -> str:
     """How far a message gets whose token is known, by the engine's own reader."""
     from federatedscope.core.message import Message
     from federatedscope.core.proto import gRPC_comm_manager_pb2 as protocol
 
     from fs_lowrank.engines.federatedscope import messages
 
-    request = protocol.MessageRequest.FromString(content)
+    request = protocol.MessageRequest.FromString(forged.content)
+    owner = next((n for n, token in scene.tokens.items() if token == forged.token), -1) if forged.to == 0 else 0
     try:
-        messages.read(request, serves)
+        messages.read(request, forged.to == 0, owner)
     except ValueError:
         pass
     else:
@@ -399,7 +400,7 @@ def _is_harmless(forged: Forged, kind: str, tree: dict[str, Any], scene: Scene) 
     except DecodeError:
         return True
     said = request.msg["msg_type"].single_msg.str_value if "msg_type" in request.msg else ""
-    far = depth(forged.content, forged.to == 0)
+    far = depth(forged, scene)
     if forged.to == 0 and said == "join_in":
         claimed = request.msg["sender"].single_msg.int_value if "sender" in request.msg else 0
         return scene.joined or far != "passed the schema" or claimed not in (*HEALTHY, -1)

@@ -217,7 +217,7 @@ class Attack:
             if answer is None:
                 return None
             answers = {"INVALID_ARGUMENT": "no message", "UNAUTHENTICATED": "without a known token"}
-            far = forged.depth(each.content, each.to == 0) if answer == "OK" else answers.get(answer, "turned away")
+            far = forged.depth(each, self.scene) if answer == "OK" else answers.get(answer, "turned away")
             return f"to {each.to}: {each.what}", far
         with contextlib.suppress(OSError):
             peer = socket.create_connection(("127.0.0.1", each[0]), timeout=2.0)
