@@ -117,7 +117,10 @@ def _of_ended(draw: random.Random, bench: Bench) -> Outcome:
         if ended.fault:
             return Outcome("failed", what, ended.fault, command)
         if ended.code:
-            if str(target.name) not in ended.err and str(target.parent.name) not in ended.err:
+            named = [part for part in (*place.parts, target.parent.name) if len(part) > 2]
+            # Of data, a base or a tokenizer that has changed it says which of them, and of which run.
+            named += [f"the {what} is not what the run in" for what in ("data", "model", "tokenizer")]
+            if not any(part in ended.err for part in named):
                 return Outcome("failed", what, f"names no file: {ended.err}", command)
             return Outcome("refused", what, ended.err, command)
         if found == wanted.read_text(encoding="utf-8"):
