@@ -199,9 +199,10 @@ class Attack:
         with contextlib.suppress(OSError, ValueError):
             members = json.loads((self.outdir / "clients.json").read_text())
             self.scene.joined = {m["number"] for m in members} >= set(HEALTHY)
-        for number_of in HEALTHY:
-            for path in self.outdir.parent.rglob(f"token_{self.ports[number_of]}"):
-                self.scene.tokens[number_of] = path.read_text()
+        of_port = {f"token_{self.ports[number_of]}": number_of for number_of in HEALTHY}
+        for folder, _, files in os.walk(self.outdir.parent):  # checkpoints disappear meanwhile, which rglob reports
+            for name in of_port.keys() & set(files):
+                self.scene.tokens[of_port[name]] = (Path(folder) / name).read_text()
         drawn: list[forged.Forged | tuple[int, bytes]] = [
             (self.draw.choice([*self.ports.values()]), _raw(self.draw))
             if self.draw.random() < 0.1
