@@ -80,9 +80,11 @@ def save(figure: Figure, path: Path) -> Path:
     """
     # The PNG last, so that where it is, the PDF is, too. Without the date, the same figure is the same file.
     for target, options in ((path.with_suffix(".pdf"), {"metadata": {"CreationDate": None}}), (path, {"dpi": 120})):
+        drawn = io.BytesIO()  # on a full disk matplotlib would raise other errors than those of the disk
+        figure.savefig(drawn, format=target.suffix[1:], **options)
         try:
             with replacing(target, durable=False) as aside:
-                figure.savefig(aside, format=target.suffix[1:], **options)
+                aside.write_bytes(drawn.getvalue())
         except OSError as error:
             raise cannot_write(target, error) from error
     return path

@@ -312,3 +312,9 @@ def test_only_what_peft_says_is_called_peft_s():
         raise UserError("a sentence of ours")
     with pytest.raises(UserError, match="PEFT refuses this adapter: odd"), _complaints():
         raise ValueError("odd")
+
+
+def test_a_rank_that_no_memory_could_hold_is_refused_before_any_is_taken(tiny_encoder):
+    model = AutoModelForSequenceClassification.from_pretrained(str(tiny_encoder))
+    with pytest.raises(UserError, match="rank 1000000000000000000 is above the width of every layer; the longest has"):
+        add_adapter(model, AdapterSpec(r=10**18, target_modules=("query",)), seed=0)
