@@ -13,7 +13,7 @@ import pandas as pd
 
 from fs_lowrank.data.files import read_table
 from fs_lowrank.data.tables import require_columns
-from fs_lowrank.errors import UserError
+from fs_lowrank.errors import UserError, say_once
 
 #: name -> its file
 FILES = {
@@ -32,6 +32,9 @@ COLUMNS = {
 #: CodeSearchNet's languages, in the order in which FederatedScope reads them
 _LANGUAGES = ("python", "javascript", "java", "ruby", "php", "go")
 
+#: RosettaAlpaca's smallest language
+_LEFT_OUT = "X86-64 Assembly"
+
 
 def read_set(name: str, splitter: str, path: Path, quoting: bool | None = None, *named_by: str) -> pd.DataFrame:
     """The table of the set called ``name``, changed as FederatedScope changes it.
@@ -47,7 +50,12 @@ def read_set(name: str, splitter: str, path: Path, quoting: bool | None = None, 
         require_columns(path, table, ["answer"])
         table["answer"] = [str(answer).replace("####", "The answer is") for answer in table["answer"]]
     if name == "rosetta_alpaca" and splitter == "meta" and "input" in table:
-        table = table[table["input"] != "X86-64 Assembly"].reset_index(drop=True)
+        kept = table["input"] != _LEFT_OUT
+        say_once(
+            f"data.splitter = meta: {int((~kept).sum())} rows of {_LEFT_OUT} in {path.name} are left out, as in "
+            "FederatedScope"
+        )
+        table = table[kept].reset_index(drop=True)
     return table
 
 

@@ -56,16 +56,20 @@ class _Own:
 
     def __init__(self, name: str):
         self.name = name
-        self._asked: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name=f"tracker {name}", daemon=True).start()
 
     def _serve(self) -> None:
-        while True:
-            future, work = self._asked.get()
+        while (asked := self._asked.get()) is not None:
+            future, work = asked
             try:
                 future.set_result(work())
             except (Exception, SystemExit) as error:
                 future.set_exception(error)
+
+    def end(self) -> None:
+        """Nothing more will be asked; what hangs is not waited for."""
+        self._asked.put(None)
 
     def do(self, work: Callable[[], Any]) -> Any:
         """The result of ``work``; TimeoutError if it takes longer than ``LIMIT`` seconds."""
@@ -153,6 +157,8 @@ class Trackers:
         for name in list(self.open):
             self._try(name, self.open[name].finish)
         self.open.clear()
+        for thread in self._threads.values():
+            thread.end()
 
     def _try(self, name: str, work: Callable[[], Any]) -> Any:
         try:

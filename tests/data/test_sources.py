@@ -234,7 +234,7 @@ def test_gsm8k_as_the_framework_reads_it(tmp_path):
     assert load("gsm8k@llm", tmp_path).train["output"].tolist() == ["#### 1"]
 
 
-def test_rosetta_alpaca_has_the_language_as_its_category(tmp_path):
+def test_rosetta_alpaca_has_the_language_as_its_category(tmp_path, caplog):
     rows = [{"instruction": "a", "input": "Python", "output": "o"}, {"instruction": "b", "input": "C", "output": "p"}]
     write(tmp_path / "rosetta_alpaca.json", json.dumps(rows))
     raw = load("rosetta_alpaca@llm", tmp_path)
@@ -246,6 +246,7 @@ def test_rosetta_alpaca_has_the_language_as_its_category(tmp_path):
     # The framework leaves out this language where it divides by language.
     without = load("rosetta_alpaca@llm", tmp_path, splitter="meta").train
     assert without["category"].tolist() == ["Python", "C"] and without.index.tolist() == [0, 1]
+    assert "1 rows of X86-64 Assembly in rosetta_alpaca.json are left out, as in FederatedScope" in caplog.text
 
 
 def test_code_search_net_as_the_framework_reads_it(tmp_path):

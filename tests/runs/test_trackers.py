@@ -73,6 +73,14 @@ def test_a_tracker_that_fails_ends_no_run(config, caplog):
     assert "lowrank.trackers: tensorboard is told nothing more: " in caplog.text
 
 
+def test_the_thread_of_a_tracker_ends_with_the_run(config):
+    pytest.importorskip("tensorboard")
+    fs_lowrank.run(config.replace({"lowrank.trackers": ["tensorboard"]}), progress=False)
+    for thread in [t for t in threading.enumerate() if t.name == "tracker tensorboard"]:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
 def test_a_tracker_whose_server_never_answers_ends_no_run(config, caplog, monkeypatch):
     """Its class is one of accelerate's, with a connection to a socket that accepts and says nothing."""
     monkeypatch.setattr(trackers, "PATIENCE", 0.2)

@@ -68,10 +68,10 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
             if not stopped:
                 if target == outdir / "answers.jsonl" and not ended.code:
                     # A line that cannot be read is left out with a warning; nothing is computed from it.
-                    _put_back(target, (bench.reference(run).folder / target.name).read_bytes())
+                    put_back(target, (bench.reference(run).folder / target.name).read_bytes())
                 outcome = bench.judge(run, outdir, ended, what, resumed=True, seen=seen, former=source)
         finally:
-            _put_back(target, before)
+            put_back(target, before)
         if stopped or (outcome.ending == "refused" and seed % 5 == 0):  # the file is restored, and the run continues
             again = bench.start(run, outdir, resume=True)
             mended = bench.judge(run, outdir, again, what, resumed=True, seen=seen, former=source)
@@ -113,7 +113,7 @@ def _of_ended(draw: random.Random, bench: Bench) -> Outcome:
             what += damage(target, draw, _others(target, half(draw.choice(variants()), bench), bench))
             ended, found = _told(command, kind, outdir, bench)
         finally:
-            _put_back(target, before)
+            put_back(target, before)
         if ended.fault:
             return Outcome("failed", what, ended.fault, command)
         if ended.code:
@@ -230,7 +230,8 @@ def _others(target: Path, other: Path, bench: Bench) -> list[Path]:
     return [p for p in (*sorted(near), *sorted(far)) if p.is_file() and p.read_bytes() != content]
 
 
-def _put_back(target: Path, content: bytes) -> None:
+def put_back(target: Path, content: bytes) -> None:
+    """Write ``target`` as it was, whatever stands in its place."""
     if target.is_dir() and not target.is_symlink():
         shutil.rmtree(target)
     else:

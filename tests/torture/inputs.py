@@ -20,7 +20,7 @@ from typing import Any
 from . import commands, peers
 from .bench import Bench, Ending, Outcome, by_command_line
 from .child import Ended, difference
-from .damage import DAMAGES, half
+from .damage import DAMAGES, half, put_back
 from .shim import Mode, loaded
 from .tiny import FORMATS, make_formats
 
@@ -49,12 +49,7 @@ def _damaged(target: Path, draw: random.Random, others: list[Path]) -> Iterator[
         changed = not target.is_file() or target.read_bytes() != before
         yield f"{damage.__name__.lstrip('_')} of {target.name}{where}" if changed else ""
     finally:
-        if target.is_dir() and not target.is_symlink():
-            shutil.rmtree(target)
-        else:
-            target.unlink(missing_ok=True)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(before)
+        put_back(target, before)
 
 
 def _files(folder: Path) -> list[Path]:
