@@ -16,8 +16,6 @@ from typing import Any
 import hpo
 from fs_lowrank import Config
 from fs_lowrank.estimate import Estimate, estimate
-from fs_lowrank.rounds.reuse import settings_of_training
-from fs_lowrank.rounds.site import method_of
 from fs_lowrank.runs.summary import human_bytes
 
 from .job import Cell, Job, Options, Search, decisive
@@ -96,19 +94,11 @@ def _of(job: Job, say: Callable[[str], None], trained: set[str]) -> Sum:
     if found.seconds is None:
         return Sum(**counts, runs=runs, memory=memory, disk=disk, unknown=1)
     samples, seconds = runs * samples_of(config), runs * found.seconds
-    if isinstance(job, Cell) and config.federate.total_round_num == 1 and config.lowrank.reuse_clients:
-        if (key := _training(config)) in trained:
+    if isinstance(job, Cell) and found.alike:
+        if (key := f"{found.alike}, seed {config.seed}, lr {config.train.optimizer.lr}") in trained:
             samples, seconds = 0, seconds - runs * (found.training or 0.0)
         trained.add(key)
     return Sum(**counts, runs=runs, samples=samples, seconds=seconds, memory=memory, disk=disk)
-
-
-def _training(config: Config) -> str:
-    """Equal for configurations of one round whose clients train alike."""
-    federate, optimizer = config.federate, config.train.optimizer
-    phases = [[sorted(phase.train), phase.steps, phase.penalty is None] for phase in method_of(config).phases(1, 1)]
-    also = [config.data, federate.client_num, config.lowrank.test_seed, optimizer.lr, config.own_settings, phases]
-    return repr([settings_of_training(config), config.llm.adapter.use and config.adapter.to_args(), *also])
 
 
 class _Alike:

@@ -6,6 +6,7 @@ loaded, and one step of a client is taken with the largest batch that there can 
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import time
@@ -19,13 +20,14 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from .algebra import nbytes
+from .algebra import digest, nbytes
 from .config import Config
 from .engines.workers import processes_of
 from .methods import State
 from .models.adapters import layer_stack
 from .models.build import build_skeleton
 from .models.quantised import beside, to_quantise
+from .rounds.reuse import Reuse
 from .rounds.site import Site, device_of
 from .runs.folder import outdir_of
 from .runs.summary import human_bytes
@@ -59,7 +61,8 @@ class Estimate:
     Attributes:
         needs: of memory and disk. room: by place, the bytes that are free.
         seconds: of the run; None if no step was probed. training: those of them that clients train, without what is
-            kept of frozen layers.
+            kept of frozen layers. alike: equal for two runs of one round whose clients train alike (``rounds.reuse``);
+            empty if trained clients are not kept for other runs.
         steps: of all clients in all rounds; None if they are not known.
         advice: keys to change where something does not fit.
     """
@@ -68,6 +71,7 @@ class Estimate:
     room: dict[str, float]
     seconds: float | None = None
     training: float | None = None
+    alike: str = ""
     steps: float | None = None
     advice: list[str] = field(default_factory=list)
 
@@ -155,6 +159,7 @@ def _probed(config: Config, found: Estimate, on: str, copies: int) -> None:
     widest = max(config.variants(), key=lambda own: own.dataloader.batch_size)
     examples = largest_batch(site.data.train, widest)
     together = site.cohort
+    found.alike = _alike(site)
     kept = step(site, examples)
     trained = set_trainable(model, method.phases(1, 1)[0].train)
     numbers = sum(p.numel() for p in trained)
@@ -191,6 +196,16 @@ def largest_batch(examples: Any, config: Settings) -> Any:
     if loads.batch_tokens:
         count = max(1, loads.batch_tokens // int(lengths[0]))
     return examples.select(np.argsort(-examples.lengths, kind="stable")[: min(count, len(examples))])
+
+
+def _alike(site: Site) -> str:
+    config, method = site.config, site.method
+    if site.reuse is None or config.federate.total_round_num > 1:
+        return ""
+    rate, seed = config.train.optimizer.lr, derive(config.seed, "probe")
+    key = Reuse.key(config, site.model, site.data.clients[0], method.phases(1, 1), lr=rate, seed=seed)
+    held = [{n: list(t.shape) for n, t in method.view(site.initial_state, k).items()} for k in site.kinds()]
+    return "" if key is None else digest({}, json.dumps([key, site.data.fingerprint, held], sort_keys=True))
 
 
 def step(site: Site, examples: Any) -> float:

@@ -40,15 +40,6 @@ _KEYS = tuple(["seed", *(f"lowrank.{name}" for name in ("dtype", "compute_dtype"
 _ROUNDING = ("blocks", "only_read", "cache_frozen", "cache_frozen_bytes")
 
 
-def settings_of_training(config: Settings) -> dict[str, Any]:
-    """The keys of ``config`` that decide how a client trains, beside its data, the learning rate and the phases."""
-    return {
-        key: value
-        for key, value in config.decisive().items()
-        if key in _KEYS or key.startswith(_SECTIONS) and key != "train.scheduler.type"
-    }
-
-
 class Reuse:
     """A folder of trained tensors.
 
@@ -84,8 +75,13 @@ class Reuse:
         phases = list(phases)
         if any(phase.penalty is not None for phase in phases) or is_given(config):
             return None
+        settings = {
+            k: v
+            for k, v in config.decisive().items()
+            if k in _KEYS or k.startswith(_SECTIONS) and k != "train.scheduler.type"
+        }
         determined = {
-            "settings": settings_of_training(config),
+            "settings": settings,
             "rounding": {name: getattr(config.train, name) for name in _ROUNDING},
             "lr": lr,
             "seed": seed,

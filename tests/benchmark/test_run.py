@@ -288,7 +288,8 @@ def test_what_a_suite_will_take(place, bench):
 def test_clients_that_cells_of_one_round_share_are_estimated_once(place, bench):
     text = (place / "tiny.yaml").read_text()
     text = text[: text.index("experiments:")].replace("imports: [own_methods]", "")
-    text = text.replace("methods: [rolora, fedlora]", "methods: [fedlora, flexlora, ffa_lora]")
+    small = "{name: small, method: flexlora, config: {lowrank.ranks: [1]}}"
+    text = text.replace("methods: [rolora, fedlora]", f"methods: [fedlora, flexlora, {small}, ffa_lora]")
     text += "experiments:\n  NAME: {title: One round, grid: {federate.client_num: [2, 3]}}\n"
     found = {}
     for name, rounds in (("once", 1), ("twice", 2)):
@@ -299,8 +300,9 @@ def test_clients_that_cells_of_one_round_share_are_estimated_once(place, bench):
         (row,) = re.findall(rf"│ {name}/small/{name} +│(.*)", said)
         found[name] = int(row.split("│")[3].replace(",", ""))
     alike = 2 * (2 + 3) * 8  # two seeds, 2 and 3 clients, one batch of 8 each
-    # FedLoRA's and FlexLoRA's clients train alike, FFA-LoRA's one half alone; in two rounds they start from others.
-    assert found == {"once": 2 * alike, "twice": 3 * 2 * alike}
+    # FedLoRA's and FlexLoRA's clients train alike, but not at another rank, and FFA-LoRA's one half alone; in two rounds
+    # they start from others.
+    assert found == {"once": 3 * alike, "twice": 4 * 2 * alike}
 
 
 def test_everything_that_is_missing_is_reported_before_training(place, monkeypatch, capsys):
