@@ -300,8 +300,8 @@ def test_clients_that_cells_of_one_round_share_are_estimated_once(place, bench):
         (row,) = re.findall(rf"│ {name}/small/{name} +│(.*)", said)
         found[name] = int(row.split("│")[3].replace(",", ""))
     alike = 2 * (2 + 3) * 8  # two seeds, 2 and 3 clients, one batch of 8 each
-    # FedLoRA's and FlexLoRA's clients train alike, but not at another rank, and FFA-LoRA's one half alone; in two rounds
-    # they start from others.
+    # FedLoRA's and FlexLoRA's clients train alike, but not at another rank, and FFA-LoRA's one half alone; in two
+    # rounds they start from others.
     assert found == {"once": 3 * alike, "twice": 4 * 2 * alike}
 
 
