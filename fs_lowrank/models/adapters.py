@@ -51,7 +51,8 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
 
     from .convolution import compose
 
-    longest = max((max(p.shape, default=1) for p in model.parameters()), default=1)
+    # a convolution is adapted as the matrix of its kernels, so its rows are as long as one kernel
+    longest = max((max(p.shape[:1].numel(), p.shape[1:].numel()) for p in model.parameters()), default=1)
     if spec.r > longest and not spec.virtual_tokens:  # before memory is taken for it
         raise UserError(f"rank {spec.r} is above the width of every layer; the longest has {longest}")
     config = _config(model, spec, seed)
