@@ -97,7 +97,7 @@ def _kinds_of_tensors() -> dict[str, Callable[[Tensor], Any]]:
         "lazy": lambda t: nn.UninitializedParameter(),
         "of 10^12 values": lambda t: torch.zeros(1).expand(10**12),
         "expanded": lambda t: torch.full((1,), 0.5).expand(t.shape) if t.ndim else t.clone(),
-        "negated view": lambda t: torch._neg_view(-t),
+        "negated view": torch._neg_view,
         "under grad": lambda t: t.clone().requires_grad_() * 1.0,
         "inference": _inference,
         "harmless: parameter": lambda t: nn.Parameter(t.clone(), requires_grad=t.is_floating_point()),
