@@ -24,6 +24,8 @@ from .mutations import MUTATIONS, Document, keys_of
 from .tiny import settings
 
 SHARD = 100
+#: the share of the runs that draw pictures, which take ten times as long as all else that a tiny run does
+PICTURES = 0.125
 #: the example, and the kind of tiny model that replaces its own
 EXAMPLES = {
     "demo": "encoder",
@@ -67,6 +69,7 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
     name = draw.choice(sorted(EXAMPLES))
     with bench.place() as outdir:
         tree = example(name, bench, outdir)
+        tree.setdefault("lowrank", {})["pictures"] = draw.random() < PICTURES
         doc = Document(tree, draw, keys_of(tree["federate"]["method"]))
         kinds = draw.choices(sorted(MUTATIONS), k=1 if draw.random() < 0.8 else 2)
         for kind in kinds:

@@ -11,7 +11,8 @@ from fs_lowrank.testing.small import save_tokenizer
 
 WORDS = "good great fine happy bad poor awful sad the a film book day it was is very quite story tea".split()
 
-#: variants of a run by name: keys that replace those of ``settings``. All but the last three use the encoder.
+#: variants of a run by name: keys that replace those of ``settings``. All but the last three use the encoder. Three
+#: draw pictures, which take ten times as long as all else that a tiny run does.
 RUNS: dict[str, dict[str, Any]] = {
     "fedavg": {"federate.method": "fedavg"},
     "fedlora under FedAdam": {
@@ -19,7 +20,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "fedopt.use": True,
         "fedopt.optimizer": {"type": "Adam", "lr": 0.01},
     },
-    "rolora, two of three": {"federate.method": "rolora", "federate.sample_client_num": 2},
+    "rolora, two of three": {"federate.method": "rolora", "federate.sample_client_num": 2, "lowrank.pictures": True},
     "ffa_lora, merged": {"federate.method": "ffa_lora", "lowrank.save_merged": True},
     "flexlora of three ranks": {"federate.method": "flexlora", "lowrank.ranks": [1, 3, 2]},
     "flora of three ranks": {"federate.method": "flora", "lowrank.ranks": [1, 3, 2]},
@@ -34,9 +35,10 @@ RUNS: dict[str, dict[str, Any]] = {
         "eval.generate.freq": 1,
         "eval.generate.prompts": 2,
         "eval.generate.max_tokens": 3,
+        "lowrank.pictures": True,
         "kind": "causal",
     },
-    "fedhm": {"federate.method": "fedhm", "kind": "vision"},
+    "fedhm": {"federate.method": "fedhm", "lowrank.pictures": True, "kind": "vision"},
     "fedloru from scratch": {"federate.method": "fedloru", "lowrank.tau": 2, "kind": "vision"},
 }
 
@@ -153,9 +155,8 @@ def settings(inputs: Path, outdir: Path, run: str = "", **changes: Any) -> dict[
         "llm": {"tok_len": 80 if kind == "causal" else 16, "adapter": {"args": [chosen["adapter"]]}},
         "dataloader": {"batch_size": 8},
         "train": {"optimizer": {"type": "AdamW", "lr": 0.01}},
+        "lowrank": {"pictures": False} | ({"width": 0.25} if kind == "vision" else {}),
     }
-    if kind == "vision":
-        tree["lowrank"] = {"width": 0.25}
     for name, value in keys.items():
         *sections, last = name.split(".")
         node = tree
