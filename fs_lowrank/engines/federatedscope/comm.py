@@ -82,6 +82,15 @@ class Outcome:
         self.then(self.failed)
 
 
+@dataclass(frozen=True)
+class Misfit:
+    """A message that does not fit the schema: whose token came with it (-1: of a new client), its type, and why."""
+
+    sender: int
+    kind: str
+    reason: str
+
+
 class Comm(gRPCCommManager):
     """The communication manager of a distributed worker of ours, where the framework expects its own.
 
@@ -99,8 +108,6 @@ class Comm(gRPCCommManager):
         lets_join: whether a request to join is read without a token.
         asked: what ``federate.join_in_info`` asks of clients.
         monitor: of the worker; it is told the bytes of tensors that have come.
-        on_wrong: called with the sender's number, the type of message and a reason for a message that does not fit
-            the schema.
     """
 
     def __init__(self, host: str, port: int, client_num: int, cfg: Any):
@@ -112,7 +119,6 @@ class Comm(gRPCCommManager):
         self.neighbors: dict[int, str] = {}
         self.tokens: dict[int, str] = {}
         self.senders: dict[str, int] = {}
-        self.on_wrong: Callable[[int, str, str], object] = lambda *_: None
         self.joins_waiting = 4 * client_num + 64
         self._compression = _COMPRESSION.get(cfg.grpc_compression.lower(), grpc.Compression.NoCompression)
         self._largest_sent = cfg.grpc_max_send_message_length
@@ -187,8 +193,11 @@ class Comm(gRPCCommManager):
             self._inbox.put((sender, request))
         return protocol.MessageResponse(msg="ACK")
 
-    def receive(self, timeout: float = 0.5) -> Message | Outcome | None:
-        """The next message that fits the schema, or outcome; None if there is neither within ``timeout`` seconds."""
+    def receive(self, timeout: float = 0.5) -> Message | Misfit | Outcome | None:
+        """The next message or outcome; None if there is neither within ``timeout`` seconds.
+
+        A message that cannot be read, for whatever reason, is a ``Misfit``.
+        """
         try:
             sender, item = self._inbox.get(timeout=timeout)
         except queue.Empty:
@@ -199,13 +208,13 @@ class Comm(gRPCCommManager):
         kind = str(item.msg["msg_type"].single_msg.str_value)[:40] if "msg_type" in item.msg else ""
         try:
             message = messages.read(item, self.serves, sender, self.asked)
-        except ValueError as error:
+            if self.monitor is not None and isinstance(message.content, Sealed):
+                self.monitor.track_download_bytes(message.content.opened().nbytes)
+        except Exception as error:  # whatever another process sends, it must not end this one
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {str(error)[:300]}"
             known = f"client {sender}" if self.serves or sender != messages.SERVER else "the server"
-            logger.warning("ignored a message %r of %s: %s", kind, known if sender >= 0 else "a new client", error)
-            self.on_wrong(sender, kind, str(error))
-            return None
-        if self.monitor is not None and isinstance(message.content, Sealed):
-            self.monitor.track_download_bytes(message.content.opened().nbytes)
+            logger.warning("ignored a message %r of %s: %s", kind, known if sender >= 0 else "a new client", reason)
+            return Misfit(sender, kind, reason)
         return message
 
     def _count(self, sender: int, change: int) -> None:
@@ -251,7 +260,10 @@ class Comm(gRPCCommManager):
         work = self._deliver(address, token, request, timeout or self.timeout, insist, in_turn)
 
         async def task() -> None:
-            failed = await work
+            try:
+                failed = await work
+            except Exception as error:  # else who waits for the outcome would never hear of it
+                failed = Undelivered(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
             if failed is not None and message.msg_type != "alive":
                 logger.info("could not deliver %r to %s: %s", message.msg_type, address, failed)
             if then is not None:

@@ -182,7 +182,7 @@ class DistributedClient(Client):
         while (item := self.comm_manager.receive(0.0 if self.mail else 0.3)) is not None:
             if isinstance(item, Outcome):
                 self._alone(f"what became of a {item.kind}", item.settle)
-            else:
+            elif isinstance(item, Message):
                 self.mail.append(item)
         return self.mail.popleft() if self.mail else None
 

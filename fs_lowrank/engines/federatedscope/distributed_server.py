@@ -12,6 +12,7 @@ import math
 import secrets
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 
 import grpc
@@ -22,7 +23,7 @@ from ...errors import RunFailed, UserError
 from ...rounds.joining import objection, samples_objection
 from ...rounds.round import Order
 from . import wire
-from .comm import Outcome, Undelivered
+from .comm import Misfit, Outcome, Undelivered
 from .messages import Request
 from .roster import Roster
 
@@ -53,7 +54,7 @@ class DistributedServer(Server):
         self._pinged: set[int] = set()
         self._silent: set[int] = set()  # of which the user was told that they do not answer
         self._next_look = 0.0
-        self.comm_manager.on_wrong, self.comm_manager.monitor = self._wrong, self._monitor
+        self.comm_manager.monitor = self._monitor
         self.comm_manager.asked = tuple(self._cfg.federate.join_in_info)
 
     # -- joining -----------------------------------------------------------------------------------
@@ -236,21 +237,35 @@ class DistributedServer(Server):
         if item is None:
             return
         if isinstance(item, Outcome):
-            number, what, handle = item.receiver, f"what became of a message {item.kind!r} to", item.settle
+            self._alone(f"what became of a message {item.kind!r} to client {item.receiver}", item.settle)
+            return
+        if isinstance(item, Misfit):
+            number, kind, reason = item.sender, item.kind, item.reason
         else:
-            number, what, handle = int(item.sender), f"a message {item.msg_type!r} of", partial(self.note, item)
-            if item.msg_type != "join_in" and number in self.roster.members:
+            number, kind = int(item.sender), item.msg_type
+            if kind != "join_in" and number in self.roster.members:
                 self.roster.members[number].missed = 0  # it answers again
+            reason = self._alone(f"a message {kind!r} of client {number}", partial(self.note, item))
+        if reason:
+            what = f"what follows from a wrong message {kind!r} of client {number}"
+            self._alone(what, partial(self._wrong, number, kind, reason))
+
+    def _alone(self, what: str, handle: Callable[[], object]) -> str:
+        """Call ``handle``; whatever it leads to, it must not end the run of the others. The reason if it failed.
+
+        Raises:
+            RunFailed: a file of this run cannot be written.
+        """
         try:
             handle()
         except RunFailed:
             raise
-        except Exception as error:  # whatever a message leads to, it must not end the run of the others
+        except Exception as error:
             reason = f"{type(error).__name__}: {str(error)[:300]}" if str(error) else type(error).__name__
-            logger.warning("ignored %s client %d: %s", what, number, reason)
-            logger.debug("client %d", number, exc_info=True)
-            if isinstance(item, Message):
-                self._wrong(number, item.msg_type, reason)
+            logger.warning("ignored %s: %s", what, reason)
+            logger.debug("%s", what, exc_info=True)
+            return reason
+        return ""
 
     def note(self, message: Message) -> None:
         """Take in a message that fits the schema; nothing but the message can make this fail."""
