@@ -175,8 +175,8 @@ def test_a_handler_of_a_delivery_that_fails(settings, cluster, tmp_path):
     assert log_of(tmp_path).count(said) == 1
 
 
-def test_a_request_that_was_put_off_and_fails(settings, cluster, tmp_path):
-    """A stranger wants number 1 and does not answer; the request that waits for its end fails, and no other does."""
+def test_a_request_to_join_that_fails(settings, cluster, tmp_path):
+    """A stranger wants number 1 twice and does not answer; the second request fails, and no other does."""
     from tests.engines.federatedscope.test_network import Stranger
 
     with socket.socket() as silent:
