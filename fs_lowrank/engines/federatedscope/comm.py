@@ -6,7 +6,8 @@ Received messages, and the outcomes of deliveries, are put into one queue, which
 thread, and which the worker handles one by one.
 
 A client draws a token and sends it when it joins. From then on every message between the two has the token in its
-metadata; a message without a known token is answered with the status UNAUTHENTICATED and reaches nobody.
+metadata; a message without a known token is answered with the status UNAUTHENTICATED and reaches nobody. Every message
+also names the process that sends it: one that comes back to its sender, under whatever name of its address, is noticed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import asyncio
 import json
 import logging
 import queue
+import secrets
 import threading
 import time
 from collections import Counter
@@ -36,11 +38,13 @@ from .wire import Sealed, encodable, with_content
 
 logger = logging.getLogger("federatedscope.lowrank")
 
-_TOKEN = "fs-lowrank-token"
+_TOKEN, _PROCESS = "fs-lowrank-token", "fs-lowrank-process"
 #: seconds between two attempts to deliver a message
 _PAUSE = 0.3
 #: messages of one sender that may wait to be read
 _WAITING = 32
+#: refusals that are kept for clients which could not be told, and the longest text of a status
+_UNTOLD, _LONGEST_STATUS = 256, 600
 _COMPRESSION = {"deflate": grpc.Compression.Deflate, "gzip": grpc.Compression.Gzip}
 
 
@@ -55,6 +59,16 @@ class Undelivered:
     def unknown(self) -> bool:
         """Whether the receiver does not know the token."""
         return self.code is grpc.StatusCode.UNAUTHENTICATED
+
+    @property
+    def itself(self) -> bool:
+        """Whether the message came back to the process that sent it."""
+        return self.code is grpc.StatusCode.FAILED_PRECONDITION
+
+    @property
+    def refused(self) -> bool:
+        """Whether the server has answered a request to join with a refusal; ``details`` is the reason."""
+        return self.code is grpc.StatusCode.PERMISSION_DENIED
 
     @property
     def gone(self) -> bool:
@@ -82,6 +96,15 @@ class Outcome:
         self.then(self.failed)
 
 
+@dataclass(frozen=True)
+class Misfit:
+    """A message that does not fit the schema: whose token came with it (-1: of a new client), its type, and why."""
+
+    sender: int
+    kind: str
+    reason: str
+
+
 class Comm(gRPCCommManager):
     """The communication manager of a distributed worker of ours, where the framework expects its own.
 
@@ -99,8 +122,7 @@ class Comm(gRPCCommManager):
         lets_join: whether a request to join is read without a token.
         asked: what ``federate.join_in_info`` asks of clients.
         monitor: of the worker; it is told the bytes of tensors that have come.
-        on_wrong: called with the sender's number, the type of message and a reason for a message that does not fit
-            the schema.
+        process: drawn by this process.
     """
 
     def __init__(self, host: str, port: int, client_num: int, cfg: Any):
@@ -112,7 +134,8 @@ class Comm(gRPCCommManager):
         self.neighbors: dict[int, str] = {}
         self.tokens: dict[int, str] = {}
         self.senders: dict[str, int] = {}
-        self.on_wrong: Callable[[int, str, str], object] = lambda *_: None
+        self.process = secrets.token_hex(16)
+        self._refusals: dict[tuple[str, str], str] = {}
         self.joins_waiting = 4 * client_num + 64
         self._compression = _COMPRESSION.get(cfg.grpc_compression.lower(), grpc.Compression.NoCompression)
         self._largest_sent = cfg.grpc_max_send_message_length
@@ -171,12 +194,18 @@ class Comm(gRPCCommManager):
             logger.warning("ignored %d bytes that are no message: %s", len(received), error)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "these bytes are no message")
         kind = request.msg["msg_type"].single_msg.str_value if "msg_type" in request.msg else ""
-        sender, limit = -1, self.joins_waiting
+        sender, limit, told = -1, self.joins_waiting, dict(context.invocation_metadata() or ())
+        token, process = str(told.get(_TOKEN, "")), str(told.get(_PROCESS, ""))
+        if process == self.process:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, "the address is that of the process itself, which sent the message"
+            )
         if kind == "join_in" and self.lets_join:
+            if refusal := self._refusals.get((token, process), ""):
+                await context.abort(grpc.StatusCode.PERMISSION_DENIED, refusal)
             if request.ByteSize() > self._largest_request:
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"more than {self._largest_request} bytes")
         else:
-            token = dict(context.invocation_metadata() or ()).get(_TOKEN, "")
             if token not in self.senders:
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this process does not know the sender's token")
             sender, limit = self.senders[token], _WAITING
@@ -187,8 +216,11 @@ class Comm(gRPCCommManager):
             self._inbox.put((sender, request))
         return protocol.MessageResponse(msg="ACK")
 
-    def receive(self, timeout: float = 0.5) -> Message | Outcome | None:
-        """The next message that fits the schema, or outcome; None if there is neither within ``timeout`` seconds."""
+    def receive(self, timeout: float = 0.5) -> Message | Misfit | Outcome | None:
+        """The next message or outcome; None if there is neither within ``timeout`` seconds.
+
+        A message that cannot be read, for whatever reason, is a ``Misfit``.
+        """
         try:
             sender, item = self._inbox.get(timeout=timeout)
         except queue.Empty:
@@ -199,13 +231,13 @@ class Comm(gRPCCommManager):
         kind = str(item.msg["msg_type"].single_msg.str_value)[:40] if "msg_type" in item.msg else ""
         try:
             message = messages.read(item, self.serves, sender, self.asked)
-        except ValueError as error:
+            if self.monitor is not None and isinstance(message.content, Sealed):
+                self.monitor.track_download_bytes(message.content.opened().nbytes)
+        except Exception as error:  # whatever another process sends, it must not end this one
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {str(error)[:300]}"
             known = f"client {sender}" if self.serves or sender != messages.SERVER else "the server"
-            logger.warning("ignored a message %r of %s: %s", kind, known if sender >= 0 else "a new client", error)
-            self.on_wrong(sender, kind, str(error))
-            return None
-        if self.monitor is not None and isinstance(message.content, Sealed):
-            self.monitor.track_download_bytes(message.content.opened().nbytes)
+            logger.warning("ignored a message %r of %s: %s", kind, known if sender >= 0 else "a new client", reason)
+            return Misfit(sender, kind, reason)
         return message
 
     def _count(self, sender: int, change: int) -> None:
@@ -251,7 +283,10 @@ class Comm(gRPCCommManager):
         work = self._deliver(address, token, request, timeout or self.timeout, insist, in_turn)
 
         async def task() -> None:
-            failed = await work
+            try:
+                failed = await work
+            except Exception as error:  # else who waits for the outcome would never hear of it
+                failed = Undelivered(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
             if failed is not None and message.msg_type != "alive":
                 logger.info("could not deliver %r to %s: %s", message.msg_type, address, failed)
             if then is not None:
@@ -264,10 +299,28 @@ class Comm(gRPCCommManager):
 
         self._loop.call_soon_threadsafe(start)
 
-    def ping(self, receiver: int, then: Then, timeout: float, address: str = "", token: str = "") -> None:
-        """Ask whether the process of ``receiver`` is alive and knows this one."""
+    def ping(
+        self,
+        receiver: int,
+        then: Then,
+        timeout: float,
+        address: str = "",
+        token: str = "",
+        insist: tuple[grpc.StatusCode, ...] = (),
+    ) -> None:
+        """Ask whether the process of ``receiver`` is alive and knows this one; the arguments are ``deliver``'s."""
         message = Message("alive", 0, [receiver], 0, "alive", 0)
-        self.deliver(receiver, message, then, timeout=timeout, address=address, token=token)
+        self.deliver(receiver, message, then, timeout=timeout, insist=insist, address=address, token=token)
+
+    def answer_with(self, token: str, process: str, reason: str) -> None:
+        """Answer further requests of a client to join with ``reason``, since it could not be told at its address.
+
+        Args:
+            token, process: of the client. Another process of the same client is not meant.
+        """
+        while len(self._refusals) >= _UNTOLD:
+            del self._refusals[next(iter(self._refusals))]
+        self._refusals[token, process] = encodable(reason)[:_LONGEST_STATUS]
 
     async def _deliver(
         self, address: str, token: str, request: Any, timeout: float, insist: tuple[grpc.StatusCode, ...], in_turn: bool
@@ -292,12 +345,12 @@ class Comm(gRPCCommManager):
         """Send ``request`` until it has arrived, cannot arrive, or the time is over."""
         known = address in self.neighbors.values()
         channel = self._channel(address) if known else self._new_channel(address)
-        stub = service.gRPCComServeFuncStub(channel)
+        stub, metadata = service.gRPCComServeFuncStub(channel), ((_TOKEN, token), (_PROCESS, self.process))
         try:
             while True:
                 left = deadline - time.monotonic()
                 try:
-                    await stub.sendMessage(request, timeout=max(left, 0.05), metadata=((_TOKEN, token),))
+                    await stub.sendMessage(request, timeout=max(left, 0.05), metadata=metadata)
                     return None
                 except grpc.aio.AioRpcError as error:
                     failed = Undelivered(error.code(), str(error.details()))

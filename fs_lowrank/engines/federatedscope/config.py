@@ -34,6 +34,7 @@ from ...settings import (
 from ...settings.clients import read_clients
 from ...settings.metrics import METRICS
 from ...settings.parameters import general_keys, params_defaults, params_fields
+from .resources import check_resources
 
 #: the prefix of a method of ours where the framework has a method of the same name
 PREFIX = "lowrank_"
@@ -265,6 +266,7 @@ def from_framework(cfg) -> Config:
             tree.pop(name)  # the framework has set it
     config = load_config(tree)
     check_engine(config, "federatedscope", _excluded(cfg, method, needs.sums))
+    check_resources(cfg)
     return config
 
 

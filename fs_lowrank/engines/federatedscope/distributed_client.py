@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import secrets
 import time
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +31,6 @@ class DistributedClient(Client):
 
     Attributes:
         token: proves who this client is; a restart of the same command has the same one.
-        process: drawn by this process.
         welcomed_by: until when the server is to have accepted this client; None once it has.
         silent_since: since when the server does not answer; None while it does.
     """
@@ -42,7 +40,6 @@ class DistributedClient(Client):
         comm = self.comm_manager
         self.server_address = comm.neighbors[self.server_id]
         self.token = own_token(self.session.outdir / f"token_{comm.port}")
-        self.process = secrets.token_hex(16)
         comm.tokens[self.server_id] = self.token
         comm.senders[self.token] = self.server_id
         comm.monitor = self._monitor
@@ -65,7 +62,7 @@ class DistributedClient(Client):
         request = {
             "address": self.local_address,
             "token": self.token,
-            "process": self.process,
+            "process": self.comm_manager.process,
             "proof": session.proof,
             "config": session.config.to_dict(),
             "revisions": revisions(session.config),
@@ -83,6 +80,14 @@ class DistributedClient(Client):
             if self.welcomed_by is not None:
                 self.welcomed_by = min(self.welcomed_by, time.monotonic() + self.timeout)
             return
+        if failed.refused:
+            raise UserError(f"the server refused this client: {failed.details}")
+        if failed.itself:
+            raise UserError(
+                f"{self.server_address}, where the server is expected, is this client's own address; correct "
+                "distribute.client_host and distribute.client_port, or distribute.server_host and "
+                "distribute.server_port"
+            )
         raise RunFailed(
             f"no server answers at {self.server_address} within {self.timeout:g} s ({failed}); start it, or correct "
             "distribute.server_host and distribute.server_port"
@@ -182,7 +187,7 @@ class DistributedClient(Client):
         while (item := self.comm_manager.receive(0.0 if self.mail else 0.3)) is not None:
             if isinstance(item, Outcome):
                 self._alone(f"what became of a {item.kind}", item.settle)
-            else:
+            elif isinstance(item, Message):
                 self.mail.append(item)
         return self.mail.popleft() if self.mail else None
 

@@ -12,6 +12,7 @@ import math
 import secrets
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 
 import grpc
@@ -22,7 +23,7 @@ from ...errors import RunFailed, UserError
 from ...rounds.joining import objection, samples_objection
 from ...rounds.round import Order
 from . import wire
-from .comm import Outcome, Undelivered
+from .comm import Misfit, Outcome, Undelivered
 from .messages import Request
 from .roster import Roster
 
@@ -37,14 +38,18 @@ class DistributedServer(Server):
 
     Attributes:
         roster: the clients.
-        arriving: by number, the clients that asked to join and of which it is not decided yet.
-        put_off: requests for a number in ``arriving``. decided: those of which the first request is decided meanwhile.
+        looking: tokens of the clients that asked to join and wait for a sign of life, of their own or of another
+            process; so many at a time as may wait to be read.
+        arriving: by number, the clients that are being told their number.
+        put_off: requests that wait until one in ``arriving``, or one of very many in ``looking``, is decided.
+        decided: those that need wait no longer.
         undelivered: by client, what is on its way to it.
     """
 
     def _open(self) -> None:
         """Prepare what a distributed server needs."""
         self.roster = Roster(self.session.outdir / "clients.json", self.timeout, self.session.resume)
+        self.looking: set[str] = set()
         self.arriving: dict[int, Request] = {}
         self.put_off: list[Message] = []
         self.decided: deque[Message] = deque()
@@ -53,47 +58,104 @@ class DistributedServer(Server):
         self._pinged: set[int] = set()
         self._silent: set[int] = set()  # of which the user was told that they do not answer
         self._next_look = 0.0
-        self.comm_manager.on_wrong, self.comm_manager.monitor = self._wrong, self._monitor
+        self.comm_manager.monitor = self._monitor
         self.comm_manager.asked = tuple(self._cfg.federate.join_in_info)
 
     # -- joining -----------------------------------------------------------------------------------
 
     def callback_funcs_for_join_in(self, message: Message):
+        """Begin to decide whether a client takes part.
+
+        It is asked at its address for a sign of life, and so is the process that has its number, if another one has it.
+        Many are asked at a time, so that those that do not answer keep nobody waiting. Who answers is told its number,
+        one client for each number at a time.
+        """
         if not self.distributed or message.msg_type != "join_in":
             return super().callback_funcs_for_join_in(message)
         request: Request = message.content
-        known = self.roster.with_token(request.token)
-        number, has_own_data = int(message.sender), int(message.sender) == -1
-        if has_own_data:
-            taken = self.roster.members.keys() | self.arriving.keys()
-            arriving = (n for n, r in self.arriving.items() if r.token == request.token)
-            free = (n for n in range(1, self.client_num + 1) if n not in taken)
-            number = known.number if known else next(arriving, 0) or next(free, 0)
-        if number in self.arriving:
-            # The same request once more, or another process that wants the number: it waits until the first is decided.
-            waiting = {self.arriving[number].token, *(other.content.token for other in self.put_off)}
-            if request.token not in waiting and len(self.put_off) < self.comm_manager.joins_waiting:
-                self.put_off.append(message)
+        known, has_own_data = self.roster.with_token(request.token), int(message.sender) == -1
+        if request.token in self._under_way():
+            return False  # the same request once more
+        if len(self.looking) >= self.comm_manager.joins_waiting:
+            self._put_off(message)
             return False
-        reason = self._objection(number, request, has_own_data, known is not None)
-        before = self.roster.members.get(number)
+        reason = self._objection(int(message.sender), request, has_own_data, known is not None)
         if reason:
             self._refuse(request, reason)
-        elif before and before.token != request.token and before.address != str(request.address):
-            # Another process claims the number, and may have it if the one that has it is gone.
-            def decide(failed: Undelivered | None) -> None:
-                self._decided(number)
-                if failed is not None and failed.gone:
-                    self._welcome(number, request, has_own_data)
-                else:
-                    where = f"client {number} has joined already, from {before.address}"
-                    self._refuse(request, f"{where}; choose another distribute.data_idx")
-
-            self.arriving[number] = request
-            self.comm_manager.ping(number, decide, _ANSWER, before.address, before.token)
-        else:
-            self._welcome(number, request, has_own_data)
+            return False
+        self.looking.add(request.token)
+        self.comm_manager.ping(
+            int(message.sender),
+            lambda failed: self._looked_at(message, failed),
+            min(self.timeout, _ANSWER),
+            address=str(request.address),
+            token=request.token,
+            insist=self._insist(request),
+        )
         return False
+
+    def _under_way(self) -> set[str]:
+        """The tokens of the clients of which it is not decided yet whether they take part."""
+        waiting = (*self.arriving.values(), *(m.content for m in (*self.put_off, *self.decided)))
+        return {*self.looking, *(request.token for request in waiting)}
+
+    def _insist(self, request: Request) -> tuple[grpc.StatusCode, ...]:
+        # gRPC remembers for a second that nobody listened at the address of a client that returns.
+        returns = str(request.address) in self.comm_manager.neighbors.values()
+        return (grpc.StatusCode.UNAVAILABLE,) if returns else ()
+
+    def _looked_at(self, message: Message, failed: Undelivered | None) -> None:
+        """A client that asked to join has given a sign of life at its address, or has not."""
+        request: Request = message.content
+        self._finished_looking(request)
+        if failed is None:
+            self._claim(message)
+        elif failed.itself:
+            self._refuse(
+                request,
+                f"the address that this client names for itself, {request.address}, is the server's own; correct its "
+                "distribute.client_host and distribute.client_port",
+            )
+        else:
+            self._unreachable(int(message.sender), request, failed)
+
+    def _claim(self, message: Message) -> None:
+        """Give the client of ``message``, which is there, the number that it wants, if it may have it."""
+        request: Request = message.content
+        number, has_own_data = int(message.sender), int(message.sender) == -1
+        if has_own_data:
+            known = self.roster.with_token(request.token)
+            taken = self.roster.members.keys() | self.arriving.keys()
+            free = (n for n in range(1, self.client_num + 1) if n not in taken)
+            number = known.number if known else next(free, 0)
+            if not number and self.arriving:
+                return self._put_off(message)  # one of them may not arrive
+            if reason := self._objection(number, request, True, known is not None):
+                return self._refuse(request, reason)
+        if number in self.arriving:
+            return self._put_off(message)
+        before = self.roster.members.get(number)
+        if not before or before.token == request.token or before.address == str(request.address):
+            return self._welcome(number, request, has_own_data)
+
+        # Another process claims the number, and may have it if the one that has it is gone.
+        def decide(failed: Undelivered | None) -> None:
+            self._finished_looking(request)
+            if failed is None or not failed.gone:
+                where = f"client {number} has joined already, from {before.address}"
+                self._refuse(request, f"{where}; choose another distribute.data_idx")
+            elif number in self.arriving or self.roster.members.get(number) is not before:
+                self._claim(message)  # a third one was faster
+            else:
+                self._welcome(number, request, has_own_data)
+
+        self.looking.add(request.token)
+        self.comm_manager.ping(number, decide, _ANSWER, before.address, before.token)
+
+    def _put_off(self, message: Message) -> None:
+        """Handle a request to join again when another one is decided."""
+        if len(self.put_off) < self.comm_manager.joins_waiting:
+            self.put_off.append(message)
 
     def _objection(self, number: int, request: Request, has_own_data: bool, known: bool) -> str:
         """The reason why a client cannot take part; empty if it can."""
@@ -109,7 +171,7 @@ class DistributedServer(Server):
             return reason
         if has_own_data and self.started and not known:
             return "the run has begun; a client that comes late says which one it is by distribute.data_idx"
-        if not 1 <= number <= self.client_num:
+        if not 1 <= number <= self.client_num and not (has_own_data and number == -1):
             which = f"all {self.client_num} clients have joined" if has_own_data else f"there is no client {number}"
             return f"{which}; federate.client_num is {self.client_num}"
         return samples_objection(
@@ -119,22 +181,25 @@ class DistributedServer(Server):
     def _refuse(self, request: Request, reason: str) -> None:
         logger.warning("refused %s: %s", request.address, reason)
         message = Message("refused", self.ID, [-1], self.state, reason[: wire.LONGEST_TEXT], self.cur_timestamp)
+
+        def told(failed: Undelivered | None) -> None:
+            if failed is not None:
+                self.comm_manager.answer_with(request.token, request.process, reason)
+
         self.comm_manager.deliver(
-            -1, message, timeout=min(self.timeout, _ANSWER), address=str(request.address), token=request.token
+            -1, message, told, timeout=min(self.timeout, _ANSWER), address=str(request.address), token=request.token
         )
 
     def _welcome(self, number: int, request: Request, has_own_data: bool) -> None:
         """Tell a client its number. Only one that receives it at its address has joined."""
         self.arriving[number] = request
         message = Message("assign_client_id", self.ID, [number], self.state, str(number), self.cur_timestamp)
-        # gRPC remembers for a second that nobody listened at the address of a client that returns.
-        returns = str(request.address) in self.comm_manager.neighbors.values()
         self.comm_manager.deliver(
             number,
             message,
             lambda failed: self._arrived(number, request, has_own_data, failed),
             timeout=min(self.timeout, _ANSWER),
-            insist=(grpc.StatusCode.UNAVAILABLE,) if returns else (),
+            insist=self._insist(request),
             address=str(request.address),
             token=request.token,
         )
@@ -145,17 +210,27 @@ class DistributedServer(Server):
             (self.own_data.add if has_own_data else self.own_data.discard)(number)
             self._joined(number, request)
         else:
-            logger.warning(
-                "client %d asked to join, but cannot be reached at %s: %s; correct its distribute.client_host and "
-                "distribute.client_port",
-                *(number, request.address, failed),
-            )
+            self._unreachable(number, request, failed)
+
+    def _unreachable(self, number: int, request: Request, failed: Undelivered) -> None:
+        logger.warning(
+            "%s asked to join, but cannot be reached at %s: %s; correct its distribute.client_host and "
+            "distribute.client_port",
+            *(f"client {number}" if number > 0 else "a client", request.address, failed),
+        )
 
     def _decided(self, number: int) -> None:
-        """The request for ``number`` is decided, so those that waited for it are handled next."""
+        """The request for ``number`` is decided, so those that waited are handled next."""
         del self.arriving[number]
         self.decided.extend(self.put_off)
         self.put_off.clear()
+
+    def _finished_looking(self, request: Request) -> None:
+        """The process for which ``request`` waited has given a sign of life, or has not."""
+        full = len(self.looking) >= self.comm_manager.joins_waiting
+        self.looking.discard(request.token)
+        if full and self.put_off:
+            self.decided.append(self.put_off.pop(0))
 
     def _joined(self, number: int, request: Request) -> None:
         """A client that has asked to join, and has been reached, takes part."""
@@ -236,21 +311,35 @@ class DistributedServer(Server):
         if item is None:
             return
         if isinstance(item, Outcome):
-            number, what, handle = item.receiver, f"what became of a message {item.kind!r} to", item.settle
+            self._alone(f"what became of a message {item.kind!r} to client {item.receiver}", item.settle)
+            return
+        if isinstance(item, Misfit):
+            number, kind, reason = item.sender, item.kind, item.reason
         else:
-            number, what, handle = int(item.sender), f"a message {item.msg_type!r} of", partial(self.note, item)
-            if item.msg_type != "join_in" and number in self.roster.members:
+            number, kind = int(item.sender), item.msg_type
+            if kind != "join_in" and number in self.roster.members:
                 self.roster.members[number].missed = 0  # it answers again
+            reason = self._alone(f"a message {kind!r} of client {number}", partial(self.note, item))
+        if reason:
+            what = f"what follows from a wrong message {kind!r} of client {number}"
+            self._alone(what, partial(self._wrong, number, kind, reason))
+
+    def _alone(self, what: str, handle: Callable[[], object]) -> str:
+        """Call ``handle``; whatever it leads to, it must not end the run of the others. The reason if it failed.
+
+        Raises:
+            RunFailed: a file of this run cannot be written.
+        """
         try:
             handle()
         except RunFailed:
             raise
-        except Exception as error:  # whatever a message leads to, it must not end the run of the others
+        except Exception as error:
             reason = f"{type(error).__name__}: {str(error)[:300]}" if str(error) else type(error).__name__
-            logger.warning("ignored %s client %d: %s", what, number, reason)
-            logger.debug("client %d", number, exc_info=True)
-            if isinstance(item, Message):
-                self._wrong(number, item.msg_type, reason)
+            logger.warning("ignored %s: %s", what, reason)
+            logger.debug("%s", what, exc_info=True)
+            return reason
+        return ""
 
     def note(self, message: Message) -> None:
         """Take in a message that fits the schema; nothing but the message can make this fail."""

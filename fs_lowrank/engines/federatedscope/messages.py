@@ -7,6 +7,7 @@ nothing but shares.
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
@@ -57,6 +58,17 @@ class Address(_Strict):
 
     host: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:\[\]-]{1,255}$")]
     port: Annotated[int, Field(ge=1, le=65535)]
+
+    @field_validator("host")
+    @classmethod
+    def _plain(cls, host: str) -> str:
+        """Else a colon would make gRPC connect otherwise, as by ``unix:``."""
+        if ":" in host or "[" in host or "]" in host:
+            try:
+                ipaddress.IPv6Address(host[1:-1] if host.startswith("[") and host.endswith("]") else host)
+            except ValueError:
+                raise ValueError(f"{host!r}: expected a name or an IP address") from None
+        return host
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"

@@ -16,7 +16,8 @@
 - ``counts_in``: the file into which a client writes the bytes of tensors that it has received
 - ``reports``: what the client says of its evaluation, by the names of metrics, in place of what it has measured
 - ``naps``: (a round, seconds): the client sleeps so long in the training of that round
-- ``announces``: the port that the client names to the server, which is not the one on which it listens
+- ``announces``: the port that the client names to the server, which is not the one on which it listens; or a name of
+  this host, by which it names the server's own address
 - ``waits_in``: a folder, where a file of this process has its longest wait in seconds: as ``client`` from a message of
   its own to the server's next one, as ``server`` from asking a client until the server has its answer or gives it up
 - ``dies_evaluating``: the client exits when it is asked to evaluate; ``resume``: the run is resumed
@@ -171,10 +172,12 @@ try:
     if "announces" in sabotage:
         from fs_lowrank.engines.federatedscope.client import LowRankClient
 
-        ask_to_join = LowRankClient._ask_to_join
+        ask_to_join, named = LowRankClient._ask_to_join, {"port": sabotage["announces"]}
+        if isinstance(sabotage["announces"], str):
+            named = {"host": sabotage["announces"], "port": overrides["distribute.server_port"]}
 
         def asks(client):
-            client.local_address = {**client.local_address, "port": sabotage["announces"]}
+            client.local_address = {**client.local_address, **named}
             ask_to_join(client)
 
         LowRankClient._ask_to_join = asks

@@ -175,8 +175,8 @@ def test_a_handler_of_a_delivery_that_fails(settings, cluster, tmp_path):
     assert log_of(tmp_path).count(said) == 1
 
 
-def test_a_request_that_was_put_off_and_fails(settings, cluster, tmp_path):
-    """A stranger wants number 1 and does not answer; the request that waits for its end fails, and no other does."""
+def test_a_request_to_join_that_fails(settings, cluster, tmp_path):
+    """A stranger wants number 1 twice and does not answer; the second request fails, and no other does."""
     from tests.engines.federatedscope.test_network import Stranger
 
     with socket.socket() as silent:
@@ -201,6 +201,23 @@ def test_a_request_that_was_put_off_and_fails(settings, cluster, tmp_path):
         started[1] = cluster.start(settings, {**cluster.commands[0], **own})
         workers = {w: cluster.wait(*process) for w, process in started.items()}
     assert [w.code for w in workers.values()] == [0, 0], [w.said for w in workers.values()]
+
+
+def test_a_wrong_message_that_cannot_be_noted(settings, cluster, tmp_path):
+    """What the server does about a message that does not fit fails; that is the message's alone."""
+    from tests.engines.federatedscope.test_network import Stranger, token_of
+
+    sabotage = {0: {"waits_for": str(tmp_path), "fails_at": (f"{SERVER}._wrong", 1)}}
+    started = cluster.launch(settings, 2, keys(tmp_path), sabotage=sabotage)
+    cluster.wait_for(lambda: (tmp_path / "here").exists())
+    client = Stranger(cluster.ports[0], token_of(tmp_path, 2, cluster.ports[2]))
+    assert client.send(msg_type="metrics", content=[0.5]) == "OK"
+    (tmp_path / "go").touch()
+    workers = {w: cluster.wait(*process) for w, process in started.items()}
+    assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
+    assert [r["clients"] for r in workers[0].history] == [[1, 2]] * 3
+    said = "ignored what follows from a wrong message 'metrics' of client 2: RuntimeError: sabotage"
+    assert log_of(tmp_path).count(said) == 1
 
 
 # -- information that is missing -----------------------------------------------------------------------
