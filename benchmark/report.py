@@ -6,35 +6,21 @@ import dataclasses
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fs_lowrank import UserError
 from fs_lowrank.errors import hint
 
-from .claims import HOLDS, INCONCLUSIVE, UNTESTED, Condition, judge, used, verdict
 from .figures import draw_all
 from .job import Options
+from .markdown import heading, image, range_of, table
 from .page import page
 from .plan import chosen, command
 from .results import ExperimentResults, at_the_end, best_of, find, head_of, scale_of, title_of, value
-from .store import write_text
+from .store import Store, write_text
 from .suite import SIZES, Suite, load_suite, shipped
-
-
-def heading(content: str, level: int) -> str:
-    return f"{'#' * level} {content}"
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; the first row is the header."""
-    escaped = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
-    head, *rest = (f"| {' | '.join(row)} |" for row in escaped)
-    return "\n".join([head, "|" + " --- |" * len(rows[0]), *rest])
-
-
-def image(title: str, path: str | Path) -> str:
-    return f"![{title}]({path})"
+from .verdicts import Judged, Row, judged_claims, rows_of, said_of_claims, summary
 
 
 def write_report(options: Options) -> list[Path]:
@@ -49,7 +35,7 @@ def write_report(options: Options) -> list[Path]:
     names = options.suites or shipped()
     if not any(root.glob("*/*.json")):  # known at once; to plan every suite takes a minute
         raise _without_results(options, names)
-    claims: list[tuple[str, Suite, str]] = []
+    rows: list[Row] = []
     body: list[str] = []
     used: set[str] = set()
     for name in names:
@@ -64,15 +50,25 @@ def write_report(options: Options) -> list[Path]:
             if not any(each.has_any for each in results.values()):
                 continue
             judged = judged_claims(suite, results)
-            claims += [(claim, suite, judged[claim].verdict) for claim in judged]
-            body += _suite(suite, results, judged, root)
+            of_suite = rows_of(suite, judged, results, partial(_elsewhere, sized, store))
+            rows += of_suite
+            body += _suite(suite, results, judged, of_suite, root)
     if not body:
         raise _without_results(options, names)
-    blocks = [heading("Benchmark report", 1), _preface(options), *_summary(claims), *body, *_damaged(store, used)]
+    blocks = [heading("Benchmark report", 1), _preface(options), *summary(rows), *body, *_damaged(store, used)]
     markdown = "\n\n".join(block for block in blocks if block) + "\n"
     write_text(root / "report.md", markdown)
     write_text(root / "report.html", page(markdown, root))
     return [root / "report.md", root / "report.html"]
+
+
+def _elsewhere(options: Options, store: Store, name: str, experiment: str) -> list[dict]:
+    """The results of an experiment of another suite of the package."""
+    suite = load_suite(name, options.size)
+    if experiment not in suite.experiments:  # it is of the other size
+        return []
+    options = dataclasses.replace(options, suites=(name,), methods=())
+    return find(suite, suite.experiments[experiment], options, store).all_records
 
 
 def _without_results(options: Options, names: Sequence[str]) -> UserError:
@@ -93,104 +89,19 @@ def _preface(options: Options) -> str:
     )
 
 
-# -- claims --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Judged:
-    """The verdict on a claim, its conditions by experiment, and the groups of experiments that share cells."""
-
-    verdict: str
-    by_experiment: dict[str, list[Condition]]
-    sharing: list[list[str]]
-
-
-def judged_claims(suite: Suite, results: dict[str, ExperimentResults]) -> dict[str, Judged]:
-    """Claim -> its verdict, by its rule in each experiment with results."""
-    judged = {}
-    for name, claim in suite.claims.items():
-        by_experiment = {e: judge(claim["rule"], results[e].look) for e in claim["experiments"] if e in results}
-        hashes = {e: results[e].hashes(used(claim["rule"], results[e].look)) for e in by_experiment}
-        groups = _sharing(hashes)
-        verdicts = [_common([verdict(by_experiment[e]) for e in group]) for group in groups]
-        tested = [v for v in verdicts if v != UNTESTED]
-        if len(set(tested)) < 2:
-            overall = tested[0] if tested else UNTESTED
-        else:
-            overall = f"holds in {tested.count(HOLDS)} of {len(tested)} experiments"
-            if INCONCLUSIVE in tested:
-                overall += f", inconclusive in {tested.count(INCONCLUSIVE)}"
-        judged[name] = Judged(overall, by_experiment, [group for group in groups if len(group) > 1])
-    return judged
-
-
-def _sharing(hashes: Mapping[str, set[str]]) -> list[list[str]]:
-    """The experiments in groups: two that share a cell, directly or through others, are in one group."""
-    groups: list[list[str]] = []
-    for name, own in hashes.items():
-        near = [group for group in groups if any(own & hashes[other] for other in group)]
-        groups = [group for group in groups if group not in near] + [[e for group in near for e in group] + [name]]
-    return groups
-
-
-def _common(verdicts: Sequence[str]) -> str:
-    """The verdict of experiments that count as one: inconclusive if those that were tested differ."""
-    tested = {v for v in verdicts if v != UNTESTED}
-    return tested.pop() if len(tested) == 1 else INCONCLUSIVE if tested else UNTESTED
-
-
-def _summary(claims: list) -> list[str]:
-    if not claims:
-        return []
-    rows = [("claim", "suite", "size", "verdict")]
-    rows += [
-        (suite.claims[name]["says"], suite.name, suite.size if suite.sized else "", f"**{overall}**")
-        for name, suite, overall in claims
-    ]
-    return [
-        heading("The papers' claims", 2),
-        "Every verdict comes from the rule in the suite. It compares a 95 % interval with the claim's margin: *holds* "
-        "if all of the interval meets the rule, *does not hold* if none of it does, *inconclusive* otherwise and with "
-        "one seed. Intervals are Student's over seeds, paired by seed where methods share the seed's split. Nothing "
-        "holds in favour of a method with a collapsed or failed seed. The figures behind a verdict stand under the "
-        "suite.",
-        table(rows),
-    ]
-
-
-def _claims(suite: Suite, judged: Mapping[str, Judged]) -> list[str]:
-    blocks: list[str] = []
-    for name, result in judged.items():
-        claim = suite.claims[name]
-        blocks.append(heading(f"Claim: {claim['says']} — {result.verdict}", 3))
-        rules = "; ".join(", ".join(f"{k} {_plain(v)}" for k, v in c.items()) for c in claim["rule"])
-        blocks.append(f"{claim.get('source', '')} Rule: {rules}.".strip())
-        for experiment, conditions in result.by_experiment.items():
-            lines = [f"- {experiment}: **{verdict(conditions)}**"]
-            lines += [f"  - {c.text}: {c.verdict}" for c in conditions]
-            blocks.append("\n".join(lines))
-        blocks += [f"Sharing cells and so counted as one experiment: {', '.join(group)}." for group in result.sharing]
-        absent = [e for e in claim["experiments"] if e not in result.by_experiment]
-        if absent:
-            blocks.append(f"Not in this size: {', '.join(absent)}.")
-    return blocks
-
-
-def _plain(value) -> str:
-    if isinstance(value, dict):
-        return " ".join(f"{k}={v}" for k, v in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 # -- suites --------------------------------------------------------------------------------------------
 
 
-def _suite(suite: Suite, results: dict[str, ExperimentResults], judged: dict, root: Path) -> list[str]:
+def _suite(
+    suite: Suite,
+    results: dict[str, ExperimentResults],
+    judged: Mapping[str, Judged],
+    rows: Sequence[Row],
+    root: Path,
+) -> list[str]:
     blocks = [heading(suite.title + (f" ({suite.size})" if suite.sized else ""), 2)]
     blocks += [t for t in (suite.source, suite.note) if t]
-    blocks += _claims(suite, judged)
+    blocks += said_of_claims(suite, judged, rows)
     for each in results.values():
         if each.has_any:
             blocks += _experiment(each, root)
@@ -269,8 +180,8 @@ def _setting(results: ExperimentResults) -> str:
     parts = [
         f"Data: {', '.join([first['data']['source'], *_lost(first)])}",
         f"model `{first['model']['type']}`",
-        f"clients train on {about}{_range(samples)} samples in all",
-        f"{_range(rounds)} rounds",
+        f"clients train on {about}{range_of(samples)} samples in all",
+        f"{range_of(rounds)} rounds",
         f"batch {config['dataloader.batch_size']}",
         f"{config['train.local_update_steps']} local {steps}",
         f"{config['train.optimizer.type']}",
@@ -320,10 +231,6 @@ def _repeats(records: Sequence[Mapping]) -> str:
     counts = [r["data"]["test_rows_in_training"] for r in records if "test_rows_in_training" in r["data"]]
     most, rows = max(counts, default=(0, 0))
     return f"up to {most} of {rows:,} test rows are in the training data as well" if most else ""
-
-
-def _range(values: Sequence) -> str:
-    return f"{values[0]:,}" if len(values) == 1 else f"{values[0]:,} to {values[-1]:,}"
 
 
 def _tables(results: ExperimentResults) -> list[str]:
@@ -378,7 +285,7 @@ def _table(
         rows.append((method, *cells, *(_paper(values, method, k) or "–" for k in beside)))
     axes = " / ".join(results.experiment.axes)
     seeds = {len(rs) for rs in results.records.values()}
-    n = "one seed" if seeds == {1} else f"{_range(sorted(seeds))} seeds"
+    n = "one seed" if seeds == {1} else f"{range_of(sorted(seeds))} seeds"
     blocks = [(f"**{title}**{f', by {axes}' if axes else ''} ({n}):"), table(rows)]
     if reference and beside:
         blocks.append(f"Paper: {reference.get('from', '')}; {reference.get('setting', '')}.")

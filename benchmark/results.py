@@ -136,9 +136,14 @@ class ExperimentResults:
         fitting = [s for s in settings(self.experiment) if all(s.get(k) == v for k, v in labels.items())]
         return " / ".join(fitting[0].values()) if len(fitting) == 1 else None
 
+    def at(self, places: Sequence[tuple[str, Mapping[str, str]]]) -> list[dict]:
+        """The results of methods at labels, each once."""
+        found = [r for m, labels in places for r in self.records.get((m, self._column(labels) or ""), ())]
+        return list({r["hash"]: r for r in found}.values())
+
     def hashes(self, places: Sequence[tuple[str, Mapping[str, str]]]) -> set[str]:
         """The hashes of the results of methods at labels."""
-        return {r["hash"] for m, labels in places for r in self.records.get((m, self._column(labels) or ""), ())}
+        return {r["hash"] for r in self.at(places)}
 
 
 def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -> ExperimentResults:

@@ -92,9 +92,12 @@ REFERENCE = {
 CLAIM = {
     "says": Key(str, required=True),
     "source": Key(str),
+    "needs": Key(str),
+    "cause": Key(dict, {"words": "a mapping with says and experiments"}),
     "experiments": Key(list, required=True),
     "rule": Key(list, required=True),
 }
+CAUSE = {"says": Key(str, required=True), "experiments": Key(list[str], {"filled": True}, required=True)}
 
 
 @dataclass(frozen=True)
@@ -267,8 +270,25 @@ def _claims(given: Mapping, names: set[str], experiments: Mapping, origin: Origi
                 origin.fail(f"{at}.experiments", f"= {key!r}: there is no such experiment{there}")
             for i, condition in enumerate(claim["rule"] if key in experiments else ()):
                 _check_axes(condition, experiments[key], origin, f"{at}.rule.{i}")
+        if "cause" in claim:
+            claim["cause"] = _cause(claim["cause"], names, origin, f"{at}.cause")
         _check_methods(claim["rule"], [experiments[e] for e in claim["experiments"] if e in experiments], origin, at)
     return claims
+
+
+def _cause(given: Mapping, names: set[str], origin: Origin, at: str) -> dict:
+    """The cause of a claim, tested by experiments of this suite or, as SUITE/EXPERIMENT, of another of the package."""
+    cause = check_keys(given, CAUSE, origin, at)
+    for key in cause["experiments"]:
+        suite, _, name = key.rpartition("/")
+        if suite and suite not in shipped():
+            there = f"{nearest(suite, shipped())}; there are: {', '.join(shipped())}"
+            origin.fail(f"{at}.experiments", f"= {key!r}: there is no such suite{there}")
+        known = _names(read_yaml(SHIPPED / f"{suite}.yaml")[1]) if suite else names
+        if name not in known:
+            there = f"{nearest(name, known)}; there are: {', '.join(sorted(known))}"
+            origin.fail(f"{at}.experiments", f"= {key!r}: there is no such experiment{there}")
+    return cause
 
 
 def _check_axes(condition: Mapping, experiment: Experiment, origin: Origin, at: str) -> None:

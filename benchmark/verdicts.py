@@ -1,0 +1,228 @@
+"""The claims of a suite in the report: what it takes to see each, what was run, the seeds, the verdict, the cause.
+
+What a claim needs and the cause that was tested are in the suite (``needs``, ``cause``). What was run, the seeds and
+the verdict come from the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .claims import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, Condition, judge, used, verdict
+from .markdown import heading, range_of, table
+from .results import ExperimentResults
+from .suite import Suite
+
+#: (suite, experiment) -> its results, for the experiments of other suites
+Elsewhere = Callable[[str, str], list[dict]]
+_NOTHING = "–"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The verdict on a claim, its conditions by experiment, and the groups of experiments that share cells."""
+
+    verdict: str
+    by_experiment: dict[str, list[Condition]]
+    sharing: list[list[str]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A claim as a row of the table of all claims.
+
+    Attributes:
+        runs: experiment -> the results that the rule has looked at. seeds: experiment -> their seeds. cause: the cause
+            that was tested, with what tested it; empty for a claim that holds.
+    """
+
+    suite: Suite
+    name: str
+    verdict: str
+    runs: dict[str, list[dict]]
+    seeds: dict[str, list[int]]
+    cause: str
+
+    @property
+    def needs(self) -> str:
+        return str(self.suite.claims[self.name].get("needs") or _NOTHING)
+
+    @property
+    def ran(self) -> str:
+        """The experiments with their numbers of runs."""
+        return "; ".join(f"{name}: {_number(records)}" for name, records in self.runs.items() if records) or _NOTHING
+
+    @property
+    def seeded(self) -> str:
+        """The seeds, once if they are the same for all experiments."""
+        groups: dict[str, list[str]] = {}
+        for name, seeds in self.seeds.items():
+            groups.setdefault(", ".join(map(str, seeds)), []).append(name)
+        if len(groups) < 2:
+            return next(iter(groups), "") or _NOTHING
+        return "; ".join(f"{', '.join(names)}: {seeds}" for seeds, names in groups.items() if seeds)
+
+
+def judged_claims(suite: Suite, results: Mapping[str, ExperimentResults]) -> dict[str, Judged]:
+    """Claim -> its verdict, by its rule in each experiment with results."""
+    judged = {}
+    for name, claim in suite.claims.items():
+        by_experiment = {e: judge(claim["rule"], results[e].look) for e in claim["experiments"] if e in results}
+        hashes = {e: results[e].hashes(used(claim["rule"], results[e].look)) for e in by_experiment}
+        groups = _sharing(hashes)
+        verdicts = [_common([verdict(by_experiment[e]) for e in group]) for group in groups]
+        tested = [v for v in verdicts if v != UNTESTED]
+        if len(set(tested)) < 2:
+            overall = tested[0] if tested else UNTESTED
+        else:
+            overall = f"holds in {tested.count(HOLDS)} of {len(tested)} experiments"
+            if INCONCLUSIVE in tested:
+                overall += f", inconclusive in {tested.count(INCONCLUSIVE)}"
+        judged[name] = Judged(overall, by_experiment, [group for group in groups if len(group) > 1])
+    return judged
+
+
+def _sharing(hashes: Mapping[str, set[str]]) -> list[list[str]]:
+    """The experiments in groups: two that share a cell, directly or through others, are in one group."""
+    groups: list[list[str]] = []
+    for name, own in hashes.items():
+        near = [group for group in groups if any(own & hashes[other] for other in group)]
+        groups = [group for group in groups if group not in near] + [[e for group in near for e in group] + [name]]
+    return groups
+
+
+def _common(verdicts: Sequence[str]) -> str:
+    """The verdict of experiments that count as one: inconclusive if those that were tested differ."""
+    tested = {v for v in verdicts if v != UNTESTED}
+    return tested.pop() if len(tested) == 1 else INCONCLUSIVE if tested else UNTESTED
+
+
+def rows_of(
+    suite: Suite, judged: Mapping[str, Judged], results: Mapping[str, ExperimentResults], elsewhere: Elsewhere
+) -> list[Row]:
+    """The claims as rows; ``elsewhere`` gives the results of an experiment of another suite."""
+    rows = []
+    for name, result in judged.items():
+        rule = suite.claims[name]["rule"]
+        runs = {e: results[e].at(used(rule, results[e].look)) for e in result.by_experiment}
+        seeds = {e: _seeds(rule, records) for e, records in runs.items() if records}
+        cause = "" if result.verdict == HOLDS else _cause(suite, name, result, results, elsewhere)
+        rows.append(Row(suite, name, result.verdict, runs, seeds, cause))
+    return rows
+
+
+def _cause(
+    suite: Suite, name: str, judged: Judged, results: Mapping[str, ExperimentResults], elsewhere: Elsewhere
+) -> str:
+    """The cause named in the suite, with the runs that tested it; ``none`` for a claim that fails without one."""
+    tested = []
+    cause = suite.claims[name].get("cause") or {}
+    for place in cause.get("experiments", ()):
+        other, _, experiment = str(place).rpartition("/")
+        if other:
+            records = elsewhere(other, experiment)
+        else:
+            records = results[experiment].all_records if experiment in results else []
+        if records:
+            seeds = sorted({r["seed"] for r in records if "rounds" in r})
+            tested.append(f"{place}: {_number(records)}" + (f", {_said(seeds)}" if seeds else ""))
+    if tested:
+        return f"{cause['says'].rstrip('.')} ({'; '.join(tested)})"
+    fails = any(verdict(conditions) == FAILS for conditions in judged.by_experiment.values())
+    return "none" if fails else ""
+
+
+def _said(seeds: Sequence[int]) -> str:
+    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
+
+
+def _number(records: Sequence[Mapping]) -> str:
+    """How many runs there are, or for a study the command of its script."""
+    scripts = [r["label"] for r in records if "rounds" not in r and "label" in r]
+    if scripts:
+        return ", ".join(f"`{label}`" for label in scripts)
+    return "1 run" if len(records) == 1 else f"{len(records)} runs"
+
+
+def _seeds(rule: Sequence[Mapping], records: Sequence[Mapping]) -> list[int]:
+    """The seeds of the results; of a study those of its figures in ``by_seed``, if the rule asks for one."""
+    asked = {condition.get("metric") for condition in rule}
+    studied = [seeds for r in records for metric, seeds in r.get("by_seed", {}).items() if metric in asked]
+    return sorted({s for seeds in studied for s in seeds} if studied else {r["seed"] for r in records if "rounds" in r})
+
+
+def _ran_in_words(records: Sequence[Mapping], seeds: Sequence[int]) -> str:
+    """What was run for a claim in an experiment."""
+    if not records:
+        return ""
+    parts = [_number(records)]
+    models = sorted({r["model"]["type"] for r in records if "type" in r.get("model", {})})
+    parts += [f"model {', '.join(f'`{m}`' for m in models)}"] if models else []
+    for key, word in (("rounds", "rounds"), ("samples", "samples trained on")):
+        if counts := sorted({r[key] for r in records if r.get(key)}):
+            parts.append(f"{range_of(counts)} {word}")
+    parts += [_said(seeds)] if seeds else []
+    return f" — {'; '.join(parts)}"
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """The section with the table of all claims."""
+    if not rows:
+        return []
+    head = ("claim", "suite", "size", "what it takes to see it", "what was run", "seeds", "verdict", "tested cause")
+    lines = [
+        (
+            row.suite.claims[row.name]["says"],
+            row.suite.name,
+            row.suite.size if row.suite.sized else "",
+            row.needs,
+            row.ran,
+            row.seeded,
+            f"**{row.verdict}**",
+            row.cause,
+        )
+        for row in rows
+    ]
+    return [
+        heading("The papers' claims", 2),
+        "Every verdict comes from the rule in the suite. It compares a 95 % interval with the claim's margin: *holds* "
+        "if all of the interval meets the rule, *does not hold* if none of it does, *inconclusive* otherwise and with "
+        "one seed. Intervals are Student's over seeds, paired by seed where methods share the seed's split. Nothing "
+        "holds in favour of a method with a collapsed or failed seed. The figures behind a verdict stand under the "
+        "suite. What was run and the seeds are those of the figures that the rule compares. Beside a claim that does "
+        "not hold everywhere stands the most likely cause that was tested, with what tested it.",
+        table([head, *lines]),
+    ]
+
+
+def said_of_claims(suite: Suite, judged: Mapping[str, Judged], rows: Sequence[Row]) -> list[str]:
+    """The section of each claim: what it takes, its rule, and by experiment what was run and how it was decided."""
+    blocks: list[str] = []
+    for row in rows:
+        result, claim = judged[row.name], suite.claims[row.name]
+        blocks.append(heading(f"Claim: {claim['says']} — {result.verdict}", 3))
+        rules = "; ".join(", ".join(f"{k} {_plain(v)}" for k, v in c.items()) for c in claim["rule"])
+        blocks.append(f"{claim.get('source', '')} Rule: {rules}.".strip())
+        if claim.get("needs"):
+            blocks.append(f"What it takes to see it: {claim['needs']}")
+        for experiment, conditions in result.by_experiment.items():
+            ran = _ran_in_words(row.runs[experiment], row.seeds.get(experiment, ()))
+            lines = [f"- {experiment}: **{verdict(conditions)}**{ran}"]
+            lines += [f"  - {c.text}: {c.verdict}" for c in conditions]
+            blocks.append("\n".join(lines))
+        if row.cause:
+            blocks.append(f"The most likely cause that was tested: {row.cause}.")
+        blocks += [f"Sharing cells and so counted as one experiment: {', '.join(group)}." for group in result.sharing]
+        absent = [e for e in claim["experiments"] if e not in result.by_experiment]
+        if absent:
+            blocks.append(f"Not in this size: {', '.join(absent)}.")
+    return blocks
+
+
+def _plain(value) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{k}={v}" for k, v in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,93 @@
+"""What the report says of a claim beside its verdict: what it takes, what was run, the seeds, the tested cause."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from benchmark.claims import FAILS, HOLDS
+from benchmark.results import ExperimentResults
+from benchmark.suite import SIZES, load_suite, shipped
+from benchmark.verdicts import judged_claims, rows_of, said_of_claims, summary
+
+RULE = [{"is": "above", "better": "a", "than": ["b"], "by": 0}]
+CAUSE = {"says": "Too few rounds.", "experiments": ["longer", "analysis/why"]}
+STUDY = {"label": "python -m benchmark.analysis.why --seeds 1", "hash": "s", "seed": 0}
+
+
+def record(seed, acc, **more):
+    found = {"seed": seed, "hash": f"{seed} {acc}", "metrics": {"test_acc": acc}, "rounds": 4, "samples": 640}
+    return {**found, "model": {"type": "tiny"}, **more}
+
+
+def results(experiment, **by_method):
+    axes = SimpleNamespace(axes={}, name=experiment)
+    return ExperimentResults(None, axes, {(method, ""): records for method, records in by_method.items()})
+
+
+def rows(claim, found, elsewhere=lambda suite, experiment: []):
+    claim = {"says": "A is ahead", "source": "a paper", "experiments": ["one"], "rule": RULE, **claim}
+    suite = SimpleNamespace(claims={"c": claim}, name="mine", size="small", sized=True)
+    judged = judged_claims(suite, found)
+    of_suite = rows_of(suite, judged, found, elsewhere)
+    return of_suite[0], "\n\n".join(said_of_claims(suite, judged, of_suite)), summary(of_suite)[-1]
+
+
+BEHIND = results(
+    "one",
+    a=[record(0, 0.6), record(1, 0.61, rounds=6)],
+    b=[record(s, 0.8 + s / 50) for s in (0, 1)],
+    c=[record(7, 0.5)],
+)
+AHEAD = results("one", a=[record(s, 0.8 + s / 50) for s in (0, 1)], b=[record(0, 0.6), record(1, 0.615)])
+
+
+def test_what_was_run_and_the_seeds_are_those_of_the_figures_that_the_rule_compares():
+    row, said, table = rows({"needs": "Two methods."}, {"one": BEHIND})
+    assert (row.verdict, row.ran, row.seeded) == (FAILS, "one: 4 runs", "0, 1")  # the method c is in no rule
+    assert "- one: **does not hold** — 4 runs; model `tiny`; 4 to 6 rounds; 640 samples trained on; seeds 0, 1" in said
+    assert "What it takes to see it: Two methods." in said
+    assert "| A is ahead | mine | small | Two methods. | one: 4 runs | 0, 1 | **does not hold** | none |" in table
+
+
+def test_seeds_are_named_by_experiment_where_they_differ():
+    apart = results("two", a=[record(5, 0.7)], b=[record(5, 0.6)])
+    row, _, _ = rows({"experiments": ["one", "two", "absent"]}, {"one": AHEAD, "two": apart})
+    assert row.seeded == "one: 0, 1; two: 5" and row.ran == "one: 4 runs; two: 2 runs"
+
+
+def test_a_claim_without_results_says_so():
+    row, said, table = rows({}, {"one": results("one")})
+    assert (row.needs, row.ran, row.seeded, row.cause) == ("–", "–", "–", "")
+    assert "- one: **not tested at this size**\n" in said and "What it takes" not in said
+
+
+def test_a_claim_that_fails_names_the_cause_with_what_tested_it():
+    longer = results("longer", a=[record(3, 0.7)])
+
+    def elsewhere(suite, experiment):
+        assert (suite, experiment) == ("analysis", "why")
+        return [STUDY]
+
+    row, said, table = rows({"cause": CAUSE}, {"one": BEHIND, "longer": longer}, elsewhere)
+    cause = "Too few rounds (longer: 1 run, seed 3; analysis/why: `python -m benchmark.analysis.why --seeds 1`)"
+    assert row.cause == cause and f"The most likely cause that was tested: {cause}." in said and cause in table
+    assert rows({"cause": CAUSE}, {"one": BEHIND})[0].cause == "none"  # what would test it has not run
+    row, said, _ = rows({"cause": CAUSE}, {"one": AHEAD, "longer": longer}, elsewhere)
+    assert (row.verdict, row.cause) == (HOLDS, "") and "cause" not in said
+
+
+def test_the_seeds_of_a_study_are_those_of_its_figures():
+    study = {**STUDY, "metrics": {"ratio": 2.0}, "by_seed": {"ratio": {0: 1.9, 4: 2.1}}}
+    rule = [{"is": "value", "methods": ["study"], "metric": "ratio", "at_least": 1}]
+    row, said, _ = rows({"rule": rule}, {"one": results("one", study=[study])})
+    assert row.seeded == "0, 4" and row.ran == f"one: `{STUDY['label']}`"
+    without = {**STUDY, "metrics": {"ratio": 2.0}}
+    assert rows({"rule": rule}, {"one": results("one", study=[without])})[0].seeded == "–"
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_the_claims_of_the_shipped_suites_say_what_it_takes_to_see_them(name):
+    for size in SIZES:
+        for claim in load_suite(name, size).claims.values():
+            assert claim["needs"].endswith("."), claim["says"]
+            assert claim.get("cause", {"says": "."})["says"].endswith("."), claim["says"]
