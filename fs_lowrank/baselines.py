@@ -33,6 +33,7 @@ from .rounds.evaluator import CLIENTS, Evaluator
 from .rounds.finite import not_finite
 from .rounds.record import Failure
 from .rounds.site import Site
+from .runs.checksums import check_finished, seal_finished, unseal
 from .runs.environment import write_environment
 from .runs.folder import check_outdir
 from .runs.records import SHOWN, Records, read_records
@@ -140,8 +141,10 @@ def run_row(
 
 def _has_ended(outdir: Path, facts: Mapping[str, Any]) -> bool:
     """Whether the folder holds this row, of the same configuration, data and model."""
+    again = "the row is trained again"
     try:
-        summary = read_json(outdir / "summary.json", missing={}, remedy="the row is trained again")
+        summary = read_json(outdir / "summary.json", missing={}, remedy=again)
+        check_finished(outdir, ("summary.json", "rounds.jsonl"), again)
     except DamagedFile as error:
         logger.warning("%s", error)
         return False
@@ -151,6 +154,7 @@ def _has_ended(outdir: Path, facts: Mapping[str, Any]) -> bool:
 def _written(site: Site, found: dict[str, Any], facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Write the files of the row; returns its only record, as it is in the file."""
     outdir, record = Path(site.config.outdir), found.pop("record")
+    unseal(outdir)
     with replacing(outdir / "config.yaml") as aside:
         site.config.dump(aside)
     write_environment(outdir / "environment.json", site.new_weights, None)
@@ -161,6 +165,7 @@ def _written(site: Site, found: dict[str, Any], facts: Mapping[str, Any]) -> lis
     about = {"schema": SCHEMA, "final": final, "seed": site.config.seed}
     write_text(outdir / "local.json", to_json({**about, **found}, indent=1))
     write_text(outdir / "summary.json", to_json({**about, "bytes": dict.fromkeys(_BYTES, 0), **facts}, indent=1))
+    seal_finished(outdir)
     return records.history
 
 

@@ -158,7 +158,11 @@ def fail(study: optuna.Study, trial: FrozenTrial, kind: str, reason: str) -> Non
 
 
 def reap(study: optuna.Study, say=lambda text: None) -> int:
-    """End the running trials of dead workers and queue them again; returns how many there were."""
+    """End the running trials of dead workers and queue them again, and so those that ended without being queued again.
+
+    Returns:
+        How many trials of dead workers there were.
+    """
     count = 0
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         if not is_dead(trial, time.time()):
@@ -177,7 +181,30 @@ def reap(study: optuna.Study, say=lambda text: None) -> int:
             f"{study.study_name} #{trial.number}: its worker died; "
             f"{'queued again' if again else 'given up after ' + str(tries + 1) + ' times'}"
         )
+    for trial in _forgotten(study.get_trials(deepcopy=False)):
+        requeue(study, trial)
+        say(f"{study.study_name} #{trial.number}: it was {kind(trial)}, and had not been queued again; it is now")
     return count
+
+
+def _forgotten(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+    """The interrupted and lost trials after which nothing waits, runs or has ended: the process that was to queue them
+    again was ended before it had, or its line was cut off the journal.
+    """
+    last: dict[tuple, FrozenTrial] = {}
+    settled = set()
+    for trial in trials:
+        attrs = trial.user_attrs
+        run = draw_of(trial), attrs.get("rung", 0), attrs.get("of"), attrs.get("seed")
+        if kind(trial) in ("complete", "pruned", "running", "waiting"):
+            settled.add(run)
+        if kind(trial) != "surplus":
+            last[run] = trial
+    return [
+        trial
+        for run, trial in last.items()
+        if run not in settled and kind(trial) in ("interrupted", "lost") and not given_up(trial)
+    ]
 
 
 def kind(trial: FrozenTrial) -> str:

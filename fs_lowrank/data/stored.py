@@ -7,6 +7,7 @@ Folders of ``save_to_disk``, ``.arrow`` files (streams, as ``datasets`` writes t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -227,11 +228,29 @@ def _columns(dataset: Any) -> str:
     return ", ".join(f"{name} ({getattr(of, 'dtype', of)})" for name, of in dataset.features.items())
 
 
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without the messages and progress bars of ``datasets``, which are as they were before after the block.
+
+    It logs that a file is damaged before it raises the error.
+    """
+    import datasets
+
+    shown, verbosity = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(verbosity)
+        if shown:
+            datasets.enable_progress_bars()
+
+
+@_silent()
 def _opened(path: Path) -> Any:
     import datasets
 
-    shown = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
     try:
         if is_saved(path):
             return datasets.load_from_disk(str(path))
@@ -244,6 +263,3 @@ def _opened(path: Path) -> Any:
             raise UserError(str(error)) from None
         first = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"{path} cannot be read: {first}") from error
-    finally:
-        if shown:
-            datasets.enable_progress_bars()

@@ -20,12 +20,15 @@ from ..models.fingerprints import configuration_fingerprint, fingerprint_of
 from ..models.placing import at_home
 from ..models.saved import load_adapter
 from ..rounds.site import device_of
-from ..runs.best import KINDS
+from ..runs.checksums import KINDS, check_finished
 from ..runs.environment import changed_since
 from ..runs.records import read_records
 
 #: what is used of a summary
 _USED = {"final": dict, "labels": list | None, "best": dict | None, "rows": dict | None, "rows.tok_len": int | None}
+
+#: what is read of its folder beside what was trained
+_READ = ("config.yaml", "summary.json", "rounds.jsonl", "environment.json")
 
 
 @dataclass
@@ -127,7 +130,7 @@ def load_run(folder: str | Path, best: bool = False) -> FinishedRun:
         best: the model after the best round by validation data (``eval.save_best``), not after the last one.
     Raises:
         UserError: the folder holds no finished run, or one of an image network; there is no best round; the tokenizer
-            cannot be loaded.
+            cannot be loaded; a file is not what the run left (``checksums.json``).
     """
     folder = Path(folder)
     for name in ("config.yaml", "summary.json"):
@@ -135,6 +138,7 @@ def load_run(folder: str | Path, best: bool = False) -> FinishedRun:
             what = "no run" if not (folder / "config.yaml").is_file() else "a run that has not ended"
             raise UserError(f"{folder} holds {what}: there is no {name}; give the outdir of a finished run")
     summary = read_json(folder / "summary.json", fields=_USED)
+    check_finished(folder, _READ)
     config = load_config(folder / "config.yaml")
     if config.is_vision:
         raise UserError(
@@ -148,6 +152,7 @@ def load_run(folder: str | Path, best: bool = False) -> FinishedRun:
             raise UserError(f"{where}; the run did not save what it trained")
         why = "eval.save_best was off" if summary.get("best") else "it evaluated no validation data (eval.split)"
         raise UserError(f"{where}: {why}; without best=True, the last round's is taken")
+    check_finished(folder, [saved.name])
     if saved.name.startswith("model"):
         changed = {"model.type": f"{saved}@{config.model.type.rpartition('@')[2]}"}
         # A base that was quantised was saved as it computed.

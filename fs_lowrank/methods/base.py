@@ -70,6 +70,9 @@ class Requires:
             of one that overrides ``changed_base``.
         alone: a client needs the model to itself while it trains, because the method computes with the model's own
             tensors then, by hooks for example. ``train.cohort`` trains the clients of other methods together.
+        layers: of ``llm.adapter.args`` only the choice of layers is used, because the method adds no adapter to them.
+        ranks: of the clients' adapters, if hyperparameters give them; an ``r`` of ``llm.adapter.args`` that is
+            no larger has no effect beside them.
         idle: keys without effect beside these hyperparameters, such as ``lowrank.tau``, and why; each that is not at
             its default is reported before a run.
     """
@@ -81,6 +84,8 @@ class Requires:
     rounds: bool = False
     changes_base: bool = False
     alone: bool = False
+    layers: bool = False
+    ranks: tuple[int, ...] = ()
     idle: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def adapts(self, use: bool | None) -> bool:

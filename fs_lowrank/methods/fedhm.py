@@ -64,7 +64,7 @@ class FedHM(Averaging):
             idle["lowrank.master"] = "all clients have one rank factor"
         if params.average_by == "uniform":
             idle["federate.ignore_weight"] = "lowrank.average_by is uniform"
-        return replace(super().requires(params), idle=idle)
+        return replace(super().requires(params), layers=True, idle=idle)
 
     @classmethod
     def revision_of(cls, params: Params):

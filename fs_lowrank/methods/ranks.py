@@ -63,7 +63,7 @@ class RankedMethod(Gathering):
 
     @classmethod
     def requires(cls, params: RankedParams) -> Requires:
-        return dataclasses.replace(super().requires(params), adapter="lora")
+        return dataclasses.replace(super().requires(params), adapter="lora", ranks=tuple(params.ranks))
 
     def __init__(self, params, setting):
         super().__init__(params, setting)

@@ -12,6 +12,7 @@ from ..config import Config, load_config
 from ..errors import UserError
 from ..jobs.files import cannot_read, read_json
 from ..runs.chance import Chance, run_verdict
+from ..runs.checksums import check_finished
 from ..runs.records import SHOWN, read_records
 from ..runs.split import read_split
 from ..runs.summary import for_people
@@ -96,11 +97,14 @@ _USED = {
     "on_test.clients": dict,
     "on_test.confusion": list,
 }
+#: what it reads of a run that has ended
+_READ = ("config.yaml", "summary.json", "rounds.jsonl", "data.json", "rows.npz")
 
 
 def _read(name: str, folder: Path, config: Config) -> Shown:
     path = folder / "summary.json"
     summary = read_json(path, fields=_USED, missing={})
+    check_finished(folder, _READ)
     shown = Shown(name, folder, config, [], read_split(folder), summary)
     for record in read_records(folder / "rounds.jsonl", up_to=10**9, fields=SHOWN):
         metrics = {split: for_people(of, shown.language) for split, of in record["metrics"].items()}

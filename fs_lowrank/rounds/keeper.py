@@ -25,7 +25,7 @@ from ..methods import revisions
 from ..models.adapters import adapter_name, load_tensors
 from ..models.names import tags
 from ..models.saved import save_adapter
-from ..runs import best
+from ..runs import best, checksums
 from ..runs.card import model_card
 from ..runs.checkpoint import Checkpoint, load_checkpoint, remove_old, save_checkpoint, saved_rounds
 from ..runs.environment import environment, versions, write_environment
@@ -188,6 +188,7 @@ class RecordKeeper:
                 )
             remove_old(self.outdir / "checkpoint", self.config.lowrank.keep_checkpoints, checkpoint.round)
         best.go_back(self.outdir, checkpoint.round if checkpoint else 0)
+        checksums.unseal(self.outdir)
         self._records = Records(records, history)
         with self._replaced(self.config_name) as aside:
             self.config.dump(aside)
@@ -417,8 +418,7 @@ class RecordKeeper:
         """
         if self._scored:  # the record in the file may have a part of them, if the run ended early
             self._scored[0]["client_scores"] = self._scored[1]
-        history, result = self.history, self._result()
-        pictures = self.config.lowrank.pictures
+        history, result, pictures = self.history, self._result(), self.config.lowrank.pictures
         named = self.site.data.task.endswith("classification") and any("test" in r["metrics"] for r in history)
         on_test = self.evaluator.on_test() if named and pictures else {}
         result.facts["formula_bytes"] = self._formula_bytes()
@@ -475,15 +475,15 @@ class RecordKeeper:
             "seed": self.config.seed,
         }
         write_text(self.outdir / "summary.json", to_json(summary, indent=1))
+        checksums.seal_finished(self.outdir)
         return result
 
     def _draw(self, result: RunResult, on_test: Mapping[str, Any]) -> None:
         """Draw the pictures of the run."""
         majority, title = self.site.data.majority, f"{self.method.name} · {setting_of(self.config)}"
         curves, sizes = self.outdir / "curves.png", result.facts["held_out"]
-        result.saved["curves"] = plot_curves(
-            {self.method.name: result.history}, curves, majority, title=title, sizes=sizes
-        )
+        history = {self.method.name: result.history}
+        result.saved["curves"] = plot_curves(history, curves, majority, title=title, sizes=sizes)
         if on_test:
             plot_test(on_test, self.outdir / "test.png", self.site.data.label_names, majority, title=title)
 

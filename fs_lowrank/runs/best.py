@@ -5,22 +5,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import UserError
-from ..jobs.files import from_json, remove_unfinished, replacing, write_text
-from .checkpoint import checksum, folder_of, saved_rounds
-
-#: what may be kept of a round, and is saved of the last one
-KINDS = ("adapter", "model")
-
-
-#: beside them: by name the checksums of their files
-_SUMS = "checksums.json"
+from ..jobs.files import remove_unfinished, replacing
+from . import checksums
+from .checkpoint import folder_of, saved_rounds
+from .checksums import KINDS, damaged
 
 
 def place(round: int) -> str:
@@ -44,9 +38,7 @@ def keep_only(outdir: Path, checkpoints: Iterable[int]) -> None:
 
 def seal(outdir: Path, round: int) -> None:
     """Note the checksums of all that is kept of ``round``."""
-    folder = outdir / place(round)
-    files = sorted(path for kind in KINDS for path in (folder / kind).rglob("*") if path.is_file())
-    write_text(folder / _SUMS, json.dumps({path.relative_to(folder).as_posix(): checksum(path) for path in files}))
+    checksums.seal(outdir / place(round), KINDS)
 
 
 def go_back(outdir: Path, round: int) -> None:
@@ -65,21 +57,11 @@ def go_back(outdir: Path, round: int) -> None:
 
 def _check(folder: Path) -> None:
     """Raise ``UserError`` if a file is not as it was when it was written, as far as that is known (``seal``)."""
-    sums = folder / _SUMS
-    if not sums.exists() and not sums.is_symlink():
-        return
-    damaged = sums
-    try:
-        for name, expected in from_json(sums.read_bytes()).items():
-            damaged = folder / name
-            if checksum(damaged) != expected:
-                raise ValueError("its checksum does not match")
-    except (OSError, ValueError) as error:
-        reason = "it is missing" if isinstance(error, FileNotFoundError) else str(error).split(": '")[0]
+    if found := damaged(folder):
+        file, reason = found
         raise UserError(
-            f"{damaged} is damaged ({reason}); restore it, or remove {folder} to go on without what was kept of that "
-            "round"
-        ) from error
+            f"{file} is damaged ({reason}); restore it, or remove {folder} to go on without what was kept of that round"
+        )
 
 
 def publish(outdir: Path, round: int, move: bool) -> dict[str, Path]:

@@ -24,6 +24,7 @@ from torch import Tensor
 from ..errors import RunFailed, UserError
 from ..jobs.files import read_json, replacing
 from ..versions import SCHEMA, NewerSchema, check_schema
+from .checksums import checksum
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -35,12 +36,6 @@ class Checkpoint:
     round: int
     parts: dict[str, dict[str, Tensor]]
     meta: dict
-
-
-def checksum(path: Path) -> str:
-    """The SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _meta_sum(meta: Mapping) -> str:

@@ -11,6 +11,7 @@ from ..errors import RunFailed, UserError
 from ..jobs.files import cannot_write
 from ..jobs.locks import take
 from ..settings import Settings
+from . import checksums
 
 #: what a run writes to its folder, and ``overwrite`` removes
 CONTENTS = (
@@ -18,6 +19,7 @@ CONTENTS = (
     *(f"{name}.{kind}" for name in ("curves", "clients", "test") for kind in ("png", "pdf")),
     *(f"{name}.{kind}" for name in ("summary", "client_scores") for kind in ("csv", "tex")),
     *("lowrank.yaml", "adapter", "model", "personal", "best", "adapter_best", "model_best", "before.json"),
+    checksums.FILE,
     *("local.json", "given_data", "given_model", "flower", "answers.jsonl", "tensorboard"),
     *("exp_print.log", "eval_results.log", "system_metrics.log"),  # of FederatedScope
 )

@@ -19,6 +19,8 @@ SHORT = {
     "dropout": "lora_dropout",
     "rank": "r",
 }
+#: the arguments that choose layers
+OF_LAYERS = ("target_modules", "layers_to_transform", "layers_pattern", "exclude_modules")
 _LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules", "layers_to_transform", "use_rslora")
 #: what PEFT's configs say of an adapter that is saved, whatever its kind; here PEFT sets it itself
 OF_PEFT = (

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from . import framework
-from .adapter import OF_PEFT, AdapterSpec
+from .adapter import OF_LAYERS, OF_PEFT, AdapterSpec
 from .check import one_mapping
 from .parameters import params_defaults
 from .schema import Settings, flat_keys
@@ -98,6 +98,10 @@ def _conditions(config: Settings, engine: str, method: Any) -> Iterator[Conditio
     whole = method.name in framework.WITH_ADAPTERS or needs.adapter == "optional"
     yield bool(config.llm.adapter.use) or not whole, trains, (_ADAPTER,)
     yield from _of_adapter(config.adapter)
+    others = tuple(f"{_ADAPTER}.0.{name}" for name in config.llm.adapter.args[0] if name not in OF_LAYERS)
+    yield not needs.layers, f"{method.name} adds no adapter, and takes the choice of layers alone from it", others
+    larger = config.adapter.r > max(needs.ranks, default=0)
+    yield larger, "lowrank.ranks gives the ranks of the clients, and the largest is no less", (f"{_ADAPTER}.0.r",)
     answers = config.model.task == "CausalLM"
     yield answers, f"it is for causal language models, and {model}, for {config.model.task}", ("eval.generate",)
     further = ("split", "prompts", "max_tokens", "temperature", "score")

@@ -1,4 +1,8 @@
-"""Finished runs whose files have changed since: damaged adapters, another base, another tokenizer beside the base."""
+"""Finished runs whose files have changed since: damaged adapters, another base, another tokenizer beside the base.
+
+``checksums.json`` tells what has changed in the folder of a run. Without it, as in folders of version 0.1.0, more is
+left to what the files themselves say.
+"""
 
 import json
 import shutil
@@ -16,8 +20,15 @@ from fs_lowrank.data.tokenize import tokenizer_fingerprint
 from fs_lowrank.errors import say_once
 from fs_lowrank.finished import evaluate_rows, load_run, read_rows
 from fs_lowrank.models.build import build_tokenizer
+from fs_lowrank.page import read_runs
 from fs_lowrank.testing import small
 from fs_lowrank.testing.bench import logits
+
+
+def unsealed(run):
+    """The folder of a run, whose files are no longer compared with what it left."""
+    (run / "checksums.json").unlink()
+    return run
 
 
 def copy_of(result, folder):
@@ -26,7 +37,7 @@ def copy_of(result, folder):
     path = run / "config.yaml"
     base = load_config(path).model.type.rpartition("@")[0]
     path.write_text(path.read_text().replace(base, str(folder / "base")))
-    return run, shutil.copytree(base, folder / "base")
+    return unsealed(run), shutil.copytree(base, folder / "base")
 
 
 def tensors(change):
@@ -84,12 +95,17 @@ def test_a_damaged_adapter_is_refused_and_not_used_without_what_it_lacks(runs, t
     for task, result in runs.items():
         folder = shutil.copytree(result.outdir, tmp_path / task)
         damage(folder / "adapter")
+        with pytest.raises(
+            UserError, match=rf"{folder}/adapter/adapter_\w+\.(json|safetensors) is not what the run left"
+        ):
+            load_run(folder)
+        unsealed(folder)
         with pytest.raises(UserError, match=f"adapter/{file}.*{said}.*; put back the files of this folder"):
             _ = load_run(folder).model
 
 
 def test_a_head_that_is_missing_is_named(runs, reviews_csv, tmp_path, capsys):
-    folder = shutil.copytree(runs["classes"].outdir, tmp_path / "run")
+    folder = unsealed(shutil.copytree(runs["classes"].outdir, tmp_path / "run"))
     tensors(lambda all: {n: t for n, t in all.items() if "classifier" not in n})(folder / "adapter")
     for command in ("evaluate", "predict"):
         out = ["--out", str(tmp_path / "out.csv"), "--column", "guess"] if command == "predict" else []
@@ -124,6 +140,7 @@ def test_an_adapted_output_layer_loads_although_its_file_has_the_weight_of_the_b
     run = load_run(result.outdir)
     examples = read_rows(run, instructions_jsonl).examples
     torch.testing.assert_close(logits(run.model, examples), logits(result.model, examples))
+    unsealed(result.outdir)
     tensors(lambda all: {n: t[:-1].clone() if "base_layer" in n else t for n, t in all.items()})(file.parent)
     with pytest.raises(UserError, match="lm_head.base_layer.weight is"):
         _ = load_run(result.outdir).model
@@ -135,6 +152,96 @@ def test_a_damaged_summary_is_one_line(runs, tmp_path, content):
     (folder / "summary.json").write_text(content)
     with pytest.raises(UserError, match="run/summary.json (cannot be read|is not what a run writes)"):
         load_run(folder)
+
+
+# -- checksums -----------------------------------------------------------------------------------------
+
+
+def flipped(path):
+    """Flip one bit in the middle of a file, where a tensor has its values."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def read_all(folder, best=False):
+    """All that is read of a finished run, by what comes after it."""
+    run = load_run(folder, best)
+    return run, run.which
+
+
+def test_a_flipped_bit_in_what_was_trained_is_refused(runs, reviews_csv, tmp_path, capsys):
+    """It is a valid file of another result, which evaluate and predict used as if it were the run's."""
+    run = shutil.copytree(runs["classes"].outdir, tmp_path / "renamed")
+    assert cli.main(["evaluate", str(run), "--data", str(reviews_csv)]) == 0
+    flipped(run / "adapter" / FILE)
+    capsys.readouterr()
+    for command in (["evaluate"], ["predict", "--out", str(tmp_path / "out.csv"), "--column", "guess"]):
+        assert cli.main([command[0], str(run), "--data", str(reviews_csv), *command[1:]]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{run / 'adapter' / FILE} is not what the run left there (its checksum does not match)" in line
+        assert "--resume" in line and f"if it was changed on purpose, remove {run / 'checksums.json'}" in line
+    assert cli.main(["report", str(run), "--out", str(tmp_path / "page.html")]) == 0, "the page reads no weights"
+    unsealed(run)  # what the message advises
+    assert cli.main(["evaluate", str(run), "--data", str(reviews_csv)]) == 0
+
+
+def test_every_file_that_is_read_of_a_finished_run_is_compared(runs, tmp_path):
+    outdir = runs["classes"].outdir
+    sums = json.loads((outdir / "checksums.json").read_text())
+    assert list(sums) == sorted(sums)
+    whole = {p.relative_to(outdir).as_posix() for p in outdir.rglob("*") if p.is_file()}
+    beside = {"config.yaml", "summary.json", "rounds.jsonl", "environment.json"}
+    table = {"data.json", "rows.npz"}
+    of_weights = {name for name in whole if name.split("/")[0] in ("adapter", "adapter_best") and "README" not in name}
+    assert of_weights | beside | table == set(sums) and any(name.startswith("adapter_best") for name in sums)
+    for name in sorted(sums):
+        run = shutil.copytree(outdir, tmp_path / "run")
+        flipped(run / name)
+        named = f"{run / name}"
+        if name not in table:
+            with pytest.raises(UserError) as refused:
+                read_all(run, best=name.startswith("adapter_best"))
+            assert named in str(refused.value) and len(str(refused.value).splitlines()) == 1
+        if name in beside - {"environment.json"} | table:
+            with pytest.raises(UserError) as refused:
+                read_runs([run])
+            assert named in str(refused.value) and len(str(refused.value).splitlines()) == 1
+        shutil.rmtree(run)
+
+
+def test_what_is_read_by_nobody_may_change(runs, tmp_path):
+    run = shutil.copytree(runs["classes"].outdir, tmp_path / "run")
+    (run / "adapter" / "README.md").write_text("Our model of reviews.")
+    for name in ("adapter_best", "checkpoint"):
+        shutil.rmtree(run / name)
+    (run / "notes.txt").write_text("kept for the paper")
+    read_all(run)
+    read_runs([run])
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"config.yaml": 5}', "[" * 100_000], ids=lambda text: text[:4])
+def test_a_damaged_list_of_checksums_is_one_line(runs, tmp_path, content):
+    run = shutil.copytree(runs["classes"].outdir, tmp_path / "run")
+    (run / "checksums.json").write_text(content)
+    with pytest.raises(UserError, match=f"{run}/(checksums.json|config.yaml) is not what the run left there .*remove"):
+        load_run(run)
+
+
+@pytest.mark.more
+def test_a_resumed_run_writes_what_is_damaged_anew(runs, tmp_path):
+    outdir = runs["classes"].outdir
+    run = shutil.copytree(outdir, tmp_path / "run")
+    flipped(run / "adapter" / FILE)
+    config = load_config(run / "config.yaml").replace({"outdir": str(run), "expname": ""})
+
+    def on_round(record):
+        assert not (run / "checksums.json").exists(), "files are changing, and the page may read them meanwhile"
+
+    fs_lowrank.run(config.replace({"federate.total_round_num": 4}), resume=True, on_round=on_round)
+    read_all(run)
+    again = json.loads((run / "checksums.json").read_text())
+    assert list(again) == list(json.loads((outdir / "checksums.json").read_text()))
 
 
 # -- the base ------------------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ def test_processes_and_a_resumed_run(written, config, tmp_path, no_curves):
         ("dict", "a DatasetDict without the split 'train'; it has: dev"),
     ],
 )
-def test_what_cannot_be_read_is_one_line(written, config, tmp_path, name, said):
+def test_what_cannot_be_read_is_one_line(written, config, tmp_path, name, said, capfd, caplog):
     (tmp_path / "mixed").mkdir()
     pq.write_table(pa.table({"text": ["a", "b"], "label": [0, 1]}), tmp_path / "mixed" / "a.parquet")
     pq.write_table(pa.table({"sentence": ["a", "b"]}), tmp_path / "mixed" / "b.parquet")
@@ -165,9 +165,13 @@ def test_what_cannot_be_read_is_one_line(written, config, tmp_path, name, said):
     with pa.ipc.new_stream(str(tmp_path / "empty.arrow"), schema) as writer:
         writer.write_table(schema.empty_table())
     datasets.DatasetDict({"dev": datasets.Dataset.from_dict({"text": ["a"]})}).save_to_disk(str(tmp_path / "dict"))
+    verbosity = datasets.logging.get_verbosity()
+    capfd.readouterr()
     with pytest.raises(UserError, match=said) as caught:
         load_raw(config(tmp_path / name).data)
     assert "\n" not in str(caught.value)
+    assert not capfd.readouterr().err and not caplog.records, "the library says nothing of its own beside it"
+    assert datasets.logging.get_verbosity() == verbosity and datasets.is_progress_bar_enabled()
 
 
 _GROWTH = """

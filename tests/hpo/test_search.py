@@ -342,6 +342,24 @@ def test_trials_of_dead_workers_are_retried_at_most_twice(search):
     assert len(lost) == 3 and "3 times" in lost[-1].user_attrs["reason"]
 
 
+@pytest.mark.parametrize("how", ["interrupted", "lost"])
+def test_a_trial_that_ended_without_being_queued_again_is_queued(search, how):
+    """Its process was ended between two lines of the journal, or a full disk cut off the second."""
+    options, _, _ = search(timeout=1e-6)
+    _, study = studies(options)
+    trial = study.ask()
+    core.fail(study, study.get_trials()[trial.number], how, "the search was stopped")
+    lines = []
+    assert core.reap(study, lines.append) == 0
+    assert lines == [f"s #{trial.number}: it was {how}, and had not been queued again; it is now"]
+    (again,) = [t for t in trials(options) if t.number > 1]
+    assert kind(again) == "waiting" and core.draw_of(again) == core.draw_of(trials(options)[trial.number])
+    assert again.user_attrs["retry"] == (how == "lost") and core.reap(study, lines.append) == 0 and len(lines) == 1
+    options, ended, _ = search()
+    found = [t for t in trials(options) if kind(t) == "complete"]
+    assert ended.how == "done" and sorted(t.params["train.optimizer.lr"] for t in found) == [1e-3, 1e-2]
+
+
 def test_a_worker_that_runs_is_not_taken_for_dead(search):
     options, _, _ = search(timeout=1e-6)
     _, study = studies(options)

@@ -439,6 +439,12 @@ def with_opposite_corners(matrix):
     return changed(changed(matrix, (0, -1), large), (-1, 0), large)
 
 
+def with_negative_correlations(matrix):
+    """A matrix with sound minors in which each pair is correlated by -0.9, as no data can be."""
+    root = matrix.diagonal().clamp_min(0.1 * matrix.diagonal().max()).sqrt()
+    return root[:, None] * root * torch.full_like(matrix, -0.9).fill_diagonal_(1.0)
+
+
 #: method, hyperparameters, further options, how the name of a tensor begins, what is made of it, and what is said
 BESIDE = {
     "one class whole": ("pfnm", {}, {}, "counts:", lambda t: changed(t, 0, 2**31 - 1), "adds up to .* it declared 20"),
@@ -456,6 +462,15 @@ BESIDE = {
     "kfac, lopsided": ("fedfisher", {"fisher": "kfac"}, {}, "inputs:", lambda t: 2 * t.triu() - t, "is not symmetric"),
     "full": ("fedfisher", {"fisher": "full"}, {}, "fisher:", with_opposite_corners, "too large for its diagonal"),
     "gram": ("regmean", {}, {}, "gram:", lambda t: changed(t, (0, 0), -1e30), r"holds -1e\+30 on its diagonal"),
+    "gram, sound minors": ("regmean", {}, {}, "gram:", with_negative_correlations, "has eigenvalues below zero"),
+    **{
+        f"kfac, sound minors of {kind}": (
+            *("fedfisher", {"fisher": "kfac"}, {}, kind),
+            *(with_negative_correlations, "has eigenvalues below zero"),
+        )
+        for kind in ("inputs:", "outputs:")
+    },
+    "full, sound minors": ("fedfisher", {"fisher": "full"}, {}, "fisher:", with_negative_correlations, "below zero"),
     "gram, indefinite": ("regmean", {}, {}, "gram:", with_opposite_corners, "too large for its diagonal"),
 }
 

@@ -97,6 +97,7 @@ def test_what_comes_after_the_run_takes_either(make, kind, keys, reviews_csv, tm
     shutil.rmtree(result.saved[f"{kind}_best"])
     assert cli.main(["evaluate", str(result.outdir), "--data", str(tmp_path / "test.csv"), "--best"]) == 2
     assert "eval.save_best was off; without --best" in capsys.readouterr().err
+    (result.outdir / "checksums.json").unlink()
     (result.outdir / "summary.json").write_text(json.dumps({**last.summary, "best": {}}))
     with pytest.raises(UserError, match="it evaluated no validation data"):
         load_run(result.outdir, best=True)

@@ -267,8 +267,9 @@ def test_a_disk_that_is_full_at_the_end_of_a_run(config, monkeypatch, what):
         with pytest.raises(RunFailed, match=f"{folder}.* No space left.*run again with resume=True"):
             engine.run(resume=True)
     changed = {n for n in before if before[n] != files(folder).get(n)} - {"environment.json", "data.json"}
-    assert not changed and not [n for n in files(folder) if "writing" in n]
-    assert len(fs_lowrank.run(config, resume=True).history) == 2
+    assert changed == {"checksums.json"} and not (folder / "checksums.json").exists(), "it is of runs that have ended"
+    assert not [n for n in files(folder) if "writing" in n]
+    assert len(fs_lowrank.run(config, resume=True).history) == 2 and (folder / "checksums.json").exists()
 
 
 # -- the order of what is written ------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from fs_lowrank.training.schedule import Schedule, lr_at, schedule_of
 
 ROOT = Path(__file__).parents[2]
 BASE = {"federate.client_num": 5, "federate.method": "fedlora", "model.type": "x@transformers", "data.type": "x.csv"}
+ARGS = "llm.adapter.args.0"
 CAUSAL = {**BASE, "model.type": "x@huggingface_llm"}
 
 
@@ -150,6 +151,26 @@ def test_defaults_are_never_reported(method, keys_of):
         (BASE, {"federate.method": "fedhm", "lowrank.rank_factors": [1], "lowrank.decay": 1.0}, "lowrank.decay"),
         (BASE, {"federate.method": "fedhm", "lowrank.master": True}, "lowrank.master"),
         (BASE, {"federate.method": "fedhm", "federate.ignore_weight": True}, "federate.ignore_weight"),
+        *(
+            (
+                BASE,
+                {"federate.method": "fedhm", "llm.adapter.args": [{**given, "modules": ["query"]}]},
+                f"{ARGS}.{name}",
+            )
+            for given, name in (
+                ({"r": 4}, "r"),
+                ({"rank": 4}, "r"),
+                ({"alpha": 3}, "lora_alpha"),
+                ({"dropout": 0.1}, "lora_dropout"),
+                ({"use_rslora": True}, "use_rslora"),
+                ({"use_dora": True}, "use_dora"),
+                ({"adapter_method": "lokr"}, "adapter_method"),
+            )
+        ),
+        *(
+            (BASE, {"federate.method": name, "lowrank.ranks": [2, 4], "llm.adapter.args": [{"r": 4}]}, f"{ARGS}.r")
+            for name in ("flexlora", "flora")
+        ),
         (BASE, {"federate.method": "fedfisher", "lowrank.lr": 0.5}, "lowrank.lr"),
         (BASE, {"federate.method": "fedfisher", "lowrank.solver": "cg", "lowrank.lr": 0.5}, "lowrank.lr"),
         (
@@ -176,6 +197,12 @@ def test_single_combinations(base, keys, idle):
         {"data.args": [{"max_len": 12}]},
         {"federate.method": "mfedloru", "lowrank.nested_ranks": [1], "lowrank.nested_scale": 0.3},
         {"federate.method": "fedhm", "lowrank.rank_factors": [2, 4], "lowrank.master": True},
+        {
+            "federate.method": "fedhm",
+            "llm.adapter.args": [{"modules": ["query"], "layers": [1], "exclude_modules": ["x"]}],
+        },
+        {"federate.method": "flora", "lowrank.ranks": [2, 4], "llm.adapter.args": [{"r": 5, "alpha": 3}]},
+        {"federate.method": "flora", "llm.adapter.args": [{"r": 5, "alpha": 3}]},
         {"federate.method": "fedhm", "lowrank.average_by": "samples", "federate.ignore_weight": True},
         {"federate.method": "flora", "lowrank.merge": False, "lowrank.max_kept_rank": 9, "lowrank.save_merged": True},
         {"federate.method": "fedfisher", "lowrank.solver": "adam", "lowrank.steps": 5, "lowrank.lr": 0.5},

@@ -84,9 +84,9 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
 def _of_ended(draw: random.Random, bench: Bench) -> Outcome:
     """A command about what has ended, of which one file is damaged.
 
-    The weights, settings and figures of an ended run have no checksums. So where a damaged file is still one of its
-    kind, the command may have another result, which counts as valid; a file that is cut off, empty or gone may not
-    change a score.
+    What an ended run left is compared with its checksums, except by ``compare --resume``. Where there are none, and a
+    damaged file is still one of its kind, such as a base or data, the command may have another result, which counts as
+    valid; a file that is cut off, empty or gone may not change a score.
     """
     command = draw.choice(("evaluate", "predict", "report", "compare"))
     run = draw.choice(
@@ -125,9 +125,19 @@ def _of_ended(draw: random.Random, bench: Bench) -> Outcome:
             return Outcome("refused", what, ended.err, command)
         if found == wanted.read_text(encoding="utf-8"):
             return Outcome("resumed" if command == "compare" else "same", what, seen=command)
+        if _compared_by(command, target, outdir):
+            return Outcome("failed", what, f"another result, and the run has a checksum: {ended.out[-300:]}", command)
         if damage in (_flip, _zeros, _append, _swap) or target.suffix == ".jsonl":
             return Outcome("valid", what, f"another result: {ended.out[-300:]}", command)
         return Outcome("failed", what, f"another result without an error: {ended.out[-300:]}", command)
+
+
+def _compared_by(command: str, target: Path, outdir: Path) -> bool:
+    """Whether the command compares ``target`` with a checksum."""
+    sums = outdir / "checksums.json"
+    if command == "compare" or target == sums or not sums.exists() or not target.is_relative_to(outdir):
+        return False
+    return target.relative_to(outdir).as_posix() in json.loads(sums.read_text(encoding="utf-8"))
 
 
 def _compared(kind: str, bench: Bench) -> Path:

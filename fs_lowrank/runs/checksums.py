@@ -1,0 +1,98 @@
+"""``checksums.json``: the SHA-256 of files in the folder beside it, by their names, in the order of these.
+
+The folder of a run has one from its end on, until it is resumed, of the files that are read back of a finished run; and
+what is kept of a best round has one (``best``). Folders that versions before 0.2.0 wrote have none, and nothing is
+checked in them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..errors import DamagedFile
+from ..jobs.files import from_json, write_text
+
+FILE = "checksums.json"
+#: what may be kept of a round, and is saved of the last one
+KINDS = ("adapter", "model")
+#: of a finished run, what is checked when it is read back
+CONTENTS = (
+    *("config.yaml", "lowrank.yaml", "summary.json", "rounds.jsonl", "environment.json", "data.json", "rows.npz"),
+    *(place for kind in KINDS for place in (kind, f"{kind}_best")),
+    "personal",
+)
+
+
+def checksum(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def seal(folder: Path, places: Iterable[str], without: str = "") -> None:
+    """Note the checksums of those of ``places``, files and folders in ``folder``, that are there.
+
+    Args:
+        without: the name of files that are left out.
+    Raises:
+        RunFailed: they cannot be written.
+    """
+    found = [path for place in places for path in ((folder / place), *(folder / place).rglob("*")) if path.is_file()]
+    names = {path.relative_to(folder).as_posix(): path for path in found if path.name != without}
+    write_text(folder / FILE, json.dumps({name: checksum(names[name]) for name in sorted(names)}, indent=1))
+
+
+def seal_finished(folder: Path) -> None:
+    """Note the checksums of a run that has ended in ``folder``; not of model cards, into which people write.
+
+    Raises:
+        RunFailed: they cannot be written.
+    """
+    seal(folder, CONTENTS, without="README.md")
+
+
+def unseal(folder: Path) -> None:
+    """Remove the checksums, before files are written anew."""
+    (folder / FILE).unlink(missing_ok=True)
+
+
+def damaged(folder: Path, places: Iterable[str] | None = None) -> tuple[Path, str] | None:
+    """The first file of ``folder`` that is not as it was when ``seal`` was called, and why; None if there is none.
+
+    Args:
+        places: only these are looked at, as far as they are there: who reads them says what is missing.
+    """
+    sums, at = folder / FILE, folder / FILE
+    if not sums.exists() and not sums.is_symlink():
+        return None
+    looked_at = None if places is None else {place for place in places if (folder / place).exists()}
+    try:
+        for name, expected in from_json(sums.read_bytes()).items():
+            if looked_at is None or name.partition("/")[0] in looked_at:
+                at = folder / name
+                if checksum(at) != expected:
+                    raise ValueError("its checksum does not match")
+    except (OSError, ValueError) as error:
+        return at, "it is missing" if isinstance(error, FileNotFoundError) else str(error).split(": '")[0]
+    return None
+
+
+def check_finished(folder: Path, places: Iterable[str], remedy: str = "") -> None:
+    """Check those of ``places`` in the folder of a finished run that are there.
+
+    Args:
+        remedy: for the message, what is done without them.
+    Raises:
+        DamagedFile: one is not what the run left, or the list of checksums is damaged; says how to go on.
+    """
+    if found := damaged(folder, places):
+        file, reason = found
+        mend = (
+            "put back the file as it was, or give the command of the run again with --resume, which writes its files "
+            f"anew from its checkpoint; if it was changed on purpose, remove {folder / FILE}, without which nothing "
+            "is compared"
+        )
+        raise DamagedFile(f"{file} is not what the run left there ({reason}); {remedy or mend}")
