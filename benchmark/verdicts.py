@@ -34,7 +34,7 @@ class Row:
 
     Attributes:
         runs: experiment -> the results that the rule has looked at. seeds: experiment -> their seeds. cause: the cause
-            that was tested, with what tested it; empty for a claim that holds.
+            that was tested, with what tested it; empty for a claim that holds, or of which nothing was run.
     """
 
     suite: Suite
@@ -107,7 +107,8 @@ def rows_of(
         rule = suite.claims[name]["rule"]
         runs = {e: results[e].at(used(rule, results[e].look)) for e in result.by_experiment}
         seeds = {e: _seeds(rule, records) for e, records in runs.items() if records}
-        cause = "" if result.verdict == HOLDS else _cause(suite, name, result, results, elsewhere)
+        asked = result.verdict != HOLDS and any(runs.values())
+        cause = _cause(suite, name, result, results, elsewhere) if asked else ""
         rows.append(Row(suite, name, result.verdict, runs, seeds, cause))
     return rows
 

@@ -271,7 +271,7 @@ def _topics(name: str, args: Args, home: str | Path | None) -> RawData:
     return classified(tables, {"text": "Text", "label": "Category"}, source, None)
 
 
-FETCHED = {
+FETCHED: dict[str, Callable[[Args, str | Path | None], RawData]] = {
     "sentiment": _sentiment,
     "alpaca_demo": _alpaca_demo,
     **{name: partial(_topics, name) for name in TOPIC_FILES},

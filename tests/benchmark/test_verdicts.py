@@ -72,6 +72,9 @@ def test_a_claim_that_fails_names_the_cause_with_what_tested_it():
     cause = "Too few rounds (longer: 1 run, seed 3; analysis/why: `python -m benchmark.analysis.why --seeds 1`)"
     assert row.cause == cause and f"The most likely cause that was tested: {cause}." in said and cause in table
     assert rows({"cause": CAUSE}, {"one": BEHIND})[0].cause == "none"  # what would test it has not run
+    assert (
+        rows({"cause": CAUSE}, {"one": results("one"), "longer": longer}, elsewhere)[0].cause == ""
+    )  # nothing to explain
     row, said, _ = rows({"cause": CAUSE}, {"one": AHEAD, "longer": longer}, elsewhere)
     assert (row.verdict, row.cause) == (HOLDS, "") and "cause" not in said
 

@@ -140,7 +140,7 @@ def _build_fashion_mnist(archive: Path, target: Path) -> None:
             raise UserError(f"{archive.name}: {name} has SHA-256 {got}, {expected} is expected")
 
 
-_BUILDERS = {
+_BUILDERS: dict[str, Callable[[Path, Path], None]] = {
     "minilm": _build_minilm,
     "sentiment": _build_sentiment,
     "alpaca_demo": _build_alpaca,
