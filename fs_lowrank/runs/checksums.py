@@ -91,8 +91,8 @@ def check_finished(folder: Path, places: Iterable[str], remedy: str = "") -> Non
     if found := damaged(folder, places):
         file, reason = found
         mend = (
-            "put back the file as it was, or give the command of the run again with --resume, which writes its files "
-            f"anew from its checkpoint; if it was changed on purpose, remove {folder / FILE}, without which nothing "
-            "is compared"
+            "put back the file as it was, or run it again with resume=True (fs-lowrank run --cfg FILE --resume), which "
+            f"writes its files anew from its checkpoint; if it was changed on purpose, remove {folder / FILE}, without "
+            "which nothing is compared"
         )
         raise DamagedFile(f"{file} is not what the run left there ({reason}); {remedy or mend}")

@@ -316,7 +316,8 @@ def test_the_shipped_suites_are_valid(name, size):
         methods = {j.method.label for j in jobs if isinstance(j, Cell)}
         for config in {job.config.federate.method: job.config for job in jobs if isinstance(job, Cell)}.values():
             idle = {name for name, _, _ in without_effect(config, "local", get_method_class(config.federate.method))}
-            assert idle <= {"llm.adapter.args"}, experiment.name  # which the methods that are compared share
+            shared = {"llm.adapter.args", "llm.adapter.args.0.r", "llm.adapter.args.0.lora_alpha"}
+            assert idle <= shared, experiment.name  # which the methods that are compared share
         left_out = {"flora", "flexlora", "otfusion", "dense"}
         assert not methods or set((experiment.reference or {}).get("values", {})) <= methods | left_out
     for claim in suite.claims.values():
