@@ -104,7 +104,7 @@ def test_what_others_fail_at_is_not_the_framework_s_damage(tmp_path):
 
 
 @framework
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_damaged_file_is_named_by_run_and_doctor(settings, tmp_path):
     """Each case is the real framework, with one file that came to harm."""
     real, file = locate.require(), tmp_path / "run.yaml"
