@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -74,18 +77,60 @@ def _importable() -> Path | None:
 
 def version(folder: Path) -> str:
     """``__version__`` of the framework in ``folder``, read without importing it."""
-    for node in ast.parse((folder / "__init__.py").read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__version__":
-            return str(ast.literal_eval(node.value))
-    return "unknown"
+    try:
+        text = (folder / "__init__.py").read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise damaged(folder / "__init__.py", error) from error
+    found = re.search(r"""^__version__\s*=\s*(["'])(.+?)\1""", text, re.MULTILINE)
+    return found[2] if found else "unknown"
+
+
+def damaged(file: str | Path, error: Exception) -> Unusable:
+    """The error to raise if a file of the framework cannot be read; names the file and the reason in one line."""
+    if isinstance(error, SyntaxError):
+        reason = f"{error.msg} (line {error.lineno})" if error.lineno else error.msg
+    else:
+        reason = getattr(error, "strerror", None) or f"{error}" or type(error).__name__
+    return Unusable(
+        f"the FederatedScope that was found is damaged: {file}: {' '.join(reason.split())[:200]}",
+        "restore the file (`git status` in the checkout shows what was changed)",
+    )
+
+
+def parsed(file: Path) -> ast.Module:
+    """The syntax tree of a file of the framework.
+
+    Raises:
+        Unusable: it cannot be read, or is not Python.
+    """
+    try:
+        return ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise damaged(file, error) from error
+
+
+@contextmanager
+def importing(folder: Path) -> Iterator[None]:
+    """A block that imports the framework in ``folder``, where a damaged file of it is an ``Unusable``."""
+    try:
+        yield
+    except (SyntaxError, ImportError) as error:
+        file = error.filename if isinstance(error, SyntaxError) else error.path
+        lost = isinstance(error, ModuleNotFoundError) and str(error.name).startswith(f"{folder.name}.")
+        if lost or (file and folder in Path(file).parents):
+            raise damaged(file or folder, error) from error
+        if isinstance(error, SyntaxError) and not file:  # Python does not name a file with null bytes
+            for each in sorted(folder.rglob("*.py")):
+                parsed(each)
+        raise
 
 
 def require() -> Path:
     """The framework's package folder, checked.
 
     Raises:
-        Unusable: the framework is not found, incomplete, another version or branch, or packages that it needs are
-            missing.
+        Unusable: the framework is not found, incomplete, damaged, another version or branch, or packages that it needs
+            are missing.
     """
     folder = package_folder()
     if folder is None:
@@ -95,9 +140,12 @@ def require() -> Path:
         raise Unusable(f"the FederatedScope in {folder} is incomplete: it lacks {', '.join(missing)}")
     if not all((folder / name).is_file() for name in BRANCH_FILES):
         raise Unusable(f"the FederatedScope in {folder} is not the branch {BRANCH} (it has no {BRANCH_FILES[0]})")
-    if version(folder) != VERSION:
+    found = version(folder)
+    if found in (VERSION, "unknown"):  # another version is said first: its files need not be those of this one
+        parsed(folder / "__init__.py")
+    if found != VERSION:
         raise Unusable(
-            f"the FederatedScope in {folder} is version {version(folder)}; this plug-in is written for "
+            f"the FederatedScope in {folder} is version {found}; this plug-in is written for "
             f"{VERSION} of branch {BRANCH}"
         )
     absent = [package for module, package in NEEDS.items() if not _has(module)]

@@ -7,7 +7,7 @@
 this package a second time, or after the framework has built its configuration, has the same effect.
 
 Raises (on import):
-    UserError: the framework is not found, incomplete or another version, or lacks packages; see
+    UserError: the framework is not found, incomplete, damaged or another version, or lacks packages; see
         ``locate_federatedscope``.
 """
 
@@ -17,6 +17,7 @@ from . import compat
 FRAMEWORK = locate_federatedscope.require()
 compat.mend(compat.MENDS, FRAMEWORK)
 
-from .registration import register_all  # noqa: E402
+with locate_federatedscope.importing(FRAMEWORK):
+    from .registration import register_all
 
-register_all()
+    register_all()

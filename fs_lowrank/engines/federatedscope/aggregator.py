@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from pickle import UnpicklingError
-
-import torch
 from federatedscope.core.aggregators import Aggregator
 from torch import Tensor
 
 from ...errors import UserError
 from ...models.adapters import load_tensors
 from ...rounds.ending import end_round
+from . import saved
 from .session import Session
 
 
@@ -27,12 +24,14 @@ class MethodAggregator(Aggregator):
         return end_round(agg_info["round"], self.session.keeper)
 
     def save_model(self, path, cur_round=-1):
-        """Write the shared tensors, by the names of the framework's adapters, and the rest of the method's state."""
+        """Write the shared tensors, by the names of the framework's adapters, and the rest of the method's state.
+
+        Raises:
+            RunFailed: the file cannot be written; the one of before is unchanged.
+        """
         session, ledger = self.session, self.session.ledger
-        folder = os.path.dirname(path)
-        if folder:
-            os.makedirs(folder, exist_ok=True)
-        torch.save(
+        saved.write(
+            path,
             {
                 "cur_round": cur_round,
                 "method": session.method.name,
@@ -40,47 +39,53 @@ class MethodAggregator(Aggregator):
                 "state": {n: v.detach().cpu() if isinstance(v, Tensor) else v for n, v in ledger.state.items()},
                 "base": {n: p.cpu() for n, p in session.site.changed_base().items()},
             },
-            path,
         )
 
     def load_model(self, path):
         """Restore the state from the file at ``path``; returns the number of completed rounds.
 
         Raises:
-            UserError: there is no such file, or it is of another method or model.
+            UserError: there is no such file, it is damaged, or it is of another method or model.
         """
         session = self.session
-        if not os.path.exists(path):
-            raise UserError(f"federate.restore_from: there is no file {path}")
+        content = saved.read(path, session.site.device)
+        then, base, of = content["model"], content.get("base", {}), content.get("method", session.method.name)
+        if of != session.method.name:
+            raise UserError(
+                f"federate.restore_from: {path} is of method {str(of)[:60]!r}, this run's is {session.method.name!r}"
+            )
+        # A file that the framework itself has written has only the tensors.
+        state = dict(content.get("state") or {**session.ledger.state, **then})
+        bad = _differing(session.method.view(session.ledger.state), then)
         try:
-            saved = torch.load(path, map_location=session.site.device, weights_only=True)
-        except (OSError, RuntimeError, EOFError, ValueError, KeyError, UnpicklingError) as error:
-            raise UserError(f"federate.restore_from: cannot read {path}: {error}") from error
-        if not isinstance(saved, dict) or "model" not in saved:
-            raise UserError(f"federate.restore_from: {path} was not saved by a run of this framework")
-        now = session.method.view(session.ledger.state)
-        then = saved["model"]
-        bad = sorted(
-            n for n in now.keys() | then.keys() if n not in now or n not in then or now[n].shape != then[n].shape
-        )
+            bad = bad or _differing(session.method.view(state), then)
+        except KeyError as error:
+            bad = [str(error.args[0])]
         if bad:
             raise UserError(
                 f"federate.restore_from: {path} does not fit this method and model: {bad[0]!r} differs"
                 f" ({len(bad)} tensors in all)"
             )
-        if saved.get("method", session.method.name) != session.method.name:
-            raise UserError(
-                f"federate.restore_from: {path} is of method {saved['method']!r}, this run's is {session.method.name!r}"
-            )
-        # A file that the framework itself has written has only the tensors.
-        state, done = dict(saved.get("state") or {**session.ledger.state, **then}), int(saved.get("cur_round", 0))
         numbers = {n: v for n, v in state.items() if not isinstance(v, Tensor)}
         known = {"numbers": numbers, "synced": {}, "outbox": {}}
         tensors = {n: v for n, v in state.items() if n not in numbers}
-        session.ledger.restore(done, {"state": tensors}, known)
-        load_tensors(self.model, saved.get("base", {}))
+        try:
+            load_tensors(self.model, base)
+        except (KeyError, ValueError) as error:
+            raise UserError(
+                f"federate.restore_from: {path} has changed weights of another base: {error.args[0]}; use the "
+                "model.type of the run that saved it"
+            ) from error
+        session.ledger.restore(content["cur_round"], {"state": tensors}, known)
         load_tensors(self.model, session.method.view(session.ledger.state))
-        return done
+        return content["cur_round"]
 
     def reset(self):
         """Do nothing: the framework resets an online aggregator here, and every round of ours has a new intake."""
+
+
+def _differing(one, other):
+    """The names of tensors that are not in both, or have other shapes."""
+    return sorted(
+        n for n in one.keys() | other.keys() if n not in one or n not in other or one[n].shape != other[n].shape
+    )

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...errors import UserError
+from ..locate_federatedscope import Unusable, damaged, parsed
 
 _PB2 = "federatedscope.core.proto.gRPC_comm_manager_pb2"
 
@@ -50,18 +50,21 @@ def _build_messages(folder: Path) -> None:
     from google.protobuf import descriptor_pool
     from google.protobuf.internal import builder
 
-    source = ast.parse((folder / "core/proto/gRPC_comm_manager_pb2.py").read_text(encoding="utf-8"))
-    keywords = (node for node in ast.walk(source) if isinstance(node, ast.keyword) and node.arg == "serialized_pb")
-    serialized = next((ast.literal_eval(node.value) for node in keywords), None)
-    if serialized is None:
-        raise UserError(
-            f"{folder}/core/proto/gRPC_comm_manager_pb2.py does not describe the framework's messages; "
-            "the checkout is incomplete"
-        )
+    file = folder / "core/proto/gRPC_comm_manager_pb2.py"
+    keywords = (
+        node for node in ast.walk(parsed(file)) if isinstance(node, ast.keyword) and node.arg == "serialized_pb"
+    )
+    value = next((node.value for node in keywords), None)
+    if value is None:
+        raise Unusable(f"{file} does not describe the framework's messages; the checkout is incomplete")
     module = types.ModuleType(_PB2)
-    descriptor = vars(module)["DESCRIPTOR"] = descriptor_pool.Default().AddSerializedFile(serialized)
-    builder.BuildMessageAndEnumDescriptors(descriptor, vars(module))
-    builder.BuildTopDescriptorsAndMessages(descriptor, "gRPC_comm_manager_pb2", vars(module))
+    try:
+        descriptor = descriptor_pool.Default().AddSerializedFile(ast.literal_eval(value))
+        vars(module)["DESCRIPTOR"] = descriptor
+        builder.BuildMessageAndEnumDescriptors(descriptor, vars(module))
+        builder.BuildTopDescriptorsAndMessages(descriptor, "gRPC_comm_manager_pb2", vars(module))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise damaged(file, error) from error
     sys.modules[_PB2] = module
 
 

@@ -6,21 +6,25 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from federatedscope.core.auxiliaries.data_builder import get_data
-from federatedscope.core.auxiliaries.runner_builder import get_runner
-from federatedscope.core.auxiliaries.utils import setup_seed
-from federatedscope.core.auxiliaries.worker_builder import get_client_cls, get_server_cls
 
 from ...errors import RunFailed, UserError
 from ...jobs.files import cannot_write
 from ...runs.result import RunResult
 from ...settings import Settings
 from ..kept import settings_kept
+from ..locate_federatedscope import importing
 from ..workers import processes_of
+from . import FRAMEWORK
 from . import session as sessions
 from .config import to_framework
 from .logs import LogTo, name_file
 from .parallel import ParallelRunner
+
+with importing(FRAMEWORK):
+    from federatedscope.core.auxiliaries.data_builder import get_data
+    from federatedscope.core.auxiliaries.runner_builder import get_runner
+    from federatedscope.core.auxiliaries.utils import setup_seed
+    from federatedscope.core.auxiliaries.worker_builder import get_client_cls, get_server_cls
 
 
 def run(config: Settings, resume: bool = False, on_round=None, on_client=None) -> RunResult:
@@ -49,6 +53,7 @@ def run(config: Settings, resume: bool = False, on_round=None, on_client=None) -
     threads = torch.get_num_threads()
     # The framework reads back as JSON the numbers that it prints (``compat``).
     with (
+        importing(FRAMEWORK),  # the framework imports some of its files when they are needed
         settings_kept(),
         np.printoptions(legacy="1.25"),
         LogTo(outdir / "exp_print.log", config.verbose),

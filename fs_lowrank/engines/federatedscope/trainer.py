@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from federatedscope.core.trainers import GeneralTorchTrainer
 from federatedscope.llm.trainer.trainer import LLMTrainer
 
@@ -10,6 +9,7 @@ from ...methods import Update
 from ...models.adapters import load_tensors
 from ...models.names import all_tensors
 from ...training import evaluate
+from . import saved
 from .config import TRAINERS
 from .session import current
 
@@ -90,7 +90,7 @@ class LowRank:
     def save_model(self, path, cur_round=-1):
         names = self.session.method.view(self.session.ledger.state)
         tensors = all_tensors(self.ctx.model)
-        torch.save({"cur_round": cur_round, "model": {n: tensors[n].detach().cpu() for n in names}}, path)
+        saved.write(path, {"cur_round": cur_round, "model": {n: tensors[n].detach().cpu() for n in names}})
 
 
 class LowRankLLMTrainer(LowRank, LLMTrainer):
