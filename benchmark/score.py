@@ -36,7 +36,6 @@ def add(commands: Any) -> None:
 
 
 def _score(args: argparse.Namespace) -> None:
-    from fs_lowrank.data.fetch.hub import hub
     from fs_lowrank.finished import load_run
 
     from . import scorers
@@ -48,8 +47,7 @@ def _score(args: argparse.Namespace) -> None:
         what = "an encoder-decoder model" if run.paired else "labelled texts"
         raise UserError(f"--tasks: {args.run} is a run of {what}; lm-eval's tasks are for causal language models")
     console.print(f"model: {run.which}", soft_wrap=True, markup=False)
-    with hub():  # asked once; a task whose data are not here is lm-eval's own error
-        found = scorers.score(run.model, run.tokenizer, spec, args.data)
+    found = scorers.score(run.model, run.tokenizer, spec, args.data)
     if args.json:
         try:
             args.json.write_text(to_json({"run": str(run.saved), **spec, "scores": found}, indent=1))

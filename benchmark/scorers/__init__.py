@@ -12,8 +12,10 @@ Call ``check`` before training and ``score`` after it. A PEFT adapter is not mer
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from fs_lowrank.errors import UserError
 from fs_lowrank.settings import Key, Origin, check_keys, check_value, keys_of
@@ -35,7 +37,8 @@ def check(spec: dict, data_root: Path | str) -> None:
             how to get them.
     """
     module, options = _parse(spec)
-    module.check(options, Path(data_root))
+    with _asked(module):
+        module.check(options, Path(data_root))
 
 
 def score(model, tokenizer, spec: dict, data_root: Path | str) -> dict[str, dict]:
@@ -49,13 +52,21 @@ def score(model, tokenizer, spec: dict, data_root: Path | str) -> dict[str, dict
         UserError: as for ``check``.
     """
     module, options = _parse(spec)
-    module.check(options, Path(data_root))
     training = model.training
-    model.eval()
-    try:
-        return module.score(model, tokenizer, options, Path(data_root))
-    finally:
-        model.train(training)
+    with _asked(module):
+        module.check(options, Path(data_root))
+        model.eval()
+        try:
+            return module.score(model, tokenizer, options, Path(data_root))
+        finally:
+            model.train(training)
+
+
+def _asked(module: Any) -> AbstractContextManager[None]:
+    """A context for a scorer that asks the hub for what is not on this machine, as its ``HUB`` says: ``hub()``."""
+    from fs_lowrank.data.fetch.hub import hub
+
+    return hub() if getattr(module, "HUB", False) else nullcontext()
 
 
 def _parse(spec: dict):

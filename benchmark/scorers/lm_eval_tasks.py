@@ -15,9 +15,8 @@ The result of a group names its tasks. If one subject of a group has no data, th
 
 from __future__ import annotations
 
-import io
 import logging
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -27,6 +26,8 @@ from fs_lowrank.errors import UserError, nearest
 
 from . import local_data
 
+#: asks the hub for the data that are not on this machine
+HUB = True
 #: draws for the metrics that have no closed standard error
 BOOTSTRAP = 1000
 
@@ -89,8 +90,7 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
     from lm_eval import simple_evaluate
 
     places: dict[str, str] = {}
-    # Progress bars of lm-eval would disturb the live view of the benchmark.
-    with _local_first(root, places), redirect_stderr(io.StringIO()):
+    with _local_first(root, places), _without_bars():
         found = simple_evaluate(
             model=_wrap(model, tokenizer, options),
             tasks=options.tasks,
@@ -122,6 +122,26 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
             )
         result[name] = entry
     return result
+
+
+@contextmanager
+def _without_bars():
+    """A context without progress bars of tqdm, which would disturb the live view of the benchmark.
+
+    Warnings are shown. lm-eval has no setting for its bars, and tqdm reads ``TQDM_DISABLE`` only when it is imported.
+    """
+    from tqdm import tqdm
+
+    original = tqdm.__init__
+
+    def hidden(self, *args, **kwargs):
+        original(self, *args, **{**kwargs, "disable": True})
+
+    tqdm.__init__ = hidden
+    try:
+        yield
+    finally:
+        tqdm.__init__ = original
 
 
 @cache

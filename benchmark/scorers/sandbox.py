@@ -19,6 +19,8 @@ from pathlib import Path
 
 #: pivot_root and mount are in /usr/sbin or /sbin on some systems
 PATH = os.pathsep.join([os.defpath, "/usr/local/bin", "/usr/bin", "/usr/sbin", "/bin", "/sbin"])
+#: the longest that the trial of a program may take
+PROBE_SECONDS = 60.0
 #: runs in the namespaces, in an empty folder: makes a new root with the arguments before ``--``, read-only, then runs
 #: the command. umount needs /proc, so an empty folder is mounted over the old root; without capabilities it stays
 #: there.
@@ -85,8 +87,17 @@ def sandbox(*files: Path) -> tuple[list[str], str]:
             reasons.append(f"{program} is not installed")
             continue
         probe = [*words, sys.executable, "-I", "-c", "import os; print(os.path.exists('/proc/self'), os.getpid() < 9)"]
-        with tempfile.TemporaryDirectory() as folder:
-            ran = subprocess.run(probe, capture_output=True, text=True, timeout=60, env={"PATH": PATH}, cwd=folder)
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                ran = subprocess.run(
+                    probe, capture_output=True, text=True, timeout=PROBE_SECONDS, env={"PATH": PATH}, cwd=folder
+                )
+        except subprocess.TimeoutExpired:
+            reasons.append(f"{program}: did not end within {PROBE_SECONDS:g} s")
+            continue
+        except (subprocess.SubprocessError, OSError, ValueError) as error:  # ValueError: it wrote what is not UTF-8
+            reasons.append(f"{program}: {getattr(error, 'strerror', None) or error}")
+            continue
         if ran.stdout.split() == ["False", "True"]:
             return words, f"namespaces by {program}"
         reasons.append(f"{program}: {(ran.stderr.strip() or 'it hides nothing').splitlines()[-1]}")

@@ -118,13 +118,16 @@ def _lines(scores: dict[str, Any], labelled: bool) -> list[tuple[str, str]]:
 
 
 def _predict(args: argparse.Namespace) -> None:
-    from ..finished import predict_rows, write_table
+    from ..data.files import SUFFIXES
+    from ..finished import check_column, check_table, predict_rows, write_table
 
     if args.tokens < 1:
         raise UserError(f"--tokens {args.tokens}: expected 1 or more")
+    if args.data.suffix.lower() not in SUFFIXES:
+        raise UserError(f"--data {args.data}: expected a file that ends with {', '.join(SUFFIXES)}")
     out = args.out or args.data.with_name(f"{args.data.stem}.predicted{args.data.suffix}")
-    if out.exists():
-        raise UserError(f"--out {out} exists; remove it, or choose another name")
+    check_column(args.column)
+    check_table(out)
     run, rows = _read(args, labelled=False)
     table = predict_rows(run, rows, args.column, args.tokens)
     write_table(table, out)

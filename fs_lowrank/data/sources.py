@@ -34,7 +34,7 @@ from fs_lowrank.data.files import read_table, read_tsv
 from fs_lowrank.data.image_files import FOLDER_ARGS, IMAGE_SETS, ImageSet, read_folder, read_image_set
 from fs_lowrank.data.labels import label_text
 from fs_lowrank.data.own import COMMON_ARGS, LABELS, LANGUAGE_ARGS, SUFFIXES, digests, is_files, read_own, under
-from fs_lowrank.data.stored import class_names
+from fs_lowrank.data.stored import class_names, silent, sound
 from fs_lowrank.data.tables import (
     CAUSAL_LM,
     CLASSIFICATION,
@@ -391,11 +391,14 @@ def _load_dataset(name: str, path: str, config: str | None):
     import datasets
 
     try:
-        with hub():
-            return datasets.load_dataset(path, config) if config else datasets.load_dataset(path)
-    except (OSError, ValueError, RuntimeError) as error:
-        # ConnectionError and datasets' own "not found" are OSErrors; an unknown config is a ValueError.
+        with hub(), silent():
+            return sound(datasets.load_dataset(path, config) if config else datasets.load_dataset(path))
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        # ConnectionError and datasets' own "not found" are OSErrors; an unknown config is a ValueError, and so is what
+        # arrow says of a damaged file, which is the cause of an error of datasets.
         reason = isinstance(error, OSError) and silence() or _first_line(error)
+        if isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__ is not None:
+            reason = f"a file of it cannot be read: {_first_line(error.__cause__)}"
         raise UserError(
             f"cannot load data set {name!r}: {reason}; load it on a machine with access and copy the cache (HF_HOME), "
             "or use NAME@glue or a file of your own"

@@ -6,7 +6,7 @@ Folders of ``save_to_disk``, ``.arrow`` files (streams, as ``datasets`` writes t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -228,8 +228,28 @@ def _columns(dataset: Any) -> str:
     return ", ".join(f"{name} ({getattr(of, 'dtype', of)})" for name, of in dataset.features.items())
 
 
+def sound(dataset: Any) -> Any:
+    """``dataset``, a ``Dataset`` or a mapping of them by split, if arrow finds it whole.
+
+    Reading a text by a damaged offset ends the process without an error, so all texts and offsets are read once here,
+    part by part. They stay mapped, and are not copied into memory.
+
+    Raises:
+        ValueError: names the column.
+    """
+    for part in dataset.values() if isinstance(dataset, Mapping) else [dataset]:
+        table = part.data.table
+        for name, column in zip(table.column_names, table.columns):
+            for chunk in column.chunks:
+                try:
+                    chunk.validate(full=True)
+                except ValueError as error:  # ArrowInvalid is one
+                    raise ValueError(f"it is damaged in column {name!r}: {str(error).splitlines()[0]}") from error
+    return dataset
+
+
 @contextmanager
-def _silent() -> Iterator[None]:
+def silent() -> Iterator[None]:
     """Without the messages and progress bars of ``datasets``, which are as they were before after the block.
 
     It logs that a file is damaged before it raises the error.
@@ -247,19 +267,20 @@ def _silent() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-@_silent()
+@silent()
 def _opened(path: Path) -> Any:
     import datasets
 
     try:
         if is_saved(path):
-            return datasets.load_from_disk(str(path))
+            return sound(datasets.load_from_disk(str(path)))
         if not path.exists():
             raise FileNotFoundError(f"no file {path}; check data.root and data.type")
         reads = datasets.Dataset.from_parquet if path.suffix.lower() == ".parquet" else datasets.Dataset.from_file
-        return reads(str(path))
+        return sound(reads(str(path)))
     except Exception as error:  # of arrow and of datasets, whose errors for damaged files have no common class
         if isinstance(error, FileNotFoundError):
             raise UserError(str(error)) from None
-        first = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"{path} cannot be read: {first}") from error
+        cause = error if isinstance(error, ValueError) else error.__cause__ or error
+        first = (str(cause).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{path} cannot be read: {first}; write or copy it again") from error

@@ -16,6 +16,7 @@ from ..data.examples import IGNORED_LABEL
 from ..data.files import SUFFIXES
 from ..data.tables import MULTI_LABEL, REGRESSION
 from ..errors import UserError
+from ..jobs.files import replacing
 from ..models.machine import input_device
 from ..models.prompts import generating
 from .rows import Rows
@@ -58,6 +59,7 @@ def predict_rows(run: FinishedRun, rows: Rows, column: str = "prediction", token
     Raises:
         UserError: the table has such a column already.
     """
+    check_column(column)
     more = {CAUSAL_LM: [], REGRESSION: [], MULTI_LABEL: run.labels}.get(run.task, ["probability"])
     names = [column, *(f"{column}_{name}" for name in more)]
     for name in names:
@@ -85,23 +87,38 @@ def _predictions(run: FinishedRun, rows: Rows, tokens: int) -> list[Sequence[Any
     return [[run.labels[i] for i in chances.argmax(axis=1)], chances.max(axis=1).round(6).tolist()]
 
 
+def check_column(name: str) -> None:
+    """Raise ``UserError`` if a column of this name cannot be written to a file."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"column = {name!a}: a part of it is not UTF-8; choose another name") from error
+
+
+def check_table(path: Path) -> None:
+    """Raise ``UserError`` if ``write_table`` would not write ``path``: by its suffix, its folder, or as it exists."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise UserError(f"{path}: expected a file that ends with {', '.join(SUFFIXES)}")
+    if path.exists():
+        raise UserError(f"{path} exists; remove it, or choose another name")
+    if not path.parent.is_dir():
+        raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
+
+
 def write_table(table: pd.DataFrame, path: Path) -> None:
     """Write a table in the format of the file's suffix; a list in a cell of a CSV or TSV file is JSON.
 
     Raises:
-        UserError: the file exists, has another suffix, or cannot be written.
+        UserError: the file exists, has another suffix, or cannot be written; nothing is left of it then.
     """
+    check_table(path)
     suffix = path.suffix.lower()
-    if suffix not in SUFFIXES:
-        raise UserError(f"{path}: expected a file that ends with {', '.join(SUFFIXES)}")
     try:
-        with path.open("x", encoding="utf-8", newline="") as file:
+        with replacing(path) as aside, aside.open("x", encoding="utf-8", newline="") as file:
             if suffix in (".csv", ".tsv"):
                 table = table.map(lambda cell: json.dumps(cell) if isinstance(cell, list) else cell)
                 table.to_csv(file, index=False, sep="," if suffix == ".csv" else "\t", lineterminator="\n")
             else:
                 table.to_json(file, orient="records", lines=suffix == ".jsonl", force_ascii=False)
-    except FileExistsError:
-        raise UserError(f"{path} exists; remove it, or choose another name") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+    except (OSError, UnicodeEncodeError) as error:
+        raise UserError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error

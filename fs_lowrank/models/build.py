@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..data.fetch import FETCHABLE, resolve
+from ..data.fetch.attempts import TooSlow
 from ..data.fetch.hub import hub, silence
 from ..data.sources import data_args
 from ..errors import UserError, nearest
@@ -66,6 +67,8 @@ def _complaints(what: str, place: str) -> Iterator[None]:
     try:
         with contextlib.nullcontext() if Path(place).is_dir() else hub():
             yield
+    except TooSlow as error:
+        raise UserError(f"model.type: cannot load the {what} of {place!r}: {error}") from error
     except UserError:
         raise
     except Exception as error:  # damaged files raise various errors: of safetensors, JSON, torch, a model's code

@@ -17,8 +17,9 @@ import fs_lowrank
 from fs_lowrank import UserError, cli
 from fs_lowrank.config import load_config
 from fs_lowrank.data.fetch import FETCHABLE, MARKER
+from fs_lowrank.data.files import SUFFIXES
 from fs_lowrank.errors import say_once
-from fs_lowrank.finished import answers, evaluate_rows, load_run, predict_rows, read_rows
+from fs_lowrank.finished import answers, evaluate_rows, load_run, predict_rows, read_rows, write_table
 from fs_lowrank.runs.card import model_card
 from fs_lowrank.runs.split import read_split
 from fs_lowrank.runs.summary import for_people
@@ -225,6 +226,9 @@ def test_the_commands(runs, test_rows, tmp_path, capsys):
         (["predict", "{run}", "--data", "{data}", "--out", "{data}"], "exists; remove it"),
         (["predict", "{run}", "--data", "{data}", "--out", "{empty}/x.xlsx"], "expected a file that ends with .csv"),
         (["predict", "{run}", "--data", "{data}", "--column", "text", "--out", "{empty}/x.csv"], "'text' already"),
+        (["predict", "{run}", "--data", "/"], "--data /: expected a file that ends with .csv"),
+        (["predict", "{run}", "--data", "."], "--data .: expected a file that ends with .csv"),
+        (["predict", "{run}", "--data", "{data}", "--out", "{empty}/no/x.csv"], "x.csv cannot be written: there is no"),
         (["predict", "{run}", "--data", "{data}", "--tokens", "0"], "--tokens 0: expected 1 or more"),
         (["evaluate", "{run}", "--data", "{run}"], "expected a file that ends with"),
         (["evaluate", "{run}"], "--data is missing: evaluate needs a file or --tasks"),
@@ -293,6 +297,23 @@ def test_a_wrong_file_is_refused_before_the_model_is_loaded(runs, test_rows, mon
         file = str(test_rows.with_name(name))
         assert cli.main([command, str(runs["classes"].outdir), "--data", file]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_a_table_that_cannot_be_written_is_refused_before_anything_is_read(runs, test_rows, monkeypatch, capsys):
+    monkeypatch.setattr("fs_lowrank.finished.load_run", None)
+    folder, there = str(runs["classes"].outdir), sorted(test_rows.parent.iterdir())
+    for arguments, said in (
+        (["--data", str(test_rows), "--column", "a\udcff"], "column = 'a\\udcff': a part of it is not UTF-8; choose"),
+        (["--data", str(test_rows), "--out", str(test_rows.with_name("x.xlsx"))], "expected a file that ends with"),
+        (["--data", "/"], "--data /: expected a file that ends with"),
+    ):
+        assert cli.main(["predict", folder, *arguments]) == 2
+        assert said in capsys.readouterr().err
+    table = pd.DataFrame({"text": ["a", "b\udcff"]}, dtype=object)
+    for suffix in SUFFIXES:
+        with pytest.raises(UserError, match="cannot be written: "):
+            write_table(table, test_rows.with_name(f"out{suffix}"))
+    assert sorted(test_rows.parent.iterdir()) == there
 
 
 def test_nothing_is_said_of_what_the_adapter_replaces(runs, test_rows, caplog):

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +16,7 @@ import fs_lowrank
 from benchmark import scorers
 from benchmark.scorers import commonsense, generate, lm_eval_tasks, local_data
 from fs_lowrank import cli
+from fs_lowrank.data.fetch import hub as fetch_hub
 from fs_lowrank.errors import UserError
 from fs_lowrank.finished import load_run
 from fs_lowrank.training.generate import continue_prompts
@@ -276,6 +278,40 @@ def test_lm_evals_score_agrees_with_a_direct_computation(tiny, root, no_hub):
     assert result["arc_easy"]["n"] == 2 and result["arc_easy"]["version"] == 1.0
     assert result["arc_easy"]["data"] == "commonsense/ARC-Easy, instruction form"
     assert set(result["social_iqa"]) >= {"acc", "acc_stderr", "n", "version", "num_fewshot"}
+
+
+def test_the_hub_is_asked_once_and_then_its_cache_only(tiny, root, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    pytest.importorskip("lm_eval")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(fetch_hub, "_failure", lambda endpoint: "it is silent")
+    offline = []
+
+    def load_dataset(*_, **__):
+        offline.append(datasets.config.HF_HUB_OFFLINE)
+        raise ConnectionError("no hub here")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    for ask in (scorers.check, partial(scorers.score, *tiny)):
+        with pytest.raises(UserError, match="rte needs the data set"):
+            ask({"scorer": "lm_eval", "tasks": ["rte"]}, root)
+    assert offline == [True, True] and not datasets.config.HF_HUB_OFFLINE
+    monkeypatch.setattr(fetch_hub, "_failure", None)
+    scorers.check({"scorer": "generate", "tasks": ["boolq"]}, root)
+
+
+def test_warnings_are_shown_and_progress_bars_are_not(tiny, root, no_hub, monkeypatch, capfd):
+    pytest.importorskip("lm_eval")
+    wrap = lm_eval_tasks._wrap
+    monkeypatch.setattr(lm_eval_tasks, "_wrap", lambda *a: print("careful", file=sys.stderr) or wrap(*a))
+    capfd.readouterr()
+    scorers.score(*tiny, {"scorer": "lm_eval", "tasks": ["arc_easy"]}, root)
+    said = capfd.readouterr().err
+    assert "careful" in said and "it/s" not in said and "%|" not in said
+    from tqdm import tqdm
+
+    list(tqdm(range(3)))
+    assert "3/3" in capfd.readouterr().err
 
 
 def test_all_eight_tasks_and_a_prompt_with_examples(tiny, root, no_hub):

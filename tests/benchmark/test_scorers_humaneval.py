@@ -192,6 +192,22 @@ def without_namespaces(monkeypatch):
     sandbox.sandbox.cache_clear()
 
 
+def test_a_sandbox_that_hangs_or_does_not_run_is_a_reason(tmp_path, monkeypatch, caplog):
+    for name, content in (("bwrap", b"#!/bin/sh\nexec /bin/sleep 60\n"), ("unshare", b"\x7fELF, but no program")):
+        (tmp_path / name).write_bytes(content)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr(sandbox, "PATH", str(tmp_path))
+    monkeypatch.setattr(sandbox, "PROBE_SECONDS", 0.5)
+    monkeypatch.setattr(sandbox.shutil, "which", lambda name: str(tmp_path / name))
+    sandbox.sandbox.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, "fs_lowrank"):
+            assert sandbox.sandbox() == ([], "no namespaces")
+    finally:
+        sandbox.sandbox.cache_clear()
+    assert "bwrap: did not end within 0.5 s; unshare: Exec format error" in caplog.text
+
+
 @pytest.mark.parametrize("hidden", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.more
 def test_hostile_programs_are_not_solved(hidden, request):

@@ -115,6 +115,15 @@ def test_cifar100_binary(tmp_path, small_cifar):
     assert raw.train["label"].tolist()[21] == 21 and raw.images.shape == (60, 3, 32, 32)
     (tmp_path / "fine_label_names.txt").write_text("\n".join(f"kind{i}" for i in range(100)))
     assert load("cifar100", tmp_path).label_names[7] == "kind7"
+    for content, said in (
+        (b"kind0\nkind\xff\n", "fine_label_names.txt: not UTF-8: byte 0xff at offset 10, line 2"),
+        (b"kind0\nkind1\nki", "fine_label_names.txt: 3 names of classes, 3 of them different, expected 100; unpack"),
+        (b"kind\n" * 100, "fine_label_names.txt: 100 names of classes, 1 of them different, expected 100; unpack"),
+        (b"", "fine_label_names.txt: the file is empty"),
+    ):
+        (tmp_path / "fine_label_names.txt").write_bytes(content)
+        with pytest.raises(UserError, match=said):
+            load("cifar100", tmp_path)
 
 
 def test_svhn(tmp_path):
@@ -173,13 +182,36 @@ def test_images_are_decoded_again_only_after_a_change(folder, tmp_path, monkeypa
     first = load(folder, "", tmp_path / "home")
     again = load(folder, "", tmp_path / "home")
     assert decoded == [7] and first.fingerprint == again.fingerprint
-    kept = next((tmp_path / "home" / "images").glob("*.npy"))
+    kept = next((tmp_path / "home" / "images").iterdir())
     kept.write_bytes(kept.read_bytes()[:-9])
     assert load(folder, "", tmp_path / "home").fingerprint == first.fingerprint and decoded == [7, 7]
     picture(folder / "train" / "cat" / "0.png", 99)
     assert load(folder, "", tmp_path / "home").images[0].max() == 99 and decoded == [7, 7, 7]
     load(folder, "", tmp_path / "home", [{"channels": 3}])
     assert decoded == [7, 7, 7, 7]
+
+
+@pytest.mark.parametrize("damage", ["a bit", "the shape", "empty", "a zip", "not ours", "a folder"])
+def test_damaged_decoded_images_are_decoded_again(folder, tmp_path, damage, caplog):
+    first = load(folder, "", tmp_path / "home")
+    kept = next((tmp_path / "home" / "images").iterdir())
+    raw = kept.read_bytes()
+    if damage == "a folder":
+        kept.unlink()
+        kept.mkdir()
+    else:
+        wrong = {"empty": b"", "a zip": b"PK\x03\x04 and no more", "not ours": b"x" * len(raw)}
+        wrong |= {"a bit": raw[:-1] + bytes([raw[-1] ^ 4]), "the shape": raw.replace(b"[7,1,5,6]", b"[7,1,6,5]")}
+        kept.write_bytes(wrong[damage])
+    again = load(folder, "", tmp_path / "home")
+    assert (again.images == first.images).all() and again.fingerprint == first.fingerprint
+    if damage == "a folder":
+        assert "could not keep the decoded images" in caplog.text
+        return
+    assert f"{kept} is damaged (" in caplog.text and kept.read_bytes() == raw
+    caplog.clear()
+    load(folder, "", tmp_path / "home")
+    assert not caplog.records and list(kept.parent.iterdir()) == [kept]
 
 
 def test_colours_and_sizes(folder, tmp_path):

@@ -3,6 +3,8 @@ import gzip
 import json
 from types import SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from fs_lowrank.data.sources import load_raw, own_files
@@ -554,3 +556,20 @@ def test_hub_out_of_reach(monkeypatch):
         load("sst2@huggingface_datasets")
     with pytest.raises(UserError, match="cannot load data set 'STS-B': the hub is switched off"):
         load("STS-B@huggingface_datasets")
+
+
+@pytest.mark.parametrize("damage, said", [("page", "a file of it cannot be read: "), ("text", "'text': Invalid UTF8")])
+def test_a_damaged_file_of_a_hub_data_set_is_one_line(monkeypatch, tmp_path, capfd, damage, said):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "mine").mkdir()
+    column = pa.array([b"good"] * 50 + [b"\xff"], pa.binary())
+    texts = pa.Array.from_buffers(pa.string(), len(column), column.buffers()) if damage == "text" else ["good"] * 51
+    file = tmp_path / "mine" / "train.parquet"
+    pq.write_table(pa.table({"text": texts, "label": list(range(51))}), file, compression="none")
+    if damage == "page":
+        raw = file.read_bytes()
+        file.write_bytes(raw[:4] + b"\xff" * 60 + raw[64:])
+    with pytest.raises(UserError, match=f"cannot load data set '.*mine': .*{said}") as caught:
+        load(f"{tmp_path / 'mine'}@huggingface_datasets")
+    assert "\n" not in str(caught.value) and not capfd.readouterr().err

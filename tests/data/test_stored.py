@@ -15,6 +15,7 @@ from fs_lowrank import UserError, load_config
 from fs_lowrank.data import build_data, load_raw
 from fs_lowrank.data.stored import StoredFrame
 from fs_lowrank.models.build import build_tokenizer
+from fs_lowrank.runs.given import with_data
 from fs_lowrank.testing import small
 
 
@@ -174,11 +175,50 @@ def test_what_cannot_be_read_is_one_line(written, config, tmp_path, name, said, 
     assert datasets.logging.get_verbosity() == verbosity and datasets.is_progress_bar_enabled()
 
 
+@pytest.mark.parametrize("form", ["arrow", "saved"])
+@pytest.mark.parametrize("damage", ["offset", "text"])
+def test_a_damaged_byte_is_one_line(reviews, written, config, form, damage):
+    """A damaged offset would end the process when a text is read."""
+    # the last batch of r.arrow begins at row 280, the last file of three at row 200
+    texts = reviews["text"][280 if form == "arrow" else 200 :].tolist()
+    ends = np.cumsum([0, *(len(text.encode()) for text in texts)])
+    whole = "".join(texts).encode()
+    files = sorted(written[form].rglob("*.arrow")) if form == "saved" else [written[form]]
+    raw = bytearray(files[-1].read_bytes())
+    if damage == "offset":
+        raw[raw.rindex(ends[1:9].tobytes()) + 8 * 5 + 3] = 0x7F  # of a large_string, as pandas has it
+    else:
+        raw[raw.rindex(whole[:100]) + 3] = 0xFF
+    files[-1].write_bytes(raw)
+    what = "Offset invariant failure" if damage == "offset" else "Invalid UTF8"
+    with pytest.raises(UserError, match=f"cannot be read: it is damaged in column 'text': {what}.*; write or copy it"):
+        load_raw(config(written[form]).data)
+
+
+def test_a_text_of_a_parquet_file_that_is_not_utf8_is_one_line(reviews, config, tmp_path):
+    column = pa.array([text.encode() for text in reviews["text"][:9]] + [b"\xff"], pa.binary())
+    wrong = pa.Array.from_buffers(pa.string(), len(column), column.buffers())
+    pq.write_table(pa.table({"text": wrong, "label": [0, 1] * 5}), tmp_path / "wrong.parquet")
+    with pytest.raises(UserError, match="wrong.parquet cannot be read: it is damaged in column 'text': Invalid UTF8"):
+        load_raw(config(tmp_path / "wrong.parquet").data)
+
+
+def test_damaged_data_that_a_run_was_given_are_one_line(reviews, config, tmp_path):
+    given = with_data(config("none", {"outdir": str(tmp_path / "run")}), reviews, resume=False)
+    path = tmp_path / "run" / "given_data" / "train.arrow"
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(reviews["text"][0].encode())] = 0xFF
+    path.write_bytes(raw)
+    with pytest.raises(UserError, match="train.arrow cannot be read: it is damaged in column 'text': Invalid UTF8"):
+        load_raw(given.data)
+
+
 _GROWTH = """
 import sys, torch, pandas, datasets, transformers
 from fs_lowrank import load_config
 from fs_lowrank.data import build_data
 from fs_lowrank.models.build import build_tokenizer
+from fs_lowrank.runs.given import with_data
 small, big = (load_config(sys.argv[1], {"data.type": path}) for path in sys.argv[2:])
 tokenizer = build_tokenizer(big)
 anonymous = lambda: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))

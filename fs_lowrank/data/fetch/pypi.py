@@ -28,23 +28,29 @@ from pypi_simple import (
 from requests.auth import AuthBase, HTTPBasicAuth
 from requests.utils import get_auth_from_url
 
-from fs_lowrank.data.fetch.attempts import Missing, Say, retrying
+from fs_lowrank.data.fetch.attempts import PIECE_SECONDS, WORD_SECONDS, Missing, Say, retrying, watched
 from fs_lowrank.data.fetch.items import Item
 from fs_lowrank.errors import UserError
 
 TIMEOUT_SECONDS = 30.0  # for a connection, and between two parts of an answer
-WORD_SECONDS = 5.0  # between two progress lines, without a terminal for a bar
+PAGE_SECONDS = 40.0  # for all of an index page
 
 
 def download(item: Item, folder: Path, progress: Say) -> Path:
     """Download the archive of ``item`` to ``folder``."""
     index = _without_login(_pip_setting("index-url") or PYPI_SIMPLE_ENDPOINT).rstrip("/")
     progress(f"{item.package}: asking {index}, at most {TIMEOUT_SECONDS:g} s for each answer")
+    what = f"index page of {item.package}"
     with PyPISimple(index, session=_session()) as client:
         try:
             page = retrying(
-                f"index page of {item.package}",
-                lambda: client.get_project_page(item.package, timeout=TIMEOUT_SECONDS),
+                what,
+                lambda: watched(
+                    what,
+                    lambda: client.get_project_page(item.package, timeout=TIMEOUT_SECONDS),
+                    PAGE_SECONDS,
+                    progress,
+                ),
                 progress,
             )
         except (NoSuchProjectError, Missing) as error:
@@ -67,12 +73,37 @@ def download(item: Item, folder: Path, progress: Say) -> Path:
                 "this mirror does not have the published file"
             )
         target = folder / item.filename
-        options = {"verify": False, "timeout": TIMEOUT_SECONDS, "progress": _meter(item.filename, progress)}
+        pieces = [0]
+        meter = _counted(_meter(item.filename, progress), pieces)
+
+        def save() -> None:
+            client.download_package(named[item.filename], target, verify=False, timeout=TIMEOUT_SECONDS, progress=meter)
+
         try:
-            retrying(item.filename, lambda: client.download_package(named[item.filename], target, **options), progress)
+            retrying(
+                item.filename,
+                lambda: watched(item.filename, save, PIECE_SECONDS, progress, lambda: pieces[0]),
+                progress,
+            )
         except Missing as error:
             raise UserError(f"{item.filename}: the index lists it, but the file itself is not there") from error
     return target
+
+
+def _counted(meter: Any, pieces: list[int]) -> Any:
+    """``meter``, which counts in ``pieces`` what it is told of."""
+
+    @contextmanager
+    def counted(total: int | None) -> Iterator[SimpleNamespace]:
+        with meter(total) as inner:
+
+            def update(count: int) -> None:
+                pieces[0] += 1
+                inner.update(count)
+
+            yield SimpleNamespace(update=update)
+
+    return counted
 
 
 def _meter(name: str, progress: Say):
