@@ -47,7 +47,7 @@ def _score(args: argparse.Namespace) -> None:
     if run.labels or run.paired:
         what = "an encoder-decoder model" if run.paired else "labelled texts"
         raise UserError(f"--tasks: {args.run} is a run of {what}; lm-eval's tasks are for causal language models")
-    console.print(f"model: {run.which}", soft_wrap=True, markup=False)
+    console.print(f"model: {run.which}", soft_wrap=True)
     with hub():  # asked once; a task whose data are not here is lm-eval's own error
         found = scorers.score(run.model, run.tokenizer, spec, args.data)
     if args.json:

@@ -60,7 +60,7 @@ def _examples(args: argparse.Namespace) -> None:
             copy.write_bytes(path.read_bytes())
         except OSError as error:
             raise UserError(f"--to {args.to}: {copy} cannot be written: {error.strerror or error}") from error
-        console.print(str(copy), soft_wrap=True, markup=False)
+        console.print(str(copy), soft_wrap=True)
 
 
 def _first_line(path: Path) -> str:

@@ -64,8 +64,8 @@ def _read(args: argparse.Namespace, labelled: bool) -> tuple[Any, Any]:
     rows = read_rows(run, args.data, columns, labelled)
     left = "".join(f", {count} left out ({reason})" for reason, count in rows.left_out.items())
     cut = f", {rows.cut} cut to {run.tok_len} tokens" if rows.cut else ""
-    console.print(f"{args.data}: {len(rows.table)} rows{left}{cut}", soft_wrap=True, markup=False)
-    console.print(f"model: {run.which}", soft_wrap=True, markup=False)
+    console.print(f"{args.data}: {len(rows.table)} rows{left}{cut}", soft_wrap=True)
+    console.print(f"model: {run.which}", soft_wrap=True)
     return run, rows
 
 
@@ -128,4 +128,4 @@ def _predict(args: argparse.Namespace) -> None:
     run, rows = _read(args, labelled=False)
     table = predict_rows(run, rows, args.column, args.tokens)
     write_table(table, out)
-    console.print(f"{out}: {len(rows.kept)} predictions in the column {args.column}", soft_wrap=True, markup=False)
+    console.print(f"{out}: {len(rows.kept)} predictions in the column {args.column}", soft_wrap=True)

@@ -72,5 +72,5 @@ def write(args: argparse.Namespace, out: Path | None) -> Path:
 
 def _init(args: argparse.Namespace) -> None:
     out = write(args, args.out)
-    console.print(out.read_text(encoding="utf-8"), markup=False, soft_wrap=True, end="")
-    console.print(f"\nwritten to {out}; run it with: {hint('run', '--cfg', out)}", markup=False, soft_wrap=True)
+    console.print(out.read_text(encoding="utf-8"), soft_wrap=True, end="")
+    console.print(f"\nwritten to {out}; run it with: {hint('run', '--cfg', out)}", soft_wrap=True)
