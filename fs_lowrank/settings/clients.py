@@ -160,8 +160,10 @@ def _table(file: str, delimiter: str, origin: Origin) -> list[tuple[Any, dict[st
             raise UserError(f"{file}, line {line}: {len(row)} columns came, the header has {len(header)}")
         try:
             cells = {name: yaml.load(cell, Loader) for name, cell in zip(header, row) if cell.strip()}
-        except yaml.YAMLError:
-            raise UserError(f"{file}, line {line}: a cell is not a value: {show(row)}") from None
+        except (yaml.YAMLError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+            raise UserError(
+                f"{file}, line {line}: a cell is not a value: {show(row)}: expected a number, text, or nothing"
+            ) from None
         who = cells.pop("client", None)
         found.append((who, cells, f"client_{who}", Origin(file, {f"client_{who}": line})))
     return found
@@ -203,8 +205,10 @@ def _named(settings: Mapping[str, Any], at: str, origin: Origin) -> dict[str, tu
     """The settings by their names here, each checked, with the dotted key that it was given as."""
     keys, settings = keys_of(OfClient), dict(settings)
     named: dict[str, tuple[Any, str]] = {}
-    if isinstance(args := settings.pop("llm.adapter.args", None), list) and len(args) == 1 and list(args[0]) == ["r"]:
-        settings["llm.adapter.args.0.r"] = args[0]["r"]
+    args = settings.pop("llm.adapter.args", None)
+    first = args[0] if isinstance(args, list) and len(args) == 1 else None
+    if isinstance(first, Mapping) and list(first) == ["r"]:
+        settings["llm.adapter.args.0.r"] = first["r"]
     elif args is not None:
         origin.fail(f"{at}.llm.adapter.args", f"= {show(args)}: of the adapter, a client may have a rank of its own: r")
     for given, value in settings.items():
