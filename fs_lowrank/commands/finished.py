@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..jobs import shell, tables
-from ..jobs.files import to_json
+from ..jobs.files import to_json, write_text
 from ..settings.metrics import METRICS
 from .extensions import extensions, run_extension
 
@@ -85,10 +85,7 @@ def _evaluate(args: argparse.Namespace) -> int | None:
     run, rows = _read(args, labelled=True)
     scores = evaluate_rows(run, rows)
     if args.json:
-        try:
-            args.json.write_text(to_json({"run": str(run.saved), "data": str(args.data), **scores}, indent=1))
-        except OSError as error:
-            raise UserError(f"--json {args.json} cannot be written: {error.strerror or error}") from error
+        write_text(args.json, to_json({"run": str(run.saved), "data": str(args.data), **scores}, indent=1))
     tables.show(console, _lines(scores, bool(run.labels)), args.table, right=["value"])
     if "acc" not in scores:
         return None

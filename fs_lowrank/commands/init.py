@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..errors import UserError, hint
 from ..jobs import shell
+from ..jobs.files import write_text
 
 console = shell.make_console(120)
 _COLUMNS = {
@@ -49,7 +50,7 @@ def write(args: argparse.Namespace, out: Path | None) -> Path:
     """Write the configuration for ``args.data``.
 
     Raises:
-        UserError: see ``start.draft``; the file exists with another content, or cannot be written.
+        UserError: see ``start.draft``; the file exists with another content. RunFailed: it cannot be written.
     """
     from ..methods import get_method_class
     from ..start import Given, draft
@@ -62,11 +63,7 @@ def write(args: argparse.Namespace, out: Path | None) -> Path:
     out = out or Path(args.data.stem + ".yaml")
     if out.exists() and out.read_text(encoding="utf-8", errors="replace") != text:
         raise UserError(f"{out} exists and says something else; remove it, or run it: {hint('run', '--cfg', out)}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror or error}") from error
+    write_text(out, text)
     return out
 
 

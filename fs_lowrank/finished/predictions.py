@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ..data.examples import IGNORED_LABEL
 from ..data.files import SUFFIXES
 from ..data.tables import MULTI_LABEL, REGRESSION
 from ..errors import UserError
+from ..jobs.files import write_bytes
 from ..models.machine import input_device
 from ..models.prompts import generating
 from .rows import Rows
@@ -86,22 +88,19 @@ def _predictions(run: FinishedRun, rows: Rows, tokens: int) -> list[Sequence[Any
 
 
 def write_table(table: pd.DataFrame, path: Path) -> None:
-    """Write a table in the format of the file's suffix; a list in a cell of a CSV or TSV file is JSON.
+    """Write a table in the format of the file's suffix, whole or not at all; a list in a cell of CSV or TSV is JSON.
 
     Raises:
-        UserError: the file exists, has another suffix, or cannot be written.
+        UserError: the file exists, or has another suffix. RunFailed: it cannot be written.
     """
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         raise UserError(f"{path}: expected a file that ends with {', '.join(SUFFIXES)}")
-    try:
-        with path.open("x", encoding="utf-8", newline="") as file:
-            if suffix in (".csv", ".tsv"):
-                table = table.map(lambda cell: json.dumps(cell) if isinstance(cell, list) else cell)
-                table.to_csv(file, index=False, sep="," if suffix == ".csv" else "\t", lineterminator="\n")
-            else:
-                table.to_json(file, orient="records", lines=suffix == ".jsonl", force_ascii=False)
-    except FileExistsError:
-        raise UserError(f"{path} exists; remove it, or choose another name") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+    if os.path.lexists(path):
+        raise UserError(f"{path} exists; remove it, or choose another name")
+    if suffix in (".csv", ".tsv"):
+        table = table.map(lambda cell: json.dumps(cell) if isinstance(cell, list) else cell)
+        text = table.to_csv(index=False, sep="," if suffix == ".csv" else "\t", lineterminator="\n")
+    else:
+        text = table.to_json(orient="records", lines=suffix == ".jsonl", force_ascii=False)
+    write_bytes(path, text.encode("utf-8"))
