@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from fs_lowrank import load_config
-from fs_lowrank.errors import DamagedFile, RunFailed
+from fs_lowrank.errors import DamagedFile, RunFailed, UserError
 from fs_lowrank.finished.predictions import write_table
 from fs_lowrank.jobs.files import check_fields, from_json, read_json, to_json, write_bytes, write_text
 from fs_lowrank.versions import SCHEMA, NewerSchema
@@ -117,13 +117,14 @@ def test_on_a_full_disk_the_old_file_stays(tmp_path, full, write, content):
     assert path.read_text() == "new" and link.is_symlink()
 
 
-def test_predictions_on_a_full_disk_leave_no_part(tmp_path, full):
+def test_predictions_on_a_full_disk_leave_no_part(tmp_path, monkeypatch):
     table = pd.DataFrame({"text": ["a, ü", "b"], "prediction": [["x"], 1]})
-    for name in ("p.csv", "p.tsv", "p.json", "p.jsonl"):
-        with pytest.raises(RunFailed, match=f"{name} cannot be written: No space left"):
-            write_table(table, tmp_path / name)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", _full)
+        for name in ("p.csv", "p.tsv", "p.json", "p.jsonl"):
+            with pytest.raises(UserError, match=f"{name} cannot be written: No space left"):
+                write_table(table, tmp_path / name)
     assert not [*tmp_path.iterdir()]
-    full[0] = True
     write_table(table, tmp_path / "p.csv")
     assert (tmp_path / "p.csv").read_bytes().decode() == 'text,prediction\n"a, ü","[""x""]"\nb,1\n'
     write_table(table, tmp_path / "p.jsonl")
