@@ -158,7 +158,6 @@ def _run(args: argparse.Namespace) -> int:
         console.print(
             f"failed: {failure['suite']}/{failure['experiment']}  {failure['label']}: {failure['error']}",
             soft_wrap=True,
-            markup=False,
         )
     if outcome.interrupted:
         console.print("interrupted; the same command continues")
@@ -171,7 +170,7 @@ def _run(args: argparse.Namespace) -> int:
 def _estimate(options: Options, workers: int, file: Path | None) -> int:
     from .estimate import table
 
-    lines = table(options, workers, lambda text: console.print(text, soft_wrap=True, markup=False))
+    lines = table(options, workers, lambda text: console.print(text, soft_wrap=True))
     if len(lines) <= 3:
         console.print("nothing is left to do")
         return shell.OK

@@ -18,7 +18,7 @@ from typing import Any
 
 import fs_lowrank
 from fs_lowrank import Config, RunFailed, RunResult, UserError
-from fs_lowrank.jobs.files import read_json
+from fs_lowrank.jobs.files import read_json, write_bytes
 from fs_lowrank.runs.environment import versions
 from fs_lowrank.runs.summary import per_client_and_round, seconds
 
@@ -373,7 +373,7 @@ def _script(job: Job) -> dict:
     kept.mkdir(parents=True, exist_ok=True)
     files = []
     for path in sorted(p for p in out.iterdir() if p.is_file()):
-        shutil.copy(path, kept / path.name)
+        write_bytes(kept / path.name, path.read_bytes())
         files.append(str((kept / path.name).relative_to(job.options.results)))
     metrics = {name: quotient(found, path) for name, path in job.experiment.values.items()}
     return {

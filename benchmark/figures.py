@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import statistics
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fs_lowrank.jobs.files import write_bytes
 from fs_lowrank.runs.plots import legend, plain
 
 from .results import ExperimentResults, scale_of, title_of
@@ -33,7 +35,9 @@ def draw_all(results: ExperimentResults, folder: Path) -> dict[str, Path]:
         figure = draw(results)
         if figure is not None:
             path = folder / f"{stem}-{name}.png"
-            figure.savefig(path, dpi=110)
+            image = io.BytesIO()
+            figure.savefig(image, format="png", dpi=110)
+            write_bytes(path, image.getvalue(), durable=False)
             drawn[title or title_of(results.experiment.metrics[0], results.language)] = path
     return drawn
 

@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 from fs_lowrank.jobs.crew import Crew, stop_signals
+from fs_lowrank.jobs.shell import make_console
 from fs_lowrank.runs.summary import for_people
 
 from .job import Job, Options
@@ -45,10 +46,10 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
     """
     from .check import check
 
-    console = console or Console(highlight=False)
+    console = console or make_console(140)
 
     def say(text: str) -> None:
-        console.print(text, soft_wrap=True, markup=False)
+        console.print(text, soft_wrap=True)
 
     options = dataclasses.replace(options, since=time.time())
     jobs, store = plan(options), options.store

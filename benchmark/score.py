@@ -10,7 +10,7 @@ from typing import Any
 from fs_lowrank import UserError
 from fs_lowrank.commands.finished import BEST
 from fs_lowrank.jobs import shell, tables
-from fs_lowrank.jobs.files import to_json
+from fs_lowrank.jobs.files import to_json, write_text
 
 console = shell.make_console(120)
 
@@ -46,13 +46,10 @@ def _score(args: argparse.Namespace) -> None:
     if run.labels or run.paired:
         what = "an encoder-decoder model" if run.paired else "labelled texts"
         raise UserError(f"--tasks: {args.run} is a run of {what}; lm-eval's tasks are for causal language models")
-    console.print(f"model: {run.which}", soft_wrap=True, markup=False)
+    console.print(f"model: {run.which}", soft_wrap=True)
     found = scorers.score(run.model, run.tokenizer, spec, args.data)
     if args.json:
-        try:
-            args.json.write_text(to_json({"run": str(run.saved), **spec, "scores": found}, indent=1))
-        except OSError as error:
-            raise UserError(f"--json {args.json} cannot be written: {error.strerror or error}") from error
+        write_text(args.json, to_json({"run": str(run.saved), **spec, "scores": found}, indent=1))
     lines = [("task", "samples", "score", "value")]
     for task, values in found.items():
         metrics = {k: v for k, v in values.items() if isinstance(v, float) and not k.endswith("_stderr")}

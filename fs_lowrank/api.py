@@ -17,6 +17,7 @@ from .jobs.files import replacing, to_json
 from .jobs.kept import keeping
 from .jobs.shell import names
 from .jobs.tables import write_tables
+from .methods import requirements
 from .models.given import holding
 from .runs.folder import check_outdir, holds_run, outdir_of, remove_run
 from .runs.given import with_data, with_model
@@ -162,7 +163,9 @@ def compare(
     }
     if config.federate.total_round_num == 1 and not config.lowrank.reuse_clients:
         # All methods start from the same model, so clients that train alike are trained once.
-        configs = {n: c.replace(**{"lowrank.reuse_clients": str(outdir / "clients")}) for n, c in configs.items()}
+        place = {"lowrank.reuse_clients": str(outdir / "clients")}
+        idle = {n: requirements(c.federate.method, c.lowrank.params).idle for n, c in configs.items()}
+        configs = {n: c if "lowrank.reuse_clients" in idle[n] else c.replace(place) for n, c in configs.items()}
     results = {}
     with keeping():  # the model and the data are loaded once
         for name, config_of_method in configs.items():

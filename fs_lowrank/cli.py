@@ -151,15 +151,16 @@ class _Live:
         )
         held_out += "".join(f"  answers {n.replace('_', ' ')} {v:.3f}" for n, v in record.get("answers", {}).items())
         clients = max(len(record["clients"]), 1)
-        failed = f"  [yellow]{len(record['failed'])} failed[/]" if record["failed"] else ""
-        left_out = "  [yellow]left out[/]" if record.get("skipped") else ""
-        console.print(
-            f"round {record['round']:>3}/{self.rounds}  clients {len(record['clients'])}{failed}{left_out}  "
-            f"train loss {record['loss']:.3f}  {held_out}  up {human_bytes(record['uplink_bytes'] / clients)} "
+        failed = f"  {len(record['failed'])} failed" if record["failed"] else ""
+        left_out = "  left out" if record.get("skipped") else ""
+        line = Text.assemble(
+            f"round {record['round']:>3}/{self.rounds}  clients {len(record['clients'])}",
+            (failed + left_out, "yellow"),
+            f"  train loss {record['loss']:.3f}  {held_out}  up {human_bytes(record['uplink_bytes'] / clients)} "
             f"down {human_bytes(record['downlink_bytes'] / max(len(record['selected']), 1))} a client  "
             f"{sum(record['seconds'].values()):.1f} s",
-            soft_wrap=True,
         )
+        console.print(line, soft_wrap=True)
 
     def stop(self) -> None:
         if self.status:
@@ -173,10 +174,11 @@ def _overrides(args: argparse.Namespace) -> list[str]:
 
 
 def _announce(config, name: str) -> None:
-    console.print(
-        f"[bold]{name}[/]: {config.taking_part} clients, {config.sampled_per_round} a round, "
+    about = (
+        f": {config.taking_part} clients, {config.sampled_per_round} a round, "
         f"{config.federate.total_round_num} rounds, lr {config.train.optimizer.lr}, seed {config.seed}"
     )
+    console.print(Text.assemble((name, "bold"), about))
 
 
 def _figures(title: str | None, lines: Sequence[Sequence[str]]) -> Table:
@@ -243,7 +245,7 @@ def _print_notes(results: dict) -> None:
                 soft_wrap=True,
             )
         if result.verdict:
-            console.print(f"  [yellow]{name}: {result.verdict}[/]", soft_wrap=True)
+            console.print(f"  {name}: {result.verdict}", style="yellow", soft_wrap=True)
 
 
 def _print_saved(result) -> None:
@@ -282,7 +284,7 @@ def _dry_run(config, engine: str, file: Path | None) -> int:
         took = f"{found.seconds:.0f} s" if found.seconds < 600 else f"{found.seconds / 3600:.1f} h"
         console.print(f"  about {took} for {found.steps:,.0f} steps of clients, and the evaluations", soft_wrap=True)
     for place in found.lacking:
-        console.print(f"  [yellow]it will not fit: {place}[/]", soft_wrap=True)
+        console.print(f"  it will not fit: {place}", style="yellow", soft_wrap=True)
     for advice in found.advice:
         console.print(f"  set {advice}", soft_wrap=True)
     return 1 if found.lacking else 0
@@ -348,8 +350,8 @@ def _compare(args: argparse.Namespace) -> None:
             lines, path = seeds.compare_seeds(
                 args,
                 methods,
-                lambda text: console.print(f"[bold]{text}[/]", soft_wrap=True),
-                on_method=lambda name: console.print(f"[bold]{name}[/]"),
+                lambda text: console.print(text, style="bold", soft_wrap=True),
+                on_method=lambda name: console.print(name, style="bold"),
                 on_round=live.on_round,
                 on_client=live.on_client,
             )
@@ -381,7 +383,7 @@ def _compare(args: argparse.Namespace) -> None:
     _print_results(results)
     _print_notes(results)
     for name, result in results.items():
-        console.print(f"[bold]{name}[/]")
+        console.print(name, style="bold")
         _print_saved(result)
     console.print(f"all curves: {first.saved['comparison']}", soft_wrap=True)
 
@@ -400,14 +402,13 @@ def _methods(args: argparse.Namespace) -> None:
         return
     tables.only_of_a_list(args)
     cls = get_method_class(args.name)
-    console.print(inspect.cleandoc(inspect.getmodule(cls).__doc__ or cls.__doc__ or ""), markup=False, soft_wrap=True)
+    console.print(inspect.cleandoc(inspect.getmodule(cls).__doc__ or cls.__doc__ or ""), soft_wrap=True)
     fields = dataclasses.fields(cls.Params)
     console.print("\nhyperparameters (config section lowrank):" if fields else "\nno hyperparameters of its own")
     for field in fields:
         limits = [f"{k} {field.metadata[k]}" for k in ("min", "max", "choices") if k in field.metadata]
         console.print(
             f"  {field.name} = {field.default!r}: {field.metadata.get('help', '')} ({', '.join(limits)})",
-            markup=False,
             soft_wrap=True,
         )
 

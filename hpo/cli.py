@@ -202,7 +202,7 @@ def _where(args: argparse.Namespace) -> list[str]:
 
 
 def _say(text: str) -> None:
-    console.print(text, soft_wrap=True, markup=False)
+    console.print(text, soft_wrap=True)
 
 
 def _chosen(args: argparse.Namespace) -> tuple:
@@ -280,7 +280,6 @@ def _status(args: argparse.Namespace) -> None:
             + (f", rungs {','.join(map(str, f['rungs']))}" if f["rungs"] else "")
             + f", {f['points']} points; {budget_text(f['budget'])}",
             soft_wrap=True,
-            markup=False,
         )
         for failure in f["failures"]:
             report = f"; please report it with {failure['traceback']}" if failure["traceback"] else ""

@@ -89,6 +89,14 @@ def test_a_run_from_start_to_files(command, config_file, tmp_path, caplog):
     assert rows > 0
 
 
+def test_names_in_brackets_are_printed_as_they_are(command, config_file, tmp_path):
+    outdir = tmp_path / "[red]" / "x[" / "y] :x:z"
+    code, out, err = command("run", "--cfg", config_file, "--resume", "outdir", outdir)
+    assert (code, err) == (0, "")
+    assert f"there is no {outdir / 'checkpoint'}: starting at round 1" in out
+    assert f"pictures, tables: {outdir}\n" in out and re.search("^fedlora: 3 clients, ", out, re.M)
+
+
 def test_overrides_reach_the_run(command, config_file, tmp_path):
     code, _, _ = command(
         "run",

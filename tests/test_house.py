@@ -201,6 +201,66 @@ def test_json_files_are_read_by_one_function():
     assert not [name for name, text in found.items() if re.search(r"\bjson\.load\(", text)]
 
 
+#: the modules that open a file to write over what was there, and why what was there need not stay
+WRITES_OF = {
+    "fs_lowrank.jobs.files": "the writer itself",
+    "fs_lowrank.settings.schema": "below the writer: writes beside the place and renames, as it does",
+    "fs_lowrank.jobs.shell": "a traceback, in a file of a new name",
+    "fs_lowrank.engines.federatedscope.roster": "a file beside its place, which is renamed",
+    "fs_lowrank.models.states": "a new file, whose disk space is reserved",
+    "fs_lowrank.data.image_files": "a file beside its place, which is renamed",
+    "fs_lowrank.data.fetch": "a folder beside its place, which is renamed",
+    "fs_lowrank.data.fetch.archives": "in that folder",
+    "fs_lowrank.data.fetch.items": "in that folder",
+    "fs_lowrank.runs.result": "in a folder beside its place, which is renamed",
+    "benchmark.execute": "no file: a switch of the kernel",
+    "benchmark.speed.peers.case": "a log in a folder of its own for each call",
+    "benchmark.speed.peers.environment": "a mark in an environment that it has just made",
+    "benchmark.speed.peers.federatedscope_job": "in a temporary folder, without this package",
+    "benchmark.speed.peers.fedjob": "in a temporary folder, without this package",
+    "benchmark.speed.peers.job": "in a temporary folder",
+    "benchmark.speed.whole": "in a temporary folder",
+    "benchmark.speed.scale": "in a temporary folder",
+}
+
+
+def overwrites(text: str) -> list[int]:
+    """The lines of a module that write over a file; ``aside`` is the name of what ``replacing`` gives."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        strings = [
+            a.value
+            for a in [*node.args[:2], *(k.value for k in node.keywords if k.arg == "mode")]
+            if isinstance(a, ast.Constant) and isinstance(a.value, str)
+        ]
+        opens = name == "open" and any(re.fullmatch("[wx][bt+]*", mode) for mode in strings)
+        writes = name in ("write_text", "write_bytes") and isinstance(node.func, ast.Attribute)
+        owner = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+        if (opens or writes) and not re.search(r"\baside\b", owner):
+            found.append(node.lineno)
+    return found
+
+
+def test_files_are_written_whole_or_not_at_all():
+    """``jobs.files`` writes beside a file and renames, so that what was there before stays on a full disk."""
+    found = {name: overwrites(path.read_text(encoding="utf-8")) for name, path in modules(ROOT).items()}
+    found = {name: lines for name, lines in found.items() if lines}
+    assert found.keys() <= WRITES_OF.keys(), found
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["p.write_text(x)", "p.write_bytes(x)", "open(p, 'w')", "p.open('wb')", "p.open(mode='x')", "(a / b).open('w')"],
+)
+def test_a_bare_write_is_found(line):
+    assert overwrites(line) and not overwrites(
+        "(aside / n).write_text(x)\nwrite_text(p, x)\nopen(p, 'rb')\np.open('a')"
+    )
+
+
 def test_imports_by_name_count(edges):
     assert "fs_lowrank.methods.one_shot.fedfisher" in edges["fs_lowrank.methods.catalogue"]
     assert {"fs_lowrank.config", "fs_lowrank.api"} <= edges["fs_lowrank"].keys()

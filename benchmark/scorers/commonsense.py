@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fs_lowrank.errors import UserError
-from fs_lowrank.jobs.files import read_json
+from fs_lowrank.jobs.files import read_json, write_text
 
 _CHOOSE = "Please choose the correct answer to the question: "
 
@@ -171,8 +171,5 @@ def training_file(
             row = {key: rows[i][key] for key in ("instruction", "input", "output")}
             lines.append(json.dumps({**row, "category": task}, ensure_ascii=False))
         counts[task] = len(kept)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(out.name + ".partial")
-    partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    partial.replace(out)
+    write_text(out, "\n".join(lines) + "\n")
     return counts

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..errors import UserError, hint, nearest
 from ..jobs import shell, tables
-from ..jobs.files import read_json
+from ..jobs.files import read_json, write_bytes
 
 SUFFIXES = (".yaml", ".ipynb", ".py")
 console = shell.make_console(120)
@@ -44,6 +44,8 @@ def _examples(args: argparse.Namespace) -> None:
         console.print(f"copy one with: {hint('examples', next(iter(there)))}")
         return
     tables.only_of_a_list(args)
+    if args.to.exists() and not args.to.is_dir():
+        raise UserError(f"--to {args.to} is a file, so that nothing can be written into it; name a folder")
     chosen = []
     for name in args.names:
         stem = Path(name).stem if Path(name).suffix in SUFFIXES else Path(name).name
@@ -55,12 +57,8 @@ def _examples(args: argparse.Namespace) -> None:
             raise UserError(f"{copy} exists; remove it, or choose another folder with --to")
         chosen.append((path, copy))
     for path, copy in chosen:
-        try:
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(path.read_bytes())
-        except OSError as error:
-            raise UserError(f"--to {args.to}: {copy} cannot be written: {error.strerror or error}") from error
-        console.print(str(copy), soft_wrap=True, markup=False)
+        write_bytes(copy, path.read_bytes())
+        console.print(str(copy), soft_wrap=True)
 
 
 def _first_line(path: Path) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..jobs import shell, tables
-from ..jobs.files import to_json
+from ..jobs.files import to_json, write_text
 from ..settings.metrics import METRICS
 from .extensions import extensions, run_extension
 
@@ -64,8 +64,8 @@ def _read(args: argparse.Namespace, labelled: bool) -> tuple[Any, Any]:
     rows = read_rows(run, args.data, columns, labelled)
     left = "".join(f", {count} left out ({reason})" for reason, count in rows.left_out.items())
     cut = f", {rows.cut} cut to {run.tok_len} tokens" if rows.cut else ""
-    console.print(f"{args.data}: {len(rows.table)} rows{left}{cut}", soft_wrap=True, markup=False)
-    console.print(f"model: {run.which}", soft_wrap=True, markup=False)
+    console.print(f"{args.data}: {len(rows.table)} rows{left}{cut}", soft_wrap=True)
+    console.print(f"model: {run.which}", soft_wrap=True)
     return run, rows
 
 
@@ -85,10 +85,7 @@ def _evaluate(args: argparse.Namespace) -> int | None:
     run, rows = _read(args, labelled=True)
     scores = evaluate_rows(run, rows)
     if args.json:
-        try:
-            args.json.write_text(to_json({"run": str(run.saved), "data": str(args.data), **scores}, indent=1))
-        except OSError as error:
-            raise UserError(f"--json {args.json} cannot be written: {error.strerror or error}") from error
+        write_text(args.json, to_json({"run": str(run.saved), "data": str(args.data), **scores}, indent=1))
     tables.show(console, _lines(scores, bool(run.labels)), args.table, right=["value"])
     if "acc" not in scores:
         return None
@@ -131,4 +128,4 @@ def _predict(args: argparse.Namespace) -> None:
     run, rows = _read(args, labelled=False)
     table = predict_rows(run, rows, args.column, args.tokens)
     write_table(table, out)
-    console.print(f"{out}: {len(rows.kept)} predictions in the column {args.column}", soft_wrap=True, markup=False)
+    console.print(f"{out}: {len(rows.kept)} predictions in the column {args.column}", soft_wrap=True)

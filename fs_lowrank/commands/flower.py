@@ -23,5 +23,5 @@ def _app(args: argparse.Namespace) -> None:
     from ..engines.flower.project import write_app
 
     for path in write_app(args.folder, args.cfg):
-        console.print(f"written: {path}", markup=False, soft_wrap=True)
-    console.print(f"start it with: flwr run {args.folder} NAME_OF_YOUR_SUPERLINK", markup=False, soft_wrap=True)
+        console.print(f"written: {path}", soft_wrap=True)
+    console.print(f"start it with: flwr run {args.folder} NAME_OF_YOUR_SUPERLINK", soft_wrap=True)

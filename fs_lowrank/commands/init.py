@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..errors import UserError, hint
 from ..jobs import shell
+from ..jobs.files import write_text
 
 console = shell.make_console(120)
 _COLUMNS = {
@@ -49,7 +50,7 @@ def write(args: argparse.Namespace, out: Path | None) -> Path:
     """Write the configuration for ``args.data``.
 
     Raises:
-        UserError: see ``start.draft``; the file exists with another content, or cannot be written.
+        UserError: see ``start.draft``; the file exists with another content. RunFailed: it cannot be written.
     """
     from ..methods import get_method_class
     from ..start import Given, draft
@@ -62,15 +63,11 @@ def write(args: argparse.Namespace, out: Path | None) -> Path:
     out = out or Path(args.data.stem + ".yaml")
     if out.exists() and out.read_text(encoding="utf-8", errors="replace") != text:
         raise UserError(f"{out} exists and says something else; remove it, or run it: {hint('run', '--cfg', out)}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror or error}") from error
+    write_text(out, text)
     return out
 
 
 def _init(args: argparse.Namespace) -> None:
     out = write(args, args.out)
-    console.print(out.read_text(encoding="utf-8"), markup=False, soft_wrap=True, end="")
-    console.print(f"\nwritten to {out}; run it with: {hint('run', '--cfg', out)}", markup=False, soft_wrap=True)
+    console.print(out.read_text(encoding="utf-8"), soft_wrap=True, end="")
+    console.print(f"\nwritten to {out}; run it with: {hint('run', '--cfg', out)}", soft_wrap=True)

@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rich.markup import escape
 from rich.text import Text
 
 from ..jobs import shell, tables
@@ -37,11 +36,11 @@ def _keys(args: argparse.Namespace) -> None:
     if len(entries) == 1:
         tables.only_of_a_list(args)
         (entry,) = entries
-        console.print(f"[bold]{escape(entry.name)}[/] ({escape(entry.group)})", soft_wrap=True)
-        console.print(escape(entry.meaning), soft_wrap=True)
-        console.print(f"  expected: {escape(entry.type)}", soft_wrap=True)
-        console.print(f"  default: {escape(entry.default) or 'none, it must be given'}", soft_wrap=True)
-        console.print(f"  engines: {escape(entry.engines)}", soft_wrap=True)
+        console.print(Text.assemble((entry.name, "bold"), f" ({entry.group})"), soft_wrap=True)
+        console.print(entry.meaning, soft_wrap=True)
+        console.print(f"  expected: {entry.type}", soft_wrap=True)
+        console.print(f"  default: {entry.default or 'none, it must be given'}", soft_wrap=True)
+        console.print(f"  engines: {entry.engines}", soft_wrap=True)
         return
     lines: list[Sequence[str | Text]] = [("key", "default", "meaning")]
     group = ""

@@ -38,7 +38,7 @@ def _report(args: argparse.Namespace) -> None:
         runs = read_runs(args.runs)
         write_page(runs, out, args.every if args.live else 0.0)
         if not said:
-            console.print(str(out), soft_wrap=True, markup=False)
+            console.print(str(out), soft_wrap=True)
             said = True
         if not args.live or all(run.ended for run in runs):
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from ..data.examples import IGNORED_LABEL
 from ..data.files import SUFFIXES
 from ..data.tables import MULTI_LABEL, REGRESSION
 from ..errors import UserError
-from ..jobs.files import replacing
+from ..jobs.files import write_bytes
 from ..models.machine import input_device
 from ..models.prompts import generating
 from .rows import Rows
@@ -99,26 +100,28 @@ def check_table(path: Path) -> None:
     """Raise ``UserError`` if ``write_table`` would not write ``path``: by its suffix, its folder, or as it exists."""
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(f"{path}: expected a file that ends with {', '.join(SUFFIXES)}")
-    if path.exists():
+    if os.path.lexists(path):
         raise UserError(f"{path} exists; remove it, or choose another name")
     if not path.parent.is_dir():
         raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
 
 
 def write_table(table: pd.DataFrame, path: Path) -> None:
-    """Write a table in the format of the file's suffix; a list in a cell of a CSV or TSV file is JSON.
+    """Write a table in the format of the file's suffix, whole or not at all; a list in a cell of CSV or TSV is JSON.
 
     Raises:
-        UserError: the file exists, has another suffix, or cannot be written; nothing is left of it then.
+        UserError: the file exists, has another suffix, or cannot hold a text of the table.
+        RunFailed: it cannot be written.
     """
     check_table(path)
     suffix = path.suffix.lower()
+    if suffix in (".csv", ".tsv"):
+        table = table.map(lambda cell: json.dumps(cell) if isinstance(cell, list) else cell)
+        text = table.to_csv(index=False, sep="," if suffix == ".csv" else "\t", lineterminator="\n")
+    else:
+        text = table.to_json(orient="records", lines=suffix == ".jsonl", force_ascii=False)
     try:
-        with replacing(path) as aside, aside.open("x", encoding="utf-8", newline="") as file:
-            if suffix in (".csv", ".tsv"):
-                table = table.map(lambda cell: json.dumps(cell) if isinstance(cell, list) else cell)
-                table.to_csv(file, index=False, sep="," if suffix == ".csv" else "\t", lineterminator="\n")
-            else:
-                table.to_json(file, orient="records", lines=suffix == ".jsonl", force_ascii=False)
-    except (OSError, UnicodeEncodeError) as error:
-        raise UserError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+        content = text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(f"{path} cannot be written: {error}") from error
+    write_bytes(path, content)

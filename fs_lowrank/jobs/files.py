@@ -20,6 +20,8 @@ from typing import Any, get_args
 from ..errors import DamagedFile, RunFailed, UserError
 from ..versions import check_schema
 
+#: the folders of names of open streams, which are written to even where they lead to a file
+_STREAMS = ("/dev", "/dev/fd", "/proc/self/fd")
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
@@ -198,12 +200,31 @@ def cannot_read(path: str | Path, error: Exception, remedy: str = "restore the f
 def write_text(path: str | Path, text: str, durable: bool = True) -> None:
     """Write a text file atomically, in UTF-8; its folder is created.
 
+    A link stays, and what it points to is replaced. What is no file, such as ``/dev/stdout``, is written to.
+
     Raises:
         RunFailed: it cannot be written, for instance on a full disk; the file is unchanged.
     """
+    with _written(path, durable) as place:
+        place.write_text(text, encoding="utf-8")
+
+
+def write_bytes(path: str | Path, content: bytes, durable: bool = True) -> None:
+    """As ``write_text``, of bytes."""
+    with _written(path, durable) as place:
+        place.write_bytes(content)
+
+
+@contextlib.contextmanager
+def _written(path: str | Path, durable: bool) -> Iterator[Path]:
+    """The place to write to; its errors are those of ``write_text``."""
+    path = Path(path)
     try:
-        with replacing(path, durable) as aside:
-            aside.write_text(text, encoding="utf-8")
+        if str(path.parent) in _STREAMS or path.exists() and not (path.is_file() or path.is_dir()):
+            yield path
+        else:
+            with replacing(os.path.realpath(path), durable) as aside:
+                yield aside
     except OSError as error:
         raise RunFailed(
             f"{path} cannot be written: {error.strerror or error}; make room or write elsewhere, and give the same "

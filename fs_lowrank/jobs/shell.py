@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.markup import escape
+from rich.text import Text
 
 from ..errors import ROWS_LOGGER, RunFailed, UserError, nearest
 
@@ -39,8 +39,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_console(width: int) -> Console:
-    """A console, ``width`` columns wide if the output is not a terminal (rich would assume 80)."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else width)
+    """A console, ``width`` columns wide if the output is not a terminal (rich would assume 80).
+
+    What it prints is mostly names of files and words of users, in which ``[red]`` and ``:x:`` mean nothing; a part with
+    a style is a ``rich.text.Text``.
+    """
+    return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else width)
 
 
 def run(
@@ -74,7 +78,7 @@ def run(
         _log(args, console)
         return args.do(args) or OK
     except KeyboardInterrupt:
-        console.print(f"\ninterrupted{again(args) if args else ''}", soft_wrap=True, markup=False)
+        console.print(f"\ninterrupted{again(args) if args else ''}", soft_wrap=True)
         return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has gone (`| head`), so nothing more can be printed.
@@ -154,7 +158,7 @@ def as_options(text: str, options: Iterable[str]) -> str:
 def explain(error: Exception, folder: Path | None = None, options: Iterable[str] = ()) -> int:
     """Print ``message_of`` the error, ``as_options``; returns the exit code that it means."""
     text = as_options(message_of(error, folder), options)
-    Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(text)}", soft_wrap=True)
+    Console(stderr=True, highlight=False).print(Text.assemble(("error:", "bold red"), " ", text), soft_wrap=True)
     return WRONG_USE if isinstance(error, UserError) and not isinstance(error, RunFailed) else FAILED
 
 

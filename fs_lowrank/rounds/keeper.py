@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import peft
 from filelock import FileLock
-from safetensors import SafetensorError
 
 from ..algebra import nbytes
 from ..config import load_config
 from ..data.tokenize import tokenizer_fingerprint
 from ..errors import RunFailed, UserError
-from ..jobs.files import cannot_read, cannot_write, from_json, remove_unfinished, replacing, to_json, write_text
+from ..jobs.files import cannot_read, from_json, remove_unfinished, to_json, write_text
 from ..jobs.tables import write_tables
 from ..methods import revisions
 from ..models.adapters import adapter_name, load_tensors
@@ -29,7 +28,7 @@ from ..runs import best, checksums
 from ..runs.card import model_card
 from ..runs.checkpoint import Checkpoint, load_checkpoint, remove_old, save_checkpoint, saved_rounds
 from ..runs.environment import environment, versions, write_environment
-from ..runs.folder import check_outdir, claim
+from ..runs.folder import check_outdir, claim, replaced
 from ..runs.plots import plot_clients, plot_curves, plot_test, setting_of
 from ..runs.records import Records, read_records
 from ..runs.result import RunResult, sort_configs
@@ -339,16 +338,9 @@ class RecordKeeper:
     @contextmanager
     def _replaced(self, name: str) -> Iterator[Path]:
         """A path to write a file or a folder to, which replaces the one called ``name`` when the block ends."""
-        path = self.outdir / name
-        try:
-            with replacing(path) as aside:
-                yield aside
-                sort_configs(aside)
-        except Exception as error:
-            # tokenizers raises a bare Exception if it cannot write.
-            if isinstance(error, (OSError, SafetensorError)) or type(error) is Exception:
-                raise cannot_write(path, error) from error
-            raise
+        with replaced(self.outdir / name) as aside:
+            yield aside
+            sort_configs(aside)
 
     def _save_personal(self, folder: Path) -> None:
         """Save every client's own adapter in PEFT's format, in ``client_K`` of ``folder``."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock
+from safetensors import SafetensorError
 
 from ..errors import RunFailed, UserError
-from ..jobs.files import cannot_write
+from ..jobs.files import cannot_write, replacing
 from ..jobs.locks import take
 from ..settings import Settings
 from . import checksums
@@ -50,6 +53,23 @@ def claim(folder: Path) -> FileLock:
     if lock is None:
         raise RunFailed(f"another run is writing into {folder}; wait for it, or choose another outdir")
     return lock
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """As ``jobs.files.replacing``, for what libraries write, which have errors of their own on a full disk.
+
+    Raises:
+        RunFailed: it cannot be written; names file and reason, and the file is unchanged.
+    """
+    try:
+        with replacing(path) as aside:
+            yield aside
+    except Exception as error:
+        # safetensors raises its own error if it cannot write, tokenizers a bare Exception.
+        if isinstance(error, (OSError, SafetensorError)) or type(error) is Exception:
+            raise cannot_write(path, error) from error
+        raise
 
 
 def check_outdir(config: Settings, resume: bool) -> None:

@@ -12,7 +12,7 @@ from ..config import Config
 from ..data.objects import store
 from ..data.tokenize import tokenizer_fingerprint
 from ..errors import UserError
-from ..jobs.files import Fields, cannot_write, read_json, replacing, to_json
+from ..jobs.files import Fields, cannot_write, read_json, to_json
 from ..models.build import loads
 from ..models.fingerprints import configuration_fingerprint
 from ..models.given import SUFFIX
@@ -21,7 +21,7 @@ from ..models.loaded import transformers_silent
 from ..settings import one_mapping
 from ..settings.metrics import LANGUAGE, TASKS
 from ..versions import SCHEMA
-from .folder import check_outdir, claim, outdir_of
+from .folder import check_outdir, claim, outdir_of, replaced
 
 #: the folders of the data and of the model, and in each the file that says what it is
 DATA, MODEL, ABOUT = "given_data", "given_model", "about.json"
@@ -53,7 +53,7 @@ def with_data(config: Config, data: Any, resume: bool) -> Config:
         if resume and folder.exists():
             about = _same(folder, data)
         else:
-            with replacing(folder) as aside:
+            with replaced(folder) as aside:
                 aside.mkdir()
                 about = {"schema": SCHEMA, **store(data, aside)}
                 (aside / ABOUT).write_text(to_json(about, indent=1), encoding="utf-8")
@@ -131,7 +131,7 @@ def with_model(config: Config, model: Any, tokenizer: Any, resume: bool) -> tupl
                     "same, without model=…, or choose another outdir"
                 )
         else:
-            with replacing(folder) as aside, transformers_silent():
+            with replaced(folder) as aside, transformers_silent():
                 model.save_pretrained(str(aside))
                 tokenizer.save_pretrained(str(aside))
                 (aside / ABOUT).write_text(to_json({"schema": SCHEMA, **about}, indent=1), encoding="utf-8")

@@ -53,6 +53,7 @@ def _conditions(config: Settings, engine: str, method: Any) -> Iterator[Conditio
         f"it is for text, and {model}",
         (
             "llm.tok_len",
+            "data.max_dropped",
             "train.frozen_dropout",
             "train.only_read",
             "train.blocks",
@@ -112,6 +113,13 @@ def _conditions(config: Settings, engine: str, method: Any) -> Iterator[Conditio
     yield bool(config.quantised), dtype, ("lowrank.compute_dtype",)
     yield config.quantised == "nf4", dtype, ("lowrank.double_quant",)
     yield config.lowrank.checkpoint_freq > 0, "lowrank.checkpoint_freq is 0", ("lowrank.keep_checkpoints",)
+    own = "the code of a module of your own cannot be compared, and its clients are not kept"
+    yield not config.model.type.endswith("@object"), own, ("lowrank.reuse_clients",)
+    tokens, evaluated = config.dataloader.batch_tokens, config.eval.batch_size
+    # Of a method's own kind of upload nothing is known; it may go through a client's data in batches.
+    batches = not (tokens and evaluated) or method.upload.__qualname__ != "Method.upload" or needs.validation
+    both = f"dataloader.batch_tokens = {tokens} and eval.batch_size = {evaluated} take precedence"
+    yield batches, both, ("dataloader.batch_size",)
     for name, reason in needs.idle.items():
         yield False, reason, (name,)
 
@@ -250,6 +258,10 @@ def without_effect(config: Settings, engine: str, method: Any) -> list[tuple[str
         if reason:
             reasons[name] = reason
     idle = [(name, changed[name][0], reason) for name, reason in reasons.items()]
+    sizes = sorted({own["batch_size"] for own in config.own_settings.values() if "batch_size" in own})
+    if sizes and config.dataloader.batch_tokens:
+        reason = f"dataloader.batch_tokens = {config.dataloader.batch_tokens} takes precedence"
+        idle.append(("batch_size of lowrank.clients", sizes[0] if len(sizes) == 1 else sizes, reason))
     for name, value in config.framework.items():
         if reason := _idle(name, config.framework, engine):
             idle.append((name, value, reason))

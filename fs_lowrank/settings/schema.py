@@ -217,9 +217,26 @@ class Settings:
         return tree
 
     def dump(self, path: str | os.PathLike[str]) -> None:
-        """Write ``to_dict`` as YAML."""
-        with open(path, "w", encoding="utf-8") as file:
-            yaml.dump(self.to_dict(), file, Dumper, sort_keys=False, allow_unicode=True)
+        """Write ``to_dict`` as YAML, whole or not at all.
+
+        Raises:
+            OSError: it cannot be written; names the file, which is unchanged.
+        """
+        text = yaml.dump(self.to_dict(), None, Dumper, sort_keys=False, allow_unicode=True)
+        place = os.path.realpath(path)
+        is_file = os.path.isfile(place) or not os.path.lexists(path)
+        aside = os.path.join(os.path.dirname(place), f".{os.path.basename(place)}.{os.getpid()}.writing")
+        written = aside if is_file else place  # not a file: such as /dev/stdout
+        try:
+            with open(written, "w", encoding="utf-8") as file:
+                file.write(text)
+            if is_file:
+                os.replace(aside, place)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+        finally:
+            if os.path.lexists(aside):
+                os.unlink(aside)
 
     def fingerprint(self) -> str:
         """A hash of ``decisive()``, 12 hexadecimal digits."""

@@ -1,11 +1,16 @@
 """JSON that was written for others to read: what comes to harm is one error, which names the file."""
 
 import json
+import os
+from pathlib import Path
 
+import pandas as pd
 import pytest
 
-from fs_lowrank.errors import DamagedFile
-from fs_lowrank.jobs.files import check_fields, from_json, read_json, to_json
+from fs_lowrank import load_config
+from fs_lowrank.errors import DamagedFile, RunFailed, UserError
+from fs_lowrank.finished.predictions import write_table
+from fs_lowrank.jobs.files import check_fields, from_json, read_json, to_json, write_bytes, write_text
 from fs_lowrank.versions import SCHEMA, NewerSchema
 
 #: contents that no reader of a mapping expects, and what is said of them
@@ -72,3 +77,83 @@ def test_a_newer_file_is_not_a_damaged_one(tmp_path):
     (tmp_path / "facts.json").write_text(json.dumps({"schema": SCHEMA + 1, "labels": 5}))
     with pytest.raises(NewerSchema):
         read_json(tmp_path / "facts.json", fields={"labels": list})
+
+
+# -- what was there before stays -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """A disk that is full after half of what is written; ``full(False)``: it has room again."""
+    room = [False]
+    original = {name: getattr(Path, name) for name in ("write_text", "write_bytes")}
+
+    def wrap(name):
+        def write(path, content, *args, **options):
+            if room[0]:
+                return original[name](path, content, *args, **options)
+            original[name](path, content[: len(content) // 2], *args, **options)
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Path, name, write)
+
+    for name in original:
+        wrap(name)
+    return room
+
+
+@pytest.mark.parametrize("write, content", [(write_text, "new"), (write_bytes, b"new")], ids=["text", "bytes"])
+def test_on_a_full_disk_the_old_file_stays(tmp_path, full, write, content):
+    path, link = tmp_path / "a.json", tmp_path / "link.json"
+    with path.open("w") as file:
+        file.write("old")
+    link.symlink_to("a.json")
+    for name in (path, link):
+        with pytest.raises(RunFailed, match=f"^{name} cannot be written: No space left on device; make room"):
+            write(name, content)
+    assert path.read_text() == "old" and {p.name for p in tmp_path.iterdir()} == {"a.json", "link.json"}
+    full[0] = True
+    write(link, content)
+    assert path.read_text() == "new" and link.is_symlink()
+
+
+def test_predictions_on_a_full_disk_leave_no_part(tmp_path, monkeypatch):
+    table = pd.DataFrame({"text": ["a, ü", "b"], "prediction": [["x"], 1]})
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", _full)
+        for name in ("p.csv", "p.tsv", "p.json", "p.jsonl"):
+            with pytest.raises(UserError, match=f"{name} cannot be written: No space left"):
+                write_table(table, tmp_path / name)
+    assert not [*tmp_path.iterdir()]
+    write_table(table, tmp_path / "p.csv")
+    assert (tmp_path / "p.csv").read_bytes().decode() == 'text,prediction\n"a, ü","[""x""]"\nb,1\n'
+    write_table(table, tmp_path / "p.jsonl")
+    assert len((tmp_path / "p.jsonl").read_bytes().decode().splitlines()) == 2
+
+
+def test_what_is_no_file_is_written_to(tmp_path):
+    write_text("/dev/null", "x")
+    assert not Path("/dev/null").is_file()
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_text(tmp_path / "pipe", "x")
+    assert os.read(reader, 9) == b"x" and (tmp_path / "pipe").is_fifo()
+    load_config({"federate.client_num": 2}).dump("/dev/null")
+    os.close(reader)
+
+
+def test_a_configuration_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path, config = tmp_path / "c.yaml", load_config({"federate.client_num": 2})
+    config.dump(path)
+    before = path.read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", _full)
+        with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+            config.replace({"seed": 7}).dump(path)
+    assert path.read_bytes() == before and [*tmp_path.iterdir()] == [path]
+    with pytest.raises(OSError, match=f"No such file or directory: '{tmp_path / 'no' / 'c.yaml'}'"):
+        config.dump(tmp_path / "no" / "c.yaml")
+
+
+def _full(*args):
+    raise OSError(28, "No space left on device")

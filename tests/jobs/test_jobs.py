@@ -17,6 +17,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
+from rich.table import Table
+from rich.text import Text
 
 from fs_lowrank import RunFailed, UserError
 from fs_lowrank.jobs import crew, shell
@@ -285,6 +287,20 @@ def test_exit_codes_and_messages_of_a_command(raised, code, line, capsys, tmp_pa
     shell.run(make_parser, ["go", "--debug"], console, folder=lambda args: tmp_path)
     assert ("Traceback" in "".join(capsys.readouterr())) == (code in (1, 2))
     assert ([*root.handlers], root.level, ours.level, logging.raiseExceptions) == before
+
+
+@pytest.mark.parametrize("text", ["out/x[/y]", "[red]", "a[bold]b[/bold]", ":x:", r"\[red]"])
+def test_what_comes_from_users_is_not_markup(text, capsys):
+    table = Table(title=text)
+    table.add_column(text)
+    table.add_row(text)
+    console = shell.make_console(120)
+    for shown in (text, Text(text, "bold"), table):
+        console.print(shown, soft_wrap=True)
+    out = capsys.readouterr().out
+    assert out.count(text) == 5, out
+    shell.explain(UserError(text))
+    assert capsys.readouterr().err == f"error: {text}\n"
 
 
 def test_a_traceback_goes_to_the_folder_for_temporary_files_if_the_run_has_none(tmp_path, monkeypatch):

@@ -3,11 +3,14 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import fs_lowrank
-from fs_lowrank import UserError
+from fs_lowrank import RunFailed, UserError
+from fs_lowrank.runs.folder import outdir_of
+from fs_lowrank.runs.given import with_model
 from fs_lowrank.testing import small
 
 
@@ -152,3 +155,27 @@ def test_what_cannot_be_used_is_one_line(own, tiny_encoder):
         with pytest.raises(UserError, match=said) as caught:
             fs_lowrank.run(own("run", keys), model=model, tokenizer=its)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "part, error",
+    [
+        ("model", SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")),
+        ("tokenizer", Exception("No space left on device (os error 28)")),
+        ("tokenizer", OSError(28, "No space left on device")),
+    ],
+    ids=["safetensors", "tokenizers", "the system"],
+)
+def test_a_model_that_cannot_be_written_is_one_line(few, causal_settings, tmp_path_factory, monkeypatch, part, error):
+    folder = small.save_qwen(tmp_path_factory.mktemp("qwen"))
+    given = {"model": AutoModelForCausalLM.from_pretrained(folder), "tokenizer": AutoTokenizer.from_pretrained(folder)}
+
+    def full(*args, **options):
+        raise error
+
+    monkeypatch.setattr(given[part], "save_pretrained", full)
+    config = few(causal_settings, "full")
+    place = outdir_of(config) / "given_model"
+    with pytest.raises(RunFailed, match=f"^{place} cannot be written: .*No space left on device.*; make room, and run"):
+        with_model(config, **given, resume=False)
+    assert not place.exists() and not [*place.parent.glob(".given*")]

@@ -80,6 +80,10 @@ def test_a_method_that_computes_with_steps_has_those_of_the_client():
         ("- {clients: 1, lr: 1, train.optimizer.lr: 2}", "and lowrank.clients.0.lr are two spellings of one key"),
         ("- {clients: 1, lr: 1}\n  - {clients: 1, lr_factor: 2}", "lr_factor and lr are both given for client 1"),
         ("- {clients: 1, llm: {adapter: {args: [{r: 2, lora_alpha: 3}]}}}", "of the adapter, a client may have a rank"),
+        *(
+            (f"- {{clients: 1, llm: {{adapter: {{args: {args}}}}}}}", "of the adapter, a client may have a rank")
+            for args in ("[5]", "[r]", "[[r]]", "[null]", "[]", "5")
+        ),
         ("nobody.txt", "expected a list of mappings, a table (.csv, .tsv), or FederatedScope's file (.yaml)"),
         ("nobody.csv", "f.yaml, line 2: lowrank.clients = 'nobody.csv': no such file"),
     ],
@@ -105,6 +109,10 @@ def test_what_is_wrong_is_one_line_with_file_and_line(tmp_path, monkeypatch, tex
         ("t.csv", "number,lr\n1,2\n", "t.csv, line 1: columns number, lr: expected client, and each column once"),
         ("t.csv", "client,lr\nall,2\n", "t.csv, line 2: client_all = 'all': expected a client's number"),
         ("t.csv", "client,lr\n1,[2\n", "t.csv, line 2: a cell is not a value"),
+        *(
+            ("t.csv", f"client,lr\n1,{cell}\n", "t.csv, line 2: a cell is not a value: ['1', ")
+            for cell in ("9" * 5000, "!!int x", "[" * 2000, "!!timestamp x", "!!bool x", "!!binary é")
+        ),
         (
             "t.yaml",
             "client_1:\n  train: {optimizer: {type: Adam}}\n",

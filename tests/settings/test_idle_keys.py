@@ -14,6 +14,7 @@ from fs_lowrank.methods import create_method, get_method_class, list_methods, re
 from fs_lowrank.methods.robust import RobustMean
 from fs_lowrank.methods.server_optimizer import ServerOptimizer
 from fs_lowrank.models.build import build_tokenizer
+from fs_lowrank.models.given import SUFFIX
 from fs_lowrank.models.names import tags
 from fs_lowrank.models.vision import VisionOptions, build_vision
 from fs_lowrank.rounds.fits import check_splits
@@ -150,6 +151,18 @@ def test_defaults_are_never_reported(method, keys_of):
         (BASE, {"federate.method": "flora", "lowrank.max_kept_rank": 9}, "lowrank.max_kept_rank"),
         (BASE, {"federate.method": "fedhm", "lowrank.rank_factors": [1], "lowrank.decay": 1.0}, "lowrank.decay"),
         (BASE, {"federate.method": "fedhm", "lowrank.master": True}, "lowrank.master"),
+        (BASE, {"federate.method": "fedhm", "lowrank.reuse_clients": "x"}, "lowrank.reuse_clients"),
+        (
+            BASE,
+            {"dataloader.batch_tokens": 99, "eval.batch_size": 4, "dataloader.batch_size": 3},
+            "dataloader.batch_size",
+        ),
+        (
+            BASE,
+            {"dataloader.batch_tokens": 99, "lowrank.clients": [{"clients": 2, "batch_size": 4}]},
+            "batch_size of lowrank.clients",
+        ),
+        (BASE, {"model.type": "lenet", "federate.method": "fedavg", "data.max_dropped": 0.5}, "data.max_dropped"),
         (BASE, {"federate.method": "fedhm", "federate.ignore_weight": True}, "federate.ignore_weight"),
         *(
             (
@@ -195,6 +208,16 @@ def test_single_combinations(base, keys, idle):
         {"eval.freq": 0},
         {"dataloader.batch_tokens": 200, "dataloader.batch_size": 3},  # of which evaluations still take the number
         {"data.args": [{"max_len": 12}]},
+        {"data.max_dropped": 0.5},
+        {"lowrank.clients": [{"clients": 2, "batch_size": 4}], "eval.batch_size": 4},
+        {"dataloader.batch_tokens": 99, "lowrank.clients": [{"clients": 2, "lr": 0.4}]},
+        *(
+            {"dataloader.batch_tokens": 99, "eval.batch_size": 4, "dataloader.batch_size": 3, "federate.method": name}
+            for name in ("regmean", "fisher_merge")
+        ),
+        {"federate.method": "fedlora", "lowrank.reuse_clients": "x"},
+        {"federate.method": "fedhm", "lowrank.reuse_clients": "x", "lowrank.decay": 0.0},
+        {"federate.method": "fedhm", "lowrank.reuse_clients": "x", "lowrank.rank_factors": [1, 4]},
         {"federate.method": "mfedloru", "lowrank.nested_ranks": [1], "lowrank.nested_scale": 0.3},
         {"federate.method": "fedhm", "lowrank.rank_factors": [2, 4], "lowrank.master": True},
         {
@@ -226,6 +249,7 @@ def test_a_method_says_which_of_its_keys_are_idle():
         cls = get_method_class(method)
         known = {f"lowrank.{f.name}" for f in dataclasses.fields(cls.Params)}
         known |= {"llm.adapter.args", "federate.ignore_weight", "lowrank.validation_samples"}
+        known.add("lowrank.reuse_clients")
         assert requirements(method).idle.keys() <= known
         assert create_method(method, rounds=4).needs.idle == requirements(method).idle
 
@@ -254,6 +278,41 @@ def test_splits_of_data_with_sets_of_their_own(settings, reviews_csv, caplog):
 
     own = {"test": reviews_csv.name, "validation": reviews_csv.name}
     assert said(**own) and not said(test=own["test"]) and not said()
+
+
+@pytest.mark.parametrize("own", ["test", "validation"])
+def test_the_share_and_the_seed_of_rows_that_the_data_have(settings, reviews_csv, caplog, own):
+    def built(seed=-1, splits=(0.5, 0.2, 0.3), subsample=1.0):
+        keys = {"data.args": [{own: reviews_csv.name}], "data.splits": list(splits), "lowrank.test_seed": seed}
+        config = load_config(settings, {**keys, "data.test_subsample": subsample})
+        say_once.cache_clear()
+        caplog.clear()
+        data = build_data(config, build_tokenizer(config))
+        of_seed = "lowrank.test_seed = 5 has no effect: the data have test rows" in caplog.text
+        return data.fingerprint, of_seed, "data.splits = " in caplog.text and f"for {own} rows" in caplog.text
+
+    plain, _, said = built()
+    assert said, "of a share that is not the default"
+    other = (0.8, 0.2, 0.0) if own == "test" else (0.7, 0.0, 0.3)
+    same, _, said = built(splits=other)
+    assert (same == plain) and not said, "0 says what is so"
+    for subsample in (1.0, 0.5):
+        (before, *_), (after, said, _) = built(subsample=subsample), built(5, subsample=subsample)
+        assert said == (before == after)
+
+
+def test_clients_with_a_penalty_are_not_kept():
+    """``Reuse.key`` gives None for those of fedhm that have one; what is said goes by the hyperparameters."""
+    for params in ({}, {"decay": 0.0}, {"rank_factors": (1.0,)}, {"rank_factors": (1.0, 4.0)}):
+        method = create_method("fedhm", **params)
+        kept = [all(p.penalty is None for p in method.phases(1, client)) for client in (1, 2)]
+        assert ("lowrank.reuse_clients" in method.needs.idle) == (not any(kept))
+
+
+def test_the_name_of_a_module_of_one_s_own():
+    config = load_config({**BASE, "model.task": "SequenceClassification", "model.type": f"Bag{SUFFIX}"})
+    said = without_effect(config.replace({"lowrank.reuse_clients": "x"}), "local", get_method_class("fedlora"))
+    assert [name for name, *_ in said] == ["lowrank.reuse_clients"]
 
 
 @pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl"])

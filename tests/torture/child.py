@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import ctypes
 import faulthandler
@@ -11,7 +12,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,26 @@ def last_line(text: str) -> str:
     """The first 300 characters of the last line that is not blank."""
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1].strip()[:300] if lines else ""
+
+
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise ``TimeoutError`` in the block when it has used this many processor seconds, or after it, if it went on."""
+    over = []
+
+    def stop(number: int, frame: object) -> None:
+        over.append(f"more than {seconds:g} s of the processor")
+        raise TimeoutError(over[0])
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+    if over:  # what ran has caught it
+        raise TimeoutError(over[0])
 
 
 def fork(work: Callable[[], int | None], out: Path, limit: float = HANG, kill_at: float | None = None) -> Ended:

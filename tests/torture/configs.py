@@ -7,19 +7,16 @@ keys that do nothing, each in an indented line below it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 import resource
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from .bench import ROOT, Bench, Outcome, by_command_line
-from .child import Ended, difference, fork, is_one_line, unsound
+from .child import Ended, difference, fork, is_one_line, limited, unsound
 from .mutations import MUTATIONS, Document, keys_of
 from .tiny import settings
 
@@ -86,28 +83,13 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
         return [outcome]
 
 
-@contextlib.contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    """Raise ``TimeoutError`` in the block when it has used this many processor seconds."""
-
-    def stop(number: int, frame: object) -> None:
-        raise TimeoutError(f"more than {seconds:.0f} s of the processor")
-
-    signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-
-
 def _run(file: Path, outdir: Path, bench: Bench, what: str, seen: str, command_line: bool) -> Outcome:
     from fs_lowrank import UserError, load_config
 
     if not command_line:
         logging.getLogger("fs_lowrank").setLevel(logging.ERROR)
         try:
-            with _limited(READING):
+            with limited(READING):
                 load_config(file)
         except UserError as error:
             if not is_one_line(str(error)):

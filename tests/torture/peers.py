@@ -42,8 +42,6 @@ MESSAGES, ROUNDS = 360, 12
 ANSWER = 30.0
 #: seconds after which the hostile client joins again, if it has not been asked for anything
 SILENCE = 3.0
-#: seconds in which a run must have ended
-LONGEST = 180.0
 _METHOD, _TOKEN = "/gRPCComServeFunc/sendMessage", "fs-lowrank-token"
 #: a run without any attack, which ``inputs`` uses
 QUIET = "no attack"
@@ -332,14 +330,14 @@ def worker(
     argv, out = ["run", "--engine", "federatedscope", "--cfg", str(file)], outdir.with_name(f"worker{number}.out")
     argv += ["--resume"] if resume else []
     if not forks:
-        return bench.command(argv, out, limit=LONGEST)
+        return bench.command(argv, out)
 
     def work() -> int:
         from fs_lowrank import cli
 
         return cli.main(argv)
 
-    return fork(work, out, limit=LONGEST)
+    return fork(work, out)
 
 
 def _request(bench: Bench, outdir: Path, variant: str) -> dict[str, Any]:

@@ -1,15 +1,18 @@
 """A short torture: a few cases of every kind that can run here, by ``python -m tests.torture``."""
 
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.torture import bench, child, driver
+from tests.torture import bench, child, driver, updates
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,6 +88,38 @@ def test_one_of_25_seeds_runs_from_the_command_line_whatever_else_depends_on_the
 def test_what_counts_as_a_fault(code, err, fault):
     found = child.Ended(code, "", err, 1.0).fault
     assert fault in found and bool(found) == bool(fault)
+
+
+def test_a_step_of_the_server_that_takes_long_fails(monkeypatch):
+    """A step has the limit of a command, also where what runs catches what the limit raises."""
+
+    def suffered(server, client, changes):
+        end = time.process_time() + 5.0
+        with contextlib.suppress(TimeoutError):
+            while time.process_time() < end:
+                pass
+        return "refused", f"after {time.process_time() - end:.0f} s"
+
+    monkeypatch.setattr(updates, "HANG", 0.2)
+    monkeypatch.setattr(updates, "suffered", suffered)
+    monkeypatch.setattr(updates, "server_of", lambda *target: None)
+    monkeypatch.setattr(updates, "drawn", lambda number: [(("fedlora", "encoder"), 1, [])])
+    (outcome,) = updates.case(1, bench.Bench)
+    assert (outcome.ending, outcome.reason) == ("failed", "TimeoutError: more than 0.2 s of the processor")
+
+
+def test_a_step_of_the_server_that_is_quick_keeps_its_ending(monkeypatch):
+    monkeypatch.setattr(updates, "suffered", lambda *of: ("refused", "a reason"))
+    monkeypatch.setattr(updates, "server_of", lambda *target: None)
+    monkeypatch.setattr(updates, "drawn", lambda number: [(("fedlora", "encoder"), 1, [])])
+    assert [(o.ending, o.reason) for o in updates.case(1, bench.Bench)] == [("refused", "a reason")]
+
+
+@pytest.mark.parametrize("kind", driver.KINDS)
+def test_no_command_has_a_longer_limit_than_all(kind):
+    """``HANG`` is of a command; that of a case, which runs several, is the driver's."""
+    source = Path(driver.module_of(kind).__file__).read_text(encoding="utf-8")
+    assert child.HANG == 60.0 and not re.search(r"\b(fork|spawn|command)\([^)]*\blimit=", source)
 
 
 def test_a_shard_that_was_cut_short_is_continued(tmp_path, monkeypatch):

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from . import hostile
 from .bench import Bench, Ending, Outcome
+from .child import HANG, limited
 from .poisons import Answer, Poison, poison, poisons
 from .tiny import settings as settings_of_run
 
 SHARD = 50
+#: of a case, which takes ``EXAMPLES`` steps of the server and trains the clients of each; of a step it is ``HANG``
 LIMIT = 360.0
 #: updates for each seed
 EXAMPLES = 20
@@ -88,7 +90,8 @@ def server_of(method: str, kind: str, bench: Bench) -> Server:
             honest[client.id] = Answer(client.id, tensors, facts)
         server = _SERVERS[method, kind] = Server(engine, honest, {})
         for left_out in (None, *honest):
-            server.without[left_out] = _finished(server, left_out)
+            with limited(HANG):
+                server.without[left_out] = _finished(server, left_out)
     return _SERVERS[method, kind]
 
 
@@ -225,7 +228,7 @@ def case(number: int, bench: Bench) -> list[Outcome]:
         what = f"{target[0]} ({target[1]}), client {client}: {changes!r}"
         try:
             server = server_of(*target, bench)
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), limited(HANG):
                 warnings.simplefilter("ignore")  # prototype features of torch that the poisons use
                 ending, reason = suffered(server, client, changes)
         except Exception as error:

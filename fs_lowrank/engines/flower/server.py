@@ -39,6 +39,7 @@ from ...settings.metrics import measured
 from .client import memory
 from .keys import codec_of
 from .messages import ENCODING, packed, unpacked
+from .waiting import Waiting
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -339,7 +340,8 @@ class Server:
     def _exchange(self, parcels: Mapping[int, Parcel], kind: str, round: int) -> Iterator[tuple[int, Parcel | Unheard]]:
         """Send nodes their parcels; the replies, as they come, and at last those from whom there is none.
 
-        The wait ends ``lowrank.timeout`` after the last reply, since nodes of a simulation take turns.
+        The wait ends ``lowrank.timeout`` after the last reply, since nodes of a simulation take turns; meanwhile it is
+        said for whom the server waits.
         """
         known = {"run": self.token, "config": self.config.to_dict()}
         waiting: dict[str, int] = {}
@@ -353,14 +355,16 @@ class Server:
                 waiting[taken[0]] = node
             else:
                 yield node, Unheard("absent", "Flower's SuperLink did not take the message for its node")
-        heard = time.monotonic()
-        while waiting and time.monotonic() < heard + self.timeout:
+        wait = Waiting(self.timeout, kind)
+        while waiting and not wait.over:
             replies = list(self.grid.pull_messages(list(waiting)))
             for reply in replies:
                 if reply.metadata.reply_to_message_id in waiting:
                     yield waiting.pop(reply.metadata.reply_to_message_id), _answer(reply, self.gathers)
-                    heard = time.monotonic()
+                    wait.heard()
             if waiting and not replies:
+                if word := wait.word(waiting.values()):
+                    logger.warning("%s", word)
                 self._wait()
         for node in waiting.values():
             yield node, Unheard("absent", f"no answer within lowrank.timeout, {self.timeout:g} s", waited=True)

@@ -1,5 +1,7 @@
 """What does not need Flower: the folder of an app, the keys, and what is said where Flower is absent."""
 
+import subprocess
+import sys
 import tomllib
 from importlib.util import find_spec
 
@@ -11,6 +13,7 @@ from fs_lowrank.doctor import examine
 from fs_lowrank.engines import get_engine, list_engines, locate_flower
 from fs_lowrank.engines.flower.keys import check, codec_of
 from fs_lowrank.engines.flower.project import CONFIG
+from fs_lowrank.engines.flower.waiting import Waiting
 from fs_lowrank.methods import get_method_class
 from fs_lowrank.settings.effects import without_effect
 
@@ -81,3 +84,64 @@ def test_keys_that_have_an_effect_here_and_not_on_the_embedded_engine(quick):
     idle = {name for name, _, _ in without_effect(config, "flower", method)}
     assert "train.cohort" in idle and not idle & {"lowrank.timeout", "quantization.method"}
     assert "lowrank.timeout" in {name for name, _, _ in without_effect(config, "local", method)}
+
+
+@pytest.mark.parametrize("kind, at", [("call", [5, 10, 20, 40]), ("train", [30, 60, 120]), ("evaluate", [30, 60, 120])])
+def test_a_wait_says_for_whom_and_how_long(kind, at):
+    now = [1000.0]
+    wait, said = Waiting(200.0, kind, clock=lambda: now[0]), {}
+    for second in range(220):
+        now[0] = 1000.0 + second
+        assert wait.over == (second >= 200)
+        if word := wait.word([8, 7]):
+            said[second] = word
+    assert [*said][: len(at)] == at and max(said) < 200
+    first = at[0]
+    assert said[first] == (
+        f"waiting for nodes 7, 8: no answer for {first} s; for up to {200 - first} s more, by lowrank.timeout = 200"
+    )
+
+
+def test_a_reply_begins_the_wait_anew():
+    now = [0.0]
+    wait = Waiting(60.0, "call", clock=lambda: now[0])
+    now[0] = 59.0
+    assert wait.word(range(9)).startswith(
+        "waiting for nodes 0, 1, 2, 3, 4 and 4 more: no answer for 59 s; for up to 1 s"
+    )
+    wait.heard()
+    assert not wait.word([3]) and not wait.over
+    now[0] = 64.0
+    assert wait.word([3]).startswith("waiting for node 3: no answer for 5 s; for up to 55 s more")
+
+
+#: an exchange of the server with nodes that never answer; Flower's classes are stood in for
+SILENT = """
+import logging, sys
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+for name in ("flwr", "flwr.app", "flwr.serverapp", "flwr.common", "flwr.clientapp"):
+    sys.modules[name] = MagicMock()
+from fs_lowrank.engines.flower import server, waiting
+
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+waiting.FIRST_WORD = {"call": 0.1}
+server.packed = lambda parcel: parcel
+asked = object.__new__(server.Server)
+asked.__dict__.update(timeout=0.5, pause=0.01, token="", gathers=False, stopped=lambda: False)
+asked.config = SimpleNamespace(to_dict=dict)
+asked.grid = SimpleNamespace(push_messages=lambda of: [str(id(of[0]))], pull_messages=lambda of: [])
+server.Message = lambda *args, **options: SimpleNamespace()
+for node, answer in asked._exchange({7: server.Parcel({})}, "call", 0):
+    print(node, answer.reason)
+"""
+
+
+@pytest.mark.more
+def test_the_server_says_for_whom_it_waits():
+    ended = subprocess.run([sys.executable, "-c", SILENT], capture_output=True, text=True, timeout=120)
+    assert not ended.returncode, ended.stderr
+    *words, last = ended.stdout.splitlines()
+    assert words and all(w.startswith("waiting for node 7: no answer for 0 s; for up to 0 s more, by") for w in words)
+    assert last == "7 no answer within lowrank.timeout, 0.5 s"
