@@ -115,10 +115,10 @@ def _conditions(config: Settings, engine: str, method: Any) -> Iterator[Conditio
     yield config.lowrank.checkpoint_freq > 0, "lowrank.checkpoint_freq is 0", ("lowrank.keep_checkpoints",)
     own = "the code of a module of your own cannot be compared, and its clients are not kept"
     yield not config.model.type.endswith("@object"), own, ("lowrank.reuse_clients",)
-    tokens, evaluated = config.dataloader.batch_tokens, config.eval.batch_size
+    most, held_out = config.dataloader.batch_tokens, config.eval.batch_size
     # Of a method's own kind of upload nothing is known; it may go through a client's data in batches.
-    batches = not (tokens and evaluated) or method.upload.__qualname__ != "Method.upload" or needs.validation
-    both = f"dataloader.batch_tokens = {tokens} and eval.batch_size = {evaluated} take precedence"
+    batches = not (most and held_out) or method.upload.__qualname__ != "Method.upload" or needs.validation
+    both = f"dataloader.batch_tokens = {most} and eval.batch_size = {held_out} take precedence"
     yield batches, both, ("dataloader.batch_size",)
     for name, reason in needs.idle.items():
         yield False, reason, (name,)
