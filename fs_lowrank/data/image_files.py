@@ -18,6 +18,7 @@ import hashlib
 import json
 import logging
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,14 +27,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from fs_lowrank.data.fetch import home as cache_home
 from fs_lowrank.data.fetch import resolve
+from fs_lowrank.data.files import read_text
 from fs_lowrank.data.idx import read_idx
 from fs_lowrank.errors import UserError, nearest
+from fs_lowrank.jobs.files import replacing
 from fs_lowrank.settings.reading import read_packaged
 
 __all__ = ["IMAGE_SETS", "ImageSet", "read_folder", "read_image_set"]
+
+logger = logging.getLogger("fs_lowrank")
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".webp", ".tif", ".tiff")
@@ -196,10 +203,7 @@ def read_image_set(name: str, root: Path, home: str | Path | None = None) -> Ima
     labels = values.pop("label")
     names = about.get("names")
     if names is None:
-        written = files[0].with_name(about["names_file"])
-        names = written.read_text(encoding="utf-8").split() if written.is_file() else []
-        count = about["labels"]["label"]
-        names = names if len(names) == count else [str(i) for i in range(count)]
+        names = _names(files[0].with_name(about["names_file"]), about["labels"]["label"])
     return ImageSet(
         np.concatenate([part.images for part in parts.values()]),
         labels,
@@ -211,6 +215,19 @@ def read_image_set(name: str, root: Path, home: str | Path | None = None) -> Ima
         values,
         {},
     )
+
+
+def _names(path: Path, count: int) -> list[str]:
+    """The names of ``count`` classes, one a line; their numbers if there is no such file."""
+    if not path.exists():
+        return [str(i) for i in range(count)]
+    names = read_text(path, "data.root").split()
+    if len(set(names)) != count or len(names) != count:
+        raise UserError(
+            f"{path}: {len(names)} names of classes, {len(set(names))} of them different, expected {count}; unpack the "
+            "archive again, or remove the file and the classes are called by their numbers"
+        )
+    return names
 
 
 # Folders
@@ -305,24 +322,38 @@ def _decoded(
     for path in files:
         info = path.stat()
         digest.update(f"{path.relative_to(folder)}\0{info.st_size}\0{info.st_mtime_ns}\n".encode())
-    kept = cache_home(home) / "images" / f"{digest.hexdigest()[:24]}.npy"
-    if kept.is_file():
-        try:
-            images = np.load(kept, allow_pickle=False)
-            if images.dtype == np.uint8 and images.ndim == 4 and len(images) == len(files):
-                return images
-        except (OSError, ValueError):
-            kept.unlink(missing_ok=True)  # damaged: decode again
+    kept = cache_home(home) / "images" / f"{digest.hexdigest()[:24]}.safetensors"
+    images = _kept(kept, len(files))
+    if images is not None:
+        return images
     images = _decode(files, size, channels)
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        part = kept.with_name(f".{kept.name}.{os.getpid()}")
-        with part.open("wb") as file:
-            np.save(file, images, allow_pickle=False)
-        part.replace(kept)
-    except OSError as error:
-        logging.getLogger("fs_lowrank").warning("could not keep the decoded images in %s: %s", kept.parent, error)
+        with replacing(kept) as aside:
+            save_file({"images": images}, aside, {"crc32": str(_checksum(images))})
+        kept.with_suffix(".npy").unlink(missing_ok=True)  # of version 0.1.0, without a checksum
+    except (OSError, SafetensorError) as error:
+        logger.warning("could not keep the decoded images in %s: %s", kept.parent, error)
     return images
+
+
+def _kept(path: Path, count: int) -> np.ndarray | None:
+    """The ``count`` decoded images of ``path``; None if there are none, or if the file is damaged."""
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, "np") as file:
+            images: np.ndarray = file.get_tensor("images")
+            expected = int(file.metadata()["crc32"])
+        if images.dtype != np.uint8 or images.ndim != 4 or len(images) != count or _checksum(images) != expected:
+            raise ValueError("its checksum does not match")
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        logger.warning("%s is damaged (%s); the images are decoded again", path, error)
+        return None
+    return images
+
+
+def _checksum(images: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(images), zlib.crc32(repr(images.shape).encode()))
 
 
 def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | None) -> np.ndarray:
