@@ -208,7 +208,6 @@ WRITES_OF = {
     "fs_lowrank.jobs.shell": "a traceback, in a file of a new name",
     "fs_lowrank.engines.federatedscope.roster": "a file beside its place, which is renamed",
     "fs_lowrank.models.states": "a new file, whose disk space is reserved",
-    "fs_lowrank.data.image_files": "a file beside its place, which is renamed",
     "fs_lowrank.data.fetch": "a folder beside its place, which is renamed",
     "fs_lowrank.data.fetch.archives": "in that folder",
     "fs_lowrank.data.fetch.items": "in that folder",
