@@ -353,7 +353,7 @@ def _kept(path: Path, count: int) -> np.ndarray | None:
 
 
 def _checksum(images: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(images), zlib.crc32(repr(images.shape).encode()))
+    return zlib.crc32(np.ascontiguousarray(images).data, zlib.crc32(repr(images.shape).encode()))
 
 
 def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | None) -> np.ndarray:
