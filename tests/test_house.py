@@ -247,7 +247,7 @@ def test_files_are_written_whole_or_not_at_all():
     """``jobs.files`` writes beside a file and renames, so that what was there before stays on a full disk."""
     found = {name: overwrites(path.read_text(encoding="utf-8")) for name, path in modules(ROOT).items()}
     found = {name: lines for name, lines in found.items() if lines}
-    assert found.keys() <= WRITES_OF.keys(), found
+    assert found.keys() == WRITES_OF.keys(), found
 
 
 @pytest.mark.parametrize(
