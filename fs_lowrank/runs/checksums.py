@@ -63,12 +63,12 @@ def damaged(folder: Path, places: Iterable[str] | None = None) -> tuple[Path, st
     """The first file of ``folder`` that is not as it was when ``seal`` was called, and why; None if there is none.
 
     Args:
-        places: only these are looked at, as far as they are there: who reads them says what is missing.
+        places: only these are looked at, and one that is missing is damaged.
     """
     sums, at = folder / FILE, folder / FILE
     if not sums.exists() and not sums.is_symlink():
         return None
-    looked_at = None if places is None else {place for place in places if (folder / place).exists()}
+    looked_at = None if places is None else {*places}
     try:
         for name, expected in from_json(sums.read_bytes()).items():
             if looked_at is None or name.partition("/")[0] in looked_at:
@@ -81,7 +81,7 @@ def damaged(folder: Path, places: Iterable[str] | None = None) -> tuple[Path, st
 
 
 def check_finished(folder: Path, places: Iterable[str], remedy: str = "") -> None:
-    """Check those of ``places`` in the folder of a finished run that are there.
+    """Check those of ``places`` in the folder of a finished run that were there when it ended.
 
     Args:
         remedy: for the message, what is done without them.
