@@ -30,6 +30,14 @@ def one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def nothing_said_yet():
+    """What is said once in a process is said once in each test, in whatever order they run."""
+    from fs_lowrank.errors import say_once
+
+    say_once.cache_clear()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def frozen_states_apart(tmp_path_factory):
     """Tests have a folder of their own for cached states of frozen layers, instead of that of the user."""

@@ -115,12 +115,12 @@ def write_table(table: pd.DataFrame, path: Path) -> None:
     """
     check_table(path)
     suffix = path.suffix.lower()
-    if suffix in (".csv", ".tsv"):
-        table = table.map(lambda cell: json.dumps(cell) if isinstance(cell, list) else cell)
-        text = table.to_csv(index=False, sep="," if suffix == ".csv" else "\t", lineterminator="\n")
-    else:
-        text = table.to_json(orient="records", lines=suffix == ".jsonl", force_ascii=False)
     try:
+        if suffix in (".csv", ".tsv"):
+            table = table.map(lambda cell: json.dumps(cell) if isinstance(cell, list) else cell)
+            text = table.to_csv(index=False, sep="," if suffix == ".csv" else "\t", lineterminator="\n")
+        else:
+            text = table.to_json(orient="records", lines=suffix == ".jsonl", force_ascii=False)
         content = text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(f"{path} cannot be written: {error}") from error

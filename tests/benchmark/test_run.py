@@ -183,8 +183,8 @@ def test_a_damaged_result_is_computed_again_and_the_report(place, done, bench):
     code, said = bench("report", "tiny.yaml")
     assert code == 0, said
     text = (place / "results" / "report.md").read_text()
-    assert "| RoLoRA sends half | tiny |  | **holds** |" in text
-    assert "| Something else is tested | tiny |  | **not tested at this size** |" in text
+    assert "| RoLoRA sends half | tiny |  | – | main: 4 runs | 0, 1 | **holds** |  |" in text
+    assert "| Something else is tested | tiny |  | – | main: 2 runs | 0, 1 | **not tested at this size** |  |" in text
     assert "| method | 2 | 3 | paper: 2 | paper: 3 |" in text and "95.5 ± 0.1" in text
     assert "- bad_lora seed=0: " in text and "it never works" in text
     assert "2 trials" in text and "one seed" in text and str(place) not in text
