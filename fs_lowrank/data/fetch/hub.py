@@ -24,6 +24,8 @@ logger = logging.getLogger("fs_lowrank")
 HUB_SECONDS = 5.0
 #: an answer of which fewer bytes than ``LEAST_BYTES`` come in so many seconds is given up
 LEAST_BYTES, LEAST_SECONDS = 1 << 16, 30.0
+#: the longest wait for a connection, and for a part of an answer
+PART_SECONDS = 10.0
 #: by address, why a hub that answers was given up; nothing more is asked of it
 _given_up: dict[str, str] = {}
 
@@ -65,7 +67,8 @@ def hub() -> Iterator[None]:
     than ``WORD_SECONDS`` is announced.
 
     Raises:
-        TooSlow: fewer bytes than ``LEAST_BYTES`` came within ``LEAST_SECONDS``.
+        TooSlow: fewer bytes than ``LEAST_BYTES`` came within ``LEAST_SECONDS``, in one answer or in the repeated
+            requests for one; or the hub asks to come back later than that.
     """
     import datasets
     from huggingface_hub import constants
@@ -98,6 +101,8 @@ class _Watch:
         self.endpoint = endpoint
         #: by thread, since when an answer is waited for
         self.asked: dict[int, float] = {}
+        #: since when no content has come to its end, however often it was asked for; None: the last one has
+        self.fruitless: float | None = None
         self.failure: TooSlow | None = None
 
     @contextlib.contextmanager
@@ -135,10 +140,23 @@ class _Watch:
     def _on_request(self, request: Any) -> None:
         if self.failure is not None:
             raise self.failure  # the libraries try again, or another file
-        self.asked[threading.get_ident()] = time.monotonic()
+        now = time.monotonic()
+        if self.fruitless is not None and now - self.fruitless > LEAST_SECONDS:
+            raise self.given_up(0)
+        if request.method != "HEAD":  # what has no content may be answered, and the content never come
+            self.fruitless = self.fruitless or now
+        # Some requests of the libraries wait for a part of an answer without a limit.
+        limits = request.extensions.get("timeout", {})
+        request.extensions["timeout"] = {
+            of: min(limits.get(of) or PART_SECONDS, PART_SECONDS) for of in ("connect", "read", "write", "pool")
+        }
+        self.asked[threading.get_ident()] = now
 
     def _on_response(self, response: Any) -> None:
         """Put a watched stream into an answer whose headers have come."""
+        later = response.headers.get("Retry-After", "")
+        if later.isdigit() and int(later) > LEAST_SECONDS:  # the libraries would wait
+            raise self.given_up(0, f"it answers {response.status_code}, to be asked again in {int(later)} s")
         watch, stream = self, response.stream
         base = next(kind for kind in type(stream).__mro__ if kind.__name__ == "SyncByteStream")
 
@@ -154,7 +172,10 @@ class _Watch:
                         if come < LEAST_BYTES:
                             raise watch.given_up(come)
                         since, come = time.monotonic(), 0
+                        watch.fruitless = since
                     yield part
+                if response.request.method != "HEAD":
+                    watch.fruitless = None
 
             def close(self) -> None:
                 watch.asked.pop(threading.get_ident(), None)
@@ -162,9 +183,9 @@ class _Watch:
 
         response.stream = Watched()
 
-    def given_up(self, come: int) -> TooSlow:
-        """The error for an answer of which ``come`` bytes came in time."""
-        _given_up[self.endpoint] = why = f"{come} bytes came within {LEAST_SECONDS:g} s"
+    def given_up(self, come: int, why: str = "") -> TooSlow:
+        """The error for an answer of which ``come`` bytes came in time, or that is given up for another reason."""
+        _given_up[self.endpoint] = why = why or f"{come} bytes came within {LEAST_SECONDS:g} s"
         self.failure = TooSlow(
             f"{self.endpoint} is too slow: {why}; try again later, or set "
             "HF_HUB_OFFLINE=1 to use what is in its cache (HF_HOME)"
