@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import re
 import subprocess
@@ -15,6 +16,15 @@ import pytest
 from tests.torture import bench, child, driver, updates
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def messages_as_before():
+    """A case silences messages, as in a process of its own."""
+    logger = logging.getLogger("fs_lowrank")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 def torture(tmp_path, kinds, number):
