@@ -64,7 +64,7 @@ class Ended:
             return f"did not end within {self.seconds:.0f} s" + (f": {at}" if at else "")
         if "Traceback (most recent call last)" in self.out + self.err:
             return f"a traceback: {last_line(self.err) or last_line(self.out)}"
-        ours = re.search(rf".*{OURS}.*", f"{self.err}\n{self.out}")
+        ours = [line for line in f"{self.err}\n{self.out}".splitlines() if OURS in line]
         if ours:
             return f"an error of the package: {ours[0].strip()[:300]}"
         if self.code < 0:
