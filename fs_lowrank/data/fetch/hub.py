@@ -157,6 +157,8 @@ class _Watch:
         later = response.headers.get("Retry-After", "")
         if later.isdigit() and int(later) > LEAST_SECONDS:  # the libraries would wait
             raise self.given_up(0, f"it answers {response.status_code}, to be asked again in {int(later)} s")
+        if response.status_code >= 400:  # an answer, whose content nobody may read
+            self.fruitless = None
         watch, stream = self, response.stream
         base = next(kind for kind in type(stream).__mro__ if kind.__name__ == "SyncByteStream")
 
