@@ -222,7 +222,7 @@ def _without_bars(text: str) -> str:
 _DURATIONS = ("training total", "aggregation a round")
 #: files whose content may differ between a run and the same run resumed, by durations and the number of threads; only
 #: their existence is compared
-_DIFFER = (".lock", "environment.json", "curves.png", "curves.pdf", "summary.tex")
+_DIFFER = (".lock", "environment.json", "curves.png", "curves.pdf", "summary.tex", "events")
 
 
 def unsound(folder: Path) -> str:
@@ -275,7 +275,10 @@ def difference(folder: Path, reference: Path, former: Path | None = None) -> str
 
 
 def _files(folder: Path) -> set[Path]:
-    return {p.relative_to(folder) for p in folder.rglob("*") if p.is_file()}
+    """The files below ``folder``; TensorBoard's, whose names have the time and the process in them, count as one."""
+    files = {p.relative_to(folder) for p in folder.rglob("*") if p.is_file()}
+    events = {name for name in files if name.parts[0] == "tensorboard"}
+    return files - events | ({Path("tensorboard", "events")} if events else set())
 
 
 def _compare(path: Path, other: Path, folders: tuple[Path, ...]) -> str:
