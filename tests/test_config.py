@@ -226,6 +226,7 @@ def test_an_index_in_a_key(write):
         ("a: [1,\nb: 2\n", ("line", "column", "invalid YAML")),
         ("- 1\n- 2\n", ("holds a list",)),
         ("hello", ("holds a single value",)),
+        ("!!set {a, b}", ("holds a set: expected sections and keys",)),
         (
             "seed: 1\nfederate:\n  client_num: 3\n  client_num: 4\n",
             ("line 4", "federate.client_num", "twice", "line 3"),

@@ -12,7 +12,7 @@ from ..errors import UserError, say_once
 from ..seeds import derive
 from ..settings import AdapterSpec, show
 from ..settings.adapter import OF_PEFT, PROMPTS
-from .names import HEAD_MODULES, tags
+from .names import HEAD_MODULES, PEFT_HEADS
 
 if TYPE_CHECKING:
     import peft
@@ -51,7 +51,7 @@ def task_type(model: nn.Module, spec: AdapterSpec) -> dict[str, str]:
 
 
 def heads_by_place(model: nn.Module) -> list[str]:
-    """The names of a classifier's modules that are a head by where they are, and that their names do not tell.
+    """The names of a classifier's modules that are a head by where they are, and that PEFT does not know by name.
 
     They are those beside the base model (XLNet's ``sequence_summary`` and ``logits_proj``, BART's
     ``classification_head``, DeBERTa's ``pooler``), and the base's ``pooler`` if the checkpoint had none.
@@ -63,7 +63,7 @@ def heads_by_place(model: nn.Module) -> list[str]:
     beside = [
         name
         for name, module in known.named_children()
-        if name != base and next(module.parameters(), None) is not None and "head" not in tags(f"{name}.weight")
+        if name != base and next(module.parameters(), None) is not None and not name.endswith(PEFT_HEADS)
     ]
     new = any(name.startswith(f"{base}.pooler.") for name in vars(known).get("new_weights", ()))
     return [*beside, f"{base}.pooler"] if new else beside

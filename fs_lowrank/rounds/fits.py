@@ -10,7 +10,7 @@ from ..config import Config
 from ..data import CLASSIFICATION, FederatedData, RawData
 from ..data.own import LABELS
 from ..errors import UserError, say_once
-from ..models.names import named_tensors
+from ..models.names import HEAD_MODULES, named_tensors
 from ..settings import Data, Eval
 from ..settings.metrics import LANGUAGE
 
@@ -52,9 +52,19 @@ def check_task(config: Config, raw: RawData) -> None:
 
 
 def check_head(config: Config, model: nn.Module) -> None:
-    """Raise ``UserError`` unless ``model`` has the head that ``lowrank.train_head`` leaves as it is."""
-    if not (config.lowrank.train_head or named_tensors(model, ("head",))):
+    """Raise ``UserError`` unless ``model`` has the head that ``lowrank.train_head`` leaves as it is.
+
+    That nothing of a classifier with an adapter counts as a head is said once.
+    """
+    if named_tensors(model, ("head",)):
+        return
+    if not config.lowrank.train_head:
         raise UserError("lowrank.train_head = False: the model has no head that could be left as it is")
+    if config.llm.adapter.use and not config.is_language:
+        say_once(
+            f"model.type = {config.model.type}: no module at its top is called {', '.join(HEAD_MODULES)}, so no head "
+            "is trained beside the adapter; if the model has a new one, name it in modules_to_save (llm.adapter.args)"
+        )
 
 
 def check_splits(config: Config, data: FederatedData) -> None:

@@ -81,6 +81,8 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Origin, dict[str, Any]]:
             raise UserError(f"{name}: its aliases stand for more than {_MOST_VALUES:,} values; write out what is meant")
         _lines(node, "", lines, name, ())
         content = loader.construct_document(node)
+        if not isinstance(content, dict):  # an explicit tag of another kind is on the whole
+            raise UserError(f"{name} holds a {type(content).__name__}: expected sections and keys, such as `federate:`")
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""

@@ -80,6 +80,13 @@ def test_a_head_that_is_left_as_it_is_is_saved_too(case, tmp_path):
     assert {n.removeprefix("base_model.model.") for n in names if "lora_" not in n} == set(model.new_weights)
 
 
+def test_without_an_adapter_the_head_is_told_by_its_names(case):
+    model, _, head = case
+    told = {n for n, _ in model.named_parameters() if "head" in tags(n)}
+    bases = ("pooler.", "bert.pooler.")  # such a name may be of a base, too
+    assert told == {n for n in model.new_weights if not n.startswith(bases)}
+
+
 def test_language_models_and_modules_of_ones_own_have_none(tiny_causal):
     assert heads_by_place(hf.AutoModelForCausalLM.from_pretrained(tiny_causal)) == []
     assert heads_by_place(torch.nn.Sequential(torch.nn.Linear(3, 2))) == []

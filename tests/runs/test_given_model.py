@@ -27,7 +27,10 @@ class Bag(nn.Module):
     def forward(self, input_ids, attention_mask):
         weights = attention_mask.unsqueeze(-1).to(self.embedding.weight.dtype)
         mean = (self.embedding(input_ids) * weights).sum(1) / weights.sum(1)
-        return self.classifier(torch.relu(self.hidden(mean)))
+        return self.head(torch.relu(self.hidden(mean)))
+
+    def head(self, hidden):
+        return self.classifier(hidden)
 
 
 @pytest.fixture
@@ -115,6 +118,34 @@ def test_a_module_of_ones_own(own, tiny_encoder):
     assert (full.outdir / "model" / "model.safetensors").is_file()
     trained = dict(full.model.named_parameters())["embedding.weight"]
     assert not torch.equal(trained, model.embedding.weight)
+
+
+class Renamed(Bag):
+    """The same, whose head is called otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = self.classifier
+        del self.classifier
+
+    def head(self, hidden):
+        return self.last(hidden)
+
+
+def test_a_head_of_another_name_is_named_or_said_to_stay(own, tiny_encoder, caplog):
+    tokenizer, few = AutoTokenizer.from_pretrained(tiny_encoder), {"federate.total_round_num": 1}
+    fs_lowrank.errors.say_once.cache_clear()
+    frozen = fs_lowrank.run(own("frozen", few), model=Renamed(), tokenizer=tokenizer)
+    assert "no module at its top is called classifier, score, fc, so no head is trained" in caplog.text
+    weights = dict(frozen.model.named_parameters())
+    assert torch.equal(weights["base_model.model.last.weight"], Renamed().last.weight)
+    caplog.clear()
+    fs_lowrank.errors.say_once.cache_clear()
+    adapter = {"r": 2, "alpha": 4, "modules": ["hidden"], "modules_to_save": ["last"]}
+    named = fs_lowrank.run(own("named", {**few, "llm.adapter.args": [adapter]}), model=Renamed(), tokenizer=tokenizer)
+    assert "no head is trained" not in caplog.text
+    weights = dict(named.model.named_parameters())
+    assert not torch.equal(weights["base_model.model.last.modules_to_save.default.weight"], Renamed().last.weight)
 
 
 @pytest.mark.federatedscope
