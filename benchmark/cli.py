@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence, Sized
 from pathlib import Path
 
 from fs_lowrank import UserError
-from fs_lowrank.errors import hint, nearest
+from fs_lowrank.errors import RunFailed, hint, nearest
 from fs_lowrank.jobs import shell, tables
 
 from . import score
@@ -164,7 +164,9 @@ def _run(args: argparse.Namespace) -> int:
         return shell.INTERRUPTED
     if outcome.finished or outcome.skipped:
         console.print(f"next: {hint('benchmark', 'report', *args.suites, *given_options(args))}", soft_wrap=True)
-    return shell.FAILED if outcome.failed else shell.OK
+    if outcome.failed:
+        raise RunFailed(f"{len(outcome.failed)} runs failed, for the reasons above; the same command tries them again")
+    return shell.OK
 
 
 def _estimate(options: Options, workers: int, file: Path | None) -> int:

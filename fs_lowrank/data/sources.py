@@ -393,9 +393,10 @@ def _load_dataset(name: str, path: str, config: str | None):
     try:
         with hub(), silent():
             return sound(datasets.load_dataset(path, config) if config else datasets.load_dataset(path))
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    except Exception as error:
         # ConnectionError and datasets' own "not found" are OSErrors; an unknown config is a ValueError, and so is what
-        # arrow says of a damaged file, which is the cause of an error of datasets.
+        # arrow says of a damaged file, which is the cause of an error of datasets. What a hub answers that breaks off,
+        # or sends in a circle, is an error of the HTTP client's own kind.
         reason = isinstance(error, OSError) and silence() or _first_line(error)
         if isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__ is not None:
             reason = f"a file of it cannot be read: {_first_line(error.__cause__)}"

@@ -32,7 +32,7 @@ from fs_lowrank.data.fetch.attempts import PIECE_SECONDS, WORD_SECONDS, Missing,
 from fs_lowrank.data.fetch.items import Item
 from fs_lowrank.errors import UserError
 
-TIMEOUT_SECONDS = 30.0  # for a connection, and between two parts of an answer
+TIMEOUT_SECONDS = 12.0  # for a connection, and between two parts of an answer; three attempts end within a minute
 PAGE_SECONDS = 40.0  # for all of an index page
 
 
