@@ -79,7 +79,7 @@ def _along_axis(results: ExperimentResults):
             capsize=3,
             **_style(results, method),
         )
-    axes.set(xlabel=plain(name), ylabel=title_of(metric, results.language), title=plain(results.experiment.title))
+    axes.set(xlabel=plain(name), ylabel=title_of(metric, results.language), title=_broken(results.experiment.title))
     if min(at) > 0 and max(at) >= 100 * min(at):
         axes.set_xscale("log")
         axes.set_xticks([], minor=True)
@@ -90,6 +90,11 @@ def _along_axis(results: ExperimentResults):
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     return figure
+
+
+def _broken(title: str) -> str:
+    """A title broken to the width of a figure of one panel."""
+    return plain(textwrap.fill(title, 60))
 
 
 def _majority(results: ExperimentResults) -> float | None:
@@ -211,7 +216,7 @@ def _bytes(results: ExperimentResults):
         axes.annotate(f" {total / 1e3:.4g}", (total / 1e3, index), va="center", fontsize=8)
     axes.invert_yaxis()
     at = _axis_title(results, column)
-    axes.set(xlabel="kB per client and round", title=plain(results.experiment.title) + (f": {at}" if at else ""))
+    axes.set(xlabel="kB per client and round", title=_broken(results.experiment.title + (f": {at}" if at else "")))
     axes.margins(x=0.12)
     figure.legend(fontsize=8, loc="outside lower center", ncols=4)
     return figure
