@@ -165,7 +165,9 @@ def _run(args: argparse.Namespace) -> int:
     if outcome.finished or outcome.skipped:
         console.print(f"next: {hint('benchmark', 'report', *args.suites, *given_options(args))}", soft_wrap=True)
     if outcome.failed:
-        raise RunFailed(f"{len(outcome.failed)} runs failed, for the reasons above; the same command tries them again")
+        raise RunFailed(
+            f"{len(outcome.failed)} of the runs failed, for the reasons above; the same command tries again"
+        )
     return shell.OK
 
 

@@ -145,6 +145,9 @@ def test_a_dead_worker_and_a_failing_cell_do_not_stop_the_rest(place, done):
     read = r"\d+ rows read, \d+ for training by [23] clients \(\d+ to \d+ each\), \d+ for validation.* 2 classes"
     begun = re.search(rf"^data    tiny\S*  {read}$", said, re.M)
     assert begun and begun.start() < said.index("done    "), said
+    assert said.rstrip().endswith("error: 1 of the runs failed, for the reasons above; the same command tries again"), (
+        said
+    )
     (failed,) = results(place, "failed")
     assert failed["label"] == "bad_lora seed=0" and "it never works" in failed["error"]
     cells = results(place, "cells")

@@ -1,6 +1,7 @@
 import csv
 import gzip
 import json
+from importlib import import_module
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -556,6 +557,17 @@ def test_hub_out_of_reach(monkeypatch):
         load("sst2@huggingface_datasets")
     with pytest.raises(UserError, match="cannot load data set 'STS-B': the hub is switched off"):
         load("STS-B@huggingface_datasets")
+
+
+def test_an_error_of_the_hubs_own_client_is_one_line(monkeypatch):
+    from huggingface_hub import get_session
+
+    client = next(kind for kind in type(get_session()).__mro__ if kind.__name__ == "Client")
+    errors = import_module(client.__module__.partition(".")[0])
+    for error in (errors.RemoteProtocolError("peer closed connection"), errors.TooManyRedirects("20 redirects")):
+        hub(monkeypatch, error)
+        with pytest.raises(UserError, match=f"cannot load data set 'sst2': {error}; load it on a machine with access"):
+            load("sst2@huggingface_datasets")
 
 
 @pytest.mark.parametrize("damage, said", [("page", "a file of it cannot be read: "), ("text", "'text': Invalid UTF8")])
