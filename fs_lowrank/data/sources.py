@@ -398,6 +398,8 @@ def _load_dataset(name: str, path: str, config: str | None):
         # arrow says of a damaged file, which is the cause of an error of datasets. What a hub answers that breaks off,
         # or sends in a circle, is an error of the HTTP client's own kind.
         reason = isinstance(error, OSError) and silence() or _first_line(error)
+        if not isinstance(error, (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)):
+            reason = f"{type(error).__name__}: {reason}"
         if isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__ is not None:
             reason = f"a file of it cannot be read: {_first_line(error.__cause__)}"
         raise UserError(
