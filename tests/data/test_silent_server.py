@@ -1,6 +1,7 @@
 """A server that accepts connections and never answers: every wait has a limit and is announced."""
 
 import contextlib
+import http.server
 import logging
 import os
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -141,6 +143,52 @@ def test_a_hub_that_trickles(monkeypatch, caplog, swallowed):
         assert f"{address} does not answer (" in hub_module.silence() and "bytes came within" in hub_module.silence()
         with hub_module.hub():
             assert constants.HF_HUB_OFFLINE, "it is not asked again"
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """A hub whose files lie in Xet storage, as its headers say; they can be had as plain answers, too."""
+
+    content = b"weights" * 1000
+    paths: list[str] = []
+
+    def do_HEAD(self):
+        self.paths.append(f"{self.command} {self.path}")
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.content)))
+        for name, value in (("ETag", '"abc"'), ("X-Repo-Commit", "a" * 40), ("X-Xet-Hash", "b" * 64)):
+            self.send_header(name, value)
+        host, port = self.server.server_address
+        self.send_header("Link", f'<http://{host}:{port}/xet-token>; rel="xet-auth"')
+        self.end_headers()
+
+    def do_GET(self):
+        self.do_HEAD()
+        self.wfile.write(self.content)
+
+    def log_message(self, *args):
+        pass
+
+
+def test_what_lies_in_xet_storage_passes_the_watch_too(tmp_path, monkeypatch):
+    from huggingface_hub import constants, hf_hub_download
+
+    pytest.importorskip("hf_xet")
+    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    monkeypatch.setattr(hub_module, "_given_up", {})
+    monkeypatch.setattr(Hub, "paths", [])
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+        with hub_module.hub():
+            path = hf_hub_download("some/model", "model.safetensors", cache_dir=tmp_path, endpoint=address)
+        server.shutdown()
+    assert Path(path).read_bytes() == Hub.content and not constants.HF_HUB_DISABLE_XET
+    assert "GET /some/model/resolve/main/model.safetensors" in Hub.paths, Hub.paths
+    assert not any("xet-token" in asked for asked in Hub.paths), Hub.paths
 
 
 def test_a_hub_whose_first_answer_trickles(monkeypatch):

@@ -64,7 +64,7 @@ def hub() -> Iterator[None]:
 
     It is asked once, for ``HUB_SECONDS``; if it does not answer, only its cache is used in the context. Without this,
     the libraries repeat their requests for every file, which takes minutes. If it answers, an answer that takes longer
-    than ``WORD_SECONDS`` is announced.
+    than ``WORD_SECONDS`` is announced. All files come as plain answers to HTTP requests, so ``hf_xet`` is not used.
 
     Raises:
         TooSlow: fewer bytes than ``LEAST_BYTES`` came within ``LEAST_SECONDS``, in one answer or in the repeated
@@ -78,8 +78,13 @@ def hub() -> Iterator[None]:
         return
     failure = _given_up.get(constants.ENDPOINT) or _failure(constants.ENDPOINT)
     if not failure:
-        with _Watch(constants.ENDPOINT).watching():
-            yield
+        xet = constants.HF_HUB_DISABLE_XET
+        constants.HF_HUB_DISABLE_XET = True  # what hf_xet downloads would pass by the watch
+        try:
+            with _Watch(constants.ENDPOINT).watching():
+                yield
+        finally:
+            constants.HF_HUB_DISABLE_XET = xet
         return
     before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
@@ -93,8 +98,7 @@ def hub() -> Iterator[None]:
 class _Watch:
     """Announces answers of the hub that take long, and ends those that trickle.
 
-    The limit of a socket, which the hub's client sets, is for each part of an answer. What ``hf_xet`` downloads does
-    not pass here; it has limits of its own.
+    The limit of a socket, which the hub's client sets, is for each part of an answer.
     """
 
     def __init__(self, endpoint: str):
