@@ -95,7 +95,8 @@ class LocalEngine:
             self.evaluator = Evaluator(self.site)
             self.evaluator.check_watched()
             self.method, self.model = self.site.method, self.site.model
-            self.ledger = Ledger.of(config, self.method, self.site.initial_state, self.site.clients)
+            parts = self.method, self.site.initial_state, self.site.clients
+            self.ledger = Ledger.of(config, *parts, heads=self.site.heads)
             self.keeper = RecordKeeper(
                 self.site, self.evaluator, self.ledger, outdir_of(config), lock=lock, trackers=trackers_of(config)
             )

@@ -23,7 +23,7 @@ from ..settings import ALL_LINEAR, AdapterSpec, Origin, check_value, keys_of
 from ..settings.adapter import PROMPTS
 from .chain import resize
 from .kinds import CLASSES, check_blocks, further, heads_by_place, own_targets, say_idle, sizes, task_type
-from .names import HEAD_MODULES, PEFT_HEADS, all_tensors, tags, tensor_of, zero_at_start
+from .names import HEAD_MODULES, PEFT_HEADS, all_tensors, is_head, tags, tensor_of, zero_at_start
 from .prompts import check_virtual_tokens, text_only
 
 if TYPE_CHECKING:
@@ -273,14 +273,14 @@ def _all_linear(model: nn.Module, spec: AdapterSpec) -> list[str]:
     from transformers.pytorch_utils import Conv1D
 
     out = getattr(model, "get_output_embeddings", lambda: None)()
-    stack, layers = layer_stack(model), _layers(model, spec)
+    stack, layers, heads = layer_stack(model), _layers(model, spec), heads_by_place(model)
     inside = None if layers is None or stack is None else tuple(f"{stack[0]}.{layer}." for layer in layers)
     return [
         name
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D))
         and module is not out
-        and "head" not in tags(f"{name}.weight")
+        and not is_head(f"{name}.weight", heads)
         and (inside is None or name.startswith(inside))
     ]
 

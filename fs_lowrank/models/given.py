@@ -1,7 +1,8 @@
 """Modules of a program's that no name or folder stands for: they are held while a run goes on.
 
 ``model.type: NAME@object`` is the module that is held. It takes ``input_ids`` and ``attention_mask`` (or fewer) and
-gives logits, or something with ``logits``; a last layer that is called ``classifier``, ``score`` or ``fc`` is a head.
+gives logits, or something with ``logits``. Its head is what is called as heads are (``names.tags``), else the last
+module at its top, if that has an output for each class.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import UserError
+from ..errors import UserError, say_once
 from ..settings import Settings
+from .names import tags
 
 SUFFIX = "@object"
 _held: list[tuple[nn.Module, Any]] = []
@@ -80,10 +82,28 @@ def copy_of_held(config: Settings, num_labels: int | None = None) -> nn.Module:
     module.__class__ = type(own.__name__, (own,), {"forward": forward, "__module__": own.__module__})
     if not hasattr(module, "config"):
         vars(module)["config"] = PreTrainedConfig()
+    vars(module)["own_heads"] = []
     if num_labels is not None:
         _check(module, num_labels)
+        vars(module)["own_heads"] = _last_at_top(module, num_labels, config)
+        for head in vars(module)["own_heads"] if config.llm.adapter.use else ():
+            say_once(f"model.type = {config.model.type}: its head is {head}, the last module at its top")
     vars(module)["new_weights"] = []
     return module.eval()
+
+
+def _last_at_top(module: nn.Module, num_labels: int, config: Settings) -> list[str]:
+    """The name of the last module at the top, if it gives the output and no head is known otherwise; else nothing."""
+    base = getattr(module, "base_model_prefix", "")
+    tops = [name for name, child in module.named_children() if next(child.parameters(), None) is not None]
+    if base and hasattr(module, str(base)) or len(tops) < 2 or any("head" in tags(f"{name}.weight") for name in tops):
+        return []
+    last = tops[-1]
+    width = list(module.get_submodule(last).parameters())[-1].shape[0]
+    # PEFT takes all modules whose names end like a head's for heads, its own among them.
+    others = [*(name for name, _ in module.named_modules() if name != last), "lora_dropout"]
+    adapted = config.llm.adapter.use and last in (config.adapter.target_modules or ())
+    return [last] if width == num_labels and not adapted and not any(name.endswith(last) for name in others) else []
 
 
 @torch.no_grad()

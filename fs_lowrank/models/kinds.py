@@ -54,9 +54,12 @@ def heads_by_place(model: nn.Module) -> list[str]:
     """The names of a classifier's modules that are a head by where they are, and that PEFT does not know by name.
 
     They are those beside the base model (XLNet's ``sequence_summary`` and ``logits_proj``, BART's
-    ``classification_head``, DeBERTa's ``pooler``), and the base's ``pooler`` if the checkpoint had none.
+    ``classification_head``, DeBERTa's ``pooler``), and the base's ``pooler`` if the checkpoint had none; in a module of
+    a program's, see ``models.given``.
     """
     known: Any = model
+    if own := vars(known).get("own_heads"):
+        return list(own)
     base = getattr(known, "base_model_prefix", "")
     if not base or not hasattr(known, base) or known.get_output_embeddings() is not None:
         return []

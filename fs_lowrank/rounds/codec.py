@@ -7,14 +7,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..algebra import nbytes
-from ..models.names import tags
+from ..models.names import is_head
 
 Sizes = tuple[int, int]
 
@@ -22,12 +22,12 @@ _QUANTISED, _SCALE, _KEPT = "quantised:", "scale:", "kept:"
 _WHOLE_NUMBERS = {8: torch.int8, 16: torch.int16}
 
 
-def without_head(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``tensors`` without those of the head.
+def without_head(tensors: Mapping[str, Tensor], heads: Sequence[str] = ()) -> dict[str, Tensor]:
+    """``tensors`` without those of the head (``names.is_head``).
 
     An additional tensor ``x:NAME`` belongs to the head if ``NAME`` does.
     """
-    return {n: t for n, t in tensors.items() if "head" not in tags(n.rsplit(":", 1)[-1])}
+    return {n: t for n, t in tensors.items() if not is_head(n.rsplit(":", 1)[-1], heads)}
 
 
 class Codec(Protocol):
@@ -41,8 +41,8 @@ class Codec(Protocol):
     def decode(self, sent: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The tensors that were encoded, in the dtypes of ``like`` for the names in it. ValueError: not encoded so."""
 
-    def sizes(self, tensors: Mapping[str, Tensor]) -> Sizes:
-        """Bytes of ``tensors`` when encoded, with and without the head; works on meta tensors."""
+    def sizes(self, tensors: Mapping[str, Tensor], heads: Sequence[str] = ()) -> Sizes:
+        """Bytes of ``tensors`` when encoded, with and without the head (``names.is_head``); works on meta tensors."""
 
 
 class Plain:
@@ -56,8 +56,8 @@ class Plain:
     def decode(self, sent: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return sent
 
-    def sizes(self, tensors: Mapping[str, Tensor]) -> Sizes:
-        return nbytes(tensors), nbytes(without_head(tensors))
+    def sizes(self, tensors: Mapping[str, Tensor], heads: Sequence[str] = ()) -> Sizes:
+        return nbytes(tensors), nbytes(without_head(tensors, heads))
 
 
 class Uniform:
@@ -117,8 +117,8 @@ class Uniform:
                 raise ValueError(f"{key!r} is not quantised, but quantization.method is set")
         return tensors
 
-    def sizes(self, tensors: Mapping[str, Tensor]) -> Sizes:
-        return self._size(tensors), self._size(without_head(tensors))
+    def sizes(self, tensors: Mapping[str, Tensor], heads: Sequence[str] = ()) -> Sizes:
+        return self._size(tensors), self._size(without_head(tensors, heads))
 
     def _size(self, tensors: Mapping[str, Tensor]) -> int:
         return sum(

@@ -62,7 +62,8 @@ def check_head(config: Config, model: nn.Module) -> None:
         raise UserError("lowrank.train_head = False: the model has no head that could be left as it is")
     if config.llm.adapter.use and not config.is_language:
         say_once(
-            f"model.type = {config.model.type}: no module at its top is called {', '.join(HEAD_MODULES)}, so no head "
+            f"model.type = {config.model.type}: no module at its top is called {', '.join(HEAD_MODULES)}, and the last "
+            "one is no head either (an output for each class, and a name that no other module's ends with), so no head "
             "is trained beside the adapter; if the model has a new one, name it in modules_to_save (llm.adapter.args)"
         )
 

@@ -70,6 +70,7 @@ class Ledger:
         admission: checks updates; by default any update that fits is admitted.
         identity: distinguishes this run from others of the same method, in the stamps that copies keep.
         config: says how long clients train; without it, samples trained on are not counted.
+        heads: the modules that count as a head by their place (``names.is_head``).
 
     Attributes:
         stood: the last round that was finished and not left out; a copy that has every message stands there.
@@ -94,11 +95,12 @@ class Ledger:
         admission: Admission | None = None,
         identity: str = "",
         config: Settings | None = None,
+        heads: Sequence[str] = (),
     ):
         self.method, self.state = method, state
         self.num_clients, self.per_round, self.min_clients = num_clients, per_round, min_clients
         self.seed, self.drop_rate, self.keep_messages, self.identity = seed, drop_rate, keep_messages, identity
-        self.admission, self.config = admission or Admission(), config
+        self.admission, self.config, self.heads = admission or Admission(), config, tuple(heads)
         self.stood = self.floor = self.horizon = 0
         self.outbox: dict[str, tuple[int, Tensor]] = {}
         self.unknown: set[int] = set()
@@ -108,7 +110,13 @@ class Ledger:
 
     @classmethod
     def of(
-        cls, config: Settings, method: Method, state: State, clients: Sequence[Client], keep_messages: bool = False
+        cls,
+        config: Settings,
+        method: Method,
+        state: State,
+        clients: Sequence[Client],
+        keep_messages: bool = False,
+        heads: Sequence[str] = (),
     ) -> Ledger:
         """The ledger for ``config``; ``clients`` have the numbers of samples that updates must declare."""
         bounds = config.lowrank
@@ -129,6 +137,7 @@ class Ledger:
             ),
             identity=config.fingerprint(),
             config=config,
+            heads=heads,
         )
 
     # -- who takes part ----------------------------------------------------------------------------

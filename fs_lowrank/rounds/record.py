@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-from ..models.names import tags
+from ..models.names import is_head, tags
 from ..settings.metrics import chief
 from .admission import change_norm
 
@@ -36,25 +36,33 @@ def extremes(scores: Mapping[int, Mapping[str, float]]) -> dict[int, Mapping[str
     return {client: scores[client] for client in sorted({*ranked[:EXTREME], *ranked[-EXTREME:]})}
 
 
-def norms(view: Mapping[str, Tensor]) -> dict[str, float]:
-    """Frobenius norm over all layers, of each half of the pair, or of the weights of a full method."""
+def norms(view: Mapping[str, Tensor], heads: Sequence[str] = ()) -> dict[str, float]:
+    """Frobenius norm over all layers, of each half of the pair, or of the weights of a full method and its head.
+
+    Args:
+        heads: see ``names.is_head``.
+    """
     groups: dict[str, list[Tensor]] = {}
     for name, tensor in view.items():
-        groups.setdefault(_group(name), []).append(tensor)
+        groups.setdefault(_group(name, heads), []).append(tensor)
     norms = {g: float(torch.stack([t.float().norm() for t in ts]).norm()) for g, ts in sorted(groups.items())}
     # The squares of large values overflow float32; the norm itself does not overflow float64.
     wide = {g: math.hypot(*(float(t.double().norm()) for t in groups[g])) for g, n in norms.items() if n == math.inf}
     return {**norms, **wide}
 
 
-def changes(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
+def changes(
+    tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor], heads: Sequence[str] = ()
+) -> dict[str, float]:
     """Norm of the difference to ``reference`` in each of the groups of ``norms``, of tensors that both have."""
     groups: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and name in reference and reference[name].shape == tensor.shape:
-            groups.setdefault(_group(name), {})[name] = tensor
+            groups.setdefault(_group(name, heads), {})[name] = tensor
     return {group: change_norm(own, reference) for group, own in sorted(groups.items())}
 
 
-def _group(name: str) -> str:
-    return next((t for t in ("lora_A", "lora_B", "adapter", "head", "base") if t in tags(name)), "other")
+def _group(name: str, heads: Sequence[str]) -> str:
+    if is_head(name, heads):
+        return "head"
+    return next((t for t in ("lora_A", "lora_B", "adapter", "base") if t in tags(name)), "other")

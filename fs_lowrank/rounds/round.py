@@ -167,11 +167,11 @@ class Round:
         tensors: Mapping[str, Tensor] = {}
         if since is not None:
             tensors = self.method.tailor(ledger.lacks(since), client)
-            sizes = self.codec.sizes(tensors)
+            sizes = self.codec.sizes(tensors, ledger.heads)
         if since is None or tensors and self.base is not None:
             whole = {**self.method.view(ledger.state, client), **self._changed_base()}
-            if since is None or Plain().sizes(whole)[0] < sizes[0]:
-                since, tensors, sizes = None, whole, Plain().sizes(whole)
+            if since is None or Plain().sizes(whole, ledger.heads)[0] < sizes[0]:
+                since, tensors, sizes = None, whole, Plain().sizes(whole, ledger.heads)
         facts: dict[str, int | str | None] = {
             "round": self.number,
             "purpose": purpose,
@@ -260,9 +260,9 @@ class Round:
         except (RefusedUpdate, ValueError) as error:
             self.fail(client, "refused", _naming(client, str(error)))
             return False
-        self.drift[client] = changes(update.tensors, reference)
+        self.drift[client] = changes(update.tensors, reference, self.ledger.heads)
         self.intake.add(update, reference)
-        self.uplink[client] = self.codec.sizes(update.tensors) if sizes is None else sizes
+        self.uplink[client] = self.codec.sizes(update.tensors, self.ledger.heads) if sizes is None else sizes
         if isinstance(told, Tensor):
             self._unread[client] = told
         else:
@@ -440,7 +440,7 @@ class Round:
             **sent,
             "client_uplink_bytes": {c: size for c, (size, _) in sorted(self.uplink.items())},
             "client_downlink_bytes": {c: size for c, (size, _) in sorted(self.downlink.items())},
-            "adapter_norm": norms(self.method.view(self.ledger.state)),
+            "adapter_norm": norms(self.method.view(self.ledger.state), self.ledger.heads),
             "drift": {
                 half: sum(d.get(half, 0.0) for _, d in sorted(self.drift.items())) / len(self.drift)
                 for half in sorted({half for d in self.drift.values() for half in d})

@@ -29,6 +29,7 @@ from ..models.checkpointing import recompute
 from ..models.fingerprints import configuration_fingerprint, fingerprint_of
 from ..models.frozen import FrozenPrefix, Owners
 from ..models.given import is_given
+from ..models.kinds import heads_by_place
 from ..models.machine import autocast, check_half, enough_memory, input_device, wait
 from ..models.names import is_statistic, tags
 from ..models.placing import at_home
@@ -122,6 +123,7 @@ class Site:
         initial_state: the method's state before round 1.
         personal: by client, the tensors that stay with it. clients: each made when it is asked for.
         parameters: the number of parameters of the plain model, and the largest number that a client trains.
+        heads: the modules of a model without an adapter that are a head by their place (``names.is_head``).
         base_fingerprint: hash of the plain model. configured: of its configuration, empty if it has none.
         shared_states: what is kept for other runs. new_weights: names of weights that no checkpoint had (a new head's).
     """
@@ -147,6 +149,8 @@ class Site:
         self.base_fingerprint, self.configured = fingerprint_of(model), configuration_fingerprint(model)
         # Set by build_model; torch's types allow only tensors and modules as attributes.
         self.new_weights: list[str] = list(vars(model)["new_weights"])
+        # Beside an adapter the names say it.
+        self.heads = () if config.llm.adapter.use else tuple(heads_by_place(model))
         total = count(model)
         self.model = self.adapted(model)
         check_head(config, self.model)

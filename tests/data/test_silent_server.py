@@ -182,7 +182,8 @@ def test_what_lies_in_xet_storage_passes_the_watch_too(tmp_path, monkeypatch):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
         monkeypatch.setattr(constants, "ENDPOINT", address)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+        files = address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
         with hub_module.hub():
             path = hf_hub_download("some/model", "model.safetensors", cache_dir=tmp_path, endpoint=address)
         server.shutdown()

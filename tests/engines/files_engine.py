@@ -147,7 +147,9 @@ class Server:
         self.site = site = Site(config)
         self.evaluator = Evaluator(site)
         self.evaluator.check_watched()
-        self.ledger = Ledger.of(config, site.method, site.initial_state, site.clients, keep_messages=True)
+        self.ledger = Ledger.of(
+            config, site.method, site.initial_state, site.clients, keep_messages=True, heads=site.heads
+        )
         self.keeper = RecordKeeper(site, self.evaluator, self.ledger, outdir_of(config))
         checkpoint = self.keeper.start(resume=True)
         self.done = checkpoint.round if checkpoint else 0

@@ -7,12 +7,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForSequenceClassification
 
-from fs_lowrank import UserError, load_config
+from fs_lowrank import UserError, load_config, run
 from fs_lowrank.methods import create_method
 from fs_lowrank.models.build import build_model
 from fs_lowrank.models.kinds import heads_by_place
-from fs_lowrank.models.names import tags
-from fs_lowrank.settings import AdapterSpec
+from fs_lowrank.models.names import is_head, tags
+from fs_lowrank.settings import ALL_LINEAR, AdapterSpec
 
 SMALL = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 BART = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
@@ -80,11 +80,29 @@ def test_a_head_that_is_left_as_it_is_is_saved_too(case, tmp_path):
     assert {n.removeprefix("base_model.model.") for n in names if "lora_" not in n} == set(model.new_weights)
 
 
-def test_without_an_adapter_the_head_is_told_by_its_names(case):
+def test_without_an_adapter_the_head_is_what_is_new(case):
     model, _, head = case
-    told = {n for n, _ in model.named_parameters() if "head" in tags(n)}
-    bases = ("pooler.", "bert.pooler.")  # such a name may be of a base, too
-    assert told == {n for n in model.new_weights if not n.startswith(bases)}
+    assert {n for n, _ in model.named_parameters() if is_head(n, heads_by_place(model))} == set(model.new_weights)
+
+
+def test_all_linear_leaves_out_the_head(case):
+    model, _, head = case
+    _, wrapped = adapted(model, ALL_LINEAR)
+    inside = {n.removeprefix("base_model.model.") for n, _ in wrapped.named_parameters() if ".lora_A." in n}
+    assert inside and not [n for n in inside if n.startswith(tuple(f"{part}." for part in head))]
+
+
+def test_byte_figures_of_full_training_set_the_head_apart(settings, tiny_encoder, tmp_path, no_curves):
+    tokenizer = hf.AutoTokenizer.from_pretrained(str(tiny_encoder))
+    base = hf.DebertaV2Config(**{**SMALL, "vocab_size": len(tokenizer)})
+    AutoModel.from_config(base).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    keys = {"federate.method": "fedavg", "federate.client_num": 2, "federate.total_round_num": 1}
+    keys |= {"model.type": f"{tmp_path / 'base'}@transformers", "llm.adapter.args": [{}]}
+    record = run(load_config(settings, keys)).history[0]
+    head = 4 * (16 * 16 + 16 + 16 * 2 + 2)  # the pooler and the classifier, float32
+    assert record["uplink_bytes"] - record["uplink_bytes_without_head"] == 2 * head
+    assert record["drift"].keys() == record["adapter_norm"].keys() == {"base", "head"}
 
 
 def test_language_models_and_modules_of_ones_own_have_none(tiny_causal):

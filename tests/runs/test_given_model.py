@@ -132,20 +132,49 @@ class Renamed(Bag):
         return self.last(hidden)
 
 
-def test_a_head_of_another_name_is_named_or_said_to_stay(own, tiny_encoder, caplog):
-    tokenizer, few = AutoTokenizer.from_pretrained(tiny_encoder), {"federate.total_round_num": 1}
-    fs_lowrank.errors.say_once.cache_clear()
-    frozen = fs_lowrank.run(own("frozen", few), model=Renamed(), tokenizer=tokenizer)
-    assert "no module at its top is called classifier, score, fc, so no head is trained" in caplog.text
-    weights = dict(frozen.model.named_parameters())
-    assert torch.equal(weights["base_model.model.last.weight"], Renamed().last.weight)
-    caplog.clear()
-    fs_lowrank.errors.say_once.cache_clear()
-    adapter = {"r": 2, "alpha": 4, "modules": ["hidden"], "modules_to_save": ["last"]}
-    named = fs_lowrank.run(own("named", {**few, "llm.adapter.args": [adapter]}), model=Renamed(), tokenizer=tokenizer)
-    assert "no head is trained" not in caplog.text
-    weights = dict(named.model.named_parameters())
-    assert not torch.equal(weights["base_model.model.last.modules_to_save.default.weight"], Renamed().last.weight)
+class Elsewhere(Renamed):
+    """The same, and its head is not the last module at the top."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(24)
+
+    def head(self, hidden):
+        return self.last(self.norm(hidden))
+
+
+@pytest.fixture
+def trains_last(own, tiny_encoder, caplog):
+    """Whether a run of one round trains the module ``last``, and what it says."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_encoder)
+
+    def run(module, **adapter):
+        caplog.clear()
+        fs_lowrank.errors.say_once.cache_clear()
+        args = {"r": 2, "alpha": 4, "modules": ["hidden"], **adapter}
+        keys = {"federate.total_round_num": 1, "llm.adapter.args": [args]}
+        result = fs_lowrank.run(own(str(len(caplog.text)), keys), model=module, tokenizer=tokenizer, overwrite=True)
+        weights = dict(result.model.named_parameters())
+        kept = [w for n, w in weights.items() if n.endswith(("last.weight", "last.modules_to_save.default.weight"))]
+        return not any(torch.equal(w, module.last.weight) for w in kept), caplog.text
+
+    return run
+
+
+def test_a_head_of_another_name_is_known_by_its_place(trains_last):
+    trained, said = trains_last(Renamed())
+    assert trained and "its head is last, the last module at its top" in said
+    assert trains_last(Renamed(), modules="all-linear")[0]
+
+
+def test_a_head_that_is_nowhere_is_named_or_said_to_stay(trains_last):
+    stays = "no module at its top is called classifier, score, fc, and the last one is no head either"
+    trained, said = trains_last(Elsewhere())
+    assert not trained and stays in said
+    trained, said = trains_last(Elsewhere(), modules_to_save=["last"])
+    assert trained and stays not in said
+    trained, said = trains_last(Renamed(), modules=["hidden", "last"])
+    assert stays in said, "an adapter is on it"
 
 
 @pytest.mark.federatedscope

@@ -208,7 +208,7 @@ class LowRankServer(DistributedServer):
         sizes = None
         if self._cfg.federate.use_ss:
             # A client sends a share of this size to every other client, and a sum of shares to the server.
-            sizes = tuple(size * self.client_num for size in self.codec.sizes(parcel.tensors))
+            sizes = tuple(size * self.client_num for size in self.codec.sizes(parcel.tensors, self.ledger.heads))
         if round.take(client, parcel, sizes):
             self.msg_buffer["train"].setdefault(self.state, {})[client] = round.samples[client]
         else:

@@ -72,9 +72,8 @@ class Session:
         self.site = Site(config, serves=role != "client", undivided=self.has_own_data)
         self.method = self.site.method
         self.evaluator = Evaluator(self.site)
-        self.ledger = Ledger.of(
-            config, self.method, self.site.initial_state, self.site.clients, keep_messages=not self.shares_model
-        )
+        parts = self.method, self.site.initial_state, self.site.clients
+        self.ledger = Ledger.of(config, *parts, keep_messages=not self.shares_model, heads=self.site.heads)
         self.keeper = RecordKeeper(self.site, self.evaluator, self.ledger, outdir, clients_evaluate=True)
         self.on_round: Callable[[dict], object] = lambda record: None
         self.on_client: Callable[[int, int, int], object] = lambda *_: None

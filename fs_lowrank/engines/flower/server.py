@@ -111,9 +111,8 @@ class Server:
         self.codec = codec_of(config)
         self.evaluator = Evaluator(self.site)
         self.evaluator.check_watched()
-        self.ledger = Ledger.of(
-            config, self.site.method, self.site.initial_state, self.site.clients, keep_messages=True
-        )
+        parts = self.site.method, self.site.initial_state, self.site.clients
+        self.ledger = Ledger.of(config, *parts, keep_messages=True, heads=self.site.heads)
         self.keeper = RecordKeeper(self.site, self.evaluator, self.ledger, outdir_of(config))
         #: client -> its node
         self.members: dict[int, Member] = {}
