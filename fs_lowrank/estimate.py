@@ -26,9 +26,10 @@ from .engines.workers import processes_of
 from .methods import State
 from .models.adapters import layer_stack
 from .models.build import build_skeleton
+from .models.machine import device_of
 from .models.quantised import beside, to_quantise
 from .rounds.reuse import Reuse
-from .rounds.site import Site, device_of
+from .rounds.site import Site
 from .runs.folder import outdir_of
 from .runs.summary import human_bytes
 from .seeds import derive

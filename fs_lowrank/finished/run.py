@@ -17,9 +17,9 @@ from ..errors import UserError, say_once
 from ..jobs.files import read_json
 from ..models.build import build_model, build_tokenizer
 from ..models.fingerprints import configuration_fingerprint, fingerprint_of
+from ..models.machine import device_of
 from ..models.placing import at_home
 from ..models.saved import load_adapter
-from ..rounds.site import device_of
 from ..runs.checksums import KINDS, check_finished
 from ..runs.environment import changed_since
 from ..runs.records import read_records

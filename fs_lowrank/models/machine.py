@@ -1,4 +1,4 @@
-"""What, beside the inputs, decides the last digits of what a model computes."""
+"""The device that a model computes on, and what else, beside the inputs, decides the last digits of its results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import RunFailed, UserError
+from ..settings import Settings
 from .quantised import version_of
+
+
+def device_of(config: Settings) -> torch.device:
+    """The device the configuration asks for.
+
+    Raises:
+        UserError: a GPU is asked for and there is none.
+    """
+    if config.torch_device == "cpu" or isinstance(config.device, str):  # the only text it accepts is cpu
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError("use_gpu is True, but torch finds no GPU; set use_gpu False, or install a CUDA build of torch")
+    return torch.device("cuda", max(config.device, 0))
 
 
 def input_device(model: nn.Module) -> torch.device:

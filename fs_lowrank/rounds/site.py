@@ -30,7 +30,7 @@ from ..models.fingerprints import configuration_fingerprint, fingerprint_of
 from ..models.frozen import FrozenPrefix, Owners
 from ..models.given import is_given
 from ..models.kinds import heads_by_place
-from ..models.machine import autocast, check_half, enough_memory, input_device, wait
+from ..models.machine import autocast, check_half, device_of, enough_memory, input_device, wait
 from ..models.names import is_statistic, tags
 from ..models.placing import at_home
 from ..models.quantised import count, require_bitsandbytes
@@ -53,19 +53,6 @@ logger = logging.getLogger("fs_lowrank")
 
 #: methods give clients ranks and phases by turns; so many clients show them all
 KINDS = 100
-
-
-def device_of(config: Config) -> torch.device:
-    """The device the configuration asks for.
-
-    Raises:
-        UserError: a GPU is asked for and there is none.
-    """
-    if config.torch_device == "cpu" or isinstance(config.device, str):  # the only text it accepts is cpu
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise UserError("use_gpu is True, but torch finds no GPU; set use_gpu False, or install a CUDA build of torch")
-    return torch.device("cuda", max(config.device, 0))
 
 
 def method_of(config: Config) -> Method:
