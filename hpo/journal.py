@@ -19,6 +19,7 @@ from typing import Any
 from optuna.storages import journal
 
 from fs_lowrank import RunFailed, UserError
+from fs_lowrank.jobs.files import remedy_of
 
 logger = logging.getLogger("fs_lowrank")
 _SUM = b',"sum":"'
@@ -157,7 +158,7 @@ class Journal(journal.BaseJournalBackend):
             yield
         except OSError as error:
             raise RunFailed(
-                f"{self.path} cannot be written: {error.strerror or error}; make room or name another file as "
+                f"{self.path} cannot be written: {error.strerror or error}; {remedy_of(error)} or name another file as "
                 "the storage, and give the same command again"
             ) from error
 

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
@@ -227,9 +227,21 @@ def _written(path: str | Path, durable: bool) -> Iterator[Path]:
                 yield aside
     except OSError as error:
         raise RunFailed(
-            f"{path} cannot be written: {error.strerror or error}; make room or write elsewhere, and give the same "
-            "command again"
+            f"{path} cannot be written: {error.strerror or error}; {remedy_of(error)} or write elsewhere, and give the "
+            "same command again"
         ) from error
+
+
+def remedy_of(error: BaseException) -> str:
+    """What to do about an error of writing, as a part of a sentence."""
+    if _is_any_of(error, (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY)):
+        return "move away what is in its place"
+    return "make it writable" if _is_any_of(error, (errno.EACCES, errno.EPERM, errno.EROFS)) else "make room"
+
+
+def _is_any_of(error: BaseException, numbers: Iterable[int]) -> bool:
+    said = str(error).lower()  # that of safetensors is no OSError
+    return any(getattr(error, "errno", None) == n or os.strerror(n).lower() in said for n in numbers)
 
 
 def disk_error(error: BaseException) -> RunFailed | None:
@@ -239,8 +251,7 @@ def disk_error(error: BaseException) -> RunFailed | None:
     """
     cause: BaseException | None = error
     while cause is not None:
-        said = str(cause).lower()  # that of safetensors is no OSError
-        if getattr(cause, "errno", None) in _OF_THE_DISK or any(os.strerror(n).lower() in said for n in _OF_THE_DISK):
+        if _is_any_of(cause, _OF_THE_DISK):
             break
         cause = cause.__cause__ or cause.__context__
     if cause is None:
@@ -248,10 +259,10 @@ def disk_error(error: BaseException) -> RunFailed | None:
     if isinstance(error, RunFailed):
         return error
     path, reason = getattr(cause, "filename", None) or "a file", getattr(cause, "strerror", None) or cause
-    return RunFailed(f"{path} cannot be written: {reason}; make room, and give the same command again")
+    return RunFailed(f"{path} cannot be written: {reason}; {remedy_of(cause)}, and give the same command again")
 
 
 def cannot_write(path: str | Path, error: Exception) -> RunFailed:
     """The error to raise if a file of a run cannot be written; names file and reason."""
     reason = getattr(error, "strerror", None) or error
-    return RunFailed(f"{path} cannot be written: {reason}; make room, and run again with resume=True")
+    return RunFailed(f"{path} cannot be written: {reason}; {remedy_of(error)}, and run again with resume=True")

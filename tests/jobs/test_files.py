@@ -1,5 +1,6 @@
 """JSON that was written for others to read: what comes to harm is one error, which names the file."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -10,7 +11,16 @@ import pytest
 from fs_lowrank import load_config
 from fs_lowrank.errors import DamagedFile, RunFailed, UserError
 from fs_lowrank.finished.predictions import write_table
-from fs_lowrank.jobs.files import check_fields, from_json, read_json, to_json, write_bytes, write_text
+from fs_lowrank.jobs.files import (
+    cannot_write,
+    check_fields,
+    from_json,
+    read_json,
+    remedy_of,
+    to_json,
+    write_bytes,
+    write_text,
+)
 from fs_lowrank.versions import SCHEMA, NewerSchema
 
 #: contents that no reader of a mapping expects, and what is said of them
@@ -157,3 +167,15 @@ def test_a_configuration_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
 def _full(*args):
     raise OSError(28, "No space left on device")
+
+
+def test_what_to_do_follows_from_the_error(tmp_path):
+    (tmp_path / "a.json").mkdir()
+    with pytest.raises(IsADirectoryError) as error:
+        (tmp_path / "a.json").write_text("x")
+    assert str(cannot_write("a.json", error.value)) == (
+        "a.json cannot be written: Is a directory; move away what is in its place, and run again with resume=True"
+    )
+    for number, advice in ((errno.EACCES, "make it writable"), (errno.ENOSPC, "make room"), (errno.EIO, "make room")):
+        assert remedy_of(OSError(number, os.strerror(number))) == advice
+    assert remedy_of(RuntimeError("I/O error: Permission denied (os error 13)")) == "make it writable"
