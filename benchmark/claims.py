@@ -50,6 +50,22 @@ _KEYS = {
 
 
 @dataclass(frozen=True)
+class Met:
+    """By how much a condition is met, below 0 if it is not: ``centre``, and its 95 % interval from ``low`` to ``high``.
+
+    Attributes:
+        low, high: None if the spread is not known.
+        what: the condition in some words. unit: what it is measured in.
+    """
+
+    what: str
+    centre: float
+    low: float | None
+    high: float | None
+    unit: str = ""
+
+
+@dataclass(frozen=True)
 class Condition:
     """A condition of a rule with its result."""
 
@@ -57,6 +73,8 @@ class Condition:
     text: str
     #: if it is not met, the claim is not tested, regardless of the other conditions
     first: bool = False
+    #: None if a figure is missing
+    met: Met | None = None
 
 
 #: (method, labels by axis, metric) -> figure
@@ -91,7 +109,12 @@ def check_rule(condition: Any, origin: Origin, at: str) -> dict:
 
 def judge(rule: Sequence[Mapping], look: Lookup) -> list[Condition]:
     """The results of all conditions of a rule, separately for each method."""
-    return [result for condition in rule for result in _JUDGES[condition["is"]](condition, _looking(condition, look))]
+    return [
+        result if result.met is None else dataclasses.replace(result, met=dataclasses.replace(result.met, unit=unit))
+        for condition in rule
+        for unit in [_UNITS.get(condition["is"], condition.get("metric", "test_acc"))]
+        for result in _JUDGES[condition["is"]](condition, _looking(condition, look))
+    ]
 
 
 def verdict(conditions: Sequence[Condition]) -> str:
@@ -134,12 +157,33 @@ def _missing(what: str, first: bool = False) -> Condition:
     return Condition(UNTESTED, f"no figure for {what}", first)
 
 
+def _met(interval: Interval, low: float, high: float, what: str) -> Met:
+    """How far a quantity is inside of two bounds."""
+
+    def inside(value: float) -> float:
+        return min(value - low, high - value)
+
+    if interval.half is None:
+        return Met(what, inside(interval.centre), None, None)
+    first, last = interval.centre - interval.half, interval.centre + interval.half
+    middle = min(max((low + high) / 2, first), last) if math.isfinite(low + high) else first
+    values = [inside(value) for value in (first, last, middle)]
+    return Met(what, inside(interval.centre), min(values), max(values))
+
+
 def _decide(
-    interval: Interval, low: float, high: float, text: str, figures: Mapping[str, Figure], favours: Sequence[str] = ()
+    interval: Interval,
+    low: float,
+    high: float,
+    what: str,
+    text: str,
+    figures: Mapping[str, Figure],
+    favours: Sequence[str] = (),
 ) -> Condition:
     """Whether a quantity is between two bounds.
 
     Args:
+        what: the condition in some words, for a figure.
         text: begins the explanation. figures: name -> figure, of all that the quantity is made of.
         favours: the names of the figures in whose favour the condition holds.
     """
@@ -162,7 +206,8 @@ def _decide(
     if result in (HOLDS, FAILS) and any(figure.at_end and not figure.exact for figure in figures.values()):
         result = INCONCLUSIVE
         notes.append("so a better rate may lie beyond")
-    return Condition(result, "; ".join([f"{text} ({why})" if why else text, *notes]))
+    met = _met(interval, low, high, what)
+    return Condition(result, "; ".join([f"{text} ({why})" if why else text, *notes]), met=met)
 
 
 def _above_by(condition: Mapping) -> tuple[float, float]:
@@ -195,7 +240,7 @@ def _drops(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator
         fall = difference(first, last, paired=False).times(_sign(condition))
         text = f"{at}: {first} → {last}, falls by {fall.centre:.4g}, asked: more than {condition['by']:g}"
         figures = {f"{condition['along']} {condition['from']}": first, f"{condition['along']} {condition['to']}": last}
-        yield _decide(fall, *_above_by(condition), text, figures, list(figures)[:1])
+        yield _decide(fall, *_above_by(condition), f"{at} falls", text, figures, list(figures)[:1])
 
 
 def _keeps(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator[Condition]:
@@ -219,7 +264,8 @@ def _keeps(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator
             learned = first.mean - majority.mean
             asked = f"falls by {first.mean - last.mean:.4g} of {learned:.4g} above the majority class, asked: at most "
             asked += f"the share {share:g}; the fall is that share {fall.centre:+.4g}"
-        yield _decide(fall, -math.inf, high, f"{at}: {first} → {last}, {asked}", dict(zip(names, (first, last))), names)
+        text, figures = f"{at}: {first} → {last}, {asked}", dict(zip(names, (first, last)))
+        yield _decide(fall, -math.inf, high, f"{at} keeps", text, figures, names)
 
 
 def _above(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator[Condition]:
@@ -233,7 +279,9 @@ def _above(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator
         gap = difference(better, worse).times(_sign(condition))
         text = f"{name} {better} against {other} {worse}{at}: ahead by {gap.centre:.4g}"
         text += f", asked: more than {condition['by']:g}"
-        yield _decide(gap, *_above_by(condition), text, {name: better, other: worse}, [name])
+        yield _decide(
+            gap, *_above_by(condition), f"{name} above {other}{at}", text, {name: better, other: worse}, [name]
+        )
 
 
 def _close(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator[Condition]:
@@ -246,7 +294,9 @@ def _close(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator
             continue
         gap = difference(value, to)
         text = f"{method} {value} and {name} {to}: differ by {gap.centre:.4g}, asked: at most {within:g}"
-        yield _decide(gap, -within, within, text, {method: value, name: to}, [method, name])
+        yield _decide(
+            gap, -within, within, f"{method} close to {name}", text, {method: value, name: to}, [method, name]
+        )
 
 
 def _ratio(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator[Condition]:
@@ -260,7 +310,7 @@ def _ratio(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator
     text = f"{condition.get('metric', 'test_acc')}: {name} {of.mean:.5g} / {base} {to.mean:.5g} = "
     text += f"{of.mean / to.mean:.4g}, asked: {about:g} ± {within:g}"
     gap = difference(of, to.scaled(about)).times(1 / to.mean)
-    yield _decide(gap, -within, within, text, {name: of, base: to}, [name, base])
+    yield _decide(gap, -within, within, f"{name} / {base}", text, {name: of, base: to}, [name, base])
 
 
 def _value(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator[Condition]:
@@ -274,7 +324,7 @@ def _value(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator
             yield _missing(f"{metric} of {method}")
         else:
             text = f"{metric} of {method}: {value}, asked: {asked}"
-            yield _decide(of_mean(value), low, high, text, {method: value}, [method])
+            yield _decide(of_mean(value), low, high, f"{metric} of {method}", text, {method: value}, [method])
 
 
 def _learns(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator[Condition]:
@@ -285,7 +335,7 @@ def _learns(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterato
             continue
         text = f"{method} learns: {value} against {majority.mean:.4g} for the majority class, asked: more than "
         text += f"{condition['by']:g} above"
-        lead, bounds = of_mean(value).plus(-majority.mean), _above_by(condition)
+        lead, bounds = of_mean(value).plus(-majority.mean), (*_above_by(condition), f"{method} learns")
         # A better rate beyond the end of the grid could only add to what was learned.
         decided = _decide(lead, *bounds, text, {method: dataclasses.replace(value, at_end=False)}, [method])
         if decided.verdict != HOLDS:
@@ -335,12 +385,12 @@ def _wider(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator
         gap = difference(first, second)
         text = f"{along} within {within:g} of the best: {name} {first} powers of ten, {other} {second}; wider by "
         text += f"{gap.centre:.4g}, asked: more than {condition['by']:g}"
-        decided = _decide(gap, *_above_by(condition), text, {name: first, other: second})
+        decided = _decide(gap, *_above_by(condition), f"{name} wider than {other}", text, {name: first, other: second})
         # A range that touches an end of the curve is at least as wide as it is seen.
         if decided.verdict == HOLDS and second_ends or decided.verdict == FAILS and first_ends:
             end = other if decided.verdict == HOLDS else name
             text = f"{decided.text}; the range of {end} touches an end of the curve, so it may be wider"
-            decided = Condition(INCONCLUSIVE, text)
+            decided = dataclasses.replace(decided, verdict=INCONCLUSIVE, text=text)
         yield decided
 
 
@@ -365,9 +415,12 @@ def _best(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator[
         gap = difference(first, second).times(_sign(condition))
         text = f"{name} {first} at {along} {at:g} against {other} {second} at {elsewhere:g}, each where {by} is best: "
         text += f"ahead by {gap.centre:.4g}, asked: more than {condition['by']:g}"
-        yield _decide(gap, *_above_by(condition), text, {name: first, other: second}, [name])
+        what = f"{name} at its best above {other} at its own"
+        yield _decide(gap, *_above_by(condition), what, text, {name: first, other: second}, [name])
 
 
+#: what conditions are measured in, other than in their metric
+_UNITS = {"wider": "powers of ten", "ratio": "quotient"}
 _JUDGES: dict[str, Callable[[Mapping, Callable[..., Figure | None]], Iterator[Condition]]] = {
     "drops": _drops,
     "keeps": _keeps,

@@ -5,17 +5,19 @@ from __future__ import annotations
 import io
 import statistics
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fs_lowrank.jobs.files import write_bytes
 from fs_lowrank.runs.plots import legend, plain
 
+from .claims import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, Condition, Met
 from .results import ExperimentResults, scale_of, title_of
 
 _COLOURS = "#1f77b4 #d62728 #2ca02c #9467bd #ff7f0e #17becf #8c564b #e377c2 #7f7f7f #bcbd22".split()
 _MARKERS = "osD^vP*X<>"
+_OF_VERDICT = {HOLDS: "#2ca02c", FAILS: "#d62728", INCONCLUSIVE: "#7f7f7f", UNTESTED: "#bcbd22"}
 #: number of panels in a row
 _COLUMNS = 4
 
@@ -40,6 +42,63 @@ def draw_all(results: ExperimentResults, folder: Path) -> dict[str, Path]:
             write_bytes(path, image.getvalue(), durable=False)
             drawn[title or title_of(results.experiment.metrics[0], results.language)] = path
     return drawn
+
+
+def draw_claim(title: str, by_experiment: Mapping[str, Sequence[Condition]], path: Path) -> Path | None:
+    """Draw by how much each condition of a claim is met, in each experiment; None if there are no figures for any.
+
+    One panel for each unit. A condition whose spread is not known is a hollow point without an interval.
+    """
+    panels: dict[str, list[tuple[str, str, Met]]] = {}
+    for experiment, conditions in by_experiment.items():
+        for condition in conditions:
+            if condition.met is not None:
+                rows = panels.setdefault(condition.met.unit, [])
+                rows.append((f"{experiment}: {plain(condition.met.what)}", condition.verdict, condition.met))
+    if not panels:
+        return None
+    from matplotlib.lines import Line2D
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    heights = [len(rows) + 1.6 for rows in panels.values()]
+    figure = _figure(8.5, 0.24 * sum(heights) + 0.8)
+    figure.suptitle(plain(textwrap.fill(title, 100)), fontsize=10)
+    for axes, (unit, rows) in zip(
+        figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights).flat, panels.items()
+    ):
+        _conditions(axes, unit, rows)
+    look: dict[str, Any] = {"marker": "o", "ls": "", "color": _OF_VERDICT[INCONCLUSIVE]}
+    handles = [Line2D([], [], label="spread not known", markerfacecolor="white", **look)]
+    handles += [Line2D([], [], label=v, **{**look, "color": _OF_VERDICT[v]}) for v in (HOLDS, FAILS, INCONCLUSIVE)]
+    figure.legend(handles=handles, fontsize=7, loc="outside lower center", ncols=4)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=100)
+    write_bytes(path, image.getvalue(), durable=False)
+    return path
+
+
+def _conditions(axes, unit: str, rows: Sequence[tuple[str, str, Met]]) -> None:
+    percent = scale_of(unit)[0] == 100
+    scale = 100 if percent else 1
+    for index, (_, verdict, met) in enumerate(rows):
+        colour = _OF_VERDICT[verdict]
+        if met.low is not None and met.high is not None:
+            axes.plot([met.low * scale, met.high * scale], [index, index], color=colour, lw=2)
+        face = "white" if met.low is None else colour
+        axes.plot(met.centre * scale, index, "o", color=colour, markerfacecolor=face, markersize=5)
+    # An interval that is far wider than the quantities would leave no room for the others, and is cut.
+    centres = [0.0, *(met.centre for *_, met in rows)]
+    room = 2 * max(map(abs, centres)) or 1.0
+    low = max(min([*centres, *(met.low for *_, met in rows if met.low is not None)]), min(centres) - room)
+    high = min(max([*centres, *(met.high for *_, met in rows if met.high is not None)]), max(centres) + room)
+    edge = 0.05 * (high - low)
+    axes.axvline(0, color="black", lw=0.8)
+    axes.set(xlim=(scale * (low - edge), scale * (high + edge)), ylim=(len(rows) - 0.5, -0.5))
+    axes.set_yticks(range(len(rows)), [label for label, *_ in rows], fontsize=7)
+    axes.tick_params(axis="x", labelsize=7)
+    name = "points of accuracy" if percent else title_of(unit) if unit != "quotient" else unit
+    axes.set_xlabel(f"← not met      by how much it is met: {name}", fontsize=8)
+    axes.grid(alpha=0.3, axis="x")
 
 
 def _figure(width: float, height: float):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from fs_lowrank import UserError
 from fs_lowrank.errors import hint
 
-from .figures import draw_all
+from .figures import draw_all, draw_claim
 from .job import Options
 from .markdown import heading, image, range_of, table
 from .page import page
@@ -101,11 +102,22 @@ def _suite(
 ) -> list[str]:
     blocks = [heading(suite.title + (f" ({suite.size})" if suite.sized else ""), 2)]
     blocks += [t for t in (suite.source, suite.note) if t]
-    blocks += said_of_claims(suite, judged, rows)
+    blocks += said_of_claims(suite, judged, rows, _drawn(suite, judged, root))
     for each in results.values():
         if each.has_any:
             blocks += _experiment(each, root)
     return blocks
+
+
+def _drawn(suite: Suite, judged: Mapping[str, Judged], root: Path) -> dict[str, str]:
+    """Claim -> the figure of its conditions, below ``root``."""
+    drawn = {}
+    for name, claim in judged.items():
+        file = re.sub(r"[^\w]+", "-", f"claim-{suite.name}-{suite.size}-{name}")
+        path = root / "report" / f"{file}.png"
+        if draw_claim(str(suite.claims[name]["says"]), claim.by_experiment, path):
+            drawn[name] = path.relative_to(root).as_posix()
+    return drawn
 
 
 def _experiment(results: ExperimentResults, root: Path) -> list[str]:

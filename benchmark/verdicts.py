@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .claims import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, Condition, judge, used, verdict
-from .markdown import heading, range_of, table
+from .markdown import heading, image, range_of, table
 from .results import ExperimentResults
 from .suite import Suite
 
@@ -197,8 +197,14 @@ def summary(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def said_of_claims(suite: Suite, judged: Mapping[str, Judged], rows: Sequence[Row]) -> list[str]:
-    """The section of each claim: what it takes, its rule, and by experiment what was run and how it was decided."""
+def said_of_claims(
+    suite: Suite, judged: Mapping[str, Judged], rows: Sequence[Row], drawn: Mapping[str, str]
+) -> list[str]:
+    """The section of each claim: what it takes, its rule, and by experiment what was run and how it was decided.
+
+    Args:
+        drawn: claim -> its figure, as the report names it.
+    """
     blocks: list[str] = []
     for row in rows:
         result, claim = judged[row.name], suite.claims[row.name]
@@ -207,6 +213,8 @@ def said_of_claims(suite: Suite, judged: Mapping[str, Judged], rows: Sequence[Ro
         blocks.append(f"{claim.get('source', '')} Rule: {rules}.".strip())
         if claim.get("needs"):
             blocks.append(f"What it takes to see it: {claim['needs']}")
+        if row.name in drawn:
+            blocks.append(image(f"{claim['says']}: by how much each condition is met, 95 % intervals", drawn[row.name]))
         for experiment, conditions in result.by_experiment.items():
             ran = _ran_in_words(row.runs[experiment], row.seeds.get(experiment, ()))
             lines = [f"- {experiment}: **{verdict(conditions)}**{ran}"]

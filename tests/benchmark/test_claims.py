@@ -186,6 +186,42 @@ def test_close_ratio_value():
     assert judged({**at_least, "at_least": 0.80}).verdict == INCONCLUSIVE
 
 
+@pytest.mark.parametrize("bound", [0.001, 0.01, 0.05, 0.1, 0.2, 0.3])
+def test_by_how_much_a_condition_is_met_agrees_with_its_verdict(bound):
+    at = {"where": {"clients": 3}}
+    rules = [
+        {"is": "above", "better": "rolora", "than": ["lora", "noisy"], "by": bound, "where": {"clients": 50}},
+        {"is": "close", "methods": ["rolora", "noisy"], "to": "lora", "within": bound, **at},
+        {"is": "ratio", "of": "rolora", "to": "lora", "about": 1, "within": bound, **at},
+        {"is": "value", "methods": ["rolora", "noisy"], "at_least": 0.81 - bound, "at_most": 0.81 + bound, **at},
+        {"is": "learns", "methods": ["rolora", "noisy"], "by": bound, **at},
+        {"is": "drops", "methods": ["lora", "rolora"], "by": bound, **FALL},
+        {"is": "keeps", "methods": ["lora", "rolora"], "within": bound, **FALL},
+        {"is": "keeps", "methods": ["lora", "rolora"], "share": bound, **FALL},
+    ]
+    conditions = judge(rules, look)
+    assert len(conditions) == 15 and {c.met.unit for c in conditions} == {"test_acc", "quotient"}
+    for condition in conditions:
+        met = condition.met
+        assert met.low <= met.centre <= met.high
+        if condition.verdict == HOLDS:
+            assert met.low >= -1e-12
+        elif condition.verdict == INCONCLUSIVE:
+            assert met.low < 0 <= met.high
+        else:
+            assert met.high < 0
+
+
+def test_of_a_quantity_between_two_bounds_the_middle_is_met_most():
+    def spread(method, labels, metric):
+        return by_seed([0.4, 0.5, 0.9] if method == "wide" else [0.5, 0.5, 0.5])
+
+    near = judged({"is": "value", "methods": ["wide"], "at_least": 0.5, "at_most": 0.7}, spread)
+    assert near.met.centre == pytest.approx(0.1) and near.met.high == pytest.approx(0.1) and near.met.low < -0.3
+    alone = judged({"is": "value", "methods": ["one"], "at_least": 0.4}, lambda *_: by_seed([0.5]))
+    assert (alone.met.centre, alone.met.low, alone.met.high) == (pytest.approx(0.1), None, None)
+
+
 LOSSES = {"3": [1.0, 1.01, 1.02], "50": [3.0, 3.02, 3.01]}
 
 

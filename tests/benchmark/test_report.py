@@ -5,6 +5,8 @@ from html.parser import HTMLParser
 import pytest
 from PIL import Image
 
+from benchmark.claims import HOLDS, INCONCLUSIVE, UNTESTED, Condition, Met
+from benchmark.figures import draw_claim
 from benchmark.markdown import heading, image, table
 from benchmark.page import page
 from benchmark.results import title_of
@@ -85,3 +87,17 @@ def test_accuracy_is_that_of_the_next_token_for_a_language_model():
     assert title_of("val_acc", True) == "validation next-token accuracy, %"
     assert title_of("rounds_to:val_acc:0.5", True) == "rounds, until val_token_acc is 0.5"
     assert title_of("test_loss", True) == title_of("test_loss")
+
+
+def test_a_claim_has_a_figure_of_its_conditions(tmp_path):
+    met = [Met("a above b", 0.02, 0.01, 0.03, "test_acc"), Met("a / b", 0.1, None, None, "quotient")]
+    conditions = [Condition(HOLDS, "", met=met[0]), Condition(INCONCLUSIVE, "", met=met[1])]
+    path = tmp_path / "report" / "claim.png"
+    assert draw_claim("A claim", {"main": [*conditions, Condition(UNTESTED, "no figure")]}, path) == path
+    with Image.open(path) as image:
+        two = image.height
+    draw_claim("A claim", {"main": conditions[:1]}, path)
+    with Image.open(path) as image:
+        assert image.height < two, "one unit has one panel"
+    assert draw_claim("A claim", {"main": [Condition(UNTESTED, "no figure")]}, tmp_path / "none.png") is None
+    assert not (tmp_path / "none.png").exists()

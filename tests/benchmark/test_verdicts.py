@@ -29,7 +29,7 @@ def rows(claim, found, elsewhere=lambda suite, experiment: []):
     suite = SimpleNamespace(claims={"c": claim}, name="mine", size="small", sized=True)
     judged = judged_claims(suite, found)
     of_suite = rows_of(suite, judged, found, elsewhere)
-    return of_suite[0], "\n\n".join(said_of_claims(suite, judged, of_suite)), summary(of_suite)[-1]
+    return of_suite[0], "\n\n".join(said_of_claims(suite, judged, of_suite, {})), summary(of_suite)[-1]
 
 
 BEHIND = results(
