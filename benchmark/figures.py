@@ -91,7 +91,7 @@ def _conditions(axes, unit: str, rows: Sequence[tuple[str, str, Met]]) -> None:
     room = 2 * max(map(abs, centres)) or 1.0
     low = max(min([*centres, *(met.low for *_, met in rows if met.low is not None)]), min(centres) - room)
     high = min(max([*centres, *(met.high for *_, met in rows if met.high is not None)]), max(centres) + room)
-    edge = 0.05 * (high - low)
+    edge = 0.05 * (high - low) or 0.05
     axes.axvline(0, color="black", lw=0.8)
     axes.set(xlim=(scale * (low - edge), scale * (high + edge)), ylim=(len(rows) - 0.5, -0.5))
     axes.set_yticks(range(len(rows)), [label for label, *_ in rows], fontsize=7)
