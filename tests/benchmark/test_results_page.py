@@ -1,0 +1,48 @@
+"""The page of the results has a section for each claim, with the verdict of the report, one figure and the command."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from benchmark import suite as suites
+from benchmark.suite import shipped
+
+load_suite = cache(suites.load_suite)
+RESULTS = Path(__file__).parents[2] / "results"
+PAGE, REPORT = ((RESULTS / name).read_text(encoding="utf-8") for name in ("README.md", "report.md"))
+SECTIONS = {
+    heading: text
+    for heading, text in re.findall(r"^### ([^\n]*)\n(.*?)(?=^##|\Z)", PAGE, flags=re.MULTILINE | re.DOTALL)
+}
+
+
+def claims():
+    return [(name, str(claim["says"])) for name in shipped() for claim in load_suite(name, "small").claims.values()]
+
+
+def test_every_claim_has_a_section_and_no_other_has():
+    assert sorted(heading.rpartition(" — ")[0] for heading in SECTIONS) == sorted(says for _, says in claims())
+
+
+@pytest.mark.parametrize("suite, says", claims(), ids=[f"{name}-{i}" for i, (name, _) in enumerate(claims())])
+def test_a_claim_has_the_verdict_of_the_report_one_figure_and_the_command(suite, says):
+    ((heading, text),) = [(h, t) for h, t in SECTIONS.items() if h.rpartition(" — ")[0] == says]
+    rows = [
+        line
+        for line in REPORT.splitlines()
+        if line.startswith((f"| {says} | {suite} | small |", f"| {says} | {suite} |  |"))
+    ]
+    assert len(rows) == 1 and f"| **{heading.rpartition(' — ')[2]}** |" in rows[0], (
+        "regenerate the report, or the page is older"
+    )
+    figures = re.findall(r"!\[.*?\]\((.*?)\)", text)
+    untested = heading.endswith("not tested at this size")
+    assert len(figures) == 1 or untested and not figures
+    assert all((RESULTS / figure).is_file() for figure in figures)
+    command = re.findall(r"^`((?:fs-lowrank benchmark run|python -m benchmark\.).*)`$", text, flags=re.MULTILINE)
+    assert len(command) == 1 and "| --- |" not in text
+    if command[0].startswith("fs-lowrank") and "--only" in command[0]:
+        known = {e for size in ("small", "paper") for e in load_suite(suite, size).experiments}
+        assert set(command[0].split("--only ")[1].split()[0].split(",")) <= known
