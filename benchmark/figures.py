@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -52,7 +53,7 @@ def draw_claim(title: str, by_experiment: Mapping[str, Sequence[Condition]], pat
     panels: dict[str, list[tuple[str, str, Met]]] = {}
     for experiment, conditions in by_experiment.items():
         for condition in conditions:
-            if condition.met is not None:
+            if condition.met is not None and math.isfinite(condition.met.centre):
                 rows = panels.setdefault(condition.met.unit, [])
                 rows.append((f"{experiment}: {plain(condition.met.what)}", condition.verdict, condition.met))
     if not panels:
@@ -69,8 +70,10 @@ def draw_claim(title: str, by_experiment: Mapping[str, Sequence[Condition]], pat
         _conditions(axes, unit, rows)
     look: dict[str, Any] = {"marker": "o", "ls": "", "color": _OF_VERDICT[INCONCLUSIVE]}
     handles = [Line2D([], [], label="spread not known", markerfacecolor="white", **look)]
-    handles += [Line2D([], [], label=v, **{**look, "color": _OF_VERDICT[v]}) for v in (HOLDS, FAILS, INCONCLUSIVE)]
-    figure.legend(handles=handles, fontsize=7, loc="outside lower center", ncols=4)
+    handles += [
+        Line2D([], [], label=v, **{**look, "color": _OF_VERDICT[v]}) for v in (HOLDS, FAILS, INCONCLUSIVE, UNTESTED)
+    ]
+    figure.legend(handles=handles, fontsize=7, loc="outside lower center", ncols=5)
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=100)
     write_bytes(path, image.getvalue(), durable=False)
@@ -78,8 +81,8 @@ def draw_claim(title: str, by_experiment: Mapping[str, Sequence[Condition]], pat
 
 
 def _conditions(axes, unit: str, rows: Sequence[tuple[str, str, Met]]) -> None:
-    percent = scale_of(unit)[0] == 100
-    scale = 100 if percent else 1
+    scale = scale_of(unit)[0] or 1
+    percent = scale == 100
     for index, (_, verdict, met) in enumerate(rows):
         colour = _OF_VERDICT[verdict]
         if met.low is not None and met.high is not None:

@@ -111,10 +111,12 @@ def _suite(
 
 def _drawn(suite: Suite, judged: Mapping[str, Judged], root: Path) -> dict[str, str]:
     """Claim -> the figure of its conditions, below ``root``."""
-    drawn = {}
+    drawn: dict[str, str] = {}
+    alike: Counter[str] = Counter()
     for name, claim in judged.items():
         file = re.sub(r"[^\w]+", "-", f"claim-{suite.name}-{suite.size}-{name}")
-        path = root / "report" / f"{file}.png"
+        alike[file] += 1  # names may differ in what a file's cannot hold
+        path = root / "report" / f"{file}{f'-{alike[file]}' if alike[file] > 1 else ''}.png"
         if draw_claim(str(suite.claims[name]["says"]), claim.by_experiment, path):
             drawn[name] = path.relative_to(root).as_posix()
     return drawn

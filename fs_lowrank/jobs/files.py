@@ -234,14 +234,18 @@ def _written(path: str | Path, durable: bool) -> Iterator[Path]:
 
 def remedy_of(error: BaseException) -> str:
     """What to do about an error of writing, as a part of a sentence."""
+    if _is_any_of(error, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
+        return "make room"
     if _is_any_of(error, (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY)):
         return "move away what is in its place"
-    return "make it writable" if _is_any_of(error, (errno.EACCES, errno.EPERM, errno.EROFS)) else "make room"
+    return "make it writable" if _is_any_of(error, (errno.EACCES, errno.EPERM, errno.EROFS)) else "mend that"
 
 
 def _is_any_of(error: BaseException, numbers: Iterable[int]) -> bool:
-    said = str(error).lower()  # that of safetensors is no OSError
-    return any(getattr(error, "errno", None) == n or os.strerror(n).lower() in said for n in numbers)
+    number, said = getattr(error, "errno", None), str(error).lower()
+    if number is not None:
+        return number in numbers
+    return any(os.strerror(n).lower() in said for n in numbers)  # that of safetensors is no OSError
 
 
 def disk_error(error: BaseException) -> RunFailed | None:

@@ -1,8 +1,8 @@
 """Modules of a program's that no name or folder stands for: they are held while a run goes on.
 
 ``model.type: NAME@object`` is the module that is held. It takes ``input_ids`` and ``attention_mask`` (or fewer) and
-gives logits, or something with ``logits``. Its head is what is called as heads are (``names.tags``), else the last
-module at its top, if that has an output for each class.
+gives logits, or something with ``logits``. Its head is what is called as heads are (``names.tags``), else the linear
+module at its top whose output the logits are.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ from ..settings import Settings
 from .names import tags
 
 SUFFIX = "@object"
+#: modules that PEFT adds, or a model of it has
+_OF_PEFT = """
+    base_model.model base_layer default lora_dropout lora_A lora_B lora_embedding_A lora_embedding_B
+    lora_magnitude_vector
+""".split()
 _held: list[tuple[nn.Module, Any]] = []
 
 
@@ -84,41 +89,49 @@ def copy_of_held(config: Settings, num_labels: int | None = None) -> nn.Module:
         vars(module)["config"] = PreTrainedConfig()
     vars(module)["own_heads"] = []
     if num_labels is not None:
-        _check(module, num_labels)
-        vars(module)["own_heads"] = _last_at_top(module, num_labels, config)
-        for head in vars(module)["own_heads"] if config.llm.adapter.use else ():
-            say_once(f"model.type = {config.model.type}: its head is {head}, the last module at its top")
+        givers = _check(module, num_labels)
+        vars(module)["own_heads"] = heads = [name for name in givers if _can_be_head(module, name, config)]
+        for head in heads if config.llm.adapter.use else ():
+            say_once(f"model.type = {config.model.type}: its head is {head}, whose output the logits are")
     vars(module)["new_weights"] = []
     return module.eval()
 
 
-def _last_at_top(module: nn.Module, num_labels: int, config: Settings) -> list[str]:
-    """The name of the last module at the top, if it gives the output and no head is known otherwise; else nothing."""
+def _can_be_head(module: nn.Module, name: str, config: Settings) -> bool:
+    """Whether PEFT can train the module ``name`` at the top as a head, and nothing says that it is none."""
     base = getattr(module, "base_model_prefix", "")
-    tops = [name for name, child in module.named_children() if next(child.parameters(), None) is not None]
-    if base and hasattr(module, str(base)) or len(tops) < 2 or any("head" in tags(f"{name}.weight") for name in tops):
-        return []
-    last = tops[-1]
-    width = list(module.get_submodule(last).parameters())[-1].shape[0]
+    known = (
+        base and hasattr(module, str(base)) or any("head" in tags(f"{n}.weight") for n, _ in module.named_children())
+    )
+    adapted = config.llm.adapter.use and name in (config.adapter.target_modules or ())
+    frozen = not any(p.requires_grad for p in module.get_submodule(name).parameters())
     # PEFT takes all modules whose names end like a head's for heads, its own among them.
-    others = [*(name for name, _ in module.named_modules() if name != last), "lora_dropout"]
-    adapted = config.llm.adapter.use and last in (config.adapter.target_modules or ())
-    return [last] if width == num_labels and not adapted and not any(name.endswith(last) for name in others) else []
+    others = [*(n for n, _ in module.named_modules() if n != name), *_OF_PEFT]
+    return not (known or adapted or frozen or any(n.endswith(name) for n in others))
 
 
 @torch.no_grad()
-def _check(module: nn.Module, num_labels: int) -> None:
+def _check(module: nn.Module, num_labels: int) -> list[str]:
+    """Refuse other outputs; returns the names of the linear modules at the top whose output the logits are."""
+    given: dict[str, Any] = {}
+    linear = [(name, child) for name, child in module.named_children() if isinstance(child, nn.Linear)]
+    hooks = [c.register_forward_hook(lambda *call, name=name: given.update({name: call[-1]})) for name, c in linear]
     ids = torch.zeros(1, 2, dtype=torch.int64, device=next(module.parameters()).device)
     try:
-        shape = tuple(module(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.shape)
+        logits = module(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+        shape = tuple(logits.shape)
     except Exception as error:  # of the user's code
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"model: {type(module).__name__} fails on input_ids and attention_mask of one text "
             f"({type(error).__name__}: {first}); expected logits, or something with logits"
         ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
     if shape != (1, num_labels):
         raise UserError(
             f"model: {type(module).__name__} gives logits of the shape {shape} for one text, and the data has "
             f"{num_labels} labels; expected {(1, num_labels)}"
         )
+    return [name for name, out in given.items() if out.data_ptr() == logits.data_ptr() and out.shape == logits.shape]

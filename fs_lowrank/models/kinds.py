@@ -43,7 +43,8 @@ def own_targets(model: nn.Module) -> list[str] | None:
 
 def task_type(model: nn.Module, spec: AdapterSpec) -> dict[str, str]:
     """What PEFT is told of the model's task, by which it chooses what it wraps the model in."""
-    if (any(hasattr(model, head) for head in HEAD_MODULES) or heads_by_place(model)) and not own_targets(model):
+    by_place = not vars(model).get("own_heads") and heads_by_place(model)  # PEFT's own class would ask for its config
+    if (any(hasattr(model, head) for head in HEAD_MODULES) or by_place) and not own_targets(model):
         return {"task_type": "SEQ_CLS"}
     if is_encoder_decoder(model):
         return {"task_type": "SEQ_2_SEQ_LM"} if spec.method in PROMPTS else {}
@@ -61,7 +62,7 @@ def heads_by_place(model: nn.Module) -> list[str]:
     if own := vars(known).get("own_heads"):
         return list(own)
     base = getattr(known, "base_model_prefix", "")
-    if not base or not hasattr(known, base) or known.get_output_embeddings() is not None:
+    if not base or not hasattr(known, base) or getattr(known, "get_output_embeddings", lambda: None)() is not None:
         return []
     beside = [
         name

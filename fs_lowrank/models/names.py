@@ -5,8 +5,8 @@
 ``lora_B``   the up-projection of the shared adapter, ``(d_out, r)``, zero at start
 ``adapter``  any tensor of the shared adapter (also LoHa's, IA3's, virtual tokens and others)
 ``personal`` any tensor of the adapter ``personal``; likewise for any adapter other than PEFT's ``default``
-``head``     the classifier: a module at the top of the model whose name is in ``HEAD_MODULES`` or ends as in
-             ``PEFT_HEADS`` (DistilBERT's ``pre_classifier``), or one that is trained beside an adapter
+``head``     the classifier: a module at the top of the model whose name is in ``HEAD_MODULES`` or ``HEAD_PARTS`` or
+             ends as in ``PEFT_HEADS`` (DistilBERT's ``pre_classifier``), or one that is trained beside an adapter
              (``kinds.heads_by_place``, the user's ``modules_to_save``); a module of such a name inside the base model
              is ``base``. A head of another name without an adapter is known to ``is_head`` only
 ``rest``     any tensor of ``base`` without an adapter; trained only in a model from scratch
@@ -26,6 +26,8 @@ from torch import Tensor, nn
 
 #: names of heads; such a module is a head only at the top of the model, not inside the base
 HEAD_MODULES = ("classifier", "score", "fc")
+#: names, at the top of the model, of parts of a head that only classifiers of transformers have
+HEAD_PARTS = ("classification_head", "logits_proj", "sequence_summary")
 #: endings of the names of heads: PEFT trains and saves modules with such names, anywhere in the model
 PEFT_HEADS = ("classifier", "score")
 #: prefix of the wrapped model in PEFT's model
@@ -67,7 +69,7 @@ def tags(name: str) -> frozenset[str]:
         # Inside the base it is a head only if the user named it; PEFT chooses by the end of the name.
         is_head = len(module) == 1 or not module[-1].endswith(PEFT_HEADS)
     else:
-        is_head = path[0] in HEAD_MODULES or path[0].endswith(PEFT_HEADS)
+        is_head = path[0] in (*HEAD_MODULES, *HEAD_PARTS) or path[0].endswith(PEFT_HEADS)
     if is_head:
         return frozenset({"head"})
     return frozenset({"base"} if parts[-2:] == ["base_layer", "weight"] else {"base", "rest"})

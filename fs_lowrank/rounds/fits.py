@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -10,7 +11,7 @@ from ..config import Config
 from ..data import CLASSIFICATION, FederatedData, RawData
 from ..data.own import LABELS
 from ..errors import UserError, say_once
-from ..models.names import HEAD_MODULES, named_tensors
+from ..models.names import HEAD_MODULES, is_head, named_tensors
 from ..settings import Data, Eval
 from ..settings.metrics import LANGUAGE
 
@@ -51,20 +52,28 @@ def check_task(config: Config, raw: RawData) -> None:
         )
 
 
-def check_head(config: Config, model: nn.Module) -> None:
+def check_head(config: Config, model: nn.Module, heads: Sequence[str]) -> None:
     """Raise ``UserError`` unless ``model`` has the head that ``lowrank.train_head`` leaves as it is.
 
     That nothing of a classifier with an adapter counts as a head is said once.
     """
-    if named_tensors(model, ("head",)):
+    told = named_tensors(model, ("head",))
+    unknown = [n for n, _ in model.named_parameters() if n not in told and is_head(n, heads)]
+    if unknown and not config.lowrank.train_head:  # methods know what they train by its tags
+        raise UserError(
+            f"lowrank.train_head = False without an adapter would train {unknown[0]}, which is of the head; take an "
+            "adapter, or leave the key out"
+        )
+    if told:
         return
     if not config.lowrank.train_head:
         raise UserError("lowrank.train_head = False: the model has no head that could be left as it is")
     if config.llm.adapter.use and not config.is_language:
         say_once(
-            f"model.type = {config.model.type}: no module at its top is called {', '.join(HEAD_MODULES)}, and the last "
-            "one is no head either (an output for each class, and a name that no other module's ends with), so no head "
-            "is trained beside the adapter; if the model has a new one, name it in modules_to_save (llm.adapter.args)"
+            f"model.type = {config.model.type}: no module at its top is called {', '.join(HEAD_MODULES)}, or is a "
+            "trainable linear one that gives the logits under a name that no other module's ends with (nor PEFT's "
+            "lora_dropout and base_layer), so no head is trained beside the adapter; if the model has a new one, call "
+            "it classifier, or name it in modules_to_save (llm.adapter.args)"
         )
 
 

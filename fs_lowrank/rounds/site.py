@@ -140,7 +140,7 @@ class Site:
         self.heads = () if config.llm.adapter.use else tuple(heads_by_place(model))
         total = count(model)
         self.model = self.adapted(model)
-        check_head(config, self.model)
+        check_head(config, self.model, self.heads)
         self.method.workbench = self._workbench() if serves and self.method.needs.validation else None
         self.clients = Lazy(len(self.data.clients), self._client)
         self.initial_state = self.method.initial_state(self.model)

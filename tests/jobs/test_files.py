@@ -176,6 +176,6 @@ def test_what_to_do_follows_from_the_error(tmp_path):
     assert str(cannot_write("a.json", error.value)) == (
         "a.json cannot be written: Is a directory; move away what is in its place, and run again with resume=True"
     )
-    for number, advice in ((errno.EACCES, "make it writable"), (errno.ENOSPC, "make room"), (errno.EIO, "make room")):
+    for number, advice in ((errno.EACCES, "make it writable"), (errno.ENOSPC, "make room"), (errno.EIO, "mend that")):
         assert remedy_of(OSError(number, os.strerror(number))) == advice
     assert remedy_of(RuntimeError("I/O error: Permission denied (os error 13)")) == "make it writable"

@@ -103,6 +103,8 @@ def test_byte_figures_of_full_training_set_the_head_apart(settings, tiny_encoder
     head = 4 * (16 * 16 + 16 + 16 * 2 + 2)  # the pooler and the classifier, float32
     assert record["uplink_bytes"] - record["uplink_bytes_without_head"] == 2 * head
     assert record["drift"].keys() == record["adapter_norm"].keys() == {"base", "head"}
+    with pytest.raises(UserError, match="train_head = False without an adapter would train pooler.dense"):
+        run(load_config(settings, {**keys, "lowrank.train_head": False}), overwrite=True)
 
 
 def test_language_models_and_modules_of_ones_own_have_none(tiny_causal):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -132,15 +132,31 @@ class Renamed(Bag):
         return self.last(hidden)
 
 
-class Elsewhere(Renamed):
-    """The same, and its head is not the last module at the top."""
+class Within(Renamed):
+    """The same, and its head is inside of another module, with another that is as wide as there are classes."""
 
     def __init__(self):
         super().__init__()
-        self.norm = nn.LayerNorm(24)
+        self.top = nn.Sequential()
+        self.top.last = self.last
+        del self.last
+        self.norm = nn.LayerNorm(2)
+        self.scale = nn.ParameterList([nn.Parameter(torch.tensor(1.0))])
 
     def head(self, hidden):
-        return self.last(self.norm(hidden))
+        return self.norm(self.top(hidden)) * self.scale[0]
+
+
+class Colliding(Renamed):
+    """The same, whose head is called as parts of PEFT's layers are."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = self.last
+        del self.last
+
+    def head(self, hidden):
+        return self.layer(hidden)
 
 
 @pytest.fixture
@@ -151,30 +167,46 @@ def trains_last(own, tiny_encoder, caplog):
     def run(module, **adapter):
         caplog.clear()
         fs_lowrank.errors.say_once.cache_clear()
+        before = {name: tensor.clone() for name, tensor in module.named_parameters()}
         args = {"r": 2, "alpha": 4, "modules": ["hidden"], **adapter}
         keys = {"federate.total_round_num": 1, "llm.adapter.args": [args]}
-        result = fs_lowrank.run(own(str(len(caplog.text)), keys), model=module, tokenizer=tokenizer, overwrite=True)
-        weights = dict(result.model.named_parameters())
-        kept = [w for n, w in weights.items() if n.endswith(("last.weight", "last.modules_to_save.default.weight"))]
-        return not any(torch.equal(w, module.last.weight) for w in kept), caplog.text
+        result = fs_lowrank.run(own("run", keys), model=module, tokenizer=tokenizer, overwrite=True)
+        for name in ("embedding.weight", "hidden.bias"):
+            now = dict(result.model.named_parameters())
+            base = name.replace("hidden.bias", "hidden.base_layer.bias")
+            assert torch.equal(now[f"base_model.model.{base}"], before[name]), name
+        loaded = PeftModel.from_pretrained(type(module)(), result.outdir / "adapter")
+        ids = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.int64)}
+        torch.testing.assert_close(loaded.eval()(**ids), result.model.eval()(**ids).logits)
+        weights = [
+            w
+            for n, w in result.model.named_parameters()
+            if n.endswith(("last.weight", "last.modules_to_save.default.weight"))
+        ]
+        plain = next((w for n, w in before.items() if n.endswith("last.weight")), None)
+        return not any(torch.equal(w, plain) for w in weights), caplog.text
 
     return run
 
 
 def test_a_head_of_another_name_is_known_by_its_place(trains_last):
     trained, said = trains_last(Renamed())
-    assert trained and "its head is last, the last module at its top" in said
+    assert trained and "its head is last, whose output the logits are" in said
     assert trains_last(Renamed(), modules="all-linear")[0]
 
 
 def test_a_head_that_is_nowhere_is_named_or_said_to_stay(trains_last):
-    stays = "no module at its top is called classifier, score, fc, and the last one is no head either"
-    trained, said = trains_last(Elsewhere())
-    assert not trained and stays in said
-    trained, said = trains_last(Elsewhere(), modules_to_save=["last"])
+    stays = "no module at its top is called classifier, score, fc, or is a trainable linear one that gives the logits"
+    trained, said = trains_last(Within())
+    assert not trained and stays in said and "call it classifier" in said
+    trained, said = trains_last(Within(), modules_to_save=["top.last"])
     assert trained and stays not in said
-    trained, said = trains_last(Renamed(), modules=["hidden", "last"])
-    assert stays in said, "an adapter is on it"
+    assert stays in trains_last(Colliding())[1]
+    assert stays in trains_last(Renamed(), modules=["hidden", "last"])[1], "an adapter is on it"
+    frozen = Renamed()
+    frozen.last.requires_grad_(False)
+    trained, said = trains_last(frozen)
+    assert not trained and stays in said
 
 
 @pytest.mark.federatedscope
