@@ -81,4 +81,4 @@ def test_where_there_is_nothing_to_freeze(bench, task, keys, words):
 
 def test_a_model_whose_last_layer_is_no_head(bench):
     with pytest.raises(UserError, match="the model has no head that could be left as it is"):
-        check_head(bench.config("encoder", "fedlora").replace(FROZEN), nn.Sequential(nn.Linear(3, 2)))
+        check_head(bench.config("encoder", "fedlora").replace(FROZEN), nn.Sequential(nn.Linear(3, 2)), ())
