@@ -53,9 +53,12 @@ def check_task(config: Config, raw: RawData) -> None:
 
 
 def check_head(config: Config, model: nn.Module, heads: Sequence[str]) -> None:
-    """Raise ``UserError`` unless ``model`` has the head that ``lowrank.train_head`` leaves as it is.
+    """Raise ``UserError`` unless ``model`` has a head that ``lowrank.train_head`` False leaves as it is, all of it.
 
     That nothing of a classifier with an adapter counts as a head is said once.
+
+    Args:
+        model: with the method's parts on it. heads: see ``names.is_head``.
     """
     told = named_tensors(model, ("head",))
     unknown = [n for n, _ in model.named_parameters() if n not in told and is_head(n, heads)]

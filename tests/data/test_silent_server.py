@@ -16,7 +16,7 @@ import pytest
 
 from fs_lowrank.data.fetch import FETCHABLE, attempts, fetch, pypi
 from fs_lowrank.data.fetch import hub as hub_module
-from fs_lowrank.errors import UserError
+from fs_lowrank.errors import UserError, say_once
 
 
 @pytest.fixture
@@ -169,13 +169,15 @@ class Hub(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_what_lies_in_xet_storage_passes_the_watch_too(tmp_path, monkeypatch):
+def test_what_lies_in_xet_storage_passes_the_watch_too(tmp_path, monkeypatch, caplog):
     from huggingface_hub import constants, hf_hub_download
 
     pytest.importorskip("hf_xet")
     monkeypatch.setenv("NO_PROXY", "*")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    monkeypatch.setattr(constants, "HF_XET_HIGH_PERFORMANCE", True)
+    say_once.cache_clear()
     monkeypatch.setattr(hub_module, "_given_up", {})
     monkeypatch.setattr(Hub, "paths", [])
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
@@ -190,6 +192,7 @@ def test_what_lies_in_xet_storage_passes_the_watch_too(tmp_path, monkeypatch):
     assert Path(path).read_bytes() == Hub.content and not constants.HF_HUB_DISABLE_XET
     assert "GET /some/model/resolve/main/model.safetensors" in Hub.paths, Hub.paths
     assert not any("xet-token" in asked for asked in Hub.paths), Hub.paths
+    assert "HF_XET_HIGH_PERFORMANCE has no effect" in caplog.text
 
 
 def test_a_hub_whose_first_answer_trickles(monkeypatch):

@@ -78,6 +78,8 @@ def hub() -> Iterator[None]:
         return
     failure = _given_up.get(constants.ENDPOINT) or _failure(constants.ENDPOINT)
     if not failure:
+        if constants.HF_XET_HIGH_PERFORMANCE:
+            say_once("HF_XET_HIGH_PERFORMANCE has no effect: files of the hub come as plain answers, which are watched")
         xet = constants.HF_HUB_DISABLE_XET
         constants.HF_HUB_DISABLE_XET = True  # what hf_xet downloads would pass by the watch
         try:
