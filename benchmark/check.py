@@ -92,7 +92,7 @@ def _looks(job: Job, options: Options, found: dict[tuple, Any]) -> Iterator[tupl
     if ("data", data) in found:
         use = (*data, config.federate.client_num, tested, scored)
         yield "use of the data", use, lambda: _check_use(job, found["data", data], tested, scored)
-    model = (config.model.type, config.model.task)
+    model = (config.model.type, config.model.task, config.lowrank.weights)
     length = (config.llm.tok_len, repr(config.data.args))
     yield "model", (*model, *length), lambda: _check_model(config)
     if ("model", (*model, *length)) in found and ("method", method) in found:
@@ -159,8 +159,11 @@ def _check_model(config: Config) -> None:
     from safetensors import SafetensorError, safe_open
 
     from fs_lowrank.models.build import build_tokenizer, locate, model_name
+    from fs_lowrank.models.vision import read_weights
 
     if config.is_vision:
+        if config.lowrank.weights:
+            read_weights(config.lowrank.weights)
         return
     place = Path(locate(model_name(config.model.type)))
     if place.is_dir() and not any(place.glob("*.safetensors")) and not any(place.glob("pytorch_model*.bin")):

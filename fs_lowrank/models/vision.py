@@ -273,8 +273,11 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     Raises:
         UserError: no such file, or not a safetensors file.
     """
+    place = Path(path).expanduser()
+    if not place.is_file():
+        raise UserError(f"cannot read weights from {path}: there is no such file; expected a .safetensors file")
     try:
-        return load_file(str(Path(path).expanduser()))
+        return load_file(str(place))
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot read weights from {path}: {error}; expected a .safetensors file") from error
 

@@ -12,7 +12,9 @@ from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from benchmark.cli import main
 from benchmark.execute import execute, permitted
@@ -358,6 +360,27 @@ def test_errors_are_reported_before_training(place, tiny_encoder, monkeypatch):
         options = Options(("cannot.yaml",), results="elsewhere")
         with pytest.raises(UserError, match=f"nothing was started.*\n(.*\n)*.*{re.escape(words)}"):
             check.check(plan(options), options, workers=1)
+
+
+def test_initial_weights_that_are_missing_are_seen_before_anything_trains(tmp_path, monkeypatch):
+    from benchmark import check
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+        for i in range(8):
+            Image.fromarray(np.full((8, 8), 30 * i, np.uint8)).save(tmp_path / "pictures" / name / f"{i}.png")
+    (tmp_path / "start.yaml").write_text(
+        """
+        config: {model: {type: resnet10}, data: {type: pictures, root: ., splits: [0.6, 0.2, 0.2]}, lowrank: {width: 0.25},
+          federate: {client_num: 2}}
+        methods: [fedavg]
+        grid: {start: {drawn: {}, given: {lowrank.weights: nowhere/model.safetensors}}}
+        """
+    )
+    options = Options(("start.yaml",), results="elsewhere")
+    with pytest.raises(UserError, match="1 thing to put right.*\n.*from nowhere/model.safetensors: there is no"):
+        check.check(plan(options), options, workers=1)
 
 
 def test_an_engine_that_is_not_installed(place, monkeypatch):
