@@ -19,7 +19,7 @@ from fs_lowrank.estimate import Estimate, estimate
 from fs_lowrank.runs.summary import human_bytes
 
 from .job import Cell, Job, Options, Search, decisive
-from .plan import plan
+from .plan import make_training_file, plan
 from .samples import samples_of, within_budget
 from .suite import import_all
 
@@ -82,6 +82,7 @@ def _of(job: Job, say: Callable[[str], None], trained: set[str]) -> Sum:
     if not isinstance(job, Cell | Search):
         return Sum(cells=1, unknown=1)
     import_all(job.suite.imports)
+    make_training_file(job)
     config = within_budget(job)
     if config.federate.process_num == 0:  # auto: one in a worker of a suite
         config = config.replace({"federate.process_num": 1})

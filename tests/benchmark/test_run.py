@@ -290,6 +290,29 @@ def test_what_a_suite_will_take(place, bench):
     assert code == 2 and "--only nothing" in said
 
 
+def test_a_training_file_that_is_not_made_yet_is_made_for_the_estimate(tmp_path, tiny_causal, bench):
+    rows = [{"instruction": "it was", "input": "", "output": ("good", "bad")[i % 2], "answer": ""} for i in range(40)]
+    (tmp_path / "commonsense" / "boolq").mkdir(parents=True)
+    (tmp_path / "commonsense" / "boolq" / "train.json").write_text(json.dumps(rows))
+    suite = tmp_path / "instructed.yaml"
+    suite.write_text(
+        f"""
+        config:
+          model: {{type: {tiny_causal}@huggingface_llm}}
+          data: {{args: [{{loss_on: answer}}], splits: [0.8, 0.2, 0.0], max_dropped: 1.0}}
+          llm: {{tok_len: 64, adapter: {{args: [{{r: 2, alpha: 4, modules: [v_proj]}}]}}}}
+          federate: {{client_num: 2, total_round_num: 1}}
+        methods: [fedlora]
+        test: none
+        training_file: {{tasks: [boolq], per_task: 30}}
+        """
+    )
+    for _ in range(2):  # made, and found
+        code, said = bench("run", str(suite), "--estimate", "--data", str(tmp_path), "--work", str(tmp_path / "work"))
+        assert code == 0 and "│ instructed/small/main" in said, said
+    assert len([*(tmp_path / "work" / "data").iterdir()]) == 1
+
+
 def test_clients_that_cells_of_one_round_share_are_estimated_once(place, bench):
     text = (place / "tiny.yaml").read_text()
     text = text[: text.index("experiments:")].replace("imports: [own_methods]", "")
@@ -372,8 +395,8 @@ def test_initial_weights_that_are_missing_are_seen_before_anything_trains(tmp_pa
             Image.fromarray(np.full((8, 8), 30 * i, np.uint8)).save(tmp_path / "pictures" / name / f"{i}.png")
     (tmp_path / "start.yaml").write_text(
         """
-        config: {model: {type: resnet10}, data: {type: pictures, root: ., splits: [0.6, 0.2, 0.2]}, lowrank: {width: 0.25},
-          federate: {client_num: 2}}
+        config: {model: {type: resnet10}, data: {type: pictures, root: ., splits: [0.6, 0.2, 0.2]},
+          lowrank: {width: 0.25}, federate: {client_num: 2}}
         methods: [fedavg]
         grid: {start: {drawn: {}, given: {lowrank.weights: nowhere/model.safetensors}}}
         """
