@@ -14,6 +14,7 @@ from fs_lowrank.jobs.files import write_bytes
 from fs_lowrank.runs.plots import legend, plain
 
 from .claims import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, Condition, Met
+from .plan import settings
 from .results import ExperimentResults, scale_of, title_of
 
 _COLOURS = "#1f77b4 #d62728 #2ca02c #9467bd #ff7f0e #17becf #8c564b #e377c2 #7f7f7f #bcbd22".split()
@@ -123,16 +124,43 @@ def _numbers(labels: Sequence[str]) -> list[float] | None:
 
 
 def _along_axis(results: ExperimentResults):
-    """Mean and standard deviation of the first metric along the only axis."""
-    metric = results.experiment.metrics[0]
-    if len(results.experiment.axes) != 1 or len(results.columns) < 2 or ":" in metric or scale_of(metric)[0] == 0:
+    """Mean and standard deviation of the first metric along the only axis; with several axes along the first one of
+    numbers, with a panel for each setting of the others."""
+    metric, named = results.experiment.metrics[0], results.experiment.axes
+    if len(results.columns) < 2 or ":" in metric or scale_of(metric)[0] == 0:
         return None
-    name, columns = next(iter(results.experiment.axes)), results.columns
-    at = _numbers(columns) or list(range(len(columns)))
-    figure = _figure(6, 4)
-    axes, scale = figure.subplots(), scale_of(metric)[0]
+    numbered = (name for name, labels in named.items() if len(labels) > 1 and _numbers(list(labels)))
+    name = next(iter(named), None) if len(named) == 1 else next(numbered, None)
+    if name is None:
+        return None
+    panels: dict[str, dict[str, str]] = {}  # the other labels -> the label on the axis -> the column
+    for setting in settings(results.experiment):
+        if (column := " / ".join(setting.values())) in results.columns:
+            others = ", ".join(f"{other} {label}" for other, label in setting.items() if other != name)
+            panels.setdefault(others, {})[setting[name]] = column
+    if len(named) == 1:
+        figure = _figure(6, 4)
+        axes = figure.subplots()
+        _points(axes, results, name, panels[""])
+        axes.set(ylabel=title_of(metric, results.language), title=_broken(results.experiment.title))
+        axes.legend(fontsize=8)
+        return figure
+    figure, drawn = _grid(results, f"by {name}", len(panels))
+    for index, (axes, (others, columns)) in enumerate(zip(drawn, panels.items())):
+        _points(axes, results, name, columns)
+        axes.set_title(plain(others), fontsize=9)
+        if index % _COLUMNS == 0:
+            axes.set_ylabel(_measured(results, metric))
+    _common_legend(figure, drawn)
+    return figure
+
+
+def _points(axes, results: ExperimentResults, name: str, columns: Mapping[str, str]) -> None:
+    """The first metric of each method at the labels of an axis, of which ``columns`` has the columns."""
+    metric = results.experiment.metrics[0]
+    at, scale = _numbers(list(columns)) or list(range(len(columns))), scale_of(metric)[0]
     for method in results.methods:
-        points = [(x, f) for x, c in zip(at, columns) if (f := results.figure(method, c, metric)) is not None]
+        points = [(x, f) for x, c in zip(at, columns.values()) if (f := results.figure(method, c, metric)) is not None]
         axes.errorbar(
             [x for x, _ in points],
             [f.mean * scale for _, f in points],
@@ -141,22 +169,25 @@ def _along_axis(results: ExperimentResults):
             capsize=3,
             **_style(results, method),
         )
-    axes.set(xlabel=plain(name), ylabel=title_of(metric, results.language), title=_broken(results.experiment.title))
-    if min(at) > 0 and max(at) >= 100 * min(at):
+    axes.set(xlabel=plain(name))
+    if min(at) > 0 and max(at) >= 20 * min(at):
         axes.set_xscale("log")
         axes.set_xticks([], minor=True)
-    axes.set_xticks(at, [plain(column) for column in columns])
+    axes.set_xticks(at, [plain(label) for label in columns])
     majority = _majority(results)
     if majority and scale == 100:
         axes.axhline(100 * majority, color="grey", ls=":", label="majority class")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    return figure
 
 
 def _broken(title: str) -> str:
     """A title broken to the width of a figure of one panel."""
     return plain(textwrap.fill(title, 60))
+
+
+def _measured(results: ExperimentResults, metric: str) -> str:
+    """A description of the metric broken to the height of a panel."""
+    return textwrap.fill(title_of(metric, results.language), 36)
 
 
 def _majority(results: ExperimentResults) -> float | None:
@@ -229,7 +260,7 @@ def _lines(results: ExperimentResults, title: str, x_label: str, x_of, log: bool
         else:
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         if index % _COLUMNS == 0:
-            axes.set_ylabel(title_of(metric, results.language))
+            axes.set_ylabel(_measured(results, metric))
         axes.grid(alpha=0.3)
     _common_legend(figure, panels)
     return figure

@@ -17,7 +17,9 @@ from fs_lowrank.page.look import document
 from .claims import FAILS, HOLDS, INCONCLUSIVE, UNTESTED
 
 _CLASSES = {HOLDS: "holds", FAILS: "fails", INCONCLUSIVE: "open", UNTESTED: "untested"}
-_VERDICT = rf"{'|'.join(sorted(_CLASSES, reverse=True))}|holds in \d+ of \d+ experiments(?:, inconclusive in \d+)?"
+_DECIDED = f"(?:{HOLDS}|{FAILS})"
+_SEVERAL = rf"{_DECIDED} in \d+ of \d+ experiments(?:, (?:{FAILS}|{INCONCLUSIVE}) in \d+)+"
+_VERDICT = rf"{'|'.join(sorted(_CLASSES, reverse=True))}|{_SEVERAL}"
 #: where a verdict stands: bold, or at the end of a heading or of a condition
 _PLACES = re.compile(rf"(<strong>|— |: )({_VERDICT})(</strong>|</h3>|</a>|\n?</li>|\n<ul>)")
 _COLOURS_OF_A_FIGURE = 96

@@ -76,9 +76,8 @@ def judged_claims(suite: Suite, results: Mapping[str, ExperimentResults]) -> dic
         if len(set(tested)) < 2:
             overall = tested[0] if tested else UNTESTED
         else:
-            overall = f"holds in {tested.count(HOLDS)} of {len(tested)} experiments"
-            if INCONCLUSIVE in tested:
-                overall += f", inconclusive in {tested.count(INCONCLUSIVE)}"
+            first, *others = [f"{v} in {tested.count(v)}" for v in (HOLDS, FAILS, INCONCLUSIVE) if v in tested]
+            overall = ", ".join([f"{first} of {len(tested)} experiments", *others])
         judged[name] = Judged(overall, by_experiment, [group for group in groups if len(group) > 1])
     return judged
 

@@ -473,6 +473,8 @@ def test_experiments_that_share_cells_count_once():
             self.better, self.own = better, hashes
 
         def look(self, method, labels, metric):
+            if self.better is None:  # nobody is
+                return by_seed([0.9, 0.5, 0.7] if method == "a" else [0.5, 0.9, 0.7])
             return by_seed([0.9, 0.91, 0.92] if (method == "a") == self.better else [0.5, 0.5, 0.515])
 
         def hashes(self, places):
@@ -484,10 +486,12 @@ def test_experiments_that_share_cells_count_once():
         claims = {"c": {"experiments": ["one", "two", "three", "absent"], "rule": rule}}
 
     apart = {"one": Stub(True, "xy"), "two": Stub(True, "z"), "three": Stub(False, "w")}
-    assert judged_claims(Suite, apart)["c"].verdict == "holds in 2 of 3 experiments"
+    assert judged_claims(Suite, apart)["c"].verdict == "holds in 2 of 3 experiments, does not hold in 1"
+    refuted = {"one": Stub(False, "x"), "two": Stub(None, "z")}
+    assert judged_claims(Suite, refuted)["c"].verdict == "does not hold in 1 of 2 experiments, inconclusive in 1"
     shared = {**apart, "two": Stub(True, "yz")}
     result = judged_claims(Suite, shared)["c"]
-    assert result.verdict == "holds in 1 of 2 experiments" and result.sharing == [["one", "two"]]
+    assert result.verdict == "holds in 1 of 2 experiments, does not hold in 1" and result.sharing == [["one", "two"]]
     opposed = {**apart, "two": Stub(False, "yz"), "three": Stub(True, "z")}
     assert judged_claims(Suite, opposed)["c"].verdict == INCONCLUSIVE  # one and three are connected through two
 

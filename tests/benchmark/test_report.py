@@ -6,10 +6,11 @@ import pytest
 from PIL import Image
 
 from benchmark.claims import HOLDS, INCONCLUSIVE, UNTESTED, Condition, Met
-from benchmark.figures import draw_claim
+from benchmark.figures import _along_axis, draw_claim
 from benchmark.markdown import heading, image, table
 from benchmark.page import page
-from benchmark.results import title_of
+from benchmark.results import ExperimentResults, title_of
+from benchmark.suite import load_suite
 
 
 class Text(HTMLParser):
@@ -59,6 +60,8 @@ VERDICTS = {
     "inconclusive": "open",
     "not tested at this size": "untested",
     "holds in 1 of 3 experiments, inconclusive in 2": "open",
+    "does not hold in 1 of 3 experiments, inconclusive in 2": "open",
+    "holds in 1 of 3 experiments, does not hold in 1, inconclusive in 1": "open",
 }
 
 
@@ -101,3 +104,30 @@ def test_a_claim_has_a_figure_of_its_conditions(tmp_path):
         assert image.height < two, "one unit has one panel"
     assert draw_claim("A claim", {"main": [Condition(UNTESTED, "no figure")]}, tmp_path / "none.png") is None
     assert not (tmp_path / "none.png").exists()
+
+
+def test_the_figure_along_an_axis_has_a_panel_for_each_setting_of_the_others(tmp_path):
+    (tmp_path / "axes.yaml").write_text(
+        """
+        config: {model: {type: lenet}, data: {type: mnist}, federate: {client_num: 2}}
+        methods: [fedavg, fedlora]
+        grid:
+          split: {IID: {data.splitter: iid}, Dir: {data.splitter: dirichlet}}
+          steps:
+            {4: {train.local_update_steps: 4}, 20: {train.local_update_steps: 20}, 80: {train.local_update_steps: 80}}
+        """
+    )
+    suite = load_suite(str(tmp_path / "axes.yaml"), "small")
+    results = ExperimentResults(suite, suite.experiments["main"])
+    there = [("IID", 4), ("IID", 20), ("IID", 80), ("Dir", 4), ("Dir", 80)]
+    for method, more in (("fedavg", 0.0), ("fedlora", 0.2)):
+        for split, steps in there:
+            results.records[method, f"{split} / {steps}"] = [
+                {"seed": s, "metrics": {"test_acc": steps / 100 + more / 2 + s / 50}} for s in (0, 1)
+            ]
+    panels = _along_axis(results).axes
+    assert [axes.get_title() for axes in panels] == ["split IID", "split Dir"]
+    assert [[t.get_text() for t in axes.get_xticklabels()] for axes in panels] == [["4", "20", "80"], ["4", "80"]]
+    drawn = [[list(bars[0].get_xydata().ravel()) for bars in axes.containers] for axes in panels]
+    assert drawn[1][1] == pytest.approx([4, 15, 80, 91])
+    assert {axes.get_xlabel() for axes in panels} == {"steps"}
