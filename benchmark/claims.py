@@ -237,7 +237,7 @@ def _drops(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator
             yield _missing(end)
             continue
         _, at, first, last = end
-        fall = difference(first, last, paired=False).times(_sign(condition))
+        fall = difference(first, last, paired=first.pairs_with(last)).times(_sign(condition))
         text = f"{at}: {first} → {last}, falls by {fall.centre:.4g}, asked: more than {condition['by']:g}"
         figures = {f"{condition['along']} {condition['from']}": first, f"{condition['along']} {condition['to']}": last}
         yield _decide(fall, *_above_by(condition), f"{at} falls", text, figures, list(figures)[:1])
@@ -252,7 +252,10 @@ def _keeps(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator
         names = [f"{condition['along']} {condition[label]}" for label in ("from", "to")]
         share = condition.get("share")
         if share is None:
-            fall, high = difference(first, last, paired=False).times(_sign(condition)), condition["within"]
+            fall, high = (
+                difference(first, last, paired=first.pairs_with(last)).times(_sign(condition)),
+                condition["within"],
+            )
             asked = f"falls by {fall.centre:.4g}, asked: at most {high:g}"
         else:
             majority = figure(method, "majority", **{condition["along"]: condition["from"]})
@@ -260,7 +263,8 @@ def _keeps(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator
                 yield _missing(f"the majority class, {at}")
                 continue
             # fall <= share (first - majority), with everything on one side
-            fall, high = difference(first.scaled(1 - share), last, paired=False).plus(share * majority.mean), 0.0
+            rest = first.scaled(1 - share)
+            fall, high = difference(rest, last, paired=first.pairs_with(last)).plus(share * majority.mean), 0.0
             learned = first.mean - majority.mean
             asked = f"falls by {first.mean - last.mean:.4g} of {learned:.4g} above the majority class, asked: at most "
             asked += f"the share {share:g}; the fall is that share {fall.centre:+.4g}"

@@ -20,6 +20,8 @@ from .results import ExperimentResults, scale_of, title_of
 _COLOURS = "#1f77b4 #d62728 #2ca02c #9467bd #ff7f0e #17becf #8c564b #e377c2 #7f7f7f #bcbd22".split()
 _MARKERS = "osD^vP*X<>"
 _OF_VERDICT = {HOLDS: "#2ca02c", FAILS: "#d62728", INCONCLUSIVE: "#7f7f7f", UNTESTED: "#bcbd22"}
+#: the most by which the lowest point is above the majority class where that is drawn
+_NEAR = 0.3
 #: number of panels in a row
 _COLUMNS = 4
 
@@ -159,8 +161,10 @@ def _points(axes, results: ExperimentResults, name: str, columns: Mapping[str, s
     """The first metric of each method at the labels of an axis, of which ``columns`` has the columns."""
     metric = results.experiment.metrics[0]
     at, scale = _numbers(list(columns)) or list(range(len(columns))), scale_of(metric)[0]
+    lowest = math.inf
     for method in results.methods:
         points = [(x, f) for x, c in zip(at, columns.values()) if (f := results.figure(method, c, metric)) is not None]
+        lowest = min([lowest, *(f.mean for _, f in points)])
         axes.errorbar(
             [x for x, _ in points],
             [f.mean * scale for _, f in points],
@@ -175,7 +179,7 @@ def _points(axes, results: ExperimentResults, name: str, columns: Mapping[str, s
         axes.set_xticks([], minor=True)
     axes.set_xticks(at, [plain(label) for label in columns])
     majority = _majority(results)
-    if majority and scale == 100:
+    if majority and scale == 100 and lowest < majority + _NEAR:  # farther below, it would leave no room for the points
         axes.axhline(100 * majority, color="grey", ls=":", label="majority class")
     axes.grid(alpha=0.3)
 

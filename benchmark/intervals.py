@@ -2,9 +2,10 @@
 
 Intervals are two-sided at 95 %, with Student's t quantiles. Two methods in one setting have the same split, clients and
 batches with the same seed, so the interval of their difference is that of the differences by seed, over the seeds that
-both have. Otherwise the two variances are added, with the degrees of freedom of the smaller number of seeds. (Welch's
-formula gives more, which are too many if one spread is far larger.) Two equal methods are therefore told apart in at
-most 5 % of cases, for any number of seeds.
+both have; so is that of two settings in which the clients have the same data for each seed. Otherwise the two variances
+are added, with the degrees of freedom of the smaller number of seeds. (Welch's formula gives more, which are too many
+if one spread is far larger.) Two equal methods are therefore told apart in at most 5 % of cases, for any number of
+seeds.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Figure:
         exact: it is counted or computed, not measured, so that it has no spread.
         collapsed: the values at or below the ``majority`` class. failed: number of seeds whose run failed.
         at_end: its learning rate is at the end of the grid that was searched.
+        splits: by seed, a fingerprint of the clients' data.
     """
 
     mean: float
@@ -42,6 +44,7 @@ class Figure:
     majority: float | None = None
     failed: int = 0
     at_end: bool = False
+    splits: Mapping[int, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"{self.mean:.4g}" + (f" ± {self.std:.2g}" if self.std is not None else "") + f" (n={self.n})"
@@ -50,6 +53,11 @@ class Figure:
     def whole(self) -> bool:
         """Whether no seed collapsed or failed."""
         return not (self.collapsed or self.failed)
+
+    def pairs_with(self, other: Figure) -> bool:
+        """Whether the clients' data are known and the same in both, for each seed that both have."""
+        common = self.by_seed.keys() & other.by_seed.keys()
+        return bool(common) and all(s in self.splits and self.splits[s] == other.splits.get(s) for s in common)
 
     @property
     def notes(self) -> list[str]:
@@ -71,7 +79,7 @@ class Figure:
         """All values multiplied by ``factor``, without the notes."""
         std = None if self.std is None else abs(factor) * self.std
         by_seed = {seed: factor * value for seed, value in self.by_seed.items()}
-        return Figure(factor * self.mean, std, self.n, by_seed, self.exact)
+        return Figure(factor * self.mean, std, self.n, by_seed, self.exact, splits=self.splits)
 
 
 def figure_of(values: Sequence[float] | Mapping[int, float]) -> Figure | None:

@@ -110,6 +110,7 @@ class ExperimentResults:
             majority=majority[0][0] if majority else None,
             failed=self.lost[method, column],
             at_end=bool(rates & {search["hash"] for search in self.searches if at_the_end(search)}),
+            splits={r["seed"]: r["data"]["fingerprint"] for r in records if "data" in r},
         )
 
     def cell(self, method: str, column: str, metric: str) -> str:

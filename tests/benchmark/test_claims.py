@@ -64,6 +64,33 @@ def test_only_seeds_that_both_have_are_paired():
     assert difference(figure_of({0: 0.8}), figure_of({0: 0.7})).half is None
 
 
+def test_two_settings_are_paired_where_the_clients_have_the_same_data():
+    first, last = by_seed([0.80, 0.50, 0.60]), by_seed([0.70, 0.41, 0.49])
+    rule = {"is": "drops", "methods": ["a"], "by": 0.05, **FALL}
+
+    def judged_with(splits, of_the_last):
+        ends = {"3": dataclasses.replace(first, splits=splits), "50": dataclasses.replace(last, splits=of_the_last)}
+        return judged(rule, lambda method, labels, metric: ends[labels["clients"]])
+
+    same = {0: "x", 1: "y", 2: "z"}
+    oracle = stats.ttest_rel([0.80, 0.50, 0.60], [0.70, 0.41, 0.49]).confidence_interval(0.95)
+    paired = judged_with(same, same)
+    assert paired.verdict == HOLDS and (paired.met.low, paired.met.high) == pytest.approx(
+        (oracle.low - 0.05, oracle.high - 0.05)
+    )
+    for other in ({}, {**same, 2: "another"}, {0: "x", 1: "y"}):
+        assert judged_with(same, other).verdict == INCONCLUSIVE
+    assert judged_with({}, {}).verdict == INCONCLUSIVE
+    keeps = {"is": "keeps", "methods": ["a"], "within": 0.13, **FALL}
+    kept = [
+        judged(
+            keeps, lambda m, labels, _, s=s: dataclasses.replace(first if labels["clients"] == "3" else last, splits=s)
+        )
+        for s in (same, {})
+    ]
+    assert [k.verdict for k in kept] == [HOLDS, INCONCLUSIVE]
+
+
 def test_a_spread_of_rounding_errors_gives_no_interval():
     gap = difference(by_seed([0.1 + 0.2, 0.4 + 0.2]), by_seed([0.2, 0.5]))
     assert np.std([0.1 + 0.2 - 0.2, 0.4 + 0.2 - 0.5]) > 0 and gap.half is None
