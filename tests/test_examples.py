@@ -18,7 +18,7 @@ def test_example_loads_and_survives_being_written_out(path, tmp_path):
     config = fs_lowrank.load_config(path)
     config.dump(tmp_path / "copy.yaml")
     assert fs_lowrank.load_config(tmp_path / "copy.yaml").to_dict() == config.to_dict()
-    assert config.federate.client_num >= 3
+    assert config.federate.client_num >= 3 or path.stem.startswith("pretrain")  # one party trains a start for others
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
