@@ -7,8 +7,13 @@ by the quantity's 95 % confidence interval (``intervals``):
 * ``inconclusive``: anything else; with one seed the interval is not known. The text says how many seeds would decide.
 * ``not tested at this size``: a figure is missing.
 
-Nothing holds in favour of a method with a seed that collapsed to the majority class or failed. Nothing is decided by a
-method whose learning rate is at the end of the grid that was searched.
+A claim does not hold if one of its conditions does not. The more conditions there are, the more often one is not met by
+chance, so where there are k of them, each is refuted by its interval at the level 1 - 0.05 / k (Bonferroni). A claim
+that is true is then refuted in at most 2.5 % of cases, however many conditions it has.
+
+Nothing holds in favour of a method with a seed that collapsed to the majority class or failed, and nothing is refuted
+in favour of one with a failed seed, which is not in its mean. Nothing is decided by a method whose learning rate is at
+the end of the grid that was searched.
 """
 
 from __future__ import annotations
@@ -21,8 +26,9 @@ from functools import partial
 from typing import Any
 
 from fs_lowrank.settings import Key, Origin, check_keys, check_value
+from fs_lowrank.settings.metrics import larger_is_better
 
-from .intervals import Figure, Interval, difference, figure_of, of_mean
+from .intervals import LEVEL, Figure, Interval, difference, figure_of, of_mean
 
 HOLDS, FAILS, UNTESTED, INCONCLUSIVE = "holds", "does not hold", "not tested at this size", "inconclusive"
 
@@ -75,6 +81,8 @@ class Condition:
     first: bool = False
     #: None if a figure is missing
     met: Met | None = None
+    #: the quantity and its two bounds, where chance can refute the condition
+    compared: tuple[Interval, float, float] | None = None
 
 
 #: (method, labels by axis, metric) -> figure
@@ -109,12 +117,31 @@ def check_rule(condition: Any, origin: Origin, at: str) -> dict:
 
 def judge(rule: Sequence[Mapping], look: Lookup) -> list[Condition]:
     """The results of all conditions of a rule, separately for each method."""
-    return [
+    results = [
         result if result.met is None else dataclasses.replace(result, met=dataclasses.replace(result.met, unit=unit))
         for condition in rule
         for unit in [_UNITS.get(condition["is"], condition.get("metric", "test_acc"))]
         for result in _JUDGES[condition["is"]](condition, _looking(condition, look))
     ]
+    return _refuted_together(results)
+
+
+def _refuted_together(conditions: Sequence[Condition]) -> list[Condition]:
+    """The conditions of one rule; what would be refuted alone, but not as one of several, is inconclusive."""
+    several = sum(c.compared is not None for c in conditions)
+    level, found = 1 - (1 - LEVEL) / max(several, 1), []
+    for c in conditions:
+        if c.compared and c.verdict == FAILS:
+            interval, low, high = c.compared
+            half = interval.at(level).half or 0.0
+            first, last = interval.centre - half, interval.centre + half
+            if not (last < low or first > high):
+                text = f"{c.text}; one of {several} conditions is refuted by chance more often than one alone, so its "
+                text += f"{100 * level:.3g} % interval counts, {first:.4g} to {last:.4g}; "
+                text += interval.seeds_to_decide(low, high, level)
+                c = dataclasses.replace(c, verdict=INCONCLUSIVE, text=text)
+        found.append(c)
+    return found
 
 
 def verdict(conditions: Sequence[Condition]) -> str:
@@ -179,14 +206,21 @@ def _decide(
     text: str,
     figures: Mapping[str, Figure],
     favours: Sequence[str] = (),
+    refuted_for: Sequence[str] | None = None,
 ) -> Condition:
     """Whether a quantity is between two bounds.
 
     Args:
         what: the condition in some words, for a figure.
         text: begins the explanation. figures: name -> figure, of all that the quantity is made of.
-        favours: the names of the figures in whose favour the condition holds.
+        favours: the names of the figures in whose favour the condition holds. refuted_for: those in whose favour it is
+            refuted; by default the others.
     """
+    notes = [f"{name}: {note}" for name, figure in figures.items() for note in figure.notes]
+    if not all(figure.n for figure in figures.values()):
+        return Condition(INCONCLUSIVE, "; ".join([text, *notes]))
+    if refuted_for is None:
+        refuted_for = [name for name in figures if name not in favours]
     if interval.half is None:
         alone = any(figure.n < 2 for figure in figures.values() if not figure.exact)
         unknown = (
@@ -199,15 +233,17 @@ def _decide(
         why = "" if interval.half == 0 else f"95 % interval {first:.4g} to {last:.4g}"
         if result == INCONCLUSIVE:
             why += f"; {interval.seeds_to_decide(low, high)}"
-    notes = [f"{name}: {note}" for name, figure in figures.items() for note in figure.notes]
     if result == HOLDS and any(not figures[name].whole for name in favours):
         result = INCONCLUSIVE
         notes.append("so this does not count as holding")
+    if result == FAILS and any(figures[name].failed for name in refuted_for):
+        result = INCONCLUSIVE
+        notes.append("so this does not count as refuted")
     if result in (HOLDS, FAILS) and any(figure.at_end and not figure.exact for figure in figures.values()):
         result = INCONCLUSIVE
         notes.append("so a better rate may lie beyond")
-    met = _met(interval, low, high, what)
-    return Condition(result, "; ".join([f"{text} ({why})" if why else text, *notes]), met=met)
+    met, compared = _met(interval, low, high, what), (interval, low, high) if interval.half else None
+    return Condition(result, "; ".join([f"{text} ({why})" if why else text, *notes]), met=met, compared=compared)
 
 
 def _above_by(condition: Mapping) -> tuple[float, float]:
@@ -269,7 +305,7 @@ def _keeps(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator
             asked = f"falls by {first.mean - last.mean:.4g} of {learned:.4g} above the majority class, asked: at most "
             asked += f"the share {share:g}; the fall is that share {fall.centre:+.4g}"
         text, figures = f"{at}: {first} → {last}, {asked}", dict(zip(names, (first, last)))
-        yield _decide(fall, -math.inf, high, f"{at} keeps", text, figures, names)
+        yield _decide(fall, -math.inf, high, f"{at} keeps", text, figures, names, names[:1])
 
 
 def _above(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator[Condition]:
@@ -298,9 +334,8 @@ def _close(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator
             continue
         gap = difference(value, to)
         text = f"{method} {value} and {name} {to}: differ by {gap.centre:.4g}, asked: at most {within:g}"
-        yield _decide(
-            gap, -within, within, f"{method} close to {name}", text, {method: value, name: to}, [method, name]
-        )
+        both = {method: value, name: to}
+        yield _decide(gap, -within, within, f"{method} close to {name}", text, both, list(both), list(both))
 
 
 def _ratio(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator[Condition]:
@@ -314,7 +349,8 @@ def _ratio(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator
     text = f"{condition.get('metric', 'test_acc')}: {name} {of.mean:.5g} / {base} {to.mean:.5g} = "
     text += f"{of.mean / to.mean:.4g}, asked: {about:g} ± {within:g}"
     gap = difference(of, to.scaled(about)).times(1 / to.mean)
-    yield _decide(gap, -within, within, f"{name} / {base}", text, {name: of, base: to}, [name, base])
+    both = {name: of, base: to}
+    yield _decide(gap, -within, within, f"{name} / {base}", text, both, list(both), list(both))
 
 
 def _value(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator[Condition]:
@@ -345,7 +381,7 @@ def _learns(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterato
         if decided.verdict != HOLDS:
             decided = _decide(lead, *bounds, text, {method: value}, [method])
         result = UNTESTED if decided.verdict == FAILS else decided.verdict
-        yield dataclasses.replace(decided, verdict=result, first=True)
+        yield dataclasses.replace(decided, verdict=result, first=True, compared=None)
 
 
 def _curve(condition: Mapping, figure: Callable[..., Figure | None], method: str) -> dict[float, Figure] | None:
@@ -355,10 +391,23 @@ def _curve(condition: Mapping, figure: Callable[..., Figure | None], method: str
     return there if len(there) == len(at) else None
 
 
-def span_of_best(curve: Mapping[float, float], within: float, sign: int) -> tuple[float, bool]:
+def _learned(curve: Mapping[float, float], within: float, sign: int, majority: float | None) -> bool:
+    """Whether the best point of a curve is above the majority class by more than ``within``; if there is no such class,
+    whether there is a point that did not fail."""
+    best = max(sign * value for value in curve.values())
+    return best > (-math.inf if majority is None else majority + within)
+
+
+def span_of_best(
+    curve: Mapping[float, float], within: float, sign: int, majority: float | None = None
+) -> tuple[float, bool]:
     """How many powers of ten the unbroken range of points around the best spans in which the curve is at most
     ``within`` below it, and whether it touches an end of the curve.
+
+    It is 0 if nothing was learned: the range would otherwise be the wider, the less a method learns.
     """
+    if not _learned(curve, within, sign, majority):
+        return 0.0, False
     points = sorted(curve)
     best = first = last = max(range(len(points)), key=lambda i: sign * curve[points[i]])
     enough = sign * curve[points[best]] - within
@@ -369,26 +418,40 @@ def span_of_best(curve: Mapping[float, float], within: float, sign: int) -> tupl
     return math.log10(points[last] / points[first]), first == 0 or last == len(points) - 1
 
 
+def _by_seed(curve: Mapping[float, Figure], sign: int) -> dict[int, dict[float, float]]:
+    """The curve of each seed that has a value at every point, or failed there, which is worse than any value."""
+    seeds: dict[int, dict[float, float]] = {}
+    for point, found in curve.items():
+        for seed, value in {**dict.fromkeys(found.failed, -sign * math.inf), **found.by_seed}.items():
+            seeds.setdefault(seed, {})[point] = value
+    return {seed: values for seed, values in sorted(seeds.items()) if len(values) == len(curve)}
+
+
 def _wider(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator[Condition]:
     """By seed: each seed has a curve, a best point and a range of its own."""
-    name, along, within = condition["better"], condition["along"], condition["within"]
-    widths: dict[str, tuple[Figure, bool]] = {}
+    name, along, within, sign = condition["better"], condition["along"], condition["within"], _sign(condition)
+    widths: dict[str, tuple[Figure, bool, str]] = {}
     for method in (name, *condition["than"]):
         curve = _curve(condition, figure, method)
         if curve is None:
             continue
-        seeds = set.intersection(*(set(f.by_seed) for f in curve.values()))
-        spans = {s: span_of_best({p: f.by_seed[s] for p, f in curve.items()}, within, _sign(condition)) for s in seeds}
-        if found := figure_of({seed: span for seed, (span, _) in sorted(spans.items())}):
-            widths[method] = found, any(end for _, end in spans.values())
+        majority = next(iter(curve.values())).majority
+        curves = _by_seed(curve, sign)
+        spans = {s: span_of_best(values, within, sign, majority) for s, values in curves.items()}
+        if found := figure_of({seed: span for seed, (span, _) in spans.items()}):
+            lost = sum(any(seed in f.failed for f in curve.values()) for seed in spans)
+            idle = sum(not _learned(values, within, sign, majority) for values in curves.values())
+            said = f"; {method}: {lost} of {len(spans)} seeds failed at a point" if lost else ""
+            said += f"; {method}: {idle} of {len(spans)} seeds learned nothing at any point" if idle else ""
+            widths[method] = found, any(end for _, end in spans.values()), said
     for other in condition["than"]:
         if name not in widths or other not in widths:
             yield _missing(f"{name} or {other} at every {along} of {condition['points']}")
             continue
-        (first, first_ends), (second, second_ends) = widths[name], widths[other]
+        (first, first_ends, said), (second, second_ends, also) = widths[name], widths[other]
         gap = difference(first, second)
         text = f"{along} within {within:g} of the best: {name} {first} powers of ten, {other} {second}; wider by "
-        text += f"{gap.centre:.4g}, asked: more than {condition['by']:g}"
+        text += f"{gap.centre:.4g}, asked: more than {condition['by']:g}{said}{also}"
         decided = _decide(gap, *_above_by(condition), f"{name} wider than {other}", text, {name: first, other: second})
         # A range that touches an end of the curve is at least as wide as it is seen.
         if decided.verdict == HOLDS and second_ends or decided.verdict == FAILS and first_ends:
@@ -407,8 +470,8 @@ def _best(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator[
         curve = _curve(condition, figure, method)
         if curve is None or held is None:
             continue
-        sign = -1 if by.endswith("loss") else 1
-        point = max(held, key=lambda p: sign * held[p].mean)
+        sign = 1 if larger_is_better(by) else -1
+        point = max(held, key=lambda p: sign * held[p].mean if held[p].n else -math.inf)
         at_end = point in (min(held), max(held))
         chosen[method] = point, dataclasses.replace(curve[point], at_end=at_end)
     for other in condition["than"]:

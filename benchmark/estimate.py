@@ -17,6 +17,7 @@ import hpo
 from fs_lowrank import Config
 from fs_lowrank.estimate import Estimate, estimate
 from fs_lowrank.runs.summary import human_bytes
+from hpo.tune import TRIALS
 
 from .job import Cell, Job, Options, Search, decisive
 from .plan import make_training_file, plan
@@ -86,9 +87,7 @@ def _of(job: Job, say: Callable[[str], None], trained: set[str]) -> Sum:
     config = within_budget(job)
     if config.federate.process_num == 0:  # auto: one in a worker of a suite
         config = config.replace({"federate.process_num": 1})
-    runs = 1
-    if isinstance(job, Search):
-        runs = len(hpo.space_from(dict(job.spec["space"])).grid(config)) * job.spec.get("seeds", 1)
+    runs = _trials(job, config) * job.spec.get("seeds", 1) if isinstance(job, Search) else 1
     found = _probed(_Alike(config, lambda: say(f"probing {job.where}  {job.label}")))
     counts = {"searches": 1} if isinstance(job, Search) else {"cells": 1}
     disk, memory = found.total("disk"), sum(found.total(where) for where in found.room if where != "disk")
@@ -100,6 +99,15 @@ def _of(job: Job, say: Callable[[str], None], trained: set[str]) -> Sum:
             samples, seconds = 0, seconds - runs * (found.training or 0.0)
         trained.add(key)
     return Sum(**counts, runs=runs, samples=samples, seconds=seconds, memory=memory, disk=disk)
+
+
+def _trials(search: Search, config: Config) -> int:
+    """The points that a search tries: of its grid, or beyond it if it has tried that and goes on."""
+    space = hpo.space_from(dict(search.spec["space"]))
+    if not space.all_grid:
+        return TRIALS
+    points = len(space.grid(config))
+    return search.spec.get("grow", points) if search.result(search.options.store) else points
 
 
 class _Alike:

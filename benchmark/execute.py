@@ -21,6 +21,7 @@ from fs_lowrank import Config, RunFailed, RunResult, UserError
 from fs_lowrank.jobs.files import read_json, write_bytes
 from fs_lowrank.runs.environment import versions
 from fs_lowrank.runs.summary import per_client_and_round, seconds
+from fs_lowrank.settings.metrics import larger_is_better
 
 from .job import Cell, Job, Search, decisive
 from .paths import quotient
@@ -59,7 +60,7 @@ def execute(job: Job, progress: Progress) -> dict:
     record = {**job.identity(), "status": "complete", **done}
     return {
         **record,
-        "seconds_in_all": round(time.monotonic() - began, 2),
+        "seconds_in_all": round(time.monotonic() - began + done.get("seconds_in_all", 0.0), 2),
         "command": command(job.suite, job.experiment, job.options.engine),
         "versions": versions(),
         "machine": _machine(),
@@ -231,7 +232,8 @@ def permitted(spec: dict, unsafe_code: bool) -> dict:
 def _search(search: Search, progress: Progress) -> dict:
     """Try the grid, then single points beyond its end if the winner is there, until the winner is inside.
 
-    There are at most ``grow`` further points, the same number for all methods; by default as many as the grid has.
+    There are at most ``grow`` further points, the same number for all methods; by default as many as the grid has. Each
+    goes beyond the end of one key. A search that ended before grids grew goes on from what it has tried.
     """
     from hpo.space import at_an_end
 
@@ -239,7 +241,9 @@ def _search(search: Search, progress: Progress) -> dict:
     config = within_budget(search)
     progress({"doing": "search"})
     space: dict[str, Any] = dict(search.spec["space"])
-    steps = [_study(search, config, "search", space, progress)]
+    earlier = search.result(search.options.store)  # of a version whose grids did not grow
+    before = _as_study(earlier) if earlier is not None and search.can_grow(earlier) else None
+    steps = [before or _study(search, config, "search", space, progress)]
     listed = [{key: value} for key, kind in space.items() for value in kind.get("grid", ())]
     points = math.prod(len(kind.get("grid", ())) for kind in space.values())
     tried, left = [*steps[0]["tried"], *listed], search.spec.get("grow", points)
@@ -248,12 +252,9 @@ def _search(search: Search, progress: Progress) -> dict:
         winner = _best(steps)
         ends = at_an_end(winner["point"], tried)
         further = {key: _beyond([p[key] for p in tried if key in p], end) for key, end in ends.items()}
-        point = {**winner["point"], **{key: value for key, value in further.items() if value is not None}}
-        try:
-            config.replace(point)
-        except UserError:  # the config does not allow a value beyond
-            break
-        if point == winner["point"] or point in grown:
+        beyond = ({**winner["point"], key: value} for key, value in further.items() if value is not None)
+        point = next((p for p in beyond if p not in grown and _allowed(config, p)), None)
+        if point is None:
             break
         grown.append(point)
         tried.append(point)
@@ -277,7 +278,29 @@ def _search(search: Search, progress: Progress) -> dict:
         "trials": dict(trials),
         "space": search.spec["space"],
         "config": decisive(config),
+        **({"seconds_in_all": earlier["seconds_in_all"]} if before and earlier else {}),
     }
+
+
+def _as_study(record: Mapping) -> dict:
+    """The result of a search as what one study found."""
+    return {
+        "objectives": [record["objective"]],
+        "winners": [{**record["winner"], "nothing_learned": record.get("nothing_learned", "")}],
+        "tried": record["tried"],
+        "failed": [None] * record.get("diverged", 0),
+        "budget": record["budget"],
+        "trials": record["trials"],
+    }
+
+
+def _allowed(config: Config, point: Mapping[str, Any]) -> bool:
+    """Whether the config accepts the values of a point."""
+    try:
+        config.replace(point)
+    except UserError:
+        return False
+    return True
 
 
 def _study(
@@ -322,7 +345,7 @@ def _best(studies: Sequence[Mapping]) -> dict:
     """The best winner of several studies with the same objective."""
     objective = studies[0]["objectives"][0]
     winners = [winner for study in studies for winner in study["winners"]]
-    return (min if objective.endswith("loss") else max)(winners, key=lambda winner: winner["values"][objective])
+    return (max if larger_is_better(objective) else min)(winners, key=lambda winner: winner["values"][objective])
 
 
 def _beyond(values: Iterable[float], end: int) -> float | None:

@@ -13,12 +13,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 LEVEL = 0.95
-#: relative to the figures; a smaller spread over seeds is due to rounding and gives no interval
-_ROUNDING = 1e-9
+#: relative to the figures; a smaller spread over seeds is due to rounding, in float32 perhaps, and gives no interval
+_ROUNDING = 1e-6
 #: the report names no larger number of seeds that would decide
 _MANY = 1000
 
@@ -30,7 +30,8 @@ class Figure:
     Attributes:
         std: sample standard deviation; None for one seed. by_seed: the values, if known by seed.
         exact: it is counted or computed, not measured, so that it has no spread.
-        collapsed: the values at or below the ``majority`` class. failed: number of seeds whose run failed.
+        collapsed: the values at or below the ``majority`` class. failed: the seeds whose run failed or diverged, which
+            have no value; with ``n`` = 0 no seed has one.
         at_end: its learning rate is at the end of the grid that was searched.
         splits: by seed, a fingerprint of the clients' data.
     """
@@ -42,11 +43,13 @@ class Figure:
     exact: bool = False
     collapsed: tuple[float, ...] = ()
     majority: float | None = None
-    failed: int = 0
+    failed: tuple[int, ...] = ()
     at_end: bool = False
     splits: Mapping[int, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __str__(self) -> str:
+        if not self.n:
+            return "no value"
         return f"{self.mean:.4g}" + (f" ± {self.std:.2g}" if self.std is not None else "") + f" (n={self.n})"
 
     @property
@@ -70,7 +73,7 @@ class Figure:
                 f"{self.majority:.4g})"
             )
         if self.failed:
-            notes.append(f"{self.failed} of {self.n + self.failed} seeds failed")
+            notes.append(f"{len(self.failed)} of {self.n + len(self.failed)} seeds failed")
         if self.at_end and not self.exact:
             notes.append("its rate won at the end of the grid")
         return notes
@@ -97,35 +100,42 @@ class Interval:
 
     Attributes:
         half: None if the spread is not known; 0 if the quantity is exact.
-        std: of the quantity with one seed.
+        std: of the quantity with one seed. degrees: of freedom of Student's t distribution.
     """
 
     centre: float
     half: float | None
     std: float = 0.0
+    degrees: int = 0
 
     def plus(self, shift: float) -> Interval:
-        return Interval(self.centre + shift, self.half, self.std)
+        return replace(self, centre=self.centre + shift)
 
     def times(self, factor: float) -> Interval:
         half = None if self.half is None else abs(factor) * self.half
-        return Interval(factor * self.centre, half, abs(factor) * self.std)
+        return replace(self, centre=factor * self.centre, half=half, std=abs(factor) * self.std)
 
-    def seeds_to_decide(self, low: float, high: float) -> str:
-        """In words, how many seeds would decide whether the quantity is between two bounds."""
+    def at(self, level: float) -> Interval:
+        """The interval at ``level`` instead of 95 %."""
+        if not self.half:
+            return self
+        return replace(self, half=self.half * quantile(self.degrees, level) / quantile(self.degrees))
+
+    def seeds_to_decide(self, low: float, high: float, level: float = LEVEL) -> str:
+        """In words, how many seeds would decide at ``level`` whether the quantity is between two bounds."""
         distance = min(abs(self.centre - bound) for bound in (low, high) if math.isfinite(bound))
         for n in range(2, _MANY + 1):
-            if quantile(n - 1) * self.std < distance * math.sqrt(n):
+            if quantile(n - 1, level) * self.std < distance * math.sqrt(n):
                 return f"about {n} seeds would decide"
         return f"more than {_MANY} seeds would be needed to decide"
 
 
 @cache
-def quantile(degrees: float) -> float:
-    """The two-sided 95 % quantile of Student's t distribution."""
+def quantile(degrees: float, level: float = LEVEL) -> float:
+    """The two-sided quantile of Student's t distribution."""
     from scipy.stats import t
 
-    return float(t.ppf((1 + LEVEL) / 2, degrees))
+    return float(t.ppf((1 + level) / 2, degrees))
 
 
 def of_mean(figure: Figure) -> Interval:
@@ -153,7 +163,8 @@ def difference(first: Figure, second: Figure, paired: bool = True) -> Interval:
     if None in (first.std, second.std) or std <= _ROUNDING * max(abs(first.mean), abs(second.mean)):
         return Interval(centre, None)
     error = math.sqrt(sum(variance / figure.n for variance, figure in zip(variances, arms)))
-    return Interval(centre, quantile(min(figure.n for figure in arms) - 1) * error, std)
+    degrees = min(figure.n for figure in arms) - 1
+    return Interval(centre, quantile(degrees) * error, std, degrees)
 
 
 def _interval(centre: float, figure: Figure, n: int, scale: float | None = None) -> Interval:
@@ -162,4 +173,4 @@ def _interval(centre: float, figure: Figure, n: int, scale: float | None = None)
         return Interval(centre, 0.0)
     if figure.std is None or figure.std <= _ROUNDING * (abs(figure.mean) if scale is None else scale):
         return Interval(centre, None)
-    return Interval(centre, quantile(n - 1) * figure.std / math.sqrt(n), figure.std)
+    return Interval(centre, quantile(n - 1) * figure.std / math.sqrt(n), figure.std, n - 1)

@@ -71,8 +71,12 @@ class Job(ABC):
     def content(self) -> dict:
         """Everything that affects the result, as plain data."""
 
-    def rated(self, store: Store) -> Job | None:
-        """This job with the learning rate that it needs; None while the search of that rate is not finished."""
+    def rated(self, store: Store, final: bool = True) -> Job | None:
+        """This job with the learning rate that it needs; None while the search of that rate is not finished.
+
+        Args:
+            final: False takes the best rate so far of a search that goes on.
+        """
         return self
 
     @property
@@ -111,6 +115,10 @@ class Job(ABC):
         finished = self.result(store)
         if finished and (not redo or finished["finished"] >= self.options.since):
             return True
+        return self._failed(store)
+
+    def _failed(self, store: Store) -> bool:
+        """Whether it has failed since this call began."""
         failed = store.read("failed", self.key)
         return failed is not None and failed["finished"] >= self.options.since
 
@@ -150,6 +158,15 @@ class Search(Trained):
         at = " ".join(f"{k}={v}" for k, v in self.setting.items())
         return f"learning rate of {self.method.label}" + (f" at {at}" if at else "")
 
+    def can_grow(self, record: Mapping) -> bool:
+        """Whether a ``record`` of this search is of a version whose grids did not grow, and this one would go on."""
+        return "grown" not in record and self.spec.get("grow", 1) > 0 and at_the_end(record)
+
+    def done(self, store: Store) -> bool:
+        record = self.result(store)
+        goes_on = record is not None and self.can_grow(record)
+        return self._failed(store) if goes_on else super().done(store)
+
     def content(self) -> dict:
         spec = {k: self.spec.get(k) for k in ("space", "seeds", "objective")}
         spec.update({"grow": self.spec["grow"]} if "grow" in self.spec else {})
@@ -174,13 +191,13 @@ class Cell(Trained):
         """The setting as the name of a table column: its labels, such as ``3 / 4``."""
         return " / ".join(self.setting.values())
 
-    def rated(self, store: Store) -> Cell | None:
+    def rated(self, store: Store, final: bool = True) -> Cell | None:
         if self.search is None:
             return self
         if "_rated" in self.__dict__:
             return self.__dict__["_rated"]
         found = self.search.result(store)
-        if found is None:
+        if found is None or (final and not self.search.done(store)):
             return None
         rate = {
             "from": "search",
@@ -190,7 +207,8 @@ class Cell(Trained):
             "budget": found["budget"],
         }
         cell = replace(self, config=self.config.replace(found["winner"]["point"]), search=None, rate=rate)
-        self.__dict__["_rated"] = cell  # cached; the result of a search does not change
+        if final:
+            self.__dict__["_rated"] = cell  # the result of a finished search does not change
         return cell
 
     def content(self) -> dict:
@@ -219,6 +237,14 @@ class Script(Job):
     def content(self) -> dict:
         values = dict(self.experiment.values)
         return {"script": self.experiment.script, "args": list(self.experiment.args), "values": values}
+
+
+def at_the_end(search: Mapping) -> bool:
+    """Whether the winner of a search has the smallest or largest value of a key; a better one may lie beyond."""
+    from hpo.space import at_an_end
+
+    listed = [{key: v} for key, kind in search.get("space", {}).items() for v in kind.get("grid", ())]
+    return bool(at_an_end(search["winner"]["point"], [*search["tried"], *search.get("grown", ()), *listed]))
 
 
 def _content(job: Search | Cell) -> dict:

@@ -14,11 +14,11 @@ from fs_lowrank import UserError
 from fs_lowrank.errors import hint
 
 from .figures import draw_all, draw_claim
-from .job import Options
+from .job import Options, at_the_end
 from .markdown import heading, image, range_of, table
 from .page import page
 from .plan import chosen, command
-from .results import ExperimentResults, at_the_end, best_of, find, head_of, scale_of, title_of, value
+from .results import ExperimentResults, best_of, find, head_of, scale_of, title_of, value
 from .store import Store, write_text
 from .suite import SIZES, Suite, load_suite, shipped
 from .verdicts import Judged, Row, judged_claims, rows_of, said_of_claims, summary

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,11 +10,10 @@ from fs_lowrank import Gathering, create_method, list_methods
 from fs_lowrank.errors import DamagedFile
 from fs_lowrank.jobs.files import read_json
 from fs_lowrank.runs.summary import human_bytes, shown_name
-from fs_lowrank.settings.metrics import LANGUAGE
-from hpo.space import at_an_end
+from fs_lowrank.settings.metrics import LANGUAGE, larger_is_better
 
 from .intervals import Figure, difference, figure_of
-from .job import Cell, Options, Script, Search
+from .job import Cell, Options, Script, Search, at_the_end
 from .paths import quotients
 from .plan import jobs_of, settings
 from .samples import counted
@@ -27,7 +26,7 @@ _BYTES = ("uplink", "downlink", "uplink_without_head", "downlink_without_head")
 #: metrics that are counted, and have no spread over seeds
 _EXACT = (*_BYTES, "traffic", "traffic_without_head", "formula", "majority")
 #: metrics whose value for a model that learned nothing is the majority class
-_ACCURACIES = ("test_acc", "val_acc", "test_acc_last5", "val_acc_last5")
+_ACCURACIES = ("test_acc", "val_acc", "test_acc_last5", "val_acc_last5", "client_test_acc")
 #: a mean of equal accuracies is above them by rounding, by less than this
 _ROUNDING = 1e-9
 
@@ -40,8 +39,8 @@ class ExperimentResults:
         records: (method, column) -> one result per seed. columns: the settings with results, in order.
         searches: results of searches. failed: failures. wanted: number of cells in the grid. stale: results of searches
             and cells from earlier revisions of a method, which are not in ``records`` and ``searches``. moved: pairs of
-            a result of an earlier revision and the one that has replaced it. lost: (method, column) -> number of seeds
-            whose run failed.
+            a result of an earlier revision and the one that has replaced it. lost: (method, column) -> the seeds whose
+            run failed.
     """
 
     suite: Suite
@@ -51,7 +50,7 @@ class ExperimentResults:
     failed: list[dict] = field(default_factory=list)
     stale: list[dict] = field(default_factory=list)
     moved: list[tuple[dict, dict]] = field(default_factory=list)
-    lost: Counter = field(default_factory=Counter)
+    lost: dict[tuple[str, str], set[int]] = field(default_factory=dict)
     wanted: int = 0
 
     @property
@@ -90,28 +89,36 @@ class ExperimentResults:
     def figure(self, method: str, column: str, metric: str) -> Figure | None:
         """None if no seed has the metric, or if a seed did not reach the target of ``bytes_to`` or ``rounds_to``.
 
-        The mean of the other seeds would favour a method that rarely reaches the target.
+        The mean of the other seeds would favour a method that rarely reaches the target. A seed whose value is infinite
+        or not a number has diverged, and counts as failed.
         """
         records = self.records.get((method, column), ())
         values = {r["seed"]: v for r in records if (v := value(r, metric)) is not None}
         if _to_a_target(metric) and len(values) < len(records):
             return None
         by_seed = next((r["by_seed"][metric] for r in records if metric in r.get("by_seed", {})), values)
-        figure = figure_of(by_seed)
+        figure = figure_of({seed: v for seed, v in by_seed.items() if math.isfinite(v)})
         if figure is None:
             return None
+        values = {seed: v for seed, v in values.items() if math.isfinite(v)}
         majority = [(r["majority"], values[r["seed"]]) for r in records if r.get("majority") and r["seed"] in values]
-        collapsed = sorted(v for m, v in majority if v <= m + _ROUNDING) if metric in _ACCURACIES else []
-        rates = {r.get("learning_rate", {}).get("search") for r in records}
+        majority = majority if metric in _ACCURACIES else []
+        collapsed = sorted(v for m, v in majority if v <= m + _ROUNDING)
         return replace(
             figure,
             exact=metric in _EXACT and not figure.std,
             collapsed=tuple(collapsed),
             majority=majority[0][0] if majority else None,
-            failed=self.lost[method, column],
-            at_end=bool(rates & {search["hash"] for search in self.searches if at_the_end(search)}),
+            failed=self.failed_seeds(method, column, metric),
+            at_end=any(r.get("at_end") for r in records),
             splits={r["seed"]: r["data"]["fingerprint"] for r in records if "data" in r},
         )
+
+    def failed_seeds(self, method: str, column: str, metric: str) -> tuple[int, ...]:
+        """The seeds whose run failed, or whose metric diverged."""
+        found = {r["seed"]: value(r, metric) for r in self.records.get((method, column), ())}
+        diverged = {seed for seed, v in found.items() if v is not None and not math.isfinite(v)}
+        return tuple(sorted(self.lost.get((method, column), set()) | diverged))
 
     def cell(self, method: str, column: str, metric: str) -> str:
         """The figure as text for a table."""
@@ -119,7 +126,7 @@ class ExperimentResults:
         if figure is None and records and _to_a_target(metric):
             reached = sum(value(r, metric) is not None for r in records)
             return f"reached by {reached} of {len(records)}" if reached else "not reached"
-        lost, collapsed = self.lost[method, column], len(figure.collapsed) if figure else 0
+        lost, collapsed = len(self.failed_seeds(method, column, metric)), len(figure.collapsed) if figure else 0
         notes = [f"{collapsed} collapsed"] * bool(collapsed) + [f"{lost} failed"] * bool(lost)
         return shown(figure, metric) + (f" ({', '.join(notes)})" if notes else "")
 
@@ -129,9 +136,14 @@ class ExperimentResults:
         return value(records[0], f"{metric}_stderr") if len(records) == 1 and metric.count(":") > 1 else None
 
     def look(self, method: str, labels: Mapping[str, str], metric: str) -> Figure | None:
-        """The figure at these labels; None if they do not determine one setting."""
+        """The figure at these labels, without a value if all seeds failed; None if there is no result, or if the labels
+        do not determine one setting.
+        """
         column = self._column(labels)
-        return None if column is None else self.figure(method, column, metric)
+        if column is None:
+            return None
+        failed = self.failed_seeds(method, column, metric)
+        return self.figure(method, column, metric) or (Figure(math.nan, None, 0, failed=failed) if failed else None)
 
     def _column(self, labels: Mapping[str, str]) -> str | None:
         fitting = [s for s in settings(self.experiment) if all(s.get(k) == v for k, v in labels.items())]
@@ -166,14 +178,16 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
             elif stale := job.stale(store):
                 results.stale.append(stale)
             continue
-        now = job.rated(store) or job
+        now = job.rated(store, final=False) or job
         record = now.result(store)
         column = job.column if isinstance(job, Cell) else ""
         if record is not None:
             label = job.method.label if isinstance(job, Cell) else record["method"]
             record = {**record, "setting": dict(getattr(job, "setting", {}))}
-            if isinstance(now, Cell):
+            if isinstance(job, Cell) and isinstance(now, Cell):
                 record.update(counted(record, now.config))
+                found_by = _search_of(job, now, store)
+                record.update(learning_rate=dict(now.rate), at_end=found_by is not None and at_the_end(found_by))
             if isinstance(job, Script) and experiment.by_seed:
                 record["by_seed"] = values_by_seed(record, experiment.by_seed, store)
             results.records.setdefault((label, column), []).append(record)
@@ -182,7 +196,7 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
         elif failed := store.read("failed", now.key):
             results.failed.append(failed)
             if isinstance(job, Cell):
-                results.lost[job.method.label, column] += 1
+                results.lost.setdefault((job.method.label, column), set()).add(job.seed)
         elif stale := now.stale(store):
             results.stale.append(stale)
         results.wanted += record is not None or not (isinstance(job, Cell) and job.method.extra)
@@ -190,10 +204,19 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
     return results
 
 
-def at_the_end(search: Mapping) -> bool:
-    """Whether the winner of a search has the smallest or largest value of a key; a better one may lie beyond."""
-    listed = [{key: v} for key, kind in search.get("space", {}).items() for v in kind.get("grid", ())]
-    return bool(at_an_end(search["winner"]["point"], [*search["tried"], *search.get("grown", ()), *listed]))
+def _search_of(job: Cell, rated: Cell, store: Store) -> dict | None:
+    """The result of the search that the rate of a cell is from: of its experiment, or of the one that its table names.
+
+    The cell's own record may name the search of another experiment, since experiments that share a cell may search its
+    rate in different settings.
+    """
+    if job.search is not None:
+        return job.search.result(store)
+    if not (name := job.rate.get("found_by")):
+        return None
+    there = jobs_of(job.suite, job.suite.experiments[name], job.options)
+    searches = [s.result(store) for s in there if isinstance(s, Search) and s.method.label == job.method.label]
+    return next((s for s in searches if s and s["winner"]["point"] == rated.rate["point"]), None)
 
 
 def values_by_seed(record: Mapping, paths: Mapping[str, str], store: Store) -> dict[str, dict[int, float]]:
@@ -249,7 +272,7 @@ def value(record: Mapping, metric: str) -> float | None:
 
 def _reaches(points: Sequence[Mapping], name: str, target: float, rounds: bool) -> float | None:
     for point in points:
-        if name in point and (point[name] <= target if name.endswith("loss") else point[name] >= target):
+        if name in point and (point[name] >= target if larger_is_better(name) else point[name] <= target):
             return point["round"] if rounds else point["uplink"] + point["downlink"]
     return None
 

@@ -113,9 +113,9 @@ class Board:
                 news += self._of_data(now, (self._progress(now) or {}).get("data", ""))
                 continue
             del self.open[key]
-            record = now.result(self.store)
-            if record is None or now.options.redo and now.kind == "cells" and record["finished"] < now.options.since:
-                failed = self.store.read("failed", now.key) or {**now.identity(), "error": "its record cannot be read"}
+            record, failed = now.result(self.store), self.store.read("failed", now.key)
+            if record is None or (failed and failed["finished"] >= now.options.since):
+                failed = failed or {**now.identity(), "error": "its record cannot be read"}
                 self.failed.append(failed)
                 news.append(f"failed  {now.where}  {now.label}: {failed['error']}")
                 continue

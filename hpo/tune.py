@@ -25,6 +25,9 @@ from .space import Space
 from .storage import CONFIRM, load_study, open_storage, quiet, storage_errors
 from .worker import work
 
+#: number of points of a study whose space is no grid, unless it is given
+TRIALS = 20
+
 
 @dataclass(frozen=True)
 class Search:
@@ -32,7 +35,7 @@ class Search:
 
     Attributes:
         name: of the study, or the first part of the names of several.
-        trials: number of points of a study, including pruned and failed ones; 0: the whole grid, or 20.
+        trials: number of points of a study, including pruned and failed ones; 0: the whole grid, or ``TRIALS``.
         limit: client-steps after which no trial of a study starts.
         timeout: seconds for this call.
         workers: number of processes; 0 runs the trials in this one.
@@ -168,7 +171,11 @@ def _plans(config: Config, space: Space, options: Search) -> dict[str, tuple[Set
             except UserError as error:
                 raise UserError(f"{space.source}: the point {point}: {error}") from None
         label = "".join("." + re.sub(r"[^\w.+-]+", "_", str(v)) for v in values)
-        plans[options.name + label] = (settings, points, len(points) if points is not None else options.trials or 20)
+        plans[options.name + label] = (
+            settings,
+            points,
+            len(points) if points is not None else options.trials or TRIALS,
+        )
     if len(plans) < math.prod(map(len, space.studies.values())):
         raise UserError("studies: two of the values give studies of one name; change one")
     return plans

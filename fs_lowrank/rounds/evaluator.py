@@ -11,7 +11,7 @@ import torch
 
 from ..config import Config
 from ..data import Examples, ImageExamples
-from ..errors import UserError, nearest
+from ..errors import UserError, nearest, say_once
 from ..methods import State
 from ..settings.metrics import chief, larger_is_better, measured, of_name
 from ..training import evaluate, predictions
@@ -201,7 +201,11 @@ class Evaluator:
         return 0 < stop.patience <= without
 
     def check_watched(self) -> None:
-        """Raise ``UserError`` if the metric in ``eval.best_res_update_round_wise_key`` is not measured."""
+        """Check that ``eval.best_res_update_round_wise_key`` names what is measured; warn of stopping by test data.
+
+        Raises:
+            UserError: it is not measured, or early stopping needs it and its split is not evaluated.
+        """
         key, (split, metric) = "eval.best_res_update_round_wise_key", watched(self.config)
         value, patience = self.config.get(key), self.config.early_stop.patience
         known = measured(self.config.model.task, self.config.eval.metrics)
@@ -217,4 +221,10 @@ class Evaluator:
             raise UserError(
                 f"early_stop.patience = {patience}: it watches {key} = {value}, a split that is not "
                 f"evaluated; evaluated are: {', '.join(self.splits()) or 'none'}"
+            )
+        if patience > 0 and split in (CLIENTS, "test"):
+            say_once(
+                f"early_stop.patience = {patience}: the run stops by {value}, so the test data choose its length, and "
+                "its test results are too good; to stop by validation data, hold some out with data.splits and give "
+                f"{key} val_loss"
             )

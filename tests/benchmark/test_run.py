@@ -1,6 +1,7 @@
 """``run`` and ``report`` from end to end on tiny models, with dying workers, failing cells and damaged files."""
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -16,13 +17,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import benchmark.execute
 from benchmark.cli import main
 from benchmark.execute import execute, permitted
-from benchmark.job import Options
+from benchmark.job import Options, at_the_end
 from benchmark.paths import dig, quotient, quotients
 from benchmark.plan import plan
 from benchmark.report import _setting
-from benchmark.results import at_the_end, find
+from benchmark.results import find
 from benchmark.suite import import_all, load_suite
 from fs_lowrank import UserError, list_methods, register_method
 from fs_lowrank.jobs.files import disk_error
@@ -274,6 +276,125 @@ def test_a_grid_grows_until_the_winner_is_inside_or_the_budget_ends(place, monke
     assert found["winner"]["values"]["val_loss"] == best["value"] and found["trials"] == {"complete": len(expected)}
 
 
+class _Studies:
+    """Stands for the studies of a search: notes the points, and gives each the value of a function."""
+
+    def __init__(self, value):
+        self.value, self.tried = value, []
+
+    def __call__(self, search, config, name, space, progress, diverges=False):
+        points = [dict(zip(space, values)) for values in itertools.product(*(kind["grid"] for kind in space.values()))]
+        self.tried += points
+        scored = [{**point, "value": self.value(point)} for point in points]
+        best = max(scored, key=lambda point: point["value"])
+        winner = {
+            "point": {key: best[key] for key in space},
+            "values": {"val_acc": best["value"]},
+            "nothing_learned": "",
+        }
+        budget = {"trials": len(points)}
+        return {"objectives": ["val_acc"], "winners": [winner], "tried": scored, "failed": [], "budget": budget,
+                "trials": {"complete": len(points)}}  # fmt: skip
+
+
+@pytest.fixture
+def searched(place, monkeypatch):
+    """A search with the space given, and its cells; studies are those of a function of the point."""
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(str(place))
+    text = (place / "tiny.yaml").read_text()
+    text = text[: text.index("experiments:")].replace("[rolora, fedlora]", "[fedlora]")
+
+    def make(space, value, name):
+        (place / f"{name}.yaml").write_text(text + f"learning_rates: {{search: {{space: {space}}}}}\n")
+        studies = _Studies(value)
+        monkeypatch.setattr(benchmark.execute, "_study", studies)
+        search, *cells = plan(Options((f"{name}.yaml",), results=f"{name}_results", work=f"{name}_work"))
+        return search, cells, studies
+
+    return make
+
+
+RATE, DECAY = "train.optimizer.lr", "train.optimizer.weight_decay"
+
+
+def test_a_grid_grows_beyond_one_key_at_a_time(searched):
+    """The winner of the grid is in a corner; that of all lies beyond the end of one key alone."""
+    space = f"{{{RATE}: {{grid: [1e-3, 1e-2]}}, {DECAY}: {{grid: [1e-2, 1e-1]}}}}"
+    search, _, studies = searched(space, lambda p: -abs(np.log10(p[RATE]) + 1) - abs(np.log10(p[DECAY]) + 1), "corner")
+    found = execute(search, lambda news: None)
+    assert found["winner"]["point"] == {RATE: pytest.approx(0.1), DECAY: 0.1} and not at_the_end(found)
+    assert {(p[RATE], p[DECAY]) for p in found["grown"]} >= {(0.1, 0.1), (0.1, 1.0)} and len(found["grown"]) <= 4
+
+
+def test_a_search_of_before_grids_grew_goes_on(searched):
+    """Its own points are not tried again; its cells wait for it, and the report shows them by its winner so far."""
+    search, cells, studies = searched(f"{{{RATE}: {{grid: [1e-3, 1e-2]}}}}", lambda p: -abs(np.log10(p[RATE])), "old")
+    store = search.options.store
+    whole = execute(search, lambda news: None)
+    assert [p[RATE] for p in whole["grown"]] == [pytest.approx(0.1), pytest.approx(1.0)]
+    old = {k: v for k, v in whole.items() if k != "grown"}
+    old |= {"tried": whole["tried"][:2], "winner": {"point": {RATE: 1e-2}, "values": {"val_acc": -2.0}}}
+    old |= {"budget": {"trials": 2}, "trials": {"complete": 2}, "seconds_in_all": 100.0, "finished": 1.0}
+    store.write("searches", old)
+    assert not search.done(store) and cells[0].rated(store) is None
+    assert cells[0].rated(store, final=False).config.train.optimizer.lr == 1e-2
+    studies.tried.clear()
+    again = execute(search, lambda news: None)
+    assert [p[RATE] for p in studies.tried] == [pytest.approx(0.1), pytest.approx(1.0)]
+    assert {k: again[k] for k in ("tried", "grown", "winner", "budget", "trials")} == {
+        k: whole[k] for k in ("tried", "grown", "winner", "budget", "trials")
+    }
+    assert again["seconds_in_all"] >= 100
+    store.write("searches", {**again, "finished": 2.0})
+    assert search.done(store) and cells[0].rated(store).config.train.optimizer.lr == pytest.approx(1.0)
+    # Without a budget to grow there is nothing to go on with.
+    store.write("searches", old)
+    assert dataclasses.replace(search, spec={**search.spec, "grow": 0}).can_grow(old) is False
+
+
+def test_a_rate_is_at_the_end_of_the_grid_of_its_own_experiment(place, monkeypatch):
+    """Experiments share a cell, and have searched its rate in other settings: one inside, another at an end."""
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(str(place))
+    text = (place / "tiny.yaml").read_text().replace("[rolora, fedlora]", "[fedlora]")
+    rates = "learning_rates: {search: {space: {train.optimizer.lr: {grid: [1e-3, 1e-2, 0.1]}}, at: {clients: %d}}}"
+    grid = "grid: {federate.client_num: [2, 3]}"
+    table = "learning_rates: {table: {fedlora: 0.1}, budget: that of other, found_by: other}"
+    text = text[: text.index("experiments:")] + textwrap.dedent(f"""
+        experiments:
+          main: {{{grid}, {rates % 2}}}
+          other: {{{grid}, {rates % 3}}}
+          third: {{{grid}, {table}}}
+    """)
+    (place / "shared.yaml").write_text(text)
+    options = Options(("shared.yaml",), results="shared_results", work="shared_work")
+    store, jobs = options.store, plan(options)
+    tried = [{"train.optimizer.lr": rate, "value": 0.5} for rate in (1e-3, 1e-2, 0.1, 1.0)]
+    for search, kept in zip([job for job in jobs if job.kind == "searches"], (4, 3)):
+        winner = {"point": {"train.optimizer.lr": 0.1}, "values": {"val_acc": 0.5}}
+        spec = {"winner": winner, "tried": tried[:kept], "grown": [], "space": search.spec["space"], "budget": {}}
+        store.write("searches", {**search.identity(), **spec, "finished": 1.0})
+    for job in jobs:
+        if job.kind == "cells":
+            cell = job.rated(store)
+            known = {
+                "method": "fedlora",
+                "setting": dict(cell.setting),
+                "seed": cell.seed,
+                "metrics": {"test_acc": 0.9},
+            }
+            known |= {"samples": 1, "samples_counted": True, "majority": 0.5, "learning_rate": dict(cell.rate)}
+            store.write("cells", {**cell.identity(), **known, "finished": 1.0})
+    suite = load_suite("shared.yaml", "small")
+    ends = {}
+    for name in ("main", "other", "third"):
+        found = find(suite, suite.experiments[name], options, store)
+        assert found.cells == 4
+        ends[name] = found.figure("fedlora", "2", "test_acc").at_end
+    assert len(store.all("cells")) == 4 and ends == {"main": False, "other": True, "third": True}
+
+
 def test_what_a_suite_will_take(place, bench):
     code, said = bench("run", "tiny.yaml", "--only", "main", "--estimate", "--workers", "2", "--results", "estimated",
                        "--table", "takes.csv")  # fmt: skip
@@ -288,6 +409,18 @@ def test_what_a_suite_will_take(place, bench):
     assert said.count("probing tiny/small/main") == 2 * 2 + 2 and "in all, by 2 workers" in said
     code, said = bench("run", "tiny.yaml", "--only", "nothing", "--estimate")
     assert code == 2 and "--only nothing" in said
+
+
+@pytest.mark.parametrize("kind, runs", [("loguniform: [1e-3, 1e-2]", 20), ("choice: [1e-3, 1e-2]", 20)])
+def test_the_estimate_of_a_search_that_is_no_grid(place, bench, kind, runs):
+    text = (place / "tiny.yaml").read_text()
+    text = text[: text.index("experiments:")].replace("[rolora, fedlora]", "[fedlora]").replace("[0, 1]", "[0]")
+    text += f"learning_rates: {{search: {{space: {{train.optimizer.lr: {{{kind}}}}}}}}}\n"
+    (place / "ranges.yaml").write_text(text)
+    code, said = bench("run", "ranges.yaml", "--estimate", "--results", "ranges_results")
+    assert code == 0, said
+    (row,) = re.findall(r"│ ranges[^│]* +│(.*)", said)
+    assert [figure.strip() for figure in row.split("│")[:3]] == ["1", "1", str(1 + runs)]
 
 
 def test_a_training_file_that_is_not_made_yet_is_made_for_the_estimate(tmp_path, tiny_causal, bench):

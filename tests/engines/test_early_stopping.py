@@ -52,6 +52,16 @@ def test_keys_that_cannot_be_honoured_are_refused(settings):
     assert LocalEngine(fs_lowrank.load_config(settings, keys))
 
 
+@pytest.mark.parametrize("key, said", [("test_loss", True), ("client_test_acc", True), ("val_loss", False)])
+def test_it_is_said_that_test_data_decide_when_a_run_stops(settings, caplog, key, said):
+    keys = {"eval.client_scores": True, "eval.best_res_update_round_wise_key": key}
+    LocalEngine(fs_lowrank.load_config(settings, {**keys, "early_stop.patience": 2}))
+    assert (f"the run stops by {key}, so the test data choose its length" in caplog.text) is said
+    caplog.clear()
+    LocalEngine(fs_lowrank.load_config(settings, keys))
+    assert "the test data choose" not in caplog.text
+
+
 @pytest.mark.parametrize(
     "key, said",
     [
