@@ -8,14 +8,18 @@ alike in the only round (``lowrank.reuse_clients``), are counted in the first of
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
+
 import hpo
 from fs_lowrank import Config
 from fs_lowrank.estimate import Estimate, estimate
+from fs_lowrank.jobs.crew import threads_each
 from fs_lowrank.runs.summary import human_bytes
 from hpo.tune import TRIALS
 
@@ -58,9 +62,10 @@ def table(options: Options, workers: int, say: Callable[[str], None]) -> list[Se
     """
     sums: dict[str, Sum] = {}
     trained: set[str] = set()
-    for job in plan(options):
-        if not (job.rated(options.store) or job).done(options.store):
-            sums.setdefault(job.where, Sum()).add(_of(job, say, trained))
+    with _as_a_worker(workers):
+        for job in plan(options):
+            if not (job.rated(options.store) or job).done(options.store):
+                sums.setdefault(job.where, Sum()).add(_of(job, say, trained))
     whole = Sum()
     for found in sums.values():
         whole.add(found)
@@ -71,6 +76,17 @@ def table(options: Options, workers: int, say: Callable[[str], None]) -> list[Se
     hours = f"{whole.seconds / 3600 / workers:.1f}"
     several = (f"in all, by {workers} workers", *_line("", whole)[1:5], hours, human_bytes(workers * whole.memory))
     return [*lines, (), (*several, human_bytes(workers * whole.disk), str(whole.unknown or ""))]
+
+
+@contextmanager
+def _as_a_worker(workers: int) -> Iterator[None]:
+    """With as many threads as each of ``workers`` processes has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(before, threads_each(workers)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _line(where: str, found: Sum) -> Sequence[str]:

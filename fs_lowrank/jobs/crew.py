@@ -72,6 +72,11 @@ def check_gpus(gpus: Sequence[str]) -> None:
             )
 
 
+def threads_each(workers: int) -> int:
+    """Threads of each of ``workers`` processes that share the cores of this machine."""
+    return max(1, (os.cpu_count() or 1) // workers)
+
+
 class Crew:
     """Workers that each call one function until the store has no work left; a worker that dies is replaced.
 
@@ -118,8 +123,8 @@ class Crew:
 
     def _environment(self) -> dict[str, str]:
         """The variables of every worker, in addition to those of this process."""
-        threads = max(1, (os.cpu_count() or 1) // self.workers)
-        return {INSIDE: "1", **({} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)})}
+        threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads_each(self.workers))}
+        return {INSIDE: "1", **threads}
 
     def run(
         self,

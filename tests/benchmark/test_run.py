@@ -327,7 +327,7 @@ def test_a_grid_grows_beyond_one_key_at_a_time(searched):
     assert {(p[RATE], p[DECAY]) for p in found["grown"]} >= {(0.1, 0.1), (0.1, 1.0)} and len(found["grown"]) <= 4
 
 
-def test_a_search_of_before_grids_grew_goes_on(searched):
+def test_a_search_of_before_grids_grew_goes_on(searched, bench):
     """Its own points are not tried again; its cells wait for it, and the report shows them by its winner so far."""
     search, cells, studies = searched(f"{{{RATE}: {{grid: [1e-3, 1e-2]}}}}", lambda p: -abs(np.log10(p[RATE])), "old")
     store = search.options.store
@@ -339,6 +339,10 @@ def test_a_search_of_before_grids_grew_goes_on(searched):
     store.write("searches", old)
     assert not search.done(store) and cells[0].rated(store) is None
     assert cells[0].rated(store, final=False).config.train.optimizer.lr == 1e-2
+    assert (
+        "1 searches won at an end of a grid that did not grow"
+        in bench("list", "old.yaml", "--results", "old_results")[1]
+    )
     studies.tried.clear()
     again = execute(search, lambda news: None)
     assert [p[RATE] for p in studies.tried] == [pytest.approx(0.1), pytest.approx(1.0)]
@@ -347,6 +351,7 @@ def test_a_search_of_before_grids_grew_goes_on(searched):
     }
     assert again["seconds_in_all"] >= 100
     store.write("searches", {**again, "finished": 2.0})
+    assert "won at an end" not in bench("list", "old.yaml", "--results", "old_results")[1]
     assert search.done(store) and cells[0].rated(store).config.train.optimizer.lr == pytest.approx(1.0)
     # Without a budget to grow there is nothing to go on with.
     store.write("searches", old)
@@ -421,6 +426,26 @@ def test_the_estimate_of_a_search_that_is_no_grid(place, bench, kind, runs):
     assert code == 0, said
     (row,) = re.findall(r"│ ranges[^│]* +│(.*)", said)
     assert [figure.strip() for figure in row.split("│")[:3]] == ["1", "1", str(1 + runs)]
+
+
+@pytest.mark.parametrize("workers, threads", [(1, 4), (2, 2), (8, 1)])
+def test_a_run_is_probed_with_the_threads_of_a_worker(place, monkeypatch, workers, threads):
+    """Of four cores, and four threads before."""
+    import torch
+
+    from benchmark import estimate
+
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(str(place))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    before, probed = torch.get_num_threads(), []
+    monkeypatch.setattr(estimate, "_of", lambda *job: probed.append(torch.get_num_threads()) or estimate.Sum(cells=1))
+    torch.set_num_threads(4)
+    try:
+        estimate.table(Options(("tiny.yaml",), results="probed"), workers, print)
+        assert set(probed) == {threads} and torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_training_file_that_is_not_made_yet_is_made_for_the_estimate(tmp_path, tiny_causal, bench):
