@@ -139,10 +139,8 @@ def _list(args: argparse.Namespace) -> None:
     if any(" *" in line[1] for line in lines):
         console.print("* runs only if --only names it")
     if going_on:
-        console.print(
-            f"{going_on} searches won at an end of a grid that did not grow yet; `run` goes on with them, and runs the "
-            "cells again whose rate changes"
-        )
+        which = f"{going_on} search{'es' * (going_on > 1)} won at an end of a grid that did not grow yet"
+        console.print(f"{which}; `run` goes on there, and runs the cells again whose rate changes")
 
 
 def _run(args: argparse.Namespace) -> int:
