@@ -340,8 +340,7 @@ def test_a_search_of_before_grids_grew_goes_on(searched, bench):
     assert not search.done(store) and cells[0].rated(store) is None
     assert cells[0].rated(store, final=False).config.train.optimizer.lr == 1e-2
     assert (
-        "1 search won at an end of a grid that did not grow"
-        in bench("list", "old.yaml", "--results", "old_results")[1]
+        "1 search won at an end of a grid that did not grow" in bench("list", "old.yaml", "--results", "old_results")[1]
     )
     studies.tried.clear()
     again = execute(search, lambda news: None)
