@@ -392,8 +392,7 @@ def _curve(condition: Mapping, figure: Callable[..., Figure | None], method: str
 
 
 def _learned(curve: Mapping[float, float], within: float, sign: int, majority: float | None) -> bool:
-    """Whether the best point of a curve is above the majority class by more than ``within``; if there is no such class,
-    whether there is a point that did not fail."""
+    """Whether the best point of a curve did not fail, and is above a majority class by more than ``within``."""
     best = max(sign * value for value in curve.values())
     return best > (-math.inf if majority is None else majority + within)
 

@@ -441,7 +441,7 @@ def test_a_run_is_probed_with_the_threads_of_a_worker(place, monkeypatch, worker
     monkeypatch.setattr(estimate, "_of", lambda *job: probed.append(torch.get_num_threads()) or estimate.Sum(cells=1))
     torch.set_num_threads(4)
     try:
-        estimate.table(Options(("tiny.yaml",), results="probed"), workers, print)
+        estimate.table(Options(("tiny.yaml",), results="probed", only=("main",)), workers, print)
         assert set(probed) == {threads} and torch.get_num_threads() == 4
     finally:
         torch.set_num_threads(before)
