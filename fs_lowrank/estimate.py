@@ -222,11 +222,12 @@ def _steps(
     **how: Any,
 ) -> list[float]:
     """What ``within`` notes of trainings of so many steps each, by default of a step and of the same once more; the
-    first also prepares what later ones find.
+    first also prepares what later ones find. Before and afterwards the model is as client 1 begins.
     """
     config = site.config.replace({"train.batch_or_epoch": "batch", "grad.grad_accum_count": 1})
     phases = [replace(phase, steps=None) for phase in site.method.phases(1, 1)[:1]]
-    before: State = {n: t.clone() for n, t in site.method.view(site.initial_state).items()}
+    before: State = {n: t.clone() for n, t in site.initial_state.items()}
+    site.load_client(before, 1)
     options: dict[str, Any] = {"lr": config.train.optimizer.lr, "seed": derive(config.seed, "probe"), **how}
     noted = []
     for count in counts:
@@ -234,7 +235,7 @@ def _steps(
         with within() as found:
             train_client(site.model, examples, phases, counted, reads=site.reads, **options)
         noted += found
-    site.load_global(before)
+    site.load_client(before, 1)
     return noted
 
 

@@ -96,3 +96,22 @@ def test_the_command(causal_settings, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(estimate, "_room", lambda config, device: {"memory": 10.0, "disk": 1e12})
     assert cli.main(dry) == 1
     assert "it will not fit: memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "method, keys",
+    [
+        ("fedavg", {}),
+        ("fedloru", {"lowrank.tau": 2}),
+        ("fedhm", {"lowrank.rank_factors": [1, 2]}),
+        ("fedhm", {"lowrank.rank_factors": [4, 2]}),
+        ("mfedloru", {"lowrank.nested_ranks": [0, 1]}),
+        ("pfedloru", {}),
+        ("pfedlora", {}),
+    ],
+)
+def test_the_probe_trains_what_a_client_trains(vision_settings, method, keys):
+    """A client of FedHM has factors of its own rank, or none, where the server has all weights."""
+    config = load_config({**vision_settings, "federate.method": method, **keys})
+    found = estimate.estimate(config)
+    assert found.seconds > 0 and of(found, "adapters and gradients") > 0 and of(found, "optimizer") > 0
