@@ -226,7 +226,7 @@ def _steps(
     """
     config = site.config.replace({"train.batch_or_epoch": "batch", "grad.grad_accum_count": 1})
     phases = [replace(phase, steps=None) for phase in site.method.phases(1, 1)[:1]]
-    before: State = {n: t.clone() for n, t in site.initial_state.items()}
+    before: State = {n: t.clone() if isinstance(t, Tensor) else t for n, t in site.initial_state.items()}
     site.load_client(before, 1)
     options: dict[str, Any] = {"lr": config.train.optimizer.lr, "seed": derive(config.seed, "probe"), **how}
     noted = []
