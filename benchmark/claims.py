@@ -133,8 +133,7 @@ def _refuted_together(conditions: Sequence[Condition]) -> list[Condition]:
     for c in conditions:
         if c.compared and c.verdict == FAILS:
             interval, low, high = c.compared
-            half = interval.at(level).half or 0.0
-            first, last = interval.centre - half, interval.centre + half
+            first, last = interval.at(level).ends
             if not (last < low or first > high):
                 text = f"{c.text}; one of {several} conditions is refuted by chance more often than one alone, so its "
                 text += f"{100 * level:.3g} % interval counts, {first:.4g} to {last:.4g}; "
@@ -192,7 +191,7 @@ def _met(interval: Interval, low: float, high: float, what: str) -> Met:
 
     if interval.half is None:
         return Met(what, inside(interval.centre), None, None)
-    first, last = interval.centre - interval.half, interval.centre + interval.half
+    first, last = interval.ends
     middle = min(max((low + high) / 2, first), last) if math.isfinite(low + high) else first
     values = [inside(value) for value in (first, last, middle)]
     return Met(what, inside(interval.centre), min(values), max(values))
@@ -228,7 +227,7 @@ def _decide(
         )
         result, why = INCONCLUSIVE, f"{unknown}; more seeds would decide"
     else:
-        first, last = interval.centre - interval.half, interval.centre + interval.half
+        first, last = interval.ends
         result = HOLDS if low <= first and last <= high else FAILS if last < low or first > high else INCONCLUSIVE
         why = "" if interval.half == 0 else f"95 % interval {first:.4g} to {last:.4g}"
         if result == INCONCLUSIVE:

@@ -108,6 +108,11 @@ class Interval:
     std: float = 0.0
     degrees: int = 0
 
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The lowest and the highest value; the centre alone if the spread is not known."""
+        return self.centre - (self.half or 0.0), self.centre + (self.half or 0.0)
+
     def plus(self, shift: float) -> Interval:
         return replace(self, centre=self.centre + shift)
 

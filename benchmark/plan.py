@@ -116,6 +116,11 @@ def _cell(
                     f"learning_rates: table has no rate for {method.label}; there are: "
                     f"{', '.join(rates['table'])}; give it one, or a default, or a search"
                 )
+            if (name := rates.get("found_by")) and name not in suite.experiments:
+                raise UserError(
+                    f"learning_rates: found_by = {name!r}: no such experiment{nearest(name, suite.experiments)}; "
+                    f"there are: {', '.join(suite.experiments)}"
+                )
             keys[_RATE] = rates["table"].get(method.label, rates["table"].get("default"))
             rate = {"from": "table", "budget": rates["budget"], "found_by": rates.get("found_by", "")}
         elif rates:

@@ -188,8 +188,11 @@ def summary(rows: Sequence[Row]) -> list[str]:
         heading("The papers' claims", 2),
         "Every verdict comes from the rule in the suite. It compares a 95 % interval with the claim's margin: *holds* "
         "if all of the interval meets the rule, *does not hold* if none of it does, *inconclusive* otherwise and with "
-        "one seed. Intervals are Student's over seeds, paired by seed where methods share the seed's split. Nothing "
-        "holds in favour of a method with a collapsed or failed seed. The figures behind a verdict stand under the "
+        "one seed. Of k conditions in a claim each is refuted by its interval at the level 1 − 0.05 / k, since one of "
+        "many is missed by chance. Intervals are Student's over seeds, paired by seed where methods share the seed's "
+        "split. "
+        "Nothing holds in favour of a method with a collapsed or failed seed, and nothing is refuted in favour of one "
+        "with a failed seed. The figures behind a verdict stand under the "
         "suite. What was run and the seeds are those of the figures that the rule compares. Beside a claim that does "
         "not hold everywhere stands the most likely cause that was tested, with what tested it.",
         table([head, *lines]),
