@@ -262,8 +262,10 @@ def _tables(results: ExperimentResults) -> list[str]:
     for scorer, metrics in by_scorer.items():
         for column in results.columns:
             tasks = [m.split(":")[1] for m in metrics]
-            columns = [(task, metric, column) for task, metric in zip(tasks, metrics)]
+            names = {m: task if tasks.count(task) == 1 else m.partition(":")[2] for m, task in zip(metrics, tasks)}
+            columns = [(names[metric], metric, column) for metric in metrics]
             title = f"Scorer `{scorer}`, {_scorer_in_words(results, scorer)}" + (f", {column}" if column else "")
+            tasks = list(dict.fromkeys(tasks))
             blocks += _table(results, title, columns, tasks, _scorer_of_reference(results) == scorer)
     return blocks
 
@@ -349,6 +351,8 @@ def _rates_table(results: ExperimentResults) -> list[str]:
             f"{len(ends)} of {len(results.searches)} searches won at an end of their grid, so a better rate may lie "
             f"beyond, and verdicts that rest on it are inconclusive: {names}."
         )
+    if results.unlike:
+        blocks.append(f"**{'; '.join(results.unlike.values())}.**")
     for search in results.searches:
         if search.get("nothing_learned"):
             name = search["label"].removeprefix("learning rate of ")

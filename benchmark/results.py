@@ -40,7 +40,8 @@ class ExperimentResults:
         searches: results of searches. failed: failures. wanted: number of cells in the grid. stale: results of searches
             and cells from earlier revisions of a method, which are not in ``records`` and ``searches``. moved: pairs of
             a result of an earlier revision and the one that has replaced it. lost: (method, column) -> the seeds whose
-            run failed.
+            run failed. unlike: method -> a sentence on its rate in a table, which no search of ``found_by``
+            has found.
     """
 
     suite: Suite
@@ -51,6 +52,7 @@ class ExperimentResults:
     stale: list[dict] = field(default_factory=list)
     moved: list[tuple[dict, dict]] = field(default_factory=list)
     lost: dict[tuple[str, str], set[int]] = field(default_factory=dict)
+    unlike: dict[str, str] = field(default_factory=dict)
     wanted: int = 0
 
     @property
@@ -101,8 +103,7 @@ class ExperimentResults:
         if figure is None:
             return None
         values = {seed: v for seed, v in values.items() if math.isfinite(v)}
-        majority = [(r["majority"], values[r["seed"]]) for r in records if r.get("majority") and r["seed"] in values]
-        majority = majority if metric in _ACCURACIES else []
+        majority = [(m, values[r["seed"]]) for r in records if (m := _majority(r, metric)) and r["seed"] in values]
         collapsed = sorted(v for m, v in majority if v <= m + _ROUNDING)
         return replace(
             figure,
@@ -188,6 +189,11 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
                 record.update(counted(record, now.config))
                 found_by = _search_of(job, now, store)
                 record.update(learning_rate=dict(now.rate), at_end=found_by is not None and at_the_end(found_by))
+                if found_by is None and (name := job.rate.get("found_by")):
+                    rate = ", ".join(f"{v:g}" for v in now.rate["point"].values())
+                    results.unlike[label] = (
+                        f"The table's rate of {label}, {rate}, won in no finished search of `{name}`"
+                    )
             if isinstance(job, Script) and experiment.by_seed:
                 record["by_seed"] = values_by_seed(record, experiment.by_seed, store)
             results.records.setdefault((label, column), []).append(record)
@@ -268,6 +274,15 @@ def value(record: Mapping, metric: str) -> float | None:
     task, _, name = rest.rpartition(":")
     found = record.get("scores", {}).get(kind, {}).get(task, {}).get(name)
     return found if isinstance(found, (int, float)) else None
+
+
+def _majority(record: Mapping, metric: str) -> float | None:
+    """The majority class, of the test set or of the task that a scorer scored; None where the metric is no accuracy."""
+    if metric in _ACCURACIES:
+        return record.get("majority")
+    if metric.count(":") >= 2 and metric.rpartition(":")[2].startswith("acc"):
+        return value(record, f"{metric.rpartition(':')[0]}:majority")
+    return None
 
 
 def _reaches(points: Sequence[Mapping], name: str, target: float, rounds: bool) -> float | None:

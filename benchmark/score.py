@@ -57,4 +57,6 @@ def _score(args: argparse.Namespace) -> None:
             spread = values.get(f"{metric}_stderr")
             lines.append((task, str(values["n"]), metric, f"{value:.4f}" + (f" ± {spread:.4f}" if spread else "")))
     tables.show(console, lines, args.table)
-    console.print("± is one standard error, lm-eval's", soft_wrap=True)
+    console.print(
+        "± is one standard error, lm-eval's; majority: the score of an answer that never changes", soft_wrap=True
+    )

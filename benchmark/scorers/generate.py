@@ -22,7 +22,7 @@ from fs_lowrank.errors import UserError, nearest
 from fs_lowrank.training.generate import continue_prompts
 
 from . import commonsense
-from .share import share
+from .share import majority, share
 
 #: lm-eval's names of the same tasks
 ALIASES = {"arc_easy": "ARC-Easy", "arc_challenge": "ARC-Challenge", "social_iqa": "social_i_qa"}
@@ -52,7 +52,8 @@ def check(options: Options, root: Path) -> None:
 
 
 def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
-    """Task → ``acc``, ``unparsed`` (fraction of replies without an answer), their standard errors, ``n``.
+    """Task → ``acc``, ``unparsed`` (fraction of replies without an answer), their standard errors, ``n``; ``majority``,
+    the accuracy of always giving the most frequent right answer.
 
     ``version`` identifies the rules above; ``decoding`` and ``template`` describe the settings.
     """
@@ -72,6 +73,7 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
         result[task] = {
             **share([answer == row["answer"] for answer, row in zip(answers, rows)], "acc"),
             **share([answer is None for answer in answers], "unparsed"),
+            "majority": majority([row["answer"] for row in rows]),
             "n": len(rows),
             "version": "first answer word, 1",
             "decoding": f"{'greedy' if options.num_beams == 1 else f'{options.num_beams} beams'}, at most "

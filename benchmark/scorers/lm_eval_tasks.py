@@ -25,6 +25,7 @@ from typing import Any
 from fs_lowrank.errors import UserError, nearest
 
 from . import local_data
+from .share import majority
 
 #: asks the hub for the data that are not on this machine
 HUB = True
@@ -85,7 +86,8 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
     """Task or group → lm-eval's metrics with their standard errors.
 
     In addition: ``n`` samples; ``version`` of lm-eval's task; ``num_fewshot``; ``data``, the source of a task's data;
-    ``tasks``, the members of a group. A metric behind a filter other than ``none`` keeps the filter's name.
+    ``tasks``, the members of a group. Of multiple choice ``majority``, the accuracy of always choosing the place of the
+    most frequent right answer. A metric behind a filter other than ``none`` keeps the filter's name.
     """
     from lm_eval import simple_evaluate
 
@@ -99,13 +101,18 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
             num_fewshot=options.num_fewshot,
             apply_chat_template=options.chat,
             bootstrap_iters=BOOTSTRAP,
-            log_samples=False,
+            log_samples=True,  # their right answers; they are not kept
             random_seed=None,
             numpy_random_seed=None,
             torch_random_seed=None,
         )
     counts = {task: n["effective"] for task, n in found["n-samples"].items()}
     members = _members(found.get("group_subtasks", {}), counts)
+    chosen = {
+        task: [str(sample["target"]) for sample in found["samples"][task]]
+        for task, config in found["configs"].items()
+        if config.get("output_type") == "multiple_choice"
+    }
     result = {}
     for name, values in {**found["results"], **found.get("groups", {})}.items():
         entry: dict[str, Any] = {
@@ -114,6 +121,9 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
             if "," in key and isinstance(value, (int, float))
         }
         entry["version"] = found["versions"].get(name)
+        leaves = members.get(name, [name])
+        if chosen.keys() >= set(leaves):
+            entry["majority"] = majority([answer for leaf in leaves for answer in chosen[leaf]])
         if name in members:
             entry.update(n=sum(counts[task] for task in members[name]), tasks=members[name])
         else:

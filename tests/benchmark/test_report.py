@@ -9,6 +9,7 @@ from benchmark.claims import HOLDS, INCONCLUSIVE, UNTESTED, Condition, Met
 from benchmark.figures import _along_axis, draw_claim
 from benchmark.markdown import heading, image, table
 from benchmark.page import page
+from benchmark.report import _tables
 from benchmark.results import ExperimentResults, title_of
 from benchmark.suite import load_suite
 
@@ -131,3 +132,14 @@ def test_the_figure_along_an_axis_has_a_panel_for_each_setting_of_the_others(tmp
     drawn = [[list(bars[0].get_xydata().ravel()) for bars in axes.containers] for axes in panels]
     assert drawn[1][1] == pytest.approx([4, 15, 80, 91])
     assert {axes.get_xlabel() for axes in panels} == {"steps"}
+
+
+def test_two_metrics_of_one_task_are_two_columns():
+    suite = load_suite("humaneval", "small")
+    scores = {"pass@1": 0.1, "pass@1_stderr": 0.1, "sampled_pass@1": 0.2, "sampled_pass@10": 0.5}
+    found = {"seed": 0, "hash": "a", "metrics": {"val_loss": 1.5}, "scores": {"humaneval": {"humaneval": scores}}}
+    records = {("rolora", ""): [found], ("fedlora", ""): [{**found, "hash": "b"}]}
+    text = "\n".join(_tables(ExperimentResults(suite, suite.experiments["main"], records)))
+    names = " | ".join(f"humaneval:{name}" for name in ("pass@1", "sampled_pass@1", "sampled_pass@10"))
+    assert f"| method | {names} | paper: humaneval |" in text
+    assert "| rolora | 10.00 (s.e. 10.00) | 20.00 | 50.00 | 13.45 ± 0.28 |" in text

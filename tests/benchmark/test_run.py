@@ -23,7 +23,7 @@ from benchmark.execute import execute, permitted
 from benchmark.job import Options, at_the_end
 from benchmark.paths import dig, quotient, quotients
 from benchmark.plan import plan
-from benchmark.report import _setting
+from benchmark.report import _rates_table, _setting
 from benchmark.results import find
 from benchmark.suite import import_all, load_suite
 from fs_lowrank import UserError, list_methods, register_method
@@ -370,6 +370,7 @@ def test_a_rate_is_at_the_end_of_the_grid_of_its_own_experiment(place, monkeypat
           main: {{{grid}, {rates % 2}}}
           other: {{{grid}, {rates % 3}}}
           third: {{{grid}, {table}}}
+          fourth: {{{grid}, {table.replace("0.1", "0.03")}}}
     """)
     (place / "shared.yaml").write_text(text)
     options = Options(("shared.yaml",), results="shared_results", work="shared_work")
@@ -391,12 +392,14 @@ def test_a_rate_is_at_the_end_of_the_grid_of_its_own_experiment(place, monkeypat
             known |= {"samples": 1, "samples_counted": True, "majority": 0.5, "learning_rate": dict(cell.rate)}
             store.write("cells", {**cell.identity(), **known, "finished": 1.0})
     suite = load_suite("shared.yaml", "small")
-    ends = {}
-    for name in ("main", "other", "third"):
+    ends, unlike = {}, {}
+    for name in ("main", "other", "third", "fourth"):
         found = find(suite, suite.experiments[name], options, store)
         assert found.cells == 4
-        ends[name] = found.figure("fedlora", "2", "test_acc").at_end
-    assert len(store.all("cells")) == 4 and ends == {"main": False, "other": True, "third": True}
+        ends[name], unlike[name] = found.figure("fedlora", "2", "test_acc").at_end, "\n".join(_rates_table(found))
+    assert ends == {"main": False, "other": True, "third": True, "fourth": False} and len(store.all("cells")) == 8
+    said = "The table's rate of fedlora, 0.03, won in no finished search of `other`."
+    assert said in unlike.pop("fourth") and not any("won in no" in text for text in unlike.values())
 
 
 def test_what_a_suite_will_take(place, bench):

@@ -274,7 +274,7 @@ def test_lm_evals_score_agrees_with_a_direct_computation(tiny, root, no_hub):
                 logits = model(torch.tensor([prompt + tail])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
             sums.append(logits[range(len(tail)), tail].sum().item())
         hits.append(max(range(len(sums)), key=sums.__getitem__) == q.right)
-    assert result["arc_easy"]["acc"] == sum(hits) / 2
+    assert result["arc_easy"]["acc"] == sum(hits) / 2 and result["arc_easy"]["majority"] == 0.5
     assert result["arc_easy"]["n"] == 2 and result["arc_easy"]["version"] == 1.0
     assert result["arc_easy"]["data"] == "commonsense/ARC-Easy, instruction form"
     assert set(result["social_iqa"]) >= {"acc", "acc_stderr", "n", "version", "num_fewshot"}
@@ -319,6 +319,8 @@ def test_all_eight_tasks_and_a_prompt_with_examples(tiny, root, no_hub):
     tasks = ["boolq", "piqa", "social_iqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa"]
     result = scorers.score(*tiny, {"scorer": "lm_eval", "tasks": tasks}, root)
     assert sorted(result) == sorted(tasks) and all(0 <= r["acc"] <= 1 and r["n"] == 2 for r in result.values())
+    always = {"winogrande": 1.0, "openbookqa": 1.0}  # both rows have one right answer
+    assert {task: r["majority"] for task, r in result.items()} == {task: always.get(task, 0.5) for task in tasks}
     result = scorers.score(*tiny, {"scorer": "lm_eval", "tasks": ["boolq", "mmlu_anatomy"], "num_fewshot": 1}, root)
     assert {r["num_fewshot"] for r in result.values()} == {1} and not no_hub
 
@@ -343,6 +345,10 @@ def test_a_group_with_a_missing_task_is_an_error(tiny, root, no_hub, tmp_path, m
     assert result["mmlu_stem"]["n"] == n == sum(2 + i % 3 for i in range(len(subjects)))
     mean = sum(result[t]["acc"] * result[t]["n"] for t in subjects) / n
     assert result["mmlu_stem"]["acc"] == pytest.approx(mean) and result["mmlu_stem"]["acc_stderr"] > 0
+    # row j of subject i has the right answer i + j; the group's majority is that of all its rows together
+    right = [[(i + j) % 4 for j in range(2 + i % 3)] for i in range(len(subjects))]
+    assert [result[t]["majority"] for t in subjects] == [1 / len(rows) for rows in right]
+    assert result["mmlu_stem"]["majority"] == max(sum(rows.count(a) for rows in right) for a in range(4)) / n
 
 
 @pytest.mark.parametrize(
@@ -432,6 +438,7 @@ def test_the_generate_scorer_counts_and_records(tiny, root):
         "acc_stderr": 0.0,
         "unparsed": 1.0,
         "unparsed_stderr": 0.0,
+        "majority": 0.5,
         "n": 2,
         "template": "alpaca",
         "version": "first answer word, 1",
