@@ -80,13 +80,15 @@ def _looks(job: Job, options: Options, found: dict[tuple, Any]) -> Iterator[tupl
         yield "script", job.experiment.script, lambda: _check_script(job.experiment.script)
         return
     config = job.config
+    made = "training file", repr(job.experiment.training_file)
     if job.experiment.training_file is not None:
-        yield "training file", repr(job.experiment.training_file), lambda: make_training_file(job)
+        yield *made, lambda: make_training_file(job)
     yield "engine", options.engine, lambda: get_engine(options.engine)  # an import may fail
     method = (config.federate.method, repr(config.method_params))
     yield "method", method, lambda: _method(config)
     data = (config.data.type, config.data.root, repr(config.data.args))
-    yield "data", data, lambda: _facts(config)
+    if job.experiment.training_file is None or made in found:
+        yield "data", data, lambda: _facts(config)
     tested = isinstance(job, Cell) and job.experiment.test == "once" and not config.data.splits[2]
     scored = isinstance(job, Cell) and bool(job.experiment.evaluation)
     if ("data", data) in found:

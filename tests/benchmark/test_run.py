@@ -471,6 +471,10 @@ def test_a_training_file_that_is_not_made_yet_is_made_for_the_estimate(tmp_path,
         code, said = bench("run", str(suite), "--estimate", "--data", str(tmp_path), "--work", str(tmp_path / "work"))
         assert code == 0 and "│ instructed/small/main" in said, said
     assert len([*(tmp_path / "work" / "data").iterdir()]) == 1
+    # Where it cannot be made, that is the one thing to put right, and not the missing file as well.
+    (tmp_path / "none").mkdir()
+    code, said = bench("run", str(suite), "--data", str(tmp_path / "none"), "--work", str(tmp_path / "other"))
+    assert code == 2 and "1 thing to put right" in said and "boolq has no training file" in said, said
 
 
 def test_clients_that_cells_of_one_round_share_are_estimated_once(place, bench):
