@@ -280,9 +280,8 @@ def _majority(record: Mapping, metric: str) -> float | None:
     """The majority class, of the test set or of the task that a scorer scored; None where the metric is no accuracy."""
     if metric in _ACCURACIES:
         return record.get("majority")
-    if metric.count(":") >= 2 and metric.rpartition(":")[2].startswith("acc"):
-        return value(record, f"{metric.rpartition(':')[0]}:majority")
-    return None
+    task, _, name = metric.rpartition(":")
+    return value(record, f"{task}:majority") if name.startswith("acc") and not name.endswith("_stderr") else None
 
 
 def _reaches(points: Sequence[Mapping], name: str, target: float, rounds: bool) -> float | None:
