@@ -55,8 +55,10 @@ def settings_of(name, dropout):
     return {"attention_dropout": dropout}
 
 
-def make(name, task, dropout=0.0, modules=None, lora_dropout=0.0, attention="sdpa", dtype=torch.float64, **spec):
-    torch.manual_seed(0)
+def make(
+    name, task, dropout=0.0, modules=None, lora_dropout=0.0, attention="sdpa", dtype=torch.float64, seed=0, **spec
+):
+    torch.manual_seed(seed)
     loader = AutoModelForCausalLM if task == "answers" else AutoModelForSequenceClassification
     sizes, every = FAMILIES[name]
     config = AutoConfig.for_model(name, **sizes, **settings_of(name, dropout))
@@ -107,14 +109,27 @@ def results(model, batch, context, training=False):
     return loss, logits, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def equal(one, other, relative):
-    for a, b in ((one[0], other[0]), (one[1], other[1])):
-        assert (a - b).norm() <= relative * a.norm()
+def distances(one, other):
+    """What differs by how much of its norm in ``one``."""
     assert one[2].keys() == other[2].keys() and one[2]
     # Some gradients are zero but for rounding, such as those of the keys' bias.
-    largest = max(g.norm() for g in one[2].values())
+    least = 0.1 * max(g.norm() for g in one[2].values())
+    yield from (
+        ("loss", (one[0] - other[0]).norm() / one[0].norm()),
+        ("logits", (one[1] - other[1]).norm() / one[1].norm()),
+    )
     for name, gradient in one[2].items():
-        assert (gradient - other[2][name]).norm() <= relative * max(gradient.norm(), 0.1 * largest), name
+        yield name, (gradient - other[2][name]).norm() / max(gradient.norm(), least)
+
+
+def worst(one, other):
+    """The largest of the distances, with ``one`` in double precision."""
+    return max(float(distance) for _, distance in distances(one, other))
+
+
+def equal(one, other, relative):
+    for name, distance in distances(one, other):
+        assert distance <= relative, name
 
 
 def checked(model, data):
@@ -154,10 +169,22 @@ def test_equal_to_the_plain_forward(name, task, attention, dtype, relative):
 
 
 @pytest.mark.parametrize("name, task", CASES)
-def test_equal_in_single_precision(name, task):
-    model, data = make(name, task, dtype=torch.float32), examples(task)
-    reads, batch = checked(model, data), data.batch(np.arange(7))
-    equal(results(model, batch, contextlib.nullcontext()), results(model, batch, reads.reading(batch)), 1e-6)
+def test_as_exact_in_single_precision(name, task):
+    """As close to the same model in double precision as the plain forward is.
+
+    Both are off by roundings, whose sums depend on the processor: by up to 3e-6 for one draw of the weights, and equally
+    over many. The sums over five draws had a ratio of at most 2.04 in 20,000 resamplings, for BERT; below 1.7 otherwise.
+    """
+    plain, ours = 0.0, 0.0
+    for seed in range(5):
+        model, data = make(name, task, dtype=torch.float32, seed=seed), examples(task, seed=seed)
+        reads, batch = checked(model, data), data.batch(np.arange(7))
+        oracle = make(name, task, seed=seed)
+        oracle.load_state_dict(model.state_dict())
+        exact = results(oracle, batch, contextlib.nullcontext())
+        plain += worst(exact, results(model, batch, contextlib.nullcontext()))
+        ours += worst(exact, results(model, batch, reads.reading(batch)))
+    assert ours <= 2 * plain <= 5e-5
 
 
 @pytest.mark.parametrize("name, task", CASES)
