@@ -122,9 +122,8 @@ def distances(one, other):
         yield name, (gradient - other[2][name]).norm() / max(gradient.norm(), least)
 
 
-def worst(one, other):
-    """The largest of the distances, with ``one`` in double precision."""
-    return max(float(distance) for _, distance in distances(one, other))
+def mean_distance(one, other):
+    return np.mean([float(distance) for _, distance in distances(one, other)])
 
 
 def equal(one, other, relative):
@@ -172,9 +171,9 @@ def test_equal_to_the_plain_forward(name, task, attention, dtype, relative):
 def test_as_exact_in_single_precision(name, task):
     """As close to the same model in double precision as the plain forward is.
 
-    Both are off by roundings, which depend on the draw of the weights and on how a processor sums: by 1.1e-6 to 2.2e-6
-    on average over 40 draws, equally. Of sums over five draws the ratio was at most 2.04 in 20,000 resamplings, for
-    BERT, and below 1.8 in 99.9 % of them.
+    Both are off by roundings, which depend on the draw of the weights and on how a processor sums: by 0.6e-6 to 1.1e-6
+    on average. Over five draws the ratio was at most 1.19 in 20,000 resamplings of 20, on two sets of kernels. An
+    error of 1e-6 in the positions that are taken gives more than 1.25 in each family.
     """
     plain, ours = 0.0, 0.0
     for seed in range(5):
@@ -183,9 +182,10 @@ def test_as_exact_in_single_precision(name, task):
         oracle = make(name, task, seed=seed)
         oracle.load_state_dict(model.state_dict())
         exact = results(oracle, batch, contextlib.nullcontext())
-        plain += worst(exact, results(model, batch, contextlib.nullcontext()))
-        ours += worst(exact, results(model, batch, reads.reading(batch)))
-    assert ours <= 2 * plain <= 5e-5
+        plain += mean_distance(exact, results(model, batch, contextlib.nullcontext()))
+        ours += mean_distance(exact, results(model, batch, reads.reading(batch)))
+    assert ours <= 1.25 * plain
+    assert plain <= 5 * 2e-6
 
 
 @pytest.mark.parametrize("name, task", CASES)
