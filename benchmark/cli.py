@@ -50,7 +50,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     runs.add_argument("suites", nargs="+", metavar="SUITE", help="a name from `list`, or the path of a .yaml file")
     common(runs)
     runs.add_argument(
-        "--workers", type=int, metavar="N", help="number of worker processes (default: 1, or one for each GPU)"
+        "--workers", type=shell.at_least(1), metavar="N", help="number of worker processes (default: 1, or one for each GPU)"
     )
     runs.add_argument("--gpus", default="", metavar="0,1", help="GPUs, one for each worker; or all")
     runs.add_argument("--redo", action="store_true", help="repeat cells that are finished (searches are kept)")
@@ -146,8 +146,6 @@ def _list(args: argparse.Namespace) -> None:
 def _run(args: argparse.Namespace) -> int:
     gpus = shell.gpus(args.gpus)
     workers = max(1, len(gpus)) if args.workers is None else args.workers
-    if workers < 1:
-        raise UserError(f"--workers {workers}: expected 1 or more")
     if args.estimate:
         return _estimate(_options(args, args.suites), workers, args.table)
     if args.table:

@@ -31,7 +31,7 @@ def script(
 
     Args:
         module: its ``__spec__.name``, which is also correct under ``python -m``. about: its docstring.
-        options: flag -> arguments of ``add_argument``.
+        options: flag -> arguments of ``add_argument``. A ``type=int`` is a count, 1 or more.
         study: called with the options by name; returns plain data.
         plot: returns a ``matplotlib.figure.Figure`` of the result. lines: returns the lines to print.
         readme: returns the result as Markdown. out: the default folder.
@@ -65,8 +65,12 @@ def script(
 
     def main(argv: Sequence[str] | None = None, **more: Any) -> int:
         def make_parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser]]:
-            parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about.split("\n")[0])
-            actions = [parser.add_argument(flag, **arguments) for flag, arguments in options.items()]
+            parser = shell.Parser(prog=f"python -m {module}", description=about.split("\n")[0])
+            counts = {int: shell.at_least(1)}
+            actions = [
+                parser.add_argument(flag, **{**given, "type": counts.get(given.get("type"), given.get("type"))})
+                for flag, given in options.items()
+            ]
             parser.add_argument(
                 "--out", type=Path, default=Path(out), help="folder of the files (default: %(default)s)"
             )

@@ -53,7 +53,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     tune.add_argument("--data", metavar="X,Y", help="one study for each data set (data.type)")
     tune.add_argument(
         "--trials",
-        type=_natural,
+        type=shell.at_least(1),
         default=0,
         metavar="N",
         help="number of points of a study (default: the whole grid, or 20)",
@@ -80,7 +80,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
         metavar="NAMES",
         help=f"one or more of {', '.join(OBJECTIVES)}; several give a Pareto front (default: val_acc)",
     )
-    tune.add_argument("--seeds", type=_natural, default=1, metavar="K", help="runs averaged in a trial")
+    tune.add_argument("--seeds", type=shell.at_least(1), default=1, metavar="K", help="runs averaged in a trial")
     tune.add_argument("--confirm", type=int, default=3, metavar="K", help="fresh seeds for the winner (default: 3)")
     tune.add_argument("--engine", default="local", metavar="NAME", help="what runs the trials (default: local)")
     tune.add_argument("--retry-failed", action="store_true", help="run failed trials once more")
@@ -106,12 +106,6 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     plot.add_argument("--out", metavar="FOLDER", type=Path, help="default: plots in --dir")
     plot.set_defaults(do=partial(_stored, _plot))
     return parser, commands.choices.values()
-
-
-def _natural(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, 1 or more")
-    return int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

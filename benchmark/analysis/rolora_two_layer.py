@@ -32,6 +32,8 @@ from typing import Any
 
 import torch
 
+from fs_lowrank.jobs import shell
+
 from ..script import script
 from ..speed import threads as on_threads
 from . import band, moments, panels, seeds_option
@@ -318,7 +320,7 @@ def plot(result: dict):
 
 OPTIONS: dict[str, dict[str, Any]] = {
     **data_options("mnist"),
-    "--samples": dict(type=int, default=5000, help="training samples in all; 0 for every one"),
+    "--samples": dict(type=shell.at_least(0), default=5000, help="training samples in all; 0 for every one"),
     "--rounds": dict(type=int, default=40),
     "--seeds": seeds_option(3),
     "--lr": dict(type=float, help="one rate for every method, instead of the grid"),

@@ -223,6 +223,18 @@ def names(text: str | None) -> tuple[str, ...]:
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
 
+def at_least(lowest: int) -> Callable[[str], int]:
+    """The ``type`` of an option that is a whole number, ``lowest`` or more."""
+
+    def number(text: str) -> int:
+        text = text.strip()  # ``run`` puts a blank before a negative number
+        if not text.isdigit() or int(text) < lowest:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, {lowest} or more")
+        return int(text)
+
+    return number
+
+
 def gpus(text: str | None) -> tuple[str, ...]:
     """The numbers of the GPUs in a list such as ``0,1``, or of all of them for ``all``.
 

@@ -1,5 +1,6 @@
 """The synthetic study of FedFisher: its parts against independent code, and both claims of the figure on few seeds."""
 
+import pytest
 import torch
 
 from benchmark.analysis import fedfisher_synthetic as synthetic
@@ -56,7 +57,24 @@ def test_the_claims_on_few_seeds(tmp_path, monkeypatch):
     monkeypatch.setattr(synthetic, "AT_WIDTH", 128)
     result = synthetic.study(3, 3, widths=(16, 256), steps=(8, 256, 2048))
     first, last = (e["fedfisher 10000"]["mean"] for e in (result["by_width"][0], result["by_width"][-1]))
-    assert last < first and result["claims"]["first_falls"]
+    assert last < first and result["claims"]["falls"] > 0
+    assert [set(seed) for seed in result["changes_by_seed"]] == [{"16 to 256"}] * 3
+    assert result["claims"]["change"]["16 to 256"] == pytest.approx(last - first)
     assert all(e["fedfisher 10000"]["mean"] < e["mean"]["mean"] for e in result["by_width"])
     synthetic.plot(result).savefig(tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 5000
+
+
+def test_the_best_number_of_steps_is_that_of_the_other_seeds():
+    """Chosen on the seed itself, losses that are noise alone would seem to fall and rise again."""
+    entries = [{"loss_by_seed": row} for row in ([5.0, 4.0, 9.0], [1.0, 2.0, 3.0], [2.0, 3.0, 1.0], [4.0, 4.0, 4.0])]
+    # the means without seed 0 are 6.5, 2.5, 2, 4; without seed 1 7, 2, 1.5, 4; without seed 2 4.5, 1.5, 2.5, 4
+    assert synthetic.bends(entries) == [
+        {"falls": 5.0 - 2.0, "rises": 4.0 - 2.0},
+        {"falls": 4.0 - 3.0, "rises": 4.0 - 3.0},
+        {"falls": 9.0 - 3.0, "rises": 4.0 - 3.0},
+    ]
+    noise = torch.randn(4, 2000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = synthetic.bends([{"loss_by_seed": row.tolist()} for row in noise])
+    for name in ("falls", "rises"):
+        assert abs(sum(seed[name] for seed in found) / len(found)) < 0.12  # about four standard errors
