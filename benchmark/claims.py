@@ -11,9 +11,9 @@ A claim does not hold if one of its conditions does not. The more conditions the
 chance, so where there are k of them, each is refuted by its interval at the level 1 - 0.05 / k (Bonferroni). A claim
 that is true is then refuted in at most 2.5 % of cases, however many conditions it has.
 
-Nothing holds in favour of a method with a seed that collapsed to the majority class or failed, and nothing is refuted
-in favour of one with a failed seed, which is not in its mean. Nothing is decided by a method whose learning rate is at
-the end of the grid that was searched.
+Nothing holds in favour of a method with a seed that collapsed to the majority class, failed, or missed the target of a
+metric, and nothing is refuted in favour of one with a seed that failed or missed it, which is not in its mean. Nothing
+is decided by a method whose learning rate is at the end of the grid that was searched.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 from fs_lowrank.settings import Key, Origin, check_keys, check_value
 from fs_lowrank.settings.metrics import larger_is_better
 
+from .curves import by_seed, learned, majority_of, span_of_best
 from .intervals import LEVEL, Figure, Interval, difference, figure_of, of_mean
 
 HOLDS, FAILS, UNTESTED, INCONCLUSIVE = "holds", "does not hold", "not tested at this size", "inconclusive"
@@ -123,21 +124,29 @@ def judge(rule: Sequence[Mapping], look: Lookup) -> list[Condition]:
         for unit in [_UNITS.get(condition["is"], condition.get("metric", "test_acc"))]
         for result in _JUDGES[condition["is"]](condition, _looking(condition, look))
     ]
-    return _refuted_together(results)
+    return _together(results)
 
 
-def _refuted_together(conditions: Sequence[Condition]) -> list[Condition]:
-    """The conditions of one rule; what would be refuted alone, but not as one of several, is inconclusive."""
+def _together(conditions: Sequence[Condition]) -> list[Condition]:
+    """The conditions of one rule; what would be refuted alone, but not as one of several, is inconclusive.
+
+    Where the interval is too wide to decide, the text says how many seeds would do: to meet the condition, if the
+    quantity meets it now, and otherwise to refute it as one of several.
+    """
     several = sum(c.compared is not None for c in conditions)
-    level, found = 1 - (1 - LEVEL) / max(several, 1), []
+    of_several, found = 1 - (1 - LEVEL) / max(several, 1), []
     for c in conditions:
-        if c.compared and c.verdict == FAILS:
+        if c.compared and c.verdict in (FAILS, INCONCLUSIVE):
             interval, low, high = c.compared
+            inside = low <= interval.centre <= high
+            level = LEVEL if inside else of_several
             first, last = interval.at(level).ends
-            if not (last < low or first > high):
-                text = f"{c.text}; one of {several} conditions is refuted by chance more often than one alone, so its "
-                text += f"{100 * level:.3g} % interval counts, {first:.4g} to {last:.4g}; "
-                text += interval.seeds_to_decide(low, high, level)
+            if not (low <= first and last <= high if inside else last < low or first > high):
+                text = c.text
+                if c.verdict == FAILS:
+                    text += f"; one of {several} conditions is refuted by chance more often than one alone, so its "
+                    text += f"{100 * level:.3g} % interval counts, {first:.4g} to {last:.4g}"
+                text += f"; {interval.seeds_to_decide(low, high, level)}"
                 c = dataclasses.replace(c, verdict=INCONCLUSIVE, text=text)
         found.append(c)
     return found
@@ -230,12 +239,10 @@ def _decide(
         first, last = interval.ends
         result = HOLDS if low <= first and last <= high else FAILS if last < low or first > high else INCONCLUSIVE
         why = "" if interval.half == 0 else f"95 % interval {first:.4g} to {last:.4g}"
-        if result == INCONCLUSIVE:
-            why += f"; {interval.seeds_to_decide(low, high)}"
     if result == HOLDS and any(not figures[name].whole for name in favours):
         result = INCONCLUSIVE
         notes.append("so this does not count as holding")
-    if result == FAILS and any(figures[name].failed for name in refuted_for):
+    if result == FAILS and any(figures[name].failed or figures[name].missed for name in refuted_for):
         result = INCONCLUSIVE
         notes.append("so this does not count as refuted")
     if result in (HOLDS, FAILS) and any(figure.at_end and not figure.exact for figure in figures.values()):
@@ -390,41 +397,6 @@ def _curve(condition: Mapping, figure: Callable[..., Figure | None], method: str
     return there if len(there) == len(at) else None
 
 
-def _learned(curve: Mapping[float, float], within: float, sign: int, majority: float | None) -> bool:
-    """Whether the best point of a curve did not fail, and is above a majority class by more than ``within``."""
-    best = max(sign * value for value in curve.values())
-    return best > (-math.inf if majority is None else majority + within)
-
-
-def span_of_best(
-    curve: Mapping[float, float], within: float, sign: int, majority: float | None = None
-) -> tuple[float, bool]:
-    """How many powers of ten the unbroken range of points around the best spans in which the curve is at most
-    ``within`` below it, and whether it touches an end of the curve.
-
-    It is 0 if nothing was learned: the range would otherwise be the wider, the less a method learns.
-    """
-    if not _learned(curve, within, sign, majority):
-        return 0.0, False
-    points = sorted(curve)
-    best = first = last = max(range(len(points)), key=lambda i: sign * curve[points[i]])
-    enough = sign * curve[points[best]] - within
-    while first > 0 and sign * curve[points[first - 1]] >= enough:
-        first -= 1
-    while last < len(points) - 1 and sign * curve[points[last + 1]] >= enough:
-        last += 1
-    return math.log10(points[last] / points[first]), first == 0 or last == len(points) - 1
-
-
-def _by_seed(curve: Mapping[float, Figure], sign: int) -> dict[int, dict[float, float]]:
-    """The curve of each seed that has a value at every point, or failed there, which is worse than any value."""
-    seeds: dict[int, dict[float, float]] = {}
-    for point, found in curve.items():
-        for seed, value in {**dict.fromkeys(found.failed, -sign * math.inf), **found.by_seed}.items():
-            seeds.setdefault(seed, {})[point] = value
-    return {seed: values for seed, values in sorted(seeds.items()) if len(values) == len(curve)}
-
-
 def _wider(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator[Condition]:
     """By seed: each seed has a curve, a best point and a range of its own."""
     name, along, within, sign = condition["better"], condition["along"], condition["within"], _sign(condition)
@@ -433,12 +405,11 @@ def _wider(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator
         curve = _curve(condition, figure, method)
         if curve is None:
             continue
-        majority = next(iter(curve.values())).majority
-        curves = _by_seed(curve, sign)
+        majority, curves = majority_of(curve), by_seed(curve, sign)
         spans = {s: span_of_best(values, within, sign, majority) for s, values in curves.items()}
         if found := figure_of({seed: span for seed, (span, _) in spans.items()}):
             lost = sum(any(seed in f.failed for f in curve.values()) for seed in spans)
-            idle = sum(not _learned(values, within, sign, majority) for values in curves.values())
+            idle = sum(not learned(values, within, sign, majority) for values in curves.values())
             said = f"; {method}: {lost} of {len(spans)} seeds failed at a point" if lost else ""
             said += f"; {method}: {idle} of {len(spans)} seeds learned nothing at any point" if idle else ""
             widths[method] = found, any(end for _, end in spans.values()), said

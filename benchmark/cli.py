@@ -50,7 +50,10 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     runs.add_argument("suites", nargs="+", metavar="SUITE", help="a name from `list`, or the path of a .yaml file")
     common(runs)
     runs.add_argument(
-        "--workers", type=shell.at_least(1), metavar="N", help="number of worker processes (default: 1, or one for each GPU)"
+        "--workers",
+        type=shell.at_least(1),
+        metavar="N",
+        help="number of worker processes (default: 1, or one for each GPU)",
     )
     runs.add_argument("--gpus", default="", metavar="0,1", help="GPUs, one for each worker; or all")
     runs.add_argument("--redo", action="store_true", help="repeat cells that are finished (searches are kept)")
@@ -147,7 +150,7 @@ def _run(args: argparse.Namespace) -> int:
     gpus = shell.gpus(args.gpus)
     workers = max(1, len(gpus)) if args.workers is None else args.workers
     if args.estimate:
-        return _estimate(_options(args, args.suites), workers, args.table)
+        return _estimate(_options(args, args.suites), workers, gpus, args.table)
     if args.table:
         raise UserError(f"--table {args.table}: of --estimate; `fs-lowrank benchmark report` has the tables of results")
     outcome = run(_options(args, args.suites), workers, gpus, console)
@@ -173,17 +176,19 @@ def _run(args: argparse.Namespace) -> int:
     return shell.OK
 
 
-def _estimate(options: Options, workers: int, file: Path | None) -> int:
+def _estimate(options: Options, workers: int, gpus: Sequence[str], file: Path | None) -> int:
     from .estimate import table
 
-    lines = table(options, workers, lambda text: console.print(text, soft_wrap=True))
+    lines = table(options, workers, lambda text: console.print(text, soft_wrap=True), gpus)
     if len(lines) <= 3:
         console.print("nothing is left to do")
         return shell.OK
     tables.show(console, lines, file, right=lines[0][1:])
     console.print(
         "hours: of local training and evaluation one client after the other, by one probed client of each setting; "
-        "without lm-eval's tasks, pruned trials, and values beyond the end of a grid. memory, disk: of the largest run"
+        "without the server's steps, scorers (lm-eval's tasks, generated answers, HumanEval), scripts, pruned trials, "
+        "and values beyond the end of a grid. memory, disk: of the largest run, and of all clients that are kept for "
+        "other runs"
     )
     return shell.OK
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 import hpo
 from fs_lowrank import Config
 from fs_lowrank.estimate import Estimate, estimate
-from fs_lowrank.jobs.crew import threads_each
+from fs_lowrank.jobs.crew import check_gpus, threads_each
 from fs_lowrank.runs.summary import human_bytes
 from hpo.tune import TRIALS
 
@@ -34,6 +34,7 @@ class Sum:
     """Of the jobs of an experiment: how many, runs in all, samples trained on, seconds; the most bytes that one takes.
 
     Attributes:
+        kept: bytes on disk of trained clients, which stay there for the other runs.
         unknown: jobs of which nothing is known: scripts, and runs that do not fit in memory.
     """
 
@@ -42,24 +43,31 @@ class Sum:
     runs: int = 0
     samples: int = 0
     seconds: float = 0.0
+    device: float = 0.0
     memory: float = 0.0
     disk: float = 0.0
+    kept: float = 0.0
     unknown: int = 0
 
     def add(self, other: Sum) -> None:
-        for name in ("cells", "searches", "runs", "samples", "seconds", "unknown"):
+        for name in ("cells", "searches", "runs", "samples", "seconds", "kept", "unknown"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.memory, self.disk = max(self.memory, other.memory), max(self.disk, other.disk)
+        for name in ("device", "memory", "disk"):
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
 
 
-def table(options: Options, workers: int, say: Callable[[str], None]) -> list[Sequence[str]]:
+def table(options: Options, workers: int, say: Callable[[str], None], gpus: Sequence[str] = ()) -> list[Sequence[str]]:
     """The sums by experiment, and of all, as the lines of a table; the first is its header.
 
     Args:
-        workers: processes that share the work. say: is called before each run that is probed.
+        workers: processes that share the work. say: is called before each run that is probed. gpus: of the workers;
+            runs are probed on the first.
     Raises:
-        UserError: a suite, its data or a model are wrong or missing.
+        UserError: a suite, its data, a model or a GPU are wrong or missing.
     """
+    check_gpus(gpus)
+    if gpus:
+        options = replace(options, overrides={**options.overrides, "use_gpu": True, "device": int(gpus[0])})
     sums: dict[str, Sum] = {}
     trained: set[str] = set()
     with _as_a_worker(workers):
@@ -69,13 +77,11 @@ def table(options: Options, workers: int, say: Callable[[str], None]) -> list[Se
     whole = Sum()
     for found in sums.values():
         whole.add(found)
-    lines: list[Sequence[str]] = [
-        ("experiment", "cells", "searches", "runs", "samples", "hours", "memory", "disk", "not known")
-    ]
-    lines += [_line(where, found) for where, found in sums.items()]
-    hours = f"{whole.seconds / 3600 / workers:.1f}"
-    several = (f"in all, by {workers} workers", *_line("", whole)[1:5], hours, human_bytes(workers * whole.memory))
-    return [*lines, (), (*several, human_bytes(workers * whole.disk), str(whole.unknown or ""))]
+    several = replace(whole, seconds=whole.seconds / workers, memory=workers * whole.memory, disk=workers * whole.disk)
+    head = ("experiment", "cells", "searches", "runs", "samples", "hours", "GPU memory", "memory", "disk", "not known")
+    lines: list[Sequence[str]] = [head, *(_line(where, found) for where, found in sums.items())]
+    lines += [(), _line(f"in all, by {workers} workers", several)]
+    return lines if gpus else [(*line[:6], *line[7:]) for line in lines]
 
 
 @contextmanager
@@ -89,9 +95,9 @@ def _as_a_worker(workers: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _line(where: str, found: Sum) -> Sequence[str]:
+def _line(where: str, found: Sum) -> tuple[str, ...]:
     counts = (str(n or "") for n in (found.cells, found.searches, found.runs))
-    sizes = (human_bytes(found.memory), human_bytes(found.disk))
+    sizes = (human_bytes(size) for size in (found.device, found.memory, found.disk + found.kept))
     return (where, *counts, f"{found.samples:,}", f"{found.seconds / 3600:.1f}", *sizes, str(found.unknown or ""))
 
 
@@ -106,15 +112,21 @@ def _of(job: Job, say: Callable[[str], None], trained: set[str]) -> Sum:
     runs = _trials(job, config) * job.spec.get("seeds", 1) if isinstance(job, Search) else 1
     found = _probed(_Alike(config, lambda: say(f"probing {job.where}  {job.label}")))
     counts = {"searches": 1} if isinstance(job, Search) else {"cells": 1}
-    disk, memory = found.total("disk"), sum(found.total(where) for where in found.room if where != "disk")
+    device, memory, disk = (found.total(where) for where in ("device", "memory", "disk"))
+    taken = Sum(**counts, runs=runs, device=device, memory=memory, disk=disk - found.kept)
     if found.seconds is None:
-        return Sum(**counts, runs=runs, memory=memory, disk=disk, unknown=1)
-    samples, seconds = runs * samples_of(config), runs * found.seconds
-    if isinstance(job, Cell) and found.alike:
-        if (key := f"{found.alike}, seed {config.seed}, lr {config.train.optimizer.lr}") in trained:
-            samples, seconds = 0, seconds - runs * (found.training or 0.0)
-        trained.add(key)
-    return Sum(**counts, runs=runs, samples=samples, seconds=seconds, memory=memory, disk=disk)
+        return replace(taken, unknown=1)
+    samples, seconds, kept = runs * samples_of(config), runs * found.seconds, 0.0
+    if isinstance(job, Cell):
+        if job.experiment.test == "once":
+            seconds += found.scoring.get("test", 0.0)
+        if found.alike:
+            if (key := f"{found.alike}, seed {config.seed}, lr {config.train.optimizer.lr}") in trained:
+                samples, seconds = 0, seconds - (found.training or 0.0)
+            else:
+                kept = found.kept
+            trained.add(key)
+    return replace(taken, samples=samples, seconds=seconds, kept=kept)
 
 
 def _trials(search: Search, config: Config) -> int:

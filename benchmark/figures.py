@@ -22,6 +22,8 @@ _MARKERS = "osD^vP*X<>"
 _OF_VERDICT = {HOLDS: "#2ca02c", FAILS: "#d62728", INCONCLUSIVE: "#7f7f7f", UNTESTED: "#bcbd22"}
 #: the most by which the lowest point is above the majority class where that is drawn
 _NEAR = 0.3
+#: a point of which a seed collapsed or failed
+_HOLLOW = {"markerfacecolor": "white"}
 #: number of panels in a row
 _COLUMNS = 4
 
@@ -161,7 +163,7 @@ def _points(axes, results: ExperimentResults, name: str, columns: Mapping[str, s
     """The first metric of each method at the labels of an axis, of which ``columns`` has the columns."""
     metric = results.experiment.metrics[0]
     at, scale = _numbers(list(columns)) or list(range(len(columns))), scale_of(metric)[0]
-    lowest = math.inf
+    lowest, hollow = math.inf, False
     for method in results.methods:
         points = [(x, f) for x, c in zip(at, columns.values()) if (f := results.figure(method, c, metric)) is not None]
         lowest = min([lowest, *(f.mean for _, f in points)])
@@ -173,6 +175,11 @@ def _points(axes, results: ExperimentResults, name: str, columns: Mapping[str, s
             capsize=3,
             **_style(results, method),
         )
+        if doubtful := [(x, f.mean * scale) for x, f in points if not f.whole]:
+            axes.plot(*zip(*doubtful), ls="", zorder=3, **{**_style(results, method), **_HOLLOW})
+            hollow = True
+    if hollow:
+        axes.plot([], [], ls="", marker="o", markersize=4, color="grey", **_HOLLOW, label="a seed collapsed or failed")
     axes.set(xlabel=plain(name))
     if min(at) > 0 and max(at) >= 20 * min(at):
         axes.set_xscale("log")

@@ -31,7 +31,8 @@ class Figure:
         std: sample standard deviation; None for one seed. by_seed: the values, if known by seed.
         exact: it is counted or computed, not measured, so that it has no spread.
         collapsed: the values at or below the ``majority`` class. failed: the seeds whose run failed or diverged, which
-            have no value; with ``n`` = 0 no seed has one.
+            have no value; with ``n`` = 0 no seed has one. missed: the seeds that did not reach the target of
+            ``bytes_to`` or ``rounds_to``, which have no value either.
         at_end: its learning rate is at the end of the grid that was searched.
         splits: by seed, a fingerprint of the clients' data.
     """
@@ -44,6 +45,7 @@ class Figure:
     collapsed: tuple[float, ...] = ()
     majority: float | None = None
     failed: tuple[int, ...] = ()
+    missed: tuple[int, ...] = ()
     at_end: bool = False
     splits: Mapping[int, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -54,8 +56,13 @@ class Figure:
 
     @property
     def whole(self) -> bool:
-        """Whether no seed collapsed or failed."""
-        return not (self.collapsed or self.failed)
+        """Whether no seed collapsed, failed or missed the target."""
+        return not (self.collapsed or self.failed or self.missed)
+
+    @property
+    def seeds(self) -> int:
+        """How many there are, with and without a value."""
+        return self.n + len(self.failed) + len(self.missed)
 
     def pairs_with(self, other: Figure) -> bool:
         """Whether the clients' data are known and the same in both, for each seed that both have."""
@@ -73,7 +80,9 @@ class Figure:
                 f"{self.majority:.4g})"
             )
         if self.failed:
-            notes.append(f"{len(self.failed)} of {self.n + len(self.failed)} seeds failed")
+            notes.append(f"{len(self.failed)} of {self.seeds} seeds failed")
+        if self.missed:
+            notes.append(f"{len(self.missed)} of {self.seeds} seeds did not reach the target")
         if self.at_end and not self.exact:
             notes.append("its rate won at the end of the grid")
         return notes

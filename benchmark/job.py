@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,8 @@ class Options:
     """The options of the command line, the same for all workers.
 
     Attributes:
-        data: folder of the data; a suite's ``data.root`` is below it. since: start time of this call, in seconds.
+        data: folder of the data; a suite's ``data.root`` is below it. since: start time of this call, in seconds;
+            what failed before is tried again.
         overrides: config keys that do not affect a result, such as the device.
     """
 
@@ -41,7 +43,7 @@ class Options:
     redo: bool = False
     keep: bool = False
     unsafe_code: bool = False
-    since: float = 0.0
+    since: float = field(default_factory=time.time)
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -19,7 +19,7 @@ from .claims import FAILS, HOLDS, INCONCLUSIVE, UNTESTED
 _CLASSES = {HOLDS: "holds", FAILS: "fails", INCONCLUSIVE: "open", UNTESTED: "untested"}
 _DECIDED = f"(?:{HOLDS}|{FAILS})"
 _SEVERAL = rf"{_DECIDED} in \d+ of \d+ experiments(?:, (?:{FAILS}|{INCONCLUSIVE}) in \d+)+"
-_VERDICT = rf"{'|'.join(sorted(_CLASSES, reverse=True))}|{_SEVERAL}"
+_VERDICT = rf"(?:{'|'.join(sorted(_CLASSES, reverse=True))}|{_SEVERAL})(?:, not tested in \d+)?"
 #: where a verdict stands: bold, or at the end of a heading or of a condition
 _PLACES = re.compile(rf"(<strong>|— |: )({_VERDICT})(</strong>|</h3>|</a>|\n?</li>|\n<ul>)")
 _COLOURS_OF_A_FIGURE = 96
@@ -99,7 +99,7 @@ def _embedded(path: Path) -> str:
 
 def _coloured(found: re.Match[str]) -> str:
     before, verdict, after = found.groups()
-    name = _CLASSES.get(verdict, "open")
+    name = _CLASSES.get(verdict.partition(", not tested")[0], "open")
     if before == "<strong>":
         return f'<strong class="{name}">{verdict}{after}'
     return f'{before}<span class="{name}">{verdict}</span>{after}'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -42,7 +43,9 @@ def dig(found: Mapping, path: str) -> float:
 
 
 def quotients(found: Mapping, path: str) -> dict[int, float]:
-    """The numbers by seed at a path, or the quotients of two paths, ``A / B``, over the seeds that both have.
+    """The numbers by seed at a path, or the quotients of two paths, ``A / B``.
+
+    A seed that only one of them has, or where ``B`` is 0, has no number (NaN), as one that has failed.
 
     In a path, ``LIST?key=value&key=value`` chooses entries of a list, each with its ``seed``. In a single entry without
     a seed, and in a path without a choice, the first ``*`` runs over the seeds. Any other path is a constant.
@@ -56,7 +59,10 @@ def quotients(found: Mapping, path: str) -> dict[int, float]:
         raise UserError(f"by_seed: {path}: expected entries with a seed, or a * that runs over the seeds")
     if not isinstance(below, dict):
         return {seed: value / below for seed, value in values.items()}
-    return {seed: value / below[seed] for seed, value in values.items() if seed in below}
+    return {
+        seed: values[seed] / below[seed] if seed in values and below.get(seed) else math.nan
+        for seed in sorted(values.keys() | below.keys())
+    }
 
 
 def _by_seed(found: Mapping, path: str) -> dict[int, float] | float:

@@ -174,6 +174,8 @@ def _search(
         )
     origin = replace(experiment.origin, lines=experiment.lines(method, place))
     config = _config(keys, origin, spec.get("samples", experiment.samples), None, "none", options.work)
+    if any(key.startswith("early_stop.") for key in spec["space"]):
+        _check_stop(config, origin, stops=True)
     return Search(suite, experiment, options, method, dict(place), config, spec)
 
 
@@ -217,6 +219,17 @@ def make_training_file(job: Job) -> None:
         )
 
 
+def _check_stop(config: Config, origin: Origin, stops: bool) -> None:
+    """Refuse to stop runs by the test set; ``stops``: whether runs stop early, also if by a searched key."""
+    best = config.eval.best_res_update_round_wise_key
+    if stops and "test" in best.rpartition(".")[2].split("_"):
+        origin.fail(
+            "early_stop.patience",
+            f"= {config.early_stop.patience or 'searched'} with eval.best_res_update_round_wise_key = {best}: a suite "
+            "does not stop runs by the test set; choose val_loss or val_acc",
+        )
+
+
 def _config(
     keys: Mapping[str, Any], origin: Origin, samples: int | None, evaluations: int | None, test: str, work: str
 ) -> Config:
@@ -226,13 +239,7 @@ def _config(
     In a run of one round, clients do not depend on the method, so they are trained once for all methods.
     """
     config = load_config(keys, origin=origin)
-    best = config.eval.best_res_update_round_wise_key
-    if config.early_stop.patience and "test" in best.rpartition(".")[2].split("_"):
-        origin.fail(
-            "early_stop.patience",
-            f"= {config.early_stop.patience} with eval.best_res_update_round_wise_key = {best}: a suite does not stop "
-            "runs by the test set; choose val_loss or val_acc",
-        )
+    _check_stop(config, origin, stops=config.early_stop.patience > 0)
     changes: dict[str, Any] = {"lowrank.keep_checkpoints": 1}
     rounds = config.federate.total_round_num
     if samples:

@@ -351,6 +351,16 @@ def _rates_table(results: ExperimentResults) -> list[str]:
             f"{len(ends)} of {len(results.searches)} searches won at an end of their grid, so a better rate may lie "
             f"beyond, and verdicts that rest on it are inconclusive: {names}."
         )
+    by_table = dict.fromkeys(
+        method
+        for (method, _), records in results.records.items()
+        if records[0]["learning_rate"]["from"] == "table" and any(r.get("at_end") for r in records)
+    )
+    if by_table:
+        blocks.append(
+            "The rate in the table won at an end of the grid of the search that has found it, so a better rate may lie "
+            f"beyond, and verdicts that rest on it are inconclusive: {', '.join(by_table)}."
+        )
     if results.unlike:
         blocks.append(f"**{'; '.join(results.unlike.values())}.**")
     for search in results.searches:

@@ -36,7 +36,8 @@ class ExperimentResults:
     """The results of one experiment.
 
     Attributes:
-        records: (method, column) -> one result per seed. columns: the settings with results, in order.
+        records: (method, column) -> one result per seed. methods, columns: those that were run, also if all seeds have
+            failed; the settings in order.
         searches: results of searches. failed: failures. wanted: number of cells in the grid. stale: results of searches
             and cells from earlier revisions of a method, which are not in ``records`` and ``searches``. moved: pairs of
             a result of an earlier revision and the one that has replaced it. lost: (method, column) -> the seeds whose
@@ -57,18 +58,18 @@ class ExperimentResults:
 
     @property
     def methods(self) -> list[str]:
-        return list(dict.fromkeys(method for method, _ in self.records))
+        return list(dict.fromkeys(method for method, _ in (*self.records, *self.lost)))
 
     @property
     def columns(self) -> list[str]:
         order = [" / ".join(s.values()) for s in settings(self.experiment)]
-        there = {column for _, column in self.records}
+        there = {column for _, column in (*self.records, *self.lost)}
         return [c for c in order if c in there]
 
     @property
     def fullest(self) -> str | None:
         """The first setting that has all methods, else the first setting; None without results."""
-        whole = (c for c in self.columns if all((m, c) in self.records for m in self.methods))
+        whole = (c for c in self.columns if all((m, c) in {**self.records, **self.lost} for m in self.methods))
         return next(whole, self.columns[0] if self.columns else None)
 
     @property
@@ -89,17 +90,14 @@ class ExperimentResults:
         return bool(self.cells or self.failed or self.searches or self.stale)
 
     def figure(self, method: str, column: str, metric: str) -> Figure | None:
-        """None if no seed has the metric, or if a seed did not reach the target of ``bytes_to`` or ``rounds_to``.
+        """None if no seed has a value.
 
-        The mean of the other seeds would favour a method that rarely reaches the target. A seed whose value is infinite
-        or not a number has diverged, and counts as failed.
+        A seed that did not reach the target of ``bytes_to`` or ``rounds_to`` is ``missed``: the mean of the others
+        favours a method that rarely does. A seed whose value is infinite or not a number has diverged, and counts as
+        failed.
         """
-        records = self.records.get((method, column), ())
-        values = {r["seed"]: v for r in records if (v := value(r, metric)) is not None}
-        if _to_a_target(metric) and len(values) < len(records):
-            return None
-        by_seed = next((r["by_seed"][metric] for r in records if metric in r.get("by_seed", {})), values)
-        figure = figure_of({seed: v for seed, v in by_seed.items() if math.isfinite(v)})
+        records, values = self.records.get((method, column), ()), self._by_seed(method, column, metric)
+        figure = figure_of({seed: v for seed, v in values.items() if math.isfinite(v)})
         if figure is None:
             return None
         values = {seed: v for seed, v in values.items() if math.isfinite(v)}
@@ -111,25 +109,38 @@ class ExperimentResults:
             collapsed=tuple(collapsed),
             majority=majority[0][0] if majority else None,
             failed=self.failed_seeds(method, column, metric),
+            missed=self.missed_seeds(method, column, metric),
             at_end=any(r.get("at_end") for r in records),
             splits={r["seed"]: r["data"]["fingerprint"] for r in records if "data" in r},
         )
 
     def failed_seeds(self, method: str, column: str, metric: str) -> tuple[int, ...]:
         """The seeds whose run failed, or whose metric diverged."""
-        found = {r["seed"]: value(r, metric) for r in self.records.get((method, column), ())}
-        diverged = {seed for seed, v in found.items() if v is not None and not math.isfinite(v)}
+        found = self._by_seed(method, column, metric)
+        diverged = {seed for seed, v in found.items() if not math.isfinite(v)}
         return tuple(sorted(self.lost.get((method, column), set()) | diverged))
+
+    def missed_seeds(self, method: str, column: str, metric: str) -> tuple[int, ...]:
+        """The seeds that did not reach the target of the metric, if it has one."""
+        if not _to_a_target(metric):
+            return ()
+        return tuple(sorted(r["seed"] for r in self.records.get((method, column), ()) if value(r, metric) is None))
+
+    def _by_seed(self, method: str, column: str, metric: str) -> dict[int, float]:
+        """The values of the seeds that have one, of a study those in its ``by_seed``."""
+        records = self.records.get((method, column), ())
+        values = {r["seed"]: v for r in records if (v := value(r, metric)) is not None}
+        return next((r["by_seed"][metric] for r in records if metric in r.get("by_seed", {})), values)
 
     def cell(self, method: str, column: str, metric: str) -> str:
         """The figure as text for a table."""
-        records, figure = self.records.get((method, column), ()), self.figure(method, column, metric)
-        if figure is None and records and _to_a_target(metric):
-            reached = sum(value(r, metric) is not None for r in records)
-            return f"reached by {reached} of {len(records)}" if reached else "not reached"
+        figure, missed = self.figure(method, column, metric), len(self.missed_seeds(method, column, metric))
         lost, collapsed = len(self.failed_seeds(method, column, metric)), len(figure.collapsed) if figure else 0
         notes = [f"{collapsed} collapsed"] * bool(collapsed) + [f"{lost} failed"] * bool(lost)
-        return shown(figure, metric) + (f" ({', '.join(notes)})" if notes else "")
+        text = shown(figure, metric)
+        if missed:
+            text = f"reached by {figure.n} of {figure.n + missed}" if figure else "not reached"
+        return text + (f" ({', '.join(notes)})" if notes else "")
 
     def error(self, method: str, column: str, metric: str) -> float | None:
         """The standard error from the scorer, if there is only one seed."""
@@ -143,8 +154,10 @@ class ExperimentResults:
         column = self._column(labels)
         if column is None:
             return None
-        failed = self.failed_seeds(method, column, metric)
-        return self.figure(method, column, metric) or (Figure(math.nan, None, 0, failed=failed) if failed else None)
+        if (figure := self.figure(method, column, metric)) is not None:
+            return figure
+        failed, missed = (seeds(method, column, metric) for seeds in (self.failed_seeds, self.missed_seeds))
+        return Figure(math.nan, None, 0, failed=failed, missed=missed) if failed or missed else None
 
     def _column(self, labels: Mapping[str, str]) -> str | None:
         fitting = [s for s in settings(self.experiment) if all(s.get(k) == v for k, v in labels.items())]
@@ -154,6 +167,11 @@ class ExperimentResults:
         """The results of methods at labels, each once."""
         found = [r for m, labels in places for r in self.records.get((m, self._column(labels) or ""), ())]
         return list({r["hash"]: r for r in found}.values())
+
+    def lost_at(self, places: Sequence[tuple[str, Mapping[str, str]]]) -> int:
+        """The number of runs of methods at labels that have failed."""
+        found = {(m, self._column(labels) or "") for m, labels in places}
+        return sum(len(self.lost.get(place, ())) for place in found)
 
     def hashes(self, places: Sequence[tuple[str, Mapping[str, str]]]) -> set[str]:
         """The hashes of the results of methods at labels."""
@@ -197,6 +215,8 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
             if isinstance(job, Script) and experiment.by_seed:
                 record["by_seed"] = values_by_seed(record, experiment.by_seed, store)
             results.records.setdefault((label, column), []).append(record)
+            if (failed := store.read("failed", now.key)) and failed["finished"] > record["finished"]:
+                results.failed.append(failed)  # a repetition, whose earlier result stays
             if before := now.stale(store):
                 results.moved.append((before, {**record, "label": label}))
         elif failed := store.read("failed", now.key):

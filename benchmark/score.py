@@ -27,7 +27,9 @@ def add(commands: Any) -> None:
         help="local copies of the tasks' data, as docs/evaluation.md says (default: $FS_LOWRANK_DATA, or here)",
     )
     parser.add_argument("--limit", type=shell.at_least(1), metavar="N", help="only the first samples of each task")
-    parser.add_argument("--num-fewshot", type=shell.at_least(0), metavar="N", help="examples in the prompt (default: the task's)")
+    parser.add_argument(
+        "--num-fewshot", type=shell.at_least(0), metavar="N", help="examples in the prompt (default: the task's)"
+    )
     parser.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the scores to a file, too")
     parser.add_argument("--best", action="store_true", help=BEST)

@@ -66,7 +66,7 @@ def script(
     def main(argv: Sequence[str] | None = None, **more: Any) -> int:
         def make_parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser]]:
             parser = shell.Parser(prog=f"python -m {module}", description=about.split("\n")[0])
-            counts = {int: shell.at_least(1)}
+            counts: dict[Any, Any] = {int: shell.at_least(1)}
             actions = [
                 parser.add_argument(flag, **{**given, "type": counts.get(given.get("type"), given.get("type"))})
                 for flag, given in options.items()

@@ -7,7 +7,7 @@ the verdict come from the results.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .claims import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, Condition, judge, used, verdict
 from .markdown import heading, image, range_of, table
@@ -21,11 +21,21 @@ _NOTHING = "–"
 
 @dataclass(frozen=True)
 class Judged:
-    """The verdict on a claim, its conditions by experiment, and the groups of experiments that share cells."""
+    """The verdict on a claim, its conditions by experiment, and the groups of experiments that share cells.
+
+    Attributes:
+        untested: how many experiments have runs and yet not all figures that the rule asks for, while others decide.
+    """
 
     verdict: str
     by_experiment: dict[str, list[Condition]]
     sharing: list[list[str]]
+    untested: int = 0
+
+    @property
+    def said(self) -> str:
+        """The verdict, with the experiments that it leaves out."""
+        return self.verdict + (f", not tested in {self.untested}" if self.untested else "")
 
 
 @dataclass(frozen=True)
@@ -34,7 +44,8 @@ class Row:
 
     Attributes:
         runs: experiment -> the results that the rule has looked at. seeds: experiment -> their seeds. cause: the cause
-            that was tested, with what tested it; empty for a claim that holds, or of which nothing was run.
+            that was tested, with what tested it; empty for a claim that holds, or of which nothing was run. lost:
+            experiment -> the number of runs that have failed.
     """
 
     suite: Suite
@@ -43,6 +54,7 @@ class Row:
     runs: dict[str, list[dict]]
     seeds: dict[str, list[int]]
     cause: str
+    lost: dict[str, int] = field(default_factory=dict)
 
     @property
     def needs(self) -> str:
@@ -51,7 +63,14 @@ class Row:
     @property
     def ran(self) -> str:
         """The experiments with their numbers of runs."""
-        return "; ".join(f"{name}: {_number(records)}" for name, records in self.runs.items() if records) or _NOTHING
+        return (
+            "; ".join(
+                f"{name}: {_number(records)}" + (f", {lost} failed" if lost else "")
+                for name, records in self.runs.items()
+                if (lost := self.lost.get(name, 0)) or records
+            )
+            or _NOTHING
+        )
 
     @property
     def seeded(self) -> str:
@@ -78,7 +97,9 @@ def judged_claims(suite: Suite, results: Mapping[str, ExperimentResults]) -> dic
         else:
             first, *others = [f"{v} in {tested.count(v)}" for v in (HOLDS, FAILS, INCONCLUSIVE) if v in tested]
             overall = ", ".join([f"{first} of {len(tested)} experiments", *others])
-        judged[name] = Judged(overall, by_experiment, [group for group in groups if len(group) > 1])
+        ran = [v for v, group in zip(verdicts, groups) if any(hashes[e] for e in group)]
+        untested = ran.count(UNTESTED) if tested else 0
+        judged[name] = Judged(overall, by_experiment, [group for group in groups if len(group) > 1], untested)
     return judged
 
 
@@ -108,7 +129,8 @@ def rows_of(
         seeds = {e: _seeds(rule, records) for e, records in runs.items() if records}
         asked = result.verdict != HOLDS and any(runs.values())
         cause = _cause(suite, name, result, results, elsewhere) if asked else ""
-        rows.append(Row(suite, name, result.verdict, runs, seeds, cause))
+        lost = {e: results[e].lost_at(used(rule, results[e].look)) for e in result.by_experiment}
+        rows.append(Row(suite, name, result.said, runs, seeds, cause, lost))
     return rows
 
 
@@ -152,11 +174,12 @@ def _seeds(rule: Sequence[Mapping], records: Sequence[Mapping]) -> list[int]:
     return sorted({s for seeds in studied for s in seeds} if studied else {r["seed"] for r in records if "rounds" in r})
 
 
-def _ran_in_words(records: Sequence[Mapping], seeds: Sequence[int]) -> str:
+def _ran_in_words(records: Sequence[Mapping], seeds: Sequence[int], lost: int) -> str:
     """What was run for a claim in an experiment."""
-    if not records:
+    if not records and not lost:
         return ""
-    parts = [_number(records)]
+    parts = [_number(records)] if records else []
+    parts += [f"{lost} failed"] if lost else []
     models = sorted({r["model"]["type"] for r in records if "type" in r.get("model", {})})
     parts += [f"model {', '.join(f'`{m}`' for m in models)}"] if models else []
     for key, word in (("rounds", "rounds"), ("samples", "samples trained on")):
@@ -210,7 +233,7 @@ def said_of_claims(
     blocks: list[str] = []
     for row in rows:
         result, claim = judged[row.name], suite.claims[row.name]
-        blocks.append(heading(f"Claim: {claim['says']} — {result.verdict}", 3))
+        blocks.append(heading(f"Claim: {claim['says']} — {result.said}", 3))
         rules = "; ".join(", ".join(f"{k} {_plain(v)}" for k, v in c.items()) for c in claim["rule"])
         blocks.append(f"{claim.get('source', '')} Rule: {rules}.".strip())
         if claim.get("needs"):
@@ -218,7 +241,7 @@ def said_of_claims(
         if row.name in drawn:
             blocks.append(image(f"{claim['says']}: by how much each condition is met, 95 % intervals", drawn[row.name]))
         for experiment, conditions in result.by_experiment.items():
-            ran = _ran_in_words(row.runs[experiment], row.seeds.get(experiment, ()))
+            ran = _ran_in_words(row.runs[experiment], row.seeds.get(experiment, ()), row.lost.get(experiment, 0))
             lines = [f"- {experiment}: **{verdict(conditions)}**{ran}"]
             lines += [f"  - {c.text}: {c.verdict}" for c in conditions]
             blocks.append("\n".join(lines))

@@ -28,6 +28,7 @@ from .models.adapters import layer_stack
 from .models.build import build_skeleton
 from .models.machine import device_of
 from .models.quantised import beside, to_quantise
+from .rounds.fits import SPLITS
 from .rounds.reuse import Reuse
 from .rounds.site import Site
 from .runs.folder import outdir_of
@@ -62,8 +63,9 @@ class Estimate:
     Attributes:
         needs: of memory and disk. room: by place, the bytes that are free.
         seconds: of the run; None if no step was probed. training: those of them that clients train, without what is
-            kept of frozen layers. alike: equal for two runs of one round whose clients train alike (``rounds.reuse``);
-            empty if trained clients are not kept for other runs.
+            kept of frozen layers. scoring: by split, the seconds of scoring it once.
+        alike: equal for two runs of one round whose clients train alike (``rounds.reuse``); empty if trained clients
+            are not kept for other runs. kept: the bytes on disk of those that are.
         steps: of all clients in all rounds; None if they are not known.
         advice: keys to change where something does not fit.
     """
@@ -72,7 +74,9 @@ class Estimate:
     room: dict[str, float]
     seconds: float | None = None
     training: float | None = None
+    scoring: dict[str, float] = field(default_factory=dict)
     alike: str = ""
+    kept: float = 0.0
     steps: float | None = None
     advice: list[str] = field(default_factory=list)
 
@@ -181,6 +185,9 @@ def _probed(config: Config, found: Estimate, on: str, copies: int) -> None:
             needs.append(Need("states for other runs", most, "disk", "the same, up to train.cache_frozen_shared"))
     shared, sent = nbytes(method.view(site.initial_state)), nbytes(method.expected(site.initial_state, 1, 1))
     needs.append(Need("updates of a round", config.sampled_per_round * sent, "memory", "arithmetic"))
+    if found.alike:
+        found.kept = float(config.sampled_per_round * sum(p.numel() * p.element_size() for p in trained))
+        needs.append(Need("clients for other runs", found.kept, "disk", "arithmetic"))
     personal = len(site.clients) * nbytes(site.personal.untrained)
     needs.append(Need("clients' own tensors", personal, "memory", "arithmetic"))
     if config.lowrank.checkpoint_freq:
@@ -316,13 +323,15 @@ def _add_time(found: Estimate, site: Site, sizes: np.ndarray, copies: int) -> No
     phases = [phase for t in rounds for phase in site.method.phases(t, 1)]
     steps = sum(train.local_update_steps if phase.steps is None else phase.steps for phase in phases)
     found.steps = float(each * steps * config.sampled_per_round)
-    evaluated, often = 0.0, sum(evaluation_due(config, t) for t in rounds)
+    often = sum(evaluation_due(config, t) for t in rounds)
     size = config.eval.batch_size or loads.batch_size
-    for split, examples in site.held_out().items():
-        few = examples.select(np.arange(min(size, len(examples))))
-        started = time.perf_counter()
-        batch_scores(site.model, few, size, owner=f"{split} probed", reads=site.reads)
-        evaluated += (time.perf_counter() - started) * math.ceil(len(examples) / size)
+    for split, name in SPLITS.items():
+        if (examples := getattr(site.data, name)) is not None:
+            few = examples.select(np.arange(min(size, len(examples))))
+            started = time.perf_counter()
+            batch_scores(site.model, few, size, owner=f"{split} probed", reads=site.reads)
+            found.scoring[split] = (time.perf_counter() - started) * math.ceil(len(examples) / size)
+    evaluated = sum(found.scoring[split] for split in site.held_out())
     client = int(np.argsort(sizes)[len(sizes) // 2])
     examples = site.data.clients[client]
     pace, once = _pace(site, examples), 0.0

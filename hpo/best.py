@@ -23,7 +23,7 @@ from fs_lowrank.versions import SCHEMA, check_schema
 
 from .search import budget, draw_of, front, kind
 from .settings import settings_of
-from .space import decoded
+from .space import at_an_end, decoded
 from .storage import CONFIRM, load_study, open_storage, quiet
 from .trial import one_test_set
 
@@ -61,6 +61,15 @@ def confirmation(storage: BaseStorage, study: optuna.Study, trial: FrozenTrial) 
     }
 
 
+def _at_an_end(point: Mapping[str, Any], study: optuna.Study) -> str:
+    """A sentence that names the listed keys of a winning point whose value is the smallest or the largest tried."""
+    listed = {key: given["grid"] for key, given in settings_of(study).space.items() if "grid" in given}
+    tried = [*(p.point for p in points_of(study)), *({key: v} for key, values in listed.items() for v in values)]
+    ends = at_an_end({key: v for key, v in point.items() if key in listed}, tried)
+    said = [f"{key} {point[key]:g} is the {'largest' if end > 0 else 'smallest'}" for key, end in ends.items()]
+    return f"{' and '.join(said)} that was tried, so a better value may lie beyond" if said else ""
+
+
 def summary(storage: BaseStorage, name: str) -> dict[str, Any]:
     """A study as plain data: the number of its trials by kind, its winners, its budget, its failures."""
     study = load_study(storage, name)
@@ -80,6 +89,7 @@ def summary(storage: BaseStorage, name: str) -> dict[str, Any]:
                 "confirmed": confirmed,
                 "chance": chance,
                 "nothing_learned": Chance(**chance).verdict(accuracies) if chance else "",
+                "at_end": _at_an_end(decoded(trial.params), study),
             }
         )
     return {
@@ -156,7 +166,8 @@ def results(where: str, name: str) -> dict[str, Any]:
 
     Returns:
         ``winners``: the best trial, or the Pareto front, each with its ``point`` and ``values``, and with a sentence in
-        ``nothing_learned`` if its accuracy is at or below the majority class; empty if no trial is complete.
+        ``nothing_learned`` if its accuracy is at or below the majority class, and in ``at_end`` if a value is the first
+        or last of its grid; empty if no trial is complete.
         ``tried``: every point with its ``value``. ``failed``: kind (nan, memory, error, lost) and reason of each point
         of which every attempt failed. ``objectives``, ``budget``, ``trials`` and more: see ``summary``.
 
@@ -202,6 +213,11 @@ def choose(found: dict, trial: int | None = None, unconfirmed: bool = False, unl
             "data, or write it as it is with --unlearned"
         )
     check = winners[0]["confirmed"]
+    if check and check["failed"] and not unconfirmed:
+        raise UserError(
+            f"the best trial of {name} failed on {len(check['failed'])} of its fresh seeds: {check['failed'][0]}; take "
+            "another trial with --trial, or write it as it is with --unconfirmed"
+        )
     if not unconfirmed and (check is None or check["open"]):
         raise UserError(
             f"the best trial of {name} was not yet run on all of its fresh seeds, so it may be luck; "
@@ -235,8 +251,7 @@ def header(found: dict, winner: dict) -> str:
         lines.append(f"# cost of the fresh seeds: {budget_text(check['budget'])}")
     else:
         lines.append("# NOT run on fresh seeds: the value is the search's own, and may be luck")
-    if winner["nothing_learned"]:
-        lines.append(f"# {winner['nothing_learned']}")
+    lines += [f"# {winner[said]}" for said in ("nothing_learned", "at_end") if winner[said]]
     lines.append(f"# cost of the search: {budget_text(found['budget'])} ({_counts(found['trials'])})")
     plain = {"schema": SCHEMA} | {
         k: found[k] for k in ("study", "objectives", "sampler", "pruner", "rungs", "seeds", "budget", "trials")

@@ -258,8 +258,8 @@ def _print_table(found: list[dict], file: Path | None) -> None:
     tables.show(console, lines, file, right=costs)
     for f in found:
         for winner in f["winners"]:
-            if winner["nothing_learned"]:
-                _say(f"{f['study']} #{winner['trial']}: {winner['nothing_learned']}")
+            for said in filter(None, (winner["nothing_learned"], winner["at_end"])):
+                _say(f"{f['study']} #{winner['trial']}: {said}")
 
 
 def _status(args: argparse.Namespace) -> None:

@@ -22,6 +22,7 @@ from optuna.trial import FrozenTrial, TrialState
 from fs_lowrank import UserError
 from fs_lowrank.jobs.locks import exclusive
 from fs_lowrank.methods import revisions
+from fs_lowrank.runs.chance import Chance
 from fs_lowrank.versions import SCHEMA
 
 from .settings import META, OBJECTIVES, Settings, make_sampler, settings_of
@@ -292,8 +293,18 @@ class Queue:
             trial.set_user_attr("draw", trial.number)
         return trial
 
+    def _score(self, trial: FrozenTrial) -> float:
+        """The value of a trial on a rung; an accuracy that is not above chance counts as chance, as for a pruner."""
+        value, chance = trial.user_attrs["value"], trial.user_attrs.get("chance")
+        if self.settings.objectives[0] != "val_acc" or chance is None:
+            return value
+        return Chance(**chance).reported("acc", {"acc": value})
+
     def _promote(self, trials: Sequence[FrozenTrial]) -> bool:
-        """Queue the best points of the highest rung that is complete for the next rung; False if there are none."""
+        """Queue the best points of the highest rung that is complete for the next rung; False if there are none.
+
+        Where the last of them has an accuracy of chance, so do others that are as good, and all of them go on.
+        """
         rungs, sign = self.settings.rungs, -1 if OBJECTIVES[self.settings.objectives[0]] == "maximize" else 1
         planned, promoted = None, False
         for rung in range(len(rungs) - 1):
@@ -303,8 +314,12 @@ class Queue:
             draws = {draw_of(t) for t in on_rung if kind(t) != "surplus"} if planned is None else planned
             if draws - ended or not done:
                 break
-            best = sorted(done, key=lambda d: (sign * done[d].user_attrs["value"], d))
-            planned = set(best[: max(1, len(best) * rungs[rung] // rungs[rung + 1])])
+            score = {d: sign * self._score(t) for d, t in done.items()}
+            best = sorted(done, key=lambda d: (score[d], d))
+            last = best[max(1, len(best) * rungs[rung] // rungs[rung + 1]) - 1]
+            planned = set(best[: best.index(last) + 1])
+            if score[last] != sign * done[last].user_attrs["value"]:  # it has learned nothing, as others have
+                planned = {d for d in done if score[d] <= score[last]}
             above = {draw_of(t) for t in trials if t.user_attrs.get("rung", 0) == rung + 1}
             for draw in sorted(planned - above):
                 self.study.enqueue_trial(done[draw].params, user_attrs={"draw": draw, "rung": rung + 1})

@@ -148,6 +148,11 @@ def check_fit(settings: Settings, space: Space) -> None:
                 f"rungs {','.join(map(str, rungs))}: there is no evaluation after each of these rounds "
                 f"with eval.freq = {freq}; set eval.freq 1"
             )
+        if rungs[0] < (passes := first_passes(base)):
+            raise UserError(
+                f"rungs {','.join(map(str, rungs))}: {base.federate.method} has trained everything that it trains only "
+                f"after {passes} rounds, and no trial is stopped before; begin with {passes} or more"
+            )
     searched = space_keys(space)
     if "federate.method" in searched and (rungs or settings.pruner != "none"):
         raise UserError(

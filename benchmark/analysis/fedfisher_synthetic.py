@@ -140,10 +140,10 @@ def changes(entries: list[dict]) -> list[dict[str, float]]:
 
 
 def bends(entries: list[dict]) -> list[dict[str, float]]:
-    """By seed, how much the loss falls from the fewest local steps to the best number, and rises from there to the most.
+    """By seed, how much the loss falls from the fewest local steps to the best number, and rises from there on.
 
-    The best number for a seed is that with the lowest mean over the other seeds: chosen on the same seed, the fall and
-    the rise would be positive by the choice alone.
+    It rises to the loss after the most steps. The best number for a seed is that with the lowest mean over the
+    other seeds: chosen on the same seed, the fall and the rise would be positive by the choice alone.
     """
     losses = torch.tensor([entry["loss_by_seed"] for entry in entries], dtype=torch.float64)
     found = []

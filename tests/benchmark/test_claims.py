@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from benchmark.claims import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, check_rule, judge, span_of_best, verdict
+from benchmark.claims import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, check_rule, judge, verdict
+from benchmark.curves import span_of_best
 from benchmark.intervals import Figure, difference, figure_of, of_mean
 from benchmark.job import at_the_end
 from benchmark.results import ExperimentResults, best_of, scale_of, shown, value
@@ -224,6 +225,28 @@ def test_the_number_of_seeds_that_would_decide():
     gaps = np.subtract(values["a"], values["b"])
     enough = next(n for n in range(2, 99) if stats.t.ppf(0.975, n - 1) * gaps.std(ddof=1) / n**0.5 < gaps.mean())
     assert condition.verdict == INCONCLUSIVE and f"about {enough} seeds would decide" in condition.text and enough > 3
+
+
+def test_the_number_of_seeds_that_would_refute_one_of_several_conditions():
+    """It is that of the wider interval: with as many seeds, and the same mean and spread, the claim is refuted."""
+    gaps = np.array([-0.03, -0.01, -0.02, 0.005])
+
+    def look_with(n):
+        spread = np.resize([1.0, -1.0], n) if n % 2 == 0 else np.array([*np.resize([1.0, -1.0], n - 1), 0.0])
+        drawn = gaps if n == 4 else gaps.mean() + spread * gaps.std(ddof=1) / spread.std(ddof=1)
+        other = np.linspace(0.6, 0.7, n)
+        return lambda method, labels, metric: by_seed(other + drawn if method == "a" else other)
+
+    rule = [{"is": "above", "better": "a", "than": ["b", "c", "d"], "by": 0}]
+    conditions = judge(rule, look_with(4))
+    sizes = range(2, 99)
+    alone, enough = (
+        next(n for n in sizes if stats.t.ppf(1 - a / 2, n - 1) * gaps.std(ddof=1) / n**0.5 < -gaps.mean())
+        for a in (0.05, 0.05 / 3)
+    )
+    assert alone < enough and all(f"about {enough} seeds would decide" in c.text for c in conditions)
+    assert verdict(judge(rule, look_with(enough - 1))) == INCONCLUSIVE
+    assert verdict(judge(rule, look_with(enough))) == FAILS
 
 
 def test_a_method_that_learned_nothing_decides_no_claim():
@@ -535,6 +558,26 @@ def test_a_method_whose_seeds_all_failed_is_not_untested(monkeypatch):
     assert found.look("c", {}, "test_acc") is None and found.cell("b", "", "test_acc") == "– (2 failed)"
 
 
+def test_a_method_and_a_setting_of_which_all_seeds_failed_are_shown():
+    suite = load_suite("glue", "small")
+    found = results_of(a=[record(0, 0.9)])
+    found.suite, found.experiment = suite, suite.experiments["sst2"]
+    found.records = {("a", "3"): found.records["a", ""]}
+    found.lost = {("a", "50"): {0}, ("b", "3"): {0, 1}}
+    assert found.methods == ["a", "b"] and found.columns == ["3", "50"] and found.fullest == "3"
+    assert found.cell("b", "3", "test_acc") == "– (2 failed)" and found.cell("a", "50", "test_acc") == "– (1 failed)"
+
+
+def test_a_seed_of_a_study_without_a_number_has_failed():
+    study = {"seed": 0, "hash": "s", "metrics": {"x": 0.9}, "by_seed": {"x": {0: 0.9, 1: math.nan, 2: 0.91, 3: 0.905}}}
+    found = results_of(study=[study])
+    figure = found.figure("study", "", "x")
+    assert (figure.n, figure.failed) == (3, (1,))
+    rule = {"is": "value", "methods": ["study"], "metric": "x", "at_least": 0.5}
+    held = judged(rule, lambda method, labels, metric: found.figure(method, "", metric))
+    assert held.verdict == INCONCLUSIVE and "1 of 4 seeds failed" in held.text
+
+
 @pytest.mark.parametrize("nothing", [math.nan, math.inf])
 def test_a_seed_that_diverged_has_failed(nothing):
     found = results_of(a=[record(0, 0.9), record(1, 0.91), record(2, 0.92)])
@@ -678,22 +721,30 @@ def test_wrong_rules(condition, words):
         check_rule(condition, Origin(), "claims.a.rule.0")
 
 
-def test_a_target_that_a_seed_missed_has_no_mean():
-    def record(seed, reached):
-        return {
-            "seed": seed,
-            "metrics": {},
-            "history": {"evaluated": [{"round": 1, "val_acc": 0.9 if reached else 0.5, "uplink": 10, "downlink": 0}]},
-        }
+def test_a_seed_that_missed_the_target_holds_nothing_and_is_no_missing_figure(monkeypatch):
+    def record(seed, sent):
+        reached = {"round": 1, "val_acc": 0.9 if sent else 0.5, "uplink": sent, "downlink": 0}
+        return {"seed": seed, "metrics": {}, "history": {"evaluated": [reached]}}
 
-    found = ExperimentResults(
-        None,
-        None,
-        {("a", ""): [record(0, True), record(1, False)], ("b", ""): [record(0, True)], ("c", ""): [record(0, False)]},
-    )
+    monkeypatch.setattr(ExperimentResults, "_column", lambda self, labels: "")
+    methods = {"a": (10, 11, 0), "b": (20, 21, 22.5), "c": (0, 0, 0)}
+    found = results_of(**{m: [record(s, n) for s, n in enumerate(sent)] for m, sent in methods.items()})
     metric = "bytes_to:val_acc:0.7"
-    assert found.figure("a", "", metric) is None and found.figure("b", "", metric).mean == 10
-    assert [found.cell(m, "", metric) for m in "abcd"] == ["reached by 1 of 2", "10 B", "not reached", "–"]
+    figure = found.figure("a", "", metric)
+    assert (figure.mean, figure.missed, figure.whole) == (10.5, (2,), False) and found.figure("c", "", metric) is None
+    assert [found.cell(m, "", metric) for m in "abcd"] == ["reached by 2 of 3", "21 B ± 1 B", "not reached", "–"]
+    assert best_of({m: found.figure(m, "", metric) for m in "ab"}, metric) is None
+
+    def above(better, other):
+        rule = {"is": "above", "metric": metric, "better": better, "than": [other], "by": 0, "lower_is_better": True}
+        return judged(rule, found.look)
+
+    assert above("a", "b").verdict == above("b", "a").verdict == INCONCLUSIVE
+    assert "a: 1 of 3 seeds did not reach the target" in above("a", "b").text
+    assert above("b", "c").verdict == INCONCLUSIVE and "3 of 3 seeds did not reach" in above("b", "c").text
+    assert above("b", "d").verdict == UNTESTED
+    found.records["a", ""][2] = record(2, 11.5)
+    assert above("a", "b").verdict == HOLDS and above("b", "a").verdict == FAILS
 
 
 @pytest.mark.parametrize(
@@ -828,6 +879,21 @@ def test_a_method_that_learns_nothing_works_at_no_rate(monkeypatch):
     assert judged({**rule, "better": "learns", "than": ["idle"]}, look).verdict == HOLDS
     assert span_of_best(dict(zip(RATES, [0.5, 0.52, 0.5, 0.5])), 0.02, 1, 0.5) == (0.0, False)
     assert span_of_best(dict(zip(RATES, [0.5, 0.6, 0.59, 0.5])), 0.02, 1, 0.5) == (pytest.approx(1.0), False)
+
+
+def test_the_majority_class_is_that_of_any_point():
+    """At the first point all seeds have failed, so it has none; at the others nothing was learned."""
+    curves = {"idle": [None, 0.5, 0.5, 0.51], "learns": [0.5, 0.8, 0.5, 0.5]}
+
+    def look(method, labels, metric):
+        value = curves[method][RATES.index(float(labels["rate"]))]
+        if value is None:
+            return Figure(math.nan, None, 0, failed=(0, 1, 2))
+        return dataclasses.replace(by_seed([value, value + 0.001, value - 0.001]), majority=0.5)
+
+    rule = {"is": "wider", "along": "rate", "points": RATES, "by": -1, "within": 0.02}
+    found = judged({**rule, "better": "idle", "than": ["learns"]}, look)
+    assert "idle: 3 of 3 seeds learned nothing at any point" in found.text and found.verdict != HOLDS
 
 
 def test_a_seed_that_fails_at_a_rate_does_not_work_there():

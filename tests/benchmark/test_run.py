@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -418,6 +419,41 @@ def test_what_a_suite_will_take(place, bench):
     assert code == 2 and "--only nothing" in said
 
 
+@pytest.mark.more
+def test_what_failed_and_what_is_repeated_is_estimated(done, bench):
+    found = {}
+    for options in ([], ["--redo"]):
+        code, said = bench("run", "tiny.yaml", "--estimate", *options)
+        assert code == 0, said
+        rows = re.findall(r"│ tiny/small/(\w+) +│ *(\d*) *│ *(\d*) ", said)
+        found[*options] = {name: (cells, searches) for name, cells, searches in rows}
+    # of before, a method that never works has failed; searches are kept
+    assert found == {(): {"trouble": ("1", "")}, ("--redo",): {"main": ("8", ""), "trouble": ("2", "")}}
+
+
+def test_a_gpu_that_runs_are_estimated_for(place, bench, monkeypatch):
+    """They are probed on it, and its memory is not added to the machine's."""
+    from benchmark import estimate
+    from fs_lowrank.estimate import Estimate, Need
+
+    code, said = bench("run", "tiny.yaml", "--only", "main", "--estimate", "--gpus", "99")
+    assert code == 2 and said.count("\n") == 1 and "--gpus 99: torch finds" in said, said
+    probed = []
+
+    def measured(config):
+        probed.append((config.use_gpu, config.device))
+        needs = [Need("base", size, where, "") for where, size in (("device", 3e9), ("memory", 2e9), ("disk", 1e9))]
+        return Estimate(needs, {"device": 8e9, "memory": 8e9, "disk": 8e9}, seconds=1.0, scoring={"test": 7200.0})
+
+    monkeypatch.setattr(estimate, "check_gpus", lambda gpus: None)
+    monkeypatch.setattr(estimate, "_probed", lambda alike: measured(alike.config))
+    code, said = bench("run", "tiny.yaml", "--only", "main", "--estimate", "--gpus", "1,2", "--results", "on_gpus")
+    assert code == 0 and set(probed) == {(True, 1)}, said
+    row = re.findall(r"│ in all, by 2 workers +│(.*)", said)[0].split("│")
+    sizes = [figure.strip() for figure in row[4:8]]
+    assert sizes == ["8.0", "3.0 GB", "4.0 GB", "2.0 GB"]  # 8 cells score their test set, two at a time
+
+
 @pytest.mark.parametrize("kind, runs", [("loguniform: [1e-3, 1e-2]", 20), ("choice: [1e-3, 1e-2]", 20)])
 def test_the_estimate_of_a_search_that_is_no_grid(place, bench, kind, runs):
     text = (place / "tiny.yaml").read_text()
@@ -627,6 +663,20 @@ def test_finished_repeated_and_formerly_failed_cells(place, monkeypatch):
     assert again.done(store)
 
 
+def test_a_repetition_that_fails_is_reported_beside_the_earlier_result(place, monkeypatch):
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(place)
+    without_own_methods(place, "repeated.yaml")
+    options = Options(("repeated.yaml",), results="repeated", only=("trouble",))
+    suite, store, cell = load_suite("repeated.yaml", "small"), options.store, plan(options)[0]
+    result = {"seed": 0, "method": "fedlora", "metrics": {}, "samples": 1, "samples_counted": True}
+    store.write("cells", {**cell.identity(), **result, "finished": 150.0})
+    for then, failures in ((100.0, 0), (200.0, 1)):
+        store.write("failed", {**cell.identity(), "error": "then", "finished": then})
+        found = find(suite, suite.experiments["trouble"], options, store)
+        assert found.cells == 1 and len(found.failed) == failures
+
+
 def test_suites_do_not_run_generated_code_without_permission():
     asked = {"scorer": "humaneval", "run_unsafe_code": True}
     assert permitted(asked, unsafe_code=False)["run_unsafe_code"] is False
@@ -672,7 +722,8 @@ def test_values_of_a_script_by_seed():
     runs = [{"seed": s, "method": m, "x": [v, v + 2]} for m, s, v in (("a", 0, 1.0), ("a", 5, 3.0), ("b", 5, 2.0))]
     found = {"file": {"runs": runs, "one": [{"k": 1, "curves": [[0.0, 4.0], [0.0, 6.0]]}], "floor": 2.0}}
     assert quotients(found, "file.runs?method=a.x.*") == {0: 2.0, 5: 4.0}
-    assert quotients(found, "file.runs?method=a.x.* / file.runs?method=b.x.*") == {5: 4.0 / 3.0}
+    both = quotients(found, "file.runs?method=a.x.* / file.runs?method=b.x.*")
+    assert both[5] == 4.0 / 3.0 and both.keys() == {0, 5} and math.isnan(both[0])  # b has no seed 0
     assert quotients(found, "file.one?k=1.curves.*.-1: / file.floor") == {0: 2.0, 1: 3.0}
     assert quotients(found, "file.one.*.k") == {0: 1.0}
     for path, words in (

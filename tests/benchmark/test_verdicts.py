@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmark.claims import FAILS, HOLDS
+from benchmark.page import page
 from benchmark.results import ExperimentResults
 from benchmark.suite import SIZES, load_suite, shipped
 from benchmark.verdicts import judged_claims, rows_of, said_of_claims, summary
@@ -59,6 +60,26 @@ def test_a_claim_without_results_says_so():
     row, said, table = rows({}, {"one": results("one")})
     assert (row.needs, row.ran, row.seeded, row.cause) == ("–", "–", "–", "")
     assert "- one: **not tested at this size**\n" in said and "What it takes" not in said
+
+
+def test_experiments_that_lack_a_figure_are_counted():
+    """They were run, so a verdict of the others alone would hide them."""
+    row, said, table = rows({"experiments": ["one", "two"]}, {"one": AHEAD, "two": results("two", a=[record(0, 0.9)])})
+    assert row.verdict == "holds, not tested in 1" and "| **holds, not tested in 1** |" in table and row.cause == ""
+    assert "Claim: A is ahead — holds, not tested in 1" in said
+    coloured = page(f"{table}\n\n### Claim: A — {row.verdict}\n\n- two: **not tested at this size**")
+    assert coloured.count('class="holds"') == 2 and coloured.count('class="untested"') == 1
+    assert rows({"experiments": ["one", "two"]}, {"one": AHEAD, "two": results("two")})[0].verdict == HOLDS
+
+
+def test_failed_runs_are_named_beside_what_was_run():
+    found = results("one", a=[record(s, 0.8 + s / 50) for s in (0, 1)], b=[record(0, 0.6), record(1, 0.615)])
+    found.lost = {("a", ""): {2}, ("c", ""): {0}}  # c is in no rule
+    row, said, _ = rows({}, {"one": found})
+    assert row.ran == "one: 4 runs, 1 failed" and "**inconclusive** — 4 runs; 1 failed; model" in said
+    found.records, found.lost = {}, {("a", ""): {0, 1}, ("b", ""): {0}}
+    row, said, _ = rows({}, {"one": found})
+    assert row.ran == "one: 0 runs, 3 failed" and "**inconclusive** — 3 failed" in said
 
 
 def test_a_claim_that_fails_names_the_cause_with_what_tested_it():

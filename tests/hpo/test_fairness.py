@@ -64,6 +64,63 @@ def test_a_winner_above_the_majority_class_is_written(search, monkeypatch, tmp_p
     assert "nothing was learned" not in capsys.readouterr().out + (tmp_path / "best.yaml").read_text()
 
 
+def test_a_winner_at_the_end_of_its_grid_is_named(search, monkeypatch, tmp_path, capsys):
+    runs(monkeypatch, lambda config: 0.66 + config.train.optimizer.lr)
+    options, _, _ = search(confirm=1)
+    said = "train.optimizer.lr 0.01 is the largest that was tried, so a better value may lie beyond"
+    assert hpo.results(options.where, "s")["winners"][0]["at_end"] == said
+    where = ["--dir", str(options.folder)]
+    assert cli.main(["status", *where]) == 0 and f"s #1: {said}" in capsys.readouterr().out
+    assert cli.main(["best", *where, "--out", str(tmp_path / "best.yaml")]) == 0
+    assert f"# {said}" in (tmp_path / "best.yaml").read_text()
+    three = {"train.optimizer.lr": {"grid": [1e-3, 1e-2, 1e-1]}}
+    runs(monkeypatch, lambda config: 0.66 + (config.train.optimizer.lr == 1e-2) / 10)
+    search(three, name="inside")
+    search({"train.optimizer.lr": {"loguniform": [1e-3, 1e-2]}}, name="range", trials=1)
+    for name in ("inside", "range"):  # a range has no end: its bounds are not tried
+        assert hpo.results(options.where, name)["winners"][0]["at_end"] == ""
+
+
+def test_a_winner_that_fails_on_a_fresh_seed_is_not_written_without_a_flag(search, monkeypatch, tmp_path, capsys):
+    def accuracy(config):
+        if config.seed == worst:
+            raise ValueError("a division by nothing")
+        return 0.66
+
+    worst = None
+    runs(monkeypatch, accuracy)
+    options, _, _ = search(confirm=2)
+    (winner,) = hpo.results(options.where, "s")["winners"]
+    worst = winner["confirmed"]["seeds"][1]
+    options, _, _ = search(confirm=2, name="fails")
+    (winner,) = hpo.results(options.where, "fails")["winners"]
+    assert len(winner["confirmed"]["failed"]) == 1 and len(winner["confirmed"]["seeds"]) == 1
+    out = tmp_path / "best.yaml"
+    written = ["best", "--dir", str(options.folder), "--study", "fails", "--out", str(out)]
+    capsys.readouterr()
+    assert cli.main(written) == 2 and not out.exists()
+    assert "failed on 1 of its fresh seeds: ValueError: a division by nothing" in capsys.readouterr().err
+    assert cli.main([*written, "--unconfirmed"]) == 0 and "1 more failed" in out.read_text()
+
+
+def test_points_that_have_learned_nothing_are_promoted_together(search, monkeypatch):
+    """Rungs of 1 and 2 rounds, of six points: one has learned, and a slow one is as good as those at chance."""
+    accuracies = dict(zip((1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0), (0.60, 0.63, 0.55, 0.9, 0.61, 0.40)))
+
+    def promoted(learned):
+        runs(monkeypatch, lambda config: learned[config.train.optimizer.lr])
+        space = {"train.optimizer.lr": {"choice": list(learned)}}
+        options, _, _ = search(space, name=f"s{len(seen)}", sampler="grid", rungs=(1, 2))
+        seen.append(options)
+        trials = load_study(open_storage(options.where), options.name).trials
+        return {t.params["train.optimizer.lr"] for t in trials if t.user_attrs.get("rung") == 1}
+
+    seen: list = []
+    assert promoted(accuracies) == {*accuracies}, "beside the one that learned, the others are equal"
+    better = {**accuracies, 1e-3: 0.8, 10.0: 0.7}
+    assert promoted(better) == {1e-1, 1e-3, 10.0}, "half of them, since three have learned"
+
+
 def test_a_real_run_reports_the_classes_of_its_validation_data(search):
     options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}})
     (trial,) = load_study(open_storage(options.where), "s").trials
