@@ -77,7 +77,7 @@ class Row:
         """The seeds, once if they are the same for all experiments."""
         groups: dict[str, list[str]] = {}
         for name, seeds in self.seeds.items():
-            groups.setdefault(", ".join(map(str, seeds)), []).append(name)
+            groups.setdefault(_listed(seeds), []).append(name)
         if len(groups) < 2:
             return next(iter(groups), "") or _NOTHING
         return "; ".join(f"{', '.join(names)}: {seeds}" for seeds, names in groups.items() if seeds)
@@ -156,7 +156,14 @@ def _cause(
 
 
 def _said(seeds: Sequence[int]) -> str:
-    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
+    return f"seed{'s' if len(seeds) > 1 else ''} {_listed(seeds)}"
+
+
+def _listed(seeds: Sequence[int]) -> str:
+    """The seeds, more than five without a gap as a range."""
+    if len(seeds) > 5 and list(seeds) == list(range(seeds[0], seeds[0] + len(seeds))):
+        return f"{seeds[0]} to {seeds[-1]}"
+    return ", ".join(map(str, seeds))
 
 
 def _number(records: Sequence[Mapping]) -> str:

@@ -105,6 +105,9 @@ def test_the_seeds_of_a_study_are_those_of_its_figures():
     rule = [{"is": "value", "methods": ["study"], "metric": "ratio", "at_least": 1}]
     row, said, _ = rows({"rule": rule}, {"one": results("one", study=[study])})
     assert row.seeded == "0, 4" and row.ran == f"one: `{STUDY['label']}`"
+    many = {**study, "by_seed": {"ratio": {seed: 2.0 + seed / 100 for seed in range(50)}}}
+    row, said, _ = rows({"rule": rule}, {"one": results("one", study=[many])})
+    assert row.seeded == "0 to 49" and "; seeds 0 to 49" in said
     without = {**STUDY, "metrics": {"ratio": 2.0}}
     assert rows({"rule": rule}, {"one": results("one", study=[without])})[0].seeded == "–"
 
