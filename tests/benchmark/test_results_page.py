@@ -46,3 +46,11 @@ def test_a_claim_has_the_verdict_of_the_report_one_figure_and_the_command(suite,
     if command[0].startswith("fs-lowrank") and "--only" in command[0]:
         known = {e for size in ("small", "paper") for e in load_suite(suite, size).experiments}
         assert set(command[0].split("--only ")[1].split()[0].split(",")) <= known
+
+
+def test_every_claim_that_does_not_hold_names_a_cause_that_was_tested():
+    rows = [line.strip("| ").split(" | ") for line in REPORT.splitlines() if "| **" in line and "does not hold" in line]
+    refuted = {row[0]: row[7:] for row in rows if any(cell.startswith("**") for cell in row)}
+    assert len(refuted) >= 5
+    for says, cause in refuted.items():
+        assert len(cause) == 1 and re.search(r"\(.*\)$", cause[0]), f"{says}: {cause}"
