@@ -51,6 +51,7 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
     def say(text: str) -> None:
         console.print(text, soft_wrap=True)
 
+    options = dataclasses.replace(options, since=time.time())
     jobs, store = plan(options), options.store
     board = Board(jobs, store)
     board.look()

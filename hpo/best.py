@@ -215,8 +215,8 @@ def choose(found: dict, trial: int | None = None, unconfirmed: bool = False, unl
     check = winners[0]["confirmed"]
     if check and check["failed"] and not unconfirmed:
         raise UserError(
-            f"the best trial of {name} failed on {len(check['failed'])} of its fresh seeds: {check['failed'][0]}; take "
-            "another trial with --trial, or write it as it is with --unconfirmed"
+            f"the best trial of {name} failed on {len(check['failed'])} of its fresh seeds: {check['failed'][0]}; "
+            "search safer values, or write it as it is with --unconfirmed"
         )
     if not unconfirmed and (check is None or check["open"]):
         raise UserError(

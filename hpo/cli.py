@@ -96,7 +96,9 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     best.add_argument("--out", metavar="FILE", help="where to write it; {study} becomes the study's name")
     best.add_argument("--trial", type=int, metavar="N", help="number of a trial on the Pareto front")
     best.add_argument(
-        "--unconfirmed", action="store_true", help="write the winner even if it was not run on fresh seeds"
+        "--unconfirmed",
+        action="store_true",
+        help="write the winner even if it was not run on fresh seeds, or failed on one",
     )
     best.add_argument("--unlearned", action="store_true", help="write the winner even if it has learned nothing")
     tables.option(best)
