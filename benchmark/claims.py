@@ -82,7 +82,7 @@ class Condition:
     first: bool = False
     #: None if a figure is missing
     met: Met | None = None
-    #: the quantity and its two bounds, where chance can refute the condition
+    #: the quantity and its two bounds, where chance plays a part
     compared: tuple[Interval, float, float] | None = None
 
 
@@ -128,18 +128,19 @@ def judge(rule: Sequence[Mapping], look: Lookup) -> list[Condition]:
 
 
 def _together(conditions: Sequence[Condition]) -> list[Condition]:
-    """The conditions of one rule; what would be refuted alone, but not as one of several, is inconclusive.
+    """The conditions of one rule; what would be refuted alone, but not as one of several, is inconclusive. A ``first``
+    one refutes nothing, and is not among the several.
 
     Where the interval is too wide to decide, the text says how many seeds would do: to meet the condition, if the
     quantity meets it now, and otherwise to refute it as one of several.
     """
-    several = sum(c.compared is not None for c in conditions)
+    several = sum(c.compared is not None and not c.first for c in conditions)
     of_several, found = 1 - (1 - LEVEL) / max(several, 1), []
     for c in conditions:
         if c.compared and c.verdict in (FAILS, INCONCLUSIVE):
             interval, low, high = c.compared
             inside = low <= interval.centre <= high
-            level = LEVEL if inside else of_several
+            level = LEVEL if inside or c.first else of_several
             first, last = interval.at(level).ends
             if not (low <= first and last <= high if inside else last < low or first > high):
                 text = c.text
@@ -387,7 +388,7 @@ def _learns(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterato
         if decided.verdict != HOLDS:
             decided = _decide(lead, *bounds, text, {method: value}, [method])
         result = UNTESTED if decided.verdict == FAILS else decided.verdict
-        yield dataclasses.replace(decided, verdict=result, first=True, compared=None)
+        yield dataclasses.replace(decided, verdict=result, first=True)
 
 
 def _curve(condition: Mapping, figure: Callable[..., Figure | None], method: str) -> dict[float, Figure] | None:

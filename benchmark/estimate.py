@@ -116,15 +116,13 @@ def _of(job: Job, say: Callable[[str], None], trained: set[str]) -> Sum:
     taken = Sum(**counts, runs=runs, device=device, memory=memory, disk=disk - found.kept)
     if found.seconds is None:
         return replace(taken, unknown=1)
-    samples, seconds, kept = runs * samples_of(config), runs * found.seconds, 0.0
+    samples, seconds, kept = runs * samples_of(config), runs * found.seconds, runs * found.kept
     if isinstance(job, Cell):
         if job.experiment.test == "once":
             seconds += found.scoring.get("test", 0.0)
         if found.alike:
             if (key := f"{found.alike}, seed {config.seed}, lr {config.train.optimizer.lr}") in trained:
-                samples, seconds = 0, seconds - (found.training or 0.0)
-            else:
-                kept = found.kept
+                samples, seconds, kept = 0, seconds - (found.training or 0.0), 0.0
             trained.add(key)
     return replace(taken, samples=samples, seconds=seconds, kept=kept)
 

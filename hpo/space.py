@@ -92,8 +92,8 @@ def at_an_end(point: Mapping[str, Any], tried: Iterable[Mapping[str, Any]]) -> d
     ends = {}
     tried = list(tried)
     for key, value in point.items():
-        values = {p[key] for p in tried if key in p} | {value}
-        if len(values) < 2 or any(isinstance(v, bool) or not isinstance(v, (int, float)) for v in values):
+        values = [value, *(p[key] for p in tried if key in p)]
+        if any(isinstance(v, bool) or not isinstance(v, (int, float)) for v in values) or min(values) == max(values):
             continue
         if value in (min(values), max(values)):
             ends[key] = 1 if value == max(values) else -1

@@ -227,6 +227,23 @@ def test_the_number_of_seeds_that_would_decide():
     assert condition.verdict == INCONCLUSIVE and f"about {enough} seeds would decide" in condition.text and enough > 3
 
 
+def test_the_number_of_seeds_that_would_show_that_a_method_learns():
+    """It is that of its own interval, whatever the other conditions are, which it does not count among."""
+    values = {"a": [0.52, 0.60, 0.58], "b": [0.80, 0.81, 0.83], "c": [0.79, 0.83, 0.82]}
+
+    def look(method, labels, metric):
+        return Figure(0.5, None, 1, exact=True) if metric == "majority" else by_seed(values[method])
+
+    learns = {"is": "learns", "methods": ["a"], "by": 0.02}
+    above = {"is": "above", "better": "b", "than": ["c"], "by": 0}
+    lead = np.array(values["a"]) - 0.52
+    enough = next(n for n in range(2, 99) if stats.t.ppf(0.975, n - 1) * lead.std(ddof=1) / n**0.5 < lead.mean())
+    for rule in ([learns], [learns, above]):
+        first, *others = judge(rule, look)
+        assert first.verdict == INCONCLUSIVE and f"about {enough} seeds would decide" in first.text
+    assert others[0].text == judge([above], look)[0].text  # one condition, and not one of two
+
+
 def test_the_number_of_seeds_that_would_refute_one_of_several_conditions():
     """It is that of the wider interval: with as many seeds, and the same mean and spread, the claim is refuted."""
     gaps = np.array([-0.03, -0.01, -0.02, 0.005])

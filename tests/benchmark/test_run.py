@@ -401,6 +401,7 @@ def test_a_rate_is_at_the_end_of_the_grid_of_its_own_experiment(place, monkeypat
     assert ends == {"main": False, "other": True, "third": True, "fourth": False} and len(store.all("cells")) == 8
     said = "The table's rate of fedlora, 0.03, won in no finished search of `other`."
     assert said in unlike.pop("fourth") and not any("won in no" in text for text in unlike.values())
+    assert [name for name, text in unlike.items() if "search that has found it" in text] == ["third"]
 
 
 def test_what_a_suite_will_take(place, bench):
@@ -443,7 +444,14 @@ def test_a_gpu_that_runs_are_estimated_for(place, bench, monkeypatch):
     def measured(config):
         probed.append((config.use_gpu, config.device))
         needs = [Need("base", size, where, "") for where, size in (("device", 3e9), ("memory", 2e9), ("disk", 1e9))]
-        return Estimate(needs, {"device": 8e9, "memory": 8e9, "disk": 8e9}, seconds=1.0, scoring={"test": 7200.0})
+        return Estimate(
+            needs,
+            {"device": 8e9, "memory": 8e9, "disk": 8e9},
+            seconds=1.0,
+            scoring={"test": 7200.0},
+            alike="x",
+            kept=1e8,
+        )
 
     monkeypatch.setattr(estimate, "check_gpus", lambda gpus: None)
     monkeypatch.setattr(estimate, "_probed", lambda alike: measured(alike.config))
@@ -451,7 +459,9 @@ def test_a_gpu_that_runs_are_estimated_for(place, bench, monkeypatch):
     assert code == 0 and set(probed) == {(True, 1)}, said
     row = re.findall(r"│ in all, by 2 workers +│(.*)", said)[0].split("│")
     sizes = [figure.strip() for figure in row[4:8]]
-    assert sizes == ["8.0", "3.0 GB", "4.0 GB", "2.0 GB"]  # 8 cells score their test set, two at a time
+    # 8 cells score their test set, two at a time. 0.9 GB for each of two runs; kept are the clients of four trials, and
+    # for each of two seeds those of one cell, which the others share.
+    assert sizes == ["8.0", "3.0 GB", "4.0 GB", "2.4 GB"]
 
 
 @pytest.mark.parametrize("kind, runs", [("loguniform: [1e-3, 1e-2]", 20), ("choice: [1e-3, 1e-2]", 20)])

@@ -77,7 +77,12 @@ def test_a_winner_at_the_end_of_its_grid_is_named(search, monkeypatch, tmp_path,
     runs(monkeypatch, lambda config: 0.66 + (config.train.optimizer.lr == 1e-2) / 10)
     search(three, name="inside")
     search({"train.optimizer.lr": {"loguniform": [1e-3, 1e-2]}}, name="range", trials=1)
-    for name in ("inside", "range"):  # a range has no end: its bounds are not tried
+    search(
+        {"train.optimizer.lr": {"choice": [1e-2]}, "data.splits": {"choice": [[0.8, 0.1, 0.1]]}}, name="lists", trials=1
+    )
+    search({"train.optimizer.lr": {"choice": [1e-4, 1e-2]}}, name="choice", trials=2, sampler="grid")
+    assert "0.01 is the largest" in hpo.results(options.where, "choice")["winners"][0]["at_end"]
+    for name in ("inside", "range", "lists"):  # a range has no end: its bounds are not tried
         assert hpo.results(options.where, name)["winners"][0]["at_end"] == ""
 
 
