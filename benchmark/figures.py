@@ -22,8 +22,9 @@ _MARKERS = "osD^vP*X<>"
 _OF_VERDICT = {HOLDS: "#2ca02c", FAILS: "#d62728", INCONCLUSIVE: "#7f7f7f", UNTESTED: "#bcbd22"}
 #: the most by which the lowest point is above the majority class where that is drawn
 _NEAR = 0.3
-#: a point of which a seed collapsed or failed
 _HOLLOW = {"markerfacecolor": "white"}
+#: what a hollow point means
+_NOT_WHOLE = "a seed collapsed or failed"
 #: number of panels in a row
 _COLUMNS = 4
 
@@ -163,7 +164,7 @@ def _points(axes, results: ExperimentResults, name: str, columns: Mapping[str, s
     """The first metric of each method at the labels of an axis, of which ``columns`` has the columns."""
     metric = results.experiment.metrics[0]
     at, scale = _numbers(list(columns)) or list(range(len(columns))), scale_of(metric)[0]
-    lowest, hollow = math.inf, False
+    lowest = math.inf
     for method in results.methods:
         points = [(x, f) for x, c in zip(at, columns.values()) if (f := results.figure(method, c, metric)) is not None]
         lowest = min([lowest, *(f.mean for _, f in points)])
@@ -175,11 +176,7 @@ def _points(axes, results: ExperimentResults, name: str, columns: Mapping[str, s
             capsize=3,
             **_style(results, method),
         )
-        if doubtful := [(x, f.mean * scale) for x, f in points if not f.whole]:
-            axes.plot(*zip(*doubtful), ls="", zorder=3, **{**_style(results, method), **_HOLLOW})
-            hollow = True
-    if hollow:
-        axes.plot([], [], ls="", marker="o", markersize=4, color="grey", **_HOLLOW, label="a seed collapsed or failed")
+        _hollow(axes, [(x, f.mean * scale) for x, f in points if not f.whole], _style(results, method))
     axes.set(xlabel=plain(name))
     if min(at) > 0 and max(at) >= 20 * min(at):
         axes.set_xscale("log")
@@ -189,6 +186,13 @@ def _points(axes, results: ExperimentResults, name: str, columns: Mapping[str, s
     if majority and scale == 100 and lowest < majority + _NEAR:  # farther below, it would leave no room for the points
         axes.axhline(100 * majority, color="grey", ls=":", label="majority class")
     axes.grid(alpha=0.3)
+
+
+def _hollow(axes, points: Sequence[tuple[float, float]], style: Mapping[str, Any]) -> None:
+    """Draw points again, hollow, and say what that means."""
+    if points:
+        axes.plot(*zip(*points), ls="", zorder=3, **{**style, **_HOLLOW})
+        axes.plot([], [], ls="", marker="o", markersize=4, color="grey", **_HOLLOW, label=_NOT_WHOLE)
 
 
 def _broken(title: str) -> str:
@@ -243,7 +247,7 @@ def _lines(results: ExperimentResults, title: str, x_label: str, x_of, log: bool
     metric = curve_metric(results)
     if metric is None or not results.columns:
         return None
-    scale = scale_of(metric)[0]
+    scale, judged = scale_of(metric)[0], results.experiment.metrics[0]
     figure, panels = _grid(results, title, len(results.columns))
     for index, (axes, column) in enumerate(zip(panels, results.columns)):
         for method in results.methods:
@@ -259,7 +263,11 @@ def _lines(results: ExperimentResults, title: str, x_label: str, x_of, log: bool
             x = [statistics.fmean(run[i][0] for run in runs) for i in range(length)]
             y = [[run[i][1] for run in runs] for i in range(length)]
             style = _style(results, method)
-            axes.plot(x, [statistics.fmean(v) for v in y], label=method, lw=1.4, **style)
+            means = [statistics.fmean(v) for v in y]
+            axes.plot(x, means, label=method, lw=1.4, **style)
+            end = results.figure(method, column, judged)
+            if results.failed_seeds(method, column, judged) or end and end.collapsed:
+                _hollow(axes, [(x[-1], means[-1])], style)
             axes.fill_between(x, [min(v) for v in y], [max(v) for v in y], color=style["color"], alpha=0.12, lw=0)
         axes.set(xlabel=x_label, title=_axis_title(results, column))
         axes.title.set_fontsize(9)

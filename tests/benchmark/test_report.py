@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from benchmark.claims import HOLDS, INCONCLUSIVE, UNTESTED, Condition, Met
-from benchmark.figures import _along_axis, draw_claim
+from benchmark.figures import _along_axis, _curves, draw_claim
 from benchmark.markdown import heading, image, table
 from benchmark.page import page
 from benchmark.report import _tables
@@ -132,6 +132,25 @@ def test_the_figure_along_an_axis_has_a_panel_for_each_setting_of_the_others(tmp
     drawn = [[list(bars[0].get_xydata().ravel()) for bars in axes.containers] for axes in panels]
     assert drawn[1][1] == pytest.approx([4, 15, 80, 91])
     assert {axes.get_xlabel() for axes in panels} == {"steps"}
+
+
+def test_a_learning_curve_ends_hollow_where_a_seed_collapsed_or_failed():
+    suite = load_suite("glue", "small")
+    column = next(iter(suite.experiments["sst2"].axes["clients"]))
+
+    def run(seed: int, test: float) -> dict:
+        history = {"evaluated": [{"round": n, "val_acc": 0.5 + n * test / 10} for n in (1, 2, 3)]}
+        return {"seed": seed, "metrics": {"test_acc": test}, "majority": 0.51, "history": history}
+
+    records = {(m, column): [run(0, 0.8), run(1, 0.8)] for m in ("fedlora", "ffa_lora", "rolora")}
+    records["ffa_lora", column][1] = run(1, 0.5)
+    results = ExperimentResults(suite, suite.experiments["sst2"], records, lost={("rolora", column): {2}})
+    (panel,) = _curves(results).axes
+    hollow = [line for line in panel.lines if line.get_markerfacecolor() == "white" and len(line.get_xdata())]
+    ends = [(line.get_color(), list(line.get_xydata().ravel())) for line in hollow]
+    colours = {line.get_label(): line.get_color() for line in panel.lines}
+    assert ends == [(colours["ffa_lora"], [3, pytest.approx(69.5)]), (colours["rolora"], [3, pytest.approx(74)])]
+    assert "a seed collapsed or failed" in panel.get_legend_handles_labels()[1]
 
 
 def test_two_metrics_of_one_task_are_two_columns():
