@@ -116,14 +116,16 @@ def draft(given: Given) -> str:
     batch = max(1, min(4 if causal else 16, int(each)))
     skewed = not causal and each >= 40
     fields = [f for f in raw.fields if 2 <= raw.train[f].nunique() <= clients]
-    splitter = (
-        ["  splitter: dirichlet            # each client has its own mixture of classes; or iid, shards, quantity"]
-        + ["  splitter_args: [{alpha: 1.0, min_size: 8}]   # smaller alpha: more skewed"]
-        if skewed
-        else ["  splitter: iid                  # equal, random parts; or quantity (unequal sizes), dirichlet, shards"]
-    )
+    if skewed:
+        splitter = ["  # guessed, since a client has 40 rows: its own mixture of classes; or iid, shards, quantity"]
+        splitter += ["  splitter: dirichlet", "  splitter_args: [{alpha: 1.0, min_size: 8}]   # smaller: more skewed"]
+    else:
+        reason = "answers have no classes" if causal else "a client has few rows"
+        splitter = [f"  # guessed, since {reason}: equal, random parts; or quantity (unequal sizes), dirichlet, shards"]
+        splitter += ["  splitter: iid"]
     if fields:
         splitter.append(f"  # or by the values of a column: splitter: field, splitter_args: [{{field: {fields[0]}}}]")
+    about_clients = f"{'' if given.clients else 'guessed: '}about {each:.0f}"
     where = given.outdir or f"runs/{given.data.stem}"
     task = "instructions and answers" if causal else f"{raw.num_labels} classes ({', '.join(raw.label_names[:8])})"
     rank = "r: 8, alpha: 16" if causal else "r: 4, alpha: 8"
@@ -134,7 +136,7 @@ def draft(given: Given) -> str:
         f"outdir: {_yaml(where)}",
         "federate:",
         f"  method: {given.method}                 # fs-lowrank methods lists them",
-        f"  client_num: {clients}                 # about {each:.0f} training rows each",
+        f"  client_num: {clients}                 # {about_clients} training rows each",
         f"  sample_client_num: {clients}          # how many of them take part in a round",
         "  total_round_num: 20",
         "data:",
@@ -143,7 +145,7 @@ def draft(given: Given) -> str:
         *[f"  # {reason}" for reason in why],
         *splitter,
         "  splits: [0.8, 0.1, 0.1]        # train, validation, test",
-        f"model: {{type: {_yaml(model)}}}",
+        f"model: {{type: {_yaml(model)}}}" + ("" if given.model else "   # guessed: the usual one for such data"),
         "llm:",
         f"  tok_len: {length}                   # {about_length}",
         f"  adapter: {{args: [{{{rank}, modules: [{', '.join(modules)}], layers: [{', '.join(map(str, layers))}]}}]}}",

@@ -20,6 +20,7 @@ from fs_lowrank.jobs.files import disk_error
 from fs_lowrank.jobs.locks import exclusive
 from fs_lowrank.jobs.shell import in_one_line, write_traceback
 from fs_lowrank.methods import revisions
+from fs_lowrank.rounds.site import method_of
 from fs_lowrank.runs.chance import Chance
 from fs_lowrank.runs.checkpoint import saved_rounds
 from fs_lowrank.runs.records import read_records
@@ -258,17 +259,17 @@ class Runner:
 
 
 class _Steps:
-    """The total number of local steps of all clients in a round."""
+    """The total number of local steps, in all phases, of the clients whose updates counted in a round."""
 
     def __init__(self, config: Config):
-        self.config = config
+        self.config, self.method = config, method_of(config)
         self.sizes: list[int] | None = None
 
     def __call__(self, record: dict) -> int:
         steps = 0
         for client in record["clients"]:
-            config = self.config.of_client(client)
-            length = config.train.local_update_steps
+            config, phases = self.config.of_client(client), self.method.phases(record["round"], client)
+            length = sum(config.train.local_update_steps if p.steps is None else p.steps for p in phases)
             if config.train.batch_or_epoch == "epoch":
                 if self.sizes is None:
                     self.sizes = read_split(Path(self.config.outdir))["sizes"].tolist()

@@ -38,6 +38,9 @@ def test_columns_length_modules_and_layers_are_found(at, tiny_encoder):
     path = at("own reviews.csv", reviews[["verdict", "body of it"]])
     tree, text = made(path, tiny_encoder, clients=4)
     assert tree["data"]["args"] == [{"text": "body of it", "label": "verdict"}]
+    assert (
+        "guessed: about" not in text and "guessed: the usual" not in text and "guessed, since a client has 40" in text
+    )
     assert "guessed: the text is body of it" in text and "guessed: the class is verdict" in text
     (args,) = tree["llm"]["adapter"]["args"]
     assert args["modules"] == ["query", "value"] and args["layers"] == [2]
@@ -53,6 +56,7 @@ def test_pairs_instructions_and_conversations(at, tiny_encoder, tiny_causal, ins
     tree, text = made(at("pairs.csv", two), tiny_encoder)
     assert tree["data"]["args"] == [{"text": "sentence1", "text_pair": "sentence2", "label": "label"}]
     assert "splitter: field, splitter_args: [{field: domain}]" not in text  # two clients, three domains
+    assert "guessed: about 32 training rows" in text and "guessed, since a client has few rows" in text
     named = two.rename(columns={"sentence1": "text", "sentence2": "text_pair"})
     tree, _ = made(at("named.csv", named), tiny_encoder)
     assert tree["data"]["args"] == [{"text": "text", "text_pair": "text_pair", "label": "label"}]

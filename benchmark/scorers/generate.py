@@ -30,7 +30,8 @@ ALIASES = {"arc_easy": "ARC-Easy", "arc_challenge": "ARC-Challenge", "social_iqa
 
 @dataclass(frozen=True)
 class Options:
-    """``limit``: number of samples, the first of each task; none for all. ``template``: as in ``data.args``."""
+    """``limit``: number of samples, the first of each task; none for all. ``template``: of the
+    prompt; ``auto`` is the tokenizer's chat template, or Alpaca's form where it has none."""
 
     tasks: list[str] = field(metadata={"filled": True})
     limit: int | None = field(default=None, metadata={"min": 2})

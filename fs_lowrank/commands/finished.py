@@ -102,8 +102,6 @@ def _lines(scores: dict[str, Any], labelled: bool) -> list[tuple[str, str]]:
     if "acc" in scores:
         lines += [("acc" if labelled else "token acc", f"{scores['acc']:.4f} ± {scores['acc_error']:.4f}")]
     lines += [(name, f"{scores[name]:.4f}") for name in METRICS if name in scores and name != "acc"]
-    if "perplexity" in scores:
-        lines += [("perplexity", f"{scores['perplexity']:.3f}")]
     if "mean_loss" in scores:
         lines += [("loss of always naming the mean", f"{scores['mean_loss']:.4f}")]
     if "majority" in scores:

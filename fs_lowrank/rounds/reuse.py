@@ -1,8 +1,8 @@
 """Trained tensors of clients kept on disk, so that the same training is not repeated.
 
 Local training is determined by the client's data, the tensors it starts from, the phases, and the settings of the
-training loop; its last digits also by the machine. The key of an entry is a hash over all of them and nothing else, so
-runs whose methods differ only in the server step share their clients.
+training loop; its last digits also by the machine and the versions of the libraries. The key of an entry is a hash over
+all of them and nothing else, so runs whose methods differ only in the server step share their clients.
 """
 
 from __future__ import annotations

@@ -67,15 +67,17 @@ class Chance:
         return f"always predicting the majority class gives {self.share:.3f} ± {self.error:.3f} (one standard error)"
 
     def reported(self, metric: str, metrics: Mapping[str, float]) -> float:
-        """The value of ``metric`` (``acc`` or ``loss``) that a pruner is told.
+        """The value of ``metric`` (a metric of classes) that a pruner is told.
 
         Everything at or below what a constant prediction reaches counts as the same value, so that a model that always
-        predicts the majority class is never ahead of one that has not learned anything yet.
+        predicts the majority class is never ahead of one that has not learned anything yet. For F1 and Matthews'
+        correlation it is 0, although the F1 of naming always the second of two classes is larger.
         """
         learned = "acc" not in metrics or self.reached(metrics["acc"])
-        if metric == "acc":
-            return metrics[metric] if learned else self.share + self.error
-        return min(metrics[metric], self.loss) if learned else self.loss
+        if metric == "loss":
+            return min(metrics[metric], self.loss) if learned else self.loss
+        level = self.share + self.error if metric == "acc" else 0.0
+        return max(metrics[metric], level) if learned else level
 
 
 def run_verdict(data: Mapping[str, Any], final: Mapping[str, float], best: Mapping[str, Any]) -> str:

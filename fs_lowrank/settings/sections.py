@@ -47,8 +47,9 @@ class Federate:
     restore_from: str = key("", local="")
     #: FederatedScope's simulated clients share one copy of the model
     share_local_model: bool = key(False, result=False, idle="all clients use one model")
-    #: FederatedScope adds up updates as they arrive, instead of keeping them
-    online_aggr: bool = key(False, result=False, idle="the updates of a round are kept until its end")
+    #: the server sees the sum of the updates: clients send what it needs for that, and a method that needs each update
+    #: is refused. FederatedScope adds up updates as they arrive; the other engines keep those of a round until its end
+    online_aggr: bool = key(False)
     #: processes that train the clients of a round; 0, written ``auto``, is one for each GPU or core. On FederatedScope
     #: the run's own process, which trains none, is one of them; ``auto`` adds it
     process_num: int = key(1, min=0, also={"auto": 0}, words="a whole number or auto", result=False)

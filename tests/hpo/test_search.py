@@ -450,6 +450,12 @@ def test_client_steps_of_epochs(search, config):
     assert trials(options)[0].user_attrs["budget"]["client_steps"] == 12
 
 
+def test_client_steps_of_two_phases(search, config):
+    keys = {"federate.method": "pfedloru", "train.local_update_steps": 3, "lowrank.personal_steps": 2}
+    options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}}, base=config.replace(keys))
+    assert trials(options)[0].user_attrs["budget"]["client_steps"] == 2 * 2 * (3 + 2)
+
+
 # -- wrong input ------------------------------------------------------------------------------------------
 
 

@@ -33,6 +33,13 @@ def test_chance_by_hand():
         ({"loss": 0.5}, 0.5),
     ):
         assert chance.reported("loss", metrics) == expected
+    for metrics, expected in (
+        ({"acc": 0.6, "loss": 0.9, "f1": 0.75}, 0.0),  # of naming always the second of two classes
+        ({"acc": 0.7, "loss": 0.9, "f1": 0.4}, 0.4),
+        ({"acc": 0.7, "loss": 0.9, "f1": 0.95}, 0.95),
+    ):
+        assert chance.reported("f1", metrics) == expected
+    assert chance.reported("matthews", {"acc": 0.7, "matthews": -0.1}) == 0.0
 
 
 def test_the_verdict_names_methods_that_are_no_better_than_chance():

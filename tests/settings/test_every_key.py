@@ -146,7 +146,6 @@ def test_every_key_of_ours_is_used_or_declared_idle():
     "keys, message",
     [
         ({"device": 0}, "device = 0 has no effect: use_gpu is False"),
-        ({"federate.online_aggr": True}, "federate.online_aggr = True has no effect"),
         ({"federate.share_local_model": True}, "federate.share_local_model = True has no effect"),
         ({"federate.save_freq": 3}, "federate.save_freq = 3 has no effect: checkpoints are written by"),
         ({"fedopt.optimizer.lr": 0.3}, "fedopt.optimizer.lr = 0.3 has no effect: fedopt.use is False"),
