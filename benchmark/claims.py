@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any
 
 from fs_lowrank.settings import Key, Origin, check_keys, check_value
-from fs_lowrank.settings.metrics import larger_is_better
+from fs_lowrank.settings.metrics import METRICS, larger_is_better, of_name
 
 from .curves import by_seed, learned, majority_of, span_of_best
 from .intervals import LEVEL, Figure, Interval, difference, figure_of, of_mean
@@ -351,13 +351,22 @@ def _ratio(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator
     if of is None or to is None or to.mean == 0:
         yield _missing(f"{name} or {base}")
         return
-    # about - within <= of / to <= about + within, by the difference of `of` and the nearer bound times `to`
     about, within = condition["about"], condition["within"]
     text = f"{condition.get('metric', 'test_acc')}: {name} {of.mean:.5g} / {base} {to.mean:.5g} = "
     text += f"{of.mean / to.mean:.4g}, asked: {about:g} ± {within:g}"
-    gap = difference(of, to.scaled(about)).times(1 / to.mean)
+    # The quotient is compared with a bound by the difference of `of` and the bound times `to`: beyond the bounds with
+    # the nearer one, between them with both, so by the wider interval.
+    bounds = about - within, about + within
+    by_bound = [difference(of, to.scaled(bound)).times(1 / to.mean).plus(bound) for bound in bounds]
+    below, above = (interval.centre for interval in by_bound)
+    if below < bounds[0]:
+        quotient = by_bound[0]
+    elif above > bounds[1]:
+        quotient = by_bound[1]
+    else:
+        quotient = max(by_bound, key=lambda interval: math.inf if interval.half is None else interval.half)
     both = {name: of, base: to}
-    yield _decide(gap, -within, within, f"{name} / {base}", text, both, list(both), list(both))
+    yield _decide(quotient, *bounds, f"{name} / {base}", text, both, list(both), list(both))
 
 
 def _value(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator[Condition]:
@@ -365,13 +374,19 @@ def _value(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator
     low, high = condition.get("at_least", -math.inf), condition.get("at_most", math.inf)
     bounds = (f"at least {low:g}", low > -math.inf), (f"at most {high:g}", high < math.inf)
     asked = " and ".join(words for words, given in bounds if given)
+    # A bound on the side of better values is met in the method's favour, one on the other side is missed in it.
+    good = ("at_least" if larger_is_better(metric) else "at_most") in condition
+    bad = ("at_most" if larger_is_better(metric) else "at_least") in condition
+    if of_name(metric) not in METRICS:  # which way it goes is not known
+        good = bad = True
     for method in condition["methods"]:
         value = figure(method)
         if value is None:
             yield _missing(f"{metric} of {method}")
         else:
             text = f"{metric} of {method}: {value}, asked: {asked}"
-            yield _decide(of_mean(value), low, high, f"{metric} of {method}", text, {method: value}, [method])
+            what, figures = f"{metric} of {method}", {method: value}
+            yield _decide(of_mean(value), low, high, what, text, figures, [method] * good, [method] * bad)
 
 
 def _learns(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator[Condition]:
@@ -413,7 +428,8 @@ def _wider(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator
             idle = sum(not learned(values, within, sign, majority) for values in curves.values())
             said = f"; {method}: {lost} of {len(spans)} seeds failed at a point" if lost else ""
             said += f"; {method}: {idle} of {len(spans)} seeds learned nothing at any point" if idle else ""
-            widths[method] = found, any(end for _, end in spans.values()), said
+            exact = all(f.exact for f in curve.values())
+            widths[method] = dataclasses.replace(found, exact=exact), any(end for _, end in spans.values()), said
     for other in condition["than"]:
         if name not in widths or other not in widths:
             yield _missing(f"{name} or {other} at every {along} of {condition['points']}")

@@ -19,6 +19,7 @@ from typing import Any
 import fs_lowrank
 from fs_lowrank import Config, RunFailed, RunResult, UserError
 from fs_lowrank.jobs.files import read_json, write_bytes
+from fs_lowrank.runs.checksums import checksum
 from fs_lowrank.runs.environment import versions
 from fs_lowrank.runs.summary import per_client_and_round, seconds
 from fs_lowrank.settings.metrics import larger_is_better
@@ -392,12 +393,13 @@ def _script(job: Job) -> dict:
     found = {path.stem: read_json(path, dict | list, remedy=said) for path in sorted(out.glob("*.json"))}
     if not found:
         raise RuntimeError(f"{job.label} wrote no JSON into --out")
-    kept = Path(job.options.results) / "scripts" / f"{job.suite.name}-{job.experiment.name}"
+    sized = [job.suite.size] if job.suite.sized else []
+    kept = Path(job.options.results) / "scripts" / "-".join([job.suite.name, *sized, job.experiment.name])
     kept.mkdir(parents=True, exist_ok=True)
-    files = []
+    checksums = {}
     for path in sorted(p for p in out.iterdir() if p.is_file()):
         write_bytes(kept / path.name, path.read_bytes())
-        files.append(str((kept / path.name).relative_to(job.options.results)))
+        checksums[str((kept / path.name).relative_to(job.options.results))] = checksum(path)
     metrics = {name: quotient(found, path) for name, path in job.experiment.values.items()}
     return {
         "method": job.experiment.script.rpartition(".")[2],
@@ -405,7 +407,8 @@ def _script(job: Job) -> dict:
         "seed": 0,
         "metrics": metrics,
         "scores": {},
-        "files": files,
+        "files": list(checksums),
+        "checksums": checksums,
     }
 
 

@@ -14,8 +14,9 @@ from fs_lowrank.jobs.files import write_bytes
 from fs_lowrank.runs.plots import legend, plain
 
 from .claims import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, Condition, Met
+from .metrics import scale_of, title_of
 from .plan import settings
-from .results import ExperimentResults, scale_of, title_of
+from .results import ExperimentResults
 
 _COLOURS = "#1f77b4 #d62728 #2ca02c #9467bd #ff7f0e #17becf #8c564b #e377c2 #7f7f7f #bcbd22".split()
 _MARKERS = "osD^vP*X<>"
@@ -250,6 +251,7 @@ def _lines(results: ExperimentResults, title: str, x_label: str, x_of, log: bool
     scale, judged = scale_of(metric)[0], results.experiment.metrics[0]
     figure, panels = _grid(results, title, len(results.columns))
     for index, (axes, column) in enumerate(zip(panels, results.columns)):
+        cut = []
         for method in results.methods:
             runs = [
                 [(x_of(p), p[metric] * scale) for p in r["history"]["evaluated"] if metric in p]
@@ -260,6 +262,8 @@ def _lines(results: ExperimentResults, title: str, x_label: str, x_of, log: bool
             if not runs:
                 continue
             length = min(map(len, runs))
+            if length < max(map(len, runs)):
+                cut.append(f"; {method} to the end of its shortest run")
             x = [statistics.fmean(run[i][0] for run in runs) for i in range(length)]
             y = [[run[i][1] for run in runs] for i in range(length)]
             style = _style(results, method)
@@ -269,7 +273,7 @@ def _lines(results: ExperimentResults, title: str, x_label: str, x_of, log: bool
             if results.failed_seeds(method, column, judged) or end and end.collapsed:
                 _hollow(axes, [(x[-1], means[-1])], style)
             axes.fill_between(x, [min(v) for v in y], [max(v) for v in y], color=style["color"], alpha=0.12, lw=0)
-        axes.set(xlabel=x_label, title=_axis_title(results, column))
+        axes.set(xlabel=textwrap.fill(x_label + "".join(cut), 44), title=_axis_title(results, column))
         axes.title.set_fontsize(9)
         if log:
             axes.set_xscale("log")

@@ -72,7 +72,10 @@ def _by_seed(found: Mapping, path: str) -> dict[int, float] | float:
         wanted = dict(part.split("=", 1) for part in chosen.split("&"))
         entries = [e for e in _at(found, above) if all(str(e.get(key)) == value for key, value in wanted.items())]
         if entries and all("seed" in entry for entry in entries):
-            return {int(entry["seed"]): dig(entry, path) for entry in entries}
+            seeds = [int(entry["seed"]) for entry in entries]
+            if twice := [seed for seed in seeds if seeds.count(seed) > 1]:
+                raise UserError(f"by_seed: {above}: {seeds.count(twice[0])} entries with seed {twice[0]} have {chosen}")
+            return {seed: dig(entry, path) for seed, entry in zip(seeds, entries)}
         if len(entries) != 1:
             raise UserError(f"by_seed: {above}: {len(entries)} entries have {chosen}, and not each has a seed")
         found = entries[0]

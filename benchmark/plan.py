@@ -167,9 +167,10 @@ def _search(
 ) -> Search:
     keys = lay(_keys(experiment, options, method, place), {"eval.freq": 0, **flatten(spec.get("config", {}))})
     keys["seed"] = int(spec.get("seed", 100))
-    if keys["seed"] in experiment.seeds:
+    of_trials = range(keys["seed"], keys["seed"] + spec.get("seeds", 1))
+    if both := sorted(set(of_trials) & set(experiment.seeds)):
         raise UserError(
-            f"learning_rates: search: its seed {keys['seed']} is one of the cells' seeds; give it another "
+            f"learning_rates: search: its seed {both[0]} is one of the cells' seeds; give it another "
             "'seed', since otherwise the search would select by a run that is reported"
         )
     origin = replace(experiment.origin, lines=experiment.lines(method, place))

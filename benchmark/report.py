@@ -6,7 +6,7 @@ import dataclasses
 import re
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,11 +16,12 @@ from fs_lowrank.errors import hint
 from .figures import draw_all, draw_claim
 from .job import Options, at_the_end
 from .markdown import heading, image, range_of, table
+from .metrics import scale_of, title_of
 from .page import page
 from .plan import chosen, command
-from .results import ExperimentResults, best_of, find, head_of, scale_of, title_of, value
+from .results import ExperimentResults, best_of, find, head_of, value
 from .store import Store, write_text
-from .suite import SIZES, Suite, load_suite, shipped
+from .suite import SIZES, Suite, load_suite, shipped, sizes_of
 from .verdicts import Judged, Row, judged_claims, rows_of, said_of_claims, summary
 
 
@@ -42,18 +43,30 @@ def write_report(options: Options) -> list[Path]:
     for name in names:
         for size in sizes:
             sized = dataclasses.replace(options, suites=(name,), size=size)
+            if options.size not in SIZES and (there := sizes_of(name)) and size not in there:
+                continue
             suite = load_suite(name, size)
             if not suite.sized and size != sizes[0]:
                 continue
-            results = {e.name: find(suite, e, sized, store) for e in chosen(suite, options.only, extra=True)}
+            everything = dataclasses.replace(sized, methods=())  # by which claims are judged, whatever is shown
+            results = {e.name: find(suite, e, everything, store) for e in suite.experiments.values()}
             for each in results.values():
                 used |= {r["hash"] for r in (*each.all_records, *each.stale, *(before for before, _ in each.moved))}
-            if not any(each.has_any for each in results.values()):
+            names_shown = [e.name for e in chosen(suite, options.only, extra=True)]
+            if not any(results[e].has_any for e in names_shown):
                 continue
-            judged = judged_claims(suite, results)
+            judged = {
+                claim: result
+                for claim, result in judged_claims(suite, results).items()
+                if not set(suite.claims[claim]["experiments"]).isdisjoint(names_shown)
+            }
             of_suite = rows_of(suite, judged, results, partial(_elsewhere, sized, store))
             rows += of_suite
-            body += _suite(suite, results, judged, of_suite, root)
+            shown = {
+                e: find(suite, suite.experiments[e], sized, store) if options.methods else results[e]
+                for e in names_shown
+            }
+            body += _suite(suite, shown, judged, of_suite, root)
     if not body:
         raise _without_results(options, names)
     blocks = [heading("Benchmark report", 1), _preface(options), *summary(rows), *body, *_damaged(store, used)]
@@ -184,25 +197,33 @@ def _setting(results: ExperimentResults) -> str:
         return f"`{results.experiment.script} {' '.join(results.experiment.args)}`"
     if not records:
         return ""
-    first, config = records[0], records[0]["config"]
+    first = records[0]
     seeds = sorted({r["seed"] for r in records})
     samples = sorted({r["samples"] for r in records})
     about = "about " if any(r["samples_estimated"] for r in records) else ""
     rounds = sorted({r["rounds"] for r in records})
     heads = sorted({head_of(r) for r in records})
-    steps = "steps" if config["train.batch_or_epoch"] == "batch" else "epochs"
+    majorities = sorted({f"{100 * r['majority']:.1f}" for r in records if r.get("majority")}, key=float)
+
+    def each(taken: Callable[[Mapping], object]) -> str:
+        """The values of all results, in the order in which they occur."""
+        return " / ".join(dict.fromkeys(str(taken(record)) for record in records))
+
+    def unit(record: Mapping) -> str:
+        return "steps" if record["config"]["train.batch_or_epoch"] == "batch" else "epochs"
+
     parts = [
-        f"Data: {', '.join([first['data']['source'], *_lost(first)])}",
-        f"model `{first['model']['type']}`",
+        f"Data: {', '.join([each(lambda r: r['data']['source']), *_lost(records)])}",
+        f"model {each(lambda r: '`' + r['model']['type'] + '`')}",
         f"clients train on {about}{range_of(samples)} samples in all",
         f"{range_of(rounds)} rounds",
-        f"batch {config['dataloader.batch_size']}",
-        f"{config['train.local_update_steps']} local {steps}",
-        f"{config['train.optimizer.type']}",
-        f"split `{config['data.splitter']}`",
+        f"batch {each(lambda r: r['config']['dataloader.batch_size'])}",
+        f"{each(lambda r: r['config']['train.local_update_steps'])} local {each(unit)}",
+        each(lambda r: r["config"]["train.optimizer.type"]),
+        f"split {each(lambda r: '`' + r['config']['data.splitter'] + '`')}",
         f"seeds {', '.join(map(str, seeds))}",
         f"head: {' / '.join(heads)}",
-        f"majority class {100 * first['majority']:.1f} %" if first.get("majority") else "",
+        f"majority class {' / '.join(majorities)} %" if majorities else "",
         "test set scored at every evaluation" if first["test"] == "rounds" else "",
         _repeats(records),
     ]
@@ -231,13 +252,14 @@ def _setting(results: ExperimentResults) -> str:
     return line + (f" {', '.join(extra)}: by the same with `--methods {','.join(extra)}`." if extra else "")
 
 
-def _lost(record: Mapping) -> list[str]:
-    """What was left out or cut of the rows, where the result has counted it."""
+def _lost(records: Sequence[Mapping]) -> list[str]:
+    """What was left out or cut of the rows, where the results have counted it: of the first, if they differ."""
     from fs_lowrank.data import rows_said
 
-    rows = record["data"].get("rows", {"read": 0, "skipped": {}, "truncated": {}})
-    said = rows_said(rows)
-    return said if len(said) > 1 else []
+    said = [rows_said(r["data"].get("rows", {"read": 0, "skipped": {}, "truncated": {}})) for r in records]
+    if len(said[0]) < 2:
+        return []
+    return said[0] if all(s == said[0] for s in said) else [*said[0][:-1], f"{said[0][-1]} (in the first run)"]
 
 
 def _repeats(records: Sequence[Mapping]) -> str:

@@ -6,25 +6,24 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fs_lowrank import Gathering, create_method, list_methods
+from fs_lowrank import Gathering, UserError, create_method, list_methods
 from fs_lowrank.errors import DamagedFile
 from fs_lowrank.jobs.files import read_json
-from fs_lowrank.runs.summary import human_bytes, shown_name
+from fs_lowrank.runs.checksums import checksum
+from fs_lowrank.runs.summary import human_bytes
 from fs_lowrank.settings.metrics import LANGUAGE, larger_is_better
 
 from .intervals import Figure, difference, figure_of
-from .job import Cell, Options, Script, Search, at_the_end
+from .job import Cell, Job, Options, Script, Search, at_the_end
+from .metrics import BYTES, better, scale_of, to_a_target
 from .paths import quotients
 from .plan import jobs_of, settings
 from .samples import counted
 from .store import Store
 from .suite import Experiment, Suite
 
-#: endings of metrics that are better when smaller
-_LOWER = ("loss", "perplexity", "bits_per_byte", "brier_score", "unparsed", "_stderr")
-_BYTES = ("uplink", "downlink", "uplink_without_head", "downlink_without_head")
-#: metrics that are counted, and have no spread over seeds
-_EXACT = (*_BYTES, "traffic", "traffic_without_head", "formula", "majority")
+#: metrics that are counted, and have no spread over seeds that agree
+_EXACT = (*BYTES, "traffic", "traffic_without_head", "formula", "majority")
 #: metrics whose value for a model that learned nothing is the majority class
 _ACCURACIES = ("test_acc", "val_acc", "test_acc_last5", "val_acc_last5", "client_test_acc")
 #: a mean of equal accuracies is above them by rounding, by less than this
@@ -105,7 +104,7 @@ class ExperimentResults:
         collapsed = sorted(v for m, v in majority if v <= m + _ROUNDING)
         return replace(
             figure,
-            exact=metric in _EXACT and not figure.std,
+            exact=metric in _EXACT and figure.std == 0,
             collapsed=tuple(collapsed),
             majority=majority[0][0] if majority else None,
             failed=self.failed_seeds(method, column, metric),
@@ -122,7 +121,7 @@ class ExperimentResults:
 
     def missed_seeds(self, method: str, column: str, metric: str) -> tuple[int, ...]:
         """The seeds that did not reach the target of the metric, if it has one."""
-        if not _to_a_target(metric):
+        if not to_a_target(metric):
             return ()
         return tuple(sorted(r["seed"] for r in self.records.get((method, column), ()) if value(r, metric) is None))
 
@@ -184,10 +183,7 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
     searches: dict[str, dict] = {}
     jobs = jobs_of(suite, experiment, options)
     if not (experiment.script or options.methods or experiment.every_method):
-        known = [e.label for e in experiment.methods]
-        there = store.methods.get((suite.name, suite.size, experiment.name), set())
-        if others := sorted(there - set(known) & set(list_methods())):
-            jobs = jobs_of(suite, experiment, replace(options, methods=(*known, *others)))
+        jobs += _of_other_methods(suite, experiment, options, store)
     for job in jobs:
         if isinstance(job, Search):
             if record := job.result(store):
@@ -230,6 +226,23 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
     return results
 
 
+def _of_other_methods(suite: Suite, experiment: Experiment, options: Options, store: Store) -> list[Job]:
+    """The jobs of methods that are not in the experiment, and have a result in it.
+
+    Their cells may have run for another experiment of the suite, which shares them.
+    """
+    there = set().union(*(names for at, names in store.methods.items() if at[:2] == (suite.name, suite.size)))
+    jobs: list[Job] = []
+    for name in sorted(there & set(list_methods()) - {entry.label for entry in experiment.methods}):
+        try:
+            own = jobs_of(suite, experiment, replace(options, methods=(name,)))
+        except UserError:  # this experiment cannot have it, so that it has no result
+            continue
+        if any(job.result(store) for job in (j.rated(store, final=False) or j for j in own if isinstance(j, Cell))):
+            jobs += own
+    return jobs
+
+
 def _search_of(job: Cell, rated: Cell, store: Store) -> dict | None:
     """The result of the search that the rate of a cell is from: of its experiment, or of the one that its table names.
 
@@ -246,15 +259,19 @@ def _search_of(job: Cell, rated: Cell, store: Store) -> dict | None:
 
 
 def values_by_seed(record: Mapping, paths: Mapping[str, str], store: Store) -> dict[str, dict[int, float]]:
-    """Metric -> seed -> value, from the JSON files that a script wrote; nothing if one of them is damaged or missing.
+    """Metric -> seed -> value, from the JSON files that a script wrote; nothing if one of them is damaged, missing, or
+    not the one that the result was read from. (Older results do not have the checksums of their files.)
 
     Raises:
         UserError: a path does not exist in the files.
     """
-    found = {}
-    for path in (store.results / name for name in record["files"] if name.endswith(".json")):
+    found, checksums = {}, record.get("checksums", {})
+    for name in (name for name in record["files"] if name.endswith(".json")):
+        path = store.results / name
         try:
             found[path.stem] = read_json(path, dict | list, remedy="its figures have no spread")
+            if checksums.get(name, actual := checksum(path)) != actual:
+                raise DamagedFile(f"{path} is not the file that its result was read from; its figures have no spread")
         except DamagedFile as error:
             store.damaged[str(path)] = str(error).removeprefix(f"{path} ")
             return {}
@@ -275,7 +292,7 @@ def value(record: Mapping, metric: str) -> float | None:
     if metric in record["metrics"]:
         return record["metrics"][metric]
     sent = record.get("bytes", {}).get("per_client_and_round", {})
-    if metric in _BYTES:
+    if metric in BYTES:
         return sent.get(metric)
     if kind.startswith("traffic"):
         bare = metric.removeprefix("traffic")
@@ -323,10 +340,6 @@ def head_of(record: Mapping) -> str:
     return "trained, sent and averaged"
 
 
-def _to_a_target(metric: str) -> bool:
-    return metric.partition(":")[0] in ("bytes_to", "rounds_to")
-
-
 def shown(figure: Figure | None, metric: str) -> str:
     """Mean ± standard deviation in the unit of the metric; ``–`` for none."""
     if figure is None:
@@ -338,64 +351,17 @@ def shown(figure: Figure | None, metric: str) -> str:
     return text + (f" ± {figure.std * scale:.{digits}f}" if figure.std is not None else "")
 
 
-def scale_of(metric: str) -> tuple[float, int]:
-    """The factor on a figure and its number of digits; 0 for bytes."""
-    name = metric.rpartition(":")[2]
-    of_bytes = ("uplink", "downlink", "traffic", "formula", "memory")
-    if metric.startswith("bytes_to") or metric.partition("_")[0] in of_bytes:
-        return 0, 0
-    if metric.startswith("rounds_to"):
-        return 1, 0
-    if metric == "aggregation":
-        return 1000, 2
-    accuracy = "acc" in name or "exact_match" in name or "pass@" in name
-    return (100, 2) if accuracy else (1, 3)
-
-
-def title_of(metric: str, language: bool = False) -> str:
-    """A description of the metric, with its unit; accuracy is that of the next token for a language model."""
-    kind, _, rest = metric.partition(":")
-    words = {
-        "test_acc": "test accuracy, %",
-        "test_loss": "test loss",
-        "val_acc": "validation accuracy, %",
-        "client_test_acc": "accuracy of the clients' models on their test shares, %",
-        "test_acc_last5": "test accuracy, mean of the last five evaluations, %",
-        "uplink": "sent up, per client and round",
-        "downlink": "sent down, per client and round",
-        "uplink_without_head": "sent up without the head, per client and round",
-        "downlink_without_head": "sent down without the head, per client and round",
-        "traffic": "both directions, per client and round",
-        "formula": "both directions by the papers' formula, 2 × up",
-        "traffic_without_head": "both directions without the head, per client and round",
-        "aggregation": "server aggregation, median of a round, ms",
-        "memory": "peak memory",
-    }
-    if kind in ("bytes_to", "rounds_to"):
-        name, _, target = rest.partition(":")
-        what = "all bytes, both directions" if kind == "bytes_to" else "rounds"
-        return f"{what}, until {shown_name(name, language)} is {target}"
-    title = words.get(metric, metric.replace("_", " "))
-    return title.replace("accuracy", "next-token accuracy") if language else title
-
-
 def best_of(row: Mapping[str, Figure | None], metric: str) -> str | None:
     """The method that is better than every other beyond the 95 % interval of their difference; None if there is none.
 
     A method of which a seed collapsed or failed is not the best.
     """
-    there = {name: figure for name, figure in row.items() if figure is not None}
-    if len(there) < 2:
+    there, sign = {name: figure for name, figure in row.items() if figure is not None}, better(metric)
+    if len(there) < 2 or not sign:
         return None
-    lower = (
-        scale_of(metric)[0] == 0
-        or metric in ("aggregation", "training")
-        or metric.startswith("rounds_to")
-        or metric.rpartition(":")[2].endswith(_LOWER)
-    )
-    ranked = sorted(there, key=lambda n: there[n].mean, reverse=not lower)
+    ranked = sorted(there, key=lambda n: sign * there[n].mean, reverse=True)
     first = there[ranked[0]]
     # A gap is over the seeds that both have, and may be opposed to the order of the means over all seeds.
-    gaps = [difference(first, there[name]).times(-1 if lower else 1) for name in ranked[1:]]
+    gaps = [difference(first, there[name]).times(sign) for name in ranked[1:]]
     ahead = all(gap.half is not None and gap.centre > gap.half for gap in gaps)
     return ranked[0] if ahead and first.whole else None

@@ -20,84 +20,26 @@ from typing import Any
 
 from fs_lowrank import UserError, list_methods
 from fs_lowrank.errors import nearest
-from fs_lowrank.settings import Key, Origin, check_keys, check_value, read_yaml, yaml_beside
+from fs_lowrank.settings import Origin, check_keys, check_value, read_yaml, yaml_beside
 
 from .claims import check_rule
+from .metrics import unknown
 from .scorers import check_options
+from .suite_keys import (
+    CAUSE,
+    CLAIM,
+    EXPERIMENT,
+    METHOD,
+    RATES,
+    REFERENCE,
+    SEARCH,
+    SIZE,
+    SIZES,
+    SUITE,
+    TRAINING_FILE,
+)
 
-SIZES = ("small", "paper")
 SHIPPED = Path(__file__).parent / "suites"
-
-_MAPPING, _SWITCH = Key(dict | None), Key(bool)
-_COUNT = Key(int | None, {"min": 1})
-EXPERIMENT = {
-    "title": Key(str | None),
-    "note": Key(str | None),
-    "config": _MAPPING,
-    "methods": Key(list | str, {"words": "a list of methods, or all"}),
-    "grid": _MAPPING,
-    "seeds": Key(list[int], {"filled": True}),
-    "learning_rates": _MAPPING,
-    "evaluation": Key(list | dict | None, {"words": "a list of mappings, each with a scorer"}),
-    "metrics": Key(list[str]),
-    "reference": Key(dict | str | None, {"words": "the name of figures, or a mapping"}),
-    "samples": _COUNT,
-    "evaluations": _COUNT,
-    "test": Key(str, {"choices": ("once", "rounds", "none")}),
-    "script": Key(str | None),
-    "args": Key(list),
-    "values": Key(dict),
-    "by_seed": Key(dict),
-    "plots": _SWITCH,
-    "training_file": _MAPPING,
-    "extra": _SWITCH,
-}
-SIZE = {**EXPERIMENT, "experiments": _MAPPING}
-SUITE = {
-    **SIZE,
-    "source": Key(str),
-    "imports": Key(list[str]),
-    "figures": Key(dict),
-    "claims": Key(dict),
-    **dict.fromkeys(SIZES, _MAPPING),
-}
-METHOD = {
-    "name": Key(str),
-    "method": Key(str, required=True),
-    "config": _MAPPING,
-    "where": _MAPPING,
-    "extra": _SWITCH,
-}
-RATES = {"table": Key(dict), "budget": Key(str), "found_by": Key(str), "search": Key(dict)}
-SEARCH = {
-    "space": Key(dict, {"words": "a mapping such as {train.optimizer.lr: {grid: [1e-3, 1e-2]}}"}, required=True),
-    "each": Key(list),
-    "at": Key(dict),
-    "config": Key(dict),
-    "seed": Key(int, {"min": 0}),
-    "seeds": Key(int, {"min": 1}),
-    "objective": Key(str),
-    "samples": _COUNT,
-    "grow": Key(int, {"min": 0}),
-}
-TRAINING_FILE = {"tasks": Key(list[str]), "per_task": _COUNT, "seed": Key(int, {"min": 0})}
-REFERENCE = {
-    "from": Key(str),
-    "setting": Key(str),
-    "unit": Key(str),
-    "scale": Key(float),
-    "scorer": Key(str),
-    "values": Key(dict),
-}
-CLAIM = {
-    "says": Key(str, required=True),
-    "source": Key(str),
-    "needs": Key(str),
-    "cause": Key(dict, {"words": "a mapping with says and experiments"}),
-    "experiments": Key(list, required=True),
-    "rule": Key(list, required=True),
-}
-CAUSE = {"says": Key(str, required=True), "experiments": Key(list[str], {"filled": True}, required=True)}
 
 
 @dataclass(frozen=True)
@@ -199,20 +141,23 @@ def shipped() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
+def sizes_of(name: str) -> list[str]:
+    """The sizes that a suite, by name or path, tells apart; none if it has no ``small`` and no ``paper``.
+
+    Raises:
+        UserError: as of ``load_suite``.
+    """
+    _, _, tree = _read(name)
+    return [size for size in SIZES if size in tree]
+
+
 def load_suite(name: str, size: str) -> Suite:
     """Load a suite by name or path, at ``size``.
 
     Raises:
         UserError: no such suite, invalid YAML, an unknown key (the message suggests the nearest), an invalid value.
     """
-    path = Path(name) if name.endswith((".yaml", ".yml")) else SHIPPED / f"{name}.yaml"
-    if not path.exists():
-        raise UserError(
-            f"no suite {name!r}{nearest(Path(name).name, [*shipped(), *yaml_beside(name)])}; there are: "
-            f"{', '.join(shipped())}, or the path of a .yaml file"
-        )
-    origin, tree = read_yaml(path)
-    tree = check_keys(tree, SUITE, origin)
+    path, origin, tree = _read(name)
     if size not in tree and any(s in tree for s in SIZES):
         raise UserError(f"{path} has no size {size!r}; there is: {', '.join(s for s in SIZES if s in tree)}")
     sized = check_keys(tree.get(size) or {}, SIZE, origin, size)
@@ -239,6 +184,18 @@ def load_suite(name: str, size: str) -> Suite:
         _claims(tree.get("claims", {}), _names(tree), experiments, origin),
         any(s in tree for s in SIZES),
     )
+
+
+def _read(name: str) -> tuple[Path, Origin, dict]:
+    """The file of a suite, by name or path, and what is in it."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else SHIPPED / f"{name}.yaml"
+    if not path.exists():
+        raise UserError(
+            f"no suite {name!r}{nearest(Path(name).name, [*shipped(), *yaml_beside(name)])}; there are: "
+            f"{', '.join(shipped())}, or the path of a .yaml file"
+        )
+    origin, tree = read_yaml(path)
+    return path, origin, check_keys(tree, SUITE, origin)
 
 
 def _reference(given: dict | str | None, figures: Mapping[str, Any], origin: Origin, at: str) -> dict | None:
@@ -270,6 +227,7 @@ def _claims(given: Mapping, names: set[str], experiments: Mapping, origin: Origi
                 origin.fail(f"{at}.experiments", f"= {key!r}: there is no such experiment{there}")
             for i, condition in enumerate(claim["rule"] if key in experiments else ()):
                 _check_axes(condition, experiments[key], origin, f"{at}.rule.{i}")
+                _check_metrics(condition, experiments[key], origin, f"{at}.rule.{i}")
         if "cause" in claim:
             claim["cause"] = _cause(claim["cause"], names, origin, f"{at}.cause")
         _check_methods(claim["rule"], [experiments[e] for e in claim["experiments"] if e in experiments], origin, at)
@@ -291,6 +249,12 @@ def _cause(given: Mapping, names: set[str], origin: Origin, at: str) -> dict:
     return cause
 
 
+def _check_metrics(condition: Mapping, experiment: Experiment, origin: Origin, at: str) -> None:
+    for key in ("metric", "chosen_by"):
+        if key in condition and (why := unknown(condition[key], experiment.values)):
+            origin.fail(f"{at}.{key}", f"= {condition[key]!r}: {why} ({experiment.name})")
+
+
 def _check_axes(condition: Mapping, experiment: Experiment, origin: Origin, at: str) -> None:
     for axis in [*condition.get("where", {}), *([condition["along"]] if "along" in condition else [])]:
         if axis not in experiment.axes:
@@ -308,6 +272,9 @@ def _check_axes(condition: Mapping, experiment: Experiment, origin: Origin, at: 
                 f"names {axis} {str(label)!r}: {experiment.name} has no such label; there are: "
                 f"{', '.join(experiment.axes[axis])}",
             )
+    fixed = {*condition.get("where", {}), condition.get("along")}
+    if free := [axis for axis, labels in experiment.axes.items() if len(labels) > 1 and axis not in fixed]:
+        origin.fail(at, f"fits several settings of {experiment.name}: 'where' has to give a label of {', '.join(free)}")
 
 
 def _check_methods(rule: list[dict], experiments: list[Experiment], origin: Origin, at: str) -> None:
@@ -352,6 +319,10 @@ def _experiment(
                 if label not in axes.get(axis, {}):
                     lacks = f"{axis} {label!r}" if axis in axes else f"axis {axis!r}"
                     origin.fail(f"{entry.at}.where", f"of {entry.label}: the grid has no {lacks}")
+    metrics, values = tuple(given.get("metrics", ["test_acc"])), given.get("values", {})
+    for metric in metrics:
+        if why := unknown(metric, values):
+            origin.fail(at["metrics"], f"has {metric!r}: {why}")
     made = given.get("training_file")
     return Experiment(
         name,
@@ -364,14 +335,14 @@ def _experiment(
         seeds=tuple(given.get("seeds", [0])),
         rates=_rates(given.get("learning_rates"), origin, at["learning_rates"]),
         evaluation=tuple(_evaluation(given.get("evaluation") or [], origin, at["evaluation"])),
-        metrics=tuple(given.get("metrics", ["test_acc"])),
+        metrics=metrics,
         reference=_reference(given.get("reference"), figures, origin, at["reference"]),
         samples=given.get("samples"),
         evaluations=given.get("evaluations"),
         test=given.get("test", "once"),
         script=script,
         args=tuple(str(a) for a in given.get("args", [])),
-        values=given.get("values", {}),
+        values=values,
         by_seed=given.get("by_seed", {}),
         plots=given.get("plots", True),
         training_file=None if made is None else check_keys(made, TRAINING_FILE, origin, at["training_file"]),

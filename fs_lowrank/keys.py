@@ -25,7 +25,7 @@ from .methods import get_method_class, list_methods
 from .methods.server_optimizer import ServerOptimizer
 from .settings import AdapterSpec, Key, OfClient, Settings, framework, keys_of
 from .settings.check import expected, hints_of
-from .settings.effects import on_the_framework
+from .settings.effects import on_flower, on_the_framework
 from .training.schedule import Schedule
 
 #: section → the dataclass that its further arguments belong to
@@ -104,6 +104,10 @@ def find(name: str) -> list[Entry]:
 
 def markdown() -> str:
     """The reference as a page of the documentation."""
+
+    def listed(names: Iterable[str]) -> str:
+        return ", ".join(f"`{name}`" for name in names)
+
     lines = [
         "# Keys",
         "",
@@ -124,8 +128,8 @@ def markdown() -> str:
         "",
         "These keys are read, so that FederatedScope's files load. The table says what `--engine federatedscope` does",
         "with a value that is not the default, under our methods. The other engines refuse it, unless it has no effect",
-        "on a result; the embedded engine follows `wandb`, whose tracker `lowrank.trackers` has, too, and",
-        "`--engine flower` honours `quantization`.",
+        "on a result; the embedded engine follows `wandb`, whose tracker `lowrank.trackers` has, too, and honours",
+        f"{listed(framework.ON_LOCAL)}, and `--engine flower` honours {listed(framework.ON_FLOWER['honoured'])}.",
         "",
         "| key | default | with our methods |",
         "| --- | --- | --- |",
@@ -180,6 +184,10 @@ def _entry(prefix: str, group: str, name: str, key: Key, defaults: Any, meanings
         engines = f"others than {shown(meta['local'])} {where}"
     elif "idle" in meta:
         engines = f"no effect on local ({meta['idle']})" if there == "honoured" else f"no effect ({meta['idle']})"
+    else:
+        elsewhere = {"federatedscope": there, "flower": on_flower(prefix + name)}
+        differs = [f"{said} on {engine}" for engine, said in elsewhere.items() if said != "honoured"]
+        engines = ", ".join(differs) or "all"
     return Entry(
         prefix + name, group, _type(key), default, engines, _sentence(meta.get("help") or meanings.get(name, ""))
     )

@@ -23,7 +23,7 @@ ROWS = (
     ("fs_lowrank.errors",),
     ("fs_lowrank.seeds", "fs_lowrank.versions"),
     ("fs_lowrank.settings",),
-    ("fs_lowrank.algebra", "fs_lowrank.jobs", "fs_lowrank.privacy"),
+    ("fs_lowrank.algebra", "fs_lowrank.jobs"),
     ("fs_lowrank.data",),
     ("fs_lowrank.models",),
     ("fs_lowrank.methods",),

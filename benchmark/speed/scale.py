@@ -1,6 +1,6 @@
 """Few clients of very many: what set-up, memory, a round and the files of a run cost with 10,000 to 1,000,000 clients.
 
-    python -m benchmark.speed.scale [--clients 1000000] [--sampled 1000] [--rows 2100000] [--rounds 3] [--profile]
+    python -m benchmark.speed.scale [--clients 1000000] [--sampled 1000] [--rows 1100000] [--rounds 3] [--profile]
 
 measures one number of clients in this process; ``python -m benchmark.speed scale`` measures three, each in a process
 of its own, over the same synthetic file.

@@ -231,6 +231,12 @@ def on_the_framework(name: str) -> str:
     return f"refused ({framework.REFUSED[name]})" if name in framework.REFUSED else "honoured"
 
 
+def on_flower(name: str) -> str:
+    """What engine flower does with a value of ``name``, one of our keys, that is not the default, in words."""
+    idle = _idle_by(name, framework.ON_FLOWER["idle"])
+    return f"no effect ({idle})" if idle else "honoured"
+
+
 def without_effect(config: Settings, engine: str, method: Any) -> list[tuple[str, Any, str]]:
     """The keys of ``config`` that differ from their defaults but have no effect: name, value and reason.
 

@@ -284,7 +284,8 @@ class Eval:
     #: language models ``perplexity``. Loss and accuracy are always measured; of a regression the loss, ``pearson`` and
     #: ``spearman``. FederatedScope's default is an empty list
     metrics: list[str] = key(["acc"], items=tuple(METRICS))
-    #: what is evaluated; a split without data is left out
+    #: what is evaluated. A split without data is refused, but for `val` with the default, and so is `train`, whose loss
+    #: is in each round's record
     split: list[str] = key(["test", "val"], items=("train", "val", "test"))
     #: the metric that selects the best round, ``SPLIT_METRIC``
     best_res_update_round_wise_key: str = key("val_loss")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -12,7 +13,8 @@ from benchmark.claims import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, check_rule, j
 from benchmark.curves import span_of_best
 from benchmark.intervals import Figure, difference, figure_of, of_mean
 from benchmark.job import at_the_end
-from benchmark.results import ExperimentResults, best_of, scale_of, shown, value
+from benchmark.metrics import scale_of
+from benchmark.results import ExperimentResults, best_of, shown, value
 from benchmark.suite import load_suite, shipped
 from benchmark.verdicts import judged_claims
 from fs_lowrank import UserError
@@ -426,6 +428,43 @@ def test_a_ratio_is_of_any_scale():
     assert judged({**ratio, "about": 1.1, "within": 0.01}, large).verdict == FAILS
 
 
+@pytest.mark.parametrize("ratio", [0.5, 1.5])
+def test_a_ratio_at_a_bound_holds_and_is_refuted_by_chance_in_2_5_percent_each(ratio):
+    rng, draws = np.random.default_rng(0), 2000
+    rule = {"is": "ratio", "of": "a", "to": "b", "about": 1.0, "within": 0.5}
+    found = Counter()
+    for _ in range(draws):
+        drawn = {"a": by_seed(ratio + 1e-3 * rng.standard_normal(10)), "b": by_seed(1 + 0.3 * rng.standard_normal(10))}
+        found[judged(rule, lambda method, *_, drawn=drawn: drawn[method]).verdict] += 1
+    chance = 0.025 + 3 * math.sqrt(0.025 * 0.975 / draws)
+    assert found[HOLDS] / draws <= chance and found[FAILS] / draws <= chance
+
+
+def test_a_ratio_has_its_interval_on_its_own_scale():
+    drawn = {"a": by_seed([0.52, 0.5, 0.48]), "b": by_seed([1.0, 1.0, 1.0])}
+    ratio = judged({"is": "ratio", "of": "a", "to": "b", "about": 0.6, "within": 0.2}, lambda m, *_: drawn[m])
+    assert ratio.verdict == HOLDS and "95 % interval 0.4503 to 0.5497" in ratio.text
+
+
+@pytest.mark.parametrize(
+    "metric, bound, refuted, held",
+    [
+        ("test_acc", {"at_least": 0.95}, FAILS, INCONCLUSIVE),
+        ("test_acc", {"at_most": 0.6}, INCONCLUSIVE, HOLDS),
+        ("test_loss", {"at_most": 0.6}, FAILS, INCONCLUSIVE),
+        ("test_loss", {"at_least": 0.95}, INCONCLUSIVE, HOLDS),
+        ("a figure of a study", {"at_most": 0.6}, INCONCLUSIVE, INCONCLUSIVE),
+    ],
+)
+def test_a_value_is_judged_in_favour_of_no_method_with_failed_seeds(metric, bound, refuted, held):
+    """The mean is that of the seeds that did not fail, so it is better than that of all."""
+    (key, limit), rule = next(iter(bound.items())), {"is": "value", "methods": ["a"], "metric": metric, **bound}
+    beyond = limit + (0.3 if key == "at_most" else -0.3)
+    for centre, expected in ((beyond, refuted), (2 * limit - beyond, held)):
+        figure = dataclasses.replace(by_seed([centre - 0.01, centre, centre + 0.01]), failed=(3, 4))
+        assert judged(rule, lambda *_, figure=figure: figure).verdict == expected
+
+
 def test_a_missing_figure_outweighs_an_open_one():
     above = {"is": "above", "by": 0, "where": {"clients": 50}, "better": "rolora", "than": ["noisy", "absent"]}
     found = judge([above], look)
@@ -536,6 +575,8 @@ def test_bytes_are_exact_unless_they_differ_by_seed():
     found = results_of(same=[sent(0, 100), sent(1, 100)], other=[sent(0, 100), sent(1, 90)])
     assert found.figure("same", "", "uplink").exact and not found.figure("other", "", "uplink").exact
     assert not found.figure("same", "", "test_acc").exact
+    alone = results_of(same=[sent(0, 100)], other=[sent(0, 90)])
+    assert not alone.figure("same", "", "uplink").exact  # another seed may send less
 
 
 def test_failed_seeds_count_against_a_method():
@@ -773,11 +814,15 @@ def test_a_seed_that_missed_the_target_holds_nothing_and_is_no_missing_figure(mo
         "generate:boolq:unparsed",
         "bytes_to:val_acc:0.7",
         "aggregation",
+        "client_test_loss_mean",
+        "client_test_loss_worst_decile",
     ],
 )
 def test_the_smaller_figure_is_bold_where_less_is_better(metric):
     assert best_of({"a": by_seed([10, 11]), "b": by_seed([20, 21.5])}, metric) == "a"
     assert best_of({"a": by_seed([10, 11]), "b": by_seed([20, 21.5])}, "lm_eval:boolq:acc") == "b"
+    assert best_of({"a": by_seed([10, 11]), "b": by_seed([20, 21.5])}, "client_test_acc_worst_decile") == "b"
+    assert best_of({"a": by_seed([10, 11]), "b": by_seed([20, 21.5])}, "client_test_acc_std") is None
 
 
 def test_figures_of_a_result():
@@ -926,6 +971,14 @@ def test_a_seed_that_fails_at_a_rate_does_not_work_there():
     rule = {"is": "wider", "along": "rate", "points": RATES, "by": 0, "within": 0.02}
     found = judged({**rule, "better": "fails", "than": ["whole"]}, look)
     assert "fails 1.5 ± 0.71 (n=2)" in found.text and "fails: 1 of 2 seeds failed at a point" in found.text
+
+
+def test_curves_without_a_spread_are_compared_as_they_are():
+    at = {"a": (0.5, 0.9, 0.9, 0.5), "b": (0.5, 0.9, 0.5, 0.5)}
+    curves = {(m, str(10.0**i)): by_seed([value]) for m, values in at.items() for i, value in enumerate(values)}
+    rule = {"is": "wider", "better": "a", "than": ["b"], "along": "rate", "points": [1.0, 10.0, 100.0, 1000.0]}
+    rule |= {"within": 0.02, "by": 0, "spread": False}
+    assert judged(rule, lambda method, labels, _: curves[method, labels["rate"]]).verdict == HOLDS
 
 
 def test_the_best_point_by_a_metric_that_is_better_when_smaller():

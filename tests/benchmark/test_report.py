@@ -8,9 +8,10 @@ from PIL import Image
 from benchmark.claims import HOLDS, INCONCLUSIVE, UNTESTED, Condition, Met
 from benchmark.figures import _along_axis, _curves, draw_claim
 from benchmark.markdown import heading, image, table
+from benchmark.metrics import title_of
 from benchmark.page import page
 from benchmark.report import _tables
-from benchmark.results import ExperimentResults, title_of
+from benchmark.results import ExperimentResults
 from benchmark.suite import load_suite
 
 

@@ -731,6 +731,7 @@ def test_values_of_a_script():
 def test_values_of_a_script_by_seed():
     runs = [{"seed": s, "method": m, "x": [v, v + 2]} for m, s, v in (("a", 0, 1.0), ("a", 5, 3.0), ("b", 5, 2.0))]
     found = {"file": {"runs": runs, "one": [{"k": 1, "curves": [[0.0, 4.0], [0.0, 6.0]]}], "floor": 2.0}}
+    found["file"]["twice"] = [{"seed": 0, "method": "a", "clients": n, "x": 1.0} for n in (5, 10)]
     assert quotients(found, "file.runs?method=a.x.*") == {0: 2.0, 5: 4.0}
     both = quotients(found, "file.runs?method=a.x.* / file.runs?method=b.x.*")
     assert both[5] == 4.0 / 3.0 and both.keys() == {0, 5} and math.isnan(both[0])  # b has no seed 0
@@ -740,6 +741,7 @@ def test_values_of_a_script_by_seed():
         ("file.floor", "expected entries with a seed"),
         ("file.runs?method=c.x", "0 entries have method=c"),
         ("file.rns?method=a.x", "expected a list there"),
+        ("file.twice?method=a.x", "2 entries with seed 0 have method=a"),
     ):
         with pytest.raises(UserError, match=words):
             quotients(found, path)

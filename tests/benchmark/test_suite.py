@@ -9,12 +9,14 @@ import pytest
 import yaml
 
 from benchmark.cli import main
-from benchmark.job import Cell, Options, Search
+from benchmark.execute import execute
+from benchmark.job import Cell, Options, Search, decisive
 from benchmark.plan import jobs_of, plan
-from benchmark.report import moved, write_report
+from benchmark.report import _setting, moved, write_report
 from benchmark.results import find
 from benchmark.samples import _Data, counted, within_budget
 from benchmark.suite import SIZES, flatten, lay, load_suite, shipped
+from benchmark.verdicts import judged_claims
 from fs_lowrank import UserError, load_config
 from fs_lowrank.data import build_data
 from fs_lowrank.methods import get_method_class, revisions
@@ -304,6 +306,117 @@ def test_revisions(keys, wanted):
 def test_flat_keys():
     assert flatten({"a": {"b": 1, "c.d": 2}, "e": []}) == {"a.b": 1, "a.c.d": 2, "e": []}
     assert lay({"a.b": 1, "a.c": 2}, {"a": [3]}) == {"a": [3]}
+
+
+#: a script that writes a value by seed
+STUDY = """
+import argparse, json, pathlib
+parser = argparse.ArgumentParser()
+parser.add_argument("--n", type=float)
+parser.add_argument("--out")
+given = parser.parse_args()
+runs = [{"seed": seed, "v": given.n + seed / 100} for seed in range(5)]
+pathlib.Path(given.out, "study_of_n.json").write_text(json.dumps({"runs": runs, "mean": given.n + 0.02}))
+"""
+VALUES = """script: study_of_n, values: {m: study_of_n.mean}, by_seed: {m: "study_of_n.runs.*.v"}"""
+
+
+@pytest.fixture
+def study(write, tmp_path, monkeypatch):
+    """A function that runs all cells of a suite of scripts; returns its options."""
+    (tmp_path / "study_of_n.py").write_text(STUDY)
+    monkeypatch.chdir(tmp_path)
+
+    def study(text, size="small"):
+        given = options(write(text), results=str(tmp_path / "results"), work=str(tmp_path / "work"), size=size)
+        for job in plan(given, extra=True):
+            given.store.write("cells", {**execute(job, lambda said: None), "finished": 1.0})
+        return given
+
+    return study
+
+
+def test_the_two_sizes_of_a_study_have_files_of_their_own(study, tmp_path):
+    text = f"""
+        claims:
+          c: {{says: x, experiments: [s], rule: [{{is: value, methods: [study_of_n], metric: m, at_least: 0.5}}]}}
+        small: {{experiments: {{s: {{{VALUES}, args: [--n, 0.1]}}}}}}
+        paper: {{experiments: {{s: {{{VALUES}, args: [--n, 0.9]}}}}}}
+    """
+    sizes = {size: study(text, size) for size in SIZES}
+
+    def said(size):
+        suite, given = load_suite(sizes[size].suites[0], size), sizes[size]
+        store = given.store
+        results = {name: find(suite, e, given, store) for name, e in suite.experiments.items()}
+        return judged_claims(suite, results)["c"].said, list(store.damaged.values())
+
+    assert said("small") == ("does not hold", []) and said("paper") == ("holds", [])
+    path = tmp_path / "results" / "scripts" / "mine-paper-s" / "study_of_n.json"
+    path.write_text(path.read_text().replace("0.9", "0.8"))
+    verdict, damaged = said("paper")
+    assert verdict == "inconclusive"
+    assert damaged == ["is not the file that its result was read from; its figures have no spread"]
+
+
+def test_a_report_of_some_experiments_judges_claims_by_all(study, tmp_path):
+    given = study(
+        f"""
+        claims:
+          c: {{says: x, cause: {{says: Because., experiments: [b]}}, experiments: [a, b],
+            rule: [{{is: value, methods: [study_of_n], metric: m, at_least: 0.5}}]}}
+          d: {{says: only b, experiments: [b], rule: [{{is: value, methods: [study_of_n], metric: m, at_least: 0.5}}]}}
+        experiments:
+          a: {{{VALUES}, args: [--n, 0.1]}}
+          b: {{{VALUES}, args: [--n, 0.9]}}
+        """
+    )
+    for only in ((), ("a",)):
+        write_report(dataclasses.replace(given, only=only))
+        said = (tmp_path / "results" / "report.md").read_text()
+        assert "Claim: x — holds in 1 of 2 experiments, does not hold in 1" in said and "Because (b: " in said
+        assert "Not in this size" not in said and "belong to no cell" not in said
+        assert ("### b" in said, "Claim: only b" in said) == (not only, not only)
+
+
+def test_a_suite_with_one_size_is_reported(study, tmp_path):
+    text = f"paper: {{experiments: {{s: {{{VALUES}, args: [--n, 0.9]}}}}}}"
+    write_report(dataclasses.replace(study(text, "paper"), size="all"))
+    assert "(paper)" in (tmp_path / "results" / "report.md").read_text()
+
+
+def test_a_cell_of_a_method_that_two_experiments_share_is_in_both(write, tmp_path):
+    shared = """
+        config: {model: {type: MODEL@transformers}, data: {type: DATA}, federate: {client_num: 3}}
+        methods: [fedlora]
+        experiments: {one: {}, two: {}}
+    """
+    given = options(write(shared), results=str(tmp_path / "results"))
+    job = plan(dataclasses.replace(given, methods=("rolora",)))[0]
+    record = {**job.identity(), "method": "rolora", "seed": 0, "rounds": 1, "finished": 1.0, "metrics": {}}
+    given.store.write("cells", record | {"samples": 8, "samples_counted": True})
+    suite = load_suite(given.suites[0], "small")
+    found = {name: find(suite, e, given, given.store) for name, e in suite.experiments.items()}
+    assert {name: (each.methods, each.wanted) for name, each in found.items()} == dict.fromkeys(found, (["rolora"], 2))
+
+
+def test_the_setting_of_a_report_has_the_values_of_all_cells(write, tmp_path):
+    steps = FIVE_LINES + "grid: {train.local_update_steps: [4, 20], data.splitter: [iid, dirichlet]}"
+    steps = steps.replace("    grid: {federate.client_num: [3, 6]}\n", "").replace("grid", "    grid")
+    given = options(write(steps.replace("config: {", "config: {federate: {client_num: 3}, ")))
+    jobs = plan(given)
+    found = find(jobs[0].suite, jobs[0].experiment, given, given.store)
+    sent = {"uplink": 2, "uplink_without_head": 1}
+    for job in jobs:
+        found.records.setdefault((job.method.label, job.column), []).append(
+            {
+                **{"seed": job.seed, "setting": job.setting, "config": decisive(job.config), "samples": 8, "rounds": 1},
+                **{"samples_estimated": False, "bytes": {"per_client_and_round": sent}, "model": {"type": "m"}},
+                **{"data": {"source": "x", "fingerprint": "f"}, "test": "once", "engine": "local", "majority": 0.5},
+            }
+        )
+    line = _setting(found)
+    assert "4 / 20 local steps" in line and "split `iid` / `dirichlet`" in line and "model `m`;" in line
 
 
 @pytest.mark.parametrize("size", SIZES)

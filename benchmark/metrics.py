@@ -1,0 +1,93 @@
+"""The names of metrics in suites: which there are, which way they go, their scale and title."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from fs_lowrank.errors import nearest
+from fs_lowrank.runs.summary import shown_name
+from fs_lowrank.settings.metrics import METRICS, larger_is_better
+
+from .scorers import SCORERS
+
+BYTES = ("uplink", "downlink", "uplink_without_head", "downlink_without_head")
+#: of a run, besides what is measured on held-out data
+_OF_A_RUN = (*BYTES, "traffic", "traffic_without_head", "formula", "majority", "memory", "aggregation", "training")
+_EVALUATED = re.compile(rf"(val|test|client_test)_({'|'.join(METRICS)})(_last5|_mean|_std|_worst_decile)?")
+#: endings of metrics of scorers that are better when smaller
+_LOWER = ("loss", "perplexity", "bits_per_byte", "brier_score", "unparsed", "_stderr")
+
+
+def unknown(metric: str, values: Collection[str] = ()) -> str:
+    """Why there is no such metric, with the nearest one; empty if there is.
+
+    Args:
+        values: those of a script.
+    """
+    kind, colon, rest = metric.partition(":")
+    if metric in (*values, *_OF_A_RUN) or _EVALUATED.fullmatch(metric):
+        return ""
+    if kind in ("bytes_to", "rounds_to"):
+        name, _, target = rest.partition(":")
+        if _EVALUATED.fullmatch(name) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", target):
+            return ""
+        return f"expected {kind}:METRIC:NUMBER, such as {kind}:val_acc:0.7"
+    if colon and kind in SCORERS and rest.count(":") == 1:
+        return ""
+    there = [*values, *_OF_A_RUN, *(f"{split}_{name}" for split in ("test", "val", "client_test") for name in METRICS)]
+    return f"there is no such metric{nearest(metric, there)}; docs/benchmark.md lists them"
+
+
+def better(metric: str) -> int:
+    """1 if a larger value is better, -1 if a smaller one is, 0 for a spread, which is neither."""
+    name = metric.rpartition(":")[2]
+    if name.endswith("_std"):
+        return 0
+    lower = scale_of(metric)[0] == 0 or metric in ("aggregation", "training") or metric.startswith("rounds_to")
+    return -1 if lower or name.endswith(_LOWER) or not larger_is_better(name) else 1
+
+
+def to_a_target(metric: str) -> bool:
+    return metric.partition(":")[0] in ("bytes_to", "rounds_to")
+
+
+def scale_of(metric: str) -> tuple[float, int]:
+    """The factor on a figure and its number of digits; 0 for bytes."""
+    name = metric.rpartition(":")[2]
+    of_bytes = ("uplink", "downlink", "traffic", "formula", "memory")
+    if metric.startswith("bytes_to") or metric.partition("_")[0] in of_bytes:
+        return 0, 0
+    if metric.startswith("rounds_to"):
+        return 1, 0
+    if metric == "aggregation":
+        return 1000, 2
+    accuracy = "acc" in name or "exact_match" in name or "pass@" in name
+    return (100, 2) if accuracy else (1, 3)
+
+
+def title_of(metric: str, language: bool = False) -> str:
+    """A description of the metric, with its unit; accuracy is that of the next token for a language model."""
+    kind, _, rest = metric.partition(":")
+    words = {
+        "test_acc": "test accuracy, %",
+        "test_loss": "test loss",
+        "val_acc": "validation accuracy, %",
+        "client_test_acc": "accuracy of the clients' models on their test shares, %",
+        "test_acc_last5": "test accuracy, mean of the last five evaluations, %",
+        "uplink": "sent up, per client and round",
+        "downlink": "sent down, per client and round",
+        "uplink_without_head": "sent up without the head, per client and round",
+        "downlink_without_head": "sent down without the head, per client and round",
+        "traffic": "both directions, per client and round",
+        "formula": "both directions by the papers' formula, 2 × up",
+        "traffic_without_head": "both directions without the head, per client and round",
+        "aggregation": "server aggregation, median of a round, ms",
+        "memory": "peak memory",
+    }
+    if kind in ("bytes_to", "rounds_to"):
+        name, _, target = rest.partition(":")
+        what = "all bytes, both directions" if kind == "bytes_to" else "rounds"
+        return f"{what}, until {shown_name(name, language)} is {target}"
+    title = words.get(metric, metric.replace("_", " "))
+    return title.replace("accuracy", "next-token accuracy") if language else title
