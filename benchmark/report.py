@@ -58,7 +58,7 @@ def write_report(options: Options) -> list[Path]:
             judged = {
                 claim: result
                 for claim, result in judged_claims(suite, results).items()
-                if not set(suite.claims[claim]["experiments"]).isdisjoint(names_shown)
+                if not options.only or set(suite.claims[claim]["experiments"]) & set(names_shown)
             }
             of_suite = rows_of(suite, judged, results, partial(_elsewhere, sized, store))
             rows += of_suite

@@ -227,13 +227,16 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
 
 
 def _of_other_methods(suite: Suite, experiment: Experiment, options: Options, store: Store) -> list[Job]:
-    """The jobs of methods that are not in the experiment, and have a result in it.
+    """The jobs of methods that ``--methods`` gave to an experiment of the suite, and that have a result in this one.
 
-    Their cells may have run for another experiment of the suite, which shares them.
+    Experiments that share a cell run it once, so that it is known as a result of the other one perhaps.
     """
-    there = set().union(*(names for at, names in store.methods.items() if at[:2] == (suite.name, suite.size)))
+    given: set[str] = set()
+    for (name, size, of), methods in store.methods.items():
+        if (name, size) == (suite.name, suite.size) and of in suite.experiments:
+            given |= methods - {entry.label for entry in suite.experiments[of].methods}
     jobs: list[Job] = []
-    for name in sorted(there & set(list_methods()) - {entry.label for entry in experiment.methods}):
+    for name in sorted(given & set(list_methods()) - {entry.label for entry in experiment.methods}):
         try:
             own = jobs_of(suite, experiment, replace(options, methods=(name,)))
         except UserError:  # this experiment cannot have it, so that it has no result

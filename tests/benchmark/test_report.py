@@ -152,6 +152,12 @@ def test_a_learning_curve_ends_hollow_where_a_seed_collapsed_or_failed():
     colours = {line.get_label(): line.get_color() for line in panel.lines}
     assert ends == [(colours["ffa_lora"], [3, pytest.approx(69.5)]), (colours["rolora"], [3, pytest.approx(74)])]
     assert "a seed collapsed or failed" in panel.get_legend_handles_labels()[1]
+    assert panel.get_xlabel() == "round"
+    del records["ffa_lora", column][0]["history"]["evaluated"][-1]  # as a run that stopped early
+    (panel,) = _curves(results).axes
+    assert panel.get_xlabel().replace("\n", " ") == "round; ffa_lora to the end of its shortest run"
+    (line,) = [line for line in panel.lines if line.get_label() == "ffa_lora"]
+    assert list(line.get_xdata()) == [1, 2]
 
 
 def test_two_metrics_of_one_task_are_two_columns():
