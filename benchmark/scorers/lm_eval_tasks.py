@@ -16,6 +16,7 @@ The result of a group names its tasks. If one subject of a group has no data, th
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -106,13 +107,13 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
             numpy_random_seed=None,
             torch_random_seed=None,
         )
+        chosen = {
+            task: _places(task, found["samples"][task])
+            for task, config in found["configs"].items()
+            if config.get("output_type") == "multiple_choice"
+        }
     counts = {task: n["effective"] for task, n in found["n-samples"].items()}
     members = _members(found.get("group_subtasks", {}), counts)
-    chosen = {
-        task: [str(sample["target"]) for sample in found["samples"][task]]
-        for task, config in found["configs"].items()
-        if config.get("output_type") == "multiple_choice"
-    }
     result = {}
     for name, values in {**found["results"], **found.get("groups", {})}.items():
         entry: dict[str, Any] = {
@@ -132,6 +133,21 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
             )
         result[name] = entry
     return result
+
+
+def _places(name: str, samples: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The place of the right answer among the choices of each sample of a task, as lm-eval finds it."""
+    if all(isinstance(sample["target"], int) for sample in samples):
+        return [str(sample["target"]) for sample in samples]
+    task = _manager().load([name])["tasks"][name]
+    if task.multiple_input:  # such as WinoGrande: the choices are texts, all with the target as their continuation
+        return [str(task.doc_to_text(sample["doc"])) for sample in samples]
+
+    def place(sample: Mapping[str, Any]) -> str:
+        target = sample["target"]
+        return str(task.doc_to_choice(sample["doc"]).index(target) if isinstance(target, str) else target)
+
+    return [place(sample) for sample in samples]
 
 
 @contextmanager

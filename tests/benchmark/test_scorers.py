@@ -325,6 +325,19 @@ def test_all_eight_tasks_and_a_prompt_with_examples(tiny, root, no_hub):
     assert {r["num_fewshot"] for r in result.values()} == {1} and not no_hub
 
 
+def test_the_majority_of_texts_that_end_alike_is_that_of_the_right_texts_place(tiny, no_hub, tmp_path):
+    """WinoGrande's choices are the texts before the gap, and what follows it differs from row to row."""
+    pytest.importorskip("lm_eval")
+    instruction, _ = ROWS["winogrande"][0]
+    ends = (("fell.", 1), ("was bad.", 2), ("went home.", 2), ("was quiet.", 2))
+    rows = [row(instruction.replace("was quiet.", end), f"option{answer}") for end, answer in ends]
+    path = commonsense.path(tmp_path, "winogrande", "test")
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(rows))
+    result = scorers.score(*tiny, {"scorer": "lm_eval", "tasks": ["winogrande"]}, tmp_path)
+    assert result["winogrande"]["majority"] == 0.75
+
+
 def test_a_group_with_a_missing_task_is_an_error(tiny, root, no_hub, tmp_path, manager):
     pytest.importorskip("lm_eval")
     with pytest.raises(
