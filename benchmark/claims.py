@@ -20,16 +20,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from fs_lowrank.settings import Key, Origin, check_keys, check_value
-from fs_lowrank.settings.metrics import METRICS, larger_is_better, of_name
 
 from .curves import by_seed, learned, majority_of, span_of_best
 from .intervals import LEVEL, Figure, Interval, difference, figure_of, of_mean
+from .metrics import better, unknown
 
 HOLDS, FAILS, UNTESTED, INCONCLUSIVE = "holds", "does not hold", "not tested at this size", "inconclusive"
 
@@ -111,6 +112,8 @@ def check_rule(condition: Any, origin: Origin, at: str) -> dict:
         numbers = [point for point in checked["points"] if isinstance(point, (int, float)) and point > 0]
         if len(numbers) < 2 or numbers != sorted(set(checked["points"])):
             origin.wrong(f"{at}.points", checked["points"], "two numbers or more above 0, ascending")
+    if "chosen_by" in checked and not better(checked["chosen_by"]):
+        origin.wrong(f"{at}.chosen_by", checked["chosen_by"], "a metric that is better larger or smaller")
     if kind == "value" and not {"at_least", "at_most"} & checked.keys():
         origin.fail(at, "has no bound: expected at_least, at_most or both")
     return checked
@@ -357,7 +360,9 @@ def _ratio(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator
     # The quotient is compared with a bound by the difference of `of` and the bound times `to`: beyond the bounds with
     # the nearer one, between them with both, so by the wider interval.
     bounds = about - within, about + within
-    by_bound = [difference(of, to.scaled(bound)).times(1 / to.mean).plus(bound) for bound in bounds]
+    common = [to.by_seed[seed] for seed in to.by_seed if seed in of.by_seed]
+    unit = statistics.fmean(common) if len(common) > 1 else to.mean  # a paired difference is over the common seeds
+    by_bound = [difference(of, to.scaled(bound)).times(1 / unit).plus(bound) for bound in bounds]
     below, above = (interval.centre for interval in by_bound)
     if below < bounds[0]:
         quotient = by_bound[0]
@@ -374,11 +379,11 @@ def _value(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator
     low, high = condition.get("at_least", -math.inf), condition.get("at_most", math.inf)
     bounds = (f"at least {low:g}", low > -math.inf), (f"at most {high:g}", high < math.inf)
     asked = " and ".join(words for words, given in bounds if given)
-    # A bound on the side of better values is met in the method's favour, one on the other side is missed in it.
-    good = ("at_least" if larger_is_better(metric) else "at_most") in condition
-    bad = ("at_most" if larger_is_better(metric) else "at_least") in condition
-    if of_name(metric) not in METRICS:  # which way it goes is not known
-        good = bad = True
+    # A bound on the side of better values is met in the method's favour, one on the other side is missed in it. Which
+    # way a script's figures go is not known.
+    sign = 0 if unknown(metric) else better(metric)
+    good = not sign or ("at_least" if sign > 0 else "at_most") in condition
+    bad = not sign or ("at_most" if sign > 0 else "at_least") in condition
     for method in condition["methods"]:
         value = figure(method)
         if value is None:
@@ -456,7 +461,7 @@ def _best(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator[
         curve = _curve(condition, figure, method)
         if curve is None or held is None:
             continue
-        sign = 1 if larger_is_better(by) else -1
+        sign = better(by)
         point = max(held, key=lambda p: sign * held[p].mean if held[p].n else -math.inf)
         at_end = point in (min(held), max(held))
         chosen[method] = point, dataclasses.replace(curve[point], at_end=at_end)

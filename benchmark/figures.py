@@ -193,7 +193,8 @@ def _hollow(axes, points: Sequence[tuple[float, float]], style: Mapping[str, Any
     """Draw points again, hollow, and say what that means."""
     if points:
         axes.plot(*zip(*points), ls="", zorder=3, **{**style, **_HOLLOW})
-        axes.plot([], [], ls="", marker="o", markersize=4, color="grey", **_HOLLOW, label=_NOT_WHOLE)
+        if _NOT_WHOLE not in axes.get_legend_handles_labels()[1]:
+            axes.plot([], [], ls="", marker="o", markersize=4, color="grey", **_HOLLOW, label=_NOT_WHOLE)
 
 
 def _broken(title: str) -> str:

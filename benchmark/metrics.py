@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
 from collections.abc import Collection
 
@@ -14,7 +16,10 @@ from .scorers import SCORERS
 BYTES = ("uplink", "downlink", "uplink_without_head", "downlink_without_head")
 #: of a run, besides what is measured on held-out data
 _OF_A_RUN = (*BYTES, "traffic", "traffic_without_head", "formula", "majority", "memory", "aggregation", "training")
-_EVALUATED = re.compile(rf"(val|test|client_test)_({'|'.join(METRICS)})(_last5|_mean|_std|_worst_decile)?")
+_EVALUATED = re.compile(
+    rf"(val|test)_({'|'.join(METRICS)}|acc_last5)|client_test_(acc|loss)(_mean|_std|_worst_decile)?"
+    "|client_test_acc_last5|unseen_test_(acc|loss)|best_round"
+)
 #: endings of metrics of scorers that are better when smaller
 _LOWER = ("loss", "perplexity", "bits_per_byte", "brier_score", "unparsed", "_stderr")
 
@@ -28,14 +33,20 @@ def unknown(metric: str, values: Collection[str] = ()) -> str:
     kind, colon, rest = metric.partition(":")
     if metric in (*values, *_OF_A_RUN) or _EVALUATED.fullmatch(metric):
         return ""
-    if kind in ("bytes_to", "rounds_to"):
+    if to_a_target(metric):
         name, _, target = rest.partition(":")
-        if _EVALUATED.fullmatch(name) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", target):
-            return ""
+        with contextlib.suppress(ValueError):  # no number
+            if _EVALUATED.fullmatch(name) and math.isfinite(float(target)):
+                return ""
         return f"expected {kind}:METRIC:NUMBER, such as {kind}:val_acc:0.7"
-    if colon and kind in SCORERS and rest.count(":") == 1:
+    if colon and kind in SCORERS and ":" in rest:
         return ""
-    there = [*values, *_OF_A_RUN, *(f"{split}_{name}" for split in ("test", "val", "client_test") for name in METRICS)]
+    there = [
+        *values,
+        *_OF_A_RUN,
+        *(f"{split}_{name}" for split in ("test", "val") for name in METRICS),
+        "client_test_acc",
+    ]
     return f"there is no such metric{nearest(metric, there)}; docs/benchmark.md lists them"
 
 
@@ -85,7 +96,7 @@ def title_of(metric: str, language: bool = False) -> str:
         "aggregation": "server aggregation, median of a round, ms",
         "memory": "peak memory",
     }
-    if kind in ("bytes_to", "rounds_to"):
+    if to_a_target(metric):
         name, _, target = rest.partition(":")
         what = "all bytes, both directions" if kind == "bytes_to" else "rounds"
         return f"{what}, until {shown_name(name, language)} is {target}"

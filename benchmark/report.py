@@ -16,7 +16,7 @@ from fs_lowrank.errors import hint
 from .figures import draw_all, draw_claim
 from .job import Options, at_the_end
 from .markdown import heading, image, range_of, table
-from .metrics import scale_of, title_of
+from .metrics import scale_of, title_of, to_a_target
 from .page import page
 from .plan import chosen, command
 from .results import ExperimentResults, best_of, find, head_of, value
@@ -52,20 +52,19 @@ def write_report(options: Options) -> list[Path]:
             results = {e.name: find(suite, e, everything, store) for e in suite.experiments.values()}
             for each in results.values():
                 used |= {r["hash"] for r in (*each.all_records, *each.stale, *(before for before, _ in each.moved))}
-            names_shown = [e.name for e in chosen(suite, options.only, extra=True)]
-            if not any(results[e].has_any for e in names_shown):
+            shown = {
+                e.name: find(suite, e, sized, store) if options.methods else results[e.name]
+                for e in chosen(suite, options.only, extra=True)
+            }
+            if not any(each.has_any for each in shown.values()):
                 continue
             judged = {
                 claim: result
                 for claim, result in judged_claims(suite, results).items()
-                if not options.only or set(suite.claims[claim]["experiments"]) & set(names_shown)
+                if not options.only or not shown.keys().isdisjoint(suite.claims[claim]["experiments"])
             }
             of_suite = rows_of(suite, judged, results, partial(_elsewhere, sized, store))
             rows += of_suite
-            shown = {
-                e: find(suite, suite.experiments[e], sized, store) if options.methods else results[e]
-                for e in names_shown
-            }
             body += _suite(suite, shown, judged, of_suite, root)
     if not body:
         raise _without_results(options, names)
@@ -253,13 +252,15 @@ def _setting(results: ExperimentResults) -> str:
 
 
 def _lost(records: Sequence[Mapping]) -> list[str]:
-    """What was left out or cut of the rows, where the results have counted it: of the first, if they differ."""
+    """What was left out or cut of the rows, where the results have counted it: of one, if they differ."""
     from fs_lowrank.data import rows_said
 
     said = [rows_said(r["data"].get("rows", {"read": 0, "skipped": {}, "truncated": {}})) for r in records]
-    if len(said[0]) < 2:
+    lossy = [s for s in said if len(s) > 1]
+    if not lossy:
         return []
-    return said[0] if all(s == said[0] for s in said) else [*said[0][:-1], f"{said[0][-1]} (in the first run)"]
+    first = lossy[0]
+    return first if all(s == first for s in said) else [*first[:-1], f"{first[-1]} (in one of the runs)"]
 
 
 def _repeats(records: Sequence[Mapping]) -> str:
@@ -272,7 +273,7 @@ def _repeats(records: Sequence[Mapping]) -> str:
 def _tables(results: ExperimentResults) -> list[str]:
     """One table per metric with settings as columns, and one per scorer and setting with tasks as columns."""
     blocks: list[str] = []
-    plain = [m for m in results.experiment.metrics if m.count(":") < 2 or m.startswith(("bytes_to", "rounds_to"))]
+    plain = [m for m in results.experiment.metrics if m.count(":") < 2 or to_a_target(m)]
     for index, metric in enumerate(plain):
         columns = [(c or title_of(metric, results.language), metric, c) for c in results.columns]
         paper = index == 0 and not _scorer_of_reference(results)

@@ -209,7 +209,10 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
                         f"The table's rate of {label}, {rate}, won in no finished search of `{name}`"
                     )
             if isinstance(job, Script) and experiment.by_seed:
-                record["by_seed"] = values_by_seed(record, experiment.by_seed, store)
+                try:
+                    record["by_seed"] = values_by_seed(record, experiment.by_seed, store)
+                except UserError as error:
+                    raise UserError(f"{suite.path.name}: {experiment.name}: {error}") from None
             results.records.setdefault((label, column), []).append(record)
             if (failed := store.read("failed", now.key)) and failed["finished"] > record["finished"]:
                 results.failed.append(failed)  # a repetition, whose earlier result stays
@@ -227,22 +230,23 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
 
 
 def _of_other_methods(suite: Suite, experiment: Experiment, options: Options, store: Store) -> list[Job]:
-    """The jobs of methods that ``--methods`` gave to an experiment of the suite, and that have a result in this one.
-
-    Experiments that share a cell run it once, so that it is known as a result of the other one perhaps.
+    """The jobs of methods that ``--methods`` gave to the experiment, and the cells with a result of those that it gave
+    to another one of the suite: experiments that share a cell run it once.
     """
-    given: set[str] = set()
+    given: dict[str, set[str]] = {}
     for (name, size, of), methods in store.methods.items():
-        if (name, size) == (suite.name, suite.size) and of in suite.experiments:
-            given |= methods - {entry.label for entry in suite.experiments[of].methods}
-    jobs: list[Job] = []
-    for name in sorted(given & set(list_methods()) - {entry.label for entry in experiment.methods}):
+        at = suite.experiments.get(of) if (name, size) == (suite.name, suite.size) else None
+        if at is not None and not at.every_method:
+            given[of] = methods & set(list_methods()) - {entry.label for entry in at.methods}
+    own = given.get(experiment.name, set())
+    jobs = jobs_of(suite, experiment, replace(options, methods=tuple(sorted(own)))) if own else []
+    for name in sorted(set().union(*given.values()) - own - {entry.label for entry in experiment.methods}):
         try:
-            own = jobs_of(suite, experiment, replace(options, methods=(name,)))
+            cells = jobs_of(suite, experiment, replace(options, methods=(name,)))
         except UserError:  # this experiment cannot have it, so that it has no result
             continue
-        if any(job.result(store) for job in (j.rated(store, final=False) or j for j in own if isinstance(j, Cell))):
-            jobs += own
+        rated = {cell.key: cell.rated(store, final=False) or cell for cell in cells if isinstance(cell, Cell)}
+        jobs += [c for c in cells if c.key in rated and (rated[c.key].result(store) or rated[c.key].stale(store))]
     return jobs
 
 
@@ -308,7 +312,7 @@ def value(record: Mapping, metric: str) -> float | None:
         return record.get("peak_memory_bytes", {}).get("host")
     if metric in ("aggregation", "training"):
         return record.get("seconds", {}).get({"aggregation": "aggregation_median"}.get(metric, metric))
-    if kind in ("bytes_to", "rounds_to"):
+    if to_a_target(metric):
         name, _, target = rest.partition(":")
         return _reaches(record["history"]["evaluated"], name, float(target), kind == "rounds_to")
     task, _, name = rest.rpartition(":")

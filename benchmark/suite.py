@@ -250,9 +250,14 @@ def _cause(given: Mapping, names: set[str], origin: Origin, at: str) -> dict:
 
 
 def _check_metrics(condition: Mapping, experiment: Experiment, origin: Origin, at: str) -> None:
-    for key in ("metric", "chosen_by"):
-        if key in condition and (why := unknown(condition[key], experiment.values)):
-            origin.fail(f"{at}.{key}", f"= {condition[key]!r}: {why} ({experiment.name})")
+    given = {key: condition[key] for key in ("metric", "chosen_by") if key in condition}
+    for key, metric in {"metric": "test_acc", **given}.items():
+        if experiment.script and metric not in experiment.values:
+            why = f"the script has no such figure; there are: {', '.join(experiment.values)}"
+        else:
+            why = unknown(metric, experiment.values)
+        if why:
+            origin.fail(f"{at}.{key}", f"= {metric!r}: {why} ({experiment.name})")
 
 
 def _check_axes(condition: Mapping, experiment: Experiment, origin: Origin, at: str) -> None:
@@ -274,7 +279,11 @@ def _check_axes(condition: Mapping, experiment: Experiment, origin: Origin, at: 
             )
     fixed = {*condition.get("where", {}), condition.get("along")}
     if free := [axis for axis, labels in experiment.axes.items() if len(labels) > 1 and axis not in fixed]:
-        origin.fail(at, f"fits several settings of {experiment.name}: 'where' has to give a label of {', '.join(free)}")
+        origin.fail(
+            at,
+            f"fits several settings of {experiment.name}: 'where' has to give a label of {', '.join(free)}; if the "
+            "experiment has that axis at one size only, give it another name there",
+        )
 
 
 def _check_methods(rule: list[dict], experiments: list[Experiment], origin: Origin, at: str) -> None:

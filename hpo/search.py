@@ -236,6 +236,14 @@ def budget(trials: Sequence[FrozenTrial]) -> dict[str, float]:
     return {"trials": len(started), **total}
 
 
+def value_on_rung(trial: FrozenTrial, objective: str) -> float:
+    """The value of a trial on a rung; where its accuracy is not above chance, that of chance, as for a pruner."""
+    value, chance, name = trial.user_attrs["value"], trial.user_attrs.get("chance"), objective.removeprefix("val_")
+    if chance is None or name not in ("acc", "f1", "matthews"):
+        return value
+    return Chance(**chance).reported(name, {"acc": trial.user_attrs["metrics"]["val_acc"], name: value})
+
+
 @dataclass
 class Queue:
     """Decides which trial of a study is next.
@@ -293,13 +301,6 @@ class Queue:
             trial.set_user_attr("draw", trial.number)
         return trial
 
-    def _score(self, trial: FrozenTrial) -> float:
-        """The value of a trial on a rung; an accuracy that is not above chance counts as chance, as for a pruner."""
-        value, chance = trial.user_attrs["value"], trial.user_attrs.get("chance")
-        if self.settings.objectives[0] != "val_acc" or chance is None:
-            return value
-        return Chance(**chance).reported("acc", {"acc": value})
-
     def _promote(self, trials: Sequence[FrozenTrial]) -> bool:
         """Queue the best points of the highest rung that is complete for the next rung; False if there are none.
 
@@ -314,7 +315,7 @@ class Queue:
             draws = {draw_of(t) for t in on_rung if kind(t) != "surplus"} if planned is None else planned
             if draws - ended or not done:
                 break
-            score = {d: sign * self._score(t) for d, t in done.items()}
+            score = {d: sign * value_on_rung(t, self.settings.objectives[0]) for d, t in done.items()}
             best = sorted(done, key=lambda d: (score[d], d))
             last = best[max(1, len(best) * rungs[rung] // rungs[rung + 1]) - 1]
             planned = set(best[: best.index(last) + 1])

@@ -16,7 +16,7 @@ The result of a group names its tasks. If one subject of a group has no data, th
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -107,8 +107,9 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
             numpy_random_seed=None,
             torch_random_seed=None,
         )
+        built = cache(lambda: _manager().load(options.tasks)["tasks"])
         chosen = {
-            task: _places(task, found["samples"][task])
+            task: _places(found["samples"][task], task, built)
             for task, config in found["configs"].items()
             if config.get("output_type") == "multiple_choice"
         }
@@ -135,19 +136,25 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
     return result
 
 
-def _places(name: str, samples: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The place of the right answer among the choices of each sample of a task, as lm-eval finds it."""
+def _places(samples: Sequence[Mapping[str, Any]], name: str, built: Callable[[], Mapping[str, Any]]) -> list[str]:
+    """The place of the right answer among the choices of each sample of a task, as lm-eval finds it.
+
+    Args:
+        built: gives all tasks by name.
+    """
     if all(isinstance(sample["target"], int) for sample in samples):
         return [str(sample["target"]) for sample in samples]
-    task = _manager().load([name])["tasks"][name]
+    task = built()[name]
     if task.multiple_input:  # such as WinoGrande: the choices are texts, all with the target as their continuation
         return [str(task.doc_to_text(sample["doc"])) for sample in samples]
-
-    def place(sample: Mapping[str, Any]) -> str:
+    places = []
+    for number, sample in enumerate(samples):
         target = sample["target"]
-        return str(task.doc_to_choice(sample["doc"]).index(target) if isinstance(target, str) else target)
-
-    return [place(sample) for sample in samples]
+        if isinstance(target, str):
+            choices = task.doc_to_choice(sample["doc"])
+            target = choices.index(target) if target in choices else f"none, in sample {number}"
+        places.append(str(target))
+    return places
 
 
 @contextmanager

@@ -369,9 +369,7 @@ def check_cohort(bench: Bench, method: str, task: str, further: Mapping[str, Any
         return 0
     alone = bench.make(task, method, {**keys, "train.cohort": "off"})
     for a, b in zip(alone.run().history, found, strict=True):
-        why = (
-            f"round {a['round']}: losses {a['loss']} and {b['loss']}, {b['failed']}; does it need Requires(alone=True)?"
-        )
+        why = f"round {a['round']}: losses {a['loss']} and {b['loss']}, {b['failed']}; does it require alone=True?"
         assert not b["failed"] and abs(a["loss"] - b["loss"]) < 1e-5, why
     state = state_of(together)
     for name, value in state_of(alone).items():

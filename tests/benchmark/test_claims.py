@@ -453,6 +453,9 @@ def test_a_ratio_has_its_interval_on_its_own_scale():
         ("test_acc", {"at_most": 0.6}, INCONCLUSIVE, HOLDS),
         ("test_loss", {"at_most": 0.6}, FAILS, INCONCLUSIVE),
         ("test_loss", {"at_least": 0.95}, INCONCLUSIVE, HOLDS),
+        ("generate:boolq:acc", {"at_least": 0.95}, FAILS, INCONCLUSIVE),
+        ("rounds_to:val_acc:0.7", {"at_most": 0.6}, FAILS, INCONCLUSIVE),
+        ("client_test_acc_std", {"at_most": 0.6}, INCONCLUSIVE, INCONCLUSIVE),
         ("a figure of a study", {"at_most": 0.6}, INCONCLUSIVE, INCONCLUSIVE),
     ],
 )

@@ -135,6 +135,15 @@ def test_the_figure_along_an_axis_has_a_panel_for_each_setting_of_the_others(tmp
     assert {axes.get_xlabel() for axes in panels} == {"steps"}
 
 
+def test_the_legend_says_once_what_a_hollow_point_means():
+    suite = load_suite("glue", "small")
+    labels = list(suite.experiments["sst2"].axes["clients"])
+    runs = [{"seed": s, "metrics": {"test_acc": 0.5}, "majority": 0.51} for s in (0, 1)]
+    records = {(method, label): runs for method in ("fedlora", "rolora") for label in labels}
+    (axes,) = _along_axis(ExperimentResults(suite, suite.experiments["sst2"], records)).axes
+    assert [t.get_text() for t in axes.get_legend().get_texts()].count("a seed collapsed or failed") == 1
+
+
 def test_a_learning_curve_ends_hollow_where_a_seed_collapsed_or_failed():
     suite = load_suite("glue", "small")
     column = next(iter(suite.experiments["sst2"].axes["clients"]))

@@ -11,6 +11,7 @@ import yaml
 from benchmark.cli import main
 from benchmark.execute import execute
 from benchmark.job import Cell, Options, Search, decisive
+from benchmark.metrics import unknown
 from benchmark.plan import jobs_of, plan
 from benchmark.report import _setting, moved, write_report
 from benchmark.results import find
@@ -385,19 +386,75 @@ def test_a_suite_with_one_size_is_reported(study, tmp_path):
     assert "(paper)" in (tmp_path / "results" / "report.md").read_text()
 
 
-def test_a_cell_of_a_method_that_two_experiments_share_is_in_both(write, tmp_path):
+def test_a_cell_of_a_method_that_experiments_share_is_in_each(write, tmp_path, monkeypatch):
     shared = """
-        config: {model: {type: MODEL@transformers}, data: {type: DATA}, federate: {client_num: 3}}
+        config: {model: {type: MODEL@transformers}, data: {type: DATA}, federate: {client_num: 3},
+          train: {local_update_steps: 4}}
         methods: [fedlora]
-        experiments: {one: {}, two: {}}
+        experiments:
+          one: {}
+          two: {}
+          wide: {grid: {train.local_update_steps: [4, 30]}, seeds: [0, 1]}
     """
     given = options(write(shared), results=str(tmp_path / "results"))
     job = plan(dataclasses.replace(given, methods=("rolora",)))[0]
     record = {**job.identity(), "method": "rolora", "seed": 0, "rounds": 1, "finished": 1.0, "metrics": {}}
     given.store.write("cells", record | {"samples": 8, "samples_counted": True})
     suite = load_suite(given.suites[0], "small")
-    found = {name: find(suite, e, given, given.store) for name, e in suite.experiments.items()}
-    assert {name: (each.methods, each.wanted) for name, each in found.items()} == dict.fromkeys(found, (["rolora"], 2))
+
+    def found():
+        return {name: find(suite, e, given, given.store) for name, e in suite.experiments.items()}
+
+    assert {name: (each.methods, each.wanted) for name, each in found().items()} == {
+        "one": (["rolora"], 2),
+        "two": (["rolora"], 2),
+        "wide": (["rolora"], 5),  # of its own method four cells, and the one that is there
+    }
+    monkeypatch.setattr(get_method_class("rolora"), "revision", 3)
+    assert [len(each.stale) for each in found().values()] == [1, 1, 1]
+
+
+def test_a_method_of_an_experiment_with_all_methods_is_given_to_no_other(write, tmp_path):
+    images = """
+        config: {model: {type: lenet}, data: {type: mnist, splits: [0.8, 0.2, 0.0]}, federate: {client_num: 3}}
+        experiments: {one: {methods: all}, two: {methods: [fedavg]}}
+    """
+    given = options(write(images), results=str(tmp_path / "results"))
+    for job in plan(dataclasses.replace(given, only=("one",), methods=("fedavg", "fedhm"))):
+        record = {**job.identity(), "method": job.method.label, "seed": 0, "rounds": 1, "finished": 1.0, "metrics": {}}
+        given.store.write("cells", record | {"samples": 8, "samples_counted": True})
+    two = load_suite(given.suites[0], "small").experiments["two"]
+    assert find(load_suite(given.suites[0], "small"), two, given, given.store).methods == ["fedavg"]
+
+
+@pytest.mark.parametrize(
+    "metric",
+    "test_acc val_perplexity test_acc_last5 client_test_loss_worst_decile unseen_test_acc best_round traffic majority "
+    "bytes_to:val_loss:7E-1 rounds_to:val_acc:.5 generate:boolq:acc lm_eval:mine:of_two:acc".split(),
+)
+def test_metrics_that_there_are(metric):
+    assert not unknown(metric)
+
+
+@pytest.mark.parametrize(
+    "metric",
+    "acc val_acc_std test_loss_last5 client_test_f1 bytes_to:val_acc:many rounds_to:val_acc:nan x:y:z".split(),
+)
+def test_metrics_that_there_are_not(metric):
+    assert unknown(metric)
+    assert not unknown("of a script", ["of a script"])
+
+
+def test_a_report_of_methods_without_results_is_refused(study):
+    given = study(f"experiments: {{a: {{{VALUES}, args: [--n, 0.1]}}}}")
+    write_report(given)
+    cell = """
+        config: {model: {type: MODEL@transformers}, data: {type: DATA}, federate: {client_num: 3}}
+        methods: [fedlora]
+    """
+    Path(given.suites[0]).write_text(textwrap.dedent(cell))
+    with pytest.raises(UserError, match="holds no result of"):
+        write_report(dataclasses.replace(given, methods=("rolora",)))
 
 
 def test_the_setting_of_a_report_has_the_values_of_all_cells(write, tmp_path):

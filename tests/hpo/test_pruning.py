@@ -13,6 +13,7 @@ import pytest
 
 from fs_lowrank import UserError
 from fs_lowrank.runs.chance import Chance
+from hpo.search import value_on_rung
 from hpo.settings import Settings, first_passes, make_pruner
 from hpo.settings import settings_of as settings_of_study
 from hpo.storage import load_study, open_storage, quiet
@@ -34,7 +35,8 @@ def play(settings, study, curve, tmp_path, labels):
     validation = {"from": "train", "rows": [], **({"labels": LABELS} if labels else {})}
     (tmp_path / "data.json").write_text(json.dumps({"validation": validation}))
     for round, (acc, loss) in enumerate(curve, 1):
-        record = {"round": round, "metrics": {"val": {"acc": acc, "loss": loss}}}
+        f1 = 0.7 if acc == 0.535 else acc if CHANCE.reached(acc) else 0.3  # 0.7: of naming always the second class
+        record = {"round": round, "metrics": {"val": {"acc": acc, "loss": loss, "f1": f1}}}
         if runner._see(trial, record, True, tmp_path):
             study.tell(trial, state=optuna.trial.TrialState.PRUNED)
             return round
@@ -61,12 +63,12 @@ def learner(draw):
 def simulate(settings, curves, tmp_path, labels=True):
     """Report the curves in one study; returns the round in which each was pruned."""
     with quiet():
-        direction = "maximize" if settings.objectives == ("val_acc",) else "minimize"
+        direction = "minimize" if settings.objectives == ("val_loss",) else "maximize"
         study = optuna.create_study(direction=direction, pruner=make_pruner(settings), study_name="s")
         return [play(settings, study, curve, tmp_path, labels) for curve in curves]
 
 
-@pytest.mark.parametrize("objective", ["val_acc", "val_loss"])
+@pytest.mark.parametrize("objective", ["val_acc", "val_loss", "val_f1"])
 @pytest.mark.parametrize("pruner", PRUNERS)
 def test_a_slow_starter_is_never_pruned_by_trials_at_the_majority_class(config, tmp_path, pruner, objective):
     settings = settings_of(config, pruner, objective, **{"federate.method": "rolora"})
@@ -81,7 +83,7 @@ def test_a_slow_starter_is_never_pruned_by_trials_at_the_majority_class(config, 
     assert without == 5, "the simulation must be one in which the same curves, unadjusted, do prune it"
 
 
-@pytest.mark.parametrize("objective", ["val_acc", "val_loss"])
+@pytest.mark.parametrize("objective", ["val_acc", "val_loss", "val_f1"])
 @pytest.mark.parametrize("pruner", PRUNERS)
 def test_trials_that_learn_nothing_are_pruned_after_the_warm_up_by_those_that_learn(
     config, tmp_path, pruner, objective
@@ -91,6 +93,17 @@ def test_trials_that_learn_nothing_are_pruned_after_the_warm_up_by_those_that_le
     ended = simulate(settings, [*(learner(draw) for _ in range(9)), *(constant(draw) for _ in range(9))], tmp_path)
     assert sum(round is not None for round in ended[9:]) >= 6
     assert all(round is None or round >= 2 for round in ended)
+
+
+@pytest.mark.parametrize("objective, constant, learned", [("val_acc", 0.535, 0.62), ("val_f1", 0.7, 0.4)])
+def test_a_trial_that_learned_nothing_is_not_ahead_on_a_rung(objective, constant, learned):
+    def score(acc, value):
+        attrs = {"value": value, "chance": CHANCE.to_dict(), "metrics": {"val_acc": acc, objective: value}}
+        return value_on_rung(
+            optuna.trial.create_trial(state=optuna.trial.TrialState.PRUNED, user_attrs=attrs), objective
+        )
+
+    assert score(0.62, learned) == learned > score(0.535, constant)
 
 
 @pytest.mark.parametrize(
