@@ -38,13 +38,13 @@ class Median(Gathering):
     "flag, value, instead",
     [
         ("averages", False, "Averaging .* Gathering"),
-        ("additive", None, r"Requires\(sums="),
-        ("needs_only_sums", classmethod(lambda cls: True), r"Requires\(sums="),
-        ("selects", True, r"Requires\(validation="),
-        ("plans_ahead", property(lambda self: True), r"Requires\(rounds="),
-        ("tasks", ("ImageClassification",), r"Requires\(tasks="),
-        ("lora_only", True, r'Requires\(adapter="lora"\)'),
-        ("either", True, r'Requires\(adapter="optional"\)'),
+        ("additive", None, r"replace\(super\(\).requires\(params\), sums="),
+        ("needs_only_sums", classmethod(lambda cls: True), r"replace\(super\(\).requires\(params\), sums="),
+        ("selects", True, r"replace\(super\(\).requires\(params\), validation="),
+        ("plans_ahead", property(lambda self: True), r"replace\(super\(\).requires\(params\), rounds="),
+        ("tasks", ("ImageClassification",), r"replace\(super\(\).requires\(params\), tasks="),
+        ("lora_only", True, r'replace\(super\(\).requires\(params\), adapter="lora"\)'),
+        ("either", True, r'replace\(super\(\).requires\(params\), adapter="optional"\)'),
         ("chains_only", True, "models.chain"),
         ("averages_head", False, "in averaged"),
         ("average", lambda self, updates, state: ({}, {}), r"mean\(updates, state\)"),
@@ -69,7 +69,7 @@ def test_an_attribute_of_the_former_contract_on_an_instance_is_refused():
             super().__init__(params, setting)
             self.selects = True
 
-    with pytest.raises(UserError, match=r"the attribute selects is no longer read; .*Requires\(validation="):
+    with pytest.raises(UserError, match=r"the attribute selects is no longer read; .*requires\(params\), validation="):
         create_method("sets_it_later")
 
 
