@@ -45,11 +45,11 @@ def plan(options: Options, extra: bool = False) -> list[Job]:
 
 def check_only(suites: Sequence[Suite], options: Options) -> None:
     """Raise ``UserError`` if ``--only`` names an experiment that no suite has."""
-    there = [name for suite in suites for name in suite.experiments]
+    there = list(dict.fromkeys(name for suite in suites for name in suite.experiments))
     for name in options.only:
         if name not in there:
             raise UserError(
-                f"--only {name}: {', '.join(s.name for s in suites)} ({options.size}) has no such "
+                f"--only {name}: {', '.join(dict.fromkeys(s.name for s in suites))} ({options.size}) has no such "
                 f"experiment{nearest(name, there)}; there are: {', '.join(there)}"
             )
 

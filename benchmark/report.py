@@ -18,7 +18,7 @@ from .job import Options, at_the_end
 from .markdown import heading, image, range_of, table
 from .metrics import scale_of, title_of, to_a_target
 from .page import page
-from .plan import chosen, command
+from .plan import check_only, chosen, command
 from .results import ExperimentResults, best_of, find, head_of, value
 from .store import Store, write_text
 from .suite import SIZES, Suite, load_suite, shipped, sizes_of
@@ -37,6 +37,9 @@ def write_report(options: Options) -> list[Path]:
     names = options.suites or shipped()
     if not any(root.glob("*/*.json")):  # known at once; to plan every suite takes a minute
         raise _without_results(options, names)
+    if options.only:
+        both = [(name, size) for name in names for size in sizes if size in (sizes_of(name) or sizes)]
+        check_only([load_suite(name, size) for name, size in both], options)
     rows: list[Row] = []
     body: list[str] = []
     used: set[str] = set()

@@ -378,6 +378,8 @@ def test_a_report_of_some_experiments_judges_claims_by_all(study, tmp_path):
         assert "Claim: x — holds in 1 of 2 experiments, does not hold in 1" in said and "Because (b: " in said
         assert "Not in this size" not in said and "belong to no cell" not in said
         assert ("### b" in said, "Claim: only b" in said) == (not only, not only)
+    with pytest.raises(UserError, match="--only c: mine .* has no such experiment.*there are: a, b"):
+        write_report(dataclasses.replace(given, only=("c",)))
 
 
 def test_a_suite_with_one_size_is_reported(study, tmp_path):
