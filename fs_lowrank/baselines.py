@@ -35,7 +35,7 @@ from .rounds.record import Failure
 from .rounds.site import Site
 from .runs.checksums import check_finished, seal_finished, unseal
 from .runs.environment import write_environment
-from .runs.folder import check_outdir
+from .runs.folder import check_outdir, claim
 from .runs.records import SHOWN, Records, read_records
 from .runs.result import RunResult
 from .runs.split import write_split
@@ -128,10 +128,11 @@ def run_row(
         "formula_bytes": 0,
         "own_models": True,
     }
-    ended = resume and _has_ended(outdir, facts)
-    rounds = config.federate.total_round_num
-    history = read_records(outdir / "rounds.jsonl", up_to=rounds, fields=SHOWN) if ended else []
-    history = history or _written(site, _alone(site, on_client), facts)
+    with claim(outdir):
+        ended = resume and _has_ended(outdir, facts)
+        rounds = config.federate.total_round_num
+        history = read_records(outdir / "rounds.jsonl", up_to=rounds, fields=SHOWN) if ended else []
+        history = history or _written(site, _alone(site, on_client), facts)
     record = history[-1]
     if on_round:
         on_round(record)

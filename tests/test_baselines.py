@@ -13,6 +13,7 @@ from fs_lowrank import RunFailed, UserError, baselines, cli
 from fs_lowrank.baselines import split_names
 from fs_lowrank.commands.seeds import parse
 from fs_lowrank.page import read_runs, write_page
+from fs_lowrank.runs.folder import claim
 from fs_lowrank.runs.split import read_split
 
 
@@ -194,3 +195,11 @@ def test_a_row_leaves_out_what_makes_no_sense_for_it(few):
         assert row.lowrank.robust == "none" and row.federate.process_num == 1
     norm = fs_lowrank.load_config(few, {"lowrank.robust": "norm_bound", "lowrank.robust_norm": 2.0})
     assert row_config("pooled", norm, "x").lowrank.robust_norm == 0
+
+
+@pytest.mark.parametrize("name", ["local", "pooled"])
+def test_a_row_whose_folder_another_run_writes_to(few, tmp_path, name):
+    config = baselines.row_config(name, fs_lowrank.load_config(few), tmp_path / name)
+    with claim(tmp_path / name), pytest.raises(RunFailed, match=f"another run is writing into {tmp_path / name}"):
+        baselines.run_row(name, config)
+    assert [path.name for path in (tmp_path / name).iterdir()] == [".lock"]

@@ -114,6 +114,7 @@ def _lines(scores: dict[str, Any], labelled: bool) -> list[tuple[str, str]]:
 
 def _predict(args: argparse.Namespace) -> None:
     from ..data.files import SUFFIXES
+    from ..data.sources import data_args
     from ..finished import check_column, check_table, predict_rows, write_table
 
     if args.tokens < 1:
@@ -125,5 +126,5 @@ def _predict(args: argparse.Namespace) -> None:
     check_table(out)
     run, rows = _read(args, labelled=False)
     table = predict_rows(run, rows, args.column, args.tokens)
-    write_table(table, out)
+    write_table(table, out, data_args(run.config.data).get("quoting"))
     console.print(f"{out}: {len(rows.kept)} predictions in the column {args.column}", soft_wrap=True)

@@ -147,7 +147,7 @@ def _json(path: Path, text: str) -> list[dict[str, Any]]:
 def _json_objects(path: Path, text: str) -> list[dict[str, Any]]:
     """Read a ``.json`` file of one object per line. A single object must be a row, not a table of columns."""
     try:
-        row = json.loads(text)
+        row = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError):
         return _json_lines(path, text)
     if "messages" not in row and any(isinstance(value, (list, dict)) for value in row.values()):
@@ -170,7 +170,7 @@ def _json_lines(path: Path, text: str) -> list[dict[str, Any]]:
 def _loads(path: Path, text: str, line: int | None = None) -> Any:
     """The JSON value in ``text``, which is line ``line`` of the file, or all of it."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         truncated = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated")
         raise UserError(
@@ -179,8 +179,17 @@ def _loads(path: Path, text: str, line: int | None = None) -> Any:
         ) from error
     except RecursionError as error:
         raise UserError(f"{path}, line {line or 1}: nested too deep: expected objects of texts and numbers") from error
-    except ValueError as error:  # a number of more digits than Python converts
-        raise UserError(f"{path}, line {line or 1}: invalid JSON: {error}") from error
+    except ValueError as error:  # a key given twice, or a number of more digits than Python converts
+        raise UserError(f"{path}{f', line {line}' if line else ''}: invalid JSON: {error}") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; ``ValueError`` if it has a key twice, of which the last would count."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"an object has the key {next(n for n in names if names.count(n) > 1)!r} twice")
+    return row
 
 
 def _object(path: Path, where: str, row: Any) -> dict[str, Any]:

@@ -42,6 +42,8 @@ __all__ = ["IMAGE_SETS", "ImageSet", "read_folder", "read_image_set"]
 
 logger = logging.getLogger("fs_lowrank")
 
+#: counts the ways in which files have been decoded, since decoded images are kept
+_DECODING = 2
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".webp", ".tif", ".tiff")
 
@@ -318,7 +320,7 @@ def _listing(folder: Path) -> tuple[dict[str, dict[str, list[Path]]], dict[str, 
 def _decoded(
     folder: Path, files: list[Path], size: tuple[int, int] | None, channels: int | None, home: str | Path | None
 ) -> np.ndarray:
-    digest = hashlib.sha256(json.dumps([str(folder.resolve()), size, channels]).encode())
+    digest = hashlib.sha256(json.dumps([str(folder.resolve()), size, channels, _DECODING]).encode())
     for path in files:
         info = path.stat()
         digest.update(f"{path.relative_to(folder)}\0{info.st_size}\0{info.st_mtime_ns}\n".encode())
@@ -356,6 +358,18 @@ def _checksum(images: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(images).data, zlib.crc32(repr(images.shape).encode()))
 
 
+def _bytewise(image: Any) -> Any:
+    """A Pillow image with 8 bits a channel: of 16 bits the upper 8, as Pillow itself reads 16 bits of colour."""
+    from PIL import Image
+
+    if image.mode.startswith("I;16") or image.mode == "I" and image.format == "PNG":
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        kind = "whole" if image.mode == "I" else "floating-point"
+        raise ValueError(f"its pixels are {kind} numbers of 32 bits, of unknown range; save it with 8 or 16 bits")
+    return image
+
+
 def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | None) -> np.ndarray:
     """uint8 ``(n, channels, height, width)``, decoded in threads, as the decoders release the GIL."""
     from PIL import Image
@@ -363,9 +377,10 @@ def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | Non
     def read(path: Path) -> np.ndarray:
         try:
             with Image.open(path) as image:
-                gray = image.mode in ("1", "L", "LA", "I", "I;16")
+                bytewise = _bytewise(image)
+                gray = bytewise.mode in ("1", "L", "LA")
                 mode = "L" if (channels == 1 or channels is None and gray) else "RGB"
-                converted = image if image.mode == mode else image.convert(mode)
+                converted = bytewise if bytewise.mode == mode else bytewise.convert(mode)
                 if size is not None and converted.size != size[::-1]:
                     converted = converted.resize(size[::-1], Image.Resampling.BILINEAR)
                 return np.asarray(converted)

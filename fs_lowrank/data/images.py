@@ -77,6 +77,8 @@ def _flip(axis: int, p: float) -> Callable:
 def _padded(x: Tensor, padding: int, mode: str) -> Tensor:
     if not padding:
         return x
+    if mode == "reflect" and padding >= min(x.shape[2:]):
+        raise ValueError(f"a mirror of {padding} pixels is more than images of {x.shape[2]} × {x.shape[3]} have")
     if mode == "constant" or x.is_floating_point():
         return torch.nn.functional.pad(x, [padding] * 4, mode=mode)
     return torch.nn.functional.pad(x.float(), [padding] * 4, mode=mode).to(x.dtype)

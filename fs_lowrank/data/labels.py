@@ -87,13 +87,15 @@ def sets(
 
 
 def from_flags(where: str, table: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    """``table`` with a column ``label`` of lists, from a column of 0 and 1 for each class.
+    """``table`` with a column ``label``, from a column of 0 and 1 for each class: lists of their indices.
 
     Raises:
-        UserError: another value.
+        UserError: another value, or a column is named twice.
     """
     flags = {}
     for name in columns:
+        if name in flags:
+            raise UserError(f"data.args: label = {list(columns)} names the column {name!r} twice; name it once")
         texts = table[name].map(label_text)
         if len(wrong := texts[~texts.isin(_FLAGS)]):
             raise UserError(
@@ -101,7 +103,7 @@ def from_flags(where: str, table: pd.DataFrame, columns: Sequence[str]) -> pd.Da
                 "expected 0 or 1"
             )
         flags[name] = texts.map(_FLAGS).to_numpy(bool)
-    lists = [[name for name in columns if flags[name][i]] for i in range(len(table))]
+    lists = [[number for number, name in enumerate(columns) if flags[name][i]] for i in range(len(table))]
     return table.drop(columns=list(columns)).assign(label=pd.Series(lists, index=table.index, dtype=object))
 
 

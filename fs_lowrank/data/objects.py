@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,17 +68,27 @@ def _write(held: Any, path: Path, where: str) -> str:
                 schema = table.schema
                 digest.update(json.dumps(schema.names).encode())
                 writer = pa.ipc.new_stream(str(path), schema)
-            table = table.cast(schema)
-            digest.update(json.dumps([table[name].to_pylist() for name in schema.names], default=str).encode())
-            writer.write_table(table)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
-        raise UserError(f"{where}: its values cannot be written as arrow data: {str(error).splitlines()[0]}") from error
+            with _as_arrow(where):
+                table = table.cast(schema)
+                digest.update(json.dumps([table[name].to_pylist() for name in schema.names], default=str).encode())
+                writer.write_table(table)
     finally:
         if writer is not None:
             writer.close()
     if writer is None:
         raise UserError(f"{where}: it has no rows")
     return digest.hexdigest()
+
+
+@contextmanager
+def _as_arrow(where: str) -> Iterator[None]:
+    """Errors of arrow, and of Python's values on their way to it, as a ``UserError``."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, TypeError, OverflowError, UnicodeError) as error:
+        raise UserError(f"{where}: its values cannot be written as arrow data: {str(error).splitlines()[0]}") from error
 
 
 def _tables(held: Any, where: str) -> Iterator[Any]:
@@ -90,12 +101,17 @@ def _tables(held: Any, where: str) -> Iterator[Any]:
         schema = held.features.arrow_schema  # with the names of classes
         arrow = held.with_format("arrow")
         for start in range(0, len(held), CHUNK):
-            yield pa.Table.from_batches(arrow[start : start + CHUNK].to_batches()).cast(schema)
+            with _as_arrow(where):
+                part = pa.Table.from_batches(arrow[start : start + CHUNK].to_batches()).cast(schema)
+            yield part
     elif isinstance(held, pd.DataFrame):
         plain = held.set_axis([str(name) for name in held], axis=1)
+        if len(twice := plain.columns[plain.columns.duplicated()]):
+            raise UserError(f"{where}: it has the column {twice[0]!r} twice; give each column a name of its own")
         for name in plain.select_dtypes("category"):
             plain = plain.assign(**{name: plain[name].astype(object)})
-        whole = pa.Table.from_pandas(plain, preserve_index=False).replace_schema_metadata(None)
+        with _as_arrow(where):
+            whole = pa.Table.from_pandas(plain, preserve_index=False).replace_schema_metadata(None)
         for start in range(0, len(held), CHUNK):
             yield whole.slice(start, CHUNK)
     elif isinstance(held, (datasets.IterableDataset, torch.utils.data.IterableDataset)):
@@ -114,7 +130,8 @@ def _tables(held: Any, where: str) -> Iterator[Any]:
                         f"{where}, item {i}: it has the columns {', '.join(sorted(row))}, and the first item has "
                         f"{', '.join(names)}; give every item the same, with None where there is nothing"
                     )
-            table = pa.Table.from_pylist(rows, schema)
+            with _as_arrow(where):
+                table = pa.Table.from_pylist(rows, schema)
             schema = schema or table.schema
             yield table
     else:

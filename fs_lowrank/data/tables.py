@@ -85,7 +85,7 @@ def classified(
     """Labelled text from tables with named columns.
 
     Args:
-        names: the classes in order; of a classification, whose labels are then their numbers. None: they are sorted.
+        names: the classes in order, and labels are then their numbers. None: labels are classes, which are sorted.
         task: ``CLASSIFICATION``, ``REGRESSION`` or ``MULTI_LABEL``. more: attributes of ``RawData``.
     """
     skipped: dict[str, int] = {}
@@ -134,14 +134,13 @@ def _coded(
             frames[role] = frame.assign(label=numbers(tables[role][0], column, frame["label"]))
         return [column]
     if task == MULTI_LABEL:
-        # A class is written by its name, or as a number, as ``datasets`` does.
-        index = (
-            None if names is None else {k: i for by in (map(str, range(len(names))), names) for i, k in enumerate(by)}
-        )
+        index = None if names is None else {str(i): i for i in range(len(names))}
         for role, frame in frames.items():  # training is the first
             coded, index = sets(tables[role][0], column, frame["label"], index)
             frames[role] = frame.assign(label=coded)
         return names or list(index or ())
+    for role, frame in frames.items():
+        _check_single(tables[role][0], column, frame["label"])
     if names is None:
         _check_classes(train_where, column, frames["train"]["label"])
         kinds = kinds_of(frames["train"]["label"])
@@ -176,6 +175,15 @@ def with_fraction(labels: pd.Series) -> Any:
         return None
     fractions = (v for v, n in zip(labels, numbers) if math.isfinite(n) and not n.is_integer())
     return next(fractions, None)
+
+
+def _check_single(where: str, column: str, labels: pd.Series) -> None:
+    for row, value in labels.items():
+        if isinstance(value, (list, tuple, set, np.ndarray, Mapping)):
+            raise UserError(
+                f"{where}, row {row + 1}: label {value!r} in column {column!r}: expected one class; for "
+                "sets of classes set model.task MultiLabelClassification"
+            )
 
 
 def _check_classes(where: str, column: str, labels: pd.Series) -> None:
@@ -214,6 +222,9 @@ def instructions(
         frame = pd.DataFrame({"messages": table["messages"]})
         for row, messages in frame["messages"].items():
             _conversation(f"{where}, row {row + 1}", messages)
+        answered = frame["messages"].map(lambda messages: bool(messages[-1]["content"].strip())).astype(bool)
+        count_skipped(skipped, "empty last answer", int((~answered).sum()))
+        frame = frame[answered]
         used = {"messages"}
     else:
         chosen = {}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ from ..models.prompts import generating
 from .rows import Rows
 from .run import FinishedRun
 from .scores import outputs, probabilities
+
+logger = logging.getLogger("fs_lowrank")
 
 
 @torch.no_grad()
@@ -106,9 +111,11 @@ def check_table(path: Path) -> None:
         raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
 
 
-def write_table(table: pd.DataFrame, path: Path) -> None:
+def write_table(table: pd.DataFrame, path: Path, quoting: bool | None = None) -> None:
     """Write a table in the format of the file's suffix, whole or not at all; a list in a cell of CSV or TSV is JSON.
 
+    Args:
+        quoting: as for ``read_table``. Cells that need quotes have them in any case, with a warning.
     Raises:
         UserError: the file exists, has another suffix, or cannot hold a text of the table.
         RunFailed: it cannot be written.
@@ -118,9 +125,16 @@ def write_table(table: pd.DataFrame, path: Path) -> None:
     try:
         if suffix in (".csv", ".tsv"):
             table = table.map(lambda cell: json.dumps(cell) if isinstance(cell, list) else cell)
-            text = table.to_csv(index=False, sep="," if suffix == ".csv" else "\t", lineterminator="\n")
+            write = partial(table.to_csv, index=False, sep="," if suffix == ".csv" else "\t", lineterminator="\n")
+            try:
+                quoted = suffix == ".csv" if quoting is None else quoting
+                text = write(quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE)
+            except csv.Error:
+                logger.warning("%s: a cell has a line break or the separator, so such cells are in double quotes", path)
+                text = write(quoting=csv.QUOTE_MINIMAL)
         else:
-            text = table.to_json(orient="records", lines=suffix == ".jsonl", force_ascii=False)
+            rows = [json.dumps(row, ensure_ascii=False) for row in table.to_dict("records")]
+            text = "".join(f"{row}\n" for row in rows) if suffix == ".jsonl" else "[" + ",\n ".join(rows) + "]\n"
         content = text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(f"{path} cannot be written: {error}") from error

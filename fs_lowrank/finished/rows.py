@@ -94,7 +94,8 @@ def _labelled(
     if labelled:
         if flags:
             require_columns(path, table, flags)
-            given, name = from_flags(str(path), table, flags)["label"], "label"
+            numbered, name = from_flags(str(path), table, flags)["label"], "label"
+            given = numbered.map(lambda classes: [flags[i] for i in classes])
         else:
             name = str(names["label"])
             given = _column(path, table, "label", name)

@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..models.accumulated import accumulate_pair
-from ..models.adapters import ACCUMULATED, add_beside, base_weight_name, load_tensors, merge_adapter
+from ..errors import UserError
+from ..models.accumulated import accumulate_pair, add_accumulated
+from ..models.adapters import ACCUMULATED, base_weight_name, check_products, load_tensors, merge_adapter
 from ..models.names import named_tensors, pairs, select, zero_at_start
 from ..settings import key
 from .base import Averaging, split_merges
@@ -51,10 +52,16 @@ class FedLoRU(Averaging):
         super().__init__(params, setting)
         if not params.merge:
             check_kept(setting, self.name)
+        if self.adapter.extra.get("lora_bias"):
+            raise UserError(
+                f"llm.adapter.args: lora_bias: {self.name} accumulates products of pairs, which hold no bias; "
+                "remove it, or choose another method"
+            )
 
     def adapt(self, model):
         model = super().adapt(model)
-        return model if self.params.merge else add_beside(model, ACCUMULATED, self.setting.seed, r=1)
+        check_products(model, self.name, merges=self.params.merge)
+        return model if self.params.merge else add_accumulated(model, self.setting.seed)
 
     def accumulates(self, round: int) -> bool:
         """Whether the pair is accumulated at the end of ``round``."""

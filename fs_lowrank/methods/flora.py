@@ -19,8 +19,8 @@ from torch import nn
 
 from ..algebra import stack_pairs
 from ..errors import say_once
-from ..models.accumulated import accumulate_pair
-from ..models.adapters import ACCUMULATED, add_beside, base_weight_name, load_tensors, merge_pair
+from ..models.accumulated import accumulate_pair, add_accumulated
+from ..models.adapters import ACCUMULATED, base_weight_name, load_tensors, merge_pair
 from ..models.names import named_tensors, pairs
 from ..settings import key
 from .base import Tensors, split_merges
@@ -54,7 +54,7 @@ class FLoRA(RankedMethod):
 
     def adapt(self, model):
         model = super().adapt(model)
-        return model if self.params.merge else add_beside(model, ACCUMULATED, self.setting.seed, r=1, dropout=0.0)
+        return model if self.params.merge else add_accumulated(model, self.setting.seed)
 
     def aggregate(self, updates, state, round):
         message = self.mean_of(updates, self.averaged)

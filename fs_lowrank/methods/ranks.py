@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ..errors import UserError
+from ..models.adapters import check_products
 from ..models.layers import Layer, adapted_layers
 from ..settings import AdapterSpec, key
 from .base import Gathering, Requires, Setting, Tensors
@@ -43,7 +44,8 @@ def check_kept(setting: Setting, method: str) -> None:
     """For methods that keep what they merge beside the base (``lowrank.merge = False``).
 
     Raises:
-        UserError: the model is trained from scratch, or the adapter's products do not add up to one LoRA adapter.
+        UserError: the model is trained from scratch, the adapter's products do not add up to one LoRA adapter, or its
+            initialisation changes the base.
     """
     if setting.from_scratch or setting.adapter.method != "lora":
         reason = (
@@ -53,6 +55,12 @@ def check_kept(setting: Setting, method: str) -> None:
         )
         raise UserError(f"lowrank.merge = False keeps LoRA pairs beside a pre-trained base; {reason}")
     check_one_rank(setting.adapter, f"lowrank.merge = False of {method}")
+    start = setting.adapter.extra.get("init_lora_weights", True)
+    if start not in (True, False, "gaussian", "orthogonal", "eva"):
+        raise UserError(
+            f"llm.adapter.args: init_lora_weights = {start} changes the base, and lowrank.merge = False keeps LoRA "
+            "pairs beside one that does not change; take gaussian, or leave one of the two out"
+        )
 
 
 class RankedMethod(Gathering):
@@ -69,6 +77,11 @@ class RankedMethod(Gathering):
         super().__init__(params, setting)
         check_one_rank(setting.adapter, self.name)
         self.averaged = self.whole
+
+    def adapt(self, model):
+        model = super().adapt(model)
+        check_products(model, self.name, merges=self.needs.changes_base)
+        return model
 
     def rank(self, client: int | None = None) -> int:
         """The rank of ``client``; None: of the server, which has the largest."""

@@ -9,10 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from ..algebra import low_rank_sum_svd
-from .adapters import ACCUMULATED, load_tensors
+from .adapters import ACCUMULATED, add_beside, load_tensors
 
 if TYPE_CHECKING:
     import peft
+
+
+def add_accumulated(model: peft.PeftModel, seed: int) -> peft.PeftModel:
+    """Add the adapter ``ACCUMULATED``, still without a product; its scale is 1 and its input has no dropout."""
+    return add_beside(model, ACCUMULATED, seed, r=1, lora_alpha=1, lora_dropout=0.0, init_lora_weights=True)
 
 
 def accumulate_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor, most: int | None = None) -> bool:
@@ -29,18 +34,20 @@ def accumulate_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor, 
     down_all = down_name.replace(".default.", f".{ACCUMULATED}.")
     up_all = down_all.replace(".lora_A.", ".lora_B.")
     parameters = dict(model.named_parameters())
-    # Its initial pair has B = 0 and is replaced.
-    kept = bool(parameters[up_all].any())
+    own_up, own_down = parameters[up_all], parameters[down_all]
     with torch.no_grad():
-        ups = torch.cat([parameters[up_all], up], 1) if kept else up
-        downs = torch.cat([parameters[down_all], down]) if kept else down
+        ups, downs = up.flatten(1), down.flatten(1)
+        if own_up.any():  # its initial pair has B = 0 and is replaced
+            ups, downs = torch.cat([own_up.flatten(1), ups], 1), torch.cat([own_down.flatten(1), downs])
         widest = min(ups.shape[0], downs.shape[1])  # no product has a larger rank
         limit = ups.shape[1] if most is None else min(most, widest)
         cut = ups.shape[1] > limit
         if cut:
             u, s, vh = low_rank_sum_svd([ups], [downs], [1.0], limit)
             ups, downs = u * s, vh
-    load_tensors(model, {up_all: ups, down_all: downs})
+    # The pair of a convolution has the axes of a kernel as well.
+    ups = ups.reshape(*ups.shape, *own_up.shape[2:])
+    load_tensors(model, {up_all: ups, down_all: downs.reshape(len(downs), *own_down.shape[1:])})
     return cut and limit < widest
 
 
@@ -68,4 +75,5 @@ def one_adapter(model: peft.PeftModel) -> tuple[peft.LoraConfig, dict[str, Tenso
     config.r, config.lora_alpha, config.use_rslora = rank, rank, False
     config.rank_pattern = {name: r for name, r in ranks.items() if r != rank}
     config.alpha_pattern = dict(config.rank_pattern)
+    config.init_lora_weights = True  # some others would ask for ranks of their kind when the adapter is loaded
     return config, tensors

@@ -23,7 +23,7 @@ from ..settings import ALL_LINEAR, AdapterSpec, Origin, check_value, keys_of
 from ..settings.adapter import PROMPTS
 from .chain import resize
 from .kinds import CLASSES, check_blocks, further, heads_by_place, own_targets, say_idle, sizes, task_type
-from .names import HEAD_MODULES, PEFT_HEADS, all_tensors, is_head, tags, tensor_of, zero_at_start
+from .names import HEAD_MODULES, PEFT_HEADS, all_tensors, is_head, named_tensors, tags, tensor_of, zero_at_start
 from .prompts import check_virtual_tokens, text_only
 
 if TYPE_CHECKING:
@@ -53,12 +53,13 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
 
     # a convolution is adapted as the matrix of its kernels, so its rows are as long as one kernel
     longest = max((max(p.shape[:1].numel(), p.shape[1:].numel()) for p in model.parameters()), default=1)
-    if spec.r > longest and not spec.virtual_tokens:  # before memory is taken for it
-        raise UserError(f"rank {spec.r} is above the width of every layer; the longest has {longest}")
     config = _config(model, spec, seed)
     asked = {name: copy.deepcopy(getattr(config, name)) for name in further(spec)}
     torch.manual_seed(derive(seed, "adapter"))
     with without_deprecation(), _complaints():
+        if spec.method not in PROMPTS and (rank := _largest_rank(model, config, spec.r)) > longest:
+            # before memory is taken for it
+            raise UserError(f"rank {rank} is above the width of every layer; the longest has {longest}")
         wrapped = get_peft_model(model, config)
     _freeze_inside(wrapped, spec)
     compose(wrapped)
@@ -79,9 +80,9 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
             down, up = module.lora_A["default"].weight, module.lora_B["default"].weight
             # For convolutions the longer side is the limit: the papers use rank 128 on layers of 64 channels.
             widest = (max if down.ndim > 2 else min)(down.flatten(1).shape[1], up.shape[0])
-            if spec.r > widest:
+            if len(down) > widest:  # its own rank, by rank_pattern if that names it
                 raise UserError(
-                    f"rank {spec.r} is above the width of {name}: its weight is "
+                    f"rank {len(down)} is above the width of {name}: its weight is "
                     f"{up.shape[0]} × {down.flatten(1).shape[1]}; choose r ≤ {widest}"
                 )
     return wrapped
@@ -244,6 +245,14 @@ def _adapted(model: nn.Module, config: peft.PeftConfig) -> list[str]:
     return [n for n, _ in model.named_modules() if config.target_modules and check_target_module_exists(config, n)]
 
 
+def _largest_rank(model: nn.Module, config: peft.PeftConfig, r: int) -> int:
+    """The largest rank of any adapter by ``config``, in which ``rank_pattern`` may give layers another than ``r``."""
+    from peft.utils.other import get_pattern_key
+
+    ranks = getattr(config, "rank_pattern", None) or {}
+    return max((ranks.get(get_pattern_key(ranks, name), r) for name in _adapted(model, config)), default=r)
+
+
 def _usual_targets(model: nn.Module) -> list[str] | None:
     """PEFT's choice for this kind of model; None if it has none."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
@@ -345,6 +354,8 @@ def start_at_zero(model: nn.Module, seed: int) -> None:
                 nn.init.kaiming_uniform_(tensors[name], a=5**0.5)
 
 
+#: prefix of the wrapped model in PEFT's model
+_OF_PEFT = "base_model.model."
 _LORA_WEIGHT = re.compile(r"^(?P<module>.+)\.lora_[AB]\.(?P<adapter>[^.]+)\.weight$")
 _ADAPTER_TENSOR = re.compile(r"^(?P<module>.+)\.(?:lora|hada|lokr)_\w+\.(?P<adapter>[^.]+)(?:\.weight)?$")
 
@@ -361,24 +372,21 @@ def _module_of(name: str) -> str:
     return _matched(name)["module"]
 
 
-#: name of the adapter of accumulated products; its B includes their scale
+#: name of the adapter of accumulated products; its B includes their scale (``models.accumulated``)
 ACCUMULATED = "accumulated"
 
 
-def add_beside(
-    model: peft.PeftModel, name: str, seed: int, *, r: int | None = None, dropout: float | None = None
-) -> peft.PeftModel:
+def add_beside(model: peft.PeftModel, name: str, seed: int, *, r: int | None = None, **others: Any) -> peft.PeftModel:
     """Add a second adapter ``name`` on the layers of the shared one; both are active afterwards.
 
     Args:
-        r: its rank; None: the rank of the shared adapter. dropout: of its input; None: as of the shared one.
+        r: its rank in every layer; None: the ranks of the shared adapter.
+        others: further arguments of its PEFT config that differ from those of the shared one.
     """
     config = copy.deepcopy(model.peft_config["default"])
-    config.modules_to_save = None
-    if r is not None:
-        config.r = r
-    if dropout is not None:
-        config.lora_dropout = dropout
+    rank = {} if r is None else {"r": r, "rank_pattern": {}}
+    for key, value in {"modules_to_save": None, **rank, **others}.items():
+        setattr(config, key, value)
     torch.manual_seed(derive(seed, "adapter", name))
     tuner = model.base_model
     tuner.peft_config[name] = config
@@ -432,6 +440,66 @@ def lora_scales(model: nn.Module) -> dict[str, float]:
         for name, module in ups
         for adapter in cast("nn.ModuleDict", module)
     }
+
+
+def check_products(model: nn.Module, method: str, merges: bool) -> None:
+    """Refuse layers on which an adapter has no product ``s B A`` that ``method`` could compute with, or merge.
+
+    PEFT's pair on a convolution has its stride and padding, but no groups and no dilation, and PEFT's adapters of all
+    kinds pad with zeros.
+
+    Args:
+        model: with the shared adapter, whose pairs have no bias.
+        merges: whether the products are added to the weights of the base.
+    Raises:
+        UserError: the message names the layer, and says what to do.
+    """
+    shared = shared_weights(model)
+    for name in sorted(set(map(_module_of, named_tensors(model, ("adapter",))))):
+        layer: Any = model.get_submodule(name)
+        base, is_pair = layer.get_base_layer(), hasattr(layer, "lora_A")
+        kernel = zip(getattr(base, "dilation", ()), getattr(base, "kernel_size", ()))
+        instead = ", or set lowrank.merge = False"
+        if is_pair and getattr(base, "groups", 1) > 1:
+            what = f"has {base.groups} groups: PEFT's pair is no product of two matrices then"
+            instead = ", or choose another method"
+        elif merges and is_pair and any(step > 1 and size > 1 for step, size in kernel):
+            what, instead = "is dilated while PEFT's pair is not: no kernel is the sum of both", ""
+        elif merges and getattr(base, "padding_mode", "zeros") != "zeros":
+            what = f"has padding_mode = {base.padding_mode} while adapters pad with zeros: no kernel is the sum of both"
+        elif merges and name in shared:
+            what = f"shares its weight with {shared[name].removeprefix(_OF_PEFT)}: a merge would change that, too"
+        else:
+            continue
+        raise UserError(
+            f"llm.adapter.args: {method} takes no adapter on {name.removeprefix(_OF_PEFT)}, which {what}; "
+            f"leave it out of modules{instead}"
+        )
+
+
+def shared_weights(model: nn.Module) -> dict[str, str]:
+    """The adapted layers whose weight another module has, too, as of a tied head the embedding has, and that module."""
+    places: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for last, child in module.named_children():
+            for parameter in child.parameters(recurse=False):
+                places.setdefault(id(parameter), []).append(f"{name}.{last}".removesuffix(".base_layer"))
+    found = {}
+    for name in sorted(set(map(_module_of, named_tensors(model, ("adapter",))))):
+        weight = getattr(model.get_submodule(name).get_base_layer(), "weight", None)  # type: ignore[operator]
+        others = [other for other in places.get(id(weight), ()) if other != name]
+        if others:
+            found[name] = others[0]
+    return found
+
+
+def untie(model: nn.Module) -> None:
+    """Give each adapted layer a weight of its own, so that its adapter can be merged into it alone."""
+    for name in (shared := shared_weights(model)):
+        base: Any = model.get_submodule(name).get_base_layer()  # type: ignore[operator]
+        base.weight = nn.Parameter(base.weight.detach().clone(), base.weight.requires_grad)
+    if shared and hasattr(config := getattr(model, "config", None), "tie_word_embeddings"):
+        config.tie_word_embeddings = False  # type: ignore[union-attr]
 
 
 def merge_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor) -> None:

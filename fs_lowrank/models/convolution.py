@@ -50,6 +50,7 @@ class _Composed(_Base):
             type(base) is nn.Conv2d
             and base.groups == 1
             and base.dilation == (1, 1)
+            and base.padding_mode == "zeros"  # as PEFT's adapters pad
             and base.weight.dtype in (torch.float32, torch.float64)
         )
 

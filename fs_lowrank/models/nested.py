@@ -48,8 +48,9 @@ class Nested(nn.Module):
             return output
         if isinstance(module, nn.Linear):
             return output + self.scale * F.linear(F.linear(x, first), second)
-        inner = F.conv2d(x, first, None, module.stride, module.padding, module.dilation)
-        return output + self.scale * F.conv2d(inner, second)
+        convolve = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[first.ndim]
+        inner = convolve(x, first, None, module.stride, module.padding, module.dilation)
+        return output + self.scale * convolve(inner, second)
 
 
 def nested_shapes(a: torch.Size, b: torch.Size, rank_a: int, rank_b: int) -> dict[str, tuple[int, ...]]:

@@ -88,8 +88,8 @@ def check_outdir(config: Settings, resume: bool) -> None:
         )
     if resume and finished and not checkpoint:
         raise UserError(
-            f"{folder} holds a finished run that kept no checkpoint (lowrank.checkpoint_freq 0), so there "
-            "is nothing to continue; replace it with overwrite=True, or choose another outdir"
+            f"{folder} holds a finished run that kept no checkpoint, by its lowrank.checkpoint_freq, so there is "
+            "nothing to continue; replace it with overwrite=True, or choose another outdir"
         )
 
 

@@ -17,12 +17,13 @@ from torch import nn
 from ..errors import UserError
 from ..jobs.files import read_json
 from ..models.accumulated import one_adapter
-from ..models.adapters import ACCUMULATED
+from ..models.adapters import ACCUMULATED, untie
 from ..models.factorised import plain
 from ..models.loaded import transformers_silent
 from ..models.prompts import is_prompted
 from ..models.quantised import dequantised, layers
 from ..models.saved import save_adapter
+from ..settings.metrics import larger_is_better
 from .chance import run_verdict
 from .plots import curves
 from .split import read_about
@@ -172,15 +173,16 @@ class RunResult:
     def bytes_to(self, target: float, metric: str = "test_acc") -> int | None:
         """Bytes sent in both directions until the end of the first evaluated round that reached ``target``.
 
-        None if no round reached it. ``metric`` is a key of ``final``; a loss must be at most the target.
+        None if no round reached it. ``metric`` is a key of ``final``; one that is better when smaller has to be at
+        most the target.
         """
-        split, _, name = metric.rpartition("_")
-        total = 0
+        sign, total = (1 if larger_is_better(metric) else -1), 0
         for record in self.history:
             total += int(record["uplink_bytes"] + record["downlink_bytes"])
-            value = record["metrics"].get(split, {}).get(name)
-            if value is not None and (value <= target if name == "loss" else value >= target):
-                return total
+            for split, values in record["metrics"].items():
+                value = values.get(metric.removeprefix(f"{split}_"))
+                if metric.startswith(f"{split}_") and value is not None and sign * value >= sign * target:
+                    return total
         return None
 
     def save_adapter(self, folder: str | Path) -> Path:
@@ -227,6 +229,7 @@ class RunResult:
         else:
             model = copy.deepcopy(self.model)
         if hasattr(model, "peft_config"):
+            untie(model)
             model = model.merge_and_unload()
         model = plain(model)
         if not hasattr(model, "save_pretrained"):  # a module of the user's

@@ -25,7 +25,7 @@ class Federate:
     client_num: int = key(0)
     #: number of clients in a round; -1 is all. ``sample_client_rate`` takes precedence if both are given
     sample_client_num: int = key(-1, min=-1)
-    #: fraction of the clients that take part in a round; negative: not given
+    #: fraction of the clients that take part in a round, above 0; -1: not given
     sample_client_rate: float = key(-1.0, max=1.0)
     #: number of rounds
     total_round_num: int = key(50, min=1)
@@ -382,7 +382,7 @@ class Lowrank:
     drop_rate: float = key(0.0, min=0.0, max=1.0)
     #: seconds that a process waits for another in distributed runs; with ``federate.process_num``, for a sign of life;
     #: on Flower, for the next answer of any node
-    timeout: float = key(600.0, above=0.0, result=False)
+    timeout: float = key(600.0, above=0.0, max=2e6, result=False)
     #: dtype of the frozen weights and of the computation, or `int8` or `nf4`: matrices quantised to 8 or 4 bits by
     #: bitsandbytes, which takes models of transformers and methods that leave the base as it is. Methods decide the
     #: dtype of trained tensors

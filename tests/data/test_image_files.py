@@ -240,6 +240,21 @@ def test_wrong_arguments(folder, tmp_path, args, message):
         load(folder, "", tmp_path, args)
 
 
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_images_of_16_bits_keep_the_upper_8(folder, tmp_path, suffix):
+    deep = (np.arange(30, dtype=np.uint16) * 2000).reshape(5, 6)
+    Image.fromarray(deep).save(folder / "train" / "cat" / f"deep.{suffix}")
+    raw = load(folder, "", tmp_path / "home")
+    assert (raw.images[:, 0] == deep // 256).all(axis=(1, 2)).sum() == 1
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.float32])
+def test_images_of_32_bits_are_refused(folder, tmp_path, kind):
+    Image.fromarray(np.ones((5, 6), kind)).save(folder / "train" / "cat" / "deep.tif")
+    with pytest.raises(UserError, match="deep.tif: cannot be read as an image: .* of 32 bits, of unknown range"):
+        load(folder, "", tmp_path / "home")
+
+
 @pytest.mark.parametrize("damage", ["cut", "bomb", "noise"])
 def test_a_damaged_image_is_named(tmp_path, damage, monkeypatch):
     for kind in ("cat", "dog"):

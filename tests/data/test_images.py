@@ -134,6 +134,11 @@ def test_wrong_steps(steps, message):
     [
         ([["RandomCrop", {"size": 9}]], "RandomCrop: cannot cut 9 × 9 out of 8 × 8"),
         ([["CenterCrop", {"size": 20}]], "cannot cut 20 × 20"),
+        (
+            [["Pad", {"padding": 8, "padding_mode": "reflect"}]],
+            "a mirror of 8 pixels is more than images of 8 × 8",
+        ),
+        ([["RandomCrop", {"size": 8, "padding": 9, "padding_mode": "reflect"}]], "RandomCrop: a mirror of 9 pixels"),
         ([["Normalize", {"mean": [0, 0, 0], "std": [1, 1, 1]}]], "mean has 3 numbers, the images have 1 channel"),
     ],
 )

@@ -180,6 +180,13 @@ BROKEN = [
     ("a.jsonl@llm", '{"instruction": "a", "answer": "b"}\n', "no column 'output'.*there are: instruction, answer"),
     ("a.jsonl@llm", '{"instruction": "a", "output": ""}\n', "every row has an empty instruction or answer"),
     ("a.jsonl", '{"messages": [{"role": "user", "content": "a"}]}\n', "row 1: 'messages' must be"),
+    (
+        "a.jsonl",
+        '{"text": "a", "label": 1}\n{"text": "b", "label": 0, "label": 1}\n',
+        "line 2: .*key 'label' twice",
+    ),
+    ("a.json", '[{"text": "a", "text": "b", "label": 1}]', "a.json: invalid JSON: an object has the key 'text' twice"),
+    ("a.jsonl", '{"text": "a", "label": ["x"]}\n{"text": "b", "label": ["y"]}\n', "row 1: .*set model.task Multi"),
 ]
 
 
@@ -285,6 +292,11 @@ def test_conversations(tmp_path):
     write(tmp_path / "m.jsonl", json.dumps({"messages": talk, "category": "x"}))
     raw = load("m.jsonl", tmp_path)
     assert raw.train["messages"].tolist() == [talk] and raw.fields == ["category"]
+    silent = [talk[0], {"role": "assistant", "content": " "}]
+    write(tmp_path / "m.jsonl", "\n".join(json.dumps({"messages": turns}) for turns in (silent, talk)))
+    raw = load("m.jsonl", tmp_path)
+    assert raw.train["messages"].tolist() == [talk] and raw.train.index.tolist() == [1]
+    assert raw.skipped == {"empty last answer": 1}
 
 
 # Names
@@ -343,7 +355,7 @@ def test_none_means_the_default_of_an_argument(tmp_path):
         ("a.json", "[" * 100_000, "a.json, line 1: nested too deep"),
         ("a.jsonl", '{"text": "a", "label": 1}\n' + '{"text": ' * 100_000, "a.jsonl, line 2: nested too deep"),
         ("a.json", '{"text": ' * 100_000, "a.json, line 1: nested too deep"),
-        ("a.json", '[{"text": "a", "label": ' + "9" * 5000 + "}]", "a.json, line 1: invalid JSON: Exceeds the limit"),
+        ("a.json", '[{"text": "a", "label": ' + "9" * 5000 + "}]", "a.json: invalid JSON: Exceeds the limit"),
         ("a.json", '[{"text": "a\\ud83d", "label": 1}]', r"a.json, entry 1: '.ud83d' is half of a UTF-16 pair"),
         ("a.jsonl", '{"messages": [{"role": "user", "content": "\\udc00"}]}', r"a.jsonl, line 1: '.udc00' is half of"),
         (

@@ -119,6 +119,15 @@ def test_a_dataset_dict_with_class_names_and_hidden_labels(config, reviews, tmp_
     assert raw.train.loc[np.array([5, 2]), ["text"]]["text"].tolist() == coded["text"].iloc[[5, 2]].tolist()
 
 
+def test_numbers_of_classes_whose_names_are_numbers(tmp_path, config):
+    classes = datasets.Sequence(datasets.ClassLabel(names=["1", "2", "3"]))
+    features = datasets.Features({"text": datasets.Value("string"), "label": classes})
+    rows = {"text": ["a", "b", "c", "d"], "label": [[0], [1], [2], [0, 2]]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "sets"))
+    raw = load_raw(config(tmp_path / "sets").data, task="MultiLabelClassification")
+    assert raw.label_names == ["1", "2", "3"] and raw.train["label"].tolist() == [1, 2, 4, 5]
+
+
 def test_a_length_of_a_client_stays_on_disk_too(written, config):
     plain = made(config(written["table"], {"lowrank.clients": [{"clients": 2, "tok_len": 5}]}))
     data = made(config(written["arrow"], {"lowrank.clients": [{"clients": 2, "tok_len": 5}]}))

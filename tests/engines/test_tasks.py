@@ -263,6 +263,9 @@ def test_labels_that_do_not_fit_are_refused(few, files, multi):
     flags = {"data.type": str(files / "flags.csv"), "data.args": [{"label": ["good", "tea"]}]}
     with pytest.raises(UserError, match="several columns are sets of classes; set model.task MultiLabelClassification"):
         Site(few("run", flags))
+    flags["data.args"] = [{"label": ["good", "good"]}]
+    with pytest.raises(UserError, match=r"label = \['good', 'good'\] names the column 'good' twice; name it once"):
+        Site(multi("run", flags))
 
 
 def test_a_search_goes_by_what_is_measured(few):

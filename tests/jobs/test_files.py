@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 from fs_lowrank import load_config
+from fs_lowrank.data.files import read_table
 from fs_lowrank.errors import DamagedFile, RunFailed, UserError
 from fs_lowrank.finished.predictions import write_table
 from fs_lowrank.jobs.files import (
@@ -139,6 +140,23 @@ def test_predictions_on_a_full_disk_leave_no_part(tmp_path, monkeypatch):
     assert (tmp_path / "p.csv").read_bytes().decode() == 'text,prediction\n"a, ü","[""x""]"\nb,1\n'
     write_table(table, tmp_path / "p.jsonl")
     assert len((tmp_path / "p.jsonl").read_bytes().decode().splitlines()) == 2
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl"])
+@pytest.mark.parametrize("quoting", [None, False, True])
+def test_what_predictions_are_added_to_is_read_back_as_it_was(tmp_path, suffix, quoting):
+    rows = [{"text": 'He said "hi" to me', "n": "0.12345678901234567"}, {"text": '"', "n": "1e-12"}]
+    if "json" in suffix:
+        rows = [{**row, "n": float(row["n"])} for row in rows]
+    write_table(pd.DataFrame(rows, dtype=object), tmp_path / f"p{suffix}", quoting)
+    assert read_table(tmp_path / f"p{suffix}", quoting).to_dict("records") == rows
+
+
+def test_a_cell_that_needs_quotes_has_them(tmp_path, caplog):
+    table = pd.DataFrame({"text": ["a\nb", "c"], "prediction": ["x\ty", "z"]})
+    write_table(table, tmp_path / "p.tsv")
+    assert "p.tsv: a cell has a line break or the separator, so such cells are in double quotes" in caplog.text
+    assert read_table(tmp_path / "p.tsv", quoting=True).equals(table.astype(object))
 
 
 def test_what_is_no_file_is_written_to(tmp_path):

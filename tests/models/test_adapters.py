@@ -9,11 +9,9 @@ from transformers.pytorch_utils import Conv1D
 
 from fs_lowrank.config import load_config
 from fs_lowrank.errors import UserError
-from fs_lowrank.models.accumulated import accumulate_pair, one_adapter
+from fs_lowrank.models.accumulated import accumulate_pair, add_accumulated, one_adapter
 from fs_lowrank.models.adapters import (
-    ACCUMULATED,
     add_adapter,
-    add_beside,
     base_weight_name,
     layer_stack,
     load_tensors,
@@ -78,6 +76,14 @@ def test_lora_a_depends_only_on_the_seed(tiny_encoder):
             "rank 33 is above the width of .*query: its weight is 32 × 32; choose r ≤ 32",
         ),
         ({"target_modules": ("intermediate.dense",), "r": 40}, "rank 40 .* 48 × 32; choose r ≤ 32"),
+        (
+            {"target_modules": ("query",), "r": 4, "extra": {"rank_pattern": {"query": 33}}},
+            "rank 33 is above the width of .*query: its weight is 32 × 32; choose r ≤ 32",
+        ),
+        (
+            {"target_modules": ("query",), "r": 4, "extra": {"rank_pattern": {"query": 10**9}}},
+            "rank 1000000000 is above the width of every layer",
+        ),
         ({"method": "prefx"}, "adapter_method 'prefx' is not known; did you mean 'prefix'"),
         ({"target_modules": ("classifier",)}, "llm.adapter.args: PEFT refuses this adapter: No modules were targeted"),
         ({"target_modules": ("LayerNorm",)}, "llm.adapter.args: PEFT refuses this adapter: .*is not supported"),
@@ -102,6 +108,13 @@ def test_lora_a_depends_only_on_the_seed(tiny_encoder):
 def test_wrong_adapters_are_named(tiny_encoder, spec, message):
     with pytest.raises(UserError, match=message):
         add_adapter(encoder(tiny_encoder), AdapterSpec(**spec), seed=0)
+
+
+@pytest.mark.parametrize("r", [40, 10**9])
+def test_a_rank_that_no_layer_takes_is_not_compared(tiny_encoder, r):
+    spec = AdapterSpec(r=r, target_modules=("query",), extra={"rank_pattern": {"query": 3}})
+    model = add_adapter(encoder(tiny_encoder), spec, seed=0)
+    assert {len(t) for t in named_tensors(model, ("lora_A",)).values()} == {3}
 
 
 @pytest.mark.parametrize("layers", [None, [1]])
@@ -182,7 +195,7 @@ def test_one_model_holds_pairs_of_any_rank(tiny_encoder, rank, rslora):
 
 def test_one_adapter_of_layers_with_different_ranks(tiny_encoder, tmp_path):
     """Accumulated products may have different ranks in each layer, and some layers have none."""
-    model = add_beside(add_adapter(encoder(tiny_encoder), SPEC, seed=1), ACCUMULATED, 2, r=1)
+    model = add_accumulated(add_adapter(encoder(tiny_encoder), SPEC, seed=1), 2)
     pairs = [n for n in all_tensors(model) if ".lora_A.default." in n]
     generator = torch.Generator().manual_seed(0)
     for rank, name in enumerate(pairs):

@@ -89,6 +89,19 @@ def test_two_adapters_at_once(always):
     torch.testing.assert_close(ours(x), peft(x), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("method", ["lora", "loha", "lokr"])
+def test_an_adapter_pads_with_zeros_whatever_its_layer_does(always, method):
+    torch.manual_seed(0)
+    layer = nn.Conv2d(3, 10, 3, padding=1, padding_mode="reflect")
+    model = add_adapter(nn.Sequential(layer), AdapterSpec(method=method, r=3, lora_alpha=5, target_modules=("0",)), 0)
+    load_tensors(model, {n: torch.randn(t.shape) / 3 for n, t in named_tensors(model, ("adapter",)).items()})
+    x = torch.randn(4, 3, 13, 11)
+    kernel = model.base_model.model[0].get_delta_weight("default")
+    around = nn.functional.pad(x, (1, 1, 1, 1), mode="reflect")
+    wanted = nn.functional.conv2d(around, layer.weight, layer.bias) + nn.functional.conv2d(x, kernel, padding=1)
+    torch.testing.assert_close(model(x), wanted, atol=1e-5, rtol=1e-5)
+
+
 def test_switched_off_and_merged():
     ours, peft = pair()
     x = torch.randn(2, 3, 13, 11)

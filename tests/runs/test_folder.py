@@ -16,7 +16,9 @@ import yaml
 import fs_lowrank
 from fs_lowrank import RunFailed, UserError, cli, load_config
 from fs_lowrank.engines.local import LocalEngine
+from fs_lowrank.finished import load_run
 from fs_lowrank.models.names import named_tensors
+from fs_lowrank.page import read_runs
 from fs_lowrank.rounds import keeper
 from fs_lowrank.runs import environment, records
 from fs_lowrank.runs.folder import CONTENTS, claim, remove_run
@@ -42,6 +44,28 @@ def files(folder):
 
 def tensors(result):
     return {n: p.detach().clone() for n, p in named_tensors(result.model, ("adapter", "head")).items()}
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_finished_run_that_is_continued_and_killed_has_not_ended(config):
+    folder = Path(fs_lowrank.run(config).outdir)
+    assert load_run(folder)
+
+    def killed(record):
+        if record["round"] == 3:
+            raise Killed
+
+    with pytest.raises(Killed):
+        fs_lowrank.run(config.replace({"federate.total_round_num": 4}), resume=True, on_round=killed)
+    with pytest.raises(UserError, match="holds a run that has not ended"):
+        load_run(folder)
+    (run,) = read_runs([folder])
+    assert not run.ended and len(run.history) == 3
+    again = fs_lowrank.run(config.replace({"federate.total_round_num": 4}), resume=True)
+    assert len(again.history) == 4 and load_run(folder)
 
 
 # -- replaced ------------------------------------------------------------------------------------------
@@ -267,7 +291,8 @@ def test_a_disk_that_is_full_at_the_end_of_a_run(config, monkeypatch, what):
         with pytest.raises(RunFailed, match=f"{folder}.* No space left.*run again with resume=True"):
             engine.run(resume=True)
     changed = {n for n in before if before[n] != files(folder).get(n)} - {"environment.json", "data.json"}
-    assert changed == {"checksums.json"} and not (folder / "checksums.json").exists(), "it is of runs that have ended"
+    of_ended = {"checksums.json", "summary.json"}
+    assert changed == of_ended and not any((folder / name).exists() for name in of_ended)
     assert not [n for n in files(folder) if "writing" in n]
     assert len(fs_lowrank.run(config, resume=True).history) == 2 and (folder / "checksums.json").exists()
 

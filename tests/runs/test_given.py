@@ -118,6 +118,19 @@ def test_on_the_framework(few, from_file):
     assert result.facts["data"] == from_file.facts["data"]
 
 
+class Of(torch.utils.data.Dataset):
+    """A PyTorch dataset of one item."""
+
+    def __init__(self, item):
+        self.item = item
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, i):
+        return self.item
+
+
 class Endless(torch.utils.data.IterableDataset):
     def __iter__(self):
         yield from iter([])
@@ -138,6 +151,13 @@ class Endless(torch.utils.data.IterableDataset):
         (FRAME.rename(columns={"text": "review"}), "no column 'text'"),
         (FRAME.assign(text=[object()] * 120), "data: its values cannot be written as arrow data: "),
         (FRAME.assign(text=["a", 1] * 60), "data: its values cannot be written as arrow data: "),
+        (
+            pd.concat([FRAME, FRAME["label"]], axis=1),
+            "data: it has the column 'label' twice; give each column",
+        ),
+        (FRAME.assign(n=pd.arrays.SparseArray([1] * 120)), "data: its values cannot be written as arrow data: "),
+        (Of(("a\ud800", 1)), "data: its values cannot be written as arrow data: "),
+        (Of(("a", 2**70)), "data: its values cannot be written as arrow data: "),
         (torch.utils.data.TensorDataset(torch.ones(4, 2)), "data, item 0 = tuple: expected a mapping of columns, "),
     ],
 )

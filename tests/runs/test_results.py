@@ -2,11 +2,14 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
+from fs_lowrank import load_config, run
 from fs_lowrank.errors import UserError
 from fs_lowrank.models.fingerprints import model_fingerprint
 from fs_lowrank.runs.environment import environment
@@ -104,6 +107,13 @@ def test_bytes_until_a_target_is_reached():
     sent = [r["uplink_bytes"] + r["downlink_bytes"] for r in history]
     assert result.bytes_to(0.5) == sent[0] and result.bytes_to(0.6) == sum(sent) and result.bytes_to(0.9) is None
     assert result.bytes_to(0.9, "test_loss") == sent[0] and result.bytes_to(0.4, "test_loss") == sum(sent)
+    of_clients = [
+        {**record(i), "metrics": {"val": {"perplexity": p}, "client_test": {"acc_mean": 1 / p}}}
+        for i, p in enumerate((50, 20, 5), 1)
+    ]
+    result = RunResult(of_clients, {}, Path(), torch.nn.Linear(1, 1), base_changed=False)
+    assert result.bytes_to(6, "val_perplexity") == sum(sent) and result.bytes_to(60, "val_perplexity") == sent[0]
+    assert result.bytes_to(0.05, "client_test_acc_mean") == sent[0] + sent[1]
 
 
 def test_figures_of_a_run():
@@ -155,3 +165,21 @@ def test_the_environment_is_recorded():
     # A build's own part, such as +cpu, may be in one of them only.
     assert found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0] and found["cpus"] >= 1
     json.dumps(found)
+
+
+def test_a_merge_into_a_tied_head_leaves_the_embedding(tiny_causal, causal_settings, tmp_path, no_curves):
+    """The saved model computes what the run's does, and saving does not change that."""
+    base = AutoConfig.from_pretrained(tiny_causal)
+    base.tie_word_embeddings = True
+    shutil.copytree(tiny_causal, tmp_path / "tied")
+    LlamaForCausalLM(base).save_pretrained(tmp_path / "tied")
+    keys = {"model.type": f"{tmp_path / 'tied'}@huggingface_llm", "federate.total_round_num": 1}
+    adapter = [{"r": 2, "alpha": 6, "modules": ["lm_head"]}]
+    result = run(load_config(causal_settings, {**keys, "llm.adapter.args": adapter, "train.optimizer.lr": 0.5}))
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        wanted = result.model.eval()(input_ids=tokens).logits
+        saved = AutoModelForCausalLM.from_pretrained(result.save_model(tmp_path / "saved")).eval()
+        torch.testing.assert_close(saved(input_ids=tokens).logits, wanted, atol=1e-3, rtol=1e-4)
+        torch.testing.assert_close(result.model(input_ids=tokens).logits, wanted, atol=0, rtol=0)
+    assert not saved.config.tie_word_embeddings
