@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ from fs_lowrank.runs.chance import Chance
 from fs_lowrank.runs.summary import for_people, human_bytes, shown_name
 from fs_lowrank.versions import SCHEMA, check_schema
 
-from .search import budget, draw_of, front, kind
+from .search import budget, draw_of, front, given_up, kind
 from .settings import settings_of
 from .space import at_an_end, decoded
 from .storage import CONFIRM, load_study, open_storage, quiet
-from .trial import one_test_set
+from .trial import WATCHED, metric_of, one_test_set
 
 _HEADER = "# hpo: "
 
@@ -42,21 +42,31 @@ def spread_text(value: Mapping[str, Any], digits: int = 3) -> str:
 
 
 def confirmation(storage: BaseStorage, study: optuna.Study, trial: FrozenTrial) -> dict[str, Any] | None:
-    """The metrics of a trial's config on fresh seeds; None before there are any."""
+    """The metrics of a trial's config on fresh seeds; None before a seed is complete or has failed.
+
+    A seed counts once: as complete if one of its runs is, else as failed if the last one has failed or was given up,
+    else as open.
+    """
     trials = [
         t
         for t in load_study(storage, study.study_name + CONFIRM).get_trials(deepcopy=False)
-        if t.user_attrs.get("of") == draw_of(trial)
+        if t.user_attrs.get("of") == draw_of(trial) and kind(t) != "surplus"
     ]
-    done = sorted((t for t in trials if kind(t) == "complete"), key=lambda t: t.user_attrs["seed"])
-    if not done:
+    runs: dict[int, list[FrozenTrial]] = {}
+    for t in trials:
+        runs.setdefault(t.user_attrs["seed"], []).append(t)
+    done = {seed: t for seed, of in sorted(runs.items()) for t in reversed(of) if kind(t) == "complete"}
+    last = {seed: of[-1] for seed, of in runs.items() if seed not in done}
+    failed = {seed: t for seed, t in last.items() if kind(t) == "failed" or given_up(t)}
+    if not done and not failed:
         return None
-    names = sorted(n for n in done[0].user_attrs["metrics"] if n.startswith(("val_", "test_")))
+    measured = [t.user_attrs["metrics"] for t in done.values()]
+    names = sorted(n for n in (measured or [{}])[0] if n.startswith(("val_", "test_")))
     return {
-        "seeds": [t.user_attrs["seed"] for t in done],
-        "failed": [t.user_attrs.get("reason") for t in trials if kind(t) == "failed"],
-        "open": sum(kind(t) in ("waiting", "running") for t in trials),
-        "metrics": {n: spread([t.user_attrs["metrics"][n] for t in done]) for n in names},
+        "seeds": list(done),
+        "failed": [t.user_attrs.get("reason") for t in failed.values()],
+        "open": len(last) - len(failed),
+        "metrics": {n: spread([metrics[n] for metrics in measured]) for n in names},
         "budget": budget(trials),
     }
 
@@ -140,20 +150,26 @@ class Point:
     values: tuple[float, ...]
 
 
+def values_of(trial: FrozenTrial, objectives: Sequence[str]) -> list[float]:
+    """The values of a complete trial, and those last measured in a pruned one; empty for others.
+
+    What a pruned trial has reported, which Optuna takes for its value, may be the level of chance instead.
+    """
+    if kind(trial) == "pruned":
+        metrics, told = trial.user_attrs.get("metrics", {}), trial.values or [None] * len(objectives)
+        values = [metrics.get(name, value) for name, value in zip(objectives, told)]
+        return [] if None in values else values
+    return trial.values or []
+
+
 def points_of(study: optuna.Study) -> list[Point]:
     """The trials with a value, one for each point: of a promoted point the longest trial."""
-    objective = settings_of(study).objectives[0]
+    objectives = settings_of(study).objectives
     points: dict[int, Point] = {}
     for trial in study.get_trials(deepcopy=False):
-        if kind(trial) not in ("complete", "pruned"):
-            continue
-        complete = kind(trial) == "complete"
-        reported = trial.intermediate_values
-        metrics = trial.user_attrs.get("metrics", {})  # what was reported may be the level of chance instead
-        value = trial.values[0] if complete else metrics.get(objective, reported[max(reported)] if reported else None)
-        if value is not None:
-            point = decoded(trial.params)
-            points[draw_of(trial)] = Point(trial.number, point, value, complete, tuple(trial.values or ()))
+        if values := values_of(trial, objectives):
+            complete, point = kind(trial) == "complete", decoded(trial.params)
+            points[draw_of(trial)] = Point(trial.number, point, values[0], complete, tuple(values))
     return list(points.values())
 
 
@@ -217,7 +233,7 @@ def choose(found: dict, trial: int | None = None, unconfirmed: bool = False, unl
     if check and check["failed"] and not unconfirmed:
         raise UserError(
             f"the best trial of {name} failed on {len(check['failed'])} of its fresh seeds: {check['failed'][0]}; "
-            "search safer values, or write it as it is with --unconfirmed"
+            "run these again with --retry-failed, search safer values, or write it as it is with --unconfirmed"
         )
     if not unconfirmed and (check is None or check["open"]):
         raise UserError(
@@ -228,9 +244,13 @@ def choose(found: dict, trial: int | None = None, unconfirmed: bool = False, unl
 
 
 def config_of(storage: BaseStorage, found: dict, winner: dict) -> Config:
-    """The winner's config: the study's own with the values of the winner's point."""
+    """The winner's config: the study's own with the values of the winner's point.
+
+    If it stops early, it does so by the metric that has stopped its trials.
+    """
     base = one_test_set(settings_of(load_study(storage, found["study"])).base)
-    return base.replace({**winner["point"], "outdir": f"runs/best/{found['study']}", "expname": ""})
+    config = base.replace({**winner["point"], "outdir": f"runs/best/{found['study']}", "expname": ""})
+    return config.replace({WATCHED: metric_of(found["objectives"])}) if config.early_stop.patience else config
 
 
 def header(found: dict, winner: dict) -> str:
@@ -243,7 +263,7 @@ def header(found: dict, winner: dict) -> str:
         f"# at {', '.join(f'{k} = {v}' for k, v in winner['point'].items())}",
     ]
     check = winner["confirmed"]
-    if check:
+    if check and check["seeds"]:
         lines.append(
             f"# on {len(check['seeds'])} fresh seeds ({check['seeds'][0]} to {check['seeds'][-1]}): "
             + ", ".join(f"{shown_name(n, language)} {spread_text(v, 4)}" for n, v in check["metrics"].items())
@@ -251,7 +271,8 @@ def header(found: dict, winner: dict) -> str:
         )
         lines.append(f"# cost of the fresh seeds: {budget_text(check['budget'])}")
     else:
-        lines.append("# NOT run on fresh seeds: the value is the search's own, and may be luck")
+        failed = f" ({len(check['failed'])} of these runs failed)" if check else ""
+        lines.append(f"# NOT run on fresh seeds{failed}: the value is the search's own, and may be luck")
     lines += [f"# {winner[said]}" for said in ("nothing_learned", "at_end") if winner[said]]
     lines.append(f"# cost of the search: {budget_text(found['budget'])} ({_counts(found['trials'])})")
     plain = {"schema": SCHEMA} | {

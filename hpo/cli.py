@@ -253,6 +253,7 @@ def _print_table(found: list[dict], file: Path | None) -> None:
                     for n, v in c["metrics"].items()
                     if n.endswith("acc") or len(c["metrics"]) < 3
                 )
+                or f"{len(c['failed'])} failed"
                 for c in checks
             )
         spent = str(cost["rounds"]), f"{cost['client_steps']:,}", f"{cost['seconds']:.0f}"

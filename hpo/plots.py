@@ -28,7 +28,7 @@ from fs_lowrank.page.look import document, plot, table
 from fs_lowrank.runs.plots import legend, plain, save, set_title, setting_of
 from fs_lowrank.runs.summary import shown_name
 
-from .best import points_of, summary
+from .best import points_of, summary, values_of
 from .settings import settings_of, space_of
 from .storage import load_study
 
@@ -285,14 +285,16 @@ def _html(figures: Sequence[go.Figure], more: str, path: Path, title: str) -> Pa
 
 
 def trials_table(storage: optuna.storages.BaseStorage, names: Sequence[str]) -> list[list[Any]]:
-    """All trials of some studies with their values and parameters, below a header."""
+    """All trials of some studies with their values (``values_of``) and parameters, below a header."""
     found = [(name, trial) for name in names for trial in load_study(storage, name).get_trials(deepcopy=False)]
     keys = sorted({key for _, trial in found for key in trial.params})
     objectives = settings_of(load_study(storage, names[0])).objectives
     rows = [
-        [name, trial.number, trial.state.name.lower(), len(trial.intermediate_values)]
-        + list(trial.values or [""] * len(objectives))
-        + [trial.params.get(key, "") for key in keys]
+        [
+            *(name, trial.number, trial.state.name.lower(), len(trial.intermediate_values)),
+            *(values_of(trial, objectives) or ("" for _ in objectives)),
+            *(trial.params.get(key, "") for key in keys),
+        ]
         for name, trial in found
     ]
     return [["study", "trial", "state", "rounds evaluated", *objectives, *keys], *rows]

@@ -19,7 +19,9 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from fs_lowrank import UserError
+from fs_lowrank import Config, UserError
+from fs_lowrank.data import load_raw
+from fs_lowrank.data.stored import StoredFrame
 from fs_lowrank.jobs.locks import exclusive
 from fs_lowrank.methods import revisions
 from fs_lowrank.runs.chance import Chance
@@ -35,6 +37,8 @@ BEAT, STALE = 30.0, 600.0
 RETRIES = 2
 #: the user attribute with ``revisions``: of a study's base config, and of the config of each trial that ran
 REVISIONS = "fs_lowrank_revisions"
+#: the attribute of a study that holds what ``data_of`` gave when it was started
+DATA = "fs_lowrank_data"
 #: what is added up over trials
 BUDGET = ("rounds", "client_steps", "uplink_bytes", "downlink_bytes", "seconds")
 
@@ -102,6 +106,38 @@ def _check_revisions(study: optuna.Study, settings: Settings) -> None:
                 f"{', '.join(_different(then, now))}, which computed something else (see CHANGELOG.md); "
                 "name another study"
             )
+
+
+def data_of(config: Config) -> str:
+    """A hash of the rows that the config reads, before they are split; it is the same for every seed and machine.
+
+    The texts of arrow data stay on disk and are left out. Empty if the data cannot be read, which the trials report.
+    """
+    try:
+        raw = load_raw(config.data, origin=config.source, task=config.model.task)
+    except UserError:
+        return ""
+    parts = {name: getattr(raw, name) for name in ("train", "validation", "test")}
+    stored = {name: part.kept.reset_index() for name, part in parts.items() if isinstance(part, StoredFrame)}
+    # The fingerprint of arrow data is by the times of files, which differ between machines.
+    return dataclasses.replace(raw, **stored, fingerprint="").fingerprint if stored else raw.fingerprint
+
+
+def check_data(study: optuna.Study, found: str) -> None:
+    """Keep what ``data_of`` has found with the study, or compare it with what is kept.
+
+    Raises:
+        UserError: the data are others than those that the trials so far have used.
+    """
+    then = study.user_attrs.get(DATA)
+    if found and not then:
+        study.set_user_attr(DATA, found)
+    elif found and found != then:
+        raise UserError(
+            f"the study {study.study_name} was started with other data than are now at data.type = "
+            f"{settings_of(study).base.data.type!r}, so new values cannot be compared with its own; put the data "
+            "back, or name another study"
+        )
 
 
 def enqueue_grid(study: optuna.Study, points: Sequence[Mapping[str, Any]]) -> None:
@@ -195,8 +231,7 @@ def _forgotten(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
     last: dict[tuple, FrozenTrial] = {}
     settled = set()
     for trial in trials:
-        attrs = trial.user_attrs
-        run = draw_of(trial), attrs.get("rung", 0), attrs.get("of"), attrs.get("seed")
+        run = run_of(trial)
         if kind(trial) in ("complete", "pruned", "running", "waiting"):
             settled.add(run)
         if kind(trial) != "surplus":
@@ -221,9 +256,28 @@ def given_up(trial: FrozenTrial) -> bool:
     return kind(trial) == "lost" and trial.user_attrs.get("retry", 0) >= RETRIES
 
 
-def draw_of(trial: FrozenTrial) -> int:
+def draw_of(trial: FrozenTrial | optuna.Trial) -> int:
     """The number of the trial's point."""
     return trial.user_attrs.get("draw", trial.number)
+
+
+def run_of(trial: FrozenTrial | optuna.Trial) -> tuple:
+    """What a trial runs, which is the same for a trial that repeats it: its point and rung, or its winner and seed."""
+    attrs = trial.user_attrs
+    return draw_of(trial), attrs.get("rung", 0), attrs.get("of"), attrs.get("seed")
+
+
+def trials_before(study: optuna.Study, trial: optuna.Trial) -> list[FrozenTrial]:
+    """The trials of a study with lower numbers than ``trial``."""
+    return [t for t in study.get_trials(deepcopy=False) if t.number < trial.number]
+
+
+def taken(trial: optuna.Trial, before: Sequence[FrozenTrial]) -> bool:
+    """Whether one of the trials ``before`` runs, or has run, the same.
+
+    Workers on several machines share no lock, so that two of them may queue a run, or take it, at the same time.
+    """
+    return any(run_of(t) == run_of(trial) and kind(t) in ("running", "complete", "pruned") for t in before)
 
 
 def budget(trials: Sequence[FrozenTrial]) -> dict[str, float]:
@@ -282,22 +336,12 @@ class Queue:
         trial = self.study.ask()
         trial.set_user_attr("worker", worker_identity())
         trial.set_user_attr("beat", time.time())
-        # Workers on several machines share no lock: a point that two of them took at the same time is run by one.
-        before = [t for t in self.study.get_trials(deepcopy=False) if t.number < trial.number]
-        attrs = trial.user_attrs
-        if "draw" not in attrs:
-            surplus = self.settings.sampler == "grid" or len({draw_of(t) for t in before}) >= self.wanted
-        else:
-            mine = attrs["draw"], attrs.get("rung", 0), attrs.get("retry", 0)
-            surplus = any(
-                (t.user_attrs.get("draw"), t.user_attrs.get("rung", 0), t.user_attrs.get("retry", 0)) == mine
-                and kind(t) in ("running", "complete", "pruned")
-                for t in before
-            )
-        if surplus:
+        before, new = trials_before(self.study, trial), "draw" not in trial.user_attrs
+        full = new and (self.settings.sampler == "grid" or len({draw_of(t) for t in before}) >= self.wanted)
+        if full or taken(trial, before):
             fail(self.study, trial_of(self.study, trial.number), "surplus", "another worker runs this point")
             return None
-        if "draw" not in attrs:
+        if new:
             trial.set_user_attr("draw", trial.number)
         return trial
 

@@ -81,7 +81,7 @@ def parse_objectives(text: str) -> tuple[str, ...]:
     return names
 
 
-def check_config(config: Config, objectives: Sequence[str] = ()) -> None:
+def check_config(config: Config, objectives: Sequence[str] = (), engine: str = "local") -> None:
     """Refuse a config that cannot be searched by validation, or does not measure ``objectives``.
 
     Raises:
@@ -98,6 +98,11 @@ def check_config(config: Config, objectives: Sequence[str] = ()) -> None:
         raise UserError(
             f"eval.split = {list(config.eval.split)}: a search goes by validation data, never "
             "by the test data; add val, such as: eval.split '[val, test]'"
+        )
+    if not config.federate.make_global_eval and engine != "federatedscope":  # whose clients evaluate validation data
+        raise UserError(
+            "federate.make_global_eval = False: only the clients' own models are evaluated, on test data, and a search "
+            "goes by the global model on validation data; set federate.make_global_eval True"
         )
     if config.dataloader.batch_tokens and config.train.batch_or_epoch == "epoch":
         raise UserError(

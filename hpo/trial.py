@@ -7,7 +7,7 @@ import shutil
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ from fs_lowrank.runs.split import read_split
 
 from .search import BEAT, REVISIONS
 from .settings import Settings
+
+#: the key of the metric that stops a run early
+WATCHED = "eval.best_res_update_round_wise_key"
 
 
 class Stopped(Exception):
@@ -72,27 +75,30 @@ def one_test_set(base: Config) -> Config:
     return base.replace({"lowrank.test_seed": base.seed}) if cut else base
 
 
-def trial_config(
-    base: Config, point: Mapping, metric: str, folder: Path, seed: int, rungs: bool, test: bool = False
-) -> Config:
+def metric_of(objectives: Sequence[str]) -> str:
+    """The first objective on validation data, by which a trial is pruned and its run stops early."""
+    return next(name for name in objectives if name.startswith("val"))
+
+
+def trial_config(base: Config, point: Mapping, metric: str, folder: Path, seed: int, test: bool = False) -> Config:
     """The config of one run of a trial, in a folder that is named after all that decides its result."""
     changes = {
         **point,
         "seed": seed,
         "expname": "",
         "eval.split": ["val", "test"] if test else ["val"],
-        "eval.best_res_update_round_wise_key": metric,
+        WATCHED: metric,
+        "lowrank.checkpoint_freq": 1,  # wherever a trial ends, it can be continued or repeated from there
         "lowrank.keep_checkpoints": 1,
         "lowrank.save_merged": False,
         "lowrank.pictures": False,
         "eval.save_best": False,
     }
-    if test:
-        changes["eval.freq"] = 0  # after the last round only: the test data are evaluated once
-        changes["early_stop.patience"] = 0
-    if rungs:
-        changes["lowrank.checkpoint_freq"] = 1
+    if not test:  # neither is an objective, and both may use the test data
+        changes |= {"eval.client_scores": False, "eval.generate.freq": 0}
     config = one_test_set(base).replace(changes)
+    if test and not config.early_stop.patience:
+        config = config.replace({"eval.freq": 0})  # after the last round only: the test data are evaluated once
     changed = [f"{name.replace(' ', '-')}-{revision}" for name, revision in sorted(revisions(config).items())]
     return config.replace(outdir=str(folder / "_".join([config.fingerprint(), *changed])))
 
@@ -124,7 +130,7 @@ class Runner:
     ):
         self.settings, self.folder, self.stopping, self.say = settings, folder, stopping, say
         self.base = settings.base.replace(overrides or {})
-        self.metric = next(n for n in settings.objectives if n.startswith("val"))
+        self.metric = metric_of(settings.objectives)
 
     def run(
         self,
@@ -176,9 +182,7 @@ class Runner:
         return outcome
 
     def _one(self, trial, point, seed, target, report, test, cost, outcome) -> None:
-        config = trial_config(
-            self.base, point, self.metric, self.folder / "trials", seed, bool(self.settings.rungs), test
-        )
+        config = trial_config(self.base, point, self.metric, self.folder / "trials", seed, test)
         if changed := revisions(config):
             trial.set_user_attr(REVISIONS, changed)
         folder = Path(config.outdir)
@@ -194,7 +198,11 @@ class Runner:
                 history = self._train(trial, config, history, target, report, cost, outcome)
         last = next((r["metrics"] for r in reversed(history) if "val" in r["metrics"]), None)
         if last is None:
-            raise Failed("error", "the data has no validation set; give data.splits a share for it")
+            raise Failed(
+                "error",
+                "the run evaluated no validation data; give data.splits a share for them, and set "
+                "federate.make_global_eval True",
+            )
         metrics = {f"{split}_{name}": value for split, values in last.items() for name, value in values.items()}
         steps = _Steps(config)
         metrics.update(

@@ -6,14 +6,13 @@ import math
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.trial import FrozenTrial
 
 from fs_lowrank import Config, UserError
 from fs_lowrank.jobs.crew import Crew, check_gpus, stop_signals
@@ -84,10 +83,12 @@ def tune(config: Config, space: Space, options: Search, say: Callable[[str], Non
     """
     plans = _plans(config, space, options)
     check_gpus(options.gpus)
+    data = _data(plans)
     with storage_errors(options.where):
         storage = open_storage(options.where, create=True)
         for name, (settings, points, _) in plans.items():
             study = search.create(storage, name, settings)
+            search.check_data(study, data[name])
             if points is not None:
                 search.enqueue_grid(study, points)
             search.reap(study, say)
@@ -136,7 +137,7 @@ def _plans(config: Config, space: Space, options: Search) -> dict[str, tuple[Set
             base = config.replace(changes) if changes else config
         except UserError as error:
             raise UserError(f"studies: {error}") from None
-        check_config(base, options.objectives)
+        check_config(base, options.objectives, options.engine)
         mine = space.for_config(base)
         sampler = options.sampler or ("grid" if mine.all_grid else "tpe")
         if options.rungs and sampler == "grid":
@@ -181,15 +182,23 @@ def _plans(config: Config, space: Space, options: Search) -> dict[str, tuple[Set
     return plans
 
 
+def _data(plans: Mapping[str, tuple[Settings, list | None, int]]) -> dict[str, str]:
+    """``search.data_of`` each study's config; data that several studies use are read once."""
+    found, read = {}, {}
+    for name, (settings, _, _) in plans.items():
+        base = settings.base
+        source = repr((base.data, base.model.task))
+        if source not in read:
+            read[source] = search.data_of(base)
+        found[name] = read[source]
+    return found
+
+
 def _retry_failed(study: optuna.Study) -> None:
     """Queue each failed trial again, once."""
     trials = study.get_trials(deepcopy=False)
-
-    def run_of(trial: FrozenTrial) -> tuple:
-        return search.draw_of(trial), trial.user_attrs.get("rung"), trial.user_attrs.get("seed")
-
-    settled = {run_of(t) for t in trials if kind(t) in ("complete", "pruned", "running", "waiting")}
+    settled = {search.run_of(t) for t in trials if kind(t) in ("complete", "pruned", "running", "waiting")}
     for trial in trials:
-        if (kind(trial) == "failed" or search.given_up(trial)) and run_of(trial) not in settled:
-            settled.add(run_of(trial))
+        if (kind(trial) == "failed" or search.given_up(trial)) and search.run_of(trial) not in settled:
+            settled.add(search.run_of(trial))
             search.requeue(study, trial)

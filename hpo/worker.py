@@ -17,7 +17,7 @@ from fs_lowrank.jobs.locks import exclusive
 from fs_lowrank.jobs.shell import INTERRUPTED, OK
 
 from .errors import reported
-from .search import Queue, budget, draw_of, fail, front, kind, reap, requeue, worker_identity
+from .search import Queue, budget, draw_of, fail, front, kind, reap, requeue, taken, trials_before, worker_identity
 from .settings import OBJECTIVES, make_pruner, settings_of, space_of
 from .space import decoded
 from .storage import CONFIRM, load_study, open_storage, quiet, storage_errors, trial_of
@@ -193,7 +193,7 @@ class _Search:
                 return "wait" if "running" in kinds else "done"
             trial = self.checks.ask()
             trial.set_user_attr("worker", worker_identity())
-        if "of" not in trial.user_attrs:
+        if "of" not in trial.user_attrs or taken(trial, trials_before(self.checks, trial)):
             fail(self.checks, trial_of(self.checks, trial.number), "surplus", "another worker runs this")
             return "wait"
         self._check(trial)

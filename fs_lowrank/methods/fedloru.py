@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..models.accumulated import accumulate_pair, add_accumulated
-from ..models.adapters import ACCUMULATED, base_weight_name, check_products, load_tensors, merge_adapter
+from ..models.adapters import ACCUMULATED, base_weight_name, load_tensors
+from ..models.merging import check_products, merge_adapter
 from ..models.names import named_tensors, pairs, select, zero_at_start
 from ..settings import key
 from .base import Averaging, split_merges

@@ -20,7 +20,8 @@ from torch import nn
 from ..algebra import stack_pairs
 from ..errors import say_once
 from ..models.accumulated import accumulate_pair, add_accumulated
-from ..models.adapters import ACCUMULATED, base_weight_name, load_tensors, merge_pair
+from ..models.adapters import ACCUMULATED, base_weight_name, load_tensors
+from ..models.merging import merge_pair
 from ..models.names import named_tensors, pairs
 from ..settings import key
 from .base import Tensors, split_merges

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ..errors import UserError
-from ..models.adapters import check_products
 from ..models.layers import Layer, adapted_layers
+from ..models.merging import check_products
 from ..settings import AdapterSpec, key
 from .base import Gathering, Requires, Setting, Tensors
 

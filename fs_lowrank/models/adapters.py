@@ -10,7 +10,7 @@ import copy
 import re
 import typing
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,7 +23,7 @@ from ..settings import ALL_LINEAR, AdapterSpec, Origin, check_value, keys_of
 from ..settings.adapter import PROMPTS
 from .chain import resize
 from .kinds import CLASSES, check_blocks, further, heads_by_place, own_targets, say_idle, sizes, task_type
-from .names import HEAD_MODULES, PEFT_HEADS, all_tensors, is_head, named_tensors, tags, tensor_of, zero_at_start
+from .names import HEAD_MODULES, PEFT_HEADS, all_tensors, is_head, tags, tensor_of, zero_at_start
 from .prompts import check_virtual_tokens, text_only
 
 if TYPE_CHECKING:
@@ -354,8 +354,6 @@ def start_at_zero(model: nn.Module, seed: int) -> None:
                 nn.init.kaiming_uniform_(tensors[name], a=5**0.5)
 
 
-#: prefix of the wrapped model in PEFT's model
-_OF_PEFT = "base_model.model."
 _LORA_WEIGHT = re.compile(r"^(?P<module>.+)\.lora_[AB]\.(?P<adapter>[^.]+)\.weight$")
 _ADAPTER_TENSOR = re.compile(r"^(?P<module>.+)\.(?:lora|hada|lokr)_\w+\.(?P<adapter>[^.]+)(?:\.weight)?$")
 
@@ -367,7 +365,7 @@ def _matched(name: str) -> re.Match[str]:
     return match
 
 
-def _module_of(name: str) -> str:
+def module_of(name: str) -> str:
     """The name of the layer to which adapter tensor ``name`` belongs."""
     return _matched(name)["module"]
 
@@ -442,92 +440,6 @@ def lora_scales(model: nn.Module) -> dict[str, float]:
     }
 
 
-def check_products(model: nn.Module, method: str, merges: bool) -> None:
-    """Refuse layers on which an adapter has no product ``s B A`` that ``method`` could compute with, or merge.
-
-    PEFT's pair on a convolution has its stride and padding, but no groups and no dilation, and PEFT's adapters of all
-    kinds pad with zeros.
-
-    Args:
-        model: with the shared adapter, whose pairs have no bias.
-        merges: whether the products are added to the weights of the base.
-    Raises:
-        UserError: the message names the layer, and says what to do.
-    """
-    shared = shared_weights(model)
-    for name in sorted(set(map(_module_of, named_tensors(model, ("adapter",))))):
-        layer: Any = model.get_submodule(name)
-        base, is_pair = layer.get_base_layer(), hasattr(layer, "lora_A")
-        kernel = zip(getattr(base, "dilation", ()), getattr(base, "kernel_size", ()))
-        instead = ", or set lowrank.merge = False"
-        if is_pair and getattr(base, "groups", 1) > 1:
-            what = f"has {base.groups} groups: PEFT's pair is no product of two matrices then"
-            instead = ", or choose another method"
-        elif merges and is_pair and any(step > 1 and size > 1 for step, size in kernel):
-            what, instead = "is dilated while PEFT's pair is not: no kernel is the sum of both", ""
-        elif merges and getattr(base, "padding_mode", "zeros") != "zeros":
-            what = f"has padding_mode = {base.padding_mode} while adapters pad with zeros: no kernel is the sum of both"
-        elif merges and name in shared:
-            what = f"shares its weight with {shared[name].removeprefix(_OF_PEFT)}: a merge would change that, too"
-        else:
-            continue
-        raise UserError(
-            f"llm.adapter.args: {method} takes no adapter on {name.removeprefix(_OF_PEFT)}, which {what}; "
-            f"leave it out of modules{instead}"
-        )
-
-
-def shared_weights(model: nn.Module) -> dict[str, str]:
-    """The adapted layers whose weight another module has, too, as of a tied head the embedding has, and that module."""
-    places: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        for last, child in module.named_children():
-            for parameter in child.parameters(recurse=False):
-                places.setdefault(id(parameter), []).append(f"{name}.{last}".removesuffix(".base_layer"))
-    found = {}
-    for name in sorted(set(map(_module_of, named_tensors(model, ("adapter",))))):
-        weight = getattr(model.get_submodule(name).get_base_layer(), "weight", None)  # type: ignore[operator]
-        others = [other for other in places.get(id(weight), ()) if other != name]
-        if others:
-            found[name] = others[0]
-    return found
-
-
-def untie(model: nn.Module) -> None:
-    """Give each adapted layer a weight of its own, so that its adapter can be merged into it alone."""
-    for name in (shared := shared_weights(model)):
-        base: Any = model.get_submodule(name).get_base_layer()  # type: ignore[operator]
-        base.weight = nn.Parameter(base.weight.detach().clone(), base.weight.requires_grad)
-    if shared and hasattr(config := getattr(model, "config", None), "tie_word_embeddings"):
-        config.tie_word_embeddings = False  # type: ignore[union-attr]
-
-
-def merge_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor) -> None:
-    """``W ← W + up @ down`` in the layer whose ``lora_A`` parameter is ``down_name``.
-
-    Args:
-        up: ``(d_out, q)``, including any scale. down: ``(q, d_in)``, for any ``q``. The pair of a convolution may
-            have its 4-D shapes.
-    """
-    layer: Any = model.get_submodule(_module_of(down_name))
-    weight = layer.get_base_layer().weight
-    up, down = up.flatten(1).to(weight), down.flatten(1).to(weight)
-    with torch.no_grad():
-        if getattr(layer, "fan_in_fan_out", False):
-            weight.addmm_(down.T, up.T)
-        else:
-            weight.view(weight.shape[0], -1).addmm_(up, down)
-
-
-def merge_adapter(model: nn.Module, names: Iterable[str]) -> None:
-    """``W ← W + ΔW`` of the shared adapter, including its scale, in the layers of the tensors ``names``."""
-    for module in sorted(set(map(_module_of, names))):
-        layer: Any = model.get_submodule(module)
-        with torch.no_grad():
-            weight = layer.get_base_layer().weight
-            weight.add_(layer.get_delta_weight("default").to(weight.dtype))
-
-
 def adapter_name(name: str) -> str:
     """The adapter to which tensor ``name`` belongs; the shared one is PEFT's ``default``."""
     return _matched(name)["adapter"]
@@ -535,4 +447,4 @@ def adapter_name(name: str) -> str:
 
 def base_weight_name(name: str) -> str:
     """The name of the frozen weight of the layer of adapter tensor ``name``."""
-    return _module_of(name) + ".base_layer.weight"
+    return module_of(name) + ".base_layer.weight"

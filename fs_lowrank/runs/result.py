@@ -17,9 +17,10 @@ from torch import nn
 from ..errors import UserError
 from ..jobs.files import read_json
 from ..models.accumulated import one_adapter
-from ..models.adapters import ACCUMULATED, untie
+from ..models.adapters import ACCUMULATED
 from ..models.factorised import plain
 from ..models.loaded import transformers_silent
+from ..models.merging import untie
 from ..models.prompts import is_prompted
 from ..models.quantised import dequantised, layers
 from ..models.saved import save_adapter

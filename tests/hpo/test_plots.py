@@ -1,5 +1,6 @@
 """Pictures of studies: what matplotlib makes of names."""
 
+import optuna
 import pytest
 
 pytest.importorskip("plotly")
@@ -8,6 +9,7 @@ from plotly import graph_objects as go
 
 from fs_lowrank import load_config
 from hpo import cli, plots
+from hpo.best import points_of
 from hpo.storage import load_study, open_storage
 
 
@@ -35,3 +37,22 @@ def test_accuracy_is_that_of_the_next_token_for_a_language_model(search, causal_
     study = load_study(open_storage(str(tmp_path / "hpo" / "journal.log")), "s")
     figure = plots.history_figure({"s": study}, "val_acc")
     assert figure.layout.title.text == "val_token_acc by trial" == f"{figure.layout.yaxis.title.text} by trial"
+
+
+def test_the_table_has_what_was_measured_in_a_pruned_trial(search, monkeypatch):
+    """What it reports is the level of chance."""
+
+    class Always(optuna.pruners.BasePruner):
+        def prune(self, study, trial):
+            return True
+
+    monkeypatch.setattr("hpo.worker.make_pruner", lambda settings: Always())
+    options, _, _ = search({"train.optimizer.lr": {"choice": [1e-9]}}, sampler="random", pruner="median", trials=1)
+    storage = open_storage(options.where)
+    pruned = [t for t in load_study(storage, "s").trials if t.state.name == "PRUNED"]
+    measured = [t.user_attrs["metrics"]["val_acc"] for t in pruned]
+    assert measured and measured != [t.value for t in pruned]
+    header, *rows = plots.trials_table(storage, ["s"])
+    shown = {row[1]: row[header.index("val_acc")] for row in rows}
+    assert [shown[t.number] for t in pruned] == measured
+    assert {p.number: p.value for p in points_of(load_study(storage, "s"))}.items() <= shown.items()

@@ -13,6 +13,7 @@ import uuid
 from pathlib import Path
 
 import optuna
+import pandas as pd
 import pytest
 from optuna.trial import TrialState
 
@@ -25,7 +26,7 @@ from hpo import search as core
 from hpo.search import kind
 from hpo.settings import OBJECTIVES, Settings, make_pruner, make_sampler, parse_objectives
 from hpo.storage import CONFIRM, load_study, open_storage
-from hpo.trial import one_test_set
+from hpo.trial import one_test_set, trial_config
 from hpo.worker import FRESH
 
 pytestmark = pytest.mark.usefixtures("no_curves")
@@ -116,6 +117,36 @@ def test_a_point_that_was_tried_before_is_not_trained_again(search):
     first, second = trials(options)
     assert first.user_attrs["budget"]["rounds"] == 2 and second.user_attrs["budget"]["rounds"] == 0
     assert first.value == second.value
+
+
+#: the run stops after round 2 of 4
+STOPS = {"early_stop.patience": 1, "early_stop.delta": 0.5, "federate.total_round_num": 4}
+
+
+@pytest.mark.parametrize("keys", [{"lowrank.checkpoint_freq": 0}, {"lowrank.checkpoint_freq": 3, **STOPS}])
+def test_it_is_not_trained_again_where_the_config_asks_for_no_checkpoint_by_then(search, config, keys):
+    base = config.replace(keys)
+    options, _, _ = search({"train.optimizer.lr": {"choice": [1e-3]}}, base, sampler="random", trials=2)
+    first, second = trials(options)
+    assert [kind(first), kind(second)] == ["complete", "complete"]
+    assert second.user_attrs["budget"]["rounds"] == 0 and first.value == second.value
+
+
+def test_the_winner_stops_early_on_fresh_seeds_as_in_its_trial(search, config, tmp_path):
+    options, _, _ = search({"train.optimizer.lr": {"grid": [1e-3]}}, config.replace(STOPS), confirm=1)
+    rounds = [len(path.read_text().splitlines()) for path in options.folder.glob("s/trials/*/rounds.jsonl")]
+    assert rounds == [2, 2]
+    out = tmp_path / "best.yaml"
+    assert cli.main(["best", "--dir", str(options.folder), "--out", str(out), "--unlearned"]) == 0
+    written = load_config(out)
+    assert written.early_stop.patience == 1 and written.eval.best_res_update_round_wise_key == "val_acc"
+
+
+def test_trials_do_not_evaluate_clients_on_test_data_or_answer_prompts(config):
+    base = config.replace({"eval.client_scores": True, "eval.generate.freq": 1})
+    trial, fresh = (trial_config(base, {}, "val_acc", Path("runs"), 0, test) for test in (False, True))
+    assert trial.eval.split == ["val"] and not trial.eval.client_scores and trial.eval.generate.freq == 0
+    assert fresh.eval.client_scores and fresh.eval.generate.freq == 1
 
 
 def test_a_pruned_trial_ends_at_once_and_its_cost_counts(search, monkeypatch):
@@ -476,6 +507,32 @@ def test_two_spaces_configs_or_settings_in_one_study(search, config, monkeypatch
     search(timeout=1e-6, name="anew")
 
 
+def test_a_study_is_not_continued_with_other_data(search, config, tmp_path):
+    data = tmp_path / "own.csv"
+    rows = Path(config.data.type).read_text().splitlines(keepends=True)
+    data.write_text("".join(rows))
+    base = config.replace({"data.type": str(data)})
+    options, _, _ = search(base=base, timeout=1e-6)
+    data.write_text("".join(rows[:-5]))
+    with pytest.raises(UserError, match=f"the study s was started with other data than are now at .*{data.name}"):
+        search(base=base)
+    assert all(kind(t) == "waiting" for t in trials(options))
+    search(base=base, timeout=1e-6, name="anew")
+    data.write_text("".join(rows))
+    _, ended, _ = search(base=base, timeout=1e-6)
+    assert ended.studies == ["s"]
+
+
+def test_arrow_data_are_compared_by_what_is_read_into_memory(config, tmp_path):
+    rows = pd.read_csv(config.data.type)
+    other = rows.assign(label=rows.label[::-1].to_numpy())
+    found = []
+    for name, changed in (("a", rows), ("copy", rows), ("fewer", rows[:-5]), ("labels", other)):
+        changed.to_parquet(tmp_path / f"{name}.parquet")
+        found.append(core.data_of(config.replace({"data.type": str(tmp_path / f"{name}.parquet")})))
+    assert found[0] == found[1] and len({*found}) == 3 and all(found)
+
+
 @pytest.mark.more
 def test_a_revision_of_any_point_that_ran_is_compared(search, config, monkeypatch):
     """The base config has no server optimizer; one of the two points has the one whose revision changed."""
@@ -510,6 +567,7 @@ def test_options_that_do_not_fit(search, config):
         ({"space": rates, "pruner": "median", "base": config.replace({"eval.freq": 0})}, "set eval.freq 1"),
         ({"base": config.replace({"eval.split": ["test"]})}, "never by the test data"),
         ({"base": config.replace({"data.splits": [0.8, 0.0, 0.2]})}, "needs validation data"),
+        ({"base": config.replace({"federate.make_global_eval": False})}, "set federate.make_global_eval True"),
         ({"gpus": ("7",)}, "torch finds"),
         ({"name": "a/b"}, "study 'a/b'"),
         ({"space": {**rates, "studies": {"federate.method": ["rolorra"]}}}, "did you mean"),

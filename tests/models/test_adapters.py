@@ -15,9 +15,9 @@ from fs_lowrank.models.adapters import (
     base_weight_name,
     layer_stack,
     load_tensors,
-    merge_pair,
     target_modules,
 )
+from fs_lowrank.models.merging import merge_pair
 from fs_lowrank.models.names import all_tensors, named_tensors, pairs, select, tags
 from fs_lowrank.models.saved import save_adapter
 from fs_lowrank.settings import AdapterSpec
