@@ -6,11 +6,15 @@ NeurIPS 2024.
     ΔW = Σ_k p_k s_k B_k A_k = U Σ Vᵀ          (s_k = alpha / r_k)
     client k gets A = V_rᵀ, B = U_r Σ_r / s_k, its r_k largest components
 
-``split: sqrt`` gives √Σ to each half; the default gives all of Σ to B, as in the authors' code. Differs from the
-authors' code in cost only: ΔW is never formed (``algebra.low_rank_sum_svd``).
+``split: sqrt`` gives √Σ to each half; where Σ is zero, as for components that the clients of a round lack, A keeps its
+direction whole and B is zero, as two zeros would never train. The default gives all of Σ to B, as in the authors' code.
+Differs from the authors' code in cost only: ΔW is never formed (``algebra.low_rank_sum_svd``).
 """
 
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from ..algebra import low_rank_sum_svd, top_components
 from ..models.names import pairs
@@ -41,7 +45,14 @@ class FlexLoRA(RankedMethod):
                 rank,
             )
             u, s, vh = top_components(u, s / scale(rank), vh, rank, fill=state[a].flatten(1))
-            of_b, of_a = (s.sqrt(), s.sqrt()[:, None]) if self.params.split == "sqrt" else (s, 1)
+            of_b, of_a = self._halves(s, max(u.shape[0], vh.shape[1]))
             message[b] = (u * of_b).reshape(state[b].shape)
-            message[a] = (of_a * vh).reshape(state[a].shape)
+            message[a] = (of_a[:, None] * vh).reshape(state[a].shape)
         return {**state, **message}, message
+
+    def _halves(self, s: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """The parts of the singular values ``s`` that go to B and to A; ``size``: of the longer side of the matrix."""
+        if self.params.split == "b":
+            return s, torch.ones_like(s)
+        zero = s <= s[0] * size * torch.finfo(s.dtype).eps  # but for rounding
+        return torch.where(zero, s, s.sqrt()), torch.where(zero, 1, s.sqrt())

@@ -8,16 +8,20 @@ The Fisher is that of the model's predictive distribution, ``F = (1/n) Σ_x E_{y
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import UserError
+from ..errors import UserError, say_once
+from .machine import rounding
+from .masks import comparable
 
 Batches = Iterable[Mapping[str, Tensor]]
+#: gives what is differentiated, sums over the samples of a batch, from its logits
+Scalars = Callable[[Tensor], list[Tensor]]
 
 #: maximum number of parameters of a full Fisher, which is a square matrix of 8-byte numbers
 LARGEST_FULL = 4096
@@ -90,24 +94,29 @@ def count_classes(model: nn.Module, batches: Batches) -> int:
         return _logits(model, next(_on(model, batches))).shape[1]
 
 
-def _gradients(
-    logits: Tensor, tensors: Sequence[Tensor], draws: int, generator: torch.Generator
-) -> Iterator[tuple[Tensor | None, ...]]:
-    """For each draw (or class), the gradients of the batch's log-likelihood with respect to ``tensors``; None: unused.
+def _likelihoods(draws: int, generator: torch.Generator) -> Scalars:
+    """For each draw (or class), the log-likelihood of a batch from its logits.
 
     The term of each sample is scaled so that the outer products of its gradients add up to its Fisher.
     """
-    logs = logits.log_softmax(-1)
-    weights = logs.detach().exp()
-    scalars = []
-    for _ in range(draws):
+
+    def scalars(logits: Tensor) -> list[Tensor]:
+        logs = logits.log_softmax(-1)
+        weights = logs.detach().exp()
+        if draws == 0:
+            return [(logs[:, label] * weights[:, label].sqrt()).sum() for label in range(logits.shape[1])]
         # Drawn on the CPU, so that a seed gives the same labels on every device.
-        drawn = torch.multinomial(weights.cpu(), 1, generator=generator).to(logs.device)
-        scalars.append(logs.gather(1, drawn).sum() * draws**-0.5)
-    for label in range(logits.shape[1] if draws == 0 else 0):
-        scalars.append((logs[:, label] * weights[:, label].sqrt()).sum())
-    for scalar in scalars:
-        yield torch.autograd.grad(scalar, tensors, retain_graph=scalar is not scalars[-1], allow_unused=True)
+        drawn = [torch.multinomial(weights.cpu(), 1, generator=generator).to(logs.device) for _ in range(draws)]
+        return [logs.gather(1, labels).sum() * draws**-0.5 for labels in drawn]
+
+    return scalars
+
+
+def _gradients(logits: Tensor, tensors: Sequence[Tensor], scalars: Scalars) -> Iterator[tuple[Tensor | None, ...]]:
+    """The gradients of each of ``scalars`` of the batch with respect to ``tensors``; None: unused."""
+    of_batch = scalars(logits)
+    for scalar in of_batch:
+        yield torch.autograd.grad(scalar, tensors, retain_graph=scalar is not of_batch[-1], allow_unused=True)
 
 
 # -- the diagonal --------------------------------------------------------------------------------------
@@ -177,7 +186,8 @@ def diagonal_fisher(
     """The diagonal of the Fisher over the parameters ``names``.
 
     If all of them belong to linear or convolutional layers, norms and embeddings, whole batches are used, at the cost
-    of one or two epochs. For other models, samples are processed one at a time.
+    of one or two epochs. For other models, samples are processed one at a time; also where the first two samples say
+    that this gives something else, as the inputs of a layer need not be of one sample each.
 
     Args:
         batches: the data once, as model inputs; ``labels`` are ignored.
@@ -188,28 +198,70 @@ def diagonal_fisher(
     """
     owners = {n: model.get_submodule(n.rpartition(".")[0]) for n in names}
     by_sample = any(not _known(m) or n.rpartition(".")[2] not in ("weight", "bias") for n, m in owners.items())
-    layers = sorted({n.rpartition(".")[0] for n in names})
     with _only(model, names) as parameters:
-        total = {n: torch.zeros(p.shape, device=p.device) for n, p in parameters.items()}
-        generator = torch.Generator().manual_seed(seed)
-        add = _add_by_sample if by_sample else _add_by_layer
-        count = 0
+        total = _zeros(parameters)
+        scalars, count = _likelihoods(draws, torch.Generator().manual_seed(seed)), 0
         for batch in _on(model, batches):
-            size = len(batch["labels"])
-            for part in [{k: v[i : i + 1] for k, v in batch.items()} for i in range(size)] if by_sample else [batch]:
-                add(model, part, parameters, layers, total, draws, generator)
-            count += size
+            by_sample = by_sample or count == 0 and _layers_differ(model, batch, parameters)
+            for part in _samples(batch) if by_sample else [batch]:
+                (_add_by_sample if by_sample else _add_by_layer)(model, part, parameters, total, scalars)
+            count += len(batch["labels"])
     return {n: t / count for n, t in total.items()}
 
 
-def _add_by_sample(model, sample, parameters, layers, total, draws, generator) -> None:
-    for grads in _gradients(_logits(model, sample), list(parameters.values()), draws, generator):
+def _zeros(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n: torch.zeros(p.shape, device=p.device) for n, p in parameters.items()}
+
+
+def _samples(batch: Mapping[str, Tensor], most: int | None = None) -> list[dict[str, Tensor]]:
+    """The samples of a batch as batches, at most ``most`` of them."""
+    return [{k: v[i : i + 1] for k, v in batch.items()} for i in range(len(batch["labels"]))[:most]]
+
+
+def _layers_differ(model: nn.Module, batch: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> bool:
+    """Whether ``_add_by_layer`` gives something else than ``_add_by_sample``; if so, a warning says so once.
+
+    It is tried on two samples of ``batch``, with one sum of their logits and without the run's random numbers.
+    """
+    by_sample, by_layer, wrong = _zeros(parameters), _zeros(parameters), ""
+    with comparable(batch["labels"].device):
+        for sample in _samples(batch, 2):
+            _add_by_sample(model, sample, parameters, by_sample, _probe)
+        try:
+            _add_by_layer(model, {k: v[:2] for k, v in batch.items()}, parameters, by_layer, _probe)
+        except Exception as error:  # a layer may take and give anything
+            wrong = f"{type(error).__name__}: {error}".splitlines()[0]
+    norms = {n: float(t.norm()) for n, t in by_sample.items()}
+    # A GPU may compute in TF32. Gradients that are zero but for rounding have squares of any size below its square.
+    eps = max(rounding(model), 1e-3 if batch["labels"].device.type == "cuda" else 0.0)
+    for name, norm in norms.items() if not wrong else ():
+        difference = float((by_layer[name] - by_sample[name]).norm())
+        if not difference <= max(1e-2, 32 * eps) * norm + (32 * eps) ** 2 * max(norms.values()):  # NaN too
+            wrong = f"that of {name}, of norm {norm:.2g}, would differ by {difference:.2g}"
+            break
+    if wrong:
+        inner = getattr(model, "get_base_model", lambda: model)()
+        say_once(
+            f"the diagonal Fisher of {type(inner).__name__} is computed sample by sample, which takes longer; "
+            f"by layers it would be wrong ({wrong})"
+        )
+    return bool(wrong)
+
+
+def _probe(logits: Tensor) -> list[Tensor]:
+    """One sum to which all classes contribute differently."""
+    return [(logits.log_softmax(-1) * torch.linspace(0, 1, logits.shape[1], device=logits.device)).sum()]
+
+
+def _add_by_sample(model, sample, parameters, total, scalars) -> None:
+    for grads in _gradients(_logits(model, sample), list(parameters.values()), scalars):
         for name, grad in zip(parameters, grads):
             if grad is not None:
                 total[name] += grad.float().square()
 
 
-def _add_by_layer(model, batch, parameters, layers, total, draws, generator) -> None:
+def _add_by_layer(model, batch, parameters, total, scalars) -> None:
+    layers = sorted({n.rpartition(".")[0] for n in parameters})
     seen: dict[str, tuple[Tensor, Tensor]] = {}
     size = len(batch["labels"])
 
@@ -236,7 +288,7 @@ def _add_by_layer(model, batch, parameters, layers, total, draws, generator) -> 
             hook.remove()
     used = sorted(seen)
     # With respect to outputs, since gradients of weights would be sums over the batch.
-    for grads in _gradients(logits, [seen[n][1] for n in used], draws, generator):
+    for grads in _gradients(logits, [seen[n][1] for n in used], scalars):
         for name, grad in zip(used, grads):
             squares = {} if grad is None else _squares(model.get_submodule(name), seen[name][0], grad)
             for part, square in squares.items():
@@ -315,11 +367,10 @@ def full_fisher(model: nn.Module, batches: Batches, names: Sequence[str], *, dra
         check_full_size(parameters)
         size = sum(p.numel() for p in parameters.values())
         total = torch.zeros(size, size, dtype=torch.float64)
-        generator, count = torch.Generator().manual_seed(seed), 0
+        scalars, count = _likelihoods(draws, torch.Generator().manual_seed(seed)), 0
         for batch in _on(model, batches):
-            for i in range(len(batch["labels"])):
-                logits = _logits(model, {k: v[i : i + 1] for k, v in batch.items()})
-                for grads in _gradients(logits, list(parameters.values()), draws, generator):
+            for sample in _samples(batch):
+                for grads in _gradients(_logits(model, sample), list(parameters.values()), scalars):
                     known = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters.values(), grads)]
                     flat = torch.cat([g.flatten() for g in known]).double().cpu()
                     total.addr_(flat, flat)

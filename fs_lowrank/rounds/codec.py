@@ -3,6 +3,8 @@
 ``Uniform`` is symmetric uniform quantisation, as FederatedScope has it: of a tensor x, with ``n`` bits,
 
     s = max|x| / (2^(n-1) − 1),    q = round(x / s),    x ≈ s q
+
+computed in float32 at least: 2^15 − 1 is not a number of bfloat16 or float16.
 """
 
 from __future__ import annotations
@@ -20,6 +22,11 @@ Sizes = tuple[int, int]
 
 _QUANTISED, _SCALE, _KEPT = "quantised:", "scale:", "kept:"
 _WHOLE_NUMBERS = {8: torch.int8, 16: torch.int16}
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the scale of a tensor of ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def without_head(tensors: Mapping[str, Tensor], heads: Sequence[str] = ()) -> dict[str, Tensor]:
@@ -82,12 +89,14 @@ class Uniform:
             if not tensor.is_floating_point() or not tensor.numel():
                 sent[_KEPT + name] = tensor
                 continue
-            scale = tensor.abs().max() / self.largest
+            wide = tensor.to(_wide(tensor.dtype))
+            scale = wide.abs().max() / self.largest
             if not torch.isfinite(scale):
                 raise ValueError(f"{name} holds values that are NaN or Inf, which cannot be quantised")
-            whole = tensor if scale == 0 else (tensor / scale).clamp_(-self.largest, self.largest).round_()
+            whole = wide if scale == 0 else (wide / scale).clamp_(-self.largest, self.largest).round_()
             sent[_QUANTISED + name] = whole.to(_WHOLE_NUMBERS[self.nbits])
-            sent[_SCALE + name] = scale.reshape(1)
+            # Its bits, in the dtype of the tensor: decoding finds both.
+            sent[_SCALE + name] = scale.reshape(1).view(tensor.dtype)
         return sent
 
     def decode(self, sent: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -106,13 +115,15 @@ class Uniform:
                 scale = sent.get(_SCALE + name)
                 if scale is None:
                     raise ValueError(f"{name} came without its scale")
-                if scale.numel() != 1 or not scale.is_floating_point() or tensor.dtype != _WHOLE_NUMBERS[self.nbits]:
+                dtype = scale.dtype
+                one = scale.is_floating_point() and scale.nbytes == _wide(dtype).itemsize
+                if not one or tensor.dtype != _WHOLE_NUMBERS[self.nbits]:
                     raise ValueError(
-                        f"{name} came as {tensor.dtype} with a scale of {scale.numel()} × {scale.dtype}; expected "
-                        f"{_WHOLE_NUMBERS[self.nbits]} and one floating-point number"
+                        f"{name} came as {tensor.dtype} with a scale of {scale.numel()} × {dtype}; expected "
+                        f"{_WHOLE_NUMBERS[self.nbits]} and one floating-point number of 32 bits or more"
                     )
-                value = (tensor * scale.reshape(1)).reshape(tensor.shape)
-                tensors[name] = value.to(like[name].dtype) if name in like else value
+                value = (tensor * scale.reshape(-1).view(_wide(dtype))).reshape(tensor.shape)
+                tensors[name] = value.to(like[name].dtype if name in like else dtype)
             elif kind != _SCALE:
                 raise ValueError(f"{key!r} is not quantised, but quantization.method is set")
         return tensors
@@ -122,6 +133,8 @@ class Uniform:
 
     def _size(self, tensors: Mapping[str, Tensor]) -> int:
         return sum(
-            t.numel() * self.nbits // 8 + t.element_size() if t.is_floating_point() and t.numel() else nbytes({n: t})
+            t.numel() * self.nbits // 8 + _wide(t.dtype).itemsize
+            if t.is_floating_point() and t.numel()
+            else nbytes({n: t})
             for n, t in tensors.items()
         )

@@ -188,6 +188,7 @@ class RecordKeeper:
             remove_old(self.outdir / "checkpoint", self.config.lowrank.keep_checkpoints, checkpoint.round)
         best.go_back(self.outdir, checkpoint.round if checkpoint else 0)
         checksums.unseal(self.outdir)
+        (self.outdir / "summary.json").unlink(missing_ok=True)  # so that a run which stops again has not ended
         self._records = Records(records, history)
         with self._replaced(self.config_name) as aside:
             self.config.dump(aside)
@@ -303,7 +304,8 @@ class RecordKeeper:
 
     def _check_same_run(self, begun: Mapping[str, Any]) -> None:
         then, now = load_config(begun).decisive(), self.config.decisive()
-        if not (self.method.needs.rounds or self.config.train.scheduler.type):
+        schedule = self.config.train.scheduler
+        if not (self.method.needs.rounds or schedule.type or schedule.warmup_ratio):
             then["federate.total_round_num"] = now["federate.total_round_num"]
         # These may change; otherwise a run could never get past a round that failed.
         free = {"lowrank.min_clients", "lowrank.on_bad_round"}

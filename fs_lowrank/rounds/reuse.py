@@ -1,8 +1,9 @@
 """Trained tensors of clients kept on disk, so that the same training is not repeated.
 
-Local training is determined by the client's data, the tensors it starts from, the phases, and the settings of the
-training loop; its last digits also by the machine and the versions of the libraries. The key of an entry is a hash over
-all of them and nothing else, so runs whose methods differ only in the server step share their clients.
+Local training is determined by the client's data, the tensors it starts from, the numbers that the modules apply beside
+them, the phases, and the settings of the training loop; its last digits also by the machine and the versions of the
+libraries. The key of an entry is a hash over all of them and nothing else, so runs whose methods differ only in the
+server step share their clients.
 """
 
 from __future__ import annotations
@@ -38,6 +39,21 @@ _SECTIONS = ("train.", "dataloader.", "grad.", "model.", "llm.", "data.transform
 _KEYS = tuple(["seed", *(f"lowrank.{name}" for name in ("dtype", "compute_dtype", "double_quant", "norm", "width"))])
 #: of ``train``, what changes rounding only
 _ROUNDING = ("blocks", "only_read", "cache_frozen", "cache_frozen_bytes")
+#: attributes of modules: scales of nested pairs and of an adapter's pairs, probabilities of dropout
+_APPLIED = ("scale", "scaling", "p")
+
+
+def _beside_tensors(model: nn.Module) -> dict[str, Any]:
+    """By name, what a method decides of the modules of ``model`` beside their tensors, and the batches that norms have
+    counted, over which one with ``momentum=None`` averages."""
+    numbers = {f"{name}.{n}": vars(module).get(n) for name, module in model.named_modules() for n in _APPLIED}
+    counted = {name: int(b) for name, b in model.named_buffers() if name.endswith("num_batches_tracked")}
+    return {name: value for name, value in numbers.items() if isinstance(value, (int, float, dict))} | counted
+
+
+def _pixels(examples: Examples | ImageExamples) -> str:
+    """A hash over what the model reads of the first image, whose usual normalisation follows from the source."""
+    return digest(examples.batch([0])) if isinstance(examples, ImageExamples) else ""
 
 
 class Reuse:
@@ -85,9 +101,9 @@ class Reuse:
             "rounding": {name: getattr(config.train, name) for name in _ROUNDING},
             "lr": lr,
             "seed": seed,
-            "data": examples.fingerprint(),
+            "data": [examples.fingerprint(), _pixels(examples)],
             "start": digest({**all_tensors(model), **beside(model)}),
-            "model": configuration_fingerprint(model),
+            "model": [configuration_fingerprint(model), _beside_tensors(model)],
             "machine": machine(model),
             "versions": versions(),
             "adapter": config.adapter.to_args() if config.llm.adapter.use else None,

@@ -346,8 +346,11 @@ class Round:
                 self.notes = dict(self.method.notes)
                 if not self.codec.exact:
                     # The server uses the message as clients will decode it, so that all copies stay equal.
-                    message = self.codec.decode(self.codec.encode(message), message)
-                    state = {**state, **{n: t for n, t in message.items() if n in state}}
+                    decoded = self.codec.decode(self.codec.encode(message), message)
+                    # What is merged and goes on (``merge:…``) is in the state under the name that copies give it.
+                    same = {id(tensor): decoded[name] for name, tensor in message.items()}
+                    state = {n: decoded[n] if n in decoded else same.get(id(t), t) for n, t in state.items()}
+                    message = decoded
                 changed = {n: v for n, v in state.items() if v is not before.get(n)}
                 require_finite(changed, message, self.method, self.number, model)
         except OSError:  # of this machine, such as a full disk: no client's values can cause it

@@ -161,13 +161,17 @@ def to_device(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str,
     return {k: v if k in on_host else v.to(device, non_blocking=True) for k, v in batch.items()}
 
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+#: norms that may have running statistics, also where they have no weights
+_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
 
 
 def set_trainable(model: nn.Module, wanted: Sequence[str]) -> list[nn.Parameter]:
     """Freeze all parameters except those with one of the tags ``wanted``, which are returned.
 
-    A frozen batch norm uses its running statistics and does not update them.
+    A norm that is frozen uses its running statistics and does not update them.
     """
     chosen = []
     for name, parameter in model.named_parameters():
@@ -175,10 +179,24 @@ def set_trainable(model: nn.Module, wanted: Sequence[str]) -> list[nn.Parameter]
         parameter.grad = None
         if parameter.requires_grad:
             chosen.append(parameter)
-    for module in model.modules():
-        if isinstance(module, _BATCH_NORMS) and module.weight is not None:
-            module.train(model.training and module.weight.requires_grad)
+    for name, module in model.named_modules():
+        if isinstance(module, _NORMS):
+            module.train(model.training and bool(tags(f"{name}.running_mean") & set(wanted)))
     return chosen
+
+
+@contextlib.contextmanager
+def _same_counts(model: nn.Module) -> Iterator[None]:
+    """A context after which the batches that norms have counted are what they were before.
+
+    The counts are not sent, and one with ``momentum=None`` averages over them: no client may start from another's.
+    """
+    counts = {b: b.clone() for name, b in model.named_buffers() if name.endswith("num_batches_tracked")}
+    try:
+        yield
+    finally:
+        for count, before in counts.items():
+            count.copy_(before)
 
 
 def label_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -292,29 +310,30 @@ def train_client(
         prefix.eval_below()
     settings, blocks = config.train.optimizer, Blocks(model, config.train.blocks)
     total, steps, samples = torch.zeros((), device=device), 0, 0
-    for phase in phases:
-        parameters = set_trainable(model, phase.train)
-        optimizer = make_optimizer(parameters, settings.type, lr, settings.extra)
-        batches_per_step, pending = config.grad.grad_accum_count, 0
-        for indices in batches_of(phase, examples, config, order):
-            penalty = phase.penalty
-            for part, share, masks in blocks.of(examples, indices):
-                batch = examples.batch(part, augment)
-                near = shortcuts(prefix, reads, [(owner, examples, part)], batch, device)
-                with near, masks() if masks else nullcontext():
-                    loss = loss_of(model, to_device(batch, device))
-                    loss = share * loss if share != 1 else loss
-                    total += loss.detach()
-                    if penalty is not None:
-                        loss, penalty = loss + penalty(model), None
-                    # Within the contexts, as it may compute layers again.
-                    (loss / batches_per_step if batches_per_step > 1 else loss).backward()
-            pending, steps, samples = pending + 1, steps + 1, samples + len(indices)
-            if pending == batches_per_step:
+    with _same_counts(model):
+        for phase in phases:
+            parameters = set_trainable(model, phase.train)
+            optimizer = make_optimizer(parameters, settings.type, lr, settings.extra)
+            batches_per_step, pending = config.grad.grad_accum_count, 0
+            for indices in batches_of(phase, examples, config, order):
+                penalty = phase.penalty
+                for part, share, masks in blocks.of(examples, indices):
+                    batch = examples.batch(part, augment)
+                    near = shortcuts(prefix, reads, [(owner, examples, part)], batch, device)
+                    with near, masks() if masks else nullcontext():
+                        loss = loss_of(model, to_device(batch, device))
+                        loss = share * loss if share != 1 else loss
+                        total += loss.detach()
+                        if penalty is not None:
+                            loss, penalty = loss + penalty(model), None
+                        # Within the contexts, as it may compute layers again.
+                        (loss / batches_per_step if batches_per_step > 1 else loss).backward()
+                pending, steps, samples = pending + 1, steps + 1, samples + len(indices)
+                if pending == batches_per_step:
+                    _step(optimizer, parameters, config)
+                    pending = 0
+            if pending:
                 _step(optimizer, parameters, config)
-                pending = 0
-        if pending:
-            _step(optimizer, parameters, config)
     for parameter in model.parameters():
         parameter.grad = None
     return LocalResult(mean_of(total, torch.full_like(total, max(steps, 1))), steps, samples)

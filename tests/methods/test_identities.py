@@ -348,6 +348,37 @@ def test_flexlora_fills_missing_components_with_trainable_directions(toy, federa
         close(toy.change(fed.ledger.state, layer), dense_average(toy, fed.received, layer), 2e-5)
 
 
+@pytest.mark.parametrize("trained", [1, 2])
+def test_flexloras_missing_components_train_where_the_values_are_shared(toy, federation, trained):
+    """One client of rank 2 takes part, of whose pair ``trained`` components are not zero: the others can be trained."""
+    fed = federation(toy.method("flexlora", ranks=(2, 3), split="sqrt"), SIZES[:2])
+    jump = fed.jump
+
+    def some(client, round):
+        jump(client, round)
+        for name, parameter in fed.copies[client].named_parameters():
+            if ".lora_B." in name:
+                parameter.data[:, trained:] = 0
+
+    fed.jump = some
+    fed.round(1, (1,))
+    for layer in toy.layers:
+        product = dense_average(toy, fed.received, layer)
+        values = np.linalg.svd(product, compute_uv=False)[:trained]
+        up, down = toy.pair(fed.ledger.state, layer)
+        close(toy.change(fed.ledger.state, layer), product, 2e-5)
+        shared = [*(values / (toy.alpha / 3)), *(3 - trained) * [1.0]]
+        close(down @ down.T, np.diag(shared), 2e-5)
+        close(up[:, trained:], 0)
+    # A client of the largest rank has a gradient in every component.
+    fed.catch_up(2, 2)
+    model = fed.copies[2].train()
+    set_trainable(model, ("adapter",))
+    model.get_base_model()(toy.inputs()).square().sum().backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if ".lora_B." in n}
+    assert len(gradients) == 3 and all(g.flatten(1).norm(dim=0).min() > 1e-4 for g in gradients.values())
+
+
 @pytest.mark.parametrize("name", RANKED)
 def test_a_client_that_did_not_train_changes_nothing(toy, federation, name):
     fed = federation(toy.method(name, ranks=(1, 3, 2)), SIZES)

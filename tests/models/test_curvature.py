@@ -78,12 +78,43 @@ class Own(nn.Module):
         return SimpleNamespace(logits=self.last((pixel_values * self.scale[:, None, None]).flatten(1)))
 
 
+class Shifted(nn.Embedding):
+    """Positions that are looked up elsewhere than asked, as OPT does."""
+
+    def forward(self, ids):
+        return super().forward(ids + 2)
+
+
+class Odd(nn.Module):
+    """Layers whose inputs and outputs are not what they look like, as ``what`` says."""
+
+    def __init__(self, what="", dropout=0.0):
+        super().__init__()
+        self.what = what
+        self.word, self.first, self.second = nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.act, self.last = nn.ReLU(inplace=what == "in place"), nn.Linear(4, 3)
+        self.place, self.drop = (Shifted(7, 4) if what == "shifted" else nn.Embedding(7, 4)), nn.Dropout(dropout)
+        if what == "tied":
+            self.second.weight = self.first.weight
+
+    def forward(self, input_ids, labels=None):
+        x = self.drop(self.word(input_ids) + self.place(torch.arange(input_ids.shape[1])[None]))
+        if self.what == "transposed":
+            x = self.act(self.first(x.transpose(0, 1))).transpose(0, 1)
+        elif self.what == "flat":
+            x = self.act(self.first(x.flatten(0, 1))).view(x.shape)
+        else:
+            x = self.act(self.first(x))
+        x = self.act(self.second(x))
+        return SimpleNamespace(logits=self.last(self.act(self.second(x)) if self.what == "twice" else x).mean(1))
+
+
 def make(kind=Net, **options):
     torch.manual_seed(0)
     model = kind(**options).eval()
     name, shape = ("input_ids", (5, 4)) if kind is Sequences else ("pixel_values", (2, 4, 4))
     x, y = torch.randn(11, *shape), torch.randint(0, 3, (11,))
-    if kind is Words:
+    if kind in (Words, Odd):
         name, x = "input_ids", torch.randint(0, 6, (11, 5))
     return model, [{name: x[i : i + 4], "labels": y[i : i + 4]} for i in (0, 4, 8)]
 
@@ -116,6 +147,31 @@ def test_the_exact_diagonal(kind, options):
     flat = torch.cat([found[n].flatten() for n in names])
     torch.testing.assert_close(flat.double(), outer(model, batches).diag(), atol=1e-7, rtol=1e-4)
     assert all(found[n].shape == p.shape and not found[n].isnan().any() for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("what", ["shifted", "in place", "tied", "transposed", "flat", "twice"])
+def test_layers_that_are_used_otherwise_than_they_look(what, caplog):
+    model, batches = make(Odd, what=what)
+    names = sorted(dict(model.named_parameters()))
+    for _ in range(2):
+        found = diagonal_fisher(model, batches, names, draws=0)
+    flat = torch.cat([found[n].flatten() for n in names])
+    torch.testing.assert_close(flat.double(), outer(model, batches).diag(), atol=1e-7, rtol=1e-4)
+    (said,) = (record.message for record in caplog.records)
+    assert said.startswith("the diagonal Fisher of Odd is computed sample by sample, which takes longer; by layers it")
+
+
+@pytest.mark.parametrize("draws", [0, 2])
+@pytest.mark.parametrize("kind, options", [*CASES, (Odd, {"dropout": 0.5})])
+def test_a_look_at_two_samples_first_changes_no_bit(kind, options, draws, monkeypatch, caplog):
+    model, batches = make(kind, **options)
+    names, state = sorted(dict(model.named_parameters())), torch.random.get_rng_state()
+    model.train()
+    found = diagonal_fisher(model, batches, names, draws=draws, seed=5)
+    assert torch.equal(torch.random.get_rng_state(), state) and model.training and not caplog.records
+    monkeypatch.setattr(curvature, "_layers_differ", lambda *given: False)
+    plain = diagonal_fisher(model, batches, names, draws=draws, seed=5)
+    assert all(torch.equal(found[n], plain[n]) for n in names)
 
 
 @pytest.mark.parametrize("kind, options", CASES)
@@ -232,18 +288,3 @@ def test_without_curvlinops(monkeypatch):
     monkeypatch.setattr(curvature.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"fs-lowrank\[oneshot\].*--no-deps curvlinops"):
         kronecker_fisher(*make(), {"fc": False})
-
-
-def test_a_layer_that_is_used_twice():
-    model, batches = make()
-    model.forward = lambda pixel_values, labels=None: SimpleNamespace(
-        logits=model.last(
-            torch.tanh(
-                nn.functional.pad(
-                    model.last(torch.tanh(model.fc(torch.tanh(model.conv(pixel_values)).flatten(1)))), (0, 2)
-                )
-            )
-        )
-    )
-    with pytest.raises(UserError, match="last is used more than once"):
-        diagonal_fisher(model, batches, ["last.weight"])

@@ -245,6 +245,18 @@ def test_quantised_messages_over_processes(tmp_path):
         check_same(run.evaluated(3, client)[0], run, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("bits", [8, 16])
+@EACH
+def test_the_state_after_a_quantised_message_is_what_copies_hold(name, bits, tmp_path):
+    """Also where a pair is merged and goes on as it is, so that the message has it under another name."""
+    run = Run(name, tmp_path, Uniform(bits))
+    for number in (1, 2, 3):
+        run.round(number)
+        held = dict(run.evaluated(number, 1)[0].model.named_parameters())
+        state = run.method.view(run.ledger.state)
+        assert state and all(torch.equal(state[n], held[n]) for n in state), number
+
+
 @EACH
 def test_a_server_that_ends_after_every_round(name, tmp_path):
     """Its ledger continues from what was saved: copies are sent only what they lack, as by a server that runs on."""

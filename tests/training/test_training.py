@@ -1,6 +1,7 @@
 """Local training, evaluation and learning rates compared with plain loops."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from fs_lowrank.config import load_config
 from fs_lowrank.data import Examples
 from fs_lowrank.errors import UserError
 from fs_lowrank.methods import Phase
-from fs_lowrank.models.adapters import add_adapter
+from fs_lowrank.models.adapters import add_adapter, load_tensors
+from fs_lowrank.models.names import all_tensors
 from fs_lowrank.seeds import derive
 from fs_lowrank.settings import OPTIMIZERS as CONFIGURABLE
 from fs_lowrank.settings import AdapterSpec, Optimizer, Scheduler
@@ -103,6 +105,73 @@ def test_a_phase_without_the_head_does_not_change_it(model):
     names = {n for n, p in model.named_parameters() if p.requires_grad}
     assert names and all("lora_B" in n for n in names)
     assert len(set_trainable(model, ("adapter", "head"))) == 2 * 3 + 2
+
+
+class Normed(nn.Module):
+    """Two norms in the base and one in the head; that of the head is ``classifier.1``."""
+
+    def __init__(self, norm=nn.BatchNorm1d, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.first, self.second = nn.Conv1d(3, 4, 1), norm(4, **options), norm(4, **options)
+        self.classifier = nn.Sequential(nn.Conv1d(4, 4, 1), norm(4, **options), nn.Flatten(), nn.Linear(8, 3))
+
+    def forward(self, x, labels):
+        logits = self.classifier(self.second(torch.tanh(self.first(self.up(x)))))
+        return SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels))
+
+
+class Numbers:
+    """Samples of three channels and two positions, as ``train_client`` asks for them."""
+
+    def __init__(self, seed, count=12):
+        drawn = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(count, 3, 2, generator=drawn) + 5
+        self.y = torch.randint(0, 3, (count,), generator=drawn)
+
+    def __len__(self):
+        return len(self.y)
+
+    def batch(self, indices, augment=None):
+        return {"x": self.x[indices], "labels": self.y[indices]}
+
+
+def statistics(model):
+    return {n: b.clone() for n, b in model.named_buffers()}
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.InstanceNorm1d])
+def test_the_statistics_of_a_frozen_norm_do_not_change(norm, affine):
+    model = Normed(norm, affine=affine, track_running_stats=True)
+    before = statistics(model)
+    train_client(model, Numbers(0), [Phase(("head",))], config(**{"train.local_update_steps": 3}), lr=0.1, seed=1)
+    after = statistics(model)
+    changed = {n for n in after if not torch.equal(after[n], before[n])}
+    assert changed == {"classifier.1.running_mean", "classifier.1.running_var"}
+    model.train()
+    assert len(set_trainable(model, ("base", "head"))) == 6 + 6 * affine
+    assert model.first.training and model.second.training and model.classifier[1].training
+    model.eval()
+    set_trainable(model, ("base", "head"))
+    assert not any(m.training for m in model.modules()), "a model in evaluation stays there"
+
+
+def test_no_client_counts_the_batches_of_another():
+    """With ``momentum=None``, running statistics are means over the batches that a norm has counted."""
+    cfg, model, ends = config(**{"train.local_update_steps": 3}), Normed(momentum=None), []
+    sent = {n: t.clone() for n, t in all_tensors(model).items()}
+    seen = []
+    model.first.register_forward_pre_hook(lambda m, args: seen.append(args[0].detach().double()))
+    for client in (2, 1, 2):
+        load_tensors(model, sent)
+        seen.clear()
+        train_client(model, Numbers(client), [Phase(("base", "head"))], cfg, lr=0.1, seed=client)
+        means = torch.stack([x.mean((0, 2)) for x in seen])
+        assert len(means) == 3
+        torch.testing.assert_close(model.first.running_mean.double(), means.mean(0), rtol=1e-5, atol=1e-6)
+        ends.append({n: t.clone() for n, t in model.state_dict().items()})
+    assert all(torch.equal(ends[0][n], ends[2][n]) for n in ends[0])
 
 
 def test_against_a_plain_loop(model):
