@@ -76,16 +76,30 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
         check_virtual_tokens(wrapped, spec.method)
     for name, module in wrapped.named_modules():
         check_blocks(name, module, config)
-        if hasattr(module, "lora_A") and "default" in module.lora_A:
-            down, up = module.lora_A["default"].weight, module.lora_B["default"].weight
-            # For convolutions the longer side is the limit: the papers use rank 128 on layers of 64 channels.
-            widest = (max if down.ndim > 2 else min)(down.flatten(1).shape[1], up.shape[0])
-            if len(down) > widest:  # its own rank, by rank_pattern if that names it
-                raise UserError(
-                    f"rank {len(down)} is above the width of {name}: its weight is "
-                    f"{up.shape[0]} × {down.flatten(1).shape[1]}; choose r ≤ {widest}"
-                )
+    _check_pairs(wrapped, "default")
     return wrapped
+
+
+def _check_pairs(model: nn.Module, adapter: str) -> None:
+    """Refuse pairs of a rank above the width of their layer, and on convolutions that PEFT's pairs do not fit."""
+    of = "" if adapter == "default" else f" of the {adapter} pair"
+    for name, module in model.named_modules():
+        if adapter not in getattr(module, "lora_A", ()):
+            continue
+        down, up, base = module.lora_A[adapter].weight, module.lora_B[adapter].weight, module.get_base_layer()
+        # For convolutions the longer side is the limit: the papers use rank 128 on layers of 64 channels.
+        widest = (max if down.ndim > 2 else min)(down.flatten(1).shape[1], up.shape[0])
+        if len(down) > widest:  # its own rank, by rank_pattern if that names it
+            raise UserError(
+                f"rank {len(down)}{of} is above the width of {name}: its weight is "
+                f"{up.shape[0]} × {down.flatten(1).shape[1]}; choose r ≤ {widest}"
+            )
+        wide = any(step > 1 and size > 1 for step, size in zip(getattr(base, "dilation", ()), down.shape[2:]))
+        if wide and base.padding != "same":
+            raise UserError(
+                f"llm.adapter.args: {name} is dilated while PEFT's pair is not, so their outputs differ in size; leave "
+                "it out of modules, or choose padding='same'"
+            )
 
 
 @contextlib.contextmanager
@@ -380,6 +394,8 @@ def add_beside(model: peft.PeftModel, name: str, seed: int, *, r: int | None = N
     Args:
         r: its rank in every layer; None: the ranks of the shared adapter.
         others: further arguments of its PEFT config that differ from those of the shared one.
+    Raises:
+        UserError: the rank is above the width of a layer.
     """
     config = copy.deepcopy(model.peft_config["default"])
     rank = {} if r is None else {"r": r, "rank_pattern": {}}
@@ -390,6 +406,7 @@ def add_beside(model: peft.PeftModel, name: str, seed: int, *, r: int | None = N
     tuner.peft_config[name] = config
     tuner.inject_adapter(tuner.model, name)
     tuner.set_adapter(["default", name])
+    _check_pairs(model, name)
     return model
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ..algebra import factor_shapes, product_norm_squared
 from ..errors import UserError
+from .names import sharing
 
 
 class Factorised(nn.Module):
@@ -56,8 +57,18 @@ class Factorised(nn.Module):
 
 
 def factorise_layers(model: nn.Module, names: Iterable[str]) -> nn.Module:
-    """Replace the modules ``names`` by ``Factorised`` layers, in place."""
-    for name in sorted(names):
+    """Replace the modules ``names`` by ``Factorised`` layers, in place.
+
+    Raises:
+        UserError: another module has the weight of one of them, too.
+    """
+    names = sorted(names)
+    for name, other in sharing(model, names).items():
+        raise UserError(
+            f"llm.adapter.args: {name} shares its weight with {other}, which would not have the factors; leave it "
+            "out of modules"
+        )
+    for name in names:
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, Factorised(model.get_submodule(name), name))
     return model

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from .adapters import module_of
-from .names import named_tensors
+from .names import named_tensors, sharing
 
 #: prefix of the wrapped model in PEFT's model
 _OF_PEFT = "base_model.model."
@@ -33,8 +33,9 @@ def check_products(model: nn.Module, method: str, merges: bool) -> None:
     Raises:
         UserError: the message names the layer, and says what to do.
     """
-    shared = shared_weights(model)
-    for name in _adapted(model):
+    adapted = _adapted(model)
+    shared = sharing(model, adapted)
+    for name in adapted:
         layer: Any = model.get_submodule(name)
         base, is_pair = layer.get_base_layer(), hasattr(layer, "lora_A")
         kernel = zip(getattr(base, "dilation", ()), getattr(base, "kernel_size", ()))
@@ -56,25 +57,9 @@ def check_products(model: nn.Module, method: str, merges: bool) -> None:
         )
 
 
-def shared_weights(model: nn.Module) -> dict[str, str]:
-    """The adapted layers whose weight another module has, too, as of a tied head the embedding has, and that module."""
-    places: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        for last, child in module.named_children():
-            for parameter in child.parameters(recurse=False):
-                places.setdefault(id(parameter), []).append(f"{name}.{last}".removesuffix(".base_layer"))
-    found = {}
-    for name in _adapted(model):
-        weight = getattr(model.get_submodule(name).get_base_layer(), "weight", None)  # type: ignore[operator]
-        others = [other for other in places.get(id(weight), ()) if other != name]
-        if others:
-            found[name] = others[0]
-    return found
-
-
 def untie(model: nn.Module) -> None:
     """Give each adapted layer a weight of its own, so that its adapter can be merged into it alone."""
-    for name in (shared := shared_weights(model)):
+    for name in (shared := sharing(model, _adapted(model))):
         base: Any = model.get_submodule(name).get_base_layer()  # type: ignore[operator]
         base.weight = nn.Parameter(base.weight.detach().clone(), base.weight.requires_grad)
     if shared and hasattr(config := getattr(model, "config", None), "tie_word_embeddings"):

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -134,3 +135,19 @@ def named_tensors(model: nn.Module, wanted: Iterable[str]) -> dict[str, Tensor]:
     """The tensors of the model, not copied, that have one of the tags ``wanted``, sorted by name."""
     tensors = all_tensors(model)
     return {n: tensors[n] for n in select(tensors, wanted)}
+
+
+def sharing(model: nn.Module, layers: Iterable[str]) -> dict[str, str]:
+    """Those of ``layers`` whose weight another module has, too (a tied head and the embedding), and that module."""
+    places: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for last, child in module.named_children():
+            for parameter in child.parameters(recurse=False):
+                places.setdefault(id(parameter), []).append(f"{name}.{last}".lstrip(".").removesuffix(".base_layer"))
+    found = {}
+    for name in layers:
+        layer: Any = model.get_submodule(name)
+        weight = getattr(getattr(layer, "get_base_layer", lambda: layer)(), "weight", None)  # noqa: B023
+        if others := [other for other in places.get(id(weight), ()) if other != name]:
+            found[name] = others[0]
+    return found

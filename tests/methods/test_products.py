@@ -124,6 +124,11 @@ def test_a_personal_rank_is_that_of_all_layers(toy, personal_rank, ranks):
     assert {len(t) for t in named_tensors(model, ("lora_A",)).values()} == {2, 3}
 
 
+def test_a_personal_rank_above_a_width_is_refused(toy):
+    with pytest.raises(UserError, match="rank 50 of the personal pair is above the width of .*: its weight is "):
+        toy.method("pfedloru", personal_rank=50).adapt(toy.net())
+
+
 # -- layers without a product --------------------------------------------------------------------------
 
 
@@ -198,6 +203,20 @@ def test_a_weight_that_is_another_layers_too_is_not_merged(toy, federation, name
     whole = toy.net()
     whole.first = whole.second = part  # one layer that is found by two names
     create_method(name, adapter=AdapterSpec(r=2, target_modules=("first.0",)), **options).adapt(whole)
+
+
+def test_factors_of_a_weight_that_is_another_layers_too_are_refused(toy):
+    net = toy.net()
+    net.again = nn.Linear(15, 6)
+    net.again.weight = net.down.weight
+    with pytest.raises(UserError, match="down shares its weight with again, which would not have the factors"):
+        create_method("fedhm", adapter=AdapterSpec(r=2, target_modules=("down",)), rank_factors=(2,)).adapt(net)
+
+
+def test_a_dilated_layer_that_no_pair_of_peft_fits_is_refused():
+    with pytest.raises(UserError, match="conv is dilated while PEFT's pair is not, so their outputs differ in size"):
+        of_convolution("fedlora").adapt(Convolution(dilation=2))
+    of_convolution("fedlora").adapt(Convolution(dilation=2, padding="same"))
 
 
 def test_a_nested_client_computes_convolutions_of_one_axis():
