@@ -10,15 +10,17 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from .adapters import module_of
-from .names import named_tensors, sharing
+from .names import sharing
 
 #: prefix of the wrapped model in PEFT's model
 _OF_PEFT = "base_model.model."
 
 
 def _adapted(model: nn.Module) -> list[str]:
-    """The layers with a shared adapter."""
-    return sorted(set(map(module_of, named_tensors(model, ("adapter",)))))
+    """The layers with an adapter of any kind."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return sorted(name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
 
 
 def check_products(model: nn.Module, method: str, merges: bool) -> None:
