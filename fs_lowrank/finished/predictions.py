@@ -20,7 +20,7 @@ from ..data.examples import IGNORED_LABEL
 from ..data.files import SUFFIXES
 from ..data.tables import MULTI_LABEL, REGRESSION
 from ..errors import UserError
-from ..jobs.files import write_bytes
+from ..jobs.files import to_json, write_bytes
 from ..models.machine import input_device
 from ..models.prompts import generating
 from .rows import Rows
@@ -133,7 +133,7 @@ def write_table(table: pd.DataFrame, path: Path, quoting: bool | None = None) ->
                 logger.warning("%s: a cell has a line break or the separator, so such cells are in double quotes", path)
                 text = write(quoting=csv.QUOTE_MINIMAL)
         else:
-            rows = [json.dumps(row, ensure_ascii=False) for row in table.to_dict("records")]
+            rows = [to_json(row, ensure_ascii=False) for row in table.to_dict("records")]
             text = "".join(f"{row}\n" for row in rows) if suffix == ".jsonl" else "[" + ",\n ".join(rows) + "]\n"
         content = text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -77,7 +77,7 @@ def to_json(value: Any, **layout: Any) -> str:
     """``value`` as JSON; NaN and infinities, which JSON does not have, become null.
 
     Args:
-        layout: ``indent`` and ``separators``, as for ``json.dumps``.
+        layout: ``indent``, ``separators`` and ``ensure_ascii``, as for ``json.dumps``.
     """
 
     def plain(part: Any) -> Any:

@@ -147,7 +147,8 @@ def sharing(model: nn.Module, layers: Iterable[str]) -> dict[str, str]:
     found = {}
     for name in layers:
         layer: Any = model.get_submodule(name)
-        weight = getattr(getattr(layer, "get_base_layer", lambda: layer)(), "weight", None)  # noqa: B023
+        base = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
+        weight = getattr(base, "weight", None)
         if others := [other for other in places.get(id(weight), ()) if other != name]:
             found[name] = others[0]
     return found

@@ -152,6 +152,11 @@ def test_what_predictions_are_added_to_is_read_back_as_it_was(tmp_path, suffix, 
     assert read_table(tmp_path / f"p{suffix}", quoting).to_dict("records") == rows
 
 
+def test_a_prediction_that_is_no_number_is_null_in_json(tmp_path):
+    write_table(pd.DataFrame({"text": ["a"], "prediction": [float("nan")]}, dtype=object), tmp_path / "p.jsonl")
+    assert (tmp_path / "p.jsonl").read_text() == '{"text": "a", "prediction": null}\n'
+
+
 def test_a_cell_that_needs_quotes_has_them(tmp_path, caplog):
     table = pd.DataFrame({"text": ["a\nb", "c"], "prediction": ["x\ty", "z"]})
     write_table(table, tmp_path / "p.tsv")
