@@ -18,6 +18,7 @@ from typing import Any
 
 import fs_lowrank
 from fs_lowrank import Config, RunFailed, RunResult, UserError
+from fs_lowrank.errors import CannotContinue
 from fs_lowrank.jobs.files import read_json, write_bytes
 from fs_lowrank.runs.checksums import checksum
 from fs_lowrank.runs.environment import versions
@@ -134,9 +135,7 @@ def train(config: Config, engine: str, progress: Progress) -> RunResult:
     if (folder / "checkpoint").exists():
         try:
             return fs_lowrank.run(config, engine, resume="auto", progress=False, on_round=on_round, on_client=on_client)
-        except RunFailed:
-            raise  # the next call can continue from the checkpoint
-        except UserError as error:
+        except CannotContinue as error:  # after any other error the next call can continue from the checkpoint
             print(f"{folder.name}: cannot be continued, starts again: {error}", file=sys.stderr, flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     return fs_lowrank.run(config, engine, progress=False, on_round=on_round, on_client=on_client)

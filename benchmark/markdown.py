@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 def heading(content: str, level: int) -> str:
@@ -19,6 +20,11 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 def image(title: str, path: str | Path) -> str:
     return f"![{title}]({path})"
+
+
+def value_of(value: Any) -> str:
+    """A setting as text: a number as short as it goes."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def range_of(values: Sequence) -> str:

@@ -15,7 +15,7 @@ from fs_lowrank.errors import hint
 
 from .figures import draw_all, draw_claim
 from .job import Options, at_the_end
-from .markdown import heading, image, range_of, table
+from .markdown import heading, image, range_of, table, value_of
 from .metrics import scale_of, title_of, to_a_target
 from .page import page
 from .plan import check_only, chosen, command
@@ -365,7 +365,7 @@ def _rates_table(results: ExperimentResults) -> list[str]:
         budget = rate.get("budget") or "no search"
         cost = budget_text(budget) if isinstance(budget, dict) and "client_steps" in budget else str(budget)
         values = ", ".join(f"{k} {v:.4g}" for k, v in rate.get("validation", {}).items())
-        point = ", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in rate["point"].values())
+        point = ", ".join(value_of(v) for v in rate["point"].values())
         merged.setdefault((method, point, rate["from"], values, cost), []).append(column)
     for (method, point, origin, values, cost), columns in merged.items():
         rows.append((method, ", ".join(c for c in columns if c), point, origin, values, cost))

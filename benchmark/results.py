@@ -15,6 +15,7 @@ from fs_lowrank.settings.metrics import LANGUAGE, larger_is_better
 
 from .intervals import Figure, difference, figure_of
 from .job import Cell, Job, Options, Script, Search, at_the_end
+from .markdown import value_of
 from .metrics import BYTES, better, scale_of, to_a_target
 from .paths import quotients
 from .plan import jobs_of, settings
@@ -204,7 +205,7 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
                 found_by = _search_of(job, now, store)
                 record.update(learning_rate=dict(now.rate), at_end=found_by is not None and at_the_end(found_by))
                 if found_by is None and (name := job.rate.get("found_by")):
-                    rate = ", ".join(f"{v:g}" for v in now.rate["point"].values())
+                    rate = ", ".join(value_of(v) for v in now.rate["point"].values())
                     results.unlike[label] = (
                         f"The table's rate of {label}, {rate}, won in no finished search of `{name}`"
                     )

@@ -17,6 +17,7 @@ from fs_lowrank.jobs.shell import make_console
 from fs_lowrank.runs.summary import for_people
 
 from .job import Job, Options
+from .markdown import value_of
 from .plan import plan
 from .store import Store
 
@@ -181,7 +182,7 @@ def _headline(record: dict, job: Job) -> str:
     language = config is not None and config.is_language
     if "winner" in record:
         return (
-            ", ".join(f"{k.rpartition('.')[2]} {v:g}" for k, v in record["winner"]["point"].items())
+            ", ".join(f"{k.rpartition('.')[2]} {value_of(v)}" for k, v in record["winner"]["point"].items())
             + " "
             + ", ".join(f"{k} {v:.3f}" for k, v in for_people(record["winner"]["values"], language).items())
         )

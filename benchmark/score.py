@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
         metavar="FOLDER",
         help="local copies of the tasks' data, as docs/evaluation.md says (default: $FS_LOWRANK_DATA, or here)",
     )
-    parser.add_argument("--limit", type=shell.at_least(1), metavar="N", help="only the first samples of each task")
+    parser.add_argument("--limit", type=shell.at_least(2), metavar="N", help="only the first samples of each task")
     parser.add_argument(
         "--num-fewshot", type=shell.at_least(0), metavar="N", help="examples in the prompt (default: the task's)"
     )

@@ -15,6 +15,8 @@ from fs_lowrank.jobs.files import replacing, write_text
 from fs_lowrank.runs.environment import versions
 from fs_lowrank.versions import SCHEMA
 
+from .markdown import value_of
+
 
 def script(
     module: str,
@@ -86,7 +88,7 @@ def _said(action: argparse.Action, value: Any) -> str:
     """An option as text on a command line, without folders of the user."""
     if value is None or value == []:
         return ""
-    words = [f"{v:g}" if isinstance(v, float) else str(v) for v in (value if isinstance(value, list) else [value])]
+    words = [value_of(v) for v in (value if isinstance(value, list) else [value])]
     return " ".join([*action.option_strings[:1], *(["DIR"] if isinstance(value, Path) else words)])
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .claims import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, Condition, judge, used, verdict
-from .markdown import heading, image, range_of, table
+from .markdown import heading, image, range_of, table, value_of
 from .results import ExperimentResults
 from .suite import Suite
 
@@ -266,4 +266,4 @@ def _plain(value) -> str:
         return " ".join(f"{k}={v}" for k, v in value.items())
     if isinstance(value, list):
         return ", ".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return value_of(value)

@@ -162,7 +162,7 @@ def _content(path: Any, *changes: Mapping[str, Any], origin: Origin | None = Non
 
 
 def _build(tree: Mapping[str, Any], origin: Origin, overridden_params: Mapping[str, Any] | None = None) -> Config:
-    """The checked config. Of ``own``, overrides in ``lowrank``, only those that its method has are applied."""
+    """The checked config. Of ``overridden_params``, keys of ``lowrank``, only those that its method has are applied."""
     others: dict[str, Any] = {}
     config = read_section(Config, tree, "", origin, others)
     named = lookup(tree, "federate.method") is not None
@@ -204,7 +204,7 @@ def _build(tree: Mapping[str, Any], origin: Origin, overridden_params: Mapping[s
     if config.llm.adapter.use and config.adapter.virtual_tokens:
         _check_virtual_tokens(config, origin)
     if config.model.device_map:
-        _check_alone(config, origin)
+        _check_device_map(config, origin)
     return config
 
 
@@ -254,7 +254,7 @@ def _check_virtual_tokens(config: Config, origin: Origin) -> None:
         )
 
 
-def _check_alone(config: Config, origin: Origin) -> None:
+def _check_device_map(config: Config, origin: Origin) -> None:
     """Refuse what cannot be together with ``model.device_map``."""
     if config.federate.process_num != 1:
         origin.fail(

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterable
 from functools import cache
 
-__all__ = ["ROWS_LOGGER", "DamagedFile", "RunFailed", "UserError", "hint", "nearest", "say_once"]
+__all__ = ["ROWS_LOGGER", "CannotContinue", "DamagedFile", "RunFailed", "UserError", "hint", "nearest", "say_once"]
 
 
 class UserError(ValueError):
@@ -17,6 +17,10 @@ class UserError(ValueError):
 
 class RunFailed(UserError):
     """A run with a valid configuration could not continue: a full disk, too few usable clients."""
+
+
+class CannotContinue(UserError):
+    """What a run left in its folder is damaged or of another run, so that this one has to start anew."""
 
 
 class DamagedFile(UserError):

@@ -59,9 +59,13 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
         help="number of points of a study (default: the whole grid, or 20)",
     )
     tune.add_argument(
-        "--budget", dest="limit", type=float, metavar="N", help="client-steps after which no trial of a study starts"
+        "--budget",
+        dest="limit",
+        type=shell.above_zero,
+        metavar="N",
+        help="client-steps after which no trial of a study starts",
     )
-    tune.add_argument("--timeout", type=float, metavar="S", help="seconds after which this call ends")
+    tune.add_argument("--timeout", type=shell.above_zero, metavar="S", help="seconds after which this call ends")
     tune.add_argument(
         "--workers",
         type=int,

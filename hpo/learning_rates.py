@@ -182,7 +182,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     parser.add_argument("--dir", type=Path, default=Path("runs/hpo-learning-rates"))
     parser.add_argument("--workers", type=shell.at_least(0), default=2)
     parser.add_argument("--confirm", type=shell.at_least(0), default=3, help="fresh seeds for each winner")
-    parser.add_argument("--timeout", type=float, help="seconds; what is finished by then is written")
+    parser.add_argument("--timeout", type=shell.above_zero, help="seconds; what is finished by then is written")
     parser.add_argument("overrides", nargs="*", metavar="KEY VALUE", help="override the config")
     parser.set_defaults(do=run)
     return parser, [parser]

@@ -25,6 +25,7 @@ from fs_lowrank.runs.chance import Chance
 from fs_lowrank.runs.checkpoint import saved_rounds
 from fs_lowrank.runs.records import read_records
 from fs_lowrank.runs.split import read_split
+from fs_lowrank.training import steps_taken
 
 from .search import BEAT, REVISIONS
 from .settings import Settings
@@ -277,12 +278,9 @@ class _Steps:
         steps = 0
         for client in record["clients"]:
             config, phases = self.config.of_client(client), self.method.phases(record["round"], client)
-            length = sum(config.train.local_update_steps if p.steps is None else p.steps for p in phases)
-            if config.train.batch_or_epoch == "epoch":
-                if self.sizes is None:
-                    self.sizes = read_split(Path(self.config.outdir))["sizes"].tolist()
-                length *= -(-self.sizes[client - 1] // (config.dataloader.batch_size * config.grad.grad_accum_count))
-            steps += length
+            if self.sizes is None and config.train.batch_or_epoch == "epoch":
+                self.sizes = read_split(Path(self.config.outdir))["sizes"].tolist()
+            steps += steps_taken(self.sizes[client - 1] if self.sizes else 0, phases, config)
         return steps
 
 

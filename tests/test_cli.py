@@ -397,6 +397,7 @@ def test_the_parsers_own_refusals(command, arguments, said):
         (("run", "--cfg", "x.yaml", "--resum_e", "seed", "3"), "unrecognised: --resum_e; did you mean '--resume'?"),
         (("run", "--cfg", "x.yaml", "seed", "3", "--resume", "--engin_e=local"), "did you mean '--engine'?"),
         (("compare", "--cfg", "x.yaml", "--methods", "rolora", "seed", "3", "--method_s"), "did you mean '--methods'?"),
+        (("run", "--cfg", "x.yaml", "--dry-rnu"), "unrecognised: --dry-rnu; did you mean '--dry-run'?"),
         (("run", "--cfg", "x.yaml", "--train.optimizer.lr", "3"), "without dashes"),
         (("doctor", "x"), "unrecognised: x"),
     ],

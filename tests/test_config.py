@@ -478,6 +478,10 @@ def test_scale():
         ({"adapter_package": "other"}, ("one of peft",)),
         ({"lora_aplha": 8}, ("args.0.lora_aplha", "did you mean 'lora_alpha'")),
         ({"use_rslora": "yes"}, ("True or False",)),
+        *(
+            ({"adapter_method": kind, "use_rslora": True}, ("use_rslora", f"is LoRA's, and adapter_method is {kind}"))
+            for kind in ("loha", "lokr", "ia3", "oft", "vera")
+        ),
     ],
 )
 def test_bad_adapters(args, parts):

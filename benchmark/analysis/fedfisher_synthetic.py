@@ -124,7 +124,7 @@ def sweep(settings: list[tuple[int, int]], seeds: int) -> list[dict]:
             entry[name] = {
                 "mean": float(values.mean()),
                 "median": float(values.median()),
-                "standard_error": float(values.std() / math.sqrt(max(seeds, 1))) if seeds > 1 else 0.0,
+                "standard_error": float(values.std() / math.sqrt(seeds)) if seeds > 1 else 0.0,
             }
         entries.append(entry)
     return entries

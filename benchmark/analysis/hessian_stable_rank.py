@@ -152,7 +152,7 @@ def curves(
         for done in train(model, x[:trained_on], y[:trained_on], steps, generator):
             for size in sizes if done in (0, steps) else ():
                 # Small samples vary more, so up to four disjoint samples are averaged.
-                parts = torch.randperm(max(sizes), generator=generator).split(size)[:4]
+                parts = torch.randperm(max(sizes), generator=generator).split(size)[: min(4, max(sizes) // size)]
                 found = [measure(model, fresh_x[rows], fresh_y[rows], seed)["stable_rank"] for rows in parts]
                 same.append({"seed": seed, "steps": done, "samples": size, "stable_rank": sum(found) / len(found)})
         for size in compared:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from fs_lowrank.data.examples import IGNORED_LABEL
 from fs_lowrank.data.tokenize import tokenize_causal
 from fs_lowrank.errors import UserError, nearest
 from fs_lowrank.training.generate import continue_prompts
@@ -108,7 +109,8 @@ def prompts(rows: list[dict], tokenizer, template: str = "auto") -> list[list[in
         )
     # The prompt is the part without loss.
     return [
-        ids[labels == -100].tolist() for ids, labels in zip(examples.columns["input_ids"], examples.columns["labels"])
+        ids[labels == IGNORED_LABEL].tolist()
+        for ids, labels in zip(examples.columns["input_ids"], examples.columns["labels"])
     ]
 
 

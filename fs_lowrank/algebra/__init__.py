@@ -4,7 +4,7 @@ from .factorise import factor_matrices, factor_shapes, factorise, product_norm_s
 from .flat import FlatTensors, digest, nbytes, values_of
 from .lowrank import low_rank_sum_svd, stack_pairs, top_components
 from .match import exact_transport, move_inputs, move_outputs, nonparametric_matching
-from .mean import weighted_mean
+from .mean import weighted_mean, wide
 from .quantise import leading, pack, packed_bytes, unpack, vectors_within
 from .robust import bounded_mean, krum_scores, median, norm_of_change, squared_distances, trimmed_mean
 from .solve import adam, conjugate_path, least_change, summed_moments
@@ -41,4 +41,5 @@ __all__ = [
     "values_of",
     "vectors_within",
     "weighted_mean",
+    "wide",
 ]

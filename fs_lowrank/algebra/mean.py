@@ -13,13 +13,14 @@ from .flat import FlatTensors
 _BLOCK = 1 << 18
 
 
-def _accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which numbers of ``dtype`` are summed and scaled: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _mean(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     first = rows[0]
-    out = torch.empty(first.shape, dtype=_accumulator_dtype(first.dtype), device=first.device)
+    out = torch.empty(first.shape, dtype=wide(first.dtype), device=first.device)
     for start in range(0, out.numel(), _BLOCK):
         block = out[start : start + _BLOCK]
         # Copied before scaling, because the product of a 16-bit row would be rounded to 16 bits.

@@ -18,7 +18,11 @@ def add(commands) -> None:
     parser.add_argument("--out", metavar="FILE", type=Path, help="default: report.html in the first folder")
     parser.add_argument("--live", action="store_true", help="renew it until every run has ended (Ctrl-C ends it)")
     parser.add_argument(
-        "--every", type=float, default=10.0, metavar="S", help="seconds between two renewals (default: 10)"
+        "--every",
+        type=shell.above_zero,
+        default=10.0,
+        metavar="S",
+        help="seconds between two renewals (default: 10)",
     )
     parser.set_defaults(do=_report)
 
@@ -26,8 +30,6 @@ def add(commands) -> None:
 def _report(args: argparse.Namespace) -> None:
     from ..page import read_runs, write_page
 
-    if not args.every > 0:
-        raise UserError(f"--every {args.every:g}: expected a number of seconds above 0")
     out = args.out or args.runs[0] / "report.html"
     if out.is_dir() or out.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"--out {out}: expected a file that ends with .html")

@@ -103,9 +103,9 @@ def _center_crop(size: Size) -> Callable:
     height, width = _pair(size)
 
     def apply(x: Tensor, rng) -> Tensor:
-        top, left = round((x.shape[2] - height) / 2), round((x.shape[3] - width) / 2)
-        if min(top, left) < 0:
+        if height > x.shape[2] or width > x.shape[3]:
             raise ValueError(f"cannot cut {height} × {width} out of {x.shape[2]} × {x.shape[3]}")
+        top, left = round((x.shape[2] - height) / 2), round((x.shape[3] - width) / 2)
         return x[:, :, top : top + height, left : left + width]
 
     return apply
@@ -118,8 +118,7 @@ def _pad(padding: Padding, padding_mode: PaddingMode = "constant") -> Callable:
 def _resize(size: Size) -> Callable:
     def apply(x: Tensor, rng) -> Tensor:
         if isinstance(size, int):  # the shorter side
-            scale = size / min(x.shape[2:])
-            target = tuple(size if s == min(x.shape[2:]) else int(s * scale) for s in x.shape[2:])
+            target = tuple(size * s // min(x.shape[2:]) for s in x.shape[2:])
         else:
             target = tuple(size)
         out = torch.nn.functional.interpolate(x.float(), target, mode="bilinear", antialias=True)

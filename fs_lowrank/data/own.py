@@ -27,6 +27,7 @@ from fs_lowrank.data.tables import (
     as_text,
     classified,
     count_skipped,
+    flags_of,
     instructions,
     require_columns,
     text_columns,
@@ -192,11 +193,7 @@ def _state(tables: Mapping[str, tuple[str, Any]]) -> str:
 def _labelled(tables: Mapping[str, tuple[str, Any]], args: Mapping[str, Any], source: str, kind: str) -> RawData:
     train = tables["train"][1]
     columns = text_columns(args, train)
-    flags = args["label"] if isinstance(args.get("label"), list) else []
-    if flags and kind != MULTI_LABEL:
-        raise UserError(
-            f"data.args: label = {flags}: several columns are sets of classes; set model.task MultiLabelClassification"
-        )
+    flags = flags_of(args, kind)
     labels, texts = flags or [str(columns["label"])], [str(columns[c]) for c in ("text", "text_pair") if columns[c]]
     columns = {**columns, "label": "label"} if flags else columns
     outlines = {}

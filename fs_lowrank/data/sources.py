@@ -32,7 +32,7 @@ from fs_lowrank.data.fetch.hub import hub, silence
 from fs_lowrank.data.fetch.items import TOPIC_FILES
 from fs_lowrank.data.files import read_table, read_tsv
 from fs_lowrank.data.image_files import FOLDER_ARGS, IMAGE_SETS, ImageSet, read_folder, read_image_set
-from fs_lowrank.data.labels import label_text
+from fs_lowrank.data.labels import from_flags, label_text
 from fs_lowrank.data.own import COMMON_ARGS, LABELS, LANGUAGE_ARGS, SUFFIXES, digests, is_files, read_own, under
 from fs_lowrank.data.stored import class_names, silent, sound
 from fs_lowrank.data.tables import (
@@ -43,6 +43,7 @@ from fs_lowrank.data.tables import (
     RawData,
     classified,
     count_skipped,
+    flags_of,
     instructions,
     require_columns,
     several_classes,
@@ -359,6 +360,8 @@ def _glue(name: str, root: Path, args: Args) -> RawData:
 def _hub(name: str, args: Args, task_of_model: str) -> RawData:
     plain = name.lower().removeprefix("glue/")
     kind = LABELS.get(task_of_model, CLASSIFICATION)
+    columns: dict[str, Any]
+    flags: list[str] = []
     if plain in GLUE or _stsb(plain):
         task = _glue_task(plain)
         args(*COMMON_ARGS)
@@ -370,20 +373,23 @@ def _hub(name: str, args: Args, task_of_model: str) -> RawData:
         source = f"GLUE {task.folder} from the Hugging Face hub; its {task.dev_hub} split is the test set"
     else:
         given = args(*COMMON_ARGS, "text", "text_pair", "label", "config")
+        flags = flags_of(given, kind)
         splits = _load_dataset(name, name, given.get("config"))
         columns = text_columns(given, splits["train"].column_names if "train" in splits else ())
         chosen = {"train": "train", "validation": "validation", "test": "test"}
         source = f"{name} from the Hugging Face hub, its own splits"
     if "train" not in splits:
         raise UserError(f"data set {name!r} has no split 'train'; there are: {', '.join(splits)}")
+    labels, texts = flags or [columns["label"]], [columns[c] for c in ("text", "text_pair") if columns[c]]
+    columns = {**columns, "label": "label"} if flags else columns
     tables = {}
     for role, split in chosen.items():
         if split in splits:
-            table = splits[split].to_pandas()
-            require_columns(f"{name}, split {split}", table, [c for c in columns.values() if c])
-            if role == "train" or not (table[str(columns["label"])].map(label_text) == "-1").all():
-                tables[role] = (f"{name}, split {split}", table)
-    names = class_names(splits["train"].features[columns["label"]])
+            where, table = f"{name}, split {split}", splits[split].to_pandas()
+            require_columns(where, table, [*texts, *labels])
+            if role == "train" or not (table[labels[0]].map(label_text) == "-1").all():
+                tables[role] = where, from_flags(where, table, flags) if flags else table
+    names = flags or class_names(splits["train"].features[labels[0]])
     return classified(tables, columns, source, names, kind)
 
 

@@ -202,10 +202,13 @@ def open_stored(files: Sequence[Path], names: Sequence[str]) -> dict[str, Stored
     import datasets
 
     if len(files) == 1 and (files[0] / "dataset_dict.json").is_file():
-        found = _opened(files[0])
+        found = {name: Stored(dataset) for name, dataset in _opened(files[0]).items() if len(dataset)}
         if "train" not in found:
-            raise UserError(f"{files[0]}: a DatasetDict without the split 'train'; it has: {', '.join(found)}")
-        return {name: Stored(dataset) for name, dataset in found.items() if len(dataset)}
+            raise UserError(
+                f"{files[0]}: a DatasetDict without rows in a split 'train'; with rows it has: "
+                f"{', '.join(found) or 'none'}"
+            )
+        return found
     parts = [_opened(file) for file in files]
     for file, part in zip(files, parts):
         if isinstance(part, dict):

@@ -274,6 +274,20 @@ def text_columns(args: Mapping[str, Any], there: Iterable[Any]) -> dict[str, Any
     return {"text": args.get("text", "text"), "text_pair": pair, "label": args.get("label", "label")}
 
 
+def flags_of(args: Mapping[str, Any], kind: str) -> list[str]:
+    """The columns of 0 and 1 that ``label`` of ``data.args`` lists, of sets of classes; none if it is one column.
+
+    Raises:
+        UserError: the data are not sets of classes.
+    """
+    flags = args["label"] if isinstance(args.get("label"), list) else []
+    if flags and kind != MULTI_LABEL:
+        raise UserError(
+            f"data.args: label = {flags}: several columns are sets of classes; set model.task MultiLabelClassification"
+        )
+    return flags
+
+
 def drop_empty(frame: pd.DataFrame, columns: tuple[str, ...], skipped: dict[str, int]) -> pd.DataFrame:
     """``frame`` without rows that are empty in one of ``columns``. Counts them in ``skipped``; keeps the index."""
     frame = frame.copy()

@@ -1,11 +1,10 @@
 """Clients trained and evaluated by several processes of this machine (``federate.process_num``).
 
-Each process has a copy of the model, which follows the server's messages. Its
-base is mapped from the checkpoint where the run takes the dtype of that, so weights that nobody changes are in memory
-once for all processes. What a client trains is decided by its
-data, the tensors it starts from, the round and the seed, and not by the process that trains it. So the result is equal
-to the bit to that of one process that has as many threads as each of them. The engine's own process, with the server
-step, has that number, too, until they end.
+Each process has a copy of the model, which follows the server's messages. Its base is mapped from the checkpoint where
+the run takes the dtype of that, so weights that nobody changes are in memory once for all processes. What a client
+trains is decided by its data, the tensors it starts from, the round and the seed, and not by the process that trains
+it. So the result is equal to the bit to that of one process that has as many threads as each of them. The engine's own
+process, with the server step, has that number, too, until they end.
 """
 
 from __future__ import annotations
@@ -51,9 +50,8 @@ Halves = tuple[dict[str, Tensor], dict[str, Tensor]]
 def processes_of(config: Settings) -> int:
     """How many processes train the clients of a round.
 
-    ``federate.process_num: auto`` is one for each GPU, or one for each thread that torch would
-    use, but no more than clients train in a round;
-    in a process of a suite or a search it is 1.
+    ``federate.process_num: auto`` is one for each GPU, or one for each thread that torch would use, but no more than
+    clients train in a round; in a process of a suite or a search it is 1.
     """
     asked = config.federate.process_num
     if asked == 0:

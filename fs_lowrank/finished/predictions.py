@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 
 from ..data import CAUSAL_LM
 from ..data.examples import IGNORED_LABEL
@@ -21,8 +20,7 @@ from ..data.files import SUFFIXES
 from ..data.tables import MULTI_LABEL, REGRESSION
 from ..errors import UserError
 from ..jobs.files import to_json, write_bytes
-from ..models.machine import input_device
-from ..models.prompts import generating
+from ..training.generate import continue_prompts
 from .rows import Rows
 from .run import FinishedRun
 from .scores import outputs, probabilities
@@ -30,29 +28,20 @@ from .scores import outputs, probabilities
 logger = logging.getLogger("fs_lowrank")
 
 
-@torch.no_grad()
 def answers(run: FinishedRun, rows: Rows, tokens: int) -> list[str]:
     """What the language model answers to each prompt, by the most likely token, at most ``tokens`` of them.
 
     Raises:
         UserError: the end of a prompt is not known, or a prompt is empty.
     """
-    device, said = input_device(run.model), []
+    prompts = []
     for ids, labels in zip(rows.examples.columns["input_ids"], rows.examples.columns["labels"], strict=True):
         first = len(ids) if run.paired else int(np.argmax(labels != IGNORED_LABEL))
         if not first:
             raise UserError("a row has no prompt of its own; of a run with loss_on: all, read rows with labelled=False")
-        prompt = torch.from_numpy(ids[:first])[None].to(device, torch.int64)
-        with generating():
-            made = run.model.generate(  # type: ignore[operator]
-                input_ids=prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=tokens,
-                do_sample=False,
-                pad_token_id=rows.examples.pad_id,
-            )
-        said.append(run.tokenizer.decode(made[0, 0 if run.paired else first :], skip_special_tokens=True).strip())
-    return said
+        prompts.append(ids[:first].tolist())
+    said = continue_prompts(run.model, run.tokenizer, prompts, batch_size=run.batch_size, max_new_tokens=tokens)
+    return [text.strip() for text in said]
 
 
 def predict_rows(run: FinishedRun, rows: Rows, column: str = "prediction", tokens: int = 64) -> pd.DataFrame:

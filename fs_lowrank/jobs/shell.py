@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import io
 import logging
+import math
 import os
 import re
 import shlex
@@ -89,7 +90,7 @@ def run(
     except Exception as error:
         if args and args.debug:
             Console(stderr=True).print_exception()
-        options = re.findall(r"--([a-z-]+)", args.parser.format_usage()) if args else ()
+        options = [option.removeprefix("--") for option in _options(args.parser)] if args else ()
         return explain(error, folder(args) if args else None, options)
     finally:
         restore_logging()
@@ -196,6 +197,11 @@ def _log(args: argparse.Namespace, console: Console) -> None:
         logging.getLogger("fs_lowrank").setLevel(logging.DEBUG if args.debug else logging.INFO)
 
 
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    """The long options of ``parser``."""
+    return re.findall(r"--[a-z-]+", parser.format_usage())
+
+
 def _arguments(
     parser: argparse.ArgumentParser, commands: Iterable[argparse.ArgumentParser], argv: Sequence[str]
 ) -> argparse.Namespace:
@@ -209,7 +215,7 @@ def _arguments(
     options = [text for text in rest if text.startswith("-")]
     takes_overrides = hasattr(args, "overrides")
     if options or (rest and not takes_overrides):
-        hint = nearest(options[0], re.findall(r"--[a-z]+", args.parser.format_usage())) if options else ""
+        hint = nearest(options[0], _options(args.parser)) if options else ""
         plain = " (overrides are plain `key value` pairs, without dashes)" if takes_overrides else ""
         args.parser.error(f"unrecognised: {' '.join(options or rest)}{hint}{plain}")
     if takes_overrides:
@@ -221,6 +227,17 @@ def _arguments(
 def names(text: str | None) -> tuple[str, ...]:
     """The parts of a list such as ``A,B,C``."""
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
+
+
+def above_zero(text: str) -> float:
+    """The ``type`` of an option that is a number above 0, which may have a fraction."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
+    return number
 
 
 def at_least(lowest: int) -> Callable[[str], int]:

@@ -14,6 +14,7 @@ from .base import (
     Update,
     Workbench,
     refuse_negative,
+    rounds_of,
 )
 from .catalogue import create_method, get_method_class, list_methods, requirements, revisions
 from .registry import register_method
@@ -42,4 +43,5 @@ __all__ = [
     "register_method",
     "requirements",
     "revisions",
+    "rounds_of",
 ]

@@ -31,6 +31,7 @@ from 1; round 0 is the initial state, which every copy derives from the seed.
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ from ..models.names import all_tensors, named_tensors, select
 from ..seeds import derive
 from ..settings import ADDED, AdapterSpec
 from ..settings.metrics import TASKS
+from ..settings.parameters import params_defaults
 from .robust import RobustMean
 from .wrapper import Value, Wrapper
 
@@ -73,6 +75,8 @@ class Requires:
         layers: of ``llm.adapter.args`` only the choice of layers is used, because the method adds no adapter to them.
         ranks: of the clients' adapters, if hyperparameters give them; an ``r`` of ``llm.adapter.args`` that is
             no larger has no effect beside them.
+        own_upload: ``upload`` is the method's own, and may go through a client's data in batches.
+        own_robust_mean: ``robust_mean`` is the method's own, and may weight what it adds to the mean.
         idle: keys without effect beside these hyperparameters, such as ``lowrank.tau``, and why; each that is not at
             its default is reported before a run.
     """
@@ -86,11 +90,18 @@ class Requires:
     alone: bool = False
     layers: bool = False
     ranks: tuple[int, ...] = ()
+    own_upload: bool = False
+    own_robust_mean: bool = False
     idle: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def adapts(self, use: bool | None) -> bool:
         """Whether the shared tensors are an adapter if ``llm.adapter.use`` is ``use``."""
         return self.adapter in ("any", "every", "lora") or self.adapter == "optional" and bool(use)
+
+
+def rounds_of(share: float, rounds: int) -> int:
+    """``share`` of ``rounds``, rounded up from what it is in decimals: 0.55 · 100 is above 55 in floating point."""
+    return math.ceil(share * rounds - 1e-9)
 
 
 @dataclass(frozen=True)
@@ -222,6 +233,7 @@ class Method(ABC):
         return Requires(
             adapter="any" if "adapter" in cls.shared else "none",
             changes_base="base" in (*cls.shared, *cls.personal) or cls.changed_base is not Method.changed_base,
+            own_upload=cls.upload is not Method.upload,
         )
 
     @classmethod
@@ -251,8 +263,9 @@ class Method(ABC):
         if not dataclasses.is_dataclass(self.params):
             own = type(self).__qualname__
             raise TypeError(f"{own}: hyperparameters of the type {type(self.params).__name__}, expected {own}.Params")
-        given = [(f.name, getattr(self.params, f.name), f.default) for f in dataclasses.fields(self.params)]
-        changed = ", ".join(f"lowrank.{name} = {value}" for name, value, default in given if value != default)
+        defaults = params_defaults(type(self))
+        given = {f.name: getattr(self.params, f.name) for f in dataclasses.fields(self.params)}
+        changed = ", ".join(f"lowrank.{n} = {v}" for n, v in given.items() if n not in defaults or v != defaults[n])
         method = f"{self.name} with {changed}" if changed else self.name
         adapter = self.setting.adapter
         if self.needs.adapter == "lora" and adapter.method != "lora":
@@ -406,7 +419,8 @@ class Averaging(Method):
     @classmethod
     def requires(cls, params: Any) -> Requires:
         sums = all(getattr(cls, name) is getattr(Averaging, name) for name in ("recovered", "mean", "aggregate"))
-        return dataclasses.replace(super().requires(params), sums=sums)
+        own = cls.robust_mean is not Averaging.robust_mean
+        return dataclasses.replace(super().requires(params), sums=sums, own_robust_mean=own)
 
     def __init__(self, params: Any, setting: Setting):
         super().__init__(params, setting)

@@ -10,11 +10,10 @@ round trains B: with ``B = 0`` the gradient of A is exactly zero. With ``mix: q`
 and in the others A remains frozen as in FFA-LoRA (section 5.3).
 """
 
-import math
 from dataclasses import dataclass, replace
 
 from ..settings import key
-from .base import Averaging, Phase
+from .base import Averaging, Phase, rounds_of
 from .registry import register_method
 
 
@@ -35,8 +34,8 @@ class RoLoRA(Averaging):
 
     def half(self, round: int) -> str:
         """The half that trains in ``round``: ``lora_A`` or ``lora_B``."""
-        # ``requires`` asks for the number of rounds unless all alternate. In floating point, 0.55 · 100 is above 55.
-        alternates = self.params.mix >= 1 or round <= math.ceil(self.params.mix * (self.setting.rounds or 0) - 1e-9)
+        # ``requires`` asks for the number of rounds unless all alternate.
+        alternates = self.params.mix >= 1 or round <= rounds_of(self.params.mix, self.setting.rounds or 0)
         return "lora_A" if round % 2 == 0 and alternates else "lora_B"
 
     def phases(self, round, client=None):

@@ -157,8 +157,6 @@ def _config(model: nn.Module, spec: AdapterSpec, seed: int = 0) -> peft.PeftConf
             f"{nearest(spec.method, CLASSES)}; known: {', '.join(sorted(CLASSES))}"
         )
     given = {**task_type(model, spec), **sizes(model, spec, seed)}
-    if spec.use_rslora and spec.method != "lora":
-        raise UserError(f"llm.adapter.args: use_rslora is LoRA's; {spec.method} scales by alpha / r")
     import peft
 
     config_class = getattr(peft, CLASSES[spec.method])

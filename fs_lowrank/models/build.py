@@ -21,6 +21,7 @@ from ..seeds import derive
 from ..settings import VISION_MODELS, Settings
 from .given import copy_of_held, held, is_given
 from .loaded import check_loaded, transformers_silent
+from .names import refuse_reserved
 from .placing import placing
 from .quantised import loading, settle
 
@@ -280,6 +281,7 @@ def _built(
     with transformers_silent(), _complaints("weights", place):
         model, report = loader.from_pretrained(place, **options)
     settle(model, config, place)
+    refuse_reserved(model, f"model.type = {config.model.type}")
     vars(model)["new_weights"] = check_loaded(model, report, place, num_labels if classifies else None, say_new)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = pad_token_id

@@ -18,7 +18,7 @@ from torch import nn
 
 from ..errors import UserError, say_once
 from ..settings import Settings
-from .names import tags
+from .names import refuse_reserved, tags
 
 SUFFIX = "@object"
 #: modules that PEFT adds, or a model of it has
@@ -69,6 +69,7 @@ def copy_of_held(config: Settings, num_labels: int | None = None) -> nn.Module:
     from transformers import PreTrainedConfig
 
     module = copy.deepcopy(held(config)[0]).to(getattr(torch, config.dtype))
+    refuse_reserved(module, f"model.type = {config.model.type}")
     own = type(module)
     takes = inspect.signature(own.forward).parameters
     everything = any(p.kind is p.VAR_KEYWORD for p in takes.values())

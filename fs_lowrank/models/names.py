@@ -25,6 +25,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..errors import UserError
+
 #: names of heads; such a module is a head only at the top of the model, not inside the base
 HEAD_MODULES = ("classifier", "score", "fc")
 #: names, at the top of the model, of parts of a head that only classifiers of transformers have
@@ -74,6 +76,21 @@ def tags(name: str) -> frozenset[str]:
     if is_head:
         return frozenset({"head"})
     return frozenset({"base"} if parts[-2:] == ["base_layer", "weight"] else {"base", "rest"})
+
+
+def refuse_reserved(model: nn.Module, what: str) -> None:
+    """Refuse a model without an adapter of which a parameter is called as those are that a method adds.
+
+    Raises:
+        UserError: it would count as one of them, and never be trained or sent.
+    """
+    for name, _ in model.named_parameters():
+        reserved = {*_ADAPTER_PARTS, "original_module", "modules_to_save"} & {*name.split(".")}
+        if reserved or tags(name) - {"base", "rest", "head"}:
+            raise UserError(
+                f"{what}: its parameter {name!r} is called as those are that methods and PEFT add to a model, so it "
+                "would count as one of them; give the module or the parameter another name"
+            )
 
 
 def is_head(name: str, heads: Iterable[str] = ()) -> bool:

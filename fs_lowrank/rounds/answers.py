@@ -28,7 +28,7 @@ FILE = "answers.jsonl"
 
 def exact_match(answer: str, reference: str) -> float:
     """1 if both are equal but for case and blanks, else 0."""
-    return float(answer.split() == reference.split() or answer.casefold().split() == reference.casefold().split())
+    return float(answer.casefold().split() == reference.casefold().split())
 
 
 def score_of(config: Settings) -> tuple[str, Score]:

@@ -15,18 +15,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..algebra import nbytes
+from ..algebra import nbytes, wide
 from ..models.names import is_head
 
 Sizes = tuple[int, int]
 
 _QUANTISED, _SCALE, _KEPT = "quantised:", "scale:", "kept:"
 _WHOLE_NUMBERS = {8: torch.int8, 16: torch.int16}
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the scale of a tensor of ``dtype``."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def without_head(tensors: Mapping[str, Tensor], heads: Sequence[str] = ()) -> dict[str, Tensor]:
@@ -89,11 +84,11 @@ class Uniform:
             if not tensor.is_floating_point() or not tensor.numel():
                 sent[_KEPT + name] = tensor
                 continue
-            wide = tensor.to(_wide(tensor.dtype))
-            scale = wide.abs().max() / self.largest
+            values = tensor.to(wide(tensor.dtype))
+            scale = values.abs().max() / self.largest
             if not torch.isfinite(scale):
                 raise ValueError(f"{name} holds values that are NaN or Inf, which cannot be quantised")
-            whole = wide if scale == 0 else (wide / scale).clamp_(-self.largest, self.largest).round_()
+            whole = values if scale == 0 else (values / scale).clamp_(-self.largest, self.largest).round_()
             sent[_QUANTISED + name] = whole.to(_WHOLE_NUMBERS[self.nbits])
             # Its bits, in the dtype of the tensor: decoding finds both.
             sent[_SCALE + name] = scale.reshape(1).view(tensor.dtype)
@@ -116,13 +111,13 @@ class Uniform:
                 if scale is None:
                     raise ValueError(f"{name} came without its scale")
                 dtype = scale.dtype
-                one = scale.is_floating_point() and scale.nbytes == _wide(dtype).itemsize
+                one = scale.is_floating_point() and scale.nbytes == wide(dtype).itemsize
                 if not one or tensor.dtype != _WHOLE_NUMBERS[self.nbits]:
                     raise ValueError(
                         f"{name} came as {tensor.dtype} with a scale of {scale.numel()} × {dtype}; expected "
                         f"{_WHOLE_NUMBERS[self.nbits]} and one floating-point number of 32 bits or more"
                     )
-                value = (tensor * scale.reshape(-1).view(_wide(dtype))).reshape(tensor.shape)
+                value = (tensor * scale.reshape(-1).view(wide(dtype))).reshape(tensor.shape)
                 tensors[name] = value.to(like[name].dtype if name in like else dtype)
             elif kind != _SCALE:
                 raise ValueError(f"{key!r} is not quantised, but quantization.method is set")
@@ -133,7 +128,7 @@ class Uniform:
 
     def _size(self, tensors: Mapping[str, Tensor]) -> int:
         return sum(
-            t.numel() * self.nbits // 8 + _wide(t.dtype).itemsize
+            t.numel() * self.nbits // 8 + wide(t.dtype).itemsize
             if t.is_floating_point() and t.numel()
             else nbytes({n: t})
             for n, t in tensors.items()

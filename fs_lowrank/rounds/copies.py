@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..algebra import FlatTensors
-from ..errors import UserError
+from ..errors import CannotContinue, UserError
 from ..methods import Method, Update
 from ..models.adapters import load_tensors
 from ..models.machine import input_device
@@ -184,7 +184,7 @@ def _saved(folder: Path, client: int, identity: str, device: torch.device | str 
     """What ``client`` saved in ``folder``; None, with a warning, if it is damaged or of another run."""
     try:
         saved = load_checkpoint(folder, device)
-    except UserError:
+    except CannotContinue:
         logger.warning("client %d: what it saved in %s is damaged; it starts anew", client, folder)
         return None
     if saved is not None and (saved.meta["client"], saved.meta["identity"]) != (client, identity):

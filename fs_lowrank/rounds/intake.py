@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..algebra import FlatTensors
+from ..algebra import FlatTensors, wide
 from ..methods import Update
 
 
@@ -90,7 +90,7 @@ class RunningMean:
     def add(self, update: Update, reference: Mapping[str, Tensor]) -> None:
         weight = 1 if self.uniform else update.num_samples
         if not self.clients:
-            self._sums = {name: tensor.float() * weight for name, tensor in update.tensors.items()}
+            self._sums = {name: tensor.to(wide(tensor.dtype)) * weight for name, tensor in update.tensors.items()}
             self._dtypes = {name: tensor.dtype for name, tensor in update.tensors.items()}
         else:
             for name, total in self._sums.items():

@@ -17,7 +17,7 @@ from filelock import FileLock
 from ..algebra import nbytes
 from ..config import load_config
 from ..data.tokenize import tokenizer_fingerprint
-from ..errors import RunFailed, UserError
+from ..errors import CannotContinue, RunFailed, UserError
 from ..jobs.files import cannot_read, from_json, remove_unfinished, to_json, write_text
 from ..jobs.tables import write_tables
 from ..methods import revisions
@@ -166,7 +166,8 @@ class RecordKeeper:
         Returns:
             The checkpoint, or None if the run starts at round 1.
         Raises:
-            UserError: the folder holds another run, or one that cannot be continued.
+            UserError: the folder holds a run, and ``resume`` is False.
+            CannotContinue: it holds another run, or one that is damaged. NewerSchema: a newer version wrote it.
             RunFailed: another run writes to the folder, or a file cannot be written.
         """
         self.evaluator.check_best(self.clients_evaluate)
@@ -180,7 +181,7 @@ class RecordKeeper:
             self.restore(checkpoint)
             history = read_records(records, checkpoint.round, checkpoint.meta.get("records", ()))
             if [record["round"] for record in history] != list(range(1, checkpoint.round + 1)):
-                raise UserError(
+                raise CannotContinue(
                     f"{records} does not hold the rounds 1 to {checkpoint.round} once each; something else "
                     "wrote into it, so the run cannot be continued; start it anew with overwrite=True, or in another "
                     "outdir"
@@ -274,7 +275,7 @@ class RecordKeeper:
         """Continue from ``checkpoint``, whose tensors are on the run's device.
 
         Raises:
-            UserError: it is of other data, another model, another configuration, or another revision of the method.
+            CannotContinue: it is of other data, another model, configuration, or revision of the method.
         """
         pairs = [("data", checkpoint.meta["data"], self.site.data.fingerprint)]
         pairs.append(("model", checkpoint.meta["model"], self.site.base_fingerprint))
@@ -283,7 +284,7 @@ class RecordKeeper:
             pairs += [(what, then.get(what), now[what]) for what in now]
         for what, before, here in pairs:
             if before != here:
-                raise UserError(
+                raise CannotContinue(
                     f"the {what} is not what the run in {self.outdir} started with; it cannot be continued with another"
                 )
         self._check_same_run(checkpoint.meta["config"])
@@ -303,7 +304,10 @@ class RecordKeeper:
         return {"by": versions()["transformers"], "configuration of the model": site.configured, **own}
 
     def _check_same_run(self, begun: Mapping[str, Any]) -> None:
-        then, now = load_config(begun).decisive(), self.config.decisive()
+        try:
+            then, now = load_config(begun).decisive(), self.config.decisive()
+        except UserError as error:
+            raise CannotContinue(f"the configuration of the run in {self.outdir} cannot be read: {error}") from error
         schedule = self.config.train.scheduler
         if not (self.method.needs.rounds or schedule.type or schedule.warmup_ratio):
             then["federate.total_round_num"] = now["federate.total_round_num"]
@@ -312,7 +316,7 @@ class RecordKeeper:
         free |= {"lowrank.max_update_norm", "lowrank.max_update_norm_factor"}
         differing = sorted(key for key in (then.keys() | now.keys()) - free if then.get(key) != now.get(key))
         if differing:
-            raise UserError(
+            raise CannotContinue(
                 f"the run in {self.outdir} was started with another {', '.join(differing)}; "
                 "continue it with its own config.yaml, or choose another outdir"
             )
@@ -321,7 +325,7 @@ class RecordKeeper:
         now = revisions(self.config)
         for name in sorted(then.keys() | now.keys()):
             if then.get(name, 1) != now.get(name, 1):
-                raise UserError(
+                raise CannotContinue(
                     f"the run in {self.outdir} was begun with revision {then.get(name, 1)} of {name}, and this version "
                     f"of fs-lowrank has revision {now.get(name, 1)}, which computes something else from the same "
                     "configuration (see CHANGELOG.md); start again in another outdir, or continue it with the "

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..errors import UserError
+from ..errors import CannotContinue
 from ..jobs.files import remove_unfinished, replacing
 from . import checksums
 from .checkpoint import folder_of, saved_rounds
@@ -45,7 +45,7 @@ def go_back(outdir: Path, round: int) -> None:
     """Remove what was kept after ``round``, from which a run goes on, and what a killed process left unfinished.
 
     Raises:
-        UserError: what was kept before is damaged.
+        CannotContinue: what was kept before is damaged.
     """
     for earlier in kept(outdir):
         if earlier > round:
@@ -56,10 +56,10 @@ def go_back(outdir: Path, round: int) -> None:
 
 
 def _check(folder: Path) -> None:
-    """Raise ``UserError`` if a file is not as it was when it was written, as far as that is known (``seal``)."""
+    """Raise ``CannotContinue`` if a file is not as it was when it was written, as far as that is known (``seal``)."""
     if found := damaged(folder):
         file, reason = found
-        raise UserError(
+        raise CannotContinue(
             f"{file} is damaged ({reason}); restore it, or remove {folder} to go on without what was kept of that round"
         )
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..errors import RunFailed, UserError
+from ..errors import CannotContinue, RunFailed
 from ..jobs.files import read_json, replacing
 from ..versions import SCHEMA, NewerSchema, check_schema
 from .checksums import checksum
@@ -112,7 +112,7 @@ def load_checkpoint(folder: Path, device: torch.device | str = "cpu") -> Checkpo
     If a checkpoint is damaged, a warning names it, and the previous one is used.
 
     Raises:
-        UserError: all checkpoints are damaged, or the newest is of a newer version of fs-lowrank.
+        CannotContinue: all checkpoints are damaged. NewerSchema: the newest is of a newer version of fs-lowrank.
     """
     checkpoints = [folder / folder_of(round) for round in reversed(saved_rounds(folder))]
     for path in checkpoints:
@@ -123,7 +123,7 @@ def load_checkpoint(folder: Path, device: torch.device | str = "cpu") -> Checkpo
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("checkpoint %s cannot be used (%s); trying the one before", path.name, error)
     if checkpoints:
-        raise UserError(
+        raise CannotContinue(
             f"every checkpoint in {folder} is damaged, so the run cannot be continued; start it anew with "
             "overwrite=True in place of resume=True, or in another outdir"
         )

@@ -56,10 +56,7 @@ def write_environment(path: Path, new_weights: Sequence[str], resumed_after: int
     content: dict[str, Any] = {"schema": SCHEMA, **now, "new_weights": list(new_weights)}
     if resumed_after is not None:
         try:
-            before = from_json(path.read_bytes())
-            check_fields(before, {"resumed": list | None})
-            last = [before, *before.get("resumed", [])][-1]
-            changed = _differences(last, now)
+            before, changed = _before(path, now)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning("%s", cannot_read(path, error, "what the run began with is not known"))
         else:
@@ -78,13 +75,17 @@ def changed_since(path: Path) -> list[str]:
     quantised weights depend on: versions and the GPU. If that is not known, it says so.
     """
     try:
-        before = from_json(path.read_bytes())
-        check_fields(before, {"resumed": list | None})
-        last = [before, *before.get("resumed", [])][-1]
-        changed = _differences(last, environment())
+        _, changed = _before(path, environment())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return [f"{path} cannot be read, so the run's versions are not known"]
     return [words for words in changed if words.split()[0] in ("fs-lowrank", "torch", "transformers", "gpu")]
+
+
+def _before(path: Path, now: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The content of the ``environment.json`` at ``path``, and how ``now`` differs from where its run ended."""
+    content = from_json(path.read_bytes())
+    check_fields(content, {"resumed": list | None})
+    return content, _differences([content, *content.get("resumed", [])][-1], now)
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from filelock import FileLock
 from safetensors import SafetensorError
 
-from ..errors import RunFailed, UserError
+from ..errors import CannotContinue, RunFailed, UserError
 from ..jobs.files import cannot_write, replacing
 from ..jobs.locks import take
 from ..settings import Settings
@@ -76,7 +76,8 @@ def check_outdir(config: Settings, resume: bool) -> None:
     """Check whether a run may begin in its folder; cheap enough to call before data and model are made.
 
     Raises:
-        UserError: the folder holds a run that this one does not continue, or cannot continue.
+        UserError: the folder holds a run that this one does not continue.
+        CannotContinue: it holds one that cannot be continued.
     """
     folder = outdir_of(config)
     records = folder / "rounds.jsonl"
@@ -87,7 +88,7 @@ def check_outdir(config: Settings, resume: bool) -> None:
             "another outdir"
         )
     if resume and finished and not checkpoint:
-        raise UserError(
+        raise CannotContinue(
             f"{folder} holds a finished run that kept no checkpoint, by its lowrank.checkpoint_freq, so there is "
             "nothing to continue; replace it with overwrite=True, or choose another outdir"
         )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
+from ..errors import CannotContinue
 from ..jobs.files import Fields, cannot_write, check_fields, from_json, sync, to_json, write_text
 
 logger = logging.getLogger("fs_lowrank")
@@ -83,7 +83,7 @@ def read_records(path: Path, up_to: int, digests: Sequence[str] = (), fields: Fi
         digests: of the first lines, as ``Records`` has them; without them, changed figures are not noticed.
         fields: the types of entries that the reader uses, beside the number of the round and the metrics.
     Raises:
-        UserError: a line is not a record of a round, or not the one that was written; names file and line.
+        CannotContinue: a line is not a record of a round, or not the one that was written; names file and line.
     """
     records: list[Record] = []
     *lines, rest = path.read_bytes().split(b"\n") if path.exists() else [b""]
@@ -100,10 +100,12 @@ def read_records(path: Path, up_to: int, digests: Sequence[str] = (), fields: Fi
             wanted = record["round"] <= up_to
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             reason = f"{type(error).__name__}: {error}"[:200]
-            raise UserError(f"{path}, line {number}: expected the record of a round ({reason}); {remedy}") from None
+            raise CannotContinue(
+                f"{path}, line {number}: expected the record of a round ({reason}); {remedy}"
+            ) from None
         if number <= len(digests) and hashlib.sha256(line).hexdigest()[:12] != digests[number - 1]:
             what = f"the record of round {record['round']} is not what the run wrote there"
-            raise UserError(f"{path}, line {number}: {what}; {remedy}")
+            raise CannotContinue(f"{path}, line {number}: {what}; {remedy}")
         if wanted:
             records.append(record)
     return records

@@ -159,6 +159,8 @@ class AdapterSpec:
             use_rslora=take("use_rslora", False, bool),
             extra=named,
         )
+        if spec.use_rslora and method != "lora":
+            origin.fail(at + spelled["use_rslora"], f"is LoRA's, and adapter_method is {method}; leave it out")
         known = ("adapter_package", "adapter_method", *SHORT, *_LORA_KEYS, *_PEFT_KEYS, *OF_PEFT)
         for key in named:
             if key not in known and (close := misspelt(key, known)):

@@ -70,7 +70,7 @@ def _conditions(config: Settings, engine: str, method: Any) -> Iterator[Conditio
     decays = "train.optimizer.momentum is 0"
     yield bool(config.train.optimizer.extra.get("momentum")), decays, ("train.optimizer.dampening",)
     rule = config.lowrank.robust
-    weighs = robust_weighs(rule) or "robust_mean" in vars(method)  # which may weight what it adds to the mean
+    weighs = robust_weighs(rule) or needs.own_robust_mean  # which may weight what it adds to the mean
     yield weighs, f"lowrank.robust = {rule} does not weight clients", ("federate.ignore_weight",)
     yield needs.validation, f"{method.name} selects nothing by validation data", ("lowrank.validation_samples",)
     norms = f"it is for {', '.join(WITH_NORM)}, and {model}"
@@ -117,7 +117,7 @@ def _conditions(config: Settings, engine: str, method: Any) -> Iterator[Conditio
     yield not config.model.type.endswith("@object"), own, ("lowrank.reuse_clients",)
     most, held_out = config.dataloader.batch_tokens, config.eval.batch_size
     # Of a method's own kind of upload nothing is known; it may go through a client's data in batches.
-    batches = not (most and held_out) or method.upload.__qualname__ != "Method.upload" or needs.validation
+    batches = not (most and held_out) or needs.own_upload or needs.validation
     both = f"dataloader.batch_tokens = {most} and eval.batch_size = {held_out} take precedence"
     yield batches, both, ("dataloader.batch_size",)
     for name, reason in needs.idle.items():

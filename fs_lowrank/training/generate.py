@@ -7,6 +7,7 @@ from itertools import groupby
 
 import torch
 
+from ..models.kinds import is_encoder_decoder
 from ..models.machine import input_device
 from ..models.prompts import generating, is_prompted
 
@@ -31,7 +32,8 @@ def continue_prompts(
 
     Greedy decoding, beam search if ``num_beams`` is above 1, or sampling from the full distribution if ``temperature``
     is above 0, which does not change torch's generator. Of the generation settings of the model only the
-    end-of-text tokens are used. Samples are sorted by length and padded on the left.
+    end-of-text tokens and a decoder's first token are used. Samples are sorted by length and padded on the left, those
+    of an encoder on the right.
 
     Args:
         prompts: token ids of each prompt.
@@ -44,11 +46,11 @@ def continue_prompts(
         """A row is finished when a stop word is among its last tokens."""
 
         def __call__(self, input_ids, scores, **kwargs):
-            newest = tokenizer.batch_decode(input_ids[:, width:][:, -_NEWEST:], skip_special_tokens=True)
+            newest = tokenizer.batch_decode(input_ids[:, first:][:, -_NEWEST:], skip_special_tokens=True)
             return torch.tensor([any(s in text for s in stop) for text in newest], device=input_ids.device)
 
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # the adapter's layers are in it
-    prompted = is_prompted(model)
+    prompted, paired = is_prompted(model), is_encoder_decoder(inner)
     device = input_device(model)
     own = inner.generation_config
     ends = own.eos_token_id if own.eos_token_id is not None else tokenizer.eos_token_id
@@ -61,6 +63,7 @@ def continue_prompts(
         pad_token_id=pad,
         bos_token_id=own.bos_token_id,
         eos_token_id=ends,
+        decoder_start_token_id=own.decoder_start_token_id,
     )
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     texts = [""] * len(prompts)
@@ -71,16 +74,17 @@ def continue_prompts(
                 torch.manual_seed(seed)
             for rows in _batches(order, batch_size, [len(p) for p in prompts] if prompted else None):
                 width = len(prompts[rows[0]])
+                first = 0 if paired else width  # a decoder beside an encoder does not repeat the prompt
                 padding = [width - len(prompts[i]) for i in rows]
-                ids = torch.tensor([[pad] * n + list(prompts[i]) for n, i in zip(padding, rows)], device=device)
-                mask = torch.tensor([[0] * n + [1] * (width - n) for n in padding], device=device)
+                ids = torch.tensor([_padded(prompts[i], [pad] * n, paired) for n, i in zip(padding, rows)])
+                mask = torch.tensor([_padded([1] * (width - n), [0] * n, paired) for n in padding])
                 made = (model if prompted else inner).generate(
-                    input_ids=ids,
-                    attention_mask=mask,
+                    input_ids=ids.to(device),
+                    attention_mask=mask.to(device),
                     generation_config=plain,
                     stopping_criteria=[Stop()] if stop else None,
                 )
-                for i, tokens in zip(rows, made[:, width:]):
+                for i, tokens in zip(rows, made[:, first:]):
                     texts[i] = _cut(tokenizer.decode(tokens, skip_special_tokens=True), stop)
     finally:
         inner.generation_config = own
@@ -92,6 +96,10 @@ def _batches(order: Sequence[int], size: int, lengths: Sequence[int] | None) -> 
     alike = groupby(order, key=lambda i: lengths[i] if lengths else 0)
     for group in (list(rows) for _, rows in alike):
         yield from (group[start : start + size] for start in range(0, len(group), size))
+
+
+def _padded(row: Sequence[int], padding: list[int], right: bool) -> list[int]:
+    return [*row, *padding] if right else [*padding, *row]
 
 
 def _cut(text: str, stop: Sequence[str]) -> str:

@@ -116,6 +116,25 @@ def batches_of(phase: Phase, examples: Any, config: Settings, generator: np.rand
         epoch += 1
 
 
+def _batches(size: int, config: Settings) -> tuple[int, int]:
+    """Of an epoch of a client with ``size`` samples: the number of whole batches, and the size of the last, shorter."""
+    whole, rest = divmod(size, config.dataloader.batch_size)
+    return whole, 0 if config.dataloader.drop_last and whole else rest
+
+
+def steps_taken(size: int, phases: Sequence[Phase], config: Settings) -> int:
+    """The number of optimizer steps that ``train_client`` takes with a client with ``size`` samples.
+
+    Of epochs only for batches of ``dataloader.batch_size``.
+    """
+    steps = [config.train.local_update_steps if p.steps is None else p.steps for p in phases]
+    if config.train.batch_or_epoch == "batch":
+        return sum(steps)
+    whole, rest = _batches(size, config)
+    # Gradients are accumulated from one epoch into the next; the last step may have fewer batches.
+    return sum(-(-epochs * (whole + bool(rest)) // config.grad.grad_accum_count) for epochs in steps)
+
+
 def samples_trained(size: int, phases: Sequence[Phase], config: Settings) -> int | None:
     """The number of samples, with repetitions, that ``train_client`` trains a client with ``size`` samples on.
 
@@ -124,10 +143,7 @@ def samples_trained(size: int, phases: Sequence[Phase], config: Settings) -> int
     """
     if config.dataloader.batch_tokens and config.train.batch_or_epoch == "batch":
         return None
-    batch = config.dataloader.batch_size
-    whole, rest = divmod(size, batch)
-    if config.dataloader.drop_last and whole:
-        rest = 0
+    batch, (whole, rest) = config.dataloader.batch_size, _batches(size, config)
     epoch, total = whole * batch + rest, 0
     for phase in phases:
         steps = config.train.local_update_steps if phase.steps is None else phase.steps

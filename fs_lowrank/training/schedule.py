@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
+from ..methods import rounds_of
 from ..settings import Origin, Scheduler, Settings, check_keys, key, keys_of
 
 
@@ -39,7 +40,7 @@ def lr_at(round: int, rounds: int, lr: float, schedule: Schedule) -> float:
     ``linear`` and ``cosine`` decrease from ``lr`` to ``min_lr`` over the run, or over every ``cycle`` rounds. In the
     first ``warmup_ratio`` of the rounds, the rate increases linearly.
     """
-    warmup = math.ceil(schedule.warmup_ratio * rounds)
+    warmup = rounds_of(schedule.warmup_ratio, rounds)
     if round <= warmup:
         return lr * round / warmup
     if schedule.type in ("", "constant"):

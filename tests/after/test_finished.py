@@ -6,6 +6,7 @@ import re
 import shutil
 import warnings
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -176,6 +177,26 @@ def test_a_language_model(runs, instructions_jsonl, tmp_path):
     few.write_text("".join(line + "\n" for line in instructions_jsonl.read_text().splitlines()[:3]))
     said = predict_rows(run, read_rows(run, few, labelled=False), tokens=4)["prediction"]
     assert len(said) == 3 and all(len(text.split()) <= 4 for text in said)
+
+
+def test_answers_are_by_the_most_likely_token(runs, instructions_jsonl, tmp_path):
+    """Also of a model whose own generation settings punish repetition, as Qwen's do."""
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(line + "\n" for line in instructions_jsonl.read_text().splitlines()[:5]))
+    run = load_run(runs["instructions"].outdir)
+    rows = read_rows(run, few, labelled=False)
+    base = run.model.get_base_model() if hasattr(run.model, "get_base_model") else run.model
+    base.generation_config.repetition_penalty = 9.0
+    ends = base.generation_config.eos_token_id
+    wanted = []
+    for ids in rows.examples.columns["input_ids"]:
+        text, made = torch.from_numpy(np.asarray(ids)).long()[None], []
+        while len(made) < 6 and (not made or made[-1] != ends):
+            with torch.no_grad():
+                made.append(int(run.model(input_ids=text).logits[0, -1].argmax()))
+            text = torch.cat([text, torch.tensor([made[-1:]])], 1)
+        wanted.append(run.tokenizer.decode(made, skip_special_tokens=True).strip())
+    assert answers(run, rows, 6) == wanted and base.generation_config.repetition_penalty == 9.0
 
 
 def test_the_accuracy_of_a_language_model_is_called_what_it_is(runs):

@@ -95,6 +95,17 @@ def test_training_counts_its_steps_over_epochs():
     assert list(steps) == [1, 2, 3, 4, 5, 6, 7]
 
 
+@pytest.mark.parametrize("sizes, parts", [((10, 40), (4, 1)), ((12, 40), (3, 1)), ((30, 40), (1, 1))])
+def test_a_mean_is_over_parts_of_one_size(monkeypatch, sizes, parts):
+    measured = []
+    monkeypatch.setattr(hs, "measure", lambda model, x, y, seed: measured.append(len(x)) or {"stable_rank": len(x)})
+    monkeypatch.setattr(hs, "POINTS", (0,))
+    x, y = torch.randn(100, 4), torch.arange(100) % 2
+    found = hs.curves(hs.Data(x, y, x, y), sizes=sizes, compared=(10, 40), seeds=1, trained_on=50, steps=1, hidden=3)
+    assert all(entry["stable_rank"] == entry["samples"] for entry in found["same_weights"])
+    assert measured[: sum(parts)] == [size for size, count in zip(sizes, parts) for _ in range(count)]
+
+
 @pytest.mark.more
 def test_the_command_writes_json_and_png(tmp_path, monkeypatch):
     monkeypatch.setattr(hs, "POINTS", (0, 2, 4))

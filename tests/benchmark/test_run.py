@@ -13,6 +13,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,17 +21,20 @@ from PIL import Image
 
 import benchmark.execute
 from benchmark.cli import main
-from benchmark.execute import execute, permitted
+from benchmark.execute import execute, permitted, train
 from benchmark.job import Options, at_the_end
 from benchmark.paths import dig, quotient, quotients
 from benchmark.plan import plan
 from benchmark.report import _rates_table, _setting
 from benchmark.results import find
+from benchmark.run import _headline
 from benchmark.suite import import_all, load_suite
-from fs_lowrank import UserError, list_methods, register_method
+from fs_lowrank import UserError, list_methods, load_config, register_method
 from fs_lowrank.jobs.files import disk_error
 from fs_lowrank.methods import registry
 from fs_lowrank.methods.fedlora import FedLoRA
+from fs_lowrank.runs.checkpoint import _meta_sum
+from fs_lowrank.versions import NewerSchema
 
 METHODS = """
     import os, signal
@@ -705,6 +709,38 @@ def test_the_report_names_differences_between_the_methods(place, done, monkeypat
     line = _setting(found)
     assert "did not have the same rounds" in line and "did not have the same samples" not in line
     assert "not treated alike" in line and "combined as the other layers are" in line
+
+
+def test_a_search_over_values_of_any_kind_is_said():
+    point = {"train.optimizer.type": "AdamW", "train.optimizer.lr": 0.01, "lowrank.ranks": [2, 4]}
+    said = _headline({"winner": {"point": point, "values": {"val_acc": 0.5}}}, SimpleNamespace())
+    assert said == "type AdamW, lr 0.01, ranks [2, 4] val_acc 0.500"
+
+
+def test_a_checkpoint_is_given_up_only_if_it_cannot_be_used(settings, tmp_path, capsys, no_curves):
+    config = load_config(settings, **{"outdir": str(tmp_path / "cell"), "federate.total_round_num": 2})
+
+    def round_of(config):
+        seen = []
+        train(config, "local", seen.append)
+        return [entry["round"] for entry in seen if "metrics" in entry or "loss" in entry]
+
+    assert round_of(config) == [1, 2] and round_of(config) == []
+    assert "starts again" not in capsys.readouterr().err
+    with pytest.raises(UserError, match="no file"):
+        train(config.replace({"data.type": "missing.csv"}), "local", print)
+    (meta,) = (tmp_path / "cell" / "checkpoint").glob("*2/meta.json")
+    before = meta.read_text()
+    content = json.loads(before)
+    del content["sha256"]
+    content["schema"] += 1
+    meta.write_text(json.dumps({"sha256": _meta_sum(content), **content}))
+    with pytest.raises(NewerSchema):
+        train(config, "local", print)
+    meta.write_text(before)
+    assert round_of(config) == [], "the checkpoint is there as it was"
+    assert round_of(config.replace({"train.optimizer.lr": 0.02})) == [1, 2]
+    assert "was started with another train.optimizer.lr" in capsys.readouterr().err
 
 
 def test_full_disk_is_recognised_below_other_errors():

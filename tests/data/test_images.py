@@ -98,6 +98,13 @@ def test_other_steps(steps, shape):
     assert out.shape == (2, *shape) and 0 <= out.min() <= out.max() <= 1 and out.dtype == torch.float32
 
 
+@pytest.mark.parametrize("height, width", [(10, 45), (45, 10), (29, 31), (7, 7)])
+def test_the_longer_side_is_rounded_down_as_torchvision_does(height, width):
+    out = Pipeline([["Resize", {"size": 28}]])(torch.zeros(1, 1, height, width, dtype=torch.uint8))
+    short, long = sorted((height, width))
+    assert sorted(out.shape[2:]) == [28, 28 * long // short] and (out.shape[2] > 28) == (height > width)
+
+
 def test_gray_of_colours():
     red = torch.zeros(1, 3, 2, 2, dtype=torch.uint8)
     red[:, 0] = 200
@@ -134,6 +141,7 @@ def test_wrong_steps(steps, message):
     [
         ([["RandomCrop", {"size": 9}]], "RandomCrop: cannot cut 9 × 9 out of 8 × 8"),
         ([["CenterCrop", {"size": 20}]], "cannot cut 20 × 20"),
+        ([["CenterCrop", {"size": [8, 9]}]], "cannot cut 8 × 9 out of 8 × 8"),
         (
             [["Pad", {"padding": 8, "padding_mode": "reflect"}]],
             "a mirror of 8 pixels is more than images of 8 × 8",

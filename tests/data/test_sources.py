@@ -562,6 +562,19 @@ def test_hub_other_names(monkeypatch):
         load("me/mine@huggingface_datasets")
 
 
+def test_hub_sets_of_classes(monkeypatch):
+    from datasets import Dataset
+
+    part = Dataset.from_dict({"text": ["a", "b", "c"], "insult": [1, 0, 1], "threat": [0, 0, 1]})
+    hub(monkeypatch, {"train": part, "test": part})
+    args = [{"label": ["insult", "threat"]}]
+    data = SimpleNamespace(type="me/mine@huggingface_datasets", root="", args=args)
+    raw = load_raw(data, task="MultiLabelClassification")
+    assert raw.label_names == ["insult", "threat"] and raw.train["label"].tolist() == [1, 0, 3]
+    with pytest.raises(UserError, match="several columns are sets of classes; set model.task"):
+        load("me/mine@huggingface_datasets", args=args)
+
+
 def test_hub_out_of_reach(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     hub(monkeypatch, ConnectionError("Couldn't reach 'nyu-mll/glue' on the Hub\nmore"))

@@ -162,7 +162,8 @@ def test_processes_and_a_resumed_run(written, config, tmp_path, no_curves):
             r"b.parquet: its columns are sentence \(string\), those of .*a.parquet text \(string\), label",
         ),
         ("mixed/b.parquet", "mixed/b.parquet: no column 'text'"),
-        ("dict", "a DatasetDict without the split 'train'; it has: dev"),
+        ("dict", "a DatasetDict without rows in a split 'train'; with rows it has: dev"),
+        ("hollow", "a DatasetDict without rows in a split 'train'; with rows it has: dev"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(written, config, tmp_path, name, said, capfd, caplog):
@@ -174,7 +175,10 @@ def test_what_cannot_be_read_is_one_line(written, config, tmp_path, name, said, 
     schema = pa.schema({"text": pa.string(), "label": pa.int64()})
     with pa.ipc.new_stream(str(tmp_path / "empty.arrow"), schema) as writer:
         writer.write_table(schema.empty_table())
-    datasets.DatasetDict({"dev": datasets.Dataset.from_dict({"text": ["a"]})}).save_to_disk(str(tmp_path / "dict"))
+    dev = datasets.Dataset.from_dict({"text": ["a"]})
+    none = dev.filter(lambda row: False)
+    datasets.DatasetDict({"dev": dev}).save_to_disk(str(tmp_path / "dict"))
+    datasets.DatasetDict({"dev": dev, "train": none}).save_to_disk(str(tmp_path / "hollow"))
     verbosity = datasets.logging.get_verbosity()
     capfd.readouterr()
     with pytest.raises(UserError, match=said) as caught:

@@ -1,5 +1,7 @@
 """Which classes can be registered, what methods require, and what wrappers remember."""
 
+from dataclasses import dataclass, field, replace
+
 import pytest
 import torch
 
@@ -93,6 +95,25 @@ def test_a_server_optimizer_that_would_not_be_applied_is_refused():
         create_method("own_step", server_optimizer={"type": "Adam"})
     with pytest.raises(UserError, match="median's server step is not a weighted mean"):
         create_method("median", server_optimizer={"type": "Adam"})
+
+
+def test_a_message_names_what_is_not_at_its_default():
+    @dataclass(frozen=True)
+    class Params:
+        steps: list = field(default_factory=lambda: [1, 2])
+        share: float = 0.5
+
+    class Timed(Averaging):
+        @classmethod
+        def requires(cls, params):
+            return replace(super().requires(params), rounds=True)
+
+    Timed.Params = Params
+    register_method("timed")(Timed)
+    with pytest.raises(UserError, match="^timed needs the number of rounds"):
+        create_method("timed")
+    with pytest.raises(UserError, match="^timed with lowrank.steps = .3. needs the number of rounds"):
+        create_method("timed", steps=[3])
 
 
 # -- what is required ------------------------------------------------------------------------------------

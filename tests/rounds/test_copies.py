@@ -14,8 +14,10 @@ from fs_lowrank.rounds.ledger import Ledger, Standing
 from fs_lowrank.rounds.parcel import Parcel
 from fs_lowrank.rounds.personal import PersonalParts
 from fs_lowrank.rounds.round import Round
+from fs_lowrank.runs.checkpoint import _meta_sum
 from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.training.local import set_trainable
+from fs_lowrank.versions import NewerSchema
 
 METHODS = {
     "rolora": {},
@@ -164,6 +166,20 @@ def test_what_another_run_has_saved_is_not_used(tmp_path, caplog):
     # The same can be read without a model.
     assert standing_in(tmp_path / "1", 1, "run") == run.copy(1).standing != Standing()
     assert standing_in(tmp_path / "1", 1, "another") == standing_in(tmp_path / "none", 1, "run") == Standing()
+
+
+def test_what_a_newer_version_has_saved_is_not_taken_as_damaged(tmp_path):
+    run = Run("fedloru", tmp_path)
+    run.round(1)
+    (path,) = (tmp_path / "1").glob("*/meta.json")
+    meta = json.loads(path.read_text())
+    del meta["sha256"]
+    meta["schema"] += 1
+    path.write_text(json.dumps({"sha256": _meta_sum(meta), **meta}))
+    with pytest.raises(NewerSchema):
+        standing_in(tmp_path / "1", 1, "run")
+    with pytest.raises(NewerSchema):
+        run.copy(1)
 
 
 @EACH

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fs_lowrank.errors import UserError
-from fs_lowrank.methods import create_method
+from fs_lowrank.methods import Update, create_method
 from fs_lowrank.rounds.admission import Admission
 from fs_lowrank.rounds.codec import Uniform
 from fs_lowrank.rounds.intake import RunningMean, TooFewClients
@@ -255,6 +255,14 @@ def test_quantised_messages_are_smaller_and_the_server_uses_the_values_that_clie
     server.forget([2])
     whole = Round(2, server, (2,), codec=Uniform(8), base=lambda: {"m.weight": torch.ones(5, 7)}).ask(2)
     assert whole.parcel.tensors.keys() == {A, B, HEAD, "m.weight"} and "encoded" not in whole.parcel.facts
+
+
+def test_a_running_mean_keeps_float64():
+    mean = RunningMean()
+    for client, value in ((1, 1 + 1e-12), (2, 1 + 3e-12)):
+        mean.add(Update(client, 1, {"x": torch.tensor([value], dtype=torch.float64)}), {})
+    (gathered,) = mean.close().updates
+    assert gathered.tensors["x"].item() == pytest.approx(1 + 2e-12, abs=1e-15)
 
 
 def test_a_running_mean_cannot_leave_out_clients():

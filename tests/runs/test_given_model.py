@@ -222,6 +222,16 @@ def test_on_the_framework(own, tiny_encoder):
         assert torch.allclose(x, y, atol=1e-5), name
 
 
+#: what a method or PEFT adds is known by such names
+RESERVED = ("nested", "lora_A", "original_module", "modules_to_save", "x:hidden")
+
+
+def reserved(name):
+    bag = Bag()
+    bag.add_module(name, nn.Linear(16, 24))
+    return bag
+
+
 def test_what_cannot_be_used_is_one_line(own, tiny_encoder):
     tokenizer = AutoTokenizer.from_pretrained(tiny_encoder)
     classifier = AutoModelForSequenceClassification.from_pretrained(tiny_encoder)
@@ -240,6 +250,7 @@ def test_what_cannot_be_used_is_one_line(own, tiny_encoder):
         ),
         (Bag(3), tokenizer, {}, r"gives logits of the shape \(1, 3\) for one text, and the data has 2 labels"),
         (nn.Linear(2, 2), tokenizer, {}, "model: Linear fails on input_ids and attention_mask of one text"),
+        *((reserved(name), tokenizer, {}, f"'{name}.weight' is called as those are that methods") for name in RESERVED),
     ]
     for model, its, keys, said in cases:
         with pytest.raises(UserError, match=said) as caught:

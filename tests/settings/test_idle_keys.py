@@ -89,6 +89,16 @@ def test_weights_under_robust_means(rule):
     assert bool(told({"lowrank.robust": rule, "federate.ignore_weight": True})) == same
 
 
+@pytest.mark.parametrize("base, weighs", [("fedhm", True), ("fedlora", False)])
+def test_weights_of_a_method_that_derives_from_another(base, weighs):
+    keys = {"lowrank.robust": "median", "federate.ignore_weight": True}
+    own = {"lowrank.average_by": "samples"} if weighs else {}
+    config = load_config({**BASE, "federate.method": base, **keys, **own})
+    derived = type("Derived", (get_method_class(base),), {})
+    idle = [name for name, _, _ in without_effect(config, "local", derived)]
+    assert ("federate.ignore_weight" in idle) == (not weighs)
+
+
 @pytest.mark.parametrize("method", list_methods())
 def test_what_a_method_has_no_use_for(method, tmp_path, keys_of):
     needs = requirements(method)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fs_lowrank.config import load_config
 from fs_lowrank.data import Examples
@@ -17,7 +18,7 @@ from fs_lowrank.models.names import all_tensors
 from fs_lowrank.seeds import derive
 from fs_lowrank.settings import OPTIMIZERS as CONFIGURABLE
 from fs_lowrank.settings import AdapterSpec, Optimizer, Scheduler
-from fs_lowrank.training import evaluate, samples_trained, train_client
+from fs_lowrank.training import evaluate, samples_trained, steps_taken, train_client
 from fs_lowrank.training.local import batch_indices, set_trainable
 from fs_lowrank.training.optimizer import check_optimizer, make_optimizer
 from fs_lowrank.training.schedule import lr_at, schedule_of
@@ -256,7 +257,7 @@ def test_number_of_steps(model, keys, steps, samples):
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 8, 9])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("unit, accumulated", [("batch", 1), ("batch", 3), ("epoch", 2)])
-def test_samples_are_counted_as_they_are_trained_on(model, size, drop_last, unit, accumulated):
+def test_samples_and_steps_are_counted_as_they_are_taken(model, size, drop_last, unit, accumulated):
     settings = config(
         **{
             "train.local_update_steps": 3,
@@ -266,8 +267,12 @@ def test_samples_are_counted_as_they_are_trained_on(model, size, drop_last, unit
         }
     )
     phases = [Phase(("lora_A",)), Phase(("lora_B",), steps=2)]
+    taken: list[int] = []
+    hook = register_optimizer_step_post_hook(lambda *_: taken.append(1))
     trained = train_client(model, data(size), phases, settings, lr=0.1, seed=0).samples
+    hook.remove()
     assert samples_trained(size, phases, settings) == trained
+    assert steps_taken(size, phases, settings) == len(taken)
 
 
 def test_accumulated_gradients_are_one_larger_batch(model):
@@ -392,6 +397,8 @@ def test_learning_rates_by_round():
     assert rates("linear", 6, cycle=3) == pytest.approx([1, 0.5, 0, 1, 0.5, 0])
     assert rates("constant", 5, warmup_ratio=0.4) == pytest.approx([0.5, 1, 1, 1, 1])
     assert rates("linear", 1) == [1.0]
+    for share in (0.07, 0.14, 0.28, 0.55, 0.56):  # in floating point, 0.07 · 100 is above 7
+        assert rates("constant", 100, warmup_ratio=share).index(1.0) + 1 == round(100 * share)
 
 
 @pytest.mark.parametrize(

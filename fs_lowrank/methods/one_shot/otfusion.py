@@ -47,7 +47,8 @@ class OTFusion(OneShot):
     @classmethod
     def requires(cls, params: Params):
         needs = replace(super().requires(params), adapter="none", idle=WITHOUT_ADAPTER)
-        return replace(needs, tasks=("ImageClassification",), validation=True)
+        chooses = "tune" in (params.correction, params.past_correction)
+        return replace(needs, tasks=("ImageClassification",), validation=chooses or params.by == "activations")
 
     def __init__(self, params, setting):
         super().__init__(params, setting)
@@ -65,8 +66,13 @@ class OTFusion(OneShot):
             aligned = [self.align(t, first, own, outputs[0], *correct) for t, own in zip(others, outputs[1:])]
             return {n: sum(p * t[n] for p, t in zip(weights, (first, *aligned))) for n in self.chain}
 
-        choices = product(_SWITCH[self.params.correction], _SWITCH[self.params.past_correction])
-        message = best(self.workbench, (fused(*choice) for choice in choices)) if others else dict(first)
+        choices = list(product(_SWITCH[self.params.correction], _SWITCH[self.params.past_correction]))
+        if not others:
+            message = dict(first)
+        elif len(choices) == 1:
+            message = fused(*choices[0])
+        else:
+            message = best(self.workbench, (fused(*choice) for choice in choices))
         return {**state, **message}, message
 
     def align(self, mine, theirs, my_outputs, their_outputs, correction: bool, past_correction: bool):

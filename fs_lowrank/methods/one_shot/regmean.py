@@ -54,8 +54,7 @@ class RegMean(OneShot):
 
     @classmethod
     def requires(cls, params: Params):
-        idle = {"lowrank.validation_samples": "lowrank.scales has one factor"} if len(params.scales) == 1 else {}
-        return replace(super().requires(params), validation=True, idle=idle)
+        return replace(super().requires(params), validation=len(params.scales) > 1)
 
     def adapt(self, model):
         model = super().adapt(model)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fs_lowrank.errors import UserError
-from fs_lowrank.methods import create_method
+from fs_lowrank.methods import create_method, requirements
 from fs_lowrank.methods.one_shot.base import accuracy, logits_of
 from fs_lowrank.methods.one_shot.dense import Generator, doubled
 from fs_lowrank.models.adapters import load_tensors
@@ -43,6 +43,30 @@ def test_otfusion_tunes_on_validation_data(bench):
         for p in ("on", "off")
     ]
     assert accuracy(ran.method.workbench, ran.message) == max(scores)
+
+
+@pytest.mark.parametrize(
+    "name, params, needed",
+    [
+        ("otfusion", {}, True),
+        ("otfusion", {"correction": "on"}, True),
+        ("otfusion", {"correction": "on", "past_correction": "off", "by": "activations"}, True),
+        ("otfusion", {"correction": "on", "past_correction": "off"}, False),
+        ("regmean", {}, True),
+        ("regmean", {"scales": (0.5,)}, False),
+    ],
+)
+def test_validation_data_are_needed_where_something_is_chosen(bench, name, params, needed):
+    class Validation:
+        asked = False
+
+        def __iter__(self):
+            self.asked = True
+            return iter(bench.data(30, seed=99))
+
+    validation = Validation()
+    bench.one_round(name, [bench.net(seed=k) for k in range(3)], validation=validation, **params)
+    assert requirements(name, params).validation == validation.asked == needed
 
 
 def test_the_classes_of_the_last_layer_are_not_reordered(bench):
