@@ -9,10 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fs_lowrank import Config, Method, UserError, create_method
+from fs_lowrank import Config, UserError
 from fs_lowrank.engines import get_engine
 from fs_lowrank.jobs.crew import check_gpus
 from fs_lowrank.jobs.files import write_text
+from fs_lowrank.methods import RobustMean
+from fs_lowrank.rounds.site import method_of
 
 from .execute import permitted
 from .job import Cell, Job, Options, Search, Trained
@@ -84,8 +86,8 @@ def _looks(job: Job, options: Options, found: dict[tuple, Any]) -> Iterator[tupl
     if job.experiment.training_file is not None:
         yield *made, lambda: make_training_file(job)
     yield "engine", options.engine, lambda: get_engine(options.engine)  # an import may fail
-    method = (config.federate.method, repr(config.method_params))
-    yield "method", method, lambda: _method(config)
+    method = repr(_of_method(config))
+    yield "method", method, lambda: method_of(config)
     data = (config.data.type, config.data.root, repr(config.data.args))
     if job.experiment.training_file is None or made in found:
         yield "data", data, lambda: _facts(config)
@@ -99,7 +101,7 @@ def _looks(job: Job, options: Options, found: dict[tuple, Any]) -> Iterator[tupl
     yield "model", (*model, *length), lambda: _check_model(config)
     if ("model", (*model, *length)) in found and ("method", method) in found:
         shape = (repr(config.adapter), config.llm.adapter.use, config.lowrank.width, config.lowrank.norm)
-        yield "adapter", (*model, *method, *shape), lambda: _check_adapter(config)
+        yield "adapter", (*model, method, *shape), lambda: _check_adapter(config)
     if isinstance(job, Search):
         yield "search", job.key, lambda: _check_search(job)
     if isinstance(job, Cell):
@@ -107,15 +109,13 @@ def _looks(job: Job, options: Options, found: dict[tuple, Any]) -> Iterator[tupl
             yield "evaluation", repr(spec), partial(_check_scorer, spec, options)
 
 
-def _method(config: Config) -> Method:
-    return create_method(
-        config.federate.method,
-        adapter=config.adapter,
-        rounds=config.federate.total_round_num,
-        from_scratch=config.from_scratch,
-        with_adapter=bool(config.llm.adapter.use),
-        train_head=config.lowrank.train_head,
-        **config.method_params,
+def _of_method(config: Config) -> tuple[Any, ...]:
+    """What ``method_of`` goes by, but for the seed and the number of rounds, which refuse nothing."""
+    federate, lowrank = config.federate, config.lowrank
+    return (
+        *(federate.method, config.method_params, federate.ignore_weight, federate.use_ss or federate.online_aggr),
+        *(config.adapter, config.from_scratch, config.llm.adapter.use, lowrank.train_head),
+        *(config.train.local_update_steps, config.own_settings, RobustMean.of(lowrank), config.fedopt),
     )
 
 
@@ -124,7 +124,7 @@ def _check_adapter(config: Config) -> None:
     from fs_lowrank.models.build import build_skeleton
 
     try:
-        _method(config).adapt(build_skeleton(config))
+        method_of(config).adapt(build_skeleton(config))
     except UserError as error:
         raise UserError(f"{config.federate.method} on {config.model.type}: {error}") from None
 

@@ -22,6 +22,7 @@ from fs_lowrank.errors import CannotContinue
 from fs_lowrank.jobs.files import read_json, write_bytes
 from fs_lowrank.runs.checksums import checksum
 from fs_lowrank.runs.environment import versions
+from fs_lowrank.runs.records import flat_metrics
 from fs_lowrank.runs.summary import per_client_and_round, seconds
 from fs_lowrank.settings.metrics import larger_is_better
 
@@ -128,7 +129,7 @@ def train(config: Config, engine: str, progress: Progress) -> RunResult:
         progress({"round": round - 1, "rounds": rounds, "client": done, "clients": of})
 
     def on_round(record: dict) -> None:
-        metrics = {f"{s}_{n}": v for s, values in record["metrics"].items() for n, v in values.items()}
+        metrics = flat_metrics(record["metrics"])
         progress({"round": record["round"], "rounds": rounds, "loss": record["loss"], **metrics})
 
     folder = Path(config.outdir)
@@ -169,7 +170,7 @@ def test_once(config: Config, result: RunResult) -> tuple[dict[str, float], dict
     data = build_data(lone, build_tokenizer(config), raw)
     if data.test is None:
         raise UserError(f"data.splits = {list(config.data.splits)}: there is no test set; give the last one a share")
-    size = config.eval.batch_size or config.dataloader.batch_size
+    size = config.eval_batch_size
     found = evaluate(result.model, data.test, size, metrics=config.metrics)
     metrics = {f"test_{name}": value for name, value in found.items()}
     rows = repeated(raw, data)
@@ -193,7 +194,7 @@ def curve(history: list[dict]) -> dict:
             total[name] += record[f"{direction}_bytes{'_' + bare if bare else ''}"]
         spent += record["seconds"]["training"] + record["seconds"]["aggregation"]
         if record["metrics"]:
-            flat = {f"{s}_{n}": round(v, _DIGITS) for s, values in record["metrics"].items() for n, v in values.items()}
+            flat = {name: round(value, _DIGITS) for name, value in flat_metrics(record["metrics"]).items()}
             points.append({"round": record["round"], "seconds": round(spent, 3), **total, **flat})
     return {
         "loss": [round(r["loss"], _DIGITS) for r in history],

@@ -35,8 +35,8 @@ from .rounds.record import Failure
 from .rounds.site import Site
 from .runs.checksums import check_finished, seal_finished, unseal
 from .runs.environment import write_environment
-from .runs.folder import check_outdir, claim
-from .runs.records import SHOWN, Records, read_records
+from .runs.folder import check_outdir, claim, outdir_of
+from .runs.records import SHOWN, Records, flat_metrics, read_records
 from .runs.result import RunResult
 from .runs.split import write_split
 from .seeds import derive
@@ -110,24 +110,8 @@ def run_row(
         return dataclasses.replace(result, history=history, facts=facts)
     if not resume:
         check_outdir(config, resume)
-    site, outdir = Site(config), Path(config.outdir)
-    facts = {
-        "method": "local",
-        "source": site.data.source,
-        "data": site.data.fingerprint,
-        "model": site.base_fingerprint,
-        "config": config.fingerprint(),
-        "clients": [c.num_samples for c in site.clients],
-        "rows": site.data.counts(),
-        "columns": site.data.columns,
-        "held_out": {split: len(examples) for split, examples in site.held_out().items()},
-        "majority": site.data.majority,
-        "parameters": site.parameters,
-        "images": site.data.image_shape,
-        "labels": site.data.label_names,
-        "formula_bytes": 0,
-        "own_models": True,
-    }
+    site, outdir = Site(config), outdir_of(config)
+    facts = {"method": "local", **site.facts(), "formula_bytes": 0, "own_models": True}
     with claim(outdir):
         ended = resume and _has_ended(outdir, facts)
         rounds = config.federate.total_round_num
@@ -136,7 +120,7 @@ def run_row(
     record = history[-1]
     if on_round:
         on_round(record)
-    final = {f"{split}_{name}": value for split, values in record["metrics"].items() for name, value in values.items()}
+    final = flat_metrics(record["metrics"])
     return RunResult(history, final, outdir, site.model, True, {"records": outdir / "local.json"}, facts)
 
 
@@ -154,7 +138,7 @@ def _has_ended(outdir: Path, facts: Mapping[str, Any]) -> bool:
 
 def _written(site: Site, found: dict[str, Any], facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Write the files of the row; returns its only record, as it is in the file."""
-    outdir, record = Path(site.config.outdir), found.pop("record")
+    outdir, record = outdir_of(site.config), found.pop("record")
     unseal(outdir)
     with replacing(outdir / "config.yaml") as aside:
         site.config.dump(aside)
@@ -162,7 +146,7 @@ def _written(site: Site, found: dict[str, Any], facts: Mapping[str, Any]) -> lis
     write_split(outdir, site.data)
     records = Records(outdir / "rounds.jsonl")
     records.add(record)
-    final = {f"{split}_{name}": value for split, values in record["metrics"].items() for name, value in values.items()}
+    final = flat_metrics(record["metrics"])
     about = {"schema": SCHEMA, "final": final, "seed": site.config.seed}
     write_text(outdir / "local.json", to_json({**about, **found}, indent=1))
     write_text(outdir / "summary.json", to_json({**about, "bytes": dict.fromkeys(_BYTES, 0), **facts}, indent=1))

@@ -324,7 +324,7 @@ def _add_time(found: Estimate, site: Site, sizes: np.ndarray, copies: int) -> No
     steps = sum(train.local_update_steps if phase.steps is None else phase.steps for phase in phases)
     found.steps = float(each * steps * config.sampled_per_round)
     often = sum(evaluation_due(config, t) for t in rounds)
-    size = config.eval.batch_size or loads.batch_size
+    size = config.eval_batch_size
     for split, name in SPLITS.items():
         if (examples := getattr(site.data, name)) is not None:
             few = examples.select(np.arange(min(size, len(examples))))

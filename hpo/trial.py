@@ -23,7 +23,7 @@ from fs_lowrank.methods import revisions
 from fs_lowrank.rounds.site import method_of
 from fs_lowrank.runs.chance import Chance
 from fs_lowrank.runs.checkpoint import saved_rounds
-from fs_lowrank.runs.records import read_records
+from fs_lowrank.runs.records import flat_metrics, read_records
 from fs_lowrank.runs.split import read_split
 from fs_lowrank.training import steps_taken
 
@@ -204,7 +204,7 @@ class Runner:
                 "the run evaluated no validation data; give data.splits a share for them, and set "
                 "federate.make_global_eval True",
             )
-        metrics = {f"{split}_{name}": value for split, values in last.items() for name, value in values.items()}
+        metrics = flat_metrics(last)
         steps = _Steps(config)
         metrics.update(
             client_steps=sum(map(steps, history)),

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from fs_lowrank.methods import Client, RobustMean, Update, create_method
 from fs_lowrank.models.adapters import load_tensors
+from fs_lowrank.models.kinds import unwrapped
 from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.training.local import set_trainable
 
@@ -104,7 +105,7 @@ def run(method_name: str, rule: str, attack: str, seed: int, rounds: int, steps:
     parts, (test_x, test_y) = data(seed)
     torch.manual_seed(seed)
     model = method.adapt(Net())
-    net = getattr(model, "get_base_model", lambda: model)()
+    net = unwrapped(model)
     state, draw, left_out = method.initial_state(model), torch.Generator().manual_seed(seed), 0
     bad = range(1, CLIENTS + 1, CLIENTS // MALICIOUS)
     for round in range(1, rounds + 1):

@@ -43,11 +43,12 @@ def compare_seeds(
     from ..api import compare
     from ..baselines import split_names
     from ..config import load_for
+    from ..runs.folder import outdir_of
     from ..runs.plots import curves, save, setting_of
 
     seeds = parse(args.seeds)
     config, _ = load_for(args.cfg, split_names(methods)[0], args.overrides)
-    outdir = Path(config.outdir) / config.expname
+    outdir = outdir_of(config)
     values: dict[str, dict[str, list[float]]] = {}
     histories: dict[str, list[list[dict[str, Any]]]] = {}
     facts: dict[str, Any] = {}

@@ -14,9 +14,14 @@ import pandas as pd
 
 from fs_lowrank.errors import UserError, nearest
 
-__all__ = ["SUFFIXES", "read_table", "read_text", "read_tsv"]
+__all__ = ["SUFFIXES", "as_text", "read_table", "read_text", "read_tsv"]
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json")
+
+
+def as_text(value: Any) -> str:
+    """A value of a table as text; empty for a missing one."""
+    return "" if value is None or value != value else str(value)
 
 
 def read_text(path: Path, named_by: str = "data.root and data.type") -> str:

@@ -15,7 +15,7 @@ import pandas as pd
 
 from fs_lowrank.data import stored
 from fs_lowrank.data.files import SUFFIXES as TABLES
-from fs_lowrank.data.files import read_table
+from fs_lowrank.data.files import as_text, read_table
 from fs_lowrank.data.labels import from_flags, label_text
 from fs_lowrank.data.stored import Stored, StoredFrame, class_names, is_saved, is_stored, open_stored
 from fs_lowrank.data.tables import (
@@ -24,7 +24,6 @@ from fs_lowrank.data.tables import (
     MULTI_LABEL,
     REGRESSION,
     RawData,
-    as_text,
     classified,
     count_skipped,
     flags_of,

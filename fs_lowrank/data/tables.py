@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from fs_lowrank.data.files import as_text
 from fs_lowrank.data.labels import kinds_of, label_text, numbers, sets
 from fs_lowrank.data.template import SYNONYMS, is_own, prompts
 from fs_lowrank.errors import UserError, nearest, say_once
@@ -261,11 +262,6 @@ def _conversation(where: str, messages: Any) -> None:
         raise UserError(
             f"{where}: 'messages' must be a list of objects with role and content that ends with 'assistant'"
         )
-
-
-def as_text(value: Any) -> str:
-    """A value of a table as text; empty for a missing one."""
-    return "" if value is None or value != value else str(value)
 
 
 def text_columns(args: Mapping[str, Any], there: Iterable[Any]) -> dict[str, Any]:

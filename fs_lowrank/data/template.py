@@ -13,6 +13,7 @@ from typing import Any
 
 import pandas as pd
 
+from fs_lowrank.data.files import as_text
 from fs_lowrank.errors import UserError, nearest
 from fs_lowrank.settings import Origin
 
@@ -104,7 +105,7 @@ def prompts(
                 f"{where}: data.args: template: no column {name!r}{nearest(name, there)}; there are: {listed}"
             )
         used.add(column)
-        before.append(table[column].map(lambda value: "" if value is None or value != value else str(value)))
+        before.append(table[column].map(as_text))
     answer = before.pop() if answered else "x"
     prompt = pd.Series("", index=table.index, dtype=object)
     for piece in before:

@@ -326,7 +326,7 @@ def scores_of(site: Site, facts: Mapping[str, Any]) -> list[BatchScore]:
     """The scores of the model of ``site``, as it is, on what ``facts`` name: a client's test data (``clients``), or a
     part of a split (``split``, ``part``, ``parts``)."""
     config = site.config
-    size = config.eval.batch_size or config.dataloader.batch_size
+    size = config.eval_batch_size
     examples: Examples | ImageExamples | None
     if "clients" in facts:
         (client,) = facts["clients"]

@@ -40,7 +40,8 @@ def answers(run: FinishedRun, rows: Rows, tokens: int) -> list[str]:
         if not first:
             raise UserError("a row has no prompt of its own; of a run with loss_on: all, read rows with labelled=False")
         prompts.append(ids[:first].tolist())
-    said = continue_prompts(run.model, run.tokenizer, prompts, batch_size=run.batch_size, max_new_tokens=tokens)
+    size = run.config.eval_batch_size
+    said = continue_prompts(run.model, run.tokenizer, prompts, batch_size=size, max_new_tokens=tokens)
     return [text.strip() for text in said]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ..data import CAUSAL_LM, Examples
-from ..data.files import SUFFIXES, read_table
+from ..data.files import SUFFIXES, as_text, read_table
 from ..data.labels import from_flags, numbers, sets
 from ..data.sources import data_args
 from ..data.tables import MULTI_LABEL, REGRESSION, label_text, require_columns, text_columns
@@ -75,16 +75,12 @@ def _column(path: Path, table: pd.DataFrame, role: str, name: str) -> pd.Series:
     return table[name]
 
 
-def _text(value: Any) -> str:
-    return "" if value is None or value != value else str(value)
-
-
 def _labelled(
     run: FinishedRun, path: Path, table: pd.DataFrame, names: dict[str, str | None], flags: list[str], labelled: bool
 ) -> Rows:
-    frame = pd.DataFrame({"text": _column(path, table, "text", str(names["text"])).map(_text)})
+    frame = pd.DataFrame({"text": _column(path, table, "text", str(names["text"])).map(as_text)})
     if names.get("text_pair"):
-        frame["text_pair"] = _column(path, table, "text_pair", str(names["text_pair"])).map(_text)
+        frame["text_pair"] = _column(path, table, "text_pair", str(names["text_pair"])).map(as_text)
     filled = frame.map(lambda value: bool(value.strip())).all(axis=1)
     left_out = {"empty text": int((~filled).sum())} if not filled.all() else {}
     kept = np.flatnonzero(filled.to_numpy())
@@ -133,7 +129,7 @@ def _instructed(run: FinishedRun, path: Path, table: pd.DataFrame, args: dict[st
         if role == "input" and not name or role == "output" and not labelled:
             frame[role] = "" if role == "input" else "x"
         else:
-            frame[role] = _column(path, table, role, name or names[0]).map(_text)
+            frame[role] = _column(path, table, role, name or names[0]).map(as_text)
     needed = ["instruction", *(["output"] if labelled else [])]
     filled = frame[needed].map(lambda value: bool(value.strip())).all(axis=1)
     left_out = {f"empty {' or '.join(needed)}": int((~filled).sum())} if not filled.all() else {}

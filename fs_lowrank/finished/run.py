@@ -113,10 +113,6 @@ class FinishedRun:
         return self.config.model.task == "Seq2SeqLM"
 
     @property
-    def batch_size(self) -> int:
-        return self.config.eval.batch_size or self.config.dataloader.batch_size
-
-    @property
     def tok_len(self) -> int:
         """The length in tokens that the run cut its samples to; of ``llm.tok_len: auto`` what it came to."""
         length = data_args(self.config.data).get("max_len") or self.config.llm.tok_len

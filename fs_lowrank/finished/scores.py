@@ -31,7 +31,7 @@ def evaluate_rows(run: FinishedRun, rows: Rows) -> dict[str, Any]:
     metrics, examples = extras(run.config.model.task, run.config.eval.metrics), rows.examples
     scores: dict[str, Any] = {
         "rows": len(examples),
-        **evaluate(run.model, examples, run.batch_size, metrics=metrics),
+        **evaluate(run.model, examples, run.config.eval_batch_size, metrics=metrics),
     }
     if run.task == CAUSAL_LM:
         counted = int(examples.losses(range(len(examples))).sum())
@@ -66,8 +66,8 @@ def outputs(run: FinishedRun, examples: Examples) -> np.ndarray:
     """The logits of labelled text, float64 ``(n, classes)``; of a regression ``(n, 1)``, the numbers."""
     device = input_device(run.model)
     parts = []
-    for start in range(0, len(examples), run.batch_size):
-        batch = examples.batch(range(start, min(start + run.batch_size, len(examples))))
+    for start in range(0, len(examples), run.config.eval_batch_size):
+        batch = examples.batch(range(start, min(start + run.config.eval_batch_size, len(examples))))
         batch.pop("labels")
         parts.append(run.model(**{name: tensor.to(device) for name, tensor in batch.items()}).logits.double().cpu())
     return torch.cat(parts).numpy()

@@ -8,6 +8,7 @@ from torch import nn
 
 from ..errors import UserError
 from .adapters import layer_stack
+from .kinds import unwrapped
 from .prompts import in_cache
 
 
@@ -19,7 +20,7 @@ def recompute(model: nn.Module) -> None:
     Raises:
         UserError: the model does not support it.
     """
-    inner: Any = getattr(model, "get_base_model", lambda: model)()
+    inner = unwrapped(model)
     stack = layer_stack(model)
     if stack is None or not getattr(inner, "supports_gradient_checkpointing", False):
         raise UserError(

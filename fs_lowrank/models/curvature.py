@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError, say_once
+from .kinds import unwrapped
 from .machine import rounding
 from .masks import comparable
+from .trials import failure, keeping_modes
 
 Batches = Iterable[Mapping[str, Tensor]]
 #: gives what is differentiated, sums over the samples of a batch, from its logits
@@ -57,18 +59,16 @@ def matrix_layers(model: nn.Module, names: Iterable[str]) -> dict[str, bool]:
 def _only(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str, nn.Parameter]]:
     """A context in which only the parameters ``names`` have gradients, in evaluation mode; yields them."""
     own, wanted = dict(model.named_parameters()), set(names)
-    before, training = {n: p.requires_grad for n, p in own.items()}, {m: m.training for m in model.modules()}
-    model.eval()
+    before = {n: p.requires_grad for n, p in own.items()}
     for name, parameter in own.items():
         parameter.requires_grad_(name in wanted)
     try:
-        with torch.enable_grad():
+        with keeping_modes(model), torch.enable_grad():
+            model.eval()
             yield {n: own[n] for n in sorted(wanted)}
     finally:
         for name, parameter in own.items():
             parameter.requires_grad_(before[name])
-        for module, mode in training.items():
-            module.training = mode
 
 
 def _on(model: nn.Module, batches: Batches) -> Iterator[dict[str, Tensor]]:
@@ -230,7 +230,7 @@ def _layers_differ(model: nn.Module, batch: Mapping[str, Tensor], parameters: Ma
         try:
             _add_by_layer(model, {k: v[:2] for k, v in batch.items()}, parameters, by_layer, _probe)
         except Exception as error:  # a layer may take and give anything
-            wrong = f"{type(error).__name__}: {error}".splitlines()[0]
+            wrong = failure(error)
     norms = {n: float(t.norm()) for n, t in by_sample.items()}
     # A GPU may compute in TF32. Gradients that are zero but for rounding have squares of any size below its square.
     eps = max(rounding(model), 1e-3 if batch["labels"].device.type == "cuda" else 0.0)
@@ -240,10 +240,9 @@ def _layers_differ(model: nn.Module, batch: Mapping[str, Tensor], parameters: Ma
             wrong = f"that of {name}, of norm {norm:.2g}, would differ by {difference:.2g}"
             break
     if wrong:
-        inner = getattr(model, "get_base_model", lambda: model)()
         say_once(
-            f"the diagonal Fisher of {type(inner).__name__} is computed sample by sample, which takes longer; "
-            f"by layers it would be wrong ({wrong})"
+            f"the diagonal Fisher of {type(unwrapped(model)).__name__} is computed sample by sample, which takes "
+            f"longer; by layers it would be wrong ({wrong})"
         )
     return bool(wrong)
 

@@ -7,12 +7,12 @@ another folder, or with other spaces between their values, are the same.
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from torch import nn
 
 from ..algebra import digest
 from ..jobs.kept import kept
+from .kinds import unwrapped
 from .quantised import beside
 
 #: where a configuration was read from, by which version, and what ``lowrank.dtype`` decides
@@ -33,7 +33,7 @@ def configuration_fingerprint(model: nn.Module) -> str:
     """A hash over what the configurations of the model, and of how it generates, change of their classes' defaults, 12
     digits; empty if it has none.
     """
-    inner: Any = getattr(model, "get_base_model", lambda: model)()
+    inner = unwrapped(model)
     found = [getattr(inner, name, None) for name in ("config", "generation_config")]
     changed = [of.to_diff_dict() for of in found if of is not None and hasattr(of, "to_diff_dict")]
     settings = [{k: v for k, v in each.items() if k not in _NOT_ITS_OWN} for each in changed]

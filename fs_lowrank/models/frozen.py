@@ -32,11 +32,13 @@ from torch import Tensor, nn
 
 from ..algebra import digest
 from .adapters import layer_stack
+from .kinds import unwrapped
 from .machine import gathered, input_device, machine, rounding
 from .names import tags
 from .quantised import beside, own_tensors
 from .reads import Attending, Enough, giving, instead, outermost
 from .states import SharedStates, States, mapped_file, own_folder
+from .trials import differing, failure, keeping_modes, rows_to_try
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -126,11 +128,6 @@ class FrozenPrefix:
     def __bool__(self) -> bool:
         return self.depth > 0
 
-    @property
-    def _inner(self) -> Any:
-        """The model without its adapters' wrapper."""
-        return getattr(self.model, "get_base_model", lambda: self.model)()
-
     def eval_below(self) -> None:
         """Turn off dropout in all modules before the first trainable block; call after ``model.train()``."""
         for module in self.below:
@@ -180,7 +177,7 @@ class FrozenPrefix:
         if wrong:
             logger.warning(
                 "train.cache_frozen: the cache cannot be used with %s (%s); the frozen layers are computed each time",
-                type(self._inner).__name__,
+                type(unwrapped(self.model)).__name__,
                 wrong,
             )
             self.budget, remaining = dict.fromkeys(owners, False), self.limit
@@ -330,35 +327,27 @@ class FrozenPrefix:
         have one length, as those of every owner then have: a batch holds samples of one owner. Both evaluation mode and
         training mode are tested, with the same dropout; random state and mode of the model are restored.
         """
-        lengths = examples.lengths
-        _, first = np.unique(lengths, return_index=True)
-        chosen = np.concatenate([first, np.setdiff1d(np.arange(len(lengths)), first)])[:_TRIED]
-        device = input_device(self.model)
+        lengths, device, eps = examples.lengths, input_device(self.model), rounding(self.model)
+        chosen = rows_to_try(lengths, _TRIED)
         batch = {k: v.to(device) for k, v in examples.batch(chosen).items() if k != "labels"}
-        modes = {m: m.training for m in self.model.modules()}
-        # Rounding errors grow from layer to layer.
-        allowed = max(1e-4, 8 * rounding(self.model))
-        try:
-            rows = [self._hidden(examples, np.array([i]))[0] for i in chosen]
-            for row, i in zip(rows, chosen):
-                if row.shape != (lengths[i], self.columns):
-                    return f"the states of {lengths[i]} tokens have shape {tuple(row.shape)}"
-            pieces = self._padded(rows)
-            for training in (False, True):
-                self.model.train(training)
-                self.eval_below()
-                plain = self._ends(batch)
-                with self._bypass(pieces):
-                    ends = self._ends(batch)
-                for what, a, b in zip(("logits", "states"), plain, ends):
-                    difference, scale = float((a - b).abs().max()), float(a.abs().max())
-                    if not difference <= allowed * scale:  # NaN too
-                        return f"{what} up to {scale:.2g} differ by {difference:.2g}"
-        except Exception as error:  # a model's code may raise any error for inputs that it does not expect
-            return f"{type(error).__name__}: {error}".splitlines()[0]
-        finally:
-            for module, was in modes.items():
-                module.training = was
+        with keeping_modes(self.model):
+            try:
+                rows = [self._hidden(examples, np.array([i]))[0] for i in chosen]
+                for row, i in zip(rows, chosen):
+                    if row.shape != (lengths[i], self.columns):
+                        return f"the states of {lengths[i]} tokens have shape {tuple(row.shape)}"
+                pieces = self._padded(rows)
+                for training in (False, True):
+                    self.model.train(training)
+                    self.eval_below()
+                    plain = self._ends(batch)
+                    with self._bypass(pieces):
+                        ends = self._ends(batch)
+                    for what, a, b in zip(("logits", "states"), plain, ends):
+                        if wrong := differing(what, a, b, eps):
+                            return wrong
+            except Exception as error:
+                return failure(error)
         return ""
 
     def _ends(self, batch: dict[str, Tensor]) -> list[Tensor]:
@@ -403,16 +392,12 @@ class FrozenPrefix:
 
         device = input_device(self.model)
         batch = {k: v.to(device, non_blocking=True) for k, v in examples.batch(indices).items() if k != "labels"}
-        training = {m: m.training for m in self.model.modules()}
-        self.model.eval()
         hook = self.layers[self.depth].register_forward_pre_hook(catch, with_kwargs=True)
         try:
-            with contextlib.suppress(Enough):
-                self.model(**batch)
+            with keeping_modes(self.model), contextlib.suppress(Enough):
+                self.model.eval()(**batch)
         finally:
             hook.remove()
-            for module, was in training.items():
-                module.training = was
         if not inputs or inputs[0] is None:
             raise _Unused
         return inputs[0]
@@ -424,7 +409,7 @@ class FrozenPrefix:
         if self.shared is None:
             return States(self._filled(owner, examples, starts)), starts
         about = {
-            "model": type(self._inner).__name__,
+            "model": type(unwrapped(self.model)).__name__,
             "layers": f"{self.depth} of {len(self.layers)}",
             "samples": str(len(lengths)),
         }
@@ -458,10 +443,10 @@ class FrozenPrefix:
                     if name.startswith(self.place) and "base" in tags(name) and name not in (self.changing or ())
                 }
                 tensors |= {n: t for n, t in beside(self.model).items() if n.startswith(self.place)}
-            config = {k: v for k, v in self._inner.config.to_dict().items() if k != "_name_or_path"}
+            config = {k: v for k, v in unwrapped(self.model).config.to_dict().items() if k != "_name_or_path"}
             self._below = {
                 "weights": digest(tensors),
-                "model": [type(self._inner).__name__, self.depth, config],
+                "model": [type(unwrapped(self.model)).__name__, self.depth, config],
                 "modules": [type(module).__name__ for module in self.below] + list(self.parts),
                 **machine(self.model),
                 "together": COMPUTED_TOGETHER,

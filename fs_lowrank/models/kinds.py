@@ -31,6 +31,11 @@ CLASSES = {
 }
 
 
+def unwrapped(model: nn.Module) -> Any:
+    """The model of transformers, or of a program's, without PEFT's wrapper; the adapter's layers stay in it."""
+    return getattr(model, "get_base_model", lambda: model)()
+
+
 def is_encoder_decoder(model: nn.Module) -> bool:
     """Whether ``model`` reads a text with one stack of layers and writes another with a second, as T5 does."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import RunFailed, UserError
 from ..settings import Settings
+from .kinds import unwrapped
 from .quantised import version_of
 
 
@@ -31,7 +32,7 @@ def device_of(config: Settings) -> torch.device:
 def input_device(model: nn.Module) -> torch.device:
     """The device that a model's inputs go to; of a model on several (``model.device_map``) the first."""
     device = next(model.parameters()).device
-    inner: Any = getattr(model, "get_base_model", lambda: model)()
+    inner = unwrapped(model)
     if device.type != "meta" or not hasattr(inner, "hf_device_map"):
         return device
     placed = [place for place in inner.hf_device_map.values() if place not in ("cpu", "disk")]
@@ -90,7 +91,7 @@ def check_half(device: torch.device, key: str) -> None:
 def machine(model: nn.Module) -> dict[str, Any]:
     """Of this machine, of torch's settings and of the code of attention; for keys of what machines may share."""
     device = input_device(model)
-    inner: Any = getattr(model, "get_base_model", lambda: model)()
+    inner = unwrapped(model)
     return {
         # not in the configuration's dictionary
         "attention": getattr(getattr(inner, "config", None), "_attn_implementation", None),

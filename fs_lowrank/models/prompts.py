@@ -17,6 +17,7 @@ from torch import nn
 from ..errors import UserError
 from .kinds import is_encoder_decoder
 from .machine import input_device, rounding
+from .trials import differing, failure, keeping_modes
 
 
 def is_prompted(model: nn.Module) -> bool:
@@ -62,14 +63,12 @@ def check_virtual_tokens(model: Any, method: str) -> None:
     inner = model.get_base_model()
     if any(p.is_meta for p in model.parameters()):
         return
-    training = model.training
-    model.eval()
-    try:
-        wrong = _wrong(model, inner.config.get_text_config().pad_token_id or 0)
-    except Exception as error:  # a model's code may raise any error for inputs that it does not expect
-        wrong = f"{type(error).__name__}: {error}".splitlines()[0]
-    finally:
-        model.train(training)
+    with keeping_modes(model):
+        model.eval()
+        try:
+            wrong = _wrong(model, inner.config.get_text_config().pad_token_id or 0)
+        except Exception as error:
+            wrong = failure(error)
     if wrong:
         raise UserError(
             f"llm.adapter.args: adapter_method = {method} cannot be used with {type(inner).__name__}: {wrong}; choose "
@@ -94,7 +93,5 @@ def _wrong(model: Any, pad: int) -> str:
     if not any(g is not None and bool(g.any()) for g in gradients):
         return "virtual tokens do not reach its output"
     padded = both[1].detach()[: len(alone)] if both.ndim == 3 else both[1].detach()
-    difference, scale = float((padded - alone).abs().max()), float(alone.abs().max())
-    if not difference <= max(1e-4, 8 * rounding(model)) * scale:  # NaN too
-        return f"padding changes its logits, up to {scale:.2g}, by {difference:.2g}"
-    return ""
+    wrong = differing("logits", alone, padded, rounding(model))
+    return wrong and f"padding changes what it gives: {wrong}"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError, say_once
 from ..settings import Settings
-from .kinds import heads_by_place
+from .kinds import heads_by_place, unwrapped
 from .names import tags
 from .placing import kept_elsewhere
 
@@ -208,7 +208,7 @@ def dequantised(model: nn.Module) -> nn.Module:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     model = copy.deepcopy(model)
-    inner: Any = getattr(model, "get_base_model", lambda: model)()
+    inner = unwrapped(model)
     for name, layer in list(model.named_modules()):
         adapted = isinstance(layer, BaseTunerLayer)
         base: Any = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer

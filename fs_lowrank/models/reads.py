@@ -21,14 +21,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..errors import say_once
 from .adapters import layer_stack
+from .kinds import unwrapped
 from .machine import input_device, rounding
 from .masks import Masks, comparable, draw, draws
+from .trials import differing, failure, keeping_modes, rows_to_try
 
 #: of a batch's positions so many may be read at most; with more, two passes save nothing
 _MOST = 0.75
@@ -272,26 +273,19 @@ class OnlyRead:
         This is done without dropout and then with it; if only the second differs, it is used in evaluation only. Modes
         of the model are restored, and no random numbers are used.
         """
-        lengths = examples.lengths
-        _, first = np.unique(lengths, return_index=True)
-        chosen = np.concatenate([first, np.setdiff1d(np.arange(len(lengths)), first)])[:_TRIED]
-        device = input_device(self.model)
-        modes = {m: m.training for m in self.model.modules()}
+        chosen, device = rows_to_try(examples.lengths, _TRIED), input_device(self.model)
         batches = [examples.batch(rows) for rows in (chosen, chosen[-1:])]
-        try:
+        with keeping_modes(self.model):
             wrong = self._trial(batches, device, training=False)
             self.usable = not wrong
             wrong = wrong or self._trial(batches, device, training=True)
             self.usable_in_training = not wrong
-        finally:
-            for module, was in modes.items():
-                module.training = was
         if wrong:
-            inner = getattr(self.model, "get_base_model", lambda: self.model)()
             when = " in training" if self.usable else ""
+            name = type(unwrapped(self.model)).__name__
             say_once(
-                f"train.only_read: the last layer of {type(inner).__name__} cannot be computed for some positions only"
-                f"{when} ({wrong}); it is computed for all"
+                f"train.only_read: the last layer of {name} cannot be computed for some positions only{when} "
+                f"({wrong}); it is computed for all"
             )
 
     def _trial(self, batches: list[dict[str, Tensor]], device: torch.device, training: bool) -> str:
@@ -301,8 +295,8 @@ class OnlyRead:
             return self._differs(batches, device)
         except Unused as error:
             return str(error)
-        except Exception as error:  # a model's code may raise any error for inputs that it does not expect
-            return f"{type(error).__name__}: {error}".splitlines()[0]
+        except Exception as error:
+            return failure(error)
 
     def _differs(self, batches: list[dict[str, Tensor]], device: torch.device) -> str:
         config: Any = self.model.config
@@ -316,12 +310,10 @@ class OnlyRead:
             plain = self._results(inputs, read)
             with self._narrowed(Positions.of(read, device or input_device(self.model))):
                 ours = self._results(inputs, read)
-            # Rounding errors of a layer; of gradients all together, because some of them are zero but for rounding.
+            # Gradients are compared all together, because some of them are zero but for rounding.
             for what, a, b in zip(("outputs", "gradients of the input", "gradients", "random numbers"), plain, ours):
-                allowed = max(1e-4, 8 * rounding(self.model))
-                difference, scale = float((a - b).abs().max()), float(a.abs().max())
-                if not difference <= allowed * scale:  # NaN too
-                    return f"{what} up to {scale:.2g} differ by {difference:.2g}"
+                if wrong := differing(what, a, b, rounding(self.model)):
+                    return wrong
         return ""
 
     def _results(self, inputs: dict[str, Tensor], read: Tensor) -> tuple[Tensor, ...]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..config import load_config
+from ..runs.records import flat_metrics
 from ..runs.summary import for_people, human_bytes, per_client_and_round, seconds
 from .look import plot, table
 from .runs import Shown
@@ -18,8 +19,13 @@ MOST_CLIENTS = 200
 #: of classes whose counts are written into a confusion matrix
 _MOST_CLASSES = 12
 _COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#65a30d")
-_HALVES = {"lora_A": ("A", "solid"), "lora_B": ("B", "dash"), "adapter": ("adapter", "solid"), "head": ("head", "dot")}
-_HALVES["base"] = ("base weights", "dashdot")
+_HALVES = {
+    "lora_A": ("A", "solid"),
+    "lora_B": ("B", "dash"),
+    "adapter": ("adapter", "solid"),
+    "head": ("head", "dot"),
+    "base": ("base weights", "dashdot"),
+}
 
 Trace = dict[str, Any]
 
@@ -75,8 +81,7 @@ def _kinds(runs: Sequence[Shown]) -> list[tuple[str, str]]:
 
 def _last(run: Shown) -> dict[str, float]:
     last: Mapping[str, Any] = next((r["metrics"] for r in reversed(run.history) if r["metrics"]), {})
-    found = {f"{split}_{name}": value for split, values in last.items() for name, value in values.items()}
-    return {name.replace("_", " "): value for name, value in found.items()}
+    return {name.replace("_", " "): value for name, value in flat_metrics(last).items()}
 
 
 def _best(run: Shown) -> dict[str, Any]:

@@ -126,7 +126,7 @@ class Answers:
             self.site.model,
             self.site.tokenizer,
             [prompt.tolist() for prompt in self.prompts],
-            batch_size=self.site.config.eval.batch_size or self.site.config.dataloader.batch_size,
+            batch_size=self.site.config.eval_batch_size,
             max_new_tokens=self.asked.max_tokens,
             temperature=self.asked.temperature,
             seed=derive(self.site.config.seed, "answers", round),

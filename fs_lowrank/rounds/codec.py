@@ -133,3 +133,16 @@ class Uniform:
             else nbytes({n: t})
             for n, t in tensors.items()
         )
+
+
+def codec_of(method: str, nbits: int) -> Codec:
+    """The encoding of messages and updates that the framework's section ``quantization`` asks for."""
+    return Uniform(nbits) if method == "uniform" else Plain()
+
+
+def why_no_codec(method: str, nbits: int) -> list[str]:
+    """What is wrong with the values of ``quantization``, in words; nothing if ``codec_of`` takes them."""
+    if method not in ("none", "uniform"):
+        return [f"quantization.method = {method}: expected none or uniform"]
+    wrong = method == "uniform" and nbits not in _WHOLE_NUMBERS
+    return [f"quantization.nbits = {nbits}: expected 8 or 16"] if wrong else []

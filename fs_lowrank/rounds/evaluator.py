@@ -83,7 +83,7 @@ class Evaluator:
         Args:
             owner: name of ``examples`` in the cache of frozen layers.
         """
-        size = self.config.eval.batch_size or self.config.dataloader.batch_size
+        size = self.config.eval_batch_size
         site = self.site
         return evaluate(site.model, examples, size, metrics=metrics, owner=owner, prefix=site.prefix, reads=site.reads)
 
@@ -95,7 +95,7 @@ class Evaluator:
             client, ``acc`` of the same predictions on its share of the test set, and its number of ``samples``.
         """
         site, test = self.site, self.site.held_out()["test"]
-        size = self.config.eval.batch_size or self.config.dataloader.batch_size
+        size = self.config.eval_batch_size
         found = predictions(site.model, test, size, owner="test", prefix=site.prefix, reads=site.reads)
         labels, classes = np.asarray(test.labels), len(self.site.data.label_names)
         pairs = np.bincount(labels * classes + found, minlength=classes**2)

@@ -30,7 +30,7 @@ from ..runs.checkpoint import Checkpoint, load_checkpoint, remove_old, save_chec
 from ..runs.environment import environment, versions, write_environment
 from ..runs.folder import check_outdir, claim, replaced
 from ..runs.plots import plot_clients, plot_curves, plot_test, setting_of
-from ..runs.records import Records, read_records
+from ..runs.records import Records, flat_metrics, read_records
 from ..runs.result import RunResult, sort_configs
 from ..runs.split import read_split, write_split
 from ..runs.tables import client_lines, result_lines
@@ -126,11 +126,9 @@ class RecordKeeper:
         """Keep what is trained as it is now, after the best round so far; before its checkpoint is written."""
         record = self.history[-1]
         self.site.load_global(self.ledger.state)  # the model may hold the tensors of a client that was evaluated
-        result = self._result()
+        result, metrics = self._result(), flat_metrics(record["metrics"])
         for kind, save in self._savings(result).items():
-            card = model_card(
-                self.config, result.facts, _figures(record), kind, self.evaluator.best_by, record["round"]
-            )
+            card = model_card(self.config, result.facts, metrics, kind, self.evaluator.best_by, record["round"])
             self._save_trained(f"{best.place(record['round'])}/{kind}", save, card)
         best.seal(self.outdir, record["round"])
 
@@ -223,7 +221,7 @@ class RecordKeeper:
                 if gone:
                     return
         self.site.load_global(self.site.initial_state)
-        self.before = _figures({"metrics": self.evaluator.evaluate(self.site.initial_state)})
+        self.before = flat_metrics(self.evaluator.evaluate(self.site.initial_state))
         self.site.load_global(self.ledger.state)
         write_text(path, to_json({"schema": SCHEMA, **self.before}, indent=1))
 
@@ -373,22 +371,7 @@ class RecordKeeper:
             outdir=self.outdir,
             model=self.site.model,
             base_changed="base" in self.method.shared or any("base" in tags(n) for n in self.site.changed_base()),
-            facts={
-                "method": self.method.name,
-                "source": self.site.data.source,
-                "data": self.site.data.fingerprint,
-                "model": self.site.base_fingerprint,
-                "configuration": self.site.configured,
-                "config": self.config.fingerprint(),
-                "clients": self.site.data.partition.sizes().tolist(),
-                "rows": self.site.data.counts(),
-                "columns": self.site.data.columns,
-                "held_out": {split: len(examples) for split, examples in self.site.held_out().items()},
-                "majority": self.site.data.majority,
-                "parameters": self.site.parameters,
-                "images": self.site.data.image_shape,
-                "labels": self.site.data.label_names,
-            },
+            facts={"method": self.method.name, **self.site.facts()},
         )
 
     def _savings(self, result: RunResult) -> dict[str, Callable[[Path], object]]:
@@ -424,7 +407,7 @@ class RecordKeeper:
             result.facts["own_models"] = self.evaluator.differ(self.ledger.state)
         final = result.final
         last: Mapping[str, Any] = next((r for r in reversed(history) if r["metrics"]), {"metrics": {}})
-        final |= {**_figures(last), **self._unseen(last)}
+        final |= {**flat_metrics(last["metrics"]), **self._unseen(last)}
         result.before = self.before
         for metric in [f"{split}_acc" for split in last["metrics"] if "acc" in last["metrics"][split]]:
             split = metric.removesuffix("_acc")
@@ -437,7 +420,7 @@ class RecordKeeper:
             final["best_round"] = min(ranked, key=ranked.__getitem__)
         record = self._best()
         if record:
-            result.best = {"round": record["round"], "by": self.evaluator.best_by, **_figures(record)}
+            result.best = {"round": record["round"], "by": self.evaluator.best_by, **flat_metrics(record["metrics"])}
         for name, save in self._savings(result).items():
             card = model_card(self.config, result.facts, final, name, round=history[-1]["round"] if history else 0)
             self._save_trained(name, save, card)
@@ -489,10 +472,3 @@ class RecordKeeper:
 def _sizes(sizes: Sequence[int]) -> dict[str, int]:
     """How many clients there are, and how many samples the smallest and the largest of them has."""
     return {"number": len(sizes), "least": min(sizes), "most": max(sizes)}
-
-
-def _figures(record: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a record by ``SPLIT_METRIC``."""
-    return {
-        f"{split}_{name}": v for split, of in record["metrics"].items() for name, v in of.items() if name != "clients"
-    }

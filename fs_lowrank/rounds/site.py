@@ -286,6 +286,24 @@ class Site:
             lambda i: self.data.clients[clients[i] - 1],
         )
 
+    def facts(self) -> dict[str, Any]:
+        """What the data and the model are, for the summary of a run."""
+        return {
+            "source": self.data.source,
+            "data": self.data.fingerprint,
+            "model": self.base_fingerprint,
+            "configuration": self.configured,
+            "config": self.config.fingerprint(),
+            "clients": self.data.partition.sizes().tolist(),
+            "rows": self.data.counts(),
+            "columns": self.data.columns,
+            "held_out": {split: len(examples) for split, examples in self.held_out().items()},
+            "majority": self.data.majority,
+            "parameters": self.parameters,
+            "images": self.data.image_shape,
+            "labels": self.data.label_names,
+        }
+
     def held_out(self) -> dict[str, Examples | ImageExamples]:
         """The splits to evaluate on, by the names of ``eval.split``; an empty validation set is left out."""
         splits = {split: getattr(self.data, SPLITS[split]) for split in self.config.eval.split if split in SPLITS}

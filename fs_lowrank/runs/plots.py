@@ -36,8 +36,8 @@ _HALVES: dict[str, tuple[str, Any]] = {
     "lora_B": ("B", "--"),
     "adapter": ("adapter", "-"),
     "head": ("head", ":"),
+    "base": ("base weights", "-."),
 }
-_HALVES["base"] = ("base weights", "-.")
 
 
 def setting_of(config: Settings, *, seeds: Sequence[int] = (), rate: bool = True) -> str:

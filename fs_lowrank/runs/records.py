@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,11 @@ from ..jobs.files import Fields, cannot_write, check_fields, from_json, sync, to
 logger = logging.getLogger("fs_lowrank")
 
 Record = dict[str, Any]
+
+
+def flat_metrics(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The ``metrics`` of a round, by split and name, by ``SPLIT_NAME``; those of single clients are left out."""
+    return {f"{split}_{n}": value for split, of in metrics.items() for n, value in of.items() if n != "clients"}
 
 
 class Records:

@@ -27,6 +27,7 @@ from ..models.saved import save_adapter
 from ..settings.metrics import larger_is_better
 from .chance import run_verdict
 from .plots import curves
+from .records import flat_metrics
 from .split import read_about
 from .summary import for_people
 
@@ -137,7 +138,7 @@ class RunResult:
                 "clients": len(r["clients"]),
                 "failed": len(r["failed"]),
                 "train_loss": r["loss"],
-                **{f"{split}_{name}": value for split, of in r["metrics"].items() for name, value in of.items()},
+                **flat_metrics(r["metrics"]),
                 **{key: r[key] for key in ("uplink_bytes", "downlink_bytes")},
                 **{f"seconds_{name}": value for name, value in r["seconds"].items()},
             }

@@ -161,6 +161,11 @@ class Settings:
         return 1 if self.alone else self.federate.client_num
 
     @property
+    def eval_batch_size(self) -> int:
+        """The number of samples of a batch in evaluation."""
+        return self.eval.batch_size or self.dataloader.batch_size
+
+    @property
     def sampled_per_round(self) -> int:
         """The number of clients selected in a round, at least 1."""
         federate = self.federate

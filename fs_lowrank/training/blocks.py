@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from ..errors import say_once
 from ..models.adapters import layer_stack
 from ..models.checkpointing import recomputes
-from ..models.kinds import is_encoder_decoder
+from ..models.kinds import is_encoder_decoder, unwrapped
 from ..models.machine import input_device, rounding
 from ..models.masks import Masks, comparable, draw, draws
+from ..models.trials import differing, failure
 
 #: by device: what a further block costs in each layer, in multiplications (calls) and in tokens (small matrices).
 #: Measured on a processor, where it is 80 and 40 tokens at widths 384 and 768; of a GPU only its order is known
@@ -121,12 +122,11 @@ class Blocks:
             order = indices[np.argsort(examples.lengths[indices], kind="stable")]
             try:
                 wrong = self._differs(examples, order[[0, 1, -2, -1]] if len(order) > 3 else order)
-            except Exception as error:  # a model's code may raise any error for inputs that it does not expect
-                wrong = f"{type(error).__name__}: {error}".splitlines()[0]
+            except Exception as error:
+                wrong = failure(error)
             _USABLE[self.model] = not wrong
             if wrong:
-                inner = getattr(self.model, "get_base_model", lambda: self.model)()
-                say_once(f"train.blocks: a batch of {type(inner).__name__} is not divided ({wrong})")
+                say_once(f"train.blocks: a batch of {type(unwrapped(self.model)).__name__} is not divided ({wrong})")
         return _USABLE[self.model]
 
     @torch.no_grad()
@@ -149,9 +149,7 @@ class Blocks:
         ours, again = results(parts, self._masks(lengths, parts))
         if number != again:
             return "its blocks draw other random numbers"
-        allowed = max(1e-4, 8 * rounding(self.model))
-        difference, scale = float((whole - ours).abs().max()), float(whole.abs().max())
-        return "" if difference <= allowed * scale else f"logits up to {scale:.2g} differ by {difference:.2g}"
+        return differing("logits", whole, ours, rounding(self.model))
 
 
 #: gives dropout's mask of a batch, 0 or not: from its shape, the sides that go over positions, the values, and p

@@ -27,6 +27,7 @@ from ..models.machine import input_device, rounding
 from ..models.names import all_tensors, select, tags, tensor_of
 from ..models.reads import OnlyRead
 from ..models.slots import Apart, Slots, check_modules
+from ..models.trials import differing, failure, keeping_modes, rows_to_try
 from ..seeds import derive
 from ..settings import OPTIMIZERS_8BIT, Optimizer, Settings
 from .blocks import Blocks, drawn_by_each, masks_of, overhead
@@ -352,28 +353,25 @@ def differs(model: nn.Module, held: Collection[str], examples: Any) -> str:
     own = {n: model.get_parameter(n).detach().clone() for n in names}
     if not names:
         return "no tensor that it trains is that of a linear layer or a layer norm"
-    _, first = np.unique(examples.lengths, return_index=True)
-    chosen = np.resize(np.concatenate([first, np.setdiff1d(np.arange(len(examples)), first)]), _TRIED)
+    chosen = np.resize(rows_to_try(examples.lengths, len(examples)), _TRIED)
     batches = np.split(chosen, [1, 2])
     draw = torch.Generator().manual_seed(0)
     each = [{n: own[n] + 0.02 * torch.randn(own[n].shape, generator=draw).to(own[n]) for n in names} for _ in batches]
-    modes = {m: m.training for m in model.modules()}
-    asked = {p: p.requires_grad for p in model.parameters()}
-    device = input_device(model)
-    model.eval()
+    asked, device = {p: p.requires_grad for p in model.parameters()}, input_device(model)
     try:
-        plain = [
-            _gradients(model, tensors, to_device(examples.batch(rows), device)) for tensors, rows in zip(each, batches)
-        ]
-        return _compared(plain, _gradients_together(model, each, held, examples, batches), rounding(model))
+        with keeping_modes(model):
+            model.eval()
+            plain = [
+                _gradients(model, tensors, to_device(examples.batch(rows), device))
+                for tensors, rows in zip(each, batches)
+            ]
+            return _compared(plain, _gradients_together(model, each, held, examples, batches), rounding(model))
     except Apart as error:
         return str(error)
-    except Exception as error:  # a model's code may raise any error for inputs that it does not expect
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+    except Exception as error:
+        return failure(error)
     finally:
         load_tensors(model, own)
-        for module, was in modes.items():
-            module.training = was
         for parameter, was in asked.items():
             parameter.requires_grad_(was)
 
@@ -411,7 +409,6 @@ def _gradients_together(
 
 def _compared(plain: Sequence[Gradients], ours: Sequence[Gradients], eps: float) -> str:
     """What differs beyond rounding, whose relative error is ``eps``, between losses and gradients."""
-    allowed = max(1e-4, 8 * eps)
     for (loss, gradients), (our_loss, our_gradients) in zip(plain, ours):
         flat = [
             torch.cat([g.detach().flatten().float() for g in each if g is not None] or [loss.new_zeros(1).float()])
@@ -421,9 +418,8 @@ def _compared(plain: Sequence[Gradients], ours: Sequence[Gradients], eps: float)
         for what, (a, b) in pairs.items():
             if a.shape != b.shape:
                 return f"other tensors have {what}"
-            difference, scale = float((a - b).abs().max()), float(a.abs().max())
-            if not difference <= allowed * scale:  # NaN too
-                return f"{what} up to {scale:.2g} differ by {difference:.2g}"
+            if wrong := differing(what, a, b, eps):
+                return wrong
     return ""
 
 

@@ -7,7 +7,7 @@ from itertools import groupby
 
 import torch
 
-from ..models.kinds import is_encoder_decoder
+from ..models.kinds import is_encoder_decoder, unwrapped
 from ..models.machine import input_device
 from ..models.prompts import generating, is_prompted
 
@@ -49,7 +49,7 @@ def continue_prompts(
             newest = tokenizer.batch_decode(input_ids[:, first:][:, -_NEWEST:], skip_special_tokens=True)
             return torch.tensor([any(s in text for s in stop) for text in newest], device=input_ids.device)
 
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # the adapter's layers are in it
+    inner = unwrapped(model)
     prompted, paired = is_prompted(model), is_encoder_decoder(inner)
     device = input_device(model)
     own = inner.generation_config

@@ -592,6 +592,13 @@ def test_errors_are_reported_before_training(place, tiny_encoder, monkeypatch):
         (("[query]", "[qery]"), "no module 'qery'; did you mean 'query'"),
         (("r: 2", "r: 33"), "rank 33 is above the width"),
         (("tok_len: 24", "tok_len: 65"), "has 64 positions; set llm.tok_len"),
+        (
+            (
+                "total_round_num: 4}\nmethods: [rolora, fedlora]",
+                "total_round_num: 4}\n  fedopt: {use: True}\nmethods: [flora]",
+            ),
+            "flora's server step is not a weighted mean",
+        ),
     ):
         (place / "cannot.yaml").write_text(text.replace(*change))
         options = Options(("cannot.yaml",), results="elsewhere")

@@ -220,7 +220,7 @@ def test_models_that_do_not_compute_with_them(settings, tmp_path):
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     LlamaModel(LlamaConfig(vocab_size=vocabulary, **shape, pad_token_id=0)).save_pretrained(tmp_path / "llama")
     llama = {"model.type": f"{tmp_path / 'llama'}@transformers", "federate.total_round_num": 1}
-    with pytest.raises(UserError, match="prompt cannot be used with LlamaFor.*: padding changes its logits"):
+    with pytest.raises(UserError, match="prompt cannot be used with LlamaFor.*: padding changes what it gives: logits"):
         LocalEngine(load_config(settings, {**llama, **args("prompt"), "outdir": str(tmp_path / "a")}))
     fs_lowrank.run(load_config(settings, {**llama, **args("prefix"), "outdir": str(tmp_path / "b")}), progress=False)
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from ...algebra import nbytes
 from ...errors import RunFailed, UserError
 from ...methods import RefusedUpdate
-from ...rounds.codec import Codec, Plain, Uniform
+from ...rounds.codec import codec_of
 from ...rounds.copies import LostCopy, OwnCopy, SharedCopy, answer, apology
 from ...rounds.parcel import Parcel
 from . import wire
-from .config import for_frameworks_workers
+from .config import evaluated_key, for_frameworks_workers
 from .distributed_client import DistributedClient
 from .logs import name_file
 from .session import current
@@ -25,25 +25,18 @@ from .sums import add_shares, alike, split_secret
 logger = logging.getLogger("federatedscope.lowrank")
 
 
-def codec_of(cfg) -> Codec:
-    """The encoding of messages and updates that the framework's section ``quantization`` asks for."""
-    return Uniform(cfg.quantization.nbits) if cfg.quantization.method == "uniform" else Plain()
-
-
 def with_own_splits(config, data):
     """``config`` of a client that evaluates the splits of which it has rows: the framework fails on any other.
 
     Where the best result is of a split without rows, it is of the first split that has some.
     """
     own = [split for split in config.eval.split if data.get(split, {}).get("examples") is not None]
-    split, _, metric = config.eval.best_res_update_round_wise_key.partition("_")
     if not own or own == list(config.eval.split):
         return config
     config = config.clone()
     config.defrost()
     config.eval.split = own
-    if split in ("val", "test") and split not in own:
-        config.eval.best_res_update_round_wise_key = f"{own[0]}_{metric}"
+    config.eval.best_res_update_round_wise_key = evaluated_key(config.eval.best_res_update_round_wise_key, own)
     config._immutable(True)
     return config
 
@@ -68,7 +61,8 @@ class LowRankClient(DistributedClient):
         self.distributed = config.federate.mode == "distributed"
         config = with_own_splits(config, kwargs["data"])
         super().__init__(config=for_frameworks_workers(config), **kwargs)
-        self._cfg, self.ready, self.codec = config, True, codec_of(config)
+        self._cfg, self.ready = config, True
+        self.codec = codec_of(config.quantization.method, config.quantization.nbits)
         if self.distributed and self.session.index > 0:
             self.ID = self.session.index
         self.timeout = self.session.config.lowrank.timeout

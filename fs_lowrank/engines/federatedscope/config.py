@@ -12,7 +12,7 @@ import functools
 import re
 import sys
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ import torch
 from ...config import Config, check_engine, load_config
 from ...errors import UserError, nearest
 from ...methods import get_method_class, list_methods, requirements
+from ...rounds.codec import why_no_codec
 from ...settings import (
     Origin,
     Settings,
@@ -325,14 +326,7 @@ def _excluded(cfg, method: str, sums: bool) -> list[str]:
             "others are in",
         ),
         (shares and federate.client_num < 2, "federate.use_ss needs at least two clients"),
-        (
-            quantises and cfg.quantization.method != "uniform",
-            f"quantization.method = {cfg.quantization.method!r}: the framework has none and uniform",
-        ),
-        (
-            quantises and cfg.quantization.nbits not in (8, 16),
-            f"quantization.nbits = {cfg.quantization.nbits}: the framework has 8 and 16",
-        ),
+        *((True, said) for said in why_no_codec(cfg.quantization.method, cfg.quantization.nbits)),
         (
             "client_test_" in best,
             f"eval.best_res_update_round_wise_key = {best!r}: the framework files clients' own metrics under test_",
@@ -378,6 +372,15 @@ def to_framework(config: Settings):
         node[key] = list(value) if isinstance(value, tuple) else value
     cfg.assert_cfg()
     return cfg
+
+
+def evaluated_key(key: str, splits: Sequence[str]) -> str:
+    """``eval.best_res_update_round_wise_key`` where ``splits`` are evaluated: of the first of them if it names another.
+
+    The framework ends a run whose key names a split that is not evaluated, and its default is ``val_loss``.
+    """
+    split, _, metric = key.partition("_")
+    return f"{splits[0]}_{metric}" if splits and split in ("val", "test") and split not in splits else key
 
 
 def for_frameworks_workers(cfg):

@@ -7,7 +7,7 @@ from federatedscope.core.data import ClientData
 from federatedscope.core.splitters import BaseSplitter
 
 from ...data import PARTITIONERS, Rows, partition
-from .config import check_method_name, our_method, use_client_cfgs
+from .config import check_method_name, evaluated_key, our_method, use_client_cfgs
 from .session import Session, open_session
 
 
@@ -50,10 +50,8 @@ def load(config, client_cfgs=None):
 def worker_data(session: Session, config):
     """The data of the workers in this process: by worker number in standalone mode, else those of the only worker."""
     held_out = {split: examples for split, examples in session.site.held_out().items() if len(examples)}
-    split, _, metric = config.eval.best_res_update_round_wise_key.partition("_")
-    if held_out and split in ("val", "test") and split not in held_out:
-        # The framework ends a run whose key names a split that is not evaluated, and its default is val_loss.
-        config.eval.best_res_update_round_wise_key = f"{next(iter(held_out))}_{metric}"
+    key = config.eval.best_res_update_round_wise_key
+    config.eval.best_res_update_round_wise_key = evaluated_key(key, list(held_out))
     if session.role == "server":
         return WorkerData(config, **held_out)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import torch
 
 from ...errors import RunFailed, UserError
 from ...jobs.files import cannot_write
+from ...runs.folder import outdir_of
 from ...runs.result import RunResult
 from ...settings import Settings
 from ..kept import settings_kept
@@ -45,7 +44,7 @@ def run(config: Settings, resume: bool = False, on_round=None, on_client=None) -
         processes = training + 1 if training > 1 else 1
     cfg = to_framework(config)
     # The framework itself would choose a new folder for each run.
-    outdir = Path(config.outdir) / config.expname
+    outdir = outdir_of(config)
     is_client = config.federate.mode == "distributed" and cfg.distribute.role == "client"
     outdir = outdir / f"client_{max(cfg.distribute.data_idx, 0)}" if is_client else outdir
     outdir.mkdir(parents=True, exist_ok=True)

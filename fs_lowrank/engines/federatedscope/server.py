@@ -14,6 +14,7 @@ from federatedscope.core.message import Message
 
 from ...errors import UserError
 from ...methods import RefusedUpdate
+from ...rounds.codec import codec_of
 from ...rounds.fits import SPLITS
 from ...rounds.intake import Kept, RunningMean
 from ...rounds.parcel import Parcel
@@ -21,7 +22,6 @@ from ...rounds.round import Order, Round
 from ...settings.metrics import measured
 from . import wire
 from .aggregator import MethodAggregator
-from .client import codec_of
 from .config import for_frameworks_workers
 from .distributed_server import DistributedServer
 from .scores import check_scores
@@ -59,7 +59,8 @@ class LowRankServer(DistributedServer):
         super().__init__(config=for_frameworks_workers(config), **kwargs)
         self._cfg = config
         lowrank = self.session.config.lowrank
-        self.ledger, self.codec = self.session.ledger, codec_of(config)
+        self.ledger, quantization = self.session.ledger, config.quantization
+        self.codec = codec_of(quantization.method, quantization.nbits)
         self.timeout, self.min_clients = lowrank.timeout, lowrank.min_clients
         self.aggregator = MethodAggregator(self.session)
         self.aggregators = [self.aggregator]

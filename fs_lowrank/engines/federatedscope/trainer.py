@@ -70,7 +70,7 @@ class LowRank:
         examples = self.ctx.get(f"{split}_data")
         if examples is None:
             return {}
-        size = config.eval.batch_size or config.dataloader.batch_size
+        size = config.eval_batch_size
         # The site's cache knows the whole held-out sets, not the clients' shares of them.
         prefix, reads = (
             self.session.site.prefix if self.number == 0 else None,

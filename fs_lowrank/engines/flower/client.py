@@ -31,7 +31,7 @@ from ...rounds.joining import agreed, proof_of
 from ...rounds.parcel import Parcel
 from ...rounds.personal import PersonalParts
 from ...rounds.site import Site
-from .keys import codec_of
+from . import keys
 from .messages import packed, unpacked
 
 
@@ -122,7 +122,7 @@ class Node:
         """
         site, round, purpose = self.workplace.site, order.facts["round"], order.facts["purpose"]
         client, own, tests = self.workplace.of(self.client, self.own_data)
-        codec, personal = codec_of(self.config), PersonalParts(site.personal.untrained)
+        codec, personal = keys.codec(self.config), PersonalParts(site.personal.untrained)
         self.workplace.start_again()
         copy = OwnCopy(site.method, site.model, self.client, personal, codec, self.identity)
         copy.restore(self.disk)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from ...config import Config, check_engine
-from ...rounds.codec import Codec, Plain, Uniform
+from ...rounds.codec import Codec, codec_of, why_no_codec
 
 
 def check(config: Config) -> None:
     """Raise ``UserError`` for keys that the engine does not honour, and report those without effect."""
-    method, nbits = config.get("quantization.method"), config.get("quantization.nbits")
-    wrong = []
-    if method not in ("none", "uniform"):
-        wrong.append(f"quantization.method = {method}: expected none or uniform")
-    if method == "uniform" and nbits not in (8, 16):
-        wrong.append(f"quantization.nbits = {nbits}: expected 8 or 16")
-    check_engine(config, "flower", wrong)
+    check_engine(config, "flower", why_no_codec(*_quantization(config)))
 
 
-def codec_of(config: Config) -> Codec:
-    """How messages and updates are encoded: as they are, or as the framework's ``quantization`` says."""
-    return Uniform(config.get("quantization.nbits")) if config.get("quantization.method") == "uniform" else Plain()
+def codec(config: Config) -> Codec:
+    """How messages and updates are encoded."""
+    return codec_of(*_quantization(config))
+
+
+def _quantization(config: Config) -> tuple[str, int]:
+    return config.get("quantization.method"), config.get("quantization.nbits")

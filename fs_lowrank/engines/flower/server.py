@@ -36,8 +36,8 @@ from ...rounds.site import Site
 from ...runs.folder import outdir_of
 from ...runs.result import RunResult
 from ...settings.metrics import measured
+from . import keys
 from .client import memory
-from .keys import codec_of
 from .messages import ENCODING, packed, unpacked
 from .waiting import Waiting
 
@@ -108,7 +108,7 @@ class Server:
         self.folder = outdir_of(config) / FOLDER
         self.site = Site(config)
         self.proof = proof_of(self.site)
-        self.codec = codec_of(config)
+        self.codec = keys.codec(config)
         self.evaluator = Evaluator(self.site)
         self.evaluator.check_watched()
         parts = self.site.method, self.site.initial_state, self.site.clients
