@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -104,128 +104,203 @@ def _cut_alike(tokenizer: Any, cut: tuple[Any, Any]) -> None:
 
 def _built(cfg: Any, tokenizer: Any, raw: RawData) -> FederatedData:
     origin = getattr(cfg, "source", None) or Origin()
-    seed = int(cfg.seed)
     args = data_args(cfg.data, origin)
-    test_seed = getattr(getattr(cfg, "lowrank", None), "test_seed", -1)
+    frames = _frames(cfg, raw)
+    read = _read(cfg, raw)
+    examples: dict[str, Any] = {}
+    texts = image_shape = None
+    if raw.images is None:
+        texts = _Texts(cfg, tokenizer, raw, args, frames["train"])
+        for split in frames:
+            examples[split], frames[split] = texts.examples(frames[split], split)
+    else:
+        examples = _images(cfg, raw, frames, origin)
+        image_shape = _image_shape(examples)
+    parts, shares = _partitioned(cfg, raw, frames, examples, origin)
+    if texts is not None:
+        examples["train"] = texts.cut_otherwise(examples["train"], frames["train"], parts)
+    if alone := getattr(cfg, "alone", 0):
+        parts.indices = Ragged.of([parts.indices[alone - 1]])
+        shares = Ragged.of([shares[alone - 1]]) if "test" in examples else shares
+    return FederatedData(
+        train=examples["train"],
+        validation=examples.get("validation"),
+        test=examples.get("test"),
+        task=raw.task,
+        label_names=raw.label_names,
+        num_labels=raw.num_labels,
+        source=raw.source,
+        fingerprint=_digest(examples, parts),
+        partition=parts,
+        majority=_majority(examples.get("test")) if raw.task != REGRESSION else None,
+        skipped=texts.skipped if texts else dict(raw.skipped),
+        read=read,
+        truncated=texts.truncated if texts else {},
+        tok_len=texts.length if texts else None,
+        image_shape=image_shape,
+        test_shares=shares,
+        rows={split: frame.index.to_numpy(np.int64) for split, frame in frames.items()},
+        cut=tuple(split for split in ("validation", "test") if getattr(raw, split) is None),
+        columns=raw.columns,
+    )
+
+
+def _frames(cfg: Any, raw: RawData) -> dict[str, pd.DataFrame]:
+    """The rows of ``train``, ``validation`` and ``test``, those of them that there are."""
+    seed, test_seed = int(cfg.seed), getattr(getattr(cfg, "lowrank", None), "test_seed", -1)
     test_seed = seed if test_seed < 0 else test_seed
     train, validation, test = _split(raw, getattr(cfg.data, "splits", None), seed, test_seed)
-    if raw.test is not None and test_seed != seed and getattr(cfg.data, "test_subsample", 1.0) == 1:
+    of_test = getattr(cfg.data, "test_subsample", 1.0)
+    if raw.test is not None and test_seed != seed and of_test == 1:
         say_once(
             f"lowrank.test_seed = {test_seed} has no effect: the data have test rows of their own, and "
             "data.test_subsample = 1 takes all of them"
         )
     train = _subsample(train, "subsample", getattr(cfg.data, "subsample", 1.0), seed)
-    if test is not None:
-        test = _subsample(test, "test_subsample", getattr(cfg.data, "test_subsample", 1.0), test_seed)
-    skipped = dict(raw.skipped)
-    read = sum(len(part) for part in (raw.train, raw.validation, raw.test) if part is not None) + sum(skipped.values())
-    for reason, count in skipped.items():
+    test = None if test is None else _subsample(test, "test_subsample", of_test, test_seed)
+    found = {"train": train, "validation": validation, "test": test}
+    return {split: frame for split, frame in found.items() if frame is not None}
+
+
+def _read(cfg: Any, raw: RawData) -> int:
+    """The number of rows of the source, with those that are left out; too many empty ones are an error."""
+    there = sum(len(part) for part in (raw.train, raw.validation, raw.test) if part is not None)
+    read = there + sum(raw.skipped.values())
+    for reason, count in raw.skipped.items():
         if reason.startswith("empty "):
             _check_dropped(cfg, count, read, f"are without what they need ({reason})", "fill or remove them")
-    truncated: dict[str, int] = {}
-    max_len = args.get("max_len", None) or cfg.llm.tok_len
-    options: dict[str, Any] = {key: args[key] for key in ("template", "loss_on") if key in args}
-    paired = getattr(getattr(cfg, "model", None), "task", "") == "Seq2SeqLM"
-    folder = _folder(cfg) if isinstance(raw.train, StoredFrame) else None
-    if max_len == "auto" and raw.images is None:
-        max_len = _fitting_length(train, tokenizer, raw, paired, options, folder)
+    return read
 
-    pipelines = _pipelines(cfg.data, raw, origin) if raw.images is not None else {}
-    if raw.images is None:
+
+class _Texts:
+    """How the rows of a run are encoded.
+
+    Args:
+        args: of ``data.args``. train: the training rows, by which ``llm.tok_len: auto`` goes.
+    Attributes:
+        length: of a text, in tokens, at most. skipped, truncated: as in ``FederatedData``, so far.
+    """
+
+    def __init__(self, cfg: Any, tokenizer: Any, raw: RawData, args: dict[str, Any], train: pd.DataFrame):
+        self.cfg, self.tokenizer, self.raw = cfg, tokenizer, raw
+        self.options = {key: args[key] for key in ("template", "loss_on") if key in args}
+        self.paired = getattr(getattr(cfg, "model", None), "task", "") == "Seq2SeqLM"
+        self.folder = _folder(cfg) if isinstance(raw.train, StoredFrame) else None
+        self.skipped, self.truncated = dict(raw.skipped), dict[str, int]()
+        asked = args.get("max_len", None) or cfg.llm.tok_len
+        self.length: int = self._fitting_length(train) if asked == "auto" else asked
         check_vocabulary(train, tokenizer)
 
-    def encode(frame: pd.DataFrame, length: int) -> tuple[Examples, np.ndarray]:
-        return _encoded(frame, tokenizer, length, raw, paired, options, folder)
+    def _fitting_length(self, train: pd.DataFrame) -> int:
+        """The length in tokens, up to the limit of the model, with which 99 % of the training rows are not cut."""
+        examples, _ = self._encoded(train, min(self.tokenizer.model_max_length, LONGEST))
+        return int(np.quantile(examples.lengths, 0.99, method="higher"))
 
-    def ready(frame: pd.DataFrame | None, split: str):
-        """The rows as examples, and the frame of the rows that were kept."""
-        if frame is None:
-            return None, None
-        if raw.images is not None:
-            return ImageExamples(raw.images, frame["image"], frame["label"], pipelines[split]), frame
-        examples, kept = encode(frame, max_len)
+    def _encoded(self, frame: pd.DataFrame, length: int) -> tuple[Examples, np.ndarray]:
+        """The rows of ``frame`` as examples, and which of them were kept."""
+        if self.raw.task == CAUSAL_LM:
+            tokenize = tokenize_pairs if self.paired else tokenize_causal
+            return tokenize(frame, self.tokenizer, length, **self.options, folder=self.folder)
+        examples = tokenize_classification(frame, self.tokenizer, length, self.folder)
+        if self.raw.task == MULTI_LABEL:
+            examples.sets = self.raw.num_labels
+        return examples, np.ones(len(frame), dtype=bool)
+
+    def examples(self, frame: pd.DataFrame, split: str) -> tuple[Examples, pd.DataFrame]:
+        """The rows of a split as examples, and those of the rows that were kept."""
+        examples, kept = self._encoded(frame, self.length)
         dropped = int((~kept).sum())
         _check_dropped(
-            cfg,
+            self.cfg,
             dropped,
             len(frame),
-            f"of {split} have a prompt that fills llm.tok_len = {max_len}",
+            f"of {split} have a prompt that fills llm.tok_len = {self.length}",
             "raise llm.tok_len (auto: to fit the data)",
         )
-        count_skipped(skipped, "prompt too long", dropped)
-        truncated[split] = examples.truncated
+        count_skipped(self.skipped, "prompt too long", dropped)
+        self.truncated[split] = examples.truncated
         return examples, frame[kept]
 
-    train_examples, train = ready(train, "train")
-    validation_examples, validation = ready(validation, "validation")
-    test_examples, test = ready(test, "test")
-    image_shape = _image_shape(train_examples, [validation_examples, test_examples]) if pipelines else None
+    def cut_otherwise(self, examples: Examples, train: pd.DataFrame, parts: Partition) -> Examples:
+        """``examples`` with the rows of the clients that have a length of their own (``lowrank.clients``) cut to that.
 
-    fields = {name: train[name].to_numpy() for name in raw.fields if name in train}
+        Rows that it leaves no answer are taken from ``parts`` and counted.
+
+        Raises:
+            UserError: a client would have no row left, or more of their rows than ``data.max_dropped`` would be left
+                out.
+        """
+        for length, clients in _own_lengths(self.cfg).items():
+            examples = self._cut_to(length, clients, examples, train, parts)
+        self.truncated["train"] = examples.truncated
+        return examples
+
+    def _cut_to(
+        self, length: int, clients: Sequence[int], examples: Examples, train: pd.DataFrame, parts: Partition
+    ) -> Examples:
+        rows = np.sort(np.concatenate([parts.indices[client - 1] for client in clients]))
+        try:
+            own, fit = self._encoded(train.iloc[rows], length)
+        except UserError as error:
+            raise UserError(f"lowrank.clients: tok_len = {length}, of client {clients[0]}: {error}") from error
+        indices = list(parts.indices)
+        for client in clients:
+            mine = indices[client - 1]
+            indices[client - 1] = mine[fit[np.searchsorted(rows, mine)]]
+            if not len(indices[client - 1]):
+                raise UserError(f"lowrank.clients: tok_len = {length} leaves client {client} no answer; raise it")
+        if not fit.all():
+            which = f"of the clients with tok_len = {length} (lowrank.clients) have a prompt that fills it"
+            _check_dropped(self.cfg, int((~fit).sum()), len(fit), which, "raise it")
+            parts.indices = Ragged.of(indices)
+            count_skipped(self.skipped, "prompt too long", int((~fit).sum()))
+        replaced = examples.replaced(rows[fit], own, self.folder)
+        # Those that were counted when these were made with the usual length.
+        replaced.truncated -= self._encoded(train.iloc[rows], self.length)[0].truncated
+        return replaced
+
+
+def _partitioned(
+    cfg: Any, raw: RawData, frames: dict[str, pd.DataFrame], examples: dict[str, Any], origin: Origin
+) -> tuple[Partition, Ragged]:
+    """The training rows divided among the clients, and the rows of ``test`` likewise, if there are any."""
+    seed, train = int(cfg.seed), frames["train"]
     # Numbers have classes of equal size, of which those of held-out rows are found by the same bounds.
-    between = edges(train_examples.labels) if raw.task == REGRESSION else None
-    kinds = None if train_examples.labels is None else as_classes(np.asarray(train_examples.labels), between)
-    rows = Rows(len(train_examples), kinds, fields)
-    name = getattr(cfg.data, "splitter", None) or "iid"
-    splitter_args = one_mapping("data.splitter_args", getattr(cfg.data, "splitter_args", None), origin)
-    parts = partition(name, rows, cfg.federate.client_num, _rng(seed, "partition"), splitter_args, origin)
+    between = edges(examples["train"].labels) if raw.task == REGRESSION else None
+    fields = [name for name in raw.fields if name in train]
+
+    def rows(split: str) -> Rows:
+        labels, frame = examples[split].labels, frames[split]
+        kinds = None if labels is None else as_classes(np.asarray(labels), between)
+        return Rows(len(examples[split]), kinds, {name: frame[name].to_numpy() for name in fields if name in frame})
+
+    name, of_train = getattr(cfg.data, "splitter", None) or "iid", rows("train")
+    args = one_mapping("data.splitter_args", getattr(cfg.data, "splitter_args", None), origin)
+    parts = partition(name, of_train, cfg.federate.client_num, _rng(seed, "partition"), args, origin)
     parts.label_names = raw.label_names or None
     if raw.task in (REGRESSION, MULTI_LABEL):
         parts.labels = parts.label_names = None  # no counts of classes
-    shares = Ragged.of([])
-    if test_examples is not None:
-        held = Rows(
-            len(test_examples),
-            None if test_examples.labels is None else as_classes(np.asarray(test_examples.labels), between),
-            {name: test[name].to_numpy() for name in fields if name in test},
-        )
-        shares = matching_shares(parts, rows, held, _rng(seed, "client tests"))
+    if "test" not in examples:
+        return parts, Ragged.of([])
+    return parts, matching_shares(parts, of_train, rows("test"), _rng(seed, "client tests"))
 
-    if raw.images is None:
-        for own_len, clients in _own_lengths(cfg).items():
-            train_examples = _cut_otherwise(
-                cfg, train_examples, train, parts, max_len, own_len, clients, encode, skipped, folder
-            )
-        truncated["train"] = train_examples.truncated
 
-    if alone := getattr(cfg, "alone", 0):
-        parts.indices = Ragged.of([parts.indices[alone - 1]])
-        shares = Ragged.of([shares[alone - 1]]) if test_examples is not None else shares
-
+def _digest(examples: dict[str, Any], parts: Partition) -> str:
+    """The fingerprint of the data: SHA-256 in hex of the examples, and of which rows each client has."""
     digest = hashlib.sha256()
-    for part in (train_examples, validation_examples, test_examples):
-        digest.update((part.fingerprint() if part is not None else "none").encode())
+    for split in ("train", "validation", "test"):
+        digest.update((examples[split].fingerprint() if split in examples else "none").encode())
     sizes, indices = parts.sizes(), parts.indices.flat()
     # Of each client the number of its rows, and the rows.
     digest.update(np.insert(indices, np.cumsum(sizes) - sizes, sizes).astype("<i8").tobytes())
-    majority = None
-    if test_examples is not None and test_examples.labels is not None and raw.task != REGRESSION and len(test_examples):
-        majority = float(np.unique(test_examples.labels, return_counts=True)[1].max() / len(test_examples))
-    return FederatedData(
-        train=train_examples,
-        validation=validation_examples,
-        test=test_examples,
-        task=raw.task,
-        label_names=raw.label_names,
-        num_labels=raw.num_labels,
-        source=raw.source,
-        fingerprint=digest.hexdigest(),
-        partition=parts,
-        majority=majority,
-        skipped=skipped,
-        read=read,
-        truncated=truncated,
-        tok_len=None if raw.images is not None else max_len,
-        image_shape=image_shape,
-        test_shares=shares,
-        rows={
-            split: frame.index.to_numpy(np.int64)
-            for split, frame in (("train", train), ("validation", validation), ("test", test))
-            if frame is not None
-        },
-        cut=tuple(split for split in ("validation", "test") if getattr(raw, split) is None),
-        columns=raw.columns,
-    )
+    return digest.hexdigest()
+
+
+def _majority(test: Any) -> float | None:
+    """The fraction of the most frequent class; None without rows or classes."""
+    if test is None or test.labels is None or not len(test):
+        return None
+    return float(np.unique(test.labels, return_counts=True)[1].max() / len(test))
 
 
 def _own_lengths(cfg: Any) -> dict[int, list[int]]:
@@ -247,45 +322,6 @@ def _check_dropped(cfg: Any, dropped: int, rows: int, why: str, remedy: str) -> 
         )
 
 
-def _cut_otherwise(
-    cfg: Any,
-    examples: Examples,
-    train: pd.DataFrame,
-    parts: Partition,
-    usual: int,
-    length: int,
-    clients: Sequence[int],
-    encode: Callable[[pd.DataFrame, int], tuple[Examples, np.ndarray]],
-    skipped: dict[str, int],
-    folder: Path | None,
-) -> Examples:
-    """``examples`` with the rows of ``clients`` cut to ``length`` tokens in place of ``usual``; rows that it leaves no
-    answer are taken from ``parts`` and counted in ``skipped``.
-
-    Raises:
-        UserError: a client would have no row left, or more of their rows than ``data.max_dropped`` would be left out.
-    """
-    rows = np.sort(np.concatenate([parts.indices[client - 1] for client in clients]))
-    try:
-        own, fit = encode(train.iloc[rows], length)
-    except UserError as error:
-        raise UserError(f"lowrank.clients: tok_len = {length}, of client {clients[0]}: {error}") from error
-    indices = list(parts.indices)
-    for client in clients:
-        mine = indices[client - 1]
-        indices[client - 1] = mine[fit[np.searchsorted(rows, mine)]]
-        if not len(indices[client - 1]):
-            raise UserError(f"lowrank.clients: tok_len = {length} leaves client {client} no answer; raise it")
-    if not fit.all():
-        which = f"of the clients with tok_len = {length} (lowrank.clients) have a prompt that fills it"
-        _check_dropped(cfg, int((~fit).sum()), len(fit), which, "raise it")
-        parts.indices = Ragged.of(indices)
-        count_skipped(skipped, "prompt too long", int((~fit).sum()))
-    replaced = examples.replaced(rows[fit], own, folder)
-    replaced.truncated -= encode(train.iloc[rows], usual)[0].truncated  # which were counted when these were made
-    return replaced
-
-
 def _folder(cfg: Any) -> Path:
     """Where the tokens of data that stay on disk are kept: the run's folder."""
     folder = Path(cfg.outdir, cfg.expname)
@@ -296,49 +332,25 @@ def _folder(cfg: Any) -> Path:
     return folder
 
 
-def _encoded(
-    frame: pd.DataFrame,
-    tokenizer: Any,
-    length: int,
-    raw: RawData,
-    paired: bool,
-    options: dict[str, Any],
-    folder: Path | None,
-) -> tuple[Examples, np.ndarray]:
-    """The rows of ``frame`` as examples, and which of them were kept."""
-    if raw.task == CAUSAL_LM:
-        return (tokenize_pairs if paired else tokenize_causal)(frame, tokenizer, length, **options, folder=folder)
-    examples = tokenize_classification(frame, tokenizer, length, folder)
-    if raw.task == MULTI_LABEL:
-        examples.sets = raw.num_labels
-    return examples, np.ones(len(frame), dtype=bool)
-
-
-def _fitting_length(
-    train: pd.DataFrame, tokenizer: Any, raw: RawData, paired: bool, options: dict[str, Any], folder: Path | None
-) -> int:
-    """The length in tokens, up to the limit of the model, with which 99 % of the training rows are not cut."""
-    limit = min(tokenizer.model_max_length, LONGEST)
-    examples, _ = _encoded(train, tokenizer, limit, raw, paired, options, folder)
-    return int(np.quantile(examples.lengths, 0.99, method="higher"))
-
-
-def _pipelines(data_cfg: Any, raw: RawData, origin: Origin) -> dict[str, Pipeline]:
-    """The transforms of images for ``train``, ``validation`` and ``test``."""
+def _images(
+    cfg: Any, raw: RawData, frames: dict[str, pd.DataFrame], origin: Origin
+) -> dict[str, Examples | ImageExamples]:
+    """The rows of each split as images, with the transforms of the split."""
     usual = [["Normalize", {"mean": list(raw.mean), "std": list(raw.std)}]]
-    train = list(getattr(data_cfg, "transform", None) or usual)
+    train = list(getattr(cfg.data, "transform", None) or usual)
     pipelines = {"train": Pipeline(train, "data.transform", origin)}
     for split, key in (("validation", "val"), ("test", "test")):
-        steps = getattr(data_cfg, f"{key}_transform", None)
+        steps = getattr(cfg.data, f"{key}_transform", None)
         pipelines[split] = Pipeline(steps, f"data.{key}_transform", origin) if steps else pipelines["train"]
-    return pipelines
+    images: Any = raw.images
+    return {s: ImageExamples(images, f["image"], f["label"], pipelines[s]) for s, f in frames.items()}
 
 
-def _image_shape(train: ImageExamples, held_out: Iterable[ImageExamples | None]) -> tuple[int, int, int]:
+def _image_shape(examples: dict[str, Any]) -> tuple[int, int, int]:
     """The shape of the training images, with and without random steps, and of all others."""
-    channels, height, width = train.batch([0], _rng(0, "shape"))["pixel_values"].shape[1:]
-    for part in (train, *held_out):
-        if part is not None and part.shape != (channels, height, width):
+    channels, height, width = examples["train"].batch([0], _rng(0, "shape"))["pixel_values"].shape[1:]
+    for part in examples.values():
+        if part.shape != (channels, height, width):
             raise UserError(
                 f"{part.pipeline.key} makes images of shape {part.shape}, in training they are "
                 f"{(channels, height, width)}"
