@@ -17,84 +17,103 @@ from .sections import WITH_NORM, robust_weighs
 #: whether keys or sections have an effect, the reason if they have none, and their names
 Condition = tuple[bool, str, tuple[str, ...]]
 _ADAPTER = "llm.adapter.args"
+#: keys of the cache of frozen layers beside ``train.cache_frozen``
+_CACHE = tuple(f"train.cache_frozen_{name}" for name in ("bytes", "dir", "shared"))
 
 
 def _conditions(config: Settings, engine: str, method: Any) -> Iterator[Condition]:
     """What decides whether keys have an effect on ``engine``, under the class ``method``; later reasons prevail."""
-    model, vision = f"model.type is {config.model.type!r}", config.is_vision
     needs = method.requires(method.Params(**config.lowrank.params))
+    yield from _of_run(config, engine)
+    yield from _of_server(config, method, needs)
+    yield from _of_model(config)
+    yield from _of_training(config, needs)
+    yield from _of_frozen_layers(config, method)
+    yield from _of_what_is_trained(config, method, needs)
+    yield from _of_evaluation(config, engine)
+    for name, reason in needs.idle.items():
+        yield False, reason, (name,)
+
+
+def _of_run(config: Settings, engine: str) -> Iterator[Condition]:
     yield engine != "local", "it is for FederatedScope's and Flower's messages", ("verbose",)
     yield config.use_gpu or config.device == "cpu", "use_gpu is False", ("device",)
     rate = config.federate.sample_client_rate
     yield rate <= 0, f"federate.sample_client_rate = {rate:g} takes precedence", ("federate.sample_client_num",)
-    alone = config.federate.mode == "standalone" and config.federate.process_num == 1 and engine != "flower"
-    yield not alone, "no process waits for another", ("lowrank.timeout",)
-    evaluated = f"eval.freq is {config.eval.freq}, so that the last round alone is evaluated"
-    yield config.eval.freq > 0, evaluated, ("early_stop.patience", "early_stop.delta")
-    yield config.early_stop.patience > 0, "early_stop.patience is 0", ("early_stop.delta",)
+    waits = config.federate.mode != "standalone" or config.federate.process_num != 1 or engine == "flower"
+    yield waits, "no process waits for another", ("lowrank.timeout",)
+    yield config.lowrank.checkpoint_freq > 0, "lowrank.checkpoint_freq is 0", ("lowrank.keep_checkpoints",)
+    own = "the code of a module of your own cannot be compared, and its clients are not kept"
+    yield not config.model.type.endswith("@object"), own, ("lowrank.reuse_clients",)
+
+
+def _of_server(config: Settings, method: Any, needs: Any) -> Iterator[Condition]:
     server = config.fedopt.optimizer.type
     adaptive, is_server = ("fedopt.optimizer.betas", "fedopt.optimizer.tau"), f"and fedopt.optimizer.type is {server}"
     yield server == "SGD", f"it is for SGD, {is_server}", ("fedopt.optimizer.momentum",)
     yield server != "SGD", f"it is for the adaptive optimizers, {is_server}", adaptive
     yield config.fedopt.use, "fedopt.use is False", ("fedopt.optimizer", "fedopt.annealing")
-    yield (
-        config.fedopt.annealing,
-        "fedopt.annealing is False",
-        ("fedopt.annealing_step_size", "fedopt.annealing_gamma"),
-    )
-    yield (
-        vision,
-        f"it is for images, and {model}",
-        ("model.use_bias", "data.transform", "data.val_transform", "data.test_transform"),
-    )
-    cache = tuple(f"train.cache_frozen_{name}" for name in ("bytes", "dir", "shared"))
-    yield (
-        not vision,
-        f"it is for text, and {model}",
-        (
-            "llm.tok_len",
-            "data.max_dropped",
-            "train.frozen_dropout",
-            "train.only_read",
-            "train.blocks",
-            "train.checkpointing",
-            "train.cohort",
-            "model.attn_implementation",
-            "train.cache_frozen",
-            *cache,
-        ),
-    )
+    steps = ("fedopt.annealing_step_size", "fedopt.annealing_gamma")
+    yield config.fedopt.annealing, "fedopt.annealing is False", steps
+    rule = config.lowrank.robust
+    weighs = robust_weighs(rule) or needs.own_robust_mean  # which may weight what it adds to the mean
+    yield weighs, f"lowrank.robust = {rule} does not weight clients", ("federate.ignore_weight",)
+    yield needs.validation, f"{method.name} selects nothing by validation data", ("lowrank.validation_samples",)
+
+
+def _of_model(config: Settings) -> Iterator[Condition]:
+    """Of images, texts, and what the base model is."""
+    model, vision = f"model.type is {config.model.type!r}", config.is_vision
+    of_images = ("model.use_bias", "data.transform", "data.val_transform", "data.test_transform")
+    yield vision, f"it is for images, and {model}", of_images
+    of_text = ("llm.tok_len", "data.max_dropped", "model.attn_implementation")
+    of_layers = ("frozen_dropout", "only_read", "blocks", "checkpointing", "cohort", "cache_frozen")
+    yield not vision, f"it is for text, and {model}", (*of_text, *(f"train.{name}" for name in of_layers), *_CACHE)
+    norms = f"it is for {', '.join(WITH_NORM)}, and {model}"
+    yield config.model.type in WITH_NORM, norms, ("lowrank.norm",)
+    length = one_mapping("data.args", config.data.args, config.source).get("max_len")
+    yield vision or length is None, f"max_len = {length} of data.args takes precedence", ("llm.tok_len",)
+    spread = ("model.max_memory", "model.offload_folder")
+    yield bool(config.model.device_map), "model.device_map is empty", spread
+    dtype = f"lowrank.dtype is {config.lowrank.dtype}"
+    yield bool(config.quantised), dtype, ("lowrank.compute_dtype",)
+    yield config.quantised == "nf4", dtype, ("lowrank.double_quant",)
+
+
+def _of_training(config: Settings, needs: Any) -> Iterator[Condition]:
     kind = config.train.scheduler.type
     falls = f"it is for linear and cosine, and train.scheduler.type is {kind!r}"
     yield kind.lower() not in ("", "constant"), falls, ("train.scheduler.min_lr", "train.scheduler.cycle")
     decays = "train.optimizer.momentum is 0"
     yield bool(config.train.optimizer.extra.get("momentum")), decays, ("train.optimizer.dampening",)
-    rule = config.lowrank.robust
-    weighs = robust_weighs(rule) or needs.own_robust_mean  # which may weight what it adds to the mean
-    yield weighs, f"lowrank.robust = {rule} does not weight clients", ("federate.ignore_weight",)
-    yield needs.validation, f"{method.name} selects nothing by validation data", ("lowrank.validation_samples",)
-    norms = f"it is for {', '.join(WITH_NORM)}, and {model}"
-    yield config.model.type in WITH_NORM, norms, ("lowrank.norm",)
-    length = one_mapping("data.args", config.data.args, config.source).get("max_len")
-    yield vision or length is None, f"max_len = {length} of data.args takes precedence", ("llm.tok_len",)
-    own = not config.llm.adapter.use or needs.changes_base and needs.adapter != "optional"
-    changes = f"{method.name} changes the base, and its model is saved in any case"
-    yield not own or "base" in method.personal, changes, ("lowrank.save_merged",)
-    yield bool(config.llm.adapter.use), f"{method.name} trains without an adapter", ("lowrank.base_init",)
-    by_clients = "federate.make_global_eval is False, and clients are evaluated on their shares of the test set"
-    alone = config.federate.make_global_eval or engine == "federatedscope"
-    yield alone, by_clients + ", by loss and accuracy", ("eval.metrics", "eval.split")
+    most, held_out = config.dataloader.batch_tokens, config.eval.batch_size
+    # Of a method's own kind of upload nothing is known; it may go through a client's data in batches.
+    batches = not (most and held_out) or needs.own_upload or needs.validation
+    both = f"dataloader.batch_tokens = {most} and eval.batch_size = {held_out} take precedence"
+    yield batches, both, ("dataloader.batch_size",)
+
+
+def _of_frozen_layers(config: Settings, method: Any) -> Iterator[Condition]:
+    """Of what saves work in layers that are not trained."""
+    vision, of_cache = config.is_vision, ("train.cache_frozen", *_CACHE)
+    kept = (*of_cache, "train.frozen_dropout")
     trained = "base" in method.shared and not config.llm.adapter.use
-    kept = ("train.cache_frozen", *cache, "train.frozen_dropout")
     yield vision or not trained, f"{method.name} trains all weights, so that no layer is frozen", kept
     paired, tokens = config.model.task == "Seq2SeqLM", config.llm.adapter.use and config.adapter.virtual_tokens
     said = f"model.task is {config.model.task}" if paired else f"adapter_method is {config.adapter.method}"
     yield vision or not (paired or tokens), f"{said}, which this is not for", (*kept, "train.only_read")
     folder = config.train.cache_frozen_dir
     yield vision or not folder, f"train.cache_frozen_dir = {folder!r} takes precedence", ("train.cache_frozen_shared",)
-    yield vision or config.train.cache_frozen != "off", "train.cache_frozen is off", cache
-    drops = config.train.frozen_dropout
-    yield vision or not drops, "train.frozen_dropout is True", ("train.cache_frozen", *cache)
+    yield vision or config.train.cache_frozen != "off", "train.cache_frozen is off", _CACHE
+    yield vision or not config.train.frozen_dropout, "train.frozen_dropout is True", of_cache
+
+
+def _of_what_is_trained(config: Settings, method: Any, needs: Any) -> Iterator[Condition]:
+    """Of the adapter, and of models that are trained without one."""
+    own = not config.llm.adapter.use or needs.changes_base and needs.adapter != "optional"
+    changes = f"{method.name} changes the base, and its model is saved in any case"
+    yield not own or "base" in method.personal, changes, ("lowrank.save_merged",)
+    yield bool(config.llm.adapter.use), f"{method.name} trains without an adapter", ("lowrank.base_init",)
     trains = f"federate.method = {method.name} trains all weights without an adapter"
     whole = method.name in framework.WITH_ADAPTERS or needs.adapter == "optional"
     yield bool(config.llm.adapter.use) or not whole, trains, (_ADAPTER,)
@@ -103,25 +122,19 @@ def _conditions(config: Settings, engine: str, method: Any) -> Iterator[Conditio
     yield not needs.layers, f"{method.name} adds no adapter, and takes the choice of layers alone from it", others
     larger = config.adapter.r > max(needs.ranks, default=0)
     yield larger, "lowrank.ranks gives the ranks of the clients, and the largest is no less", (f"{_ADAPTER}.0.r",)
-    answers = config.model.task == "CausalLM"
-    yield answers, f"it is for causal language models, and {model}, for {config.model.task}", ("eval.generate",)
+
+
+def _of_evaluation(config: Settings, engine: str) -> Iterator[Condition]:
+    evaluated = f"eval.freq is {config.eval.freq}, so that the last round alone is evaluated"
+    yield config.eval.freq > 0, evaluated, ("early_stop.patience", "early_stop.delta")
+    yield config.early_stop.patience > 0, "early_stop.patience is 0", ("early_stop.delta",)
+    by_clients = "federate.make_global_eval is False, and clients are evaluated on their shares of the test set"
+    whole = config.federate.make_global_eval or engine == "federatedscope"
+    yield whole, by_clients + ", by loss and accuracy", ("eval.metrics", "eval.split")
+    answers = f"it is for causal language models, and model.type is {config.model.type!r}, for {config.model.task}"
+    yield config.model.task == "CausalLM", answers, ("eval.generate",)
     further = ("split", "prompts", "max_tokens", "temperature", "score")
     yield config.eval.generate.freq > 0, "eval.generate.freq is 0", tuple(f"eval.generate.{name}" for name in further)
-    spread = ("model.max_memory", "model.offload_folder")
-    yield bool(config.model.device_map), "model.device_map is empty", spread
-    dtype = f"lowrank.dtype is {config.lowrank.dtype}"
-    yield bool(config.quantised), dtype, ("lowrank.compute_dtype",)
-    yield config.quantised == "nf4", dtype, ("lowrank.double_quant",)
-    yield config.lowrank.checkpoint_freq > 0, "lowrank.checkpoint_freq is 0", ("lowrank.keep_checkpoints",)
-    own = "the code of a module of your own cannot be compared, and its clients are not kept"
-    yield not config.model.type.endswith("@object"), own, ("lowrank.reuse_clients",)
-    most, held_out = config.dataloader.batch_tokens, config.eval.batch_size
-    # Of a method's own kind of upload nothing is known; it may go through a client's data in batches.
-    batches = not (most and held_out) or needs.own_upload or needs.validation
-    both = f"dataloader.batch_tokens = {most} and eval.batch_size = {held_out} take precedence"
-    yield batches, both, ("dataloader.batch_size",)
-    for name, reason in needs.idle.items():
-        yield False, reason, (name,)
 
 
 def _of_adapter(spec: AdapterSpec) -> Iterator[Condition]:
