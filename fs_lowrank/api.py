@@ -166,14 +166,14 @@ def compare(
         place = {"lowrank.reuse_clients": str(outdir / "clients")}
         idle = {n: requirements(c.federate.method, c.lowrank.params).idle for n, c in configs.items()}
         configs = {n: c if "lowrank.reuse_clients" in idle[n] else c.replace(place) for n, c in configs.items()}
+    configs |= {name: row_config(name, config, outdir / name) for name in rows}
     results = {}
     with keeping():  # the model and the data are loaded once
-        for name, config_of_method in configs.items():
+        for name in keys_of:
             if on_method:
                 on_method(name)
-            results[name] = run(config_of_method, engine, **existing, **callbacks)
+            results[name] = run(configs[name], engine, **existing, **callbacks)
         for name in rows:
-            configs[name] = row_config(name, config, outdir / name)
             if overwrite:
                 remove_run(outdir / name)
             if on_method:

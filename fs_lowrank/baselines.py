@@ -24,13 +24,14 @@ import numpy as np
 
 from .config import Config
 from .engines.local import LocalEngine
-from .errors import DamagedFile, RunFailed, UserError
+from .errors import DamagedFile, RunFailed, UserError, say_once
 from .jobs.files import read_json, replacing, to_json, write_text
 from .methods import requirements
 from .models.adapters import load_tensors
 from .models.names import all_tensors
-from .rounds.evaluator import CLIENTS, Evaluator
+from .rounds.evaluator import CLIENTS, Evaluator, watched
 from .rounds.finite import not_finite
+from .rounds.keeper import facts_of
 from .rounds.record import Failure
 from .rounds.site import Site
 from .runs.checksums import check_finished, seal_finished, unseal
@@ -41,6 +42,7 @@ from .runs.result import RunResult
 from .runs.split import write_split
 from .seeds import derive
 from .settings import grouped
+from .settings.sections import Lowrank
 from .training import train_client
 from .training.schedule import lr_at
 from .versions import SCHEMA
@@ -67,19 +69,18 @@ def split_names(methods: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def row_config(name: str, config: Config, outdir: str | Path) -> Config:
-    """The configuration of a row; its method averages, over one client or none."""
+    """The configuration of a row; its method averages, over one client or none. What does not apply to it is said.
+
+    Raises:
+        UserError: for ``pooled``, some clients train epochs and others steps.
+    """
     needs = requirements(config.federate.method, config.method_params)
     method = "fedlora" if needs.adapts(config.llm.adapter.use) else "fedavg"
     keys: dict[str, Any] = {"federate.method": method, "outdir": str(outdir), "expname": "", "fedopt.use": False}
-    keys |= {
-        "federate.use_ss": False,
-        "federate.online_aggr": False,
-        "lowrank.drop_rate": 0.0,
-        "lowrank.min_clients": 1,
-    }
+    keys |= {"federate.use_ss": False, "federate.online_aggr": False, "federate.process_num": 1}
+    keys |= {"lowrank.drop_rate": 0.0, "lowrank.min_clients": 1, "lowrank.max_samples": Lowrank().max_samples}
     keys |= {"lowrank.max_update_norm": 0.0, "lowrank.max_update_norm_factor": 0.0, "lowrank.reuse_clients": ""}
     keys |= {"lowrank.robust": "none", "lowrank.robust_malicious": 1, "lowrank.robust_norm": 0.0}
-    keys["federate.process_num"] = 1
     # A row's method has one rank for all.
     own = {client: {k: v for k, v in of.items() if k != "rank"} for client, of in config.own_settings.items()}
     keys["lowrank.clients"] = grouped({client: of for client, of in own.items() if of})
@@ -87,9 +88,24 @@ def row_config(name: str, config: Config, outdir: str | Path) -> Config:
         keys |= {"federate.client_num": 1, "federate.sample_client_num": -1, "federate.sample_client_rate": -1.0}
         keys |= {"lowrank.clients": [], "federate.client_idx_for_local_train": 0}
         keys |= {"data.splitter": "iid", "data.splitter_args": [], "federate.make_global_eval": True}
-        if config.train.batch_or_epoch == "batch":
-            keys["train.local_update_steps"] = config.train.local_update_steps * config.sampled_per_round
+        keys |= _in_one_place(config)
+        if dropped := {k for of in own.values() for k in of} - {"local_update_steps", "batch_or_epoch"}:
+            say_once(f"pooled: {', '.join(sorted(dropped))} of single clients (lowrank.clients) do not apply to it")
+    if name == "local" or watched(config)[0] == CLIENTS:
+        if config.early_stop.patience:
+            say_once(f"{name}: early_stop does not apply to it; it trains all its rounds")
+        keys |= {"early_stop.patience": 0, "early_stop.delta": 0.0, "eval.best_res_update_round_wise_key": "val_loss"}
     return config.replace(keys)
+
+
+def _in_one_place(config: Config) -> dict[str, Any]:
+    """How long one client with all data trains in a round, which is as long as the clients of a round do."""
+    each = [config.of_client(client).train for client in range(1, config.taking_part + 1)]
+    if len({train.batch_or_epoch for train in each}) > 1:
+        raise UserError("pooled: some clients train epochs and others steps (lowrank.clients); leave the row out")
+    together = config.sampled_per_round if each[0].batch_or_epoch == "batch" else 1
+    steps = together * sum(train.local_update_steps for train in each) / len(each)
+    return {"train.batch_or_epoch": each[0].batch_or_epoch, "train.local_update_steps": max(1, round(steps))}
 
 
 def run_row(
@@ -111,7 +127,7 @@ def run_row(
     if not resume:
         check_outdir(config, resume)
     site, outdir = Site(config), outdir_of(config)
-    facts = {"method": "local", **site.facts(), "formula_bytes": 0, "own_models": True}
+    facts = {"method": "local", **facts_of(site), "formula_bytes": 0, "own_models": True}
     with claim(outdir):
         ended = resume and _has_ended(outdir, facts)
         rounds = config.federate.total_round_num

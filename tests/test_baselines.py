@@ -9,9 +9,10 @@ import torch
 import yaml
 
 import fs_lowrank
-from fs_lowrank import RunFailed, UserError, baselines, cli
+from fs_lowrank import RunFailed, UserError, api, baselines, cli
 from fs_lowrank.baselines import split_names
 from fs_lowrank.commands.seeds import parse
+from fs_lowrank.errors import say_once
 from fs_lowrank.page import read_runs, write_page
 from fs_lowrank.runs.folder import claim
 from fs_lowrank.runs.split import read_split
@@ -55,6 +56,40 @@ def test_rows_have_the_same_data_and_nothing_to_send(few, no_curves):
     assert results["local"].final["client_test_acc_mean"] == pytest.approx(
         sum(client["client_test"]["acc"] for client in alone["clients"]) / 3
     )
+
+
+def test_all_data_in_one_place_train_as_long_as_the_clients_do(few, tmp_path, caplog):
+    say_once.cache_clear()
+
+    def pooled(*clients):
+        keys = {"lowrank.clients": list(clients)}
+        return baselines.row_config("pooled", fs_lowrank.load_config(few, keys), tmp_path / "pooled")
+
+    assert pooled().train.local_update_steps == 3 * 2
+    own = pooled({"clients": 1, "local_update_steps": 8, "lr": 0.5}, {"clients": 2, "batch_size": 3})
+    assert own.train.local_update_steps == 8 + 2 + 2 and not own.lowrank.clients
+    assert "pooled: batch_size, lr of single clients (lowrank.clients) do not apply to it" in caplog.text
+    epochs = pooled({"clients": "1-3", "batch_or_epoch": "epoch", "local_update_steps": 4})
+    assert (epochs.train.batch_or_epoch, epochs.train.local_update_steps) == ("epoch", 4)
+    with pytest.raises(UserError, match="pooled: some clients train epochs and others steps"):
+        pooled({"clients": 1, "batch_or_epoch": "epoch"})
+
+
+def test_what_a_row_cannot_follow_is_said_or_refused_before_anything_trains(few, caplog, monkeypatch):
+    say_once.cache_clear()
+    keys = {"federate.make_global_eval": False, "early_stop.patience": 2, "lowrank.max_samples": 3}
+    keys["eval.best_res_update_round_wise_key"] = "client_test_acc"
+    config = fs_lowrank.load_config(few, keys)
+    for name in baselines.ROWS:
+        row = baselines.row_config(name, config, Path(few["outdir"]) / name)
+        assert row.early_stop.patience == 0 and row.lowrank.max_samples > 1000
+        assert f"{name}: early_stop does not apply to it; it trains all its rounds" in caplog.text
+    watching = fs_lowrank.load_config(few, {"early_stop.patience": 2})
+    assert baselines.row_config("pooled", watching, few["outdir"]).early_stop.patience == 2
+    mixed = fs_lowrank.load_config(few, {"lowrank.clients": [{"clients": 1, "batch_or_epoch": "epoch"}]})
+    monkeypatch.setattr(api, "run", lambda *given, **more: pytest.fail("a method was run"))
+    with pytest.raises(UserError, match="leave the row out"):
+        fs_lowrank.compare(mixed, ["fedlora", "pooled"])
 
 
 @pytest.fixture

@@ -5,11 +5,14 @@ The checks themselves are shipped (``fs_lowrank.testing``); here they run over e
 
 import pytest
 import torch
+from peft import PeftModel
+from transformers import AutoModelForSequenceClassification
 
 from fs_lowrank import list_methods
+from fs_lowrank.finished import load_run
 from fs_lowrank.methods import get_method_class, requirements
 from fs_lowrank.testing import TASKS, Bench, checks, quietly
-from fs_lowrank.testing.bench import state_of
+from fs_lowrank.testing.bench import logits, state_of
 from fs_lowrank.training import train_client
 
 METHODS = list_methods()
@@ -246,6 +249,26 @@ def test_what_is_saved_loads_with_the_plain_libraries(bench, task, method, keys)
         pytest.skip("a model from scratch has no base to keep the pairs beside")
     engine = bench.make(task, method, {**checks.SAVED, **keys})
     checks.loads_with_the_plain_libraries(bench, engine, task)
+
+
+@pytest.mark.parametrize("method", ["pfedloru", "pmfedloru", "pfedlora"])
+def test_a_personal_adapter_on_the_saved_model_is_the_clients_model(bench, method):
+    engine = bench.make("encoder", method, checks.SAVED)
+    result = engine.run()
+    engine.site.load_client(engine.ledger.state, 1)
+    base = AutoModelForSequenceClassification.from_pretrained(str(result.outdir / "model"))
+    own = PeftModel.from_pretrained(base, str(result.outdir / "personal" / "client_1")).eval()
+    test = engine.site.data.test
+    torch.testing.assert_close(logits(own, test), logits(engine.model, test), atol=1e-5, rtol=1e-5)
+
+
+def test_what_a_nested_method_keeps_beside_the_base_can_be_read_again(bench):
+    engine = bench.make("encoder", "mfedloru", {**checks.SAVED, "lowrank.merge": False, "lowrank.tau": 1})
+    result = engine.run()
+    read = load_run(result.outdir).model
+    engine.site.load_global(engine.ledger.state)
+    test = engine.site.data.test
+    torch.testing.assert_close(logits(read, test), logits(engine.model, test), atol=1e-5, rtol=1e-5)
 
 
 # -- half precision ------------------------------------------------------------------------------------

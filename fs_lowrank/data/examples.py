@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,12 +14,19 @@ import torch
 from fs_lowrank.data.labels import bits
 from fs_lowrank.data.ragged import Growing, Ragged
 
-__all__ = ["Examples", "IGNORED_LABEL"]
+__all__ = ["IGNORED_LABEL", "Examples", "rows_alike"]
 
 _CHUNK = 1 << 12
 
 IGNORED_LABEL = -100
 """The label of a token without loss: the ``ignore_index`` of PyTorch's cross entropy."""
+
+
+def rows_alike(lengths: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    """Batches of at most ``size`` rows that have one length each, so that none is padded; of images in order."""
+    for length in np.unique(lengths):
+        rows = np.flatnonzero(lengths == length)
+        yield from np.split(rows, range(size, len(rows), size))
 
 
 @dataclass

@@ -333,7 +333,7 @@ def scores_of(site: Site, facts: Mapping[str, Any]) -> list[BatchScore]:
         owner = f"client {client} test"
         examples = site.data.client_tests[client - 1]
     else:
-        owner = f"{facts['split']} {facts['part'] + 1}/{facts['parts']}"
+        owner = f"{facts['split']} {facts['part'] + 1} of {facts['parts']}"  # a part of a file's name, too
         examples = part_of(site.held_out()[facts["split"]], facts["part"], facts["parts"], size)
         if site.prefix is not None:
             site.prefix.budget[owner] = site.prefix.budget.get(facts["split"], False)

@@ -14,7 +14,6 @@ from .base import (
     Update,
     Workbench,
     refuse_negative,
-    rounds_of,
 )
 from .catalogue import create_method, get_method_class, list_methods, requirements, revisions
 from .registry import register_method
@@ -43,5 +42,4 @@ __all__ = [
     "register_method",
     "requirements",
     "revisions",
-    "rounds_of",
 ]

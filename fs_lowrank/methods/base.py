@@ -31,7 +31,6 @@ from 1; round 0 is the initial state, which every copy derives from the seed.
 from __future__ import annotations
 
 import dataclasses
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -99,11 +98,6 @@ class Requires:
         return self.adapter in ("any", "every", "lora") or self.adapter == "optional" and bool(use)
 
 
-def rounds_of(share: float, rounds: int) -> int:
-    """``share`` of ``rounds``, rounded up from what it is in decimals: 0.55 · 100 is above 55 in floating point."""
-    return math.ceil(share * rounds - 1e-9)
-
-
 @dataclass(frozen=True)
 class Phase:
     """A part of a client's local training.
@@ -126,7 +120,8 @@ class Client:
     Attributes:
         id: from 1 to the number of clients.
         num_samples: size of its training set.
-        batches: yields the client's training data once, in order, as model inputs (for Fisher and Gram matrices); None
+        batches: yields the client's training data once, without padding, as model inputs (for Fisher and Gram
+            matrices); None
             where nothing is computed from data.
     """
 

@@ -55,8 +55,7 @@ def check_kept(setting: Setting, method: str) -> None:
         )
         raise UserError(f"lowrank.merge = False keeps LoRA pairs beside a pre-trained base; {reason}")
     check_one_rank(setting.adapter, f"lowrank.merge = False of {method}")
-    start = setting.adapter.extra.get("init_lora_weights", True)
-    if start not in (True, False, "gaussian", "orthogonal", "eva"):
+    if start := setting.adapter.moves_base:
         raise UserError(
             f"llm.adapter.args: init_lora_weights = {start} changes the base, and lowrank.merge = False keeps LoRA "
             "pairs beside one that does not change; take gaussian, or leave one of the two out"
@@ -76,6 +75,11 @@ class RankedMethod(Gathering):
     def __init__(self, params, setting):
         super().__init__(params, setting)
         check_one_rank(setting.adapter, self.name)
+        if (start := setting.adapter.moves_base) and any(r != self.rank() for r in params.ranks):
+            raise UserError(
+                f"llm.adapter.args: init_lora_weights = {start} moves a part of the base into pairs of rank "
+                f"{self.rank()}, of which clients of a smaller rank would lack some; take gaussian, or one rank for all"
+            )
         self.averaged = self.whole
 
     def adapt(self, model):

@@ -13,7 +13,8 @@ and in the others A remains frozen as in FFA-LoRA (section 5.3).
 from dataclasses import dataclass, replace
 
 from ..settings import key
-from .base import Averaging, Phase, rounds_of
+from ..settings.check import rounds_of
+from .base import Averaging, Phase
 from .registry import register_method
 
 

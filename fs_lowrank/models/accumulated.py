@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..algebra import low_rank_sum_svd
 from .adapters import ACCUMULATED, add_beside, load_tensors
+from .names import tags
 
 if TYPE_CHECKING:
     import peft
@@ -59,7 +60,8 @@ def one_adapter(model: peft.PeftModel) -> tuple[peft.LoraConfig, dict[str, Tenso
     """
     from peft import get_peft_model_state_dict
 
-    tensors = {n: t for n, t in get_peft_model_state_dict(model, adapter_name="default").items() if ".lora_" not in n}
+    saved = get_peft_model_state_dict(model, adapter_name="default")
+    tensors = {n: t for n, t in saved.items() if ".lora_" not in n and "nested" not in tags(n)}
     ranks: dict[str, int] = {}
     for name, layer in model.named_modules():
         if ACCUMULATED not in getattr(layer, "lora_A", {}):

@@ -387,7 +387,7 @@ ACCUMULATED = "accumulated"
 
 
 def add_beside(model: peft.PeftModel, name: str, seed: int, *, r: int | None = None, **others: Any) -> peft.PeftModel:
-    """Add a second adapter ``name`` on the layers of the shared one; both are active afterwards.
+    """Add an adapter ``name``, in float32, on the layers of the shared one; all that there are are active afterwards.
 
     Args:
         r: its rank in every layer; None: the ranks of the shared adapter.
@@ -403,7 +403,10 @@ def add_beside(model: peft.PeftModel, name: str, seed: int, *, r: int | None = N
     tuner = model.base_model
     tuner.peft_config[name] = config
     tuner.inject_adapter(tuner.model, name)
-    tuner.set_adapter(["default", name])
+    tuner.set_adapter(list(tuner.peft_config))
+    for tensor_name, parameter in model.named_parameters():
+        if name in tags(tensor_name) and parameter.is_floating_point():  # as PEFT does with the first
+            parameter.data = parameter.data.float()
     _check_pairs(model, name)
     return model
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError, say_once
 from .kinds import unwrapped
-from .machine import rounding
+from .machine import rounding, without_autocast
 from .masks import comparable
 from .trials import failure, keeping_modes
 
@@ -57,13 +57,16 @@ def matrix_layers(model: nn.Module, names: Iterable[str]) -> dict[str, bool]:
 
 @contextmanager
 def _only(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str, nn.Parameter]]:
-    """A context in which only the parameters ``names`` have gradients, in evaluation mode; yields them."""
+    """A context in which only the parameters ``names`` have gradients; yields them.
+
+    The model is in evaluation mode, and computes in the dtype of its weights.
+    """
     own, wanted = dict(model.named_parameters()), set(names)
     before = {n: p.requires_grad for n, p in own.items()}
     for name, parameter in own.items():
         parameter.requires_grad_(name in wanted)
     try:
-        with keeping_modes(model), torch.enable_grad():
+        with keeping_modes(model), without_autocast(model), torch.enable_grad():
             model.eval()
             yield {n: own[n] for n in sorted(wanted)}
     finally:

@@ -69,9 +69,25 @@ def enough_memory() -> Iterator[None]:
 def autocast(model: nn.Module, dtype: torch.dtype) -> None:
     """Let ``model`` compute in ``dtype`` what torch's autocast allows; its weights stay as they are."""
     device, opened = input_device(model).type, contextlib.ExitStack()
-    model.register_forward_pre_hook(lambda *_: opened.enter_context(torch.autocast(device, dtype=dtype)) and None)
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        if "autocast" in vars(module):
+            opened.enter_context(torch.autocast(device, dtype=dtype))
+
+    model.register_forward_pre_hook(enter)
     model.register_forward_hook(lambda *_: opened.close(), always_call=True)
     vars(model)["autocast"] = dtype
+
+
+@contextlib.contextmanager
+def without_autocast(model: nn.Module) -> Iterator[None]:
+    """A context in which ``model`` computes in the dtype of its weights."""
+    dtype = vars(model).pop("autocast", None)
+    try:
+        yield
+    finally:
+        if dtype is not None:
+            vars(model)["autocast"] = dtype
 
 
 def rounding(model: nn.Module) -> float:

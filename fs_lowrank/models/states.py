@@ -280,8 +280,8 @@ def reserve(path: Path, size: int) -> None:
     except OSError as error:
         path.unlink(missing_ok=True)
         raise _kind(error)(
-            f"train.cache_frozen_dir: {path.parent} has no room for the {size / 1e6:.3g} MB of cached "
-            f"states ({error.strerror}); choose another folder, or set train.cache_frozen: off"
+            f"train.cache_frozen_dir: {path} cannot hold the {size / 1e6:.3g} MB of cached states "
+            f"({error.strerror}); choose another folder, or set train.cache_frozen: off"
         ) from None
 
 

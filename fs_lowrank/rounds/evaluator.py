@@ -190,10 +190,14 @@ class Evaluator:
             )
 
     def stalled(self, history: Iterable[Mapping[str, Any]]) -> bool:
-        """FederatedScope's early stopping: the last ``patience`` evaluations were not better by ``delta``."""
+        """FederatedScope's early stopping: the last ``patience`` evaluations were not better by ``delta``.
+
+        That at the end of a run which was continued with more rounds counts only where one was due.
+        """
         stop = self.config.early_stop
         best, without = math.inf, 0
-        for value in (self.key_value(r) for r in history if r["metrics"]):
+        due = (r for r in history if r["metrics"] and evaluation_due(self.config, r["round"]))
+        for value in map(self.key_value, due):
             if value is not None and value < best - stop.delta:
                 best, without = value, 0
             else:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..config import Config
 from ..data import CLASSIFICATION, FederatedData, RawData
 from ..data.own import LABELS
 from ..errors import UserError, say_once
+from ..methods import Method, State
 from ..models.names import HEAD_MODULES, is_head, named_tensors
 from ..settings import Data, Eval
 from ..settings.metrics import LANGUAGE
@@ -125,3 +127,22 @@ def of_one_client(config: Config) -> Config:
     # The settings of single clients are found by the number that the server gives this one.
     own: dict[str, Any] = {"lowrank.min_clients": 1, "lowrank.clients": []}
     return config.replace({**own, **{f"federate.{name}": value for name, value in keys.items()}})
+
+
+def check_personal(config: Config, method: Method, personal: Mapping[str, Tensor]) -> None:
+    """Raise ``UserError`` if the clients' own pairs, ``personal``, would be saved beside a base that theirs changes."""
+    if personal and (start := config.adapter.moves_base):
+        raise UserError(
+            f"llm.adapter.args: init_lora_weights = {start} changes the base, beside which the clients' own pairs of "
+            f"{method.name} are saved: they would belong to no model; take gaussian"
+        )
+
+
+def say_half(config: Config, state: State) -> None:
+    """Say once if a tensor that is trained and shared is in bfloat16; adapters never are."""
+    half = [n for n, t in state.items() if isinstance(t, Tensor) and t.dtype == torch.bfloat16]
+    if half:
+        say_once(
+            f"lowrank.dtype = {config.lowrank.dtype}: {len(half)} tensors that are trained beside adapters are in "
+            f"bfloat16, too ({half[0]}, ...), in which a step of less than a 256th of a weight is lost"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import time
@@ -356,11 +357,12 @@ class RecordKeeper:
         for client in self.site.personal:
             self.site.load_client(self.ledger.state, client)
             for name in sorted({adapter_name(n) for n in self.site.personal[client]}):
-                save_adapter(
-                    folder / f"client_{client}",
-                    model.peft_config[name],
-                    peft.get_peft_model_state_dict(model, adapter_name=name),
-                )
+                config = copy.copy(model.peft_config[name])
+                if config.task_type == peft.TaskType.SEQ_CLS:
+                    config.task_type = None  # with it PEFT expects a head, which the saved model has
+                tensors = peft.get_peft_model_state_dict(model, adapter_name=name)
+                own = {n: tensor for n, tensor in tensors.items() if "nested" not in tags(n)}
+                save_adapter(folder / f"client_{client}", config, own)
         self.site.load_global(self.ledger.state)
 
     def _result(self) -> RunResult:
@@ -371,7 +373,7 @@ class RecordKeeper:
             outdir=self.outdir,
             model=self.site.model,
             base_changed="base" in self.method.shared or any("base" in tags(n) for n in self.site.changed_base()),
-            facts={"method": self.method.name, **self.site.facts()},
+            facts={"method": self.method.name, **facts_of(self.site)},
         )
 
     def _savings(self, result: RunResult) -> dict[str, Callable[[Path], object]]:
@@ -472,3 +474,22 @@ class RecordKeeper:
 def _sizes(sizes: Sequence[int]) -> dict[str, int]:
     """How many clients there are, and how many samples the smallest and the largest of them has."""
     return {"number": len(sizes), "least": min(sizes), "most": max(sizes)}
+
+
+def facts_of(site: Site) -> dict[str, Any]:
+    """What the data and the model of a run are, for its summary."""
+    return {
+        "source": site.data.source,
+        "data": site.data.fingerprint,
+        "model": site.base_fingerprint,
+        "configuration": site.configured,
+        "config": site.config.fingerprint(),
+        "clients": site.data.partition.sizes().tolist(),
+        "rows": site.data.counts(),
+        "columns": site.data.columns,
+        "held_out": {split: len(examples) for split, examples in site.held_out().items()},
+        "majority": site.data.majority,
+        "parameters": site.parameters,
+        "images": site.data.image_shape,
+        "labels": site.data.label_names,
+    }

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..config import Config
 from ..data import Examples, ImageExamples, build_data, load_raw
+from ..data.examples import rows_alike
 from ..data.ragged import Lazy
 from ..errors import UserError, say_once
 from ..methods import Client, Method, RobustMean, State, Update, Workbench, create_method
@@ -44,7 +45,7 @@ from ..training.cohort import Member, apart, cohort_size, differs, elementwise, 
 from ..training.local import LocalResult, passes_of
 from ..training.schedule import evaluation_due, lr_at, schedule_of
 from .copies import changed_base, copied
-from .fits import SPLITS, check_head, check_splits, check_task, of_one_client
+from .fits import SPLITS, check_head, check_personal, check_splits, check_task, of_one_client, say_half
 from .personal import PersonalParts
 from .record import Spent
 from .reuse import Reuse
@@ -144,7 +145,9 @@ class Site:
         self.method.workbench = self._workbench() if serves and self.method.needs.validation else None
         self.clients = Lazy(len(self.data.clients), self._client)
         self.initial_state = self.method.initial_state(self.model)
+        say_half(config, self.initial_state)
         self.personal = PersonalParts(copied(self.model, self.method.personal))
+        check_personal(config, self.method, self.personal.untrained)
         self.reuse = Reuse(config.lowrank.reuse_clients) if config.lowrank.reuse_clients else None
         self._spent: dict[int, Spent] = {}
         self.parameters = {"total": total, "trainable": max(map(self._trained_by, self.kinds()))}
@@ -211,14 +214,9 @@ class Site:
     def in_batches(
         self, examples: Examples | ImageExamples, size: int = 0
     ) -> Callable[[], Iterator[dict[str, Tensor]]]:
-        """A function that goes through ``examples`` once, in order, as model inputs (``Client.batches``)."""
+        """A function that goes through ``examples`` once as model inputs without padding (``Client.batches``)."""
         size = size or self.config.dataloader.batch_size
-
-        def batches() -> Iterator[dict[str, Tensor]]:
-            for start in range(0, len(examples), size):
-                yield examples.batch(range(start, min(start + size, len(examples))))
-
-        return batches
+        return lambda: (examples.batch(rows) for rows in rows_alike(examples.lengths, size))
 
     def _workbench(self) -> Workbench | None:
         """Held-out samples by which the server step chooses; the same for every method.
@@ -285,24 +283,6 @@ class Site:
             passes,
             lambda i: self.data.clients[clients[i] - 1],
         )
-
-    def facts(self) -> dict[str, Any]:
-        """What the data and the model are, for the summary of a run."""
-        return {
-            "source": self.data.source,
-            "data": self.data.fingerprint,
-            "model": self.base_fingerprint,
-            "configuration": self.configured,
-            "config": self.config.fingerprint(),
-            "clients": self.data.partition.sizes().tolist(),
-            "rows": self.data.counts(),
-            "columns": self.data.columns,
-            "held_out": {split: len(examples) for split, examples in self.held_out().items()},
-            "majority": self.data.majority,
-            "parameters": self.parameters,
-            "images": self.data.image_shape,
-            "labels": self.data.label_names,
-        }
 
     def held_out(self) -> dict[str, Examples | ImageExamples]:
         """The splits to evaluate on, by the names of ``eval.split``; an empty validation set is left out."""

@@ -92,6 +92,14 @@ class AdapterSpec:
         return self.method in ADDED and not self.extra.get("use_dora")
 
     @property
+    def moves_base(self) -> str:
+        """``init_lora_weights`` if it moves a part of the base's weights into the pair (PiSSA, OLoRA, LoftQ, CorDA);
+        else empty.
+        """
+        start = self.extra.get("init_lora_weights", True)
+        return "" if start in (True, False, "gaussian", "orthogonal", "eva") else str(start)
+
+    @property
     def virtual_tokens(self) -> int:
         """How many virtual tokens stand before the text; 0 for an adapter of layers."""
         return self.extra.get("num_virtual_tokens", 0) if self.method in PROMPTS else 0

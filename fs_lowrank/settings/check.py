@@ -256,3 +256,8 @@ def misspelt(key: str, known: Any, cutoff: float = 0.8) -> str | None:
     lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(key.lower(), list(lower), n=1, cutoff=cutoff)
     return lower[close[0]] if close else None
+
+
+def rounds_of(share: float, rounds: int) -> int:
+    """``share`` of ``rounds``, rounded up from what it is in decimals: 0.55 · 100 is above 55 in floating point."""
+    return math.ceil(share * rounds - 1e-9)

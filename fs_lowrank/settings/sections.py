@@ -384,8 +384,8 @@ class Lowrank:
     #: on Flower, for the next answer of any node
     timeout: float = key(600.0, above=0.0, max=2e6, result=False)
     #: dtype of the frozen weights and of the computation, or `int8` or `nf4`: matrices quantised to 8 or 4 bits by
-    #: bitsandbytes, which takes models of transformers and methods that leave the base as it is. Methods decide the
-    #: dtype of trained tensors
+    #: bitsandbytes, which takes models of transformers and methods that leave the base as it is. Adapters
+    #: are in float32 in any case; a head that is trained is in the dtype of the weights
     dtype: str = key("float32", choices=("float32", "bfloat16", *QUANTISED))
     #: dtype of the computation with quantised matrices, and of the weights that are not quantised
     compute_dtype: str = key("float32", choices=("float32", "bfloat16"))

@@ -21,7 +21,7 @@ from ..engines.local import LocalEngine
 from ..errors import UserError
 from ..jobs.files import from_json, read_json
 from ..methods import Averaging, Method, create_method, get_method_class
-from ..models.adapters import load_tensors
+from ..models.adapters import ACCUMULATED, load_tensors
 from ..models.names import all_tensors, tags
 from ..models.saved import load_adapter
 from ..rounds import site
@@ -407,6 +407,9 @@ def check_half_precision(bench: Bench, method: str, task: str) -> None:
     told = [(r["loss"], r["failed"]) for r in result.history]
     assert all(math.isfinite(r["loss"]) and not r["failed"] for r in result.history), f"losses and failures: {told}"
     assert any(p.dtype == torch.bfloat16 for p in engine.model.parameters()), "no parameter is bfloat16"
+    kinds = {"adapter", "nested", "personal", ACCUMULATED}
+    half = [n for n, p in engine.model.named_parameters() if tags(n) & kinds and p.dtype != torch.float32]
+    assert not half, f"of the adapters, {half} are not float32"
     if averages_head(engine.method) and engine.method.needs.sums:
         sizes = [len(e) for e in engine.site.data.clients]
         for name in sent[1]:  # tensors of both widths travel together

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
-from ..methods import rounds_of
 from ..settings import Origin, Scheduler, Settings, check_keys, key, keys_of
+from ..settings.check import rounds_of
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Schedule:
     type: str = key("", choices=("", "constant", "linear", "cosine"), fold=True)
     #: fraction of the rounds with a linearly increasing rate
     warmup_ratio: float = key(0.0, min=0.0, max=1.0)
-    #: final rate of ``linear`` and ``cosine``
+    #: final rate of ``linear`` and ``cosine``; a rate that is smaller at the start stays
     min_lr: float = key(0.0, min=0.0, words="a learning rate")
     #: number of rounds after which they restart; 0: no restart
     cycle: int = key(0, min=0, words="a whole number of rounds, 0 for the whole run")
@@ -37,8 +37,8 @@ def schedule_of(scheduler: Scheduler, origin: Origin | None = None) -> Schedule:
 def lr_at(round: int, rounds: int, lr: float, schedule: Schedule) -> float:
     """The learning rate of ``round`` (from 1): ``train.optimizer.lr`` under ``schedule``.
 
-    ``linear`` and ``cosine`` decrease from ``lr`` to ``min_lr`` over the run, or over every ``cycle`` rounds. In the
-    first ``warmup_ratio`` of the rounds, the rate increases linearly.
+    ``linear`` and ``cosine`` decrease from ``lr`` to ``min_lr`` over the run, or over every ``cycle`` rounds; an ``lr``
+    below ``min_lr`` stays. In the first ``warmup_ratio`` of the rounds, the rate increases linearly.
     """
     warmup = rounds_of(schedule.warmup_ratio, rounds)
     if round <= warmup:
@@ -48,7 +48,8 @@ def lr_at(round: int, rounds: int, lr: float, schedule: Schedule) -> float:
     length = schedule.cycle or rounds - warmup
     done = ((round - warmup - 1) % length) / max(length - 1, 1)
     fall = (1 - done) if schedule.type == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return schedule.min_lr + (lr - schedule.min_lr) * fall
+    lowest = min(schedule.min_lr, lr)
+    return lowest + (lr - lowest) * fall
 
 
 def evaluation_due(config: Settings, round: int) -> bool:

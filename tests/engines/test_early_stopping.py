@@ -10,7 +10,15 @@ from fs_lowrank.runs.summary import of_clients
 
 def stalls(settings, values, **keys):
     engine = LocalEngine(fs_lowrank.load_config(settings, keys))
-    return engine.evaluator.stalled([{"metrics": {"val": {"loss": v}}} for v in values])
+    records = ({"round": i, "metrics": {} if v is None else {"val": {"loss": v}}} for i, v in enumerate(values, 1))
+    return engine.evaluator.stalled(records)
+
+
+def test_an_evaluation_that_only_the_end_of_a_shorter_run_asked_for_does_not_count(settings):
+    keys = {"early_stop.patience": 1, "eval.freq": 2, "federate.total_round_num": 5}
+    assert not stalls(settings, [None, 1.0, 1.1], **keys), "round 3 was the last"
+    assert stalls(settings, [None, 1.0, 0.9, 1.1], **keys)
+    assert stalls(settings, [None, 1.0, None, 0.9, 0.95], **keys)
 
 
 @pytest.mark.parametrize(

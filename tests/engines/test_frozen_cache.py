@@ -84,7 +84,7 @@ def test_a_full_disk_is_an_error_before_anything_is_mapped(make, tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
     try:
         with pytest.raises(
-            UserError, match="cache_frozen_dir: .*states has no room for the 0[.][0-9]+ MB .* another folder"
+            UserError, match="cache_frozen_dir: .*states cannot hold the 0[.][0-9]+ MB .* another folder"
         ):
             engine.run()
     finally:

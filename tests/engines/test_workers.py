@@ -38,6 +38,13 @@ def few(settings, tmp_path, no_curves):
     return make
 
 
+@pytest.mark.more
+def test_states_of_frozen_layers_in_files(few, tmp_path):
+    keys = {"train.cache_frozen_dir": str(tmp_path / "states")}
+    one, two = (fs_lowrank.run(few(f"{n} processes", {**keys, "federate.process_num": n})) for n in (1, 2))
+    assert one.final == two.final and not any(r["failed"] for r in two.history)
+
+
 def same(a, b):
     """Tensors, metrics, losses and bytes equal to the bit."""
     for (name, x), (_, y) in zip(a.model.named_parameters(), b.model.named_parameters(), strict=True):

@@ -19,6 +19,8 @@ from fs_lowrank.settings import AdapterSpec
 
 SIZES = (3, 10)
 KEPT = [("fedloru", {"merge": False, "tau": 1}), ("flora", {"merge": False})]
+#: those whose clients have a pair of their own beside what is kept, too
+ALL_KEPT = [*KEPT, ("pfedloru", {"merge": False, "tau": 1})]
 MERGED = [("fedloru", {"tau": 1}), ("mfedloru", {"tau": 1}), ("pfedloru", {"tau": 1}), ("flora", {})]
 
 
@@ -40,7 +42,7 @@ def accumulated(toy, name, updates, layer):
 # -- kept beside the base ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, options", KEPT)
+@pytest.mark.parametrize("name, options", ALL_KEPT)
 @pytest.mark.parametrize("r", [1, 2])
 def test_a_first_product_counts_once_at_any_rank(toy, federation, name, options, r):
     fed = federation(toy.method(name, r=r, **options), SIZES[:1])
@@ -79,7 +81,19 @@ def test_an_initialisation_that_changes_the_base_is_refused(name, options):
     create_method(name, adapter=adapter, merge=True)
 
 
-@pytest.mark.parametrize("name, options", KEPT)
+@pytest.mark.parametrize("start", ["pissa", "olora", "loftq"])
+def test_an_initialisation_that_moves_the_base_into_a_pair_needs_the_whole_pair_at_every_client(start):
+    adapter = AdapterSpec(r=4, extra={"init_lora_weights": start})
+    for name in ("flora", "flexlora"):
+        create_method(name, adapter=adapter)
+        create_method(name, adapter=adapter, ranks=(4, 4))
+        with pytest.raises(
+            UserError, match=f"init_lora_weights = {start} moves a part of the base into pairs of rank 4"
+        ):
+            create_method(name, adapter=adapter, ranks=(1, 4))
+
+
+@pytest.mark.parametrize("name, options", ALL_KEPT)
 def test_what_is_kept_has_no_dropout(toy, federation, name, options):
     adapter = AdapterSpec(r=2, lora_alpha=toy.alpha, lora_dropout=0.5, target_modules=toy.layers)
     fed = federation(toy.method(name, adapter=adapter, **options), SIZES)

@@ -15,6 +15,7 @@ from fs_lowrank.models.curvature import (
     kronecker_fisher,
     matrix_layers,
 )
+from fs_lowrank.models.machine import autocast
 
 
 class Net(nn.Module):
@@ -269,6 +270,22 @@ def test_grams_of_inputs():
     model, batches = make(Sequences)
     x = torch.cat([b["input_ids"] for b in batches]).flatten(0, 1)
     torch.testing.assert_close(input_grams(model, batches, ["over"])["over"], x.T @ x / len(x), atol=1e-5, rtol=1e-5)
+
+
+def test_autocast_does_not_round_what_is_summed():
+    model, batches = make(bias=True)
+    names = ["fc.weight", "fc.bias"]
+
+    def found():
+        grams, factors = input_grams(model, batches, ["fc"]), kronecker_fisher(model, batches, {"fc": True}, draws=0)
+        return [grams["fc"], *factors["fc"], *diagonal_fisher(model, batches, names, draws=0).values()]
+
+    plain = found()
+    autocast(model, torch.bfloat16)
+    for a, b in zip(plain, found(), strict=True):
+        assert b.dtype == torch.float32 and torch.equal(a, b)
+    assert vars(model)["autocast"] == torch.bfloat16
+    assert model(**{k: v for k, v in batches[0].items() if k != "labels"}).logits.dtype == torch.bfloat16
 
 
 def test_the_model_is_not_changed():

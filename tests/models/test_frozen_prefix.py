@@ -258,7 +258,7 @@ def test_a_full_disk_is_no_wrong_use(tmp_path, monkeypatch, number, kind):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(UserError, match="has no room for the 1e-05 MB") as told:
+    with pytest.raises(UserError, match="cannot hold the 1e-05 MB") as told:
         states.reserve(tmp_path / "x.states", 10)
     assert type(told.value) is kind and not list(tmp_path.iterdir())
 

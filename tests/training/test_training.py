@@ -397,6 +397,7 @@ def test_learning_rates_by_round():
     assert rates("linear", 6, cycle=3) == pytest.approx([1, 0.5, 0, 1, 0.5, 0])
     assert rates("constant", 5, warmup_ratio=0.4) == pytest.approx([0.5, 1, 1, 1, 1])
     assert rates("linear", 1) == [1.0]
+    assert rates("linear", min_lr=3.0) == rates("cosine", min_lr=3.0) == [1.0] * 5, "it never rises"
     for share in (0.07, 0.14, 0.28, 0.55, 0.56):  # in floating point, 0.07 · 100 is above 7
         assert rates("constant", 100, warmup_ratio=share).index(1.0) + 1 == round(100 * share)
 

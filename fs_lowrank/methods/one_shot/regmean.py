@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ...algebra import least_change, weighted_mean
+from ...errors import UserError
 from ...models.curvature import input_grams, matrix_layers
 from ...models.names import entries
 from ...settings import key
@@ -60,6 +61,11 @@ class RegMean(OneShot):
         model = super().adapt(model)
         layers = matrix_layers(model, self.parameters)
         self.layers = [n for n in layers if isinstance(model.get_submodule(n), nn.Linear)]
+        if not self.layers:
+            raise UserError(
+                "federate.method = regmean: nothing that is trained is the weight of a linear layer, so it would be "
+                "the plain mean; take lora, train the head, or choose fedavg"
+            )
         return model
 
     def beside(self, model, own, round, client):

@@ -1,0 +1,46 @@
+"""What a site gives to methods and engines."""
+
+import pytest
+import torch
+
+from fs_lowrank import UserError, load_config
+from fs_lowrank.models.curvature import input_grams
+from fs_lowrank.rounds.site import Site
+
+
+@pytest.fixture
+def site(settings):
+    return lambda keys=None: Site(load_config(settings, {"federate.method": "regmean", **(keys or {})}))
+
+
+def test_inputs_of_layers_are_those_of_the_data_and_none_of_padding(site):
+    """The Gram matrices are those of one text at a time, whatever the size of a batch."""
+    made = site()
+    client, layers = made.clients[1], made.method.layers
+    alone, together = made.in_batches(made.data.clients[1], 1), made.in_batches(made.data.clients[1], 8)
+    batches = list(together())
+    assert all(batch["attention_mask"].all() for batch in batches) and max(len(b["labels"]) for b in batches) > 1
+    assert sum(len(batch["labels"]) for batch in batches) == client.num_samples
+    one_by_one = [[tuple(ids) for ids in batch["input_ids"].tolist()] for batch in (*alone(),)]
+    assert sorted(ids for batch in one_by_one for ids in batch) == sorted(
+        tuple(row) for batch in batches for row in batch["input_ids"].tolist()
+    )
+    wanted, found = (input_grams(made.model, each(), layers) for each in (alone, together))
+    for layer in layers:
+        torch.testing.assert_close(found[layer], wanted[layer], atol=1e-5, rtol=1e-5)
+
+
+def test_a_mean_without_a_gram_matrix_is_refused(site):
+    keys = {"llm.adapter.use": True, "llm.adapter.args": [{"adapter_method": "loha", "r": 2, "modules": ["query"]}]}
+    assert site(keys).method.layers, "the head has one"
+    with pytest.raises(UserError, match="regmean: nothing that is trained is the weight of a linear layer"):
+        site({**keys, "lowrank.train_head": False})
+
+
+@pytest.mark.parametrize("method", ["pfedlora", "pfedloru", "pmfedloru"])
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_a_base_that_the_start_of_a_pair_changes_has_no_personal_pairs_beside_it(site, method, start):
+    args = {"r": 2, "alpha": 6, "modules": ["query"], "init_lora_weights": start}
+    with pytest.raises(UserError, match=f"init_lora_weights = {start} changes the base, beside which the clients' own"):
+        site({"federate.method": method, "llm.adapter.args": [args]})
+    assert site({"federate.method": "fedlora", "llm.adapter.args": [args]})
