@@ -387,7 +387,7 @@ ACCUMULATED = "accumulated"
 
 
 def add_beside(model: peft.PeftModel, name: str, seed: int, *, r: int | None = None, **others: Any) -> peft.PeftModel:
-    """Add an adapter ``name``, in float32, on the layers of the shared one; all that there are are active afterwards.
+    """Add an adapter ``name``, in float32, on the layers of the shared one; every adapter is active afterwards.
 
     Args:
         r: its rank in every layer; None: the ranks of the shared adapter.

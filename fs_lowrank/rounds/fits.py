@@ -143,6 +143,6 @@ def say_half(config: Config, state: State) -> None:
     half = [n for n, t in state.items() if isinstance(t, Tensor) and t.dtype == torch.bfloat16]
     if half:
         say_once(
-            f"lowrank.dtype = {config.lowrank.dtype}: {len(half)} tensors that are trained beside adapters are in "
-            f"bfloat16, too ({half[0]}, ...), in which a step of less than a 256th of a weight is lost"
+            f"lowrank.dtype = {config.lowrank.dtype}: {len(half)} of the tensors that are trained, which are no "
+            f"adapter's, are in bfloat16 ({half[0]}, ...), in which a step of less than a 256th of a weight is lost"
         )
