@@ -462,8 +462,10 @@ def _best(condition: Mapping, figure: Callable[..., Figure | None]) -> Iterator[
         if curve is None or held is None:
             continue
         sign = better(by)
-        point = max(held, key=lambda p: sign * held[p].mean if held[p].n else -math.inf)
-        at_end = point in (min(held), max(held))
+        worth = {p: sign * held[p].mean if held[p].n else -math.inf for p in held}
+        point = max(held, key=worth.__getitem__)
+        # Of a plateau that reaches an end, such as that of a method that learned nothing anywhere, the best is open.
+        at_end = max(worth[min(held)], worth[max(held)]) >= worth[point] - 1e-9
         chosen[method] = point, dataclasses.replace(curve[point], at_end=at_end)
     for other in condition["than"]:
         if name not in chosen or other not in chosen:

@@ -1008,6 +1008,9 @@ def test_best_is_each_at_its_own_point(monkeypatch):
     monkeypatch.setitem(CURVES, "end", [[0.9, 0.5, 0.5, 0.5], [0.91, 0.5, 0.5, 0.5], [0.9, 0.5, 0.5, 0.5]])
     ended = along("best", "end", ["low"], chosen_by="val_acc")
     assert ended.verdict == INCONCLUSIVE and "at the end of the grid" in ended.text
+    monkeypatch.setitem(CURVES, "flat", [[0.5, 0.5, 0.5, 0.5]] * 3)
+    flat = along("best", "flat", ["narrow"], chosen_by="val_acc")
+    assert flat.verdict == INCONCLUSIVE and "flat: its rate won at the end of the grid" in flat.text
 
 
 @pytest.mark.parametrize("points", [[1], [2, 1], [1, 1], [0, 1], ["a", 1], 3])

@@ -51,7 +51,8 @@ def worker_data(session: Session, config):
     """The data of the workers in this process: by worker number in standalone mode, else those of the only worker."""
     held_out = {split: examples for split, examples in session.site.held_out().items() if len(examples)}
     key = config.eval.best_res_update_round_wise_key
-    config.eval.best_res_update_round_wise_key = evaluated_key(key, list(held_out))
+    if (evaluated := evaluated_key(key, list(held_out))) != key:
+        config.eval.best_res_update_round_wise_key = evaluated
     if session.role == "server":
         return WorkerData(config, **held_out)
 
