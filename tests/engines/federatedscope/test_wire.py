@@ -91,8 +91,10 @@ def test_values_that_cannot_be_shared(value):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("nbits", [8, 16])
 def test_our_quantisation_is_the_frameworks_bit_for_bit(nbits, dtype):
-    """The framework rounds only weights whose names say ``fc`` or ``conv``. Of 16 bits it computes in 16 bits, which flips
-    the sign of the largest; ours are what it makes of the same values in float32."""
+    """The framework rounds only weights whose names say ``fc`` or ``conv``.
+
+    Those of 16 bits it scales in 16 bits, which flips the sign of the largest; ours are what it makes of float32.
+    """
     from federatedscope.core.compression import symmetric_uniform_dequantization, symmetric_uniform_quantization
 
     from fs_lowrank.algebra import wide
