@@ -258,8 +258,10 @@ def test_a_personal_adapter_on_the_saved_model_is_the_clients_model(bench, metho
     engine.site.load_client(engine.ledger.state, 1)
     base = AutoModelForSequenceClassification.from_pretrained(str(result.outdir / "model"))
     own = PeftModel.from_pretrained(base, str(result.outdir / "personal" / "client_1")).eval()
-    test = engine.site.data.test
-    torch.testing.assert_close(logits(own, test), logits(engine.model, test), atol=1e-5, rtol=1e-5)
+    test, wanted = engine.site.data.test, logits(engine.model, engine.site.data.test)
+    torch.testing.assert_close(logits(own, test), wanted, atol=1e-5, rtol=1e-5)
+    with own.disable_adapter():
+        assert not torch.allclose(logits(own, test), wanted, atol=1e-3), "its pair does something"
 
 
 def test_what_a_nested_method_keeps_beside_the_base_can_be_read_again(bench):
