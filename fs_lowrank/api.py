@@ -143,9 +143,6 @@ def compare(
         UserError: an unknown method, or an override that none of the methods has (raised before anything runs); and
             the errors of ``run``. RunFailed: the comparison cannot be written.
     """
-    from .runs.environment import environment
-    from .runs.summary import per_client_and_round, seconds
-
     _check_config(config)
     get_engine(engine)  # before anything is announced or written
     resume, overwrite = _how(resume, overwrite)
@@ -157,16 +154,7 @@ def compare(
         for name in () if resume or overwrite else (*keys_of, *rows):
             check_outdir(config.replace({"outdir": str(outdir / name), "expname": ""}), False)
         config = with_data(config, data, bool(resume))
-    configs = {
-        name: config.replace({**keys, "federate.method": name, "outdir": str(outdir / name), "expname": ""})
-        for name, keys in keys_of.items()
-    }
-    if config.federate.total_round_num == 1 and not config.lowrank.reuse_clients:
-        # All methods start from the same model, so clients that train alike are trained once.
-        place = {"lowrank.reuse_clients": str(outdir / "clients")}
-        idle = {n: requirements(c.federate.method, c.lowrank.params).idle for n, c in configs.items()}
-        configs = {n: c if "lowrank.reuse_clients" in idle[n] else c.replace(place) for n, c in configs.items()}
-    configs |= {name: row_config(name, config, outdir / name) for name in rows}
+    configs = _configs_of(config, keys_of, rows, outdir)
     results = {}
     with keeping():  # the model and the data are loaded once
         for name in keys_of:
@@ -185,40 +173,8 @@ def compare(
                 shown(config, name, progress, *told) as told,
             ):
                 results[name] = run_row(name, configs[name], bool(resume), *told)
-    first = next(iter(results.values()))
-    majority = first.facts["majority"]
     try:
-        curves = plot_curves(
-            {n: r.history for n, r in results.items()},
-            outdir / "curves.png",
-            majority,
-            title=setting_of(config),
-            sizes=first.facts.get("held_out"),
-        )
-        write_tables(result_lines(results), outdir / "comparison.csv")
-        if lines := client_lines(results):
-            write_tables(lines, outdir / "client_scores.csv")
-        with replacing(outdir / "comparison.json") as aside:
-            aside.write_text(
-                to_json(
-                    {
-                        n: {
-                            "schema": SCHEMA,
-                            "final": r.final,
-                            **({"best": r.best} if r.best else {}),
-                            "bytes_per_client_and_round": per_client_and_round(r.history),
-                            "seconds": seconds(r.history),
-                            "majority": majority,
-                            **{k: r.facts[k] for k in ("source", "data", "model", "config")},
-                            "seed": config.seed,
-                            "versions": environment()["versions"],
-                            "settings": configs[n].to_dict(),
-                        }
-                        for n, r in results.items()
-                    },
-                    indent=1,
-                )
-            )
+        curves = _write_comparison(config, configs, results, outdir)
     except OSError as error:
         raise RunFailed(
             f"all methods ran, but their comparison could not be written to {outdir}: {error}; correct this "
@@ -227,3 +183,58 @@ def compare(
     for result in results.values():
         result.saved["comparison"] = curves
     return results
+
+
+def _configs_of(
+    config: Config, keys_of: Mapping[str, Mapping[str, Any]], rows: Sequence[str], outdir: Path
+) -> dict[str, Config]:
+    """The configuration of each method, with its own ``keys_of``, and of each row, each with a folder of its own."""
+    configs = {
+        name: config.replace({**keys, "federate.method": name, "outdir": str(outdir / name), "expname": ""})
+        for name, keys in keys_of.items()
+    }
+    if config.federate.total_round_num == 1 and not config.lowrank.reuse_clients:
+        # All methods start from the same model, so clients that train alike are trained once.
+        place = {"lowrank.reuse_clients": str(outdir / "clients")}
+        idle = {n: requirements(c.federate.method, c.lowrank.params).idle for n, c in configs.items()}
+        configs = {n: c if "lowrank.reuse_clients" in idle[n] else c.replace(place) for n, c in configs.items()}
+    return configs | {name: row_config(name, config, outdir / name) for name in rows}
+
+
+def _write_comparison(
+    config: Config, configs: Mapping[str, Config], results: Mapping[str, RunResult], outdir: Path
+) -> Path:
+    """Write the curves, the tables and ``comparison.json``, and return where the curves are."""
+    from .runs.environment import environment
+    from .runs.summary import per_client_and_round, seconds
+
+    first = next(iter(results.values()))
+    majority = first.facts["majority"]
+    curves = plot_curves(
+        {n: r.history for n, r in results.items()},
+        outdir / "curves.png",
+        majority,
+        title=setting_of(config),
+        sizes=first.facts.get("held_out"),
+    )
+    write_tables(result_lines(results), outdir / "comparison.csv")
+    if lines := client_lines(results):
+        write_tables(lines, outdir / "client_scores.csv")
+    comparison = {
+        n: {
+            "schema": SCHEMA,
+            "final": r.final,
+            **({"best": r.best} if r.best else {}),
+            "bytes_per_client_and_round": per_client_and_round(r.history),
+            "seconds": seconds(r.history),
+            "majority": majority,
+            **{k: r.facts[k] for k in ("source", "data", "model", "config")},
+            "seed": config.seed,
+            "versions": environment()["versions"],
+            "settings": configs[n].to_dict(),
+        }
+        for n, r in results.items()
+    }
+    with replacing(outdir / "comparison.json") as aside:
+        aside.write_text(to_json(comparison, indent=1))
+    return curves

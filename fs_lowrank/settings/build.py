@@ -137,6 +137,15 @@ def _check_alone(config: Settings, origin: Origin) -> None:
 
 def check_together(config: Settings, origin: Origin) -> None:
     """Check values that depend on each other."""
+    _check_clients(config, origin)
+    _check_alone(config, origin)
+    _check_robust(config, origin)
+    _check_model(config, origin)
+    _check_data(config, origin)
+    _check_place_and_scores(config, origin)
+
+
+def _check_clients(config: Settings, origin: Origin) -> None:
     federate = config.federate
     if federate.client_num < 1:
         origin.fail("federate.client_num", f"= {federate.client_num}: set it to the number of clients, 1 or more")
@@ -152,14 +161,15 @@ def check_together(config: Settings, origin: Origin) -> None:
         origin.wrong(
             "federate.sample_client_rate", federate.sample_client_rate, "a share above 0 and at most 1; or -1 for all"
         )
-    _check_alone(config, origin)
     if config.lowrank.min_clients > config.sampled_per_round:
         origin.wrong(
             "lowrank.min_clients",
             config.lowrank.min_clients,
             f"at most the clients of a round, {config.sampled_per_round}",
         )
-    _check_robust(config, origin)
+
+
+def _check_model(config: Settings, origin: Origin) -> None:
     if not config.lowrank.train_head:
         if config.is_language:
             origin.fail("lowrank.train_head", f"= False is for classifiers; {config.model.task} has no head of its own")
@@ -188,16 +198,12 @@ def check_together(config: Settings, origin: Origin) -> None:
             "lowrank.base_init",
             "= 'zero' would wipe out the pre-trained weights of lowrank.weights; it is for training from scratch",
         )
+
+
+def _check_data(config: Settings, origin: Origin) -> None:
     splits = config.data.splits
     if len(splits) != 3 or abs(sum(splits) - 1) > 1e-6:
         origin.wrong("data.splits", splits, "three shares, of train, validation and test, that add up to 1")
-    if (
-        isinstance(config.device, str)
-        and config.device != "cpu"
-        or isinstance(config.device, int)
-        and config.device < -1
-    ):
-        origin.wrong("device", config.device, "the index of a GPU, -1 for any, or cpu")
     if config.dataloader.batch_tokens and config.is_vision:
         origin.fail("dataloader.batch_tokens", "counts the tokens of texts, and images have none; leave it out")
     if config.dataloader.batch_tokens and config.dataloader.drop_last:
@@ -206,6 +212,16 @@ def check_together(config: Settings, origin: Origin) -> None:
             "= True leaves out a batch with fewer samples than the others, and with dataloader.batch_tokens batches "
             "differ in that; leave one of the two out",
         )
+
+
+def _check_place_and_scores(config: Settings, origin: Origin) -> None:
+    if (
+        isinstance(config.device, str)
+        and config.device != "cpu"
+        or isinstance(config.device, int)
+        and config.device < -1
+    ):
+        origin.wrong("device", config.device, "the index of a GPU, -1 for any, or cpu")
     if ".." in PurePath(config.expname).parts or PurePath(config.expname).is_absolute():
         origin.wrong("expname", config.expname, "a folder below outdir")
     for i, metric in enumerate(config.eval.metrics):
