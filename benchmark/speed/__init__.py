@@ -13,10 +13,16 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import torch
+
+ROOT = Path(__file__).parents[2]
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def race(
@@ -49,6 +55,22 @@ def threads(number: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def in_a_process(*arguments: str, **environment: str) -> str:
+    """What a new Python process printed to standard output.
+
+    Args:
+        arguments: of ``python``. environment: variables beside those of this process.
+
+    Raises:
+        RuntimeError: it failed; with what it wrote to standard error.
+    """
+    given = {**os.environ, **environment}
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=given, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(arguments)[:200]} ended with {done.returncode}: {done.stderr[-2000:]}")
+    return done.stdout
 
 
 def difference(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> float:

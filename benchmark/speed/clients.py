@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from . import memory_row, row
+from . import ONE_THREAD, in_a_process, memory_row, row
 
 SETTINGS = {
     "federate": {"method": "fedlora", "client_num": 1000, "total_round_num": 1},
@@ -70,17 +68,9 @@ def measure(settings: dict, train: bool) -> dict:
 
 
 def in_fresh_process(settings: dict, train: bool) -> dict:
-    """``measure`` in a new process."""
-    done = subprocess.run(
-        [sys.executable, "-m", __name__, json.dumps(settings), json.dumps(train)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    if done.returncode:
-        raise RuntimeError(f"the measuring process failed:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    """``measure`` in a new process with one thread."""
+    printed = in_a_process("-m", __name__, json.dumps(settings), json.dumps(train), **ONE_THREAD)
+    return json.loads(printed.splitlines()[-1])
 
 
 def with_federate(settings: dict, **keys) -> dict:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -13,7 +11,7 @@ from typing import Any
 
 from fs_lowrank.models.quantised import require_bitsandbytes
 
-from . import row
+from . import ONE_THREAD, in_a_process, row
 from .clients import peak_bytes
 
 #: the model: a Llama of random weights
@@ -78,16 +76,7 @@ def measure(settings: Mapping[str, Any]) -> dict[str, float]:
 
 def in_fresh_process(settings: Mapping[str, Any]) -> dict[str, float]:
     """``measure`` in a new process with one thread."""
-    done = subprocess.run(
-        [sys.executable, "-m", __name__, json.dumps(settings)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(in_a_process("-m", __name__, json.dumps(settings), **ONE_THREAD).splitlines()[-1])
 
 
 def run() -> dict:

@@ -13,10 +13,8 @@ import contextlib
 import cProfile
 import importlib
 import json
-import os
 import pstats
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +25,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from . import row
+from . import ONE_THREAD, in_a_process, row
 from .clients import ALLOWED, peak_bytes
 
 CLIENTS = (10_000, 100_000, 1_000_000)
@@ -175,18 +173,10 @@ def measure(keys: dict[str, Any], profile: bool = False) -> dict[str, Any]:
     }
 
 
-def in_fresh_process(keys: dict[str, Any], *options: str) -> dict[str, Any]:
+def in_fresh_process(keys: dict[str, Any]) -> dict[str, Any]:
     """``measure`` in a new process with one thread."""
-    done = subprocess.run(
-        [sys.executable, "-m", __name__, "--settings", json.dumps(keys), *options],
-        cwd=Path(__file__).parents[2],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    if done.returncode:
-        raise RuntimeError(f"the measuring process ended with exit code {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
+    printed = in_a_process("-m", __name__, "--settings", json.dumps(keys), **ONE_THREAD)
+    return json.loads(printed.splitlines()[-1])
 
 
 def round_seconds(found: dict[str, Any], kind: str = "processor") -> float:

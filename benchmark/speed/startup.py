@@ -7,18 +7,14 @@ what ``keeping`` keeps of the runs before.
 from __future__ import annotations
 
 import json
-import os
 import resource
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from . import race, row
+from . import ONE_THREAD, in_a_process, race, row
 from .clients import SETTINGS
 
-ROOT = Path(__file__).parents[2]
 #: the interpreter alone, and the libraries without which no run begins
 BARE = {"python": "", "torch": "import torch", "libraries": "import torch, pandas, peft, transformers.modeling_utils"}
 FIRST_STEP = """
@@ -34,10 +30,7 @@ except Begun: pass
 def processor_seconds(arguments: Sequence[str]) -> float:
     """Of a Python process with ``arguments``, and of those that it started."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(arguments)[:100]} ended with {done.returncode}: {done.stderr[-2000:]}")
+    in_a_process(*arguments, **ONE_THREAD, HF_HUB_OFFLINE="1")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -77,10 +70,7 @@ def run(turns: int = 5) -> dict:
                 place = [*arguments[:-1], f"{folder}/{turn}"] if name == "run" else arguments
                 taken[name].append(processor_seconds(place))
     median = {name: statistics.median(seconds) for name, seconds in taken.items()}
-    done = subprocess.run([sys.executable, "-m", __name__, str(turns)], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"the measuring process failed:\n{done.stderr[-2000:]}")
-    worker = json.loads(done.stdout.splitlines()[-1])
+    worker = json.loads(in_a_process("-m", __name__, str(turns)).splitlines()[-1])
     rows = [
         row(
             f"fs-lowrank {name}",

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,9 +25,8 @@ from fs_lowrank.models.machine import wait
 from fs_lowrank.settings.reading import read_yaml
 from fs_lowrank.settings.tree import flatten
 
-from . import row
+from . import ROOT, in_a_process, row
 
-ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "demo.yaml"
 METHODS = ("rolora", "ffa_lora", "fedlora", "flexlora")
 PLAIN = {"train.cohort": "off", "train.only_read": "off", "train.blocks": 1, "train.cache_frozen_shared": 0}
@@ -87,24 +85,20 @@ def command(kind: str, settings: dict[str, Any], folder: Path) -> list[str]:
     return ["benchmark", "run", str(folder / "suite.yaml"), "--workers", "2", *places]
 
 
-def _in_a_process(arguments: Sequence[str], folder: Path) -> str:
+def _with_nothing_kept(arguments: Sequence[str], folder: Path) -> str:
     """What a Python process printed that found nothing kept on disk."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "FS_LOWRANK_FROZEN": str(folder / "frozen")}
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(arguments)[:200]} ended with {done.returncode}: {done.stderr[-2000:]}")
-    return done.stdout
+    return in_a_process(*arguments, HF_HUB_OFFLINE="1", FS_LOWRANK_FROZEN=str(folder / "frozen"))
 
 
 def _demo(setting: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as name:
-        return json.loads(_in_a_process(["-m", __name__, setting, name], Path(name)).splitlines()[-1])
+        return json.loads(_with_nothing_kept(["-m", __name__, setting, name], Path(name)).splitlines()[-1])
 
 
 def _job(kind: str, setting: str) -> float:
     with tempfile.TemporaryDirectory() as name:
         arguments, started = command(kind, SETTINGS[setting], Path(name)), time.perf_counter()
-        _in_a_process(["-m", "fs_lowrank", *arguments], Path(name))
+        _with_nothing_kept(["-m", "fs_lowrank", *arguments], Path(name))
         return time.perf_counter() - started
 
 
