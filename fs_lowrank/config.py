@@ -69,7 +69,8 @@ class Config(Settings):
 
         A new ``federate.method`` is one of our names (``fedavg`` then trains all weights). Of the hyperparameters
         of the old method, those are kept that the new method also has and that are not at the old default. Whether
-        adapters are used is decided again, unless the new method works with and without them.
+        adapters are used is decided again: from ``llm.adapter.use`` as it was given, if the new method works with and
+        without them.
         """
         changes = {**flatten(as_overrides(overrides)), **flatten(as_overrides(keys))}
         changes = {resolved_name(key): value for key, value in changes.items()}
@@ -88,9 +89,13 @@ class Config(Settings):
         merge(tree, changes)
         if isinstance(method, str) and new is not None and new is not old and "llm.adapter.use" not in changes:
             params = {name: tree["lowrank"][name] for name in params_fields(new) if name in tree["lowrank"]}
-            if new.requires(new.Params(**check_method_params(new, params, origin))).adapter != "optional":
-                tree["llm"]["adapter"]["use"] = False if method.lower() in framework.WITH_ADAPTERS else None
-        return _build(tree, origin)
+            free = new.requires(new.Params(**check_method_params(new, params, origin))).adapter == "optional"
+            decided = False if method.lower() in framework.WITH_ADAPTERS else None
+            tree["llm"]["adapter"]["use"] = self.source.adapter if free else decided
+        changed = _build(tree, origin)
+        if "llm.adapter.use" in changes:
+            return changed
+        return dataclasses.replace(changed, source=dataclasses.replace(changed.source, adapter=self.source.adapter))
 
 
 def load_config(
@@ -176,6 +181,7 @@ def _build(tree: Mapping[str, Any], origin: Origin, overridden_params: Mapping[s
         origin = dataclasses.replace(origin, overridden=origin.overridden | {key})
     params = check_method_params(method, params, origin)
     needs = method.requires(method.Params(**params))
+    origin = dataclasses.replace(origin, adapter=config.llm.adapter.use)
     use = _uses_adapter(config, method.name, needs.adapts(config.llm.adapter.use), origin)
     adapter = dataclasses.replace(config.llm.adapter, use=use, args=[adapter_args(config.llm.adapter.args, origin)])
     clients = read_clients(config.lowrank.clients, config.federate.client_num, origin)

@@ -5,10 +5,27 @@ from __future__ import annotations
 import difflib
 import logging
 import shlex
+import sysconfig
+import traceback
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 
-__all__ = ["ROWS_LOGGER", "CannotContinue", "DamagedFile", "RunFailed", "UserError", "hint", "nearest", "say_once"]
+__all__ = [
+    "ROWS_LOGGER",
+    "CannotContinue",
+    "DamagedFile",
+    "RunFailed",
+    "UserError",
+    "described",
+    "hint",
+    "nearest",
+    "own_place",
+    "say_once",
+]
+
+#: the packages of this repository
+_OURS = ("fs_lowrank", "benchmark", "hpo")
 
 
 class UserError(ValueError):
@@ -33,6 +50,31 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     close = difflib.get_close_matches(given, list(by_lower), n=1, cutoff=0.55)
     close = close or [c for c in by_lower if len(c) >= 3 and given.startswith(c)]
     return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
+
+
+def own_place(error: BaseException) -> str:
+    """Where ``error`` was raised in code of the user, such as a method of their own; empty if it was not.
+
+    That is the innermost line of its traceback that is neither of this package nor of an installed one.
+    """
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file, module = Path(frame.f_code.co_filename), str(frame.f_globals.get("__name__", ""))
+        if module.split(".")[0] not in _OURS and file.is_file() and not any(map(file.is_relative_to, _installed())):
+            place = f"{file}, line {line}"
+    return place
+
+
+def described(error: BaseException, text: str | None = None) -> str:
+    """The type of ``error`` and its text, or ``text``, and where it was raised if that is code of the user."""
+    place = own_place(error)
+    return f"{type(error).__name__}: {error if text is None else text}" + (f" ({place})" if place else "")
+
+
+@cache
+def _installed() -> tuple[str, ...]:
+    """Where Python and the installed packages are."""
+    return tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def hint(*words: object) -> str:

@@ -565,7 +565,17 @@ def test_methods_that_take_an_adapter_or_all_weights(monkeypatch):
     monkeypatch.undo()
     plain, adapted = make(federate__method="fedavg"), make(federate__method="fedlora")
     assert plain.replace(federate__method="fedfisher").llm.adapter.use is False
-    assert adapted.replace(federate__method="fedfisher", model__type="m@transformers").llm.adapter.use is True
+    other = {"federate__method": "fedfisher", "model__type": "m@transformers"}
+    assert adapted.replace(**other).llm.adapter.use is False, "as in a file with this method: nobody asked for one"
+    given = make(federate__method="fedlora", llm__adapter__use=True)
+    for config in (
+        given,
+        given.replace(seed=3),
+        given.replace(federate__method="fedavg"),
+        adapted.replace(given.to_dict()),
+    ):
+        assert config.replace(**other).llm.adapter.use is True
+    assert given.replace(**other, llm__adapter__use=False).llm.adapter.use is False
     asked = make(federate__method="fedfisher", model__type="m@transformers", llm__adapter__use=True)
     assert asked.llm.adapter.use is True and load_config(asked.to_dict()) == asked
     assert make(federate__method="fedfisher", model__type="m@transformers").llm.adapter.use is False

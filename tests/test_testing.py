@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -154,3 +155,15 @@ def test_the_guide_lists_every_check():
 
 def test_phases_of_the_readme_are_public():
     assert Phase(train=("lora_B",)).steps is None
+
+
+def test_the_method_of_the_page_passes_whose_clients_keep_what_they_learn(monkeypatch):
+    """Of FedSA-LoRA's pairs the server averages A alone; B, without which A does nothing, stays with its client."""
+    page = (ROOT / "docs" / "own_method.md").read_text(encoding="utf-8")
+    code = next(code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "class FedSA" in code)
+    module = types.ModuleType("of_the_page")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # where dataclasses look up its types
+    exec(code, vars(module))
+    check_method("fedsa", {"warm": 0}, only="run")
+    with pytest.raises(UserError, match=r"lowrank.warm = -1: expected .*0"):
+        check_method("fedsa", {"warm": -1}, only="run")

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ..config import Config, check_local
+from ..errors import described
 from ..methods import State
 from ..rounds.ending import end_round, ending
 from ..rounds.evaluator import Evaluator
@@ -50,7 +51,7 @@ class ThisProcess:
             for client, fitted in site.fit_all(cohort, round.number, lambda c: site.load_client(state, c)):
                 done += 1
                 if isinstance(fitted, Exception):
-                    round.fail(client, "failed", f"{type(fitted).__name__}: {fitted}")
+                    round.fail(client, "failed", described(fitted))
                     continue
                 update, result = fitted
                 parcel = Parcel(update.tensors, round=round.number, samples=update.num_samples)

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..algebra import values_of
 from ..config import Config, load_config
 from ..data import Examples, ImageExamples
-from ..errors import say_once
+from ..errors import described, say_once
 from ..jobs.crew import INSIDE
 from ..jobs.nursery import Nursery
 from ..methods import State
@@ -301,7 +301,7 @@ class _Clients:
         means: dict[int, Tensor] = {}  # by place in the answers
         for client, fitted in site.fit_all(item.facts["clients"], round, lambda c: self._load(_halves(given, c))):
             if isinstance(fitted, Exception):
-                answers.append({"error": f"{type(fitted).__name__}: {fitted}"})
+                answers.append({"error": described(fitted)})
                 continue
             update, result = fitted
             personal = copied(site.model, site.method.personal) if site.personal.untrained else {}

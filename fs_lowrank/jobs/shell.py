@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.text import Text
 
-from ..errors import ROWS_LOGGER, RunFailed, UserError, nearest
+from ..errors import ROWS_LOGGER, RunFailed, UserError, nearest, own_place
 
 #: exit codes: success; a valid command could not continue; wrong use; Ctrl-C
 OK, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
@@ -100,7 +100,7 @@ def message_of(error: Exception, folder: Path | None = None) -> str:
     """The message of an error for the user.
 
     For a ``UserError``, and an ``OSError``, which names file and reason, it is the error's text. Any other error is one
-    of the package: its traceback is written to a file, which the message names.
+    of the package, or of code that the user has given it: its traceback is written to a file, which the message names.
 
     Args:
         error: its attribute ``run_folder``, set by ``fs_lowrank.run``, takes precedence over ``folder``.
@@ -110,6 +110,8 @@ def message_of(error: Exception, folder: Path | None = None) -> str:
         return "\n".join(map(_shortened, str(error).split("\n")))
     place = write_traceback(error, getattr(error, "run_folder", folder)) or "that --debug shows"
     shown = place if isinstance(place, str) else f"in {place}"
+    if own := own_place(error):
+        return f"{in_one_line(error)} (in {own}, which is not of fs-lowrank; the traceback is {shown})"
     return f"{in_one_line(error)} (an error in fs-lowrank; please report it, with the traceback {shown})"
 
 

@@ -1,23 +1,10 @@
 """The federated methods, one file each, and the registry that finds them."""
 
-from .base import (
-    Averaging,
-    Client,
-    Gathering,
-    Method,
-    Phase,
-    RefusedUpdate,
-    Requires,
-    Setting,
-    State,
-    Tensors,
-    Update,
-    Workbench,
-    refuse_negative,
-)
+from .base import Averaging, Gathering, Method, State
 from .catalogue import create_method, get_method_class, list_methods, requirements, revisions
 from .registry import register_method
 from .robust import RobustMean
+from .terms import Client, Phase, RefusedUpdate, Requires, Setting, Tensors, Update, Workbench, refuse_negative
 from .wrapper import Wrapper
 
 __all__ = [

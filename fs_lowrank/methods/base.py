@@ -32,177 +32,44 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..algebra import values_of, weighted_mean
+from ..algebra import weighted_mean
 from ..errors import UserError
 from ..models.adapters import add_adapter, load_tensors
 from ..models.names import all_tensors, named_tensors, select
 from ..seeds import derive
 from ..settings import ADDED, AdapterSpec
-from ..settings.metrics import TASKS
 from ..settings.parameters import params_defaults
 from .robust import RobustMean
+from .terms import (
+    Client,
+    NoParams,
+    Phase,
+    Requires,
+    Setting,
+    Tensors,
+    Update,
+    Workbench,
+    refuse_negative,
+    tags_given,
+)
 from .wrapper import Value, Wrapper
 
-Tensors = Mapping[str, Tensor]
 State = dict[str, Value]
-
-
-@dataclass(frozen=True)
-class Requires:
-    """What a method needs around it, given its hyperparameters.
-
-    Attributes:
-        adapter: which tensors are shared. ``any``: an adapter that is added to a weight; ``every``: also one that is
-            not; ``lora``: one with the halves A and B alone; ``none``: all weights; ``optional``: as ``any`` if
-            ``llm.adapter.use`` is True, otherwise all weights.
-        tasks: the values of ``model.task`` that the method supports.
-        sums: the server needs only the weighted sum of what clients send; secret sharing is then possible.
-        validation: the server's step needs ``Method.workbench``.
-        rounds: what happens in a round depends on the number of rounds of the run.
-        changes_base: the method trains weights of the base, replaces them or merges into them, so that they cannot be
-            quantised (``lowrank.dtype``). By default that of a method with ``base`` in ``shared`` or ``personal``, and
-            of one that overrides ``changed_base``.
-        alone: a client needs the model to itself while it trains, because the method computes with the model's own
-            tensors then, by hooks for example. ``train.cohort`` trains the clients of other methods together.
-        layers: of ``llm.adapter.args`` only the choice of layers is used, because the method adds no adapter to them.
-        ranks: of the clients' adapters, if hyperparameters give them; an ``r`` of ``llm.adapter.args`` that is
-            no larger has no effect beside them.
-        own_upload: ``upload`` is the method's own, and may go through a client's data in batches.
-        own_robust_mean: ``robust_mean`` is the method's own, and may weight what it adds to the mean.
-        idle: keys without effect beside these hyperparameters, such as ``lowrank.tau``, and why; each that is not at
-            its default is reported before a run.
-    """
-
-    adapter: Literal["none", "any", "every", "lora", "optional"] = "any"
-    tasks: tuple[str, ...] = TASKS
-    sums: bool = False
-    validation: bool = False
-    rounds: bool = False
-    changes_base: bool = False
-    alone: bool = False
-    layers: bool = False
-    ranks: tuple[int, ...] = ()
-    own_upload: bool = False
-    own_robust_mean: bool = False
-    idle: Mapping[str, str] = field(default_factory=dict, hash=False)
-
-    def adapts(self, use: bool | None) -> bool:
-        """Whether the shared tensors are an adapter if ``llm.adapter.use`` is ``use``."""
-        return self.adapter in ("any", "every", "lora") or self.adapter == "optional" and bool(use)
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A part of a client's local training.
-
-    Attributes:
-        train: tags (``models.names``) of the parameters that train; all others are frozen.
-        steps: length in units of ``train.batch_or_epoch``; None: ``train.local_update_steps``.
-        penalty: a function of the model, returning a scalar, that is added to the loss of every step.
-    """
-
-    train: tuple[str, ...]
-    steps: int | None = None
-    penalty: Callable[[nn.Module], Tensor] | None = None
-
-
-@dataclass(frozen=True)
-class Client:
-    """What a method knows about a client.
-
-    Attributes:
-        id: from 1 to the number of clients.
-        num_samples: size of its training set.
-        batches: yields the client's training data once, without padding, as model inputs (for Fisher and Gram
-            matrices); None
-            where nothing is computed from data.
-    """
-
-    id: int
-    num_samples: int
-    batches: Callable[[], Iterable[dict[str, Tensor]]] | Any = field(default=None, compare=False)
-
-
-@dataclass(frozen=True)
-class Update:
-    """What one client sent: its id, the size of its training set, and named tensors."""
-
-    client: int
-    num_samples: int
-    tensors: Tensors
-
-
-class RefusedUpdate(ValueError):
-    """An update that cannot be used; the message names the client and the tensor."""
-
-
-def refuse_negative(update: Update, names: Iterable[str]) -> None:
-    """Refuse ``update`` if one of its tensors ``names`` holds a value below zero; a GPU is waited for once.
-
-    Raises:
-        RefusedUpdate: the message names client and tensor.
-    """
-    held = {n: update.tensors[n] for n in names}
-    for (name, tensor), negative in zip(held.items(), values_of((t < 0).any() for t in held.values())):
-        if negative:
-            raise RefusedUpdate(
-                f"client {update.client}: {name} holds {float(tensor.min()):.6g}, expected no value below zero"
-            )
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a method is told about the run; ``create_method`` describes the values."""
-
-    adapter: AdapterSpec = field(default_factory=AdapterSpec)
-    rounds: int | None = None
-    seed: int = 0
-    uniform: bool = False
-    from_scratch: bool = False
-    with_adapter: bool = False
-    only_sums: bool = False
-    local_steps: int = 1
-    own_steps: Mapping[int, int] = field(default_factory=dict)
-    train_head: bool = True
-
-    def steps(self, client: int | None) -> int:
-        """``train.local_update_steps`` of ``client``."""
-        return self.local_steps if client is None else self.own_steps.get(client, self.local_steps)
-
-
-@dataclass(frozen=True)
-class Workbench:
-    """What a server has besides the updates, for methods that select by validation or distil.
-
-    Attributes:
-        model: an adapted model to load tensors into; its values have no meaning before or after.
-        validation: yields the held-out samples once, in order, as model inputs with ``labels``. They are never among
-            the training data, and are the same for all methods.
-        seed: for random draws of the server.
-    """
-
-    model: nn.Module
-    validation: Callable[[], Iterable[dict[str, Tensor]]]
-    seed: int
-
-
-@dataclass(frozen=True)
-class NoParams:
-    """The hyperparameters of a method that has none."""
 
 
 class Method(ABC):
     """The base of ``Averaging`` and ``Gathering``, from one of which a method derives.
 
-    The hyperparameters are the dataclass ``Params``. Their types and the metadata of their fields (``help``, ``min``,
-    ``max``, ``choices`` and the others of ``settings.key``) are checked when the method is created.
+    Tags say what is shared, trained and kept (``models.names``). A value of the state that is no tensor of the model
+    has a name with a colon, such as ``x:count``. The hyperparameters are the dataclass ``Params``. Their types and the
+    metadata of their fields (``help``, ``min``, ``max``, ``choices`` and the others of ``settings.key``) are checked
+    when the method is created.
     """
 
     name: ClassVar[str]
@@ -225,8 +92,9 @@ class Method(ABC):
     @classmethod
     def requires(cls, params: Any) -> Requires:
         """What the method needs with the hyperparameters ``params``."""
+        halves = {"lora_A", "lora_B"}.intersection(cls.shared)
         return Requires(
-            adapter="any" if "adapter" in cls.shared else "none",
+            adapter="lora" if halves else "any" if "adapter" in cls.shared else "none",
             changes_base="base" in (*cls.shared, *cls.personal) or cls.changed_base is not Method.changed_base,
             own_upload=cls.upload is not Method.upload,
         )
@@ -241,6 +109,8 @@ class Method(ABC):
         self.setting = setting
         self.needs = self.requires(params)
         self._check_needs()
+        for name in ("shared", "personal"):
+            setattr(self, name, tags_given(getattr(self, name), f"federate.method = {self.name}: {name}"))
         #: tags of what trains without an adapter: the head and, in a model from scratch, all weights without adapter
         self.whole: tuple[str, ...] = ("head", "rest") if setting.from_scratch else ("head",)
         if "base" not in self.shared:

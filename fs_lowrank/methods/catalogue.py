@@ -10,10 +10,11 @@ from importlib.metadata import entry_points
 
 from ..errors import UserError, nearest
 from ..settings import AdapterSpec, Settings, check_method_params
-from .base import Averaging, Method, Requires, Setting
+from .base import Averaging, Method
 from .registry import refuse_former, registered
 from .robust import RobustMean
 from .server_optimizer import ServerOptimizer
+from .terms import Requires, Setting
 
 ENTRY_POINTS = "fs_lowrank.methods"
 _BUILT_IN = (

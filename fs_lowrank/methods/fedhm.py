@@ -28,9 +28,10 @@ from ..models.factorised import empty_factors, factorise_layers, frobenius, full
 from ..models.layers import Layer, adapted_layers
 from ..models.names import entries, entries_of, select
 from ..settings import key
-from .base import Averaging, Phase, State, Tensors, Update, tensors_of
+from .base import Averaging, State, tensors_of
 from .ranks import of_client
 from .registry import register_method
+from .terms import Phase, Tensors, Update
 
 
 @register_method("fedhm")

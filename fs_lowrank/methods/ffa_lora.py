@@ -7,8 +7,9 @@ Sun et al., "Improving LoRA in Privacy-preserving Federated Learning", ICLR 2024
 
 from dataclasses import replace
 
-from .base import Averaging, Phase
+from .base import Averaging
 from .registry import register_method
+from .terms import Phase
 
 
 @register_method("ffa_lora")

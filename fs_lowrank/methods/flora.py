@@ -24,9 +24,10 @@ from ..models.adapters import ACCUMULATED, base_weight_name, load_tensors
 from ..models.merging import merge_pair
 from ..models.names import named_tensors, pairs
 from ..settings import key
-from .base import Tensors, split_merges
+from .base import split_merges
 from .ranks import RankedMethod, RankedParams, check_kept
 from .registry import register_method
+from .terms import Tensors
 
 
 @register_method("flora")

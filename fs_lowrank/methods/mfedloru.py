@@ -21,10 +21,11 @@ from ..models.layers import Layer, adapted_layers
 from ..models.names import named_tensors, tags
 from ..models.nested import add_nested, cut_nested, nested_product, nested_shapes
 from ..settings import key
-from .base import Phase, State, Tensors, Update
+from .base import State
 from .fedloru import FedLoRU
 from .ranks import of_client
 from .registry import register_method
+from .terms import Phase, Tensors, Update
 
 
 @register_method("mfedloru")

@@ -12,8 +12,9 @@ Implicit Regularization", appendix "pFedLoRA", Algorithm 4. Client k's model is 
 from dataclasses import dataclass
 
 from ..settings import key
-from .base import Averaging, Phase
+from .base import Averaging
 from .registry import register_method
+from .terms import Phase
 
 
 @register_method("pfedlora")

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 from ..models.adapters import add_beside
 from ..settings import key
-from .base import Averaging, Phase
+from .base import Averaging
 from .fedloru import FedLoRU
 from .mfedloru import MFedLoRU
 from .registry import register_method
+from .terms import Phase
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from ..errors import UserError
 from ..models.layers import Layer, adapted_layers
 from ..models.merging import check_products
 from ..settings import AdapterSpec, key
-from .base import Gathering, Requires, Setting, Tensors
+from .base import Gathering
+from .terms import Requires, Setting, Tensors
 
 T = TypeVar("T")
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 
 from ..settings import key
 from ..settings.check import rounds_of
-from .base import Averaging, Phase
+from .base import Averaging
 from .registry import register_method
+from .terms import Phase
 
 
 @register_method("rolora")

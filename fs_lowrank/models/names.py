@@ -40,6 +40,8 @@ _ADAPTER_PARTS = """
     lora_A lora_B hada_w1_a hada_w1_b hada_w2_a hada_w2_b hada_t1 hada_t2 lokr_w1 lokr_w1_a lokr_w1_b lokr_w2
     lokr_w2_a lokr_w2_b lokr_t2 lora_magnitude_vector vera_lambda_b vera_lambda_d oft_R ia3_l prompt_encoder
 """.split()
+#: all tags but the prefixes of names with a colon, and the names of adapters other than PEFT's ``default``
+TAGS = frozenset({"adapter", "personal", "head", "rest", "nested", "factor", "base", *_ADAPTER_PARTS})
 #: tensors of adapters that are initialised to zero, so that the adapter has no effect
 _ZERO_AT_START = frozenset({"lora_B", "hada_w2_b", "lokr_w1", "lokr_w1_a"})
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..algebra import FlatTensors
-from ..errors import CannotContinue, UserError
+from ..errors import CannotContinue, UserError, described
 from ..methods import Method, Update
 from ..models.adapters import load_tensors
 from ..models.machine import input_device
@@ -214,5 +214,6 @@ def answer(round: int, update: Update, loss: float, codec: Codec) -> Parcel:
 
 def apology(round: int, error: Exception) -> Parcel:
     """The answer of a client that could not train in ``round``."""
-    text = str(error) if isinstance(error, (UserError, LostCopy)) else f"{type(error).__name__}: {error}"
+    known = isinstance(error, (UserError, LostCopy))
+    text = str(error) if known else described(error)
     return Parcel({}, round=round, error=text, lost=isinstance(error, LostCopy))

@@ -1,15 +1,19 @@
-"""Checks that the result of a server step is finite, and leaves the model finite."""
+"""Checks of the result of a server step: that it is what a method must give, and that it is finite."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..methods import Method
+from ..errors import UserError
+from ..methods import Method, State
+from ..models.names import tags
+from ..settings.origin import show
 
 #: Up to this magnitude, merging a message into the base cannot overflow: a product of four of its values (LoHa), summed
 #: over any rank, is far from the limit of float32. Beyond it, the merge is tried on a copy first.
@@ -18,8 +22,49 @@ _HARMLESS = 1e8
 _HARMLESS_IN_FLOAT16 = 4.0
 
 
+class WrongStep(UserError):
+    """The server's step of a method gave what no server's step may give; it is not the clients' fault."""
+
+
 class NotFinite(ArithmeticError):
     """The result of the server step has a NaN or Inf, or leads to one in the model."""
+
+
+def require_whole(given: Any, before: State, method: Method) -> tuple[State, Mapping[str, Tensor]]:
+    """The state and the message that ``aggregate`` has ``given``.
+
+    Args:
+        before: the state before the step.
+    Raises:
+        WrongStep: it is no such pair; a tensor of the model is missing in the state, or has another dtype or, of an
+            adapter, another shape but for the rank; a value cannot be saved.
+    """
+    said = f"the server's step of {method.name} gave"
+    if not isinstance(given, tuple) or len(given) != 2 or not all(isinstance(part, Mapping) for part in given):
+        raise WrongStep(f"{said} {show(given)}, expected the new state and the message, two mappings")
+    state, message = given
+    for name, value in state.items():
+        if not isinstance(value, Tensor) and (":" not in name or type(value) not in (bool, int, float)):
+            raise WrongStep(
+                f"{said} a state in which {name} is {show(value)} ({type(value).__name__}), expected a tensor; under a "
+                f"name with a colon, such as x:{name}, a bool, int or float may be, too"
+            )
+    for name, value in message.items():
+        if not isinstance(value, Tensor):
+            raise WrongStep(f"{said} a message in which {name} is {show(value)}, expected a tensor")
+    for name, old in before.items():
+        if ":" in name or not isinstance(old, Tensor):
+            continue
+        new: Any = state.get(name)
+        if new is None:
+            raise WrongStep(f"{said} a state without {name}, which was in the state before the round")
+        other_rank = "adapter" in tags(name) and sum(a != b for a, b in zip(new.shape, old.shape)) == 1
+        if new.dtype != old.dtype or "adapter" in tags(name) and new.shape != old.shape and not other_rank:
+            raise WrongStep(
+                f"{said} a {name} of {new.dtype} and shape {tuple(new.shape)}, expected {old.dtype} and "
+                f"{tuple(old.shape)} as before the round"
+            )
+    return state, message
 
 
 def require_finite(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from ..config import Config
 from ..data import CLASSIFICATION, FederatedData, RawData
 from ..data.own import LABELS
-from ..errors import UserError, say_once
-from ..methods import Method, State
-from ..models.names import HEAD_MODULES, is_head, named_tensors
+from ..errors import UserError, nearest, say_once
+from ..methods import Method, Phase, State
+from ..models.names import HEAD_MODULES, TAGS, all_tensors, is_head, named_tensors, select, tags
 from ..settings import Data, Eval
 from ..settings.metrics import LANGUAGE
+from ..settings.origin import show
 
 #: name in ``eval.split`` -> attribute of the data
 SPLITS = {"test": "test", "val": "validation"}
@@ -127,6 +128,64 @@ def of_one_client(config: Config) -> Config:
     # The settings of single clients are found by the number that the server gives this one.
     own: dict[str, Any] = {"lowrank.min_clients": 1, "lowrank.clients": []}
     return config.replace({**own, **{f"federate.{name}": value for name, value in keys.items()}})
+
+
+def check_tags(method: Method, model: nn.Module, state: State) -> None:
+    """Refuse a tag in what ``method`` shares or keeps with its clients that no tensor can have.
+
+    Args:
+        model: with the method's parts on it. state: before round 1.
+    Raises:
+        UserError: without a tag that is misspelt, something would be sent or stay with its client that should not.
+    """
+    for what in ("shared", "personal"):
+        _check_tags(method, what, getattr(method, what), {*all_tensors(model), *state})
+
+
+def trained_in(method: Method, client: int, rounds: int, model: nn.Module) -> set[str]:
+    """The tags of all that ``client`` trains in ``rounds`` rounds.
+
+    Args:
+        model: with the method's parts on it.
+    Raises:
+        UserError: ``phases`` gives no list of phases, or one that trains nothing, or nothing that stays with a client
+            trains.
+    """
+    names, seen = all_tensors(model), set[tuple[str, ...]]()
+    for round in range(1, rounds + 1):
+        phases, where = method.phases(round, client), f"phases(round={round}, client={client})"
+        if not isinstance(phases, list | tuple) or not phases or not all(isinstance(p, Phase) for p in phases):
+            raise UserError(
+                f"federate.method = {method.name}: {where} gave {show(phases)}, expected a list of one Phase or more"
+            )
+        for phase in phases:
+            if phase.train in seen:
+                continue
+            seen.add(phase.train)
+            _check_tags(method, where, phase.train, names)
+            if not select(names, phase.train):
+                raise UserError(
+                    f"federate.method = {method.name}: {where} trains {', '.join(phase.train) or 'no tag'}, which no "
+                    "tensor of this model has"
+                )
+    trained = {tag for train in seen for tag in train}
+    kept = select(names, method.personal)
+    if kept and not {*kept}.intersection(select(names, trained)):
+        raise UserError(
+            f"federate.method = {method.name}: {kept[0]} stays with its client and is trained in no phase of client "
+            f"{client}; let phases name {' or '.join(method.personal)}"
+        )
+    return trained
+
+
+def _check_tags(method: Method, what: str, given: Iterable[str], names: Collection[str]) -> None:
+    known = TAGS.union(*map(tags, names))
+    for tag in given:
+        if tag not in known:
+            raise UserError(
+                f"federate.method = {method.name}: {what} has the tag {tag!r}, which no tensor has"
+                f"{nearest(tag, known)}; the tags are {', '.join(sorted(known))}"
+            )
 
 
 def check_personal(config: Config, method: Method, personal: Mapping[str, Tensor]) -> None:

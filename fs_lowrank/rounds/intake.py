@@ -13,9 +13,16 @@ from ..methods import Update
 
 
 class TooFewClients(RuntimeError):
-    """A round cannot be finished: fewer updates than ``lowrank.min_clients``, or a client's share is missing."""
+    """A round cannot be finished: fewer updates than ``lowrank.min_clients``, or a client's share is missing.
 
-    remedy = "a smaller lowrank.min_clients if no more clients can be had"
+    Args:
+        least: ``lowrank.min_clients``, where a smaller one would help.
+    """
+
+    def __init__(self, what: str, least: int = 1):
+        super().__init__(what)
+        fewer = ", or set a smaller lowrank.min_clients if no more clients can be had" if least > 1 else ""
+        self.remedy = f"correct what made the clients fail{fewer}"
 
 
 @dataclass(frozen=True)

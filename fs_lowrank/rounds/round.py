@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from ..algebra import values_of
+from ..errors import described
 from ..methods import RefusedUpdate, State, Update
 from .admission import check_loss, is_whole
 from .codec import Codec, Plain, Sizes
-from .finite import NotFinite, require_finite
+from .finite import NotFinite, WrongStep, require_finite, require_whole
 from .intake import Intake, Kept, TooFewClients
 from .ledger import Ledger, Standing
 from .parcel import Parcel
@@ -301,6 +302,7 @@ class Round:
             BadRound: the server step raised an error, or its result is not finite. The state is as before the round;
                 the caller calls ``roll_back`` or ``leave_out``.
             OSError: a file could not be read or written during the step.
+            WrongStep: the method gave what no server's step may give.
         """
         if self._waiting:
             raise RuntimeError(
@@ -320,7 +322,7 @@ class Round:
                 raise TooFewClients(f"{gathered.clients} usable updates, lowrank.min_clients is {ledger.min_clients}")
         except TooFewClients as error:
             self.roll_back()
-            raise TooFewClients(f"round {self.number}: {error}") from None
+            raise TooFewClients(f"round {self.number}: {error}", ledger.min_clients) from None
         state, message = self._step(gathered.updates, model)
         ledger.commit(self.number, state, message)
         return self._ended(message, self.trains - self.losses.keys())
@@ -342,7 +344,8 @@ class Round:
         message: Mapping[str, Tensor]
         try:
             with torch.no_grad():
-                state, message = self.method.aggregate(updates, before, self.number)
+                given = self.method.aggregate(updates, before, self.number)
+                state, message = require_whole(given, before, self.method)
                 self.notes = dict(self.method.notes)
                 if not self.codec.exact:
                     # The server uses the message as clients will decode it, so that all copies stay equal.
@@ -353,16 +356,14 @@ class Round:
                     message = decoded
                 changed = {n: v for n, v in state.items() if v is not before.get(n)}
                 require_finite(changed, message, self.method, self.number, model)
-        except OSError:  # of this machine, such as a full disk: no client's values can cause it
+        except (OSError, WrongStep):  # of this machine, such as a full disk, or the method's: of no client's values
             raise
         except NotFinite as error:
             raise BadRound(f"round {self.number}: {error}") from None
         except Exception as error:  # clients' values can cause any error, and it must not end the run
             logger.debug("round %d", self.number, exc_info=True)
             reason = (str(error).splitlines() or [""])[0]
-            raise BadRound(
-                f"round {self.number}: the server's step failed: {type(error).__name__}: {reason}"
-            ) from error
+            raise BadRound(f"round {self.number}: the server's step failed: {described(error, reason)}") from error
         return state, message
 
     def leave_out(self, reason: str) -> Finished:

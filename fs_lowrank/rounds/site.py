@@ -45,7 +45,17 @@ from ..training.cohort import Member, apart, cohort_size, differs, elementwise, 
 from ..training.local import LocalResult, passes_of
 from ..training.schedule import evaluation_due, lr_at, schedule_of
 from .copies import changed_base, copied
-from .fits import SPLITS, check_head, check_personal, check_splits, check_task, of_one_client, say_half
+from .fits import (
+    SPLITS,
+    check_head,
+    check_personal,
+    check_splits,
+    check_tags,
+    check_task,
+    of_one_client,
+    say_half,
+    trained_in,
+)
 from .personal import PersonalParts
 from .record import Spent
 from .reuse import Reuse
@@ -145,6 +155,7 @@ class Site:
         self.method.workbench = self._workbench() if serves and self.method.needs.validation else None
         self.clients = Lazy(len(self.data.clients), self._client)
         self.initial_state = self.method.initial_state(self.model)
+        check_tags(self.method, self.model, self.initial_state)
         say_half(config, self.initial_state)
         self.personal = PersonalParts(copied(self.model, self.method.personal))
         check_personal(config, self.method, self.personal.untrained)
@@ -206,8 +217,7 @@ class Site:
 
     def _trained_by(self, client: int) -> int:
         """The number of parameters that ``client`` trains in any phase of any round."""
-        rounds = range(1, self.config.federate.total_round_num + 1)
-        trained = {tag for t in rounds for phase in self.method.phases(t, client) for tag in phase.train}
+        trained = trained_in(self.method, client, self.config.federate.total_round_num, self.model)
         held = {**self.method.view(self.initial_state, client), **self.personal.untrained}
         return sum(t.numel() for n, t in held.items() if tags(n) & trained and not is_statistic(n))
 

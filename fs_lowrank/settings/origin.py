@@ -18,6 +18,8 @@ class Origin:
     lines: Mapping[str, int] = field(default_factory=dict)
     #: keys set by an override
     overridden: frozenset[str] = frozenset()
+    #: ``llm.adapter.use`` as it was given; None: not, so that each method decides for itself
+    adapter: bool | None = None
 
     def where(self, key: str) -> str:
         """``"FILE, line N: "``, without the parts that are not known."""

@@ -232,3 +232,15 @@ def test_the_view_of_a_model_has_every_adapted_layer_once(toy, name, letters):
     assert not adapted_layers({n: t for n, t in own.items() if n not in known})
     assert not adapted_layers({f"merge:3:{n}": own[n] for n in known})
     assert Layer("l", A=own[layers[0].key(letters[0])]).named().keys() == {"l.lora_A.default.weight"}
+
+
+def test_a_method_that_shares_halves_of_the_pairs_needs_lora_without_saying_so():
+    class Half(Averaging):
+        shared = ("lora_A", "head")
+        personal = ("lora_B",)
+
+    assert Half.requires(None).adapter == "lora"
+    assert (
+        Averaging.requires(None).adapter == "any"
+        and type("All", (Averaging,), {"shared": ("base",)}).requires(None).adapter == "none"
+    )

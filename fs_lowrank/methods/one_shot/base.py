@@ -13,7 +13,8 @@ from torch.func import functional_call
 from ...models.curvature import LARGEST_EXACT, count_classes, diagonal_fisher
 from ...models.names import entries, select
 from ...seeds import derive
-from ..base import Client, Gathering, RefusedUpdate, State, Tensors, Update, Workbench, refuse_negative
+from ..base import Gathering, State
+from ..terms import Client, RefusedUpdate, Tensors, Update, Workbench, refuse_negative
 from .compress import Budget
 
 logger = logging.getLogger("fs_lowrank")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...algebra import leading, pack, packed_bytes, unpack, vectors_within
-from ..base import Tensors
+from ..terms import Tensors
 
 #: bits per weight, half of the 32 bits in plain averaging
 BITS = 32 // 2

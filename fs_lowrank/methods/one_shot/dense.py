@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from ...algebra import weighted_mean
 from ...seeds import derive
 from ...settings import key
-from ..base import Tensors
 from ..registry import register_method
+from ..terms import Tensors
 from .base import WITHOUT_ADAPTER, OneShot, best, logits_of
 
 TEMPERATURE, PADDING = 20.0, 4

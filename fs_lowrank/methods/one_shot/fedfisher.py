@@ -39,8 +39,8 @@ from ...algebra import weighted_mean
 from ...errors import UserError
 from ...models.curvature import check_full_size, full_fisher, kronecker_fisher, matrix_layers, require_curvlinops
 from ...settings import key
-from ..base import Tensors, refuse_negative
 from ..registry import register_method
+from ..terms import Tensors, refuse_negative
 from .base import CLASSIFIERS, DRAWS, OneShot, best, meta, refuse_indefinite
 from .compress import VECTOR_BITS, quantised
 from .objective import Block, diagonal_block, full_block, kronecker_block, minimise

@@ -28,8 +28,8 @@ import torch
 from ...algebra import weighted_mean
 from ...models.names import entries
 from ...settings import key
-from ..base import Tensors, refuse_negative
 from ..registry import register_method
+from ..terms import Tensors, refuse_negative
 from .base import CLASSIFIERS, DRAWS, OneShot
 
 

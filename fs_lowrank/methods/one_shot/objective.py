@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...algebra import adam, conjugate_path, least_change, summed_moments
-from ..base import Tensors
+from ..terms import Tensors
 
 #: steps between two iterates of adam and reference that are scored
 SCORED = 100

@@ -24,8 +24,8 @@ from ...algebra import exact_transport, move_inputs, move_outputs
 from ...algebra.match import require
 from ...models.chain import chain
 from ...settings import key
-from ..base import Tensors
 from ..registry import register_method
+from ..terms import Tensors
 from .base import WITHOUT_ADAPTER, OneShot, best, logits_of
 
 _SWITCH = {"on": (True,), "off": (False,), "tune": (True, False)}

@@ -26,8 +26,8 @@ from ...algebra.match import require
 from ...models.chain import allow_growth, chain
 from ...seeds import derive
 from ...settings import key
-from ..base import RefusedUpdate, refuse_negative
 from ..registry import register_method
+from ..terms import RefusedUpdate, refuse_negative
 from .base import WITHOUT_ADAPTER, OneShot, meta
 
 

@@ -25,8 +25,8 @@ from ...errors import UserError
 from ...models.curvature import input_grams, matrix_layers
 from ...models.names import entries
 from ...settings import key
-from ..base import Tensors
 from ..registry import register_method
+from ..terms import Tensors
 from .base import OneShot, best, meta, refuse_indefinite
 
 
