@@ -92,6 +92,9 @@ def _options(args: argparse.Namespace, suites: Sequence[str]) -> Options:
             f"there are: {', '.join(list_engines())}"
         )
     extra = {k: getattr(args, k) for k in ("work", "redo", "keep", "unsafe_code") if hasattr(args, k)}
+    methods = shell.names(args.methods)
+    if twice := next((name for name in methods if methods.count(name) > 1), None):
+        raise UserError(f"--methods {args.methods}: {twice} is named twice; its runs would count twice")
     data = os.path.abspath(os.path.expanduser(args.data)) if args.data else ""
     if data and not os.path.isdir(data):
         raise UserError(f"--data {args.data}: there is no such folder")
@@ -102,7 +105,7 @@ def _options(args: argparse.Namespace, suites: Sequence[str]) -> Options:
         args.results,
         data=data,
         only=shell.names(args.only),
-        methods=shell.names(args.methods),
+        methods=methods,
         **extra,
     )
 

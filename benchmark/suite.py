@@ -21,6 +21,7 @@ from typing import Any
 from fs_lowrank import UserError, list_methods
 from fs_lowrank.errors import nearest
 from fs_lowrank.settings import Origin, check_keys, check_value, read_yaml, yaml_beside
+from hpo.space import space_from
 
 from .claims import check_rule
 from .metrics import unknown
@@ -112,10 +113,9 @@ class Experiment:
         grid = self.places[-1]
         labels = [f"{grid}.{axis}.{label}" for axis, label in setting.items()]
         own = [f"{method.at}.config", *(f"{method.at}.where.{axis}.{label}" for axis, label in setting.items())]
-        lines = {}
+        lines: dict[str, int] = {}
         for place in (*self.places, *labels, *own):
-            start = f"{place}."
-            lines.update({k.removeprefix(start): n for k, n in self.origin.lines.items() if k.startswith(start)})
+            lines.update(self.origin.below(place).lines)
         return lines
 
 
@@ -392,6 +392,7 @@ def _axes(given: Mapping, origin: Origin, at: str) -> dict[str, dict[str, dict]]
                 f"would be a second axis called {shown!r}; give one a name, with labels and the keys that each sets",
             )
         if isinstance(values, list) and values:
+            check_value(f"{at}.{name}", values, list, {"once": True}, origin)
             axes[shown] = {str(v): {name: v} for v in values}
         elif isinstance(values, Mapping) and values:
             axes[shown] = {
@@ -419,7 +420,8 @@ def _rates(given: Mapping | None, origin: Origin, at: str) -> dict | None:
     if ("table" in rates) == ("search" in rates):
         origin.fail(at, "has both table and search, or none: expected either table (method: rate) or search")
     if "search" in rates:
-        rates["search"] = check_keys(rates["search"], SEARCH, origin, f"{at}.search")
+        search = rates["search"] = check_keys(rates["search"], SEARCH, origin, f"{at}.search")
+        space_from(search["space"], origin.below(f"{at}.search.space"))
     elif "budget" not in rates:
         origin.fail(f"{at}.budget", "is missing: a table says what the search that found it cost")
     return rates

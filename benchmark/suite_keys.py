@@ -8,16 +8,17 @@ SIZES = ("small", "paper")
 
 _MAPPING, _SWITCH = Key(dict | None), Key(bool)
 _COUNT = Key(int | None, {"min": 1})
+_SOME = {"filled": True, "once": True}
 EXPERIMENT = {
     "title": Key(str | None),
     "note": Key(str | None),
     "config": _MAPPING,
     "methods": Key(list | str, {"words": "a list of methods, or all"}),
     "grid": _MAPPING,
-    "seeds": Key(list[int], {"filled": True}),
+    "seeds": Key(list[int], _SOME),
     "learning_rates": _MAPPING,
     "evaluation": Key(list | dict | None, {"words": "a list of mappings, each with a scorer"}),
-    "metrics": Key(list[str]),
+    "metrics": Key(list[str], {"once": True}),
     "reference": Key(dict | str | None, {"words": "the name of figures, or a mapping"}),
     "samples": _COUNT,
     "evaluations": _COUNT,
@@ -58,7 +59,7 @@ SEARCH = {
     "samples": _COUNT,
     "grow": Key(int, {"min": 0}),
 }
-TRAINING_FILE = {"tasks": Key(list[str]), "per_task": _COUNT, "seed": Key(int, {"min": 0})}
+TRAINING_FILE = {"tasks": Key(list[str], {"once": True}), "per_task": _COUNT, "seed": Key(int, {"min": 0})}
 REFERENCE = {
     "from": Key(str),
     "setting": Key(str),
@@ -70,7 +71,7 @@ CLAIM = {
     "source": Key(str),
     "needs": Key(str),
     "cause": Key(dict, {"words": "a mapping with says and experiments"}),
-    "experiments": Key(list, required=True),
-    "rule": Key(list, required=True),
+    "experiments": Key(list, {"once": True}, required=True),
+    "rule": Key(list, {"once": True}, required=True),
 }
-CAUSE = {"says": Key(str, required=True), "experiments": Key(list[str], {"filled": True}, required=True)}
+CAUSE = {"says": Key(str, required=True), "experiments": Key(list[str], _SOME, required=True)}

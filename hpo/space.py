@@ -12,7 +12,6 @@ a point only if other keys, searched or not, have one of the values given.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,7 +25,7 @@ from fs_lowrank.settings import Key, Origin, check_keys, check_value, read_yaml,
 
 from .errors import file_exists
 
-_VALUES = Key(list, {"filled": True, "words": "a list of values"})
+_VALUES = Key(list, {"filled": True, "once": True, "words": "a list of values"})
 _WHEN = Key(dict | None, {"words": "keys and their values, such as {federate.method: [fedloru]}"})
 _RANGE, _STEP = Key(tuple[float, float], {"words": "[low, high]"}), {"above": 0}
 #: kind -> its own key and its options
@@ -270,7 +269,7 @@ def space_from(content: Any, source: str | Origin = "space") -> Space:
     studies = check_value("studies", content.pop("studies", None) or {}, dict, {}, origin)
     for key, values in studies.items():
         words = "a list of values, such as {federate.method: [rolora, ffa_lora]}"
-        check_value(f"studies.{key}", values, list, {"filled": True, "words": words}, origin)
+        check_value(f"studies.{key}", values, list, {"filled": True, "once": True, "words": words}, origin)
     parameters = {p.key: p for p in _parameters(content, "", origin)}
     for key in studies:
         if key in parameters:
@@ -308,9 +307,6 @@ def _parameter(key: str, entry: Any, origin: Origin) -> Parameter:
     checked = check_keys(entry, KINDS[kind], origin, key)
     when = tuple((k, tuple(v) if isinstance(v, list) else (v,)) for k, v in (checked.get("when") or {}).items())
     if kind in ("grid", "choice"):
-        for a, b in itertools.combinations(checked[kind], 2):
-            if a == b:
-                origin.fail(at, f"has {b!r} twice")
         return Parameter(key, kind, values=tuple(checked[kind]), when=when)
     low, high = checked[kind]
     log, step = kind == "loguniform" or checked.get("log", False), checked.get("step")

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import difflib
 import inspect
+import itertools
 import math
 import operator
 import types
@@ -16,7 +17,7 @@ from functools import cache
 from typing import Any
 
 from ..errors import UserError, nearest
-from .origin import Origin
+from .origin import Origin, show
 from .tree import plain
 
 
@@ -25,10 +26,10 @@ def key(default: Any, **meta: Any) -> Any:
 
     Meta: ``min``, ``above``, ``max``, ``below`` are bounds of a number or of each item of a list (``above`` and
     ``below`` are exclusive); ``choices``; ``items``, the choices for each item of a list; ``fold``, ignore upper and
-    lower case; ``also``, other spellings; ``filled``, a list or mapping must not be empty; ``words``, a description
-    of the expected value, if the type is not enough; ``result=False``, the key does not affect the result; ``local``,
-    the only value that the local engine supports; ``idle``, why the key has no effect in the local engine; ``open``,
-    unknown keys are accepted.
+    lower case; ``also``, other spellings; ``filled``, a list or mapping must not be empty; ``once``, a list must not
+    have an item twice; ``words``, a description of the expected value, if the type is not enough; ``result=False``, the
+    key does not affect the result; ``local``, the only value that the local engine supports; ``idle``, why the key has
+    no effect in the local engine; ``open``, unknown keys are accepted.
     """
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: copy.deepcopy(default), metadata=meta)
@@ -56,6 +57,9 @@ def check_value(name: str, value: Any, hint: Any, meta: Mapping[str, Any], origi
         origin.wrong(name, given, f"one of {', '.join(map(str, choices))}" if choices else expected(hint, meta))
     if meta.get("filled") and not value:
         origin.wrong(name, given, f"{expected(hint, meta)} that is not empty")
+    for a, b in itertools.combinations(value, 2) if meta.get("once") and isinstance(value, (list, tuple)) else ():
+        if a == b:
+            origin.fail(name, f"has {show(b)} twice; name it once")
     if meta.get("fold"):
         value = {choice.lower(): choice for choice in meta["choices"]}.get(value.lower(), value)
     items = value if isinstance(value, (list, tuple)) else [value]

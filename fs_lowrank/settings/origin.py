@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from ..errors import UserError
@@ -33,6 +33,13 @@ class Origin:
             if name in self.lines:
                 return f"{self.file}, line {self.lines[name]}: "
         return f"{self.file}: " if self.file else ""
+
+    def below(self, place: str) -> Origin:
+        """The origin of what is at the key ``place``, which knows its keys by their names below it."""
+        start = f"{place}."
+        lines = {name.removeprefix(start): n for name, n in self.lines.items() if name.startswith(start)}
+        overridden = frozenset(name.removeprefix(start) for name in self.overridden if name.startswith(start))
+        return replace(self, lines=lines, overridden=overridden)
 
     def fail(self, key: str, message: str) -> NoReturn:
         raise UserError(f"{self.where(key)}{key} {message}")

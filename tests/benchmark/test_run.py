@@ -647,6 +647,7 @@ def test_wrong_use(place, monkeypatch, capsys):
         (["run", "gleu"], "did you mean 'glue'"),
         (["report", "analysis", "--results", "none"], "holds no result"),
         (["run", "glue", "--only", "sst"], "no such experiment; did you mean 'sst2'"),
+        (["report", "glue", "--methods", "rolora,fedlora,rolora"], "rolora is named twice; its runs would count twice"),
         (["run", "glue", "--workers", "0"], "--workers: '0'"),
         (["run", "glue", "--engine", "locl"], "'local'"),
         (["run", "glue", "--data", "nowhere"], "there is no such folder"),

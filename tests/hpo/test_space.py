@@ -94,6 +94,10 @@ WRONG = [
         {"studies": {"federate.method": "rolora"}, "train.optimizer.lr": {"grid": [1, 2]}},
         "studies.federate.method = 'rolora': expected a list of values",
     ),
+    (
+        {"studies": {"federate.method": ["rolora", "rolora"]}, "train.optimizer.lr": {"grid": [1, 2]}},
+        "studies.federate.method has 'rolora' twice; name it once",
+    ),
 ]
 
 
