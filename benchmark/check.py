@@ -180,18 +180,8 @@ def _check_model(config: Config) -> None:
 
 
 def _check_search(search: Search) -> None:
-    from hpo.settings import parse_objectives
     from hpo.space import space_from
 
-    try:
-        objectives = parse_objectives(search.spec.get("objective", "val_acc"))
-    except UserError as error:
-        raise UserError(f"learning_rates: search: {error}") from None
-    if len(objectives) > 1:
-        raise UserError(
-            f"learning_rates: search: objective = {','.join(objectives)}: expected one, val_acc or "
-            "val_loss: a suite takes the best trial, and with two objectives there is no single best one"
-        )
     space = space_from(search.spec["space"], "learning_rates: search: space")
     for point in space.for_config(search.config).grid(search.config) if space.all_grid else ():
         search.config.replace(point)

@@ -46,7 +46,7 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "wider": (("better", "than", "along", "points", "within", "by"), ("lower_is_better",)),
     "best": (("better", "than", "along", "points", "chosen_by", "by"), ("lower_is_better",)),
 }
-_NAME, _NUMBER, _NAMES = Key(str), Key(float), Key(list, {"once": True})
+_NAME, _NUMBER, _NAMES = Key(str), Key(float), Key(list, {"filled": True, "once": True})
 _KEYS = {
     **dict.fromkeys(("is", "along", "better", "of", "metric", "chosen_by"), _NAME),
     **dict.fromkeys(("methods", "than", "points"), _NAMES),

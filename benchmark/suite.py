@@ -21,6 +21,7 @@ from typing import Any
 from fs_lowrank import UserError, list_methods
 from fs_lowrank.errors import nearest
 from fs_lowrank.settings import Origin, check_keys, check_value, read_yaml, yaml_beside
+from hpo.objectives import parse_objectives
 from hpo.space import space_from
 
 from .claims import check_rule
@@ -422,9 +423,23 @@ def _rates(given: Mapping | None, origin: Origin, at: str) -> dict | None:
     if "search" in rates:
         search = rates["search"] = check_keys(rates["search"], SEARCH, origin, f"{at}.search")
         space_from(search["space"], origin.below(f"{at}.search.space"))
+        _check_objective(search.get("objective", "val_acc"), origin, f"{at}.search.objective")
     elif "budget" not in rates:
         origin.fail(f"{at}.budget", "is missing: a table says what the search that found it cost")
     return rates
+
+
+def _check_objective(given: str, origin: Origin, at: str) -> None:
+    try:
+        objectives = parse_objectives(given)
+    except UserError as error:
+        raise UserError(f"{origin.where(at)}{at.removesuffix('.objective')}: {error}") from None
+    if len(objectives) > 1:
+        origin.wrong(
+            at,
+            given,
+            "one, val_acc or val_loss: a suite takes the best trial, and with two objectives there is no single best",
+        )
 
 
 def _evaluation(given: list | Mapping, origin: Origin, at: str) -> list[dict]:

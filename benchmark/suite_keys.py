@@ -71,7 +71,7 @@ CLAIM = {
     "source": Key(str),
     "needs": Key(str),
     "cause": Key(dict, {"words": "a mapping with says and experiments"}),
-    "experiments": Key(list, {"once": True}, required=True),
-    "rule": Key(list, {"once": True}, required=True),
+    "experiments": Key(list, _SOME, required=True),
+    "rule": Key(list, {**_SOME, "words": "a list of conditions"}, required=True),
 }
 CAUSE = {"says": Key(str, required=True), "experiments": Key(list[str], _SOME, required=True)}

@@ -19,7 +19,8 @@ console = shell.make_console(140)
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser]]:
-    from .settings import OBJECTIVES, PRUNERS, SAMPLERS
+    from .objectives import OBJECTIVES
+    from .settings import PRUNERS, SAMPLERS
 
     parser = shell.Parser(prog="fs-lowrank hpo", description="Search hyperparameters over any config.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -143,7 +144,7 @@ def _tune(args: argparse.Namespace) -> int:
     from fs_lowrank.settings import parse_overrides
 
     from .best import summary
-    from .settings import parse_objectives
+    from .objectives import parse_objectives
     from .space import load_space
     from .storage import open_storage
     from .tune import Search, tune

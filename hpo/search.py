@@ -27,7 +27,8 @@ from fs_lowrank.methods import revisions
 from fs_lowrank.runs.chance import Chance
 from fs_lowrank.versions import SCHEMA
 
-from .settings import META, OBJECTIVES, Settings, make_sampler, settings_of
+from .objectives import OBJECTIVES
+from .settings import META, Settings, make_sampler, settings_of
 from .space import decoded, encode
 from .storage import CONFIRM, set_attribute, trial_of
 

@@ -1,32 +1,22 @@
-"""The settings of a study (config, space, objectives, sampler, pruner), and the checks that they fit together."""
+"""The settings of a study (config, space, sampler, pruner), and the checks that they fit together."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import optuna
 
 from fs_lowrank import Config, UserError, load_config
-from fs_lowrank.errors import nearest
 from fs_lowrank.rounds.site import method_of
-from fs_lowrank.settings.metrics import METRICS, measured
 from fs_lowrank.versions import check_schema
 
 from .space import Space, space_from
 
 SAMPLERS = ("grid", "tpe", "random", "cmaes", "gp")
 PRUNERS = ("none", "median", "halving", "hyperband")
-#: the objectives and their directions; none of them is of the test data
-OBJECTIVES: dict[str, Literal["minimize", "maximize"]] = {
-    **{f"val_{name}": "maximize" if metric.larger else "minimize" for name, metric in METRICS.items()},
-    "uplink_bytes": "minimize",
-    "downlink_bytes": "minimize",
-    "client_steps": "minimize",
-}
 #: the attribute of a study that holds its settings
 META = "fs_lowrank_hpo"
 
@@ -56,64 +46,6 @@ class Settings:
     @classmethod
     def from_dict(cls, plain: Mapping) -> Settings:
         return cls(**{**plain, "objectives": tuple(plain["objectives"]), "rungs": tuple(plain["rungs"])})
-
-
-def parse_objectives(text: str) -> tuple[str, ...]:
-    """``val_acc,uplink_bytes`` as a tuple.
-
-    Raises:
-        UserError: an unknown objective, or one of the test data.
-    """
-    names = tuple(part.strip() for part in text.split(",") if part.strip())
-    for name in names:
-        if name.startswith("test"):
-            raise UserError(
-                f"objective {name}: the test data chooses nothing; search by val{name[4:]}, and the best "
-                "config is tested when it is confirmed"
-            )
-        if name not in OBJECTIVES:
-            raise UserError(f"objective {name}{nearest(name, OBJECTIVES)}; there are: {', '.join(OBJECTIVES)}")
-    if not names or len(set(names)) < len(names) or not any(n.startswith("val") for n in names):
-        raise UserError(
-            f"objective {text!r}: expected val_acc, val_loss or another such metric, and perhaps what it may cost, "
-            "such as val_acc,uplink_bytes"
-        )
-    return names
-
-
-def check_config(config: Config, objectives: Sequence[str] = (), engine: str = "local") -> None:
-    """Refuse a config that cannot be searched by validation, or does not measure ``objectives``.
-
-    Raises:
-        UserError: the config has no validation data, or does not evaluate them; or its steps are not known.
-    """
-    metrics = measured(config.model.task, config.eval.metrics)
-    for name in objectives:
-        if name.startswith("val_") and name.removeprefix("val_") not in metrics:
-            raise UserError(
-                f"objective {name}: it is not measured with model.task = {config.model.task} and eval.metrics = "
-                f"{list(config.eval.metrics)}; measured are: {', '.join(f'val_{m}' for m in metrics)}"
-            )
-    if "val" not in config.eval.split:
-        raise UserError(
-            f"eval.split = {list(config.eval.split)}: a search goes by validation data, never "
-            "by the test data; add val, such as: eval.split '[val, test]'"
-        )
-    if not config.federate.make_global_eval and engine != "federatedscope":  # whose clients evaluate validation data
-        raise UserError(
-            "federate.make_global_eval = False: only the clients' own models are evaluated, on test data, and a search "
-            "goes by the global model on validation data; set federate.make_global_eval True"
-        )
-    if config.dataloader.batch_tokens and config.train.batch_or_epoch == "epoch":
-        raise UserError(
-            f"dataloader.batch_tokens = {config.dataloader.batch_tokens}: a search counts the steps of clients, which "
-            "are not known for epochs of such batches; set train.batch_or_epoch batch"
-        )
-    if not config.data.splits[1] and not any("validation" in a for a in config.data.args if isinstance(a, dict)):
-        raise UserError(
-            f"data.splits = {list(config.data.splits)}: a search needs validation data; give "
-            "the middle one a share, such as: data.splits '[0.8, 0.1, 0.1]'"
-        )
 
 
 def check_fit(settings: Settings, space: Space) -> None:

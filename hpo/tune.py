@@ -18,8 +18,9 @@ from fs_lowrank import Config, UserError
 from fs_lowrank.jobs.crew import Crew, check_gpus, stop_signals
 
 from . import search
+from .objectives import check_config
 from .search import kind
-from .settings import Settings, check_config, check_fit, space_keys
+from .settings import Settings, check_fit, space_keys
 from .space import Space
 from .storage import CONFIRM, load_study, open_storage, quiet, storage_errors
 from .worker import work

@@ -17,8 +17,9 @@ from fs_lowrank.jobs.locks import exclusive
 from fs_lowrank.jobs.shell import INTERRUPTED, OK
 
 from .errors import reported
+from .objectives import OBJECTIVES
 from .search import Queue, budget, draw_of, fail, front, kind, reap, requeue, taken, trials_before, worker_identity
-from .settings import OBJECTIVES, make_pruner, settings_of, space_of
+from .settings import make_pruner, settings_of, space_of
 from .space import decoded
 from .storage import CONFIRM, load_study, open_storage, quiet, storage_errors, trial_of
 from .trial import Failed, Runner, Stopped

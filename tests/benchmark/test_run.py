@@ -573,21 +573,6 @@ def test_errors_are_reported_before_training(place, tiny_encoder, monkeypatch):
         (("client_num: 2", "client_num: 5000"), "rows to train on"),
         (("[0.7, 0.1, 0.2]", "[0.9, 0.1, 0.0]"), "has no test set of its own"),
         (("metrics:", "evaluation: [{scorer: generate, tasks: [boolq]}]\nmetrics:"), "generate needs a language model"),
-        (
-            (
-                "metrics:",
-                "learning_rates: {search: {space: {train.optimizer.lr: {grid: [0.1]}}, objective: val_ac}}\nmetrics:",
-            ),
-            "did you mean 'val_acc'",
-        ),
-        (
-            (
-                "metrics:",
-                "learning_rates: {search: {space: {train.optimizer.lr: {grid: [0.1]}}, "
-                "objective: 'val_acc,uplink_bytes'}}\nmetrics:",
-            ),
-            "expected one, val_acc or val_loss",
-        ),
         (("layers: [2]", "layers: [3]"), "no layer 3; the model's 3 layers are 0 … 2"),
         (("[query]", "[qery]"), "no module 'qery'; did you mean 'query'"),
         (("r: 2", "r: 33"), "rank 33 is above the width"),

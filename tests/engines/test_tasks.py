@@ -269,7 +269,7 @@ def test_labels_that_do_not_fit_are_refused(few, files, multi):
 
 
 def test_a_search_goes_by_what_is_measured(few):
-    from hpo.settings import check_config
+    from hpo.objectives import check_config
 
     check_config(few("run", {"eval.metrics": ["f1"]}), ["val_f1", "uplink_bytes"])
     with pytest.raises(

@@ -23,8 +23,9 @@ from fs_lowrank.methods import get_method_class
 from fs_lowrank.methods.server_optimizer import ServerOptimizer
 from hpo import best, cli, plots, read_header
 from hpo import search as core
+from hpo.objectives import OBJECTIVES, parse_objectives
 from hpo.search import kind
-from hpo.settings import OBJECTIVES, Settings, make_pruner, make_sampler, parse_objectives
+from hpo.settings import Settings, make_pruner, make_sampler
 from hpo.storage import CONFIRM, load_study, open_storage
 from hpo.trial import one_test_set, trial_config
 from hpo.worker import FRESH
