@@ -16,10 +16,9 @@ from .scorers import SCORERS
 BYTES = ("uplink", "downlink", "uplink_without_head", "downlink_without_head")
 #: of a run, besides what is measured on held-out data
 _OF_A_RUN = (*BYTES, "traffic", "traffic_without_head", "formula", "majority", "memory", "aggregation", "training")
-_EVALUATED = re.compile(
-    rf"(val|test)_({'|'.join(METRICS)}|acc_last5)|client_test_(acc|loss)(_mean|_std|_worst_decile)?"
-    "|client_test_acc_last5|unseen_test_(acc|loss)|best_round"
-)
+#: of each evaluated round, and of the run as a whole
+_BY_ROUND = re.compile(rf"(val|test)_({'|'.join(METRICS)})|client_test_(acc|loss)(_mean|_std|_worst_decile)?")
+_AT_THE_END = re.compile("(val|test|client_test)_acc_last5|unseen_test_(acc|loss)|best_round")
 #: endings of metrics of scorers that are better when smaller
 _LOWER = ("loss", "perplexity", "bits_per_byte", "brier_score", "unparsed", "_stderr")
 
@@ -31,12 +30,12 @@ def unknown(metric: str, values: Collection[str] = ()) -> str:
         values: those of a script.
     """
     kind, colon, rest = metric.partition(":")
-    if metric in (*values, *_OF_A_RUN) or _EVALUATED.fullmatch(metric):
+    if metric in (*values, *_OF_A_RUN) or _BY_ROUND.fullmatch(metric) or _AT_THE_END.fullmatch(metric):
         return ""
     if to_a_target(metric):
         name, _, target = rest.partition(":")
         with contextlib.suppress(ValueError):  # no number
-            if _EVALUATED.fullmatch(name) and math.isfinite(float(target)):
+            if _BY_ROUND.fullmatch(name) and math.isfinite(float(target)):
                 return ""
         return f"expected {kind}:METRIC:NUMBER, such as {kind}:val_acc:0.7"
     if colon and kind in SCORERS and ":" in rest:

@@ -121,10 +121,11 @@ class ExperimentResults:
         return tuple(sorted(self.lost.get((method, column), set()) | diverged))
 
     def missed_seeds(self, method: str, column: str, metric: str) -> tuple[int, ...]:
-        """The seeds that did not reach the target of the metric, if it has one."""
+        """The seeds that did not reach the target of the metric, if it has one and they were measured by it."""
         if not to_a_target(metric):
             return ()
-        return tuple(sorted(r["seed"] for r in self.records.get((method, column), ()) if value(r, metric) is None))
+        measured = [r for r in self.records.get((method, column), ()) if _measured(r, metric.split(":")[1])]
+        return tuple(sorted(r["seed"] for r in measured if value(r, metric) is None))
 
     def _by_seed(self, method: str, column: str, metric: str) -> dict[int, float]:
         """The values of the seeds that have one, of a study those in its ``by_seed``."""
@@ -327,6 +328,11 @@ def _majority(record: Mapping, metric: str) -> float | None:
         return record.get("majority")
     task, _, name = metric.rpartition(":")
     return value(record, f"{task}:majority") if name.startswith("acc") and not name.endswith("_stderr") else None
+
+
+def _measured(record: Mapping, name: str) -> bool:
+    """Whether an evaluated round of a result has the metric ``name``."""
+    return any(name in point for point in record["history"]["evaluated"])
 
 
 def _reaches(points: Sequence[Mapping], name: str, target: float, rounds: bool) -> float | None:

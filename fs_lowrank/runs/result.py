@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors.torch import save_model
 from torch import nn
 
-from ..errors import UserError
+from ..errors import UserError, nearest
 from ..jobs.files import read_json
 from ..models.accumulated import one_adapter
 from ..models.adapters import ACCUMULATED
@@ -175,16 +175,28 @@ class RunResult:
     def bytes_to(self, target: float, metric: str = "test_acc") -> int | None:
         """Bytes sent in both directions until the end of the first evaluated round that reached ``target``.
 
-        None if no round reached it. ``metric`` is a key of ``final``; one that is better when smaller has to be at
-        most the target.
+        None if no round reached it.
+
+        Args:
+            metric: one that was measured in evaluated rounds, such as ``test_acc`` or ``val_loss``; one that is better
+                when smaller has to be at most the target. Of ``final`` these are all but what is computed from several
+                rounds or at the end alone: ``test_acc_last5``, ``best_round``, ``unseen_test_acc`` and the like.
+        Raises:
+            UserError: no evaluated round has the metric; names those that there are.
         """
+        evaluated = [flat_metrics(record["metrics"]) for record in self.history]
+        there = sorted(set[str]().union(*evaluated))
+        if metric not in there:
+            measured = (
+                f"measured are: {', '.join(there)}" if there else "no round was evaluated (eval.freq, eval.split)"
+            )
+            raise UserError(f"metric = {metric!r}: no round of the run has it{nearest(str(metric), there)}; {measured}")
         sign, total = (1 if larger_is_better(metric) else -1), 0
-        for record in self.history:
+        for record, metrics in zip(self.history, evaluated):
             total += int(record["uplink_bytes"] + record["downlink_bytes"])
-            for split, values in record["metrics"].items():
-                value = values.get(metric.removeprefix(f"{split}_"))
-                if metric.startswith(f"{split}_") and value is not None and sign * value >= sign * target:
-                    return total
+            value = metrics.get(metric)
+            if value is not None and sign * value >= sign * target:
+                return total
         return None
 
     def save_adapter(self, folder: str | Path) -> Path:

@@ -795,6 +795,7 @@ def test_a_seed_that_missed_the_target_holds_nothing_and_is_no_missing_figure(mo
     assert (figure.mean, figure.missed, figure.whole) == (10.5, (2,), False) and found.figure("c", "", metric) is None
     assert [found.cell(m, "", metric) for m in "abcd"] == ["reached by 2 of 3", "21 B ± 1 B", "not reached", "–"]
     assert best_of({m: found.figure(m, "", metric) for m in "ab"}, metric) is None
+    assert found.cell("a", "", "bytes_to:val_f1:0.7") == "–" and found.look("a", {}, "bytes_to:val_f1:0.7") is None
 
     def above(better, other):
         rule = {"is": "above", "metric": metric, "better": better, "than": [other], "by": 0, "lower_is_better": True}

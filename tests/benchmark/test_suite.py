@@ -440,7 +440,8 @@ def test_metrics_that_there_are(metric):
 
 @pytest.mark.parametrize(
     "metric",
-    "acc val_acc_std test_loss_last5 client_test_f1 bytes_to:val_acc:many rounds_to:val_acc:nan x:y:z".split(),
+    "acc val_acc_std test_loss_last5 client_test_f1 bytes_to:val_acc:many rounds_to:val_acc:nan x:y:z "
+    "bytes_to:test_acc_last5:0.7 rounds_to:best_round:2 bytes_to:unseen_test_acc:0.7".split(),
 )
 def test_metrics_that_there_are_not(metric):
     assert unknown(metric)
