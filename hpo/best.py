@@ -174,7 +174,7 @@ def points_of(study: optuna.Study) -> list[Point]:
 
 
 @quiet()
-def results(where: str, name: str) -> dict[str, Any]:
+def results(where: str | Path, name: str) -> dict[str, Any]:
     """The results of a search as plain data.
 
     Args:
@@ -191,7 +191,7 @@ def results(where: str, name: str) -> dict[str, Any]:
     Raises:
         UserError: there is no such storage.
     """
-    storage = open_storage(where)
+    storage = open_storage(str(where))
     study = load_study(storage, name)
     tried = sorted(({**p.point, "value": p.value} for p in points_of(study)), key=json.dumps)
     return {**summary(storage, name), "tried": tried, "failed": failures(study)}

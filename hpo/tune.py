@@ -58,13 +58,13 @@ class Search:
     seeds: int = 1
     confirm: int = 3
     engine: str = "local"
-    storage: str = ""
-    folder: Path = Path("runs/hpo")
+    storage: str | Path = ""
+    folder: str | Path = "runs/hpo"
     retry_failed: bool = False
 
     @property
     def where(self) -> str:
-        return self.storage or str(self.folder / "journal.log")
+        return str(self.storage or Path(self.folder) / "journal.log")
 
 
 @dataclass
@@ -114,9 +114,8 @@ def tune(config: Config, space: Space, options: Search, say: Callable[[str], Non
         if options.workers == 0:
             try:
                 device = {"use_gpu": True, "device": int(options.gpus[0])} if options.gpus else {}
-                work(
-                    **order, folder=options.folder, overrides=device, stopping=lambda: bool(stopped) or late(), say=say
-                )
+                order["folder"] = Path(options.folder)
+                work(**order, overrides=device, stopping=lambda: bool(stopped) or late(), say=say)
             except KeyboardInterrupt:
                 stopped.append(signal.SIGINT)
         else:

@@ -1,7 +1,9 @@
 """Running and comparing from Python: accepted arguments, the keys given to each method, errors."""
 
 import errno
+import inspect
 import json
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +24,23 @@ def path(settings, tmp_path):
     small = {**settings, "federate": {**settings["federate"], "client_num": 2, "total_round_num": 2}}
     file.write_text(yaml.safe_dump({**small, "train": {**settings["train"], "local_update_steps": 1}}))
     return file
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["fs_lowrank", *(f"fs_lowrank.{name}" for name in ("data", "finished", "page", "runs", "runs.split")), "hpo"],
+)
+def test_a_path_is_given_as_text_or_as_a_path(module):
+    """Of all functions that these modules are imported for, and of the options of a search."""
+    public = import_module(module)
+    names = getattr(public, "__all__", ["read_split"])
+    functions = {name: f for name in names if inspect.isfunction(f := getattr(public, name))}
+    functions |= {"Search": public.Search} if module == "hpo" else {}
+    functions |= {n: f for n, f in inspect.getmembers(fs_lowrank.RunResult, inspect.isfunction) if n[0] != "_"}
+    for name, function in functions.items():
+        for argument, said in inspect.get_annotations(function).items():  # the words, which name it as they stand
+            kinds = [kind.strip() for kind in said.split("|")]
+            assert argument == "return" or "Path" not in kinds or "str" in kinds, (name, argument)
 
 
 @pytest.fixture

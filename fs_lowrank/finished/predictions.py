@@ -91,8 +91,9 @@ def check_column(name: str) -> None:
         raise UserError(f"column = {name!a}: a part of it is not UTF-8; choose another name") from error
 
 
-def check_table(path: Path) -> None:
+def check_table(path: str | Path) -> None:
     """Raise ``UserError`` if ``write_table`` would not write ``path``: by its suffix, its folder, or as it exists."""
+    path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(f"{path}: expected a file that ends with {', '.join(SUFFIXES)}")
     if os.path.lexists(path):
@@ -101,7 +102,7 @@ def check_table(path: Path) -> None:
         raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
 
 
-def write_table(table: pd.DataFrame, path: Path, quoting: bool | None = None) -> None:
+def write_table(table: pd.DataFrame, path: str | Path, quoting: bool | None = None) -> None:
     """Write a table in the format of the file's suffix, whole or not at all; a list in a cell of CSV or TSV is JSON.
 
     Args:
@@ -110,6 +111,7 @@ def write_table(table: pd.DataFrame, path: Path, quoting: bool | None = None) ->
         UserError: the file exists, has another suffix, or cannot hold a text of the table.
         RunFailed: it cannot be written.
     """
+    path = Path(path)
     check_table(path)
     suffix = path.suffix.lower()
     try:

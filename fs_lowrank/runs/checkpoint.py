@@ -43,13 +43,14 @@ def _meta_sum(meta: Mapping) -> str:
 
 
 def save_checkpoint(
-    folder: Path, round: int, parts: Mapping[str, Mapping[str, Tensor]], meta: Mapping, keep: int = 2
+    folder: str | Path, round: int, parts: Mapping[str, Mapping[str, Tensor]], meta: Mapping, keep: int = 2
 ) -> Path:
     """Write the checkpoint of ``round``, and then delete all but the newest ``keep``.
 
     Raises:
         RunFailed: it could not be written, for instance on a full disk; earlier checkpoints are unchanged.
     """
+    folder = Path(folder)
     final = folder / folder_of(round)
     try:
         with replacing(final) as aside:
@@ -106,7 +107,7 @@ def _read(path: Path, device: torch.device | str) -> Checkpoint:
     return Checkpoint(round=int(meta["round"]), parts=here, meta=meta)
 
 
-def load_checkpoint(folder: Path, device: torch.device | str = "cpu") -> Checkpoint | None:
+def load_checkpoint(folder: str | Path, device: torch.device | str = "cpu") -> Checkpoint | None:
     """Load the newest valid checkpoint, with its tensors on ``device``; None if there is no checkpoint.
 
     If a checkpoint is damaged, a warning names it, and the previous one is used.
@@ -114,6 +115,7 @@ def load_checkpoint(folder: Path, device: torch.device | str = "cpu") -> Checkpo
     Raises:
         CannotContinue: all checkpoints are damaged. NewerSchema: the newest is of a newer version of fs-lowrank.
     """
+    folder = Path(folder)
     checkpoints = [folder / folder_of(round) for round in reversed(saved_rounds(folder))]
     for path in checkpoints:
         try:

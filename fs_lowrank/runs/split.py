@@ -73,7 +73,7 @@ def read_about(folder: Path, fields: Fields | None = None) -> dict[str, Any]:
     return about
 
 
-def read_split(folder: Path) -> dict[str, Any]:
+def read_split(folder: str | Path) -> dict[str, Any]:
     """The split of the run in ``folder``, of any schema; empty if the run has not written it.
 
     Returns:
@@ -84,6 +84,7 @@ def read_split(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: a file is missing or damaged, or of a newer version.
     """
+    folder = Path(folder)
     about = read_about(folder, _SPLIT)
     if not about:
         return {}

@@ -138,7 +138,7 @@ def test_predictions_on_a_full_disk_leave_no_part(tmp_path, monkeypatch):
     assert not [*tmp_path.iterdir()]
     write_table(table, tmp_path / "p.csv")
     assert (tmp_path / "p.csv").read_bytes().decode() == 'text,prediction\n"a, ü","[""x""]"\nb,1\n'
-    write_table(table, tmp_path / "p.jsonl")
+    write_table(table, str(tmp_path / "p.jsonl"))
     assert len((tmp_path / "p.jsonl").read_bytes().decode().splitlines()) == 2
 
 

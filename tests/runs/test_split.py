@@ -28,6 +28,7 @@ def test_what_is_written_is_read(built, tmp_path):
         ]
         assert split["test"]["rows"] == built.rows["test"].tolist()
         assert split["partition"] == {"name": "lda", "args": {"alpha": 0.5, "min_size": 4}}
+    assert read_split(str(tmp_path))["test"] == read["test"]
     about = json.loads((tmp_path / "data.json").read_text())
     assert about["schema"] == SCHEMA and about["clients"] == 5 and about["test"]["size"] == len(built.test)
     first = (tmp_path / "rows.npz").read_bytes()
