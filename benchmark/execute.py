@@ -236,7 +236,7 @@ def _search(search: Search, progress: Progress) -> dict:
     There are at most ``grow`` further points, the same number for all methods; by default as many as the grid has. Each
     goes beyond the end of one key. A search that ended before grids grew goes on from what it has tried.
     """
-    from hpo.space import at_an_end
+    from hpo.space import accepts, at_an_end
 
     import_all(search.suite.imports)
     config = within_budget(search)
@@ -251,10 +251,10 @@ def _search(search: Search, progress: Progress) -> dict:
     grown: list[dict] = []
     while listed and left > 0:
         winner = _best(steps)
-        ends = at_an_end(winner["point"], tried)
+        ends = at_an_end(winner["point"], tried, config)
         further = {key: _beyond([p[key] for p in tried if key in p], end) for key, end in ends.items()}
         beyond = ({**winner["point"], key: value} for key, value in further.items() if value is not None)
-        point = next((p for p in beyond if p not in grown and _allowed(config, p)), None)
+        point = next((p for p in beyond if p not in grown and accepts(config, p)), None)
         if point is None:
             break
         grown.append(point)
@@ -293,15 +293,6 @@ def _as_study(record: Mapping) -> dict:
         "budget": record["budget"],
         "trials": record["trials"],
     }
-
-
-def _allowed(config: Config, point: Mapping[str, Any]) -> bool:
-    """Whether the config accepts the values of a point."""
-    try:
-        config.replace(point)
-    except UserError:
-        return False
-    return True
 
 
 def _study(

@@ -11,7 +11,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fs_lowrank import Config, load_config
+from fs_lowrank import Config, UserError, load_config
 from fs_lowrank.data import own_files
 from fs_lowrank.methods import revisions
 
@@ -245,8 +245,12 @@ def at_the_end(search: Mapping) -> bool:
     """Whether the winner of a search has the smallest or largest value of a key; a better one may lie beyond."""
     from hpo.space import at_an_end
 
+    try:
+        config = load_config(search["config"]) if "config" in search else None
+    except UserError:  # of a version with other keys
+        config = None
     listed = [{key: v} for key, kind in search.get("space", {}).items() for v in kind.get("grid", ())]
-    return bool(at_an_end(search["winner"]["point"], [*search["tried"], *search.get("grown", ()), *listed]))
+    return bool(at_an_end(search["winner"]["point"], [*search["tried"], *search.get("grown", ()), *listed], config))
 
 
 def _content(job: Search | Cell) -> dict:

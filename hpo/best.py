@@ -73,10 +73,11 @@ def confirmation(storage: BaseStorage, study: optuna.Study, trial: FrozenTrial) 
 
 def _at_an_end(point: Mapping[str, Any], study: optuna.Study) -> str:
     """A sentence that names the listed keys of a winning point whose value is the smallest or the largest tried."""
-    space = settings_of(study).space
+    settings = settings_of(study)
+    space = settings.space
     listed = {key: given[listing] for key, given in space.items() for listing in ("grid", "choice") if listing in given}
     tried = [*(p.point for p in points_of(study)), *({key: v} for key, values in listed.items() for v in values)]
-    ends = at_an_end({key: v for key, v in point.items() if key in listed}, tried)
+    ends = at_an_end({key: v for key, v in point.items() if key in listed}, tried, settings.base)
     said = [f"{key} {point[key]:g} is the {'largest' if end > 0 else 'smallest'}" for key, end in ends.items()]
     return f"{' and '.join(said)} that was tried, so a better value may lie beyond" if said else ""
 

@@ -83,10 +83,15 @@ class Parameter:
         return trial.suggest_float(self.key, self.low, self.high, step=self.step, log=self.log)
 
 
-def at_an_end(point: Mapping[str, Any], tried: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+def at_an_end(
+    point: Mapping[str, Any], tried: Iterable[Mapping[str, Any]], config: Config | None = None
+) -> dict[str, int]:
     """The keys of a winning ``point`` whose value is the smallest (-1) or largest (1) of two or more ``tried``.
 
     A better value may lie beyond. Values that are not numbers have no order, and a key with one value was not searched.
+
+    Args:
+        config: what was searched around; where it accepts no value beyond an end, that is none. None: all ends count.
     """
     ends = {}
     tried = list(tried)
@@ -95,8 +100,20 @@ def at_an_end(point: Mapping[str, Any], tried: Iterable[Mapping[str, Any]]) -> d
         if any(isinstance(v, bool) or not isinstance(v, (int, float)) for v in values) or min(values) == max(values):
             continue
         if value in (min(values), max(values)):
-            ends[key] = 1 if value == max(values) else -1
+            end = 1 if value == max(values) else -1
+            nearest_beyond = math.nextafter(value, end * math.inf), value + end  # the second for whole numbers
+            if config is None or any(accepts(config, {**point, key: beyond}) for beyond in nearest_beyond):
+                ends[key] = end
     return ends
+
+
+def accepts(config: Config, point: Mapping[str, Any]) -> bool:
+    """Whether ``config`` accepts the values of a point."""
+    try:
+        config.replace(point)
+    except UserError:
+        return False
+    return True
 
 
 def encode(value: Any) -> Any:

@@ -12,12 +12,12 @@ from scipy import stats
 from benchmark.claims import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, check_rule, judge, verdict
 from benchmark.curves import span_of_best
 from benchmark.intervals import Figure, difference, figure_of, of_mean
-from benchmark.job import at_the_end
+from benchmark.job import at_the_end, decisive
 from benchmark.metrics import scale_of
 from benchmark.results import ExperimentResults, best_of, shown, value
 from benchmark.suite import load_suite, shipped
 from benchmark.verdicts import judged_claims
-from fs_lowrank import UserError
+from fs_lowrank import UserError, load_config
 from fs_lowrank.settings import Origin
 
 FIGURES = {
@@ -662,11 +662,19 @@ def search(winner, values, grid=(), **more):
     }
 
 
+RANK = "llm.adapter.args.0.r"
+
+
 def test_a_claim_is_not_decided_by_a_winner_at_the_end_of_a_grid():
     assert [at_the_end(search(v, (1, 2, 3))) for v in (1, 2, 3)] == [True, False, True]
     assert at_the_end(search(1, (1, 2))) and not at_the_end(search(1, (1,)))  # with two points, both are ends
     assert not at_the_end(search(2, (1, 2), (1, 2, 3)))  # 3 diverged
     assert not at_the_end(search(2, (1, 2), grown=[{"lr": 4}])) and at_the_end(search(4, (1, 2, 4), grown=[{"lr": 4}]))
+    ranks = {"winner": {"point": {RANK: 1}}, "tried": [{RANK: r, "value": 0} for r in (1, 2)]}
+    config = decisive(load_config({"federate.client_num": 2, "federate.method": "rolora", "llm.adapter.use": True}))
+    assert at_the_end(ranks) and not at_the_end({**ranks, "config": config})  # no rank is below 1
+    assert at_the_end({**ranks, "winner": {"point": {RANK: 2}}, "config": config})
+    assert at_the_end({**ranks, "config": {"of.another": "version"}})
     found = results_of(
         a=[record(s, a, at_end=True) for s, a in enumerate((0.8, 0.81))],
         b=[record(s, a) for s, a in enumerate((0.6, 0.615))],

@@ -323,6 +323,14 @@ def searched(place, monkeypatch):
 RATE, DECAY = "train.optimizer.lr", "train.optimizer.weight_decay"
 
 
+def test_a_grid_ends_inside_where_nothing_lies_beyond(searched):
+    search, _, studies = searched(
+        "{llm.adapter.args.0.r: {grid: [1, 2]}}", lambda p: -p["llm.adapter.args.0.r"], "ranks"
+    )
+    found = execute(search, lambda news: None)
+    assert found["winner"]["point"] == {"llm.adapter.args.0.r": 1} and found["grown"] == [] and not at_the_end(found)
+
+
 def test_a_grid_grows_beyond_one_key_at_a_time(searched):
     """The winner of the grid is in a corner; that of all lies beyond the end of one key alone."""
     space = f"{{{RATE}: {{grid: [1e-3, 1e-2]}}, {DECAY}: {{grid: [1e-2, 1e-1]}}}}"

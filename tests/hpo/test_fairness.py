@@ -82,7 +82,10 @@ def test_a_winner_at_the_end_of_its_grid_is_named(search, monkeypatch, tmp_path,
     )
     search({"train.optimizer.lr": {"choice": [1e-4, 1e-2]}}, name="choice", trials=2, sampler="grid")
     assert "0.01 is the largest" in hpo.results(options.where, "choice")["winners"][0]["at_end"]
-    for name in ("inside", "range", "lists"):  # a range has no end: its bounds are not tried
+    runs(monkeypatch, lambda config: 0.66 - config.adapter.r / 100)
+    search({"llm.adapter.args.0.r": {"grid": [1, 2]}}, name="ranks")
+    # a range has no end: its bounds are not tried; and no rank is below 1
+    for name in ("inside", "range", "lists", "ranks"):
         assert hpo.results(options.where, name)["winners"][0]["at_end"] == ""
 
 

@@ -137,3 +137,19 @@ def test_a_winner_at_an_end_of_the_values_that_were_tried():
     assert at_an_end(point, tried) == {}
     assert at_an_end({**point, "lr": 1}, tried) == {"lr": 1} and at_an_end({**point, "lr": 0.1}, tried) == {"lr": -1}
     assert at_an_end({"lr": 0.1}, [{"lr": 0.3}]) == {"lr": -1} and at_an_end({"lr": 0.1}, [{"lr": 0.1}]) == {}
+
+
+@pytest.mark.parametrize(
+    "key, tried, ends",
+    [
+        ("lowrank.mix", (0, 0.5, 1), [None, None, None]),  # from 0 to 1
+        ("lowrank.mix", (0.25, 0.5), [-1, 1]),
+        ("llm.adapter.args.0.r", (1, 2, 4), [None, None, 1]),  # whole numbers, at least 1
+        ("llm.adapter.args.0.lora_dropout", (0.0, 0.1, 0.9), [None, None, 1]),  # at least 0, below 1
+        ("llm.adapter.args.0.lora_alpha", (1, 2), [-1, 1]),  # above 0
+        ("train.optimizer.lr", (1e-3, 1e-2), [-1, 1]),  # above 0
+    ],
+)
+def test_an_end_of_what_a_key_can_be_is_none(config, key, tried, ends):
+    rolora, points = config.replace({"federate.method": "rolora"}), [{key: value} for value in tried]
+    assert [at_an_end(point, points, rolora).get(key) for point in points] == ends
