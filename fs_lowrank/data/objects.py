@@ -19,6 +19,7 @@ import pandas as pd
 
 from fs_lowrank.data.stored import CHUNK
 from fs_lowrank.errors import UserError
+from fs_lowrank.jobs.shell import in_one_line
 
 _SPLITS = ("train", "validation", "test")
 _EXPECTED = "a datasets.Dataset, a DataFrame or a torch Dataset with a length"
@@ -33,7 +34,8 @@ def store(data: Any, folder: Path) -> dict[str, Any]:
         ``train``: the name of the file, or a pattern of several; perhaps ``validation`` and ``test``; ``clients``: the
         number of data sets of a list, else 0; ``digest``: SHA-256 over names and rows.
     Raises:
-        UserError: an object of another kind, without rows, or with values that arrow cannot hold.
+        UserError: an object of another kind, without rows, or with values that arrow cannot hold; one that raises an
+            error, which the message names. OSError: a file cannot be written.
     """
     splits = dict(data) if isinstance(data, Mapping) else {"train": data}
     if "train" not in splits or splits.keys() - set(_SPLITS):
@@ -91,6 +93,15 @@ def _as_arrow(where: str) -> Iterator[None]:
         raise UserError(f"{where}: its values cannot be written as arrow data: {str(error).splitlines()[0]}") from error
 
 
+@contextmanager
+def _of_the_data(where: str) -> Iterator[None]:
+    """What a data set raises while it is read, as a ``UserError``: it is no error of the file that is written."""
+    try:
+        yield
+    except Exception as error:  # of the user's code
+        raise UserError(f"{where}: the data set raises {in_one_line(error)}") from error
+
+
 def _tables(held: Any, where: str) -> Iterator[Any]:
     """The rows of an object as arrow tables."""
     import datasets
@@ -101,8 +112,10 @@ def _tables(held: Any, where: str) -> Iterator[Any]:
         schema = held.features.arrow_schema  # with the names of classes
         arrow = held.with_format("arrow")
         for start in range(0, len(held), CHUNK):
+            with _of_the_data(f"{where}, from item {start}"):
+                rows = arrow[start : start + CHUNK]
             with _as_arrow(where):
-                part = pa.Table.from_batches(arrow[start : start + CHUNK].to_batches()).cast(schema)
+                part = pa.Table.from_batches(rows.to_batches()).cast(schema)
             yield part
     elif isinstance(held, pd.DataFrame):
         plain = held.set_axis([str(name) for name in held], axis=1)
@@ -121,8 +134,10 @@ def _tables(held: Any, where: str) -> Iterator[Any]:
     elif isinstance(held, torch.utils.data.Dataset) and hasattr(held, "__len__"):
         items: Any = held
         schema, names = None, list[str]()
-        for start in range(0, len(items), CHUNK):
-            rows = [_row(items[i], f"{where}, item {i}") for i in range(start, min(start + CHUNK, len(items)))]
+        with _of_the_data(where):
+            count = len(items)
+        for start in range(0, count, CHUNK):
+            rows = [_row(items, i, where) for i in range(start, min(start + CHUNK, count))]
             names = names or sorted(rows[0])
             for i, row in enumerate(rows, start):
                 if sorted(row) != names:
@@ -141,8 +156,11 @@ def _tables(held: Any, where: str) -> Iterator[Any]:
         raise UserError(f"{where} = {type(held).__name__}: expected {_EXPECTED}{hint}")
 
 
-def _row(item: Any, where: str) -> dict[str, Any]:
+def _row(items: Any, i: int, data: str) -> dict[str, Any]:
     """An item of a torch dataset as a row."""
+    where = f"{data}, item {i}"
+    with _of_the_data(where):
+        item = items[i]
     if isinstance(item, (tuple, list)) and len(item) in _TUPLES:
         item = dict(zip(_TUPLES[len(item)], item))
     if not isinstance(item, Mapping):

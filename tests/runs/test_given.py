@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fs_lowrank
-from fs_lowrank import UserError
+from fs_lowrank import RunFailed, UserError
 from fs_lowrank.testing import small
 
 FRAME = small.make_reviews(120)
@@ -166,6 +166,38 @@ def test_what_cannot_be_used_is_one_line_and_leaves_nothing(few, tmp_path, data,
         fs_lowrank.run(few("run"), data=data)
     assert "\n" not in str(caught.value)
     assert not list((tmp_path / "run").glob(".given*"))
+
+
+class Broken(Items):
+    """A PyTorch dataset that raises an error of its own at an item."""
+
+    def __init__(self, error):
+        super().__init__(False)
+        self.error = error
+
+    def __getitem__(self, i):
+        if i == 3:
+            raise self.error
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize("error", [OSError("the share\nis gone"), Exception("no such row"), KeyError("text")])
+def test_an_error_of_the_data_set_is_none_of_writing(few, tmp_path, error):
+    for resume in (False, "auto"):
+        with pytest.raises(UserError, match=r"^data\[0\], item 3: the data set raises ") as caught:
+            fs_lowrank.run(few("run"), data=[Broken(error), FRAME], resume=resume)
+        assert caught.value.__cause__ is error and not isinstance(caught.value, RunFailed)
+        assert " ".join(str(error).split()) in str(caught.value)
+    assert not list((tmp_path / "run").glob(".given*"))
+
+
+def test_data_that_cannot_be_written_are_named(few, monkeypatch):
+    def full(*given):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pyarrow.ipc.new_stream", full)
+    with pytest.raises(RunFailed, match="given_data cannot be written: No space left on device"):
+        fs_lowrank.run(few("run"), data=Items(False))
 
 
 def test_images_are_named_as_files(vision_settings):
