@@ -150,13 +150,19 @@ class Within(Renamed):
 class Colliding(Renamed):
     """The same, whose head is called as parts of PEFT's layers are."""
 
-    def __init__(self):
+    def __init__(self, name="layer"):
         super().__init__()
-        self.layer = self.last
+        self.name = name
+        self.add_module(name, self.last)
         del self.last
 
     def head(self, hidden):
-        return self.layer(hidden)
+        return self.get_submodule(self.name)(hidden)
+
+
+class Out(Colliding):
+    def __init__(self):
+        super().__init__("out")
 
 
 @pytest.fixture
@@ -197,8 +203,9 @@ def test_a_head_that_is_nowhere_is_named_or_said_to_stay(trains_last):
     assert not trained and stays in said and "call it classifier" in said
     trained, said = trains_last(Within(), modules_to_save=["top.last"])
     assert trained and stays not in said
-    trained, said = trains_last(Colliding())
-    assert not trained and stays in said
+    for module in (Colliding(), Out()):
+        trained, said = trains_last(module)
+        assert not trained and stays in said, module.name
     trained, said = trains_last(Renamed(), modules=["hidden", "last"])
     assert not trained and stays in said, "an adapter is on it"
     frozen = Renamed()
