@@ -5,12 +5,12 @@ The checks themselves are shipped (``fs_lowrank.testing``); here they run over e
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModelForSequenceClassification, PeftModel
 from transformers import AutoModelForSequenceClassification
 
-from fs_lowrank import list_methods
+from fs_lowrank import Averaging, Phase, list_methods, register_method
 from fs_lowrank.finished import load_run
-from fs_lowrank.methods import get_method_class, requirements
+from fs_lowrank.methods import get_method_class, registry, requirements
 from fs_lowrank.testing import TASKS, Bench, checks, quietly
 from fs_lowrank.testing.bench import logits, state_of
 from fs_lowrank.training import train_client
@@ -262,6 +262,31 @@ def test_a_personal_adapter_on_the_saved_model_is_the_clients_model(bench, metho
     torch.testing.assert_close(logits(own, test), wanted, atol=1e-5, rtol=1e-5)
     with own.disable_adapter():
         assert not torch.allclose(logits(own, test), wanted, atol=1e-3), "its pair does something"
+
+
+def test_a_clients_half_of_the_adapter_is_saved_with_the_head_and_loads_by_itself(bench, monkeypatch):
+    """Where the client's own tensors are of the adapter that all train, its folder is loaded as the global one's is."""
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+
+    @register_method("own_half")
+    class OwnHalf(Averaging):
+        """A and the head are averaged; every client keeps its B."""
+
+        source, sends = "a test", "A"
+        shared, personal = ("lora_A", "head"), ("lora_B",)
+
+        def phases(self, round, client=None):
+            return [Phase(train=("lora_A", "lora_B", "head"))]
+
+    engine = bench.make("encoder", "own_half", checks.SAVED)
+    result = engine.run()
+    engine.site.load_client(engine.ledger.state, 1)
+    labels, test = {"num_labels": engine.site.data.num_labels}, engine.site.data.test
+    own = AutoPeftModelForSequenceClassification.from_pretrained(result.outdir / "personal" / "client_1", **labels)
+    wanted = logits(engine.model, test)
+    torch.testing.assert_close(logits(own.eval(), test), wanted, atol=1e-5, rtol=1e-5)
+    shared = AutoPeftModelForSequenceClassification.from_pretrained(result.outdir / "adapter", **labels)
+    assert not torch.allclose(logits(shared.eval(), test), wanted, atol=1e-3), "its B does something"
 
 
 def test_what_a_nested_method_keeps_beside_the_base_can_be_read_again(bench):

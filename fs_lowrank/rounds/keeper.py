@@ -358,10 +358,10 @@ class RecordKeeper:
             self.site.load_client(self.ledger.state, client)
             for name in sorted({adapter_name(n) for n in self.site.personal[client]}):
                 config = copy.copy(model.peft_config[name])
-                if config.task_type == peft.TaskType.SEQ_CLS:
-                    config.task_type = None  # with it PEFT expects a head, which the saved model has
                 tensors = peft.get_peft_model_state_dict(model, adapter_name=name)
                 own = {n: tensor for n, tensor in tensors.items() if "nested" not in tags(n)}
+                if config.task_type == peft.TaskType.SEQ_CLS and not any("head" in tags(n) for n in own):
+                    config.task_type = None  # with it PEFT expects a head, which the saved model has
                 save_adapter(folder / f"client_{client}", config, own)
         self.site.load_global(self.ledger.state)
 
