@@ -79,7 +79,8 @@ def check_head(config: Config, model: nn.Module, heads: Sequence[str]) -> None:
             f"model.type = {config.model.type}: no module at its top is called {', '.join(HEAD_MODULES)}, or is a "
             "trainable linear one that gives the logits under a name that no other module's ends with (nor PEFT's "
             "lora_dropout and base_layer), so no head is trained beside the adapter; if the model has a new one, call "
-            "it classifier, or name it in modules_to_save (llm.adapter.args)"
+            "it classifier, or, if no other module's name ends with its own, name it in modules_to_save "
+            "(llm.adapter.args)"
         )
 
 
