@@ -61,7 +61,7 @@ def own_place(error: BaseException) -> str:
     for frame, line in traceback.walk_tb(error.__traceback__):
         file, module = Path(frame.f_code.co_filename), str(frame.f_globals.get("__name__", ""))
         if module.split(".")[0] not in _OURS and file.is_file() and not any(map(file.is_relative_to, _installed())):
-            place = f"{file}, line {line}"
+            place = f"{file.name}, line {line}"
     return place
 
 

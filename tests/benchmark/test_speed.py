@@ -191,7 +191,7 @@ def test_the_table_has_a_line_for_each_figure(tmp_path):
         (
             ZeroDivisionError("by nothing"),
             1,
-            "error: ZeroDivisionError: by nothing (an error in fs-lowrank; please report",
+            "error: ZeroDivisionError: by nothing (in test_speed.py, line ",
         ),
     ],
 )

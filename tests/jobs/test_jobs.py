@@ -9,6 +9,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -259,7 +260,7 @@ def _runs(number: int) -> bool:
         (
             KeyError("[x]"),
             1,
-            "error: KeyError: '[x]' (an error in fs-lowrank; please report it, with the traceback in ",
+            "error: KeyError: '[x]' (in test_jobs.py, line ",
         ),
         (KeyboardInterrupt(), 130, "interrupted; again: python -m thing go"),
     ],
@@ -289,6 +290,22 @@ def test_exit_codes_and_messages_of_a_command(raised, code, line, capsys, tmp_pa
     shell.run(make_parser, ["go", "--debug"], console, folder=lambda args: tmp_path)
     assert ("Traceback" in "".join(capsys.readouterr())) == (code in (1, 2))
     assert ([*root.handlers], root.level, ours.level, logging.raiseExceptions) == before
+
+
+def test_an_error_of_the_package_is_told_from_one_of_the_users_code(tmp_path, capsys):
+    def printed(do):
+        def make_parser():
+            parser = argparse.ArgumentParser(prog="python -m thing")
+            commands = parser.add_subparsers()
+            commands.add_parser("go").set_defaults(do=do)
+            return parser, commands.choices.values()
+
+        assert shell.run(make_parser, ["go"], shell.make_console(120), folder=lambda args: tmp_path) == 1
+        return capsys.readouterr().err
+
+    assert "(an error in fs-lowrank; please report it, with the traceback in " in printed(shell.names)
+    users = printed(lambda args: shell.names(args))  # raised in the package, as the user's code has called it
+    assert re.search(r"\(in test_jobs.py, line \d+, which is not of fs-lowrank; the traceback is in .*\.txt\)", users)
 
 
 @pytest.mark.parametrize("text", ["out/x[/y]", "[red]", "a[bold]b[/bold]", ":x:", r"\[red]"])

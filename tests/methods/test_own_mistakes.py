@@ -159,8 +159,10 @@ def test_numbers_beside_the_tensors_are_kept_over_a_resume(tried, settings):
 
 
 def line_of(text):
-    lines = Path(__file__).read_text().splitlines()
-    return f"{__file__}, line {1 + next(i for i, line in enumerate(lines) if text in line and 'line_of' not in line)}"
+    """The line of this file that has ``text``, as a message names it."""
+    lines = enumerate(Path(__file__).read_text().splitlines(), 1)
+    number = next(i for i, line in lines if text in line and "line_of" not in line)
+    return f"{Path(__file__).name}, line {number}"
 
 
 class Penalty(Averaging):

@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1
 #: the only message of several lines: keys that do nothing, each in an indented line
 LISTED = re.compile(r"[^\n]+; remove:(\n  \S[^\n]*)+")
 #: how a command says that it is not the user's fault (``fs_lowrank.jobs.shell.message_of``)
-OURS = "an error in fs-lowrank; please report"
+OURS = ("an error in fs-lowrank; please report", "which is not of fs-lowrank")
 
 
 def die_with_parent() -> None:
@@ -64,7 +64,7 @@ class Ended:
             return f"did not end within {self.seconds:.0f} s" + (f": {at}" if at else "")
         if "Traceback (most recent call last)" in self.out + self.err:
             return f"a traceback: {last_line(self.err) or last_line(self.out)}"
-        ours = [line for line in f"{self.err}\n{self.out}".splitlines() if OURS in line]
+        ours = [line for line in f"{self.err}\n{self.out}".splitlines() if any(said in line for said in OURS)]
         if ours:
             return f"an error of the package: {ours[0].strip()[:300]}"
         if self.code < 0:

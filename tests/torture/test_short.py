@@ -90,6 +90,11 @@ def test_one_of_25_seeds_runs_from_the_command_line_whatever_else_depends_on_the
             "of the package",
         ),
         (0, "failed: KeyError (an error in fs-lowrank; please report it)", "of the package"),
+        (
+            1,
+            "error: KeyError: 'a' (in x.py, line 3, which is not of fs-lowrank; the traceback is in x)",
+            "of the package",
+        ),
         (3, "error: x", "exit code 3"),
         (-9, "", "SIGKILL"),
         (None, "", "did not end"),
