@@ -75,8 +75,15 @@ class Undelivered:
         """Whether no process listens at the address, or another one than the token's."""
         return self.unknown or (self.code is grpc.StatusCode.UNAVAILABLE and "refused" in self.details.lower())
 
+    @property
+    def remedy(self) -> str:
+        """What to do if the message has more bytes than a process may send or receive; else empty."""
+        too_large = self.code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in self.details
+        way = "send" if "sent message" in self.details.lower() else "receive"
+        return f"; raise distribute.grpc_max_{way}_message_length of the process that is to {way} it" * too_large
+
     def __str__(self) -> str:
-        return f"{self.code.name.lower()}: {self.details:.300}"
+        return f"{self.code.name.lower()}: {self.details:.300}{self.remedy}"
 
 
 Then = Callable[[Undelivered | None], object]

@@ -19,7 +19,9 @@ from ...config import Config
 from ...data import Examples, ImageExamples
 from ...errors import UserError
 from ...methods import Client
+from ...models.adapters import ACCUMULATED
 from ...models.frozen import FrozenPrefix
+from ...models.names import tags
 from ...rounds.evaluator import Evaluator
 from ...rounds.joining import proof_of
 from ...rounds.keeper import RecordKeeper
@@ -127,7 +129,8 @@ class Session:
         """Bytes of the largest message that a distributed process of this role is sent, with a margin; an upper bound.
 
         It is what clients send for a server, and for a client a whole model and a message of all clients' tensors.
-        Every number counts eight bytes, which base64 makes a third longer.
+        Every number counts eight bytes, which base64 makes a third longer. Where the method keeps products beside the
+        base, the whole model grows with every merge, so that nothing but ``allowed`` bounds it.
 
         Args:
             allowed: the most that the user allows (``distribute.grpc_max_receive_message_length``).
@@ -138,8 +141,10 @@ class Session:
         shared = _numbers(method.view(state))
         numbers = max(*sizes.values(), *later, shared)
         if self.role == "client":
-            changed = set(method.changed_base(self.site.model))
-            base = sum(p.numel() for n, p in self.site.model.named_parameters() if n in changed)
+            changed = self.site.changed_base()
+            if any(ACCUMULATED in tags(name) for name in changed):
+                return allowed
+            base = _numbers(changed)
             numbers += base + shared + max(sum(sizes.values()), numbers * self.config.federate.client_num)
         margin = 2**20 + 4 * len(json.dumps(self.proof))
         return int(min(allowed, numbers * 8 * 4 / 3 * 1.1 + margin))

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import fs_lowrank
+from fs_lowrank.methods import get_method_class
 
 pytestmark = pytest.mark.federatedscope
 KEYS = {"federate.method": "rolora", "train.local_update_steps": 2, "federate.total_round_num": 3}
@@ -259,6 +260,67 @@ def test_a_message_larger_than_expected_is_refused(settings, cluster, tmp_path):
         assert stranger.send(content="x" * 50_000_000) == "RESOURCE_EXHAUSTED"
     assert memory_of(started[0][0].pid) - before < 50e6
     assert stranger.send() == "UNAUTHENTICATED", "it still answers"
+
+
+#: the methods that can keep what they merge beside the base
+KEEPING = [name for name in fs_lowrank.list_methods() if hasattr(get_method_class(name).Params, "merge")]
+
+
+@pytest.mark.parametrize("method", KEEPING)
+def test_a_client_may_be_sent_what_has_grown_beside_the_base(wide, settings, tmp_path, method):
+    """A client that is started again late is sent the whole model, with all that was merged until then."""
+    from federatedscope.core.message import Message
+
+    from fs_lowrank.engines.federatedscope import wire
+    from fs_lowrank.engines.federatedscope.session import Session
+    from fs_lowrank.methods import Update
+    from fs_lowrank.rounds.parcel import Parcel
+
+    own = {"model.type": f"{wide}@transformers", "federate.method": method, "federate.client_num": 2}
+    own |= {"data.splitter": "iid", "data.splitter_args": [], "federate.mode": "distributed", "outdir": str(tmp_path)}
+    own["llm.adapter.args"] = [{"r": 16, "alpha": 16, "modules": ["query", "key", "value", "intermediate.dense"]}]
+    merged = Session(fs_lowrank.load_config(settings, {**own, "lowrank.merge": True}), tmp_path, "client", 1)
+    every = {"lowrank.schedule": list(range(1, 19))} if "tau" in merged.method.params.__dataclass_fields__ else {}
+    own |= {"lowrank.merge": False, "federate.total_round_num": 18, **every}
+    session = Session(fs_lowrank.load_config(settings, own), tmp_path, "client", 1)
+    one, model, state = session.method, session.site.model, session.site.initial_state
+    limit = session.largest_message(300 * 2**20)
+    for round in range(1, 19):
+        sent = [
+            Update(c, 10, {n: torch.randn_like(t) for n, t in one.expected(state, round, c).items()}) for c in (1, 2)
+        ]
+        with torch.no_grad():
+            state, message = one.aggregate(sent, state, round)
+        one.apply(model, one.tailor(message, 1), round)
+    whole = wire.content_of(Parcel({**one.view(state, 1), **session.site.changed_base()}), distributed=True)
+    bytes_sent = Message("model_para", 0, [1], 18, whole, 0).transform(to_list=True).ByteSize()
+    assert 2**22 < bytes_sent < limit
+    assert merged.largest_message(300 * 2**20) < 100 * 2**20, "what does not grow has a limit of its own"
+
+
+def test_a_message_that_is_too_large_says_which_key_to_raise():
+    import grpc
+
+    from fs_lowrank.engines.federatedscope.comm import Undelivered
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "raise distribute.grpc_max_receive_" in str(Undelivered(code, "SERVER: Received message larger than max (9)"))
+    assert "raise distribute.grpc_max_send_" in str(Undelivered(code, "CLIENT: Sent message larger than max (9 vs. 5)"))
+    assert "raise" not in str(Undelivered(code, "more than 5 bytes"))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A folder with a BERT of one layer whose width lets an adapter grow to megabytes."""
+    from transformers import BertConfig, BertModel
+
+    from fs_lowrank.testing.small import save_tokenizer
+
+    folder = tmp_path_factory.mktemp("wide")
+    shape = {"hidden_size": 384, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 384}
+    config = BertConfig(vocab_size=save_tokenizer(folder), max_position_embeddings=64, **shape)
+    BertModel(config).save_pretrained(str(folder))
+    return folder
 
 
 def memory_of(process: int) -> int:
