@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -112,14 +112,18 @@ class Session:
             return self.site.prefix
         return self.site.frozen_prefix(model, number, share=1 / len(self.site.clients))
 
-    def held_out_rows(self, number: int) -> dict[str, range]:
-        """The rows of the held-out data that client ``number`` evaluates on, by split: every K-th, for K clients.
+    def held_out_rows(self, number: int) -> dict[str, Sequence[int]]:
+        """The rows of the held-out data that client ``number`` evaluates on, by split.
 
-        A client with data of its own evaluates on all of its held-out data. A split without a row is left out.
+        Of the test set they are its share (``FederatedData.test_shares``), of validation data every K-th, for K
+        clients; a client with data of its own has them all. A split without a row is left out.
         """
-        first, step = (0, 1) if self.has_own_data else (number - 1, len(self.site.clients))
-        shares = {split: range(first, len(e), step) for split, e in self.site.held_out().items()}
-        return {split: share for split, share in shares.items() if share}
+        site, place = self.site, 0 if self.has_own_data else number - 1
+        rows: dict[str, Sequence[int]] = {
+            split: site.data.test_shares[place] if split == "test" else range(place, len(e), len(site.clients))
+            for split, e in site.held_out().items()
+        }
+        return {split: share for split, share in rows.items() if len(share)}
 
     def held_out_for(self, number: int) -> dict[str, Examples | ImageExamples]:
         """The held-out data of ``held_out_rows``."""

@@ -211,6 +211,25 @@ def test_clients_with_data_of_their_own_evaluate_all_of_it(settings, cluster, tm
         assert "unevaluated" not in record
 
 
+def test_clients_are_scored_on_their_own_shares_of_the_test_set(quick, settings, cluster, tmp_path):
+    """Each has the texts of its domain; on every third row of all the personal models would score worse."""
+    keys = {"federate.method": "pfedlora", "federate.client_num": 3, "federate.total_round_num": 2}
+    keys |= {"data.splitter": "field", "data.splitter_args": [{"field": "domain"}], "train.local_update_steps": 4}
+    keys |= {"federate.make_global_eval": False, "eval.split": ["test"], "eval.freq": 1}
+    local, other = (fs_lowrank.run(quick(name, keys), name) for name in ("local", "federatedscope"))
+    workers = cluster.run(settings, 3, {**keys, "outdir": str(tmp_path / "distributed")})
+    assert [w.code for w in workers.values()] == [0] * 4, [w.said for w in workers.values()]
+    for wanted, alone, between in zip(local.history, other.history, workers[0].history, strict=True):
+        assert len({scores["samples"] for scores in wanted["client_scores"].values()}) == 3
+        for record in (alone, between):
+            assert {str(client) for client in record["client_scores"]} == {"1", "2", "3"}
+            for client, scores in record["client_scores"].items():
+                assert scores == pytest.approx(wanted["client_scores"][str(client)], abs=1e-5)
+        accuracies = [scores["acc"] for scores in alone["client_scores"].values()]
+        assert alone["metrics"]["client_test"]["acc_worst_decile"] == pytest.approx(min(accuracies))
+        assert between["metrics"]["test"]["acc"] == pytest.approx(wanted["metrics"]["client_test"]["acc"], abs=1e-5)
+
+
 @pytest.mark.parametrize("method", ["rolora", "fedloru"])
 def test_quantised_messages_between_processes(quick, settings, assert_same, cluster, tmp_path, method):
     keys = {
