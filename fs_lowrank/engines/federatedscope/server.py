@@ -15,6 +15,7 @@ from federatedscope.core.message import Message
 from ...errors import UserError
 from ...methods import RefusedUpdate
 from ...rounds.codec import codec_of
+from ...rounds.ending import leave_unevaluated
 from ...rounds.fits import SPLITS
 from ...rounds.intake import Kept, RunningMean
 from ...rounds.parcel import Parcel
@@ -116,6 +117,9 @@ class LowRankServer(DistributedServer):
         if msg_type == "evaluate":
             self.msg_buffer["eval"][self.state - 1] = {}
             self.asked_to_evaluate, self.evaluating = {int(c) for c in self.comm_manager.neighbors}, True
+            for client in sorted(set(range(1, self.client_num + 1)) - self.asked_to_evaluate):
+                if self._has_rows(client):
+                    self._not_evaluated(client, "it has not joined")
             for client in sorted(self.asked_to_evaluate):
                 self._deliver(self.round.ask(client, purpose="evaluate"), msg_type, self.state - 1)
             return
@@ -323,9 +327,8 @@ class LowRankServer(DistributedServer):
 
     def _not_evaluated(self, client: int, reason: str) -> None:
         """Leave out the evaluation of ``client``, and do not wait for another."""
-        self.round.unevaluated[client] = reason = reason.removeprefix(f"client {client}: ")
         self.asked_to_evaluate.discard(client)
-        logger.warning("round %d: no evaluation of client %d: %s", self.round.number, client, reason)
+        leave_unevaluated(self.round, client, reason, logger)
 
     def _may_report(self, client: int) -> dict[str, int]:
         """The splits on which ``client`` may evaluate, and how many samples of each it can have."""
@@ -335,12 +338,16 @@ class LowRankServer(DistributedServer):
         sizes["train"] = admission.samples.get(client, admission.max_samples)
         return {split: sizes[split] for split in self._cfg.eval.split if split in sizes}
 
+    def _has_rows(self, client: int) -> bool:
+        """Whether ``client`` has held-out data to evaluate on, as far as the server knows them."""
+        return any(split in self._cfg.eval.split for split in self.session.held_out_rows(client))
+
     def callback_funcs_for_metrics(self, message: Message):
         self.take_metrics(message)
         return self.advance()
 
     def take_metrics(self, message: Message) -> None:
-        """Take the metrics of a client, if they are awaited; None of one without held-out data."""
+        """Take the metrics of a client, if they are awaited; there are none of one without held-out data."""
         client, awaited = int(message.sender), self.asked_to_evaluate - self._evaluated()
         if not self.evaluating or message.state != self.state - 1 or client not in awaited:
             logger.info("ignored metrics of client %d for the framework's round %d", client, message.state)
@@ -353,6 +360,8 @@ class LowRankServer(DistributedServer):
             check_scores(client, metrics or {}, self._may_report(client), accurate)
         except RefusedUpdate as error:
             return self._not_evaluated(client, str(error))
+        if not metrics and client not in self.own_data and self._has_rows(client):
+            return self._not_evaluated(client, "it has sent no metrics; its own log says why")
         self.msg_buffer["eval"][message.state][client] = metrics
 
     def check_and_save(self):

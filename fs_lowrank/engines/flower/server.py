@@ -10,7 +10,7 @@ import logging
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from ...errors import DamagedFile, RunFailed, UserError
 from ...jobs.files import read_json, to_json, write_text
 from ...rounds.admission import is_whole
 from ...rounds.copies import personal_in
-from ...rounds.ending import end_round, ending
+from ...rounds.ending import end_round, ending, leave_unevaluated
 from ...rounds.evaluator import CLIENTS, Evaluator
 from ...rounds.joining import objection, proof_of, samples_objection
 from ...rounds.keeper import RecordKeeper
@@ -232,8 +232,7 @@ class Server:
         if before and before.node in connected:
             return f"client {client} has joined already, as node {before.node}; choose another partition-id"
         self.ledger.admission.samples[client] = facts["samples"]
-        tests: Sized = self.site.data.client_tests[client - 1] or ()
-        tested = facts.get("tested") if own_data else len(tests)
+        tested = facts.get("tested") if own_data else self._share(client)
         if not is_whole(tested) or not 0 <= tested <= self.ledger.admission.max_samples:
             tested = 0
         self.members[client] = Member(client, node, _standing(facts), agreed, tested)
@@ -285,12 +284,28 @@ class Server:
 
     def _clients_evaluate(self, round: Round) -> dict[str, dict[str, Any]]:
         """The metrics of the clients' own models on their test data."""
-        sizes = {client: member.tested for client, member in self._present().items() if member.tested}
-        answers = self._ask(round, sorted(sizes), "evaluate")
+        present, scores = self._present(), {}
+        sizes = {client: self._tested(client) for client in range(1, self.config.federate.client_num + 1)}
+        sizes = {client: size for client, size in sizes.items() if size}
+        for client in sorted(sizes.keys() - present.keys()):
+            leave_unevaluated(round, client, self._why_absent(client))
         metrics = [name for name in measured(self.config.model.task, []) if name in ("loss", "acc")]
-        scores = {client: _scores(answer.facts, metrics) for client, answer in answers}
-        known = {client: score for client, score in sorted(scores.items()) if score}
-        return {CLIENTS: self.evaluator.combined(known, sizes)} if known else {}
+        for client, answer in self._ask(round, sorted(sizes.keys() & present.keys()), "evaluate"):
+            if found := _scores(answer.facts, metrics):
+                scores[client] = found
+            else:
+                usable = f"its answer has no {' and '.join(metrics)} that it can be"
+                leave_unevaluated(round, client, str(answer.facts.get("error", usable)))
+        return {CLIENTS: self.evaluator.combined(dict(sorted(scores.items())), sizes)} if scores else {}
+
+    def _tested(self, client: int) -> int:
+        """The number of test samples of ``client``; before it has joined, that of its share of the server's data."""
+        return self.members[client].tested if client in self.members else self._share(client)
+
+    def _share(self, client: int) -> int:
+        """The number of rows of the server's test set that are the share of ``client``."""
+        data = self.site.data
+        return 0 if data.test is None else len(data.test_shares[client - 1])
 
     def _ask(self, round: Round, clients: Iterable[int], purpose: Purpose) -> Iterator[tuple[int, Parcel]]:
         """Bring ``clients`` up to date and have them train or evaluate; their answers, as they come.
@@ -303,14 +318,14 @@ class Server:
             for order, answer in self._replies(round, asked, purpose):
                 client = order.client
                 if isinstance(answer, Unheard):
-                    round.fail(client, answer.kind, answer.reason)
+                    _without(round, order, answer.kind, answer.reason)
                     continue
                 member, failed = self.members[client], "error" in answer.facts
                 # A node keeps its number when it is started anew. One that cannot even read its configuration says
                 # nothing of it, and has no update either.
                 if answer.facts.get("agreed", member.agreed if failed else None) != member.agreed:
                     del self.members[client]  # so that it is called again, and told what differs
-                    round.fail(client, "refused", "it has another configuration or base model than when it joined")
+                    _without(round, order, "refused", "it has another configuration or base model than when it joined")
                     continue
                 member.standing = _standing(answer.facts)
                 if answer.facts.get("lost") is True and again:
@@ -396,6 +411,14 @@ _NOT_THERE = (3, 4, 5)
 _OF_MODS, _WORDS_OF_MODS = 6, (ENCODING, "secagg")
 #: the largest loss or time that is accepted: of float32, so that sums of them are finite
 _LARGEST = torch.finfo(torch.float32).max
+
+
+def _without(round: Round, order: Order, kind: Literal["absent", "failed", "refused"], reason: str) -> None:
+    """Go on without the answer to ``order``."""
+    if order.purpose == "evaluate":
+        leave_unevaluated(round, order.client, reason)
+    else:
+        round.fail(order.client, kind, reason)
 
 
 def _answer(reply: Message, simulated: bool) -> Parcel | Unheard:
