@@ -27,6 +27,7 @@ from ..rounds.site import Site
 from ..runs.folder import check_outdir, claim, outdir_of
 from ..runs.result import RunResult
 from ..runs.trackers import trackers_of
+from .program import check_others
 from .workers import Workers, processes_of
 
 logger = logging.getLogger("fs_lowrank")
@@ -88,6 +89,8 @@ class LocalEngine:
         self.config = config
         self.on_round, self.on_client = on_round or (lambda record: None), on_client or (lambda *_: None)
         count = processes_of(config)
+        if count > 1:
+            check_others(config)
         lock = claim(outdir_of(config)) if count > 1 else None  # processes write their logs there from the start
         # Processes load data and model while this one does.
         self.trains: ThisProcess | Workers = Workers(config, count) if count > 1 else ThisProcess()

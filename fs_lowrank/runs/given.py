@@ -84,7 +84,7 @@ def with_model(config: Config, model: Any, tokenizer: Any, resume: bool) -> tupl
     Returns:
         The configuration, and whether the model has to be held (``models.given.holding``).
     Raises:
-        UserError: no model, no tokenizer, an adapted model, an unknown task, or processes that cannot have the model.
+        UserError: no model, no tokenizer, an adapted model, or an unknown task.
     """
     from peft import PeftModel
     from torch import nn
@@ -110,11 +110,6 @@ def with_model(config: Config, model: Any, tokenizer: Any, resume: bool) -> tupl
             raise UserError(
                 f"model = {type(model).__name__}: transformers cannot load it from a folder for {task}; modules of "
                 "your own are for SequenceClassification, SequenceRegression and MultiLabelClassification"
-            )
-        if config.federate.process_num != 1:
-            raise UserError(
-                f"model = {type(model).__name__}: other processes cannot have a module that transformers cannot load "
-                "from a folder; set federate.process_num 1"
             )
         return config.replace({"model.type": f"{type(model).__name__}{SUFFIX}", "model.task": task}), True
     folder = outdir_of(config) / MODEL

@@ -30,6 +30,7 @@ from ...rounds.copies import apology, copied
 from ...rounds.parcel import Parcel
 from ...rounds.site import Site
 from ...runs.checkpoint import load_checkpoint
+from ..program import check_others
 from ..team import Job, Team, Worker, divided, joined, on_a_gpu, reporting, stands
 from .aggregator import MethodAggregator
 from .config import our_method, to_framework
@@ -59,6 +60,7 @@ class ParallelRunner(StandaloneRunner):
 
     def _set_up(self):
         self.session = current()
+        check_others(self.session.config)
         self.data = worker_data(self.session, self.cfg)
         super()._set_up()
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from ...config import Config, check_engine
 from ...rounds.codec import Codec, codec_of, why_no_codec
+from ..program import check_others
 
 
 def check(config: Config) -> None:
-    """Raise ``UserError`` for keys that the engine does not honour, and report those without effect."""
+    """Raise ``UserError`` for what no node can have and keys that the engine does not honour; report idle keys."""
+    check_others(config, "take engine local, with federate.process_num 1")
     check_engine(config, "flower", why_no_codec(*_quantization(config)))
 
 

@@ -7,6 +7,7 @@ then with every reply where its copy stands now. A node that has lost its copy s
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import shutil
 import time
@@ -136,7 +137,11 @@ class Server:
         checkpoint = self.keeper.start(resume)
         self.token = self._own_token(resume and checkpoint is not None)
         self._gather()
-        for number in range(checkpoint.round + 1 if checkpoint else 1, self.config.federate.total_round_num + 1):
+        rounds = range(checkpoint.round + 1 if checkpoint else 1, self.config.federate.total_round_num + 1)
+        if rounds and self.refused and not self.members:
+            reasons = sorted({re.sub(r"^client \d+: ", "", reason) for reason in self.refused.values()})
+            raise RunFailed(f"no node can take part; refused were {len(self.refused)}: {'; '.join(reasons[:3])}")
+        for number in rounds:
             if self.evaluator.stalled(self.keeper.history):
                 break
             record = self._round(number)

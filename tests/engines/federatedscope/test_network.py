@@ -304,7 +304,7 @@ def test_a_message_that_is_too_large_says_which_key_to_raise():
     from fs_lowrank.engines.federatedscope.comm import Undelivered
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "raise distribute.grpc_max_receive_" in str(Undelivered(code, "SERVER: Received message larger than max (9)"))
+    assert "raise distribute.grpc_max_receive_" in str(Undelivered(code, "SERVER: Received message larger than max"))
     assert "raise distribute.grpc_max_send_" in str(Undelivered(code, "CLIENT: Sent message larger than max (9 vs. 5)"))
     assert "raise" not in str(Undelivered(code, "more than 5 bytes"))
 

@@ -289,3 +289,15 @@ def test_the_frameworks_launcher_with_enough_gpus(quick, monkeypatch):
         same(alone, current().result)
     finally:
         close_session()
+
+
+def test_a_method_of_the_running_script_is_refused_with_further_processes(quick, monkeypatch):
+    from fs_lowrank.methods import get_method_class
+    from fs_lowrank.methods.registry import registered
+
+    mine = type("Mine", (get_method_class("rolora"),), {"__module__": "__main__", "name": "mine"})
+    monkeypatch.setitem(registered(), "mine", mine)
+    keys = {"federate.method": "mine", "federate.total_round_num": 1}
+    assert fs_lowrank.run(quick("one", keys), "federatedscope").history
+    with pytest.raises(fs_lowrank.UserError, match="federate.method = mine: other processes do not have"):
+        fs_lowrank.run(quick("two", {**keys, "federate.process_num": 2}), "federatedscope")

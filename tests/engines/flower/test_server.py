@@ -375,6 +375,19 @@ def test_a_node_with_data_of_its_own(quick, federation, reviews_csv, tmp_path):
     assert "they differ in data." in refused.history[0]["failed"][0]["reason"]
 
 
+@pytest.mark.parametrize("gathers", [False, True], ids=["deployed", "simulated"])
+def test_nodes_that_are_all_refused_end_the_run_with_their_reason(quick, federation, tmp_path, gathers):
+    """More clients or another lowrank.min_clients would not help, so that nothing of it is said."""
+    config = quick("refused", {"federate.method": "rolora", "lowrank.timeout": 3.0})
+    config.replace({"train.optimizer.lr": 0.123}).dump(tmp_path / "other.yaml")
+    own = {number: {"cfg": str(tmp_path / "other.yaml")} for number in range(3)}
+    with pytest.raises(fs_lowrank.RunFailed) as caught:
+        serve(config, federation(own=own).grid, gathers=gathers)
+    said = str(caught.value)
+    assert said.startswith("no node can take part; refused were 3: ") and "min_clients" not in said
+    assert said.count("they differ in train.optimizer.lr") == 1
+
+
 def test_two_nodes_for_one_client_and_a_client_that_there_is_not(quick, federation, caplog):
     config = quick("twice", {"federate.method": "rolora", "federate.client_num": 2, "lowrank.timeout": 2.0})
     one = federation(4, own={2: {"partition-id": 1}, 3: {"partition-id": 7}})
