@@ -128,7 +128,7 @@ def markdown() -> str:
         "",
         "These keys are read, so that FederatedScope's files load. The table says what `--engine federatedscope` does",
         "with a value that is not the default, under our methods. The other engines refuse it, unless it has no effect",
-        "on a result; the embedded engine follows `wandb`, whose tracker `lowrank.trackers` has, too, and honours",
+        "on a result; they follow `wandb`, whose tracker `lowrank.trackers` has, too. The embedded engine honours",
         f"{listed(framework.ON_LOCAL)}, and `--engine flower` honours {listed(framework.ON_FLOWER['honoured'])}.",
         "",
         "| key | default | with our methods |",
@@ -183,7 +183,8 @@ def _entry(prefix: str, group: str, name: str, key: Key, defaults: Any, meanings
         where = "on federatedscope only" if there == "honoured" else f"on none; federatedscope: {there}"
         engines = f"others than {shown(meta['local'])} {where}"
     elif "idle" in meta:
-        engines = f"no effect on local ({meta['idle']})" if there == "honoured" else f"no effect ({meta['idle']})"
+        where = " on local, flower" * (there == "honoured")
+        engines = f"no effect{where} ({meta['idle']})"
     else:
         elsewhere = {"federatedscope": there, "flower": on_flower(prefix + name)}
         differs = [f"{said} on {engine}" for engine, said in elsewhere.items() if said != "honoured"]

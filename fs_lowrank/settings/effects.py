@@ -223,8 +223,7 @@ def _idle(name: str, given: Mapping[str, Any], engine: str) -> str:
         return f"{switch} is {framework.DEFAULTS[switch]!r}"
     if engine != "federatedscope":
         harmless = framework.within(name, framework.HARMLESS)
-        followed = engine == "local" and name in framework.FOLLOWED
-        return "only FederatedScope uses it" if harmless and not followed else ""
+        return "only FederatedScope uses it" if harmless and name not in framework.FOLLOWED else ""
     return _idle_by(name, framework.IDLE)
 
 

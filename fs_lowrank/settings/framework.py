@@ -19,7 +19,7 @@ DEFAULTS = flatten(_TABLES["defaults"])
 OPEN: list[str] = _TABLES["open"]
 #: keys and sections that do not affect the result of a run in one process
 HARMLESS: list[str] = _TABLES["harmless"]
-#: of them, those that the local engine follows
+#: of them, those that the engines local and flower follow
 FOLLOWED: list[str] = _TABLES["followed"]
 #: other keys that the local engine honours
 ON_LOCAL: list[str] = _TABLES["local"]["honoured"]

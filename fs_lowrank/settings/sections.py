@@ -46,7 +46,7 @@ class Federate:
     #: FederatedScope's checkpoint to start from; ours are continued with `resume`
     restore_from: str = key("", local="")
     #: FederatedScope's simulated clients share one copy of the model
-    share_local_model: bool = key(False, result=False, idle="all clients use one model")
+    share_local_model: bool = key(False, result=False, idle="the clients of a process use one model")
     #: the server sees the sum of the updates: clients send what it needs for that, and a method that needs each update
     #: is refused. FederatedScope adds up updates as they arrive; the other engines keep those of a round until its end
     online_aggr: bool = key(False)
@@ -114,8 +114,8 @@ class Model:
     task: str = key("", choices=("", *TASKS), also={"node": ""})
     #: for our image networks
     use_bias: bool = key(True)
-    #: ours, on the embedded engine: spread the base over several GPUs, memory and disk, by accelerate; empty: one
-    #: device
+    #: ours, on the embedded engine and on Flower: spread the base of a process over several GPUs, memory and disk, by
+    #: accelerate; empty: one device
     device_map: str = key("", choices=("", "auto", "balanced", "balanced_low_0", "sequential"), result=False)
     #: ours: with ``device_map``, the most of each device, `DEVICE=SIZE` such as `0=20GiB` and `cpu=60GiB`
     max_memory: list[str] = key([], result=False)
@@ -135,7 +135,7 @@ class Adapter:
     #: a list of one mapping, as in FederatedScope, with PEFT's names; ``config.adapter`` is the parsed form
     args: list[dict] = key([{}])
     #: FederatedScope moves adapters to the CPU between rounds
-    mv_to_cpu: bool = key(False, result=False, idle="there is one model, which stays on its device")
+    mv_to_cpu: bool = key(False, result=False, idle="a process has one model, which stays on its device")
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from ...rounds.round import Order, Purpose, Round
 from ...rounds.site import Site
 from ...runs.folder import outdir_of
 from ...runs.result import RunResult
+from ...runs.trackers import trackers_of
 from ...settings.metrics import measured
 from . import keys
 from .client import memory
@@ -114,7 +115,9 @@ class Server:
         self.evaluator.check_watched()
         parts = self.site.method, self.site.initial_state, self.site.clients
         self.ledger = Ledger.of(config, *parts, keep_messages=True, heads=self.site.heads)
-        self.keeper = RecordKeeper(self.site, self.evaluator, self.ledger, outdir_of(config))
+        self.keeper = RecordKeeper(
+            self.site, self.evaluator, self.ledger, outdir_of(config), trackers=trackers_of(config)
+        )
         #: client -> its node
         self.members: dict[int, Member] = {}
         #: node -> why it does not take part; of these ``silent`` did not even answer

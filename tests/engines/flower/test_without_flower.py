@@ -86,6 +86,16 @@ def test_keys_that_have_an_effect_here_and_not_on_the_embedded_engine(quick):
     assert "lowrank.timeout" in {name for name, _, _ in without_effect(config, "local", method)}
 
 
+def test_what_is_said_of_keys_of_the_other_engines(quick):
+    """wandb.use is followed here as on the embedded engine; share_local_model has no effect."""
+    config = quick("some", {"wandb.use": True, "wandb.client_train_info": True, "federate.share_local_model": True})
+    method = get_method_class(config.federate.method)
+    for engine in ("flower", "local"):
+        said = {name: why for name, _, why in without_effect(config, engine, method)}
+        assert "wandb.use" not in said and said["wandb.client_train_info"] == "only FederatedScope uses it"
+        assert said["federate.share_local_model"] == "the clients of a process use one model"
+
+
 @pytest.mark.parametrize("kind, at", [("call", [5, 10, 20, 40]), ("train", [30, 60, 120]), ("evaluate", [30, 60, 120])])
 def test_a_wait_says_for_whom_and_how_long(kind, at):
     now = [1000.0]
