@@ -48,13 +48,6 @@ def end_round(round: Round, keeper: RecordKeeper) -> Finished:
     return finished
 
 
-def leave_unevaluated(round: Round, client: int, reason: str, log: logging.Logger = logger) -> None:
-    """Note in ``round`` that there are no metrics of ``client``, and why, where clients evaluate."""
-    reason = reason[:1000].removeprefix(f"client {client}: ")
-    round.unevaluated[client] = reason
-    log.warning("round %d: no evaluation of client %d: %s", round.number, client, reason)
-
-
 @contextmanager
 def ending(keeper: RecordKeeper) -> Iterator[None]:
     """A context for all rounds of a run: a file that cannot be read or written is a ``RunFailed`` that says how to go

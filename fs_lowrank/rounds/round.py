@@ -289,6 +289,11 @@ class Round:
         if kind != "dropped":
             logger.warning("round %d: %s: %s", self.number, kind, _naming(client, reason))
 
+    def leave_unevaluated(self, client: int, reason: str) -> None:
+        """Note that there are no metrics of ``client``, and why, where clients evaluate."""
+        self.unevaluated[client] = reason[:1000].removeprefix(f"client {client}: ")
+        logger.warning("round %d: no evaluation of client %d: %s", self.number, client, self.unevaluated[client])
+
     # -- the end -----------------------------------------------------------------------------------
 
     def finish(self, model: nn.Module | None = None) -> Finished:

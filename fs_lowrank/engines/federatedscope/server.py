@@ -15,7 +15,6 @@ from federatedscope.core.message import Message
 from ...errors import UserError
 from ...methods import RefusedUpdate
 from ...rounds.codec import codec_of
-from ...rounds.ending import leave_unevaluated
 from ...rounds.fits import SPLITS
 from ...rounds.intake import Kept, RunningMean
 from ...rounds.parcel import Parcel
@@ -328,7 +327,7 @@ class LowRankServer(DistributedServer):
     def _not_evaluated(self, client: int, reason: str) -> None:
         """Leave out the evaluation of ``client``, and do not wait for another."""
         self.asked_to_evaluate.discard(client)
-        leave_unevaluated(self.round, client, reason, logger)
+        self.round.leave_unevaluated(client, reason)
 
     def _may_report(self, client: int) -> dict[str, int]:
         """The splits on which ``client`` may evaluate, and how many samples of each it can have."""

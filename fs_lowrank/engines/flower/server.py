@@ -25,7 +25,7 @@ from ...errors import DamagedFile, RunFailed, UserError
 from ...jobs.files import read_json, to_json, write_text
 from ...rounds.admission import is_whole
 from ...rounds.copies import personal_in
-from ...rounds.ending import end_round, ending, leave_unevaluated
+from ...rounds.ending import end_round, ending
 from ...rounds.evaluator import CLIENTS, Evaluator
 from ...rounds.joining import objection, proof_of, samples_objection
 from ...rounds.keeper import RecordKeeper
@@ -296,14 +296,14 @@ class Server:
         sizes = {client: self._tested(client) for client in range(1, self.config.federate.client_num + 1)}
         sizes = {client: size for client, size in sizes.items() if size}
         for client in sorted(sizes.keys() - present.keys()):
-            leave_unevaluated(round, client, self._why_absent(client))
+            round.leave_unevaluated(client, self._why_absent(client))
         metrics = [name for name in measured(self.config.model.task, []) if name in ("loss", "acc")]
         for client, answer in self._ask(round, sorted(sizes.keys() & present.keys()), "evaluate"):
             if found := _scores(answer.facts, metrics):
                 scores[client] = found
             else:
                 usable = f"its answer has no {' and '.join(metrics)} that it can be"
-                leave_unevaluated(round, client, str(answer.facts.get("error", usable)))
+                round.leave_unevaluated(client, str(answer.facts.get("error", usable)))
         return {CLIENTS: self.evaluator.combined(dict(sorted(scores.items())), sizes)} if scores else {}
 
     def _tested(self, client: int) -> int:
@@ -424,7 +424,7 @@ _LARGEST = torch.finfo(torch.float32).max
 def _without(round: Round, order: Order, kind: Literal["absent", "failed", "refused"], reason: str) -> None:
     """Go on without the answer to ``order``."""
     if order.purpose == "evaluate":
-        leave_unevaluated(round, order.client, reason)
+        round.leave_unevaluated(order.client, reason)
     else:
         round.fail(order.client, kind, reason)
 
