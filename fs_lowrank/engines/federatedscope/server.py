@@ -327,7 +327,7 @@ class LowRankServer(DistributedServer):
     def _not_evaluated(self, client: int, reason: str) -> None:
         """Leave out the evaluation of ``client``, and do not wait for another."""
         self.asked_to_evaluate.discard(client)
-        self.round.leave_unevaluated(client, reason)
+        self.round.leave_unevaluated(client, reason, logger)
 
     def _may_report(self, client: int) -> dict[str, int]:
         """The splits on which ``client`` may evaluate, and how many samples of each it can have."""
