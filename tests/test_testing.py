@@ -157,6 +157,7 @@ def test_phases_of_the_readme_are_public():
     assert Phase(train=("lora_B",)).steps is None
 
 
+@pytest.mark.more
 def test_the_method_of_the_page_passes_whose_clients_keep_what_they_learn(monkeypatch):
     """Of FedSA-LoRA's pairs the server averages A alone; B, without which A does nothing, stays with its client."""
     page = (ROOT / "docs" / "own_method.md").read_text(encoding="utf-8")

@@ -136,8 +136,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("on_bad_round", ["stop", "skip"])
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name, on_bad_round", [*((name, "stop") for name in WRONG), ("dtype", "skip")])
 def test_a_server_step_of_the_wrong_form_is_the_method_s_mistake_and_not_the_clients(tried, name, on_bad_round):
     change, said = WRONG[name]
     with pytest.raises(UserError, match=f"(?s)the server's step of own gave .*{said}") as caught:
