@@ -26,6 +26,8 @@ __all__ = [
 
 #: the packages of this repository
 _OURS = ("fs_lowrank", "benchmark", "hpo")
+#: where Python's own modules are, and the names of folders of installed ones, of which there may be several
+_STANDARD, _PACKAGES = sysconfig.get_path("stdlib"), {"site-packages", "dist-packages"}
 
 
 class UserError(ValueError):
@@ -60,7 +62,8 @@ def own_place(error: BaseException) -> str:
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file, module = Path(frame.f_code.co_filename), str(frame.f_globals.get("__name__", ""))
-        if module.split(".")[0] not in _OURS and file.is_file() and not any(map(file.is_relative_to, _installed())):
+        installed = file.is_relative_to(_STANDARD) or _PACKAGES.intersection(file.parts)
+        if module.split(".")[0] not in _OURS and file.is_file() and not installed:
             place = f"{file.name}, line {line}"
     return place
 
@@ -69,12 +72,6 @@ def described(error: BaseException, text: str | None = None) -> str:
     """The type of ``error`` and its text, or ``text``, and where it was raised if that is code of the user."""
     place = own_place(error)
     return f"{type(error).__name__}: {error if text is None else text}" + (f" ({place})" if place else "")
-
-
-@cache
-def _installed() -> tuple[str, ...]:
-    """Where Python and the installed packages are."""
-    return tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def hint(*words: object) -> str:

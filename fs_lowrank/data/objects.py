@@ -18,8 +18,7 @@ from typing import Any
 import pandas as pd
 
 from fs_lowrank.data.stored import CHUNK
-from fs_lowrank.errors import UserError
-from fs_lowrank.jobs.shell import in_one_line
+from fs_lowrank.errors import UserError, described
 
 _SPLITS = ("train", "validation", "test")
 _EXPECTED = "a datasets.Dataset, a DataFrame or a torch Dataset with a length"
@@ -99,7 +98,8 @@ def _of_the_data(where: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of the user's code
-        raise UserError(f"{where}: the data set raises {in_one_line(error)}") from error
+        in_one_line = " ".join(str(error).split())
+        raise UserError(f"{where}: the data set raises {described(error, in_one_line)}") from error
 
 
 def _tables(held: Any, where: str) -> Iterator[Any]:

@@ -149,8 +149,8 @@ def trained_in(method: Method, client: int, rounds: int, model: nn.Module) -> se
     Args:
         model: with the method's parts on it.
     Raises:
-        UserError: ``phases`` gives no list of phases, or one that trains nothing, or nothing that stays with a client
-            trains.
+        UserError: ``phases`` gives no list of phases, a phase trains nothing, or no phase trains what stays with the
+            client.
     """
     names, seen = all_tensors(model), set[tuple[str, ...]]()
     for round in range(1, rounds + 1):

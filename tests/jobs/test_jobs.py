@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fs_lowrank import RunFailed, UserError
+from fs_lowrank.errors import own_place
 from fs_lowrank.jobs import crew, shell
 from fs_lowrank.jobs.files import replacing, write_text
 from fs_lowrank.jobs.locks import claimed, exclusive
@@ -306,6 +307,25 @@ def test_an_error_of_the_package_is_told_from_one_of_the_users_code(tmp_path, ca
     assert "(an error in fs-lowrank; please report it, with the traceback in " in printed(shell.names)
     users = printed(lambda args: shell.names(args))  # raised in the package, as the user's code has called it
     assert re.search(r"\(in test_jobs.py, line \d+, which is not of fs-lowrank; the traceback is in .*\.txt\)", users)
+
+
+@pytest.mark.parametrize(
+    "place, found",
+    [
+        ("mine.py", "mine.py, line 2"),
+        ("lib/python3/dist-packages/torch/mine.py", ""),
+        (".venv/lib64/python3.11/site-packages/mine.py", ""),
+    ],
+)
+def test_what_is_installed_is_not_the_users_code(tmp_path, place, found):
+    file = tmp_path / place
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("def broken():\n    raise KeyError\n")
+    code: dict = {"__name__": "mine"}
+    exec(compile(file.read_text(), file, "exec"), code)
+    ours: dict = {"__name__": "fs_lowrank.somewhere", "broken": code["broken"]}
+    exec("def caught():\n    try:\n        broken()\n    except KeyError as error:\n        return error\n", ours)
+    assert own_place(ours["caught"]()) == found
 
 
 @pytest.mark.parametrize("text", ["out/x[/y]", "[red]", "a[bold]b[/bold]", ":x:", r"\[red]"])
