@@ -107,7 +107,7 @@ soak: $(VENV)/.installed
 
 # In an environment of its own: PEFT imports bitsandbytes wherever it is installed, which takes seconds in every process.
 QUANT ?= .venv-quant
-QUANT_TESTS ?= tests/engines/test_quantised.py tests/engines/test_memory.py tests/engines/test_placing.py tests/test_estimate.py
+QUANT_TESTS ?= tests/engines/test_quantised.py tests/after/test_finished.py tests/engines/test_memory.py tests/engines/test_placing.py tests/test_estimate.py
 test-quant: $(VENV)/.installed
 	@echo "== setting up $(QUANT) with bitsandbytes, and running the tests of quantised bases"
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(QUANT)

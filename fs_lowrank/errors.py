@@ -15,6 +15,7 @@ __all__ = [
     "ROWS_LOGGER",
     "CannotContinue",
     "DamagedFile",
+    "RaisedElsewhere",
     "RunFailed",
     "UserError",
     "described",
@@ -46,6 +47,18 @@ class DamagedFile(UserError):
     """A file that a program wrote for others to read cannot be read; the message names it, and says what to do."""
 
 
+class RaisedElsewhere(RuntimeError):
+    """An error of another process that is none for the user; its text is the traceback there.
+
+    Args:
+        place: ``own_place`` there.
+    """
+
+    def __init__(self, text: str, place: str):
+        super().__init__(text)
+        self.place = place
+
+
 def nearest(name: str, choices: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` for the closest of ``choices``, or ``""`` if none is close or an abbreviation."""
     by_lower, given = {str(choice).lower(): str(choice) for choice in choices}, str(name).lower()
@@ -59,6 +72,8 @@ def own_place(error: BaseException) -> str:
 
     That is the innermost line of its traceback that is neither of this package nor of an installed one.
     """
+    if isinstance(error, RaisedElsewhere):
+        return error.place
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file, module = Path(frame.f_code.co_filename), str(frame.f_globals.get("__name__", ""))

@@ -40,6 +40,13 @@ class Settings:
     def base(self) -> Config:
         return load_config(self.config)
 
+    @staticmethod
+    def kept(config: Config) -> dict:
+        """``config`` as a study keeps it: with ``llm.adapter.use`` as it was given, so that each method decides."""
+        plain = config.to_dict()
+        plain["llm"]["adapter"]["use"] = config.source.adapter
+        return plain
+
     def to_dict(self) -> dict:
         return json.loads(json.dumps(dataclasses.asdict(self)))
 

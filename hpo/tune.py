@@ -149,7 +149,7 @@ def _plans(config: Config, space: Space, options: Search) -> dict[str, tuple[Set
             fixed = {"federate.total_round_num", "federate.method"}.isdisjoint(space_keys(mine))
             pruner = "median" if free and fixed else "none"
         settings = Settings(
-            base.to_dict(),
+            Settings.kept(base),
             mine.to_dict(),
             options.objectives,
             sampler,

@@ -74,3 +74,17 @@ def test_an_error_in_a_method_names_its_package(package):
     (package / "my_methods.py").write_text("import no_such_module_at_all\n")
     done = _command(package, "methods")
     assert done.returncode == 2 and "median_lora" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.more
+def test_an_error_in_its_code_in_another_process_names_the_line(package, settings, tmp_path):
+    code = (package / "my_methods.py").read_text()
+    own = "\n    def apply(self, model, message, round):\n        raise KeyError('not there')\n"
+    (package / "my_methods.py").write_text(code.rstrip() + "\n" + own)
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    done = _command(package, "run", "--cfg", str(file), "--workers", "2", "federate.method", "median_lora")
+    line = (package / "my_methods.py").read_text().splitlines().index("        raise KeyError('not there')") + 1
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 1 and f"KeyError: 'not there' (in my_methods.py, line {line}, which is not of" in said
+    assert "please report" not in said

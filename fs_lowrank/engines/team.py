@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..config import Config
-from ..errors import RunFailed, UserError
+from ..errors import RaisedElsewhere, RunFailed, UserError, own_place
 from ..jobs.nursery import AVAILABLE, LIBRARIES, Nursery
 from ..jobs.pool import Member, Pool
 from ..methods import State
@@ -90,8 +90,10 @@ class Worker(Member):
         """``answer``, if it is none that ends the run; the process is idle then."""
         self.idle = True
         if answer.facts.get("kind") == "stopped":
-            kind = next((k for k in _FOR_USERS if k.__name__ == answer.facts["error"]), RuntimeError)
-            raise kind(f"{self}: {answer.facts['reason']}")
+            reason = f"{self}: {answer.facts['reason']}"
+            if kind := next((k for k in _FOR_USERS if k.__name__ == answer.facts["error"]), None):
+                raise kind(reason)
+            raise RaisedElsewhere(reason, answer.facts["place"])
         return answer
 
     @property
@@ -282,7 +284,8 @@ def reporting(connection: Connection) -> Iterator[None]:
     except Exception as error:
         kind = next((k.__name__ for k in _FOR_USERS if isinstance(error, k)), "")
         reason = str(error) if kind else traceback.format_exc()
-        connection.send_bytes(Parcel({}, kind="stopped", error=kind, reason=reason).to_bytes())
+        facts = {"error": kind, "reason": reason, "place": own_place(error)}
+        connection.send_bytes(Parcel({}, kind="stopped", **facts).to_bytes())
 
 
 def on_a_gpu(config: Config, rank: int) -> Config:

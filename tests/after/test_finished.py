@@ -21,6 +21,7 @@ from fs_lowrank.data.fetch import FETCHABLE, MARKER
 from fs_lowrank.data.files import SUFFIXES
 from fs_lowrank.errors import say_once
 from fs_lowrank.finished import answers, evaluate_rows, load_run, predict_rows, read_rows, write_table
+from fs_lowrank.models import quantised
 from fs_lowrank.runs.card import model_card
 from fs_lowrank.runs.split import read_split
 from fs_lowrank.runs.summary import for_people
@@ -44,6 +45,34 @@ def test_the_scores_on_the_test_set_are_those_of_the_run(runs, test_rows):
     assert scores["loss"] == pytest.approx(result.final["test_loss"], abs=1e-6)
     found = sum(of["rows"] * of["recall"] for of in scores["classes"].values())
     assert found / scores["rows"] == pytest.approx(scores["acc"])
+
+
+@pytest.mark.parametrize("task, dtype", [("classes", "int8"), ("instructions", "nf4")])
+def test_a_quantised_base_scores_and_answers_as_in_the_run(
+    tiny_encoder, tiny_causal, reviews_csv, instructions_jsonl, tmp_path, task, dtype
+):
+    """By the adapter over the quantised base, and by the merged model, which is not quantised."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install 'fs-lowrank[quant]'")
+    if task == "classes":
+        settings = small.encoder_settings(tiny_encoder, reviews_csv, tmp_path / "run")
+    else:
+        settings = small.causal_settings(tiny_causal, instructions_jsonl, tmp_path / "run")
+    settings["data"]["splits"] = [0.7, 0.1, 0.2]
+    keys = {"train.optimizer.lr": 0.03, "federate.total_round_num": 2, "lowrank.dtype": dtype}
+    result = fs_lowrank.run(fs_lowrank.load_config(settings, {**keys, "lowrank.save_merged": True}))
+    rows, test = read_split(result.outdir)["test"]["rows"], tmp_path / "test.jsonl"
+    table = pd.read_csv(reviews_csv) if task == "classes" else pd.read_json(instructions_jsonl, lines=True)
+    table.iloc[rows].to_json(test, orient="records", lines=True)
+    said = []
+    for kind, bits in (("adapter", True), ("model", False)):
+        run = load_run(result.outdir)
+        assert run.saved.name == kind and bool(quantised.layers(run.model)) == bits
+        off = 1e-6 if bits or dtype == "nf4" else 0.01  # of 8 bits, activations are quantised as well
+        scores = evaluate_rows(run, read_rows(run, test))
+        assert scores["loss"] == pytest.approx(result.final["test_loss"], abs=off)
+        said.append(list(predict_rows(run, read_rows(run, test, labelled=False), tokens=8)["prediction"]))
+        shutil.rmtree(result.outdir / kind)
+    assert len(said[0]) == len(rows) and said[0] == said[1]
 
 
 def test_predictions_are_those_of_peft_alone(runs, tiny_encoder, test_rows):

@@ -450,6 +450,13 @@ def test_a_study_for_each_method_and_one_plot_of_learning_rates(search, config):
     assert majority.name == "majority class"
 
 
+def test_each_method_that_is_searched_decides_about_adapters_for_itself(search, config):
+    """As with ``run``: ``llm.adapter.use`` is not given, so FisherMerge trains all weights beside FedLoRA."""
+    options, _, _ = search({"federate.method": {"grid": ["fedlora", "fisher_merge"]}})
+    runs = [load_config(folder / "config.yaml") for folder in (options.folder / "s" / "trials").glob("*/")]
+    assert {(c.federate.method, c.llm.adapter.use) for c in runs} == {("fedlora", True), ("fisher_merge", False)}
+
+
 def test_seeds_are_averaged(search, config):
     options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}}, seeds=2)
     (trial,) = trials(options)
