@@ -17,7 +17,7 @@ from typing import Any
 
 import pandas as pd
 
-from fs_lowrank.data.stored import CHUNK
+from fs_lowrank.data.stored import CHUNK, class_names
 from fs_lowrank.errors import UserError, described
 
 _SPLITS = ("train", "validation", "test")
@@ -56,6 +56,29 @@ def store(data: Any, folder: Path) -> dict[str, Any]:
         for name, (where, own) in parts.items():
             digest.update(json.dumps([name, _write(own, folder / name, where)]).encode())
     return {**about, "digest": digest.hexdigest()}
+
+
+def as_table(held: Any, where: str = "data") -> pd.DataFrame:
+    """The rows of one object as a table of Python's own values, as a run reads them.
+
+    A missing value is None, and a class of a ``ClassLabel`` its name.
+
+    Raises:
+        UserError: as for ``store``.
+    """
+    import datasets
+
+    rows = [row for part in _tables(held, where) for row in part.to_pylist()]
+    if not rows:
+        raise UserError(f"{where}: it has no rows")
+    table = pd.DataFrame({name: pd.Series([row[name] for row in rows], dtype=object) for name in rows[0]})
+    for name, feature in held.features.items() if isinstance(held, datasets.Dataset) else ():
+        if names := dict(enumerate(class_names(feature) or ())):
+            table[name] = [
+                [names.get(v, v) for v in value] if isinstance(value, list) else names.get(value, value)
+                for value in table[name]
+            ]
+    return table
 
 
 def _write(held: Any, path: Path, where: str) -> str:

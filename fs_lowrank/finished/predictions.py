@@ -46,7 +46,7 @@ def answers(run: FinishedRun, rows: Rows, tokens: int) -> list[str]:
 
 
 def predict_rows(run: FinishedRun, rows: Rows, column: str = "prediction", tokens: int = 64) -> pd.DataFrame:
-    """The file's table with a column of predictions.
+    """The table of ``rows`` with a column of predictions; the table itself stays as it is.
 
     It has the class, the number, the list of the classes of a set, or the answer. Of classes ``COLUMN_probability`` is
     beside it; of sets there is a column ``COLUMN_CLASS`` with the probability of each class. Rows that were left out
@@ -60,7 +60,7 @@ def predict_rows(run: FinishedRun, rows: Rows, column: str = "prediction", token
     names = [column, *(f"{column}_{name}" for name in more)]
     for name in names:
         if name in rows.table:
-            raise UserError(f"the file has a column {name!r} already; choose another name with column='NAME'")
+            raise UserError(f"the table has a column {name!r} already; choose another name with column='NAME'")
     table = rows.table.copy()
     for name, values in zip(names, _predictions(run, rows, tokens), strict=True):
         cells = np.full(len(table), "", dtype=object)

@@ -1,8 +1,9 @@
-"""A file, read as a run read its data."""
+"""A file, or a table in memory, read as a run read its data."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pandas as pd
 from ..data import CAUSAL_LM, Examples
 from ..data.files import SUFFIXES, as_text, read_table
 from ..data.labels import from_flags, numbers, sets
+from ..data.objects import as_table
 from ..data.sources import data_args
 from ..data.tables import MULTI_LABEL, REGRESSION, label_text, require_columns, text_columns
 from ..data.template import SYNONYMS, is_own, prompts
@@ -23,10 +25,10 @@ from .run import FinishedRun
 
 @dataclass
 class Rows:
-    """A file as examples.
+    """A file, or a table, as examples.
 
     Attributes:
-        table: the file. examples: of the rows ``kept``, which are indices of ``table``.
+        table: the file or table. examples: of the rows ``kept``, which are positions in ``table``, from 0.
         left_out: number of rows by reason. cut: rows of which a text, or the answer, was cut to the run's length.
     """
 
@@ -37,21 +39,27 @@ class Rows:
     cut: int
 
 
-def read_rows(run: FinishedRun, path: str | Path, columns: dict[str, str] | None = None, labelled: bool = True) -> Rows:
-    """Read a file as the run read its data.
+def read_rows(run: FinishedRun, data: Any, columns: dict[str, str] | None = None, labelled: bool = True) -> Rows:
+    """Read a file, or a table in memory, as the run read its data.
 
     Args:
+        data: the path of a CSV, TSV, JSON or JSON Lines file; or a ``DataFrame``, a ``datasets.Dataset`` or a torch
+            dataset, as ``fs_lowrank.run`` takes them.
         columns: names of columns by role (``text``, ``label``, …) that differ from those of the run's data.
         labelled: the classes, numbers or answers are needed.
     Raises:
-        UserError: an unreadable file, a missing column (a second sentence, too, where the run has one, or one where it
-            has none), a class that the run does not know, a label that is no number, or no row left.
+        UserError: an unreadable file, an object of another kind, a missing column (a second sentence, too, where the
+            run has one, or one where it has none), a class that the run does not know, a label that is no number, or
+            no row left.
     """
-    path = Path(path)
-    if path.suffix.lower() not in SUFFIXES:
-        raise UserError(f"{path}: expected a file that ends with {', '.join(SUFFIXES)}")
     args = data_args(run.config.data, Origin())
-    table = read_table(path, args.get("quoting"), "data")
+    if isinstance(data, (str, os.PathLike)):
+        where = os.fspath(data)
+        if Path(data).suffix.lower() not in SUFFIXES:
+            raise UserError(f"{where}: expected a file that ends with {', '.join(SUFFIXES)}")
+        table = read_table(Path(data), args.get("quoting"), "data")
+    else:
+        where, table = "data", as_table(data)
     wanted = {k: v for k, v in (columns or {}).items() if v}
     if run.task != CAUSAL_LM:
         flags = args["label"] if isinstance(args.get("label"), list) and not wanted.get("label") else []
@@ -61,81 +69,83 @@ def read_rows(run: FinishedRun, path: str | Path, columns: dict[str, str] | None
             raise UserError(
                 f"text_pair={wanted['text_pair']!r}: the run in {run.folder} learned from one text in a row"
             )
-        return _labelled(run, path, table, {**known, **wanted}, flags, labelled)
-    return _instructed(run, path, table, {**args, **wanted}, labelled)
+        rows = _labelled(run, where, table, {**known, **wanted}, flags, labelled)
+    else:
+        rows = _instructed(run, where, table, {**args, **wanted}, labelled)
+    return replace(rows, table=data) if isinstance(data, pd.DataFrame) else rows
 
 
-def _column(path: Path, table: pd.DataFrame, role: str, name: str) -> pd.Series:
+def _column(where: str, table: pd.DataFrame, role: str, name: str) -> pd.Series:
     if name not in table:
         there = [str(c) for c in table]
         raise UserError(
-            f"{path}: no column {name!r}, which is the {role.replace('_', ' ')}{nearest(name, there)}; "
+            f"{where}: no column {name!r}, which is the {role.replace('_', ' ')}{nearest(name, there)}; "
             f"name it with {role}='COLUMN'; there are: {', '.join(there)}"
         )
     return table[name]
 
 
 def _labelled(
-    run: FinishedRun, path: Path, table: pd.DataFrame, names: dict[str, str | None], flags: list[str], labelled: bool
+    run: FinishedRun, where: str, table: pd.DataFrame, names: dict[str, str | None], flags: list[str], labelled: bool
 ) -> Rows:
-    frame = pd.DataFrame({"text": _column(path, table, "text", str(names["text"])).map(as_text)})
+    frame = pd.DataFrame({"text": _column(where, table, "text", str(names["text"])).map(as_text)})
     if names.get("text_pair"):
-        frame["text_pair"] = _column(path, table, "text_pair", str(names["text_pair"])).map(as_text)
+        frame["text_pair"] = _column(where, table, "text_pair", str(names["text_pair"])).map(as_text)
     filled = frame.map(lambda value: bool(value.strip())).all(axis=1)
     left_out = {"empty text": int((~filled).sum())} if not filled.all() else {}
     kept = np.flatnonzero(filled.to_numpy())
     if not len(kept):
-        raise UserError(f"{path}: every row has an empty text")
+        raise UserError(f"{where}: every row has an empty text")
     frame = frame.iloc[kept].assign(label=0)
     if labelled:
         if flags:
-            require_columns(path, table, flags)
-            numbered, name = from_flags(str(path), table, flags)["label"], "label"
+            require_columns(where, table, flags)
+            numbered, name = from_flags(where, table, flags)["label"], "label"
             given = numbered.map(lambda classes: [flags[i] for i in classes])
         else:
             name = str(names["label"])
-            given = _column(path, table, "label", name)
-        frame["label"] = _coded(run, path, name, given.iloc[kept])
+            given = _column(where, table, "label", name)
+        frame["label"] = _coded(run, where, name, given.iloc[kept])
     examples = tokenize_classification(frame, run.tokenizer, run.tok_len)
     if run.task == MULTI_LABEL:
         examples.sets = len(run.labels)
     return Rows(table, examples, kept, left_out, examples.truncated)
 
 
-def _coded(run: FinishedRun, path: Path, name: str, given: pd.Series) -> pd.Series:
+def _coded(run: FinishedRun, where: str, name: str, given: pd.Series) -> pd.Series:
     """The labels as the run coded them: numbers, classes by their index, or sets of them as bits."""
     if run.task == REGRESSION:
-        return numbers(str(path), name, given)
+        return numbers(where, name, given)
     index = {label: i for i, label in enumerate(run.labels)}
     if run.task == MULTI_LABEL:
-        return sets(str(path), name, given, index)[0]
+        return sets(where, name, given, index)[0]
     found = given.map(lambda value: index.get(label_text(value)))
     unknown = given[found.isna()]
     if len(unknown):
         raise UserError(
-            f"{path}, row {unknown.index[0] + 1}: class {label_text(unknown.iloc[0])!r} is none of those that the run "
+            f"{where}, row {unknown.index[0] + 1}: class {label_text(unknown.iloc[0])!r} is none of those that the run "
             f"learned ({', '.join(run.labels[:10])}); {len(unknown)} rows have such a class"
         )
     return found.astype(np.int64)
 
 
-def _instructed(run: FinishedRun, path: Path, table: pd.DataFrame, args: dict[str, Any], labelled: bool) -> Rows:
+def _instructed(run: FinishedRun, where: str, table: pd.DataFrame, args: dict[str, Any], labelled: bool) -> Rows:
     frame = pd.DataFrame(index=table.index)
     own = is_own(args.get("template", "auto"))
     if own:
-        frame, _ = prompts(table, path, args, labelled)
+        frame, _ = prompts(table, where, args, labelled)
     for role, names in () if own else SYNONYMS.items():
         name = args.get(role) or next((n for n in names if n in table), "")
         if role == "input" and not name or role == "output" and not labelled:
             frame[role] = "" if role == "input" else "x"
         else:
-            frame[role] = _column(path, table, role, name or names[0]).map(as_text)
+            frame[role] = _column(where, table, role, name or names[0]).map(as_text)
     needed = ["instruction", *(["output"] if labelled else [])]
     filled = frame[needed].map(lambda value: bool(value.strip())).all(axis=1)
     left_out = {f"empty {' or '.join(needed)}": int((~filled).sum())} if not filled.all() else {}
     kept = np.flatnonzero(filled.to_numpy())
     if not len(kept):
-        raise UserError(f"{path}: every row has an empty {' or '.join(needed)}")
+        raise UserError(f"{where}: every row has an empty {' or '.join(needed)}")
     # Without answers the labels say where the prompt ends.
     options = {key: args[key] for key in ("template", *(["loss_on"] if labelled else [])) if key in args}
     tokenize = tokenize_pairs if run.paired else tokenize_causal

@@ -6,6 +6,7 @@ import re
 import shutil
 import warnings
 
+import datasets
 import numpy as np
 import pandas as pd
 import pytest
@@ -45,6 +46,39 @@ def test_the_scores_on_the_test_set_are_those_of_the_run(runs, test_rows):
     assert scores["loss"] == pytest.approx(result.final["test_loss"], abs=1e-6)
     found = sum(of["rows"] * of["recall"] for of in scores["classes"].values())
     assert found / scores["rows"] == pytest.approx(scores["acc"])
+
+
+def test_a_table_in_memory_is_read_as_the_file_is(runs, test_rows):
+    """A data frame, whose own index and values stay, and a data set whose labels have names."""
+    run, whole = load_run(runs["classes"].outdir), pd.read_csv(test_rows)
+    wanted = evaluate_rows(run, read_rows(run, test_rows))
+    said = predict_rows(run, read_rows(run, test_rows, labelled=False))["prediction"]
+    frame = whole.assign(stars=whole["label"].astype(float)).drop(columns="label").set_index(np.arange(len(whole)) % 7)
+    frame.loc[2, "text"] = None  # several rows have this index
+    left = int((frame.index == 2).sum())
+    rows = read_rows(run, frame, {"label": "stars"})
+    assert rows.left_out == {"empty text": left} and evaluate_rows(run, rows)["rows"] == len(frame) - left
+    table = predict_rows(run, read_rows(run, frame, labelled=False))
+    assert table.index.equals(frame.index) and table["stars"].equals(frame["stars"]) and "prediction" not in frame
+    assert list(table["prediction"]) == [t if i != 2 else "" for t, i in zip(said, frame.index)]
+    named = whole.assign(label=whole["label"].astype(str).map(run.labels.index))
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=run.labels)})
+    stored = datasets.Dataset.from_pandas(named[["text", "label"]], features=features, preserve_index=False)
+    assert evaluate_rows(run, read_rows(run, stored)) == wanted
+
+
+@pytest.mark.parametrize(
+    "data, words",
+    [
+        (3, "data = int: expected a datasets.Dataset, a DataFrame"),
+        (pd.DataFrame({"text": [], "label": []}), "no rows"),
+        (pd.DataFrame({"texts": ["good"], "label": [1]}), "no column 'text', which is the text; did you mean 'texts'"),
+        (pd.DataFrame({"text": ["good"], "label": [7]}), "data, row 1: class '7' is none of those"),
+    ],
+)
+def test_a_table_in_memory_that_does_not_fit_is_refused(runs, data, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        read_rows(load_run(runs["classes"].outdir), data)
 
 
 @pytest.mark.parametrize("task, dtype", [("classes", "int8"), ("instructions", "nf4")])
