@@ -21,6 +21,7 @@ from typing import Any
 from fs_lowrank import UserError, list_methods
 from fs_lowrank.errors import nearest
 from fs_lowrank.settings import Origin, check_keys, check_value, read_yaml, yaml_beside
+from fs_lowrank.settings import flatten as dotted
 from hpo.objectives import parse_objectives
 from hpo.space import space_from
 
@@ -456,14 +457,9 @@ def _evaluation(given: list | Mapping, origin: Origin, at: str) -> list[dict]:
 # -- helpers -------------------------------------------------------------------------------------------
 
 
-def flatten(tree: Mapping, prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping) -> dict[str, Any]:
     """Flatten nested mappings to dotted keys; a later key replaces an earlier one and all keys below it."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        found = flatten(value, name + ".") if isinstance(value, Mapping) and value else {name: value}
-        flat = lay(flat, found)
-    return flat
+    return lay({}, dotted(tree))
 
 
 def lay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
