@@ -450,6 +450,7 @@ def test_a_study_for_each_method_and_one_plot_of_learning_rates(search, config):
     assert majority.name == "majority class"
 
 
+@pytest.mark.more
 def test_each_method_that_is_searched_decides_about_adapters_for_itself(search, config):
     """As with ``run``: ``llm.adapter.use`` is not given, so FisherMerge trains all weights beside FedLoRA."""
     options, _, _ = search({"federate.method": {"grid": ["fedlora", "fisher_merge"]}})
