@@ -26,7 +26,7 @@ from fs_lowrank.runs.records import flat_metrics
 from fs_lowrank.runs.summary import per_client_and_round, seconds
 from fs_lowrank.settings.metrics import larger_is_better
 
-from .job import Cell, Job, Search, decisive
+from .job import Cell, Job, Search, decisive, open_ends
 from .paths import quotient
 from .plan import command
 from .results import head_of
@@ -231,12 +231,12 @@ def permitted(spec: dict, unsafe_code: bool) -> dict:
 
 
 def _search(search: Search, progress: Progress) -> dict:
-    """Try the grid, then single points beyond its end if the winner is there, until the winner is inside.
+    """Try the grid, then single points beyond its end if the winner is there (``open_ends``), until it is inside.
 
     There are at most ``grow`` further points, the same number for all methods; by default as many as the grid has. Each
     goes beyond the end of one key. A search that ended before grids grew goes on from what it has tried.
     """
-    from hpo.space import accepts, at_an_end
+    from hpo.space import accepts
 
     import_all(search.suite.imports)
     config = within_budget(search)
@@ -251,7 +251,8 @@ def _search(search: Search, progress: Progress) -> dict:
     grown: list[dict] = []
     while listed and left > 0:
         winner = _best(steps)
-        ends = at_an_end(winner["point"], tried, config)
+        made = {"winner": winner, "tried": [entry for step in steps for entry in step["tried"]], "grown": grown}
+        ends = open_ends({**made, "space": space, "nothing_learned": winner["nothing_learned"]}, config)
         further = {key: _beyond([p[key] for p in tried if key in p], end) for key, end in ends.items()}
         beyond = ({**winner["point"], key: value} for key, value in further.items() if value is not None)
         point = next((p for p in beyond if p not in grown and accepts(config, p)), None)

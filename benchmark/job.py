@@ -161,8 +161,8 @@ class Search(Trained):
         return f"learning rate of {self.method.label}" + (f" at {at}" if at else "")
 
     def can_grow(self, record: Mapping) -> bool:
-        """Whether a ``record`` of this search is of a version whose grids did not grow, and this one would go on."""
-        return "grown" not in record and self.spec.get("grow", 1) > 0 and at_the_end(record)
+        """Whether a ``record`` of this search is of a version that ended where this one would let the grid grow."""
+        return not record.get("grown") and self.spec.get("grow", 1) > 0 and at_the_end(record)
 
     def done(self, store: Store) -> bool:
         record = self.result(store)
@@ -242,15 +242,43 @@ class Script(Job):
 
 
 def at_the_end(search: Mapping) -> bool:
-    """Whether the winner of a search has the smallest or largest value of a key; a better one may lie beyond."""
-    from hpo.space import at_an_end
-
+    """Whether a better value than a search's winner may lie beyond the values that it tried: ``open_ends``."""
     try:
         config = load_config(search["config"]) if "config" in search else None
     except UserError:  # of a version with other keys
         config = None
+    return bool(open_ends(search, config))
+
+
+def open_ends(search: Mapping, config: Config | None) -> dict[str, int]:
+    """The keys of a search that are open at their smallest (-1) or largest (1) value.
+
+    That is where the winner is, or a point that is as good. If nothing was learned at any point, every key is open at
+    both ends, which take turns as the grid grows.
+
+    Args:
+        search: its record, or what there is of it.
+        config: what was searched around; where it accepts no value beyond an end, that is not open. None: all are.
+    """
+    from hpo.space import at_an_end
+
+    winner, tried, grown = search["winner"]["point"], search["tried"], search.get("grown", ())
     listed = [{key: v} for key, kind in search.get("space", {}).items() for v in kind.get("grid", ())]
-    return bool(at_an_end(search["winner"]["point"], [*search["tried"], *search.get("grown", ()), *listed], config))
+    points = [*tried, *grown, *listed]
+    best = next((p["value"] for p in tried if winner.items() <= p.items()), None)
+    ends = at_an_end(winner, points, config)
+    for point in tried:
+        if point["value"] == best:
+            ends = at_an_end({key: point[key] for key in winner if key in point}, points, config) | ends
+    if not search.get("nothing_learned"):
+        return ends
+    for key in winner:
+        values = [p[key] for p in points if key in p]
+        outer = {-1: min(values), 1: max(values)} if all(isinstance(v, (int, float)) for v in values) else {}
+        for end in (1, -1) if len(grown) % 2 == 0 else (-1, 1):  # the last that is open counts
+            if outer and at_an_end({**winner, key: outer[end]}, points, config).get(key) == end:
+                ends[key] = end
+    return ends
 
 
 def _content(job: Search | Cell) -> dict:

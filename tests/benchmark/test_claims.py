@@ -652,7 +652,7 @@ def test_a_seed_that_diverged_has_failed(nothing):
 
 
 def search(winner, values, grid=(), **more):
-    tried = [{"lr": v, "value": 0} for v in values]
+    tried = [{"lr": v, "value": v == winner} for v in values]
     return {
         "hash": "s",
         "winner": {"point": {"lr": winner}},
@@ -670,10 +670,15 @@ def test_a_claim_is_not_decided_by_a_winner_at_the_end_of_a_grid():
     assert at_the_end(search(1, (1, 2))) and not at_the_end(search(1, (1,)))  # with two points, both are ends
     assert not at_the_end(search(2, (1, 2), (1, 2, 3)))  # 3 diverged
     assert not at_the_end(search(2, (1, 2), grown=[{"lr": 4}])) and at_the_end(search(4, (1, 2, 4), grown=[{"lr": 4}]))
-    ranks = {"winner": {"point": {RANK: 1}}, "tried": [{RANK: r, "value": 0} for r in (1, 2)]}
+    ranks = {"winner": {"point": {RANK: 1}}, "tried": [{RANK: r, "value": -r} for r in (1, 2)]}
     config = decisive(load_config({"federate.client_num": 2, "federate.method": "rolora", "llm.adapter.use": True}))
     assert at_the_end(ranks) and not at_the_end({**ranks, "config": config})  # no rank is below 1
     assert at_the_end({**ranks, "winner": {"point": {RANK: 2}}, "config": config})
+    level = {
+        **search(2, (1, 2, 3)),
+        "tried": [{"lr": 1, "value": 0.5}, {"lr": 2, "value": 0.8}, {"lr": 3, "value": 0.8}],
+    }
+    assert at_the_end(level) and at_the_end({**search(2, (1, 2, 3)), "nothing_learned": "nothing was learned"})
     assert at_the_end({**ranks, "config": {"of.another": "version"}})
     found = results_of(
         a=[record(s, a, at_end=True) for s, a in enumerate((0.8, 0.81))],

@@ -284,8 +284,8 @@ def test_a_grid_grows_until_the_winner_is_inside_or_the_budget_ends(place, monke
 class _Studies:
     """Stands for the studies of a search: notes the points, and gives each the value of a function."""
 
-    def __init__(self, value):
-        self.value, self.tried = value, []
+    def __init__(self, value, learned=lambda value: True):
+        self.value, self.tried, self.learned = value, [], learned
 
     def __call__(self, search, config, name, space, progress, diverges=False):
         points = [dict(zip(space, values)) for values in itertools.product(*(kind["grid"] for kind in space.values()))]
@@ -295,7 +295,7 @@ class _Studies:
         winner = {
             "point": {key: best[key] for key in space},
             "values": {"val_acc": best["value"]},
-            "nothing_learned": "",
+            "nothing_learned": "" if self.learned(best["value"]) else "nothing was learned",
         }
         budget = {"trials": len(points)}
         return {"objectives": ["val_acc"], "winners": [winner], "tried": scored, "failed": [], "budget": budget,
@@ -310,9 +310,9 @@ def searched(place, monkeypatch):
     text = (place / "tiny.yaml").read_text()
     text = text[: text.index("experiments:")].replace("[rolora, fedlora]", "[fedlora]")
 
-    def make(space, value, name):
+    def make(space, value, name, **more):
         (place / f"{name}.yaml").write_text(text + f"learning_rates: {{search: {{space: {space}}}}}\n")
-        studies = _Studies(value)
+        studies = _Studies(value, **more)
         monkeypatch.setattr(benchmark.execute, "_study", studies)
         search, *cells = plan(Options((f"{name}.yaml",), results=f"{name}_results", work=f"{name}_work"))
         return search, cells, studies
@@ -329,6 +329,27 @@ def test_a_grid_ends_inside_where_nothing_lies_beyond(searched):
     )
     found = execute(search, lambda news: None)
     assert found["winner"]["point"] == {"llm.adapter.args.0.r": 1} and found["grown"] == [] and not at_the_end(found)
+
+
+def test_a_grid_grows_where_a_point_at_its_end_is_as_good(searched):
+    """0.1 is as good as 0.01, and 1 is worse: then the winner is inside."""
+    search, _, _ = searched(f"{{{RATE}: {{grid: [1e-3, 1e-2, 1e-1]}}}}", lambda p: p[RATE] in (1e-2, 1e-1), "level")
+    found = execute(search, lambda news: None)
+    assert [p[RATE] for p in found["grown"]] == [1] and found["winner"]["point"] == {RATE: 1e-2}
+    assert not at_the_end(found)
+
+
+@pytest.mark.parametrize("rate", [1e-4, 10])
+def test_a_grid_of_which_nothing_is_learned_grows_at_both_ends(searched, rate):
+    """In turn, the smaller values first, until something is learned or the budget ends."""
+    space = f"{{{RATE}: {{grid: [1e-2, 1e-1, 1]}}}}"
+    search, _, _ = searched(
+        space, lambda p: 0.5 + 0.4 * np.isclose(p[RATE], rate), f"flat_{rate}", learned=lambda value: value > 0.5
+    )
+    found = execute(search, lambda news: None)
+    tried = [p[RATE] for p in found["grown"]]
+    assert tried == pytest.approx([1e-3, 10, *([100] if rate == 10 else [1e-4])])
+    assert found["winner"]["point"] == {RATE: pytest.approx(rate)} and at_the_end(found) == (rate < 1)
 
 
 def test_a_grid_grows_beyond_one_key_at_a_time(searched):
@@ -388,10 +409,11 @@ def test_a_rate_is_at_the_end_of_the_grid_of_its_own_experiment(place, monkeypat
     (place / "shared.yaml").write_text(text)
     options = Options(("shared.yaml",), results="shared_results", work="shared_work")
     store, jobs = options.store, plan(options)
-    tried = [{"train.optimizer.lr": rate, "value": 0.5} for rate in (1e-3, 1e-2, 0.1, 1.0)]
+    tried = [{"train.optimizer.lr": rate, "value": 0.5 - abs(rate - 0.1)} for rate in (1e-3, 1e-2, 0.1, 1.0)]
+    grown = [{"train.optimizer.lr": 1e-4}]
     for search, kept in zip([job for job in jobs if job.kind == "searches"], (4, 3)):
         winner = {"point": {"train.optimizer.lr": 0.1}, "values": {"val_acc": 0.5}}
-        spec = {"winner": winner, "tried": tried[:kept], "grown": [], "space": search.spec["space"], "budget": {}}
+        spec = {"winner": winner, "tried": tried[:kept], "grown": grown, "space": search.spec["space"], "budget": {}}
         store.write("searches", {**search.identity(), **spec, "finished": 1.0})
     for job in jobs:
         if job.kind == "cells":
