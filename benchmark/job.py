@@ -253,8 +253,8 @@ def at_the_end(search: Mapping) -> bool:
 def open_ends(search: Mapping, config: Config | None) -> dict[str, int]:
     """The keys of a search that are open at their smallest (-1) or largest (1) value.
 
-    That is where the winner is, or a point that is as good. If nothing was learned at any point, every key is open at
-    both ends, which take turns as the grid grows.
+    That is where the winner is, or else a point that is as good. If nothing was learned at any point, and the winner is
+    inside, every key is open at both ends, which take turns as the grid grows.
 
     Args:
         search: its record, or what there is of it.
@@ -266,12 +266,11 @@ def open_ends(search: Mapping, config: Config | None) -> dict[str, int]:
     listed = [{key: v} for key, kind in search.get("space", {}).items() for v in kind.get("grid", ())]
     points = [*tried, *grown, *listed]
     best = next((p["value"] for p in tried if winner.items() <= p.items()), None)
-    ends = at_an_end(winner, points, config)
-    for point in tried:
-        if point["value"] == best:
-            ends = at_an_end({key: point[key] for key in winner if key in point}, points, config) | ends
-    if not search.get("nothing_learned"):
+    if ends := at_an_end(winner, points, config):
         return ends
+    if not search.get("nothing_learned"):
+        level = [{key: p[key] for key in winner if key in p} for p in tried if p["value"] == best]
+        return next(filter(None, (at_an_end(point, points, config) for point in level)), {})
     for key in winner:
         values = [p[key] for p in points if key in p]
         outer = {-1: min(values), 1: max(values)} if all(isinstance(v, (int, float)) for v in values) else {}
