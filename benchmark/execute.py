@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from fs_lowrank.runs.records import flat_metrics
 from fs_lowrank.runs.summary import per_client_and_round, seconds
 from fs_lowrank.settings.metrics import larger_is_better
 
-from .job import Cell, Job, Search, decisive, open_ends
+from .job import Cell, Job, Search, decisive, next_point
 from .paths import quotient
 from .plan import command
 from .results import head_of
@@ -236,8 +236,6 @@ def _search(search: Search, progress: Progress) -> dict:
     There are at most ``grow`` further points, the same number for all methods; by default as many as the grid has. Each
     goes beyond the end of one key. A search that ended before grids grew goes on from what it has tried.
     """
-    from hpo.space import accepts
-
     import_all(search.suite.imports)
     config = within_budget(search)
     progress({"doing": "search"})
@@ -247,20 +245,14 @@ def _search(search: Search, progress: Progress) -> dict:
     steps = [before or _study(search, config, "search", space, progress)]
     listed = [{key: value} for key, kind in space.items() for value in kind.get("grid", ())]
     points = math.prod(len(kind.get("grid", ())) for kind in space.values())
-    tried, left = [*steps[0]["tried"], *listed], search.spec.get("grow", points)
     grown: list[dict] = []
-    while listed and left > 0:
+    while listed and len(grown) < search.spec.get("grow", points):
         winner = _best(steps)
         made = {"winner": winner, "tried": [entry for step in steps for entry in step["tried"]], "grown": grown}
-        ends = open_ends({**made, "space": space, "nothing_learned": winner["nothing_learned"]}, config)
-        further = {key: _beyond([p[key] for p in tried if key in p], end) for key, end in ends.items()}
-        beyond = ({**winner["point"], key: value} for key, value in further.items() if value is not None)
-        point = next((p for p in beyond if p not in grown and accepts(config, p)), None)
+        point = next_point({**made, "space": space, "nothing_learned": winner["nothing_learned"]}, config)
         if point is None:
             break
         grown.append(point)
-        tried.append(point)
-        left -= 1
         one = {key: {"grid": [value]} for key, value in point.items()}
         steps.append(_study(search, config, f"search-{len(steps)}", one, progress, diverges=True))
     winner, trials = _best(steps), Counter[str]()
@@ -339,17 +331,6 @@ def _best(studies: Sequence[Mapping]) -> dict:
     objective = studies[0]["objectives"][0]
     winners = [winner for study in studies for winner in study["winners"]]
     return (max if larger_is_better(objective) else min)(winners, key=lambda winner: winner["values"][objective])
-
-
-def _beyond(values: Iterable[float], end: int) -> float | None:
-    """The next value below (-1) or above (1) two or more numbers, at the ratio of the last two; None if it is not above
-    0."""
-    ordered = sorted(set(values), reverse=end < 0)
-    before, last = ordered[-2:]
-    if before <= 0 or last <= 0:
-        return None
-    value = float(f"{last * last / before:.3g}")
-    return int(value) if isinstance(last, int) and value == int(value) else value
 
 
 # -- scripts -------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -162,7 +162,9 @@ class Search(Trained):
 
     def can_grow(self, record: Mapping) -> bool:
         """Whether a ``record`` of this search is of a version that ended where this one would let the grid grow."""
-        return not record.get("grown") and self.spec.get("grow", 1) > 0 and at_the_end(record)
+        if record.get("grown") or not self.spec.get("grow", 1):
+            return False
+        return next_point(record, _config_of(record)) is not None
 
     def done(self, store: Store) -> bool:
         record = self.result(store)
@@ -243,11 +245,15 @@ class Script(Job):
 
 def at_the_end(search: Mapping) -> bool:
     """Whether a better value than a search's winner may lie beyond the values that it tried: ``open_ends``."""
+    return bool(open_ends(search, _config_of(search)))
+
+
+def _config_of(search: Mapping) -> Config | None:
+    """What was searched around; None if the record does not say, or is of a version with other keys."""
     try:
-        config = load_config(search["config"]) if "config" in search else None
-    except UserError:  # of a version with other keys
-        config = None
-    return bool(open_ends(search, config))
+        return load_config(search["config"]) if "config" in search else None
+    except UserError:
+        return None
 
 
 def open_ends(search: Mapping, config: Config | None) -> dict[str, int]:
@@ -278,6 +284,35 @@ def open_ends(search: Mapping, config: Config | None) -> dict[str, int]:
             if outer and at_an_end({**winner, key: outer[end]}, points, config).get(key) == end:
                 ends[key] = end
     return ends
+
+
+def next_point(search: Mapping, config: Config | None) -> dict | None:
+    """The point by which a search's grid grows, beyond one of ``open_ends``; None if none lies there.
+
+    Args:
+        search, config: as for ``open_ends``.
+    """
+    from hpo.space import accepts
+
+    grown, winner = search.get("grown", ()), search["winner"]["point"]
+    for key, end in open_ends(search, config).items():
+        listed = search.get("space", {}).get(key, {}).get("grid", ())
+        value = _beyond([*(p[key] for p in (*search["tried"], *grown) if key in p), *listed], end)
+        point = {**winner, key: value}
+        if value is not None and point not in grown and (config is None or accepts(config, point)):
+            return point
+    return None
+
+
+def _beyond(values: Iterable[float], end: int) -> float | None:
+    """The next value below (-1) or above (1) two or more numbers, at the ratio of the last two; None if it is not above
+    0."""
+    ordered = sorted(set(values), reverse=end < 0)
+    before, last = ordered[-2:]
+    if before <= 0 or last <= 0:
+        return None
+    value = float(f"{last * last / before:.3g}")
+    return int(value) if isinstance(last, int) and value == int(value) else value
 
 
 def _content(job: Search | Cell) -> dict:

@@ -333,6 +333,15 @@ def test_a_grid_ends_inside_where_nothing_lies_beyond(searched):
     assert found["winner"]["point"] == {"llm.adapter.args.0.r": 1} and found["grown"] == [] and not at_the_end(found)
 
 
+def test_a_search_that_can_try_nothing_beyond_its_end_is_done(searched):
+    """The next value would be 1.62, which is no dropout; 0.95 would be one, so a better value may lie beyond."""
+    dropout = "llm.adapter.args.0.lora_dropout"
+    search, _, _ = searched(f"{{{dropout}: {{grid: [0.5, 0.9]}}}}", lambda p: p[dropout], "dropout")
+    found = execute(search, lambda news: None)
+    assert found["winner"]["point"] == {dropout: 0.9} and found["grown"] == [] and at_the_end(found)
+    assert not search.can_grow(found)
+
+
 def test_a_grid_grows_where_a_point_at_its_end_is_as_good(searched):
     """0.1 is as good as 0.01, and 1 is worse: then the winner is inside."""
     search, _, _ = searched(f"{{{RATE}: {{grid: [1e-3, 1e-2, 1e-1]}}}}", lambda p: p[RATE] in (1e-2, 1e-1), "level")
