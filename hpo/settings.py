@@ -42,9 +42,10 @@ class Settings:
 
     @staticmethod
     def kept(config: Config) -> dict:
-        """``config`` as a study keeps it: with ``llm.adapter.use`` as it was given, so that each method decides."""
+        """``config`` as a study keeps it: without ``llm.adapter.use`` if that was not given, since each method decides."""
         plain = config.to_dict()
-        plain["llm"]["adapter"]["use"] = config.source.adapter
+        if config.source.adapter is None:
+            plain["llm"]["adapter"]["use"] = None
         return plain
 
     def to_dict(self) -> dict:

@@ -458,6 +458,23 @@ def test_each_method_that_is_searched_decides_about_adapters_for_itself(search, 
     assert {(c.federate.method, c.llm.adapter.use) for c in runs} == {("fedlora", True), ("fisher_merge", False)}
 
 
+@pytest.mark.parametrize("method", ["fedavg", "fedlora", "fisher_merge", "pfedlora"])
+@pytest.mark.parametrize("use", [None, True])
+def test_a_study_keeps_the_config_that_it_was_given(use, method):
+    """``fedavg`` trains all weights, also if the file says that its own method uses adapters."""
+    given = {} if use is None else {"llm.adapter.use": use}
+    base = load_config({"federate.method": "fedlora", "federate.client_num": 3, **given})
+    base = base.replace({"federate.method": method})
+    kept = load_config(Settings.kept(base))
+    assert kept == base and (kept.federate.method, kept.llm.adapter.use) == (method, base.llm.adapter.use)
+
+
+def test_a_study_without_adapters_can_keep_a_method_with_them():
+    base = load_config({"federate.method": "fedavg", "federate.client_num": 3, "llm.adapter.use": False})
+    base = base.replace({"federate.method": "fedlora"})
+    assert load_config(Settings.kept(base)) == base and base.llm.adapter.use is True
+
+
 def test_seeds_are_averaged(search, config):
     options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}}, seeds=2)
     (trial,) = trials(options)
