@@ -42,7 +42,7 @@ class Settings:
 
     @staticmethod
     def kept(config: Config) -> dict:
-        """``config`` as a study keeps it: without ``llm.adapter.use`` if that was not given, since each method decides."""
+        """``config`` as a study keeps it: without ``llm.adapter.use`` where that was not given: methods decide."""
         plain = config.to_dict()
         if config.source.adapter is None:
             plain["llm"]["adapter"]["use"] = None
