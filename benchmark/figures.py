@@ -13,7 +13,7 @@ from typing import Any
 from fs_lowrank.jobs.files import write_bytes
 from fs_lowrank.runs.plots import legend, plain
 
-from .claims import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, Condition, Met
+from .decide import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, Condition, Met
 from .metrics import scale_of, title_of
 from .plan import settings
 from .results import ExperimentResults

@@ -5,7 +5,7 @@ batches with the same seed, so the interval of their difference is that of the d
 both have; so is that of two settings in which the clients have the same data for each seed. Otherwise the two variances
 are added, with the degrees of freedom of the smaller number of seeds. (Welch's formula gives more, which are too many
 if one spread is far larger.) Two equal methods are therefore told apart in at most 5 % of cases, for any number of
-seeds.
+seeds, where errors are normal; ``claims`` says what is done where they are not.
 """
 
 from __future__ import annotations
@@ -136,7 +136,10 @@ class Interval:
         return replace(self, half=self.half * quantile(self.degrees, level) / quantile(self.degrees))
 
     def seeds_to_decide(self, low: float, high: float, level: float = LEVEL) -> str:
-        """In words, how many seeds would decide at ``level`` whether the quantity is between two bounds."""
+        """In words, how many seeds would decide at ``level`` whether the quantity is between two bounds.
+
+        With that many the interval just clears the nearer bound if centre and spread stay, which is as likely as not.
+        """
         distance = min(abs(self.centre - bound) for bound in (low, high) if math.isfinite(bound))
         for n in range(2, _MANY + 1):
             if quantile(n - 1, level) * self.std < distance * math.sqrt(n):

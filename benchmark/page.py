@@ -14,7 +14,7 @@ from markdown_it.token import Token
 
 from fs_lowrank.page.look import document
 
-from .claims import FAILS, HOLDS, INCONCLUSIVE, UNTESTED
+from .decide import FAILS, HOLDS, INCONCLUSIVE, UNTESTED
 
 _CLASSES = {HOLDS: "holds", FAILS: "fails", INCONCLUSIVE: "open", UNTESTED: "untested"}
 _DECIDED = f"(?:{HOLDS}|{FAILS})"

@@ -323,7 +323,13 @@ def value(record: Mapping, metric: str) -> float | None:
 
 
 def _majority(record: Mapping, metric: str) -> float | None:
-    """The majority class, of the test set or of the task that a scorer scored; None where the metric is no accuracy."""
+    """The majority class, of the test set or of the task that a scorer scored; None where the metric is no accuracy.
+
+    Of the clients' own models it is each client's own, in results that say it, and otherwise that of the whole test
+    set, which is less.
+    """
+    if metric == "client_test_acc" and record.get("client_majority") is not None:
+        return record["client_majority"]
     if metric in _ACCURACIES:
         return record.get("majority")
     task, _, name = metric.rpartition(":")
@@ -368,7 +374,8 @@ def shown(figure: Figure | None, metric: str) -> str:
 def best_of(row: Mapping[str, Figure | None], metric: str) -> str | None:
     """The method that is better than every other beyond the 95 % interval of their difference; None if there is none.
 
-    A method of which a seed collapsed or failed is not the best.
+    None, too, where a claim of it would not hold (``decide``): a seed of it collapsed or failed, one of any collapsed
+    and there are but two, or the rate of any won at the end of its grid.
     """
     there, sign = {name: figure for name, figure in row.items() if figure is not None}, better(metric)
     if len(there) < 2 or not sign:
@@ -378,4 +385,5 @@ def best_of(row: Mapping[str, Figure | None], metric: str) -> str | None:
     # A gap is over the seeds that both have, and may be opposed to the order of the means over all seeds.
     gaps = [difference(first, there[name]).times(sign) for name in ranked[1:]]
     ahead = all(gap.half is not None and gap.centre > gap.half for gap in gaps)
-    return ranked[0] if ahead and first.whole else None
+    sure = not any(figure.at_end or figure.collapsed and figure.n < 3 for figure in there.values())
+    return ranked[0] if ahead and sure and first.whole else None

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .claims import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, Condition, judge, used, verdict
+from .claims import judge, used
+from .decide import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, Condition, verdict
 from .markdown import heading, image, range_of, table, value_of
 from .results import ExperimentResults
 from .suite import Suite
@@ -209,7 +210,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
             row.needs,
             row.ran,
             row.seeded,
-            f"**{row.verdict}**",
+            f"**{row.verdict}**{_with_the_runs_of(row, rows)}",
             row.cause,
         )
         for row in rows
@@ -227,6 +228,18 @@ def summary(rows: Sequence[Row]) -> list[str]:
         "not hold everywhere stands the most likely cause that was tested, with what tested it.",
         table([head, *lines]),
     ]
+
+
+def _with_the_runs_of(row: Row, rows: Sequence[Row]) -> str:
+    """The other sizes in which the claim has some of the same runs, so that they are no second test."""
+    own = {record["hash"] for records in row.runs.values() for record in records}
+    sizes = [
+        other.suite.size
+        for other in rows
+        if other is not row and (other.suite.name, other.name) == (row.suite.name, row.name)
+        if own & {record["hash"] for records in other.runs.values() for record in records}
+    ]
+    return f" (some runs are those of size {', '.join(sizes)})" if sizes else ""
 
 
 def said_of_claims(

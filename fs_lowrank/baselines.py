@@ -128,6 +128,7 @@ def run_row(
         check_outdir(config, resume)
     site, outdir = Site(config), outdir_of(config)
     facts = {"method": "local", **facts_of(site), "formula_bytes": 0, "own_models": True}
+    facts["client_majority"] = site.data.client_majority
     with claim(outdir):
         ended = resume and _has_ended(outdir, facts)
         rounds = config.federate.total_round_num

@@ -141,9 +141,26 @@ class FederatedData:
             return Lazy(len(self.clients), lambda i: None)
         return Lazy(len(shares), lambda i: test.select(shares[i]) if len(shares[i]) else None)
 
+    @cached_property
+    def client_majority(self) -> float | None:
+        """The accuracy over ``client_tests`` of answering each client with the most frequent class of its training
+        data; None without classes or a test set. It is what a client's own model must exceed.
+        """
+        test, labels = self.test, self.partition.labels
+        if test is None or test.labels is None or labels is None or self.task in (REGRESSION, MULTI_LABEL):
+            return None
+        there, truth = self.tested(), np.asarray(test.labels)
+        right = sum(int((truth[self.test_shares[i]] == _most(labels[self.partition.indices[i]])).sum()) for i in there)
+        return right / int(self.test_shares.lengths.sum())
+
     def tested(self) -> list[int]:
         """The positions in ``client_tests`` of the clients that have such a part."""
         return [] if self.test is None else np.flatnonzero(self.test_shares.lengths).tolist()
+
+
+def _most(labels: np.ndarray) -> int:
+    """The most frequent class, the first of equals."""
+    return int(np.bincount(labels).argmax())
 
 
 def rows_said(counts: Mapping[str, Any]) -> list[str]:

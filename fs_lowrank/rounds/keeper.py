@@ -407,6 +407,7 @@ class RecordKeeper:
         result.facts["formula_bytes"] = self._formula_bytes()
         if any(CLIENTS in r["metrics"] for r in history):
             result.facts["own_models"] = self.evaluator.differ(self.ledger.state)
+            result.facts["client_majority"] = self.site.data.client_majority
         final = result.final
         last: Mapping[str, Any] = next((r for r in reversed(history) if r["metrics"]), {"metrics": {}})
         final |= {**flat_metrics(last["metrics"]), **self._unseen(last)}

@@ -70,10 +70,16 @@ def human_bytes(n: float) -> str:
 
 
 def of_clients(facts: Iterable[Mapping[str, Any]]) -> str:
-    """What ``client_test`` of these runs is of, by their facts; runs of before version 0.2.0 do not say."""
+    """What ``client_test`` of these runs is of, by their facts, and what each client's most frequent class would give;
+    runs of before version 0.2.0 do not say.
+    """
+    facts = list(facts)
     said = {f.get("own_models") for f in facts}
+    what = "every client's model, its own or the global one, on its share of the test set"
     if said == {True}:
-        return "every client's own model on its share of the test set"
+        what = "every client's own model on its share of the test set"
     if said == {False}:
-        return "the global model on every client's share of the test set"
-    return "every client's model, its own or the global one, on its share of the test set"
+        what = "the global model on every client's share of the test set"
+    constant = {share for f in facts if (share := f.get("client_majority")) is not None}
+    given = ", ".join(f"{share:.3f}" for share in sorted(constant))
+    return what + (f"; always answering with a client's own most frequent class: acc {given}" if given else "")

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from benchmark.claims import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, check_rule, judge, verdict
+from benchmark.claims import check_rule, judge
 from benchmark.curves import span_of_best
+from benchmark.decide import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, verdict
 from benchmark.intervals import Figure, difference, figure_of, of_mean
 from benchmark.job import at_the_end, decisive
 from benchmark.metrics import scale_of
@@ -134,6 +135,22 @@ def test_equal_methods_are_told_apart_in_5_percent_at_most(n, draw, paired):
     assert told / times <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / times)
 
 
+@pytest.mark.parametrize("n", [2, 3, 5, 10])
+@pytest.mark.parametrize("chance", [0.1, 0.5])
+def test_equal_methods_whose_seeds_collapse_are_told_apart_in_5_percent_at_most(n, chance):
+    """Each seed of both is at the majority class with the same probability, which is no normal error."""
+    rng, times, told = np.random.default_rng(n), 1000, 0
+    rule = {"is": "above", "better": "a", "than": ["b"], "by": 0}
+
+    def figure(*_):
+        values = np.where(rng.random(n) < chance, 0.5, 0.8 + 0.01 * rng.normal(size=n))
+        return dataclasses.replace(by_seed(values), collapsed=tuple(values[values == 0.5]), majority=0.5)
+
+    for _ in range(times):
+        told += judged(rule, figure).verdict != INCONCLUSIVE
+    assert told / times <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / times)
+
+
 @pytest.mark.parametrize("n", [2, 3, 5])
 @pytest.mark.parametrize("methods", [2, 3, 8])
 def test_bold_among_equal_methods_in_5_percent_at_most(n, methods):
@@ -227,6 +244,29 @@ def test_the_number_of_seeds_that_would_decide():
     gaps = np.subtract(values["a"], values["b"])
     enough = next(n for n in range(2, 99) if stats.t.ppf(0.975, n - 1) * gaps.std(ddof=1) / n**0.5 < gaps.mean())
     assert condition.verdict == INCONCLUSIVE and f"about {enough} seeds would decide" in condition.text and enough > 3
+
+
+@pytest.mark.parametrize(
+    "ahead, flaw",
+    [
+        (0.02, {"at_end": True}),
+        (-0.02, {"at_end": True}),
+        (0.02, {"collapsed": (0.5,), "majority": 0.5}),
+        (0.02, {"failed": (7,)}),
+    ],
+)
+def test_no_number_of_seeds_is_named_where_seeds_alone_would_not_decide(ahead, flaw):
+    """The same figures without the flaw name one; with one seed, whose spread is not known, it is said as well."""
+    for seeds in (3, 1):
+        gaps = np.array([-0.03, 0.03, 0.0])[-seeds:] + ahead
+        figures = {"a": by_seed(0.7 + gaps), "b": by_seed([0.7, 0.71, 0.69][-seeds:])}
+        rule = {"is": "above", "better": "a", "than": ["b"], "by": 0}
+        found = judged(rule, lambda method, labels, metric, figures=figures: figures[method])
+        assert found.verdict == INCONCLUSIVE and "seeds would decide" in found.text
+        figures["a"] = dataclasses.replace(figures["a"], **flaw)
+        found = judged(rule, lambda method, labels, metric, figures=figures: figures[method])
+        assert found.verdict == INCONCLUSIVE and "seeds would decide" not in found.text
+        assert "so more seeds alone would not decide" in found.text
 
 
 def test_the_number_of_seeds_that_would_show_that_a_method_learns():
@@ -556,6 +596,16 @@ def test_a_seed_at_the_majority_class_has_collapsed(metric):
         found.all_records[1]["metrics"][name] = 0.9
     assert found.figure("a", "", metric).collapsed == pytest.approx((majority,))
     assert found.cell("a", "", metric).endswith("(1 collapsed)")
+
+
+def test_clients_own_models_are_compared_with_each_clients_own_most_frequent_class():
+    """It is more than the majority class of the whole test set, which results of before do not exceed by it."""
+    found = results_of(a=[record(s, 0.3, 0.1, client_majority=own) for s, own in enumerate((0.5, 0.6, 0.61))])
+    for line, acc in zip(found.all_records, (0.55, 0.6, 0.2)):
+        line["metrics"] |= {"client_test_acc": acc, "client_test_acc_worst_decile": 0.1}
+    assert found.figure("a", "", "client_test_acc").collapsed == (0.2, 0.6)
+    assert not found.figure("a", "", "test_acc").collapsed
+    assert found.figure("a", "", "client_test_acc_worst_decile").majority is None
 
 
 def test_a_scored_task_knows_its_own_majority():
@@ -890,6 +940,16 @@ def test_bold_is_ahead_of_every_other_and_by_the_seeds_that_both_have():
     assert best_of({"a": less, "b": figure_of({0: 0.50, 1: 0.505})}, "test_loss") is None
 
 
+def test_nothing_is_bold_where_a_claim_of_it_would_not_hold():
+    clear, low = by_seed([0.8, 0.82, 0.9]), by_seed([0.7, 0.71, 0.8])
+    assert best_of({"a": clear, "b": low}, "test_acc") == "a"
+    assert best_of({"a": dataclasses.replace(clear, at_end=True), "b": low}, "test_acc") is None
+    assert best_of({"a": clear, "b": dataclasses.replace(low, at_end=True)}, "test_acc") is None
+    two = by_seed([0.8, 0.9]), by_seed([0.5, 0.601])
+    assert best_of(dict(zip("ab", two)), "test_acc") == "a"
+    assert best_of({"a": two[0], "b": dataclasses.replace(two[1], collapsed=(0.5,), majority=0.5)}, "test_acc") is None
+
+
 RATES = [0.01, 0.1, 1, 10]
 #: method -> by seed, the accuracy at each rate
 CURVES = {
@@ -931,6 +991,29 @@ def test_wider():
     # In the other order, what is wider may be wider still, and what is narrower is not known to be.
     assert along("wider", "narrow", ["other"], within=0.02).verdict == INCONCLUSIVE
     assert along("wider", "wide", ["absent"], within=0.02).verdict == UNTESTED
+
+
+def test_two_seeds_do_not_decide_which_range_is_wider(monkeypatch):
+    """Ranges 0 and 1 against 1 and 2.0001 powers of ten: by the interval the second is wider."""
+    monkeypatch.setitem(CURVES, "first", [[0.5, 0.8, 0.5, 0.5], [0.5, 0.8, 0.8, 0.5]])
+    monkeypatch.setitem(CURVES, "second", [[0.5, 0.8, 0.79, 0.5], [0.5, 0.8, 0.8, 0.79]])
+    points = [1e-4, 1e-3, 1e-2, 1.001e-1]
+    rule = {
+        "is": "wider",
+        "better": "second",
+        "than": ["first"],
+        "along": "rate",
+        "points": points,
+        "by": 0,
+        "within": 0.02,
+    }
+    seen = {str(point): rate for point, rate in zip(points, RATES)}
+
+    def look(method, labels, metric):
+        return on_curves(method, {"rate": str(seen[labels["rate"]])}, metric)
+
+    found = judged(rule, look)
+    assert found.verdict == INCONCLUSIVE and "two seeds may agree by chance" in found.text
 
 
 def test_a_range_that_touches_an_end_may_be_wider(monkeypatch):

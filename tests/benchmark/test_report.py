@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 import pytest
 from PIL import Image
 
-from benchmark.claims import HOLDS, INCONCLUSIVE, UNTESTED, Condition, Met
+from benchmark.decide import HOLDS, INCONCLUSIVE, UNTESTED, Condition, Met
 from benchmark.figures import _along_axis, _curves, draw_claim
 from benchmark.markdown import heading, image, table
 from benchmark.metrics import title_of

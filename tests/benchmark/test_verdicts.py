@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmark.claims import FAILS, HOLDS
+from benchmark.decide import FAILS, HOLDS
 from benchmark.page import page
 from benchmark.results import ExperimentResults
 from benchmark.suite import SIZES, load_suite, shipped
@@ -70,6 +70,25 @@ def test_experiments_that_lack_a_figure_are_counted():
     coloured = page(f"{table}\n\n### Claim: A — {row.verdict}\n\n- two: **not tested at this size**")
     assert coloured.count('class="holds"') == 2 and coloured.count('class="untested"') == 1
     assert rows({"experiments": ["one", "two"]}, {"one": AHEAD, "two": results("two")})[0].verdict == HOLDS
+
+
+def test_a_claim_with_runs_of_another_size_says_so():
+    """The same seed of the same run in two sizes is no second test; another claim with the same runs is another one."""
+    claims = {name: {"says": name, "experiments": ["one"], "rule": RULE} for name in ("c", "d")}
+    tables = []
+    others = results("one", a=[record(s, 0.7 + s / 50) for s in (0, 1)], b=[record(s, 0.5) for s in (0, 1)])
+    for more in (AHEAD, others):
+        listed = []
+        for size, found in (("small", AHEAD), ("paper", more)):
+            suite = SimpleNamespace(claims=claims, name="mine", size=size, sized=True)
+            judged = judged_claims(suite, {"one": found})
+            listed += rows_of(suite, judged, {"one": found}, lambda suite, experiment: [])
+        tables.append(summary(listed)[-1])
+    shared, apart = tables
+    assert (
+        shared.count("(some runs are those of size small)") == shared.count("(some runs are those of size paper)") == 2
+    )
+    assert "some runs" not in apart
 
 
 def test_failed_runs_are_named_beside_what_was_run():

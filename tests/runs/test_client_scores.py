@@ -9,6 +9,7 @@ import fs_lowrank
 from fs_lowrank import UserError, cli, load_config
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.rounds.record import EXTREME, MANY, extremes
+from fs_lowrank.runs.summary import of_clients
 from fs_lowrank.testing.bench import without_seconds
 
 
@@ -44,6 +45,12 @@ def test_every_client_is_scored_on_its_share_of_the_test_set(make):
     for client, of in result.client_scores.items():
         own = engine.evaluator.score(engine.site.data.client_tests[client - 1], "")
         assert of["acc"] == own["acc"] and of["loss"] == pytest.approx(own["loss"], abs=1e-6)
+    data, right = engine.site.data, 0
+    for own, tests_of in zip(data.clients, data.client_tests):
+        most = max(sorted(set(own.labels)), key=list(own.labels).count)
+        right += 0 if tests_of is None else list(tests_of.labels).count(most)
+    assert result.facts["client_majority"] == pytest.approx(right / len(data.test.labels))
+    assert f"client's own most frequent class: acc {right / len(data.test.labels):.3f}" in of_clients([result.facts])
     assert list(result.clients_frame()["test_acc"].dropna()) == [of["acc"] for of in result.client_scores.values()]
     assert (result.outdir / "client_scores.csv").read_text().startswith("method,acc,")
     assert (result.outdir / "client_scores.tex").exists()
