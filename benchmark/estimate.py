@@ -18,7 +18,7 @@ import torch
 
 import hpo
 from fs_lowrank import Config
-from fs_lowrank.estimate import Estimate, estimate
+from fs_lowrank.estimate import Estimate, estimate, fullest
 from fs_lowrank.jobs.crew import check_gpus, threads_each
 from fs_lowrank.runs.summary import human_bytes
 from hpo.tune import TRIALS
@@ -78,6 +78,8 @@ def table(options: Options, workers: int, say: Callable[[str], None], gpus: Sequ
     for found in sums.values():
         whole.add(found)
     several = replace(whole, seconds=whole.seconds / workers, memory=workers * whole.memory, disk=workers * whole.disk)
+    if gpus:
+        several.device *= fullest(workers, [int(gpu) for gpu in gpus])
     head = ("experiment", "cells", "searches", "runs", "samples", "hours", "GPU memory", "memory", "disk", "not known")
     lines: list[Sequence[str]] = [head, *(_line(where, found) for where, found in sums.items())]
     lines += [(), _line(f"in all, by {workers} workers", several)]

@@ -16,12 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import fs_lowrank
 from fs_lowrank import Config, RunFailed, RunResult, UserError
 from fs_lowrank.errors import CannotContinue
 from fs_lowrank.jobs.files import read_json, write_bytes
+from fs_lowrank.models.machine import device_of
 from fs_lowrank.runs.checksums import checksum
-from fs_lowrank.runs.environment import versions
+from fs_lowrank.runs.environment import machine, versions
 from fs_lowrank.runs.records import flat_metrics
 from fs_lowrank.runs.summary import per_client_and_round, seconds
 from fs_lowrank.settings.metrics import larger_is_better
@@ -66,7 +69,7 @@ def execute(job: Job, progress: Progress) -> dict:
         "seconds_in_all": round(time.monotonic() - began + done.get("seconds_in_all", 0.0), 2),
         "command": command(job.suite, job.experiment, job.options.engine),
         "versions": versions(),
-        "machine": _machine(),
+        "machine": _machine(job),
     }
 
 
@@ -77,7 +80,8 @@ def _cell(cell: Cell, progress: Progress) -> dict:
     import_all(cell.suite.imports)
     alone = {"outdir": str(cell.folder), "expname": "", "eval.save_best": False, "lowrank.pictures": False}
     config = within_budget(cell).replace(alone)
-    _forget_peak()
+    device = device_of(config)
+    _forget_peak(device)
     result = train(config, cell.options.engine, progress)
     metrics = dict(result.final)
     repeats: dict[str, list[int]] = {}
@@ -100,8 +104,9 @@ def _cell(cell: Cell, progress: Progress) -> dict:
         **_samples(result.history),
         "bytes": {**dict(result.bytes), "per_client_and_round": sent},
         "seconds": seconds(result.history),
-        "peak_memory_bytes": _peak(),
+        "peak_memory_bytes": _peak(device),
         "majority": result.facts["majority"],
+        "client_majority": result.facts.get("client_majority"),
         "data": {
             "source": result.facts["source"].replace(cell.options.data or "\0", "$DATA"),
             "fingerprint": result.facts["data"],
@@ -388,35 +393,30 @@ def _script(job: Job) -> dict:
 # -- the machine ---------------------------------------------------------------------------------------
 
 
-def _forget_peak() -> None:
+def _forget_peak(device: torch.device) -> None:
     """Reset the peak memory of the process, because a worker runs many cells."""
     with contextlib.suppress(OSError):  # if the kernel does not allow it, the peak is that of the whole worker
         Path("/proc/self/clear_refs").write_text("5")
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
+    if device.type == "cuda" and torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats(device)
 
 
-def _peak() -> dict:
-    """Peak memory in bytes, of the process and of the GPU if there is one."""
-    import torch
-
+def _peak(device: torch.device) -> dict:
+    """Peak memory in bytes, of this process and of what it has on the run's GPU, if that is its device; that of the
+    processes of ``federate.process_num`` is not in it.
+    """
     peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     with contextlib.suppress(OSError):  # only Linux has /proc
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 peak["host"] = int(line.split()[1]) * 1024
-    if torch.cuda.is_available():
-        peak["gpu"] = torch.cuda.max_memory_allocated()
+    if device.type == "cuda":
+        peak["gpu"] = torch.cuda.max_memory_allocated(device)
     return peak
 
 
-def _machine() -> dict:
-    import torch
-
-    return {
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
+def _machine(job: Job) -> dict:
+    """Where a job ran; a script has no device that is known."""
+    device = device_of(job.config) if isinstance(job, Cell | Search) else torch.device("cpu")
+    here = machine(device)
+    return {"cores": here.pop("cpus"), **here}

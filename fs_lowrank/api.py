@@ -205,7 +205,7 @@ def _write_comparison(
     config: Config, configs: Mapping[str, Config], results: Mapping[str, RunResult], outdir: Path
 ) -> Path:
     """Write the curves, the tables and ``comparison.json``, and return where the curves are."""
-    from .runs.environment import environment
+    from .runs.environment import versions
     from .runs.summary import per_client_and_round, seconds
 
     first = next(iter(results.values()))
@@ -230,7 +230,7 @@ def _write_comparison(
             "majority": majority,
             **{k: r.facts[k] for k in ("source", "data", "model", "config")},
             "seed": config.seed,
-            "versions": environment()["versions"],
+            "versions": versions(),
             "settings": configs[n].to_dict(),
         }
         for n, r in results.items()

@@ -159,7 +159,7 @@ def _written(site: Site, found: dict[str, Any], facts: Mapping[str, Any]) -> lis
     unseal(outdir)
     with replacing(outdir / "config.yaml") as aside:
         site.config.dump(aside)
-    write_environment(outdir / "environment.json", site.new_weights, None)
+    write_environment(outdir / "environment.json", site.new_weights, None, site.device)
     write_split(outdir, site.data)
     records = Records(outdir / "rounds.jsonl")
     records.add(record)

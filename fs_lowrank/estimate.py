@@ -6,13 +6,16 @@ loaded, and one step of a client is taken with the largest batch that there can 
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +29,7 @@ from .engines.workers import processes_of
 from .methods import State
 from .models.adapters import layer_stack
 from .models.build import build_skeleton
-from .models.machine import device_of
+from .models.machine import device_of, wait
 from .models.quantised import beside, to_quantise
 from .rounds.fits import SPLITS
 from .rounds.reuse import Reuse
@@ -106,11 +109,15 @@ def estimate(config: Config) -> Estimate:
     device, skeleton = device_of(config), build_skeleton(config)
     found = Estimate([], _room(config, device))
     on = "device" if device.type == "cuda" else "memory"
-    copies = 1 if device.type == "cuda" else processes_of(config)
+    processes = processes_of(config)
+    copies = fullest(processes, range(torch.cuda.device_count())) if device.type == "cuda" else processes
     base = _base(skeleton, config)
-    # Processes map the weights of a checkpoint, which are then in memory once.
-    shared = copies == 1 or not config.quantised and config.dtype == "float32"
-    found.needs.append(Need("base", base * (1 if shared else copies), on, "arithmetic, from the model's configuration"))
+    # On the CPU, processes map the weights of a checkpoint, which are then in memory once. Elsewhere the run's own
+    # process, which trains only where it is the only one, has a model beside theirs.
+    mapped = on == "memory" and not config.quantised and config.dtype == "float32"
+    models = 1 if mapped else copies + (processes > 1)
+    how = "arithmetic, from the model's configuration" + f", {models} times" * (models > 1)
+    found.needs.append(Need("base", base * models, on, how))
     if base > found.room[on] and not config.model.device_map:
         tokens = config.dataloader.batch_tokens or config.dataloader.batch_size * _length(config)
         layers = layer_stack(skeleton)
@@ -125,10 +132,17 @@ def estimate(config: Config) -> Estimate:
     return found
 
 
+def fullest(processes: int, gpus: Sequence[int]) -> int:
+    """How many of ``processes`` share the GPU that has most of them, when they take ``gpus`` in turn."""
+    return max(Counter(gpus[rank % len(gpus)] for rank in range(processes)).values())
+
+
 def _room(config: Config, device: torch.device) -> dict[str, float]:
     """By place, how many bytes are free."""
     room: dict[str, float] = {"memory": float(psutil.virtual_memory().available)}
     if device.type == "cuda":
+        gc.collect()  # what an earlier probe has left: a model and the hooks on it refer to each other
+        torch.cuda.empty_cache()
         places = range(torch.cuda.device_count()) if config.model.device_map else [device]
         room = {"device": float(sum(torch.cuda.mem_get_info(place)[0] for place in places)), **room}
     folder = outdir_of(config).absolute()
@@ -194,7 +208,7 @@ def _probed(config: Config, found: Estimate, on: str, copies: int) -> None:
         one = shared + personal + nbytes(site.changed_base())
         often = config.lowrank.keep_checkpoints + 1
         needs.append(Need("checkpoints", often * one, "disk", f"arithmetic, {often} while one is written"))
-    _add_time(found, site, sizes, copies)
+    _add_time(found, site, sizes)
 
 
 def largest_batch(examples: Any, config: Settings) -> Any:
@@ -247,10 +261,12 @@ def _steps(
 
 
 @contextmanager
-def _timed() -> Iterator[list[float]]:
-    """Notes the seconds of the block."""
+def _timed(device: torch.device) -> Iterator[list[float]]:
+    """Notes the seconds of the block, with those that ``device`` still computes after it."""
+    wait(device)
     found, started = [0.0], time.perf_counter()
     yield found
+    wait(device)
     found[0] = time.perf_counter() - started
 
 
@@ -305,16 +321,20 @@ class _Pace:
 
 
 def _pace(site: Site, examples: Any, **how: Any) -> _Pace:
-    first, one = _steps(site, _timed, examples, **how)
+    within = partial(_timed, site.device)
+    first, one = _steps(site, within, examples, **how)
     more = max(1, min(20, int(_PROBED_SECONDS / one)))
-    (several,) = _steps(site, _timed, examples, (1 + more,), **how)
+    (several,) = _steps(site, within, examples, (1 + more,), **how)
     a_step = max(several - one, 0.0) / more or one
     return _Pace(first - one, max(one - a_step, 0.0), a_step)
 
 
-def _add_time(found: Estimate, site: Site, sizes: np.ndarray, copies: int) -> None:
-    """Steps of the whole run, and its seconds with its evaluations; clients one by one, of which one was tried."""
+def _add_time(found: Estimate, site: Site, sizes: np.ndarray) -> None:
+    """Steps of the whole run, and its seconds with its evaluations, divided among its processes; clients one by one, of
+    which one was tried.
+    """
     config, train, loads = site.config, site.config.train, site.config.dataloader
+    processes = processes_of(config)
     batch = loads.batch_size
     if loads.batch_tokens:
         batch = max(1, int(loads.batch_tokens / float(site.data.train.lengths.mean())))
@@ -328,9 +348,9 @@ def _add_time(found: Estimate, site: Site, sizes: np.ndarray, copies: int) -> No
     for split, name in SPLITS.items():
         if (examples := getattr(site.data, name)) is not None:
             few = examples.select(np.arange(min(size, len(examples))))
-            started = time.perf_counter()
-            batch_scores(site.model, few, size, owner=f"{split} probed", reads=site.reads)
-            found.scoring[split] = (time.perf_counter() - started) * math.ceil(len(examples) / size)
+            with _timed(site.device) as seconds:
+                batch_scores(site.model, few, size, owner=f"{split} probed", reads=site.reads)
+            found.scoring[split] = seconds[0] * math.ceil(len(examples) / size)
     evaluated = sum(found.scoring[split] for split in site.held_out())
     client = int(np.argsort(sizes)[len(sizes) // 2])
     examples = site.data.clients[client]
@@ -342,8 +362,8 @@ def _add_time(found: Estimate, site: Site, sizes: np.ndarray, copies: int) -> No
             trained = (1 - (1 - share) ** len(rounds)) * len(site.data.train)
             once, pace = trained * kept.first / len(examples), kept
     trainings = len(phases) * config.sampled_per_round
-    found.training = (found.steps * pace.step + trainings * pace.training) / copies
-    found.seconds = found.training + (once + often * evaluated) / copies
+    found.training = (found.steps * pace.step + trainings * pace.training) / processes
+    found.seconds = found.training + (once + often * evaluated) / processes
 
 
 def _advice(config: Config, found: Estimate, on: str) -> list[str]:

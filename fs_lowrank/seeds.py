@@ -22,14 +22,31 @@ def generators_kept() -> Iterator[None]:
     import random
 
     import numpy as np
-    import torch
 
     python, array = random.getstate(), np.random.get_state()
-    # Reading the state of a GPU's generator would start CUDA in a process that does not use it.
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        with torch.random.fork_rng(devices):
+        with _torch_kept():
             yield
     finally:
         random.setstate(python)
         np.random.set_state(array)
+
+
+@contextmanager
+def drawing(seed: int) -> Iterator[None]:
+    """Within the block torch draws from ``seed`` on all devices; after it, its generators are as they were before."""
+    import torch
+
+    with _torch_kept():
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def _torch_kept() -> Iterator[None]:
+    import torch
+
+    # Reading the state of a GPU's generator would start CUDA in a process that does not use it.
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices):
+        yield

@@ -1,5 +1,7 @@
 """``fs-lowrank run --dry-run``: what a run takes, and what to change where it does not fit."""
 
+import time
+
 import pytest
 import torch
 
@@ -75,6 +77,57 @@ def test_a_step_that_takes_more_than_a_gpu_has(causal_settings, monkeypatch):
     monkeypatch.setattr(estimate, "step", full)
     found = estimate.estimate(load_config(causal_settings))
     assert found.lacking == ["memory"] and found.seconds is None and "train.checkpointing True" in found.advice
+
+
+@pytest.mark.parametrize(
+    "processes, gpus, most",
+    [(1, [0, 1], 1), (2, [0, 1], 1), (3, [0, 1], 2), (4, [5, 3], 2), (2, [0, 0], 2), (3, [1, 1, 0], 2)],
+)
+def test_processes_that_share_a_gpu(processes, gpus, most):
+    assert estimate.fullest(processes, gpus) == most
+
+
+def test_memory_and_time_of_several_processes(causal_settings, monkeypatch):
+    """The run's own process has a model, and trains nothing; on a CPU a base in the file's dtype is mapped."""
+    config = load_config(causal_settings, {"federate.client_num": 4, "train.cache_frozen": "off"})
+    pace = estimate._Pace(0.0, 0.0, 1.0)
+    monkeypatch.setattr(estimate, "_pace", lambda *site, **how: pace)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    def figures(processes, **keys):
+        found = estimate.estimate(config.replace({"federate.process_num": processes, **keys}))
+        return *(of(found, what) for what in ("base", "adapters and gradients", "optimizer")), found.training
+
+    def times(several, one):
+        return [a / b for a, b in zip(several, one, strict=True)]
+
+    one, half = figures(1), {"lowrank.dtype": "bfloat16"}
+    assert times(figures(4), one) == [1, 4, 4, 1 / 4]
+    assert times(figures(4, **half), figures(1, **half)) == [5, 4, 4, 1 / 4]
+    monkeypatch.setattr(estimate, "device_of", lambda config: torch.device("cuda", 0))
+    monkeypatch.setattr(estimate, "_room", lambda config, device: {"device": 1e12, "memory": 1e12, "disk": 1e12})
+    assert times(figures(4), one) == [3, 2, 2, 1 / 4]
+    assert times(figures(3), one) == [3, 2, 2, 1 / 3]
+    assert times(figures(2), one) == [2, 1, 1, 1 / 2] and figures(1) == one
+
+
+def test_a_time_has_what_the_device_still_computes(causal_settings, monkeypatch):
+    """As a GPU does, this one works when somebody waits for it."""
+    given = [1.0]
+
+    def wait(device):
+        while given:
+            time.sleep(given.pop())
+
+    monkeypatch.setattr(estimate, "wait", wait)
+    with estimate._timed(torch.device("cuda")) as seconds:
+        given.append(0.1)
+    assert 0.1 <= seconds[0] < 1.0
+    train, score = estimate.train_client, estimate.batch_scores
+    monkeypatch.setattr(estimate, "train_client", lambda *args, **keys: (train(*args, **keys), given.append(0.2)))
+    monkeypatch.setattr(estimate, "batch_scores", lambda *args, **keys: (score(*args, **keys), given.append(0.2)))
+    found = estimate.estimate(load_config(causal_settings, {"train.cache_frozen": "off"}))
+    assert min(found.scoring.values()) >= 0.2 and found.training >= 0.2
 
 
 def test_the_command(causal_settings, tmp_path, capsys, monkeypatch):

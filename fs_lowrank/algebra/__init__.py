@@ -1,7 +1,7 @@
 """Pure functions on tensors. They do not depend on models, files or methods."""
 
 from .factorise import factor_matrices, factor_shapes, factorise, product_norm_squared
-from .flat import FlatTensors, digest, nbytes, values_of
+from .flat import FlatTensors, digest, nbytes, on_device, values_of
 from .lowrank import low_rank_sum_svd, stack_pairs, top_components
 from .match import exact_transport, move_inputs, move_outputs, nonparametric_matching
 from .mean import weighted_mean, wide
@@ -29,6 +29,7 @@ __all__ = [
     "nbytes",
     "nonparametric_matching",
     "norm_of_change",
+    "on_device",
     "pack",
     "packed_bytes",
     "product_norm_squared",

@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
+
+Value = TypeVar("Value")
 
 
 def nbytes(tensors: Mapping[str, Tensor]) -> int:
@@ -19,6 +22,11 @@ def values_of(scalars: Iterable[Tensor]) -> list[float]:
     """The values of ``scalars``, which are of one dtype and on one device; a GPU is waited for once."""
     each = list(scalars)
     return torch.stack(each).tolist() if each else []
+
+
+def on_device(values: Mapping[str, Value], device: torch.device | str) -> dict[str, Value]:
+    """``values`` with the tensors among them on ``device``; those that are there already are not copied."""
+    return {n: cast("Value", v.to(device)) if isinstance(v, Tensor) else v for n, v in values.items()}
 
 
 def digest(tensors: Mapping[str, Tensor], seed: str = "") -> str:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..config import Config
 from ..errors import RaisedElsewhere, RunFailed, UserError, own_place
-from ..jobs.nursery import AVAILABLE, LIBRARIES, Nursery
+from ..jobs.nursery import Nursery, nursery
 from ..jobs.pool import Member, Pool
 from ..methods import State
 from ..rounds.parcel import Parcel
@@ -122,7 +122,7 @@ class Team(Pool):
 
     Args:
         count: how many.
-        start: starts process number ``rank``, forked from a nursery where the system has them.
+        start: starts process number ``rank``, forked from a nursery where there is one (``jobs.nursery``).
         settle: waits until a process can work, and brings it to where the run stands.
         alike: what one does, any other could do, so that the run can go on with fewer.
         imports: the module that every process runs. environment: its variables in addition to those of this process.
@@ -141,7 +141,7 @@ class Team(Pool):
         environment: Mapping[str, str] | None = None,
     ):
         super().__init__()
-        self.nursery = Nursery((imports, *LIBRARIES), environment or {}) if AVAILABLE else None
+        self.nursery = nursery(imports, environment or {})
         self.count, self.start, self.settle, self.alike = count, start, settle, alike
         self.jobs: list[Job] = []
         self.doing: dict[int, Job] = {}

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..algebra import values_of
+from ..algebra import on_device, values_of
 from ..config import Config, load_config
 from ..data import Examples, ImageExamples
 from ..errors import described, say_once
@@ -278,7 +278,7 @@ class _Clients:
         return answer
 
     def _stand(self, item: Parcel) -> Parcel:
-        load_tensors(self.site.model, _on(item.tensors, self.site.device))
+        load_tensors(self.site.model, on_device(item.tensors, self.site.device))
         self.standing = copied(self.site.model, self.site.method.shared)
         return Parcel({}, kind="stands")
 
@@ -286,7 +286,7 @@ class _Clients:
         site = self.site
         load_tensors(site.model, {**self.standing, **site.personal.untrained})
         with torch.no_grad():
-            site.method.apply(site.model, _on(item.tensors, site.device), item.facts["round"])
+            site.method.apply(site.model, on_device(item.tensors, site.device), item.facts["round"])
         self.standing = copied(site.model, site.method.shared)
         return Parcel({}, kind="stands")
 
@@ -355,7 +355,3 @@ def part_of(examples: Examples | ImageExamples, part: int, parts: int, size: int
     groups = math.ceil(len(order) / together)
     first, last = (groups * p // parts * together for p in (part, part + 1))
     return examples.select(order[first:last])
-
-
-def _on(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {n: t.to(device) for n, t in tensors.items()}

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..config import Config, load_config
@@ -17,7 +18,7 @@ from ..errors import UserError, say_once
 from ..jobs.files import read_json
 from ..models.build import build_model, build_tokenizer
 from ..models.fingerprints import configuration_fingerprint, fingerprint_of
-from ..models.machine import device_of
+from ..models.machine import autocast, device_of
 from ..models.placing import at_home
 from ..models.saved import load_adapter
 from ..runs.checksums import KINDS, check_finished
@@ -55,14 +56,17 @@ class FinishedRun:
         """The global model with what was trained; loaded when it is first needed, so after a wrong file is refused."""
         pad, adapted = getattr(self.tokenizer, "pad_token_id", None), self.saved.name.startswith("adapter")
         classes = len(self.labels) or None
-        model = build_model(self.config, classes, pad, label_names=self.labels, say_new=not adapted)
+        config = _here(self.config)
+        model = build_model(config, classes, pad, label_names=self.labels, say_new=not adapted)
         if adapted:
             self._check_base(model)
             with at_home(model):
                 model = load_adapter(model, self.saved)
-        if self.config.model.device_map:
-            return model.eval()
-        return model.to(device_of(self.config)).eval()
+        if not config.model.device_map:
+            model = model.to(device_of(config))
+        if config.train.autocast != "off":
+            autocast(model, getattr(torch, config.train.autocast))
+        return model.eval()
 
     def _check_base(self, model: nn.Module) -> None:
         """Compare the base with that of the run, as far as its summary says (of version 0.1.0: the weights).
@@ -82,7 +86,7 @@ class FinishedRun:
             f"model.type: {self.config.model.type!r} has other {what} than when the run in {self.folder} trained its "
             f"adapter on them (fingerprint {found[wrong[0]]}, then {self.summary[wrong[0]]})"
         )
-        if changed := changed_since(self.folder / "environment.json"):
+        if changed := changed_since(self.folder / "environment.json", device_of(_here(self.config))):
             say_once(f"{other}; if its files are the same, that is by what has changed here: {', '.join(changed)}")
             return
         raise UserError(f"{other}; put back the files that were there, or train again")
@@ -117,6 +121,16 @@ class FinishedRun:
         """The length in tokens that the run cut its samples to; of ``llm.tok_len: auto`` what it came to."""
         length = data_args(self.config.data).get("max_len") or self.config.llm.tok_len
         return int(self.summary["rows"]["tok_len"]) if length == "auto" else length
+
+
+def _here(config: Config) -> Config:
+    """``config`` on a device that this machine has: the run's, else the first GPU, else the CPU, which is said."""
+    asked, count = torch.device(config.torch_device), torch.cuda.device_count()
+    if asked.type == "cpu" or (asked.index or 0) < count:
+        return config
+    where = "the first GPU" if count else "the CPU"
+    say_once(f"the run computed on {asked}, which torch does not find here; its model is on {where}")
+    return config.replace(use_gpu=count > 0, device=-1)
 
 
 def load_run(folder: str | Path, best: bool = False) -> FinishedRun:

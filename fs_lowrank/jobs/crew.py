@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ROWS_LOGGER, RunFailed, UserError
-from .nursery import AVAILABLE, LIBRARIES, Forked, Nursery
+from .nursery import Forked, Nursery, nursery
 from .process import Process
-from .shell import FAILED, INTERRUPTED, OK, WRONG_USE, message_of
+from .shell import FAILED, INTERRUPTED, OK, WRONG_USE, message_of, names
 
 #: how many workers that died are replaced
 RESTARTS = 8
@@ -52,7 +52,7 @@ def stop_signals() -> Iterator[list[int]]:
 
 
 def check_gpus(gpus: Sequence[str]) -> None:
-    """Check the numbers of GPUs.
+    """Check the numbers of GPUs, which are torch's: of those that ``CUDA_VISIBLE_DEVICES`` names, if it is set.
 
     Raises:
         UserError: one is not a number, or not one of a GPU that torch finds.
@@ -72,6 +72,15 @@ def check_gpus(gpus: Sequence[str]) -> None:
             )
 
 
+def visible(gpu: str) -> str:
+    """What ``CUDA_VISIBLE_DEVICES`` has to be for a process that is to see GPU number ``gpu`` of this one alone.
+
+    A scheduler that has set the variable gives this process a part of the machine's GPUs, by number or by name.
+    """
+    named = names(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return named[int(gpu)] if named else gpu
+
+
 def threads_each(workers: int) -> int:
     """Threads of each of ``workers`` processes that share the cores of this machine."""
     return max(1, (os.cpu_count() or 1) // workers)
@@ -85,8 +94,8 @@ class Crew:
             left, 130 if it was stopped by a signal. A ``UserError`` from it ends the whole crew.
         options: plain data.
         workers: number of processes; they share the cores.
-        gpus: each worker sees one of them, as device 0; the config keys for it are added to ``overrides`` in the
-            options.
+        gpus: numbers of torch's; each worker sees one of them, as device 0; the config keys for it are added to
+            ``overrides`` in the options.
         logs: a folder for the workers' output; None: the output of this process.
         patience: seconds that a worker may take to stop before it is killed; None: until the second signal.
         say: prints a line.
@@ -111,7 +120,7 @@ class Crew:
     def _start(self, index: int) -> None:
         environment, options = self._environment(), self.options
         if self.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = self.gpus[index % len(self.gpus)]
+            environment["CUDA_VISIBLE_DEVICES"] = visible(self.gpus[index % len(self.gpus)])
             options = {**options, "overrides": {**options.get("overrides", {}), "use_gpu": True, "device": 0}}
         order = {"target": self.target, "options": options, "logs": str(self.logs or "")}
         log = self.logs / f"worker_{index}.log" if self.logs else None
@@ -143,8 +152,8 @@ class Crew:
         """
         stopping, ended, replaced, error = 0.0, False, 0, None
         try:
-            if AVAILABLE and self.workers > 1:
-                self._nursery = Nursery((self.target.partition(":")[0], *LIBRARIES), self._environment())
+            if self.workers > 1:
+                self._nursery = nursery(self.target.partition(":")[0], self._environment())
             for index in range(self.workers):
                 self._start(index)
             while self.processes:

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
@@ -184,6 +185,28 @@ class Nursery:
         self._control.close()
         self.process.kill()
         self.process.wait()
+
+
+def nursery(module: str, environment: Mapping[str, str]) -> Nursery | None:
+    """A nursery that imports ``module`` and ``LIBRARIES``; None where every process is to be started by itself.
+
+    Args:
+        module: that every process runs.
+        environment: variables in addition to those of this process.
+    """
+    return Nursery((module, *LIBRARIES), environment) if AVAILABLE and not _imports_ask_cuda() else None
+
+
+def _imports_ask_cuda() -> bool:
+    """Whether there are GPUs that importing ``LIBRARIES`` asks for: PEFT imports bitsandbytes, which does so.
+
+    What is forked from a process that has asked can use no GPU, nor choose which ones it sees.
+    """
+    if not find_spec("bitsandbytes"):
+        return False
+    import torch
+
+    return torch.cuda.device_count() > 0
 
 
 # -- in the process ------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def accumulate_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor, 
     parameters = dict(model.named_parameters())
     own_up, own_down = parameters[up_all], parameters[down_all]
     with torch.no_grad():
-        ups, downs = up.flatten(1), down.flatten(1)
+        ups, downs = up.to(own_up.device).flatten(1), down.to(own_up.device).flatten(1)
         if own_up.any():  # its initial pair has B = 0 and is replaced
             ups, downs = torch.cat([own_up.flatten(1), ups], 1), torch.cat([own_down.flatten(1), downs])
         widest = min(ups.shape[0], downs.shape[1])  # no product has a larger rank

@@ -15,9 +15,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from ..algebra import on_device
 from ..errors import UserError, say_once
 from .kinds import unwrapped
-from .machine import rounding, without_autocast
+from .machine import input_device, rounding, without_autocast
 from .masks import comparable
 from .trials import failure, keeping_modes
 
@@ -75,9 +76,9 @@ def _only(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str, nn.Param
 
 
 def _on(model: nn.Module, batches: Batches) -> Iterator[dict[str, Tensor]]:
-    device = next(model.parameters()).device
+    device = input_device(model)
     for batch in batches:
-        yield {k: v.to(device) for k, v in batch.items()}
+        yield on_device(batch, device)
 
 
 def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -227,7 +228,7 @@ def _layers_differ(model: nn.Module, batch: Mapping[str, Tensor], parameters: Ma
     It is tried on two samples of ``batch``, with one sum of their logits and without the run's random numbers.
     """
     by_sample, by_layer, wrong = _zeros(parameters), _zeros(parameters), ""
-    with comparable(batch["labels"].device):
+    with comparable():
         for sample in _samples(batch, 2):
             _add_by_sample(model, sample, parameters, by_sample, _probe)
         try:

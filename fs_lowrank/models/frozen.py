@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from ..algebra import digest
+from ..seeds import drawing
 from .adapters import layer_stack
 from .kinds import unwrapped
 from .machine import gathered, input_device, machine, rounding
@@ -356,10 +357,8 @@ class FrozenPrefix:
         hook = self.layers[-1].register_forward_hook(
             lambda module, args, output: last_states.append(output[0] if isinstance(output, tuple) else output)
         )
-        device = batch["input_ids"].device
         try:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                torch.manual_seed(0)
+            with drawing(0):
                 logits = self.model(**batch).logits
         finally:
             hook.remove()

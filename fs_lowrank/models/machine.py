@@ -20,13 +20,16 @@ def device_of(config: Settings) -> torch.device:
     """The device the configuration asks for.
 
     Raises:
-        UserError: a GPU is asked for and there is none.
+        UserError: a GPU is asked for that is not there.
     """
     if config.torch_device == "cpu" or isinstance(config.device, str):  # the only text it accepts is cpu
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UserError("use_gpu is True, but torch finds no GPU; set use_gpu False, or install a CUDA build of torch")
-    return torch.device("cuda", max(config.device, 0))
+    index, count = max(config.device, 0), torch.cuda.device_count()
+    if index >= count:
+        raise UserError(f"device = {index}: torch finds {count} GPU{'s' * (count > 1)}; give 0 to {count - 1}, or -1")
+    return torch.device("cuda", index)
 
 
 def input_device(model: nn.Module) -> torch.device:
@@ -68,26 +71,37 @@ def enough_memory() -> Iterator[None]:
 
 def autocast(model: nn.Module, dtype: torch.dtype) -> None:
     """Let ``model`` compute in ``dtype`` what torch's autocast allows; its weights stay as they are."""
-    device, opened = input_device(model).type, contextlib.ExitStack()
+    for module in _entrances(model):
+        _autocast(module, dtype, input_device(model).type)
+
+
+def _entrances(model: nn.Module) -> list[nn.Module]:
+    """The modules that are called to compute with ``model``: itself, and within PEFT's wrapper what generates text."""
+    return list(dict.fromkeys((model, unwrapped(model))))
+
+
+def _autocast(module: nn.Module, dtype: torch.dtype, device: str) -> None:
+    opened = contextlib.ExitStack()  # of this module alone: one may call the other
 
     def enter(module: nn.Module, *_: Any) -> None:
         if "autocast" in vars(module):
             opened.enter_context(torch.autocast(device, dtype=dtype))
 
-    model.register_forward_pre_hook(enter)
-    model.register_forward_hook(lambda *_: opened.close(), always_call=True)
-    vars(model)["autocast"] = dtype
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(lambda *_: opened.close(), always_call=True)
+    vars(module)["autocast"] = dtype
 
 
 @contextlib.contextmanager
 def without_autocast(model: nn.Module) -> Iterator[None]:
     """A context in which ``model`` computes in the dtype of its weights."""
-    dtype = vars(model).pop("autocast", None)
+    modules = [module for module in _entrances(model) if "autocast" in vars(module)]
+    dtypes = [vars(module).pop("autocast") for module in modules]
     try:
         yield
     finally:
-        if dtype is not None:
-            vars(model)["autocast"] = dtype
+        for module, dtype in zip(modules, dtypes):
+            vars(module)["autocast"] = dtype
 
 
 def rounding(model: nn.Module) -> float:
@@ -98,7 +112,11 @@ def rounding(model: nn.Module) -> float:
 
 def check_half(device: torch.device, key: str) -> None:
     """Raise ``UserError`` if ``device`` cannot compute in bfloat16, which the configuration's ``key`` asks for."""
-    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if device.type != "cuda":
+        return
+    with torch.cuda.device(device):  # torch answers for the current one
+        supported = torch.cuda.is_bf16_supported(including_emulation=False)
+    if not supported:
         raise UserError(
             f"{key}: {torch.cuda.get_device_name(device)} does not compute in bfloat16; take float32, or another GPU"
         )

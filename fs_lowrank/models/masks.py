@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from ..seeds import drawing
+
 
 def draws(model: nn.Module) -> bool:
     """Whether a module of ``model`` applies dropout now: by a module or by a number (attention, OPT, LoHa, LoKr)."""
@@ -30,10 +32,9 @@ def draws(model: nn.Module) -> bool:
 
 
 @contextmanager
-def comparable(device: torch.device) -> Iterator[None]:
+def comparable() -> Iterator[None]:
     """A context in which the same is drawn each time, apart from all else; without attention's dropout on a GPU."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), _WithoutAttention():
-        torch.manual_seed(0)
+    with drawing(0), _WithoutAttention():
         yield
 
 

@@ -73,7 +73,8 @@ class Positions:
         """What ``values``, ``(samples or 1, …)``, have at these positions; ``at``: their side for the positions."""
         if values.shape[at] == 1 and self.length > 1:
             return values  # the same for all positions
-        index = self.index.view(len(self.index), *[1] * (at - 1), -1, *[1] * (values.ndim - at - 1))
+        index = self.index.to(values.device, non_blocking=True)
+        index = index.view(len(self.index), *[1] * (at - 1), -1, *[1] * (values.ndim - at - 1))
         sides = (len(self.index), *values.shape[1:at], index.shape[at], *values.shape[at + 1 :])
         return values.expand(len(self.index), *values.shape[1:]).gather(at, index.expand(sides))
 
@@ -81,7 +82,8 @@ class Positions:
         """``values`` at these positions of ``(samples, length, width)``, and zeros elsewhere."""
         samples, _, width = values.shape
         flat = values.new_zeros(samples * self.length, width)
-        return flat.index_copy(0, self.rows, values.flatten(0, 1)[self.filled]).view(samples, self.length, width)
+        rows, filled = (t.to(values.device, non_blocking=True) for t in (self.rows, self.filled))
+        return flat.index_copy(0, rows, values.flatten(0, 1)[filled]).view(samples, self.length, width)
 
     def masks(self) -> Masks:
         """Dropout with the masks of all positions."""
@@ -330,7 +332,7 @@ class OnlyRead:
         hook = self.layer.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
         device = input_device(self.model)
         try:
-            with torch.enable_grad(), comparable(device):
+            with torch.enable_grad(), comparable():
                 logits = self.model(**inputs).logits
                 number = torch.rand((), device=device)
         finally:
@@ -417,7 +419,8 @@ def _taken(value: Any, at: Positions) -> Any:
 
 def _causal_mask(at: Positions, states: Tensor) -> Tensor:
     """Added to scores: nothing for earlier positions and its own, the smallest number for later ones."""
-    later = torch.arange(at.length, device=states.device) > at.index[:, None, :, None]
+    index = at.index.to(states.device, non_blocking=True)
+    later = torch.arange(at.length, device=states.device) > index[:, None, :, None]
     return states.new_zeros(later.shape).masked_fill(later, torch.finfo(states.dtype).min)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -105,7 +105,8 @@ class Slots:
         scales: Sequence[Mapping[str, float]],
         trained: Collection[str],
     ):
-        self._rows: Rows | None = None
+        #: the rows of the batch that is computed, on a device
+        self._rows: Callable[[torch.device], Rows] | None = None
         apart = [n for n, first in held[0].items() if first.numel() or any(h[n].numel() for h in held)]
         apart = [n for n in apart if tags(n) & set(trained) or not all(_same(held[0][n], h[n]) for h in held[1:])]
         check_modules(model, apart)
@@ -154,9 +155,9 @@ class Slots:
             yield
 
     @contextlib.contextmanager
-    def rows(self, counts: Sequence[int], device: torch.device) -> Iterator[None]:
+    def rows(self, counts: Sequence[int]) -> Iterator[None]:
         """A context for one forward pass of a batch with ``counts`` rows of each slot, in their order."""
-        self._rows = Rows(counts, device)
+        self._rows = cache(partial(Rows, counts))
         try:
             yield
         finally:
@@ -167,9 +168,9 @@ class Slots:
         compute = _KINDS[type(module)]
 
         def forward(x: Tensor) -> Tensor:
-            rows = self._rows
-            if rows is None:
+            if self._rows is None:
                 return type(module).forward(module, x)
+            rows = self._rows(x.device)
             if x.ndim < 2 or len(x) != rows.total:
                 raise Apart(f"{path} is computed for {len(x)} rows of a batch of {rows.total}")
             factor = self.factors.get(path)

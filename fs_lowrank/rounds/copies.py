@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..algebra import FlatTensors
+from ..algebra import FlatTensors, on_device
 from ..errors import CannotContinue, UserError, described
 from ..methods import Method, Update
 from ..models.adapters import load_tensors
@@ -101,8 +101,7 @@ class OwnCopy(SharedCopy):
         facts = parcel.facts
         load_tensors(self.model, self.shared)
         stands = facts["stands"]
-        device = input_device(self.model)
-        tensors: Mapping[str, Tensor] = {n: t.to(device) for n, t in parcel.tensors.items()}
+        tensors: Mapping[str, Tensor] = on_device(parcel.tensors, input_device(self.model))
         if facts.get("whole"):
             load_tensors(self.model, tensors)
         elif stands != self.standing.round:

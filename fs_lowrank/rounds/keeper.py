@@ -28,7 +28,7 @@ from ..models.saved import save_adapter
 from ..runs import best, checksums
 from ..runs.card import model_card
 from ..runs.checkpoint import Checkpoint, load_checkpoint, remove_old, save_checkpoint, saved_rounds
-from ..runs.environment import environment, versions, write_environment
+from ..runs.environment import versions, write_environment
 from ..runs.folder import check_outdir, claim, replaced
 from ..runs.plots import plot_clients, plot_curves, plot_test, setting_of
 from ..runs.records import Records, flat_metrics, read_records
@@ -192,9 +192,8 @@ class RecordKeeper:
         self._records = Records(records, history)
         with self._replaced(self.config_name) as aside:
             self.config.dump(aside)
-        write_environment(
-            self.outdir / "environment.json", self.site.new_weights, checkpoint.round if checkpoint else None
-        )
+        after = checkpoint.round if checkpoint else None
+        write_environment(self.outdir / "environment.json", self.site.new_weights, after, self.site.device)
         write_split(self.outdir, self.site.data)
         if self.config.eval.generate.freq and self.config.model.task == "CausalLM":
             self._answers = Answers(self.site, self.outdir, checkpoint.round if checkpoint else 0)
@@ -455,7 +454,7 @@ class RecordKeeper:
             **result.facts,
             "clients": _sizes(result.facts["clients"]),
             **({"on_test": {**on_test, "clients": extremes(on_test["clients"])}} if on_test else {}),
-            "versions": environment()["versions"],
+            "versions": versions(),
             "seed": self.config.seed,
         }
         write_text(self.outdir / "summary.json", to_json(summary, indent=1))

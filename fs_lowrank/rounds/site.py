@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..algebra import on_device
 from ..config import Config
 from ..data import Examples, ImageExamples, build_data, load_raw
 from ..data.examples import rows_alike
@@ -118,7 +119,7 @@ class Site:
         undivided: all data that this process reads belong to one client.
 
     Attributes:
-        initial_state: the method's state before round 1.
+        initial_state: the method's state before round 1, on one device also where the model is on several.
         personal: by client, the tensors that stay with it. clients: each made when it is asked for.
         parameters: the number of parameters of the plain model, and the largest number that a client trains.
         heads: the modules of a model without an adapter that are a head by their place (``names.is_head``).
@@ -149,12 +150,11 @@ class Site:
         self.new_weights: list[str] = list(vars(model)["new_weights"])
         # Beside an adapter the names say it.
         self.heads = () if config.llm.adapter.use else tuple(heads_by_place(model))
-        total = count(model)
-        self.model = self.adapted(model)
+        total, self.model = count(model), self.adapted(model)
         check_head(config, self.model, self.heads)
         self.method.workbench = self._workbench() if serves and self.method.needs.validation else None
         self.clients = Lazy(len(self.data.clients), self._client)
-        self.initial_state = self.method.initial_state(self.model)
+        self.initial_state = on_device(self.method.initial_state(self.model), self.device)
         check_tags(self.method, self.model, self.initial_state)
         say_half(config, self.initial_state)
         self.personal = PersonalParts(copied(self.model, self.method.personal))
@@ -348,7 +348,8 @@ class Site:
             facts = {"result": trained.result.facts(), "seconds": trained.seconds}
             self.reuse.keep(trained.key, model, self.method.phases(round, client.id), facts)
         started = time.perf_counter()
-        tensors = {n: t.detach() for n, t in self.method.upload(model, round, client).items()}
+        tensors = {n: t.detach().to(self.device) for n, t in self.method.upload(model, round, client).items()}
+        wait(self.device)
         spent = {"training": trained.seconds, "upload": time.perf_counter() - started, "reused": trained.reused}
         self._spent[client.id] = spent
         return Update(client.id, client.num_samples, tensors)

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ..algebra import on_device
 from ..errors import CannotContinue, RunFailed
 from ..jobs.files import read_json, replacing
 from ..versions import SCHEMA, NewerSchema, check_schema
@@ -102,9 +103,8 @@ def _read(path: Path, device: torch.device | str) -> Checkpoint:
     for name, expected in meta["files"].items():
         if checksum(path / name) != expected:
             raise ValueError(f"{name} is damaged: its checksum does not match")
-    parts = {name.removesuffix(".safetensors"): load_file(path / name) for name in meta["files"]}
-    here = {part: {n: t.to(device) for n, t in tensors.items()} for part, tensors in parts.items()}
-    return Checkpoint(round=int(meta["round"]), parts=here, meta=meta)
+    parts = {name.removesuffix(".safetensors"): on_device(load_file(path / name), device) for name in meta["files"]}
+    return Checkpoint(round=int(meta["round"]), parts=parts, meta=meta)
 
 
 def load_checkpoint(folder: str | Path, device: torch.device | str = "cpu") -> Checkpoint | None:

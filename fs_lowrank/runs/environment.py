@@ -28,31 +28,33 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "fs-lowrank": __version__, **packages}
 
 
-def environment() -> dict[str, Any]:
-    """Versions and machine, for ``environment.json``."""
-    return {
-        "versions": versions(),
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
+def machine(device: torch.device) -> dict[str, Any]:
+    """Cores, threads, and the name of the GPU that the device of a run is; None for the CPU."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {"cpus": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu}
 
 
-def write_environment(path: Path, new_weights: Sequence[str], resumed_after: int | None) -> None:
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions, and the machine of a run on ``device``, for ``environment.json``."""
+    return {"versions": versions(), "platform": platform.platform(), **machine(device)}
+
+
+def write_environment(path: Path, new_weights: Sequence[str], resumed_after: int | None, device: torch.device) -> None:
     """Write ``environment.json``; a resumed run adds its environment under ``resumed`` to that of the start.
 
-    If versions, the number of cores or threads, or the GPU differ from those before, a warning says that results may
-    differ in their last digits.
+    If versions, the number of cores or threads, or the GPU (None: the CPU) differ from those before, a warning says
+    that results may differ in their last digits. Before version 0.2.0 the GPU was the machine's, also of a run on the
+    CPU.
 
     Args:
         path: the file.
         new_weights: names of the weights that no checkpoint of the model had.
         resumed_after: the last round of the interrupted run; None for a run that begins.
+        device: of the run.
     Raises:
         RunFailed: the file cannot be written.
     """
-    now = environment()
+    now = environment(device)
     content: dict[str, Any] = {"schema": SCHEMA, **now, "new_weights": list(new_weights)}
     if resumed_after is not None:
         try:
@@ -70,12 +72,12 @@ def write_environment(path: Path, new_weights: Sequence[str], resumed_after: int
     write_text(path, to_json(content, indent=1))
 
 
-def changed_since(path: Path) -> list[str]:
-    """What differs here from where the run of the ``environment.json`` at ``path`` ended, in words, of what new and
-    quantised weights depend on: versions and the GPU. If that is not known, it says so.
+def changed_since(path: Path, device: torch.device) -> list[str]:
+    """What differs, on ``device``, from where the run of the ``environment.json`` at ``path`` ended, in words, of what
+    new and quantised weights depend on: versions and the GPU. If that is not known, it says so.
     """
     try:
-        _, changed = _before(path, environment())
+        _, changed = _before(path, environment(device))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return [f"{path} cannot be read, so the run's versions are not known"]
     return [words for words in changed if words.split()[0] in ("fs-lowrank", "torch", "transformers", "gpu")]

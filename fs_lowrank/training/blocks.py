@@ -137,7 +137,7 @@ class Blocks:
 
         def results(parts: list[np.ndarray], masks: list[Callable[[], Masks] | None]) -> tuple[Tensor, Tensor]:
             found = []
-            with comparable(device):
+            with comparable():
                 for part, mask in zip(parts, masks):
                     batch = {k: v.to(device) for k, v in examples.batch(indices[part]).items() if k != "labels"}
                     with mask() if mask else nullcontext():

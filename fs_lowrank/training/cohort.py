@@ -203,7 +203,7 @@ class _Training:
             batch = together.batch(part)
             masks = masks_of(together.lengths, part, drawn, drawing)() if drawing else nullcontext()
             near = shortcuts(self.prefix, self.reads, rows, batch, self.device)
-            with near, self.slots.rows(counts.tolist(), self.device), masks:
+            with near, self.slots.rows(counts.tolist()), masks:
                 logits, labels = label_logits(self.model, to_device(batch, self.device))
                 each = losses_of(logits, labels)
                 each = each * self._on_device(np.repeat(shares[slot[part]], losses[part]).astype(np.float32))
@@ -229,10 +229,11 @@ def _clip(parameters: Sequence[nn.Parameter], most: float) -> None:
     gradients = [p.grad for p in parameters if p.grad is not None]
     if most <= 0 or not gradients:
         return
-    norms = torch.stack([g.flatten(1).norm(dim=1).float() for g in gradients]).norm(dim=0)
+    each = [g.flatten(1).norm(dim=1).float() for g in gradients]
+    norms = torch.stack([norm.to(each[0].device) for norm in each]).norm(dim=0)  # a model may be on several devices
     factors = (most / (norms + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
-        gradient.mul_(factors.view(-1, *[1] * (gradient.ndim - 1)).to(gradient.dtype))
+        gradient.mul_(factors.view(-1, *[1] * (gradient.ndim - 1)).to(gradient))
 
 
 # -- who can train together ----------------------------------------------------------------------------
@@ -397,9 +398,8 @@ def _gradients_together(
     model.requires_grad_(False)
     slots = Slots(model, each, [lora_scales(model)] * len(each), held)
     slots.trainable(held)
-    device = input_device(model)
-    batch = to_device(examples.batch(np.concatenate(batches)), device)
-    with slots.installed(), slots.rows([len(rows) for rows in batches], device), torch.enable_grad():
+    batch = to_device(examples.batch(np.concatenate(batches)), input_device(model))
+    with slots.installed(), slots.rows([len(rows) for rows in batches]), torch.enable_grad():
         logits, labels = label_logits(model, batch)
     losses = losses_of(logits, labels)
     means = [part.mean() for part in losses.split([int(examples.losses(rows).sum()) for rows in batches])]
@@ -410,8 +410,9 @@ def _gradients_together(
 def _compared(plain: Sequence[Gradients], ours: Sequence[Gradients], eps: float) -> str:
     """What differs beyond rounding, whose relative error is ``eps``, between losses and gradients."""
     for (loss, gradients), (our_loss, our_gradients) in zip(plain, ours):
+        zero = loss.new_zeros(1).float()
         flat = [
-            torch.cat([g.detach().flatten().float() for g in each if g is not None] or [loss.new_zeros(1).float()])
+            torch.cat([g.detach().flatten().to(loss.device).float() for g in each if g is not None] or [zero])
             for each in (gradients, our_gradients)
         ]
         pairs = {"losses": (loss.detach().float(), our_loss.detach()), "gradients": (flat[0], flat[1])}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from itertools import groupby
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from ..models.kinds import is_encoder_decoder, unwrapped
 from ..models.machine import input_device
 from ..models.prompts import generating, is_prompted
+from ..seeds import drawing
 
 #: tokens that a stop word may spread over
 _NEWEST = 16
@@ -69,9 +71,7 @@ def continue_prompts(
     texts = [""] * len(prompts)
     inner.generation_config = plain  # generate() fills what a config leaves open from the model's own
     try:
-        with generating(), torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=temperature > 0):
-            if temperature:
-                torch.manual_seed(seed)
+        with generating(), drawing(seed) if temperature else nullcontext():
             for rows in _batches(order, batch_size, [len(p) for p in prompts] if prompted else None):
                 width = len(prompts[rows[0]])
                 first = 0 if paired else width  # a decoder beside an encoder does not repeat the prompt

@@ -22,7 +22,9 @@ from fs_lowrank.data.fetch import FETCHABLE, MARKER
 from fs_lowrank.data.files import SUFFIXES
 from fs_lowrank.errors import say_once
 from fs_lowrank.finished import answers, evaluate_rows, load_run, predict_rows, read_rows, write_table
+from fs_lowrank.finished import run as finished_run
 from fs_lowrank.models import quantised
+from fs_lowrank.rounds import site
 from fs_lowrank.runs.card import model_card
 from fs_lowrank.runs.split import read_split
 from fs_lowrank.runs.summary import for_people
@@ -107,6 +109,22 @@ def test_a_quantised_base_scores_and_answers_as_in_the_run(
         said.append(list(predict_rows(run, read_rows(run, test, labelled=False), tokens=8)["prediction"]))
         shutil.rmtree(result.outdir / kind)
     assert len(said[0]) == len(rows) and said[0] == said[1]
+
+
+def test_a_run_of_another_machines_gpu_is_used_on_what_is_here(settings, monkeypatch, no_curves, caplog):
+    keys = {"use_gpu": True, "device": 1, "federate.total_round_num": 1}
+    with monkeypatch.context() as patch:  # stands for the machine with two GPUs
+        patch.setattr(site, "device_of", lambda config: torch.device("cpu"))
+        result = fs_lowrank.run(load_config(settings, keys))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert {p.device.type for p in load_run(result.outdir).model.parameters()} == {"cpu"}
+    assert "the run computed on cuda:1, which torch does not find here; its model is on the CPU" in caplog.text
+    for count, device in ((1, -1), (2, 1)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda n=count: n)
+        here = finished_run._here(load_run(result.outdir).config)
+        assert here.use_gpu and here.device == device
+    assert "its model is on the first GPU" in caplog.text
 
 
 def test_predictions_are_those_of_peft_alone(runs, tiny_encoder, test_rows):

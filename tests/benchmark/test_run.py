@@ -175,6 +175,7 @@ def test_the_content_of_a_result(place, done):
     assert cell["samples"] == cell["rounds"] * trained and cell["samples_counted"]
     assert cell["bytes"]["uplink_bytes"] > cell["bytes"]["uplink_bytes_without_head"] > 0
     assert cell["head"] == "trained, sent and averaged" and cell["peak_memory_bytes"]["host"] > 1e7
+    assert cell["machine"].keys() == {"cores", "threads", "gpu"} and cell["machine"]["gpu"] is None
     assert cell["data"]["rows"].keys() == {"read", "skipped", "truncated", "tok_len"}
     assert len(cell["data"]["fingerprint"]) == 64 and cell["versions"]["torch"]
     assert "data.root" not in cell["config"] and cell["command"].startswith("fs-lowrank benchmark run tiny.yaml")
@@ -477,8 +478,11 @@ def test_what_failed_and_what_is_repeated_is_estimated(done, bench):
     assert found == {(): {"trouble": ("1", "")}, ("--redo",): {"main": ("8", ""), "trouble": ("2", "")}}
 
 
-def test_a_gpu_that_runs_are_estimated_for(place, bench, monkeypatch):
-    """They are probed on it, and its memory is not added to the machine's."""
+@pytest.mark.parametrize(
+    "workers, sums", [(2, ["8.0", "3.0 GB", "4.0 GB", "2.4 GB"]), (4, ["4.0", "6.0 GB", "8.0 GB", "4.2 GB"])]
+)
+def test_a_gpu_that_runs_are_estimated_for(place, bench, monkeypatch, workers, sums):
+    """They are probed on it, and its memory is not added to the machine's, but to that of others on the same GPU."""
     from benchmark import estimate
     from fs_lowrank.estimate import Estimate, Need
 
@@ -500,13 +504,29 @@ def test_a_gpu_that_runs_are_estimated_for(place, bench, monkeypatch):
 
     monkeypatch.setattr(estimate, "check_gpus", lambda gpus: None)
     monkeypatch.setattr(estimate, "_probed", lambda alike: measured(alike.config))
-    code, said = bench("run", "tiny.yaml", "--only", "main", "--estimate", "--gpus", "1,2", "--results", "on_gpus")
+    options = ["--gpus", "1,2", "--workers", str(workers), "--results", "on_gpus"]
+    code, said = bench("run", "tiny.yaml", "--only", "main", "--estimate", *options)
     assert code == 0 and set(probed) == {(True, 1)}, said
-    row = re.findall(r"│ in all, by 2 workers +│(.*)", said)[0].split("│")
+    row = re.findall(rf"│ in all, by {workers} workers +│(.*)", said)[0].split("│")
     sizes = [figure.strip() for figure in row[4:8]]
-    # 8 cells score their test set, two at a time. 0.9 GB for each of two runs; kept are the clients of four trials, and
-    # for each of two seeds those of one cell, which the others share.
-    assert sizes == ["8.0", "3.0 GB", "4.0 GB", "2.4 GB"]
+    # 8 cells score their test set, all workers at a time. 0.9 GB for each of their runs; kept are the clients of four
+    # trials, and for each of two seeds those of one cell, which the others share.
+    assert sizes == sums
+
+
+def test_a_run_on_the_cpu_leaves_the_gpu_alone(monkeypatch):
+    """There may be one: nothing asks CUDA for its memory, which would take some of it."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)  # by a run before, in the same worker
+    peaks = {torch.device("cuda", 1): 10}
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peaks.update({device: 7}))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[device])
+    benchmark.execute._forget_peak(torch.device("cpu"))
+    assert benchmark.execute._peak(torch.device("cpu")).keys() == {"host"} and set(peaks.values()) == {10}
+    benchmark.execute._forget_peak(torch.device("cuda", 1))
+    assert benchmark.execute._peak(torch.device("cuda", 1))["gpu"] == 7
 
 
 @pytest.mark.parametrize("kind, runs", [("loguniform: [1e-3, 1e-2]", 20), ("choice: [1e-3, 1e-2]", 20)])

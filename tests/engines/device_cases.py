@@ -13,12 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.utils.backend_registration as registration
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate.utils import send_to_device
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fs_lowrank import list_methods
+from fs_lowrank import errors, list_methods
 from fs_lowrank.methods import requirements
+from fs_lowrank.models.adapters import layer_stack
 from fs_lowrank.models.slots import Rows, Slots
 from fs_lowrank.rounds import admission, site
 from fs_lowrank.rounds import round as rounds
@@ -290,6 +293,51 @@ def test_cohorts_are_those_of_the_cpu(both, computed, case):
 def test_a_resumed_run_is_the_run_to_the_bit(bench, on_device, method):
     with on_device():
         checks.check_resume(bench, method, "encoder")
+
+
+# -- a model on two devices ------------------------------------------------------------------------------
+
+
+def spread(model):
+    """``model``, whose last two layers are on the device and the others on the CPU, as accelerate places them."""
+    _, layers = layer_stack(model)
+    for layer in layers[1:]:
+        layer.to(torch.device(NAME, 0))
+        add_hook_to_module(layer, AlignDevicesHook(torch.device(NAME, 0)))
+    layers[-1].register_forward_hook(lambda _, args, output: send_to_device(output, torch.device("cpu")))
+    return model
+
+
+@pytest.mark.parametrize(
+    "task, method, keys",
+    [
+        ("encoder", "pfedloru", {"lowrank.merge": False, "lowrank.tau": 1}),
+        pytest.param("causal", "fedloru", {"lowrank.merge": False, "lowrank.tau": 1}, marks=pytest.mark.slow),
+        pytest.param("encoder", "fisher_merge", {"llm.adapter.use": True}, marks=pytest.mark.slow),
+        ("encoder", "flexlora", {"lowrank.ranks": [1, 3, 2], "train.cohort": 3, "grad.grad_clip": 0.3}),
+        ("causal", "fedlora", {"train.cohort": 3, "dataloader.batch_size": 30, "train.batch_or_epoch": "epoch"}),
+    ],
+)
+def test_a_model_on_two_devices_learns_what_it_learns_on_one(bench, on_device, monkeypatch, caplog, task, method, keys):
+    keys = {"train.optimizer": {"type": "SGD", "lr": 0.01}, **keys}
+    plain = bench.make(task, method, keys)
+    plain.run()
+    caplog.clear()
+    errors.say_once.cache_clear()
+    adapted = site.Site.adapted
+    with on_device(), monkeypatch.context() as patch:
+        patch.setattr(site, "device_of", lambda config: torch.device("cpu"))
+        patch.setattr(site.Site, "adapted", lambda self, model: spread(adapted(self, model)))
+        ours = bench.make(task, method, keys)
+        assert {t.device.type for t in ours.model.parameters()} == {"cpu", NAME}
+        ours.run()
+        assert all(not isinstance(t, Labelled) for t in ours.ledger.state.values())
+        found = {n: t.cpu() if isinstance(t, torch.Tensor) else t for n, t in values_of(ours).items()}
+    assert not [record["failed"] for record in ours.keeper.history if record["failed"]]
+    assert not [said for said in caplog.messages if "train." in said], "nothing was switched off"
+    for name, value in values_of(plain).items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(found[name], value, msg=lambda m, name=name: f"{name}: {m}")
 
 
 # -- what crosses ----------------------------------------------------------------------------------------

@@ -5,7 +5,10 @@ import torch
 from torch import nn
 
 import fs_lowrank
+from fs_lowrank.finished import load_run
+from fs_lowrank.models.build import _copy
 from fs_lowrank.testing import check_method
+from fs_lowrank.training.generate import continue_prompts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
 #: the keys of a run on a GPU
@@ -75,3 +78,29 @@ def test_processes_end_as_one(settings, tmp_path, no_curves):
     )
     for (name, a), (_, b) in zip(two.model.named_parameters(), one.model.named_parameters(), strict=True):
         assert torch.equal(a.cpu(), b.cpu()), name
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch finds one GPU")
+def test_a_base_over_two_gpus_ends_as_on_the_processor(run):
+    spread = {"model.device_map": "sequential", "model.max_memory": ["0=60KB", "1=1GB"], "federate.method": "flexlora"}
+    for cohort in ("off", 3):
+        ours = run("causal", {**spread, **ON, "train.cohort": cohort})
+        assert len({p.device for p in ours.model.parameters()}) > 1
+        plain = run("causal", {"federate.method": "flexlora", "train.cohort": "off"})
+        for name, value in plain.ledger.state.items():
+            torch.testing.assert_close(ours.ledger.state[name].cpu(), value, atol=1e-3, rtol=1e-3)
+
+
+def test_a_finished_run_is_used_on_the_gpu_and_generates_in_bfloat16(run):
+    engine = run("causal", {**ON, "train.autocast": "bfloat16"})
+    loaded, seen = load_run(engine.keeper.outdir), set()
+    assert {p.device.type for p in loaded.model.parameters()} == {"cuda"}
+    linear = next(module for module in loaded.model.modules() if type(module) is nn.Linear)
+    linear.register_forward_hook(lambda _, args, output: seen.add(output.dtype))
+    continue_prompts(loaded.model, loaded.tokenizer, [[1, 2, 3]], batch_size=1, max_new_tokens=2)
+    assert seen == {torch.bfloat16}
+
+
+def test_a_copy_of_a_base_on_the_gpu_is_there():
+    copied = _copy(nn.Linear(4, 3, device="cuda"))
+    assert {p.device.type for p in copied.parameters()} == {"cuda"}

@@ -24,6 +24,7 @@ from rich.text import Text
 from fs_lowrank import RunFailed, UserError
 from fs_lowrank.errors import own_place
 from fs_lowrank.jobs import crew, shell
+from fs_lowrank.jobs import nursery as nurseries
 from fs_lowrank.jobs.files import replacing, write_text
 from fs_lowrank.jobs.locks import claimed, exclusive
 from fs_lowrank.jobs.nursery import AVAILABLE, Nursery
@@ -365,6 +366,45 @@ def test_a_worker_with_a_bug_prints_one_line(tmp_path, monkeypatch, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     (file,) = tmp_path.iterdir()
     assert "ZeroDivisionError: division by zero" in line and str(file) in line and "in broken" in file.read_text()
+
+
+@FORKS
+@pytest.mark.parametrize("installed, gpus, forks", [(False, 2, True), (True, 0, True), (True, 2, False)])
+def test_nothing_is_forked_from_what_has_asked_cuda(monkeypatch, installed, gpus, forks):
+    """PEFT imports bitsandbytes where it is installed, and that asks for GPUs."""
+    monkeypatch.setattr(nurseries, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    made = nurseries.nursery("test_jobs", {})
+    if made:
+        made.end()
+    assert bool(made) == forks
+
+
+def tell(options):
+    """The function that the worker runs: it leaves a file, named by what it sees, of what it is."""
+    seen = os.environ["CUDA_VISIBLE_DEVICES"]
+    Path(options["folder"], seen).write_text(json.dumps([os.getppid(), options["overrides"]]))
+    return shell.OK
+
+
+@pytest.mark.parametrize("given, seen", [(None, {"0", "1"}), ("4,5", {"4", "5"}), ("GPU-a, GPU-b", {"GPU-a", "GPU-b"})])
+def test_workers_see_one_gpu_each_of_those_that_the_command_sees(tmp_path, monkeypatch, given, seen):
+    """Also where they cannot be forked."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "bitsandbytes.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    if given:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    else:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    gpus, told = shell.gpus("all"), tmp_path / "told"
+    told.mkdir()
+    crew.check_gpus(gpus)
+    assert not crew.Crew("test_jobs:tell", {"folder": str(told)}, 2, gpus=gpus).run([])
+    found = {path.name: json.loads(path.read_text()) for path in told.iterdir()}
+    assert found == dict.fromkeys(seen, [os.getpid(), {"use_gpu": True, "device": 0}])
 
 
 @pytest.mark.parametrize("package, others", [("benchmark", ("fs_lowrank", "hpo")), ("hpo", ("fs_lowrank",))])

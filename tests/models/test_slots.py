@@ -47,7 +47,7 @@ def test_each_row_has_its_clients_tensors(clients, counts, sides):
     slots = Slots(model, [held(net) for net in clients], [{}] * 3, {"head"})
     slots.trainable({"head"})
     x = torch.randn(sum(counts), *sides, 5, dtype=torch.float64)
-    with slots.installed(), slots.rows(counts, CPU):
+    with slots.installed(), slots.rows(counts):
         found = model(x)
     parts = zip(clients, x.split(counts), strict=True)
     torch.testing.assert_close(found, torch.cat([net(part) for net, part in parts if len(part)]))
@@ -82,7 +82,7 @@ def test_slots_are_filled_up_where_products_are_batched():
 
 def test_an_input_without_the_batchs_rows(clients):
     slots = Slots(clients[0], [held(net) for net in clients], [{}] * 3, {"head"})
-    with slots.installed(), slots.rows((1, 1, 1), CPU), pytest.raises(Apart, match="norm is computed for 2 rows of a"):
+    with slots.installed(), slots.rows((1, 1, 1)), pytest.raises(Apart, match="norm is computed for 2 rows of a"):
         clients[0](torch.randn(2, 5, dtype=torch.float64))
 
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from fs_lowrank import load_config, run
 from fs_lowrank.errors import UserError
 from fs_lowrank.models.fingerprints import model_fingerprint
-from fs_lowrank.runs.environment import environment
+from fs_lowrank.runs.environment import changed_since, environment, write_environment
 from fs_lowrank.runs.plots import plot_curves
 from fs_lowrank.runs.records import Records, read_records
 from fs_lowrank.runs.result import RunResult
@@ -175,10 +175,32 @@ def test_a_fingerprint_sees_names_shapes_dtypes_and_values():
 
 
 def test_the_environment_is_recorded():
-    found = environment()
+    found = environment(torch.device("cpu"))
     # A build's own part, such as +cpu, may be in one of them only.
     assert found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0] and found["cpus"] >= 1
     json.dumps(found)
+
+
+def test_the_gpu_is_that_of_the_run(tmp_path, monkeypatch, caplog):
+    """A change between CPU and GPU is said. What version 0.1.0 wrote, the machine's GPU also of a run on the CPU, or
+    nothing, is no error.
+    """
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    cpu, gpu, path = torch.device("cpu"), torch.device("cuda", 1), tmp_path / "environment.json"
+    write_environment(path, [], None, cpu)
+    assert json.loads(path.read_text())["gpu"] is None and not changed_since(path, cpu)
+    write_environment(path, [], 1, cpu)
+    assert not caplog.text
+    write_environment(path, [], 2, gpu)
+    assert "gpu None → GPU 1" in caplog.text and json.loads(path.read_text())["resumed"][-1]["gpu"] == "GPU 1"
+    assert not changed_since(path, gpu) and changed_since(path, cpu) == ["gpu GPU 1 → None"]
+    content = json.loads(path.read_text())
+    del content["resumed"], content["gpu"]
+    for before in ({**content, "gpu": "GPU 0"}, content):
+        path.write_text(json.dumps(before))
+        write_environment(path, [], 1, cpu)
+        assert json.loads(path.read_text())["versions"] == content["versions"]
 
 
 def test_a_merge_into_a_tied_head_leaves_the_embedding(tiny_causal, causal_settings, tmp_path, no_curves):

@@ -361,6 +361,7 @@ def to_framework(config: Settings):
     flat = {name: value for name, value, _ in flat_keys(config)}
     flat.update(config.framework)
     flat["federate.method"] = frameworks_name(config.federate.method)
+    flat["use_gpu"] = config.torch_device != "cpu"
     flat["device"] = config.device if isinstance(config.device, int) else -1
     flat["outdir"], flat["expname"] = config.outdir, config.expname
     if not config.model.task:

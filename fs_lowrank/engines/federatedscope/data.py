@@ -41,6 +41,8 @@ def load(config, client_cfgs=None):
     if client_cfgs:
         use_client_cfgs(config, client_cfgs)
     session = open_session(config)
+    if session.site.device.index is not None:  # of -1 the framework would take the GPU with the most free memory
+        config.device = session.site.device.index
     if session.config.alone:  # the framework's launcher would look for that client among the workers
         config.federate.client_idx_for_local_train = 0
         config.federate.client_num = config.federate.sample_client_num = 1

@@ -22,6 +22,7 @@ from federatedscope.core.auxiliaries.worker_builder import get_client_cls
 from federatedscope.core.fed_runner import StandaloneRunner
 from federatedscope.core.message import Message
 
+from ...algebra import on_device
 from ...config import load_config
 from ...errors import RunFailed
 from ...jobs.nursery import Nursery
@@ -185,7 +186,7 @@ class ParallelRunner(StandaloneRunner):
         site.add_spent({int(n): spent for n, spent in facts["spent"].items()})
         for group, tensors in groups.items():
             if group.startswith("personal "):
-                own = {n: t.to(site.device) for n, t in tensors.items()}
+                own = on_device(tensors, site.device)
                 site.personal.keep(int(group.removeprefix("personal ")), self.server.round.number, own)
         for i, message in enumerate(facts["messages"]):
             self.shared_comm_queue.append(_unpacked(Parcel(groups.get(str(i), {}), **message)))
@@ -300,7 +301,7 @@ def _answer(connection: Connection, clients: dict, queue: deque[Message]) -> Non
             # The message applies to the model at the end of the last round, not to what the last client trained.
             load_tensors(site.model, shared)
             with torch.no_grad():
-                tensors = {n: t.to(site.device) for n, t in parcel.tensors.items()}
+                tensors = on_device(parcel.tensors, site.device)
                 method.apply(site.model, tensors, parcel.facts["round"])
         else:
             message, client = _unpacked(parcel), clients[parcel.facts["receiver"]]

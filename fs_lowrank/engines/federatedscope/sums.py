@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ...algebra import on_device
 from ...methods import Update
 from ...rounds.intake import Gathered, TooFewClients, mean_as_update
 
@@ -89,5 +90,5 @@ class Shares:
         if len(self.sums) < self.parties or without:
             raise TooFewClients("with federate.use_ss the shares of every client are needed")
         mean = recover(add_shares(self.sums), self.parties if self.uniform else self.samples, self._like)
-        update = mean_as_update({n: t.to(self.device) for n, t in mean.items()}, self.samples)
+        update = mean_as_update(on_device(mean, self.device), self.samples)
         return Gathered([update], self.parties)

@@ -74,7 +74,8 @@ class Node:
         facts: of the message: ``run``, what tells this run from others, and ``config``, the server's configuration.
         own: the node's configuration: ``partition-id``, the client's number less one; ``cfg``, a configuration of its
             own; ``own-data``, whether all data that it names are this client's; ``folder``, where it remembers.
-        folder: in place of the node's own.
+        folder: in place of the node's own, in a simulation; there Ray shows each process GPUs of its own only, so that
+            the server's ``device`` is not theirs.
     """
 
     def __init__(self, facts: Mapping[str, Any], own: Mapping[str, Any], folder: Path | None):
@@ -86,6 +87,8 @@ class Node:
         self.client, self.own_data = int(own["partition-id"]) + 1, bool(own.get("own-data", False))
         given = str(own["cfg"]) if own.get("cfg") else facts["config"]
         self.config = load_config(given)
+        if folder and self.config.torch_device != "cpu":
+            self.config = self.config.replace(device=-1)
         self.identity = f"{self.config.fingerprint()}:{facts['run']}"
         place = folder or Path(str(own.get("folder") or home() / "flower")).expanduser()
         self.disk = memory(place, self.identity, self.client)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -71,7 +72,7 @@ def run(
                 num_supernodes=config.federate.client_num,
                 backend_config={
                     "init_args": {"num_cpus": count, "include_dashboard": False, "log_to_driver": False},
-                    "client_resources": {"num_cpus": 1, "num_gpus": gpus / count},
+                    "client_resources": {"num_cpus": 1, "num_gpus": gpus_each(gpus, count)},
                 },
             )
         except UserError:
@@ -85,6 +86,14 @@ def run(
     if not found:
         raise RunFailed("Flower's simulation ended before the run did; run again with resume=True")
     return found[0]
+
+
+def gpus_each(gpus: int, count: int) -> float:
+    """How many of ``gpus`` each of ``count`` processes asks Ray for: a whole number, or a share of one.
+
+    Ray takes no other number above 1, and a process whose share no single GPU has left would never start.
+    """
+    return gpus // count or (1 / math.ceil(count / gpus) if gpus else 0.0)
 
 
 @contextlib.contextmanager

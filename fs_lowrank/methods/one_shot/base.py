@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ...models.curvature import LARGEST_EXACT, count_classes, diagonal_fisher
+from ...models.machine import input_device
 from ...models.names import entries, select
 from ...seeds import derive
 from ..base import Gathering, State
@@ -210,7 +211,7 @@ class OneShot(Gathering):
 
 def logits_of(model: nn.Module, tensors: Tensors, batch: Tensors) -> Tensor:
     """The logits of ``model`` for ``batch`` with ``tensors`` instead of its own, which do not change."""
-    device = next(model.parameters()).device
+    device = input_device(model)
     inputs = {k: v.to(device) for k, v in batch.items() if k != "labels"}
     return functional_call(model, dict(tensors), kwargs=inputs).logits
 

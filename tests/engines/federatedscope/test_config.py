@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
 import fs_lowrank
@@ -266,3 +268,23 @@ def test_numbers_to_predict(quick, assert_same, tmp_path):
     clients = fs_lowrank.run(quick("clients", {**keys, "federate.total_round_num": 1}), "federatedscope")
     scores = clients.history[-1]["client_scores"].values()
     assert scores and all(score.keys() == {"loss", "samples"} and score["loss"] > 0 for score in scores)
+
+
+@pytest.mark.parametrize("device, told", [("cuda:1", 1), ("cuda:0", 0), ("cpu", -1)])
+def test_the_framework_is_told_where_the_sessions_model_is(cfg, monkeypatch, device, told):
+    """By itself it would take the GPU with the most free memory."""
+    from fs_lowrank.engines.federatedscope import data
+
+    session = SimpleNamespace(site=SimpleNamespace(device=torch.device(device)), config=SimpleNamespace(alone=False))
+    monkeypatch.setattr(data, "open_session", lambda config: session)
+    monkeypatch.setattr(data, "worker_data", lambda session, config: {})
+    cfg.merge_from_list(["federate.method", "rolora", "device", -1])
+    _, changed = data.load(cfg)
+    assert changed.device == told
+
+
+def test_a_gpu_is_not_used_where_the_device_is_the_cpu(quick):
+    from fs_lowrank.engines.federatedscope.config import to_framework
+
+    asked = [to_framework(quick("run", {"use_gpu": True, "device": device})).use_gpu for device in ("cpu", -1, 1)]
+    assert asked == [False, True, True]

@@ -55,6 +55,28 @@ def test_a_wrong_configuration_is_said_before_anything_starts(quick):
         fs_lowrank.run(config, "flower")
 
 
+@pytest.mark.parametrize(
+    "gpus, count, each", [(0, 2, 0), (1, 1, 1), (1, 2, 1 / 2), (2, 2, 1), (2, 3, 1 / 2), (3, 2, 1), (4, 2, 2)]
+)
+def test_gpus_of_a_process(gpus, count, each):
+    """Ray takes shares of one GPU, or whole numbers."""
+    from fs_lowrank.engines.flower.run import gpus_each
+
+    assert gpus_each(gpus, count) == each
+
+
+@pytest.mark.parametrize("keys, simulated", [({"use_gpu": True, "device": 1}, -1), ({"device": "cpu"}, "cpu")])
+def test_the_device_of_the_server_is_none_of_the_simulation(quick, tmp_path, keys, simulated):
+    """In which Ray numbers the GPUs of each process from 0."""
+    from fs_lowrank.engines.flower.client import Node
+
+    config = quick("run", keys)
+    facts, own = {"run": "a", "config": config.to_dict()}, {"partition-id": 0}
+    for folder, device in ((None, config.device), (tmp_path, simulated)):
+        node = Node(facts, own, folder)
+        assert node.config.device == device and node.identity == f"{config.fingerprint()}:a"
+
+
 @pytest.mark.slow
 def test_the_command_line_and_a_run_that_is_killed(quick, tmp_path):
     """After ``kill -9`` nothing of it is left, and ``--resume`` ends where a run ends that nobody killed."""
