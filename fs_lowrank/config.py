@@ -42,7 +42,7 @@ from .settings import (
     read_yaml,
     show,
 )
-from .settings.adapter import adapter_args, resolved_name
+from .settings.adapter import OTHER_DEFAULTS, adapter_args, resolved_name, unsaid
 from .settings.clients import read_clients
 from .settings.effects import not_honoured, without_effect
 from .settings.parameters import general_keys, params_defaults, params_fields, taken_keys, unknown_parameter
@@ -76,6 +76,7 @@ class Config(Settings):
         changes = {resolved_name(key): value for key, value in changes.items()}
         origin = dataclasses.replace(self.source, overridden=self.source.overridden | set(changes))
         tree = self.to_dict()
+        tree["llm"]["adapter"]["args"][0].pop(self.source.unsaid, None)  # it stays at its default
         method, old, new = changes.get("federate.method"), None, None
         if isinstance(method, str):
             old, new = _method_class(self.federate.method, self.source), _method_class(method, self.source)
@@ -181,7 +182,8 @@ def _build(tree: Mapping[str, Any], origin: Origin, overridden_params: Mapping[s
         origin = dataclasses.replace(origin, overridden=origin.overridden | {key})
     params = check_method_params(method, params, origin)
     needs = method.requires(method.Params(**params))
-    origin = dataclasses.replace(origin, adapter=config.llm.adapter.use)
+    args = config.llm.adapter.args
+    origin = dataclasses.replace(origin, adapter=config.llm.adapter.use, unsaid=unsaid(args[0] if args else {}))
     use = _uses_adapter(config, method.name, needs.adapts(config.llm.adapter.use), origin)
     adapter = dataclasses.replace(config.llm.adapter, use=use, args=[adapter_args(config.llm.adapter.args, origin)])
     clients = read_clients(config.lowrank.clients, config.federate.client_num, origin)
@@ -371,6 +373,10 @@ def check_engine(config: Config, engine: str, together: Sequence[str] = ()) -> N
     schedule_of(config.train.scheduler, config.source)
     for name, value, reason in without_effect(config, engine, _method_class(config.federate.method, config.source)):
         say_once(f"{name} = {show(value)} has no effect: {reason}")
+    if config.llm.adapter.use and (name := config.source.unsaid):
+        spec = config.adapter
+        ours, theirs = spec.to_args()[name], OTHER_DEFAULTS[spec.method][1]
+        say_once(f"llm.adapter.args: {name} is not given: {ours} here, {theirs}")
     file, lines = config.source.file, config.source.lines
     listed = [
         f"{name} = {show(value)}" + (f" (line {lines[name]})" if name in lines else "") + f": {why}"

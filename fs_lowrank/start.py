@@ -20,9 +20,9 @@ from torch import nn
 
 from .config import load_config
 from .data import CAUSAL_LM, LONGEST, RawData, load_raw
-from .data.files import SUFFIXES, read_table
+from .data.own import look_at, stem_of
 from .data.sources import data_args
-from .data.tables import with_fraction
+from .data.tables import talks_in, with_fraction
 from .data.template import SYNONYMS
 from .data.tokenize import tokenize_causal, tokenize_classification
 from .errors import UserError, nearest
@@ -61,7 +61,7 @@ class Given:
     """What the user says; empty or None: looked for, or the usual.
 
     Attributes:
-        data: a CSV, TSV, JSON or JSON Lines file.
+        data: a file or folder that ``data.type`` reads as labelled texts or instructions, or a pattern for several.
         text, text_pair, label, instruction, input, output: columns.
         model: a folder, a name to fetch, or a name on a hub; ``@huggingface_llm`` or ``@transformers`` may follow.
     """
@@ -86,7 +86,7 @@ def draft(given: Given) -> str:
         UserError: the file cannot be read; columns that do not exist or cannot be guessed; classes that are numbers
             with fractions, or too many; a model that is not here; a value that no configuration may have.
     """
-    table = _table(given)
+    table = look_at(given.data, LOOKED_AT)
     columns, why, causal = _columns(given, table)
     model = given.model or ("smollm2" if causal else "minilm")
     if "@" not in model:
@@ -123,10 +123,12 @@ def draft(given: Given) -> str:
         reason = "answers have no classes" if causal else "a client has few rows"
         splitter = [f"  # guessed, since {reason}: equal, random parts; or quantity (unequal sizes), dirichlet, shards"]
         splitter += ["  splitter: iid"]
+    if "file" in raw.fields:
+        splitter.append(f"  # or each file a client: splitter: file, and client_num {raw.train['file'].nunique()}")
     if fields:
         splitter.append(f"  # or by the values of a column: splitter: field, splitter_args: [{{field: {fields[0]}}}]")
     about_clients = f"{'' if given.clients else 'guessed: '}about {each:.0f}"
-    where = given.outdir or f"runs/{given.data.stem}"
+    where = given.outdir or f"runs/{stem_of(given.data)}"
     task = "instructions and answers" if causal else f"{raw.num_labels} classes ({', '.join(raw.label_names[:8])})"
     rank = "r: 8, alpha: 16" if causal else "r: 4, alpha: 8"
     lines = [
@@ -168,14 +170,6 @@ def _check(text: str) -> None:
     data_args(config.data, config.source)
 
 
-def _table(given: Given) -> pd.DataFrame:
-    if given.data.is_dir():
-        raise UserError(f"{given.data} is a folder; `init` reads a file; for images set data.type to the folder")
-    if given.data.suffix.lower() not in SUFFIXES:
-        raise UserError(f"{given.data}: expected a file that ends with {', '.join(SUFFIXES)}")
-    return read_table(given.data, named_by="the name of the file")
-
-
 def _columns(given: Given, table: pd.DataFrame) -> tuple[dict[str, str], list[str], bool]:
     """``data.args``, why, and whether the rows are instructions with answers."""
     named = {
@@ -195,8 +189,8 @@ def _columns(given: Given, table: pd.DataFrame) -> tuple[dict[str, str], list[st
         raise UserError(
             f"{min(classes)} is of a classification, {min(language)} of instructions with answers; give one of them"
         )
-    if "messages" in table and not named:
-        return {}, ["guessed: conversations in the column messages"], True
+    if (talks := talks_in(table)) and not named:
+        return {}, [f"guessed: conversations in the column {talks}"], True
     found = {r: next((n for n in names if n in table), "") for r, names in SYNONYMS.items()}
     if language or (not classes and found["instruction"] and found["output"]):
         roles = {

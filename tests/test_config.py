@@ -352,6 +352,7 @@ def test_internal_keys_are_unknown():
         ("data.splits", [0.8, 0.2], ("three shares",)),
         ("data.splits", [1.1, -0.1, 0.0], ("at least 0",)),
         ("data.splits", "0.8", ("a list of numbers",)),
+        ("data.splits", "(0.98,0.01,0.01)", ("a list of numbers", "write [0.98,0.01,0.01]")),
         ("data.subsample", 0, ("above 0 and at most 1",)),
         ("eval.split", ["tset"], ("did you mean 'test'",)),
         ("eval.metrics", ["accc"], ("did you mean 'acc'",)),
@@ -454,6 +455,38 @@ def test_adapter_spellings():
     assert make(llm__adapter__args=[{"some_new_argument": 3}]).adapter.extra == {"some_new_argument": 3}
 
 
+def test_what_peft_saves_of_an_adapter_is_taken(caplog):
+    for kind, method in (("LORA", "lora"), ("IA3", "ia3")):
+        make(llm__adapter__args=[{"adapter_method": method, "peft_type": kind, "task_type": "CAUSAL_LM"}])
+    config = make(federate__method="fedlora", llm__adapter__args=[{"alpha": 8, "peft_type": "LORA", "task_type": "X"}])
+    check_local(config)
+    assert "llm.adapter.args.0.task_type = 'X' has no effect: PEFT sets it itself" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        ([], "lora_alpha is not given: 16 here, 8 in PEFT and FederatedScope"),
+        ([{"adapter_method": "LoHa"}], "lora_alpha is not given: 16 here, 8 in PEFT"),
+        ([{"adapter_method": "vera"}], "r is not given: 8 here, 256 in PEFT"),
+        ([{"adapter_method": "oft"}], "r is not given: 8 here, blocks of 32 (oft_block_size) in PEFT"),
+        ([{"adapter_method": "oft", "oft_block_size": 4}], ""),
+        ([{"alpha": 16}], ""),
+        ([{"adapter_method": "ia3"}], ""),
+    ],
+)
+def test_a_default_that_is_not_pefts_is_said(args, said, caplog):
+    """Also of a changed copy; not where no adapter is used, nor of the resolved file, where it is given."""
+    config = make(federate__method="fedlora", llm__adapter__args=args)
+    for each in (config, config.replace(seed=3), config.replace({"federate.method": "fedavg"}), make(config.to_dict())):
+        say_once.cache_clear()
+        caplog.clear()
+        check_local(each)
+        expected = said if each.llm.adapter.use and each.source.unsaid else ""
+        assert ("is not given" in caplog.text) == bool(expected) and expected in caplog.text
+    assert bool(config.replace(seed=3).source.unsaid) == bool(said) and not make(config.to_dict()).source.unsaid
+
+
 def test_scale():
     spec = AdapterSpec(r=4, lora_alpha=8)
     assert spec.scale() == 2 and spec.scale(2) == 4
@@ -478,6 +511,11 @@ def test_scale():
         ({"adapter_package": "other"}, ("one of peft",)),
         ({"lora_aplha": 8}, ("args.0.lora_aplha", "did you mean 'lora_alpha'")),
         ({"use_rslora": "yes"}, ("True or False",)),
+        (
+            {"peft_type": "LOHA"},
+            ("peft_type = 'LOHA', and adapter_method is lora; set that to the kind that is meant",),
+        ),
+        ({"adapter_method": "prefix", "peft_type": "P_TUNING"}, ("adapter_method is prefix",)),
         *(
             ({"adapter_method": kind, "use_rslora": True}, ("use_rslora", f"is LoRA's, and adapter_method is {kind}"))
             for kind in ("loha", "lokr", "ia3", "oft", "vera")
@@ -516,6 +554,22 @@ def test_the_frameworks_method_names(method, use, args, resolved, used):
     config = load_config(tree)
     assert (config.federate.method, config.llm.adapter.use) == (resolved, used)
     assert load_config(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("Local", "each client alone is a row of `fs-lowrank compare --methods …,local`"),
+        ("global", "all data in one place is a row of `fs-lowrank compare --methods …,pooled`"),
+        ("fedprox", "the training loop has no such penalty"),
+    ],
+)
+def test_a_method_of_the_framework_that_is_none_here_says_what_there_is(monkeypatch, name, said):
+    from fs_lowrank.methods import catalogue
+
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=re.escape(f"no method {name!r}; {said}")):
+        catalogue.get_method_class(name)
 
 
 def test_methods_that_contradict_the_adapter():
@@ -601,6 +655,25 @@ def test_the_frameworks_other_keys(write, caplog):
     assert "federate.save_to = 'x.ckpt' has no effect: a run leaves its adapter" in caplog.text
     assert config.fingerprint() == load_config(write(FILE)).fingerprint()
     assert config.get("fedprox.mu") == 0.3 and config.get("fedprox.use") is False
+
+
+def test_what_the_framework_says_otherwise_is_taken(caplog):
+    say_once.cache_clear()
+    config = make({"federate.data_weighted_aggr": True, "model.out_channels": 2, "eval.metrics": ["acc", "correct"]})
+    assert config.fingerprint() == make().fingerprint()
+    check_local(config)
+    for said in (
+        "federate.data_weighted_aggr = True has no effect: updates are weighted by the client's number of training",
+        "model.out_channels = 2 has no effect: the data say how many classes there are",
+        "eval.metrics: correct has no effect: acc is that number as a share of the samples",
+    ):
+        assert said in caplog.text
+
+
+@pytest.mark.parametrize("key, value", [("batch_size", 4), ("shuffle", False), ("drop_last", True)])
+def test_the_frameworks_older_spelling_is_named(key, value):
+    with refused(f"data.{key} = {value}", f"write dataloader.{key} in place of it"):
+        check_local(make({f"data.{key}": value}))
 
 
 def test_keys_of_the_framework_are_refused_by_the_local_engine(write):

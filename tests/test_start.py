@@ -2,6 +2,7 @@
 
 import json
 
+import datasets
 import pandas as pd
 import pytest
 import yaml
@@ -73,6 +74,32 @@ def test_pairs_instructions_and_conversations(at, tiny_encoder, tiny_causal, ins
 
 NAMES = "no yes null ~ NaN true on y 1e5 1e-3 0x1F 1_000 12 .inf 2026-01-01 = @x -a a:b [a] #a %a &a *a!".split()
 NAMES += ["a, b", "it's", 'say "no"', "a: b", "a #b", " a ", "two\nlines", "ligne\u2028é", "a" * 200, "a " * 60 + "b"]
+
+
+def test_whatever_data_type_reads(at, tiny_encoder, tiny_causal, capsys):
+    reviews = make_reviews(120)
+    folder = at("a.csv", reviews).parent
+    reviews.to_parquet(folder / "whole.parquet")
+    datasets.Dataset.from_pandas(reviews).save_to_disk(folder / "saved")
+    for name, stem in (("whole.parquet", "whole"), ("saved", "saved")):
+        tree, _ = made(folder / name, tiny_encoder)
+        assert tree["outdir"] == f"runs/{stem}" and tree["data"]["args"] == [{"text": "text", "label": "label"}]
+        assert f"{name}: 120 rows, 2 classes" in _
+    (folder / "cc").mkdir()
+    for number in range(1, 4):
+        reviews.to_csv(folder / "cc" / f"client_{number}.csv", index=False)
+    options = ["--model", str(tiny_encoder)]
+    assert cli.main(["init", "cc/*.csv", *options]) == 0
+    out = capsys.readouterr().out
+    assert "written to cc.yaml" in out and "# or each file a client: splitter: file, and client_num 3" in out
+    assert cli.main(["init", "cc", *options]) == 2
+    assert "a folder of 3 files such as client_1.csv; name the file, or several by a pattern: cc/*.csv" in (
+        capsys.readouterr().err
+    )
+    talk = [{"from": "human", "value": "is it good"}, {"from": "gpt", "value": "it is good"}]
+    (folder / "talks.json").write_text(json.dumps([{"conversations": talk}] * 50))
+    with pytest.raises(UserError, match="need the tokenizer's chat template"):  # so they were seen
+        made(folder / "talks.json", tiny_causal)
 
 
 def test_columns_of_any_name(at, tiny_encoder):

@@ -23,7 +23,11 @@ _COLUMNS = {
 def add(commands) -> None:
     parser = commands.add_parser("init", help="write a complete, commented configuration for a file of your own")
     parser.add_argument(
-        "data", metavar="FILE", type=Path, help="labelled texts or instructions: CSV, TSV, JSON, JSON Lines"
+        "data",
+        metavar="FILE",
+        type=Path,
+        help="labelled texts or instructions: CSV, TSV, JSON, JSON Lines, Parquet or Arrow, a folder of save_to_disk, "
+        "or a pattern for several in quotes, such as 'clients/*.csv'",
     )
     options(parser)
     parser.add_argument("--out", metavar="FILE", type=Path, help="the configuration (default: FILE's name, .yaml)")
@@ -52,6 +56,7 @@ def write(args: argparse.Namespace, out: Path | None) -> Path:
     Raises:
         UserError: see ``start.draft``; the file exists with another content. RunFailed: it cannot be written.
     """
+    from ..data.own import stem_of
     from ..methods import get_method_class
     from ..start import Given, draft
 
@@ -60,7 +65,7 @@ def write(args: argparse.Namespace, out: Path | None) -> Path:
     said = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in _COLUMNS}
     method = get_method_class(args.method or "rolora").name
     text = draft(Given(args.data, **said, model=args.model, method=method, clients=args.clients))
-    out = out or Path(args.data.stem + ".yaml")
+    out = out or Path(stem_of(args.data) + ".yaml")
     if out.exists() and out.read_text(encoding="utf-8", errors="replace") != text:
         raise UserError(f"{out} exists and says something else; remove it, or run it: {hint('run', '--cfg', out)}")
     write_text(out, text)

@@ -82,7 +82,11 @@ class FederatedData:
             "source": self.source,
             "fingerprint": self.fingerprint,
             **self.counts(),
-            "partition": {"name": self.partition.name, "args": self.partition.args},
+            "partition": {
+                "name": self.partition.name,
+                "args": self.partition.args,
+                **({"files": self.partition.files} if self.partition.files else {}),
+            },
             "classes": self.partition.classes(),
             "clients": len(self.partition),
             **held_out,

@@ -6,22 +6,51 @@ import csv
 import gzip
 import io
 import json
+import re
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from fs_lowrank.errors import UserError, nearest
+from fs_lowrank.settings import show
 
-__all__ = ["SUFFIXES", "as_text", "read_table", "read_text", "read_tsv"]
+__all__ = ["NESTED", "SUFFIXES", "as_text", "as_texts", "natural", "read_table", "read_text", "read_tsv"]
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json")
+#: values of a table that hold others
+NESTED = (list, tuple, set, np.ndarray, Mapping)
+
+
+def natural(name: str) -> tuple[list[str | int], str]:
+    """A key to sort names by, with the numbers in them compared as numbers: ``client_2`` before ``client_10``."""
+    parts = re.split("([0-9]+)", name)
+    return [int(part) if i % 2 else part for i, part in enumerate(parts)], name
 
 
 def as_text(value: Any) -> str:
     """A value of a table as text; empty for a missing one."""
     return "" if value is None or value != value else str(value)
+
+
+def as_texts(where: str | Path, column: str, values: pd.Series) -> pd.Series:
+    """The ``values`` of a column as texts; their index are the numbers of the rows.
+
+    Args:
+        where: what the table is called, for messages.
+    Raises:
+        UserError: one is a list, a mapping or bytes, of which it is not known what the text is; names the row.
+    """
+    for row, value in values.items():
+        if isinstance(value, (*NESTED, bytes)):
+            raise UserError(
+                f"{where}, row {row + 1}: {show(value)} in column {column!r}: expected text; write the text itself "
+                "into the column, or name another one in data.args"
+            )
+    return pd.Series([as_text(value) for value in values], index=values.index, dtype=object)
 
 
 def read_text(path: Path, named_by: str = "data.root and data.type") -> str:
@@ -126,6 +155,7 @@ def _delimited(path: Path, text: str, delimiter: str, quoting: bool) -> list[dic
         for cells in reader:
             if header is None:
                 header = [cell.strip() for cell in cells]
+                _check_delimiter(path, header, delimiter)
                 if len(set(header)) < len(header):
                     raise UserError(f"{path}: the header names a column twice: {', '.join(header)}")
             elif cells:
@@ -142,6 +172,17 @@ def _delimited(path: Path, text: str, delimiter: str, quoting: bool) -> list[dic
     return rows
 
 
+def _check_delimiter(path: Path, header: list[str], delimiter: str) -> None:
+    """Refuse a header of one column in which there is what separates columns in other files."""
+    other = next((d for d in (";", "\t", ",") if len(header) == 1 and d != delimiter and d in header[0]), None)
+    if other:
+        write = "name it .tsv" if other == "\t" else f"write it with {delimiter!r}"
+        raise UserError(
+            f"{path}: the header is one column, {show(header[0])}: separated by {other!r}? expected {delimiter!r}; "
+            f"{write}"
+        )
+
+
 def _json(path: Path, text: str) -> list[dict[str, Any]]:
     data = _loads(path, text)
     if not isinstance(data, list):
@@ -155,7 +196,9 @@ def _json_objects(path: Path, text: str) -> list[dict[str, Any]]:
         row = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError):
         return _json_lines(path, text)
-    if "messages" not in row and any(isinstance(value, (list, dict)) for value in row.values()):
+    if not {"messages", "conversations"} & row.keys() and any(
+        isinstance(value, (list, dict)) for value in row.values()
+    ):
         keys = ", ".join(map(repr, list(row)[:10]))
         raise UserError(
             f"{path}: expected a list of objects, or one object a line; got one object with "

@@ -29,6 +29,7 @@ COLUMNS = {
     "rosetta_alpaca": {"category": "input"},
     "code_search_net": {"instruction": "docstring", "input": "language", "output": "code", "category": "language"},
 }
+NAMES = (*FILES, "code_search_net")
 #: CodeSearchNet's languages, in the order in which FederatedScope reads them
 _LANGUAGES = ("python", "javascript", "java", "ruby", "php", "go")
 

@@ -11,11 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from fs_lowrank.data import stored
 from fs_lowrank.data.files import SUFFIXES as TABLES
-from fs_lowrank.data.files import as_text, read_table
+from fs_lowrank.data.files import as_texts, natural, read_table
 from fs_lowrank.data.labels import from_flags, label_text
 from fs_lowrank.data.stored import Stored, StoredFrame, class_names, is_saved, is_stored, open_stored
 from fs_lowrank.data.tables import (
@@ -29,6 +30,7 @@ from fs_lowrank.data.tables import (
     flags_of,
     instructions,
     require_columns,
+    talks_in,
     text_columns,
 )
 from fs_lowrank.data.template import is_own
@@ -64,11 +66,23 @@ def _is_pattern(path: Path) -> bool:
 
 
 def _matching(path: Path) -> list[Path]:
-    """The files and folders of ``save_to_disk`` that a pattern matches, in order."""
+    """The files and folders of ``save_to_disk`` that a pattern matches, in the order of their names and numbers."""
     if not _is_pattern(path):
         return []
     found = [Path(name) for name in glob.glob(str(path), recursive=True)]
-    return sorted(p for p in found if is_saved(p) or p.is_file() and p.name.lower().endswith(SUFFIXES))
+    there = (p for p in found if is_saved(p) or p.is_file() and p.name.lower().endswith(SUFFIXES))
+    return sorted(there, key=lambda path: natural(str(path)))
+
+
+def refuse_tables(folder: Path, name: str) -> None:
+    """Raise ``UserError`` if ``folder``, which ``data.type`` calls ``name``, has files of tables and no folders."""
+    there = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    tables = sorted((p.name for p in there if p.name.lower().endswith(SUFFIXES)), key=natural)
+    if tables and not any(path.is_dir() for path in there):
+        raise UserError(
+            f"data.type = {name!r}: a folder of {len(tables)} files such as {tables[0]}; name the file, or several by "
+            f"a pattern: {name.rstrip('/')}/*{Path(tables[0]).suffix}"
+        )
 
 
 def _files(path: Path, named_by: str) -> list[Path]:
@@ -134,7 +148,8 @@ def read_own(
         asked = {"text", "label"} & set(args)
         language = not asked and (
             is_own(args.get("template", "auto"))
-            or "messages" in present
+            or bool({"instruction", "input", "output"} & set(args))
+            or bool(talks_in(present))
             or {"instruction"} < present
             and not {"text", "label"} <= present
         )
@@ -183,6 +198,30 @@ def _tables(path: Path, args: Mapping[str, Any], read: Callable[..., pd.DataFram
     return tables
 
 
+def look_at(path: Path, rows: int) -> pd.DataFrame:
+    """The table at ``path``; of data that stay on disk, so many of its rows, evenly spaced.
+
+    Raises:
+        UserError: it cannot be read, or is not what ``read_own`` reads.
+    """
+    if path.is_dir() and not is_saved(path):
+        refuse_tables(path, str(path))
+        raise UserError(f"{path} is a folder; name a file; for images set data.type to the folder")
+    if not is_files(path):
+        raise UserError(
+            f"{path}: expected a file that ends with {', '.join(SUFFIXES)}, a folder of save_to_disk, or a pattern"
+        )
+    _, table = _tables(path, {}, partial(read_table, named_by="the name of the file"))["train"]
+    if not isinstance(table, Stored):
+        return table
+    return table.rows(np.unique(np.linspace(0, len(table) - 1, min(rows, len(table))).astype(int)))
+
+
+def stem_of(path: Path) -> str:
+    """What a configuration for ``path`` may be called: the last name in it that is no pattern."""
+    return next((Path(part).stem for part in reversed(path.parts) if not _PATTERN.search(part)), "") or "data"
+
+
 def _state(tables: Mapping[str, tuple[str, Any]]) -> str:
     """What stands for the content of tables that are stored; empty if none is."""
     states = [table.state() for _, table in tables.values() if isinstance(table, Stored)]
@@ -208,12 +247,13 @@ def _labelled(tables: Mapping[str, tuple[str, Any]], args: Mapping[str, Any], so
         if isinstance(table := tables[role][1], Stored):
             kept = getattr(raw, role).drop(columns=["text", "text_pair"], errors="ignore")
             roles_of = {column: role for role, column in columns.items() if column and role != "label"}
-            setattr(raw, role, StoredFrame(kept, table, list(roles_of.values()), partial(_texts, roles_of)))
+            convert = partial(_texts, tables[role][0], roles_of)
+            setattr(raw, role, StoredFrame(kept, table, list(roles_of.values()), convert))
     return raw
 
 
-def _texts(roles_of: Mapping[str, str], rows: pd.DataFrame) -> pd.DataFrame:
-    return pd.DataFrame({role: rows[column].map(as_text) for column, role in roles_of.items()})
+def _texts(where: str, roles_of: Mapping[str, str], rows: pd.DataFrame) -> pd.DataFrame:
+    return pd.DataFrame({role: as_texts(where, column, rows[column]) for column, role in roles_of.items()})
 
 
 def _stored_instructions(

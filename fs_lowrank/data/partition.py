@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from fs_lowrank.data.files import natural
 from fs_lowrank.data.ragged import Ragged
 from fs_lowrank.errors import UserError, nearest
 from fs_lowrank.settings import Origin, check_keys, keys_of
@@ -48,7 +49,8 @@ class Rows:
 class Partition:
     """The rows of each client: ``indices[c]`` are the sorted int64 rows of client ``c``.
 
-    ``summary`` uses ``labels`` and ``label_names`` to count classes.
+    ``summary`` uses ``labels`` and ``label_names`` to count classes. ``files`` are the clients' files, where each has
+    one.
     """
 
     indices: Ragged
@@ -56,6 +58,7 @@ class Partition:
     args: dict[str, Any] = field(default_factory=dict)
     labels: np.ndarray | None = field(default=None, repr=False, compare=False)
     label_names: list[str] | None = field(default=None, repr=False, compare=False)
+    files: list[str] | None = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -152,7 +155,8 @@ def partition(
     # A partitioner may be a third party's, and no metric would show a lost or repeated row.
     if len(parts) != num_clients or not np.array_equal(np.sort(everything), np.arange(rows.size)):
         raise RuntimeError(f"splitter {name!r} did not give every row to exactly one of {num_clients} clients")
-    return Partition(_by_client(everything, parts.owners(), num_clients), name, args, rows.labels)
+    files = _files(rows) if function is by_file else None
+    return Partition(_by_client(everything, parts.owners(), num_clients), name, args, rows.labels, files=files)
 
 
 def _by_client(rows: np.ndarray, owners: np.ndarray, num_clients: int) -> Ragged:
@@ -344,16 +348,24 @@ def by_field(
 
 @register_partitioner("file")
 def by_file(rows: Rows, num_clients: int, rng: np.random.Generator) -> Ragged:
-    """Each client holds the rows of one file, of those that a pattern in ``data.type`` matches, in their order."""
+    """Each client holds the rows of one file, of those that a pattern in ``data.type`` matches, in their order.
+
+    ``data.json`` of a run lists the files of the clients.
+    """
     if "file" not in rows.fields:
         raise UserError("data.splitter = file: the data are one file; name several by a pattern, such as clients/*.csv")
-    files = len({str(name) for name in rows.fields["file"]})
-    if files != num_clients:
+    files = {name: number for number, name in enumerate(_files(rows))}
+    if len(files) != num_clients:
         raise UserError(
-            f"data.splitter = file: {files} files have training rows, and there are {num_clients} clients; each client "
-            f"has one file, so set federate.client_num to {files}"
+            f"data.splitter = file: {len(files)} files have training rows, and there are {num_clients} clients; each "
+            f"client has one file, so set federate.client_num to {len(files)}"
         )
-    return Ragged.of(by_field(rows, num_clients, rng, "file"))
+    return Ragged.by_owner(np.array([files[str(name)] for name in rows.fields["file"]]), num_clients)
+
+
+def _files(rows: Rows) -> list[str]:
+    """The names of the files in the column ``file``, in order."""
+    return sorted({str(name) for name in rows.fields["file"]}, key=natural)
 
 
 @register_partitioner("quantity")

@@ -33,7 +33,17 @@ from fs_lowrank.data.fetch.items import TOPIC_FILES
 from fs_lowrank.data.files import read_table, read_tsv
 from fs_lowrank.data.image_files import FOLDER_ARGS, IMAGE_SETS, ImageSet, read_folder, read_image_set
 from fs_lowrank.data.labels import from_flags, label_text
-from fs_lowrank.data.own import COMMON_ARGS, LABELS, LANGUAGE_ARGS, SUFFIXES, digests, is_files, read_own, under
+from fs_lowrank.data.own import (
+    COMMON_ARGS,
+    LABELS,
+    LANGUAGE_ARGS,
+    SUFFIXES,
+    digests,
+    is_files,
+    read_own,
+    refuse_tables,
+    under,
+)
 from fs_lowrank.data.stored import class_names, silent, sound
 from fs_lowrank.data.tables import (
     CAUSAL_LM,
@@ -76,8 +86,9 @@ class DataArgs:
 
     #: in tokens; None: ``llm.tok_len``
     max_len: int | None = key(None, min=1)
-    #: form of an instruction: the tokenizer's chat template, Alpaca's, or the first of them that there is; or a text
-    #: with columns in braces, the answer last: `"Question: {question} Answer: {output}"`
+    #: form of an instruction: the tokenizer's chat template, Alpaca's, or the first of them that there is (of the sets
+    #: that FederatedScope knows by name, such as `gsm8k@llm`, Alpaca's); or a text with columns in braces, the answer
+    #: last: `"Question: {question} Answer: {output}"`
     template: str = key("auto", words="auto, chat, alpaca, or a text with {column} fields")
     #: tokens with a loss: those of the answer, or all
     loss_on: str = key("answer", choices=LOSSES)
@@ -88,8 +99,9 @@ class DataArgs:
     #: column of the class, of the number (`model.task: SequenceRegression`), or of a list of classes (`model.task:
     #: MultiLabelClassification`), for which there may be a column of 0 and 1 for each class instead: `[insult, threat]`
     label: str | list[str] = key("label", words=f"{_COLUMN}, or for sets of classes a list of columns of 0 and 1")
-    #: column of the instruction; None: `instruction`. Conversations need none of these three: a column `messages`, a
-    #: list of turns with `role` and `content`, of which the last is the assistant's, is read by its name
+    #: column of the instruction; None: `instruction`. Conversations need none of these three: a column `messages` or
+    #: `conversations`, a list of turns with `role` and `content`, of which the last is the assistant's, or ShareGPT's
+    #: with `from` and `value`, is read by its name
     instruction: str | None = key(None, words=_COLUMN)
     #: column of the instruction's input; None: `input` or `context`, if there is one
     input: str | None = key(None, words=_COLUMN)
@@ -114,6 +126,8 @@ class DataArgs:
 def data_args(data_cfg: Any, origin: Origin | None = None, only: Iterable[str] | None = None) -> dict[str, Any]:
     """The checked mapping in ``data.args``; ``{}`` for an empty list.
 
+    The instructions that FederatedScope knows by name have Alpaca's form, as there, unless ``template`` is given.
+
     Args:
         only: the keys that the data set supports; None: all.
 
@@ -124,7 +138,8 @@ def data_args(data_cfg: Any, origin: Origin | None = None, only: Iterable[str] |
     given, origin = one_mapping("data.args", getattr(data_cfg, "args", None), origin or Origin()), origin or Origin()
     args = check_keys(given, keys_of(DataArgs), origin, "data.args.0", only)
     check_template(args, origin)
-    return args
+    stem, _, provider = str(getattr(data_cfg, "type", "")).rpartition("@")
+    return {"template": "alpaca", **args} if provider == "llm" and stem.lower() in framework_sets.NAMES else args
 
 
 #: returns the checked ``data.args``; called with the keys that the data set supports
@@ -176,6 +191,7 @@ def load_raw(data_cfg: Any, home: str | Path | None = None, origin: Origin | Non
         args()
         return _images(read_image_set(stem.lower(), root, home))
     if stem and under(root, stem).is_dir():
+        refuse_tables(under(root, stem), stem)
         return _images(read_folder(under(root, stem), args(*FOLDER_ARGS), home))
     known = [*FETCHED, *IMAGE_SETS, *(f"{task}@{provider}" for provider in PROVIDERS[:2] for task in GLUE)]
     raise UserError(

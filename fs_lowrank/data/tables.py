@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fs_lowrank.data.files import as_text
+from fs_lowrank.data.files import NESTED, as_texts
 from fs_lowrank.data.labels import kinds_of, label_text, numbers, sets
-from fs_lowrank.data.template import SYNONYMS, is_own, prompts
+from fs_lowrank.data.template import SYNONYMS, is_own, prompted, prompts
 from fs_lowrank.errors import UserError, nearest, say_once
 
 CLASSIFICATION = "classification"
@@ -24,6 +24,8 @@ REGRESSION = "regression"
 MULTI_LABEL = "multi_label"
 CAUSAL_LM = "causal_lm"
 IMAGE_CLASSIFICATION = "image_classification"
+#: who speaks in ShareGPT's conversations -> the role
+_SHARE_GPT = {"human": "user", "gpt": "assistant", "system": "system"}
 
 
 @dataclass
@@ -109,6 +111,9 @@ def classified(
         for column in table:
             if column not in used and column not in frame and _is_field(table[column]):
                 frame[column] = table[column]
+        for text in ("text", "text_pair"):
+            if text in frame:
+                frame[text] = as_texts(where, str(columns[text]), frame[text])
         frames[role] = drop_empty(frame, ("text", "text_pair"), skipped)
         if not len(frames[role]):
             raise UserError(f"{where}: every row has an empty text")
@@ -180,7 +185,7 @@ def with_fraction(labels: pd.Series) -> Any:
 
 def _check_single(where: str, column: str, labels: pd.Series) -> None:
     for row, value in labels.items():
-        if isinstance(value, (list, tuple, set, np.ndarray, Mapping)):
+        if isinstance(value, NESTED):
             raise UserError(
                 f"{where}, row {row + 1}: label {value!r} in column {column!r}: expected one class; for "
                 "sets of classes set model.task MultiLabelClassification"
@@ -217,16 +222,15 @@ def instructions(
     used: set[str | None]
     if is_own(args.get("template", "auto")):
         frame, columns = prompts(table, where, args)
-        frame = drop_empty(frame, ("instruction", "output"), skipped)
+        frame = drop_empty(frame, ("instruction", "output") if prompted(args["template"]) else ("output",), skipped)
         used = set(columns)
-    elif "messages" in table and "instruction" not in args:
-        frame = pd.DataFrame({"messages": table["messages"]})
-        for row, messages in frame["messages"].items():
-            _conversation(f"{where}, row {row + 1}", messages)
+    elif (talks := talks_in(table)) and "instruction" not in args:
+        turns = [_conversation(f"{where}, row {row + 1}", talks, talk) for row, talk in table[talks].items()]
+        frame = pd.DataFrame({"messages": pd.Series(turns, index=table.index, dtype=object)})
         answered = frame["messages"].map(lambda messages: bool(messages[-1]["content"].strip())).astype(bool)
         count_skipped(skipped, "empty last answer", int((~answered).sum()))
         frame = frame[answered]
-        used = {"messages"}
+        used = {talks}
     else:
         chosen = {}
         for role, names in SYNONYMS.items():
@@ -237,7 +241,8 @@ def instructions(
             chosen[role] = column
         distinct(chosen)
         frame = pd.DataFrame(
-            {role: "" if name is None else table[name].map(as_text) for role, name in chosen.items()}, index=table.index
+            {role: "" if name is None else as_texts(where, name, table[name]) for role, name in chosen.items()},
+            index=table.index,
         )
         frame = drop_empty(frame, ("instruction", "output"), skipped)
         used = set(chosen.values())
@@ -255,13 +260,27 @@ def instructions(
     return frame, [c for c in frame if c not in roles], skipped
 
 
-def _conversation(where: str, messages: Any) -> None:
-    turns = messages if isinstance(messages, list) else []
+def talks_in(there: Iterable[Any]) -> str:
+    """The column of conversations among those that are ``there``; empty if there is none."""
+    return next((name for name in ("messages", "conversations") if name in set(there)), "")
+
+
+def _conversation(where: str, column: str, talk: Any) -> list[dict[str, Any]]:
+    """The turns of a conversation with ``role`` and ``content``, also from ShareGPT's ``from`` and ``value``."""
+    turns = [_turn(turn) for turn in talk] if isinstance(talk, list) else []
     good = [isinstance(t, dict) and isinstance(t.get("role"), str) and isinstance(t.get("content"), str) for t in turns]
     if len(turns) < 2 or not all(good) or turns[-1]["role"] != "assistant":
         raise UserError(
-            f"{where}: 'messages' must be a list of objects with role and content that ends with 'assistant'"
+            f"{where}: {column!r} must be a list of objects with role and content that ends with 'assistant', or, as "
+            f"ShareGPT has them, with from ({', '.join(_SHARE_GPT)}) and value, that ends with 'gpt'"
         )
+    return turns
+
+
+def _turn(turn: Any) -> Any:
+    if isinstance(turn, dict) and "from" in turn and turn.get("role") is None:
+        return {"role": _SHARE_GPT.get(str(turn["from"])), "content": turn.get("value")}
+    return turn
 
 
 def text_columns(args: Mapping[str, Any], there: Iterable[Any]) -> dict[str, Any]:
@@ -285,12 +304,10 @@ def flags_of(args: Mapping[str, Any], kind: str) -> list[str]:
 
 
 def drop_empty(frame: pd.DataFrame, columns: tuple[str, ...], skipped: dict[str, int]) -> pd.DataFrame:
-    """``frame`` without rows that are empty in one of ``columns``. Counts them in ``skipped``; keeps the index."""
-    frame = frame.copy()
+    """``frame`` without rows whose text is empty in one of ``columns``; counts them in ``skipped``, keeps the index."""
     keep = np.ones(len(frame), dtype=bool)
     for column in columns:
         if column in frame:
-            frame[column] = pd.Series([as_text(value) for value in frame[column]], index=frame.index, dtype=object)
             keep &= np.array([bool(value.strip()) for value in frame[column]], dtype=bool)
     count_skipped(skipped, f"empty {' or '.join(c for c in columns if c in frame)}", int((~keep).sum()))
     return frame[keep]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from fs_lowrank.data.files import as_text
+from fs_lowrank.data.files import as_texts
 from fs_lowrank.errors import UserError, nearest
 from fs_lowrank.settings import Origin
 
@@ -57,6 +57,12 @@ def ends(template: str) -> bool:
     parts = _parts(template)
     last = max(i for i, (_, name) in enumerate(parts) if name is not None)
     return any(text.strip() for text, _ in parts[last + 1 :])
+
+
+def prompted(template: str) -> bool:
+    """Whether anything stands before the answer in a template of the user's; else the whole text is learned."""
+    (text, name), *more = _parts(template)
+    return bool(text) or any(name is not None for _, name in more)
 
 
 def _parts(template: str) -> list[tuple[str, str | None]]:
@@ -105,7 +111,7 @@ def prompts(
                 f"{where}: data.args: template: no column {name!r}{nearest(name, there)}; there are: {listed}"
             )
         used.add(column)
-        before.append(table[column].map(as_text))
+        before.append(as_texts(where, column, table[column]))
     answer = before.pop() if answered else "x"
     prompt = pd.Series("", index=table.index, dtype=object)
     for piece in before:

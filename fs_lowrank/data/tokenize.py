@@ -13,7 +13,7 @@ import pandas as pd
 from fs_lowrank.algebra import digest
 from fs_lowrank.data.examples import IGNORED_LABEL, Examples
 from fs_lowrank.data.ragged import Growing, Ragged
-from fs_lowrank.data.template import ends, is_own
+from fs_lowrank.data.template import ends, is_own, prompted
 from fs_lowrank.errors import UserError, say_once
 
 __all__ = [
@@ -229,6 +229,11 @@ def tokenize_pairs(
             f"data.args: loss_on = {loss_on}: an encoder-decoder model writes the answer alone; leave it out"
         )
     max_len, own = _limit(tokenizer, max_len), is_own(template)
+    if own and not prompted(template):
+        raise UserError(
+            f"data.args: template = {template!r}: nothing stands before the answer, and an encoder-decoder model reads "
+            "that; put the column of the prompt there"
+        )
     if max_len < 2:
         raise UserError(f"llm.tok_len {max_len} leaves no room for text beside the end-of-sequence token")
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]

@@ -11,12 +11,12 @@ import numpy as np
 import pandas as pd
 
 from ..data import CAUSAL_LM, Examples
-from ..data.files import SUFFIXES, as_text, read_table
+from ..data.files import SUFFIXES, as_texts, read_table
 from ..data.labels import from_flags, numbers, sets
 from ..data.objects import as_table
 from ..data.sources import data_args
 from ..data.tables import MULTI_LABEL, REGRESSION, label_text, require_columns, text_columns
-from ..data.template import SYNONYMS, is_own, prompts
+from ..data.template import SYNONYMS, is_own, prompted, prompts
 from ..data.tokenize import tokenize_causal, tokenize_classification, tokenize_pairs
 from ..errors import UserError, nearest
 from ..settings import Origin
@@ -82,15 +82,15 @@ def _column(where: str, table: pd.DataFrame, role: str, name: str) -> pd.Series:
             f"{where}: no column {name!r}, which is the {role.replace('_', ' ')}{nearest(name, there)}; "
             f"name it with {role}='COLUMN'; there are: {', '.join(there)}"
         )
-    return table[name]
+    return as_texts(where, name, table[name]) if role != "label" else table[name]
 
 
 def _labelled(
     run: FinishedRun, where: str, table: pd.DataFrame, names: dict[str, str | None], flags: list[str], labelled: bool
 ) -> Rows:
-    frame = pd.DataFrame({"text": _column(where, table, "text", str(names["text"])).map(as_text)})
+    frame = pd.DataFrame({"text": _column(where, table, "text", str(names["text"]))})
     if names.get("text_pair"):
-        frame["text_pair"] = _column(where, table, "text_pair", str(names["text_pair"])).map(as_text)
+        frame["text_pair"] = _column(where, table, "text_pair", str(names["text_pair"]))
     filled = frame.map(lambda value: bool(value.strip())).all(axis=1)
     left_out = {"empty text": int((~filled).sum())} if not filled.all() else {}
     kept = np.flatnonzero(filled.to_numpy())
@@ -139,8 +139,9 @@ def _instructed(run: FinishedRun, where: str, table: pd.DataFrame, args: dict[st
         if role == "input" and not name or role == "output" and not labelled:
             frame[role] = "" if role == "input" else "x"
         else:
-            frame[role] = _column(where, table, role, name or names[0]).map(as_text)
-    needed = ["instruction", *(["output"] if labelled else [])]
+            frame[role] = _column(where, table, role, name or names[0])
+    asks = not own or prompted(args["template"])
+    needed = [*(["instruction"] if asks else []), *(["output"] if labelled else [])]
     filled = frame[needed].map(lambda value: bool(value.strip())).all(axis=1)
     left_out = {f"empty {' or '.join(needed)}": int((~filled).sum())} if not filled.all() else {}
     kept = np.flatnonzero(filled.to_numpy())

@@ -37,6 +37,16 @@ _BUILT_IN = (
     "one_shot.dense",
 )
 _ALIASES = {"fedit": "fedlora", "lora": "fedlora"}
+_POOLED = "all data in one place is a row of `fs-lowrank compare --methods …,pooled`"
+#: names of FederatedScope's that are no methods here -> what there is in their place
+_OTHERWISE = {
+    "local": "each client alone is a row of `fs-lowrank compare --methods …,local`; one client alone is "
+    "federate.client_idx_for_local_train N",
+    "global": _POOLED,
+    "pooled": _POOLED,
+    "fedprox": "the training loop has no such penalty; take fedavg or fedlora",
+    "fedopt": "a server optimizer is fedopt.use True, with any method whose server step is a mean",
+}
 
 
 @cache
@@ -71,9 +81,8 @@ def get_method_class(name: str) -> type[Method]:
     key = _ALIASES.get(key, key)
     known = registered()
     if key not in known:
-        raise UserError(
-            f"federate.method: no method {name!r}{nearest(key, known)}; there are: {', '.join(sorted(known))}"
-        )
+        meant = f"; {_OTHERWISE[key]}" if key in _OTHERWISE else nearest(key, known)
+        raise UserError(f"federate.method: no method {name!r}{meant}; there are: {', '.join(sorted(known))}")
     return known[key]
 
 

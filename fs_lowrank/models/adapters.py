@@ -192,6 +192,11 @@ def _config(model: nn.Module, spec: AdapterSpec, seed: int = 0) -> peft.PeftConf
     targets, layers = _targets(model, spec), _layers(model, spec)
     if spec.target_modules == ALL_LINEAR:
         layers = None  # the names are those of single modules
+    if layers is not None and spec.pattern:
+        raise UserError(
+            f"llm.adapter.args: target_modules = {spec.pattern!r} is a regular expression for whole names, which "
+            "chooses the layers, too; leave layers_to_transform out"
+        )
     if layers is not None and "layers_to_transform" not in keys:
         targets, layers = _in_layers(model, targets or _usual_targets(model) or [], layers), None
     chosen = {} if layers is None else {"layers_to_transform": layers}
@@ -273,7 +278,7 @@ def _usual_targets(model: nn.Module) -> list[str] | None:
     return TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
 
 
-def _targets(model: nn.Module, spec: AdapterSpec) -> list[str] | None:
+def _targets(model: nn.Module, spec: AdapterSpec) -> list[str] | str | None:
     own = own_targets(model)
     if spec.target_modules is None:
         if own is None and _usual_targets(model) is None:
@@ -284,6 +289,13 @@ def _targets(model: nn.Module, spec: AdapterSpec) -> list[str] | None:
         return own
     if spec.target_modules == ALL_LINEAR:
         return own or _all_linear(model, spec)
+    if spec.pattern:
+        _check_named(model, spec.pattern, "target_modules: ", True)
+        if not any(re.fullmatch(spec.pattern, name) for name, _ in model.named_modules()):
+            raise UserError(
+                f"llm.adapter.args: target_modules = {spec.pattern!r} fits no whole name of a module; begin it with .*"
+            )
+        return spec.pattern
     for module in spec.target_modules:
         _check_named(model, module)
     return list(spec.target_modules)

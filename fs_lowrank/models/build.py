@@ -43,10 +43,16 @@ def locate(name: str) -> str:
     """The place of model ``name``: the user's folder, the folder of a fetched model, else the name itself for a hub.
 
     Raises:
-        UserError: a fetchable model that has not been fetched, or a path that does not exist.
+        UserError: a fetchable model that has not been fetched, a path that does not exist, or a folder that holds an
+            adapter alone.
     """
-    if Path(name).expanduser().is_dir():
-        return str(Path(name).expanduser())
+    if (folder := Path(name).expanduser()).is_dir():
+        if (folder / "adapter_config.json").is_file():
+            raise UserError(
+                f"model.type: {name!r} holds an adapter in PEFT's format; expected a whole model, as a run saves it "
+                "with lowrank.save_merged True, or PEFT's merge_and_unload makes it"
+            )
+        return str(folder)
     fetched = resolve(name) if name in FETCHABLE else None
     if fetched is not None:
         return str(fetched)
@@ -87,8 +93,13 @@ def _complaints(what: str, place: str) -> Iterator[None]:
 
 
 def _check_type(config: Settings) -> None:
-    """Raise ``UserError`` for a name without suffix that is not one of our networks."""
+    """Raise ``UserError`` for a name without suffix that is not one of our networks, and for one on ModelScope."""
     name = config.model.type
+    if name.endswith("@modelscope_llm") and not Path(locate(model_name(name))).is_dir():
+        raise UserError(
+            f"model.type = {name!r}: models are not looked for on ModelScope; download it, and name the folder: "
+            "FOLDER@huggingface_llm"
+        )
     if "@" not in name and name not in VISION_MODELS:
         raise UserError(
             f"model.type = {name!r}: no network of that name{nearest(name, VISION_MODELS)}; there are: "
@@ -200,7 +211,8 @@ def build_model(
             "vision": [config.lowrank.width, config.lowrank.norm, image_shape],
             "data": [num_labels, pad_token_id, list(label_names)],
         }
-        return None if state is None or config.model.device_map else known
+        on_gpu = config.quantised and config.torch_device != "cpu"  # which has no room for it twice
+        return None if state is None or config.model.device_map or on_gpu else known
 
     def make() -> tuple[nn.Module, torch.Tensor]:
         built = _built(config, place, num_labels, pad_token_id, image_shape, label_names, say_new)
@@ -225,7 +237,7 @@ def _copy(model: nn.Module) -> nn.Module:
     """
 
     def like(tensor: torch.Tensor) -> torch.Tensor:
-        buffer = torch.empty(tensor.nbytes + 64, dtype=torch.uint8)
+        buffer = torch.empty(tensor.nbytes + 64, dtype=torch.uint8, device=tensor.device)
         start = (tensor.data_ptr() - buffer.data_ptr()) % 64
         return buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
@@ -258,11 +270,6 @@ def _built(
     if config.is_vision:
         assert num_labels is not None and image_shape is not None
         return _build_vision(config, num_labels, image_shape)
-    if (Path(place) / "adapter_config.json").is_file():
-        raise UserError(
-            f"model.type: {place!r} holds an adapter in PEFT's format; expected a whole model, as a run saves it with "
-            "lowrank.save_merged True"
-        )
     classifies = config.model.task in PROBLEMS
     # check_loaded refuses shapes that differ, with a better message.
     options = {"dtype": getattr(torch, config.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -341,7 +348,16 @@ def build_skeleton(config: Settings) -> nn.Module:
 
         place = locate(model_name(config.model.type))
         with _complaints("configuration", place):
-            return _loader(config).from_config(transformers.AutoConfig.from_pretrained(place))
+            about, loader = transformers.AutoConfig.from_pretrained(place), _loader(config)
+            try:
+                return loader.from_config(about)
+            except ValueError:
+                if about.is_encoder_decoder and config.model.task == "CausalLM":
+                    raise UserError(
+                        f"model.type: {place!r} is an encoder-decoder model ({about.model_type}), which is not for "
+                        "model.task CausalLM; set model.task Seq2SeqLM"
+                    ) from None
+                raise
 
 
 def _vision_net(config: Settings, num_classes: int, image_shape: tuple[int, int, int]) -> VisionModel:

@@ -88,7 +88,9 @@ class Answers:
             ids, labels = (np.asarray(held.columns[name][row]) for name in ("input_ids", "labels"))
             first = int(np.argmax(labels != IGNORED_LABEL))
             if not first:
-                raise UserError(f"{said}the rows have no prompts of their own, as with loss_on: all")
+                raise UserError(
+                    f"{said}the rows have no prompts of their own, as with loss_on: all or a template without one"
+                )
             prompts.append(ids[:first])
             references.append(self.site.tokenizer.decode(ids[first:], skip_special_tokens=True).strip())
         return prompts, references

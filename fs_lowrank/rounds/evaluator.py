@@ -192,16 +192,21 @@ class Evaluator:
     def stalled(self, history: Iterable[Mapping[str, Any]]) -> bool:
         """FederatedScope's early stopping: the last ``patience`` evaluations were not better by ``delta``.
 
+        With ``delta`` 0, one that is as good as the best counts as better. With ``improve_indicator_mode: mean``, the
+        last evaluation was not better than the mean of the ``patience`` before it.
+
         That at the end of a run which was continued with more rounds counts only where one was due.
         """
         stop = self.config.early_stop
-        best, without = math.inf, 0
         due = (r for r in history if r["metrics"] and evaluation_due(self.config, r["round"]))
-        for value in map(self.key_value, due):
-            if value is not None and value < best - stop.delta:
-                best, without = value, 0
-            else:
-                without += 1
+        values = [math.inf if value is None else value for value in map(self.key_value, due)]
+        if stop.improve_indicator_mode == "mean":
+            before = values[-stop.patience - 1 : -1]
+            return 0 < stop.patience < len(values) and values[-1] > float(np.mean(before)) - stop.delta
+        best, without = math.inf, 0
+        for value in values:
+            better = math.isfinite(value) and value <= best - stop.delta
+            best, without = (value, 0) if better else (best, without + 1)
         return 0 < stop.patience <= without
 
     def check_watched(self) -> None:

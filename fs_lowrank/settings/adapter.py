@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ OF_PEFT = (
     "base_model_name_or_path",
     "revision",
     "inference_mode",
+    "task_type",
 )
 #: other names of PEFT, used only to tell a misspelling from an argument of a later version
 _PEFT_KEYS = """
@@ -37,7 +39,7 @@ _PEFT_KEYS = """
     ensure_weight_tying eva_config
     exclude_modules fan_in_fan_out init_lora_weights init_weights kasa_config layer_replication layers_pattern
     loftq_config lora_bias lora_ga_config megatron_config megatron_core module_dropout modules_to_save monteclora_config
-    qalora_group_size rank_dropout rank_dropout_scale rank_pattern runtime_config target_parameters task_type
+    qalora_group_size rank_dropout rank_dropout_scale rank_pattern runtime_config target_parameters
     trainable_token_indices use_bdlora use_dora use_effective_conv2d use_qalora velora_config
     block_share coft d_initial eps feedforward_modules init_ia3_weights num_cayley_neumann_terms oft_block_size
     projection_prng_key save_projection use_cayley_neumann
@@ -59,6 +61,16 @@ TRAINED = {
     "ia3": (),
     **dict.fromkeys(PROMPTS, ()),
 }
+#: ``adapter_method`` -> the argument whose default is not PEFT's, and what it is there
+OTHER_DEFAULTS = {
+    "lora": ("lora_alpha", "8 in PEFT and FederatedScope"),
+    "lokr": ("lora_alpha", "8 in PEFT"),
+    "loha": ("lora_alpha", "8 in PEFT"),
+    "vera": ("r", "256 in PEFT"),
+    "oft": ("r", "blocks of 32 (oft_block_size) in PEFT"),
+}
+#: ``peft_type`` of a saved adapter, where it is not called as our ``adapter_method``
+_PEFT_TYPES = {"prefix_tuning": "prefix", "prompt_tuning": "prompt", "p_tuning": "p-tuning"}
 
 
 @dataclass(frozen=True)
@@ -72,7 +84,8 @@ class AdapterSpec:
         method: ``lora``, ``lokr``, ``loha``, ``vera``, ``oft``, ``ia3``, ``prefix``, ``prompt``, ``p-tuning``.
         lora_dropout: dropout of the adapter's input; for ``lokr`` and ``loha``, PEFT's ``rank_dropout``, for ``oft``
             its ``module_dropout``.
-        target_modules: names of modules, ``all-linear``, or None for PEFT's choice.
+        target_modules: names of modules, ``all-linear``, a text that is a regular expression for whole names, or None
+            for PEFT's choice.
         layers: indices from 0, or None for all.
         extra: further arguments of PEFT's config, unchanged.
     """
@@ -100,6 +113,12 @@ class AdapterSpec:
         return "" if start in (True, False, "gaussian", "orthogonal", "eva") else str(start)
 
     @property
+    def pattern(self) -> str:
+        """The regular expression that modules' whole names have to match, if ``target_modules`` is one; else empty."""
+        one = self.target_modules[0] if self.target_modules and len(self.target_modules) == 1 else ""
+        return one if re.search(r"[][\\^$*+?(){}|]", one) else ""
+
+    @property
     def virtual_tokens(self) -> int:
         """How many virtual tokens stand before the text; 0 for an adapter of layers."""
         return self.extra.get("num_virtual_tokens", 0) if self.method in PROMPTS else 0
@@ -117,7 +136,8 @@ class AdapterSpec:
         if self.method in ADDED:
             args["use_rslora"] = self.use_rslora
         if self.target_modules is not None:
-            args["target_modules"] = ALL_LINEAR[0] if self.target_modules == ALL_LINEAR else list(self.target_modules)
+            one = self.pattern or self.target_modules == ALL_LINEAR
+            args["target_modules"] = self.target_modules[0] if one else list(self.target_modules)
         if self.layers is not None:
             args["layers_to_transform"] = list(self.layers)
         return {**args, **copy.deepcopy(self.extra)}
@@ -145,6 +165,10 @@ class AdapterSpec:
 
         take("adapter_package", "peft", str, choices=("peft",))
         method = take("adapter_method", "lora", str, choices=tuple(TRAINED), fold=True)
+        saved = str(named.get("peft_type") or method).lower()
+        if _PEFT_TYPES.get(saved, saved) != method:
+            meant = f"and adapter_method is {method}; set that to the kind that is meant, of {', '.join(TRAINED)}"
+            origin.fail(at + "peft_type", f"= {named['peft_type']!r}, {meant}")
         own = _LORA_KEYS if method in PROMPTS else ("r", "lora_alpha", "lora_dropout")
         other = [name for name in own if name in named and name not in TRAINED[method]]
         if other:
@@ -178,6 +202,12 @@ class AdapterSpec:
                 origin.fail(at + "num_virtual_tokens", f"is missing; say how many {method} trains, such as 20")
             check_value(at + "num_virtual_tokens", named["num_virtual_tokens"], int, {"min": 1}, origin)
         return spec
+
+
+def unsaid(args: Mapping[str, Any]) -> str:
+    """The argument that ``args`` leave to a default which is not PEFT's; empty if there is none."""
+    name, _ = OTHER_DEFAULTS.get(str(args.get("adapter_method", "lora")).lower(), ("", ""))
+    return "" if name in (SHORT.get(key, key) for key in args) or "oft_block_size" in args else name
 
 
 def resolved_name(key: str) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from ..errors import UserError, nearest
+from ..errors import UserError, nearest, say_once
 from .origin import Origin, show
 from .tree import plain
 
@@ -27,9 +27,10 @@ def key(default: Any, **meta: Any) -> Any:
     Meta: ``min``, ``above``, ``max``, ``below`` are bounds of a number or of each item of a list (``above`` and
     ``below`` are exclusive); ``choices``; ``items``, the choices for each item of a list; ``fold``, ignore upper and
     lower case; ``also``, other spellings; ``filled``, a list or mapping must not be empty; ``once``, a list must not
-    have an item twice; ``words``, a description of the expected value, if the type is not enough; ``result=False``, the
-    key does not affect the result; ``local``, the only value that the local engine supports; ``idle``, why the key has
-    no effect in the local engine; ``open``, unknown keys are accepted.
+    have an item twice; ``dropped``, items of a list that are left out, and why; ``words``, a description of the
+    expected value, if the type is not enough; ``result=False``, the key does not affect the result; ``local``, the only
+    value that the local engine supports; ``idle``, why the key has no effect in the local engine; ``open``, unknown
+    keys are accepted.
     """
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: copy.deepcopy(default), metadata=meta)
@@ -54,7 +55,14 @@ def check_value(name: str, value: Any, hint: Any, meta: Mapping[str, Any], origi
         value = _coerce(plain(value), hint)
     except _Mismatch:
         choices = meta.get("choices")
-        origin.wrong(name, given, f"one of {', '.join(map(str, choices))}" if choices else expected(hint, meta))
+        words = f"one of {', '.join(map(str, choices))}" if choices else expected(hint, meta)
+        if isinstance(given, str) and given.startswith("(") and given.endswith(")"):
+            words += f"; write [{given[1:-1]}]"
+        origin.wrong(name, given, words)
+    for item, why in meta.get("dropped", {}).items():
+        if item in value:
+            value = [other for other in value if other != item]
+            say_once(f"{name}: {item} has no effect: {why}")
     if meta.get("filled") and not value:
         origin.wrong(name, given, f"{expected(hint, meta)} that is not empty")
     for a, b in itertools.combinations(value, 2) if meta.get("once") and isinstance(value, (list, tuple)) else ():

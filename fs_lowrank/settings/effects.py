@@ -212,7 +212,7 @@ def not_honoured(config: Settings, engine: str) -> list[tuple[str, Any, str]]:
     if not local:
         return refused
     why = {name: reason for name, _, reason in not_honoured(config, "federatedscope")}
-    why |= framework.ON_FLOWER["refused"] if engine == "flower" else {}
+    why |= framework.REFUSED_HERE | (framework.ON_FLOWER["refused"] if engine == "flower" else {})
     return [(name, value, why.get(name, "engine='federatedscope' honours it")) for name, value, _ in refused]
 
 
@@ -222,8 +222,8 @@ def _idle(name: str, given: Mapping[str, Any], engine: str) -> str:
     if switch:
         return f"{switch} is {framework.DEFAULTS[switch]!r}"
     if engine != "federatedscope":
-        harmless = framework.within(name, framework.HARMLESS)
-        return "only FederatedScope uses it" if harmless and name not in framework.FOLLOWED else ""
+        harmless = framework.within(name, framework.HARMLESS) and name not in framework.FOLLOWED
+        return _idle_by(name, framework.NOWHERE) or ("only FederatedScope uses it" if harmless else "")
     return _idle_by(name, framework.IDLE)
 
 

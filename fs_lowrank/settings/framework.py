@@ -23,13 +23,17 @@ HARMLESS: list[str] = _TABLES["harmless"]
 FOLLOWED: list[str] = _TABLES["followed"]
 #: other keys that the local engine honours
 ON_LOCAL: list[str] = _TABLES["local"]["honoured"]
+#: key -> why the local engine refuses it, of those that the engine federatedscope honours
+REFUSED_HERE: dict[str, str] = _TABLES["local"]["refused"]
+#: reason -> keys without effect on every engine
+NOWHERE: dict[str, list[str]] = _TABLES["idle"]
 #: values that describe what the local engine does anyway
 SAME_AS_OURS: dict[str, list[object]] = _TABLES["same_as_ours"]
 #: section -> the key that turns it on; other sections have the key ``use``
 SWITCHES: dict[str, str] = _TABLES["switches"]
 #: what the engine federatedscope does with them, and with keys of ours: see the file
 HONOURED: list[str] = _TABLES["federatedscope"]["honoured"]
-IDLE: dict[str, list[str]] = _TABLES["federatedscope"]["idle"]
+IDLE: dict[str, list[str]] = {**NOWHERE, **_TABLES["federatedscope"]["idle"]}
 AS_IT_IS: dict[str, list[object]] = _TABLES["federatedscope"]["same_as_ours"]
 REFUSED: dict[str, str] = _TABLES["federatedscope"]["refused"]
 #: the same for the engine flower, where it differs from the embedded one
@@ -60,4 +64,5 @@ def off_switch(name: str, given: Mapping[str, object]) -> str | None:
 
 def decides_nothing(name: str, given: Mapping[str, object]) -> bool:
     """Whether ``given[name]`` does not affect the result of a run in one process."""
-    return within(name, HARMLESS) or bool(off_switch(name, given)) or given[name] in SAME_AS_OURS.get(name, ())
+    idle = within(name, HARMLESS) or any(within(name, names) for names in NOWHERE.values())
+    return idle or bool(off_switch(name, given)) or given[name] in SAME_AS_OURS.get(name, ())

@@ -20,6 +20,8 @@ class Origin:
     overridden: frozenset[str] = frozenset()
     #: ``llm.adapter.use`` as it was given; None: not, so that each method decides for itself
     adapter: bool | None = None
+    #: the argument of the adapter that was not given and whose default is not PEFT's (``adapter.OTHER_DEFAULTS``)
+    unsaid: str = ""
 
     def where(self, key: str) -> str:
         """``"FILE, line N: "``, without the parts that are not known."""

@@ -33,7 +33,9 @@ class Federate:
     mode: str = key("standalone", choices=("standalone", "distributed"), local="standalone")
     #: with adapters, ``fedavg`` becomes ``fedlora``: see the docstring of ``config``
     method: str = key("fedavg")
-    #: True weights clients equally, False by their number of samples
+    #: True weights clients equally, False by the number of training samples that they have. FederatedScope weights them
+    #: by the samples that they process in a round, which with `batch_or_epoch` ``batch`` and full batches are equally
+    #: many: there True gives its result
     ignore_weight: bool = key(False)
     #: FederatedScope's default is False
     make_global_eval: bool = key(True)
@@ -198,7 +200,7 @@ class Optimizer:
 class Scheduler:
     #: how the learning rate falls over the rounds: empty or `constant`, `linear`, `cosine`
     type: str = key("")
-    #: fraction of the rounds with a linearly increasing rate
+    #: fraction of the rounds with a linearly increasing rate, also without a ``type``; FederatedScope drops it
     warmup_ratio: float = key(0.0, min=0.0, max=1.0)
     extra: dict = key({}, open=True)
 
@@ -245,7 +247,8 @@ class Train:
 class Grad:
     #: maximum norm; 0 or negative: off
     grad_clip: float = key(-1.0)
-    #: batches whose gradients are added before a step of the optimizer
+    #: batches whose gradients are added before a step of the optimizer. FederatedScope's trainer for language models
+    #: steps after every batch, whatever this is
     grad_accum_count: int = key(1, min=1)
 
 
@@ -253,10 +256,11 @@ class Grad:
 class EarlyStop:
     #: number of evaluations without improvement; 0: off, our default (5 in FederatedScope)
     patience: int = key(0, min=0)
-    #: how much better an evaluation must be to count as an improvement
+    #: how much better an evaluation must be to count as an improvement; with 0, one as good as the best one counts
     delta: float = key(0.0, min=0.0)
-    #: what an evaluation is compared with: the best one before it, or a mean
-    improve_indicator_mode: str = key("best", choices=("best", "mean"), local="best")
+    #: what an evaluation is compared with: the best one before it, or with ``mean`` the mean of the ``patience`` before
+    #: it, and then one that is not better ends the run
+    improve_indicator_mode: str = key("best", choices=("best", "mean"))
 
 
 @dataclass(frozen=True)
@@ -278,12 +282,14 @@ class Generate:
 
 @dataclass(frozen=True)
 class Eval:
-    #: rounds between evaluations; 0 or -1: after the last round only
+    #: rounds between evaluations; 0 or -1: after the last round only (FederatedScope: -1 is every round)
     freq: int = key(1, min=-1)
     #: further metrics: ``f1`` (of two classes that of the second, else the mean over the classes), ``matthews``, and of
     #: language models ``perplexity``. Loss and accuracy are always measured; of a regression the loss, ``pearson`` and
     #: ``spearman``. FederatedScope's default is an empty list
-    metrics: list[str] = key(["acc"], items=tuple(METRICS))
+    metrics: list[str] = key(
+        ["acc"], items=tuple(METRICS), dropped={"correct": "acc is that number as a share of the samples"}
+    )
     #: what is evaluated. A split without data is refused, but for `val` with the default, and so is `train`, whose loss
     #: is in each round's record
     split: list[str] = key(["test", "val"], items=("train", "val", "test"))

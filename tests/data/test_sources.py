@@ -4,11 +4,12 @@ import json
 from importlib import import_module
 from types import SimpleNamespace
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fs_lowrank.data.sources import load_raw, own_files
+from fs_lowrank.data.sources import data_args, load_raw, own_files
 from fs_lowrank.errors import UserError
 
 
@@ -187,6 +188,33 @@ BROKEN = [
     ),
     ("a.json", '[{"text": "a", "text": "b", "label": 1}]', "a.json: invalid JSON: an object has the key 'text' twice"),
     ("a.jsonl", '{"text": "a", "label": ["x"]}\n{"text": "b", "label": ["y"]}\n', "row 1: .*set model.task Multi"),
+    (
+        "a.jsonl",
+        '{"text": "a", "label": 1}\n{"text": ["b"], "label": 0}\n',
+        "row 2: .'b'. in column 'text': expected te",
+    ),
+    (
+        "a.jsonl@llm",
+        '{"instruction": "a", "output": {"text": ["b"]}}',
+        "row 1: {'text': .'b'.} in column 'output': exp",
+    ),
+    (
+        "a.csv",
+        "text;label\na, b;1\n",
+        "header is one column, 'text;label': separated by ';'. expected ','; write it wi",
+    ),
+    ("a.csv", "text\tlabel\na\t1\n", r"separated by '\\t'. expected ','; name it .tsv"),
+    ("a.tsv", "text,label\na,1\n", r"separated by ','. expected '\\t'; write it with '\\t'"),
+    (
+        "a.jsonl",
+        '{"conversations": [{"from": "human", "value": "a"}]}',
+        "row 1: 'conversations' must be.* ends with 'gpt'",
+    ),
+    (
+        "a.jsonl",
+        '{"conversations": [{"from": "me", "value": "a"}, {"from": "gpt", "value": "b"}]}',
+        "human, gpt, system",
+    ),
 ]
 
 
@@ -297,6 +325,56 @@ def test_conversations(tmp_path):
     raw = load("m.jsonl", tmp_path)
     assert raw.train["messages"].tolist() == [talk] and raw.train.index.tolist() == [1]
     assert raw.skipped == {"empty last answer": 1}
+
+
+@pytest.mark.parametrize("write_to", ["jsonl", "json", "parquet"])
+def test_conversations_as_sharegpt_has_them(tmp_path, write_to):
+    talk = [("system", "system", "s"), ("human", "user", "a"), ("gpt", "assistant", "b")]
+    rows = [
+        {"id": 1, "conversations": [{"from": of, "value": said} for of, _, said in talk]},
+        {"id": 2, "conversations": [{"from": role, "value": said} for role, _, said in talk]},
+    ]
+    path = tmp_path / f"s.{write_to}"
+    if write_to == "parquet":
+        pd.DataFrame(rows).to_parquet(path)
+    else:
+        write(path, json.dumps(rows) if write_to == "json" else "\n".join(map(json.dumps, rows)))
+    raw = load(path.name, tmp_path)
+    expected = [{"role": role, "content": said} for _, role, said in talk]
+    assert raw.train.iloc[[0, 1]]["messages"].tolist() == [expected] * 2 and raw.fields == ["id"]
+    write(path.with_suffix(".json"), json.dumps({"conversations": expected}))
+    assert load("s.json", tmp_path).train["messages"].tolist() == [expected], "with role and content"
+
+
+def test_columns_that_are_named_say_that_they_are_instructions(tmp_path):
+    write(tmp_path / "q.jsonl", '{"question": "a", "answer": "b"}\n')
+    for args in (
+        {"instruction": "question", "output": "answer"},
+        {"instruction": "question", "output": "answer", "loss_on": "all"},
+    ):
+        raw = load("q.jsonl", tmp_path, [args])
+        assert raw.train[["instruction", "output"]].values.tolist() == [["a", "b"]]
+
+
+def test_the_frameworks_own_sets_have_alpacas_form():
+    def form(name, **args):
+        return data_args(SimpleNamespace(type=name, root="", args=[args])).get("template", "auto")
+
+    assert form("gsm8k@llm") == form("Alpaca@llm") == form("code_search_net@llm") == "alpaca"
+    assert form("gsm8k@llm", template="chat") == "chat"
+    assert form("alpaca_data.json@llm") == form("own.jsonl") == form("own@llm") == "auto"
+
+
+def test_a_folder_of_tables_is_read_by_a_pattern(tmp_path):
+    for number in (1, 2, 10):
+        write(tmp_path / "cc" / f"client_{number}.csv", f"text,label\na{number},1\nb{number},0\n")
+    with pytest.raises(UserError, match=r"data.type = 'cc': a folder of 3 files such as client_1.csv; .*: cc/\*.csv"):
+        load("cc", tmp_path)
+    raw = load("cc/*.csv", tmp_path)
+    assert raw.train["file"].unique().tolist() == ["client_1.csv", "client_2.csv", "client_10.csv"]
+    (tmp_path / "cc" / "images").mkdir()
+    with pytest.raises(UserError, match="folder"):
+        load("cc", tmp_path)
 
 
 # Names

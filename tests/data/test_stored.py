@@ -86,6 +86,25 @@ def test_instructions_conversations_and_templates(config, causal_settings, tmp_p
     assert raw.train.iloc[[2]]["messages"].iloc[0] == turns[2] and raw.fields == ["category"]
 
 
+def test_a_list_in_place_of_a_text_is_refused_with_its_row(config, tmp_path):
+    rows = {"text": [["good"]] * 40, "label": ["a", "b"] * 20}
+    pq.write_table(pa.table(rows), tmp_path / "l.parquet")
+    with pytest.raises(UserError, match=r"l.parquet, row \d+: \['good'\] in column 'text': expected text"):
+        made(config(tmp_path / "l.parquet"))
+
+
+def test_clients_have_files_in_the_order_of_their_numbers(config, tmp_path):
+    for number in range(1, 13):
+        frame = pd.DataFrame({"text": [f"good {i}" for i in range(20)], "label": [i % 2 for i in range(20)]})
+        frame.to_csv(tmp_path / f"client_{number}.csv", index=False)
+    keys = {"data.splitter": "file", "federate.client_num": 12, "data.splitter_args": []}
+    data = made(config(tmp_path / "client_*.csv", keys))
+    assert data.record()["partition"]["files"] == [f"client_{number}.csv" for number in range(1, 13)]
+    for client, rows in enumerate(data.partition.indices):
+        assert set(data.rows["train"][rows] // 20) == {client}
+    assert "files" not in made(config(tmp_path / "client_*.csv", {"federate.client_num": 2})).record()["partition"]
+
+
 def test_a_natural_partition_by_file(written, config):
     keys = {"data.splitter": "file", "federate.client_num": 3, "data.splitter_args": []}
     for form in ("several", "tables"):

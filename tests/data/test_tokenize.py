@@ -1,7 +1,14 @@
 import pandas as pd
 import pytest
 
-from fs_lowrank.data.tokenize import ALPACA_NO_INPUT, check_vocabulary, tokenize_causal, tokenize_classification
+from fs_lowrank.data.tables import instructions as as_instructions
+from fs_lowrank.data.tokenize import (
+    ALPACA_NO_INPUT,
+    check_vocabulary,
+    tokenize_causal,
+    tokenize_classification,
+    tokenize_pairs,
+)
 from fs_lowrank.errors import UserError, say_once
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] <s> </s> a b c d e f good bad it is fine question answer <|user|> <|bot|>".split()
@@ -61,6 +68,21 @@ def test_chat_template_by_hand(chat_tokenizer):
 def test_loss_on_all(chat_tokenizer):
     examples, _ = tokenize_causal(instructions(("a", "", "b")), chat_tokenizer, 64, loss_on="all")
     assert examples.columns["labels"][0].tolist() == examples.columns["input_ids"][0].tolist()
+
+
+@pytest.mark.parametrize("start", [True, False])
+def test_a_template_without_a_prompt_is_plain_text_that_is_learned_whole(causal_tokenizer, start):
+    if not start:
+        causal_tokenizer.add_bos_token, causal_tokenizer.bos_token = False, None
+    table = pd.DataFrame({"text": ["a b c", " ", "d"]})
+    frame, _, skipped = as_instructions(table, "t", {"template": "{text}", "output": "text"})
+    examples, kept = tokenize_causal(frame, causal_tokenizer, 64, template="{text}")
+    begin, hidden = ([ID["<s>"]], [-100]) if start else ([], [])
+    assert skipped == {"empty output": 1} and kept.tolist() == [True, True]
+    assert [row.tolist() for row in examples.columns["input_ids"]] == [begin + ids("a b c </s>"), begin + ids("d </s>")]
+    assert [row.tolist() for row in examples.columns["labels"]] == [hidden + ids("a b c </s>"), hidden + ids("d </s>")]
+    with pytest.raises(UserError, match="nothing stands before the answer, and an encoder-decoder model reads"):
+        tokenize_pairs(frame, causal_tokenizer, 64, template="{text}")
 
 
 def test_conversation_takes_the_last_answer(chat_tokenizer):

@@ -1,9 +1,14 @@
 """A model by name or path, from a configuration."""
 
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, T5Config
 
 from fs_lowrank.config import load_config
-from fs_lowrank.models.build import build_model, build_tokenizer
+from fs_lowrank.errors import UserError
+from fs_lowrank.models import build
+from fs_lowrank.models.build import build_model, build_skeleton, build_tokenizer
 
 
 def a_config(encoder):
@@ -28,3 +33,42 @@ def test_a_classifier_is_saved_with_the_names_of_its_classes(tiny_encoder, tmp_p
     assert loaded.config.id2label == {0: "bad", 1: "so so", 2: "good"} and loaded.config.num_labels == 3
     assert loaded.config.label2id == {"bad": 0, "so so": 1, "good": 2}
     assert build_model(config, 2).config.id2label == {0: "LABEL_0", 1: "LABEL_1"}
+
+
+def test_an_adapter_and_a_model_of_another_hub_are_refused(tiny_encoder, tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="holds an adapter in PEFT's format; expected a whole model"):
+        build_tokenizer(a_config(tmp_path))
+    keys = {"federate.client_num": 2, "federate.method": "fedlora"}
+    with pytest.raises(UserError, match="not looked for on ModelScope; download it, and name the folder"):
+        build_tokenizer(load_config({**keys, "model.type": "some/llama@modelscope_llm"}))
+    keys |= {"model.type": f"{tiny_encoder}@modelscope_llm", "model.task": "SequenceClassification", "llm.tok_len": 32}
+    assert build_tokenizer(load_config(keys)).name_or_path == str(tiny_encoder)
+
+
+def test_an_encoder_decoder_names_its_task(tmp_path):
+    T5Config(vocab_size=20, d_model=4, num_layers=1, num_heads=1).save_pretrained(tmp_path)
+    keys = {"federate.client_num": 2, "federate.method": "fedlora", "model.type": f"{tmp_path}@huggingface_llm"}
+    with pytest.raises(UserError, match="encoder-decoder model .t5., .*; set model.task Seq2SeqLM"):
+        build_skeleton(load_config(keys))
+    assert build_skeleton(load_config({**keys, "model.task": "Seq2SeqLM"})).config.is_encoder_decoder
+
+
+def test_a_copy_is_on_the_device_of_the_model():
+    with torch.device("meta"):
+        model = nn.Linear(4, 3)
+    assert {p.device.type for p in build._copy(model).parameters()} == {"meta"}
+
+
+def test_a_quantised_base_is_not_kept_on_a_gpu_which_would_hold_it_twice(tiny_encoder, monkeypatch):
+    known = []
+
+    def kept(what, decides, make, **_):
+        known.append(decides() is not None)
+        return None, torch.get_rng_state()
+
+    monkeypatch.setattr(build, "kept", kept)
+    config = a_config(tiny_encoder)
+    for keys in ({"lowrank.dtype": "nf4"}, {"use_gpu": True}, {"lowrank.dtype": "nf4", "use_gpu": True}):
+        build_model(config.replace(keys), 2)
+    assert known == [True, True, False]

@@ -1,6 +1,7 @@
 """Every argument of PEFT's configs changes what is trained or computed, or is refused, or is said to have no effect."""
 
 import dataclasses
+import re
 
 import peft
 import pytest
@@ -14,7 +15,7 @@ from fs_lowrank.models.adapters import add_adapter, target_modules
 from fs_lowrank.models.kinds import CLASSES
 from fs_lowrank.models.names import tags
 from fs_lowrank.settings import AdapterSpec
-from fs_lowrank.settings.adapter import OF_PEFT, PROMPTS, TRAINED
+from fs_lowrank.settings.adapter import OF_PEFT, OTHER_DEFAULTS, PROMPTS, TRAINED
 from fs_lowrank.settings.effects import without_effect
 
 SIZES = {
@@ -131,6 +132,23 @@ def test_every_argument(method, kind, caplog):
     assert not silent, silent
 
 
+def test_a_regular_expression_for_modules():
+    """As in PEFT, it has to match whole names, and chooses the layers, too."""
+    spec = AdapterSpec.from_args({"r": 2, "target_modules": r".*layer\.1\..*(query|value)"})
+    assert spec.pattern and AdapterSpec.from_args(spec.to_args()) == spec
+    model = build("encoder")
+    found = target_modules(model, spec)
+    assert len(found) == 2 and all("layer.1." in name for name in found)
+    assert add_adapter(model, spec, 0).peft_config["default"].target_modules == spec.pattern
+    for args, said in (
+        ({"target_modules": "(query|value)"}, "fits no whole name of a module; begin it with .*"),
+        ({"target_modules": "(query"}, "is not a regular expression"),
+        ({"target_modules": ".*(query|value)", "layers": [1]}, "leave layers_to_transform out"),
+    ):
+        with pytest.raises(UserError, match=re.escape(said)):
+            target_modules(build("encoder"), AdapterSpec.from_args(args))
+
+
 def test_an_adapter_leaves_what_asked_for_it_as_it_is():
     """PEFT adds names of heads to the list that it is given, which would be refused the next time."""
     args = {"r": 4, "target_modules": ["query"], "modules_to_save": ["classifier"]}
@@ -141,8 +159,22 @@ def test_an_adapter_leaves_what_asked_for_it_as_it_is():
 
 
 def test_what_peft_says_of_a_saved_adapter():
-    """The names in ``OF_PEFT`` are the arguments that all of PEFT's configs have, but the task."""
-    assert set(OF_PEFT) == {field.name for field in dataclasses.fields(peft.PeftConfig)} - {"task_type"}
+    """The names in ``OF_PEFT`` are the arguments that all of PEFT's configs have."""
+    assert set(OF_PEFT) == {field.name for field in dataclasses.fields(peft.PeftConfig)}
+
+
+@pytest.mark.parametrize("method", TRAINED)
+def test_a_default_that_is_not_pefts_is_known(method):
+    """Of the arguments that all kinds have here, by the names that PEFT has for them."""
+    theirs = {f.name: f.default for f in dataclasses.fields(getattr(peft, CLASSES[method]))}
+    spec = AdapterSpec(method, extra={"num_virtual_tokens": 2} if method in PROMPTS else {})
+    names = {"r": "r", "lora_alpha": "lora_alpha" if method == "lora" else "alpha"}
+    differ = {
+        ours for ours, of_peft in names.items() if ours in TRAINED[method] and getattr(spec, ours) != theirs[of_peft]
+    }
+    assert differ == {name for name, _ in [OTHER_DEFAULTS[method]]} if method in OTHER_DEFAULTS else not differ
+    for name, said in [OTHER_DEFAULTS[method]] if method in OTHER_DEFAULTS else ():
+        assert str(theirs["oft_block_size" if method == "oft" else names[name]]) in said
 
 
 @pytest.mark.parametrize("name", ["rank_pattern", "alpha_pattern", "exclude_modules"])
@@ -175,7 +207,6 @@ def test_patterns_for_modules_with_an_adapter():
     "args, words",
     [
         ({"adapter_method": "loha", "rank_dropout": 0.1}, "rank_dropout follows from the model, or from r, lora_alpha"),
-        ({"task_type": "CAUSAL_LM"}, "task_type follows from the model"),
         ({"bias": "some"}, "expected one of 'none', 'all', 'lora_only'"),
         (
             {"adapter_method": "prompt", "num_virtual_tokens": 3, "prompt_tuning_init": "TEXTS"},
