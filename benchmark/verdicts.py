@@ -208,9 +208,9 @@ def summary(rows: Sequence[Row]) -> list[str]:
             row.suite.name,
             row.suite.size if row.suite.sized else "",
             row.needs,
-            row.ran,
+            row.ran + _with_the_runs_of(row, rows),
             row.seeded,
-            f"**{row.verdict}**{_with_the_runs_of(row, rows)}",
+            f"**{row.verdict}**",
             row.cause,
         )
         for row in rows
@@ -239,7 +239,7 @@ def _with_the_runs_of(row: Row, rows: Sequence[Row]) -> str:
         if other is not row and (other.suite.name, other.name) == (row.suite.name, row.name)
         if own & {record["hash"] for records in other.runs.values() for record in records}
     ]
-    return f" (some runs are those of size {', '.join(sizes)})" if sizes else ""
+    return f" (some of them those of size {', '.join(sizes)})" if sizes else ""
 
 
 def said_of_claims(

@@ -559,8 +559,8 @@ def test_the_frameworks_method_names(method, use, args, resolved, used):
 @pytest.mark.parametrize(
     "name, said",
     [
-        ("Local", "each client alone is a row of `fs-lowrank compare --methods …,local`"),
-        ("global", "all data in one place is a row of `fs-lowrank compare --methods …,pooled`"),
+        ("Local", "each client alone is the row `local` of `fs-lowrank compare`"),
+        ("global", "all data in one place is the row `pooled` of `fs-lowrank compare`"),
         ("fedprox", "the training loop has no such penalty"),
     ],
 )

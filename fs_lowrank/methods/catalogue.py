@@ -37,10 +37,10 @@ _BUILT_IN = (
     "one_shot.dense",
 )
 _ALIASES = {"fedit": "fedlora", "lora": "fedlora"}
-_POOLED = "all data in one place is a row of `fs-lowrank compare --methods …,pooled`"
+_POOLED = "all data in one place is the row `pooled` of `fs-lowrank compare`"
 #: names of FederatedScope's that are no methods here -> what there is in their place
 _OTHERWISE = {
-    "local": "each client alone is a row of `fs-lowrank compare --methods …,local`; one client alone is "
+    "local": "each client alone is the row `local` of `fs-lowrank compare`; one client alone is "
     "federate.client_idx_for_local_train N",
     "global": _POOLED,
     "pooled": _POOLED,

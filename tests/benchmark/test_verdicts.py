@@ -85,10 +85,8 @@ def test_a_claim_with_runs_of_another_size_says_so():
             listed += rows_of(suite, judged, {"one": found}, lambda suite, experiment: [])
         tables.append(summary(listed)[-1])
     shared, apart = tables
-    assert (
-        shared.count("(some runs are those of size small)") == shared.count("(some runs are those of size paper)") == 2
-    )
-    assert "some runs" not in apart
+    assert shared.count("(some of them those of size small)") == shared.count("(some of them those of size paper)") == 2
+    assert "some of them" not in apart
 
 
 def test_failed_runs_are_named_beside_what_was_run():

@@ -1,5 +1,7 @@
 """What saves memory while a client trains: recomputed layers, autocast, batches by tokens, optimizers of 8 bits."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -114,6 +116,7 @@ def test_autocast_computes_in_bfloat16_and_keeps_float32(make_engine, task):
 
 def test_a_gpu_without_bfloat16_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     machine.check_half(torch.device("cpu"), "train.autocast = bfloat16")
     with pytest.raises(UserError, match="train.autocast = bfloat16: Tesla T4 does not compute in bfloat16"):
