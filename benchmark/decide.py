@@ -88,7 +88,6 @@ def decide(
         return Condition(INCONCLUSIVE, "; ".join([text, *notes]))
     if refuted_for is None:
         refuted_for = [name for name in figures if name not in favours]
-    bars = _bars(figures, favours, refuted_for)
     first, last = interval.ends
     if interval.half is None:
         alone = any(figure.n < 2 for figure in figures.values() if not figure.exact)
@@ -97,22 +96,29 @@ def decide(
     else:
         result = HOLDS if low <= first and last <= high else FAILS if last < low or first > high else INCONCLUSIVE
         why = "" if interval.half == 0 else f"95 % interval {first:.4g} to {last:.4g}"
-    # Which verdict more seeds would give, if the centre stayed.
-    bar = bars.get(result if result in bars else HOLDS if low <= interval.centre <= high else FAILS, "")
+    decided = result != INCONCLUSIVE
+    ahead = HOLDS if low <= interval.centre <= high else FAILS  # the verdict of more seeds, if the centre stayed
+    bar = _bars(figures, favours, refuted_for, few=decided)[result if decided else ahead]
     if interval.half is None and not bar:
         why += "; more seeds would decide"
     if bar:
-        notes.append(f"so {bar}" if result in (HOLDS, FAILS) else "so more seeds alone would not decide")
+        notes.append(f"so {bar}" if decided else "so more seeds alone would not decide")
         result = INCONCLUSIVE
     met, compared = _met(interval, low, high, what), (interval, low, high) if interval.half else None
     text = "; ".join([f"{text} ({why})" if why else text, *notes])
     return Condition(result, text, met=met, compared=compared, barred=bool(bar))
 
 
-def _bars(figures: Mapping[str, Figure], favours: Sequence[str], refuted_for: Sequence[str]) -> dict[str, str]:
-    """What stands in the way of ``holds`` and ``does not hold``, whatever the interval is; empty if nothing does."""
+def _bars(
+    figures: Mapping[str, Figure], favours: Sequence[str], refuted_for: Sequence[str], few: bool
+) -> dict[str, str]:
+    """What stands in the way of ``holds`` and ``does not hold``, whatever the interval is; empty if nothing does.
+
+    Args:
+        few: whether collapses among two seeds do, which they do no longer when there are more.
+    """
     open_end = any(figure.at_end and not figure.exact for figure in figures.values())
-    few = any(figure.collapsed and figure.n < 3 for figure in figures.values())
+    few = few and any(figure.collapsed and figure.n < 3 for figure in figures.values())
     lost = {name for name, figure in figures.items() if figure.failed or figure.missed}
     holds = few or any(not figures[name].whole for name in favours)
     fails = few or lost & {*refuted_for}

@@ -269,6 +269,16 @@ def test_no_number_of_seeds_is_named_where_seeds_alone_would_not_decide(ahead, f
         assert "so more seeds alone would not decide" in found.text
 
 
+def test_a_collapse_of_the_other_method_among_two_seeds_is_outweighed_by_more():
+    """Two seeds decide nothing then, whatever their interval; the number that is named may."""
+    rule = {"is": "above", "better": "a", "than": ["b"], "by": 0}
+    for low, said in (([0.5, 0.501], "so this does not count as holding"), ([0.5, 0.62], "seeds would decide")):
+        flawed = dataclasses.replace(by_seed(low), collapsed=(0.5,), majority=0.5)
+        figures = {"a": by_seed([0.7, 0.702]), "b": flawed}
+        found = judged(rule, lambda method, labels, metric, figures=figures: figures[method])
+        assert found.verdict == INCONCLUSIVE and said in found.text
+
+
 def test_the_number_of_seeds_that_would_show_that_a_method_learns():
     """It is that of its own interval, whatever the other conditions are, which it does not count among."""
     values = {"a": [0.52, 0.60, 0.58], "b": [0.80, 0.81, 0.83], "c": [0.79, 0.83, 0.82]}
