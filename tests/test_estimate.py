@@ -111,6 +111,7 @@ def test_memory_and_time_of_several_processes(causal_settings, monkeypatch):
     assert times(figures(2), one) == [2, 1, 1, 1 / 2] and figures(1) == one
 
 
+@pytest.mark.more
 def test_a_time_has_what_the_device_still_computes(causal_settings, monkeypatch):
     """As a GPU does, this one works when somebody waits for it."""
     given = [1.0]

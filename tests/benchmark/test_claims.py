@@ -135,11 +135,11 @@ def test_equal_methods_are_told_apart_in_5_percent_at_most(n, draw, paired):
     assert told / times <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / times)
 
 
-@pytest.mark.parametrize("n", [2, 3, 5, 10])
-@pytest.mark.parametrize("chance", [0.1, 0.5])
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("chance", [0.2, 0.5])
 def test_equal_methods_whose_seeds_collapse_are_told_apart_in_5_percent_at_most(n, chance):
     """Each seed of both is at the majority class with the same probability, which is no normal error."""
-    rng, times, told = np.random.default_rng(n), 1000, 0
+    rng, times, told = np.random.default_rng(n), 400, 0
     rule = {"is": "above", "better": "a", "than": ["b"], "by": 0}
 
     def figure(*_):

@@ -106,6 +106,7 @@ def pool(request, monkeypatch):
         pool.nursery.end()
 
 
+@pytest.mark.more
 def test_members_that_answer_die_or_hang(pool):
     for _ in range(3):
         pool.join(LIMIT)
