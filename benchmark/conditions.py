@@ -14,7 +14,7 @@ from functools import partial
 from .curves import by_seed, learned, majority_of, span_of_best
 from .decide import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, Condition, decide
 from .intervals import Figure, difference, figure_of, of_mean
-from .metrics import better, unknown
+from .metrics import better, of_test_data, unknown
 
 #: the figure of a method, for a metric and at labels of axes other than the condition's own
 Looked = Callable[..., Figure | None]
@@ -221,7 +221,10 @@ def _wider(condition: Mapping, figure: Looked) -> Iterator[Condition]:
 
 
 def _best(condition: Mapping, figure: Looked) -> Iterator[Condition]:
-    """Each method at the point that ``chosen_by`` is best at in the mean over seeds."""
+    """Each method at the point that ``chosen_by`` is best at in the mean over seeds.
+
+    Nothing is decided where test data choose: the best of several noisy scores is too good, and by how much differs.
+    """
     name, along, by = condition["better"], condition["along"], condition["chosen_by"]
     chosen: dict[str, tuple[float, Figure]] = {}
     for method in (name, *condition["than"]):
@@ -244,7 +247,11 @@ def _best(condition: Mapping, figure: Looked) -> Iterator[Condition]:
         text = f"{name} {first} at {along} {at:g} against {other} {second} at {elsewhere:g}, each where {by} is best: "
         text += f"ahead by {gap.centre:.4g}, asked: more than {condition['by']:g}"
         what = f"{name} at its best above {other} at its own"
-        yield decide(gap, *_above_by(condition), what, text, {name: first, other: second}, [name])
+        decided = decide(gap, *_above_by(condition), what, text, {name: first, other: second}, [name])
+        if of_test_data(by):
+            text = f"{decided.text}; the points are chosen by test data, which decides nothing"
+            decided = dataclasses.replace(decided, verdict=INCONCLUSIVE, text=text, barred=True)
+        yield decided
 
 
 #: what conditions are measured in, other than in their metric

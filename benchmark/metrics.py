@@ -49,6 +49,13 @@ def unknown(metric: str, values: Collection[str] = ()) -> str:
     return f"there is no such metric{nearest(metric, there)}; docs/benchmark.md lists them"
 
 
+def of_test_data(metric: str) -> bool:
+    """Whether it is measured on test data, so that nothing may be chosen by it."""
+    kind, _, rest = metric.partition(":")
+    name = rest if to_a_target(metric) else metric
+    return kind in SCORERS or name.removeprefix("client_").removeprefix("unseen_").startswith("test_")
+
+
 def better(metric: str) -> int:
     """1 if a larger value is better, -1 if a smaller one is, 0 for a spread, which is neither."""
     name = metric.rpartition(":")[2]

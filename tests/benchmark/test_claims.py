@@ -14,7 +14,7 @@ from benchmark.curves import span_of_best
 from benchmark.decide import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, verdict
 from benchmark.intervals import Figure, difference, figure_of, of_mean
 from benchmark.job import at_the_end, decisive
-from benchmark.metrics import scale_of
+from benchmark.metrics import of_test_data, scale_of
 from benchmark.results import ExperimentResults, best_of, shown, value
 from benchmark.suite import load_suite, shipped
 from benchmark.verdicts import judged_claims
@@ -902,6 +902,12 @@ def test_the_smaller_figure_is_bold_where_less_is_better(metric):
     assert best_of({"a": by_seed([10, 11]), "b": by_seed([20, 21.5])}, "client_test_acc_std") is None
 
 
+def test_which_metrics_are_of_test_data():
+    tested = ("test_acc", "client_test_acc_mean", "unseen_test_loss", "test_acc_last5", "bytes_to:test_acc:0.7")
+    assert all(map(of_test_data, (*tested, "lm_eval:boolq:acc", "generate:boolq:acc")))
+    assert not any(map(of_test_data, ("val_acc", "val_loss", "bytes_to:val_acc:0.7", "uplink", "training")))
+
+
 def test_figures_of_a_result():
     record = {
         "metrics": {"test_acc": 0.7},
@@ -1112,6 +1118,9 @@ def test_best_is_each_at_its_own_point(monkeypatch):
     monkeypatch.setitem(CURVES, "low", [[0.5, 0.60, 0.5, 0.5], [0.5, 0.61, 0.5, 0.5], [0.5, 0.62, 0.6, 0.5]])
     assert along("best", "narrow", ["low"], chosen_by="val_acc").verdict == HOLDS
     assert along("best", "low", ["narrow"], chosen_by="val_acc").verdict == FAILS
+    for better, other in (("narrow", "low"), ("low", "narrow")):
+        chosen = along("best", better, [other], chosen_by="client_test_acc")
+        assert chosen.verdict == INCONCLUSIVE and "chosen by test data, which decides nothing" in chosen.text
     monkeypatch.setitem(CURVES, "end", [[0.9, 0.5, 0.5, 0.5], [0.91, 0.5, 0.5, 0.5], [0.9, 0.5, 0.5, 0.5]])
     ended = along("best", "end", ["low"], chosen_by="val_acc")
     assert ended.verdict == INCONCLUSIVE and "at the end of the grid" in ended.text
