@@ -663,7 +663,7 @@ def test_what_the_framework_says_otherwise_is_taken(caplog):
     assert config.fingerprint() == make().fingerprint()
     check_local(config)
     for said in (
-        "federate.data_weighted_aggr = True has no effect: updates are weighted by the client's number of training",
+        "federate.data_weighted_aggr = True has no effect: federate.ignore_weight says whether updates are weighted by",
         "model.out_channels = 2 has no effect: the data say how many classes there are",
         "eval.metrics: correct has no effect: acc is that number as a share of the samples",
     ):
