@@ -18,6 +18,7 @@ from .. import list_methods, load_config
 from ..config import Config
 from ..engines.local import LocalEngine
 from ..methods import get_method_class, requirements
+from ..models.machine import input_device
 from . import small
 
 #: the small models by the name that the checks have for them, and what ``model.task`` is
@@ -127,13 +128,22 @@ def equal(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 
 def logits(model: nn.Module, examples: Any, count: int = 6) -> Tensor:
-    """What the model answers to the first examples, without padding."""
+    """What the model, on whatever device, answers to the first examples, without padding; on the CPU."""
     batch = examples.batch(range(min(count, len(examples))))
     batch.pop("labels")
+    device = input_device(model)
     model.eval()
     with torch.no_grad():
-        out = model(**batch).logits
+        out = model(**{name: given.to(device) for name, given in batch.items()}).logits.cpu()
     return out[batch["attention_mask"].bool()] if out.ndim == 3 else out
+
+
+def without_dropout(engine: LocalEngine) -> LocalEngine:
+    """``engine``, whose model draws no masks any more."""
+    for module in engine.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return engine
 
 
 def without_seconds(history: Any) -> list[dict[str, Any]]:

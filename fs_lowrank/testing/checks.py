@@ -29,7 +29,7 @@ from ..seeds import derive
 from ..training import train_client
 from ..training.cohort import train_cohort
 from ..versions import SCHEMA
-from .bench import Bench, equal, logits, plain_model, state_of, without_seconds
+from .bench import Bench, equal, logits, plain_model, state_of, without_dropout, without_seconds
 
 #: keys of a run whose model has moved far enough to be told from the untrained one
 SAVED = {"lowrank.save_merged": True, "federate.total_round_num": 2, "train.optimizer": {"type": "AdamW", "lr": 0.02}}
@@ -43,7 +43,7 @@ def _named(name: str) -> Callable[[str], str]:
 
 
 def _double(value: Tensor | float | int) -> Tensor:
-    return torch.as_tensor(value).double()
+    return torch.as_tensor(value).double().cpu()
 
 
 def averages_head(method: Method | type[Method]) -> bool:
@@ -283,7 +283,7 @@ def check_weights(bench: Bench, method: str, task: str, weighs: bool | None = No
         assert uniform or len(set(sizes)) > 1
         heads = [n for n in engine.ledger.state if "head" in tags(n) and n.endswith("weight")]
         for head in heads if averages_head(engine.method) else ():
-            mean = sum(n / sum(sizes) * sent[i][head].double() for i, n in enumerate(sizes, start=1))
+            mean = sum(n / sum(sizes) * _double(sent[i][head]) for i, n in enumerate(sizes, start=1))
             torch.testing.assert_close(_double(engine.ledger.state[head]), mean, atol=1e-7, rtol=1e-6, msg=_named(head))
         states.append(state_of(engine))
     weighs = averages_head(engine.method) if weighs is None else weighs
@@ -355,6 +355,8 @@ def check_resume(bench: Bench, method: str, task: str) -> None:
 def check_cohort(bench: Bench, method: str, task: str, further: Mapping[str, Any] | None = None) -> int:
     """Clients that train together (``train.cohort``) end where they end one by one.
 
+    On a GPU, where a cohort draws other masks, without dropout.
+
     Args:
         further: keys of both runs.
     Returns:
@@ -362,7 +364,11 @@ def check_cohort(bench: Bench, method: str, task: str, further: Mapping[str, Any
     """
     keys: dict[str, Any] = {"train.optimizer": {"type": "SGD", "lr": 0.01}, "train.batch_or_epoch": "epoch"}
     keys |= further or {}
-    together, trained = bench.make(task, method, {**keys, "train.cohort": 2}), []
+    together, alone = (bench.make(task, method, {**keys, "train.cohort": size}) for size in (2, "off"))
+    trained: list[int] = []
+    for engine in (together, alone):
+        if engine.site.device.type != "cpu":
+            without_dropout(engine)
 
     def train(model, members, *given, **options):
         found = train_cohort(model, members, *given, **options)
@@ -373,7 +379,6 @@ def check_cohort(bench: Bench, method: str, task: str, further: Mapping[str, Any
         found = together.run().history
     if not trained:
         return 0
-    alone = bench.make(task, method, {**keys, "train.cohort": "off"})
     for a, b in zip(alone.run().history, found, strict=True):
         why = f"round {a['round']}: losses {a['loss']} and {b['loss']}, {b['failed']}; does it require alone=True?"
         assert not b["failed"] and abs(a["loss"] - b["loss"]) < 1e-5, why
@@ -419,8 +424,8 @@ def check_half_precision(bench: Bench, method: str, task: str) -> None:
     if averages_head(engine.method) and engine.method.needs.sums:
         sizes = [len(e) for e in engine.site.data.clients]
         for name in sent[1]:  # tensors of both widths travel together
-            mean = sum(n / sum(sizes) * sent[i][name].double() for i, n in enumerate(sizes, start=1))
-            torch.testing.assert_close(states[0][name].double(), mean, atol=1e-6, rtol=2**-7)
+            mean = sum(n / sum(sizes) * _double(sent[i][name]) for i, n in enumerate(sizes, start=1))
+            torch.testing.assert_close(_double(states[0][name]), mean, atol=1e-6, rtol=2**-7)
     moved = [n for n in before if not equal({n: before[n]}, {n: engine.ledger.state[n]})]
     heads = [n for n in before if "head" in tags(n)]
     assert moved and (not heads or set(heads) & set(moved)), f"of the state only {moved} changed"

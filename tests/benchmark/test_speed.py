@@ -85,6 +85,17 @@ def test_the_part_for_a_gpu(settings, capsys):
         assert runner.main(["gpu"]) == 2 and "gpu: torch finds no GPU here" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_models_and_data_of_the_part_for_a_gpu(tmp_path, causal):
+    """Samples are as long as the case says, but for the end of a text, and a step is measured."""
+    shape = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    shape |= {"intermediate_size": 48} if causal else {"intermediate_size": 48, "num_labels": 2}
+    case = gpu.Case(shape, (1, 2), 4, 96, 1, "float32")
+    keys = gpu.prepare(case, tmp_path, "cpu")
+    found = gpu.measure(load_config(keys, use_gpu=False), 1, clients=3)
+    assert found["lengths"] == ([95, 95] if causal else [96, 96]) and found["difference"] < 1e-5
+
+
 def test_memory_of_a_base_and_of_a_step(tmp_path):
     shape = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
     settings = memory.prepare(tmp_path, shape, 40)

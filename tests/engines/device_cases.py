@@ -295,6 +295,17 @@ def test_a_resumed_run_is_the_run_to_the_bit(bench, on_device, method):
         checks.check_resume(bench, method, "encoder")
 
 
+@pytest.mark.parametrize("check", checks.CHECKS, ids=lambda check: check.name)
+@pytest.mark.parametrize(
+    "method", [pytest.param(m, marks=() if m in ("fedfisher", "rolora") else pytest.mark.slow) for m in list_methods()]
+)
+def test_the_generic_suite_runs_on_the_device(bench, on_device, method, check):
+    tasks = [task for m, task in CASES if m == method]
+    with on_device():
+        for task in tasks if check.every_task else tasks[:1]:
+            check.function(bench, method, task)
+
+
 # -- a model on two devices ------------------------------------------------------------------------------
 
 
