@@ -85,8 +85,8 @@ CASES = {
 }
 
 
-def prepare(case: Case, folder: Path, device: str = "cuda") -> dict[str, Any]:
-    """Write the model, its tokenizer and data into ``folder``; the keys of a run with them."""
+def build(case: Case, device: str) -> Any:
+    """The model of ``case`` with weights drawn from seed 0, on ``device``; ``meta``: without weights."""
     from transformers import AutoModel, AutoModelForCausalLM, BertConfig, LlamaConfig
 
     torch.manual_seed(0)
@@ -94,10 +94,18 @@ def prepare(case: Case, folder: Path, device: str = "cuda") -> dict[str, Any]:
         if case.causal:
             special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
             config = LlamaConfig(max_position_embeddings=2 * case.tokens, **case.shape, **special)
-            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, case.dtype))
-        else:
-            model = AutoModel.from_config(BertConfig(max_position_embeddings=2 * case.tokens, **case.shape))
-    model.save_pretrained(folder / "model")
+            return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, case.dtype))
+        return AutoModel.from_config(BertConfig(max_position_embeddings=2 * case.tokens, **case.shape))
+
+
+def bytes_of(case: Case) -> int:
+    """Of the weights of the model."""
+    return sum(p.nbytes for p in build(case, "meta").parameters())
+
+
+def prepare(case: Case, folder: Path, device: str = "cuda") -> dict[str, Any]:
+    """Write the model, its tokenizer and data into ``folder``; the keys of a run with them."""
+    build(case, device).save_pretrained(folder / "model")
     small.save_tokenizer(folder / "model")
     words = " ".join(small.make_reviews(200)["text"]).split()
     text = " ".join((words * (1 + case.tokens // len(words)))[: max(8, case.tokens - _AROUND * case.causal)])
@@ -157,13 +165,11 @@ def run() -> dict:
     device, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
     rows, results = [], {}
     for name, case in CASES.items():
-        with tempfile.TemporaryDirectory() as given:
-            folder = Path(given)
-            keys = prepare(case, folder)
-            size = sum(file.stat().st_size for file in (folder / "model").glob("*.safetensors"))
-            if size > memory / 2:
-                print(f"gpu: {name}: left out, its {size / 1e9:.1f} GB are more than half of the GPU's memory")
-                continue
+        if (size := bytes_of(case)) > memory / 2:
+            print(f"gpu: {name}: left out, its {size / 1e9:.1f} GB are more than half of the GPU's memory")
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            keys = prepare(case, Path(folder))
             torch.cuda.empty_cache()
             found = results[name] = measure(load_config(keys), 3)
         step = {k: f"{1e3 * v:.4g} ms" for k, v in found["seconds_a_clients_step"].items()}

@@ -96,6 +96,11 @@ def test_the_models_and_data_of_the_part_for_a_gpu(tmp_path, causal):
     assert found["lengths"] == ([95, 95] if causal else [96, 96]) and found["difference"] < 1e-5
 
 
+def test_the_weights_of_a_case_are_counted_before_it_is_built():
+    """Of Llama 3.2 1B 1,235,814,400 and of Llama 2 7B 6,738,415,616, of two bytes each."""
+    assert [gpu.bytes_of(case) for case in gpu.CASES.values()][2:] == [2 * 1_235_814_400, 2 * 6_738_415_616]
+
+
 def test_memory_of_a_base_and_of_a_step(tmp_path):
     shape = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
     settings = memory.prepare(tmp_path, shape, 40)

@@ -295,9 +295,18 @@ def test_a_resumed_run_is_the_run_to_the_bit(bench, on_device, method):
         checks.check_resume(bench, method, "encoder")
 
 
-@pytest.mark.parametrize("check", checks.CHECKS, ids=lambda check: check.name)
+#: the checks in which what the server or a saved model has meets what a client has
+MIXING = ("run", "one client", "cohort", "half precision")
+
+
 @pytest.mark.parametrize(
-    "method", [pytest.param(m, marks=() if m in ("fedfisher", "rolora") else pytest.mark.slow) for m in list_methods()]
+    "method, check",
+    [
+        pytest.param(m, check, id=f"{m}-{check.name}", marks=() if m in ("fedfisher", "rolora") else pytest.mark.slow)
+        for m in list_methods()
+        for check in checks.CHECKS
+        if m in ("fedfisher", "rolora") or check.name in MIXING
+    ],
 )
 def test_the_generic_suite_runs_on_the_device(bench, on_device, method, check):
     tasks = [task for m, task in CASES if m == method]
