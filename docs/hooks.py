@@ -13,7 +13,12 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 #: files of the root that are pages
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "CHANGELOG.md": "changelog.md",
+}
 LINK = re.compile(r"\[([^\[\]]+)\]\(([^()#\s:]+)(#[^()\s]*)?\)")
 
 
@@ -36,4 +41,5 @@ def on_page_markdown(markdown, page, config, files):
             return f"[{text}]({os.path.relpath(goal, where.parent)}{anchor})"
         return f"{text} (`{file}`)" if (ROOT / file).exists() else match[0]
 
+    markdown = markdown.replace('="docs/pictures/', '="pictures/')  # of the README
     return LINK.sub(fitting, markdown)

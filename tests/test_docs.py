@@ -19,10 +19,10 @@ from fs_lowrank.settings import parse_overrides
 from hpo.space import load_space
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("*.md"), *ROOT.glob("examples/*"), ROOT / "Makefile"])
+PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md"), *ROOT.glob("examples/*"), ROOT / "Makefile"])
 #: commands with a command line of their own
 OWN = {"hpo": hpo.cli, "benchmark": benchmark.cli}
-#: written in the README's examples, by nobody here
+#: written in the tutorials, by nobody here
 ELSEWHERE = {"median_lora"}
 #: options of other programs: pip, a suite's scripts, Flower's SuperLink and SuperNode
 FOREIGN = {"--no-deps", "--out", "--node-config", "--insecure", "--ssl-certfile"}
@@ -55,6 +55,12 @@ def parser_of(words: list[str]):
     """The parser of a command, with all commands' parsers, and the words after ``fs-lowrank`` that it takes."""
     module = OWN.get(words[0], cli)
     return *module._parser(), words[1:] if words[0] in OWN else words
+
+
+def options_of(parser) -> set[str]:
+    """The options of a command and of the commands below it, such as ``flower app``."""
+    below = [c for a in parser._actions if isinstance(a.choices, dict) for c in a.choices.values()]
+    return set(parser._option_string_actions).union(*map(options_of, below))
 
 
 def parsed(command: str):
@@ -97,7 +103,7 @@ def test_a_command_in_a_sentence(command):
     parser, commands, words = parser_of(words)
     names = {c.prog.rpartition(" ")[2]: c for c in commands}
     assert not words or words[0] in {*names, *MISSPELT} or not words[0].isidentifier(), command
-    known = names[words[0]]._option_string_actions if words and words[0] in names else {}
+    known = options_of(names[words[0]]) if words and words[0] in names else set()
     assert {w for w in words if w.startswith("--")} <= {*known, "--help", "--version"}, command
 
 

@@ -1,4 +1,4 @@
-"""The shipped generic suite: the method of the README passes it, and defective methods fail with a description."""
+"""The shipped generic suite: the method of the tutorial passes it, and defective methods fail with a description."""
 
 import re
 import subprocess
@@ -14,7 +14,7 @@ from fs_lowrank.methods import list_methods, registry
 from fs_lowrank.testing import CHECKS, asked_of, check_method
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+TUTORIAL = (ROOT / "docs" / "tutorials" / "own_method.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(autouse=True)
@@ -24,10 +24,10 @@ def registered(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_example_of_the_readme_passes_as_it_stands_there(tmp_path):
-    """The two files of the README are run in an empty folder, with the command that it gives."""
+def test_the_example_of_the_tutorial_passes(tmp_path):
+    """Two files of the tutorial are run in an empty folder, with the command that it gives."""
     for name in ("my_methods.py", "test_my_methods.py"):
-        code = re.search(rf"```python\n# {name}\n(.*?)```", README, re.S)[1]
+        code = re.search(rf"```python\n# {name}\n(.*?)```", TUTORIAL, re.S)[1]
         (tmp_path / name).write_text(code)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_methods.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
@@ -153,7 +153,7 @@ def test_the_guide_lists_every_check():
         assert f"| {check.name} | {check.asks} |" in guide
 
 
-def test_phases_of_the_readme_are_public():
+def test_phases_of_the_tutorial_are_public():
     assert Phase(train=("lora_B",)).steps is None
 
 

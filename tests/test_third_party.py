@@ -1,4 +1,4 @@
-"""The example of a method in the README works as an installed package."""
+"""The example of a method in the tutorial works as an installed package."""
 
 import os
 import re
@@ -10,13 +10,13 @@ import pytest
 import torch
 import yaml
 
-README = Path(__file__).parent.parent / "README.md"
+TUTORIAL = Path(__file__).parents[1] / "docs" / "tutorials" / "own_method.md"
 
 
 @pytest.fixture
 def package(tmp_path):
-    """A folder for ``PYTHONPATH`` with the method of the README as an installed package."""
-    code = re.search(r"```python\n# my_methods.py\n(.*?)```", README.read_text(encoding="utf-8"), re.S)[1]
+    """A folder for ``PYTHONPATH`` with the method of the tutorial as an installed package."""
+    code = re.search(r"```python\n# my_methods.py\n(.*?)```", TUTORIAL.read_text(encoding="utf-8"), re.S)[1]
     folder = tmp_path / "site"
     (folder / "my_methods-1.0.dist-info").mkdir(parents=True)
     (folder / "my_methods.py").write_text(code)

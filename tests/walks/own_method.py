@@ -1,18 +1,18 @@
-"""A method in a package of the user's own: the README's example, installed, checked and run."""
+"""A method in a package of the user's own: the tutorial's example, installed, checked and run."""
 
 import re
-from importlib.metadata import metadata
+from pathlib import Path
 
 from steps import does, file, refuses
 
 from fs_lowrank.testing import small
 
-readme = metadata("fs-lowrank").get_payload()
+tutorial = (Path(__file__).parents[2] / "docs" / "tutorials" / "own_method.md").read_text(encoding="utf-8")
 
 
 def example(name: str) -> str:
-    """The README's file of this name, as it stands there."""
-    (block,) = re.findall(rf"```python\n(# {re.escape(name)}(?: .*)?\n.*?)```", readme, re.DOTALL)
+    """The tutorial's file of this name."""
+    (block,) = re.findall(rf"```python\n(# {re.escape(name)}(?: .*)?\n.*?)```", tutorial, re.DOTALL)
     return block
 
 

@@ -1,0 +1,157 @@
+"""The picture and the table of the README: ``python -m benchmark.front``, after a demo with ``--demo runs/demo``.
+
+The picture is drawn from ``results/demo/rounds.json``, which ``--demo`` writes anew, together with the other files of
+``results/demo``. The table is computed from the committed cells and takes the place of the one in the README.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import operator
+import re
+import shutil
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from fs_lowrank.jobs import shell
+from fs_lowrank.jobs.files import write_text
+
+from .job import Options
+from .markdown import table
+
+ROUNDS = Path("results/demo/rounds.json")
+PICTURES = Path("docs/pictures")
+#: the table's place in the README
+_PLACE = re.compile(r"(?<=<!-- methods -->\n).*?(?=<!-- /methods -->)", re.S)
+#: background: text, then the lines; the two sets of colours of Okabe and Ito that can be told apart on it
+_COLOURS = {
+    "light": ("#24292f", "#0072B2", "#D55E00", "#009E73", "#AA4499"),
+    "dark": ("#d0d7de", "#56B4E9", "#E69F00", "#2FC79A", "#E69FC8"),
+}
+#: what the accuracies are relative to
+LORA = "fedlora"
+#: suite -> the rows that it measures: method, take it if, exact, unequal ranks
+ROWS = {
+    "glue": (
+        (LORA, "you have no reason for another one", "no", "no"),
+        ("rolora", "bytes count", "yes", "no"),
+        ("ffa_lora", "A must never change", "yes", "no"),
+        ("flexlora", "clients differ in memory", "but for the cut to the rank", "yes"),
+        ("flora", "the mean must be exact, and clients receive much", "yes", "yes"),
+    ),
+    "vision": (("fedhm", "image networks start from scratch, clients differ", "but for the cut", "yes"),),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmark.front", description=__doc__.split("\n")[0])
+    parser.add_argument("--demo", type=Path, metavar="FOLDER", help="the folder of a demo that has ended")
+    args = parser.parse_args(argv)
+    if args.demo:
+        take(args.demo)
+    draw(json.loads(ROUNDS.read_text()))
+    page = Path("README.md")
+    write_text(page, with_table(page.read_text(encoding="utf-8"), methods_table()))
+    return shell.OK
+
+
+def take(folder: Path) -> None:
+    """Copy the results of a demo: its comparison and picture, and by method the bytes and accuracies by round."""
+    for name in ("comparison.json", "curves.png"):
+        shutil.copyfile(folder / name, ROUNDS.parent / name)
+    rounds = {
+        method: curve([json.loads(line) for line in (folder / method / "rounds.jsonl").read_text().splitlines()])
+        for method in json.loads((folder / "comparison.json").read_text())
+    }
+    write_text(ROUNDS, json.dumps(rounds, indent=1) + "\n")
+
+
+def curve(records: Sequence[Mapping]) -> list[tuple[int, float]]:
+    """The bytes of all clients, up and down, until each evaluation, and the accuracy on the test data."""
+    points, sent = [], 0
+    for record in records:
+        sent += record["uplink_bytes"] + record["downlink_bytes"]
+        if "test" in record["metrics"]:
+            points.append((sent, record["metrics"]["test"]["acc"]))
+    return points
+
+
+def draw(rounds: Mapping[str, Sequence[tuple[int, float]]]) -> None:
+    """Write the picture for light and for dark pages, as SVG that is the same for the same data."""
+    with matplotlib.rc_context({"svg.hashsalt": "front", "svg.fonttype": "none", "font.size": 11}):
+        for name, (ink, *colours) in _COLOURS.items():
+            figure = Figure(figsize=(7.2, 3.4), layout="constrained")
+            axes = figure.subplots()
+            for (method, points), colour in zip(rounds.items(), colours, strict=True):
+                megabytes, accuracies = [sent / 1e6 for sent, _ in points], [acc for _, acc in points]
+                axes.plot(megabytes, accuracies, "o-", color=colour, markersize=4, label=method)
+            axes.legend(loc="lower right", frameon=False, labelcolor=ink)  # every curve has risen there
+            axes.set_xlabel("MB sent, up and down, by all clients", color=ink)
+            axes.set_ylabel("accuracy on held-out data", color=ink)
+            axes.tick_params(colors=ink)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.spines[["left", "bottom"]].set_color(ink)
+            axes.grid(color=ink, alpha=0.15)
+            PICTURES.mkdir(exist_ok=True)
+            figure.savefig(PICTURES / f"demo-{name}.svg", transparent=True, metadata={"Date": None})
+
+
+def with_table(page: str, lines: str) -> str:
+    return _PLACE.sub(lambda _: lines + "\n", page)
+
+
+def methods_table() -> str:
+    """The rows of ``ROWS`` with what the committed cells say, as Markdown."""
+    rows = [("method", "take it if", "accuracy against LoRA", "bytes up, down", "exact mean", "unequal ranks")]
+    cells = Options(()).store.all("cells")
+    for suite, entries in ROWS.items():
+        settings = by_setting(cell for cell in cells if cell["suite"] == suite)
+        for method, reason, exact, ranks in entries:
+            accuracy, sent = against_lora(settings, method) if method != LORA else ("0", "1×, 1×")
+            rows.append((f"`{method}`", reason, accuracy, sent, exact, ranks))
+    return table(rows)
+
+
+def by_setting(cells: Iterable[Mapping]) -> list[dict[str, list[Mapping]]]:
+    """The cells of each setting by method. Without those of a curve over the learning rate, of which most are not at a
+    method's best one, and of settings in which LoRA is no better than the majority class.
+    """
+    settings: dict[tuple, dict[str, list[Mapping]]] = {}
+    for cell in cells:
+        if "test_acc" in cell["metrics"] and "rate" not in cell["setting"]:
+            place = (cell["size"], cell["experiment"], *sorted(cell["setting"].items()))
+            settings.setdefault(place, {}).setdefault(cell["method"], []).append(cell)
+    return [
+        of
+        for of in settings.values()
+        if LORA in of and all(cell["metrics"]["test_acc"] > cell["majority"] for cell in of[LORA])
+    ]
+
+
+def against_lora(settings: Iterable[Mapping[str, Sequence[Mapping]]], method: str) -> tuple[str, str]:
+    """The median difference to LoRA over the settings, with the worst and the best one; and the quotients of the bytes
+    of a client and round, without the head.
+    """
+    both = [(of[method], of[LORA]) for of in settings if method in of]
+    gaps = [100 * (_mean(ours, "metrics", "test_acc") - _mean(lora, "metrics", "test_acc")) for ours, lora in both]
+    signed = (f"{x:+.1f}".replace("-", "−") for x in (statistics.median(gaps), min(gaps), max(gaps)))
+    quotients = []
+    for metric in ("uplink_without_head", "downlink_without_head"):
+        where = ("bytes", "per_client_and_round", metric)
+        low, *_, high = sorted(round(_mean(ours, *where) / _mean(lora, *where), 1) for ours, lora in both)
+        quotients.append(f"{low:g}×" if low == high else f"{low:g} to {high:g}×")
+    return "{} ({} to {}), {} settings".format(*signed, len(gaps)), ", ".join(quotients)
+
+
+def _mean(cells: Iterable[Mapping], *path: str) -> float:
+    return statistics.mean(functools.reduce(operator.getitem, path, cell) for cell in cells)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,45 @@
+"""The README: its table of methods, the demo's figures in it, its size."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmark import front
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.more
+def test_the_table_of_methods_is_that_of_the_committed_cells(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert front.with_table(README, front.methods_table()) == README, "write it anew: python -m benchmark.front"
+
+
+def test_the_figures_of_the_demo_are_the_committed_ones():
+    methods = json.loads((ROOT / "results" / "demo" / "comparison.json").read_text())
+    rounds = json.loads((ROOT / front.ROUNDS).read_text())
+    rows = dict(re.findall(r"^│ (\w+) +│ (0\.\d{3}) │", README, re.M))
+    assert list(rows) == list(methods) == list(rounds)
+    for name, result in methods.items():
+        accuracy = result["final"]["test_acc"]
+        assert rows[name] == f"{accuracy:.3f}" and rounds[name][-1][1] == accuracy
+
+
+def test_bytes_are_summed_over_rounds_and_both_directions():
+    def record(sent, **metrics):
+        return {"uplink_bytes": sent, "downlink_bytes": 1, "metrics": metrics}
+
+    assert front.curve([record(10), record(20, test={"acc": 0.5}), record(30, test={"acc": 0.7})]) == [
+        (32, 0.5),
+        (63, 0.7),
+    ]
+
+
+def test_a_visitor_reads_it_in_a_minute():
+    assert len(README.encode()) <= 9000
+    assert all(
+        len(line) <= 80 for block in re.findall(r"```\w*\n(.*?)```", README, re.S) for line in block.splitlines()
+    )
