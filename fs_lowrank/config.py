@@ -367,11 +367,12 @@ def check_engine(config: Config, engine: str, together: Sequence[str] = ()) -> N
         UserError: the message lists all such keys, with the reasons; or ``train.scheduler`` has a key or value that is
             not ours.
     """
-    from .training.schedule import schedule_of  # imports torch, which reading a config's schema should not
+    from .training import schedule  # imports torch, which reading a config's schema should not
 
     refused = not_honoured(config, engine)
-    schedule_of(config.train.scheduler, config.source)
-    for name, value, reason in without_effect(config, engine, _method_class(config.federate.method, config.source)):
+    idle = schedule.without_effect(config)
+    idle += without_effect(config, engine, _method_class(config.federate.method, config.source))
+    for name, value, reason in idle:
         say_once(f"{name} = {show(value)} has no effect: {reason}")
     if config.llm.adapter.use and (name := config.source.unsaid):
         spec = config.adapter

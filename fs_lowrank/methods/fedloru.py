@@ -47,7 +47,11 @@ class FedLoRU(Averaging):
     @classmethod
     def requires(cls, params):
         idle = {"lowrank.tau": "lowrank.schedule takes precedence"} if params.schedule else {}
-        return replace(super().requires(params), changes_base=params.merge, idle=idle)
+        key, first = ("schedule", min(params.schedule)) if params.schedule else ("tau", params.tau)
+        # Accumulating at the end of the last round changes the model only if the pair then keeps its values.
+        fewest = first if params.init == "momentum" else first + 1
+        begins = {f"lowrank.{key}": (fewest, f"the first accumulation is at the end of round {first}")}
+        return replace(super().requires(params), changes_base=params.merge, idle=idle, begins=begins)
 
     def __init__(self, params, setting):
         super().__init__(params, setting)

@@ -32,7 +32,11 @@ class RoLoRA(Averaging):
 
     @classmethod
     def requires(cls, params: Params):
-        return replace(super().requires(params), adapter="lora", rounds=params.mix < 1)
+        begins = {}
+        if params.mix:  # with 0, A stays frozen in any number of rounds, as was asked for
+            fewest = int(min(1 / params.mix, 2**53)) + 1
+            begins = {"lowrank.mix": (fewest, "B alone trains, as with ffa_lora")}
+        return replace(super().requires(params), adapter="lora", rounds=params.mix < 1, begins=begins)
 
     def half(self, round: int) -> str:
         """The half that trains in ``round``: ``lora_A`` or ``lora_B``."""

@@ -54,6 +54,8 @@ class Requires:
         own_robust_mean: ``robust_mean`` is the method's own, and may weight what it adds to the mean.
         idle: keys without effect beside these hyperparameters, such as ``lowrank.tau``, and why; each that is not at
             its default is reported before a run.
+        begins: keys that change nothing in a run of few rounds: the fewest rounds in which they do, and why. They are
+            reported before a run of fewer, also at their defaults.
     """
 
     adapter: Shares = "any"
@@ -68,6 +70,7 @@ class Requires:
     own_upload: bool = False
     own_robust_mean: bool = False
     idle: Mapping[str, str] = field(default_factory=dict, hash=False)
+    begins: Mapping[str, tuple[int, str]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         """Raise ``UserError`` for a value that there is not."""

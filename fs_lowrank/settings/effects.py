@@ -4,6 +4,7 @@ or because of the engine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -54,6 +55,8 @@ def _of_server(config: Settings, method: Any, needs: Any) -> Iterator[Condition]
     yield server != "SGD", f"it is for the adaptive optimizers, {is_server}", adaptive
     yield config.fedopt.use, "fedopt.use is False", ("fedopt.optimizer", "fedopt.annealing")
     steps = ("fedopt.annealing_step_size", "fedopt.annealing_gamma")
+    rounds, every = config.federate.total_round_num, config.fedopt.annealing_step_size
+    yield every < rounds, f"the run has {rounds} rounds, and the first step is after {every}", ("fedopt.annealing",)
     yield config.fedopt.annealing, "fedopt.annealing is False", steps
     rule = config.lowrank.robust
     weighs = robust_weighs(rule) or needs.own_robust_mean  # which may weight what it adds to the mean
@@ -81,9 +84,6 @@ def _of_model(config: Settings) -> Iterator[Condition]:
 
 
 def _of_training(config: Settings, needs: Any) -> Iterator[Condition]:
-    kind = config.train.scheduler.type
-    falls = f"it is for linear and cosine, and train.scheduler.type is {kind!r}"
-    yield kind.lower() not in ("", "constant"), falls, ("train.scheduler.min_lr", "train.scheduler.cycle")
     decays = "train.optimizer.momentum is 0"
     yield bool(config.train.optimizer.extra.get("momentum")), decays, ("train.optimizer.dampening",)
     most, held_out = config.dataloader.batch_tokens, config.eval.batch_size
@@ -127,6 +127,9 @@ def _of_what_is_trained(config: Settings, method: Any, needs: Any) -> Iterator[C
 def _of_evaluation(config: Settings, engine: str) -> Iterator[Condition]:
     evaluated = f"eval.freq is {config.eval.freq}, so that the last round alone is evaluated"
     yield config.eval.freq > 0, evaluated, ("early_stop.patience", "early_stop.delta")
+    count = math.ceil(config.federate.total_round_num / max(config.eval.freq, 1))
+    ends = f"the run has {count} evaluation{'s' * (count > 1)}"
+    yield config.early_stop.patience < count, ends, ("early_stop.patience", "early_stop.delta")
     yield config.early_stop.patience > 0, "early_stop.patience is 0", ("early_stop.delta",)
     by_clients = "federate.make_global_eval is False, and clients are evaluated on their shares of the test set"
     whole = config.federate.make_global_eval or engine == "federatedscope"
@@ -252,6 +255,9 @@ def on_flower(name: str) -> str:
 def without_effect(config: Settings, engine: str, method: Any) -> list[tuple[str, Any, str]]:
     """The keys of ``config`` that differ from their defaults but have no effect: name, value and reason.
 
+    Those of the method that take effect in more rounds than the run has (``Requires.begins``) are among them also at
+    their defaults.
+
     Args:
         engine: local, federatedscope or flower.
         method: the class of ``federate.method``.
@@ -276,6 +282,11 @@ def without_effect(config: Settings, engine: str, method: Any) -> list[tuple[str
         if reason:
             reasons[name] = reason
     idle = [(name, changed[name][0], reason) for name, reason in reasons.items()]
+    rounds, params = config.federate.total_round_num, config.lowrank.params
+    for name, (fewest, why) in method.requires(method.Params(**params)).begins.items():
+        if rounds < fewest:
+            run = f"the run has {rounds} round{'s' * (rounds > 1)}"
+            idle.append((name, params[name.removeprefix("lowrank.")], f"{run}, and {why}"))
     sizes = sorted({own["batch_size"] for own in config.own_settings.values() if "batch_size" in own})
     if sizes and config.dataloader.batch_tokens:
         reason = f"dataloader.batch_tokens = {config.dataloader.batch_tokens} takes precedence"

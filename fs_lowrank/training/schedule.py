@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from ..settings import Origin, Scheduler, Settings, check_keys, key, keys_of
 from ..settings.check import rounds_of
@@ -50,6 +51,25 @@ def lr_at(round: int, rounds: int, lr: float, schedule: Schedule) -> float:
     fall = (1 - done) if schedule.type == "linear" else (1 + math.cos(math.pi * done)) / 2
     lowest = min(schedule.min_lr, lr)
     return lowest + (lr - lowest) * fall
+
+
+def without_effect(config: Settings) -> list[tuple[str, Any, str]]:
+    """The keys of ``train.scheduler`` without which all rounds have the same learning rates: name, value and reason."""
+    schedule, rounds = schedule_of(config.train.scheduler, config.source), config.federate.total_round_num
+    rates = {own.train.optimizer.lr for own in config.variants()}
+    idle = []
+    for name, value in asdict(schedule).items():
+        without = replace(schedule, **{name: getattr(Schedule(), name)})
+        if without != schedule and value != "constant":
+            pairs = (
+                (lr_at(r, rounds, lr, of) for of in (schedule, without)) for lr in rates for r in range(1, rounds + 1)
+            )
+            if all(math.isclose(*pair) for pair in pairs):
+                why = "the learning rate of every round is the same without it"
+                if name == "type" and schedule.min_lr >= max(rates):
+                    why += f", since min_lr = {schedule.min_lr:g} is not below train.optimizer.lr"
+                idle.append((f"train.scheduler.{name}", value, why))
+    return idle
 
 
 def evaluation_due(config: Settings, round: int) -> bool:

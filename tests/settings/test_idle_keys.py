@@ -23,6 +23,7 @@ from fs_lowrank.settings.effects import without_effect
 from fs_lowrank.settings.sections import ROBUST
 from fs_lowrank.settings.sections import ServerOptimizer as Section
 from fs_lowrank.testing import Bench
+from fs_lowrank.training import schedule
 from fs_lowrank.training.schedule import Schedule, lr_at, schedule_of
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +36,8 @@ def told(keys, engine="local", base=BASE):
     """By key, what is said of those of ``keys`` that have no effect."""
     config = load_config({**base, **keys})
     method = get_method_class(config.federate.method)
-    return {name: reason for name, _, reason in without_effect(config, engine, method)}
+    idle = schedule.without_effect(config) + without_effect(config, engine, method)
+    return {name: reason for name, _, reason in idle}
 
 
 # -- every value of the choice, with every key that depends on it ----------------------------------------
@@ -213,6 +215,32 @@ def test_single_combinations(base, keys, idle):
 
 
 @pytest.mark.parametrize(
+    "keys, idle, fewest",
+    [
+        ({"federate.method": "fedloru"}, "lowrank.tau", 21),
+        ({"federate.method": "fedloru", "lowrank.init": "momentum"}, "lowrank.tau", 20),
+        ({"federate.method": "pmfedloru", "lowrank.schedule": [7, 3]}, "lowrank.schedule", 4),
+        ({"federate.method": "rolora"}, "lowrank.mix", 2),
+        ({"federate.method": "rolora", "lowrank.mix": 0.3}, "lowrank.mix", 4),
+        ({"early_stop.patience": 3}, "early_stop.patience", 4),
+        ({"early_stop.patience": 3, "eval.freq": 2}, "early_stop.patience", 7),
+        ({"train.scheduler.type": "linear"}, "train.scheduler.type", 2),
+        ({"train.scheduler.warmup_ratio": 0.2}, "train.scheduler.warmup_ratio", 6),
+        ({"train.scheduler.type": "cosine", "train.scheduler.cycle": 4}, "train.scheduler.cycle", 5),
+    ],
+)
+def test_keys_that_few_rounds_make_idle(keys, idle, fewest):
+    assert idle in told({**keys, "federate.total_round_num": fewest - 1})
+    assert idle not in told({**keys, "federate.total_round_num": fewest})
+
+
+def test_steps_of_the_server_that_come_after_the_run():
+    keys = {"fedopt.use": True, "fedopt.annealing": True, "fedopt.annealing_step_size": 5}
+    assert "fedopt.annealing" in told({**keys, "federate.total_round_num": 5}, "federatedscope")
+    assert not told({**keys, "federate.total_round_num": 6}, "federatedscope")
+
+
+@pytest.mark.parametrize(
     "keys",
     [
         {"eval.freq": 0},
@@ -254,13 +282,13 @@ def test_of_an_adapter_that_is_not_used_no_argument_is_reported_by_itself():
 
 
 def test_a_method_says_which_of_its_keys_are_idle():
-    """``Requires.idle`` names keys that a configuration may have."""
+    """``Requires.idle`` and ``begins`` name keys that a configuration may have."""
     for method in list_methods():
         cls = get_method_class(method)
         known = {f"lowrank.{f.name}" for f in dataclasses.fields(cls.Params)}
         known |= {"llm.adapter.args", "federate.ignore_weight", "lowrank.validation_samples"}
         known.add("lowrank.reuse_clients")
-        assert requirements(method).idle.keys() <= known
+        assert requirements(method).idle.keys() | requirements(method).begins.keys() <= known
         assert create_method(method, rounds=4).needs.idle == requirements(method).idle
 
 
