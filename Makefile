@@ -11,7 +11,7 @@ help:
 	@echo "            methods and the tests that take several seconds each, make test-slow those that take minutes"
 	@echo "make test-lowest   part of the suite with the lowest versions that setup.py allows, in an environment of its own"
 	@echo "make flower   the tests of the engine on Flower, in an environment of its own; make flower-all compares every method"
-	@echo "            with the embedded engine (results/flower.md), make flower-slow has the federation of docs/flower.md"
+	@echo "            with the embedded engine (results/flower.md), make flower-slow has the federation of docs/guides/flower.md"
 	@echo "make test-quant   the tests of quantised bases, with bitsandbytes in an environment of its own"
 	@echo "make walks  the first hour of a new user in six ways and as a notebook, from an installed wheel in empty folders"
 	@echo "make torture NUMBER=100 SEED=0   kill, damage, poison and break runs, at most ten minutes at a time; KINDS=kills,damage"

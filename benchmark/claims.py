@@ -27,7 +27,7 @@ from .decide import Condition, together
 from .intervals import Figure
 from .metrics import better
 
-#: condition -> required keys, and optional ones; ``docs/benchmark.md`` says what each condition means
+#: condition -> required keys, and optional ones; ``docs/guides/benchmark.md`` says what each condition means
 RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "drops": (("methods", "along", "from", "to", "by"), ("lower_is_better",)),
     "keeps": (("methods", "along", "from", "to"), ("within", "share", "lower_is_better")),

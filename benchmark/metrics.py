@@ -46,7 +46,7 @@ def unknown(metric: str, values: Collection[str] = ()) -> str:
         *(f"{split}_{name}" for split in ("test", "val") for name in METRICS),
         "client_test_acc",
     ]
-    return f"there is no such metric{nearest(metric, there)}; docs/benchmark.md lists them"
+    return f"there is no such metric{nearest(metric, there)}; docs/guides/benchmark.md lists them"
 
 
 def of_test_data(metric: str) -> bool:

@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
         "--data",
         default=os.environ.get("FS_LOWRANK_DATA", "."),
         metavar="FOLDER",
-        help="local copies of the tasks' data, as docs/evaluation.md says (default: $FS_LOWRANK_DATA, or here)",
+        help="local copies of the tasks' data, as docs/guides/evaluation.md says (default: $FS_LOWRANK_DATA, or here)",
     )
     parser.add_argument("--limit", type=shell.at_least(2), metavar="N", help="only the first samples of each task")
     parser.add_argument(

@@ -7,7 +7,7 @@
 
 is a complete suite. ``small:`` and ``paper:`` hold what differs between the two sizes, ``experiments:`` several grids
 that share the rest. An inner config is merged into the outer one; any other key replaces the outer one.
-``docs/benchmark.md`` describes every key.
+``docs/guides/benchmark.md`` describes every key.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The keys that the file of a suite may have, by section; ``docs/benchmark.md`` describes them."""
+"""The keys that the file of a suite may have, by section; ``docs/guides/benchmark.md`` describes them."""
 
 from __future__ import annotations
 

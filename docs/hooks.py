@@ -1,8 +1,8 @@
-"""What mkdocs asks of us: pages for the files of the repository's root, and links that fit a site.
+"""What mkdocs asks of us: pages for the files of the repository's root, links that fit a site, and old addresses.
 
 The guides link to each other and to files as GitHub shows them. On the site a link to a page leads to the page; one to
 another file of the repository becomes the file's name, since the site does not hold it. A link that leads nowhere
-stays as it is, and mkdocs refuses it.
+stays as it is, and mkdocs refuses it. A page that has moved sends a browser on from where it was.
 """
 
 import os.path
@@ -18,6 +18,13 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
+}
+#: folder -> pages that were at the top of ``docs`` once
+MOVED = {
+    "guides": "adapters benchmark evaluation federatedscope flower hpo large_models own_data own_method robust "
+    "scale speed",
+    "methods": "fedloru one_shot",
+    "reference": "keys platforms run_files",
 }
 LINK = re.compile(r"\[([^\[\]]+)\]\(([^()#\s:]+)(#[^()\s]*)?\)")
 
@@ -43,3 +50,14 @@ def on_page_markdown(markdown, page, config, files):
 
     markdown = markdown.replace('="docs/pictures/', '="pictures/')  # of the README
     return LINK.sub(fitting, markdown)
+
+
+def on_post_build(config):
+    for folder, names in MOVED.items():
+        for name in names.split():
+            new, old = f"../{folder}/{name}/", Path(config.site_dir, name)
+            old.mkdir()
+            (old / "index.html").write_text(
+                f'<!doctype html><title>Moved</title><script>location.replace("{new}" + location.hash)</script>'
+                f'<meta http-equiv="refresh" content="0; url={new}"><a href="{new}">This page has moved.</a>\n'
+            )

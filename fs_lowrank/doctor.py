@@ -46,7 +46,7 @@ def _framework() -> list[Check]:
                 "engine federatedscope",
                 False,
                 f"{type(error).__name__}: {error}",
-                "it does not import; see docs/federatedscope.md for versions that work",
+                "it does not import; see docs/guides/federatedscope.md for versions that work",
             )
         ]
     found = f"{locate.version(FRAMEWORK)} (branch {locate.BRANCH}) in {FRAMEWORK.parent}"

@@ -16,11 +16,11 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_the_page_is_made_from_the_schema():
-    page = (ROOT / "docs" / "keys.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "keys.md").read_text(encoding="utf-8")
     # In a new process, without the methods that other tests register.
     command = [sys.executable, "-m", "fs_lowrank", "keys", "--markdown"]
     written = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, cwd=ROOT).stdout
-    assert page == written, "write it anew: fs-lowrank keys --markdown > docs/keys.md"
+    assert page == written, "write it anew: fs-lowrank keys --markdown > docs/reference/keys.md"
 
 
 def test_every_key_is_listed_with_a_description():

@@ -148,7 +148,7 @@ def test_hyperparameters_and_keys_reach_the_runs():
 
 
 def test_the_guide_lists_every_check():
-    guide = (ROOT / "docs" / "own_method.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs" / "guides" / "own_method.md").read_text(encoding="utf-8")
     for check in CHECKS:
         assert f"| {check.name} | {check.asks} |" in guide
 
@@ -160,7 +160,7 @@ def test_phases_of_the_tutorial_are_public():
 @pytest.mark.more
 def test_the_method_of_the_page_passes_whose_clients_keep_what_they_learn(monkeypatch):
     """Of FedSA-LoRA's pairs the server averages A alone; B, without which A does nothing, stays with its client."""
-    page = (ROOT / "docs" / "own_method.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guides" / "own_method.md").read_text(encoding="utf-8")
     code = next(code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "class FedSA" in code)
     module = types.ModuleType("of_the_page")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # where dataclasses look up its types

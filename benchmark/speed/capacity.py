@@ -86,7 +86,7 @@ def measure(
 
 
 def lines(results: list[dict[str, Any]]) -> list[str]:
-    """The results as a table in Markdown, of which ``docs/scale.md`` has a part."""
+    """The results as a table in Markdown, of which ``docs/guides/scale.md`` has a part."""
     head = "| method | model, rank | clients | up, MB | down, MB | update, ms | step, s | clients a second |"
     table = [head, "| --- | --- | --- | --- | --- | --- | --- | --- |"]
     for found in results:

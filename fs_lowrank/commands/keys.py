@@ -52,5 +52,5 @@ def _keys(args: argparse.Namespace) -> None:
     tables.show(console, lines, args.table)
     if not args.name:
         console.print(
-            "one key in full: fs-lowrank keys NAME; FederatedScope's other keys: docs/keys.md", soft_wrap=True
+            "one key in full: fs-lowrank keys NAME; FederatedScope's other keys: docs/reference/keys.md", soft_wrap=True
         )

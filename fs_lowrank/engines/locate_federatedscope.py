@@ -40,7 +40,8 @@ NEEDS = {
 }
 _HOW = (
     f"check out its branch {BRANCH} and set {ROOT} to that folder (or install it with "
-    "`pip install --no-deps -e FOLDER`), then: pip install 'fs-lowrank[federatedscope]'; see docs/federatedscope.md"
+    "`pip install --no-deps -e FOLDER`), then: pip install 'fs-lowrank[federatedscope]'; "
+    "see docs/guides/federatedscope.md"
 )
 
 

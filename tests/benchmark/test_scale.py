@@ -13,7 +13,7 @@ from fs_lowrank.methods import Update, create_method, get_method_class, list_met
 from fs_lowrank.settings import AdapterSpec
 
 ROOT = Path(__file__).parents[2]
-GUIDE, RESULTS = ROOT / "docs" / "scale.md", ROOT / "results" / "speed"
+GUIDE, RESULTS = ROOT / "docs" / "guides" / "scale.md", ROOT / "results" / "speed"
 
 
 def test_a_run_of_a_few_of_many_clients_is_measured(monkeypatch, no_curves):

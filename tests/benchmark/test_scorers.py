@@ -21,7 +21,7 @@ from fs_lowrank.errors import UserError
 from fs_lowrank.finished import load_run
 from fs_lowrank.training.generate import continue_prompts
 
-#: a folder with real data, laid out as docs/evaluation.md says
+#: a folder with real data, laid out as docs/guides/evaluation.md says
 REAL = Path(os.environ.get("FS_LOWRANK_EVAL_DATA", "no such folder"))
 
 #: task -> rows of (instruction, answer), in the format of LLM-Adapters

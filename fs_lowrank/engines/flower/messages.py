@@ -1,7 +1,7 @@
 """Parcels as the content of Flower's messages: safetensors bytes, which Flower carries and does not read.
 
 An array of Flower is ``.npy`` otherwise, which has no bfloat16. Its mods and strategies cannot change such a parcel:
-they raise an error instead (docs/flower.md says why that is right).
+they raise an error instead (docs/guides/flower.md says why that is right).
 """
 
 from __future__ import annotations

@@ -442,7 +442,7 @@ def _answer(reply: Message, simulated: bool) -> Parcel | Unheard:
         if simulated and "ray.exceptions" in reason and "Actor" in reason:
             raise RunFailed(f"a process of Flower's simulation died ({reason:.200}); run again with resume=True")
         if reply.error.code == _OF_MODS or any(word in reason for word in _WORDS_OF_MODS):
-            reason = f"a mod in the node's app does not take our messages (docs/flower.md, Security): {reason}"
+            reason = f"a mod in the node's app does not take our messages (docs/guides/flower.md, Security): {reason}"
         return Unheard("absent" if reply.error.code in _NOT_THERE else "failed", f"Flower: {reason}")
     try:
         return unpacked(reply.content)

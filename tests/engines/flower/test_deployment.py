@@ -1,4 +1,4 @@
-"""The federation of three of docs/flower.md, by the page's own commands: TLS, registered nodes, and what may fail."""
+"""The federation of three of docs/guides/flower.md, by the page's commands: TLS, registered nodes, what may fail."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 LONGEST = 400.0
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "flower.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "guides" / "flower.md").read_text(encoding="utf-8")
 #: the commands of the page's section, block by block
 SECTION = PAGE.partition("## A federation of three nodes")[2].partition("### What a node may be told")[0]
 CERTIFICATES, SUPERLINK, CONNECTION, NODES, RUN, RESUME = re.findall(r"^```sh\n(.*?)^```$", SECTION, re.M | re.S)
