@@ -21,7 +21,7 @@ from fs_lowrank.runs.chance import Chance
 from fs_lowrank.runs.summary import for_people, human_bytes, shown_name
 from fs_lowrank.versions import SCHEMA, check_schema
 
-from .search import budget, draw_of, front, given_up, kind
+from .search import budget, drawn, failures, front, kind
 from .settings import settings_of
 from .space import at_an_end, decoded
 from .storage import CONFIRM, load_study, open_storage, quiet
@@ -41,31 +41,21 @@ def spread_text(value: Mapping[str, Any], digits: int = 3) -> str:
     return f"{value['mean']:.{digits}f}" + (f" ± {value['std']:.{digits}f}" if value["std"] is not None else "")
 
 
-def confirmation(storage: BaseStorage, study: optuna.Study, trial: FrozenTrial) -> dict[str, Any] | None:
-    """The metrics of a trial's config on fresh seeds; None before a seed is complete or has failed.
-
-    A seed counts once: as complete if one of its runs is, else as failed if the last one has failed or was given up,
-    else as open.
-    """
-    trials = [
-        t
-        for t in load_study(storage, study.study_name + CONFIRM).get_trials(deepcopy=False)
-        if t.user_attrs.get("of") == draw_of(trial) and kind(t) != "surplus"
-    ]
-    runs: dict[int, list[FrozenTrial]] = {}
-    for t in trials:
-        runs.setdefault(t.user_attrs["seed"], []).append(t)
-    done = {seed: t for seed, of in sorted(runs.items()) for t in reversed(of) if kind(t) == "complete"}
-    last = {seed: of[-1] for seed, of in runs.items() if seed not in done}
-    failed = {seed: t for seed, t in last.items() if kind(t) == "failed" or given_up(t)}
+def confirmation(storage: BaseStorage, study: optuna.Study, winner: FrozenTrial) -> dict[str, Any] | None:
+    """The metrics of a winner's config on fresh seeds; None before a seed is complete or has failed."""
+    name = f"{study.study_name}{CONFIRM}{winner.number}"
+    if name not in optuna.get_all_study_names(storage):
+        return None
+    trials = load_study(storage, name).get_trials(deepcopy=False)
+    done = {t.params["seed"]: t.user_attrs["metrics"] for t in trials if kind(t) == "complete"}
+    failed, measured = failures(trials), [done[seed] for seed in sorted(done)]
     if not done and not failed:
         return None
-    measured = [t.user_attrs["metrics"] for t in done.values()]
     names = sorted(n for n in (measured or [{}])[0] if n.startswith(("val_", "test_")))
     return {
-        "seeds": list(done),
-        "failed": [t.user_attrs.get("reason") for t in failed.values()],
-        "open": len(last) - len(failed),
+        "seeds": sorted(done),
+        "failed": [t.user_attrs.get("reason", "its worker died") for t in failed],
+        "open": sum(kind(t) in ("waiting", "running") for t in trials),
         "metrics": {n: spread([metrics[n] for metrics in measured]) for n in names},
         "budget": budget(trials),
     }
@@ -115,29 +105,21 @@ def summary(storage: BaseStorage, name: str) -> dict[str, Any]:
         "space": settings.space,
         "config": settings.base.fingerprint(),
         "trials": dict(Counter(map(kind, trials))),
-        "points": len({draw_of(t) for t in trials}),
+        "points": drawn(trials),
         "budget": budget(trials),
         "winners": winners,
         "failures": [
             {
                 "trial": t.number,
-                "kind": t.user_attrs.get("kind"),
-                "reason": t.user_attrs.get("reason"),
+                "kind": t.user_attrs.get("kind") or "lost",
+                "reason": t.user_attrs.get("reason", "its worker died"),
                 "traceback": t.user_attrs.get("traceback"),
                 "point": decoded(t.params),
             }
             for t in trials
-            if kind(t) in ("failed", "lost")
+            if kind(t) == "failed" or t in failures(trials)
         ],
     }
-
-
-def failures(study: optuna.Study) -> list[tuple[str, str]]:
-    """Kind (nan, memory, error, lost) and reason of each point that failed in its last attempt and in all others."""
-    trials = study.get_trials(deepcopy=False)
-    good = {draw_of(t) for t in trials if kind(t) in ("complete", "pruned")}
-    failed = {draw_of(t): t.user_attrs for t in trials if kind(t) in ("failed", "lost") and draw_of(t) not in good}
-    return [(attrs.get("kind", "error"), attrs.get("reason", "")) for attrs in failed.values()]
 
 
 @dataclass(frozen=True)
@@ -164,13 +146,13 @@ def values_of(trial: FrozenTrial, objectives: Sequence[str]) -> list[float]:
 
 
 def points_of(study: optuna.Study) -> list[Point]:
-    """The trials with a value, one for each point: of a promoted point the longest trial."""
+    """The trials with a value; a point that was tried again counts once, by its last trial."""
     objectives = settings_of(study).objectives
-    points: dict[int, Point] = {}
+    points: dict[str, Point] = {}
     for trial in study.get_trials(deepcopy=False):
         if values := values_of(trial, objectives):
             complete, point = kind(trial) == "complete", decoded(trial.params)
-            points[draw_of(trial)] = Point(trial.number, point, values[0], complete, tuple(values))
+            points[json.dumps(point)] = Point(trial.number, point, values[0], complete, tuple(values))
     return list(points.values())
 
 
@@ -192,10 +174,14 @@ def results(where: str | Path, name: str) -> dict[str, Any]:
     Raises:
         UserError: there is no such storage.
     """
-    storage = open_storage(str(where))
+    storage = open_storage(where)
     study = load_study(storage, name)
     tried = sorted(({**p.point, "value": p.value} for p in points_of(study)), key=json.dumps)
-    return {**summary(storage, name), "tried": tried, "failed": failures(study)}
+    failed = [
+        (t.user_attrs.get("kind") or "lost", t.user_attrs.get("reason", "its worker died"))
+        for t in failures(study.get_trials(deepcopy=False))
+    ]
+    return {**summary(storage, name), "tried": tried, "failed": failed}
 
 
 def choose(found: dict, trial: int | None = None, unconfirmed: bool = False, unlearned: bool = False) -> dict[str, Any]:

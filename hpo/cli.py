@@ -38,7 +38,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
             "--storage",
             default="",
             metavar="URL",
-            help="a journal or SQLite file, or a database's URL (default: journal.log in --dir)",
+            help="a SQLite file, or a database's URL (default: study.db in --dir)",
         )
 
     tune = commands.add_parser("tune", help="search; the same command continues an interrupted search")
@@ -133,7 +133,7 @@ def _stored(command: Callable[[argparse.Namespace], int | None], args: argparse.
     """Run a command; an error of its storage is a ``UserError``."""
     from .storage import storage_errors
 
-    with storage_errors(args.storage or str(args.dir / "journal.log")):
+    with storage_errors(args.storage or str(args.dir / "study.db")):
         return command(args)
 
 
@@ -210,7 +210,7 @@ def _chosen(args: argparse.Namespace) -> tuple:
     """The storage, and the names of the studies that ``--study`` selects."""
     from .storage import open_storage, study_names
 
-    where = args.storage or str(args.dir / "journal.log")
+    where = args.storage or str(args.dir / "study.db")
     storage = open_storage(where)
     names = study_names(storage)
     if not names:

@@ -195,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Run the searches and write what is finished; returns the exit code."""
-    with storage_errors(str(args.dir / "journal.log")):
+    with storage_errors(str(args.dir / "study.db")):
         return _run(args)
 
 
@@ -212,7 +212,7 @@ def _run(args: argparse.Namespace) -> int:
             print(f"{name}: {ended.how}", flush=True)
             if ended.how == "interrupted":
                 return shell.INTERRUPTED
-    storage = open_storage(str(args.dir / "journal.log"))
+    storage = open_storage(str(args.dir / "study.db"))
     found = collect(config, storage, args.overrides)
     write_text(args.out / "learning_rates.json", json.dumps({"schema": SCHEMA, **found}, indent=1) + "\n")
     write_text(args.out / "learning_rates.md", table(found))

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import optuna
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial
 
 from fs_lowrank import Config, UserError, load_config
 from fs_lowrank.rounds.site import method_of
@@ -62,73 +64,57 @@ def check_fit(settings: Settings, space: Space) -> None:
     Raises:
         UserError: names the setting and what fits.
     """
-    several, base = len(settings.objectives) > 1, settings.base
-    if settings.sampler == "cmaes":
-        listed = [p.key for p in space.parameters if p.values or any(k in space_keys(space) for k, _ in p.when)]
-        if several or listed or len(space.parameters) < 2:
-            why = f"{listed[0]} is listed or conditional" if listed else "one key is too few"
-            why = "it has one objective only" if several else why
-            raise UserError(f"the sampler cmaes needs two or more ranges that always apply, and {why}; use tpe or gp")
-    if several and (settings.pruner != "none" or settings.rungs):
-        raise UserError("several objectives cannot be pruned by rounds; leave pruner and rungs out")
-    if settings.rungs and settings.pruner != "none":
-        raise UserError("rungs stop trials by themselves; leave pruner out")
-    freq, rounds = base.eval.freq, base.federate.total_round_num
-    if settings.pruner != "none" and freq < 1:
-        raise UserError(
-            f"pruner {settings.pruner} needs evaluations between the rounds, and eval.freq = {freq}; set eval.freq 1"
-        )
-    rungs = settings.rungs
-    if rungs:
-        if len(rungs) < 2 or list(rungs) != sorted(set(rungs)) or rungs[0] < 1:
-            raise UserError(
-                f"rungs {','.join(map(str, rungs))}: expected two or more growing numbers of rounds, such as 4,8,16"
-            )
-        if rungs[-1] != rounds:
-            raise UserError(
-                f"rungs end at {rungs[-1]} rounds, but federate.total_round_num = {rounds}; make them the same"
-            )
-        if freq < 1 or any(r % freq for r in rungs[:-1]):
-            raise UserError(
-                f"rungs {','.join(map(str, rungs))}: there is no evaluation after each of these rounds "
-                f"with eval.freq = {freq}; set eval.freq 1"
-            )
-        if rungs[0] < (passes := first_passes(base)):
-            raise UserError(
-                f"rungs {','.join(map(str, rungs))}: {base.federate.method} has trained everything that it trains only "
-                f"after {passes} rounds, and no trial is stopped before; begin with {passes} or more"
-            )
-    searched = space_keys(space)
-    if "federate.method" in searched and (rungs or settings.pruner != "none"):
-        raise UserError(
+    several, base, rungs, pruner = len(settings.objectives) > 1, settings.base, settings.rungs, settings.pruner
+    searched, prunes = {p.key for p in space.parameters}, bool(rungs) or pruner != "none"
+    asked = f"rungs {','.join(map(str, rungs))}" if rungs else f"pruner {pruner}"
+    freq, rounds, passes = base.eval.freq, base.federate.total_round_num, first_passes(base) if rungs else 0
+    ranges = [p for p in space.parameters if not p.values and not any(k in searched for k, _ in p.when)]
+    rows = (
+        (
+            settings.sampler == "cmaes" and (several or len(ranges) < max(2, len(space.parameters))),
+            "the sampler cmaes needs one objective and two or more ranges that always apply; use tpe or gp",
+        ),
+        (prunes and several, f"{asked}: several objectives cannot be pruned by rounds; leave it out"),
+        (bool(rungs) and pruner != "none", f"{asked}: rungs prune by themselves; leave pruner out"),
+        (
+            bool(rungs) and (len(rungs) < 2 or list(rungs) != sorted({*rungs}) or rungs[0] < 1 or rungs[-1] != rounds),
+            f"{asked}: expected two or more growing numbers of rounds, such as 4,8,16, of which the last is "
+            f"federate.total_round_num, {rounds}",
+        ),
+        (
+            prunes and (freq < 1 or any(r % freq for r in rungs[:-1])),
+            f"{asked}: it needs evaluations between the rounds, and eval.freq = {freq}; set eval.freq 1",
+        ),
+        (
+            bool(rungs) and rungs[0] < passes,
+            f"{asked}: {base.federate.method} has trained everything that it trains only after {passes} rounds, and no "
+            f"trial is pruned before; begin with {passes} or more",
+        ),
+        (
+            prunes and "federate.method" in searched,
             "federate.method is searched, and a method is not pruned by the curves of another; give each method a "
-            "study (studies: {federate.method: [...]}), or leave pruner and rungs out"
-        )
-    if "federate.total_round_num" in searched and (rungs or settings.pruner != "none"):
-        raise UserError(
-            "federate.total_round_num is searched, so rounds cannot decide what is pruned; leave pruner and rungs out"
-        )
+            "study (studies: {federate.method: [...]}), or leave pruner and rungs out",
+        ),
+        (
+            prunes and "federate.total_round_num" in searched,
+            "federate.total_round_num is searched, so rounds cannot decide what is pruned; leave pruner and rungs out",
+        ),
+    )
+    for wrong, sentence in rows:
+        if wrong:
+            raise UserError(sentence)
 
 
-def space_keys(space: Space) -> set[str]:
-    return {p.key for p in space.parameters}
-
-
-def make_sampler(settings: Settings, wanted: int, drawn: int) -> optuna.samplers.BaseSampler:
-    """The sampler for draw number ``drawn``, seeded with it, so that a continued search repeats no random point."""
-    seed = (settings.sampler_seed * 1_000_003 + drawn) % 2**32
-    if settings.sampler in ("grid", "random"):
-        return optuna.samplers.RandomSampler(seed=seed)
+def make_sampler(settings: Settings, wanted: int, seed: int) -> optuna.samplers.BaseSampler:
+    """The sampler of a study of ``wanted`` points. The points of a grid are queued, and no sampler draws them."""
     startup = max(4, min(10, wanted // 3))
     if settings.sampler == "gp":
         return optuna.samplers.GPSampler(seed=seed, n_startup_trials=startup, deterministic_objective=False)
     if settings.sampler == "cmaes":
-        try:
-            import cmaes  # noqa: F401  # Optuna imports it only inside a trial
-        except ImportError:
-            raise UserError("the sampler cmaes needs the package cmaes: pip install 'fs-lowrank[hpo]'") from None
         return optuna.samplers.CmaEsSampler(seed=seed, n_startup_trials=startup)
-    return optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup)
+    if settings.sampler == "tpe":
+        return optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup)
+    return optuna.samplers.RandomSampler(seed=seed)
 
 
 def first_passes(config: Config) -> int:
@@ -139,8 +125,32 @@ def first_passes(config: Config) -> int:
     return next(t for t in rounds if everything == set[str]().union(*trained[:t]))
 
 
+class Rungs(optuna.pruners.BasePruner):
+    """Successive halving at given rounds (Li et al., 2020, "A system for massively parallel hyperparameter tuning").
+
+    Of the trials that have reached a rung, the share that its rounds are of the next rung's go on. Optuna's pruner has
+    rungs at powers of one factor.
+    """
+
+    def __init__(self, rungs: tuple[int, ...]):
+        self.rungs = rungs
+
+    def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
+        step = trial.last_step
+        if step is None or step not in self.rungs[:-1]:
+            return False
+        trials = study.get_trials(deepcopy=False)
+        values = sorted(t.intermediate_values[step] for t in trials if step in t.intermediate_values)
+        go_on = max(1, len(values) * step // self.rungs[self.rungs.index(step) + 1])
+        if study.direction == StudyDirection.MAXIMIZE:
+            return trial.intermediate_values[step] < values[-go_on]
+        return trial.intermediate_values[step] > values[go_on - 1]
+
+
 def make_pruner(settings: Settings) -> optuna.pruners.BasePruner:
     """The pruner; its steps are rounds. None of them prunes before ``first_passes``."""
+    if settings.rungs:
+        return Rungs(settings.rungs)
     if settings.pruner == "none":
         return optuna.pruners.NopPruner()
     rounds, freq = settings.base.federate.total_round_num, max(settings.base.eval.freq, 1)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
+import socket
 import statistics
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,19 +28,14 @@ from fs_lowrank.runs.records import flat_metrics, read_records
 from fs_lowrank.runs.split import read_split
 from fs_lowrank.training import steps_taken
 
-from .search import BEAT, REVISIONS
 from .settings import Settings
 
 #: the key of the metric that stops a run early
 WATCHED = "eval.best_res_update_round_wise_key"
 
 
-class Stopped(Exception):
-    """The search was told to stop; the trial continues when the search does."""
-
-
 class Failed(Exception):
-    """The trial has no value; ``kind`` is ``nan``, ``memory`` or ``error``."""
+    """The trial has no value; ``kind`` is ``nan``, ``memory``, ``error`` or ``interrupted``."""
 
     def __init__(self, kind: str, reason: str):
         super().__init__(reason)
@@ -117,7 +113,6 @@ class Runner:
         settings: of the study.
         folder: of the study; each run has a folder of its own in its ``trials``.
         stopping: called often; True ends the running trial.
-        say: prints a line.
         overrides: config keys of this worker's device.
     """
 
@@ -126,10 +121,9 @@ class Runner:
         settings: Settings,
         folder: Path,
         stopping: Callable[[], bool] = lambda: False,
-        say: Callable[[str], None] = lambda text: None,
         overrides: Mapping | None = None,
     ):
-        self.settings, self.folder, self.stopping, self.say = settings, folder, stopping, say
+        self.settings, self.folder, self.stopping = settings, folder, stopping
         self.base = settings.base.replace(overrides or {})
         self.metric = metric_of(settings.objectives)
 
@@ -138,12 +132,11 @@ class Runner:
         trial: optuna.Trial,
         point: Mapping,
         *,
-        target: int | None = None,
         report: bool = True,
         seeds: list[int] | None = None,
         test: bool = False,
     ) -> Outcome:
-        """Run the config at ``point`` for ``target`` rounds (default: all), once for each of ``seeds``.
+        """Run the config at ``point``, once for each of ``seeds``.
 
         Args:
             report: report each evaluation of the first seed's run to the trial, and let the pruner stop it.
@@ -151,87 +144,80 @@ class Runner:
             test: evaluate the test data after the last round.
 
         Raises:
-            Stopped: ``stopping`` returned True.
-            Failed: the trial has no value. The traceback of an error that no user can cause is in the file that the
-                trial's attribute ``traceback`` names.
+            Failed: the trial has no value, or ``stopping`` returned True. The trial's attributes have the kind and the
+                reason, and the file with the traceback of an error that no user can cause.
             RunFailed: the disk is full or broken.
         """
         seeds = seeds or [self.settings.base.seed + i for i in range(self.settings.seeds)]
-        cost = _Cost(trial)
-        outcome = Outcome()
-        stop_beating = _beat(trial)
+        cost, outcome = _Cost(trial), Outcome()
+        trial.set_user_attr("kind", "")  # of the trial that this one repeats
+        trial.set_user_attr("worker", f"{socket.gethostname()}:{os.getpid()}")
         try:
             for index, seed in enumerate(seeds):
-                self._one(trial, point, seed, target, report and index == 0, test, cost, outcome)
+                self._one(trial, point, seed, report and index == 0, test, cost, outcome)
                 if outcome.pruned:
                     break
-        except (Stopped, Failed):
-            raise
-        except KeyboardInterrupt:
-            raise Stopped from None
-        except Exception as error:
-            if disk := disk_error(error):
-                raise disk from error
-            failure = explain(error)
-            if failure.kind == "error" and not isinstance(error, UserError):
-                trial.set_user_attr("traceback", str(write_traceback(error, self.folder)))
-            raise failure from error
+        except (Exception, KeyboardInterrupt) as error:
+            raise self._failure(trial, error) from error
         finally:
-            stop_beating()
             cost.save()
         outcome.metrics = {n: statistics.fmean(v) for n, v in outcome.by_seed.items()}
+        trial.set_user_attr("metrics", outcome.metrics)
+        trial.set_user_attr("by_seed", outcome.by_seed)
         return outcome
 
-    def _one(self, trial, point, seed, target, report, test, cost, outcome) -> None:
+    def _failure(self, trial: optuna.Trial, error: BaseException) -> Exception:
+        """The error to raise for one of a run; the trial keeps its kind and reason."""
+        disk = disk_error(error) if isinstance(error, Exception) else None
+        if isinstance(error, KeyboardInterrupt):
+            error = Failed("interrupted", "the search was stopped")
+        failure = error if isinstance(error, Failed) else explain(error)
+        trial.set_user_attr("kind", "interrupted" if disk else failure.kind)
+        trial.set_user_attr("reason", str(disk or failure))
+        if failure.kind == "error" and not disk and not isinstance(error, (UserError, Failed)):
+            trial.set_user_attr("traceback", str(write_traceback(error, self.folder)))
+        return disk or failure
+
+    def _one(self, trial, point, seed, report, test, cost, outcome) -> None:
         config = trial_config(self.base, point, self.metric, self.folder / "trials", seed, test)
-        if changed := revisions(config):
-            trial.set_user_attr(REVISIONS, changed)
         folder = Path(config.outdir)
-        target = min(target or config.federate.total_round_num, config.federate.total_round_num)
         with exclusive(folder.parent / f"{folder.name}.lock", self.stopping):
-            history = history_of(folder)[:target]
-            for record in history:  # of a run that continues: the pruner sees all its rounds
+            history = history_of(folder)
+            for record in list(history):  # of a run that continues: the pruner sees all its rounds
                 if self._see(trial, record, report, folder):
-                    outcome.pruned, target = True, record["round"]
+                    outcome.pruned, history = True, history[: record["round"]]
                     break
-            history = history[:target]
-            if len(history) < target and not outcome.pruned:
-                history = self._train(trial, config, history, target, report, cost, outcome)
+            if len(history) < config.federate.total_round_num and not outcome.pruned:
+                self._train(trial, config, history, report, cost, outcome)
         last = next((r["metrics"] for r in reversed(history) if "val" in r["metrics"]), None)
-        if last is None:
-            raise Failed(
-                "error",
-                "the run evaluated no validation data; give data.splits a share for them, and set "
-                "federate.make_global_eval True",
-            )
-        metrics = flat_metrics(last)
+        metrics = flat_metrics(last or {})
+        if self.metric not in metrics:
+            raise Failed("error", f"the run gives no {self.metric}, but {', '.join(sorted(metrics)) or 'nothing'}")
         steps = _Steps(config)
         metrics.update(
             client_steps=sum(map(steps, history)),
             rounds=len(history),
             **{k: sum(r[k] for r in history) for k in ("uplink_bytes", "downlink_bytes")},
         )
-        if self.metric not in metrics:
-            raise Failed("error", f"the run gives no {self.metric}, but {', '.join(sorted(metrics))}")
         outcome.rounds = len(history)
         for name, value in metrics.items():
             outcome.by_seed.setdefault(name, []).append(value)
 
-    def _train(self, trial, config, history, target, report, cost, outcome) -> list[dict[str, Any]]:
-        history, steps = list(history), _Steps(config)
+    def _train(self, trial, config, history, report, cost, outcome) -> None:
+        """Run to the end, or until the trial is pruned; the new records are appended to ``history``."""
+        steps, rounds = _Steps(config), config.federate.total_round_num
 
         def on_client(*_) -> None:
             if self.stopping():
-                raise Stopped
+                raise KeyboardInterrupt
 
         def on_round(record: dict) -> bool:
             history.append(record)
             cost.add(record, steps(record))
-            if self._see(trial, record, report, Path(config.outdir)):
-                outcome.pruned = True
-            if self.stopping() and record["round"] < target and not outcome.pruned:
-                raise Stopped
-            return outcome.pruned or record["round"] >= target
+            outcome.pruned = self._see(trial, record, report, Path(config.outdir))
+            if self.stopping() and record["round"] < rounds and not outcome.pruned:
+                raise KeyboardInterrupt
+            return outcome.pruned
 
         try:
             callbacks = {"on_round": on_round, "on_client": on_client}
@@ -239,7 +225,6 @@ class Runner:
         finally:
             for name in ("adapter", "model"):  # large, and not needed: a run of the winner's config writes its own
                 shutil.rmtree(Path(config.outdir) / name, ignore_errors=True)
-        return history
 
     def _see(self, trial: optuna.Trial, record: dict, report: bool, folder: Path) -> bool:
         """Report a round's metric; returns whether the trial is to be pruned."""
@@ -254,17 +239,14 @@ class Runner:
             trial.set_user_attr("chance", chance.to_dict())
         if len(self.settings.objectives) > 1:
             return False
-        if self.settings.pruner == "none":
-            trial.report(metrics[name], record["round"])
-            return False
-        known = trial.user_attrs.get("chance")
-        reported = Chance(**known).reported(name, metrics) if known else metrics[name]
+        prunes, known = self.settings.rungs or self.settings.pruner != "none", trial.user_attrs.get("chance")
+        reported = Chance(**known).reported(name, metrics) if known and prunes else metrics[name]
         trial.report(reported, record["round"])
         if reported != metrics[name]:  # for pictures, which show what was measured
             measured = trial.user_attrs.get("measured", {})
             trial.set_user_attr("measured", {**measured, str(record["round"]): metrics[name]})
-        prune = trial.should_prune()
-        return prune and record["round"] < self.base.federate.total_round_num  # a run that is complete stays so
+        # A run that is complete stays so.
+        return record["round"] < self.base.federate.total_round_num and trial.should_prune()
 
 
 class _Steps:
@@ -290,6 +272,7 @@ class _Cost:
     def __init__(self, trial: optuna.Trial):
         self.trial, self.started = trial, time.perf_counter()
         self.total = dict.fromkeys(("rounds", "client_steps", "uplink_bytes", "downlink_bytes"), 0)
+        self.save()
 
     def add(self, record: dict, steps: int) -> None:
         self.total["rounds"] += 1
@@ -301,24 +284,3 @@ class _Cost:
     def save(self) -> None:
         seconds = round(time.perf_counter() - self.started, 2)
         self.trial.set_user_attr("budget", {**self.total, "seconds": seconds})
-
-
-def _beat(trial: optuna.Trial) -> Callable[[], None]:
-    """Store a sign of life every ``BEAT`` seconds until the returned function is called."""
-    done = threading.Event()
-
-    def beat() -> None:
-        while not done.wait(BEAT):
-            try:
-                trial.set_user_attr("beat", time.time())
-            except Exception:  # the storage failed; the trial's own writes report it
-                continue
-
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-
-    def stop() -> None:
-        done.set()
-        thread.join(timeout=5)
-
-    return stop

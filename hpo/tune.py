@@ -6,7 +6,7 @@ import math
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -17,12 +17,11 @@ import optuna
 from fs_lowrank import Config, UserError
 from fs_lowrank.jobs.crew import Crew, check_gpus, stop_signals
 
-from . import search
 from .objectives import check_config
-from .search import kind
-from .settings import Settings, check_fit, space_keys
+from .search import create, data_of, enqueue, retry_failed
+from .settings import Settings, check_fit
 from .space import Space
-from .storage import CONFIRM, load_study, open_storage, quiet, storage_errors
+from .storage import CONFIRM, FILE, load_study, open_storage, quiet, storage_errors
 from .worker import work
 
 #: number of points of a study whose space is no grid, unless it is given
@@ -64,7 +63,7 @@ class Search:
 
     @property
     def where(self) -> str:
-        return str(self.storage or Path(self.folder) / "journal.log")
+        return str(self.storage or Path(self.folder) / FILE)
 
 
 @dataclass
@@ -84,25 +83,25 @@ def tune(config: Config, space: Space, options: Search, say: Callable[[str], Non
     """
     plans = _plans(config, space, options)
     check_gpus(options.gpus)
-    data = _data(plans)
     with storage_errors(options.where):
         storage = open_storage(options.where, create=True)
+        data: dict[str, str] = {}  # most studies search with the same data
         for name, (settings, points, _) in plans.items():
-            study = search.create(storage, name, settings)
-            search.check_data(study, data[name])
-            if points is not None:
-                search.enqueue_grid(study, points)
-            search.reap(study, say)
-            search.reap(load_study(storage, name + CONFIRM), say)
+            source = repr((settings.base.data, settings.base.model.task))
+            data[source] = data[source] if source in data else data_of(settings.base)
+            study = create(storage, name, settings, data[source])
+            enqueue(study, points or ())
             if options.retry_failed:
-                _retry_failed(study)
-                _retry_failed(load_study(storage, name + CONFIRM))
+                confirmed = [n for n in optuna.get_all_study_names(storage) if n.startswith(name + CONFIRM)]
+                for each in (name, *confirmed):
+                    retry_failed(load_study(storage, each))
     order: dict[str, Any] = {
         "where": options.where,
         "names": list(plans),
         "wanted": {name: plan[2] for name, plan in plans.items()},
         "confirm": options.confirm,
         "limit": options.limit,
+        "alone": options.workers <= 1,
     }
     ended = False
     deadline = time.monotonic() + options.timeout if options.timeout else None
@@ -140,14 +139,9 @@ def _plans(config: Config, space: Space, options: Search) -> dict[str, tuple[Set
         check_config(base, options.objectives, options.engine)
         mine = space.for_config(base)
         sampler = options.sampler or ("grid" if mine.all_grid else "tpe")
-        if options.rungs and sampler == "grid":
-            sampler = options.sampler or "tpe"
-        if options.pruner:
-            pruner = options.pruner
-        else:
-            free = sampler != "grid" and len(options.objectives) == 1 and not options.rungs and base.eval.freq > 0
-            fixed = {"federate.total_round_num", "federate.method"}.isdisjoint(space_keys(mine))
-            pruner = "median" if free and fixed else "none"
+        free = sampler != "grid" and len(options.objectives) == 1 and not options.rungs and base.eval.freq > 0
+        fixed = {"federate.total_round_num", "federate.method"}.isdisjoint(p.key for p in mine.parameters)
+        pruner = options.pruner or ("median" if free and fixed else "none")
         settings = Settings(
             Settings.kept(base),
             mine.to_dict(),
@@ -180,25 +174,3 @@ def _plans(config: Config, space: Space, options: Search) -> dict[str, tuple[Set
     if len(plans) < math.prod(map(len, space.studies.values())):
         raise UserError("studies: two of the values give studies of one name; change one")
     return plans
-
-
-def _data(plans: Mapping[str, tuple[Settings, list | None, int]]) -> dict[str, str]:
-    """``search.data_of`` each study's config; data that several studies use are read once."""
-    found, read = {}, {}
-    for name, (settings, _, _) in plans.items():
-        base = settings.base
-        source = repr((base.data, base.model.task))
-        if source not in read:
-            read[source] = search.data_of(base)
-        found[name] = read[source]
-    return found
-
-
-def _retry_failed(study: optuna.Study) -> None:
-    """Queue each failed trial again, once."""
-    trials = study.get_trials(deepcopy=False)
-    settled = {search.run_of(t) for t in trials if kind(t) in ("complete", "pruned", "running", "waiting")}
-    for trial in trials:
-        if (kind(trial) == "failed" or search.given_up(trial)) and search.run_of(trial) not in settled:
-            settled.add(search.run_of(trial))
-            search.requeue(study, trial)

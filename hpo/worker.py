@@ -1,31 +1,34 @@
-"""A worker: runs trials of the studies until none is left."""
+"""A worker: runs trials of the studies until none is left. Optuna gives the trials out and ends those of the dead."""
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import optuna
-from optuna.trial import TrialState
+from optuna.storages import BaseStorage
+from optuna.trial import FrozenTrial
 
 from fs_lowrank import RunFailed, UserError
 from fs_lowrank.jobs.crew import stop_signals
 from fs_lowrank.jobs.kept import keeping
-from fs_lowrank.jobs.locks import exclusive
 from fs_lowrank.jobs.shell import INTERRUPTED, OK
 
 from .errors import reported
 from .objectives import OBJECTIVES
-from .search import Queue, budget, draw_of, fail, front, kind, reap, requeue, taken, trials_before, worker_identity
-from .settings import make_pruner, settings_of, space_of
+from .search import budget, drawn, enqueue, fresh_seeds, front, kind
+from .settings import make_pruner, make_sampler, settings_of, space_of
 from .space import decoded
-from .storage import CONFIRM, load_study, open_storage, quiet, storage_errors, trial_of
-from .trial import Failed, Runner, Stopped
+from .storage import AGAIN, load_study, open_storage, quiet, storage_errors
+from .trial import Failed, Runner
 
 #: the difference between the first fresh seed and the config's seed
 FRESH = 1000
+#: seconds between two looks at the trials of other workers
+PAUSE = 0.5
 
 
 @quiet()
@@ -38,6 +41,7 @@ def work(
     confirm: int = 3,
     limit: float | None = None,
     overrides: Mapping | None = None,
+    alone: bool = True,
     stopping: Callable[[], bool] = lambda: False,
     say: Callable[[str], None] = print,
 ) -> None:
@@ -51,6 +55,7 @@ def work(
         confirm: number of fresh seeds for each winner.
         limit: client-steps after which no trial of a study starts.
         overrides: config keys of this worker's device.
+        alone: there is no other worker. Several draw other points each, and not the same ones in each search.
         stopping: called often; True ends the running trial and the worker.
         say: prints a line.
 
@@ -60,105 +65,132 @@ def work(
     # All trials start from the same model, and most from the same data.
     with reported(folder), storage_errors(where), keeping():
         storage = open_storage(where)
-        searches = [_Search(storage, n, folder / n, wanted[n], confirm, limit, overrides, stopping, say) for n in names]
+        searches = [
+            _Search(storage, n, Runner(settings_of(load_study(storage, n)), folder / n, stopping, overrides), say)
+            for n in names
+        ]
         while not stopping():
-            states = []
             # The study whose trials took the least time is next, so that all studies share a time limit.
             for search in sorted(searches, key=_Search.spent):
-                states.append(search.step())
-                if states[-1] == "ran":
+                state = search.step(wanted[search.study.study_name], confirm, limit, 0 if alone else os.getpid())
+                if state == "ran":
                     break
-            if all(state == "done" for state in states):
-                return
-            if states[-1] != "ran":
-                time.sleep(0.2)
+            else:
+                if not any(search.waits for search in searches):
+                    return
+                time.sleep(PAUSE)
 
 
 class _Search:
-    """One study, as a worker goes through it."""
+    """One study, as a worker goes through it.
 
-    def __init__(self, storage, name, folder, wanted, confirm, limit, overrides, stopping, say):
-        self.study = load_study(storage, name)
-        self.checks = load_study(storage, name + CONFIRM)
-        settings = settings_of(self.study)
-        self.study.pruner = make_pruner(settings)
-        self.settings, self.space, self.base = settings, space_of(self.study), settings.base
-        self.confirm, self.stopping, self.say, self.folder = confirm, stopping, say, folder
-        self.runner = Runner(settings, folder, stopping, say, overrides)
-        self.queue = Queue(self.study, settings, wanted, folder, limit, say)
+    Attributes:
+        waits: whether trials of other workers still run.
+    """
 
-    def spent(self) -> tuple[float, int]:
-        """Seconds of the study's trials so far, those on fresh seeds included; and how many of its trials run."""
-        trials = [t for study in (self.study, self.checks) for t in study.get_trials(deepcopy=False)]
-        return budget(trials)["seconds"], sum(kind(t) == "running" for t in trials)
+    def __init__(self, storage: BaseStorage, name: str, runner: Runner, say: Callable[[str], None]):
+        self.storage, self.study, self.runner, self.say = storage, load_study(storage, name), runner, say
+        self.settings, self.space = runner.settings, space_of(self.study)
+        self.study.pruner = make_pruner(self.settings)
+        self.seconds, self.waits = 0.0, False
+        self.problem: Exception | None = None
 
-    def step(self) -> str:
-        """Run one trial; returns ``ran``, ``wait`` or ``done``."""
-        trial = self.queue.next(self.stopping)
-        if trial == "done":
-            return self._confirm()
-        if trial == "wait":
-            return "wait"
-        self._trial(trial)
+    def spent(self) -> float:
+        """Seconds of the study's trials so far, of all workers, and of this worker's on fresh seeds."""
+        return budget(self.study.get_trials(deepcopy=False))["seconds"] + self.seconds
+
+    def step(self, wanted: int, confirm: int, limit: float | None, salt: int) -> str:
+        """Run one trial if there is one: ``ran``, else ``wait`` or ``done``."""
+        trials = self.study.get_trials(deepcopy=False)
+        spent = limit is not None and budget(trials)["client_steps"] >= limit
+        state = "done" if spent else self._next(self.study, wanted, self._point, salt)
+        if state != "done" or not confirm:
+            return state
+        for winner in front(self.study):
+            study = fresh_seeds(self.study, self.storage, winner)
+            first = self.settings.base.seed + FRESH
+            enqueue(study, [{"seed": seed} for seed in range(first, first + confirm)])
+            point, began = decoded(winner.params), time.perf_counter()
+            state = self._next(study, 0, lambda trial, point=point: self._seed(trial, point), salt)
+            self.seconds += time.perf_counter() - began
+            if state != "done":
+                return state
+        return "done"
+
+    def _next(self, study: optuna.Study, wanted: int, objective: Callable, salt: int) -> str:
+        optuna.storages.fail_stale_trials(study)
+        trials = study.get_trials(deepcopy=False)
+        kinds = [kind(t) for t in trials]
+        self.waits = "running" in kinds
+        draws = self.settings.sampler != "grid" and study is self.study and drawn(trials) < wanted
+        if "waiting" not in kinds and not draws:
+            return "wait" if self.waits else "done"
+        seed = (self.settings.sampler_seed * 1_000_003 + len(trials) + 7919 * salt) % 2**32
+        study.sampler = make_sampler(self.settings, wanted, seed)
+
+        def queued(trial: optuna.Trial) -> float | list[float]:
+            if not (draws or trial.params or trial.user_attrs.get("queued")):  # another worker has taken the last one
+                trial.set_user_attr("kind", "surplus")
+                raise optuna.TrialPruned
+            return objective(trial)
+
+        self.problem = None
+        study.optimize(queued, n_trials=1, catch=(Failed, RunFailed), callbacks=[self._ended])
+        if isinstance(self.problem, RunFailed):
+            raise self.problem
+        self._hopeless(study)
         return "ran"
 
-    def _trial(self, trial: optuna.Trial) -> None:
-        rungs, rung = self.settings.rungs, trial.user_attrs.get("rung", 0)
-        target = rungs[rung] if rungs else None
-        final = not rungs or rung == len(rungs) - 1
+    def _point(self, trial: optuna.Trial) -> list[float]:
+        """Optuna's objective: the values of a point that its sampler has drawn, or that was queued."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # Optuna wants no text "json:…" as a choice
-            point = self.space.suggest(trial, self.base)
-        label = self._label(trial, point)
-        self._guarded(
-            self.study,
-            trial,
-            label,
-            lambda: self._finish(trial, label, self.runner.run(trial, point, target=target, report=True), final),
-        )
+            point = self.space.suggest(trial, self.settings.base)
+        outcome = self._run(trial, point)
+        values = [outcome.metrics[name] for name in self.settings.objectives]
+        if outcome.pruned:
+            raise optuna.TrialPruned
+        return values
 
-    def _finish(self, trial, label, outcome, final) -> None:
-        names, metrics = self.settings.objectives, outcome.metrics
-        trial.set_user_attr("metrics", metrics)
-        trial.set_user_attr("by_seed", outcome.by_seed)
-        values = [metrics[n] for n in names]
-        if not outcome.pruned:
-            trial.set_user_attr("value", values[0])
-        complete = final and not outcome.pruned
-        shown = "  ".join(f"{n} {_number(v)}" for n, v in zip(names, values))
-        self._tell(
-            self.study, trial, values if complete else None, TrialState.COMPLETE if complete else TrialState.PRUNED
-        )
-        how = "" if complete else " pruned," if outcome.pruned else " at this rung,"
-        self.say(f"{label}:{how} {shown} after {outcome.rounds} rounds")
+    def _seed(self, trial: optuna.Trial, point: Mapping) -> float:
+        """Optuna's objective of a winner's fresh seeds: its first objective."""
+        seed = trial.suggest_int("seed", 0, 2**31 - 1)
+        base = self.settings.base
+        test = "test" in base.eval.split or base.data.splits[2] > 0
+        return self._run(trial, point, report=False, seeds=[seed], test=test).metrics[self.runner.metric]
 
-    def _tell(self, study, trial, values, state) -> None:
-        if study.tell(trial.number, values, state=state, skip_if_finished=True).state != state:
-            self.say(
-                f"{study.study_name} #{trial.number}: another worker took this one for dead and ended the trial; "
-                "its result is left out"
-            )
-
-    def _guarded(self, study, trial, label, run) -> None:
-        frozen = lambda: trial_of(study, trial.number)  # noqa: E731
+    def _run(self, trial: optuna.Trial, point: Mapping, **how):
         try:
-            run()
-        except Stopped:
-            fail(study, frozen(), "interrupted", "the search was stopped")
-            requeue(study, frozen())
-            self.say(f"{label}: interrupted; it continues when the search does")
-        except Failed as failure:
-            fail(study, frozen(), failure.kind, str(failure))
-            path = frozen().user_attrs.get("traceback")
-            report = f"; please report it with {path}" if path else ""
-            self.say(f"{label}: failed ({failure.kind}): {failure}{report}")
-            self._hopeless(study)
-        except RunFailed as error:  # the disk, and so no failure of this point
-            fail(study, frozen(), "interrupted", str(error))
-            requeue(study, frozen())
+            return self.runner.run(trial, point, **how)
+        except (Failed, RunFailed) as error:
+            self.problem = error
             raise
 
-    def _hopeless(self, study) -> None:
+    def _ended(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        """Say how a trial has ended; one that was interrupted is queued again."""
+        attributes, how = trial.user_attrs, kind(trial)
+        if how == "surplus":
+            return
+        params = {**decoded(trial.params)}
+        at = ", ".join(f"{key.rpartition('.')[2]} {_number(value)}" for key, value in params.items())
+        label = f"{study.study_name} #{trial.number} ({at})"
+        if how == "interrupted":
+            AGAIN(study, trial)
+            self.say(f"{label}: interrupted; it continues when the search does")
+        elif how == "failed":
+            report = f"; please report it with {attributes['traceback']}" if attributes.get("traceback") else ""
+            self.say(f"{label}: failed ({attributes['kind']}): {attributes['reason']}{report}")
+        else:
+            shown = "  ".join(
+                f"{name} {_number(value)}"
+                for name, value in attributes["metrics"].items()
+                if name in self.settings.objectives
+                or study is not self.study
+                and OBJECTIVES.get(name.replace("test_", "val_"))
+            )
+            self.say(f"{label}:{' pruned,' * (how == 'pruned')} {shown}")
+
+    def _hopeless(self, study: optuna.Study) -> None:
         """End the search if at least three trials ended and all of them failed with the same error."""
         ended = [t for t in study.get_trials(deepcopy=False) if kind(t) in ("failed", "complete", "pruned")]
         reasons = {(t.user_attrs.get("kind"), t.user_attrs.get("reason")) for t in ended}
@@ -168,66 +200,8 @@ class _Search:
                 f"{next(iter(reasons))[1]}; correct that, and continue with retry_failed=True"
             )
 
-    def _label(self, trial, point) -> str:
-        at = ", ".join(f"{k.rpartition('.')[2]} {_number(v)}" for k, v in point.items())
-        again = " again" if trial.user_attrs.get("retry") else ""
-        return f"{self.study.study_name} #{trial.number} ({at}){again}"
 
-    # -- fresh seeds for the winner ----------------------------------------------------------------------
-
-    def _confirm(self) -> str:
-        winners = front(self.study)
-        if not self.confirm or not winners:
-            return "done"
-        with exclusive(self.folder / "queue.lock", self.stopping):
-            reap(self.checks, self.say)
-            trials = self.checks.get_trials(deepcopy=False)
-            first = self.base.seed + FRESH
-            for winner in winners:
-                there = {t.user_attrs.get("seed") for t in trials if t.user_attrs.get("of") == draw_of(winner)}
-                for seed in range(first, first + self.confirm):
-                    if seed not in there:
-                        self.checks.enqueue_trial({}, user_attrs={"of": draw_of(winner), "seed": seed, "draw": seed})
-            trials = self.checks.get_trials(deepcopy=False)
-            kinds = [kind(t) for t in trials]
-            if "waiting" not in kinds:
-                return "wait" if "running" in kinds else "done"
-            trial = self.checks.ask()
-            trial.set_user_attr("worker", worker_identity())
-        if "of" not in trial.user_attrs or taken(trial, trials_before(self.checks, trial)):
-            fail(self.checks, trial_of(self.checks, trial.number), "surplus", "another worker runs this")
-            return "wait"
-        self._check(trial)
-        return "ran"
-
-    def _check(self, trial) -> None:
-        of, seed = trial.user_attrs["of"], trial.user_attrs["seed"]
-        complete = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        winner = next(t for t in complete if draw_of(t) == of)
-        point = decoded(winner.params)
-        test = has_test(self.base)
-        label = f"{self._label(winner, point)}, seed {seed}"
-
-        def run() -> None:
-            outcome = self.runner.run(trial, point, report=False, seeds=[seed], test=test)
-            trial.set_user_attr("metrics", outcome.metrics)
-            self._tell(self.checks, trial, outcome.metrics[self.runner.metric], TrialState.COMPLETE)
-            shown = "  ".join(
-                f"{n} {_number(v)}"
-                for n, v in outcome.metrics.items()
-                if n.startswith(("val", "test")) and OBJECTIVES.get(n.replace("test", "val"))
-            )
-            self.say(f"{label}: {shown}")
-
-        self._guarded(self.checks, trial, label, run)
-
-
-def has_test(base) -> bool:
-    """Whether there are test data for the runs on fresh seeds."""
-    return "test" in base.eval.split or base.data.splits[2] > 0
-
-
-def _number(value) -> str:
+def _number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -180,7 +180,6 @@ JSON_OF = {
     "hpo.plots": "what it has just made",
     "hpo.settings": "what it has just made",
     "hpo.space": "a value of a study",
-    "hpo.journal": "lines of a journal, of which it names the number",
     "benchmark.store": "what it has just made",
     "benchmark.scorers.child": "messages of the process that started it, without this package",
     "benchmark.scorers.humaneval": "the verdict of that process",

@@ -111,24 +111,6 @@ def test_a_winner_that_fails_on_a_fresh_seed_is_not_written_without_a_flag(searc
     assert cli.main([*written, "--unconfirmed"]) == 0 and "1 more failed" in out.read_text()
 
 
-def test_points_that_have_learned_nothing_are_promoted_together(search, monkeypatch):
-    """Rungs of 1 and 2 rounds, of six points: one has learned, and a slow one is as good as those at chance."""
-    accuracies = dict(zip((1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0), (0.60, 0.63, 0.55, 0.9, 0.61, 0.40)))
-
-    def promoted(learned):
-        runs(monkeypatch, lambda config: learned[config.train.optimizer.lr])
-        space = {"train.optimizer.lr": {"choice": list(learned)}}
-        options, _, _ = search(space, name=f"s{len(seen)}", sampler="grid", rungs=(1, 2))
-        seen.append(options)
-        trials = load_study(open_storage(options.where), options.name).trials
-        return {t.params["train.optimizer.lr"] for t in trials if t.user_attrs.get("rung") == 1}
-
-    seen: list = []
-    assert promoted(accuracies) == {*accuracies}, "beside the one that learned, the others are equal"
-    better = {**accuracies, 1e-3: 0.8, 10.0: 0.7}
-    assert promoted(better) == {1e-1, 1e-3, 10.0}, "half of them, since three have learned"
-
-
 def test_a_real_run_reports_the_classes_of_its_validation_data(search):
     options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}})
     (trial,) = load_study(open_storage(options.where), "s").trials

@@ -34,7 +34,7 @@ def test_accuracy_is_that_of_the_next_token_for_a_language_model(search, causal_
     cli.main(["best", *where, "--study", "s", "--out", str(tmp_path / "best.yaml"), "--unlearned"])
     first = (tmp_path / "best.yaml").read_text().splitlines()[0]
     assert "val_token_acc" in first and "val_acc" not in first
-    study = load_study(open_storage(str(tmp_path / "hpo" / "journal.log")), "s")
+    study = load_study(open_storage(tmp_path / "hpo" / "study.db"), "s")
     figure = plots.history_figure({"s": study}, "val_acc")
     assert figure.layout.title.text == "val_token_acc by trial" == f"{figure.layout.yaxis.title.text} by trial"
 

@@ -13,7 +13,6 @@ import pytest
 
 from fs_lowrank import UserError
 from fs_lowrank.runs.chance import Chance
-from hpo.search import value_on_rung
 from hpo.settings import Settings, first_passes, make_pruner
 from hpo.settings import settings_of as settings_of_study
 from hpo.storage import load_study, open_storage, quiet
@@ -93,17 +92,6 @@ def test_trials_that_learn_nothing_are_pruned_after_the_warm_up_by_those_that_le
     ended = simulate(settings, [*(learner(draw) for _ in range(9)), *(constant(draw) for _ in range(9))], tmp_path)
     assert sum(round is not None for round in ended[9:]) >= 6
     assert all(round is None or round >= 2 for round in ended)
-
-
-@pytest.mark.parametrize("objective, constant, learned", [("val_acc", 0.535, 0.62), ("val_f1", 0.7, 0.4)])
-def test_a_trial_that_learned_nothing_is_not_ahead_on_a_rung(objective, constant, learned):
-    def score(acc, value):
-        attrs = {"value": value, "chance": CHANCE.to_dict(), "metrics": {"val_acc": acc, objective: value}}
-        return value_on_rung(
-            optuna.trial.create_trial(state=optuna.trial.TrialState.PRUNED, user_attrs=attrs), objective
-        )
-
-    assert score(0.62, learned) == learned > score(0.535, constant)
 
 
 @pytest.mark.parametrize(

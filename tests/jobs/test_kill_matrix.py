@@ -97,8 +97,9 @@ class Command:
     def busy(self) -> int:
         """The process id of the worker that trains."""
         if self.which == "hpo":
-            study = load_study(open_storage(str(self.folder / "hpo" / "journal.log")), "s")
-            return next(t.user_attrs["worker"]["pid"] for t in study.get_trials() if kind(t) == "running")
+            study = load_study(open_storage(self.folder / "hpo" / "study.db"), "s")
+            running = next(t for t in study.get_trials() if kind(t) == "running")
+            return int(running.user_attrs["worker"].rpartition(":")[2])
         return json.loads(next(self.folder.glob("runs/benchmark/claims/*.json")).read_text())["pid"]
 
     def finish(self, monkeypatch) -> None:
@@ -113,7 +114,7 @@ class Command:
 
     def check_finished(self) -> None:
         if self.which == "hpo":
-            study = load_study(open_storage(str(self.folder / "hpo" / "journal.log")), "s")
+            study = load_study(open_storage(self.folder / "hpo" / "study.db"), "s")
             assert "complete" in [kind(t) for t in study.get_trials()]
         else:
             assert len(list(self.folder.glob("results/cells/*.json"))) == 1

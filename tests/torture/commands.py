@@ -184,7 +184,7 @@ def figures(name: str, left: Path) -> dict[str, Any]:
 
     from hpo.storage import open_storage
 
-    storage = open_storage(str(left / "journal.log"))
+    storage = open_storage(left / "study.db")
     (study, *_) = sorted(storage.get_all_studies(), key=lambda study: len(study.study_name))
     trials = [t for t in storage.get_all_trials(study._study_id) if t.state == optuna.trial.TrialState.COMPLETE]
     return {str(t.params["train.optimizer.lr"]): t.values for t in trials}

@@ -97,7 +97,7 @@ def _records(name: str, draw: random.Random, bench: Bench, command_line: bool) -
         first = commands.start(name, left, bench, fault=fault, command_line=command_line)
         if first.fault or (first.code and not inside):
             return Outcome("failed", name, first.fault or first.err, name)
-        files, chosen = _files(left), _files(left / "results") if name == "suite" else [left / "journal.log"]
+        files, chosen = _files(left), _files(left / "results") if name == "suite" else [left / "study.db"]
         targets = [p for p in chosen if p.exists()] if draw.random() < 0.7 else files
         with _damaged(draw.choice(targets or files), draw, files) as done:
             what = f"{name}, {'ended inside' if first.code else 'finished'}: {done or 'nothing changed'}"
