@@ -13,6 +13,7 @@ import operator
 import re
 import shutil
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -20,7 +21,8 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from fs_lowrank.jobs import shell
-from fs_lowrank.jobs.files import write_text
+from fs_lowrank.jobs.files import read_json, write_text
+from fs_lowrank.runs.records import read_records
 
 from .job import Options
 from .markdown import table
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.demo:
         take(args.demo)
-    draw(json.loads(ROUNDS.read_text()))
+    draw(read_json(ROUNDS))
     page = Path("README.md")
     write_text(page, with_table(page.read_text(encoding="utf-8"), methods_table()))
     return shell.OK
@@ -66,8 +68,8 @@ def take(folder: Path) -> None:
     for name in ("comparison.json", "curves.png"):
         shutil.copyfile(folder / name, ROUNDS.parent / name)
     rounds = {
-        method: curve([json.loads(line) for line in (folder / method / "rounds.jsonl").read_text().splitlines()])
-        for method in json.loads((folder / "comparison.json").read_text())
+        method: curve(read_records(folder / method / "rounds.jsonl", up_to=sys.maxsize))
+        for method in read_json(folder / "comparison.json")
     }
     write_text(ROUNDS, json.dumps(rounds, indent=1) + "\n")
 
