@@ -208,7 +208,9 @@ def _check_script(module: str) -> None:
     except ImportError:
         found = None
     if found is None:
-        raise UserError(f"script: there is no module {module!r}")
+        raise UserError(
+            f"script: there is no module {module!r}; a module of studies is in a clone of the repository only"
+        )
     import_all((module,))
     needs = getattr(sys.modules[module], "NEEDS", ())
     if missing := [name for name in needs if resolve(name) is None]:

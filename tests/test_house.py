@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("fs_lowrank", "benchmark", "hpo")
+PACKAGES = ("fs_lowrank", "benchmark", "hpo", "studies")
 
 #: the rooms; a file may import from rooms of earlier rows and from its own room, but not from other rooms of the same
 #: row. ``fs_lowrank/__init__.py`` exports the public names, so it comes late
@@ -43,6 +43,7 @@ ROWS = (
     ("fs_lowrank.__main__",),
     ("hpo",),
     ("benchmark",),
+    ("studies",),
 )
 HEIGHT = {room: height for height, row in enumerate(ROWS) for room in row}
 
@@ -183,12 +184,12 @@ JSON_OF = {
     "benchmark.store": "what it has just made",
     "benchmark.scorers.child": "messages of the process that started it, without this package",
     "benchmark.scorers.humaneval": "the verdict of that process",
-    "benchmark.speed.clients": "what a process of its own printed, and its arguments",
-    "benchmark.speed.memory": "what a process of its own printed, and its arguments",
-    "benchmark.speed.scale": "what a process of its own printed",
-    "benchmark.speed.startup": "what a process of its own printed",
-    "benchmark.speed.whole": "what a process of its own printed",
-    "benchmark.speed.peers.fedjob": "runs with other systems, without this package",
+    "studies.speed.clients": "what a process of its own printed, and its arguments",
+    "studies.speed.memory": "what a process of its own printed, and its arguments",
+    "studies.speed.scale": "what a process of its own printed",
+    "studies.speed.startup": "what a process of its own printed",
+    "studies.speed.whole": "what a process of its own printed",
+    "studies.speed.peers.fedjob": "runs with other systems, without this package",
 }
 
 
@@ -212,13 +213,13 @@ WRITES_OF = {
     "fs_lowrank.data.fetch.items": "in that folder",
     "fs_lowrank.runs.result": "in a folder beside its place, which is renamed",
     "benchmark.execute": "no file: a switch of the kernel",
-    "benchmark.speed.peers.case": "a log in a folder of its own for each call",
-    "benchmark.speed.peers.environment": "a mark in an environment that it has just made",
-    "benchmark.speed.peers.federatedscope_job": "in a temporary folder, without this package",
-    "benchmark.speed.peers.fedjob": "in a temporary folder, without this package",
-    "benchmark.speed.peers.job": "in a temporary folder",
-    "benchmark.speed.whole": "in a temporary folder",
-    "benchmark.speed.scale": "in a temporary folder",
+    "studies.speed.peers.case": "a log in a folder of its own for each call",
+    "studies.speed.peers.environment": "a mark in an environment that it has just made",
+    "studies.speed.peers.federatedscope_job": "in a temporary folder, without this package",
+    "studies.speed.peers.fedjob": "in a temporary folder, without this package",
+    "studies.speed.peers.job": "in a temporary folder",
+    "studies.speed.whole": "in a temporary folder",
+    "studies.speed.scale": "in a temporary folder",
 }
 
 

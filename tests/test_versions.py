@@ -9,7 +9,6 @@ import optuna
 import pytest
 
 import fs_lowrank
-from benchmark.speed.__main__ import table
 from benchmark.store import Store, digest
 from fs_lowrank import UserError
 from fs_lowrank.errors import DamagedFile
@@ -18,6 +17,7 @@ from fs_lowrank.runs.environment import versions
 from fs_lowrank.versions import SCHEMA, NewerSchema, __version__, check_schema
 from hpo import read_header
 from hpo.settings import settings_of
+from studies.speed.__main__ import table
 
 ROOT = Path(__file__).parents[1]
 NEWER = f"schema {SCHEMA + 1}: a newer version .* update fs-lowrank"

@@ -23,10 +23,10 @@ def test_command_names_and_files(tmp_path, capsys):
     def study(data, root, sizes, lr, more, extra=0):
         return {"third": 1 / 3, "got": [data, sizes, lr, more, extra]}
 
-    main = script("benchmark.analysis.x", "About.", OPTIONS, study, lines=lambda r: ["said"], readme=lambda r: "# R\n")
+    main = script("studies.analysis.x", "About.", OPTIONS, study, lines=lambda r: ["said"], readme=lambda r: "# R\n")
     assert main(["--lr", "0.01", "--root", str(tmp_path), "--out", str(tmp_path), "a", "b"], extra=7) == 0
     written = json.loads((tmp_path / "x_digits.json").read_text())
-    assert written["command"] == "python -m benchmark.analysis.x --data digits --root DIR --sizes 1 2 --lr 0.01 a b"
+    assert written["command"] == "python -m studies.analysis.x --data digits --root DIR --sizes 1 2 --lr 0.01 a b"
     assert written["third"] == 0.333333 and written["got"] == ["digits", [1, 2], 0.01, ["a", "b"], 7]
     assert {"python", "torch"} <= written["versions"].keys() and written["seconds"] >= 0
     assert (tmp_path / "README.md").read_text() == "# R\n" and capsys.readouterr().out == "said\n"
@@ -35,7 +35,7 @@ def test_command_names_and_files(tmp_path, capsys):
 
 
 def test_counts_are_one_or_more(tmp_path, capsys):
-    main = script("benchmark.analysis.x", "About.", OPTIONS, lambda **given: given)
+    main = script("studies.analysis.x", "About.", OPTIONS, lambda **given: given)
     for wrong in ("0", "-1", "1.5", "many"):
         assert main(["--sizes", "1", wrong, "--out", str(tmp_path)]) == 2
         err = capsys.readouterr().err

@@ -12,7 +12,7 @@ from benchmark.verdicts import judged_claims, rows_of, said_of_claims, summary
 
 RULE = [{"is": "above", "better": "a", "than": ["b"], "by": 0}]
 CAUSE = {"says": "Too few rounds.", "experiments": ["longer", "analysis/why"]}
-STUDY = {"label": "python -m benchmark.analysis.why --seeds 1", "hash": "s", "seed": 0}
+STUDY = {"label": "python -m studies.analysis.why --seeds 1", "hash": "s", "seed": 0}
 
 
 def record(seed, acc, **more):
@@ -107,7 +107,7 @@ def test_a_claim_that_fails_names_the_cause_with_what_tested_it():
         return [STUDY]
 
     row, said, table = rows({"cause": CAUSE}, {"one": BEHIND, "longer": longer}, elsewhere)
-    cause = "Too few rounds (longer: 1 run, seed 3; analysis/why: `python -m benchmark.analysis.why --seeds 1`)"
+    cause = "Too few rounds (longer: 1 run, seed 3; analysis/why: `python -m studies.analysis.why --seeds 1`)"
     assert row.cause == cause and f"The most likely cause that was tested: {cause}." in said and cause in table
     assert rows({"cause": CAUSE}, {"one": BEHIND})[0].cause == "none"  # what would test it has not run
     assert (

@@ -135,7 +135,7 @@ def test_what_was_imported_from_elsewhere_is_not_run(tmp_path, monkeypatch, caps
 
 
 def test_no_text_says_to_run_a_command_by_its_module():
-    # `python -m hpo` runs the user's own `hpo.py`. Modules that have no command, such as benchmark.speed, may be named.
+    # `python -m hpo` runs the user's own `hpo.py`. Modules that have no command, such as studies.speed, may be named.
     by_module = re.compile(r"python3? -m (?:hpo|benchmark)(?![.\w])")
     texts = [ROOT / "CONTRIBUTING.md", ROOT / "README.md", ROOT / "Makefile", ROOT / "results" / "README.md"]
     for folder in ("fs_lowrank", "hpo", "benchmark", "docs", "examples"):
