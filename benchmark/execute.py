@@ -150,13 +150,12 @@ def train(config: Config, engine: str, progress: Progress) -> RunResult:
 def test_once(config: Config, result: RunResult) -> tuple[dict[str, float], dict[str, list[int]]]:
     """Loss and accuracy of the final model on the test set, which the run did not use.
 
-    For text, ``test_rows_in_training`` has the number of test rows that are also in the training data, up to case,
-    punctuation and blanks, and the number of all test rows. The metrics include these rows.
+    ``test_rows_in_training`` has the number of test rows that are also in the training data (``data.duplicates``), and
+    the number of all test rows. The metrics include these rows.
 
     The data are built for a single client, because the held-out rows do not depend on the clients.
     """
-    from fs_lowrank.data import build_data, load_raw
-    from fs_lowrank.data.duplicates import repeated
+    from fs_lowrank.data import build_data
     from fs_lowrank.models.build import build_tokenizer
     from fs_lowrank.training import evaluate
 
@@ -171,15 +170,13 @@ def test_once(config: Config, result: RunResult) -> tuple[dict[str, float], dict
             "data.splitter_args": [],
         }
     )
-    raw = load_raw(lone.data, task=config.model.task)
-    data = build_data(lone, build_tokenizer(config), raw)
+    data = build_data(lone, build_tokenizer(config))
     if data.test is None:
         raise UserError(f"data.splits = {list(config.data.splits)}: there is no test set; give the last one a share")
     size = config.eval_batch_size
     found = evaluate(result.model, data.test, size, metrics=config.metrics)
     metrics = {f"test_{name}": value for name, value in found.items()}
-    rows = repeated(raw, data)
-    return metrics, {} if rows is None else {"test_rows_in_training": [len(rows), len(data.test)]}
+    return metrics, {"test_rows_in_training": [data.repeated["test"], len(data.test)]}
 
 
 def _samples(history: Sequence[Mapping]) -> dict:

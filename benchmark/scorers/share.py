@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
+from fs_lowrank.settings.metrics import standard_error
+
 
 def share(hits: Sequence[bool], metric: str) -> dict[str, float]:
-    """The fraction of True and its standard error (of the mean of n samples, with n - 1)."""
-    n, p = len(hits), sum(hits) / len(hits)
-    return {metric: p, f"{metric}_stderr": (p * (1 - p) / (n - 1)) ** 0.5 if n > 1 else 0.0}
+    """The fraction of True and its standard error."""
+    p = sum(hits) / len(hits)
+    return {metric: p, f"{metric}_stderr": standard_error(p, len(hits))}
 
 
 def majority(answers: Sequence[Hashable]) -> float:

@@ -66,6 +66,8 @@ def _read(args: argparse.Namespace, labelled: bool) -> tuple[Any, Any]:
     cut = f", {rows.cut} cut to {run.tok_len} tokens" if rows.cut else ""
     console.print(f"{args.data}: {len(rows.table)} rows{left}{cut}", soft_wrap=True)
     console.print(f"model: {run.which}", soft_wrap=True)
+    if rows.trained_on:
+        console.print(f"the run was trained on {rows.trained_on} of these rows", style="yellow", soft_wrap=True)
     return run, rows
 
 

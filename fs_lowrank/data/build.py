@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from fs_lowrank.data.duplicates import row_keys
 from fs_lowrank.data.examples import Examples
 from fs_lowrank.data.federated import FederatedData
 from fs_lowrank.data.images import ImageExamples, Pipeline
@@ -71,8 +72,7 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
         ),
     )
     _cut_alike(tokenizer, cut)
-    lost = any(data.skipped.values()) or any(data.truncated.values())
-    say_once(data.describe(), logging.WARNING if lost else logging.INFO, ROWS_LOGGER)
+    say_once(data.describe(), logging.WARNING if any(data.repeated.values()) else logging.INFO, ROWS_LOGGER)
     return data
 
 
@@ -116,6 +116,7 @@ def _built(cfg: Any, tokenizer: Any, raw: RawData) -> FederatedData:
     else:
         examples = _images(cfg, raw, frames, origin)
         image_shape = _image_shape(examples)
+    keys = {split: row_keys(frame, raw.images) for split, frame in frames.items()}
     parts, shares = _partitioned(cfg, raw, frames, examples, origin)
     if texts is not None:
         examples["train"] = texts.cut_otherwise(examples["train"], frames["train"], parts)
@@ -135,6 +136,8 @@ def _built(cfg: Any, tokenizer: Any, raw: RawData) -> FederatedData:
         majority=_majority(examples.get("test")) if raw.task != REGRESSION else None,
         skipped=texts.skipped if texts else dict(raw.skipped),
         read=read,
+        keys=keys["train"],
+        repeated={split: int(np.isin(keys[split], keys["train"]).sum()) for split in frames if split != "train"},
         truncated=texts.truncated if texts else {},
         tok_len=texts.length if texts else None,
         image_shape=image_shape,

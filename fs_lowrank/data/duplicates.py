@@ -1,21 +1,19 @@
-"""Test rows that are in the training data as well, up to case, punctuation and blanks."""
+"""Rows that occur again, up to case, punctuation and blanks: test rows that are also training rows."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 import unicodedata
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
-import pandas as pd
 
-from .tables import RawData
+from fs_lowrank.data.stored import CHUNK
 
-if TYPE_CHECKING:
-    from . import FederatedData
-
-#: what a model reads of a row; the answer of a language model is not among it
-_READ = ("text", "text_pair", "instruction", "input")
+#: what a model reads of a row, beside the turns of a conversation
+_ASKED = ("text", "text_pair", "instruction", "input")
 
 
 def normalised(text: str) -> str:
@@ -23,23 +21,28 @@ def normalised(text: str) -> str:
     return re.sub(r"[\W_]+", " ", unicodedata.normalize("NFKC", text).casefold()).strip()
 
 
-def repeated(raw: RawData, data: FederatedData) -> np.ndarray | None:
-    """The row numbers of the test set, int64, whose normalised text is that of a row of the clients' training data.
+def row_keys(frame: Any, images: np.ndarray | None = None) -> np.ndarray:
+    """A hash of what a model reads of each row, int64 from 0 ``(rows,)``; rows that are alike have the same.
 
-    Texts without a letter or digit are compared as they are. None for images, for messages, and without a test set.
+    Texts are normalised; those without a letter or digit are compared as they are. The answer of a language model
+    counts only where it has no prompt. Images are compared byte by byte.
 
     Args:
-        data: made from ``raw``.
+        frame: rows as in ``RawData``. images: those of ``RawData``.
     """
-    columns = [name for name in _READ if name in raw.train]
-    if data.test is None or not columns:
-        return None
-    held_out = raw.train if "test" in data.cut or raw.test is None else raw.test
-    known = set(_keys(raw.train.loc[data.rows["train"], columns]))
-    rows = data.rows["test"]
-    found = [key in known for key in _keys(held_out.loc[rows, columns])]
-    return np.asarray(rows, dtype=np.int64)[np.asarray(found, dtype=bool)]
+    if images is not None:
+        return np.array([_hash(images[i].tobytes()) for i in frame["image"]], dtype=np.int64)
+    names = [name for name in (*_ASKED, "messages", "output") if name in frame]
+    parts = (frame.iloc[start : start + CHUNK][names] for start in range(0, len(frame), CHUNK))
+    return np.array([_hash(_read(row)) for part in parts for row in part.to_dict("records")], dtype=np.int64)
 
 
-def _keys(frame: pd.DataFrame) -> list[tuple[str, ...]]:
-    return [tuple(normalised(str(v)) or str(v) for v in row) for row in frame.itertuples(index=False, name=None)]
+def _read(row: Mapping[Any, Any]) -> bytes:
+    *turns, answer = [turn["content"] for turn in row["messages"]] if "messages" in row else [row.get("output", "")]
+    asked = [row[name] for name in _ASKED if name in row] + turns
+    texts = asked if "".join(asked).strip() else [answer]
+    return "\0".join(normalised(text) or text for text in texts).encode(errors="surrogatepass")
+
+
+def _hash(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1

@@ -32,6 +32,8 @@ class FederatedData:
             classes.
         skipped: number of rows left out, by reason.
         read: number of rows of the source, with those left out.
+        repeated: by held-out split, the number of rows that are training rows as well (``duplicates``).
+        keys: of the training rows, by which they are found again: int64, of ``duplicates.row_keys``.
         truncated: number of texts cut to ``tok_len`` tokens, by split.
         tok_len: the maximum number of tokens; None for images.
         image_shape: ``(channels, height, width)`` of the model's input; None for text.
@@ -54,6 +56,8 @@ class FederatedData:
     majority: float | None
     skipped: dict[str, int] = field(default_factory=dict)
     read: int = 0
+    repeated: dict[str, int] = field(default_factory=dict)
+    keys: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64), repr=False)
     truncated: dict[str, int] = field(default_factory=dict)
     tok_len: int | None = None
     image_shape: tuple[int, int, int] | None = None
@@ -100,15 +104,17 @@ class FederatedData:
         order = self.partition.indices.flat()
         labels = {} if self.partition.labels is None else {"labels": self.partition.labels[order]}
         held_out = {split: rows for split, rows in self.rows.items() if split != "train"}
-        return {"clients": self.rows["train"][order], "sizes": self.partition.sizes(), **labels, **held_out}
+        numbers = {"clients": self.rows["train"][order], "sizes": self.partition.sizes()}
+        return {**numbers, **labels, **held_out, "keys": np.unique(self.keys)}
 
     def _counts(self, part: Examples | ImageExamples) -> dict[str, int]:
         counts = np.bincount(np.asarray(part.labels), minlength=len(self.label_names))
         return {name: int(count) for name, count in zip(self.label_names, counts, strict=True)}
 
     def counts(self) -> dict[str, Any]:
-        """Rows read, left out and cut, and the maximum length, as plain data for ``data.json`` and ``summary.json``."""
-        return {"read": self.read, "skipped": self.skipped, "truncated": self.truncated, "tok_len": self.tok_len}
+        """Rows read, left out, cut and repeated, and the maximum length, for ``data.json`` and ``summary.json``."""
+        lost = {"read": self.read, "skipped": self.skipped, "truncated": self.truncated, "tok_len": self.tok_len}
+        return {**lost, "repeated": self.repeated}
 
     def describe(self) -> str:
         """One line for the screen: rows read, left out and cut, sizes of the splits and clients, classes."""
@@ -168,8 +174,9 @@ def _most(labels: np.ndarray) -> int:
 
 
 def rows_said(counts: Mapping[str, Any]) -> list[str]:
-    """What ``FederatedData.counts`` says in words: rows read, left out by reason, and cut by split."""
+    """What ``FederatedData.counts`` says in words: rows read, left out by reason, cut and repeated by split."""
     said = [f"{counts['read']} rows read"]
     said += [f"{count} left out ({reason})" for reason, count in counts["skipped"].items() if count]
-    cut = {split: count for split, count in counts["truncated"].items() if count}
-    return said + [f"{count} of {split} cut to {counts['tok_len']} tokens" for split, count in cut.items()]
+    ends = {"truncated": f"cut to {counts.get('tok_len')} tokens", "repeated": "are training rows as well"}
+    found = ((end, *item) for key, end in ends.items() for item in counts.get(key, {}).items())
+    return said + [f"{count} of {split} {end}" for end, split, count in found if count]

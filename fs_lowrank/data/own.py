@@ -173,10 +173,13 @@ def read_own(
 def _tables(path: Path, args: Mapping[str, Any], read: Callable[..., pd.DataFrame]) -> dict[str, tuple[str, Any]]:
     """By role, what it is called and the table, a DataFrame or ``Stored``."""
     tables: dict[str, tuple[str, Any]] = {}
-    quoting, quoted = args.get("quoting"), False
+    quoting, quoted, trained = args.get("quoting"), False, set[Path]()
     for role, place in roles(path, args).items():
         named_by = "data.root and data.type" if role == "train" else f"data.args: {role}"
         files = _files(place, named_by)
+        trained = trained or {file.resolve() for file in files}  # training is the first
+        if role != "train" and (same := next((file for file in files if file.resolve() in trained), None)):
+            raise UserError(f"data.args: {role}: {same} is a file of the training rows; name one with other rows")
         if len(stored_ones := [file for file in files if is_stored(file)]) not in (0, len(files)):
             other = next(file for file in files if file not in stored_ones)
             raise UserError(f"{place}: matches {other.name} and {stored_ones[0].name}; expected files of one kind")

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from ..data import CAUSAL_LM, Examples
+from ..data.duplicates import row_keys
 from ..data.files import SUFFIXES, as_texts, read_table
 from ..data.labels import from_flags, numbers, sets
 from ..data.objects import as_table
@@ -19,6 +20,7 @@ from ..data.tables import MULTI_LABEL, REGRESSION, label_text, require_columns, 
 from ..data.template import SYNONYMS, is_own, prompted, prompts
 from ..data.tokenize import tokenize_causal, tokenize_classification, tokenize_pairs
 from ..errors import UserError, nearest
+from ..runs.split import read_split
 from ..settings import Origin
 from .run import FinishedRun
 
@@ -30,6 +32,8 @@ class Rows:
     Attributes:
         table: the file or table. examples: of the rows ``kept``, which are positions in ``table``, from 0.
         left_out: number of rows by reason. cut: rows of which a text, or the answer, was cut to the run's length.
+        trained_on: number of rows ``kept`` that the run was trained on, up to case, punctuation and blanks; 0 if its
+            ``rows.npz`` has no ``keys``.
     """
 
     table: pd.DataFrame
@@ -37,6 +41,7 @@ class Rows:
     kept: np.ndarray
     left_out: dict[str, int]
     cut: int
+    trained_on: int
 
 
 def read_rows(run: FinishedRun, data: Any, columns: dict[str, str] | None = None, labelled: bool = True) -> Rows:
@@ -109,7 +114,7 @@ def _labelled(
     examples = tokenize_classification(frame, run.tokenizer, run.tok_len)
     if run.task == MULTI_LABEL:
         examples.sets = len(run.labels)
-    return Rows(table, examples, kept, left_out, examples.truncated)
+    return Rows(table, examples, kept, left_out, examples.truncated, _trained_on(run, frame))
 
 
 def _coded(run: FinishedRun, where: str, name: str, given: pd.Series) -> pd.Series:
@@ -153,4 +158,9 @@ def _instructed(run: FinishedRun, where: str, table: pd.DataFrame, args: dict[st
     examples, whole = tokenize(frame.iloc[kept], run.tokenizer, run.tok_len, **options)
     if not whole.all():
         left_out["prompt too long"] = int((~whole).sum())
-    return Rows(table, examples, kept[whole], left_out, examples.truncated if labelled else 0)
+    trained_on = _trained_on(run, frame.iloc[kept[whole]])
+    return Rows(table, examples, kept[whole], left_out, examples.truncated if labelled else 0, trained_on)
+
+
+def _trained_on(run: FinishedRun, frame: pd.DataFrame) -> int:
+    return int(np.isin(row_keys(frame), read_split(run.folder).get("keys", ())).sum())

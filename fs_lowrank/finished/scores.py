@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from ..data import CAUSAL_LM, CLASSIFICATION, Examples
 from ..data.labels import bits
 from ..data.tables import MULTI_LABEL
 from ..models.machine import input_device
-from ..settings.metrics import extras, perplexity
+from ..settings.metrics import extras, perplexity, standard_error
 from ..training import evaluate
 from .rows import Rows
 from .run import FinishedRun
@@ -22,20 +21,22 @@ def evaluate_rows(run: FinishedRun, rows: Rows) -> dict[str, Any]:
     """Scores on the rows of a file.
 
     Returns:
-        ``rows``, ``loss`` and the metrics that the run measured. Of classes, sets of them and language models ``acc``
-        and its standard error ``acc_error``; ``acc`` of a language model is that of the next token, and ``perplexity``
-        and ``tokens`` are beside it. Of classes and sets ``majority``, the accuracy of always giving the most frequent
-        one, and ``classes``: name → number of rows and ``recall``. Of a regression ``mean_loss``, the loss of always
-        giving the mean.
+        ``rows``, those of them that the run was ``trained_on``, ``loss`` and the metrics that the run measured. Of
+        classes, sets of them and language models ``acc`` and its standard error ``acc_error``; ``acc`` of a language
+        model is that of the next token, and ``perplexity`` and ``tokens`` are beside it. Of classes and sets
+        ``majority``, the accuracy of always giving the most frequent one, and ``classes``: name → number of rows and
+        ``recall``. Of a regression ``mean_loss``, the loss of always giving the mean.
     """
     metrics, examples = extras(run.config.model.task, run.config.eval.metrics), rows.examples
     scores: dict[str, Any] = {
         "rows": len(examples),
+        "trained_on": rows.trained_on,
         **evaluate(run.model, examples, run.config.eval_batch_size, metrics=metrics),
     }
     if run.task == CAUSAL_LM:
         counted = int(examples.losses(range(len(examples))).sum())
-        return {**scores, "tokens": counted, **_error(scores, counted), "perplexity": perplexity(scores["loss"])}
+        scores |= {"tokens": counted, "acc_error": standard_error(scores["acc"], counted)}
+        return {**scores, "perplexity": perplexity(scores["loss"])}
     labels = np.asarray(examples.labels)
     if run.task not in (CLASSIFICATION, MULTI_LABEL):
         return {**scores, "mean_loss": float(labels.var(dtype=np.float64))}
@@ -48,17 +49,13 @@ def evaluate_rows(run: FinishedRun, rows: Rows) -> dict[str, Any]:
     counts = true.sum(axis=0)
     return {
         **scores,
-        **_error(scores, len(labels)),
+        "acc_error": standard_error(scores["acc"], len(labels)),
         "majority": float(np.unique(labels, return_counts=True)[1].max() / len(labels)),
         "classes": {
             name: {"rows": int(counts[i]), "recall": float(predicted[true[:, i], i].mean()) if counts[i] else None}
             for i, name in enumerate(run.labels)
         },
     }
-
-
-def _error(scores: dict[str, Any], count: int) -> dict[str, float]:
-    return {"acc_error": math.sqrt(scores["acc"] * (1 - scores["acc"]) / max(count, 1))}
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from typing import Any
 from ..config import load_config
 from ..runs.records import flat_metrics
 from ..runs.summary import for_people, human_bytes, per_client_and_round, seconds
+from ..settings.metrics import wilson
 from .look import plot, table
 from .runs import Shown
 
@@ -159,8 +160,8 @@ def _metric(run: Shown, i: int, x: str, split: str, metric: str) -> list[Trace]:
     line, size = _line(run, i, points, x), run.size(split)
     if not size or metric != "acc":
         return [line]
-    errors = [math.sqrt(max(y * (1 - y), 0) / size) for _, y in points]
-    edge = [y + e for (_, y), e in zip(points, errors)] + [y - e for (_, y), e in zip(points, errors)][::-1]
+    ends = [wilson(y, size) for _, y in points]
+    edge = [high for _, high in ends] + [low for low, _ in ends][::-1]
     band = {"x": line["x"] + line["x"][::-1], "y": edge, "fill": "toself", "mode": "lines", "line": {"width": 0}}
     band |= {"fillcolor": _COLOURS[i % len(_COLOURS)] + "26", "hoverinfo": "skip", "showlegend": False}
     return [{**line, "legendgroup": run.name}, {**band, "legendgroup": run.name}]
@@ -210,8 +211,9 @@ def data(runs: Sequence[Shown]) -> str:
             clients,
             ", ".join(held) or "none",
         ]
-        rows.append([*row, dropped, cut + f" to {run.data['tok_len']} tokens" if cut else "none"])
-    head = ["run", "source", "rows read", "training rows", "clients", "held out", "left out", "cut"]
+        again = "; ".join(f"{n} of {split}" for split, n in run.data.get("repeated", {}).items() if n) or "none"
+        rows.append([*row, dropped, cut + f" to {run.data['tok_len']} tokens" if cut else "none", again])
+    head = ["run", "source", "rows read", "training rows", "clients", "held out", "left out", "cut", "also in training"]
     return table("data", head, rows) if rows else ""
 
 

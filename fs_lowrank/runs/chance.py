@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..settings.metrics import standard_error
 from .split import read_about
 
 
@@ -18,7 +19,7 @@ class Chance:
 
     Attributes:
         share: the fraction of the majority class, which is the best accuracy of a constant prediction.
-        error: one standard error of that accuracy, √(share (1 − share) / n).
+        error: one standard error of that accuracy (``standard_error``).
         loss: the best cross-entropy of a constant prediction, −Σ p ln p over the fractions p of the classes.
     """
 
@@ -32,7 +33,7 @@ class Chance:
         rows = sum(counts)
         shares = [count / rows for count in counts if count]
         share = max(shares)
-        return cls(share, math.sqrt(share * (1 - share) / rows), -sum(p * math.log(p) for p in shares))
+        return cls(share, standard_error(share, rows), -sum(p * math.log(p) for p in shares))
 
     @classmethod
     def of_run(cls, folder: Path, split: str = "validation") -> Chance | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..jobs.files import cannot_write, replacing
-from ..settings.metrics import METRICS
+from ..settings.metrics import METRICS, wilson
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -233,20 +233,22 @@ def _line(
     x = [statistics.fmean(run[i][0] for run in runs) for i in range(count)]
     values = [[run[i][1] for run in runs] for i in range(count)]
     mean = [statistics.fmean(v) for v in values]
-    spread = [0.0] * count
+    ends = [(m, m) for m in mean]
     if len(runs) > 1:
         spread = [statistics.stdev(v) if all(map(math.isfinite, v)) else 0.0 for v in values]
+        ends = [(m - s, m + s) for m, s in zip(mean, spread)]
     elif size:
-        spread = [math.sqrt(max(y * (1 - y), 0) / size) if math.isfinite(y) else 0.0 for y in mean]
+        ends = [wilson(m, size) for m in mean]
     look: dict[str, Any] = {"color": f"C{index % 10}", "linestyle": style}
     (line,) = axes.plot(x, mean, marker="." if count <= 50 else "", **look)
     if handles is not None:
         handles[named] = line
-    if any(spread):
-        low, high = [m - s for m, s in zip(mean, spread)], [m + s for m, s in zip(mean, spread)]
+    low, high = zip(*ends)
+    if low != high:
         axes.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)
         if count == 1:  # no band has a width there
-            axes.errorbar(x, mean, spread, ecolor=look["color"], alpha=0.4, fmt="none", capsize=4)
+            arms = [[mean[0] - low[0]], [high[0] - mean[0]]]
+            axes.errorbar(x, mean, arms, ecolor=look["color"], alpha=0.4, fmt="none", capsize=4)
 
 
 def _finish(axes: Axes, x: str, y: str, rounds: bool) -> None:
@@ -351,7 +353,7 @@ def plot_test(
     scores = sorted(on_test["clients"].items(), key=lambda item: item[1]["acc"])
     accuracies = [score["acc"] for _, score in scores]
     if len(scores) <= MOST_CLIENTS:
-        ends = [_wilson(s["acc"], int(s["samples"])) for _, s in scores]
+        ends = [wilson(s["acc"], int(s["samples"])) for _, s in scores]
         below = [a - low for a, (low, _) in zip(accuracies, ends)]
         above = [high - a for a, (_, high) in zip(accuracies, ends)]
         right.bar(range(len(scores)), accuracies, color="C0")
@@ -368,10 +370,3 @@ def plot_test(
         right.legend(loc="upper left")
     set_title(figure, title, "the global model on the test set; bars: Wilson's interval of one standard error")
     return save(figure, path)
-
-
-def _wilson(share: float, count: int) -> tuple[float, float]:
-    """The interval of one standard error by Wilson's score, which has a width for the shares 0 and 1 too."""
-    middle, half = share + 0.5 / count, math.sqrt(share * (1 - share) / count + 0.25 / count**2)
-    # Rounding must not make an end of 0 or 1 fall short of the share.
-    return min((middle - half) / (1 + 1 / count), share), max((middle + half) / (1 + 1 / count), share)

@@ -2,8 +2,8 @@
 
 ``rows.npz`` has whole numbers in NumPy's format, without pickle: ``clients``, the rows of all clients one after the
 other; ``sizes``, how many of them each client has; ``labels``, their classes, if there are any; ``validation`` and
-``test``, the rows that are held out. Rows are numbered from 0 in the source that they are from, without its header and
-empty lines.
+``test``, the rows that are held out; ``keys``, hashes of the training rows (``data.duplicates``). Rows are numbered
+from 0 in the source that they are from, without its header and empty lines.
 
 Up to schema 1 there was no such file, and ``data.json`` listed the rows of each client.
 """
@@ -79,7 +79,8 @@ def read_split(folder: str | Path) -> dict[str, Any]:
     Returns:
         The content of ``data.json``; of each client, under ``clients``, a record with ``client`` (its number),
         ``size``, ``labels`` (counts by class, if there are classes) and ``rows``, which is made when it is asked for;
-        ``sizes``, those of all clients; and the ``rows`` of ``validation`` and ``test``, where they are there.
+        ``sizes``, those of all clients; the ``keys`` of the training rows; and the ``rows`` of ``validation`` and
+        ``test``, where they are there.
 
     Raises:
         UserError: a file is missing or damaged, or of a newer version.
@@ -113,4 +114,5 @@ def _whole(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[s
     held_out = {
         split: {**about[split], "rows": arrays[split].tolist()} for split in ("validation", "test") if split in about
     }
-    return {**about, "clients": Lazy(len(rows), client), "sizes": rows.lengths, **held_out}
+    keys = arrays.get("keys", np.empty(0, np.int64))
+    return {**about, "clients": Lazy(len(rows), client), "sizes": rows.lengths, "keys": keys, **held_out}

@@ -60,6 +60,19 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """The interval of one standard error of a share of ``count`` (Wilson, 1927), which has a width at 0 and 1 too."""
+    middle, half = share + 0.5 / count, math.sqrt(share * (1 - share) / count + 0.25 / count**2)
+    # Rounding must not make an end of 0 or 1 fall short of the share.
+    return min((middle - half) / (1 + 1 / count), share), max((middle + half) / (1 + 1 / count), share)
+
+
+def standard_error(share: float, count: int) -> float:
+    """Of a share of ``count``: half the length of ``wilson``'s interval, so never 0."""
+    low, high = wilson(share, count)
+    return (high - low) / 2
+
+
 def of_name(name: str) -> str:
     """The metric of a name such as ``acc_mean`` or ``test_f1``; the name itself, if it is of none."""
     return next((part for part in name.split("_") if part in METRICS), name)

@@ -28,6 +28,7 @@ from fs_lowrank.rounds import site
 from fs_lowrank.runs.card import model_card
 from fs_lowrank.runs.split import read_split
 from fs_lowrank.runs.summary import for_people
+from fs_lowrank.settings.metrics import standard_error
 from fs_lowrank.testing import small
 
 
@@ -48,6 +49,8 @@ def test_the_scores_on_the_test_set_are_those_of_the_run(runs, test_rows):
     assert scores["loss"] == pytest.approx(result.final["test_loss"], abs=1e-6)
     found = sum(of["rows"] * of["recall"] for of in scores["classes"].values())
     assert found / scores["rows"] == pytest.approx(scores["acc"])
+    assert scores["trained_on"] == run.summary["rows"]["repeated"]["test"] < scores["rows"]
+    assert standard_error(1, 60) > 0 and scores["acc_error"] == standard_error(scores["acc"], scores["rows"])
 
 
 def test_a_table_in_memory_is_read_as_the_file_is(runs, test_rows):
@@ -296,11 +299,13 @@ def test_the_accuracy_of_a_language_model_is_called_what_it_is(runs):
     assert for_people(result.final, False) == result.final and not runs["classes"].language
 
 
-def test_the_commands(runs, test_rows, tmp_path, capsys):
+def test_the_commands(runs, test_rows, reviews_csv, tmp_path, capsys):
     folder = str(runs["classes"].outdir)
     assert cli.main(["evaluate", folder, "--data", str(test_rows), "--json", str(tmp_path / "scores.json")]) == 0
     assert f"{runs['classes'].final['test_acc']:.4f} ±" in capsys.readouterr().out
     assert json.loads((tmp_path / "scores.json").read_text())["rows"] == 60
+    assert cli.main(["evaluate", folder, "--data", str(reviews_csv)]) == 0
+    assert "the run was trained on 2" in capsys.readouterr().out
     with_gap = pd.read_csv(test_rows).head(4).drop(columns="label")
     with_gap.loc[1, "text"] = " "
     with_gap.to_csv(tmp_path / "new.csv", index=False)

@@ -176,7 +176,7 @@ def test_the_content_of_a_result(place, done):
     assert cell["bytes"]["uplink_bytes"] > cell["bytes"]["uplink_bytes_without_head"] > 0
     assert cell["head"] == "trained, sent and averaged" and cell["peak_memory_bytes"]["host"] > 1e7
     assert cell["machine"].keys() == {"cores", "threads", "gpu"} and cell["machine"]["gpu"] is None
-    assert cell["data"]["rows"].keys() == {"read", "skipped", "truncated", "tok_len"}
+    assert cell["data"]["rows"].keys() == {"read", "skipped", "truncated", "tok_len", "repeated"}
     assert len(cell["data"]["fingerprint"]) == 64 and cell["versions"]["torch"]
     assert "data.root" not in cell["config"] and cell["command"].startswith("fs-lowrank benchmark run tiny.yaml")
     search, _ = results(place, "searches")

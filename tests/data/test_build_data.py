@@ -111,7 +111,7 @@ def test_rows_left_out_and_cut_are_counted_and_reported(tmp_path, config, chat_t
     cfg.llm.tok_len, cfg.federate.client_num, cfg.data.max_dropped = 12, 3, 0.1
     say_once.cache_clear()
     data = build_data(cfg, chat_tokenizer)
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert [record.levelname for record in caplog.records] == ["INFO"]
     assert data.read == 10 and data.skipped == {"prompt too long": 1} and data.truncated == {"train": 1}
     assert (
         "data: 10 rows read, 1 left out (prompt too long), 1 of train cut to 12 tokens, 9 for training" in caplog.text

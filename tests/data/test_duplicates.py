@@ -1,12 +1,13 @@
-"""Test rows that are also in the training data."""
+"""Test rows that are also training rows: found, said, and refused where they are the same file."""
 
 import numpy as np
 import pandas as pd
 import pytest
+from transformers import AutoTokenizer
 
-from fs_lowrank import load_config
-from fs_lowrank.data import CLASSIFICATION, RawData, build_data
-from fs_lowrank.data.duplicates import normalised, repeated
+from fs_lowrank import UserError
+from fs_lowrank.data import CLASSIFICATION, RawData, build_data, load_raw
+from fs_lowrank.data.duplicates import normalised, row_keys
 
 
 def test_normalised():
@@ -15,9 +16,7 @@ def test_normalised():
 
 
 @pytest.mark.parametrize("own_test_set", [True, False])
-def test_repeated_rows_are_found_wherever_the_test_set_is_from(own_test_set, tiny_encoder):
-    from transformers import AutoTokenizer
-
+def test_repeated_rows_are_counted_wherever_the_test_set_is_from(own_test_set, tiny_encoder, config):
     texts = [f"the film number {chr(97 + i % 26)}{chr(97 + i // 26)} was bad" for i in range(60)]
     texts[50:] = [f" The FILM, {text[9:]}! " for text in texts[:5]] + [":-)", ":-(", ":-)", "good tea", "day"]
     frame = pd.DataFrame({"text": texts, "label": [i % 2 for i in range(60)]})
@@ -25,20 +24,56 @@ def test_repeated_rows_are_found_wherever_the_test_set_is_from(own_test_set, tin
     if own_test_set:
         raw = RawData(CLASSIFICATION, frame[:50], None, frame[50:], ["no", "yes"], [], "here")
     splits = [1.0, 0.0, 0.0] if own_test_set else [0.5, 0.0, 0.5]
-    keys = {"federate.client_num": 2, "data.type": "own.csv", "data.splits": splits, "llm.tok_len": 16}
-    data = build_data(load_config(keys), AutoTokenizer.from_pretrained(tiny_encoder), raw)
-    held = data.rows["test"]
+    data = build_data(config("own.csv", splits=splits), AutoTokenizer.from_pretrained(tiny_encoder), raw)
     train = {normalised(texts[i]) or texts[i] for i in data.rows["train"]}
-    expected = [i for i in held if (normalised(texts[i]) or texts[i]) in train]
-    assert repeated(raw, data).tolist() == expected and 0 < len(expected) < len(held)
+    expected = sum((normalised(texts[i]) or texts[i]) in train for i in data.rows["test"])
+    assert data.repeated == {"test": expected} and 0 < expected < len(data.test)
+    assert f"{expected} of test are training rows as well" in data.describe()
     if own_test_set:
-        assert expected == [50, 51, 52, 53, 54]
+        assert expected == 5
 
 
-def test_nothing_to_compare():
-    images = RawData("image_classification", pd.DataFrame({"image": [0], "label": [0]}), None, None, ["a"], [], "")
+def talk(*turns):
+    return {"messages": [{"role": "user", "content": turn} for turn in turns]}
 
-    class Data:
-        test, rows, cut = object(), {"train": np.array([0]), "test": np.array([0])}, ()
 
-    assert repeated(images, Data()) is None
+@pytest.mark.parametrize(
+    "one, same, other",
+    [
+        ({"text": "a", "text_pair": "b"}, {"text": "A.", "text_pair": "b!"}, {"text": "a", "text_pair": "c"}),
+        ({"text": "a b", "text_pair": "c"}, {"text": "a, b", "text_pair": "c"}, {"text": "a", "text_pair": "b c"}),
+        *(
+            [dict(zip(("instruction", "input", "output"), row)) for row in rows]
+            for rows in (["abx", "abz", "acx"], ["  x", "  X", "  y"])  # the answer counts only without a prompt
+        ),
+        (talk("a", "b", "c"), talk("A", "b", "d"), talk("a", "c", "c")),
+        (talk("", "c"), talk(" ", "C"), talk("", "d")),
+    ],
+)
+def test_what_makes_two_rows_alike(one, same, other):
+    first, second, third = row_keys(pd.DataFrame([one, same, other]))
+    assert first == second != third
+
+
+def test_images_are_compared_byte_by_byte():
+    images = np.zeros((3, 1, 4, 4), np.uint8)
+    images[1, 0, 3, 3] = 1
+    first, second, third = row_keys(pd.DataFrame({"image": [0, 1, 2], "label": [0, 0, 1]}), images)
+    assert first == third != second
+
+
+@pytest.mark.parametrize("data, test", [("rows.csv", "rows.csv"), ("*.csv", "d/rows.csv"), ("rows.csv", "../d/r*.csv")])
+def test_a_file_of_training_rows_is_no_test_file(tmp_path, config, data, test):
+    (tmp_path / "d").mkdir()
+    for name in ("rows", "more"):
+        (tmp_path / "d" / f"{name}.csv").write_text("text,label\ngood,1\nbad,0\n")
+    with pytest.raises(UserError, match=r"data.args: test: .*rows.csv is a file of the training rows"):
+        load_raw(config(tmp_path / "d" / data, args=[{"test": test}]).data)
+
+
+def test_rows_of_arrow_data_have_the_same_keys(tmp_path, config):
+    frame = pd.DataFrame({"text": [f"row {i}" for i in range(1500)], "label": [i % 2 for i in range(1500)]})
+    frame.to_parquet(tmp_path / "rows.parquet")
+    frame.to_csv(tmp_path / "rows.csv", index=False)
+    stored, table = (load_raw(config(tmp_path / f"rows.{kind}").data).train for kind in ("parquet", "csv"))
+    assert row_keys(stored).tolist() == row_keys(table).tolist()

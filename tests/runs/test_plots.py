@@ -4,6 +4,7 @@ import csv
 import math
 import sys
 
+import numpy as np
 import pytest
 import scipy.stats
 from matplotlib.figure import Figure
@@ -13,6 +14,7 @@ from fs_lowrank.errors import RunFailed
 from fs_lowrank.jobs.tables import latex, write_tables
 from fs_lowrank.runs import plots
 from fs_lowrank.runs.plots import curves, plot_clients, plot_curves, plot_test, setting_of
+from fs_lowrank.settings.metrics import wilson
 
 
 def record(round, acc=0.6, loss=0.7, **more):
@@ -57,7 +59,7 @@ def test_two_points_make_no_valley_and_rounds_are_whole():
     score = curves({"x": [[record(1, 0.700), record(2, 0.701)]]}, 0.7, sizes={"test": 400}).axes[0]
     low, high = score.get_ylim()
     assert high - low >= 8 * math.sqrt(0.25 / 400)
-    assert band(score) == pytest.approx((0.7 - math.sqrt(0.21 / 400), 0.7 + math.sqrt(0.21 / 400)))
+    assert band(score) == pytest.approx(wilson(0.7, 400))
     assert all(tick == int(tick) for tick in score.get_xticks())
 
 
@@ -154,13 +156,13 @@ def shown(texts):
 def test_the_interval_of_a_client_is_wilsons(right, count):
     one_sigma = math.erf(math.sqrt(0.5))
     wanted = scipy.stats.binomtest(right, count).proportion_ci(one_sigma, method="wilson")
-    assert plots._wilson(right / count, count) == pytest.approx((wanted.low, wanted.high))
+    assert wilson(right / count, count) == pytest.approx((wanted.low, wanted.high))
 
 
 def test_one_evaluation_has_a_band_too_and_panels_have_the_same_rounds():
     figure = curves({"x": [[record(1, metrics={}), record(2, 0.7)]]}, 0.5, sizes={"test": 100})
     (bar,) = figure.axes[0].collections[-1].get_segments()
-    assert bar[1][1] - bar[0][1] == pytest.approx(2 * math.sqrt(0.21 / 100))
+    assert bar[1][1] - bar[0][1] == pytest.approx(np.diff(wilson(0.7, 100))[0])
     assert figure.axes[0].get_xlim() == figure.axes[4].get_xlim()
 
 
