@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -31,9 +31,11 @@ from ..models.adapters import load_tensors
 from ..models.frozen import COMPUTED_TOGETHER
 from ..rounds.copies import copied
 from ..rounds.evaluator import CLIENTS, Evaluator
+from ..rounds.ledger import Ledger
 from ..rounds.parcel import Parcel
-from ..rounds.round import Round
+from ..rounds.round import Order
 from ..rounds.site import Site
+from ..rounds.transport import Transport
 from ..runs.folder import outdir_of
 from ..settings import Settings
 from ..training.evaluate import BatchScore, batch_scores, mean_scores
@@ -85,7 +87,7 @@ class Worker(team.Worker):
         )
 
 
-class Workers:
+class Workers(Transport):
     """The processes of a run; one that dies is replaced (``team``).
 
     Args:
@@ -93,13 +95,15 @@ class Workers:
         count: how many.
     """
 
+    shares_model = True
+
     def __init__(self, config: Config, count: int):
         self.config, self.count = config, count
         self._threads_before = torch.get_num_threads()
         self.threads = max(1, self._threads_before // count)
         torch.set_num_threads(self.threads)
         self.site: Site
-        self._state: Callable[[], State]
+        self.ledger: Ledger
         threads = {"OMP_NUM_THREADS": str(self.threads)}
         self.team = Team(count, self._start, self._stand, alike=True, imports=__name__, environment=threads)
 
@@ -108,22 +112,20 @@ class Workers:
         member.send(Parcel({}, config=self.config.to_dict(), rank=rank, threads=self.threads))
         return member
 
-    def begin(self, site: Site, state: Callable[[], State]) -> None:
+    def begin(self, site: Site, ledger: Ledger, resumed: bool) -> None:
         """Bring every process to where the run stands.
 
-        Args:
-            site: the engine's own. state: gives the server's state at the end of the last round.
         Raises:
             UserError: a process reports that it cannot load the run's data or model.
             RunFailed: all have died, and so have those that were to replace the last one.
         """
-        self.site, self._state = site, state
+        self.site, self.ledger = site, ledger
         self.team.begin()
 
     def _stand(self, member: team.Worker) -> None:
         """Wait until a process has loaded data and model, and bring it to where the run stands."""
         member.hear()
-        member.send(team.stands(self.site, self._state()))
+        member.send(team.stands(self.site, self.ledger.state))
         member.hear()
 
     def follow(self, message: Mapping[str, Tensor], round: int) -> None:
@@ -132,25 +134,19 @@ class Workers:
         name = f"the end of round {round}"
         self._do([Job(parcel, member.rank, name, only_there=True, stands=True) for member in self.team.members])
 
-    def train(self, round: Round, clients: Sequence[int], state: State, on_client: Callable[[int], object]) -> None:
-        """Train ``clients`` and hand what they answer to ``round``, in their order.
-
-        Args:
-            on_client: called with the number of clients that are done, when one begins.
-        """
-        site = self.site
-        cohorts = site.cohorts(clients, round.number)
-        for client, facts, (update, personal) in self._answers(round.number, cohorts, state, on_client):
-            if "error" in facts:
-                round.fail(client, "failed", facts["error"])
-                continue
-            site.add_spent({client: facts["spent"]})
-            parcel = Parcel(update, round=round.number, samples=facts["samples"], loss=facts["loss"])
-            if round.take(client, parcel) and personal:
-                site.personal.keep(client, round.number, personal)
+    def exchange(self, orders: Iterable[Order]) -> Iterator[tuple[Order, Parcel]]:
+        """The answers in the order of the cohorts."""
+        site, asked = self.site, {order.client: order for order in orders}
+        yield from ((order, Parcel({})) for order in asked.values() if order.purpose == "follow")
+        train = [client for client, order in asked.items() if order.purpose == "train"]
+        round = max(order.round for order in asked.values())
+        for client, facts, (update, personal) in self._answers(round, site.cohorts(train, round), self.ledger.state):
+            if "error" not in facts:
+                site.personal.keep(client, round, personal)  # undone if the update does not count
+            yield asked[client], Parcel(update, **facts, round=round, followed=True)
 
     def _answers(
-        self, round: int, cohorts: Sequence[Sequence[int]], state: State, on_client: Callable[[int], object]
+        self, round: int, cohorts: Sequence[Sequence[int]], state: State
     ) -> Iterator[tuple[int, dict[str, Any], Halves]]:
         """What came of each client of ``cohorts``, in their order: facts, its update, and its personal tensors."""
         site = self.site
@@ -162,14 +158,14 @@ class Workers:
             )
             for cohort in cohorts
         ]
-        for cohort, answer in zip(cohorts, self._do(jobs, on_client)):
+        for cohort, answer in zip(cohorts, self._do(jobs)):
             if not isinstance(answer, str):
                 groups = divided(answer, site.device)
                 yield from ((c, facts, _halves(groups, c)) for c, facts in zip(cohort, answer.facts["clients"]))
             elif len(cohort) == 1:
                 yield cohort[0], {"error": answer}, ({}, {})
             else:  # two processes have died of them together
-                yield from self._answers(round, [[client] for client in cohort], state, lambda done: None)
+                yield from self._answers(round, [[client] for client in cohort], state)
 
     def evaluate(self, evaluator: Evaluator, state: State) -> dict[str, dict[str, Any]]:
         """As ``Evaluator.evaluate``. This process evaluates what two processes have died of."""
@@ -212,23 +208,18 @@ class Workers:
         site.load_global(state)
         return scores
 
-    def _do(self, jobs: Sequence[Job], on_begin: Callable[[int], object] = lambda done: None) -> list[Parcel | str]:
+    def _do(self, jobs: Sequence[Job]) -> list[Parcel | str]:
         """What the processes answered to ``jobs``, in their order; a text says why there is no answer."""
         answers: dict[Job, Parcel | str] = {}
         self.team.jobs += jobs
         while len(answers) < len(jobs):
-            answers.update(self.team.step(1.0, lambda job: on_begin(sum(_clients(j) for j in answers))))
+            answers.update(self.team.step(1.0))
         return [answers[job] for job in jobs]
 
     def end(self) -> None:
         """End all processes, whatever they do."""
         self.team.end()
         torch.set_num_threads(self._threads_before)
-
-
-def _clients(job: Job) -> int:
-    """The number of clients that a job is about."""
-    return len(job.parcel.facts.get("clients", ()))
 
 
 def _parcel(site: Site, state: State, clients: Sequence[int], /, **facts: Any) -> Parcel:

@@ -27,6 +27,14 @@ class Standing(NamedTuple):
     round: int = 0
     stamp: str = ""
 
+    @classmethod
+    def reported(cls, facts: Mapping[str, Any]) -> Standing:
+        """By the fact ``standing`` of a client's answer; round 0 if it has none in the agreed form."""
+        match facts.get("standing"):
+            case [int(round), str(stamp)]:
+                return cls(round, stamp)
+        return cls()
+
 
 def clients_of_round(round: int, num_clients: int, per_round: int, seed: int) -> list[int]:
     """The clients of ``round``, sorted; drawn without replacement, from the seed and the round alone."""
@@ -80,6 +88,7 @@ class Ledger:
         unknown: clients about whose copies nothing is known; they are sent everything.
         undone: client -> the first round in which its training did not count, until the client has been notified.
         stamps: round -> the stamp that copies which stand there were given.
+        tested: client -> the number of its test samples, of clients that have test data of their own.
     """
 
     def __init__(
@@ -106,6 +115,7 @@ class Ledger:
         self.unknown: set[int] = set()
         self.undone: dict[int, int] = {}
         self.stamps: dict[int, str] = {}
+        self.tested: dict[int, int] = {}
         self.synced = {}
 
     @classmethod

@@ -216,18 +216,19 @@ class Round:
 
     # -- uplink ------------------------------------------------------------------------------------
 
-    def take(self, client: int, parcel: Parcel, sizes: Sizes | None = None, loss: Tensor | None = None) -> bool:
+    def take(self, client: int, parcel: Parcel, sizes: Sizes | None = None) -> bool:
         """Admit the answer of ``client``.
 
         It has tensors and the facts ``round``, ``samples`` and ``loss`` (``copies.answer``). If the client could not
         train, it has the fact ``error``, and ``lost`` if its copy could not follow (``copies.apology``).
 
+        The loss of a client that trained in this process may be a tensor: a scalar in float64 on its device. ``finish``
+        reads those of all clients together, and refuses who has none that is finite. What is read of each client, and
+        waits for the device: whether its update is finite, what ``Method.check`` reads of it, and a norm for each entry
+        of ``drift``, and for bounds of norms.
+
         Args:
             sizes: bytes that the client has sent, with and without the head, where that is not the size of the tensors.
-            loss: of a client that trained in this process, in place of the fact: a scalar in float64 on its device.
-                ``finish`` reads those of all clients together, and refuses who has none that is finite. What is read of
-                each client, and waits for the device: whether its update is finite, what ``Method.check`` reads of
-                it, and a norm for each entry of ``drift``, and for bounds of norms.
         Returns:
             Whether the update counts. An answer that is late, repeated or was not asked for is ignored and logged; a
             refused update and an error become a ``fail``.
@@ -255,7 +256,8 @@ class Round:
             reference = method.view(state, client)
             samples: Any = facts.get("samples")  # of any type; admission refuses what is no number of samples
             update = self.admission.admit(Update(client, samples, tensors), expected, check)
-            told = check_loss(client, facts.get("loss")) if loss is None else loss
+            loss = facts.get("loss")
+            told = loss if isinstance(loss, Tensor) else check_loss(client, loss)
             if self.admission.bounds_norms:
                 self.norms[client] = self.admission.norm(update, reference)
         except (RefusedUpdate, ValueError) as error:

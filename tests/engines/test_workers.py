@@ -290,7 +290,7 @@ def test_the_engines_process_has_as_many_threads_as_the_others(few, two_threads)
         engine.keeper.start(False)
         assert json.loads((engine.keeper.outdir / "environment.json").read_text())["threads"] == 1
     finally:
-        engine.trains.end()
+        engine.transport.end()
         engine.keeper.release()
     assert torch.get_num_threads() == 2
 

@@ -1,0 +1,220 @@
+"""The course of a run, the same for every engine: ask, carry, take, finish, evaluate, record."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+from ..config import Config
+from ..runs.folder import outdir_of
+from ..runs.result import RunResult
+from ..runs.trackers import trackers_of
+from ..settings.metrics import measured
+from .ending import end_round, ending
+from .evaluator import CLIENTS, Evaluator
+from .keeper import RecordKeeper
+from .ledger import Ledger
+from .parcel import Parcel
+from .record import Spent
+from .round import Order, Purpose, Round
+from .site import Site
+from .transport import Lost, Transport
+
+logger = logging.getLogger("fs_lowrank")
+
+#: the largest loss or time that is accepted: of float32, so that sums of them are finite
+_LARGEST = torch.finfo(torch.float32).max
+
+
+class Loop:
+    """One run over a transport.
+
+    Args:
+        config: the run's configuration, whose keys the engine has checked.
+        transport: that the engine is; it is ended if the run cannot be set up, and after the run.
+        on_round: called with each round's record; the run ends early if it returns True.
+        on_client: called with (round, clients done, clients of the round) as a round proceeds.
+        lock: of the run's folder, if it is locked already; it is released at the end.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        transport: Transport,
+        on_round: Callable[[dict[str, Any]], object] | None = None,
+        on_client: Callable[[int, int, int], object] | None = None,
+        lock: FileLock | None = None,
+    ):
+        self.config, self.transport = config, transport
+        self.on_round, self.on_client = on_round or (lambda record: None), on_client or (lambda *_: None)
+        try:
+            self.site = Site(config)
+            self.evaluator = Evaluator(self.site)
+            self.evaluator.check_watched()
+            parts = self.site.method, self.site.initial_state, self.site.clients
+            self.ledger = Ledger.of(config, *parts, keep_messages=not transport.shares_model, heads=self.site.heads)
+            self.keeper = RecordKeeper(
+                self.site, self.evaluator, self.ledger, outdir_of(config), lock=lock, trackers=trackers_of(config)
+            )
+        except BaseException:
+            transport.end()
+            if lock:
+                lock.release()
+            raise
+
+    def run(self, resume: bool = False) -> RunResult:
+        """Run all rounds, from the start or from the last checkpoint.
+
+        Raises:
+            UserError: the folder holds another run, or cannot be continued with this configuration.
+            RunFailed: something cannot be written, too few clients remain, or another run writes to the folder.
+        """
+        with ending(self.keeper):
+            try:
+                return self._run(resume)
+            finally:
+                self.transport.end()
+                self.site.shared_states.settle()
+
+    def _run(self, resume: bool) -> RunResult:
+        checkpoint, keeper = self.keeper.start(resume), self.keeper
+        self.transport.begin(self.site, self.ledger, checkpoint is not None)
+        for number in range(checkpoint.round + 1 if checkpoint else 1, self.config.federate.total_round_num + 1):
+            if self.evaluator.stalled(keeper.history):
+                break
+            record = self._round(number)
+            keeper.add(record)
+            elsewhere = self.site.personal.untrained and not self.transport.shares_model
+            if elsewhere and not keeper.checkpoint_due(number):
+                keeper.save(number)  # a client can undo its last training, and none before that
+            if self.on_round(record):
+                break
+        self.site.personal.update({client: dict(own) for client, own in self.transport.personal().items()})
+        return keeper.finish()
+
+    def _round(self, number: int) -> dict[str, Any]:
+        started = time.perf_counter()
+        round = Round(number, self.ledger, codec=self.transport.codec, base=self.site.changed_base)
+        spent = self._train(round)
+        trained = time.perf_counter()
+        message = end_round(round, self.keeper).message
+        if message is not None:
+            self.transport.follow(message, number)
+        aggregated = time.perf_counter()
+        metrics = self._evaluate(round) if self.evaluator.due(number) else {}
+        seconds = {
+            "training": trained - started,
+            "aggregation": aggregated - trained,
+            "evaluation": time.perf_counter() - aggregated,
+        }
+        return round.record(metrics, seconds, spent)
+
+    def _train(self, round: Round) -> dict[int, Spent]:
+        """Train the clients of ``round``; what each has spent on it."""
+        spent: dict[int, Spent] = {}
+        for client, reason in self.transport.missing(round.selected).items():
+            round.fail(client, "absent", reason)
+        asked = sorted(round.waiting)
+        answers = self._exchange(round, asked, "train")
+        for done in range(len(asked)):
+            self.on_client(round.number, done, len(asked))
+            order, answer = next(answers, (None, None))
+            if order is None:
+                break
+            if isinstance(answer, Lost):
+                round.fail(order.client, answer.kind, answer.reason)
+            elif order.purpose == "train":
+                round.take(order.client, answer)
+                if "spent" in answer.facts:
+                    spent[order.client] = spent_by(answer.facts)
+            elif "error" in answer.facts:
+                round.fail(order.client, "failed", str(answer.facts["error"])[:1000])
+        for client in round.waiting:
+            round.fail(client, "failed", "its answer is not of this round")
+        return dict(sorted(spent.items()))
+
+    def _exchange(
+        self, round: Round, clients: Collection[int], purpose: Purpose
+    ) -> Iterator[tuple[Order, Parcel | Lost]]:
+        """Bring ``clients`` up to date and have them train or evaluate; the answers, as they come.
+
+        A client that has lost its copy of the model is asked again, with everything.
+        """
+        asked, again = list(clients), True
+        while asked:
+            lost = []
+            orders = [round.ask(client, self.transport.standing(client), purpose) for client in asked]
+            for order, answer in self.transport.exchange(orders):
+                if isinstance(answer, Lost):
+                    yield order, answer
+                    continue
+                facts = answer.facts
+                if facts.get("lost") is True and again:
+                    logger.warning("client %d: %.300s; it is sent everything", order.client, facts.get("error"))
+                    self.ledger.forget([order.client])
+                    lost.append(order.client)
+                    continue
+                if "error" not in facts or facts.get("followed") is True:
+                    round.delivered(order)
+                yield order, answer
+            asked, again = lost, False
+
+    def _evaluate(self, round: Round) -> dict[str, dict[str, Any]]:
+        evaluator, transport = self.evaluator, self.transport
+        if transport.shares_model:
+            return transport.evaluate(evaluator, self.ledger.state)
+        if CLIENTS not in evaluator.splits():
+            return evaluator.held_out()
+        metrics: dict[str, dict[str, Any]] = evaluator.held_out()
+        sizes = {client: len(examples) for client, examples in self.site.tested()} | self.ledger.tested
+        sizes = {client: size for client, size in sorted(sizes.items()) if size}
+        missing = transport.missing(sizes)
+        for client, reason in missing.items():
+            round.leave_unevaluated(client, reason)
+        names = [name for name in measured(self.config.model.task, []) if name in ("loss", "acc")]
+        scores = {}
+        for order, answer in self._exchange(round, [c for c in sizes if c not in missing], "evaluate"):
+            if isinstance(answer, Lost):
+                round.leave_unevaluated(order.client, answer.reason)
+            elif found := scores_in(answer.facts, names):
+                scores[order.client] = found
+            else:
+                usable = f"its answer has no {' and '.join(names)} that it can be"
+                round.leave_unevaluated(order.client, str(answer.facts.get("error", usable)))
+        if scores:
+            metrics[CLIENTS] = evaluator.combined(dict(sorted(scores.items())), sizes)
+        return metrics
+
+
+# What a client reports is of any type, so each of these takes what fits and leaves out the rest.
+
+
+def spent_by(facts: Mapping[str, Any]) -> Spent:
+    """What a client spent on its training, by the facts of its answer."""
+    match facts.get("spent"):
+        case {"training": training, "upload": upload, "reused": bool(reused)}:
+            return {"training": _number(training, 0.0) or 0.0, "upload": _number(upload, 0.0) or 0.0, "reused": reused}
+    return {"training": 0.0, "upload": 0.0, "reused": False}
+
+
+def scores_in(facts: Mapping[str, Any], metrics: Collection[str]) -> dict[str, float]:
+    """The ``metrics`` of a client's own model; empty if one of them is missing or no number that it can be."""
+    given = facts.get("scores")
+    if not isinstance(given, dict):
+        return {}
+    bounds = {"acc": (0.0, 1.0), "loss": (-_LARGEST, _LARGEST)}
+    found = {name: _number(given.get(name), *bounds[name]) for name in metrics}
+    return {name: value for name, value in found.items() if value is not None} if None not in found.values() else {}
+
+
+def _number(value: object, least: float, largest: float = _LARGEST) -> float | None:
+    """``value`` as a float; None if it is no number within the bounds, as NaN is not."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    # Compared before it is converted, as an int of 400 digits cannot become a float.
+    return float(value) if least <= value <= largest else None

@@ -1,0 +1,90 @@
+"""The clients' side of an engine whose clients have a copy of the model of their own: one order after another."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from ..data import Examples, ImageExamples
+from ..errors import UserError
+from ..methods import Client
+from ..models.adapters import load_tensors
+from .codec import Codec, Plain
+from .copies import LostCopy, OwnCopy, answer, apology
+from .evaluator import Evaluator
+from .parcel import Parcel
+from .personal import PersonalParts
+from .site import Site
+
+
+class Node:
+    """Data, method and model of a process that works for whichever client an order comes to.
+
+    What a client must remember (the round of its copy of the model, base weights that changed, its personal tensors) is
+    in a folder of its own disk, with checksums, so that the process may end after each order.
+
+    Args:
+        site: of this process, which serves no rounds. codec: how tensors are encoded on their way.
+        own_data: all data that the process reads are those of the one client for which it works.
+    """
+
+    def __init__(self, site: Site, codec: Codec | None = None, own_data: bool = False):
+        self.site, self.codec, self.own_data = site, codec or Plain(), own_data
+        #: what a run changes in the model, as it was at the start
+        self._start = {
+            **site.method.view(site.initial_state),
+            **{name: tensor.clone() for name, tensor in site.changed_base().items()},
+        }
+
+    def of(self, client: int) -> tuple[Client, Examples | ImageExamples, Examples | ImageExamples | None]:
+        """A client by its number, its training data, and its test data if it has some.
+
+        Raises:
+            UserError: there is no such client.
+        """
+        site, count = self.site, self.site.config.federate.client_num
+        if not 1 <= client <= count:
+            raise UserError(f"there is no client {client}; federate.client_num is {count}")
+        place = 0 if self.own_data else client - 1
+        own = dataclasses.replace(site.clients[place], id=client)
+        return own, site.data.clients[place], site.data.client_tests[place]
+
+    def obey(self, order: Parcel, client: int, memory: Path, identity: str) -> Parcel:
+        """Bring the copy of ``client`` up to date, and train or evaluate it; the answer.
+
+        Args:
+            order: the parcel of an ``Order``.
+            memory: the client's folder. identity: of the run; what another run has saved there is not used.
+        Returns:
+            For ``train`` the update (``copies.answer``), for ``evaluate`` the fact ``scores``; after an error the fact
+            ``error``. The fact ``followed`` says that the copy was saved as the order has it, also if training failed,
+            and ``standing`` where it is now (``Standing.reported``).
+        Raises:
+            UserError: there is no such client.
+        """
+        own, examples, tests = self.of(client)
+        site, round, purpose = self.site, order.facts["round"], order.facts["purpose"]
+        load_tensors(site.model, self._start)
+        personal = PersonalParts(site.personal.untrained)
+        copy = OwnCopy(site.method, site.model, client, personal, self.codec, identity)
+        copy.restore(memory)
+        before, reply = list(copy.standing), Parcel({}, round=round)
+        try:
+            copy.catch_up(order)
+            try:
+                if purpose == "train":
+                    update, result = site.fit(own, examples, round, site.model, site.prefix)
+                    reply = answer(round, update, result.loss, self.codec)
+                    reply.facts["spent"] = site.take_spent()[client]
+                    copy.keep_personal(round)
+                elif purpose == "evaluate" and tests is not None:
+                    reply.facts["scores"] = Evaluator(site).score(tests, f"client {client} test")
+            except Exception as error:  # must not end the round of the others; the server records it
+                reply = apology(round, error)
+            copy.save(memory)
+        except (LostCopy, UserError) as error:
+            reply = apology(round, error)
+            reply.facts["standing"] = before
+        else:
+            reply.facts |= {"standing": list(copy.standing), "followed": True}
+        return reply
