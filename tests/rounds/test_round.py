@@ -71,9 +71,10 @@ def test_losses_on_a_device_are_read_at_the_end():
             expected = current.method.expected(current.ledger.state, 1, client)
             tensors = {n: t + size for n, t in expected.items()}
             loss = math.nan if client == 2 else float(client) / 3
-            told = {"loss": torch.tensor(loss, dtype=torch.float64)} if on_device else {}
-            facts = {"round": 1, "samples": client, **({} if on_device else {"loss": loss})}
-            assert current.take(client, Parcel(tensors, **facts), **told) == (on_device or client != 2)
+            told = torch.tensor(loss, dtype=torch.float64) if on_device else loss
+            assert current.take(client, Parcel(tensors, round=1, samples=client, loss=told)) == (
+                on_device or client != 2
+            )
         assert current.losses == ({} if on_device else {1: 1 / 3, 3: 1.0, 4: 4 / 3})
         finished = current.finish()
         assert finished.undone == {2} and current.losses == {1: 1 / 3, 3: 1.0, 4: 4 / 3}

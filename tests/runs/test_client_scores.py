@@ -116,7 +116,7 @@ def test_before_round_1(make):
     config = make("before", {**keys, "eval.before": True})
     engine = LocalEngine(config)
     expected = {split: engine.evaluator.score(of, split) for split, of in engine.site.held_out().items()}
-    engine.trains.end()
+    engine.transport.end()
     stopped = fs_lowrank.run(config, on_round=lambda record: True)
     wanted = {f"{split}_{name}": value for split, of in expected.items() for name, value in of.items()}
     assert stopped.before == pytest.approx(wanted)
