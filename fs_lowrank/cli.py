@@ -174,10 +174,14 @@ def _overrides(args: argparse.Namespace) -> list[str]:
 
 
 def _announce(config, name: str) -> None:
+    from .data.partition import BY_SITE
+
     about = (
         f": {config.taking_part} clients, {config.sampled_per_round} a round, "
         f"{config.federate.total_round_num} rounds, lr {config.train.optimizer.lr}, seed {config.seed}"
     )
+    if config.data.splitter not in BY_SITE:
+        about += f"; simulated clients: one table is dealt out ({config.data.splitter})"
     console.print(Text.assemble((name, "bold"), about))
 
 

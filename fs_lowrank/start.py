@@ -50,6 +50,8 @@ _ATTENTION = (
     ("Wqkv",),
     ("c_attn",),
 )
+#: columns that say whose a row is
+_SITE = re.compile(r"(site|client|hospital|user|institution)s?([ _-]?(id|name))?", re.IGNORECASE)
 #: more values than this are not taken for classes
 MOST_CLASSES = 100
 #: rows whose length is looked at
@@ -109,24 +111,11 @@ def draft(given: Given) -> str:
     length, about_length = _length(raw, tokenizer, positions(skeleton))
     modules, layers, about_layers = _layers(skeleton)
     rows = len(raw.train)
-    clients = given.clients or max(2, min(10, rows // 40))
+    clients, splitter = _clients(given, raw)
     if clients > rows * 0.8:
         raise UserError(f"clients={clients}: {given.data} has {rows} rows, of which four fifths are for training")
     each = rows * 0.8 / clients
     batch = max(1, min(4 if causal else 16, int(each)))
-    skewed = not causal and each >= 40
-    fields = [f for f in raw.fields if 2 <= raw.train[f].nunique() <= clients]
-    if skewed:
-        splitter = ["  # guessed, since a client has 40 rows: its own mixture of classes; or iid, shards, quantity"]
-        splitter += ["  splitter: dirichlet", "  splitter_args: [{alpha: 1.0, min_size: 8}]   # smaller: more skewed"]
-    else:
-        reason = "answers have no classes" if causal else "a client has few rows"
-        splitter = [f"  # guessed, since {reason}: equal, random parts; or quantity (unequal sizes), dirichlet, shards"]
-        splitter += ["  splitter: iid"]
-    if "file" in raw.fields:
-        splitter.append(f"  # or each file a client: splitter: file, and client_num {raw.train['file'].nunique()}")
-    if fields:
-        splitter.append(f"  # or by the values of a column: splitter: field, splitter_args: [{{field: {fields[0]}}}]")
     about_clients = f"{'' if given.clients else 'guessed: '}about {each:.0f}"
     where = given.outdir or f"runs/{stem_of(given.data)}"
     task = "instructions and answers" if causal else f"{raw.num_labels} classes ({', '.join(raw.label_names[:8])})"
@@ -139,13 +128,13 @@ def draft(given: Given) -> str:
         "federate:",
         f"  method: {given.method}                 # fs-lowrank methods lists them",
         f"  client_num: {clients}                 # {about_clients} training rows each",
-        f"  sample_client_num: {clients}          # how many of them take part in a round",
+        "  sample_client_num: -1         # how many of them take part in a round; -1: all",
         "  total_round_num: 20",
         "data:",
         f"  type: {_yaml(str(given.data))}",
         *([f"  args: [{_flow(columns)}]"] if columns else []),
         *[f"  # {reason}" for reason in why],
-        *splitter,
+        *(f"  {line}" for line in splitter),
         "  splits: [0.8, 0.1, 0.1]        # train, validation, test",
         f"model: {{type: {_yaml(model)}}}" + ("" if given.model else "   # guessed: the usual one for such data"),
         "llm:",
@@ -168,6 +157,33 @@ def draft(given: Given) -> str:
 def _check(text: str) -> None:
     config = load_config(yaml.load(text, Loader))
     data_args(config.data, config.source)
+
+
+def _clients(given: Given, raw: RawData) -> tuple[int, list[str]]:
+    """How many clients there are, and the lines of ``data.splitter``: by site where the data say it, else dealt out."""
+    rows, kinds = len(raw.train), {name: int(raw.train[name].nunique()) for name in raw.fields}
+    several = {name: count for name, count in kinds.items() if 2 <= count <= rows // 2}
+    for name, count in several.items():
+        if _SITE.fullmatch(name):
+            by = ["splitter: field", f"splitter_args: [{_flow({'field': name})}]"]
+            return given.clients or count, [f"# guessed: the column {name} says whose a row is", *by]
+    files = several.get("file", 0)
+    if files and given.clients in (0, files):
+        return files, ["# guessed: each file is a client; or iid: the rows of all are dealt out", "splitter: file"]
+    clients = given.clients or max(2, min(10, rows // 40))
+    field = next((name for name, count in several.items() if count <= clients), "COLUMN")
+    lines = [
+        "# simulated clients: the rows of one table are dealt out. Or clients are files of their own: splitter: file;",
+        f"# or the values of a column: splitter: field, splitter_args: [{_flow({'field': field})}]",
+    ]
+    if raw.label_names and rows * 0.8 / clients >= 40:
+        lines += ["# guessed, since a client has 40 rows: its own mixture of classes; or iid, shards, quantity"]
+        lines += ["splitter: dirichlet", "splitter_args: [{alpha: 1.0, min_size: 8}]   # smaller: more skewed"]
+    else:
+        reason = "a client has few rows" if raw.label_names else "answers have no classes"
+        lines += [f"# guessed, since {reason}: equal, random parts; or quantity (unequal sizes), dirichlet, shards"]
+        lines += ["splitter: iid"]
+    return clients, lines
 
 
 def _columns(given: Given, table: pd.DataFrame) -> tuple[dict[str, str], list[str], bool]:
@@ -241,7 +257,11 @@ def _guess_label(given: Given, table: pd.DataFrame, taken: set[str]) -> str:
             if column.lower() == name:
                 return column
     few = {c: table[c].map(str).nunique() for c in free}
-    likely = [c for c, n in few.items() if 2 <= n <= min(MOST_CLASSES, max(2, len(table) // 5))]
+    likely = [
+        c
+        for c, n in few.items()
+        if c != "file" and not _SITE.fullmatch(c) and 2 <= n <= min(MOST_CLASSES, max(2, len(table) // 5))
+    ]
     if len(likely) != 1:
         listed = ", ".join(f"{c} ({n} values)" for c, n in few.items()) or "none but the text"
         raise UserError(f"{given.data}: which column is the class? say label='COLUMN'; there are: {listed}")

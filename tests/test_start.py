@@ -1,6 +1,7 @@
 """Configurations written for a file of the user: what is guessed, what is refused, and that they run."""
 
 import json
+from pathlib import Path
 
 import datasets
 import pandas as pd
@@ -47,7 +48,7 @@ def test_columns_length_modules_and_layers_are_found(at, tiny_encoder):
     assert args["modules"] == ["query", "value"] and args["layers"] == [2]
     longest = max(len(t.split()) for t in reviews["body of it"]) + 2
     assert longest - 3 <= tree["llm"]["tok_len"] <= longest + 8 and tree["llm"]["tok_len"] % 8 == 0
-    assert tree["federate"] == {"method": "rolora", "client_num": 4, "sample_client_num": 4, "total_round_num": 20}
+    assert tree["federate"] == {"method": "rolora", "client_num": 4, "sample_client_num": -1, "total_round_num": 20}
     assert load_config(tree).dataloader.batch_size == 16
     assert all("#" in line for line in text.splitlines() if "guessed" in line or "proposed" in line)
 
@@ -91,7 +92,7 @@ def test_whatever_data_type_reads(at, tiny_encoder, tiny_causal, capsys):
     options = ["--model", str(tiny_encoder)]
     assert cli.main(["init", "cc/*.csv", *options]) == 0
     out = capsys.readouterr().out
-    assert "written to cc.yaml" in out and "# or each file a client: splitter: file, and client_num 3" in out
+    assert "written to cc.yaml" in out and "client_num: 3 " in out and "  splitter: file\n" in out
     assert cli.main(["init", "cc", *options]) == 2
     assert "a folder of 3 files such as client_1.csv; name the file, or several by a pattern: cc/*.csv" in (
         capsys.readouterr().err
@@ -100,6 +101,42 @@ def test_whatever_data_type_reads(at, tiny_encoder, tiny_causal, capsys):
     (folder / "talks.json").write_text(json.dumps([{"conversations": talk}] * 50))
     with pytest.raises(UserError, match="need the tokenizer's chat template"):  # so they were seen
         made(folder / "talks.json", tiny_causal)
+
+
+@pytest.mark.parametrize("name", ["site", "Hospital", "client_id", "users"])
+def test_sites_in_a_column_are_clients(at, tiny_encoder, name):
+    """Also where the class has no usual name, and rather than the files that the rows are in."""
+    table = make_reviews(90).drop(columns="domain").rename(columns={"label": "verdict"})
+    table = table.assign(**{name: [f"of {i % 3}" for i in range(90)]})
+    tree, text = made(at("own.csv", table), tiny_encoder)
+    assert tree["federate"]["client_num"] == 3 and "simulated" not in text
+    assert tree["data"]["splitter"] == "field" and tree["data"]["splitter_args"] == [{"field": name}]
+    assert tree["data"]["args"] == [{"text": "text", "label": "verdict"}]
+    for i, part in enumerate((table[:40], table[40:])):
+        at(f"part{i}.csv", part)
+    tree, _ = made(Path("part*.csv"), tiny_encoder)
+    assert tree["federate"]["client_num"] == 3 and tree["data"]["splitter"] == "field"
+    alone = table.assign(**{name: range(90)})
+    assert "# simulated clients" in made(at("own.csv", alone), tiny_encoder, label="verdict")[1]
+
+
+def test_several_files_are_clients_and_a_run_says_where_clients_are_simulated(at, tiny_encoder, capsys):
+    for i in range(4):
+        at(f"site{i}.csv", make_reviews(30, seed=i).rename(columns={"label": "verdict"}).drop(columns="domain"))
+    few = ["federate.total_round_num", "1", "train.local_update_steps", "1", "outdir", "run"]
+    assert cli.main(["run", "--data", "site*.csv", "--model", str(tiny_encoder), *few]) == 0
+    out = capsys.readouterr().out
+    assert "rolora: 4 clients" in out and "simulated" not in out
+    assert json.loads(Path("run/data.json").read_text())["partition"]["files"] == [f"site{i}.csv" for i in range(4)]
+    asked = made(Path("site*.csv"), tiny_encoder, clients=5)
+    assert asked[0]["data"]["splitter"] == "iid" and "# simulated clients" in asked[1]
+    # what the comment advises works in the file that it is in
+    tree = asked[0] | {"outdir": "other"}
+    tree["federate"] |= {"client_num": 4, "total_round_num": 1}
+    Path("own.yaml").write_text(yaml.safe_dump(tree))
+    assert cli.main(["run", "--cfg", "own.yaml", "--dry-run"]) == 0
+    assert "simulated clients: one table is dealt out (iid)" in " ".join(capsys.readouterr().out.split())
+    assert cli.main(["run", "--cfg", "own.yaml", "data.splitter", "file", *few[:-2]]) == 0
 
 
 def test_columns_of_any_name(at, tiny_encoder):

@@ -23,6 +23,8 @@ from fs_lowrank.settings import Origin, check_keys, keys_of
 
 __all__ = ["PARTITIONERS", "Partition", "Rows", "matching_shares", "partition", "register_partitioner"]
 
+#: values of ``data.splitter`` by which the data say whose a row is; by others, clients are simulated
+BY_SITE = ("field", "file", "meta")
 DRAWS = 50  # from the Dirichlet distribution, before rows are moved to reach min_size
 
 _MIXTURE_SEED = "seed of the clients' mixtures, for the same mixtures with another split; None: the run's"
