@@ -21,6 +21,7 @@ __all__ = [
     "ALPACA_NO_INPUT",
     "check_vocabulary",
     "cut_alike",
+    "pad_id",
     "tokenize_causal",
     "tokenize_classification",
     "tokenize_pairs",
@@ -121,7 +122,7 @@ def tokenize_classification(frame: pd.DataFrame, tokenizer: Any, max_len: int, f
             complete = tokenizer(*([each[i] for i in full] for each in texts), **_IDS_ALONE, verbose=False)
             truncated += sum(len(row) > max_len for row in complete["input_ids"])
     types, labels = getattr(tokenizer, "pad_token_type_id", 0) or 0, frame["label"].to_numpy()
-    return Examples(_joined(columns), labels, _pad_id(tokenizer), types, truncated)
+    return Examples(_joined(columns), labels, pad_id(tokenizer), types, truncated)
 
 
 def tokenize_causal(
@@ -197,7 +198,7 @@ def tokenize_causal(
         raise UserError(
             f"all {len(frame)} prompts fill llm.tok_len {max_len} without an answer token; raise llm.tok_len"
         )
-    return Examples(_joined(columns), None, _pad_id(tokenizer), truncated=truncated), kept
+    return Examples(_joined(columns), None, pad_id(tokenizer), truncated=truncated), kept
 
 
 def tokenize_pairs(
@@ -253,7 +254,7 @@ def tokenize_pairs(
             cut |= np.array([len(ids) + len(end) > max_len for ids in found])
             columns[name].append(Ragged.of([ids[: max_len - len(end)] + end for ids in found]).narrowed())
         truncated += int(cut.sum())
-    examples = Examples(_joined(columns), None, _pad_id(tokenizer), truncated=truncated, paired=True)
+    examples = Examples(_joined(columns), None, pad_id(tokenizer), truncated=truncated, paired=True)
     return examples, np.ones(len(frame), dtype=bool)
 
 
@@ -296,7 +297,8 @@ def _limit(tokenizer: Any, max_len: Any) -> int:
     return int(min(max_len, limit))
 
 
-def _pad_id(tokenizer: Any) -> int:
+def pad_id(tokenizer: Any) -> int:
+    """The token that batches are padded with: the padding token, else the one that ends a text, else 0."""
     for candidate in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if candidate is not None:
             return int(candidate)

@@ -22,6 +22,7 @@ from ..settings import VISION_MODELS, Settings
 from .given import copy_of_held, held, is_given
 from .loaded import check_loaded, transformers_silent
 from .names import refuse_reserved
+from .padding import position_embeddings, settle_padding
 from .placing import placing
 from .quantised import loading, settle
 
@@ -165,9 +166,8 @@ def positions(model: PreTrainedModel) -> int | None:
     ``max_position_embeddings``, the length that the model was trained for.
     """
     rows = [
-        module.num_embeddings - (getattr(module, "offset", 0) if module.padding_idx is None else module.padding_idx + 1)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and (name.endswith(".wpe") or "position" in name.rpartition(".")[2])
+        table.num_embeddings - (getattr(table, "offset", 0) if table.padding_idx is None else table.padding_idx + 1)
+        for table in position_embeddings(model)
     ]
     if rows:
         return min(rows)
@@ -189,6 +189,7 @@ def build_model(
 
     Args:
         num_labels: number of classes; ignored for ``CausalLM``.
+        pad_token_id: the token that batches are padded with.
         image_shape: ``(channels, height, width)``, for ``ImageClassification``.
         label_names: names of the classes, saved with a text classifier.
         say_new: warn about a text classifier's new head; not where a trained one replaces it.
@@ -197,7 +198,10 @@ def build_model(
     """
     _check_type(config)
     if is_given(config):
-        return copy_of_held(config, num_labels)
+        module = copy_of_held(config, num_labels)
+        if pad_token_id is not None:
+            settle_padding(module, pad_token_id)
+        return module
     place = config.lowrank.weights if config.is_vision else locate(model_name(config.model.type))
 
     def decides() -> dict[str, Any] | None:
@@ -290,7 +294,9 @@ def _built(
     settle(model, config, place)
     refuse_reserved(model, f"model.type = {config.model.type}")
     vars(model)["new_weights"] = check_loaded(model, report, place, num_labels if classifies else None, say_new)
-    if model.config.pad_token_id is None:
+    if classifies and pad_token_id is not None:
+        settle_padding(model, pad_token_id)
+    elif model.config.pad_token_id is None:
         model.config.pad_token_id = pad_token_id
     if label_names and classifies:
         model.config.id2label = dict(enumerate(label_names))

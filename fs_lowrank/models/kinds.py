@@ -41,6 +41,11 @@ def is_encoder_decoder(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
+def computes_by_length(model: nn.Module) -> bool:
+    """Whether ``model`` computes the texts of a batch by length, as it would look at padding (``models.padding``)."""
+    return bool(vars(unwrapped(model)).get("by_length"))
+
+
 def own_targets(model: nn.Module) -> list[str] | None:
     """The layers for adapters of one of our networks (``models.vision``); None for other models."""
     return getattr(model, "adapter_targets", None)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..algebra import on_device
 from ..config import Config
-from ..data import Examples, ImageExamples, build_data, load_raw
+from ..data import Examples, ImageExamples, build_data, load_raw, pad_id
 from ..data.examples import rows_alike
 from ..data.ragged import Lazy
 from ..errors import UserError, say_once
@@ -31,7 +31,7 @@ from ..models.checkpointing import recompute
 from ..models.fingerprints import configuration_fingerprint, fingerprint_of
 from ..models.frozen import FrozenPrefix, Owners
 from ..models.given import is_given
-from ..models.kinds import heads_by_place
+from ..models.kinds import computes_by_length, heads_by_place
 from ..models.machine import autocast, check_half, device_of, enough_memory, input_device, wait
 from ..models.names import is_statistic, tags
 from ..models.placing import at_home
@@ -171,15 +171,15 @@ class Site:
 
     @property
     def _unknown(self) -> bool:
-        """Whether the model is not one stack of layers that a text alone goes through once: shortcuts are for such."""
+        """Whether the model is not one stack of layers that a batch of texts goes through once, as shortcuts need."""
         config = self.config
         prompted = bool(config.llm.adapter.use and config.adapter.virtual_tokens)
-        return config.model.task == "Seq2SeqLM" or prompted or is_given(config)
+        return config.model.task == "Seq2SeqLM" or prompted or is_given(config) or computes_by_length(self.model)
 
     @enough_memory()
     def plain_model(self) -> nn.Module:
         """The model before the method puts anything on it; the same at every call."""
-        pad = None if self.tokenizer is None else self.tokenizer.pad_token_id
+        pad = None if self.tokenizer is None else pad_id(self.tokenizer)
         return build_model(self.config, self.data.num_labels, pad, self.data.image_shape, self.data.label_names)
 
     @enough_memory()

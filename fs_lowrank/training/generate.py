@@ -8,8 +8,10 @@ from itertools import groupby
 
 import torch
 
+from ..data.tokenize import pad_id
 from ..models.kinds import is_encoder_decoder, unwrapped
 from ..models.machine import input_device
+from ..models.padding import padding_matters
 from ..models.prompts import generating, is_prompted
 from ..seeds import drawing
 
@@ -48,7 +50,7 @@ def continue_prompts(
         """A row is finished when a stop word is among its last tokens."""
 
         def __call__(self, input_ids, scores, **kwargs):
-            newest = tokenizer.batch_decode(input_ids[:, first:][:, -_NEWEST:], skip_special_tokens=True)
+            newest = tokenizer.batch_decode(input_ids[:, start:][:, -_NEWEST:], skip_special_tokens=True)
             return torch.tensor([any(s in text for s in stop) for text in newest], device=input_ids.device)
 
     inner = unwrapped(model)
@@ -56,7 +58,7 @@ def continue_prompts(
     device = input_device(model)
     own = inner.generation_config
     ends = own.eos_token_id if own.eos_token_id is not None else tokenizer.eos_token_id
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    pad = pad_id(tokenizer)
     plain = GenerationConfig(
         do_sample=temperature > 0,
         **({"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}),
@@ -67,14 +69,21 @@ def continue_prompts(
         eos_token_id=ends,
         decoder_start_token_id=own.decoder_start_token_id,
     )
+
+    def first(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """The logits of the first token that follows."""
+        one = GenerationConfig(max_new_tokens=1, pad_token_id=pad, return_dict_in_generate=True, output_logits=True)
+        return inner.generate(input_ids=ids, attention_mask=mask, generation_config=one).logits[0]
+
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     texts = [""] * len(prompts)
     inner.generation_config = plain  # generate() fills what a config leaves open from the model's own
     try:
         with generating(), drawing(seed) if temperature else nullcontext():
-            for rows in _batches(order, batch_size, [len(p) for p in prompts] if prompted else None):
+            alike = prompted or batch_size > 1 and not paired and padding_matters(inner, pad, first, left=True)
+            for rows in _batches(order, batch_size, [len(p) for p in prompts] if alike else None):
                 width = len(prompts[rows[0]])
-                first = 0 if paired else width  # a decoder beside an encoder does not repeat the prompt
+                start = 0 if paired else width  # a decoder beside an encoder does not repeat the prompt
                 padding = [width - len(prompts[i]) for i in rows]
                 ids = torch.tensor([_padded(prompts[i], [pad] * n, paired) for n, i in zip(padding, rows)])
                 mask = torch.tensor([_padded([1] * (width - n), [0] * n, paired) for n in padding])
@@ -84,7 +93,7 @@ def continue_prompts(
                     generation_config=plain,
                     stopping_criteria=[Stop()] if stop else None,
                 )
-                for i, tokens in zip(rows, made[:, first:]):
+                for i, tokens in zip(rows, made[:, start:]):
                     texts[i] = _cut(tokenizer.decode(tokens, skip_special_tokens=True), stop)
     finally:
         inner.generation_config = own
@@ -92,7 +101,9 @@ def continue_prompts(
 
 
 def _batches(order: Sequence[int], size: int, lengths: Sequence[int] | None) -> Iterator[Sequence[int]]:
-    """``order`` in batches; with ``lengths``, each of one length, as padding would move a text from virtual tokens."""
+    """``order`` in batches; with ``lengths``, each of one length: padding would move a text from virtual tokens, and
+    RWKV reads it.
+    """
     alike = groupby(order, key=lambda i: lengths[i] if lengths else 0)
     for group in (list(rows) for _, rows in alike):
         yield from (group[start : start + size] for start in range(0, len(group), size))
