@@ -14,7 +14,7 @@ from fs_lowrank.methods import list_methods, registry
 from fs_lowrank.testing import CHECKS, asked_of, check_method
 
 ROOT = Path(__file__).parents[1]
-TUTORIAL = (ROOT / "docs" / "tutorials" / "own_method.md").read_text(encoding="utf-8")
+TUTORIAL = (ROOT / "docs" / "tutorials" / "new_method.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-TUTORIAL = Path(__file__).parents[1] / "docs" / "tutorials" / "own_method.md"
+TUTORIAL = Path(__file__).parents[1] / "docs" / "tutorials" / "new_method.md"
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from steps import does, file, refuses
 
 from fs_lowrank.testing import small
 
-tutorial = (Path(__file__).parents[2] / "docs" / "tutorials" / "own_method.md").read_text(encoding="utf-8")
+tutorial = (Path(__file__).parents[2] / "docs" / "tutorials" / "new_method.md").read_text(encoding="utf-8")
 
 
 def example(name: str) -> str:

@@ -20,8 +20,16 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-#: the longest first, so that two at a time end together
-WALKS = ("own_csv", "own_method", "own_search", "own_suite", "own_instructions", "own_model", "first_hour")
+#: walk -> its script and arguments, the longest first, so that two at a time end together
+WALKS = {
+    **{name: (f"{name}.py",) for name in ("own_csv", "own_method", "own_search", "own_suite", "own_instructions")},
+    **{name: (f"{name}.py",) for name in ("own_model", "first_hour")},
+    **{page.stem: ("tutorial.py", page) for page in sorted((ROOT / "docs" / "tutorials").glob("*.md"))},
+}
+# `make flower-slow` walks through this one, and the framework is needed for the other
+del WALKS["three_sites"]
+if "FEDERATEDSCOPE_ROOT" not in os.environ:
+    del WALKS["plug_in"]
 PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-python-version-warning")
 
 
@@ -67,7 +75,8 @@ def walk(name: str, wheel: Path, folder: Path, threads: int) -> tuple[bool, str]
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     }
     begun = time.monotonic()
-    command = [str(installed / "bin" / "python"), str(HERE / f"{name}.py")]
+    script, *arguments = WALKS[name]
+    command = [str(installed / "bin" / "python"), str(HERE / script), *map(str, arguments)]
     done = subprocess.run(
         command, cwd=place, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -1,4 +1,4 @@
-"""The federation of three of docs/guides/flower.md, by the page's commands: TLS, registered nodes, what may fail."""
+"""The federation of docs/tutorials/three_sites.md, by the page's commands: TLS, registered nodes, what may fail."""
 
 import contextlib
 import json
@@ -24,10 +24,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 LONGEST = 400.0
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "guides" / "flower.md").read_text(encoding="utf-8")
-#: the commands of the page's section, block by block
-SECTION = PAGE.partition("## A federation of three nodes")[2].partition("### What a node may be told")[0]
-CERTIFICATES, SUPERLINK, CONNECTION, NODES, RUN, RESUME = re.findall(r"^```sh\n(.*?)^```$", SECTION, re.M | re.S)
+PAGE = (ROOT / "docs" / "tutorials" / "three_sites.md").read_text(encoding="utf-8")
+#: the page's commands, block by block
+SITES, CERTIFICATES, SUPERLINK, CONNECTION, OF_SITES, RUN, RESUME = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.M | re.S)
+PYTHON, YAML = r"^```python\n(.*?)^```$", r"^```yaml\n# (\S+)\n(.*?)^```$"
+#: nodes that take their part of the data that the server names
+NODES = re.sub(r' cfg="site_\d.yaml" own-data=true', "", OF_SITES)
 
 
 def free_port():
@@ -121,14 +123,14 @@ def node(number):
     return "\n".join(NODES.splitlines()[2 * number - 1 : 2 * number + 1])
 
 
-def start(shell, nodes=3):
+def start(shell, nodes=3, commands=NODES):
     """The federation is up; the numbers of the processes of SuperLink and nodes."""
     shell.do(CERTIFICATES)
     link = superlink(shell)
     shell.do(CONNECTION)
-    shell.do("\n".join(NODES.splitlines()[: 2 * nodes + 1]))
+    shell.do("\n".join(commands.splitlines()[: 2 * nodes + 1]))
     for port in range(8101, 8101 + nodes):
-        shell.until(lambda port=port: shell.listens(str(port)), NODES)
+        shell.until(lambda port=port: shell.listens(str(port)), commands)
     shell.do("jobs -p > jobs")
     return link, *[int(line) for line in (shell.folder / "jobs").read_text().split()[-nodes:]]
 
@@ -160,8 +162,21 @@ def tree(process):
     return *psutil.Process(process).children(recursive=True), psutil.Process(process)
 
 
-def test_the_page(quick, shell):
-    """Its commands, in its order; the result is that of the embedded engine."""
+def test_the_page(shell):
+    """Its files and commands, in its order: each site has rows of its own, and the server sees none of them."""
+    [program], [(name, config)] = (re.findall(p, PAGE, re.M | re.S) for p in (PYTHON, YAML))
+    (shell.folder / name).write_text(config)
+    (shell.folder / "step.py").write_text(program)
+    shell.do("python step.py")
+    shell.do(SITES)
+    start(shell, commands=OF_SITES)
+    assert "finished: " in shell.do(RUN)
+    assert [r["clients"] for r in records(shell)] == [[1, 2, 3]] * 3
+    assert (shell.folder / "run" / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_parts_of_one_data_set(quick, shell):
+    """The same commands, where each node takes its part of the server's data: the embedded engine's result."""
     keys = {"federate.method": "fedloru", "lowrank.tau": 1}
     config = configuration(quick, shell.folder, keys)
     start(shell)

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -343,6 +344,23 @@ def test_a_node_with_data_of_its_own(quick, federation, reviews_csv, tmp_path):
     )
     assert [r["clients"] for r in refused.history] == [[1, 3], [1, 3]]
     assert "they differ in data." in refused.history[0]["failed"][0]["reason"]
+
+
+@pytest.mark.more
+def test_the_three_sites_of_the_tutorial(federation, monkeypatch, tmp_path):
+    """Each trains on the rows of its own file, and the server scores the model on rows that no site has."""
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[3] / "docs" / "tutorials" / "three_sites.md").read_text(encoding="utf-8")
+    exec(re.search(r"^```python\n(.*?)^```$", page, re.M | re.S)[1], {})
+    text = re.search(r"^```yaml\n# run.yaml\n(.*?)^```$", page, re.M | re.S)[1]
+    Path("run.yaml").write_text(text)
+    for site in (1, 2, 3):
+        Path(f"site_{site}.yaml").write_text(text.replace("public.csv", f"site_{site}.csv"))
+    own = {site - 1: {"cfg": f"site_{site}.yaml", "own-data": True} for site in (1, 2, 3)}
+    result = serve(fs_lowrank.load_config("run.yaml"), federation(own=own).grid)
+    assert [r["clients"] for r in result.history] == [[1, 2, 3]] * 3 and not any(r["failed"] for r in result.history)
+    assert result.final["test_acc"] > result.facts["majority"] + 0.2
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()
 
 
 def test_two_nodes_for_one_client_and_a_client_that_there_is_not(quick, federation, caplog):
