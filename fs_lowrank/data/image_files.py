@@ -31,7 +31,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from fs_lowrank.data.fetch import home as cache_home
-from fs_lowrank.data.fetch import resolve
+from fs_lowrank.data.fetch import usable
 from fs_lowrank.data.files import read_text
 from fs_lowrank.data.idx import read_idx
 from fs_lowrank.errors import UserError, nearest
@@ -43,7 +43,7 @@ __all__ = ["IMAGE_SETS", "ImageSet", "read_folder", "read_image_set"]
 logger = logging.getLogger("fs_lowrank")
 
 #: counts the ways in which files have been decoded, since decoded images are kept
-_DECODING = 2
+_DECODING = 3
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".webp", ".tif", ".tiff")
 
@@ -191,7 +191,7 @@ def read_image_set(name: str, root: Path, home: str | Path | None = None) -> Ima
         UserError: files are missing, truncated or invalid; the message names the file and the remedy.
     """
     about = IMAGE_SETS[name]
-    fetched = resolve(name, home)
+    fetched = usable(name, home)
     folders = [*(root / folder for folder in about["folders"]), *([fetched] if fetched else [])]
     files, parts = _READERS[about["format"]](name, [*folders, *map(Path, about.get("more", ()))])
     splits, start = {}, 0
@@ -331,7 +331,7 @@ def _decoded(
     images = _decode(files, size, channels)
     try:
         with replacing(kept) as aside:
-            save_file({"images": images}, aside, {"crc32": str(_checksum(images))})
+            save_file({"images": images}, aside, {"crc32": str(_checksum(kept.stem, images))})
         kept.with_suffix(".npy").unlink(missing_ok=True)  # of version 0.1.0, without a checksum
     except (OSError, SafetensorError) as error:
         logger.warning("could not keep the decoded images in %s: %s", kept.parent, error)
@@ -346,7 +346,8 @@ def _kept(path: Path, count: int) -> np.ndarray | None:
         with safe_open(path, "np") as file:
             images: np.ndarray = file.get_tensor("images")
             expected = int(file.metadata()["crc32"])
-        if images.dtype != np.uint8 or images.ndim != 4 or len(images) != count or _checksum(images) != expected:
+        wrong = images.dtype != np.uint8 or images.ndim != 4 or len(images) != count
+        if wrong or _checksum(path.stem, images) != expected:
             raise ValueError("its checksum does not match")
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         logger.warning("%s is damaged (%s); the images are decoded again", path, error)
@@ -354,8 +355,9 @@ def _kept(path: Path, count: int) -> np.ndarray | None:
     return images
 
 
-def _checksum(images: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(images).data, zlib.crc32(repr(images.shape).encode()))
+def _checksum(key: str, images: np.ndarray) -> int:
+    """Of the file's key too, so that images under another's name are not taken for its own."""
+    return zlib.crc32(np.ascontiguousarray(images).data, zlib.crc32(repr((key, images.shape)).encode()))
 
 
 def _bytewise(image: Any) -> Any:

@@ -27,7 +27,7 @@ import numpy as np
 import pandas as pd
 
 from fs_lowrank.data import framework_sets
-from fs_lowrank.data.fetch import resolve
+from fs_lowrank.data.fetch import usable
 from fs_lowrank.data.fetch.hub import hub, silence
 from fs_lowrank.data.fetch.items import TOPIC_FILES
 from fs_lowrank.data.files import read_table, read_tsv
@@ -235,7 +235,7 @@ def _images(image_set: ImageSet) -> RawData:
 
 
 def _fetched(name: str, home: str | Path | None) -> Path:
-    folder = resolve(name, home)
+    folder = usable(name, home)
     if folder is None:
         raise UserError(f"data set {name!r} has not been fetched: run `fs-lowrank fetch {name}` first")
     return folder

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..data.fetch import FETCHABLE, resolve
+from ..data.fetch import FETCHABLE, usable
 from ..data.fetch.attempts import TooSlow
 from ..data.fetch.hub import hub, silence
 from ..data.sources import data_args
@@ -54,7 +54,7 @@ def locate(name: str) -> str:
                 "with lowrank.save_merged True, or PEFT's merge_and_unload makes it"
             )
         return str(folder)
-    fetched = resolve(name) if name in FETCHABLE else None
+    fetched = usable(name) if name in FETCHABLE else None
     if fetched is not None:
         return str(fetched)
     if name in FETCHABLE:

@@ -52,7 +52,7 @@ _TRIED, _ASKED = 4, 1000
 #: are kept for others or not, so that results are
 _PASSES = 0.5
 #: part of the name of what is kept for other runs; higher whenever something else is stored, or in another form
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ class SharedStates:
             with safe_open(path, "pt") as file:
                 states: Tensor = file.get_tensor("states")
                 expected = int(file.metadata()["crc32"])
-            if _checksum(states) != expected:
+            if _checksum(key, states) != expected:
                 raise ValueError("its checksum does not match")
         except FileNotFoundError:  # another process has made room meanwhile
             return None
@@ -174,7 +174,7 @@ class SharedStates:
         self.make_room(self.limit - size)
         try:
             with replacing(self.folder / f"{key}.safetensors", durable=False) as aside:
-                save_file({"states": states}, aside, {**about, "crc32": str(_checksum(states))})
+                save_file({"states": states}, aside, {**about, "crc32": str(_checksum(key, states))})
         except SafetensorError as error:  # a full disk
             raise OSError(str(error)) from error
 
@@ -217,9 +217,10 @@ def _entry(path: Path) -> Entry | None:
     return Entry(model, layers, samples, tokens, _size(path), _used(path))
 
 
-def _checksum(states: Tensor) -> int:
+def _checksum(key: str, states: Tensor) -> int:
+    """Of the entry's key too, so that an entry under another's name is not taken for it."""
     values = states.flatten().view(torch.uint8).numpy().data
-    crc = 0
+    crc = zlib.crc32(key.encode())
     for start in range(0, len(values), _PIECE):
         crc = zlib.crc32(values[start : start + _PIECE], crc)
     return crc

@@ -132,6 +132,8 @@ class Reuse:
             with safe_open(path, "pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}
                 facts = from_json(file.metadata()["facts"])
+            if facts.pop("key", None) != key:
+                raise ValueError("it does not say that it is the training of this name")
             if digest(tensors) != facts.pop("digest"):
                 raise ValueError("its checksum does not match")
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
@@ -151,7 +153,7 @@ class Reuse:
         path = self.folder / f"{key}.safetensors"
         try:
             with replacing(path, durable=False) as aside:
-                save_file(tensors, aside, {"facts": json.dumps({**facts, "digest": digest(tensors)})})
+                save_file(tensors, aside, {"facts": json.dumps({**facts, "key": key, "digest": digest(tensors)})})
         except (OSError, SafetensorError) as error:
             raise RunFailed(
                 f"lowrank.reuse_clients: could not keep a client in {self.folder}: {error}; "

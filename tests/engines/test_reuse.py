@@ -73,6 +73,15 @@ def test_methods_whose_clients_train_alike_share_them(run):
     assert run("fedlora")[1] == 3 and run("fedlora", "local")[1] == 0, "with an adapter the training is another"
 
 
+def test_a_training_under_another_s_name_is_not_taken(tmp_path, caplog):
+    reuse, model = Reuse(tmp_path), torch.nn.Linear(2, 2)
+    for name in ("a", "b"):
+        reuse.keep(name, model, [Phase(train=("head",))], {"loss": 1.0})
+    assert reuse.find("b") is not None
+    (tmp_path / "b.safetensors").write_bytes((tmp_path / "a.safetensors").read_bytes())
+    assert reuse.find("b") is None and "b.safetensors cannot be used" in caplog.text
+
+
 @pytest.mark.parametrize(
     "keys",
     [

@@ -101,6 +101,16 @@ def test_a_damaged_entry_is_computed_again(last_layer, computed, folder, caplog,
     assert not computed
 
 
+def test_an_entry_under_another_s_name_is_computed_again(folder, caplog):
+    states = SharedStates(folder, limit=1e9)
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        states.get(name, lambda value=value: torch.full((10, 80), value))
+        states.settle()
+    (folder / "b.safetensors").write_bytes((folder / "a.safetensors").read_bytes())
+    assert torch.equal(states.get("b", lambda: torch.full((10, 80), 2.0)).values, torch.full((10, 80), 2.0))
+    assert "b.safetensors is damaged (its checksum does not match)" in caplog.text
+
+
 def test_the_least_recently_used_entries_are_removed(folder):
     states = SharedStates(folder, limit=10_000)
     tensors = {name: torch.full((10, 80), float(i)) for i, name in enumerate("abc")}  # 3,200 bytes per entry

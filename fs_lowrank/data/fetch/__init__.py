@@ -14,6 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from fs_lowrank.data.fetch.items import FETCHABLE, Item
 from fs_lowrank.errors import DamagedFile, UserError, nearest
 from fs_lowrank.jobs.files import read_json
 
-__all__ = ["FETCHABLE", "Item", "fetch", "home", "resolve"]
+__all__ = ["FETCHABLE", "Item", "fetch", "home", "resolve", "usable"]
 
 MARKER = ".complete"
 
@@ -48,6 +49,41 @@ def resolve(name: str, home: str | os.PathLike | None = None) -> Path | None:
     return folder if all(marker.get(k) == v for k, v in expected.items()) else None
 
 
+def usable(name: str, home: str | os.PathLike | None = None) -> Path | None:
+    """``resolve``, and its files are those that were fetched; a process reads each of them once for that.
+
+    Raises:
+        UserError: a file has another SHA-256 than when it was fetched, or is gone.
+    """
+    folder = resolve(name, home)
+    if folder is not None and (wrong := _changed(folder)):
+        raise UserError(
+            f"{folder / wrong} is not what was fetched: it was changed, cut or removed since; remove {folder}, "
+            f"and get it again with fs-lowrank fetch {name}"
+        )
+    return folder
+
+
+def _changed(folder: Path) -> str:
+    """The first file of a fetched item that is not as its marker says; those of before 0.2.0 say nothing of files."""
+    for name, expected in read_json(folder / MARKER).get("files", {}).items():
+        file = folder / name
+        if not file.is_file() or _known_digest(file, file.stat().st_size, file.stat().st_mtime_ns) != expected:
+            return str(name)
+    return ""
+
+
+@cache
+def _known_digest(path: Path, size: int, changed: int) -> str:
+    """``_digest``, computed once for a file of that size which was last changed at that time."""
+    return _digest(path)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def fetch(name: str, home: str | os.PathLike | None = None, progress: Callable[[str], None] = print) -> Path:
     """Download item ``name`` unless it exists already; returns its folder.
 
@@ -61,7 +97,7 @@ def fetch(name: str, home: str | os.PathLike | None = None, progress: Callable[[
         raise UserError(f"cannot fetch {name!r}{nearest(name, FETCHABLE)}; there are: {', '.join(sorted(FETCHABLE))}")
     item = FETCHABLE[name]
     fetched = resolve(name, home)
-    if fetched is not None:
+    if fetched is not None and not _changed(fetched):
         progress(f"{name}: already in {fetched}")
         return fetched
     for package in item.needs:
@@ -86,6 +122,8 @@ def fetch(name: str, home: str | os.PathLike | None = None, progress: Callable[[
         built.mkdir()
         item.build(archive, built)
         marker = {"name": name, "version": item.version, "sha256": item.sha256, "package": item.package}
+        files = sorted(path for path in built.rglob("*") if path.is_file())
+        marker = {**marker, "files": {path.relative_to(built).as_posix(): _digest(path) for path in files}}
         (built / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
         target = root / name
         _discard(target)
@@ -102,8 +140,7 @@ _home = home  # the functions above take an argument of that name
 
 
 def _check(item: Item, archive: Path) -> None:
-    with archive.open("rb") as file:
-        computed = hashlib.file_digest(file, "sha256").hexdigest()
+    computed = _digest(archive)
     if item.sha256 and computed != item.sha256:
         raise UserError(
             f"{item.filename}: wrong checksum: SHA-256 {computed} came, {item.sha256} is expected; it was discarded"
