@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import os
+import re
+from functools import cache
+from importlib.util import find_spec
 
-from fs_lowrank.testing import small
+import pytest
 
 #: with what the generic suite and the failures are run by ``make test``; ``make test-more`` has the others
 FEW = {
@@ -13,8 +16,52 @@ FEW = {
 }
 
 
+def _no_federatedscope() -> str:
+    if "FEDERATEDSCOPE_ROOT" not in os.environ and find_spec("federatedscope") is None:
+        return "FEDERATEDSCOPE_ROOT names no checkout"
+    from fs_lowrank.errors import UserError
+
+    try:
+        import fs_lowrank.engines.federatedscope  # noqa: F401
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def _no_gpu() -> str:
+    import torch
+
+    return "" if torch.cuda.is_available() else "torch finds none"
+
+
+#: the marker of tests that not every environment can run → why this one cannot; then they are not collected
+LACKS = {
+    "federatedscope": cache(_no_federatedscope),
+    "flower": lambda: "" if find_spec("flwr") else "make flower",
+    "gpu": cache(_no_gpu),
+    "quantised": lambda: "" if find_spec("bitsandbytes") else "make test-quant",
+}
+
+
+def pytest_ignore_collect(collection_path, config):
+    """A file whose ``pytestmark`` leaves all of its tests out is not even imported."""
+    if collection_path.suffix == ".py" and collection_path.name.startswith("test_"):
+        line = re.search("^pytestmark = .*", collection_path.read_text(encoding="utf-8"), re.MULTILINE)
+        for marker in re.findall(r"pytest\.mark\.(\w+)", line[0]) if line else ():
+            if marker in LACKS and LACKS[marker]() or f"not {marker}" in config.option.markexpr:
+                return True
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(items, config):
+    possible, impossible = [], []
+    for item in items:
+        lacks = any(LACKS[mark.name]() for mark in item.iter_markers() if mark.name in LACKS)
+        (impossible if lacks else possible).append(item)
+    if impossible:
+        items[:] = possible
+        config.hook.pytest_deselected(items=impossible)
     for item in items:
         given = getattr(item, "callspec", None)
         if given and item.path.name in ("test_generic.py", "test_faults.py"):
@@ -47,6 +94,14 @@ def frozen_states_apart(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def small():
+    """The small models and data; imported here, because a process that only hands tests out needs no torch."""
+    from fs_lowrank.testing import small
+
+    return small
+
+
+@pytest.fixture(scope="session")
 def keys_of():
     """``keys_of(method)``: keys with which a method supports the small models, or takes less time."""
     from fs_lowrank.methods import get_method_class
@@ -61,59 +116,71 @@ def keys_of():
     return keys
 
 
-@pytest.fixture
-def no_curves(monkeypatch):
-    """Runs draw no pictures, which takes longer than the runs."""
+@pytest.fixture(scope="session", autouse=True)
+def no_curves():
+    """Runs draw no pictures, which takes ten times as long as a small run; see ``curves``."""
     import fs_lowrank.rounds.keeper as keeper
 
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("plot_clients", "plot_curves", "plot_test"):
+            patch.setattr(keeper, name, lambda shown, path, *given, **more: path)
+        yield
+
+
+@pytest.fixture
+def curves(monkeypatch):
+    """The runs of this test draw their pictures."""
+    import fs_lowrank.rounds.keeper as keeper
+    from fs_lowrank.runs import plots
+
     for name in ("plot_clients", "plot_curves", "plot_test"):
-        monkeypatch.setattr(keeper, name, lambda shown, path, *given, **more: path)
+        monkeypatch.setattr(keeper, name, getattr(plots, name))
 
 
 @pytest.fixture(scope="session")
-def tiny_encoder(tmp_path_factory):
+def tiny_encoder(small, tmp_path_factory):
     """A folder with a BERT of 3 layers, width 32; its ``intermediate.dense`` is 48 × 32, not square."""
     return small.save_encoder(tmp_path_factory.mktemp("tiny_encoder"))
 
 
 @pytest.fixture(scope="session")
-def tiny_causal(tmp_path_factory):
+def tiny_causal(small, tmp_path_factory):
     """A folder with a Llama of 3 layers, width 32; with two key-value heads its ``v_proj`` is 16 × 32."""
     return small.save_causal(tmp_path_factory.mktemp("tiny_causal"))
 
 
 @pytest.fixture(scope="session")
-def reviews_csv(tmp_path_factory):
+def reviews_csv(small, tmp_path_factory):
     """300 labelled reviews in a CSV file."""
     return small.save_reviews(tmp_path_factory.mktemp("reviews"))
 
 
 @pytest.fixture(scope="session")
-def instructions_jsonl(tmp_path_factory):
+def instructions_jsonl(small, tmp_path_factory):
     """120 instructions with answers, in Alpaca's form."""
     return small.save_instructions(tmp_path_factory.mktemp("instructions"))
 
 
 @pytest.fixture
-def settings(tiny_encoder, reviews_csv, tmp_path):
+def settings(small, tiny_encoder, reviews_csv, tmp_path):
     """A small classification run as a mapping for ``load_config``: 5 unequal clients, 4 rounds."""
     return small.encoder_settings(tiny_encoder, reviews_csv, tmp_path / "run")
 
 
 @pytest.fixture
-def causal_settings(tiny_causal, instructions_jsonl, tmp_path):
+def causal_settings(small, tiny_causal, instructions_jsonl, tmp_path):
     """Like ``settings``, for the instruction tuning of a causal language model."""
     return small.causal_settings(tiny_causal, instructions_jsonl, tmp_path / "run")
 
 
 @pytest.fixture(scope="session")
-def tiny_images(tmp_path_factory):
+def tiny_images(small, tmp_path_factory):
     """A folder of class folders: 210 gray images of 16 × 16 with stripes, checks or no pattern, with noise."""
     return small.save_images(tmp_path_factory.mktemp("tiny_images"))
 
 
 @pytest.fixture
-def vision_settings(tiny_images, tmp_path, monkeypatch):
+def vision_settings(small, tiny_images, tmp_path, monkeypatch):
     """Like ``settings``, for a narrow ResNet-10 with batch-norm, trained from scratch."""
     monkeypatch.setenv("FS_LOWRANK_HOME", str(tiny_images.parent / "home"))
     return small.vision_settings(tiny_images, tmp_path / "run")
@@ -141,3 +208,6 @@ def pytest_terminal_summary(terminalreporter):
         reasons[reason] = reasons.get(reason, 0) + 1
     for reason, count in reasons.items():
         terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")
+    for marker, lacks in LACKS.items():
+        if marker != "gpu" and (reason := lacks()):  # asking for a GPU loads torch
+            terminalreporter.write_line(f"not collected: tests of {marker} ({reason})")

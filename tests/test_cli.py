@@ -52,7 +52,7 @@ def squeeze(text):
 # -- runs ----------------------------------------------------------------------------------------------
 
 
-def test_a_run_from_start_to_files(command, config_file, tmp_path, caplog):
+def test_a_run_from_start_to_files(curves, command, config_file, tmp_path, caplog):
     say_once.cache_clear()
     code, out, err = command("run", "--cfg", config_file, "federate.method", "rolora", "train.optimizer.lr", "5e-3")
     assert code == 0 and "Traceback" not in err

@@ -706,12 +706,9 @@ def test_known_keys():
     assert not any("extra" in key or "params" in key for key in keys)
 
 
-ROOT = os.environ.get("FEDERATEDSCOPE_ROOT")
-
-
-@pytest.mark.skipif(not ROOT, reason="FEDERATEDSCOPE_ROOT names no checkout of FederatedScope's branch llm")
+@pytest.mark.federatedscope
 def test_the_frameworks_own_files():
-    files = sorted(pathlib.Path(ROOT, "federatedscope/llm/baseline").rglob("*.yaml"))
+    files = sorted(pathlib.Path(os.environ["FEDERATEDSCOPE_ROOT"], "federatedscope/llm/baseline").rglob("*.yaml"))
     assert files
     local = 0
     for path in files:

@@ -40,10 +40,17 @@ def test_the_probe_leaves_no_trace(causal_settings, tmp_path):
     torch.random.set_rng_state(state)
 
 
-@pytest.mark.parametrize("dtype, double", [("bfloat16", False), ("int8", False), ("nf4", False), ("nf4", True)])
+@pytest.mark.parametrize(
+    "dtype, double",
+    [
+        ("bfloat16", False),
+        *(
+            pytest.param(*given, marks=pytest.mark.quantised)
+            for given in (("int8", False), ("nf4", False), ("nf4", True))
+        ),
+    ],
+)
 def test_the_base_as_it_is_loaded(causal_settings, dtype, double):
-    if dtype != "bfloat16":
-        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install 'fs-lowrank[quant]'")
     from fs_lowrank.models.build import build_model, build_skeleton
     from fs_lowrank.models.quantised import beside
 

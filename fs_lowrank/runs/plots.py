@@ -78,6 +78,8 @@ def save(figure: Figure, path: Path) -> Path:
     Raises:
         RunFailed: it cannot be written.
     """
+    figure.draw_without_rendering()  # the layout, which takes longer than the rest: once for both files
+    figure.set_layout_engine("none")
     # The PNG last, so that where it is, the PDF is, too. Without the date, the same figure is the same file.
     for target, options in ((path.with_suffix(".pdf"), {"metadata": {"CreationDate": None}}), (path, {"dpi": 120})):
         drawn = io.BytesIO()  # on a full disk matplotlib would raise other errors than those of the disk

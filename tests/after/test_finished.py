@@ -86,12 +86,12 @@ def test_a_table_in_memory_that_does_not_fit_is_refused(runs, data, words):
         read_rows(load_run(runs["classes"].outdir), data)
 
 
+@pytest.mark.quantised
 @pytest.mark.parametrize("task, dtype", [("classes", "int8"), ("instructions", "nf4")])
 def test_a_quantised_base_scores_and_answers_as_in_the_run(
     tiny_encoder, tiny_causal, reviews_csv, instructions_jsonl, tmp_path, task, dtype
 ):
     """By the adapter over the quantised base, and by the merged model, which is not quantised."""
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install 'fs-lowrank[quant]'")
     if task == "classes":
         settings = small.encoder_settings(tiny_encoder, reviews_csv, tmp_path / "run")
     else:

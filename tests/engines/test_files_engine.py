@@ -234,7 +234,6 @@ def test_a_client_that_lost_its_disk(quick):
 @pytest.mark.parametrize("method", ["rolora", "fedloru"])
 def test_quantised_messages(quick, method):
     """The result is that of the framework's engine, which quantises messages too."""
-    pytest.importorskip("fs_lowrank.engines.federatedscope", exc_type=Exception)
     keys = {"federate.method": method, "quantization.method": "uniform", "quantization.nbits": 8}
     keys |= {"lowrank.tau": 1} if method == "fedloru" else {}
     other, files = fs_lowrank.run(quick("other", keys), "federatedscope"), fs_lowrank.run(quick("files", keys), "files")

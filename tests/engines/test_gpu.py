@@ -1,4 +1,4 @@
-"""What only a GPU can show; skipped where torch finds none, where ``device_cases.py`` imitates one."""
+"""What only a GPU can show; where torch finds none, ``device_cases.py`` imitates one."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from fs_lowrank.testing import check_method
 from fs_lowrank.testing.bench import without_dropout
 from fs_lowrank.training.generate import continue_prompts
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
+pytestmark = pytest.mark.gpu
 #: the keys of a run on a GPU
 ON = {"use_gpu": True}
 RUN = {"federate.total_round_num": 2, "train.optimizer": {"type": "SGD", "lr": 0.05}}

@@ -193,9 +193,9 @@ def test_what_does_not_go_with_batches_by_tokens(settings):
 # -- optimizers of bitsandbytes ----------------------------------------------------------------------------
 
 
+@pytest.mark.quantised
 @pytest.mark.parametrize("kind", OPTIMIZERS_8BIT)
 def test_an_optimizer_of_8_bits_steps(kind):
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install 'fs-lowrank[quant]'")
     draw = torch.Generator().manual_seed(0)
     large, reference = (nn.Parameter(torch.randn(128, 64, generator=draw.manual_seed(1))) for _ in range(2))
     ours = make_optimizer([large], kind, 0.01, {"momentum": 0.9} if kind == "SGD8bit" else {})
@@ -220,15 +220,15 @@ def test_an_optimizer_of_8_bits_steps(kind):
     assert not elementwise(Optimizer(type=kind))
 
 
+@pytest.mark.quantised
 def test_a_run_with_an_optimizer_of_8_bits(make_engine):
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install 'fs-lowrank[quant]'")
     keys = {"train.optimizer": {"type": "adamw8bit", "lr": 5e-3, "weight_decay": 0.01}, "federate.total_round_num": 2}
     history = make_engine("causal", keys).run().history
     assert not any(r["failed"] for r in history) and history[1]["loss"] < history[0]["loss"]
 
 
+@pytest.mark.quantised
 def test_what_an_optimizer_of_8_bits_does_not_take_is_refused(settings):
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install 'fs-lowrank[quant]'")
     with pytest.raises(UserError, match="train.optimizer: SGD8bit does not take .*: SGD without momentum"):
         load_config(settings, {"train.optimizer": {"type": "SGD8bit", "lr": 0.1}})
     with pytest.raises(UserError, match="unknown key 'train.optimizer.beta'; did you mean 'betas'"):

@@ -20,7 +20,7 @@ from fs_lowrank.models.fingerprints import model_fingerprint
 from fs_lowrank.testing import Bench, checks, quietly, small
 from fs_lowrank.testing.bench import equal, logits, state_of
 
-pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install 'fs-lowrank[quant]'")
+pytestmark = pytest.mark.quantised
 
 
 def keys_of(method):

@@ -38,22 +38,22 @@ def misspelt(section):
     return name, name[:-1] + ("x" if name[-1] != "x" else "y")
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-def test_a_misspelt_key_of_every_section_is_refused(section, caplog):
-    name, wrong = misspelt(section)
-    prefix = f"{section}." if section else ""
+def test_a_misspelt_key_of_every_section_is_refused(caplog):
     default = dict((k, v) for k, v, _ in flat_keys(Settings())) | framework.DEFAULTS
-    config = {**BASE, prefix + wrong: default.get(prefix + name)}
-    if framework.within(section, framework.OPEN):  # FederatedScope accepts any key there
-        say_once.cache_clear()
-        check_local(load_config(config))
-        assert f"{prefix + wrong} = " in caplog.text and "has no effect" in caplog.text
-        return
-    with pytest.raises(UserError) as caught:
-        check_local(load_config(config))
-    message = str(caught.value)
-    assert f"unknown key {prefix + wrong!r}" in message, message
-    assert "did you mean" in message or "there are: " in message, message
+    for section in SECTIONS:
+        name, wrong = misspelt(section)
+        prefix = f"{section}." if section else ""
+        config = {**BASE, prefix + wrong: default.get(prefix + name)}
+        if framework.within(section, framework.OPEN):  # FederatedScope accepts any key there
+            say_once.cache_clear()
+            check_local(load_config(config))
+            assert f"{prefix + wrong} = " in caplog.text and "has no effect" in caplog.text
+            continue
+        with pytest.raises(UserError) as caught:
+            check_local(load_config(config))
+        message = str(caught.value)
+        assert f"unknown key {prefix + wrong!r}" in message, message
+        assert "did you mean" in message or "there are: " in message, message
 
 
 @pytest.mark.parametrize(
@@ -82,39 +82,41 @@ def test_a_misspelt_argument_is_refused_with_the_nearest(key, value, parts):
     assert all(part in str(caught.value) for part in parts), caught.value
 
 
-@pytest.mark.parametrize("name", sorted(framework.DEFAULTS))
-def test_a_key_of_the_framework_is_refused_or_reported(name, caplog, other):
-    value = other(framework.DEFAULTS[name])
-    config = load_config({**BASE, name: value})
-    say_once.cache_clear()
-    if name in framework.FOLLOWED and framework.off_switch(name, {}) is None:
-        assert name == "wandb.use" and trackers_of(config) == ["wandb"]
-        return
-    if name in framework.ON_LOCAL:
-        assert name == "federate.client_idx_for_local_train" and config.alone == value
-        check_local(config)
-        return
-    try:
-        check_local(config)
-    except UserError as error:
-        assert f"{name} = " in str(error)
-    else:
-        assert f"{name} = " in caplog.text and "has no effect" in caplog.text
+@pytest.fixture
+def silent(caplog, other):
+    """``silent(check, names)``: those of the framework's keys that ``check`` neither refuses nor reports."""
+
+    def names_of(check, names):
+        silent = []
+        for name in names:
+            config = load_config({**BASE, name: other(framework.DEFAULTS[name])})
+            say_once.cache_clear()
+            caplog.clear()
+            try:
+                check(config)
+            except UserError as error:
+                said = f"{name} = " in str(error)
+            else:
+                said = f"{name} = " in caplog.text and "has no effect" in caplog.text
+            silent += [] if said else [name]
+        return silent
+
+    return names_of
 
 
-@pytest.mark.parametrize("name", sorted(framework.DEFAULTS))
-def test_a_key_of_the_framework_is_honoured_refused_or_reported_on_flower(name, caplog, other):
-    value = other(framework.DEFAULTS[name])
-    config = load_config({**BASE, name: value})
-    say_once.cache_clear()
-    try:
-        check(config)
-    except UserError as error:
-        assert f"{name} = " in str(error)
-    else:
-        reported = f"{name} = " in caplog.text and "has no effect" in caplog.text
+def test_a_key_of_the_framework_is_refused_or_reported(silent, other):
+    followed = [n for n in framework.FOLLOWED if framework.off_switch(n, {}) is None]
+    assert silent(check_local, sorted(framework.DEFAULTS)) == ["federate.client_idx_for_local_train", "wandb.use"]
+    assert [*framework.ON_LOCAL, *followed] == ["federate.client_idx_for_local_train", "wandb.use"]
+    value = other(framework.DEFAULTS["federate.client_idx_for_local_train"])
+    assert load_config({**BASE, "federate.client_idx_for_local_train": value}).alone == value
+    assert trackers_of(load_config({**BASE, "wandb.use": True})) == ["wandb"]
+
+
+def test_a_key_of_the_framework_is_honoured_refused_or_reported_on_flower(silent):
+    for name in silent(check, sorted(framework.DEFAULTS)):
         followed = name in framework.FOLLOWED and framework.off_switch(name, {}) is None
-        assert reported or followed or framework.within(name, framework.ON_FLOWER["honoured"])
+        assert followed or framework.within(name, framework.ON_FLOWER["honoured"]), name
 
 
 def used_names():

@@ -1,4 +1,4 @@
-"""Fixtures of the tests that run the real framework; without it they are skipped, and the reason is shown."""
+"""Fixtures of the tests that run the real framework."""
 
 from __future__ import annotations
 
@@ -14,23 +14,6 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-
-
-def _problem() -> str:
-    from fs_lowrank.errors import UserError
-
-    try:
-        import fs_lowrank.engines.federatedscope  # noqa: F401
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-def pytest_collection_modifyitems(items):
-    marked = [i for i in items if HERE in Path(i.path).parents and i.get_closest_marker("federatedscope")]
-    reason = _problem() if marked else ""
-    for item in marked if reason else ():
-        item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture

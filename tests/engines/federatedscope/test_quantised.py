@@ -8,6 +8,7 @@ from fs_lowrank import UserError
 pytestmark = pytest.mark.federatedscope
 
 
+@pytest.mark.quantised
 @pytest.mark.parametrize(
     "dtype, share, keys",
     [
@@ -17,7 +18,6 @@ pytestmark = pytest.mark.federatedscope
     ],
 )
 def test_the_result_is_that_of_the_embedded_engine(quick, assert_same, dtype, share, keys):
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install 'fs-lowrank[quant]'")
     keys = {**keys, "lowrank.dtype": dtype, "federate.total_round_num": 2, "federate.client_num": 3}
     local = fs_lowrank.run(quick("local", keys))
     other = fs_lowrank.run(quick("other", {**keys, "federate.share_local_model": share}), "federatedscope")

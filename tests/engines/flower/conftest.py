@@ -106,7 +106,6 @@ class Federation:
 @pytest.fixture
 def federation(tmp_path):
     """``federation(count, behave, own)``: makes a ``Federation``, whose nodes remember in a folder of the test."""
-    pytest.importorskip("flwr")
     made = []
 
     def make(count=3, behave=None, own=None, folder=None):

@@ -18,8 +18,7 @@ import torch
 import fs_lowrank
 from fs_lowrank.runs.checkpoint import saved_rounds
 
-pytest.importorskip("flwr")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.flower, pytest.mark.slow, pytest.mark.timeout(1500)]
 #: seconds for which a test waits for one thing; on a busy machine a process takes half a minute to start
 LONGEST = 400.0
 

@@ -18,8 +18,7 @@ from fs_lowrank.models.names import all_tensors
 from fs_lowrank.runs.environment import versions
 from fs_lowrank.testing.bench import engine_cases
 
-pytest.importorskip("flwr")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.flower, pytest.mark.slow]
 
 CASES = [(method, keys, "encoder") for method, keys in engine_cases()]
 CASES += [(m, {}, "vision") for m in fs_lowrank.list_methods() if m not in {method for method, _, _ in CASES}]

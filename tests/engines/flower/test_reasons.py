@@ -5,11 +5,10 @@ import re
 import pytest
 
 import fs_lowrank
+from fs_lowrank.engines.flower.server import Server
+from tests.engines.flower.test_server import serve
 
-pytest.importorskip("flwr")
-
-from fs_lowrank.engines.flower.server import Server  # noqa: E402
-from tests.engines.flower.test_server import serve  # noqa: E402
+pytestmark = pytest.mark.flower
 
 
 def test_a_client_that_is_not_evaluated_is_named_with_the_reason(quick, federation, monkeypatch, caplog):

@@ -10,17 +10,16 @@ import pytest
 import torch
 
 import fs_lowrank
+from fs_lowrank.engines.flower import messages
+from fs_lowrank.engines.flower.client import _workplace
+from fs_lowrank.engines.flower.keys import check
+from fs_lowrank.engines.flower.messages import packed, unpacked
+from fs_lowrank.engines.flower.server import Server, _scores, _spent
 from fs_lowrank.rounds.parcel import Parcel
 from fs_lowrank.runs.checkpoint import load_checkpoint
 from fs_lowrank.testing import small
 
-pytest.importorskip("flwr")
-
-from fs_lowrank.engines.flower import messages  # noqa: E402
-from fs_lowrank.engines.flower.client import _workplace  # noqa: E402
-from fs_lowrank.engines.flower.keys import check  # noqa: E402
-from fs_lowrank.engines.flower.messages import packed, unpacked  # noqa: E402
-from fs_lowrank.engines.flower.server import Server, _scores, _spent  # noqa: E402
+pytestmark = pytest.mark.flower
 
 #: hyperparameters that change what is sent, or what a copy must remember
 VARIANTS = [

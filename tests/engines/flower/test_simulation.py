@@ -14,8 +14,7 @@ import torch
 
 import fs_lowrank
 
-pytest.importorskip("flwr")
-pytest.importorskip("ray")
+pytestmark = pytest.mark.flower
 
 
 @pytest.mark.parametrize(
