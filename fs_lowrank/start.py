@@ -106,7 +106,7 @@ def draft(given: Given) -> str:
             f"model={model!r} is for {config.model.task}, and {given.data} has {asked}; "
             f"write it {model.partition('@')[0]}@{'huggingface_llm' if causal else 'transformers'}, or name the columns"
         )
-    raw = load_raw(config.data, origin=config.source)
+    raw = load_raw(config.data, origin=config.source, task=config.model.task)
     tokenizer, skeleton = build_tokenizer(config), build_skeleton(config)
     length, about_length = _length(raw, tokenizer, positions(skeleton))
     modules, layers, about_layers = _layers(skeleton)
@@ -208,13 +208,20 @@ def _columns(given: Given, table: pd.DataFrame) -> tuple[dict[str, str], list[st
     if (talks := talks_in(table)) and not named:
         return {}, [f"guessed: conversations in the column {talks}"], True
     found = {r: next((n for n in names if n in table), "") for r, names in SYNONYMS.items()}
-    if language or (not classes and found["instruction"] and found["output"]):
+    usual, plain = found["instruction"] == "instruction", "label" not in table
+    guessed = found["instruction"] and (found["output"] or usual) and (plain or usual and found["output"])
+    kind = given.model.partition("@")[2]
+    if language or not classes and (kind == "huggingface_llm" or guessed and kind != "transformers"):
         roles = {
             role: column for role in ("instruction", "input", "output") if (column := named.get(role) or found[role])
         }
         for role in ("instruction", "output"):
             if role not in roles:
-                raise UserError(f"{given.data}: which column is the {role}? say {role}='COLUMN', of {', '.join(table)}")
+                raise UserError(
+                    f"{given.data}: which column is the {role}? say {role}='COLUMN', of {', '.join(map(str, table))}; "
+                    "for plain text write the configuration by hand, with data.args [{template: '{COLUMN}', output: "
+                    "COLUMN}]"
+                )
         return roles, [] if language else ["guessed: instructions and answers, by the names of the columns"], True
     why: list[str] = []
     text = named.get("text", "")

@@ -202,8 +202,11 @@ def test_errors_name_the_option_to_give(at, tiny_encoder, table, said, message):
 
 
 def test_a_model_of_the_other_kind_is_named(at, tiny_encoder):
+    path = at("own.csv", make_reviews(60))
     with pytest.raises(UserError, match="is for CausalLM, and .*own.csv has classes"):
-        draft(Given(at("own.csv", make_reviews(60)), model=f"{tiny_encoder}@huggingface_llm"))
+        draft(Given(path, model=f"{tiny_encoder}@huggingface_llm", label="label"))
+    with pytest.raises(UserError, match="which column is the instruction.*for plain text"):
+        draft(Given(path, model=f"{tiny_encoder}@huggingface_llm"))
 
 
 def test_init_writes_once_and_run_runs_it(at, tiny_encoder, capsys):

@@ -116,7 +116,7 @@ def _built(cfg: Any, tokenizer: Any, raw: RawData) -> FederatedData:
     else:
         examples = _images(cfg, raw, frames, origin)
         image_shape = _image_shape(examples)
-    keys = {split: row_keys(frame, raw.images) for split, frame in frames.items()}
+    keys = {split: row_keys(frame, raw.task, raw.images) for split, frame in frames.items()}
     parts, shares = _partitioned(cfg, raw, frames, examples, origin)
     if texts is not None:
         examples["train"] = texts.cut_otherwise(examples["train"], frames["train"], parts)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import hashlib
 import re
 import unicodedata
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from fs_lowrank.data.stored import CHUNK
-
-#: what a model reads of a row, beside the turns of a conversation
-_ASKED = ("text", "text_pair", "instruction", "input")
+from fs_lowrank.data.tables import CAUSAL_LM, ROLES
 
 
 def normalised(text: str) -> str:
@@ -21,26 +18,28 @@ def normalised(text: str) -> str:
     return re.sub(r"[\W_]+", " ", unicodedata.normalize("NFKC", text).casefold()).strip()
 
 
-def row_keys(frame: Any, images: np.ndarray | None = None) -> np.ndarray:
+def row_keys(frame: Any, task: str, images: np.ndarray | None = None) -> np.ndarray:
     """A hash of what a model reads of each row, int64 from 0 ``(rows,)``; rows that are alike have the same.
 
     Texts are normalised; those without a letter or digit are compared as they are. The answer of a language model
     counts only where it has no prompt. Images are compared byte by byte.
 
     Args:
-        frame: rows as in ``RawData``. images: those of ``RawData``.
+        frame: rows as in ``RawData``. task, images: those of ``RawData``.
     """
     if images is not None:
         return np.array([_hash(images[i].tobytes()) for i in frame["image"]], dtype=np.int64)
-    names = [name for name in (*_ASKED, "messages", "output") if name in frame]
+    language = task == CAUSAL_LM
+    names = [name for name in (ROLES if language else ("text", "text_pair")) if name in frame]
     parts = (frame.iloc[start : start + CHUNK][names] for start in range(0, len(frame), CHUNK))
-    return np.array([_hash(_read(row)) for part in parts for row in part.to_dict("records")], dtype=np.int64)
+    return np.array([_hash(_read(row, language)) for part in parts for row in part.to_dict("records")], dtype=np.int64)
 
 
-def _read(row: Mapping[Any, Any]) -> bytes:
-    *turns, answer = [turn["content"] for turn in row["messages"]] if "messages" in row else [row.get("output", "")]
-    asked = [row[name] for name in _ASKED if name in row] + turns
-    texts = asked if "".join(asked).strip() else [answer]
+def _read(row: dict[Any, Any], language: bool) -> bytes:
+    turns = [turn["content"] for name in ("before", "messages") for turn in row.pop(name, ())]
+    texts = [*turns, *row.values()]
+    if language:  # the last is the answer
+        texts = texts[:-1] if "".join(texts[:-1]).strip() else texts[-1:]
     return "\0".join(normalised(text) or text for text in texts).encode(errors="surrogatepass")
 
 

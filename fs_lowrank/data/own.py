@@ -24,6 +24,7 @@ from fs_lowrank.data.tables import (
     CLASSIFICATION,
     MULTI_LABEL,
     REGRESSION,
+    ROLES,
     RawData,
     classified,
     count_skipped,
@@ -35,6 +36,7 @@ from fs_lowrank.data.tables import (
 )
 from fs_lowrank.data.template import is_own
 from fs_lowrank.errors import UserError, say_once
+from fs_lowrank.settings.metrics import LANGUAGE
 
 SUFFIXES = (*TABLES, *stored.SUFFIXES)
 # Arguments of tokenization, for all data sets.
@@ -147,7 +149,8 @@ def read_own(
         present = set(tables["train"][1])
         asked = {"text", "label"} & set(args)
         language = not asked and (
-            is_own(args.get("template", "auto"))
+            task in LANGUAGE
+            or is_own(args.get("template", "auto"))
             or bool({"instruction", "input", "output"} & set(args))
             or bool(talks_in(present))
             or {"instruction"} < present
@@ -269,7 +272,7 @@ def _stored_instructions(
     small = pd.DataFrame(table.fields([]), index=range(len(table)))
     for rows in table.chunks():
         frame, fields, left_out = instructions(rows, where, args, whole=False)
-        texts = [name for name in frame if name in ("instruction", "input", "output", "messages")]
+        texts = [name for name in frame if name in ROLES]
         own = [name for name in fields if name in small]
         category = {"category": frame["category"]} if args.get("category") else {}
         kept.append(pd.DataFrame({**category, **{n: small[n].loc[frame.index] for n in own}}, index=frame.index))
@@ -282,6 +285,6 @@ def _stored_instructions(
         raise UserError(f"{where}: every row has an empty instruction or answer")
 
     def convert(rows: pd.DataFrame) -> pd.DataFrame:
-        return instructions(rows, where, args)[0][texts]
+        return instructions(rows, where, args, whole=False)[0][texts]
 
     return StoredFrame(whole, table, texts, convert), list(whole), skipped

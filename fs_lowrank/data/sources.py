@@ -99,13 +99,13 @@ class DataArgs:
     #: column of the class, of the number (`model.task: SequenceRegression`), or of a list of classes (`model.task:
     #: MultiLabelClassification`), for which there may be a column of 0 and 1 for each class instead: `[insult, threat]`
     label: str | list[str] = key("label", words=f"{_COLUMN}, or for sets of classes a list of columns of 0 and 1")
-    #: column of the instruction; None: `instruction`. Conversations need none of these three: a column `messages` or
-    #: `conversations`, a list of turns with `role` and `content`, of which the last is the assistant's, or ShareGPT's
-    #: with `from` and `value`, is read by its name
+    #: column of the instruction; None: `instruction`, `prompt`, `query` or `question`. Conversations need none of these
+    #: three: a column `messages` or `conversations`, a list of turns with `role` and `content`, of which the last is
+    #: the assistant's, or ShareGPT's with `from` and `value`, is read by its name
     instruction: str | None = key(None, words=_COLUMN)
     #: column of the instruction's input; None: `input` or `context`, if there is one
     input: str | None = key(None, words=_COLUMN)
-    #: column of the answer; None: `output` or `response`
+    #: column of the answer; None: `output`, `response`, `completion` or `answer`
     output: str | None = key(None, words=_COLUMN)
     #: column that a splitter may use
     category: str | None = key(None, words=_COLUMN)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fs_lowrank.data.files import NESTED, as_texts
+from fs_lowrank.data.files import NESTED, as_text, as_texts
 from fs_lowrank.data.labels import kinds_of, label_text, numbers, sets
 from fs_lowrank.data.template import SYNONYMS, is_own, prompted, prompts
 from fs_lowrank.errors import UserError, nearest, say_once
@@ -24,6 +24,8 @@ REGRESSION = "regression"
 MULTI_LABEL = "multi_label"
 CAUSAL_LM = "causal_lm"
 IMAGE_CLASSIFICATION = "image_classification"
+#: columns of ``RawData`` of a causal language model
+ROLES = ("before", "instruction", "input", "output", "messages")
 #: who speaks in ShareGPT's conversations -> the role
 _SHARE_GPT = {"human": "user", "gpt": "assistant", "system": "system"}
 
@@ -36,10 +38,10 @@ class RawData:
         task: ``"classification"``, ``"regression"``, ``"multi_label"``, ``"causal_lm"`` or ``"image_classification"``.
         train, validation, test: for labelled text the columns ``text``, perhaps ``text_pair``, and ``label`` (int64, an
             index into ``label_names``; float64 for regression; for sets of classes their bits); for a causal language
-            model ``instruction``, ``input``, ``output``, or
-            ``messages``; for images ``image`` (int64, a row of ``images``) and ``label``; and those in ``fields``.
-            ``validation`` and ``test`` are None without an official split. The index of a frame is the row number in
-            the original file or table, from 0; a header and empty lines are not counted.
+            model ``instruction``, ``input``, ``output``, perhaps ``before`` (a list of turns), or ``messages``; for
+            images ``image`` (int64, a row of ``images``) and ``label``; and those in ``fields``. ``validation`` and
+            ``test`` are None without an official split. The index of a frame is the row number in the original file or
+            table, from 0; a header and empty lines are not counted.
         label_names: empty for a causal language model; of a regression, the name of the label.
         fields: further columns that a partitioner may use, such as ``domain``.
         source: a description of where the data come from.
@@ -211,39 +213,41 @@ def _is_field(column: pd.Series) -> bool:
 
 
 def instructions(
-    table: pd.DataFrame, where: str | Path, args: Mapping[str, Any], whole: bool = True
+    table: pd.DataFrame, where: str | Path, args: Mapping[str, Any], whole: bool = True, answered: bool = True
 ) -> tuple[pd.DataFrame, list[str], dict[str, int]]:
     """``(frame, fields, skipped)`` from instruction data, or from conversations in the column ``messages``.
 
     Args:
         table: its index are the numbers of its rows. whole: it is not a part of a table, which may be empty.
+        answered: the table has the answers; without them they are a stand-in.
     """
     skipped: dict[str, int] = {}
     used: set[str | None]
-    if is_own(args.get("template", "auto")):
-        frame, columns = prompts(table, where, args)
+    own = is_own(args.get("template", "auto"))
+    earlier = None if own else _earlier(where, table)
+    earlier = None if whole and not any(earlier or ()) else earlier
+    if own:
+        frame, columns = prompts(table, where, args, answered)
         frame = drop_empty(frame, ("instruction", "output") if prompted(args["template"]) else ("output",), skipped)
         used = set(columns)
     elif (talks := talks_in(table)) and "instruction" not in args:
-        turns = [_conversation(f"{where}, row {row + 1}", talks, talk) for row, talk in table[talks].items()]
+        turns = [_conversation(f"{where}, row {row + 1}", talks, talk, answered) for row, talk in table[talks].items()]
+        if any("weight" in turn for talk in turns for turn in talk):
+            say_once(f"{where}: the 'weight' of a turn is not read: the last turn is what is learned")
+        if earlier:
+            turns = [talk if talk[0]["role"] == "system" else [*more, *talk] for more, talk in zip(earlier, turns)]
         frame = pd.DataFrame({"messages": pd.Series(turns, index=table.index, dtype=object)})
-        answered = frame["messages"].map(lambda messages: bool(messages[-1]["content"].strip())).astype(bool)
-        count_skipped(skipped, "empty last answer", int((~answered).sum()))
-        frame = frame[answered]
+        full = frame["messages"].map(lambda messages: bool(messages[-1]["content"].strip())).astype(bool)
+        count_skipped(skipped, "empty last answer", int((~full).sum()))
+        frame = frame[full]
         used = {talks}
     else:
-        chosen = {}
-        for role, names in SYNONYMS.items():
-            named = args.get(role)
-            column = named if named else next((name for name in names if name in table), None)
-            if named or column is None and role != "input":
-                require_columns(where, table, [named or names[0]])
-            chosen[role] = column
+        chosen = {role: _role(where, table, args, role) for role in SYNONYMS if answered or role != "output"}
         distinct(chosen)
-        frame = pd.DataFrame(
-            {role: "" if name is None else as_texts(where, name, table[name]) for role, name in chosen.items()},
-            index=table.index,
-        )
+        texts = {role: "" if name is None else as_texts(where, name, table[name]) for role, name in chosen.items()}
+        frame = pd.DataFrame({**texts, "output": texts.get("output", "x")}, index=table.index)
+        if earlier is not None:
+            frame["before"] = pd.Series(earlier, index=table.index, dtype=object)
         frame = drop_empty(frame, ("instruction", "output"), skipped)
         used = set(chosen.values())
     if whole and not len(frame):
@@ -254,10 +258,23 @@ def instructions(
         frame["category"] = table[category].reindex(frame.index)
         used.add(category)
     for column in table:
-        if column not in used and column not in frame and _is_field(table[column]):
+        if column not in used and column not in (*frame, *ROLES) and _is_field(table[column]):
             frame[column] = table[column].reindex(frame.index)
-    roles = {"instruction", "input", "output", "messages"}
-    return frame, [c for c in frame if c not in roles], skipped
+    return frame, [c for c in frame if c not in ROLES], skipped
+
+
+def _role(where: str | Path, table: pd.DataFrame, args: Mapping[str, Any], role: str) -> str | None:
+    """The column of a role of ``SYNONYMS``; None for an input that is not there."""
+    if args.get(role):
+        require_columns(where, table, [args[role]])
+    column = args.get(role) or next((name for name in SYNONYMS[role] if name in table), None)
+    if column is None and role != "input":
+        raise UserError(
+            f"{where}: no column is the {role} ({', '.join(SYNONYMS[role])}); name it by data.args "
+            f"[{{{role}: COLUMN}}], or that of plain text by [{{template: '{{COLUMN}}', output: COLUMN}}]; there are: "
+            + ", ".join(map(str, table))
+        )
+    return column
 
 
 def talks_in(there: Iterable[Any]) -> str:
@@ -265,10 +282,35 @@ def talks_in(there: Iterable[Any]) -> str:
     return next((name for name in ("messages", "conversations") if name in set(there)), "")
 
 
-def _conversation(where: str, column: str, talk: Any) -> list[dict[str, Any]]:
+def _earlier(where: str | Path, table: pd.DataFrame) -> list[list[dict[str, str]]] | None:
+    """The turns before those of each row, as LLaMA-Factory's data have them: a text for the system, and ``history``,
+    pairs of a question and its answer. None if the table has no such columns.
+    """
+    there = [name for name in ("system", "system_prompt", "history", "tools") if name in table]
+    unread: dict[str, None] = {}
+    earlier = []
+    for row in table[there].to_dict("records") if there else ():
+        texts = [row[name] for name in ("system", "system_prompt") if isinstance(row.get(name), str)]
+        turns = [{"role": "system", "content": text} for text in texts if text.strip()][:1]
+        pairs = row.get("history")
+        if isinstance(pairs, list) and all(isinstance(p, list) and list(map(type, p)) == [str, str] for p in pairs):
+            turns += [{"role": r, "content": text} for pair in pairs for r, text in zip(("user", "assistant"), pair)]
+        elif as_text(pairs).strip():
+            unread["history"] = None
+        if as_text(row.get("tools")).strip() not in ("", "[]"):
+            unread["tools"] = None
+        earlier.append(turns)
+    for name in unread:
+        say_once(f"{where}: the column {name!r} is not read")
+    return earlier if there else None
+
+
+def _conversation(where: str, column: str, talk: Any, answered: bool = True) -> list[dict[str, Any]]:
     """The turns of a conversation with ``role`` and ``content``, also from ShareGPT's ``from`` and ``value``."""
     turns = [_turn(turn) for turn in talk] if isinstance(talk, list) else []
     good = [isinstance(t, dict) and isinstance(t.get("role"), str) and isinstance(t.get("content"), str) for t in turns]
+    if all(good) and turns and not answered:
+        turns = [*(turns[:-1] if turns[-1]["role"] == "assistant" else turns), {"role": "assistant", "content": "x"}]
     if len(turns) < 2 or not all(good) or turns[-1]["role"] != "assistant":
         raise UserError(
             f"{where}: {column!r} must be a list of objects with role and content that ends with 'assistant', or, as "

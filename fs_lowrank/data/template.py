@@ -20,7 +20,11 @@ from fs_lowrank.settings import Origin
 #: forms that have a name
 TEMPLATES = ("auto", "chat", "alpaca")
 #: role -> the columns that it may be in where ``data.args`` does not name one
-SYNONYMS = {"instruction": ("instruction",), "input": ("input", "context"), "output": ("output", "response")}
+SYNONYMS = {
+    "instruction": ("instruction", "prompt", "query", "question"),
+    "input": ("input", "context"),
+    "output": ("output", "response", "completion", "answer"),
+}
 
 
 def is_own(template: str) -> bool:
@@ -46,9 +50,9 @@ def check_template(args: Mapping[str, Any], origin: Origin) -> None:
     except ValueError as error:
         origin.fail(at, f"= {template!r}: {error}")
     answers = [args["output"]] if args.get("output") else list(SYNONYMS["output"])
-    found = [name for name in fields if name in (*answers, "output")]
-    if len(found) != 1 or fields[-1] != found[0]:
-        what = "has no field of the answer" if not found else "must have the answer once, and as its last field"
+    if fields[-1] not in (*answers, "output") or fields[-1] in fields[:-1]:
+        known = {*answers, "output"} & set(fields)
+        what = "must have the answer once, and as its last field" if known else "has no field of the answer"
         origin.fail(at, f"= {template!r} {what}: {' or '.join(f'{{{name}}}' for name in answers)}")
 
 

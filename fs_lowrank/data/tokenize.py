@@ -138,7 +138,8 @@ def tokenize_causal(
     Prompt and answer are tokenized separately, so that the boundary between them is the same as in generation.
 
     Args:
-        frame: columns ``instruction``, ``input``, ``output``; or ``messages``, whose last turn is the answer.
+        frame: columns ``instruction``, ``input``, ``output`` and perhaps ``before``, turns; or ``messages``, whose last
+            turn is the answer.
         template: ``chat`` for the tokenizer's chat template, ``alpaca``, or ``auto``: ``chat`` if it has one. With any
             other, ``instruction`` is the prompt as it stands (``data.template``).
         loss_on: ``answer`` (and its end-of-sequence token) or ``all`` tokens.
@@ -156,8 +157,9 @@ def tokenize_causal(
     if template == "chat" and not has_chat:
         raise UserError("data.args: template 'chat' needs a tokenizer with a chat template; this one has none")
     chat, own = has_chat and template in ("auto", "chat"), is_own(template)
-    if "messages" in frame and not chat:
-        raise UserError("conversations ('messages') need the tokenizer's chat template; use one that has it")
+    if ("messages" in frame or "before" in frame and not own) and not chat:
+        what = "conversations ('messages')" if "messages" in frame else "the columns system and history"
+        raise UserError(f"{what} need the tokenizer's chat template; use one that has it")
     start = [] if chat else _start(tokenizer)  # a chat template contains the first token
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     columns = {name: Growing(folder) for name in ("input_ids", "labels")}
@@ -221,9 +223,10 @@ def tokenize_pairs(
     Raises:
         UserError: ``chat`` or conversations, ``loss_on: all``, or no room for a token.
     """
-    if "messages" in frame or template == "chat":
+    if "messages" in frame or "before" in frame or template == "chat":
         raise UserError(
-            "conversations and chat templates are for decoders; an encoder-decoder model has data.args: template"
+            "conversations, the columns system and history, and chat templates are for decoders; an encoder-decoder "
+            "model has data.args: template"
         )
     if loss_on != "answer":
         raise UserError(
@@ -326,9 +329,10 @@ def _turns(frame: pd.DataFrame) -> Iterator[list[dict[str, str]]]:
     if "messages" in frame:
         yield from frame["messages"]
         return
-    for instruction, given, output in zip(frame["instruction"], frame["input"], frame["output"], strict=True):
+    before = frame["before"] if "before" in frame else [[]] * len(frame)
+    for more, instruction, given, output in zip(before, frame["instruction"], frame["input"], frame["output"]):
         question = f"{instruction}\n\n{given}" if given.strip() else instruction
-        yield [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
+        yield [*more, {"role": "user", "content": question}, {"role": "assistant", "content": output}]
 
 
 def _chat(tokenizer: Any, turns: list[dict[str, str]]) -> tuple[str, str]:

@@ -16,8 +16,8 @@ from ..data.files import SUFFIXES, as_texts, read_table
 from ..data.labels import from_flags, numbers, sets
 from ..data.objects import as_table
 from ..data.sources import data_args
-from ..data.tables import MULTI_LABEL, REGRESSION, label_text, require_columns, text_columns
-from ..data.template import SYNONYMS, is_own, prompted, prompts
+from ..data.tables import MULTI_LABEL, REGRESSION, instructions, label_text, require_columns, talks_in, text_columns
+from ..data.template import SYNONYMS, is_own
 from ..data.tokenize import tokenize_causal, tokenize_classification, tokenize_pairs
 from ..errors import UserError, nearest
 from ..runs.split import read_split
@@ -135,32 +135,21 @@ def _coded(run: FinishedRun, where: str, name: str, given: pd.Series) -> pd.Seri
 
 
 def _instructed(run: FinishedRun, where: str, table: pd.DataFrame, args: dict[str, Any], labelled: bool) -> Rows:
-    frame = pd.DataFrame(index=table.index)
-    own = is_own(args.get("template", "auto"))
-    if own:
-        frame, _ = prompts(table, where, args, labelled)
-    for role, names in () if own else SYNONYMS.items():
-        name = args.get(role) or next((n for n in names if n in table), "")
-        if role == "input" and not name or role == "output" and not labelled:
-            frame[role] = "" if role == "input" else "x"
-        else:
-            frame[role] = _column(where, table, role, name or names[0])
-    asks = not own or prompted(args["template"])
-    needed = [*(["instruction"] if asks else []), *(["output"] if labelled else [])]
-    filled = frame[needed].map(lambda value: bool(value.strip())).all(axis=1)
-    left_out = {f"empty {' or '.join(needed)}": int((~filled).sum())} if not filled.all() else {}
-    kept = np.flatnonzero(filled.to_numpy())
-    if not len(kept):
-        raise UserError(f"{where}: every row has an empty {' or '.join(needed)}")
+    if not is_own(args.get("template", "auto")) and not talks_in(table):
+        for role in ("instruction", "output")[: 1 + labelled]:
+            _column(where, table, role, args.get(role) or next((n for n in SYNONYMS[role] if n in table), role))
+    columns = {name: value for name, value in args.items() if name != "category"}
+    frame, _, left_out = instructions(table, where, columns, answered=labelled)
+    kept = frame.index.to_numpy()
     # Without answers the labels say where the prompt ends.
     options = {key: args[key] for key in ("template", *(["loss_on"] if labelled else [])) if key in args}
     tokenize = tokenize_pairs if run.paired else tokenize_causal
-    examples, whole = tokenize(frame.iloc[kept], run.tokenizer, run.tok_len, **options)
+    examples, whole = tokenize(frame, run.tokenizer, run.tok_len, **options)
     if not whole.all():
         left_out["prompt too long"] = int((~whole).sum())
-    trained_on = _trained_on(run, frame.iloc[kept[whole]])
+    trained_on = _trained_on(run, frame[whole])
     return Rows(table, examples, kept[whole], left_out, examples.truncated if labelled else 0, trained_on)
 
 
 def _trained_on(run: FinishedRun, frame: pd.DataFrame) -> int:
-    return int(np.isin(row_keys(frame), read_split(run.folder).get("keys", ())).sum())
+    return int(np.isin(row_keys(frame, run.task), read_split(run.folder).get("keys", ())).sum())

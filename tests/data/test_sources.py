@@ -10,11 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from fs_lowrank.data.sources import data_args, load_raw, own_files
+from fs_lowrank.data.tokenize import _turns, tokenize_causal
 from fs_lowrank.errors import UserError
 
 
-def load(type, root="", args=(), home=None, **more):
-    return load_raw(SimpleNamespace(type=str(type), root=str(root), args=list(args), **more), home)
+def load(type, root="", args=(), home=None, task="", **more):
+    return load_raw(SimpleNamespace(type=str(type), root=str(root), args=list(args), **more), home, task=task)
 
 
 def write(path, text):
@@ -178,7 +179,11 @@ BROKEN = [
     ("a.json", '"text"', "expected a list of objects, got str"),
     ("a.json", "[]", "has no rows"),
     ("a.json", '[{"text": "a", "label": 1}, {"text": "b"}]', "row 2: no label"),
-    ("a.jsonl@llm", '{"instruction": "a", "answer": "b"}\n', "no column 'output'.*there are: instruction, answer"),
+    (
+        "a.jsonl@llm",
+        '{"instruction": "a", "says": "b"}\n',
+        "no column is the output .output, response.*instruction, says",
+    ),
     ("a.jsonl@llm", '{"instruction": "a", "output": ""}\n', "every row has an empty instruction or answer"),
     ("a.jsonl", '{"messages": [{"role": "user", "content": "a"}]}\n', "row 1: 'messages' must be"),
     (
@@ -344,6 +349,58 @@ def test_conversations_as_sharegpt_has_them(tmp_path, write_to):
     assert raw.train.iloc[[0, 1]]["messages"].tolist() == [expected] * 2 and raw.fields == ["id"]
     write(path.with_suffix(".json"), json.dumps({"conversations": expected}))
     assert load("s.json", tmp_path).train["messages"].tolist() == [expected], "with role and content"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_system_and_history_are_turns_before_those_of_a_row(tmp_path, kind, caplog, chat_tokenizer):
+    """As LLaMA-Factory's files have them; in rows without them nothing comes before."""
+    talk = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    shared = [
+        {"system": "e", "conversations": talk, "tools": "[]"},
+        {"system": "", "conversations": talk, "tools": "f"},
+    ]
+    alpaca = [
+        {"system_prompt": "e", "instruction": "a", "output": "b", "history": [["c", "d"]], "before": "x"},
+        {"system_prompt": None, "instruction": "a", "output": "b", "history": [], "before": "x"},
+    ]
+    ahead = [[("system", "e"), ("user", "c"), ("assistant", "d")], []]
+    own, texts = [("user", "a"), ("assistant", "b")], []
+    for rows, expected in ((shared, [[("system", "e"), *own], own]), (alpaca, [[*more, *own] for more in ahead])):
+        frame = pd.DataFrame(rows)
+        path = tmp_path / f"{rows is alpaca}.{kind}"
+        frame.to_parquet(path) if kind == "parquet" else frame.to_json(path, orient="records", lines=True)
+        raw = load(path.name, tmp_path)
+        part = raw.train.iloc[[0, 1]]
+        assert [[(t["role"], t["content"]) for t in turns] for turns in _turns(part)] == expected
+        tokens = tokenize_causal(raw.train, chat_tokenizer, 64)[0].columns["input_ids"]
+        texts.append(chat_tokenizer.decode(tokens[0]))
+        with pytest.raises(UserError, match="need the tokenizer's chat template"):
+            tokenize_causal(raw.train, chat_tokenizer, 64, "alpaca")
+    # the words of each, without the marks of the template
+    assert [[w for w in text.split() if w.isalpha()] for text in texts] == [[*"eab"], [*"ecdab"]]
+    assert [r.getMessage().split(": ")[-1] for r in caplog.records] == ["the column 'tools' is not read"]
+
+
+def test_what_public_formats_have_beside_a_conversation_is_said(tmp_path, caplog):
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]
+    write(tmp_path / "w.jsonl", json.dumps({"messages": talk, "history": "x"}))
+    load("w.jsonl", tmp_path)
+    assert {r.getMessage().split(": ", 1)[1] for r in caplog.records} == {
+        "the column 'history' is not read",
+        "the 'weight' of a turn is not read: the last turn is what is learned",
+    }
+    write(tmp_path / "e.jsonl", json.dumps({"instruction": "a", "output": "b", "system": "", "history": []}))
+    assert list(load("e.jsonl", tmp_path).train) == ["instruction", "input", "output", "system"]
+
+
+@pytest.mark.parametrize("row", [{"prompt": "a", "completion": "b"}, {"query": "a", "response": "b"}])
+def test_columns_of_a_language_model(tmp_path, row):
+    write(tmp_path / "q.jsonl", json.dumps(row))
+    raw = load("q.jsonl", tmp_path, task="CausalLM")
+    assert raw.train[["instruction", "output"]].values.tolist() == [["a", "b"]]
+    write(tmp_path / "q.jsonl", json.dumps({"text": "a"}))
+    with pytest.raises(UserError, match=r"no column is the instruction .*plain text by \[{template: '{COLUMN}'"):
+        load("q.jsonl", tmp_path, task="CausalLM")
 
 
 def test_columns_that_are_named_say_that_they_are_instructions(tmp_path):
