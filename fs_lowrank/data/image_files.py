@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ from fs_lowrank.data.fetch import home as cache_home
 from fs_lowrank.data.fetch import usable
 from fs_lowrank.data.files import read_text
 from fs_lowrank.data.idx import read_idx
-from fs_lowrank.errors import UserError, nearest
+from fs_lowrank.data.tables import count_skipped
+from fs_lowrank.errors import UserError, nearest, say_once
 from fs_lowrank.jobs.files import replacing
 from fs_lowrank.settings.reading import read_packaged
 
@@ -43,7 +45,7 @@ __all__ = ["IMAGE_SETS", "ImageSet", "read_folder", "read_image_set"]
 logger = logging.getLogger("fs_lowrank")
 
 #: counts the ways in which files have been decoded, since decoded images are kept
-_DECODING = 3
+_DECODING = 4
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".webp", ".tif", ".tiff")
 
@@ -291,30 +293,35 @@ def _listing(folder: Path) -> tuple[dict[str, dict[str, list[Path]]], dict[str, 
     skipped: dict[str, int] = {}
 
     def classes(where: Path) -> dict[str, list[Path]]:
-        files = {}
-        for kind in sorted(p for p in where.iterdir() if p.is_dir() and not p.name.startswith(".")):
-            entries = sorted(os.scandir(kind), key=lambda e: e.name)
-            kept = [Path(e.path) for e in entries if e.name.lower().endswith(SUFFIXES) and not e.name.startswith(".")]
-            if len(kept) < len(entries):
-                skipped["not an image, by its name"] = (
-                    skipped.get("not an image, by its name", 0) + len(entries) - len(kept)
-                )
-            if kept:
-                files[kind.name] = kept
-        return files
+        kinds = sorted(p for p in where.iterdir() if p.is_dir() and not p.name.startswith("."))
+        files = {kind.name: [path for path in sorted(kind.iterdir()) if _is_image(path)] for kind in kinds}
+        if empty := [name for name, paths in files.items() if not paths]:
+            say_once(f"{where}: no image is in the folder of a class: {', '.join(empty)}; it is left out")
+        return {name: paths for name, paths in files.items() if paths}
 
     try:
-        if not (folder / TRAIN).is_dir():
-            return {TRAIN: classes(folder)}, skipped
         splits = {}
-        for name, split in _SPLIT_NAMES.items():
+        for name, split in _SPLIT_NAMES.items() if (folder / TRAIN).is_dir() else [(".", TRAIN)]:
             if (folder / name).is_dir():
                 if split in splits:
                     raise UserError(f"{folder}: {name} is a second folder of {split} images")
                 splits[split] = classes(folder / name)
+        taken = {path for found in splits.values() for paths in found.values() for path in paths}
+        within = {path.parent for path in taken}
+        for path in folder.rglob("*"):
+            if path in taken or not path.is_file():
+                continue
+            if _is_image(path):
+                count_skipped(skipped, "in no folder of a class", 1)
+            elif path.parent in within:
+                count_skipped(skipped, "not an image, by its name", 1)
         return splits, skipped
     except OSError as error:
         raise UserError(f"cannot list {folder}: {error}") from error
+
+
+def _is_image(path: Path) -> bool:
+    return path.name.lower().endswith(SUFFIXES) and not path.name.startswith(".") and path.is_file()
 
 
 def _decoded(
@@ -325,34 +332,42 @@ def _decoded(
         info = path.stat()
         digest.update(f"{path.relative_to(folder)}\0{info.st_size}\0{info.st_mtime_ns}\n".encode())
     kept = cache_home(home) / "images" / f"{digest.hexdigest()[:24]}.safetensors"
-    images = _kept(kept, len(files))
+    images = _kept(kept, len(files), folder)
     if images is not None:
         return images
-    images = _decode(files, size, channels)
+    images, said = _decode(files, size, channels)
+    _say(folder, said)
     try:
         with replacing(kept) as aside:
-            save_file({"images": images}, aside, {"crc32": str(_checksum(kept.stem, images))})
+            about = json.dumps({"crc32": _checksum(kept.stem, images), "said": said})
+            save_file({"images": images}, aside, {"about": about})  # one entry, since several have no order
         kept.with_suffix(".npy").unlink(missing_ok=True)  # of version 0.1.0, without a checksum
     except (OSError, SafetensorError) as error:
         logger.warning("could not keep the decoded images in %s: %s", kept.parent, error)
     return images
 
 
-def _kept(path: Path, count: int) -> np.ndarray | None:
-    """The ``count`` decoded images of ``path``; None if there are none, or if the file is damaged."""
+def _kept(path: Path, count: int, folder: Path) -> np.ndarray | None:
+    """The ``count`` decoded images of ``folder`` in ``path``; None if there are none, or if the file is damaged."""
     if not path.is_file():
         return None
     try:
         with safe_open(path, "np") as file:
             images: np.ndarray = file.get_tensor("images")
-            expected = int(file.metadata()["crc32"])
+            about = json.loads(file.metadata()["about"])
         wrong = images.dtype != np.uint8 or images.ndim != 4 or len(images) != count
-        if wrong or _checksum(path.stem, images) != expected:
+        if wrong or _checksum(path.stem, images) != about["crc32"]:
             raise ValueError("its checksum does not match")
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         logger.warning("%s is damaged (%s); the images are decoded again", path, error)
         return None
+    _say(folder, about["said"])
     return images
+
+
+def _say(folder: Path, said: str) -> None:
+    if said:
+        say_once(f"{folder}: {said}")
 
 
 def _checksum(key: str, images: np.ndarray) -> int:
@@ -360,37 +375,35 @@ def _checksum(key: str, images: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(images).data, zlib.crc32(repr((key, images.shape)).encode()))
 
 
-def _bytewise(image: Any) -> Any:
-    """A Pillow image with 8 bits a channel: of 16 bits the upper 8, as Pillow itself reads 16 bits of colour."""
-    from PIL import Image
+def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | None) -> tuple[np.ndarray, str]:
+    """uint8 ``(n, channels, height, width)``, as the pictures are shown, and what of the files is not in it.
 
-    if image.mode.startswith("I;16") or image.mode == "I" and image.format == "PNG":
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.mode in ("I", "F"):
-        kind = "whole" if image.mode == "I" else "floating-point"
-        raise ValueError(f"its pixels are {kind} numbers of 32 bits, of unknown range; save it with 8 or 16 bits")
-    return image
+    They are decoded in threads, as the decoders release the GIL. Of gray values of 16 bits the upper 8 are taken of
+    those bits that the largest value of all files needs, since files of 16 bits often hold 10 or 12.
+    """
+    from PIL import Image, ImageOps
 
-
-def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | None) -> np.ndarray:
-    """uint8 ``(n, channels, height, width)``, decoded in threads, as the decoders release the GIL."""
-    from PIL import Image
-
-    def read(path: Path) -> np.ndarray:
+    def read(path: Path) -> tuple[np.ndarray, list[str]]:
         try:
             with Image.open(path) as image:
-                bytewise = _bytewise(image)
-                gray = bytewise.mode in ("1", "L", "LA")
-                mode = "L" if (channels == 1 or channels is None and gray) else "RGB"
-                converted = bytewise if bytewise.mode == mode else bytewise.convert(mode)
+                deep = image.mode.startswith("I;16") or image.mode == "I" and image.format == "PNG"
+                if image.mode in ("I", "F") and not deep:
+                    kind = "whole" if image.mode == "I" else "floating-point"
+                    raise ValueError(f"its pixels are {kind} numbers of 32 bits, of unknown range; save 8 or 16 bits")
+                lost = ["several frames, of which the first is read"] * (getattr(image, "n_frames", 1) > 1)
+                lost += ["transparency, which is not read"] * ("A" in image.mode or "transparency" in image.info)
+                shown = ImageOps.exif_transpose(image)
+                gray = shown.mode in ("1", "L", "LA")
+                mode = "I" if deep else "L" if channels == 1 or channels is None and gray else "RGB"
+                converted = shown if shown.mode == mode else shown.convert(mode)
                 if size is not None and converted.size != size[::-1]:
                     converted = converted.resize(size[::-1], Image.Resampling.BILINEAR)
-                return np.asarray(converted)
+                return np.asarray(converted), lost
         except Exception as error:  # Pillow raises various errors for damaged files
             raise UserError(f"{path}: cannot be read as an image: {error}") from error
 
     with ThreadPoolExecutor(max_workers=min(8, 2 * (os.cpu_count() or 1))) as pool:
-        decoded = list(pool.map(read, files))
+        decoded, lost = zip(*pool.map(read, files))
     first = decoded[0].shape[:2]
     for path, image in zip(files, decoded):
         if image.shape[:2] != first:
@@ -399,7 +412,12 @@ def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | Non
                 f"{first[1]}; set a common size: data.args [{{size: {first[0]}}}]"
             )
     depth = channels or (3 if any(image.ndim == 3 for image in decoded) else 1)
+    bits = int(max((image.max() for image in decoded if image.dtype != np.uint8), default=0)).bit_length()
     out = np.empty((len(decoded), depth, *first), dtype=np.uint8)
     for row, image in zip(out, decoded):
-        row[:] = image if image.ndim == 2 else image.transpose(2, 0, 1)
-    return out
+        eight = image if image.dtype == np.uint8 else image >> max(bits - 8, 0)
+        row[:] = eight if image.ndim == 2 else eight.transpose(2, 0, 1)
+    counts = Counter(reason for reasons in lost for reason in reasons)
+    said = [f"{count} files have {reason}" for reason, count in counts.items()]
+    said += [f"gray values of {bits} bits are read as their upper 8"] * (bits > 8)
+    return out, "; ".join(said)

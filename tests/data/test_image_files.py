@@ -10,7 +10,7 @@ from PIL import Image
 
 from fs_lowrank.data import build_data, load_raw
 from fs_lowrank.data import image_files as module
-from fs_lowrank.errors import UserError
+from fs_lowrank.errors import UserError, say_once
 
 DRAW = np.random.default_rng(0)
 
@@ -280,6 +280,53 @@ def test_a_damaged_image_is_named(tmp_path, damage, monkeypatch):
     with pytest.raises(UserError, match="a.png: cannot be read as an image") as caught:
         load(tmp_path, "", tmp_path / "home")
     assert "\n" not in str(caught.value)
+
+
+def test_pictures_are_read_as_they_are_shown(folder, tmp_path):
+    """With the orientation of the camera, also of gray values of 16 bits."""
+    from PIL import ImageOps
+
+    tag = Image.Exif()
+    tag[0x0112] = 6
+    for name, values in (("8.png", np.arange(30, dtype=np.uint8)), ("16.png", np.arange(30, dtype=np.uint16) * 2000)):
+        Image.fromarray(values.reshape(6, 5)).save(folder / "train" / "cat" / name, exif=tag)
+        shown = np.asarray(ImageOps.exif_transpose(Image.open(folder / "train" / "cat" / name)))
+        shown = shown if name == "8.png" else shown >> 8
+        found = load(folder, "", tmp_path / "home").images[:, 0]
+        assert (found == shown).all(axis=(1, 2)).sum() == 1
+
+
+def test_12_bits_in_files_of_16_are_not_16_values(folder, tmp_path, caplog):
+    deep = (np.arange(30, dtype=np.uint16) * 141).reshape(5, 6)  # up to 4089
+    Image.fromarray(deep).save(folder / "train" / "cat" / "deep.png")
+    Image.fromarray(deep // 2).save(folder / "test" / "cat" / "deep.png")
+    images = load(folder, "", tmp_path / "home").images[:, 0]
+    for values in (deep // 16, deep // 2 // 16):  # one scale for all files
+        assert (images == values).all(axis=(1, 2)).sum() == 1
+    assert "gray values of 12 bits are read as their upper 8" in caplog.text
+
+
+def test_what_of_a_file_is_not_read_is_said(folder, tmp_path, caplog):
+    """Each time, also from the decoded images that are kept."""
+    frames = [Image.fromarray(np.full((5, 6), value, np.uint8)) for value in (40, 90)]
+    frames[0].save(folder / "train" / "cat" / "two.gif", save_all=True, append_images=frames[1:])
+    picture(folder / "train" / "dog" / "clear.png", 50, mode="RGBA")
+    for _ in range(2):
+        say_once.cache_clear()
+        caplog.clear()
+        load(folder, "", tmp_path / "home")
+        assert "1 files have several frames, of which the first is read; 1 files have transparency" in caplog.text
+
+
+def test_every_picture_that_is_left_out_is_counted(folder, tmp_path, caplog):
+    picture(folder / "train" / "cat" / "more" / "0.png", 1)
+    picture(folder / "train" / "loose.png", 2)
+    picture(folder / "extra" / "cat" / "0.png", 3)
+    (folder / "train" / "bird").mkdir()
+    raw = load(folder, "", tmp_path / "home")
+    assert raw.skipped == {"not an image, by its name": 2, "in no folder of a class": 3}
+    assert "no image is in the folder of a class: bird; it is left out" in caplog.text
+    assert raw.label_names == ["cat", "dog"] and len(raw.images) == 7
 
 
 def test_invalid_folders(folder, tmp_path):
