@@ -37,7 +37,7 @@ from fs_lowrank.data.files import read_text
 from fs_lowrank.data.idx import read_idx
 from fs_lowrank.data.tables import count_skipped
 from fs_lowrank.errors import UserError, nearest, say_once
-from fs_lowrank.jobs.files import replacing
+from fs_lowrank.jobs.files import from_json, replacing
 from fs_lowrank.settings.reading import read_packaged
 
 __all__ = ["IMAGE_SETS", "ImageSet", "read_folder", "read_image_set"]
@@ -354,7 +354,7 @@ def _kept(path: Path, count: int, folder: Path) -> np.ndarray | None:
     try:
         with safe_open(path, "np") as file:
             images: np.ndarray = file.get_tensor("images")
-            about = json.loads(file.metadata()["about"])
+            about = from_json(file.metadata()["about"])
         wrong = images.dtype != np.uint8 or images.ndim != 4 or len(images) != count
         if wrong or _checksum(path.stem, images) != about["crc32"]:
             raise ValueError("its checksum does not match")
