@@ -42,12 +42,12 @@ LORA = "fedlora"
 ROWS = {
     "glue": (
         (LORA, "you have no reason for another one", "no", "no"),
-        ("rolora", "bytes count", "yes", "no"),
-        ("ffa_lora", "A must never change", "yes", "no"),
-        ("flexlora", "clients differ in memory", "but for the cut to the rank", "yes"),
-        ("flora", "the mean must be exact, and clients receive much", "yes", "yes"),
+        ("rolora", "bytes matter", "yes", "no"),
+        ("ffa_lora", "only one matrix of the pair may change", "yes", "no"),
+        ("flexlora", "clients need unequal ranks", "but for the cut to the rank", "yes"),
+        ("flora", "the same, an exact mean, and a cheap downlink", "yes", "yes"),
     ),
-    "vision": (("fedhm", "image networks start from scratch, clients differ", "but for the cut", "yes"),),
+    "vision": (("fedhm", "image networks start from scratch, at unequal ranks", "but for the cut", "yes"),),
 }
 
 
@@ -152,7 +152,8 @@ def against_lora(settings: Iterable[Mapping[str, Sequence[Mapping]]], method: st
 
 
 def _mean(cells: Iterable[Mapping], *path: str) -> float:
-    return statistics.mean(functools.reduce(operator.getitem, path, cell) for cell in cells)
+    values: list[float] = [functools.reduce(operator.getitem, path, cell) for cell in cells]  # type: ignore[misc]
+    return statistics.mean(values)
 
 
 if __name__ == "__main__":
