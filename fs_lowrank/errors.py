@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
 import shlex
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +24,7 @@ __all__ = [
     "nearest",
     "own_place",
     "say_once",
+    "users_own",
 ]
 
 #: the packages of this repository
@@ -87,6 +89,22 @@ def described(error: BaseException, text: str | None = None) -> str:
     """The type of ``error`` and its text, or ``text``, and where it was raised if that is code of the user."""
     place = own_place(error)
     return f"{type(error).__name__}: {error if text is None else text}" + (f" ({place})" if place else "")
+
+
+@contextlib.contextmanager
+def users_own(what: str, remedy: str = "") -> Iterator[None]:
+    """A context for what a user supplies and this package runs: a data set, a template, a score.
+
+    Args:
+        what: it is, for the message, and with which row it is run. remedy: what the user can do.
+    Raises:
+        UserError: whatever it raises.
+    """
+    try:
+        yield
+    except Exception as error:  # of the user's code
+        in_one_line = " ".join(str(error).split())
+        raise UserError(f"{what} raises {described(error, in_one_line)}{remedy and f'; {remedy}'}") from error
 
 
 def hint(*words: object) -> str:

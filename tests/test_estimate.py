@@ -55,7 +55,7 @@ def test_the_base_as_it_is_loaded(causal_settings, dtype, double):
     from fs_lowrank.models.quantised import beside
 
     config = load_config(causal_settings, {"lowrank.dtype": dtype, "lowrank.double_quant": double})
-    model = build_model(config, None, 0)
+    model = build_model(config, None)
     held = sum(t.nbytes for t in [*model.parameters(), *beside(model).values()])
     assert estimate._base(build_skeleton(config), config) == pytest.approx(held, rel=0.02)
 

@@ -9,7 +9,6 @@ from fs_lowrank.data.fetch import FETCHABLE, fetch, home, resolve
 from fs_lowrank.data.images import ImageExamples
 from fs_lowrank.data.partition import PARTITIONERS, Partition, Rows, partition, register_partitioner
 from fs_lowrank.data.sources import CAUSAL_LM, CLASSIFICATION, IMAGE_CLASSIFICATION, RawData, load_raw, own_files
-from fs_lowrank.data.tokenize import pad_id
 
 __all__ = [
     "CAUSAL_LM",
@@ -29,7 +28,6 @@ __all__ = [
     "home",
     "load_raw",
     "own_files",
-    "pad_id",
     "partition",
     "register_partitioner",
     "resolve",

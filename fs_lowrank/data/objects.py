@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 
 from fs_lowrank.data.stored import CHUNK, class_names
-from fs_lowrank.errors import UserError, described
+from fs_lowrank.errors import UserError, users_own
 
 _SPLITS = ("train", "validation", "test")
 _EXPECTED = "a datasets.Dataset, a DataFrame or a torch Dataset with a length"
@@ -115,16 +115,6 @@ def _as_arrow(where: str) -> Iterator[None]:
         raise UserError(f"{where}: its values cannot be written as arrow data: {str(error).splitlines()[0]}") from error
 
 
-@contextmanager
-def _of_the_data(where: str) -> Iterator[None]:
-    """What a data set raises while it is read, as a ``UserError``: it is no error of the file that is written."""
-    try:
-        yield
-    except Exception as error:  # of the user's code
-        in_one_line = " ".join(str(error).split())
-        raise UserError(f"{where}: the data set raises {described(error, in_one_line)}") from error
-
-
 def _tables(held: Any, where: str) -> Iterator[Any]:
     """The rows of an object as arrow tables."""
     import datasets
@@ -135,7 +125,7 @@ def _tables(held: Any, where: str) -> Iterator[Any]:
         schema = held.features.arrow_schema  # with the names of classes
         arrow = held.with_format("arrow")
         for start in range(0, len(held), CHUNK):
-            with _of_the_data(f"{where}, from item {start}"):
+            with users_own(f"{where}, from item {start}: the data set"):
                 rows = arrow[start : start + CHUNK]
             with _as_arrow(where):
                 part = pa.Table.from_batches(rows.to_batches()).cast(schema)
@@ -157,7 +147,7 @@ def _tables(held: Any, where: str) -> Iterator[Any]:
     elif isinstance(held, torch.utils.data.Dataset) and hasattr(held, "__len__"):
         items: Any = held
         schema, names = None, list[str]()
-        with _of_the_data(where):
+        with users_own(f"{where}: the data set"):
             count = len(items)
         for start in range(0, count, CHUNK):
             rows = [_row(items, i, where) for i in range(start, min(start + CHUNK, count))]
@@ -182,7 +172,7 @@ def _tables(held: Any, where: str) -> Iterator[Any]:
 def _row(items: Any, i: int, data: str) -> dict[str, Any]:
     """An item of a torch dataset as a row."""
     where = f"{data}, item {i}"
-    with _of_the_data(where):
+    with users_own(f"{where}: the data set"):
         item = items[i]
     if isinstance(item, (tuple, list)) and len(item) in _TUPLES:
         item = dict(zip(_TUPLES[len(item)], item))

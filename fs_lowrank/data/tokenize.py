@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from fs_lowrank.algebra import digest
 from fs_lowrank.data.examples import IGNORED_LABEL, Examples
 from fs_lowrank.data.ragged import Growing, Ragged
 from fs_lowrank.data.template import ends, is_own, prompted
-from fs_lowrank.errors import UserError, say_once
+from fs_lowrank.errors import UserError, say_once, users_own
 
 __all__ = [
     "ALPACA",
@@ -43,6 +44,12 @@ ALPACA_NO_INPUT = (
     "Below is an instruction that describes a task. "
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:"
+)
+#: an answer that no text is likely to contain
+_ANY = "\N{REPLACEMENT CHARACTER}answer\N{REPLACEMENT CHARACTER}"
+_OTHER_TEMPLATE = (
+    "if it refuses system turns, put their text into the user's first turn; else take a tokenizer with another "
+    "template, or name one with template in data.args"
 )
 LOSSES = ("answer", "all")
 #: settings of a tokenizer that say where it was read from; others end in ``_file``
@@ -170,7 +177,7 @@ def tokenize_causal(
         if own:
             texts = list(zip(part["instruction"], part["output"], strict=True))
         else:
-            texts = [_chat(tokenizer, turns) for turns in _turns(part)] if chat else list(_alpaca(part))
+            texts = list(_chats(tokenizer, part)) if chat else list(_alpaca(part))
         if not end and rows.start == 0:
             written = [turns[-1]["content"] for turns in _turns(part)] if chat else []
             _check_end(
@@ -335,12 +342,45 @@ def _turns(frame: pd.DataFrame) -> Iterator[list[dict[str, str]]]:
         yield [*more, {"role": "user", "content": question}, {"role": "assistant", "content": output}]
 
 
-def _chat(tokenizer: Any, turns: list[dict[str, str]]) -> tuple[str, str]:
-    prompt = tokenizer.apply_chat_template(turns[:-1], tokenize=False, add_generation_prompt=True)
-    whole = tokenizer.apply_chat_template(turns, tokenize=False)
-    # The answer includes the end-of-turn token that follows it in the template, but not a final newline.
-    answer = whole[len(prompt) :].rstrip() if whole.startswith(prompt) else turns[-1]["content"]
-    return prompt, answer
+def _chats(tokenizer: Any, frame: pd.DataFrame) -> Iterator[tuple[str, str]]:
+    """Prompt and answer of each row by the tokenizer's chat template, which may refuse a row.
+
+    Raises:
+        UserError: it raises an error, or renders earlier turns otherwise where an answer follows.
+    """
+    for row, turns in zip(frame.index, _turns(frame), strict=True):
+        where = f"row {row + 1}: the model's chat template"
+        with users_own(where, _OTHER_TEMPLATE):
+            prompt = tokenizer.apply_chat_template(turns[:-1], tokenize=False, add_generation_prompt=True)
+            whole = tokenizer.apply_chat_template(turns, tokenize=False)
+        if whole.startswith(prompt):
+            # The answer includes the end-of-turn token that follows it in the template, but not a final newline.
+            yield prompt, whole[len(prompt) :].rstrip()
+            continue
+        with users_own(where, _OTHER_TEMPLATE):
+            earlier = tokenizer.apply_chat_template(turns[:-1], tokenize=False).rstrip()
+            any_answer = [*turns[:-1], {**turns[-1], "content": _ANY}]
+            whole = tokenizer.apply_chat_template(any_answer, tokenize=False)
+        yield _before_prefill(where, prompt, whole, earlier, turns[-1]["content"])
+
+
+def _before_prefill(where: str, prompt: str, whole: str, earlier: str, answer: str) -> tuple[str, str]:
+    """Prompt and answer where a template opens answers with a text that their turns do not have, such as ``<think>``.
+
+    The prompt ends before that text, so that it is the same for answers that repeat it and those that do without it.
+
+    Args:
+        prompt: as the template gives it. whole: the same turns, answered by ``_ANY``. earlier: without a prompt.
+    """
+    common = os.path.commonprefix([prompt, whole])
+    if len(common) < len(earlier) or _ANY not in whole[len(common) :]:
+        raise UserError(
+            f"{where} gives {prompt!r} as the prompt and {whole!r} with an answer, which does not begin with the "
+            f"prompt; {_OTHER_TEMPLATE}"
+        )
+    if opened := prompt[len(common) :].strip():
+        say_once(f"the model's chat template opens answers with {opened!r}; prompts end before it here")
+    return common, whole[len(common) :].rstrip().replace(_ANY, answer.strip())
 
 
 def tokenizer_fingerprint(tokenizer: Any, saved: bool = False) -> str:

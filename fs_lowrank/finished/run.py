@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..config import Config, load_config
-from ..data import CAUSAL_LM, CLASSIFICATION, pad_id
+from ..data import CAUSAL_LM, CLASSIFICATION
 from ..data.own import LABELS
 from ..data.sources import data_args
 from ..errors import UserError, say_once
@@ -54,10 +54,10 @@ class FinishedRun:
     @cached_property
     def model(self) -> nn.Module:
         """The global model with what was trained; loaded when it is first needed, so after a wrong file is refused."""
-        pad, adapted = pad_id(self.tokenizer), self.saved.name.startswith("adapter")
+        adapted = self.saved.name.startswith("adapter")
         classes = len(self.labels) or None
         config = _here(self.config)
-        model = build_model(config, classes, pad, label_names=self.labels, say_new=not adapted)
+        model = build_model(config, classes, self.tokenizer, label_names=self.labels, say_new=not adapted)
         if adapted:
             self._check_base(model)
             with at_home(model):

@@ -15,10 +15,13 @@ from ..data.fetch import FETCHABLE, usable
 from ..data.fetch.attempts import TooSlow
 from ..data.fetch.hub import hub, silence
 from ..data.sources import data_args
+from ..data.tokenize import pad_id
 from ..errors import UserError, nearest
 from ..jobs.kept import kept
 from ..seeds import derive
 from ..settings import VISION_MODELS, Settings
+from .ends import settle_ends
+from .fingerprints import configuration_fingerprint
 from .given import copy_of_held, held, is_given
 from .loaded import check_loaded, transformers_silent
 from .names import refuse_reserved
@@ -178,7 +181,7 @@ def positions(model: PreTrainedModel) -> int | None:
 def build_model(
     config: Settings,
     num_labels: int | None,
-    pad_token_id: int | None = None,
+    tokenizer: Any = None,
     image_shape: tuple[int, int, int] | None = None,
     label_names: Sequence[str] = (),
     say_new: bool = True,
@@ -189,7 +192,7 @@ def build_model(
 
     Args:
         num_labels: number of classes; ignored for ``CausalLM``.
-        pad_token_id: the token that batches are padded with.
+        tokenizer: with which padding and the ends of answers are made to agree; None: they are as in the model's files.
         image_shape: ``(channels, height, width)``, for ``ImageClassification``.
         label_names: names of the classes, saved with a text classifier.
         say_new: warn about a text classifier's new head; not where a trained one replaces it.
@@ -199,8 +202,8 @@ def build_model(
     _check_type(config)
     if is_given(config):
         module = copy_of_held(config, num_labels)
-        if pad_token_id is not None:
-            settle_padding(module, pad_token_id)
+        if tokenizer is not None:
+            settle_padding(module, pad_id(tokenizer))
         return module
     place = config.lowrank.weights if config.is_vision else locate(model_name(config.model.type))
 
@@ -213,13 +216,14 @@ def build_model(
             "model": [config.model.type, config.model.task, config.model.use_bias],
             "attention": config.model.attn_implementation,
             "vision": [config.lowrank.width, config.lowrank.norm, image_shape],
-            "data": [num_labels, pad_token_id, list(label_names)],
+            "data": [num_labels, list(label_names)],
+            "tokenizer": None if tokenizer is None else [pad_id(tokenizer), tokenizer.eos_token_id],
         }
         on_gpu = config.quantised and config.torch_device != "cpu"  # which has no room for it twice
         return None if state is None or config.model.device_map or on_gpu else known
 
     def make() -> tuple[nn.Module, torch.Tensor]:
-        built = _built(config, place, num_labels, pad_token_id, image_shape, label_names, say_new)
+        built = _built(config, place, num_labels, tokenizer, image_shape, label_names, say_new)
         vars(built)["decided_by"] = decides()
         return built, torch.get_rng_state()
 
@@ -266,7 +270,7 @@ def _built(
     config: Settings,
     place: str,
     num_labels: int | None,
-    pad_token_id: int | None,
+    tokenizer: Any,
     image_shape: tuple[int, int, int] | None,
     label_names: Sequence[str],
     say_new: bool,
@@ -294,10 +298,13 @@ def _built(
     settle(model, config, place)
     refuse_reserved(model, f"model.type = {config.model.type}")
     vars(model)["new_weights"] = check_loaded(model, report, place, num_labels if classifies else None, say_new)
-    if classifies and pad_token_id is not None:
-        settle_padding(model, pad_token_id)
-    elif model.config.pad_token_id is None:
-        model.config.pad_token_id = pad_token_id
+    if tokenizer is not None and classifies:
+        settle_padding(model, pad_id(tokenizer))
+    elif tokenizer is not None and model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
+    vars(model)["configured"] = configuration_fingerprint(model)
+    if tokenizer is not None:
+        settle_ends(model, tokenizer, place)
     if label_names and classifies:
         model.config.id2label = dict(enumerate(label_names))
         model.config.label2id = {name: i for i, name in enumerate(label_names)}

@@ -31,9 +31,12 @@ def model_fingerprint(model: nn.Module) -> str:
 
 def configuration_fingerprint(model: nn.Module) -> str:
     """A hash over what the configurations of the model, and of how it generates, change of their classes' defaults, 12
-    digits; empty if it has none.
+    digits; empty if it has none. Of a model that ``build_model`` gave, as its files say, without what it settled of the
+    ends of answers.
     """
     inner = unwrapped(model)
+    if "configured" in vars(inner):
+        return vars(inner)["configured"]
     found = [getattr(inner, name, None) for name in ("config", "generation_config")]
     changed = [of.to_diff_dict() for of in found if of is not None and hasattr(of, "to_diff_dict")]
     settings = [{k: v for k, v in each.items() if k not in _NOT_ITS_OWN} for each in changed]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..data.examples import IGNORED_LABEL, Examples
-from ..errors import UserError
+from ..errors import UserError, users_own
 from ..jobs.files import cannot_read, cannot_write, check_fields, from_json, sync, to_json, write_text
 from ..seeds import derive
 from ..settings import Settings
@@ -51,10 +51,8 @@ def score_of(config: Settings) -> tuple[str, Score]:
     module, _, name = asked.partition(":")
     if not (module and name):
         raise UserError(f"{said}expected exact_match, rouge_l, or a function of (answer, reference) as MODULE:FUNCTION")
-    try:
+    with users_own(f"{said}importing it", "the module must be on the path, as with PYTHONPATH=."):
         function = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"{said}{error}; the module must be on the path, as with PYTHONPATH=.") from None
     return name, function
 
 
@@ -66,13 +64,14 @@ class Answers:
         folder: of the run.
         keep: answers up to this round are kept, those of later ones removed: the run goes on from there.
     Raises:
-        UserError: the data have no such split, its rows have no prompts, or there is no such score.
+        UserError: the data have no such split, its rows have no prompts, or there is no such score, or it fails.
     """
 
     def __init__(self, site: Site, folder: Path, keep: int):
         self.site, self.asked, self.path = site, site.config.eval.generate, folder / FILE
         self.name, self.score = score_of(site.config)
         self.prompts, self.references = self._questions()
+        self._scored(self.references[0], self.references[0])  # a function of the user's fails before round 1
         write_text(self.path, "".join(line + "\n" for line in self._kept(keep)))
 
     def _questions(self) -> tuple[list[np.ndarray], list[str]]:
@@ -148,7 +147,8 @@ class Answers:
         return mean
 
     def _scored(self, answer: str, reference: str) -> float:
-        value = self.score(answer, reference)
+        with users_own(f"eval.generate.score = {self.asked.score!r}: called with {answer!r} and {reference!r}, it"):
+            value = self.score(answer, reference)
         if isinstance(value, (bool, int, float)) and math.isfinite(value):
             return float(value)
         raise UserError(f"eval.generate.score = {self.asked.score!r} gave {value!r}: expected a finite number")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..algebra import on_device
 from ..config import Config
-from ..data import Examples, ImageExamples, build_data, load_raw, pad_id
+from ..data import Examples, ImageExamples, build_data, load_raw
 from ..data.examples import rows_alike
 from ..data.ragged import Lazy
 from ..errors import UserError, say_once
@@ -179,8 +179,8 @@ class Site:
     @enough_memory()
     def plain_model(self) -> nn.Module:
         """The model before the method puts anything on it; the same at every call."""
-        pad = None if self.tokenizer is None else pad_id(self.tokenizer)
-        return build_model(self.config, self.data.num_labels, pad, self.data.image_shape, self.data.label_names)
+        data = self.data
+        return build_model(self.config, data.num_labels, self.tokenizer, data.image_shape, data.label_names)
 
     @enough_memory()
     def adapted(self, model: nn.Module) -> nn.Module:

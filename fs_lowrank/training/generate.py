@@ -9,6 +9,7 @@ from itertools import groupby
 import torch
 
 from ..data.tokenize import pad_id
+from ..models.ends import ends_of
 from ..models.kinds import is_encoder_decoder, unwrapped
 from ..models.machine import input_device
 from ..models.padding import padding_matters
@@ -57,7 +58,6 @@ def continue_prompts(
     prompted, paired = is_prompted(model), is_encoder_decoder(inner)
     device = input_device(model)
     own = inner.generation_config
-    ends = own.eos_token_id if own.eos_token_id is not None else tokenizer.eos_token_id
     pad = pad_id(tokenizer)
     plain = GenerationConfig(
         do_sample=temperature > 0,
@@ -66,7 +66,7 @@ def continue_prompts(
         max_new_tokens=max_new_tokens,
         pad_token_id=pad,
         bos_token_id=own.bos_token_id,
-        eos_token_id=ends,
+        eos_token_id=ends_of(inner, tokenizer) or None,
         decoder_start_token_id=own.decoder_start_token_id,
     )
 

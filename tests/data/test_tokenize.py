@@ -93,6 +93,44 @@ def test_conversation_takes_the_last_answer(chat_tokenizer):
     assert labels[labels >= 0].tolist() == ids("d </s>")
 
 
+THINKING = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}<|user|> {{ m['content'] }}{% else %} <|bot|> "
+    "{{ m['content'].split('it')[-1].strip() + ' </s>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %} <|bot|> question {% endif %}"
+)
+
+
+@pytest.mark.parametrize("answer, learned", [("question a it good", "question a it good </s>"), ("good", "good </s>")])
+def test_what_a_template_opens_an_answer_with_is_there_once(chat_tokenizer, answer, learned, caplog):
+    """As templates of reasoning models open an answer with <think>, and leave reasoning out of what was said."""
+    say_once.cache_clear()
+    chat_tokenizer.chat_template = THINKING
+    examples, _ = tokenize_causal(instructions(("a", "", answer)), chat_tokenizer, 64)
+    assert examples.columns["input_ids"][0].tolist() == ids(f"<|user|> a <|bot|> {learned}")
+    assert examples.columns["labels"][0].tolist() == [-100] * 3 + ids(learned)
+    assert "opens answers with 'question'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "template, said",
+    [
+        ("{% if messages[0]['content'] == 'c' %}{{ raise_exception('no c') }}{% endif %}{{ messages }}", "no c"),
+        ("{% for m in messages %}{{ m['content'] }}", "TemplateSyntaxError"),
+        ({"rag": "{{ messages }}", "tools": "{{ messages }}"}, "no default"),
+        (
+            "{{ messages | length }}{% for m in messages %} {{ m['content'] }}{% endfor %}",
+            "does not begin with the prompt",
+        ),
+    ],
+    ids=["refuses a row", "broken", "no default", "another prompt"],
+)
+def test_a_chat_template_that_fails_is_the_users(chat_tokenizer, template, said):
+    chat_tokenizer.chat_template = template
+    rows = instructions(("c", "", "good")).set_axis([6])
+    with pytest.raises(UserError, match=f"^row 7: the model's chat template .*{said}.*another template"):
+        tokenize_causal(rows, chat_tokenizer, 64)
+
+
 def test_truncation_keeps_an_answer_token_or_drops_the_row(chat_tokenizer):
     frame = instructions(("a", "", "b c d"), ("a b c d e", "", "f"))
     examples, kept = tokenize_causal(frame, chat_tokenizer, 4)

@@ -66,7 +66,8 @@ def test_damaged_lines_of_answers_are_left_out_and_the_run_goes_on(run, tmp_path
 def test_an_own_score_and_rouge(run, tmp_path, monkeypatch):
     (tmp_path / "my_scores.py").write_text(
         "def length(answer, reference):\n    return len(answer) / 100\n\n"
-        "def nothing(answer, reference):\n    return None\n"
+        "def nothing(answer, reference):\n    return None\n\n"
+        "def lonely(answer):\n    return 1.0\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     once = {"federate.total_round_num": 1}
@@ -74,6 +75,9 @@ def test_an_own_score_and_rouge(run, tmp_path, monkeypatch):
     assert all(each["length"] == len(each["answer"]) / 100 for each in line["answers"])
     with pytest.raises(UserError, match="my_scores:nothing' gave None: expected a finite number"):
         run("nothing", {**once, "eval.generate": {"freq": 1, "score": "my_scores:nothing"}})
+    with pytest.raises(UserError, match="my_scores:lonely': called with .* raises TypeError: lonely.. takes 1"):
+        run("lonely", {**once, "eval.generate": {"freq": 1, "score": "my_scores:lonely"}})
+    assert not (tmp_path / "lonely" / "rounds.jsonl").read_text()
     rouge = pytest.importorskip("rouge_score.rouge_scorer")
     _, (line,) = run("rouge", {**once, "eval.generate": {"freq": 1, "score": "rouge_l"}})
     for each in line["answers"]:

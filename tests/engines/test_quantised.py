@@ -59,7 +59,7 @@ def build(bench, tmp_path):
 
     def build(dtype, task="causal", **keys):
         keys = {"lowrank__dtype": dtype, "federate__method": "fedlora", **keys}
-        return build_model(fs_lowrank.load_config(bench.settings(task, tmp_path), **keys), 2, 0)
+        return build_model(fs_lowrank.load_config(bench.settings(task, tmp_path), **keys), 2)
 
     return build
 

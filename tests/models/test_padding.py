@@ -14,7 +14,7 @@ from transformers import (
 
 import fs_lowrank
 from fs_lowrank.config import load_config
-from fs_lowrank.data.tokenize import pad_id, tokenize_classification
+from fs_lowrank.data.tokenize import tokenize_classification
 from fs_lowrank.models.build import build_model
 from fs_lowrank.models.given import holding
 from fs_lowrank.testing import small
@@ -64,7 +64,7 @@ def loaded(folder, **keys):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
     examples = tokenize_classification(small.make_reviews(24), tokenizer, 24)
     config = load_config({"federate.client_num": 2, "model.type": f"{folder}@transformers", **keys})
-    return build_model(config, 2, pad_id(tokenizer)), examples
+    return build_model(config, 2, tokenizer), examples
 
 
 def check_alone_as_in_a_batch(model, examples):
@@ -118,7 +118,7 @@ def test_a_module_of_a_programs_own_that_forgets_the_mask(tmp_path, tiny_encoder
         config = load_config(
             {"federate.client_num": 2, "model.type": "Mean@object", "model.task": "SequenceClassification"}
         )
-        check_alone_as_in_a_batch(build_model(config, 2, pad_id(tokenizer)), examples)
+        check_alone_as_in_a_batch(build_model(config, 2, tokenizer), examples)
 
 
 @pytest.mark.more
