@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from .algebra import digest, nbytes
 from .config import Config
-from .engines.workers import processes_of
+from .engines.pool import processes_of
 from .methods import State
 from .models.adapters import layer_stack
 from .models.build import build_skeleton

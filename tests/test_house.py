@@ -172,8 +172,6 @@ def test_tables_are_shown_where_they_are_written_too():
 JSON_OF = {
     "fs_lowrank.jobs.files": "the reader itself",
     "fs_lowrank.data.files": "the user's data, of which it names the line",
-    "fs_lowrank.jobs.crew": "messages between processes of one program",
-    "fs_lowrank.jobs.nursery": "messages between processes of one program",
     "fs_lowrank.engines.flower.client": "a message of Flower",
     "fs_lowrank.rounds.parcel": "a message of whatever kind",
     "fs_lowrank.data.partition": "a text of the caller",

@@ -2,7 +2,7 @@
 
 The tensors that a client trains are swapped in and out of the model, so the memory is that of the base and the clients'
 adapters. With ``federate.process_num`` P, P further processes train and evaluate, each with a copy of the base
-(``workers.py``).
+(``pool.py``).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..rounds.site import Site
 from ..rounds.transport import Transport
 from ..runs.folder import check_outdir, claim, outdir_of
 from ..runs.result import RunResult
+from .pool import Processes, processes_of
 from .program import check_others
-from .workers import Workers, processes_of
 
 
 class SharedModel(Transport):
@@ -67,7 +67,7 @@ class LocalEngine(Loop):
             check_others(config)
             lock = claim(outdir_of(config))  # processes write their logs there from the start
         # Processes load data and model while this one does.
-        transport = Workers(config, count) if count > 1 else SharedModel()
+        transport = Processes(config, count) if count > 1 else SharedModel()
         super().__init__(config, transport, on_round, on_client, lock)
         self.method, self.model = self.site.method, self.site.model
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import import_module
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from ..errors import ROWS_LOGGER, RunFailed, UserError
-from .nursery import Forked, Nursery, nursery
-from .process import Process
-from .shell import FAILED, INTERRUPTED, OK, WRONG_USE, message_of, names
+from .pool import Pool, Work
+from .shell import INTERRUPTED, message_of, names
 
 #: how many workers that died are replaced
 RESTARTS = 8
@@ -91,7 +87,7 @@ class Crew:
 
     Args:
         target: ``module:function``, called in each worker with ``options``. It returns an exit code: 0 if no work is
-            left, 130 if it was stopped by a signal. A ``UserError`` from it ends the whole crew.
+            left, 130 if it was stopped by a signal. An error of it ends the whole crew.
         options: plain data.
         workers: number of processes; they share the cores.
         gpus: numbers of torch's; each worker sees one of them, as device 0; the config keys for it are added to
@@ -114,26 +110,13 @@ class Crew:
     ):
         self.target, self.options, self.workers, self.gpus = target, dict(options), workers, tuple(gpus)
         self.logs, self.patience, self.say = logs, patience, say
-        self.processes: dict[int, Process] = {}
-        self._nursery: Nursery | None = None
+        if gpus:
+            self.options["overrides"] = {**self.options.get("overrides", {}), "use_gpu": True, "device": 0}
 
-    def _start(self, index: int) -> None:
-        environment, options = self._environment(), self.options
-        if self.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = visible(self.gpus[index % len(self.gpus)])
-            options = {**options, "overrides": {**options.get("overrides", {}), "use_gpu": True, "device": 0}}
-        order = {"target": self.target, "options": options, "logs": str(self.logs or "")}
-        log = self.logs / f"worker_{index}.log" if self.logs else None
-        process = self.processes[index] = Process(
-            f"{__name__}:serve", environment=environment, log=log, nursery=self._nursery
-        )
-        with suppress(OSError):  # it died at once; ``run`` sees its exit code
-            process.connection.send_bytes(json.dumps(order).encode())
-
-    def _environment(self) -> dict[str, str]:
-        """The variables of every worker, in addition to those of this process."""
-        threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads_each(self.workers))}
-        return {INSIDE: "1", **threads}
+    def _variables(self, index: int) -> dict[str, str]:
+        """The environment of a worker, in addition to that of this process."""
+        gpu = {"CUDA_VISIBLE_DEVICES": visible(self.gpus[index % len(self.gpus)])} if self.gpus else {}
+        return {INSIDE: "1", "OMP_NUM_THREADS": str(threads_each(self.workers)), **os.environ, **gpu}
 
     def run(
         self,
@@ -150,83 +133,75 @@ class Crew:
         Raises:
             UserError: a worker raised it; all workers have been stopped. RunFailed: too many workers died.
         """
-        stopping, ended, replaced, error = 0.0, False, 0, None
+        logs = self.logs
+        pool = Pool(
+            self.workers,
+            name="worker {}",
+            imports=[self.target.partition(":")[0]],
+            log=(lambda index: logs / f"worker_{index + 1}.log") if logs else None,
+            variables=self._variables,
+            restarts=RESTARTS,
+            say=self.say,
+        )
         try:
-            if self.workers > 1:
-                self._nursery = nursery(self.target.partition(":")[0], self._environment())
-            for index in range(self.workers):
-                self._start(index)
-            while self.processes:
-                meanwhile()
-                if not stopping and (stopped or error or late()):
-                    stopping = time.monotonic()
-                    if not error:
-                        why = "stopping" if stopped else "time is up"
-                        self.say(f"{why}: what runs ends now, and is continued next time; once more Ctrl-C kills it")
-                    for process in self.processes.values():
-                        process.process.terminate()
-                for index, process in list(self.processes.items()):
-                    if stopping and self.patience and time.monotonic() - stopping > self.patience:
-                        process.kill()
-                    code = process.process.poll()
-                    if code is None:
-                        continue
-                    del self.processes[index]
-                    error = error or _error_of(process)
-                    process.connection.close()
-                    ended |= code == INTERRUPTED
-                    if code in (OK, WRONG_USE, INTERRUPTED) or stopping:
-                        continue
-                    # A nursery that was killed cannot tell how its processes ended; the store knows what is left.
-                    replaced += not (isinstance(process.process, Forked) and process.process.end_is_unknown)
-                    how = f"signal {-code}" if code < 0 else f"exit code {code}"
-                    how += ": out of memory, perhaps" * (code == -signal.SIGKILL)
-                    self.say(f"worker {index} died ({how}); another takes its place")
-                    if replaced <= RESTARTS:
-                        self._start(index)
-                    else:
-                        error = RunFailed(f"workers died {replaced} times" + f"; see {self.logs}" * bool(self.logs))
-                time.sleep(0.1)
+            working = [pool.submit(i, serve, self.target, self.options, str(logs or "")) for i in range(self.workers)]
+            return self._wait(pool, working, stopped, late, meanwhile)
         except KeyboardInterrupt:
             if not stopped:
                 raise
+            return True
         finally:
-            try:
-                for process in self.processes.values():
-                    process.kill()
-            finally:
-                if self._nursery:
-                    self._nursery.end()
-                    self._nursery = None
+            pool.end()
+
+    def _wait(
+        self,
+        pool: Pool,
+        working: list[Work],
+        stopped: Sequence[int],
+        late: Callable[[], bool],
+        meanwhile: Callable[[], object],
+    ) -> bool:
+        stopping, interrupted = 0.0, False
+        error: Exception | None = None
+        while working:
+            meanwhile()
+            if not stopping and (stopped or error or late()):
+                stopping = time.monotonic()
+                if not error:
+                    why = "stopping" if stopped else "time is up"
+                    self.say(f"{why}: what runs ends now, and is continued next time; once more Ctrl-C kills it")
+                for work in working:
+                    pool.processes[work.rank].terminate()
+            if stopping and self.patience and time.monotonic() - stopping > self.patience:
+                break
+            for work in [work for work in working if work.future.done()]:
+                if pool.died(work) and not stopping:
+                    pool.again(work)
+                    continue
+                working.remove(work)
+                if not pool.died(work):
+                    try:
+                        interrupted |= pool.result(work) == INTERRUPTED
+                    except (UserError, RuntimeError) as raised:
+                        error = error or raised
+            time.sleep(0.1)
         if error and not stopped:
             raise error
-        return ended or bool(stopped)
+        return interrupted or bool(stopped)
 
 
-def _error_of(process: Process) -> UserError | None:
-    """The ``UserError`` that ended a worker, if any."""
-    try:
-        if not process.connection.poll():
-            return None
-        kind, text = json.loads(process.connection.recv_bytes())
-    except (EOFError, OSError):
-        return None
-    return RunFailed(text) if kind == RunFailed.__name__ else UserError(text)
+def serve(target: str, options: Mapping[str, Any], logs: str) -> int:
+    """In a worker: call the function that the supervisor names."""
+    import torch
 
-
-def serve(connection: Connection) -> int:
-    """Run in a worker: call the function that the supervisor names."""
-    order = json.loads(connection.recv_bytes())
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))  # it may be imported already
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger(ROWS_LOGGER).setLevel(logging.INFO)
-    module, _, name = order["target"].partition(":")
+    module, _, name = target.partition(":")
     try:
-        code: int = getattr(import_module(module), name)(order["options"])
+        code: int = getattr(import_module(module), name)(options)
         return code
-    except UserError as error:
-        kind = RunFailed if isinstance(error, RunFailed) else UserError
-        connection.send_bytes(json.dumps([kind.__name__, str(error)]).encode())
-        return WRONG_USE
+    except UserError:
+        raise
     except Exception as error:  # of the package: one line, as in every command
-        print(f"error: {message_of(error, Path(order['logs']) if order['logs'] else None)}", file=sys.stderr)
-        return FAILED
+        raise RunFailed(message_of(error, Path(logs) if logs else None)) from error

@@ -1,149 +1,235 @@
-"""Processes that receive their work item by item, over a connection each; one that falls silent is noticed.
+"""Processes that keep what they have loaded: executors of the standard library, of one process each.
 
-While a process works it sends empty messages, so that the limit is on its silence, not on the length of its work.
-
-The pools of the libraries do not serve here. In ``concurrent.futures`` and in loky the death of one process breaks the
-executor: every item that is in work or waits is lost, and with the other processes what they have loaded.
-``multiprocessing.Pool``, and torch's, which is derived from it, replaces the process and never says that its item is
-lost, so that whoever waits for that waits forever; ``torch.multiprocessing.spawn`` ends all others. None of them has a
-limit on the silence of a process, lets the caller say which process is to do an item (a client's frozen states are in
-one of them), or ends a process that works when the one that started it is killed: an executor's stay for good. Items
-travel by pickle there; here they are bytes that are never unpickled. What the libraries have and this has not: tensors
-in shared memory (a message is copied), and Windows.
+A process ends when this one does. One that dies is started anew, brought up to date, and its work is done again; after
+another death the run ends, and can be continued. Processes are forked from one that has imported the libraries and does
+nothing else (``forkserver``), so these are imported once and are in memory once.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
-import time
-from collections import deque
-from collections.abc import Sequence
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
-from .process import Process
+from ..errors import RaisedElsewhere, RunFailed, UserError, own_place
 
 logger = logging.getLogger("fs_lowrank")
 
+#: what every process of a run imports, beside its own code
+LIBRARIES = ("peft", "transformers.modeling_utils", "transformers.models.auto.modeling_auto", __name__)
+#: errors that are raised here as they were there, subclasses first
+_FOR_USERS = (RunFailed, UserError)
+#: a function of a module, and its arguments
+Call = tuple[Any, ...]
 
-class Member(Process):
-    """A process of a pool. It handles one item at a time and answers each; an answer is not empty.
 
-    Args:
-        target, options: as for ``Process``.
-        timeout: seconds that sending or receiving a message may take, and that the process may be silent.
+@dataclass(eq=False)
+class Work:
+    """A call that a process makes. ``future`` is done when it has ended; ``Pool.result`` gives what it returned."""
 
-    Attributes:
-        waiting: items that have not been sent yet.
-        idle: whether the process waits for an item.
-        since: when it was last sent or heard of, on the monotonic clock.
-    """
+    rank: int
+    call: Call
+    executor: ProcessPoolExecutor
+    future: Future[Any] = field(default_factory=Future)
 
-    def __init__(self, target: str, timeout: float, **options: Any):
-        super().__init__(target, timeout=timeout, beat=min(timeout / 4, 5.0), **options)
-        #: what it has sent and ``receive`` has not returned; None: it is gone
-        self._heard: list[bytes | None] = []
-        self.waiting: deque[Any] = deque()
-        self.idle, self.since, self.timeout = True, 0.0, timeout
-
-    def encode(self, item: Any) -> bytes:
-        """An item as it is sent."""
-        data: bytes = item
-        return data
-
-    def decode(self, data: bytes) -> Any:
-        """The item in what was received."""
-        return data
-
-    def send(self, item: Any) -> None:
-        """Send an item now."""
-        self.idle, self.since = False, time.monotonic()
+    def hand_to(self, executor: ProcessPoolExecutor) -> None:
+        """Have the process of ``executor`` make the call."""
+        self.executor = executor
         try:
-            self.connection.send_bytes(self.encode(item))
-        except OSError:
-            logger.debug("%s is gone or stuck", self)  # the next ``receive`` or ``silent`` reports it
-
-    def next(self) -> Any | None:
-        """Send the first waiting item if the process is idle; returns the item, or None."""
-        if not (self.idle and self.waiting):
-            return None
-        item = self.waiting.popleft()
-        self.send(item)
-        return item
-
-    def hears(self) -> bool:
-        """Read one message of the process; whether it was an item or its end, and not only a sign of life."""
-        try:
-            data = self.connection.recv_bytes()
-        except (EOFError, OSError):
-            self._heard.append(None)
-            return True
-        self.since = time.monotonic()
-        if data:
-            self._heard.append(data)
-        return bool(data)
-
-    def receive(self) -> Any | None:
-        """The item that it has sent; None if the process is gone, and then it is ended. Waits while it lives."""
-        while not self._heard and not self.hears():
-            pass
-        data = self._heard.pop(0)
-        if data is None:
-            self.end()
-            return None
-        return self.decode(data)
-
-    @property
-    def news(self) -> bool:
-        """Whether an item or its end has been read, and not been received yet."""
-        return bool(self._heard)
-
-    @property
-    def silent(self) -> bool:
-        """Whether it works and has not been heard of for longer than ``timeout``."""
-        return not (self.idle or self.news) and time.monotonic() - self.since > self.timeout
+            self.future = executor.submit(_told, *self.call)
+        except BrokenProcessPool as error:  # it has died meanwhile
+            self.future = Future()
+            self.future.set_exception(error)
 
 
 class Pool:
-    """A group of members."""
+    """Processes number 0 to ``count`` − 1, which start at once.
 
-    def __init__(self) -> None:
-        self.members: list[Any] = []
+    Args:
+        count: how many.
+        prepare: gives the calls by which process number ``rank`` is brought up to date when it starts, also anew.
+        name: of a process in messages, such as "process {} of federate.process_num", with its number from 1.
+        imports: modules that every process imports.
+        log: gives the file to which process number ``rank`` prints; None: where this process does.
+        variables: give those of the environment of process number ``rank``, in addition to those of this process.
+        restarts: how many of the processes may be started anew. say: is told of each.
 
-    @property
-    def idle(self) -> bool:
-        """Whether no member works or has an item waiting."""
-        return all(member.idle and not member.waiting for member in self.members)
+    Attributes:
+        prepared: the work by which the processes are brought up to date at first.
+    """
 
-    def heard(self, seconds: float) -> Sequence[Any]:
-        """The working members that have sent an item or are gone; waits for the first, ``seconds`` at most."""
-        self._read(0 if any(member.news for member in self.members) else seconds)
-        return [member for member in self.members if member.news and not member.idle]
+    def __init__(
+        self,
+        count: int,
+        prepare: Callable[[int], Sequence[Call]] = lambda rank: [],
+        *,
+        name: str = "process {}",
+        imports: Sequence[str] = (),
+        log: Callable[[int], Path] | None = None,
+        variables: Callable[[int], Mapping[str, str]] = lambda rank: {},
+        restarts: int = 1,
+        say: Callable[[str], object] = logger.warning,
+    ):
+        self.prepare, self.name, self.log, self.variables = prepare, name, log, variables
+        self.restarts, self.say = restarts, say
+        self.context = _context((*imports, *LIBRARIES))
+        self.executors: dict[int, ProcessPoolExecutor] = {}
+        self.processes: dict[int, BaseProcess] = {}
+        self.prepared = [work for rank in range(count) for work in self._start(rank)]
 
-    def _read(self, seconds: float) -> None:
-        """Read one message of each working member that has sent some and has no news; wait for the first."""
-        by_connection = {member.connection: member for member in self.members if not (member.idle or member.news)}
-        for connection in wait(list(by_connection), timeout=seconds):
-            by_connection[connection].hears()
+    def _start(self, rank: int) -> list[Work]:
+        executor = self.executors[rank] = ProcessPoolExecutor(1, self.context)
+        given = {**os.environ, **self.variables(rank)}, os.getcwd(), str(self.log(rank)) if self.log else ""
+        with _starting():
+            entered = self.submit(rank, _enter, *given)
+        (self.processes[rank],) = executor._processes.values()
+        return [entered, *(self.submit(rank, *call) for call in self.prepare(rank))]
 
-    def silent(self) -> Any | None:
-        """A member that works and has been silent for longer than its ``timeout``; None if there is none.
+    def submit(self, rank: int, function: Callable[..., Any], *given: Any) -> Work:
+        """Have process number ``rank`` call ``function`` with ``given`` after what it has to do already."""
+        work = Work(rank, (function, *given), self.executors[rank])
+        work.hand_to(work.executor)
+        return work
 
-        What members have sent while nobody listened is read first.
+    def result(self, work: Work) -> Any:
+        """What the call returns; waits for it.
+
+        Raises:
+            UserError: the call raised it. RuntimeError: the call raised another error.
+            RunFailed: its process died, and no other may take its place.
         """
-        self._read(0)
-        return next((member for member in self.members if member.silent), None)
+        while self.died(work):
+            self.again(work)
+        kind, *result = work.future.result()
+        if not kind:
+            return result[0]
+        raise next((k(result[0]) for k in _FOR_USERS if k.__name__ == kind), RaisedElsewhere(*result))
 
-    def dismiss(self) -> None:
-        """Close the connections, which makes every member end, and wait ten seconds for each."""
-        for member in self.members:
-            member.connection.close()
-        for member in self.members:
-            member.ends_within(10.0)
+    def died(self, work: Work) -> str:
+        """How the process ended that was to do ``work``; empty if it did not. Waits for the work."""
+        if not isinstance(work.future.exception(), BrokenProcessPool):
+            return ""
+        if self.executors[work.rank] is not work.executor:  # for another piece of work another has taken its place
+            work.hand_to(self.executors[work.rank])
+            return self.died(work)
+        work.executor.shutdown()  # its process object knows how it ended after this
+        code = self.processes[work.rank].exitcode or 0
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return how + ": out of memory, perhaps" * (code == -signal.SIGKILL)
+
+    def again(self, work: Work) -> None:
+        """Start another process in place of the one that has died of ``work``, to do it again.
+
+        Raises:
+            RunFailed: there were as many deaths before as are allowed.
+        """
+        ended = f"{self.name.format(work.rank + 1)} ended ({self.died(work)})"
+        _kill_family(self.processes[work.rank])
+        if not self.restarts:
+            raise RunFailed(f"{ended}; run again with resume=True")
+        self.restarts -= 1
+        self.say(f"{ended}; another takes its place")
+        for begun in self._start(work.rank):
+            self.result(begun)
+        work.hand_to(self.executors[work.rank])
 
     def end(self) -> None:
-        """End every member, even one that is working."""
-        for member in self.members:
-            member.connection.close()
-        for member in self.members:
-            member.end()
+        """End all processes, whatever they do, and what they have started."""
+        for rank, executor in self.executors.items():
+            _kill_family(self.processes[rank])
+            executor.shutdown(cancel_futures=True)
+
+
+def _kill_family(process: BaseProcess) -> None:
+    """Kill a process, which leads a group, and the group."""
+    try:
+        assert process.pid
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:  # so young that it leads no group yet, and has started none; or all have ended
+        process.kill()
+
+
+def _context(imports: Sequence[str]) -> BaseContext:
+    """How processes start: forked from one that has imported ``imports``, or each by itself where that cannot be."""
+    if "forkserver" not in multiprocessing.get_all_start_methods() or _imports_ask_cuda():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(imports))
+    return context
+
+
+def _imports_ask_cuda() -> bool:
+    """Whether there are GPUs that importing ``LIBRARIES`` asks for: PEFT imports bitsandbytes, which does so.
+
+    What is forked from a process that has asked can use no GPU, nor choose which ones it sees.
+    """
+    if not find_spec("bitsandbytes"):
+        return False
+    import torch
+
+    return torch.cuda.device_count() > 0
+
+
+@contextmanager
+def _starting() -> Iterator[None]:
+    """Processes that start in this block find this one's modules, and do not run its main module again.
+
+    So a script needs no ``if __name__ == "__main__"``.
+    """
+    main, before = vars(sys.modules["__main__"]), dict(os.environ)
+    own = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
+    main["__spec__"] = None
+    os.environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        del main["__spec__"]
+        main.update(own)
+        for name in ("PYTHONPATH", "PYTHONSAFEPATH"):
+            os.environ.pop(name)
+            os.environ.update({name: before[name]} if name in before else {})
+
+
+# -- in a process --------------------------------------------------------------------------------------
+
+
+def _enter(environment: Mapping[str, str], folder: str, log: str) -> None:
+    """What every process does first: take the environment of the one that started it, and end with it."""
+    gc.freeze()  # else the first collection would copy every object of the process from which this one was forked
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    os.setsid()  # so that Ctrl-C does not reach it
+    if log:
+        with open(log, "a") as printed:
+            os.dup2(printed.fileno(), 1)
+            os.dup2(printed.fileno(), 2)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
+
+
+def _told(function: Callable[..., Any], *given: Any) -> tuple[Any, ...]:
+    """An empty text and what ``function`` returns, or the kind of its error, its text, and where it was raised."""
+    try:
+        return "", function(*given)
+    except Exception as error:
+        kind = next((k.__name__ for k in _FOR_USERS if isinstance(error, k)), "Exception")
+        return kind, traceback.format_exc() if kind == "Exception" else str(error), own_place(error)

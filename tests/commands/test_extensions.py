@@ -74,6 +74,7 @@ def test_wrong_use_of_an_added_command_is_one_line(metadata, at_home):
     assert done.returncode == 2 and done.stderr.startswith("error:") and len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.more
 def test_the_processes_of_a_command_find_its_package_too(tmp_path):
     package(
         tmp_path / "site",
@@ -81,12 +82,14 @@ def test_the_processes_of_a_command_find_its_package_too(tmp_path):
         "own-tool = own_tool.cli:main",
         __init__="",
         cli=(
-            "from fs_lowrank.jobs.process import Process\n"
+            "from fs_lowrank.jobs.pool import Pool\n"
+            "from own_tool.work import job\n"
             "def main(argv):\n"
-            "    child = Process('own_tool.work:job')\n"
-            "    print('the process says', child.connection.recv(), argv)\n"
+            "    pool = Pool(1)\n"
+            "    print('the process says', pool.result(pool.submit(0, job)), argv)\n"
+            "    pool.end()\n"
         ),
-        work="def job(connection):\n    connection.send('hello')\n",
+        work="def job():\n    return 'hello'\n",
     )
     home = tmp_path / "home"
     home.mkdir()

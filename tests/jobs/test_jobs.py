@@ -1,20 +1,14 @@
-"""Atomic writes, processes that end with their parent, the members of a pool, and exit codes of commands."""
+"""Atomic writes, locks, crews of workers, and exit codes of commands."""
 
 from __future__ import annotations
 
 import argparse
 import ast
-import atexit
 import json
 import logging
-import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -24,16 +18,10 @@ from rich.text import Text
 from fs_lowrank import RunFailed, UserError
 from fs_lowrank.errors import own_place
 from fs_lowrank.jobs import crew, shell
-from fs_lowrank.jobs import nursery as nurseries
 from fs_lowrank.jobs.files import replacing, write_text
 from fs_lowrank.jobs.locks import claimed, exclusive
-from fs_lowrank.jobs.nursery import AVAILABLE, Nursery
-from fs_lowrank.jobs.pool import Member, Pool
 
-FORKS = pytest.mark.skipif(not AVAILABLE, reason="no nursery on this system")
 ROOT = Path(__file__).parents[2]
-#: seconds that a member may be silent; it is to start within them on a busy machine, too
-LIMIT = 3.0
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path):
@@ -62,195 +50,6 @@ def test_waiting_for_a_lock_ends_when_the_caller_says_so(tmp_path):
     assert len(asked) == 3
     with claimed(path) as ours:
         assert ours
-
-
-def echo(connection):
-    """The function that members of the pools run."""
-    while True:
-        item = connection.recv_bytes()
-        if item == b"die":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if item == b"stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if item == b"think":
-            time.sleep(60)
-        if item == b"dream":
-            time.sleep(5)
-        if item == b"leave":
-            raise SystemExit(7)
-        if item == b"fail":
-            atexit.register(print, "left in order", flush=True)
-            raise ValueError("said")
-        if item == b"who":
-            known = [os.getppid(), os.getsid(0) == os.getpid(), os.environ.get("BORN"), os.environ.get("NAME")]
-            item = json.dumps([*known, sys.stdin.read()]).encode()
-        connection.send_bytes(item.upper())
-
-
-@pytest.fixture(params=["started", pytest.param("forked", marks=FORKS)])
-def pool(request, monkeypatch):
-    """A pool; ``pool.join(timeout)`` adds a member that runs ``echo``, started by itself or forked from a nursery."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    pool = Pool()
-    pool.nursery = Nursery(["test_jobs"], {"BORN": "here"}) if request.param == "forked" else None
-
-    def join(timeout):
-        pool.members.append(Member("test_jobs:echo", timeout, nursery=pool.nursery))
-        return pool.members[-1]
-
-    pool.join = join
-    yield pool
-    pool.end()
-    assert all(member.process.poll() is not None for member in pool.members)
-    if pool.nursery:
-        pool.nursery.end()
-
-
-@pytest.mark.more
-def test_members_that_answer_die_or_hang(pool):
-    for _ in range(3):
-        pool.join(LIMIT)
-    for member, item in zip(pool.members, (b"word", b"die", b"stop")):
-        member.waiting.append(item)
-        assert member.next() == item and not member.idle and member.next() is None
-    heard, deadline = {}, time.monotonic() + 60
-    while len(heard) < 2 and time.monotonic() < deadline:
-        for member in pool.heard(1.0):
-            heard[pool.members.index(member)] = member.receive()
-            member.idle = True
-    assert heard == {0: b"WORD", 1: None}
-    while pool.silent() is None and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert pool.silent() is pool.members[2] and not pool.idle
-    os.kill(pool.members[2].process.pid, signal.SIGCONT)
-
-
-@pytest.mark.parametrize("by_pool", [True, False])
-@pytest.mark.more
-def test_a_member_that_works_for_longer_than_its_timeout_is_heard_of(pool, by_pool):
-    """The limit is on its silence, not on the time it takes."""
-    member = pool.join(LIMIT)
-    member.send(b"word")
-    assert member.receive() == b"WORD"
-    member.send(b"dream")
-    started = time.monotonic()
-    while by_pool and not pool.heard(0.2):
-        assert pool.silent() is None and time.monotonic() - started < 60
-    assert member.receive() == b"DREAM" and time.monotonic() - started > LIMIT
-
-
-@pytest.mark.parametrize("item", [b"dream", b"word"])
-@pytest.mark.more
-def test_what_a_member_has_sent_while_nobody_listened_counts(pool, item):
-    """Signs of life while it works, and its answer; whoever listens was busy for longer than its limit."""
-    member = pool.join(LIMIT)
-    member.send(b"word")
-    assert member.receive() == b"WORD"
-    member.send(item)
-    time.sleep(LIMIT + 0.5)
-    assert pool.silent() is None
-    deadline = time.monotonic() + 60
-    while not (heard := pool.heard(0.2)):
-        assert pool.silent() is None and time.monotonic() < deadline
-    assert heard == [member] and member.receive() == item.upper() and not member.news
-
-
-@FORKS
-def test_what_is_forked_is_a_process_of_its_own(nursery_of_echo, tmp_path):
-    """It has a session, variables and a log of its own, and its end is known: a code, an error, a signal."""
-    nursery, log, ended = nursery_of_echo, tmp_path / "log.txt", {}
-    for item, environment in ((b"leave", {}), (b"fail", {}), (b"die", {}), (b"who", {"NAME": "one"})):
-        member = Member("test_jobs:echo", 60.0, nursery=nursery, environment=environment, log=log)
-        member.send(item)
-        answer = member.receive()
-        if item == b"who":
-            parent, leads, born, name, read = json.loads(answer.lower())
-            assert (parent, leads, born, name, read) == (nursery.process.pid, True, "here", "one", "")
-            member.end()
-        ended[item] = member.process.wait(60)
-    assert ended == {b"leave": 7, b"fail": 1, b"die": -9, b"who": ended[b"who"]}
-    assert "ValueError: said" in log.read_text() and "left in order" in log.read_text()
-    with pytest.raises(subprocess.TimeoutExpired):
-        thinks = Member("test_jobs:echo", 60.0, nursery=nursery)
-        thinks.send(b"think")
-        thinks.process.wait(0.2)
-    thinks.process.terminate()
-    assert thinks.process.wait(60) == -signal.SIGTERM
-    killed = Member("test_jobs:echo", 60.0, nursery=nursery)
-    killed.process.kill()
-    assert killed.process.wait(60) == -signal.SIGKILL
-    for _ in range(20):  # it may have no session of its own yet
-        young = Member("test_jobs:echo", 60.0, nursery=nursery)
-        young.kill()
-        assert young.process.returncode == -signal.SIGKILL
-
-
-@FORKS
-def test_members_outlive_the_nursery_and_others_are_started_without_it(nursery_of_echo):
-    nursery = nursery_of_echo
-    before = [Member("test_jobs:echo", 60.0, nursery=nursery) for _ in range(2)]
-    for member in before:
-        member.send(b"word")
-        assert member.receive() == b"WORD"
-    nursery.process.kill()
-    nursery.process.wait()
-    for member, item in zip(before, (b"word", b"die")):
-        member.send(item)
-        assert member.receive() == (b"WORD" if item == b"word" else None)
-    assert before[1].process.wait(60) == -9 and before[0].process.poll() is None
-    after = Member("test_jobs:echo", 60.0, nursery=nursery)
-    after.send(b"word")
-    assert after.receive() == b"WORD" and isinstance(after.process, subprocess.Popen)
-    for member in (before[0], after):
-        member.end()
-        assert member.process.poll() is not None
-
-
-@FORKS
-def test_a_nursery_that_cannot_import_ends_what_was_asked_of_it(monkeypatch):
-    nursery = Nursery(["no_such_module"], {})
-    member = Member("test_jobs:echo", 60.0, nursery=nursery)
-    assert member.process.wait(60) == -9 and member.receive() is None
-    nursery.end()
-
-
-@pytest.fixture
-def nursery_of_echo(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    nursery = Nursery(["test_jobs"], {"BORN": "here"})
-    yield nursery
-    nursery.end()
-
-
-@pytest.mark.parametrize("nursery", ["None", pytest.param("Nursery(['test_jobs'], {})", marks=FORKS)])
-def test_a_process_ends_with_the_one_that_started_it(tmp_path, nursery):
-    code = (
-        "import time; from fs_lowrank.jobs.pool import Member; from fs_lowrank.jobs.nursery import Nursery\n"
-        f"member = Member('test_jobs:echo', 60.0, nursery={nursery}); member.send(b'word'); member.receive()\n"
-        "member.send(b'think')\n"
-        "print(member.process.pid, flush=True); time.sleep(60)\n"
-    )
-    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}, text=True
-    )
-    assert wait([parent.stdout], 60), "no member within a minute"
-    member = int(parent.stdout.readline())
-    parent.kill()
-    parent.communicate(timeout=60)
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and _runs(member):
-        time.sleep(0.1)
-    assert not _runs(member)
-
-
-def _runs(number: int) -> bool:
-    try:
-        os.kill(number, 0)
-        state = Path(f"/proc/{number}/stat")
-        return not (state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z")
-    except ProcessLookupError:
-        return False
 
 
 @pytest.mark.parametrize(
@@ -359,26 +158,39 @@ def broken(options):
     raise ZeroDivisionError("division by zero")
 
 
-def test_a_worker_with_a_bug_prints_one_line(tmp_path, monkeypatch, capsys):
+def test_a_worker_with_a_bug_ends_the_crew_with_one_line(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    ours, theirs = multiprocessing.Pipe()
-    ours.send_bytes(json.dumps({"target": "test_jobs:broken", "options": {}, "logs": str(tmp_path)}).encode())
-    assert crew.serve(theirs) == shell.FAILED
-    (line,) = capsys.readouterr().err.splitlines()
-    (file,) = tmp_path.iterdir()
+    with pytest.raises(RunFailed) as raised:
+        crew.Crew("test_jobs:broken", {}, 1, logs=tmp_path).run([])
+    (line,) = str(raised.value).splitlines()
+    (file,) = tmp_path.glob("traceback*")
     assert "ZeroDivisionError: division by zero" in line and str(file) in line and "in broken" in file.read_text()
 
 
-@FORKS
-@pytest.mark.parametrize("installed, gpus, forks", [(False, 2, True), (True, 0, True), (True, 2, False)])
-def test_nothing_is_forked_from_what_has_asked_cuda(monkeypatch, installed, gpus, forks):
-    """PEFT imports bitsandbytes where it is installed, and that asks for GPUs."""
-    monkeypatch.setattr(nurseries, "find_spec", lambda name: object() if installed else None)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    made = nurseries.nursery("test_jobs", {})
-    if made:
-        made.end()
-    assert bool(made) == forks
+def dies(options):
+    """The function that the worker runs: it dies as often as ``options`` say, and counts."""
+    folder = Path(options["folder"])
+    (folder / str(len(list(folder.iterdir())))).touch()
+    if len(list(folder.iterdir())) <= options["deaths"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return shell.OK
+
+
+@pytest.mark.more
+def test_workers_that_die_are_replaced_so_many_times(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setattr(crew, "RESTARTS", 2)
+    said: list[str] = []
+    for deaths in (2, 9):
+        (folder := tmp_path / str(deaths)).mkdir()
+        team = crew.Crew("test_jobs:dies", {"folder": str(folder), "deaths": deaths}, 1, say=said.append)
+        if deaths == 2:
+            assert not team.run([])
+        else:
+            with pytest.raises(RunFailed, match="worker 1 ended .*run again"):
+                team.run([])
+        assert len(list(folder.iterdir())) == 3
+    assert said == ["worker 1 ended (signal 9: out of memory, perhaps); another takes its place"] * 4
 
 
 def tell(options):

@@ -160,7 +160,7 @@ def test_a_killed_command_leaves_no_process_and_can_be_continued(which, event, s
         assert not left
         assert "Traceback" not in command.said(), command.said()
         if event == "kill -9 of a worker":
-            assert "died (signal 9: out of memory, perhaps)" in command.said()
+            assert "ended (signal 9: out of memory, perhaps); another takes its place" in command.said()
         else:
             assert len(records.read_text().splitlines()) < ROUNDS, "it went on without a parent"
             command.finish(monkeypatch)

@@ -12,7 +12,7 @@ from ...runs.result import RunResult
 from ...settings import Settings
 from ..kept import settings_kept
 from ..locate_federatedscope import importing
-from ..workers import processes_of
+from ..pool import processes_of
 from . import FRAMEWORK
 from . import session as sessions
 from .config import to_framework

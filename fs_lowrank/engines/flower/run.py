@@ -22,7 +22,7 @@ from ...runs.folder import check_outdir
 from ...runs.result import RunResult
 from ..kept import settings_kept
 from ..locate_flower import require
-from ..workers import processes_of
+from ..pool import processes_of
 
 require(simulation=True)
 #: Flower and Ray report to their makers what is run, and Ray gives advice, unless they are told not to

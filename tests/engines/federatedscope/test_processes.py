@@ -2,30 +2,16 @@
 
 import os
 import signal
-import time
 
 import pytest
-import torch
 
 import fs_lowrank
 from fs_lowrank.errors import UserError
+from fs_lowrank.jobs.pool import Pool
+from fs_lowrank.rounds.parcel import Parcel
 
 pytestmark = pytest.mark.federatedscope
 THREE = {"federate.process_num": 3}
-
-
-@pytest.fixture
-def sites(monkeypatch):
-    """The clients' processes of the runs in a test, in the order of their start."""
-    started = []
-
-    class Site(parallel()._ClientProcess):
-        def __init__(self, *args):
-            super().__init__(*args)
-            started.append(self)
-
-    monkeypatch.setattr(parallel(), "_ClientProcess", Site)
-    return started
 
 
 def parallel():
@@ -86,142 +72,44 @@ def test_secret_sharing_works_between_processes(quick, assert_same):
     assert_same(fs_lowrank.run(quick("alone", keys)), shared)
 
 
-PERSONAL = {
-    "federate.method": "pfedloru",
-    "lowrank.tau": 2,
-    "federate.sample_client_num": 4,
-    "lowrank.drop_rate": 0.3,
-    **THREE,
-}
-
-
-def killing(monkeypatch, when):
-    """The processes to which a message is sent of whose facts ``when`` is true are killed; the list of these facts."""
-    killed, plain = [], parallel()._ClientProcess.send
-
-    def send(self, item):
-        plain(self, item)
-        facts = item.facts.get("facts", {})
-        if when(facts, item.facts, killed):
-            killed.append({**facts, "client": item.facts.get("receiver")})
-            os.kill(self.process.pid, signal.SIGKILL)
-
-    monkeypatch.setattr(parallel()._ClientProcess, "send", send)
-    return killed
-
-
 @pytest.mark.parametrize("share", [False, True], ids=["own_models", "one_model"])
-def test_a_process_that_is_killed_is_replaced(quick, sites, share, monkeypatch):
-    """And the run, which was stopped after its third round, is resumed."""
-    keys = {**PERSONAL, "federate.share_local_model": share}
-    whole = fs_lowrank.run(quick("whole", keys), "federatedscope")
+def test_a_process_that_is_killed_ends_the_run_which_can_be_resumed(quick, share, monkeypatch):
+    keys = {"federate.method": "pfedloru", "lowrank.tau": 2, "federate.sample_client_num": 4, "lowrank.drop_rate": 0.3}
+    keys |= {**THREE, "federate.share_local_model": share}
+    whole, killed, submit = fs_lowrank.run(quick("whole", keys), "federatedscope"), [], Pool.submit
 
-    def once_a_round(facts, item, killed):
-        return facts.get("purpose") == "train" and facts["round"] in (2, 3) and facts["round"] not in _rounds(killed)
+    def submitted(self, rank, function, *given):
+        work = submit(self, rank, function, *given)
+        if function is parallel()._do and not killed:
+            facts = Parcel.of(given[0]).facts.get("facts", {})
+            if facts.get("purpose") == "train" and facts["round"] == 3:
+                killed.append(self.processes[rank])
+                os.kill(killed[0].pid, signal.SIGKILL)
+        return work
 
-    killed = killing(monkeypatch, once_a_round)
     config = quick("killed", keys)
-    fs_lowrank.run(config, "federatedscope", on_round=lambda record: record["round"] == 3)
-    assert _rounds(killed) == [2, 3]
+    with monkeypatch.context() as patch:
+        patch.setattr(Pool, "submit", submitted)
+        with pytest.raises(fs_lowrank.RunFailed, match="of federate.process_num ended .*; run again with resume=True"):
+            fs_lowrank.run(config, "federatedscope")
     rest = fs_lowrank.run(config, "federatedscope", resume=True)
     for name, tensor in whole.model.named_parameters():
         assert tensor.equal(dict(rest.model.named_parameters())[name]), name
     for x, y in zip(whole.history, rest.history, strict=True):
         assert all(x[k] == y[k] for k in ("clients", "loss", "metrics", "uplink_bytes", "failed"))
-        # A copy that died with its process is sent the whole model again, and so are all when a run is resumed.
-        assert x["downlink_bytes"] <= y["downlink_bytes"]
-        assert not share or x["downlink_bytes"] == y["downlink_bytes"] or x["round"] > 3
-    assert all(site.process.poll() is not None for site in sites)
+        assert x["downlink_bytes"] <= y["downlink_bytes"]  # copies of their own are sent the whole model again
 
 
-def _rounds(killed):
-    return [facts["round"] for facts in killed]
+def test_the_error_of_a_process_is_reported(quick, monkeypatch, tmp_path):
+    prepare = parallel().ParallelRunner._prepare
 
+    def elsewhere(runner, rank):
+        ((load, config, *given),) = prepare(runner, rank)
+        return [(load, {**config, "data": {**config["data"], "root": str(tmp_path), "type": "missing@file"}}, *given)]
 
-def test_a_client_of_which_two_processes_die_costs_its_update(quick, sites, monkeypatch):
-    killed = killing(monkeypatch, lambda facts, item, _: facts.get("purpose") == "train" and item["receiver"] == 3)
-    config = quick("run", {"federate.method": "rolora", "federate.total_round_num": 1, **THREE})
-    (record,) = fs_lowrank.run(config, "federatedscope").history
-    assert record["clients"] == [1, 2, 4, 5] and len(killed) == 2
-    (failure,) = record["failed"]
-    assert failure["client"] == 3
-    assert "two processes ended while they did it, the last one: signal 9" in failure["reason"]
-
-
-def test_a_process_that_dies_while_it_loads_is_replaced(quick, sites, monkeypatch, caplog):
-    """Before its clients have joined: those of the process in its place do."""
-    keys = {"federate.method": "pfedlora", "federate.total_round_num": 1, "federate.share_local_model": True}
-    alone = fs_lowrank.run(quick("alone", keys), "federatedscope")
-    killed = killing(monkeypatch, lambda facts, item, killed: "config" in item and not killed)
-    apart = fs_lowrank.run(quick("apart", {**keys, **THREE}), "federatedscope")
-    assert len(killed) == 1 and len(sites) == 3
-    same(alone, apart)
-    assert "process 1 (clients 1, 3, 5) ended while it loaded (signal 9); another takes its place" in caplog.text
-
-
-def test_the_servers_process_evaluates_what_two_others_die_of(quick, sites, monkeypatch, caplog):
-    keys = {"federate.method": "pfedloru", "lowrank.tau": 1, "federate.total_round_num": 2}
-    keys |= {"federate.make_global_eval": False, "federate.share_local_model": True}
-    alone = fs_lowrank.run(quick("alone", keys), "federatedscope")
-
-    def twice(facts, item, killed):
-        return item.get("kind") == "evaluate" and item["receiver"] == 3 and len(killed) < 2
-
-    killed = killing(monkeypatch, twice)
-    apart = fs_lowrank.run(quick("apart", {**keys, **THREE}), "federatedscope")
-    assert len(killed) == 2
-    same(alone, apart)
-    assert caplog.text.count("the server's process evaluates in place of client 3, with the same result") == 1
-
-
-def test_shares_that_died_with_a_process_end_the_run(quick, sites, monkeypatch):
-    killing(monkeypatch, lambda facts, item, killed: facts.get("purpose") == "train" and not killed)
-    config = quick("run", {"federate.method": "fedlora", "federate.use_ss": True, **THREE})
-    with pytest.raises(UserError, match=r"process \d \(clients .*\) is gone, and with it the secret shares"):
-        fs_lowrank.run(config, "federatedscope")
-    assert all(site.process.poll() is not None for site in sites)
-
-
-def test_a_process_that_is_silent_is_not_waited_for(quick, sites, monkeypatch):
-    plain = parallel()._ClientProcess.send
-
-    def send(self, item):
-        plain(self, item)
-        os.kill(self.process.pid, signal.SIGSTOP)
-
-    monkeypatch.setattr(parallel()._ClientProcess, "send", send)
-    with pytest.raises(UserError, match="process 1 .* of federate.process_num could not start"):
-        fs_lowrank.run(quick("run", {"federate.method": "rolora", "lowrank.timeout": 0.5, **THREE}), "federatedscope")
-    assert all(site.process.poll() is not None for site in sites)
-
-
-def test_sending_to_a_stopped_process_takes_no_longer_than_the_timeout():
-    from fs_lowrank.rounds.parcel import Parcel
-
-    site = parallel()._ClientProcess(0, [1, 2], timeout=0.5)
-    try:
-        site.process.send_signal(signal.SIGSTOP)
-        started = time.monotonic()
-        site.send(Parcel({"more than a pipe holds": torch.zeros(4_000_000)}))
-        assert site.receive() is None
-        assert time.monotonic() - started < 20
-    finally:
-        site.end()
-    assert site.process.poll() is not None
-
-
-def test_the_error_of_a_process_is_reported(quick, sites, monkeypatch, tmp_path):
-    send = parallel()._ClientProcess.send
-
-    def elsewhere(site, parcel):
-        if "config" in parcel.facts:
-            parcel.facts["config"]["data"] |= {"root": str(tmp_path), "type": "missing@file"}
-        send(site, parcel)
-
-    monkeypatch.setattr(parallel()._ClientProcess, "send", elsewhere)
-    with pytest.raises(UserError, match="process [12] .*missing@file"):
+    monkeypatch.setattr(parallel().ParallelRunner, "_prepare", elsewhere)
+    with pytest.raises(UserError, match="missing@file"):
         fs_lowrank.run(quick("run", {"federate.method": "rolora", **THREE}), "federatedscope")
-    assert all(site.process.poll() is not None for site in sites)
 
 
 def test_processes_in_distributed_mode(quick):
