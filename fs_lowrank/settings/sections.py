@@ -386,8 +386,7 @@ class Lowrank:
     on_bad_round: str = key("stop", choices=("stop", "skip"))
     #: probability that a selected client drops out of a round, drawn with the seed; tests the robustness of a method
     drop_rate: float = key(0.0, min=0.0, max=1.0)
-    #: seconds that a process waits for another in distributed runs; with ``federate.process_num``, for a sign of life;
-    #: on Flower, for the next answer of any node
+    #: seconds that a process waits for another in distributed runs; on Flower, for the next answer of any node
     timeout: float = key(600.0, above=0.0, max=2e6, result=False)
     #: dtype of the frozen weights and of the computation, or `int8` or `nf4`: matrices quantised to 8 or 4 bits by
     #: bitsandbytes, which takes models of transformers and methods that leave the base as it is. Adapters

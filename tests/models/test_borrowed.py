@@ -105,7 +105,8 @@ def test_a_model_names_the_layers_that_stay_on_one_device(kind, layer):
 DOCUMENTED = {"_exit", "_replace"}
 #: private names of other libraries that are used, by file; the reason is given there or here
 BORROWED = {
-    "hpo/storage.py": {"_storage", "_trial_id"},
+    # the process of an executor; from Python 3.14 on it can be killed by a public method
+    "fs_lowrank/jobs/pool.py": {"_processes"},
     # the version of the framework is pinned, and checked when it is imported (engines/locate_federatedscope.py)
     # a value of a new key is read as yacs reads all others
     "fs_lowrank/engines/federatedscope/config.py": {"_decode_cfg_value", "_immutable"},
