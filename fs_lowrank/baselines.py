@@ -77,6 +77,8 @@ def row_config(name: str, config: Config, outdir: str | Path) -> Config:
     needs = requirements(config.federate.method, config.method_params)
     method = "fedlora" if needs.adapts(config.llm.adapter.use) else "fedavg"
     keys: dict[str, Any] = {"federate.method": method, "outdir": str(outdir), "expname": "", "fedopt.use": False}
+    if config.federate.process_num != 1:
+        say_once(f"{name}: federate.process_num (--workers) does not apply to it; it trains in one process")
     keys |= {"federate.use_ss": False, "federate.online_aggr": False, "federate.process_num": 1}
     keys |= {"lowrank.drop_rate": 0.0, "lowrank.min_clients": 1, "lowrank.max_samples": Lowrank().max_samples}
     keys |= {"lowrank.max_update_norm": 0.0, "lowrank.max_update_norm_factor": 0.0, "lowrank.reuse_clients": ""}
@@ -181,13 +183,14 @@ def _alone(site: Site, on_client: Callable[[int, int, int], object] | None) -> d
     """
     config, evaluator, count = site.config, Evaluator(site), len(site.clients)
     rounds = math.ceil(config.federate.total_round_num * config.sampled_per_round / count)
-    start, began = site.method.view(site.initial_state), time.perf_counter()
+    start, spent = site.method.view(site.initial_state), {"training": 0.0, "aggregation": 0.0, "evaluation": 0.0}
     scores: list[dict[str, Any]] = []
     failed: list[Failure] = []
     losses, samples = [], 0
     for done, client in enumerate(site.clients):
         if on_client:
             on_client(rounds, done, count)
+        began = time.perf_counter()
         load_tensors(site.model, start)
         settings = config.of_client(client.id)
         for round in range(1, rounds + 1):
@@ -202,6 +205,8 @@ def _alone(site: Site, on_client: Callable[[int, int, int], object] | None) -> d
                 prefix=site.prefix,
             )
             samples += trained.samples
+        ended = time.perf_counter()
+        spent["training"] += ended - began
         tensors = all_tensors(site.model)
         diverged = not_finite({name: tensors[name] for name in start})
         if diverged or not math.isfinite(trained.loss):
@@ -217,6 +222,7 @@ def _alone(site: Site, on_client: Callable[[int, int, int], object] | None) -> d
         own = site.data.client_tests[client.id - 1]
         if own is not None:
             score[CLIENTS] = {**evaluator.score(own, f"client {client.id} test"), "samples": len(own)}
+        spent["evaluation"] += time.perf_counter() - ended
         scores.append(score)
     if not scores:
         raise RunFailed(f"local: {failed[0]['reason']}, of client 1 and all others; lower train.optimizer.lr")
@@ -240,6 +246,6 @@ def _alone(site: Site, on_client: Callable[[int, int, int], object] | None) -> d
         **{key: 0 for key in _BYTES},
         "client_uplink_bytes": {},
         "client_downlink_bytes": {},
-        "seconds": {"training": time.perf_counter() - began, "aggregation": 0.0, "evaluation": 0.0},
+        "seconds": spent,
     }
     return {"record": record, "rounds_of_a_client": rounds, "clients": scores}

@@ -92,9 +92,10 @@ def _evaluate(args: argparse.Namespace) -> int | None:
     if "acc" not in scores:
         return None
     console.print("± is one standard error", soft_wrap=True)
-    if "majority" in scores and scores["acc"] <= scores["majority"] + scores["acc_error"]:
+    if "majority" in scores and scores["acc"] <= scores["majority"] + 2 * scores["acc_error"]:
         what = "set of classes" if run.config.model.task == "MultiLabelClassification" else "class"
-        console.print(f"the model is no better here than always naming the most frequent {what}", soft_wrap=True)
+        better = "no better here" if scores["acc"] <= scores["majority"] else "not shown to be better here"
+        console.print(f"the model is {better} than always naming the most frequent {what}", soft_wrap=True)
     return None
 
 

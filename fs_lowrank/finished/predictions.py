@@ -41,7 +41,19 @@ def answers(run: FinishedRun, rows: Rows, tokens: int) -> list[str]:
             raise UserError("a row has no prompt of its own; of a run with loss_on: all, read rows with labelled=False")
         prompts.append(ids[:first].tolist())
     size = run.config.eval_batch_size
-    said = continue_prompts(run.model, run.tokenizer, prompts, batch_size=size, max_new_tokens=tokens)
+    said = continue_prompts(
+        run.model,
+        run.tokenizer,
+        prompts,
+        batch_size=size,
+        max_new_tokens=tokens,
+        on_cut=lambda count: logger.warning(
+            "%d of %d answers were cut at %d tokens; allow more with --tokens, in Python tokens=",
+            count,
+            len(prompts),
+            tokens,
+        ),
+    )
     return [text.strip() for text in said]
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from ..data import CAUSAL_LM, CLASSIFICATION, Examples
-from ..data.labels import bits
 from ..data.tables import MULTI_LABEL
 from ..models.machine import input_device
 from ..settings.metrics import extras, perplexity, standard_error
-from ..training import evaluate
+from ..training.evaluate import batch_scores, mean_scores
+from ..training.metrics import of_outputs
 from .rows import Rows
 from .run import FinishedRun
 
@@ -28,10 +28,12 @@ def evaluate_rows(run: FinishedRun, rows: Rows) -> dict[str, Any]:
         ``recall``. Of a regression ``mean_loss``, the loss of always giving the mean.
     """
     metrics, examples = extras(run.config.model.task, run.config.eval.metrics), rows.examples
+    outputs = run.task in (CLASSIFICATION, MULTI_LABEL) or bool(of_outputs(metrics))
+    batches = batch_scores(run.model, examples, run.config.eval_batch_size, outputs=outputs)
     scores: dict[str, Any] = {
         "rows": len(examples),
         "trained_on": rows.trained_on,
-        **evaluate(run.model, examples, run.config.eval_batch_size, metrics=metrics),
+        **mean_scores(batches, metrics),
     }
     if run.task == CAUSAL_LM:
         counted = int(examples.losses(range(len(examples))).sum())
@@ -40,12 +42,11 @@ def evaluate_rows(run: FinishedRun, rows: Rows) -> dict[str, Any]:
     labels = np.asarray(examples.labels)
     if run.task not in (CLASSIFICATION, MULTI_LABEL):
         return {**scores, "mean_loss": float(labels.var(dtype=np.float64))}
-    chances = probabilities(run, examples)
-    each = np.arange(len(run.labels))
+    predicted, true = (np.concatenate([batch[i] for batch in batches]) for i in (3, 4))
     if run.task == MULTI_LABEL:
-        true, predicted = bits(labels, len(run.labels)) == 1, chances > 0.5
+        predicted, true = predicted == 1, true == 1
     else:
-        true, predicted = labels[:, None] == each, chances.argmax(axis=1)[:, None] == each
+        predicted, true = (of[:, None] == np.arange(len(run.labels)) for of in (predicted, true))
     counts = true.sum(axis=0)
     return {
         **scores,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..data.examples import IGNORED_LABEL, Examples
-from ..errors import UserError, users_own
+from ..errors import UserError, say_once, users_own
 from ..jobs.files import cannot_read, cannot_write, check_fields, from_json, sync, to_json, write_text
 from ..seeds import derive
 from ..settings import Settings
@@ -131,6 +131,9 @@ class Answers:
             max_new_tokens=self.asked.max_tokens,
             temperature=self.asked.temperature,
             seed=derive(self.site.config.seed, "answers", round),
+            on_cut=lambda count: say_once(
+                f"eval.generate.max_tokens = {self.asked.max_tokens} cuts answers that have not ended by then"
+            ),
         )
         found: list[dict[str, Any]] = []
         for prompt, reference, answer in zip(self.prompts, self.references, answers):

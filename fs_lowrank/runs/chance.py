@@ -54,18 +54,22 @@ class Chance:
         return dataclasses.asdict(self)
 
     def reached(self, accuracy: float) -> bool:
-        """Whether an accuracy is above the majority class by more than one standard error."""
-        return accuracy > self.share + self.error
+        """Whether an accuracy is above the majority class by more than two standard errors."""
+        return accuracy > self.share + 2 * self.error
 
     def verdict(self, accuracies: Mapping[str, float | None]) -> str:
         """A sentence that names those of some accuracies that did not reach more than chance; empty if all did."""
-        low = [f"{name} {acc:.3f}" for name, acc in accuracies.items() if acc is not None and not self.reached(acc)]
-        if not low:
-            return ""
-        return f"nothing was learned: {', '.join(low)}, while {self}"
+        low = {name: acc for name, acc in accuracies.items() if acc is not None and not self.reached(acc)}
+        listed = ", ".join(f"{name} {acc:.3f}" for name, acc in low.items())
+        return f"{self.opening(max(low.values()))}: {listed}, while {self}" if low else ""
+
+    def opening(self, accuracy: float) -> str:
+        """How a verdict on an ``accuracy`` begins that has not ``reached`` more than chance."""
+        return "nothing was learned" if accuracy <= self.share else "nothing was learned that would show"
 
     def __str__(self) -> str:
-        return f"always predicting the majority class gives {self.share:.3f} ± {self.error:.3f} (one standard error)"
+        error = 2 * self.error
+        return f"always predicting the majority class gives {self.share:.3f} ± {error:.3f} (two standard errors)"
 
     def reported(self, metric: str, metrics: Mapping[str, float]) -> float:
         """The value of ``metric`` (a metric of classes) that a pruner is told.
@@ -77,12 +81,12 @@ class Chance:
         learned = "acc" not in metrics or self.reached(metrics["acc"])
         if metric == "loss":
             return min(metrics[metric], self.loss) if learned else self.loss
-        level = self.share + self.error if metric == "acc" else 0.0
+        level = self.share + 2 * self.error if metric == "acc" else 0.0
         return max(metrics[metric], level) if learned else level
 
 
 def run_verdict(data: Mapping[str, Any], final: Mapping[str, float], best: Mapping[str, Any]) -> str:
-    """A sentence about a run whose last round is not above the majority class by more than one standard error.
+    """A sentence about a run whose last round is not above the majority class by more than two standard errors.
 
     It says whether the best round was; and that of the test set counts, if it is evaluated, else that of validation
     data. Empty if the run learned, or has no classes.
@@ -99,7 +103,7 @@ def run_verdict(data: Mapping[str, Any], final: Mapping[str, float], best: Mappi
         highest = best.get(f"{split}_acc", last)
         learned, also = chance.reached(highest), highest != last
         return (
-            f"{'what was learned is lost' if learned else 'nothing was learned'}: {split}_acc {last:.3f}"
+            f"{'what was learned is lost' if learned else chance.opening(max(last, highest))}: {split}_acc {last:.3f}"
             + (f", {highest:.3f} in the best round" if also else "")
             + f", while {chance}; the training loss, of clients on their own data, may fall all the same"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import groupby
 
@@ -32,6 +32,7 @@ def continue_prompts(
     stop: Sequence[str] = (),
     temperature: float = 0.0,
     seed: int = 0,
+    on_cut: Callable[[int], object] = lambda count: None,
 ) -> list[str]:
     """The continuation of each prompt, without the prompt and without special tokens.
 
@@ -44,6 +45,7 @@ def continue_prompts(
         prompts: token ids of each prompt.
         stop: the text is cut before the first of these.
         seed: of the samples.
+        on_cut: told how many continuations were cut at ``max_new_tokens``, if any were.
     """
     from transformers import GenerationConfig, StoppingCriteria
 
@@ -77,6 +79,7 @@ def continue_prompts(
 
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     texts = [""] * len(prompts)
+    ends, cut = torch.tensor(sorted(ends_of(inner, tokenizer)), dtype=torch.long), 0
     inner.generation_config = plain  # generate() fills what a config leaves open from the model's own
     try:
         with generating(), drawing(seed) if temperature else nullcontext():
@@ -93,10 +96,15 @@ def continue_prompts(
                     generation_config=plain,
                     stopping_criteria=[Stop()] if stop else None,
                 )
-                for i, tokens in zip(rows, made[:, start:]):
-                    texts[i] = _cut(tokenizer.decode(tokens, skip_special_tokens=True), stop)
+                for i, tokens in zip(rows, made[:, start:].cpu()):
+                    whole = tokenizer.decode(tokens, skip_special_tokens=True)
+                    texts[i] = _cut(whole, stop)
+                    # The first token of a decoder beside an encoder may be the one that ends a text.
+                    cut += texts[i] == whole and not torch.isin(tokens[paired:], ends).any()
     finally:
         inner.generation_config = own
+    if cut:
+        on_cut(int(cut))
     return texts
 
 

@@ -45,6 +45,9 @@ def test_the_scores_on_the_test_set_are_those_of_the_run(runs, test_rows):
     result = runs["classes"]
     run = load_run(result.outdir)
     scores = evaluate_rows(run, read_rows(run, test_rows))
+    passed = []
+    run.model.register_forward_hook(lambda module, args, output: passed.append(len(output.logits)))
+    assert evaluate_rows(run, read_rows(run, test_rows)) == scores and sum(passed) == scores["rows"], "each row once"
     assert scores["acc"] == result.final["test_acc"] and scores["majority"] == pytest.approx(result.facts["majority"])
     assert scores["loss"] == pytest.approx(result.final["test_loss"], abs=1e-6)
     found = sum(of["rows"] * of["recall"] for of in scores["classes"].values())
@@ -263,8 +266,8 @@ def test_a_language_model(runs, instructions_jsonl, tmp_path):
     assert len(said) == 3 and all(len(text.split()) <= 4 for text in said)
 
 
-def test_answers_are_by_the_most_likely_token(runs, instructions_jsonl, tmp_path):
-    """Also of a model whose own generation settings punish repetition, as Qwen's do."""
+def test_answers_are_by_the_most_likely_token(runs, instructions_jsonl, tmp_path, caplog):
+    """Also of a model whose own generation settings punish repetition, as Qwen's do. Those that are cut are counted."""
     few = tmp_path / "few.jsonl"
     few.write_text("".join(line + "\n" for line in instructions_jsonl.read_text().splitlines()[:5]))
     run = load_run(runs["instructions"].outdir)
@@ -272,7 +275,7 @@ def test_answers_are_by_the_most_likely_token(runs, instructions_jsonl, tmp_path
     base = run.model.get_base_model() if hasattr(run.model, "get_base_model") else run.model
     base.generation_config.repetition_penalty = 9.0
     ends = base.generation_config.eos_token_id
-    wanted = []
+    wanted, cut = [], 0
     for ids in rows.examples.columns["input_ids"]:
         text, made = torch.from_numpy(np.asarray(ids)).long()[None], []
         while len(made) < 6 and (not made or made[-1] != ends):
@@ -280,7 +283,9 @@ def test_answers_are_by_the_most_likely_token(runs, instructions_jsonl, tmp_path
                 made.append(int(run.model(input_ids=text).logits[0, -1].argmax()))
             text = torch.cat([text, torch.tensor([made[-1:]])], 1)
         wanted.append(run.tokenizer.decode(made, skip_special_tokens=True).strip())
+        cut += made[-1] != ends
     assert answers(run, rows, 6) == wanted and base.generation_config.repetition_penalty == 9.0
+    assert cut and f"{cut} of 5 answers were cut at 6 tokens" in caplog.text
 
 
 def test_the_accuracy_of_a_language_model_is_called_what_it_is(runs):

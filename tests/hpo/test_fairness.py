@@ -23,7 +23,7 @@ from hpo.worker import work
 pytestmark = pytest.mark.usefixtures("no_curves")
 
 
-def runs(monkeypatch, accuracy, before=lambda config: None):
+def runs(monkeypatch, accuracy, before=lambda config: None, loss=lambda config: 0.7):
     """Replace ``fs_lowrank.run`` by one that reports one round: ``accuracy(config)`` on 100 rows of two classes."""
 
     def run(config, *args, on_round, **kwargs):
@@ -32,40 +32,50 @@ def runs(monkeypatch, accuracy, before=lambda config: None):
         folder.mkdir(parents=True, exist_ok=True)
         labels = {"negative": 40, "positive": 60}
         (folder / "data.json").write_text(json.dumps({"validation": {"from": "train", "rows": [], "labels": labels}}))
-        metrics = {"val": {"acc": accuracy(config), "loss": 0.7}}
+        metrics = {"val": {"acc": accuracy(config), "loss": loss(config)}}
         on_round({"round": 2, "clients": [1], "uplink_bytes": 1, "downlink_bytes": 1, "metrics": metrics})
 
     monkeypatch.setattr(fs_lowrank, "run", run)
 
 
 def test_a_winner_at_the_majority_class_is_named_and_not_written_without_a_flag(search, monkeypatch, tmp_path, capsys):
-    runs(monkeypatch, lambda config: 0.63)  # 0.6 and a standard error of 0.049
+    runs(monkeypatch, lambda config: 0.63)  # 0.6 and two standard errors of 0.049
     options, _, _ = search(confirm=1)
     (winner,) = hpo.results(options.where, "s")["winners"]
     said = (
         "val_acc 0.630, val_acc on fresh seeds 0.630, while always predicting the majority class gives "
-        "0.600 ± 0.049 (one standard error)"
+        "0.600 ± 0.098 (two standard errors)"
     )
-    assert winner["nothing_learned"] == f"nothing was learned: {said}"
+    assert winner["nothing_learned"] == f"nothing was learned that would show: {said}"
     where = ["--dir", str(options.folder)]
-    assert cli.main(["status", *where]) == 0 and f"s #0: nothing was learned: {said}" in capsys.readouterr().out
+    assert (
+        cli.main(["status", *where]) == 0
+        and f"s #0: nothing was learned that would show: {said}" in capsys.readouterr().out
+    )
     out = tmp_path / "best.yaml"
     assert cli.main(["best", *where, "--out", str(out)]) == 2 and not out.exists()
     assert said in (error := capsys.readouterr().err) and "--unlearned" in error
     assert cli.main(["best", *where, "--out", str(out), "--unlearned"]) == 0
-    assert f"# nothing was learned: {said}" in out.read_text() and read_header(out)["trial"] == 0
+    assert f"# nothing was learned that would show: {said}" in out.read_text() and read_header(out)["trial"] == 0
 
 
 def test_a_winner_above_the_majority_class_is_written(search, monkeypatch, tmp_path, capsys):
-    runs(monkeypatch, lambda config: 0.66)
+    runs(monkeypatch, lambda config: 0.76)
     options, _, _ = search(confirm=1)
     assert hpo.results(options.where, "s")["winners"][0]["nothing_learned"] == ""
     assert cli.main(["best", "--dir", str(options.folder), "--out", str(tmp_path / "best.yaml")]) == 0
     assert "nothing was learned" not in capsys.readouterr().out + (tmp_path / "best.yaml").read_text()
 
 
+def test_equal_accuracies_are_told_apart_by_the_loss(search, monkeypatch):
+    rates = {"train.optimizer.lr": {"grid": [1e-3, 1e-2, 1e-1]}}
+    runs(monkeypatch, lambda config: 0.76, loss=lambda config: abs(config.train.optimizer.lr - 1e-2))
+    options, _, _ = search(rates)
+    assert hpo.results(options.where, "s")["winners"][0]["point"] == {"train.optimizer.lr": 1e-2}
+
+
 def test_a_winner_at_the_end_of_its_grid_is_named(search, monkeypatch, tmp_path, capsys):
-    runs(monkeypatch, lambda config: 0.66 + config.train.optimizer.lr)
+    runs(monkeypatch, lambda config: 0.76 + config.train.optimizer.lr)
     options, _, _ = search(confirm=1)
     said = "train.optimizer.lr 0.01 is the largest that was tried, so a better value may lie beyond"
     assert hpo.results(options.where, "s")["winners"][0]["at_end"] == said
@@ -74,7 +84,7 @@ def test_a_winner_at_the_end_of_its_grid_is_named(search, monkeypatch, tmp_path,
     assert cli.main(["best", *where, "--out", str(tmp_path / "best.yaml")]) == 0
     assert f"# {said}" in (tmp_path / "best.yaml").read_text()
     three = {"train.optimizer.lr": {"grid": [1e-3, 1e-2, 1e-1]}}
-    runs(monkeypatch, lambda config: 0.66 + (config.train.optimizer.lr == 1e-2) / 10)
+    runs(monkeypatch, lambda config: 0.76 + (config.train.optimizer.lr == 1e-2) / 10)
     search(three, name="inside")
     search({"train.optimizer.lr": {"loguniform": [1e-3, 1e-2]}}, name="range", trials=1)
     search(
@@ -82,7 +92,7 @@ def test_a_winner_at_the_end_of_its_grid_is_named(search, monkeypatch, tmp_path,
     )
     search({"train.optimizer.lr": {"choice": [1e-4, 1e-2]}}, name="choice", trials=2, sampler="grid")
     assert "0.01 is the largest" in hpo.results(options.where, "choice")["winners"][0]["at_end"]
-    runs(monkeypatch, lambda config: 0.66 - config.adapter.r / 100)
+    runs(monkeypatch, lambda config: 0.76 - config.adapter.r / 100)
     search({"llm.adapter.args.0.r": {"grid": [1, 2]}}, name="ranks")
     # a range has no end: its bounds are not tried; and no rank is below 1
     for name in ("inside", "range", "lists", "ranks"):
@@ -93,7 +103,7 @@ def test_a_winner_that_fails_on_a_fresh_seed_is_not_written_without_a_flag(searc
     def accuracy(config):
         if config.seed == worst:
             raise ValueError("a division by nothing")
-        return 0.66
+        return 0.76
 
     worst = None
     runs(monkeypatch, accuracy)
