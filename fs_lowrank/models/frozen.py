@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -45,8 +44,6 @@ logger = logging.getLogger("fs_lowrank")
 
 #: number of samples whose states are computed in one batch
 COMPUTED_TOGETHER = 32
-#: number of samples that are run with and without cached states before the cache is used, and of owners they may be of
-_TRIED, _ASKED = 4, 1000
 #: passes over an owner's samples in a run from which on its states are kept. Filling the cache takes one: a run that is
 #: never repeated loses one pass at most, and one that finds the states of another gains. It is the same whether states
 #: are kept for others or not, so that results are
@@ -134,7 +131,9 @@ class FrozenPrefix:
         for module in self.below:
             module.training = False
 
-    def plan(self, owners: Mapping[str, tuple[Any, float]], clients: Owners | None = None) -> None:
+    def plan(
+        self, owners: Mapping[str, tuple[Any, float]], clients: Owners | None = None, trial: Any | None = None
+    ) -> None:
         """Decide once whose states are cached, by number of uses and size, in the given order, and those with less than
         a pass last.
 
@@ -146,20 +145,22 @@ class FrozenPrefix:
             owners: name -> (examples, number of passes over them in the run). Examples with less than half a pass are
                 not cached.
             clients: further owners, who come after those.
+            trial: samples of lengths from the shortest to the longest of all owners; None: those of the first owner.
         Raises:
             UserError: the folder cannot be created or written to.
         """
         groups = [group for group in (Owners.of(owners), clients) if group is not None and len(group.names)]
+        trial = groups[0].examples(0) if trial is None else trial
         if self:
-            self._probe(groups[0].examples(0))
+            self._probe(trial)
         if not self:
             return
-        self.parts = self._find_parts(groups[0].examples(0))
+        self.parts = self._find_parts(trial)
         used = [np.flatnonzero(group.passes >= _PASSES) for group in groups]
         tokens = sum(int(group.tokens[chosen].sum()) for group, chosen in zip(groups, used))
         if tokens * self.columns * self.dtype.itemsize > self.limit:
             self.parts = {}
-        remaining, kept = self.limit, []
+        remaining, kept = self.limit, False
         self.budget = dict.fromkeys(owners, False)
         for group, chosen in zip(groups, used):
             for i in chosen[np.argsort(group.passes[chosen] < 1, kind="stable")].tolist():
@@ -167,11 +168,8 @@ class FrozenPrefix:
                 if size <= remaining:
                     remaining -= size
                     self.budget[group.names[i]] = True
-                    kept += [(group, i)] if size else []
-        # The samples of some owner are tried: the first with the most different lengths.
-        asked = (group.examples(i) for group, i in itertools.islice(kept, _ASKED))
-        trial = max(asked, key=lambda e: min(len(np.unique(e.lengths)), _TRIED), default=None)
-        wrong = self._differs(trial) if trial is not None else ""
+                    kept |= size > 0
+        wrong = self._differs(trial) if kept else ""
         if wrong and self.parts:
             self.parts = {}
             wrong = self._differs(trial)
@@ -322,14 +320,13 @@ class FrozenPrefix:
 
     @torch.no_grad()
     def _differs(self, examples) -> str:
-        """Compare results with and without cached states on a few short samples; returns the difference, or ``""``.
+        """Compare results with and without cached states on a few samples; returns the difference, or ``""``.
 
-        States are computed for each sample alone and then used in a padded batch. Padding is not tested if the samples
-        have one length, as those of every owner then have: a batch holds samples of one owner. Both evaluation mode and
-        training mode are tested, with the same dropout; random state and mode of the model are restored.
+        States are computed for each sample alone and then used in a padded batch. Both evaluation mode and training
+        mode are tested, with the same dropout; random state and mode of the model are restored.
         """
         lengths, device, eps = examples.lengths, input_device(self.model), rounding(self.model)
-        chosen = rows_to_try(lengths, _TRIED)
+        chosen = rows_to_try(lengths)
         batch = {k: v.to(device) for k, v in examples.batch(chosen).items() if k != "labels"}
         with keeping_modes(self.model):
             try:

@@ -58,11 +58,12 @@ class Masks(TorchFunctionMode):
 
     Args:
         mask: from the values and the probability; None for the mask that dropout draws itself.
+        positions: the number of positions whose queries are computed.
     """
 
-    def __init__(self, mask: Callable[[Tensor, float], Tensor | None]):
+    def __init__(self, mask: Callable[[Tensor, float], Tensor | None], positions: int):
         super().__init__()
-        self.mask = mask
+        self.mask, self.positions = mask, positions
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -79,8 +80,7 @@ class Masks(TorchFunctionMode):
     def _attention(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_) -> Tensor:
         """What ``scaled_dot_product_attention`` computes on a processor, by its definition."""
         # transformers passes the heads that share a key as positions if there is a single position.
-        single = attn_mask is not None and attn_mask.shape[-2] == 1 and query.shape[1] == key.shape[1]
-        q = query.flatten(1, 2).unsqueeze(2) if single else query
+        q = query.flatten(1, 2).unsqueeze(2) if self.positions == 1 else query
         key, value = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (key, value))
         scores = q @ key.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
         if is_causal:

@@ -33,8 +33,6 @@ from .trials import differing, failure, keeping_modes, rows_to_try
 
 #: of a batch's positions so many may be read at most; with more, two passes save nothing
 _MOST = 0.75
-#: number of samples in the comparison
-_TRIED = 4
 #: names of the norm that follows the layers in transformers' models
 _NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
 #: names of the layers' argument for the cache
@@ -96,7 +94,7 @@ class Positions:
             sides = (*values.shape[:at], self.length, *values.shape[at + 1 :])
             return self.take(draw(sides, values, p), at)
 
-        return Masks(mask)
+        return Masks(mask, most)
 
 
 class Attending:
@@ -275,7 +273,7 @@ class OnlyRead:
         This is done without dropout and then with it; if only the second differs, it is used in evaluation only. Modes
         of the model are restored, and no random numbers are used.
         """
-        chosen, device = rows_to_try(examples.lengths, _TRIED), input_device(self.model)
+        chosen, device = rows_to_try(examples.lengths), input_device(self.model)
         batches = [examples.batch(rows) for rows in (chosen, chosen[-1:])]
         with keeping_modes(self.model):
             wrong = self._trial(batches, device, training=False)

@@ -2,27 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 from torch import Tensor, nn
 
+from ..data import Examples, ImageExamples
 
-def rows_to_try(lengths: np.ndarray, most: int) -> np.ndarray:
-    """The rows of a trial: the first sample of each length, then the others, ``most`` at most."""
+#: number of samples in a trial
+TRIED = 4
+
+
+def rows_to_try(lengths: np.ndarray, most: int = TRIED) -> np.ndarray:
+    """The rows of a trial, ``most`` at most: samples of lengths from the shortest to the longest, then others."""
     _, first = np.unique(lengths, return_index=True)
+    first = first[np.linspace(0, len(first) - 1, min(len(first), most)).round().astype(int)]
     return np.concatenate([first, np.setdiff1d(np.arange(len(lengths)), first)])[:most]
 
 
-def differing(what: str, plain: Tensor, ours: Tensor, eps: float) -> str:
+def samples_to_try(splits: Sequence[Examples | ImageExamples]) -> Examples | None:
+    """The samples of a trial, of lengths from the shortest to the longest in any of ``splits``; None of images."""
+    texts = [examples for examples in splits if isinstance(examples, Examples)]
+    if not texts:
+        return None
+    rows = rows_to_try(np.concatenate([examples.lengths for examples in texts]))
+    ends = np.cumsum([len(examples) for examples in texts])
+    return Examples.together(
+        (texts[i], np.array([row - ends[i] + len(texts[i])]))
+        for row, i in zip(rows, np.searchsorted(ends, rows, side="right"))
+    )
+
+
+def differing(what: str, plain: Tensor, ours: Tensor, eps: float, least: float = 1e-4) -> str:
     """How two tensors of equal shape differ beyond rounding, in words; ``""`` if they do not.
 
     Args:
         what: the tensors are. eps: the relative rounding error (``machine.rounding``), which grows from layer to layer.
+        least: the relative difference that counts at least.
     """
     difference, scale = float((plain - ours).abs().max()), float(plain.abs().max())
-    equal = difference <= max(1e-4, 8 * eps) * scale  # not of NaN
+    equal = difference <= max(least, 8 * eps) * scale  # not of NaN
     return "" if equal else f"{what} up to {scale:.2g} differ by {difference:.2g}"
 
 

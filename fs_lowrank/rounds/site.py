@@ -39,12 +39,14 @@ from ..models.quantised import count, require_bitsandbytes
 from ..models.reads import OnlyRead
 from ..models.slots import Apart
 from ..models.states import SharedStates, shared_folder
+from ..models.trials import samples_to_try
 from ..seeds import derive
 from ..settings import OPTIMIZERS_8BIT
 from ..training import train_client
-from ..training.cohort import Member, apart, cohort_size, differs, elementwise, evenly, parts_of, places, train_cohort
+from ..training.cohort import Member, apart, cohort_size, evenly, never_together, parts_of, places, train_cohort
 from ..training.local import LocalResult, passes_of
 from ..training.schedule import evaluation_due, lr_at, schedule_of
+from ..training.steady import check_steady
 from .copies import changed_base, copied
 from .fits import (
     SPLITS,
@@ -163,11 +165,14 @@ class Site:
         self._spent: dict[int, Spent] = {}
         self.parameters = {"total": total, "trainable": max(map(self._trained_by, self.kinds()))}
         self.shared_states = SharedStates(shared_folder(), config.train.cache_frozen_shared)
+        self.tried = samples_to_try(self.data.splits())
+        if self.tried:
+            check_steady(self.model, self.tried)
         self.prefix = self.frozen_prefix(self.model)
         self.reads = None
-        if config.train.only_read == "auto" and not config.is_vision and not self._unknown:
+        if config.train.only_read == "auto" and self.tried and not self._unknown:
             self.reads = OnlyRead(self.model)
-            self.reads.check(max(self.data.clients[:20], key=lambda examples: len(np.unique(examples.lengths[:100]))))
+            self.reads.check(self.tried)
 
     @property
     def _unknown(self) -> bool:
@@ -268,9 +273,9 @@ class Site:
         )
         rounds = range(1, self.config.federate.total_round_num + 1)
         evaluated = sum(evaluation_due(self.config, t) for t in rounds) if client is None else 0
-        held_out = self.held_out() if client is None else {}
+        held_out = {} if client else {split: (examples, evaluated) for split, examples in self.held_out().items()}
         chosen = range(1, len(self.clients) + 1) if client is None else range(client, client + 1)
-        prefix.plan({split: (examples, evaluated) for split, examples in held_out.items()}, self._owners(chosen))
+        prefix.plan(held_out, self._owners(chosen), self.tried)
         return prefix if prefix else None
 
     def reads_of(self, model: nn.Module) -> OnlyRead | None:
@@ -367,14 +372,8 @@ class Site:
         size = size if config.train.cohort else evenly(size, config.sampled_per_round, places(self.model))
         if size < 2:
             return 1
-        if config.is_vision:
-            reason = "images are not trained together"
-        elif self.method.needs.alone:
-            reason = f"federate.method = {config.federate.method} asks for it"
-        elif not elementwise(config.train.optimizer):
-            reason = f"train.optimizer.type = {config.train.optimizer.type} does not step each number by itself"
-        else:
-            reason = differs(self.model, self._held, max(data[:20], key=lambda e: len(np.unique(e.lengths[:100]))))
+        asked = f"federate.method = {config.federate.method} asks for it" if self.method.needs.alone else ""
+        reason = asked or never_together(self.model, config, self._held, self.tried)
         if reason:
             self._say_alone(reason)
         return 1 if reason else size

@@ -21,6 +21,7 @@ from ..models.checkpointing import recomputes
 from ..models.kinds import is_encoder_decoder, unwrapped
 from ..models.machine import input_device, rounding
 from ..models.masks import Masks, comparable, draw, draws
+from ..models.slots import Apart
 from ..models.trials import differing, failure
 
 #: by device: what a further block costs in each layer, in multiplications (calls) and in tokens (small matrices).
@@ -154,6 +155,8 @@ class Blocks:
 
 #: gives dropout's mask of a batch, 0 or not: from its shape, the sides that go over positions, the values, and p
 Drawing = Callable[[list[int], tuple[int, ...], Tensor, float], Tensor]
+#: by the number of sides of what dropout is applied to, ``(samples, …)``, those that go over positions
+_ALONG: dict[int, tuple[int, ...]] = {2: (), 3: (1,), 4: (2, 3)}
 
 
 def _drawn(sides: list[int], along: tuple[int, ...], values: Tensor, p: float) -> Tensor:
@@ -181,12 +184,14 @@ def drawn_by_each(lengths: Sequence[np.ndarray], generators: Sequence[torch.Gene
 
 
 def masks_of(
-    lengths: np.ndarray, part: np.ndarray, drawn: list[Tensor], drawing: Drawing = _drawn
+    lengths: np.ndarray, part: np.ndarray, drawn: list[Tensor], each: Drawing | None = None
 ) -> Callable[[], Masks]:
     """Dropout of the samples ``part`` of a batch of samples of ``lengths``, with the masks of the batch.
 
     Args:
         drawn: where the first block leaves the masks for the others.
+        each: draws the masks client by client. The context then raises ``Apart`` where dropout is applied to values
+            whose rows are not the samples; without it, dropout draws these masks itself.
     """
     longest, longest_here = int(lengths.max()), int(lengths[part].max())
     rows = torch.from_numpy(part)
@@ -195,23 +200,22 @@ def masks_of(
         calls = itertools.count()
 
         def mask(values: Tensor, p: float) -> Tensor | None:
-            sides = list(values.shape)
-            if sides[0] != len(part):
-                return None
-            along: tuple[int, ...] = {3: (1,), 4: (2, 3)}.get(values.ndim, ())
-            if any(sides[axis] != longest_here for axis in along):
-                return None
+            sides, along = list(values.shape), _ALONG.get(values.ndim)
+            if along is None or sides[0] != len(part) or any(sides[axis] != longest_here for axis in along):
+                if each is None:
+                    return None
+                raise Apart(f"dropout of values of shape {tuple(sides)} is not drawn sample by sample")
             sides[0] = len(lengths)
             for axis in along:
                 sides[axis] = longest
             call = next(calls)
             if call == len(drawn):
-                drawn.append(drawing(sides, along, values, p))
+                drawn.append((each or _drawn)(sides, along, values, p))
             mine = drawn[call][rows.to(values.device, non_blocking=True)]
             for axis in along:
                 mine = mine.narrow(axis, 0, longest_here)
             return mine.to(values.dtype) / (1 - p)
 
-        return Masks(mask)
+        return Masks(mask, longest_here)
 
     return context

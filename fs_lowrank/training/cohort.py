@@ -6,6 +6,7 @@ results are those of ``train_client`` but for rounding. On a GPU dropout draws o
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,11 +25,12 @@ from ..models.checkpointing import recomputes
 from ..models.frozen import FrozenPrefix
 from ..models.kinds import is_encoder_decoder
 from ..models.machine import input_device, rounding
+from ..models.masks import draws
 from ..models.names import all_tensors, select, tags, tensor_of
 from ..models.reads import OnlyRead
 from ..models.slots import Apart, Slots, check_modules
-from ..models.trials import differing, failure, keeping_modes, rows_to_try
-from ..seeds import derive
+from ..models.trials import TRIED, differing, failure, keeping_modes, rows_to_try
+from ..seeds import derive, drawing
 from ..settings import OPTIMIZERS_8BIT, Optimizer, Settings
 from .blocks import Blocks, drawn_by_each, masks_of, overhead
 from .local import (
@@ -54,10 +56,8 @@ if TYPE_CHECKING:
 _FEW, _TOGETHER, _MOST = 4.0, 32.0, 16
 #: ``auto`` on a GPU: the part of its memory that may be used, and the tokens of a pass with which it is busy
 _SHARE, _FULL = 0.5, 65536
-#: a loss, and its gradients, None for a tensor that it does not depend on
-Gradients = tuple[Tensor, Sequence[Tensor | None]]
-#: number of samples in the comparison before cohorts are used
-_TRIED = 4
+#: a loss, its gradients, None for a tensor that it does not depend on, and the random number that is drawn next
+Gradients = tuple[Tensor, Sequence[Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,6 @@ class _Training:
         if self.blocks.drops and self.device.type == "cpu":
             seeds = [derive(member.seed, "dropout") for member in members]
             self.draws = [torch.Generator().manual_seed(seed) for seed in seeds]
-            if recomputes(model):
-                raise Apart("train.checkpointing computes layers again, and each client draws its dropout once")
         self.orders = [np.random.default_rng(member.seed) for member in members]
         self.losses = torch.zeros(len(members), device=self.device)
         self.steps, self.samples = [0] * len(members), [0] * len(members)
@@ -191,7 +189,7 @@ class _Training:
         shares = 1 / np.maximum(np.bincount(slot, losses, len(self.members)), 1)
         drawn: list[Tensor] = []
         own = np.split(together.lengths, np.cumsum(sizes)[:-1])
-        drawing = drawn_by_each(own, [self.draws[i] for i in batches]) if self.draws else None
+        each_draws = drawn_by_each(own, [self.draws[i] for i in batches]) if self.draws else None
         for part in self.blocks.parts(together, np.arange(len(together))):
             part = np.sort(part)  # by client
             if not losses[part].sum():
@@ -201,7 +199,7 @@ class _Training:
                 (m.owner, m.examples, indices[part][slot[part] == i]) for i, m in zip(batches, members) if counts[i]
             ]
             batch = together.batch(part)
-            masks = masks_of(together.lengths, part, drawn, drawing)() if drawing else nullcontext()
+            masks = masks_of(together.lengths, part, drawn, each_draws)() if each_draws else nullcontext()
             near = shortcuts(self.prefix, self.reads, rows, batch, self.device)
             with near, self.slots.rows(counts.tolist()), masks:
                 logits, labels = label_logits(self.model, to_device(batch, self.device))
@@ -259,6 +257,19 @@ def apart(model: nn.Module, config: Settings, phases: Sequence[Sequence[Phase]])
     except Apart as error:
         return str(error)
     return ""
+
+
+def never_together(model: nn.Module, config: Settings, held: Collection[str], examples: Any | None) -> str:
+    """Why no clients can train together; empty if they can, as far as a trial shows.
+
+    Args:
+        held: tags of the tensors that may differ between clients. examples: for the trial; None of images.
+    """
+    if examples is None:
+        return "images are not trained together"
+    if not elementwise(config.train.optimizer):
+        return f"train.optimizer.type = {config.train.optimizer.type} does not step each number by itself"
+    return differs(model, held, examples)
 
 
 def cohort_size(model: nn.Module, config: Settings, lengths: np.ndarray, depth: int) -> int:
@@ -346,27 +357,33 @@ def elementwise(optimizer: Optimizer) -> bool:
 def differs(model: nn.Module, held: Collection[str], examples: Any) -> str:
     """Why a few of ``examples`` have other losses or gradients in one pass than client by client; empty if not.
 
-    Three clients are tried, whose tensors are the model's with some noise. Dropout is off; what the model holds and how
-    it stands are restored.
+    Three clients are tried, whose tensors are the model's with some noise: in evaluation, and where masks are those of
+    each client, with dropout. What the model holds, its modes and random numbers are restored.
     """
     candidates = [n for n, p in model.named_parameters() if tags(n) & set(held) and "base" not in tags(n) and p.numel()]
     names = [n for n in candidates if _slotted(model, n)]
     own = {n: model.get_parameter(n).detach().clone() for n in names}
     if not names:
         return "no tensor that it trains is that of a linear layer or a layer norm"
-    chosen = np.resize(rows_to_try(examples.lengths, len(examples)), _TRIED)
+    chosen = np.resize(rows_to_try(examples.lengths), TRIED)
     batches = np.split(chosen, [1, 2])
     draw = torch.Generator().manual_seed(0)
     each = [{n: own[n] + 0.02 * torch.randn(own[n].shape, generator=draw).to(own[n]) for n in names} for _ in batches]
     asked, device = {p: p.requires_grad for p in model.parameters()}, input_device(model)
     try:
         with keeping_modes(model):
-            model.eval()
-            plain = [
-                _gradients(model, tensors, to_device(examples.batch(rows), device))
-                for tensors, rows in zip(each, batches)
-            ]
-            return _compared(plain, _gradients_together(model, each, held, examples, batches), rounding(model))
+            for training in (False, True) if device.type == "cpu" else (False,):
+                model.train(training)
+                if draws(model) and recomputes(model):
+                    return "train.checkpointing computes layers again, and each client draws its dropout once"
+                plain = []
+                for seed, (tensors, rows) in enumerate(zip(each, batches)):
+                    with drawing(seed):
+                        plain.append(_gradients(model, tensors, to_device(examples.batch(rows), device)))
+                ours = _gradients_together(model, each, held, examples, batches)
+                if wrong := _compared(plain, ours, rounding(model)):
+                    return f"{wrong} with dropout" if training else wrong
+            return ""
     except Apart as error:
         return str(error)
     except Exception as error:
@@ -378,13 +395,14 @@ def differs(model: nn.Module, held: Collection[str], examples: Any) -> str:
 
 
 def _gradients(model: nn.Module, tensors: Mapping[str, Tensor], batch: dict[str, Tensor]) -> Gradients:
-    """The loss of one client's batch, and its gradients for the client's ``tensors``."""
+    """The loss of one client's batch, its gradients for the client's ``tensors``, and the next random number."""
     load_tensors(model, tensors)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in tensors)
     with torch.enable_grad():
         loss = loss_of(model, batch)
-    return loss, torch.autograd.grad(loss, [model.get_parameter(n) for n in tensors], allow_unused=True)
+        gradients = torch.autograd.grad(loss, [model.get_parameter(n) for n in tensors], allow_unused=True)
+    return loss, gradients, torch.rand(())
 
 
 def _gradients_together(
@@ -398,29 +416,39 @@ def _gradients_together(
     model.requires_grad_(False)
     slots = Slots(model, each, [lora_scales(model)] * len(each), held)
     slots.trainable(held)
-    batch = to_device(examples.batch(np.concatenate(batches)), input_device(model))
-    with slots.installed(), slots.rows([len(rows) for rows in batches]), torch.enable_grad():
+    rows, counts = np.concatenate(batches), [len(rows) for rows in batches]
+    batch = to_device(examples.batch(rows), input_device(model))
+    generators = [torch.Generator().manual_seed(seed) for seed in range(len(each))]
+    masks: contextlib.AbstractContextManager[object] = nullcontext()
+    if draws(model):
+        own = [examples.lengths[rows] for rows in batches]
+        masks = masks_of(examples.lengths[rows], np.arange(len(rows)), [], drawn_by_each(own, generators))()
+    with slots.installed(), slots.rows(counts), masks, torch.enable_grad():
         logits, labels = label_logits(model, batch)
-    losses = losses_of(logits, labels)
-    means = [part.mean() for part in losses.split([int(examples.losses(rows).sum()) for rows in batches])]
-    stacked = torch.autograd.grad(torch.stack(means).sum(), [slots.stacked[n] for n in each[0]], allow_unused=True)
-    return [(mean, [None if g is None else g[i] for g in stacked]) for i, mean in enumerate(means)]
+        losses = losses_of(logits, labels)
+        means = [part.mean() for part in losses.split([int(examples.losses(rows).sum()) for rows in batches])]
+        stacked = torch.autograd.grad(torch.stack(means).sum(), [slots.stacked[n] for n in each[0]], allow_unused=True)
+    return [
+        (mean, [None if g is None else g[i] for g in stacked], torch.rand((), generator=generator))
+        for i, (mean, generator) in enumerate(zip(means, generators))
+    ]
 
 
 def _compared(plain: Sequence[Gradients], ours: Sequence[Gradients], eps: float) -> str:
-    """What differs beyond rounding, whose relative error is ``eps``, between losses and gradients."""
-    for (loss, gradients), (our_loss, our_gradients) in zip(plain, ours):
-        zero = loss.new_zeros(1).float()
-        flat = [
-            torch.cat([g.detach().flatten().to(loss.device).float() for g in each if g is not None] or [zero])
-            for each in (gradients, our_gradients)
-        ]
-        pairs = {"losses": (loss.detach().float(), our_loss.detach()), "gradients": (flat[0], flat[1])}
-        for what, (a, b) in pairs.items():
-            if a.shape != b.shape:
-                return f"other tensors have {what}"
-            if wrong := differing(what, a, b, eps):
-                return wrong
+    """The difference beyond rounding, whose relative error is ``eps``, between losses, gradients and random numbers.
+
+    Those of all clients are compared together, because gradients of a client's samples may cancel out.
+    """
+    flat = []
+    for results in (plain, ours):
+        losses = torch.stack([loss.detach().float() for loss, _, _ in results])
+        gradients = [g.detach().flatten().to(losses).float() for _, each, _ in results for g in each if g is not None]
+        flat.append((losses, torch.cat([losses.new_zeros(1), *gradients]), torch.stack([n for _, _, n in results])))
+    for what, a, b in zip(("losses", "gradients", "random numbers"), *flat):
+        if a.shape != b.shape:
+            return f"other tensors have {what}"
+        if wrong := differing(what, a, b, eps):
+            return wrong
     return ""
 
 

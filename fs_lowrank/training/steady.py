@@ -1,0 +1,75 @@
+"""Whether a model gives the same results whatever it has computed before.
+
+Clients, rounds, processes and resumed runs compute batches in different orders. Parameters and buffers are those of the
+client, but some models change further attributes of themselves while they compute: BigBird's attention is another one
+from the first short batch on, and dynamically scaled positions depend on the longest batch so far.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..data import Examples
+from ..errors import UserError
+from ..models.kinds import unwrapped
+from ..models.machine import input_device
+from ..models.trials import differing, keeping_modes, rows_to_try
+from ..seeds import drawing
+from .local import label_logits, to_device
+
+
+@torch.no_grad()
+def check_steady(model: nn.Module, examples: Examples) -> None:
+    """Refuse a model whose results for a text depend on the texts before it.
+
+    Samples of three lengths are computed one by one, the longest first, and again, the shortest first.
+
+    Raises:
+        UserError: their logits differ.
+    """
+    rows, device, before = rows_to_try(examples.lengths, 3), input_device(model), _attributes(model)
+
+    def logits(row: int) -> Tensor:
+        with drawing(0):
+            return label_logits(model, to_device(examples.batch([row]), device))[0].float().nan_to_num()
+
+    with keeping_modes(model):
+        model.eval()
+        try:
+            first = {row: logits(row) for row in rows[::-1]}
+            again = {row: logits(row) for row in rows}
+        except Exception:  # of a model that cannot compute these texts, which training will say
+            return
+    for row in rows:
+        # The same is computed again, so nothing is rounded otherwise.
+        if first[row].numel() and (wrong := differing("logits", first[row], again[row], 0.0, least=1e-5)):
+            raise UserError(_refusal(model, before, f"{wrong} for a text of {examples.lengths[row]} tokens"))
+
+
+def _attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Attributes of all modules that are a number, also as a tensor, or a text, by the module's name and their own."""
+    return {
+        (place, name): value.item() if isinstance(value, Tensor) else value
+        for place, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str)) or isinstance(value, Tensor) and value.ndim == 0
+    }
+
+
+def _refusal(model: nn.Module, before: dict[tuple[str, str], Any], wrong: str) -> str:
+    now, inner = _attributes(model), unwrapped(model)
+    said, way = "", "cut texts to a smaller llm.tok_len, or take another model"
+    for key, value in before.items():
+        if (new := now.get(key, value)) != value:
+            said = f", since its {key[1]} changed from {value!r} to {new!r}"
+            if hasattr(getattr(inner, "config", None), key[1]):
+                way = f'write "{key[1]}": {json.dumps(new)} into the config.json of a copy of the model'
+            break
+    return (
+        f"model.type: the results of {type(inner).__name__} depend on the texts computed before: {wrong}{said}. "
+        f"A resumed run or one of two processes would end elsewhere; {way}"
+    )

@@ -1,0 +1,96 @@
+"""A model that changes itself while it computes is refused, and others are not."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, BigBirdConfig, BigBirdModel
+
+import fs_lowrank
+from fs_lowrank.data import Examples
+from fs_lowrank.errors import UserError
+from fs_lowrank.models.build import build_model, build_tokenizer
+from fs_lowrank.testing import small
+from fs_lowrank.training.steady import check_steady
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+#: sparse attention, in batches of more than 14 tokens
+BIG_BIRD = {"block_size": 2, "num_random_blocks": 1}
+#: positions that are scaled by the longest batch that there was, beyond 16 tokens
+DYNAMIC = {
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+    "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+}
+
+
+def model_of(kind, **keys):
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(kind, **{**SIZES, **keys}))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def texts(*lengths):
+    draw = np.random.default_rng(0)
+    return Examples({"input_ids": [draw.integers(4, 40, n) for n in lengths]}, np.zeros(len(lengths), dtype=int))
+
+
+@pytest.mark.parametrize(
+    "kind, keys, expected",
+    [
+        (
+            "big_bird",
+            BIG_BIRD,
+            "its attention_type changed from 'block_sparse' to 'original_full'.* elsewhere; "
+            'write "attention_type": "original_full" into the config.json',
+        ),
+        ("llama", DYNAMIC, "its max_seq_len_cached changed from 16 to 48.* elsewhere; cut texts to a smaller llm.tok"),
+    ],
+)
+def test_a_model_that_its_batches_change_is_refused(kind, keys, expected):
+    model, data = model_of(kind, **keys), texts(40, 3, 6, 20, 48)
+    with pytest.raises(UserError, match=f"the results of .* depend on the texts computed before: .*{expected}"):
+        check_steady(model.train(), data)
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    "kind, keys, lengths",
+    [
+        ("big_bird", {**BIG_BIRD, "attention_type": "original_full"}, (40, 3, 6)),
+        ("big_bird", BIG_BIRD, (4, 14, 6)),
+        ("big_bird", BIG_BIRD, (15, 40)),
+        ("llama", DYNAMIC, (3, 16, 9)),
+        ("esm", {"position_embedding_type": "rotary", "mask_token_id": 1}, (40, 3, 6)),  # keeps the longest table
+        ("bert", {}, (40, 3, 6)),
+        ("bert", {}, (5,)),
+        ("bert", {}, (400, 3)),  # longer than its positions
+    ],
+)
+def test_others_are_not(kind, keys, lengths):
+    model = model_of(kind, **keys)
+    numbers = torch.get_rng_state()
+    check_steady(model, texts(*lengths))
+    assert torch.equal(torch.get_rng_state(), numbers)
+
+
+def test_big_bird_is_settled_when_it_is_built(settings, tmp_path):
+    """The batch by which padding is tried is short, so attention is the same in every process and resumed run."""
+    vocabulary = small.save_tokenizer(tmp_path / "model")
+    torch.manual_seed(0)
+    about = BigBirdConfig(**{**SIZES, **BIG_BIRD, "vocab_size": vocabulary, "sep_token_id": 1})
+    BigBirdModel(about).save_pretrained(tmp_path / "model")
+    keys = {"model.type": f"{tmp_path / 'model'}@transformers", "llm.adapter.args": [{"r": 2, "modules": ["query"]}]}
+    config = fs_lowrank.load_config(settings, keys)
+    model = build_model(config, 2, build_tokenizer(config))
+    assert model.bert.attention_type == "original_full"
+    check_steady(model, texts(40, 3, 6, 20, 48))
