@@ -139,6 +139,13 @@ def test_several_files_are_clients_and_a_run_says_where_clients_are_simulated(at
     assert cli.main(["run", "--cfg", "own.yaml", "data.splitter", "file", *few[:-2]]) == 0
 
 
+def test_one_row_without_a_label_does_not_end_init(at, tiny_encoder):
+    table = make_reviews(400).astype({"label": object})
+    table.loc[7, "label"] = ""
+    tree, text = made(at("own.csv", table), tiny_encoder)
+    assert ": 399 rows, 2 classes (0, 1)" in text and tree["data"]["args"] == [{"text": "text", "label": "label"}]
+
+
 def test_columns_of_any_name(at, tiny_encoder):
     for name in NAMES:
         assert yaml.load(f"[{{text: {_yaml(name)}}}]  # a comment", Loader) == [{"text": name}], name

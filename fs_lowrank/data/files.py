@@ -73,6 +73,7 @@ def read_text(path: Path, named_by: str = "data.root and data.type") -> str:
         raise UserError(f"no file {path}{nearest(path.name, names)}; check {named_by}") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    refuse_pointer(path, raw)
     if path.suffix.lower() == ".gz":
         try:
             raw = gzip.decompress(raw)
@@ -90,6 +91,15 @@ def read_text(path: Path, named_by: str = "data.root and data.type") -> str:
     if not text.strip():
         raise UserError(f"{path}: the file is empty")
     return text
+
+
+def refuse_pointer(path: Path, content: bytes | None = None) -> None:
+    """Raise ``UserError`` if ``path`` is what git leaves for a file of Git LFS; ``content`` is what it holds."""
+    if content is None and path.is_file():
+        with path.open("rb") as file:
+            content = file.read(64)
+    if (content or b"").startswith(b"version https://git-lfs"):
+        raise UserError(f"{path}: a pointer of Git LFS, not the file itself; get that with: git lfs pull")
 
 
 def read_tsv(path: Path, header: list[str] | None = None) -> tuple[pd.DataFrame, int]:

@@ -33,7 +33,7 @@ from safetensors.numpy import save_file
 
 from fs_lowrank.data.fetch import home as cache_home
 from fs_lowrank.data.fetch import usable
-from fs_lowrank.data.files import read_text
+from fs_lowrank.data.files import read_text, refuse_pointer
 from fs_lowrank.data.idx import read_idx
 from fs_lowrank.data.tables import count_skipped
 from fs_lowrank.errors import UserError, nearest, say_once
@@ -400,6 +400,7 @@ def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | Non
                     converted = converted.resize(size[::-1], Image.Resampling.BILINEAR)
                 return np.asarray(converted), lost
         except Exception as error:  # Pillow raises various errors for damaged files
+            refuse_pointer(path)
             raise UserError(f"{path}: cannot be read as an image: {error}") from error
 
     with ThreadPoolExecutor(max_workers=min(8, 2 * (os.cpu_count() or 1))) as pool:

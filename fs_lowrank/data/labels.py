@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from fs_lowrank.errors import UserError, nearest
+from fs_lowrank.errors import UserError, nearest, say_once
 
 #: bits of a set that a whole number of 64 bits has room for
 MOST_IN_SETS = 62
 _FLAGS = {"0": False, "1": True, "False": False, "True": True, "false": False, "true": True}
+#: labels that look like a missing value
+_MISSING = {"na", "n/a", "null", "none", "nil", "missing", "unlabelled", "unlabeled", "?", "-"}
 #: numbers are divided into so many parts of equal size where classes would be
 PARTS = 10
 
@@ -34,6 +37,24 @@ def kinds_of(labels: Any) -> list[Any]:
         return sorted(kinds, key=int)
     except ValueError:
         return kinds
+
+
+def without_label(labels: pd.Series) -> pd.Series:
+    """Which rows have none, bool. pandas may write a missing value as "nan"."""
+    return labels.map(lambda value: value is None or str(value).strip().lower() in ("", "nan")).astype(bool)
+
+
+def say_near(where: str, column: str, names: Sequence[str]) -> None:
+    """Warn of classes that differ in case, blanks or width only, and of those that look like a missing value."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        seen = unicodedata.normalize("NFKC", name).casefold()
+        alike.setdefault("".join(c for c in seen if c.isprintable() and not c.isspace()), []).append(name)
+    said = [f"{', '.join(map(repr, same))} differ in case, blanks or width only" for same in alike.values() if same[1:]]
+    missing = [name for key in _MISSING & alike.keys() for name in alike[key]]
+    said += [f"{', '.join(map(repr, sorted(missing)))} may stand for no label"] * bool(missing)
+    if said:
+        say_once(f"{where}: each is a class of its own in column {column!r}: {'; '.join(said)}")
 
 
 def numbers(where: str, column: str, labels: pd.Series) -> pd.Series:
@@ -71,6 +92,7 @@ def sets(
             )
     if index is None:
         index = {str(kind): i for i, kind in enumerate(kinds_of(kind for value in labels for kind in value))}
+        say_near(where, column, list(index))
     if not 1 < (count := len(set(index.values()))) <= MOST_IN_SETS:
         raise UserError(f"{where}: column {column!r} has {count} classes in all; expected 2 to {MOST_IN_SETS}")
     coded = []

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from fs_lowrank.data.files import refuse_pointer
 from fs_lowrank.errors import UserError
 
 SUFFIXES = (".parquet", ".arrow")
@@ -282,6 +283,7 @@ def _opened(path: Path) -> Any:
         reads = datasets.Dataset.from_parquet if path.suffix.lower() == ".parquet" else datasets.Dataset.from_file
         return sound(reads(str(path)))
     except Exception as error:  # of arrow and of datasets, whose errors for damaged files have no common class
+        refuse_pointer(path)
         if isinstance(error, FileNotFoundError):
             raise UserError(str(error)) from None
         cause = error if isinstance(error, ValueError) else error.__cause__ or error

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from fs_lowrank.data.files import NESTED, as_text, as_texts
-from fs_lowrank.data.labels import kinds_of, label_text, numbers, sets
+from fs_lowrank.data.labels import kinds_of, label_text, numbers, say_near, sets, without_label
 from fs_lowrank.data.template import SYNONYMS, is_own, prompted, prompts
 from fs_lowrank.errors import UserError, nearest, say_once
 
@@ -99,20 +99,16 @@ def classified(
     distinct(columns)
     for role, (where, table) in tables.items():
         require_columns(where, table, used)
-        # pandas may write a missing value as "nan"
-        missing = table[columns["label"]].map(lambda value: value is None or str(value).strip().lower() in ("", "nan"))
-        if missing.any():
-            raise UserError(
-                f"{where}, row {int(np.argmax(missing.to_numpy())) + 1}: no label in column {columns['label']!r} "
-                f"({int(missing.sum())} rows have none)"
-            )
+        unlabelled = without_label(table[columns["label"]])
+        if unlabelled.all():
+            raise UserError(f"{where}: no row has a label in column {columns['label']!r}")
+        count_skipped(skipped, "empty label", int(unlabelled.sum()))
+        table = table[~unlabelled]
         frame = pd.DataFrame({"text": table[columns["text"]]})
         if columns.get("text_pair"):
             frame["text_pair"] = table[columns["text_pair"]]
         frame["label"] = table[columns["label"]]
-        for column in table:
-            if column not in used and column not in frame and _is_field(table[column]):
-                frame[column] = table[column]
+        frame = _with_fields(frame, table, used)
         for text in ("text", "text_pair"):
             if text in frame:
                 frame[text] = as_texts(where, str(columns[text]), frame[text])
@@ -153,6 +149,7 @@ def _coded(
         _check_classes(train_where, column, frames["train"]["label"])
         kinds = kinds_of(frames["train"]["label"])
         names = [str(kind) for kind in kinds]
+        say_near(train_where, column, names)
         rows = len(frames["train"])
         if len(names) > 20 and 2 * len(names) > rows:
             raise UserError(
@@ -208,6 +205,12 @@ def _check_classes(where: str, column: str, labels: pd.Series) -> None:
         say_once(f"{where}: column {column!r} has floating-point numbers; each is taken as a class: {names}")
 
 
+def _with_fields(frame: pd.DataFrame, table: pd.DataFrame, without: Collection[Any]) -> pd.DataFrame:
+    """``frame`` with the other columns of ``table`` by which rows may be divided, of the same rows."""
+    others = [c for c in table if c not in without and c not in frame and _is_field(table[c])]
+    return frame.join(table[others])
+
+
 def _is_field(column: pd.Series) -> bool:
     return all(value is None or isinstance(value, (str, int, float, bool, np.generic)) for value in column)
 
@@ -257,9 +260,7 @@ def instructions(
         require_columns(where, table, [category])
         frame["category"] = table[category].reindex(frame.index)
         used.add(category)
-    for column in table:
-        if column not in used and column not in (*frame, *ROLES) and _is_field(table[column]):
-            frame[column] = table[column].reindex(frame.index)
+    frame = _with_fields(frame, table, {*used, *ROLES})
     return frame, [c for c in frame if c not in ROLES], skipped
 
 

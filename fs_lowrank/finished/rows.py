@@ -13,7 +13,7 @@ import pandas as pd
 from ..data import CAUSAL_LM, Examples
 from ..data.duplicates import row_keys
 from ..data.files import SUFFIXES, as_texts, read_table
-from ..data.labels import from_flags, numbers, sets
+from ..data.labels import from_flags, numbers, sets, without_label
 from ..data.objects import as_table
 from ..data.sources import data_args
 from ..data.tables import MULTI_LABEL, REGRESSION, instructions, label_text, require_columns, talks_in, text_columns
@@ -98,19 +98,23 @@ def _labelled(
         frame["text_pair"] = _column(where, table, "text_pair", str(names["text_pair"]))
     filled = frame.map(lambda value: bool(value.strip())).all(axis=1)
     left_out = {"empty text": int((~filled).sum())} if not filled.all() else {}
-    kept = np.flatnonzero(filled.to_numpy())
-    if not len(kept):
-        raise UserError(f"{where}: every row has an empty text")
-    frame = frame.iloc[kept].assign(label=0)
+    given, name = pd.Series(0, index=table.index), "label"
     if labelled:
         if flags:
             require_columns(where, table, flags)
-            numbered, name = from_flags(where, table, flags)["label"], "label"
+            numbered = from_flags(where, table, flags)["label"]
             given = numbered.map(lambda classes: [flags[i] for i in classes])
         else:
             name = str(names["label"])
             given = _column(where, table, "label", name)
-        frame["label"] = _coded(run, where, name, given.iloc[kept])
+        if (unlabelled := filled & without_label(given)).any():
+            left_out["empty label"] = int(unlabelled.sum())
+            filled &= ~unlabelled
+    kept = np.flatnonzero(filled.to_numpy())
+    if not len(kept):
+        raise UserError(f"{where}: every row has an empty text{' or no label' * labelled}")
+    frame, given = frame.iloc[kept], given.iloc[kept]
+    frame = frame.assign(label=_coded(run, where, name, given) if labelled else 0)
     examples = tokenize_classification(frame, run.tokenizer, run.tok_len)
     if run.task == MULTI_LABEL:
         examples.sets = len(run.labels)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import statistics
 import textwrap
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import say_once
 from ..jobs.files import cannot_write, replacing
 from ..settings.metrics import METRICS, wilson
 
@@ -27,6 +30,8 @@ History = Sequence[Record]
 #: label (the name of a method) → the records of its runs, one for each seed
 Histories = Mapping[str, Sequence[History]]
 
+#: fonts that draw what matplotlib's own does not, such as Chinese
+_WIDE = re.compile("CJK|Unicode|Fallback|SimHei|YaHei|PingFang|WenQuanYi|Unifont")
 #: of clients that are drawn; the others are counted in the title
 MOST_CLIENTS = 100
 #: of classes that are drawn as stacked bars, or with numbers in a confusion matrix; more are drawn as an image
@@ -78,15 +83,30 @@ def save(figure: Figure, path: Path) -> Path:
     Raises:
         RunFailed: it cannot be written.
     """
-    figure.draw_without_rendering()  # the layout, which takes longer than the rest: once for both files
-    figure.set_layout_engine("none")
+    from matplotlib.font_manager import fontManager
+    from matplotlib.text import Text
+
+    others = sorted({font.name for font in fontManager.ttflist if _WIDE.search(font.name)})
+    for text in figure.findobj(Text) if others else ():
+        text.set_fontfamily(["sans-serif", *others])
     # The PNG last, so that where it is, the PDF is, too. Without the date, the same figure is the same file.
-    for target, options in ((path.with_suffix(".pdf"), {"metadata": {"CreationDate": None}}), (path, {"dpi": 120})):
-        drawn = io.BytesIO()  # on a full disk matplotlib would raise other errors than those of the disk
-        figure.savefig(drawn, format=target.suffix[1:], **options)
+    kinds: dict[Path, dict[str, Any]] = {
+        path.with_suffix(".pdf"): {"metadata": {"CreationDate": None}},
+        path: {"dpi": 120},
+    }
+    files = {}
+    with warnings.catch_warnings(record=True) as caught:
+        figure.draw_without_rendering()  # the layout, which takes longer than the rest: once for both files
+        figure.set_layout_engine("none")
+        for target, options in kinds.items():
+            files[target] = io.BytesIO()  # on a full disk matplotlib would raise other errors than those of the disk
+            figure.savefig(files[target], format=target.suffix[1:], **options)
+    if any("missing from font" in str(warning.message) for warning in caught):
+        say_once("pictures have characters that no font here draws; install one that does, such as Noto Sans CJK")
+    for target, content in files.items():
         try:
             with replacing(target, durable=False) as aside:
-                aside.write_bytes(drawn.getvalue())
+                aside.write_bytes(content.getvalue())
         except OSError as error:
             raise cannot_write(target, error) from error
     return path

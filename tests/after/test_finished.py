@@ -309,6 +309,11 @@ def test_the_commands(runs, test_rows, reviews_csv, tmp_path, capsys):
     assert cli.main(["evaluate", folder, "--data", str(test_rows), "--json", str(tmp_path / "scores.json")]) == 0
     assert f"{runs['classes'].final['test_acc']:.4f} ±" in capsys.readouterr().out
     assert json.loads((tmp_path / "scores.json").read_text())["rows"] == 60
+    partly = pd.read_csv(test_rows).astype({"label": object})
+    partly.loc[3, "label"] = ""
+    partly.to_csv(tmp_path / "partly.csv", index=False)
+    assert cli.main(["evaluate", folder, "--data", str(tmp_path / "partly.csv")]) == 0
+    assert "60 rows, 1 left out (empty label)" in capsys.readouterr().out
     assert cli.main(["evaluate", folder, "--data", str(reviews_csv)]) == 0
     assert "the run was trained on 2" in capsys.readouterr().out
     with_gap = pd.read_csv(test_rows).head(4).drop(columns="label")

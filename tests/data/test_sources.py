@@ -168,7 +168,6 @@ BROKEN = [
     ("a.csv", 'text,label\na,1\n"b,0\n', "line 3: .*truncated"),
     ("a.csv", "text,text\na,1\n", "names a column twice"),
     ("a.csv", "text,lable\na,1\n", "no column 'label'; did you mean 'lable'.*there are: text, lable"),
-    ("a.csv", "text,label\na,1\nb,\nc,0\n", r"row 2: no label in column 'label' \(1 rows"),
     ("a.csv", "text,label\na,1\nb,1\n", "all 2 rows have one class"),
     ("a.csv", b"text,label\na,1\nb\xff,0\n", "byte 0xff at offset 16, line 3"),
     ("a.csv", b"\xef\xbb\xbftext,label\na,1\nb\xff,0\n", "byte 0xff at offset 19, line 3"),
@@ -178,7 +177,7 @@ BROKEN = [
     ("a.json", '[{"text": "a"},\n {"text": x}, {"text": "b"}]', "line 2: invalid JSON: Expecting value$"),
     ("a.json", '"text"', "expected a list of objects, got str"),
     ("a.json", "[]", "has no rows"),
-    ("a.json", '[{"text": "a", "label": 1}, {"text": "b"}]', "row 2: no label"),
+    ("a.json", '[{"text": "a"}, {"text": "b", "label": null}]', "no row has a label"),
     (
         "a.jsonl@llm",
         '{"instruction": "a", "says": "b"}\n',
@@ -568,10 +567,55 @@ def test_a_path_with_an_at_sign(tmp_path):
 
 
 @pytest.mark.parametrize("nothing", ["NaN", "nan", " ", ""])
-def test_a_missing_label(tmp_path, nothing):
-    write(tmp_path / "a.csv", f"text,label\na,1\nb,{nothing}\nc,0\n")
-    with pytest.raises(UserError, match="a.csv, row 2: no label in column 'label' .1 rows have none"):
+def test_rows_without_a_label_are_left_out_and_counted(tmp_path, nothing):
+    write(tmp_path / "a.csv", f"text,label,site\na,1,x\nb,{nothing},y\nc,0,z\n ,1,z\n")
+    raw = load("a.csv", tmp_path)
+    assert raw.skipped == {"empty label": 1, "empty text": 1}
+    assert raw.train.index.tolist() == [0, 2] and raw.train["site"].tolist() == ["x", "z"]
+    write(tmp_path / "a.csv", f"text,label\na,{nothing}\nb,{nothing}\n")
+    with pytest.raises(UserError, match="a.csv: no row has a label in column 'label'"):
         load("a.csv", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "labels, said",
+    [
+        (["Pos", "pos", "neg"], "'Pos', 'pos' differ in case, blanks or width only"),
+        (["1", "1\x00", "2"], "'1', '1\\x00' differ in"),
+        (["a b", "ab", "\uff41b"], "'a b', 'ab', '\uff41b' differ in"),
+        (["NA", "a", "None"], "'NA', 'None' may stand for no label"),
+        (["a", "b", "unsure"], ""),
+    ],
+)
+def test_labels_that_are_nearly_equal_are_said(tmp_path, labels, said, caplog):
+    rows = "\n".join(json.dumps({"text": "t", "label": label}) for label in labels)
+    assert load(write(tmp_path / "a.jsonl", rows)).num_labels == 3
+    assert said in caplog.text and bool(said) == bool(caplog.records)
+    write(tmp_path / "s.jsonl", "\n".join(json.dumps({"text": "t", "label": [label]}) for label in labels))
+    caplog.clear()
+    load("s.jsonl", tmp_path, task="MultiLabelClassification")
+    assert said in caplog.text and bool(said) == bool(caplog.records)
+
+
+def test_sets_of_classes_as_text_are_called_that(tmp_path):
+    write(tmp_path / "a.csv", "text,label\na,\nb,x|y\nc,y\n")
+    with pytest.raises(UserError, match="row 2: label 'x.y' .*expected a list of classes"):
+        load("a.csv", tmp_path, task="MultiLabelClassification")
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet", "a/cat/0.png"])
+def test_a_pointer_of_git_lfs_is_called_one(tmp_path, name):
+    for path in {name, name.replace("cat", "dog")}:
+        write(tmp_path / path, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(UserError, match="a pointer of Git LFS, not the file itself; .*git lfs pull"):
+        load("a" if name.endswith("png") else name, tmp_path, home=tmp_path / "home")
+
+
+def test_thousands_of_columns_are_read_in_one_piece(tmp_path, recwarn):
+    rows = [f"t{i},{i % 2}," + ",".join(["7"] * 3000) for i in range(4)]
+    write(tmp_path / "a.csv", "text,label," + ",".join(f"c{i}" for i in range(3000)) + "\n" + "\n".join(rows))
+    assert len(load("a.csv", tmp_path).fields) == 3000
+    assert not [w for w in recwarn if "fragmented" in str(w.message)]
 
 
 def test_whole_numbers_are_one_label_however_they_are_written(tmp_path):

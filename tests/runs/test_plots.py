@@ -2,6 +2,7 @@
 
 import csv
 import math
+import re
 import sys
 
 import numpy as np
@@ -10,7 +11,7 @@ import scipy.stats
 from matplotlib.figure import Figure
 
 from fs_lowrank.config import load_config
-from fs_lowrank.errors import RunFailed
+from fs_lowrank.errors import RunFailed, say_once
 from fs_lowrank.jobs.tables import latex, write_tables
 from fs_lowrank.runs import plots
 from fs_lowrank.runs.plots import curves, plot_clients, plot_curves, plot_test, setting_of
@@ -150,6 +151,15 @@ def shown(texts):
     read = [text._preprocess_math(text.get_text()) for text in texts]
     assert not any(formula for _, formula in read)
     return [text for text, _ in read]
+
+
+def test_characters_without_a_font_are_said_and_not_warned_of(tmp_path, caplog, recwarn, monkeypatch):
+    monkeypatch.setattr(plots, "_WIDE", re.compile("no such font"))
+    say_once.cache_clear()
+    clients = [{"client": 1, "labels": {"\u4e2d\u6587": 3, "b": 4}}]
+    assert plot_clients({"clients": clients}, tmp_path / "clients.png").is_file()
+    assert "characters that no font here draws" in caplog.text
+    assert not [w for w in recwarn if "Glyph" in str(w.message)]
 
 
 @pytest.mark.parametrize("right, count", [(0, 1), (3, 3), (5, 8), (44, 60)])
