@@ -7,8 +7,9 @@ DEMO_METHODS := rolora,ffa_lora,fedlora,flexlora
 .PHONY: demo test test-more test-slow test-lowest test-quant flower flower-all flower-slow walks torture soak check lint types docs format clean help
 help:
 	@echo "make demo   fetch a small model and data, compare four methods on them (a few minutes)"
-	@echo "make test   run the test suite, but for what takes long: make test-more has the generic suite over the other"
-	@echo "            methods and the tests that take several seconds each, make test-slow those that take minutes"
+	@echo "make test   run the tests that convince, about three minutes on two cores: every method and command from start to"
+	@echo "            end, the identities, what clients may not send, and a run that is killed and resumed"
+	@echo "make test-more   run the other tests, about ten minutes; make test-slow has those that take minutes each"
 	@echo "make test-lowest   part of the suite with the lowest versions that setup.py allows, in an environment of its own"
 	@echo "make flower   the tests of the engine on Flower, in an environment of its own; make flower-all compares every method"
 	@echo "            with the embedded engine (results/flower.md), make flower-slow has the federation of docs/guides/flower.md"
@@ -49,7 +50,7 @@ test: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -n 2 --dist load
 
 test-more: $(VENV)/.installed
-	@echo "== running the generic suite over the other methods, and what takes seconds"
+	@echo "== running the tests that make test leaves out"
 	$(BIN)/python -m pytest -q -n 2 --dist load -m "more and not slow"
 
 test-slow: $(VENV)/.installed
@@ -69,7 +70,7 @@ test-lowest: $(VENV)/.installed
 	$(LOWEST_INSTALL) --resolution lowest-direct -e '.[hpo,oneshot,report]'
 	$(LOWEST_INSTALL) pytest pytest-timeout hypothesis scikit-learn
 	$(LOWEST_INSTALL) -c constraints.txt --no-deps curvlinops-for-pytorch backpack-for-pytorch
-	$(LOWEST)/bin/python -m pytest -q $(LOWEST_TESTS)
+	$(LOWEST)/bin/python -m pytest -q -m "not slow" $(LOWEST_TESTS)
 
 # Flower's own pins hold back other packages, so its environment is apart, at the versions of constraints-flower.txt; torch,
 # which has gigabytes, is that of $(VENV), of the same version.
@@ -113,7 +114,7 @@ test-quant: $(VENV)/.installed
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(QUANT)
 	echo "$(CURDIR)/$$(ls -d $(VENV)/lib/python*/site-packages)" > $$(ls -d $(QUANT)/lib/python*/site-packages)/base.pth
 	$(BIN)/uv pip install --quiet --python $(QUANT)/bin/python -c constraints.txt --no-deps bitsandbytes
-	PYTHONPATH=$(CURDIR) $(QUANT)/bin/python -m pytest -q $(QUANT_TESTS)
+	PYTHONPATH=$(CURDIR) $(QUANT)/bin/python -m pytest -q -m "not slow" $(QUANT_TESTS)
 
 walks: $(VENV)/.installed
 	@echo "== walking as a new user would, from an installed wheel in empty folders"

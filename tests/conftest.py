@@ -10,10 +10,9 @@ from importlib.util import find_spec
 import pytest
 
 #: with what the generic suite and the failures are run by ``make test``; ``make test-more`` has the others
-FEW = {
-    "method": ("fedfisher", "fedloru", "flexlora", "pfedlora", "rolora"),
-    "run": ("rolora under FedAdam", "with personal parts"),
-}
+FEW = {"method": "rolora", "run": "rolora under FedAdam"}
+#: what ``make test`` runs with every method, on the first kind of model that it takes
+EVERY_METHOD = "test_a_run_its_files_and_a_repetition"
 
 
 def _no_federatedscope() -> str:
@@ -62,10 +61,15 @@ def pytest_collection_modifyitems(items, config):
     if impossible:
         items[:] = possible
         config.hook.pytest_deselected(items=impossible)
-    for item in items:
-        given = getattr(item, "callspec", None)
-        if given and item.path.name in ("test_generic.py", "test_faults.py"):
-            if any(given.params[name] not in few for name, few in FEW.items() if name in given.params):
+    had = set()
+    for item in possible:
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        if item.path.name in ("test_generic.py", "test_faults.py"):
+            others = any(given[name] != few for name, few in FEW.items() if name in given)
+            if item.originalname == EVERY_METHOD:
+                others = given["method"] in had
+                had.add(given["method"])
+            if others:
                 item.add_marker(pytest.mark.more)
 
 

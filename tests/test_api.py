@@ -80,6 +80,7 @@ def runs(monkeypatch):
 # -- accepted arguments -------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("as_text", [True, False])
 def test_a_path_in_place_of_a_configuration(path, runs, as_text):
     given = str(path) if as_text else path
@@ -128,6 +129,7 @@ def test_every_method_gets_the_keys_that_it_has(path, runs, as_config):
     assert all(c.train.optimizer.lr == 0.07 and c.lowrank.min_clients == 2 for c in runs.values())
 
 
+@pytest.mark.more
 def test_keys_of_the_files_own_method(path, runs):
     path.write_text(path.read_text() + "lowrank: {ranks: [2, 1]}\n")
     fs_lowrank.compare(load_config(path, {"federate.method": "flora"}), ["flexlora", "rolora"])
@@ -139,6 +141,7 @@ def test_keys_of_the_files_own_method(path, runs):
     assert params(runs) == {"flora": {"ranks": (1, 1), **kept}, "rolora": {"mix": 0.25}}
 
 
+@pytest.mark.more
 def test_a_key_without_a_default(path, runs, monkeypatch):
     import dataclasses
 
@@ -205,6 +208,7 @@ def test_a_comparison_that_cannot_be_written(path, tmp_path):
     assert found["rolora"]["final"] == result.final
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("where", ["plot_curves", "write_text"])
 def test_a_disk_that_is_full_at_the_end(path, runs, monkeypatch, where):
     def full(*args, **options):

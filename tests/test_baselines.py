@@ -138,6 +138,7 @@ def test_the_row_local_says_that_it_trains_in_one_process_and_tells_training_fro
     assert seconds["training"] > 0 and seconds["evaluation"] > 0 and seconds["aggregation"] == 0
 
 
+@pytest.mark.more
 def test_if_every_client_diverges_that_is_said(few, tmp_path):
     few["train"] = {**few["train"], "optimizer": {"type": "SGD", "lr": 1e30}}
     row = baselines.row_config("local", fs_lowrank.load_config(few), tmp_path / "local")
@@ -173,6 +174,7 @@ def test_the_row_local_is_a_run_for_the_page_and_for_what_chance_reaches(few, no
         baselines.run_row("local", row)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("content", ["{", "null", "[" * 100_000], ids=lambda text: text[:4])
 def test_a_row_whose_summary_is_damaged_is_trained_again(few, no_curves, tmp_path, content, caplog):
     row = baselines.row_config("local", fs_lowrank.load_config(few), tmp_path / "local")

@@ -518,6 +518,7 @@ def test_importing_loads_nothing_heavy():
         fs_lowrank.runn  # noqa: B018
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "words, needs",
     [
@@ -540,6 +541,7 @@ def test_a_command_imports_no_more_than_it_needs(words, needs, config_file):
     assert done.stdout.splitlines()[-1:] == [str(list(needs))], done.stdout + done.stderr
 
 
+@pytest.mark.more
 def test_the_module_is_the_command():
     done = subprocess.run(
         [sys.executable, "-m", "fs_lowrank", "run", "--cfg", "nowhere.yaml"], capture_output=True, text=True

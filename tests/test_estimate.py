@@ -32,6 +32,7 @@ def test_the_figures_are_those_of_the_run(causal_settings):
     assert found.steps == 4 * 3 * 3 and 0 < found.seconds < 60 and not found.lacking and not found.advice
 
 
+@pytest.mark.more
 def test_the_probe_leaves_no_trace(causal_settings, tmp_path):
     config = load_config(causal_settings)
     state = torch.random.get_rng_state()
@@ -60,6 +61,7 @@ def test_the_base_as_it_is_loaded(causal_settings, dtype, double):
     assert estimate._base(build_skeleton(config), config) == pytest.approx(held, rel=0.02)
 
 
+@pytest.mark.more
 def test_what_does_not_fit_says_what_to_change(causal_settings, monkeypatch, capsys):
     def room(size):
         return lambda config, device: {"memory": size, "disk": 1e12}
@@ -94,6 +96,7 @@ def test_processes_that_share_a_gpu(processes, gpus, most):
     assert estimate.fullest(processes, gpus) == most
 
 
+@pytest.mark.more
 def test_memory_and_time_of_several_processes(causal_settings, monkeypatch):
     """The run's own process has a model, and trains nothing; on a CPU a base in the file's dtype is mapped."""
     config = load_config(causal_settings, {"federate.client_num": 4, "train.cache_frozen": "off"})
@@ -159,6 +162,7 @@ def test_the_command(causal_settings, tmp_path, capsys, monkeypatch):
     assert "it will not fit: memory" in capsys.readouterr().out
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "method, keys",
     [

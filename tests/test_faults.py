@@ -203,6 +203,7 @@ def test_killed_at_any_step_and_resumed(make, monkeypatch, run):
         shutil.rmtree(resumed.keeper.outdir)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("file", ["state.safetensors", "base.safetensors", "meta.json"])
 def test_killed_in_the_middle_of_a_file(make, file):
     keys = {**RUNS["flora of three ranks"], "federate.total_round_num": 3}
@@ -367,6 +368,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(make, caplog, how, fil
         make("damaged", keys).run(resume=True)
 
 
+@pytest.mark.more
 def test_a_record_cut_short(make):
     reference = make("whole")
     reference.run()
@@ -382,6 +384,7 @@ def test_a_record_cut_short(make):
         make("cut").run(resume=True)
 
 
+@pytest.mark.more
 def test_a_run_of_another_revision_of_its_method_is_not_continued(make, monkeypatch):
     """The configuration is the same, but the method computes something else."""
     keys = {"federate.method": "rolora", "federate.total_round_num": 3}
@@ -402,6 +405,7 @@ def test_a_run_of_another_revision_of_its_method_is_not_continued(make, monkeypa
         make("later", keys).run(resume=True)
 
 
+@pytest.mark.more
 def test_the_papers_formula_counts_what_each_round_sends(make):
     """RoLoRA sends B and A alternately, and their sizes differ in layers that are not square."""
     engine = make("formula", {"federate.method": "rolora", "federate.total_round_num": 3})
@@ -419,6 +423,7 @@ def test_the_papers_formula_counts_what_each_round_sends(make):
 # -- full disks ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("call", ["save_file", "add", "dump"])
 def test_a_disk_that_is_full_while_writing(make, monkeypatch, call):
     reference = make("whole")
@@ -483,6 +488,7 @@ def test_a_full_disk(make, tmp_path):
 # -- resumed with other keys ---------------------------------------------------------------------------
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "keys, message",
     [
@@ -504,6 +510,7 @@ def test_another_configuration_is_named(make, keys, message):
     assert records_of(make("run", method).keeper.outdir) == before
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("run", RUNS)
 def test_a_run_can_be_resumed_with_more_rounds(make, run):
     short, whole = {**RUNS[run], "federate.total_round_num": 2}, RUNS[run]
@@ -517,6 +524,7 @@ def test_a_run_can_be_resumed_with_more_rounds(make, run):
         torch.testing.assert_close(tensors_of(longer)[name], value, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.more
 def test_the_number_of_rounds_cannot_change_if_the_method_depends_on_it(make):
     keys = {"federate.method": "rolora", "lowrank.mix": 0.5, "federate.total_round_num": 2}
     make("run", keys).run()
@@ -524,6 +532,7 @@ def test_the_number_of_rounds_cannot_change_if_the_method_depends_on_it(make):
         make("run", {**keys, "federate.total_round_num": 4}).run(resume=True)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("keys", [{"train.cache_frozen": "off"}, {"lowrank.save_merged": True}])
 def test_keys_that_do_not_affect_the_result_may_change(make, keys):
     reference = make("whole")
@@ -638,6 +647,7 @@ def test_an_update_that_is_wrong_is_refused_and_changes_nothing(make, monkeypatc
     assert result.history[1]["clients"] == [1, 3, 4]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("freq", [1, 3, 0])
 def test_too_few_clients_stop_the_run_and_leave_the_last_good_round(make, monkeypatch, freq):
     keys = {**RUNS["flora of three ranks"], "lowrank.min_clients": 2, "lowrank.checkpoint_freq": freq}
@@ -668,6 +678,7 @@ def test_too_few_clients_stop_the_run_and_leave_the_last_good_round(make, monkey
     assert records_of(engine.keeper.outdir) == records_of(reference.keeper.outdir)
 
 
+@pytest.mark.more
 def test_a_run_is_resumed_after_a_round_with_too_few_clients(make):
     keys = {"lowrank.drop_rate": 0.3, "lowrank.min_clients": 2, "federate.total_round_num": 6, "seed": 5}
     with pytest.raises(UserError, match="smaller lowrank.min_clients"):
@@ -719,6 +730,7 @@ def breaking(monkeypatch, engine, rounds):
 PERSONAL = {"federate.method": "pfedlora", "train.optimizer.lr": 0.05}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("freq", [1, 0])
 @pytest.mark.parametrize("run", [*RUNS, "with personal parts"])
 def test_a_bad_round_stops_the_run_and_leaves_the_last_good_one(make, monkeypatch, run, freq):
@@ -739,6 +751,7 @@ def test_a_bad_round_stops_the_run_and_leaves_the_last_good_one(make, monkeypatc
     assert records_of(engine.keeper.outdir) == records_of(reference.keeper.outdir)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("run", [*RUNS, "with personal parts"])
 def test_a_bad_round_is_skipped_with_on_bad_round_skip(make, monkeypatch, run):
     keys = {
@@ -797,6 +810,7 @@ def huge(engine, monkeypatch, client=2, round=2, size=1e19):
     monkeypatch.setattr(engine.method, "upload", send)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("bound", [{"lowrank.max_update_norm": 1e6}, {"lowrank.max_update_norm_factor": 1000}])
 def test_a_huge_update_is_refused_where_norms_are_bounded(make, monkeypatch, run, bound):
@@ -825,6 +839,7 @@ def test_one_client_does_not_end_a_run(make, monkeypatch, capsys):
     assert all(t.isfinite().all() for t in tensors_of(engine).values() if isinstance(t, torch.Tensor))
 
 
+@pytest.mark.more
 def test_more_samples_than_the_bound_are_refused(make):
     engine = make("run", {**ALL, "lowrank.max_samples": 1})
     with pytest.raises(UserError, match="0 usable updates.*client 1: says it has .* samples, expected .* from 1 to 1"):
@@ -846,6 +861,7 @@ def test_an_error_of_the_user_in_a_client_ends_the_run(make):
 # -- a folder in use -----------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_two_runs_do_not_write_into_one_folder(make):
     said = []
 
@@ -859,6 +875,7 @@ def test_two_runs_do_not_write_into_one_folder(make):
     assert make("run").run(resume=True)  # the folder is free again
 
 
+@pytest.mark.more
 def test_records_of_two_runs_in_one_file(make):
     engine = make("run", on_round=lambda record: record["round"] == 3)
     engine.run()
@@ -868,6 +885,7 @@ def test_records_of_two_runs_in_one_file(make):
         make("run").run(resume=True)
 
 
+@pytest.mark.more
 def test_a_model_of_huge_weights_is_recorded_in_valid_json(make, monkeypatch):
     """Its weights are finite but its loss is not: the run continues, and all of its files can be read."""
 
@@ -902,6 +920,7 @@ def test_a_finished_run_is_not_overwritten(make):
 # -- nothing to evaluate -------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_an_empty_validation_split(make):
     result = make("some", {"data.splits": [0.8, 0.0, 0.2], "eval.split": ["val", "test"]}).run()
     assert set(result.final) >= {"test_acc", "test_loss"} and "val_acc" not in result.final
@@ -915,6 +934,7 @@ def test_stopped_before_anything_was_evaluated(make):
     assert len(result.history) == 2 and result.saved["adapter"].exists()
 
 
+@pytest.mark.more
 def test_early_stopping_is_the_same_after_a_resume(make):
     keys = {
         "early_stop.patience": 1,

@@ -78,6 +78,7 @@ def test_another_seed_gives_another_split_and_start(bench, method, task):
     checks.check_seed(bench, method, task)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("method", ENCODER)
 def test_it_learns_and_saves_only_the_files_of_its_configuration(bench, method):
     engine, result = checks.check_learns(bench, method, "encoder")
@@ -251,6 +252,7 @@ def test_what_is_saved_loads_with_the_plain_libraries(bench, task, method, keys)
     checks.loads_with_the_plain_libraries(bench, engine, task)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("method", ["pfedloru", "pmfedloru", "pfedlora"])
 def test_a_personal_adapter_on_the_saved_model_is_the_clients_model(bench, method):
     engine = bench.make("encoder", method, checks.SAVED)
@@ -264,6 +266,7 @@ def test_a_personal_adapter_on_the_saved_model_is_the_clients_model(bench, metho
         assert not torch.allclose(logits(own, test), wanted, atol=1e-3), "its pair does something"
 
 
+@pytest.mark.more
 def test_a_clients_half_of_the_adapter_is_saved_with_the_head_and_loads_by_itself(bench, monkeypatch):
     """Where the client's own tensors are of the adapter that all train, its folder is loaded as the global one's is."""
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
@@ -289,6 +292,7 @@ def test_a_clients_half_of_the_adapter_is_saved_with_the_head_and_loads_by_itsel
     assert not torch.allclose(logits(shared.eval(), test), wanted, atol=1e-3), "its B does something"
 
 
+@pytest.mark.more
 def test_what_a_nested_method_keeps_beside_the_base_can_be_read_again(bench):
     engine = bench.make("encoder", "mfedloru", {**checks.SAVED, "lowrank.merge": False, "lowrank.tau": 1})
     result = engine.run()
@@ -301,6 +305,7 @@ def test_what_a_nested_method_keeps_beside_the_base_can_be_read_again(bench):
 # -- half precision ------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("method, task", [*((m, "encoder") for m in ENCODER), ("rolora", "causal")])
 def test_half_precision(bench, method, task):
     checks.check_half_precision(bench, method, task)

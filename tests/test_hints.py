@@ -19,6 +19,7 @@ def offered(text):
     return [shlex.split(line)[1:] for line in re.findall(r"(?:with|next|first): (fs-lowrank .+)", text)]
 
 
+@pytest.mark.more
 def test_no_message_offers_a_module_that_a_file_of_the_user_can_shadow():
     """``python -m hpo`` runs an ``hpo.py`` of the user's; docstrings and provenance in files may name it."""
     found = []

@@ -15,6 +15,7 @@ from fs_lowrank.keys import find, markdown, others, reference, sentences
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.more
 def test_the_page_is_made_from_the_schema():
     page = (ROOT / "docs" / "reference" / "keys.md").read_text(encoding="utf-8")
     # In a new process, without the methods that other tests register.
@@ -23,6 +24,7 @@ def test_the_page_is_made_from_the_schema():
     assert page == written, "write it anew: fs-lowrank keys --markdown > docs/reference/keys.md"
 
 
+@pytest.mark.more
 def test_every_key_is_listed_with_a_description():
     entries = reference()
     assert not [e.name for e in entries if not e.meaning.endswith((".", "!", "?"))]
@@ -31,6 +33,7 @@ def test_every_key_is_listed_with_a_description():
     assert len({(e.group, e.name) for e in entries}) == len(entries)
 
 
+@pytest.mark.more
 def test_defaults_are_those_of_a_configuration():
     config = load_config({"federate.client_num": 1})
     checked = 0
@@ -57,6 +60,7 @@ def test_what_a_user_looks_for_is_there():
     assert {"iid", "quantity"} <= ours and all(f"`{name}`" in entries["data.splitter"].meaning for name in ours)
 
 
+@pytest.mark.more
 def test_a_section_a_name_and_a_method_are_found():
     assert [e.name for e in find("train.optimizer.lr")] == ["train.optimizer.lr"]
     assert {e.name for e in find("grad")} == {"grad.grad_clip", "grad.grad_accum_count"}

@@ -35,6 +35,7 @@ def config(settings, tmp_path, no_curves):
 # -- messages ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_no_message_of_the_library_names_an_option_of_a_command():
     """It names arguments, ``resume=True``; a command says them as its options (``as_options``)."""
     pytest.importorskip("optuna")
@@ -80,6 +81,7 @@ def test_a_command_says_an_argument_as_its_option(text, shown):
     assert as_options(text, []) == text
 
 
+@pytest.mark.more
 def test_the_same_error_in_both_words(config, tmp_path, capsys):
     fs_lowrank.run(config, on_round=lambda record: True)
     with pytest.raises(UserError, match="continue it with resume=True, replace it with overwrite=True, or choose"):
@@ -93,6 +95,7 @@ def test_the_same_error_in_both_words(config, tmp_path, capsys):
 # -- what exists already -------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_what_becomes_of_a_run_that_is_there(config):
     with pytest.raises(UserError, match="holds no run to continue; resume='auto' starts one where there is none"):
         fs_lowrank.run(config, resume=True)
@@ -121,6 +124,7 @@ def test_methods_to_compare_as_one_text(config):
 # -- progress ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_a_bar_where_somebody_looks_on(config, monkeypatch, capsys):
     told = []
     result = fs_lowrank.run(config, progress=True, on_round=lambda r: told.append(r["round"]), on_client=lambda *_: 0)

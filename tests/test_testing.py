@@ -88,6 +88,7 @@ class Tailors(Averaging):
 _GENERATOR = torch.Generator()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "cls, check, said",
     [
@@ -122,6 +123,7 @@ def test_the_checks_depend_on_the_kind_of_method():
     assert all(text.endswith(".") for text in asked_of("rolora").values())
 
 
+@pytest.mark.more
 def test_a_sum_of_products_is_not_asked_for_a_weighted_mean(capsys):
     register_method("some_median")(Median)
     assert check_method(Median, only="weights") == ["weights (encoder)"]

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 NEWER = f"schema {SCHEMA + 1}: a newer version .* update fs-lowrank"
 
 
+@pytest.mark.more
 def test_the_version_is_written_once():
     told = subprocess.run([sys.executable, "setup.py", "--version"], cwd=ROOT, capture_output=True, text=True)
     assert told.stdout.split()[-1] == __version__ == fs_lowrank.__version__ == versions()["fs-lowrank"]

@@ -88,6 +88,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.filterwarnings("ignore:Unexpected keyword arguments")
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_adapter_is_refused_and_not_used_without_what_it_lacks(runs, tmp_path, name):
@@ -104,6 +105,7 @@ def test_a_damaged_adapter_is_refused_and_not_used_without_what_it_lacks(runs, t
             _ = load_run(folder).model
 
 
+@pytest.mark.more
 def test_a_head_that_is_missing_is_named(runs, reviews_csv, tmp_path, capsys):
     folder = unsealed(shutil.copytree(runs["classes"].outdir, tmp_path / "run"))
     tensors(lambda all: {n: t for n, t in all.items() if "classifier" not in n})(folder / "adapter")
@@ -114,6 +116,7 @@ def test_a_head_that_is_missing_is_named(runs, reviews_csv, tmp_path, capsys):
         assert len(lines) == 1 and "lacks 2 of the adapter's" in lines[0] and "model.classifier.bias" in lines[0]
 
 
+@pytest.mark.more
 def test_a_base_that_is_spread_over_devices_refuses_the_same(runs, instructions_jsonl, tmp_path):
     """The place of the weights changes neither the fingerprint of the base nor what is asked of the adapter."""
     run, _ = copy_of(runs["instructions"], tmp_path)
@@ -128,6 +131,7 @@ def test_a_base_that_is_spread_over_devices_refuses_the_same(runs, instructions_
         _ = load_run(run).model
 
 
+@pytest.mark.more
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:Model has `tie_word_embeddings=True`")
 def test_an_adapted_output_layer_loads_although_its_file_has_the_weight_of_the_base(
     tiny_causal, instructions_jsonl, tmp_path
@@ -186,6 +190,7 @@ def test_a_flipped_bit_in_what_was_trained_is_refused(runs, reviews_csv, tmp_pat
     assert cli.main(["evaluate", str(run), "--data", str(reviews_csv)]) == 0
 
 
+@pytest.mark.more
 def test_every_file_that_is_read_of_a_finished_run_is_compared(runs, tmp_path):
     outdir = runs["classes"].outdir
     sums = json.loads((outdir / "checksums.json").read_text())
@@ -271,6 +276,7 @@ def test_other_settings_of_the_base_are_refused(runs, tmp_path):
         _ = load_run(run).model
 
 
+@pytest.mark.more
 def test_where_versions_differ_another_base_is_a_warning(runs, tmp_path, caplog):
     """Another version may draw new weights otherwise, which does not make the run useless."""
     run, base = copy_of(runs["classes"], tmp_path)
@@ -315,6 +321,7 @@ def test_a_model_that_was_saved_whole_needs_no_base(tiny_encoder, reviews_csv, t
 # -- the tokenizer -------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_the_tokenizer_is_the_one_that_was_saved_with_the_adapter(runs, reviews_csv, tmp_path):
     run, base = copy_of(runs["classes"], tmp_path)
     before = build_tokenizer(load_config(run / "config.yaml"))

@@ -56,6 +56,7 @@ def test_the_scores_on_the_test_set_are_those_of_the_run(runs, test_rows):
     assert standard_error(1, 60) > 0 and scores["acc_error"] == standard_error(scores["acc"], scores["rows"])
 
 
+@pytest.mark.more
 def test_a_table_in_memory_is_read_as_the_file_is(runs, test_rows):
     """A data frame, whose own index and values stay, and a data set whose labels have names."""
     run, whole = load_run(runs["classes"].outdir), pd.read_csv(test_rows)
@@ -117,6 +118,7 @@ def test_a_quantised_base_scores_and_answers_as_in_the_run(
     assert len(said[0]) == len(rows) and said[0] == said[1]
 
 
+@pytest.mark.more
 def test_a_run_of_another_machines_gpu_is_used_on_what_is_here(settings, monkeypatch, no_curves, caplog):
     keys = {"use_gpu": True, "device": 1, "federate.total_round_num": 1}
     with monkeypatch.context() as patch:  # stands for the machine with two GPUs
@@ -203,6 +205,7 @@ def pairs(tiny_encoder, tmp_path_factory):
     return found
 
 
+@pytest.mark.more
 def test_a_pair_is_read_as_the_run_read_it(pairs, tmp_path, capsys):
     """The scores on the test rows are those of the run; without the second sentence they cannot be."""
     for path, result in pairs.items():
@@ -253,6 +256,7 @@ def test_prompts_of_a_run_with_a_loss_on_all_tokens(runs, instructions_jsonl, tm
         answers(run, read_rows(run, few), 4)
 
 
+@pytest.mark.more
 def test_a_language_model(runs, instructions_jsonl, tmp_path):
     run = load_run(runs["instructions"].outdir)
     rows = read_rows(run, instructions_jsonl)
@@ -304,6 +308,7 @@ def test_the_accuracy_of_a_language_model_is_called_what_it_is(runs):
     assert for_people(result.final, False) == result.final and not runs["classes"].language
 
 
+@pytest.mark.more
 def test_the_commands(runs, test_rows, reviews_csv, tmp_path, capsys):
     folder = str(runs["classes"].outdir)
     assert cli.main(["evaluate", folder, "--data", str(test_rows), "--json", str(tmp_path / "scores.json")]) == 0

@@ -70,6 +70,7 @@ def test_the_scores_on_the_test_set_are_those_of_the_run(made, tmp_path, task):
         assert scores[name] == pytest.approx(value, abs=1e-5), name
 
 
+@pytest.mark.more
 def test_numbers(made, tmp_path, capsys):
     result, path = made["numbers"]
     run, file = load_run(result.outdir), held_out(result, path, tmp_path / "test.csv")
@@ -88,6 +89,7 @@ def test_numbers(made, tmp_path, capsys):
         read_rows(run, tmp_path / "wrong.csv")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("task", ["sets", "flags"])
 def test_sets_of_classes(made, tmp_path, task, capsys):
     result, path = made[task]
@@ -121,6 +123,7 @@ def test_sets_of_classes(made, tmp_path, task, capsys):
             read_rows(run, file)
 
 
+@pytest.mark.more
 def test_an_encoder_decoder_model(made, tmp_path, capsys):
     result, path = made["t5"]
     run, file = load_run(result.outdir), held_out(result, path, tmp_path / "test.jsonl")

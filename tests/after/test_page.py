@@ -109,6 +109,7 @@ def test_wrong_use_is_one_line(runs, tmp_path, capsys, arguments, said):
     assert said in told and len(told.splitlines()) == 1, told
 
 
+@pytest.mark.more
 def test_damaged_files_are_named(runs, tmp_path):
     for name in ("config.yaml", "data.json", "rows.npz", "rounds.jsonl"):
         (tmp_path / name).write_bytes((runs["classes"].outdir / name).read_bytes())

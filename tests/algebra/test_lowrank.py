@@ -153,6 +153,7 @@ def orthonormal(rows):
     np.testing.assert_allclose((rows @ rows.T).numpy(), np.eye(rows.shape[0]), atol=3e-6)
 
 
+@pytest.mark.more
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(2, 16), st.integers(2, 16), st.integers(1, 6), st.integers(1, 10), st.integers(0, 10**6))
 def test_missing_components_are_filled(d_out, d_in, have, rank, seed):

@@ -41,6 +41,7 @@ def test_cg_finds_the_nearest_of_many_solutions():
     torch.testing.assert_close(least_change(low, target[None], start[None])[0], nearest, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.more
 def test_gradient_descent_has_the_same_limit():
     low = gram(8, 4, 5)
     target, start = low @ torch.ones(8, dtype=torch.float64), torch.linspace(-1, 1, 8, dtype=torch.float64)

@@ -113,6 +113,7 @@ def of_few_rows(rng, n, rows=100):
     return rng.binomial(rows, 0.7, n) / rows, rng.binomial(rows, 0.7, n) / rows
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("n", [2, 3, 5, 10])
 @pytest.mark.parametrize(
     "draw, paired",
@@ -151,6 +152,7 @@ def test_equal_methods_whose_seeds_collapse_are_told_apart_in_5_percent_at_most(
     assert told / times <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / times)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("n", [2, 3, 5])
 @pytest.mark.parametrize("methods", [2, 3, 8])
 def test_bold_among_equal_methods_in_5_percent_at_most(n, methods):
@@ -163,6 +165,7 @@ def test_bold_among_equal_methods_in_5_percent_at_most(n, methods):
     assert bold / times <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / times)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_a_claim_with_many_conditions_is_refuted_by_chance_as_rarely_as_one(n):
     """A shipped rule with six conditions, and methods that are equal, which is as near to true as a claim can be."""
@@ -478,6 +481,7 @@ def test_a_ratio_is_of_any_scale():
     assert judged({**ratio, "about": 1.1, "within": 0.01}, large).verdict == FAILS
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("ratio", [0.5, 1.5])
 def test_a_ratio_at_a_bound_holds_and_is_refuted_by_chance_in_2_5_percent_each(ratio):
     rng, draws = np.random.default_rng(0), 2000
@@ -679,6 +683,7 @@ def test_a_method_whose_seeds_all_failed_is_not_untested(monkeypatch):
     assert found.look("c", {}, "test_acc") is None and found.cell("b", "", "test_acc") == "– (2 failed)"
 
 
+@pytest.mark.more
 def test_a_method_and_a_setting_of_which_all_seeds_failed_are_shown():
     suite = load_suite("glue", "small")
     found = results_of(a=[record(0, 0.9)])

@@ -135,6 +135,7 @@ def test_the_figure_along_an_axis_has_a_panel_for_each_setting_of_the_others(tmp
     assert {axes.get_xlabel() for axes in panels} == {"steps"}
 
 
+@pytest.mark.more
 def test_the_legend_says_once_what_a_hollow_point_means():
     suite = load_suite("glue", "small")
     labels = list(suite.experiments["sst2"].axes["clients"])
@@ -144,6 +145,7 @@ def test_the_legend_says_once_what_a_hollow_point_means():
     assert [t.get_text() for t in axes.get_legend().get_texts()].count("a seed collapsed or failed") == 1
 
 
+@pytest.mark.more
 def test_a_learning_curve_ends_hollow_where_a_seed_collapsed_or_failed():
     suite = load_suite("glue", "small")
     column = next(iter(suite.experiments["sst2"].axes["clients"]))

@@ -165,6 +165,7 @@ def test_a_dead_worker_and_a_failing_cell_do_not_stop_the_rest(place, done):
     assert deadly["rounds"] == 4 and len(deadly["history"]["loss"]) == 4 and (place / "died").exists()
 
 
+@pytest.mark.more
 def test_the_content_of_a_result(place, done):
     cell = next(c for c in results(place, "cells") if c["method"] == "rolora" and c["seed"] == 1)
     assert {"test_acc", "test_loss", "val_acc"} <= set(cell["metrics"])
@@ -208,6 +209,7 @@ def test_a_damaged_result_is_computed_again_and_the_report(place, done, bench):
     assert '<strong class="holds">holds</strong>' in page and 'src="report/' not in page
 
 
+@pytest.mark.more
 def test_a_report_when_only_the_searches_are_done(place, done, bench):
     shutil.copytree(place / "results" / "searches", place / "early" / "searches")
     code, said = bench("report", "tiny.yaml", "--results", "early")
@@ -403,6 +405,7 @@ def test_a_search_of_before_grids_grew_goes_on(searched, bench):
     assert dataclasses.replace(search, spec={**search.spec, "grow": 0}).can_grow(old) is False
 
 
+@pytest.mark.more
 def test_a_rate_is_at_the_end_of_the_grid_of_its_own_experiment(place, monkeypatch):
     """Experiments share a cell, and have searched its rate in other settings: one inside, another at an end."""
     monkeypatch.chdir(place)
@@ -450,6 +453,7 @@ def test_a_rate_is_at_the_end_of_the_grid_of_its_own_experiment(place, monkeypat
     assert [name for name, text in unlike.items() if "search that has found it" in text] == ["third"]
 
 
+@pytest.mark.more
 def test_what_a_suite_will_take(place, bench):
     code, said = bench("run", "tiny.yaml", "--only", "main", "--estimate", "--workers", "2", "--results", "estimated",
                        "--table", "takes.csv")  # fmt: skip
@@ -561,6 +565,7 @@ def test_a_run_is_probed_with_the_threads_of_a_worker(place, monkeypatch, worker
         torch.set_num_threads(before)
 
 
+@pytest.mark.more
 def test_a_training_file_that_is_not_made_yet_is_made_for_the_estimate(tmp_path, tiny_causal, bench):
     rows = [{"instruction": "it was", "input": "", "output": ("good", "bad")[i % 2], "answer": ""} for i in range(40)]
     (tmp_path / "commonsense" / "boolq").mkdir(parents=True)
@@ -588,6 +593,7 @@ def test_a_training_file_that_is_not_made_yet_is_made_for_the_estimate(tmp_path,
     assert code == 2 and "1 thing to put right" in said and "boolq has no training file" in said, said
 
 
+@pytest.mark.more
 def test_clients_that_cells_of_one_round_share_are_estimated_once(place, bench):
     text = (place / "tiny.yaml").read_text()
     text = text[: text.index("experiments:")].replace("imports: [own_methods]", "")
@@ -620,6 +626,7 @@ def test_everything_that_is_missing_is_reported_before_training(place, monkeypat
     assert not (place / "elsewhere" / "cells").exists()
 
 
+@pytest.mark.more
 def test_errors_are_reported_before_training(place, tiny_encoder, monkeypatch):
     from benchmark import check
 
@@ -687,6 +694,7 @@ def test_an_engine_that_is_not_installed(place, monkeypatch):
         check.check(plan(options), options, workers=1)
 
 
+@pytest.mark.more
 def test_wrong_use(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     for args, words in (
@@ -771,6 +779,7 @@ def test_a_search_over_values_of_any_kind_is_said():
     assert said == "type AdamW, lr 0.01, ranks [2, 4] val_acc 0.500"
 
 
+@pytest.mark.more
 def test_a_checkpoint_is_given_up_only_if_it_cannot_be_used(settings, tmp_path, capsys, no_curves):
     config = load_config(settings, **{"outdir": str(tmp_path / "cell"), "federate.total_round_num": 2})
 

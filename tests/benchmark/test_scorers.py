@@ -104,6 +104,7 @@ def tiny(tiny_causal):
 # -- the instruction form ----------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("task", sorted(ROWS))
 def test_a_parsed_row_can_be_put_together_again(task):
     for instruction, answer in ROWS[task]:
@@ -256,6 +257,7 @@ def no_hub(monkeypatch):
     return asked
 
 
+@pytest.mark.more
 def test_lm_evals_score_agrees_with_a_direct_computation(tiny, root, no_hub):
     """ARC-Easy by lm-eval's definition is compared with log-likelihoods computed directly from the model."""
     pytest.importorskip("lm_eval")
@@ -301,6 +303,7 @@ def test_the_hub_is_asked_once_and_then_its_cache_only(tiny, root, monkeypatch):
     scorers.check({"scorer": "generate", "tasks": ["boolq"]}, root)
 
 
+@pytest.mark.more
 def test_warnings_are_shown_and_progress_bars_are_not(tiny, root, no_hub, monkeypatch, capfd):
     pytest.importorskip("lm_eval")
     wrap = lm_eval_tasks._wrap
@@ -315,6 +318,7 @@ def test_warnings_are_shown_and_progress_bars_are_not(tiny, root, no_hub, monkey
     assert "3/3" in capfd.readouterr().err
 
 
+@pytest.mark.more
 def test_all_eight_tasks_and_a_prompt_with_examples(tiny, root, no_hub):
     pytest.importorskip("lm_eval")
     tasks = ["boolq", "piqa", "social_iqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa"]
@@ -326,6 +330,7 @@ def test_all_eight_tasks_and_a_prompt_with_examples(tiny, root, no_hub):
     assert {r["num_fewshot"] for r in result.values()} == {1} and not no_hub
 
 
+@pytest.mark.more
 def test_the_majority_of_texts_that_end_alike_is_that_of_the_right_texts_place(tiny, no_hub, tmp_path):
     """WinoGrande's choices are the texts before the gap, and what follows it differs from row to row."""
     pytest.importorskip("lm_eval")
@@ -339,6 +344,7 @@ def test_the_majority_of_texts_that_end_alike_is_that_of_the_right_texts_place(t
     assert result["winogrande"]["majority"] == 0.75
 
 
+@pytest.mark.more
 def test_a_group_with_a_missing_task_is_an_error(tiny, root, no_hub, tmp_path, manager):
     pytest.importorskip("lm_eval")
     with pytest.raises(
@@ -418,6 +424,7 @@ def test_the_first_answer_word_counts(task, reply, answer):
     assert generate.parse(task, reply) == answer
 
 
+@pytest.mark.more
 def test_greedy_replies_do_not_depend_on_the_batch(tiny):
     """Replies are compared with a plain loop over argmax, for prompts of unequal lengths."""
     model, tokenizer = tiny
@@ -461,6 +468,7 @@ def test_the_generate_scorer_counts_and_records(tiny, root):
     }
 
 
+@pytest.mark.more
 def test_a_model_that_learnt_the_answers_scores_one(root, tmp_path):
     """It was trained on the rows as in a run, so this shows that prompt, decoding and parser fit together."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers

@@ -76,6 +76,7 @@ def test_the_network_processes_and_files_are_out_of_reach(body):
     assert outcome(f"{body}\nreturn 2 * x") == "raised PermissionError"
 
 
+@pytest.mark.more
 def test_values_cross_as_literals():
     """Every literal arrives unchanged, in both directions; an object that compares equal to a list is not one."""
     values = [None, True, -3, 2.5, 1e999, -1e999, -(2**70), 3j, "a\n'\"\\ é", b"\0\n", [], (1,), {}, {1: [2]}, {4}]
@@ -100,6 +101,7 @@ def test_values_cross_as_literals():
         assert outcome(f"{odd}return {returned}") == "raised TypeError", returned
 
 
+@pytest.mark.more
 def test_the_tests_may_use_the_helpers_of_the_prompt_and_the_function_by_name():
     prompt = "def half(x):\n    return x / 2\n\n\ndef double(x):\n    ''' twice x '''\n"
     test = "def check(candidate):\n    assert half(candidate(3)) == 3 and candidate(3) == double(x=3)\n"
@@ -255,6 +257,7 @@ def test_files_and_processes_are_hidden(tmp_path):
     assert outcome(look, problem={**PROBLEM, "test": test}) == "passed"
 
 
+@pytest.mark.more
 def test_without_namespaces_there_is_a_warning(without_namespaces, caplog):
     with caplog.at_level(logging.WARNING, "fs_lowrank"):
         solved, _, guard = humaneval.run(PROBLEM, PROBLEM["canonical_solution"])
@@ -309,6 +312,7 @@ def test_pass_at_k_is_the_share_of_sets_with_a_solution():
     assert humaneval.pass_at(3, 5, 2) != pytest.approx(1 - (1 - 2 / 5) ** 3)
 
 
+@pytest.mark.more
 def test_pass_at_1_and_k_of_a_tiny_model(tiny_causal, tmp_path, monkeypatch):
     """A model that writes no code passes nothing, counts add up, samples differ, torch's generator is not changed."""
     import torch

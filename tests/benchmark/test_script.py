@@ -78,6 +78,7 @@ def test_floats_are_shortened_recursively():
     }
 
 
+@pytest.mark.more
 def test_every_script_of_a_suite_takes_the_options_that_the_suite_gives(capsys):
     found = [e for name in shipped() for e in load_suite(name, "small").experiments.values() if e.script]
     assert len(found) >= 8

@@ -234,6 +234,7 @@ def test_unknown_suite():
         load_suite("gleu", "small")
 
 
+@pytest.mark.more
 def test_a_result_of_an_earlier_revision_is_stale(write, tmp_path, monkeypatch):
     def jobs(text=FIVE_LINES, **changes):
         return plan(options(write(text), results=str(tmp_path / "results"), **changes))
@@ -360,6 +361,7 @@ def test_the_two_sizes_of_a_study_have_files_of_their_own(study, tmp_path):
     assert damaged == ["is not the file that its result was read from; its figures have no spread"]
 
 
+@pytest.mark.more
 def test_a_report_of_some_experiments_judges_claims_by_all(study, tmp_path):
     given = study(
         f"""
@@ -460,6 +462,7 @@ def test_a_report_of_methods_without_results_is_refused(study):
         write_report(dataclasses.replace(given, methods=("rolora",)))
 
 
+@pytest.mark.more
 def test_the_setting_of_a_report_has_the_values_of_all_cells(write, tmp_path):
     steps = FIVE_LINES + "grid: {train.local_update_steps: [4, 20], data.splitter: [iid, dirichlet]}"
     steps = steps.replace("    grid: {federate.client_num: [3, 6]}\n", "").replace("grid", "    grid")
@@ -479,6 +482,7 @@ def test_the_setting_of_a_report_has_the_values_of_all_cells(write, tmp_path):
     assert "4 / 20 local steps" in line and "split `iid` / `dirichlet`" in line and "model `m`;" in line
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", shipped())
 def test_the_shipped_suites_are_valid(name, size):

@@ -129,6 +129,7 @@ def test_the_seeds_of_a_study_are_those_of_its_figures():
     assert rows({"rule": rule}, {"one": results("one", study=[without])})[0].seeded == "–"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", shipped())
 def test_the_claims_of_the_shipped_suites_say_what_it_takes_to_see_them(name):
     for size in SIZES:

@@ -11,6 +11,8 @@ from fs_lowrank.models.names import tags
 from fs_lowrank.testing import CHECKS, Bench, quietly
 from fs_lowrank.testing.bench import logits
 
+pytestmark = pytest.mark.more
+
 #: what stands in ``llm.adapter.args`` for each kind, and a part of the names of what it trains
 KINDS = {
     "dora": ({"r": 2, "alpha": 6, "use_dora": True}, "lora_magnitude_vector"),
@@ -51,7 +53,6 @@ def keys(kind, task):
 
 @pytest.mark.parametrize("task, check", CASES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.more
 def test_the_generic_suite(tmp_path, kind, task, check):
     if (check.name, task) == ("seed", "causal") and kind in ("vera", "oft", "ia3"):
         pytest.skip("without a head, all that is trained starts as constants, with every seed")
@@ -63,7 +64,6 @@ def test_the_generic_suite(tmp_path, kind, task, check):
 
 @pytest.mark.parametrize("task", MODULES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.more
 def test_what_is_trained_sent_and_saved(tmp_path, kind, task):
     """The server's tensors are the weighted mean of what clients sent, and PEFT alone loads what was saved."""
     bench = Bench(tmp_path, keys(kind, task))

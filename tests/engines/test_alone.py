@@ -20,6 +20,7 @@ def rows_of(config, client):
     return arrays["clients"][: ends[client - 1]][-site.clients[client - 1].num_samples :], arrays["test"]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("client", [1, 4])
 def test_it_has_the_rows_that_it_has_among_the_others(settings, client):
     rows, held_out = rows_of(load_config(settings, KEYS), client)
@@ -29,6 +30,7 @@ def test_it_has_the_rows_that_it_has_among_the_others(settings, client):
     assert len(Site(alone).clients) == alone.sampled_per_round == alone.taking_part == 1
 
 
+@pytest.mark.more
 def test_a_run_of_one_client(settings, tmp_path, no_curves):
     config = load_config(settings, {**KEYS, ALONE: 3, "federate.sample_client_num": 4})
     result = fs_lowrank.run(config)

@@ -8,6 +8,8 @@ import fs_lowrank
 from fs_lowrank import UserError
 from fs_lowrank.rounds.answers import exact_match
 
+pytestmark = pytest.mark.more
+
 RUN = {"federate.total_round_num": 5, "lowrank.pictures": False}
 ASKED = {"eval.generate": {"freq": 2, "prompts": 3, "max_tokens": 5}}
 
@@ -35,7 +37,6 @@ def test_the_global_model_answers_and_training_stays_the_same(run):
         assert line["exact_match"] == mean == asked.history[line["round"] - 1]["answers"]["exact_match"]
 
 
-@pytest.mark.more
 def test_a_resumed_run_has_the_answers_of_an_uninterrupted_one(run, tmp_path):
     sampled = {"eval.generate": {"freq": 1, "prompts": 2, "max_tokens": 4, "temperature": 1.0}}
     _, whole = run("whole", sampled)

@@ -119,12 +119,14 @@ QUICK = (
 )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES])
 def test_the_same_run(both, trained, case):
     both(*CASES[case])
     assert trained == [3, 2] * 2
 
 
+@pytest.mark.more
 def test_states_that_are_kept_of_some_only(both, trained):
     """Those of clients whose samples are not seen often enough are computed in each step."""
     prefix = both("encoder", {"federate.total_round_num": 1}, 4).site.prefix
@@ -139,12 +141,14 @@ def test_one_step_of_adam(both, trained):
     assert trained == [3, 2]
 
 
+@pytest.mark.more
 def test_half_precision(both, trained):
     """Rounding is that of bfloat16, in which the base computes."""
     both("encoder", {"lowrank.dtype": "bfloat16"}, tolerance=2e-3)
     assert trained == [3, 2] * 2
 
 
+@pytest.mark.more
 def test_a_head_of_several_layers(both, trained, tiny_encoder, tmp_path):
     """RoBERTa's head is a module with two linear layers."""
     from transformers import AutoTokenizer, RobertaConfig, RobertaModel
@@ -242,6 +246,7 @@ def test_clients_that_kill_two_processes_together_are_trained_alone(few, monkeyp
     assert record["clients"] == [1, 2, 4, 5] and [f["client"] for f in record["failed"]] == [3]
 
 
+@pytest.mark.more
 def test_clients_are_reused_with_their_cohort(few, trained, tmp_path):
     keys = {"lowrank.reuse_clients": str(tmp_path / "clients"), "federate.total_round_num": 1}
     first = fs_lowrank.run(few("first", keys))
@@ -262,6 +267,7 @@ def test_clients_are_reused_with_their_cohort(few, trained, tmp_path):
 # -- failures --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_a_client_that_fails_does_not_take_the_others(make_engine, trained, caplog):
     keys = {**SGD, "federate.client_num": 4}
     ours, plain = (make_engine("encoder", {**keys, "train.cohort": n}) for n in (4, "off"))
@@ -278,6 +284,7 @@ def test_a_client_that_fails_does_not_take_the_others(make_engine, trained, capl
     assert all(torch.equal(t, plain.ledger.state[n]) for n, t in ours.ledger.state.items())
 
 
+@pytest.mark.more
 def test_a_client_that_diverges_does_not_take_the_others(make_engine, trained, monkeypatch):
     keys = {**SGD, "federate.client_num": 3, "grad.grad_clip": 1.0}
     ours, plain = (make_engine("encoder", {**keys, "train.cohort": n}) for n in (3, "off"))
@@ -297,6 +304,7 @@ def test_a_client_that_diverges_does_not_take_the_others(make_engine, trained, m
         torch.testing.assert_close(ours.ledger.state[name], value, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("size", [3, "off"])
 def test_a_loss_that_is_not_finite_costs_the_update(make_engine, trained, monkeypatch, size):
     """It is read when the round ends; the client's personal tensors are set back then."""
@@ -321,6 +329,7 @@ def test_a_loss_that_is_not_finite_costs_the_update(make_engine, trained, monkey
     assert same == {1: False, 2: True}
 
 
+@pytest.mark.more
 def test_an_upload_that_fails_is_that_clients(make_engine, trained, monkeypatch):
     engine = make_engine("encoder", {**SGD, "train.cohort": 3})
     upload = engine.method.upload
@@ -371,6 +380,7 @@ def test_it_says_once_why_clients_train_alone(make_engine, trained, caplog, case
     assert all(torch.equal(t, plain.ledger.state[n]) for n, t in ours.ledger.state.items())
 
 
+@pytest.mark.more
 def test_a_method_that_asks_for_it(make_engine, trained, caplog, monkeypatch):
     engine = make_engine("encoder", {**SGD, "train.cohort": 3})
     monkeypatch.setattr(engine.method, "needs", dataclasses.replace(engine.method.needs, alone=True))
@@ -378,6 +388,7 @@ def test_a_method_that_asks_for_it(make_engine, trained, caplog, monkeypatch):
     assert not trained and "one by one: federate.method = fedlora asks for it" in caplog.text
 
 
+@pytest.mark.more
 def test_clients_with_other_phases(make_engine, trained, caplog, monkeypatch):
     engine = make_engine("encoder", {**SGD, "federate.client_num": 4, "train.cohort": 2})
     phases = {2: [Phase(engine.method.shared, steps=1)]}
@@ -414,6 +425,7 @@ def test_a_model_whose_samples_depend_on_their_company(make_engine, tiny_encoder
     assert asked == {n: p.requires_grad for n, p in engine.model.named_parameters()}
 
 
+@pytest.mark.more
 def test_a_language_models_head_that_is_trained(make_engine, trained, caplog):
     """It is computed for the tokens with a label, whose number is not that of the batch's rows."""
     keys = {"llm.adapter.args": [{"r": 2, "modules": ["q_proj"], "modules_to_save": ["lm_head"]}]}
@@ -472,6 +484,7 @@ def test_auto_gives_every_core_as_many_cohorts():
         assert cohort.evenly(size, n, cores) <= size and (number >= min(cores, n) or cores > n / 2)
 
 
+@pytest.mark.more
 def test_cohorts_are_of_equal_sizes(make_engine):
     site = make_engine("text", {**SGD, "federate.client_num": 6, "train.cohort": 4}).site
     assert site.cohorts([5, 1, 4, 2, 3, 6], 1) == [[5, 1, 4], [2, 3, 6]] and site.cohorts([5, 1], 1) == [[5, 1]]

@@ -14,6 +14,7 @@ def stalls(settings, values, **keys):
     return engine.evaluator.stalled(records)
 
 
+@pytest.mark.more
 def test_an_evaluation_that_only_the_end_of_a_shorter_run_asked_for_does_not_count(settings):
     keys = {"early_stop.patience": 1, "eval.freq": 2, "federate.total_round_num": 5}
     assert not stalls(settings, [None, 1.0, 1.1], **keys), "round 3 was the last"
@@ -21,6 +22,7 @@ def test_an_evaluation_that_only_the_end_of_a_shorter_run_asked_for_does_not_cou
     assert stalls(settings, [None, 1.0, None, 0.9, 0.95], **keys)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "values, patience, delta, stalled",
     [
@@ -65,6 +67,7 @@ FRAMEWORKS = [
 ]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("mode, patience, delta, key, values, stops", FRAMEWORKS)
 def test_it_stops_where_federatedscope_does(settings, mode, patience, delta, key, values, stops):
     keys = {"early_stop.patience": patience, "early_stop.delta": delta, "early_stop.improve_indicator_mode": mode}
@@ -81,6 +84,7 @@ def test_a_run_ends_early(settings):
     assert len(fs_lowrank.run(fs_lowrank.load_config(settings, keys)).history) == 2
 
 
+@pytest.mark.more
 def test_keys_that_cannot_be_honoured_are_refused(settings):
     with pytest.raises(fs_lowrank.UserError, match="val_loss, a split that is not evaluated; evaluated are: test"):
         LocalEngine(fs_lowrank.load_config(settings, {"early_stop.patience": 2, "eval.split": ["test"]}))
@@ -97,6 +101,7 @@ def test_keys_that_cannot_be_honoured_are_refused(settings):
     assert LocalEngine(fs_lowrank.load_config(settings, keys))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("key, said", [("test_loss", True), ("client_test_acc", True), ("val_loss", False)])
 def test_it_is_said_that_test_data_decide_when_a_run_stops(settings, caplog, key, said):
     keys = {"eval.client_scores": True, "eval.best_res_update_round_wise_key": key}
@@ -107,6 +112,7 @@ def test_it_is_said_that_test_data_decide_when_a_run_stops(settings, caplog, key
     assert "the test data choose" not in caplog.text
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "key, said",
     [
@@ -120,6 +126,7 @@ def test_a_metric_that_is_not_measured_is_named(settings, key, said):
         LocalEngine(fs_lowrank.load_config(settings, {"eval.best_res_update_round_wise_key": key}))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("key, value", [("client_test_acc_mean", -0.7), ("val_avg_loss", 0.5), ("test_acc", -0.9)])
 def test_the_watched_key_is_found(settings, key, value):
     engine = LocalEngine(fs_lowrank.load_config(settings, {"eval.best_res_update_round_wise_key": key}))
@@ -127,6 +134,7 @@ def test_the_watched_key_is_found(settings, key, value):
     assert engine.evaluator.key_value({"metrics": metrics}) == value
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "method, own, words",
     [

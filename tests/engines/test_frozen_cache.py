@@ -9,6 +9,8 @@ from transformers import AutoTokenizer, FNetConfig, FNetModel
 
 from fs_lowrank import UserError
 
+pytestmark = pytest.mark.more
+
 
 @pytest.fixture
 def make(make_engine):
@@ -116,7 +118,6 @@ def test_nothing_is_cached_if_all_weights_train(make):
     assert make("encoder", {"llm.adapter.args": [{"r": 2, "modules": ["query"], "layers": [2]}]}).site.prefix.depth == 2
 
 
-@pytest.mark.more
 def test_half_precision(make):
     kept, computed = (make("encoder", {"lowrank.dtype": "bfloat16", "train.cache_frozen": c}) for c in ("auto", "off"))
     for engine in (kept, computed):
@@ -126,7 +127,6 @@ def test_half_precision(make):
         torch.testing.assert_close(value, computed.ledger.state[name], atol=0.02, rtol=0.05)
 
 
-@pytest.mark.more
 def test_a_resumed_run_with_the_cache(make, tmp_path):
     keys = {"federate.total_round_num": 4}
     whole = make("causal", keys)

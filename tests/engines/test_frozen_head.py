@@ -10,6 +10,8 @@ from fs_lowrank.models.names import all_tensors, select
 from fs_lowrank.rounds.fits import check_head
 from fs_lowrank.testing import TASKS, Bench, checks, quietly
 
+pytestmark = pytest.mark.more
+
 FROZEN = {"lowrank.train_head": False}
 #: a head as it is drawn is small, so that far larger steps move what the model says
 FAR = {**checks.SAVED, **FROZEN, "train.optimizer": {"type": "AdamW", "lr": 0.5}}

@@ -18,6 +18,8 @@ from fs_lowrank.rounds import site
 from fs_lowrank.runs.split import read_split
 from fs_lowrank.testing.bench import without_seconds
 
+pytestmark = pytest.mark.more
+
 FEW, MANY, ROWS = 1_000, 100_000, 220_000
 
 
@@ -57,7 +59,6 @@ def calls(function):
     return pstats.Stats(profiler).total_calls
 
 
-@pytest.mark.more
 def test_a_run_does_as_much_with_few_clients_as_with_many(config):
     LocalEngine(config(FEW, {"outdir": config(FEW).outdir + "-warm"})).run()
     few, many = (calls(LocalEngine(config(clients)).run) for clients in (FEW, MANY))

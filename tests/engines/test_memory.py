@@ -55,6 +55,7 @@ def test_recomputed_activations_give_the_same_to_the_bit(make_engine, task, keys
     assert bool(plain.site.reads) == bool(again.site.reads)
 
 
+@pytest.mark.more
 def test_fewer_activations_are_kept(make_engine):
     kept = {}
     for checkpointing in (False, True):
@@ -67,6 +68,7 @@ def test_fewer_activations_are_kept(make_engine):
     assert kept[True] < 0.6 * kept[False]
 
 
+@pytest.mark.more
 def test_clients_with_dropout_of_their_own_train_one_by_one(make_engine, caplog):
     say_once.cache_clear()
     engine = make_engine("encoder", {**ALL, "train.cohort": 2, "train.checkpointing": True})
@@ -136,6 +138,7 @@ def test_a_gpu_without_room_for_the_model_is_one_line(make_engine, monkeypatch):
         make_engine("causal", {})
 
 
+@pytest.mark.more
 def test_the_code_of_attention(make_engine):
     few = {"federate.total_round_num": 1, "train.optimizer": {"type": "SGD", "lr": 0.05}}
     engines = {

@@ -11,6 +11,8 @@ import fs_lowrank
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.rounds.site import Site
 
+pytestmark = pytest.mark.more
+
 OWN = [
     {"clients": 2, "batch_size": 3, "lr_factor": 0.25},
     {"clients": [4, 5], "local_update_steps": 5, "batch_size": 16},
@@ -33,7 +35,6 @@ def equal(a, b, atol=0.0):
         assert torch.equal(x, y) if not atol else torch.allclose(x, y, rtol=0, atol=atol), name
 
 
-@pytest.mark.more
 def test_settings_that_all_clients_have_are_those_of_the_run(few):
     own = {"batch_size": 5, "local_update_steps": 1, "batch_or_epoch": "epoch", "lr_factor": 0.5}
     keys = {"dataloader.batch_size": 5, "train.local_update_steps": 1, "train.batch_or_epoch": "epoch"}
@@ -70,7 +71,6 @@ def test_cohorts_train_clients_of_unequal_batches_and_steps(few):
     equal(alone, fs_lowrank.run(config), atol=2e-5)
 
 
-@pytest.mark.more
 def test_processes_and_a_resumed_run_have_the_same_result(few):
     keys = {"lowrank.clients": OWN, "federate.total_round_num": 3}
     whole = fs_lowrank.run(few("whole", keys))
@@ -138,7 +138,6 @@ def test_a_length_that_leaves_no_answer_is_refused(few, causal_settings):
         Site(few("own", {"lowrank.clients": [{"clients": 2, "tok_len": 4000}]}, causal_settings))
 
 
-@pytest.mark.more
 def test_the_rows_of_a_comparison(few, tmp_path):
     """``local`` trains each client by its own settings but its rank; ``pooled`` has one client."""
     keys = {"federate.method": "flora", "lowrank.clients": [*OWN, {"clients": 3, "rank": 1}]}
@@ -151,7 +150,6 @@ def test_an_engine_knows_the_settings_before_the_first_round(few):
     assert engine.ledger.samples_trained({2: 50, 4: 50}, 1) == 2 * 3 + 50 + 16
 
 
-@pytest.mark.more
 def test_the_commands_option(settings, tmp_path):
     path, own = tmp_path / "run.yaml", tmp_path / "own.yaml"
     fs_lowrank.load_config(settings, {"federate.total_round_num": 1, "lowrank.pictures": False}).dump(path)

@@ -9,6 +9,8 @@ from fs_lowrank.finished import load_run
 from fs_lowrank.models.machine import input_device
 from fs_lowrank.testing.bench import equal, logits, state_of
 
+pytestmark = pytest.mark.more
+
 #: of the small models' 100 kB, so that at least a layer lies on the disk
 SPREAD = {"model.device_map": "auto", "model.max_memory": ["cpu=90KB"], "federate.total_round_num": 2}
 
@@ -21,7 +23,6 @@ def on_disk(engine):
     "keys", [{}, {"train.cache_frozen": "off"}, {"train.cohort": 3}, {"train.checkpointing": True}]
 )
 @pytest.mark.parametrize("task", ["encoder", "causal"])
-@pytest.mark.more
 def test_the_result_is_that_of_one_device(make_engine, tmp_path_factory, monkeypatch, task, keys):
     here = tmp_path_factory.mktemp("here")
     monkeypatch.chdir(here)

@@ -38,6 +38,7 @@ CASES = [
 ]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("keys, said", CASES, ids=["method", "splitter"])
 def test_what_the_script_registers_is_for_its_own_process(registers, few, keys, said):
     assert fs_lowrank.run(few({"data.splitter": "iid", **keys})).history, "which has it"

@@ -17,6 +17,8 @@ from fs_lowrank.methods import Phase
 from fs_lowrank.rounds import keeper, site
 from fs_lowrank.rounds.reuse import Reuse
 
+pytestmark = pytest.mark.more
+
 
 @pytest.fixture
 def run(settings, tmp_path, monkeypatch, no_curves):
@@ -55,7 +57,6 @@ def params(result):
     return {n: p.detach().clone() for n, p in result.model.named_parameters()}
 
 
-@pytest.mark.more
 def test_methods_whose_clients_train_alike_share_them(run):
     (first, trained), (again, none) = run(), run()
     assert (trained, none) == (3, 0)
@@ -194,7 +195,6 @@ def test_a_folder_that_cannot_be_used(run, tmp_path):
         run(lowrank__reuse_clients=str(tmp_path / "file"))
 
 
-@pytest.mark.more
 def test_a_comparison_of_one_round_trains_its_clients_once(settings, tmp_path, monkeypatch):
     import fs_lowrank.api as api
 

@@ -16,6 +16,7 @@ def config(settings, tmp_path, no_curves):
     return make
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("rule, left_out", [("krum", 4), ("multi_krum", 1)])
 def test_the_record_on_disk_names_the_clients_that_were_left_out(config, tmp_path, rule, left_out):
     result = fs_lowrank.run(config(**{"lowrank.robust": rule}))
@@ -27,6 +28,7 @@ def test_the_record_on_disk_names_the_clients_that_were_left_out(config, tmp_pat
         assert {note["client"] for note in record["robust"]} <= {1, 2, 3, 4, 5}
 
 
+@pytest.mark.more
 def test_a_run_without_the_key_has_no_such_entry(config):
     assert all("robust" not in record for record in fs_lowrank.run(config()).history)
 
@@ -37,6 +39,7 @@ def test_a_round_with_fewer_updates_than_the_rule_needs_is_a_bad_round(config):
         fs_lowrank.run(config(**keys))
 
 
+@pytest.mark.more
 def test_such_rounds_are_skipped_with_on_bad_round_skip(config):
     keys = {"lowrank.robust": "krum", "lowrank.drop_rate": 0.5, "seed": 3, "lowrank.on_bad_round": "skip"}
     result = fs_lowrank.run(config(**keys))

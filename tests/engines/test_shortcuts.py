@@ -45,6 +45,7 @@ def test_the_same_run(make, task, method):
         assert a["metrics"]["test"]["loss"] == pytest.approx(b["metrics"]["test"]["loss"], abs=1e-5)
 
 
+@pytest.mark.more
 def test_a_model_whose_last_layer_is_computed_for_all_positions(make, tiny_encoder, tmp_path, caplog):
     folder = tmp_path / "distilbert"
     tokenizer = AutoTokenizer.from_pretrained(str(tiny_encoder))

@@ -107,6 +107,7 @@ def test_metrics_by_hand():
     assert all(math.isnan(value) for value in constant.values())
 
 
+@pytest.mark.more
 def test_a_regression(regression):
     result = fs_lowrank.run(regression("run", {"eval.before": True, "eval.client_scores": True}))
     site = Site(regression("site"))
@@ -124,6 +125,7 @@ def test_a_regression(regression):
     assert loaded.config.problem_type == "regression" and loaded.config.id2label == {0: "score"}
 
 
+@pytest.mark.more
 def test_numbers_are_divided_like_classes(regression):
     """Held-out rows have the scores of all rows, and a skewed splitter gives clients scores of their own."""
     data = Site(regression("site", {"data.splitter": "shards", "data.splitter_args": [{"shards_per_client": 1}]})).data
@@ -151,6 +153,7 @@ def test_cohorts_and_processes_have_the_same_result(task, request):
     assert alone.final == apart.final
 
 
+@pytest.mark.more
 def test_sets_of_classes(multi, files):
     result = fs_lowrank.run(multi("run", {"eval.metrics": ["acc", "f1"], "federate.total_round_num": 3}))
     site = Site(multi("site"))
@@ -182,6 +185,7 @@ def test_perplexity_in_the_records(few, causal_settings):
     assert apart.final == result.final
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("by", ["val_f1", "val_matthews", "test_f1"])
 def test_the_best_round_is_that_of_the_metric(few, by):
     keys = {"eval.metrics": ["acc", "f1", "matthews"], "eval.best_res_update_round_wise_key": by}
@@ -201,6 +205,7 @@ def test_the_best_round_is_that_of_the_metric(few, by):
     assert Evaluator(Site(stopped)).stalled(falling) and not Evaluator(Site(stopped)).stalled(falling[::-1])
 
 
+@pytest.mark.more
 def test_an_encoder_decoder_model(t5):
     config = t5("run", {"federate.method": "rolora", "federate.total_round_num": 4})
     result = fs_lowrank.run(config)
@@ -278,6 +283,7 @@ def test_a_search_goes_by_what_is_measured(few):
         check_config(few("run"), ["val_f1"])
 
 
+@pytest.mark.more
 def test_the_scores_of_a_classifier_are_those_of_before(few):
     """Without further metrics nothing but loss and accuracy is recorded, in that form."""
     site = Site(few("run"))

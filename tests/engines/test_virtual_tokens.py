@@ -105,12 +105,14 @@ def test_processes_give_the_result_of_one(bench, kind, task):
     assert equal(state_of(one), state_of(two))
 
 
+@pytest.mark.more
 def test_clients_train_one_by_one(bench, caplog):
     engine = bench.make("encoder", "fedlora", {**args("prompt"), "train.cohort": 3})
     engine.run()
     assert "train.cohort: clients are trained one by one: prompt_encoder.default" in caplog.text
 
 
+@pytest.mark.more
 def test_the_keys_of_the_framework(settings, tmp_path):
     """``llm.adapter.args`` as its own files have it: the method is FedAvg of the adapter."""
     given = {"adapter_package": "peft", "adapter_method": "prefix", "prefix_projection": True, "num_virtual_tokens": 2}
@@ -206,6 +208,7 @@ def test_images_have_no_text(vision_settings):
         load_config(vision_settings, args("prompt"))
 
 
+@pytest.mark.more
 def test_models_that_do_not_compute_with_them(settings, tmp_path):
     """One that takes no keys and values; and one that would read the class at the padding."""
     shape = {"vocab_size": small.save_tokenizer(tmp_path / "distil"), "dim": 32, "n_layers": 2, "n_heads": 4}
@@ -225,6 +228,7 @@ def test_models_that_do_not_compute_with_them(settings, tmp_path):
     fs_lowrank.run(load_config(settings, {**llama, **args("prefix"), "outdir": str(tmp_path / "b")}), progress=False)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", ["prompt", "p-tuning"])
 def test_layers_that_are_computed_again_give_the_same(bench, kind):
     runs = [bench.make("causal", "fedlora", {**args(kind), "train.checkpointing": again}) for again in (False, True)]

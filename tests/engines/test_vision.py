@@ -36,6 +36,7 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
+@pytest.mark.more
 def test_it_learns(make):
     result = make(
         "run",
@@ -51,6 +52,7 @@ def test_it_learns(make):
     assert result.final["test_acc"] > 0.8
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("method", ["fedavg", "fedlora"])
 def test_layers_without_adapter_are_trained_and_averaged_with_their_statistics(make, monkeypatch, method):
     engine = make("run", {"federate.method": method, "federate.total_round_num": 1})
@@ -74,6 +76,7 @@ def test_layers_without_adapter_are_trained_and_averaged_with_their_statistics(m
         assert not torch.equal(now[name], start[name]) or "lora_A" in name
 
 
+@pytest.mark.more
 def test_the_parameter_counts_are_reported(make):
     engine = make("run", {"federate.total_round_num": 1})
     assert engine.run().facts["parameters"] == engine.site.parameters
@@ -83,6 +86,7 @@ def test_the_parameter_counts_are_reported(make):
     assert counts["fedavg"] == total > trains == counts["rolora"] > counts["ffa_lora"]
 
 
+@pytest.mark.more
 def test_resumed_bit_by_bit(make):
     keys = {"federate.sample_client_num": 2, "federate.total_round_num": 3}
     whole = make("whole", keys).run()
@@ -91,6 +95,7 @@ def test_resumed_bit_by_bit(make):
     assert same(whole, resumed) and len(resumed.history) == 3
 
 
+@pytest.mark.more
 def test_augmentation_is_drawn_in_training_only_and_from_the_seed(make, monkeypatch):
     engine, again = make("a"), make("b")
     data, seen = type(engine.site.data.test), []
@@ -110,6 +115,7 @@ def test_augmentation_is_drawn_in_training_only_and_from_the_seed(make, monkeypa
     assert not same(first, plain)
 
 
+@pytest.mark.more
 def test_both_initialisations_of_the_base(make):
     random, zero = make("random"), make("zero", {"lowrank.base_init": "zero"})
     bases = [n for n in all_tensors(zero.model) if "base_layer" in n]
@@ -120,6 +126,7 @@ def test_both_initialisations_of_the_base(make):
     assert not any(all_tensors(result.model)[n].any() for n in bases)
 
 
+@pytest.mark.more
 def test_from_given_weights_norms_and_stem_stay_frozen(make, tmp_path):
     start = make("start", {"federate.method": "fedavg"}).run()
     weights = start.save_model(tmp_path / "net") / "model.safetensors"
@@ -131,6 +138,7 @@ def test_from_given_weights_norms_and_stem_stay_frozen(make, tmp_path):
     assert moved and all("lora_" in n or ".fc." in n for n in moved)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", ["Adam", "Yogi"])
 def test_a_server_optimizer_leaves_statistics_to_the_mean(make, kind):
     engine = make(
@@ -163,6 +171,7 @@ def test_text_for_a_network_for_images_and_the_other_way_round(make, reviews_csv
         make("run", {"model.type": f"{tiny_encoder}@transformers", "lowrank.width": 1.0, "llm.tok_len": 24})
 
 
+@pytest.mark.more
 def test_flexlora_where_a_rank_is_above_a_layers_inputs(vision_settings):
     # A 1 × 1 convolution from 4 to 8 channels at rank 8: its A has more rows than there are directions.
     engine = LocalEngine(
@@ -176,6 +185,7 @@ def test_flexlora_where_a_rank_is_above_a_layers_inputs(vision_settings):
     assert len(result.history) == 2 and all(t.isfinite().all() for t in engine.ledger.state.values())
 
 
+@pytest.mark.more
 def test_factors_from_a_decomposition_resume_to_the_bit(vision_settings, tmp_path, no_curves):
     """An SVD gives tensors whose rows are not contiguous in memory; restored from a checkpoint, they are."""
     keys = {"federate.method": "fedhm", "model.type": "lenet", "model.use_bias": False, "lowrank.width": 0.25}

@@ -57,6 +57,7 @@ def command(config, tmp_path, capfd):
     return command
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", SPACES)
 def test_broken_spaces(command, tmp_path, name):
     (tmp_path / "broken.yaml").write_text(SPACES[name])

@@ -38,6 +38,7 @@ def runs(monkeypatch, accuracy, before=lambda config: None, loss=lambda config: 
     monkeypatch.setattr(fs_lowrank, "run", run)
 
 
+@pytest.mark.more
 def test_a_winner_at_the_majority_class_is_named_and_not_written_without_a_flag(search, monkeypatch, tmp_path, capsys):
     runs(monkeypatch, lambda config: 0.63)  # 0.6 and two standard errors of 0.049
     options, _, _ = search(confirm=1)
@@ -59,6 +60,7 @@ def test_a_winner_at_the_majority_class_is_named_and_not_written_without_a_flag(
     assert f"# nothing was learned that would show: {said}" in out.read_text() and read_header(out)["trial"] == 0
 
 
+@pytest.mark.more
 def test_a_winner_above_the_majority_class_is_written(search, monkeypatch, tmp_path, capsys):
     runs(monkeypatch, lambda config: 0.76)
     options, _, _ = search(confirm=1)
@@ -74,6 +76,7 @@ def test_equal_accuracies_are_told_apart_by_the_loss(search, monkeypatch):
     assert hpo.results(options.where, "s")["winners"][0]["point"] == {"train.optimizer.lr": 1e-2}
 
 
+@pytest.mark.more
 def test_a_winner_at_the_end_of_its_grid_is_named(search, monkeypatch, tmp_path, capsys):
     runs(monkeypatch, lambda config: 0.76 + config.train.optimizer.lr)
     options, _, _ = search(confirm=1)
@@ -99,6 +102,7 @@ def test_a_winner_at_the_end_of_its_grid_is_named(search, monkeypatch, tmp_path,
         assert hpo.results(options.where, name)["winners"][0]["at_end"] == ""
 
 
+@pytest.mark.more
 def test_a_winner_that_fails_on_a_fresh_seed_is_not_written_without_a_flag(search, monkeypatch, tmp_path, capsys):
     def accuracy(config):
         if config.seed == worst:
@@ -121,6 +125,7 @@ def test_a_winner_that_fails_on_a_fresh_seed_is_not_written_without_a_flag(searc
     assert cli.main([*written, "--unconfirmed"]) == 0 and "1 more failed" in out.read_text()
 
 
+@pytest.mark.more
 def test_a_real_run_reports_the_classes_of_its_validation_data(search):
     options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}})
     (trial,) = load_study(open_storage(options.where), "s").trials
@@ -130,6 +135,7 @@ def test_a_real_run_reports_the_classes_of_its_validation_data(search):
     assert trial.user_attrs["chance"]["share"] == max(counts) / sum(counts)
 
 
+@pytest.mark.more
 def test_the_methods_of_a_search_share_a_time_limit(search, monkeypatch):
     now, costs = [0.0], {"fedlora": 10.0, "rolora": 3.0, "ffa_lora": 1.0}
     monkeypatch.setattr(trial_module, "time", SimpleNamespace(perf_counter=lambda: now[0], time=lambda: 0.0))
@@ -149,6 +155,7 @@ def test_the_methods_of_a_search_share_a_time_limit(search, monkeypatch):
     assert all(count > 2 for count in counts)
 
 
+@pytest.mark.more
 def test_an_internal_error_in_a_trial_is_one_line_that_names_a_file(search, monkeypatch, capsys):
     def fail(config):
         if config.train.optimizer.lr == 1e-3:
@@ -164,6 +171,7 @@ def test_an_internal_error_in_a_trial_is_one_line_that_names_a_file(search, monk
     assert cli.main(["status", "--dir", str(options.folder)]) == 0 and path in capsys.readouterr().out
 
 
+@pytest.mark.more
 def test_an_internal_error_in_a_command_is_one_line_that_names_a_file(search, monkeypatch, capsys):
     options, _, _ = search(timeout=1e-6)
     monkeypatch.setattr("hpo.best.summary", lambda *args: 1 / 0)
@@ -176,6 +184,7 @@ def test_an_internal_error_in_a_command_is_one_line_that_names_a_file(search, mo
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_full_disk_ends_the_search_and_the_same_search_continues(search, monkeypatch, wrapped):
     full = [True]

@@ -13,6 +13,7 @@ from hpo.best import points_of
 from hpo.storage import load_study, open_storage
 
 
+@pytest.mark.more
 def test_names_are_shown_as_they_are_written(tmp_path, monkeypatch):
     figure = go.Figure(go.Scatter(x=["$a_$", "b"], y=[1, 2], name="_study of $a_$")).add_scatter(x=[], y=[], name="no")
     figure.update_layout(title="$a_$", xaxis_title="key $a_$", showlegend=True)
@@ -25,6 +26,7 @@ def test_names_are_shown_as_they_are_written(tmp_path, monkeypatch):
     assert read == [(text, False) for text in ("$a_$", "key $a_$", "_study of $a_$", "$a_$", "b")]
 
 
+@pytest.mark.more
 def test_accuracy_is_that_of_the_next_token_for_a_language_model(search, causal_settings, tmp_path, capsys):
     base = load_config(causal_settings, {"federate.total_round_num": 1})
     search({"train.optimizer.lr": {"grid": [1e-2]}}, base, confirm=1)
@@ -39,6 +41,7 @@ def test_accuracy_is_that_of_the_next_token_for_a_language_model(search, causal_
     assert figure.layout.title.text == "val_token_acc by trial" == f"{figure.layout.yaxis.title.text} by trial"
 
 
+@pytest.mark.more
 def test_the_table_has_what_was_measured_in_a_pruned_trial(search, monkeypatch):
     """What it reports is the level of chance."""
 

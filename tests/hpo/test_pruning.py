@@ -18,6 +18,8 @@ from hpo.settings import settings_of as settings_of_study
 from hpo.storage import load_study, open_storage, quiet
 from hpo.trial import Runner
 
+pytestmark = pytest.mark.more
+
 ROUNDS, LABELS = 16, {"positive": 535, "negative": 465}
 CHANCE = Chance.of_counts(list(LABELS.values()))
 PRUNERS = ("median", "halving", "hyperband")

@@ -102,6 +102,7 @@ def test_grid_runs_each_point_once_confirms_the_winner_and_writes_it(search, con
     assert "2 complete" in capsys.readouterr().out
 
 
+@pytest.mark.more
 def test_a_worker_loads_the_model_and_tokenizes_the_data_once(search, monkeypatch):
     from fs_lowrank.data import build as data
     from fs_lowrank.models import build
@@ -113,6 +114,7 @@ def test_a_worker_loads_the_model_and_tokenizes_the_data_once(search, monkeypatc
     assert ended.how == "done" and made == [data, build]
 
 
+@pytest.mark.more
 def test_a_point_that_was_tried_before_is_not_trained_again(search):
     space = {"train.optimizer.lr": {"choice": [1e-3]}, "train.local_update_steps": {"choice": [2]}}
     options, _, _ = search(space, sampler="random", trials=2)
@@ -125,6 +127,7 @@ def test_a_point_that_was_tried_before_is_not_trained_again(search):
 STOPS = {"early_stop.patience": 1, "early_stop.delta": 0.5, "federate.total_round_num": 4}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("keys", [{"lowrank.checkpoint_freq": 0}, {"lowrank.checkpoint_freq": 3, **STOPS}])
 def test_it_is_not_trained_again_where_the_config_asks_for_no_checkpoint_by_then(search, config, keys):
     base = config.replace(keys)
@@ -134,6 +137,7 @@ def test_it_is_not_trained_again_where_the_config_asks_for_no_checkpoint_by_then
     assert second.user_attrs["budget"]["rounds"] == 0 and first.value == second.value
 
 
+@pytest.mark.more
 def test_the_winner_stops_early_on_fresh_seeds_as_in_its_trial(search, config, tmp_path):
     options, _, _ = search({"train.optimizer.lr": {"grid": [1e-3]}}, config.replace(STOPS), confirm=1)
     rounds = [len(path.read_text().splitlines()) for path in options.folder.glob("s/trials/*/rounds.jsonl")]
@@ -151,6 +155,7 @@ def test_trials_do_not_evaluate_clients_on_test_data_or_answer_prompts(config):
     assert fresh.eval.client_scores and fresh.eval.generate.freq == 1
 
 
+@pytest.mark.more
 def test_a_pruned_trial_ends_at_once_and_its_cost_counts(search, monkeypatch):
     class Never(optuna.pruners.BasePruner):
         def prune(self, study, trial):
@@ -174,6 +179,7 @@ def test_every_sampler_and_pruner_can_be_made(config, name, sampler):
     assert make_pruner(settings) is not None and make_sampler(settings, 10, 0) is not None
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["median", "halving", "hyperband"])
 def test_every_pruner_stops_hopeless_trials(search, config, name, monkeypatch):
     """Two thirds of the trials learn, and the last third stays at the majority class."""
@@ -245,6 +251,7 @@ def test_the_dashboard_opens_on_our_storage(search):
         served.wait(10)
 
 
+@pytest.mark.more
 def test_random_points_continue_after_an_interruption(search):
     space = {"train.optimizer.lr": {"loguniform": [1e-3, 1e-1]}}
     options, _, _ = search(space, sampler="random", trials=1, pruner="none")
@@ -444,6 +451,7 @@ def test_a_study_without_adapters_can_keep_a_method_with_them():
     assert load_config(Settings.kept(base)) == base and base.llm.adapter.use is True
 
 
+@pytest.mark.more
 def test_seeds_are_averaged(search, config):
     options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}}, seeds=2)
     (trial,) = trials(options)
@@ -464,6 +472,7 @@ def test_a_search_is_stored_and_continued_on_a_database_server(search):
     optuna.delete_study(study_name=options["name"], storage=options["storage"])
 
 
+@pytest.mark.more
 def test_client_steps_of_epochs(search, config):
     base = config.replace({"train.batch_or_epoch": "epoch", "train.local_update_steps": 1})
     options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}}, base=base)
@@ -471,6 +480,7 @@ def test_client_steps_of_epochs(search, config):
     assert trials(options)[0].user_attrs["budget"]["client_steps"] == 12
 
 
+@pytest.mark.more
 def test_client_steps_of_two_phases(search, config):
     keys = {"federate.method": "pfedloru", "train.local_update_steps": 3, "lowrank.personal_steps": 2}
     options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}}, base=config.replace(keys))
@@ -480,6 +490,7 @@ def test_client_steps_of_two_phases(search, config):
 # -- wrong input ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_two_spaces_configs_or_settings_in_one_study(search, config, monkeypatch):
     search(timeout=1e-6)
     for change, message in (
@@ -497,6 +508,7 @@ def test_two_spaces_configs_or_settings_in_one_study(search, config, monkeypatch
     search(timeout=1e-6, name="anew")
 
 
+@pytest.mark.more
 def test_a_study_is_not_continued_with_other_data(search, config, tmp_path):
     data = tmp_path / "own.csv"
     rows = Path(config.data.type).read_text().splitlines(keepends=True)
@@ -513,6 +525,7 @@ def test_a_study_is_not_continued_with_other_data(search, config, tmp_path):
     assert ended.studies == ["s"]
 
 
+@pytest.mark.more
 def test_arrow_data_are_compared_by_what_is_read_into_memory(config, tmp_path):
     rows = pd.read_csv(config.data.type)
     other = rows.assign(label=rows.label[::-1].to_numpy())
@@ -540,6 +553,7 @@ def test_a_revision_of_any_point_that_ran_is_compared(search, config, monkeypatc
     search(space, base, storage=str(options.folder / "new.log"))
 
 
+@pytest.mark.more
 def test_options_that_do_not_fit(search, config):
     rates = {"train.optimizer.lr": {"loguniform": [1e-3, 1e-1]}}
     for change, message in (
@@ -578,6 +592,7 @@ def test_objectives():
             parse_objectives(text)
 
 
+@pytest.mark.more
 def test_best_refuses_a_winner_that_was_not_confirmed(search, tmp_path, capsys):
     options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}})
     arguments = ["best", "--dir", str(options.folder), "--out", str(tmp_path / "best.yaml"), "--unlearned"]
@@ -602,6 +617,7 @@ def test_command_line_in_worker_processes(config, tmp_path, capsys):
     assert "continue with" in capsys.readouterr().out
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("sampler", ["tpe", "gp", "cmaes"])
 def test_samplers_search_two_ranges(search, monkeypatch, sampler):
     def run(config, *args, on_round, **kwargs):

@@ -28,6 +28,7 @@ def keep_one(key, made, size=400):
     return kept("a", lambda: {"n": key}, lambda: value(key, made), copy=copy.deepcopy, size=lambda of: size)
 
 
+@pytest.mark.more
 def test_a_value_is_made_once_and_every_copy_is_its_own():
     made = []
     with keeping() as keep:
@@ -155,6 +156,7 @@ def test_what_a_run_left_is_freed_before_the_next(settings, tmp_path, no_curves)
     assert [model() is None for model in left] == [True, True, False]
 
 
+@pytest.mark.more
 def test_a_changed_file_is_noticed(settings, tmp_path, loaded, reviews_csv):
     rows = tmp_path / "rows.csv"
     rows.write_bytes(reviews_csv.read_bytes())

@@ -213,6 +213,7 @@ def test_finite_values_of_any_size(name, exponent, clients, how, only_one, seed)
     finite_or_bad(prepared(name), exponent, clients, how, only_one, seed)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name, params, options", VARIANTS, ids=[f"{i}-{v[0]}" for i, v in enumerate(VARIANTS)])
 @few(2)
 @given(

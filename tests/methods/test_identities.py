@@ -190,6 +190,7 @@ def test_a_late_client_receives_exactly_what_it_lacks(toy, federation, name):
         assert {h for h in ("lora_A", "lora_B") if any(h in n for n in second)} == {"lora_A"}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_results_do_not_depend_on_the_order_of_arrival(toy, federation, name):
     ranks = {"ranks": (1, 3, 2)} if name in RANKED else {}

@@ -136,6 +136,7 @@ WRONG = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name, on_bad_round", [*((name, "stop") for name in WRONG), ("dtype", "skip")])
 def test_a_server_step_of_the_wrong_form_is_the_method_s_mistake_and_not_the_clients(tried, name, on_bad_round):
     change, said = WRONG[name]
@@ -144,6 +145,7 @@ def test_a_server_step_of_the_wrong_form_is_the_method_s_mistake_and_not_the_cli
     assert "max_update_norm" not in str(caught.value) and "client 1" not in str(caught.value)
 
 
+@pytest.mark.more
 def test_numbers_beside_the_tensors_are_kept_over_a_resume(settings, no_curves):
     seen = []
 
@@ -185,6 +187,7 @@ class Apply(Averaging):
         raise KeyError("what the user's code lacks")
 
 
+@pytest.mark.more
 def test_a_failure_of_clients_in_the_method_s_own_code_says_where(tried):
     with pytest.raises(UserError) as caught:
         tried(Penalty)
@@ -193,16 +196,19 @@ def test_a_failure_of_clients_in_the_method_s_own_code_says_where(tried):
     assert "correct what made the clients fail" in said and "smaller lowrank.min_clients" not in said
 
 
+@pytest.mark.more
 def test_a_failure_of_the_server_s_step_says_where(tried):
     with pytest.raises(UserError, match=re.escape(f"KeyError: 'no such name' ({line_of('return state[')})")):
         tried(Step)
 
 
+@pytest.mark.more
 def test_fewer_clients_are_offered_where_more_than_one_is_asked_for(tried):
     with pytest.raises(UserError, match="correct what made the clients fail, or set a smaller lowrank.min_clients"):
         tried(Penalty, **{"lowrank.min_clients": 2})
 
 
+@pytest.mark.more
 def test_an_error_of_the_user_s_own_code_is_not_reported_as_one_of_this_package(tried, tmp_path):
     with pytest.raises(KeyError) as caught:
         tried(Apply)

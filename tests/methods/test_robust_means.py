@@ -87,6 +87,7 @@ def expected(rule, rows, weights, start):
     return (weights[kept] / weights[kept].sum()) @ rows[kept]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", AVERAGING)
 def test_every_averaging_method_against_the_definition(toy, federation, name, rule):
@@ -234,6 +235,7 @@ def test_keys_reach_the_method():
     assert method_of(load_config({"federate": {"method": "rolora", "client_num": 8}})).robust is None
 
 
+@pytest.mark.more
 def test_nothing_read_from_a_client_is_changed(toy, federation):
     for rule in RULES:
         fed = federation(toy.method("fedlora", robust=RobustMean(rule, malicious=2)), SIZES)

@@ -117,6 +117,7 @@ def test_a_rank_that_no_layer_takes_is_not_compared(tiny_encoder, r):
     assert {len(t) for t in named_tensors(model, ("lora_A",)).values()} == {3}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("layers", [None, [1]])
 def test_all_linear_modules_but_the_head(tiny_encoder, tmp_path, layers):
     args = {"r": 2, "modules": "all-linear", **({} if layers is None else {"layers": layers})}
@@ -175,6 +176,7 @@ def test_rank_stabilised_scaling(tiny_encoder):
     assert spec.scale() == 3.0 and spec.scale(9) == 2.0 and AdapterSpec(r=4, lora_alpha=6).scale(12) == 0.5
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("rank", [1, 3, 7])
 @pytest.mark.parametrize("rslora", [False, True])
 def test_one_model_holds_pairs_of_any_rank(tiny_encoder, rank, rslora):

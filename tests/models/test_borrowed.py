@@ -121,6 +121,7 @@ BORROWED = {
 }
 
 
+@pytest.mark.more
 def test_no_other_private_name_of_a_library_is_used():
     """Looks in the code for attributes with a leading underscore that are not defined in our own code."""
     import ast
@@ -159,6 +160,7 @@ REPLACED = {
 }
 
 
+@pytest.mark.more
 def test_no_private_module_is_imported_and_nothing_else_is_replaced():
     """Looks in the code for imports of names with a leading underscore, and for assignments to ``REPLACED``."""
     import ast

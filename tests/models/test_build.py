@@ -46,6 +46,7 @@ def test_an_adapter_and_a_model_of_another_hub_are_refused(tiny_encoder, tmp_pat
     assert build_tokenizer(load_config(keys)).name_or_path == str(tiny_encoder)
 
 
+@pytest.mark.more
 def test_an_encoder_decoder_names_its_task(tmp_path):
     T5Config(vocab_size=20, d_model=4, num_layers=1, num_heads=1).save_pretrained(tmp_path)
     keys = {"federate.client_num": 2, "federate.method": "fedlora", "model.type": f"{tmp_path}@huggingface_llm"}

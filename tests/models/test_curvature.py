@@ -175,6 +175,7 @@ def test_a_look_at_two_samples_first_changes_no_bit(kind, options, draws, monkey
     assert all(torch.equal(found[n], plain[n]) for n in names)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind, options", CASES)
 def test_drawn_labels_approximate_it_and_follow_the_seed(kind, options):
     model, batches = make(kind, **options)

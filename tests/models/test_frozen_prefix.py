@@ -40,6 +40,7 @@ def kind(request, tiny_encoder, tiny_causal):
     return request.param == "causal", tiny_causal if request.param == "causal" else tiny_encoder
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("layers, depth", [((0,), 0), ((1,), 1), ((1, 2), 1), ((2,), 2)])
 @pytest.mark.parametrize("folder", [False, True])
 def test_the_same_logits(kind, layers, depth, folder, tmp_path):
@@ -241,6 +242,7 @@ def test_keys_and_values_are_kept_only_where_all_fit(tiny_encoder):
     assert not prefix.parts and prefix.budget == {"a": True}
 
 
+@pytest.mark.more
 def test_keys_and_values_of_other_weights_have_another_name(tiny_encoder, monkeypatch):
     keys = set()
     for change in (None, "attention.self.key.weight", "attention.self.value.lora_A.default.weight"):
@@ -398,6 +400,7 @@ def trained(name, data, limit):
     return learns
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", KEPT + COMPUTED)
 def test_every_architecture_gives_equal_results_with_the_cache(name, caplog):
     data = examples(causal=name in CAUSAL)

@@ -138,6 +138,7 @@ def test_what_the_user_names_in_modules_to_save():
         heads("layer.1.output.classifier")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 @pytest.mark.parametrize("method", ["fedlora", "fedavg"])
 def test_a_run_does_not_change_the_base(kind, method, settings, causal_settings, tiny_encoder, tmp_path, no_curves):

@@ -134,6 +134,7 @@ def test_an_encoder_may_come_without_its_pooler_but_not_with_half_of_it(tiny_enc
         build_model(a_config(folder), 2)
 
 
+@pytest.mark.more
 def test_a_missing_weight_is_named(tuned, tmp_path):
     for i, name in enumerate(sorted(load_file(tuned / "model.safetensors"))):
         folder = change(tuned, tmp_path / str(i), lambda t, name=name: t.pop(name))

@@ -71,6 +71,7 @@ def computed_in(model, do):
     return seen
 
 
+@pytest.mark.more
 def test_autocast_is_that_of_a_finished_run_and_of_what_it_generates_too(causal_settings, no_curves):
     keys = {"train.autocast": "bfloat16", "federate.total_round_num": 1}
     result = fs_lowrank.run(load_config(causal_settings, keys))

@@ -92,6 +92,7 @@ def test_all_linear_leaves_out_the_head(case):
     assert inside and not [n for n in inside if n.startswith(tuple(f"{part}." for part in head))]
 
 
+@pytest.mark.more
 def test_byte_figures_of_full_training_set_the_head_apart(settings, tiny_encoder, tmp_path, no_curves):
     tokenizer = hf.AutoTokenizer.from_pretrained(str(tiny_encoder))
     base = hf.DebertaV2Config(**{**SMALL, "vocab_size": len(tokenizer)})

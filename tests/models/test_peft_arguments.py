@@ -102,6 +102,7 @@ def equal(a, b):
     return a.keys() == b.keys() and all(a[n] is b[n] or a[n] is not None and torch.equal(a[n], b[n]) for n in a)
 
 
+@pytest.mark.more
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("method", CLASSES)

@@ -301,6 +301,7 @@ def test_what_the_entries_are_of(folder):
     ]
 
 
+@pytest.mark.more
 def test_whose_states_are_kept_follows_from_the_configuration(settings, folder):
     keys = {"federate.client_num": 4, "train.local_update_steps": 1, "data.splitter": "iid", "data.splitter_args": []}
 

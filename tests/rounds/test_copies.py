@@ -128,6 +128,7 @@ def check_same(copy, run, **tolerance):
             assert torch.equal(own[name], theirs[name]), name
 
 
+@pytest.mark.more
 @EACH
 def test_processes_that_end_after_every_message(name, tmp_path):
     run, seen = Run(name, tmp_path), []
@@ -141,6 +142,7 @@ def test_processes_that_end_after_every_message(name, tmp_path):
     assert seen[3][3] >= seen[3][1], "who was away lacks more"
 
 
+@pytest.mark.more
 @EACH
 def test_a_copy_that_was_lost_gets_everything(name, tmp_path):
     run = Run(name, tmp_path)
@@ -182,6 +184,7 @@ def test_what_a_newer_version_has_saved_is_not_taken_as_damaged(tmp_path):
         run.copy(1)
 
 
+@pytest.mark.more
 @EACH
 def test_messages_for_a_client_that_is_never_asked_are_bounded(name, tmp_path):
     """At most the whole model and one message are kept for it; after it has been asked, it is up to date."""
@@ -201,6 +204,7 @@ def test_messages_for_a_client_that_is_never_asked_are_bounded(name, tmp_path):
     assert run.evaluated(24, 1)[1].since == 23
 
 
+@pytest.mark.more
 @EACH
 def test_an_order_that_arrives_twice_is_carried_out_once(name, tmp_path):
     run = Run(name, tmp_path)
@@ -226,6 +230,7 @@ def test_an_order_that_arrives_twice_is_carried_out_once(name, tmp_path):
     assert not current.take(1, Parcel({}, **{**reply.facts, "round": 5})) and run.ledger.since(1) is None
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("how", ["refused", "the server is resumed"])
 def test_training_that_did_not_count_does_not_change_the_personal_tensors(tmp_path, how):
     """The update of client 2 in round 2 does not count: its personal adapter is then as if it had not been asked."""
@@ -253,6 +258,7 @@ def test_training_that_did_not_count_does_not_change_the_personal_tensors(tmp_pa
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours), client
 
 
+@pytest.mark.more
 def test_quantised_messages_over_processes(tmp_path):
     run = Run("fedloru", tmp_path, Uniform(16))
     for number, clients in enumerate([(1, 2, 3), (1, 2), (1, 2, 3)], 1):
@@ -273,6 +279,7 @@ def test_the_state_after_a_quantised_message_is_what_copies_hold(name, bits, tmp
         assert state and all(torch.equal(state[n], held[n]) for n in state), number
 
 
+@pytest.mark.more
 @EACH
 def test_a_server_that_ends_after_every_round(name, tmp_path):
     """Its ledger continues from what was saved: copies are sent only what they lack, as by a server that runs on."""

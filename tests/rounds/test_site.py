@@ -13,6 +13,7 @@ def site(settings):
     return lambda keys=None: Site(load_config(settings, {"federate.method": "regmean", **(keys or {})}))
 
 
+@pytest.mark.more
 def test_inputs_of_layers_are_those_of_the_data_and_none_of_padding(site):
     """The Gram matrices are those of one text at a time, whatever the size of a batch."""
     made = site()
@@ -30,6 +31,7 @@ def test_inputs_of_layers_are_those_of_the_data_and_none_of_padding(site):
         torch.testing.assert_close(found[layer], wanted[layer], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.more
 def test_a_mean_without_a_gram_matrix_is_refused(site):
     keys = {"llm.adapter.use": True, "llm.adapter.args": [{"adapter_method": "loha", "r": 2, "modules": ["query"]}]}
     assert site(keys).method.layers, "the head has one"
@@ -37,6 +39,7 @@ def test_a_mean_without_a_gram_matrix_is_refused(site):
         site({**keys, "lowrank.train_head": False})
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("method", ["pfedlora", "pfedloru", "pmfedloru"])
 @pytest.mark.parametrize("start", ["pissa", "olora"])
 def test_a_base_that_the_start_of_a_pair_changes_has_no_personal_pairs_beside_it(site, method, start):

@@ -53,6 +53,7 @@ def killed_after(config, round, **options):
 ACCURACY = {"federate.method": "fedlora", "eval.best_res_update_round_wise_key": "val_acc", "federate.client_num": 5}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind, keys", [("model", {}), ("adapter", {**ACCURACY, "lowrank.save_merged": True})])
 def test_it_is_what_a_run_that_ends_there_saves(make, kind, keys):
     result = fs_lowrank.run(make("whole", keys))
@@ -76,6 +77,7 @@ def test_it_is_what_a_run_that_ends_there_saves(make, kind, keys):
     assert "| round | 4, the last |" in last and f"| test_loss | {result.final['test_loss']:.4g} |" in last
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind, keys", [("model", {}), ("adapter", ACCURACY)])
 def test_what_comes_after_the_run_takes_either(make, kind, keys, reviews_csv, tmp_path, capsys):
     """``evaluate`` and ``predict`` take the last round's unless they are asked for the best, and say so."""
@@ -120,6 +122,7 @@ def test_killed_and_resumed(make):
         assert sorted(p.name for p in (resumed.outdir / "best").iterdir()) == needed
 
 
+@pytest.mark.more
 def test_a_run_that_goes_back_keeps_the_best_of_before(make):
     """It is resumed from the checkpoint of round 2, and ends there: what was best in round 3 is not of this run."""
     config = make("back", {"lowrank.checkpoint_freq": 2})
@@ -133,6 +136,7 @@ def test_a_run_that_goes_back_keeps_the_best_of_before(make):
     assert again.best["round"] == 3
 
 
+@pytest.mark.more
 def test_a_best_round_that_was_not_kept_is_named(make, caplog):
     config = make("older")
     killed_after(config, 3)
@@ -142,6 +146,7 @@ def test_a_best_round_that_was_not_kept_is_named(make, caplog):
     assert "round 3 was the best by val_loss, but it was not kept" in caplog.text
 
 
+@pytest.mark.more
 def test_off_or_nothing_to_choose_by(make):
     result = fs_lowrank.run(make("off", {"eval.save_best": False, "federate.total_round_num": 1}))
     assert not {"best", "model_best"} & {p.name for p in result.outdir.iterdir()} and result.best["round"] == 1

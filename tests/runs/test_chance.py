@@ -64,6 +64,7 @@ def test_the_verdict_on_a_run_is_by_its_test_set_or_else_by_its_validation_data(
     assert lost.startswith("what was learned is lost: test_acc 0.500, 0.800 in the best round, while always")
 
 
+@pytest.mark.more
 def test_a_run_without_a_test_set_says_too_that_nothing_was_learned(settings, tmp_path, capsys):
     train = {**settings["train"], "local_update_steps": 1, "optimizer": {"type": "SGD", "lr": 1e-12}}
     keys = {"federate": {"method": "fedlora", "client_num": 2, "total_round_num": 1}, "eval": {"split": ["val"]}}
@@ -74,6 +75,7 @@ def test_a_run_without_a_test_set_says_too_that_nothing_was_learned(settings, tm
     assert said in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("command", ["run", "compare"])
 def test_run_and_compare_report_that_nothing_was_learned(settings, tmp_path, capsys, command):
     keys = {"federate": {"method": "fedlora", "client_num": 2, "total_round_num": 1}}
@@ -108,6 +110,7 @@ def test_the_names_of_a_language_models_metrics():
     assert for_people({"loss": math.inf}, True)["perplexity"] < math.inf
 
 
+@pytest.mark.more
 def test_a_language_model_has_a_token_acc_and_a_perplexity_wherever_it_is_shown(causal_settings, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(causal_settings))
     few = ["federate.total_round_num", "1", "federate.client_num", "2", "train.local_update_steps", "1"]

@@ -81,6 +81,7 @@ def test_clients_that_never_took_part(make, tmp_path, capsys):
     assert "fedlora: before round 1: test loss" in out
 
 
+@pytest.mark.more
 def test_records_of_many_clients_have_the_worst_and_the_best(make):
     scores = {client: {"acc": client % 97 / 97, "loss": 0.0, "samples": 1} for client in range(1, MANY + 2)}
     kept = extremes(scores)
@@ -96,6 +97,7 @@ def test_records_of_many_clients_have_the_worst_and_the_best(make):
     assert len(first["client_scores"]) == 2 < len(last["client_scores"])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("stop", ["by on_round", "by patience"])
 def test_a_run_that_ends_early_has_the_scores_of_all_clients(make, monkeypatch, stop):
     monkeypatch.setattr("fs_lowrank.rounds.record.MANY", 1)
@@ -110,6 +112,7 @@ def test_a_run_that_ends_early_has_the_scores_of_all_clients(make, monkeypatch, 
         assert len(last["client_scores"]) == len(result.client_scores)
 
 
+@pytest.mark.more
 def test_before_round_1(make):
     keys = {"eval.client_scores": False, "federate.sample_client_num": -1}
     plain = fs_lowrank.run(make("plain", keys))

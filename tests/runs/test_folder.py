@@ -50,6 +50,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.more
 def test_a_finished_run_that_is_continued_and_killed_has_not_ended(config):
     folder = Path(fs_lowrank.run(config).outdir)
     assert load_run(folder)
@@ -71,6 +72,7 @@ def test_a_finished_run_that_is_continued_and_killed_has_not_ended(config):
 # -- replaced ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_a_run_is_replaced_with_overwrite(config, tmp_path):
     folder = stopped(config)
     (folder / "notes.txt").write_text("mine")
@@ -105,6 +107,7 @@ def test_no_process_writes_into_a_folder_that_another_run_writes_to(config):
         pass
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("content", ['{"schema": 1, "test_acc": 0.', "[1]", '{"test_acc": "x"}', None])
 def test_metrics_before_round_1_that_cannot_be_read(config, caplog, content):
     config = config.replace({"eval.before": True})
@@ -117,6 +120,7 @@ def test_metrics_before_round_1_that_cannot_be_read(config, caplog, content):
     assert "before.json cannot be read" in caplog.text and "what the run began with is evaluated" in caplog.text
 
 
+@pytest.mark.more
 def test_metrics_before_round_1_that_are_lost(config, caplog):
     config = config.replace({"eval.before": True, "federate.method": "flora"})
     assert fs_lowrank.run(config).before
@@ -125,6 +129,7 @@ def test_metrics_before_round_1_that_are_lost(config, caplog):
     assert "the result lacks the metrics before round 1" in caplog.text
 
 
+@pytest.mark.more
 def test_the_advice_for_damaged_checkpoints_works(settings, tmp_path, capsys, no_curves):
     few = {**settings, "federate": {"method": "fedlora", "client_num": 2, "total_round_num": 2}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(few))
@@ -137,6 +142,7 @@ def test_the_advice_for_damaged_checkpoints_works(settings, tmp_path, capsys, no
     assert cli.main([*arguments, "--overwrite"]) == 0
 
 
+@pytest.mark.more
 def test_an_error_of_the_package_is_one_line_and_a_file_in_the_runs_folder(settings, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("fs_lowrank.rounds.ledger.Ledger.select", None)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
@@ -182,6 +188,7 @@ def test_a_record_that_was_changed_by_hand_is_named_on_resume(config):
         fs_lowrank.run(config, resume=True)
 
 
+@pytest.mark.more
 def test_checkpoints_that_a_kill_left_over_are_removed_on_resume(config):
     """The run was killed while a checkpoint was written, or before the oldest one was removed."""
     config = config.replace({"federate.total_round_num": 3})
@@ -200,6 +207,7 @@ def test_checkpoints_that_a_kill_left_over_are_removed_on_resume(config):
     assert sorted(p.name for p in folder.iterdir()) == ["round_000002", "round_000003", "round_000004"]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("threads", [1, 2])
 def test_results_depend_on_the_number_of_threads_in_their_last_digits_only(config, caplog, threads):
     """They are equal to the bit with equal threads and to 1e-5 otherwise; resuming with others is reported."""
@@ -225,6 +233,7 @@ def test_results_depend_on_the_number_of_threads_in_their_last_digits_only(confi
     assert entry["after_round"] == 1 and entry["threads"] == threads and entry["versions"] == content["versions"]
 
 
+@pytest.mark.more
 def test_another_version_is_named_on_resume(config, caplog, monkeypatch):
     stopped(config)
     now = environment.versions()
@@ -238,6 +247,7 @@ def test_another_version_is_named_on_resume(config, caplog, monkeypatch):
         assert "environment.json cannot be read" in caplog.text and "what the run began with" in caplog.text
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("file", "key", "value", "what"),
     [
@@ -265,6 +275,7 @@ def test_files_of_the_base_that_changed_are_named_on_resume(
 # -- a write that fails ----------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("what", ["tokenizer", "adapter", "summary"])
 def test_a_disk_that_is_full_at_the_end_of_a_run(config, monkeypatch, what):
     """The error is one line that names the file; older files remain, and the run ends when it is resumed."""

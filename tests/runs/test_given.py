@@ -55,12 +55,14 @@ def from_file(few, tmp_path):
     return fs_lowrank.run(few("file", {"data.type": str(tmp_path / "rows.csv")}))
 
 
+@pytest.mark.more
 def test_every_kind_of_object_is_what_a_file_would_be(few, from_file):
     for name, make in FORMS.items():
         result = fs_lowrank.run(few(name), data=make())
         assert result.facts["data"] == from_file.facts["data"] and result.final == from_file.final, name
 
 
+@pytest.mark.more
 def test_the_run_goes_on_with_the_same_and_without_but_not_with_others(few, from_file, tmp_path):
     config = few("run")
     fs_lowrank.run(config, data=FRAME, on_round=lambda record: True)

@@ -69,6 +69,7 @@ def test_a_loaded_model_is_what_its_folder_would_be(few, causal_settings, tmp_pa
     assert (config.outdir, (given.outdir / "given_model" / "config.json").is_file()) == (str(given.outdir), True)
 
 
+@pytest.mark.more
 def test_a_run_with_a_loaded_model_goes_on_with_the_same(few, settings, tiny_encoder):
     model, tokenizer = AutoModel.from_pretrained(tiny_encoder), AutoTokenizer.from_pretrained(tiny_encoder)
     keys = {"model.type": "", "model.task": "SequenceClassification"}
@@ -191,12 +192,14 @@ def trains_last(own, tiny_encoder, caplog):
     return run
 
 
+@pytest.mark.more
 def test_a_head_of_another_name_is_known_by_its_place(trains_last):
     trained, said = trains_last(Renamed())
     assert trained and "its head is last, whose output the logits are" in said
     assert trains_last(Renamed(), modules="all-linear")[0]
 
 
+@pytest.mark.more
 def test_a_head_that_is_nowhere_is_named_or_said_to_stay(trains_last):
     stays = "no module at its top is called classifier, score, fc, or is a trainable linear one that gives the logits"
     trained, said = trains_last(Within())

@@ -72,6 +72,7 @@ def test_several_seeds_are_a_mean_and_a_band():
     assert "one standard deviation over 3 seeds" in figure.get_suptitle()
 
 
+@pytest.mark.more
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("majority, metrics", [(0.6, "all"), (None, "some"), (None, "none")])
 def test_curves_are_drawn_from_whatever_there_is(tmp_path, majority, metrics):
@@ -86,6 +87,7 @@ def test_curves_are_drawn_from_whatever_there_is(tmp_path, majority, metrics):
     assert first.startswith(b"%PDF") and pdf.read_bytes() == first, "the same figure is the same file"
 
 
+@pytest.mark.more
 def test_drawing_changes_nothing_global(tmp_path):
     import matplotlib
 
@@ -118,6 +120,7 @@ def test_clients_are_drawn_by_class(tmp_path, classes, monkeypatch):
         assert len(axes.patches) == 4 * max(classes, 1)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("classes", [2, 30])
 def test_the_predictions_of_the_test_set(tmp_path, classes):
     confusion = [[int(i == j) for j in range(classes)] for i in range(classes)]
@@ -129,6 +132,7 @@ def test_the_predictions_of_the_test_set(tmp_path, classes):
 CLASSES = ["under $10_$20", "_a", r"\$x_$", "50 %"]
 
 
+@pytest.mark.more
 @pytest.mark.filterwarnings("error")
 def test_names_are_shown_as_they_are_written(tmp_path, monkeypatch):
     kept, write = [], plots.save

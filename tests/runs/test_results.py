@@ -76,6 +76,7 @@ def test_figures_that_were_changed_by_hand_are_named(tmp_path):
         read_records(records.path, 3, records.digests)
 
 
+@pytest.mark.more
 def test_metrics_that_are_not_finite_are_null_in_the_file_and_nan_in_memory(tmp_path):
     """JSON has no NaN, at which readers stop; in memory, metrics are always numbers."""
 
@@ -203,6 +204,7 @@ def test_the_gpu_is_that_of_the_run(tmp_path, monkeypatch, caplog):
         assert json.loads(path.read_text())["versions"] == content["versions"]
 
 
+@pytest.mark.more
 def test_a_merge_into_a_tied_head_leaves_the_embedding(tiny_causal, causal_settings, tmp_path, no_curves):
     """The saved model computes what the run's does, and saving does not change that."""
     base = AutoConfig.from_pretrained(tiny_causal)

@@ -31,6 +31,7 @@ def read(folder):
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+@pytest.mark.more
 def test_tensorboard_shows_what_the_records_have_also_after_an_interruption(config):
     pytest.importorskip("tensorboard")
     config = config.replace({"lowrank.trackers": ["tensorboard"]})
@@ -62,6 +63,7 @@ def test_numbers_of_a_record():
     assert numbers(record) == {"loss": 0.5, "metrics/val/acc": 0.25}
 
 
+@pytest.mark.more
 def test_a_tracker_that_fails_ends_no_run(config, caplog):
     pytest.importorskip("tensorboard")
     plain = fs_lowrank.run(config.replace(outdir=f"{config.outdir}_plain"), progress=False)
@@ -73,6 +75,7 @@ def test_a_tracker_that_fails_ends_no_run(config, caplog):
     assert "lowrank.trackers: tensorboard is told nothing more: " in caplog.text
 
 
+@pytest.mark.more
 def test_the_thread_of_a_tracker_ends_with_the_run(config):
     pytest.importorskip("tensorboard")
     fs_lowrank.run(config.replace({"lowrank.trackers": ["tensorboard"]}), progress=False)
@@ -81,6 +84,7 @@ def test_the_thread_of_a_tracker_ends_with_the_run(config):
         assert not thread.is_alive()
 
 
+@pytest.mark.more
 def test_a_tracker_whose_server_never_answers_ends_no_run(config, caplog, monkeypatch):
     """Its class is one of accelerate's, with a connection to a socket that accepts and says nothing."""
     monkeypatch.setattr(trackers, "PATIENCE", 0.2)
@@ -104,6 +108,7 @@ def test_a_tracker_whose_server_never_answers_ends_no_run(config, caplog, monkey
     assert "tensorboard is told nothing more: TimeoutError: no answer for 1 s" in caplog.text
 
 
+@pytest.mark.more
 def test_a_tracker_that_is_not_installed_or_unknown_is_refused(config):
     with pytest.raises(UserError, match="lowrank.trackers: aim is not installed; install it with: pip install aim"):
         fs_lowrank.run(config.replace({"lowrank.trackers": ["aim"]}), progress=False)
@@ -113,6 +118,7 @@ def test_a_tracker_that_is_not_installed_or_unknown_is_refused(config):
         fs_lowrank.run(config.replace({"wandb.use": True}), progress=False)
 
 
+@pytest.mark.more
 def test_names_are_those_of_accelerate(config, monkeypatch):
     known = tracking.LOGGER_TYPE_TO_CLASS
     assert known.keys() <= set(TRACKERS), "an older accelerate knows fewer"

@@ -101,6 +101,7 @@ def test_weights_of_a_method_that_derives_from_another(base, weighs):
     assert ("federate.ignore_weight" in idle) == (not weighs)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("method", list_methods())
 def test_what_a_method_has_no_use_for(method, tmp_path, keys_of):
     needs = requirements(method)
@@ -306,6 +307,7 @@ def test_shipped_files_have_no_idle_keys(path, engine):
 # -- what only the data decide ---------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_splits_of_data_with_sets_of_their_own(settings, reviews_csv, caplog):
     def said(**args):
         config = load_config(settings, {"data.args": [args], "data.splits": [0.5, 0.2, 0.3]})
@@ -318,6 +320,7 @@ def test_splits_of_data_with_sets_of_their_own(settings, reviews_csv, caplog):
     assert said(**own) and not said(test=own["test"]) and not said()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("own", ["test", "validation"])
 def test_the_share_and_the_seed_of_rows_that_the_data_have(settings, reviews_csv, caplog, own):
     def built(seed=-1, splits=(0.5, 0.2, 0.3), subsample=1.0):

@@ -9,7 +9,7 @@ import fs_lowrank
 from studies.analysis import ServerStep, watch
 from studies.analysis import aggregation_error as ae
 
-pytestmark = pytest.mark.usefixtures("no_curves")
+pytestmark = pytest.mark.more
 
 A, B = "x.lora_A.default.weight", "x.lora_B.default.weight"
 
@@ -45,7 +45,6 @@ def test_one_frozen_half_has_no_error(settings, tmp_path, method):
     assert len(errors) == 4 and max(errors) < 1e-5
 
 
-@pytest.mark.more
 def test_the_command_writes_json_and_png(settings, tmp_path):
     del settings["outdir"]
     varied = {

@@ -10,7 +10,7 @@ import fs_lowrank
 from studies.analysis import client_alignment as ca
 from studies.analysis import watch
 
-pytestmark = pytest.mark.usefixtures("no_curves")
+pytestmark = pytest.mark.more
 
 A, B = "x.lora_A.default.weight", "x.lora_B.default.weight"
 
@@ -48,7 +48,6 @@ def test_one_client_agrees_with_the_global_update(settings, method):
     assert ca.mean_curve(entry) == pytest.approx([1.0] * 3, abs=1e-4)
 
 
-@pytest.mark.more
 @pytest.mark.parametrize(
     "method", [pytest.param(m, marks=() if m == "fedloru" else pytest.mark.slow) for m in ca.METHODS]
 )
@@ -68,7 +67,6 @@ def test_observing_a_run_does_not_change_it(settings, tmp_path, method):
     assert sum(ca.mean_curve({"rounds": seen})) > 0  # a mean is aligned with its parts
 
 
-@pytest.mark.more
 def test_the_command_writes_json_and_png(settings, tmp_path):
     del settings["outdir"]
     ca.main(["--rounds", "2", "--tau", "1", "--seeds", "1", "--out", str(tmp_path)], base=settings)

@@ -6,6 +6,8 @@ import torch
 from fs_lowrank.algebra import conjugate_path
 from studies.analysis import fedfisher_synthetic as synthetic
 
+pytestmark = pytest.mark.more
+
 
 def case(width=24, steps=60):
     (x, y), (first, second) = synthetic.make_data(1), synthetic.make_net(width, 1)

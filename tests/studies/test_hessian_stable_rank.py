@@ -11,6 +11,8 @@ pytest.importorskip("sklearn")
 
 from studies.analysis import hessian_stable_rank as hs  # noqa: E402
 
+pytestmark = pytest.mark.more
+
 
 def matrix(values, seed=0):
     """A symmetric matrix with these eigenvalues, in a random basis."""
@@ -106,7 +108,6 @@ def test_a_mean_is_over_parts_of_one_size(monkeypatch, sizes, parts):
     assert measured[: sum(parts)] == [size for size, count in zip(sizes, parts) for _ in range(count)]
 
 
-@pytest.mark.more
 def test_the_command_writes_json_and_png(tmp_path, monkeypatch):
     monkeypatch.setattr(hs, "POINTS", (0, 2, 4))
     options = "--seeds 1 --sizes 10 20 --compared 10 30 --trained-on 50 --steps 4 --hidden 8"

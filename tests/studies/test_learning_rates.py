@@ -7,6 +7,8 @@ import pytest
 
 from hpo import learning_rates
 
+pytestmark = pytest.mark.more
+
 
 @pytest.mark.parametrize(
     "arguments, said",

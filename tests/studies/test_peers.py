@@ -21,6 +21,8 @@ from studies.speed.peers import case, environment
 from studies.speed.peers.fedjob import IGNORED, Job, load, trained
 from studies.speed.peers.job import BATCH, STEPS, make_job
 
+pytestmark = pytest.mark.more
+
 
 @pytest.fixture(scope="module", params=["encoder", "llama"])
 def job(request, tmp_path_factory):
@@ -179,7 +181,6 @@ def test_wrong_use_is_one_line(given, said, tmp_path, capsys):
     assert said in err and err.count("\n") == 1
 
 
-@pytest.mark.more
 def test_a_run_that_takes_too_long_is_ended_with_all_that_it_started(monkeypatch, tmp_path):
     script = tmp_path / "endless.py"
     script.write_text(

@@ -7,6 +7,8 @@ import torch
 
 from studies.analysis import random_matrix as rm
 
+pytestmark = pytest.mark.more
+
 
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)

@@ -7,6 +7,8 @@ import torch
 
 from studies.analysis import robust_means
 
+pytestmark = pytest.mark.more
+
 
 def test_the_command_writes_a_table_of_every_rule_and_attack(tmp_path, monkeypatch):
     monkeypatch.setattr(robust_means, "RULES", ("none", "krum"))

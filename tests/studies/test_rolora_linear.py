@@ -8,6 +8,8 @@ import torch
 
 from studies.analysis import rolora_linear as rl
 
+pytestmark = pytest.mark.more
+
 SETTING = dict(num_clients=8, samples=400, dim=10, rounds=60)
 B_NORM = 2.0
 

@@ -9,6 +9,8 @@ import torch
 from studies.analysis import rolora_two_layer as tl
 from studies.analysis.data import load
 
+pytestmark = pytest.mark.more
+
 pytest.importorskip("sklearn")
 
 

@@ -12,6 +12,8 @@ from fs_lowrank.settings import AdapterSpec
 from studies.speed import capacity, scale
 from studies.speed.server_step import Layers
 
+pytestmark = pytest.mark.more
+
 ROOT = Path(__file__).parents[2]
 GUIDE, RESULTS = ROOT / "docs" / "guides" / "scale.md", ROOT / "results" / "speed"
 

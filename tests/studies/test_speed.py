@@ -27,6 +27,8 @@ from studies.speed import (
     whole,
 )
 
+pytestmark = pytest.mark.more
+
 #: layers that are not square, and an odd number of modules
 TOY = dict(clients=6, modules=3, d_out=40, d_in=24, rank=2, repeats=1)
 
@@ -110,7 +112,6 @@ def test_memory_of_a_base_and_of_a_step(tmp_path):
     assert half["base_bytes"] == plain["base_bytes"] / 2
 
 
-@pytest.mark.more
 def test_overhead_adds_up_and_removes_its_timers(settings):
     backward = torch.autograd.backward
     found = overhead.measure(load_config(settings, train__cohort=2), rounds=2, profile=True)

@@ -18,6 +18,8 @@ from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.training import train_client
 from fs_lowrank.training.blocks import Blocks, divide, overhead
 
+pytestmark = pytest.mark.more
+
 SIZES = {
     "vocab_size": 40,
     "hidden_size": 32,

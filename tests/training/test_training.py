@@ -254,6 +254,7 @@ def test_number_of_steps(model, keys, steps, samples):
     assert (result.steps, result.samples) == (steps, samples)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 8, 9])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("unit, accumulated", [("batch", 1), ("batch", 3), ("epoch", 2)])

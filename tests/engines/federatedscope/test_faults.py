@@ -349,6 +349,7 @@ def test_a_wrongly_quantised_update_does_not_end_the_run(quick, monkeypatch):
     assert all(r["failed"][0]["kind"] == "refused" for r in history)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("bound", [{"lowrank.max_update_norm": 1e6}, {"lowrank.max_update_norm_factor": 1000}])
 def test_a_huge_update_is_refused_where_norms_are_bounded(quick, monkeypatch, bound):
     from fs_lowrank.methods.rolora import RoLoRA

@@ -36,6 +36,7 @@ def test_the_engine_is_listed_and_says_what_is_missing(monkeypatch):
         locate_flower.require(simulation=True)
 
 
+@pytest.mark.more
 def test_the_app_is_two_files_without_code(quick, tmp_path, capsys):
     config = quick("run", {"federate.method": "rolora"})
     config.dump(tmp_path / "mine.yaml")

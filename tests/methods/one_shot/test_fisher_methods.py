@@ -62,6 +62,7 @@ def test_parameters_without_information_take_the_mean(bench):
     torch.testing.assert_close(ran.message["two.weight"][3].double(), mean.detach(), atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("fisher", ["diag", "full"])
 def test_cg_agrees_with_the_closed_form(bench, fisher):
     closed, cg = (
@@ -116,6 +117,7 @@ def exact_diagonal(model, batches):
     return {n: t.detach() / count for n, t in total.items()}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name, params", [("fedfisher", {"fisher": "diag"}), ("fisher_merge", {"floor": 0.0})])
 def test_the_expectation_over_labels_is_exact_unless_asked_otherwise(bench, name, params):
     models = clients(bench, bench.pictures)
@@ -325,6 +327,7 @@ def test_without_scores_the_last_iterate_is_taken(bench, solver):
     assert all(any(not torch.equal(a[n], b[n]) for n in a) for a, b in zip(runs, runs[1:])), "each has steps of its own"
 
 
+@pytest.mark.more
 def test_cg_beats_adam_on_the_objective(bench):
     models = clients(bench)
 

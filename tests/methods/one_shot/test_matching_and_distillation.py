@@ -112,6 +112,7 @@ def test_a_wider_network_is_loaded_trained_and_sent(bench):
     torch.testing.assert_close(fresh(**batch).logits, ran.model(**batch).logits)
 
 
+@pytest.mark.more
 def test_a_checkpoint_holds_the_wider_net(vision_settings, tmp_path, no_curves):
     import fs_lowrank
 
@@ -187,6 +188,7 @@ def trained(bench, seed):
     return model
 
 
+@pytest.mark.more
 def test_generator_and_student_losses_fall(bench):
     models = [trained(bench, s) for s in (1, 2)]
     ran = bench.one_round(
@@ -221,6 +223,7 @@ def test_generated_images_have_the_shape_and_range_of_the_data(shape):
     assert images.min() >= -1.5 and images.max() <= 2.0 and images.std() > 0
 
 
+@pytest.mark.more
 def test_dense_depends_on_the_seed_only_and_does_not_change_the_model(bench):
     models = [bench.net(bench.pictures, seed=k) for k in range(2)]
     one, two = (bench.one_round("dense", models, kind=bench.pictures, student_lr=0.1, **SMALL_DENSE) for _ in range(2))
