@@ -849,7 +849,7 @@ def test_more_samples_than_the_bound_are_refused(make):
 def test_data_of_another_task_than_the_models(make, causal_settings, settings):
     with pytest.raises(UserError, match="a classifier, but data.type = .* no labels; take NAME@huggingface_llm"):
         make("run", {"data": causal_settings["data"]})
-    with pytest.raises(UserError, match="a language model, but data.type = .* take NAME@transformers"):
+    with pytest.raises(UserError, match="no column is the instruction .* there are: text, label, domain"):
         make("run", {**{k: causal_settings[k] for k in ("model", "llm")}, "data": settings["data"]})
 
 
