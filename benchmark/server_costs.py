@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 
 import torch
+from torch import nn
 
 from fs_lowrank import create_method
 from fs_lowrank.algebra import nbytes
@@ -26,12 +27,23 @@ from fs_lowrank.rounds.admission import check_update
 from fs_lowrank.settings import AdapterSpec
 
 from .script import script
-from .speed.server_step import Layers
 
 METHODS = ("fedlora", "ffa_lora", "flexlora", "flora", "rolora")
 WIDTH, LAYERS, CLASSES = 1024, 9, 3
 #: dense, then out_proj, with biases
 HEAD_BYTES = 4 * (WIDTH * WIDTH + WIDTH + WIDTH * CLASSES + CLASSES)
+
+
+class Layers(nn.Module):
+    """``modules`` linear layers, ``(d_out, d_in)`` each."""
+
+    def __init__(self, modules: int, d_out: int, d_in: int):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"q": nn.Linear(d_in, d_out, bias=False), "v": nn.Linear(d_in, d_out, bias=False)})
+            for _ in range(modules // 2)
+        )
+        self.last = nn.ModuleDict({"q": nn.Linear(d_in, d_out, bias=False)} if modules % 2 else {})
 
 
 def measure(

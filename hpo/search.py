@@ -49,8 +49,13 @@ def create(storage: BaseStorage, name: str, settings: Settings, data: str = "") 
     study = optuna.create_study(study_name=name, storage=storage, directions=directions, load_if_exists=True)
     if META not in study.user_attrs and not study.get_trials(deepcopy=False):
         study.set_metric_names(list(settings.objectives))
-        known = {REVISIONS: _revisions(settings), DATA: data, "schema": SCHEMA, META: settings.to_dict()}
-        for key, value in known.items():
+        begun: dict[str, Any] = {
+            REVISIONS: _revisions(settings),
+            DATA: data,
+            "schema": SCHEMA,
+            META: settings.to_dict(),
+        }
+        for key, value in begun.items():
             study.set_user_attr(key, value)
     then, known = settings_of(study), study.user_attrs
     options = [f.name for f in dataclasses.fields(Settings) if f.name not in ("config", "space")]

@@ -25,7 +25,7 @@ from ..config import Config, load_config
 from ..data import Examples, ImageExamples
 from ..errors import described
 from ..jobs.crew import INSIDE
-from ..jobs.pool import Call, Pool
+from ..jobs.pool import Call, Pool, Work
 from ..methods import State
 from ..models.adapters import load_tensors
 from ..models.frozen import COMPUTED_TOGETHER
@@ -163,7 +163,7 @@ class Processes(Transport):
 
     def _done(self, kind: str, ranks: Sequence[int], parcels: Iterable[Parcel]) -> Iterator[Parcel]:
         """What the processes ``ranks`` answer to ``parcels``, in their order; a few are given out ahead."""
-        waiting = deque()
+        waiting: deque[Work] = deque()
         for rank, parcel in zip(ranks, parcels):
             waiting.append(self.pool.submit(rank, _do, kind, parcel.to_bytes()))
             if len(waiting) > AHEAD * self.count:

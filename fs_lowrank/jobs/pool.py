@@ -193,7 +193,7 @@ def _starting() -> Iterator[None]:
     So a script needs no ``if __name__ == "__main__"``.
     """
     main, before = vars(sys.modules["__main__"]), dict(os.environ)
-    own = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
+    own: dict[str, Any] = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
     main["__spec__"] = None
     os.environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     os.environ["PYTHONSAFEPATH"] = "1"

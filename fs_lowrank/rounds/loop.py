@@ -123,9 +123,9 @@ class Loop:
         answers = self._exchange(round, asked, "train")
         for done in range(len(asked)):
             self.on_client(round.number, done, len(asked))
-            order, answer = next(answers, (None, None))
-            if order is None:
+            if (reply := next(answers, None)) is None:
                 break
+            order, answer = reply
             if isinstance(answer, Lost):
                 round.fail(order.client, answer.kind, answer.reason)
             elif order.purpose == "train":

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmark.server_costs import Layers
 from fs_lowrank.methods import Method, Update, create_method
 from fs_lowrank.models.names import pairs
 from fs_lowrank.rounds.admission import check_update
@@ -19,18 +20,6 @@ from fs_lowrank.settings import AdapterSpec
 from . import difference, race, row, threads
 
 ALPHA = 8
-
-
-class Layers(nn.Module):
-    """``modules`` linear layers, ``(d_out, d_in)`` each."""
-
-    def __init__(self, modules: int, d_out: int, d_in: int):
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({"q": nn.Linear(d_in, d_out, bias=False), "v": nn.Linear(d_in, d_out, bias=False)})
-            for _ in range(modules // 2)
-        )
-        self.last = nn.ModuleDict({"q": nn.Linear(d_in, d_out, bias=False)} if modules % 2 else {})
 
 
 class Round:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from fs_lowrank.data.fetch.items import FETCHABLE, Item
 from fs_lowrank.errors import DamagedFile, UserError, nearest
@@ -121,7 +122,7 @@ def fetch(name: str, home: str | os.PathLike | None = None, progress: Callable[[
         built = work / "built"
         built.mkdir()
         item.build(archive, built)
-        marker = {"name": name, "version": item.version, "sha256": item.sha256, "package": item.package}
+        marker: dict[str, Any] = {"name": name, "version": item.version, "sha256": item.sha256, "package": item.package}
         files = sorted(path for path in built.rglob("*") if path.is_file())
         marker = {**marker, "files": {path.relative_to(built).as_posix(): _digest(path) for path in files}}
         (built / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
