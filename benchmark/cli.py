@@ -62,7 +62,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     runs.add_argument(
         "--estimate",
         action="store_true",
-        help="say what it will take: runs, samples, hours, memory, disk; train nothing",
+        help="say what it will take: runs, samples, time, memory, disk; train nothing",
     )
     tables.option(runs, "with --estimate: ")
     runs.add_argument("--unsafe-code", action="store_true", help="let HumanEval execute generated code")
@@ -188,7 +188,7 @@ def _estimate(options: Options, workers: int, gpus: Sequence[str], file: Path | 
         return shell.OK
     tables.show(console, lines, file, right=lines[0][1:])
     console.print(
-        "hours: of local training and evaluation one client after the other, by one probed client of each setting; "
+        "time: of local training and evaluation one client after the other, by one probed client of each setting; "
         "without the server's steps, scorers (lm-eval's tasks, generated answers, HumanEval), scripts, pruned trials, "
         "and values beyond the end of a grid. memory, disk: of the largest run, and of all clients that are kept for "
         "other runs"

@@ -20,7 +20,7 @@ import hpo
 from fs_lowrank import Config
 from fs_lowrank.estimate import Estimate, estimate, fullest
 from fs_lowrank.jobs.crew import check_gpus, threads_each
-from fs_lowrank.runs.summary import human_bytes
+from fs_lowrank.runs.summary import human_bytes, human_time
 from hpo.tune import TRIALS
 
 from .job import Cell, Job, Options, Search, decisive
@@ -80,7 +80,7 @@ def table(options: Options, workers: int, say: Callable[[str], None], gpus: Sequ
     several = replace(whole, seconds=whole.seconds / workers, memory=workers * whole.memory, disk=workers * whole.disk)
     if gpus:
         several.device *= fullest(workers, [int(gpu) for gpu in gpus])
-    head = ("experiment", "cells", "searches", "runs", "samples", "hours", "GPU memory", "memory", "disk", "not known")
+    head = ("experiment", "cells", "searches", "runs", "samples", "time", "GPU memory", "memory", "disk", "not known")
     lines: list[Sequence[str]] = [head, *(_line(where, found) for where, found in sums.items())]
     lines += [(), _line(f"in all, by {workers} workers", several)]
     return lines if gpus else [(*line[:6], *line[7:]) for line in lines]
@@ -100,7 +100,7 @@ def _as_a_worker(workers: int) -> Iterator[None]:
 def _line(where: str, found: Sum) -> tuple[str, ...]:
     counts = (str(n or "") for n in (found.cells, found.searches, found.runs))
     sizes = (human_bytes(size) for size in (found.device, found.memory, found.disk + found.kept))
-    return (where, *counts, f"{found.samples:,}", f"{found.seconds / 3600:.1f}", *sizes, str(found.unknown or ""))
+    return (where, *counts, f"{found.samples:,}", human_time(found.seconds), *sizes, str(found.unknown or ""))
 
 
 def _of(job: Job, say: Callable[[str], None], trained: set[str]) -> Sum:

@@ -218,7 +218,7 @@ def _setting(results: ExperimentResults) -> str:
         f"Data: {', '.join([each(lambda r: r['data']['source']), *_lost(records)])}",
         f"model {each(lambda r: '`' + r['model']['type'] + '`')}",
         f"clients train on {about}{range_of(samples)} samples in all",
-        f"{range_of(rounds)} rounds",
+        f"{range_of(rounds)} round{'s' * (rounds != [1])}",
         f"batch {each(lambda r: r['config']['dataloader.batch_size'])}",
         f"{each(lambda r: r['config']['train.local_update_steps'])} local {each(unit)}",
         each(lambda r: r["config"]["train.optimizer.type"]),

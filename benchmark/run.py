@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from fs_lowrank.errors import counted
 from fs_lowrank.jobs.crew import Crew, stop_signals
 from fs_lowrank.jobs.shell import make_console
 from fs_lowrank.runs.summary import for_people
@@ -172,7 +173,7 @@ def _rows(record: dict) -> str:
     if "rows" not in data:
         return ""
     sizes = data["clients"]
-    training = f"{sum(sizes)} for training by {len(sizes)} clients ({min(sizes)} to {max(sizes)} each)"
+    training = f"{sum(sizes)} for training by {counted(len(sizes), 'client')} ({min(sizes)} to {max(sizes)} each)"
     return ", ".join([*rows_said(data["rows"]), training])
 
 

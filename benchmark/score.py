@@ -54,8 +54,10 @@ def _score(args: argparse.Namespace) -> None:
         write_text(args.json, to_json({"run": str(run.saved), **spec, "scores": found}, indent=1))
     lines = [("task", "samples", "score", "value")]
     for task, values in found.items():
-        metrics = {k: v for k, v in values.items() if isinstance(v, float) and not k.endswith("_stderr")}
-        for metric, value in metrics.items():
+        scores = {k: v for k, v in values.items() if k != "version" and isinstance(v, float)}  # the task's, not a score
+        for metric, value in scores.items():
+            if metric.endswith("_stderr"):
+                continue
             spread = values.get(f"{metric}_stderr")
             lines.append((task, str(values["n"]), metric, f"{value:.4f}" + (f" ± {spread:.4f}" if spread else "")))
     tables.show(console, lines, args.table)

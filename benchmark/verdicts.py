@@ -216,7 +216,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
         for row in rows
     ]
     return [
-        heading("The papers' claims", 2),
+        heading("Claims", 2),
         "Every verdict comes from the rule in the suite. It compares a 95 % interval with the claim's margin: *holds* "
         "if all of the interval meets the rule, *does not hold* if none of it does, *inconclusive* otherwise and with "
         "one seed. Of k conditions in a claim each is refuted by its interval at the level 1 − 0.05 / k, since one of "

@@ -15,7 +15,7 @@ from rich.text import Text
 from . import __version__
 from .commands import add_commands, init, seeds
 from .commands.extensions import extensions, run_extension
-from .errors import UserError, hint
+from .errors import UserError, counted, hint
 from .jobs import shell, tables
 
 console = shell.make_console(120)
@@ -177,8 +177,8 @@ def _announce(config, name: str) -> None:
     from .data.partition import BY_SITE
 
     about = (
-        f": {config.taking_part} clients, {config.sampled_per_round} a round, "
-        f"{config.federate.total_round_num} rounds, lr {config.train.optimizer.lr}, seed {config.seed}"
+        f": {counted(config.taking_part, 'client')}, {config.sampled_per_round} a round, "
+        f"{counted(config.federate.total_round_num, 'round')}, lr {config.train.optimizer.lr}, seed {config.seed}"
     )
     if config.data.splitter not in BY_SITE:
         about += f"; simulated clients: one table is dealt out ({config.data.splitter})"
@@ -218,7 +218,8 @@ def _print_results(results: dict) -> None:
 
     by = sorted({result.best["by"] for result in results.values() if result.best})
     chosen = f"; best round by {', '.join(by)}" if by else ""
-    _print_figures(f"bytes are per client and round; the head is the new classifier{chosen}", result_lines(results))
+    head = "" if all(result.language for result in results.values()) else "; the head is the classifier"
+    _print_figures(f"bytes are per client and round{head}{chosen}", result_lines(results))
     if lines := client_lines(results):
         scored = [r.facts for r in results.values() if any(n.startswith("client_test_") for n in r.final)]
         _print_figures(of_clients(scored), lines)
@@ -253,6 +254,8 @@ def _print_notes(results: dict) -> None:
 
 
 def _print_saved(result) -> None:
+    from .runs.summary import human_percent
+
     images = result.facts.get("images")
     meanings = {
         "adapter": "the global adapter, for plain PEFT" + (" over its folder base" if images else ""),
@@ -263,10 +266,8 @@ def _print_saved(result) -> None:
         "curves": "learning curves",
     }
     total, trains = result.facts["parameters"]["total"], result.facts["parameters"]["trainable"]
-    console.print(
-        f"  parameters: {total:,} in the model, {trains:,} trained by a client ({100 * trains / total:.1f} %)",
-        soft_wrap=True,
-    )
+    share = human_percent(trains / total)
+    console.print(f"  parameters: {total:,} in the model, {trains:,} trained by a client ({share})", soft_wrap=True)
     for name, path in result.saved.items():
         if name in meanings:
             console.print(f"  {meanings[name]}: {path}", soft_wrap=True)
@@ -285,8 +286,12 @@ def _dry_run(config, engine: str, file: Path | None) -> int:
     found = estimate(config)
     tables.show(console, found.lines(), file, right=("size",))
     if found.seconds is not None and found.steps is not None:
-        took = f"{found.seconds:.0f} s" if found.seconds < 600 else f"{found.seconds / 3600:.1f} h"
-        console.print(f"  about {took} for {found.steps:,.0f} steps of clients, and the evaluations", soft_wrap=True)
+        from .runs.summary import human_time
+
+        console.print(
+            f"  about {human_time(found.seconds)} for {found.steps:,.0f} steps of clients, and the evaluations",
+            soft_wrap=True,
+        )
     for place in found.lacking:
         console.print(f"  it will not fit: {place}", style="yellow", soft_wrap=True)
     for advice in found.advice:
@@ -382,7 +387,8 @@ def _compare(args: argparse.Namespace) -> None:
     first = next(iter(results.values()))
     sizes = sorted(first.facts["clients"])
     console.print(
-        f"\ndata: {first.facts['source']}; {len(sizes)} clients of {sizes[0]} to {sizes[-1]} samples", soft_wrap=True
+        f"\ndata: {first.facts['source']}; {counted(len(sizes), 'client')} of {sizes[0]} to {sizes[-1]} samples",
+        soft_wrap=True,
     )
     _print_results(results)
     _print_notes(results)

@@ -19,6 +19,7 @@ __all__ = [
     "RaisedElsewhere",
     "RunFailed",
     "UserError",
+    "counted",
     "described",
     "hint",
     "nearest",
@@ -105,6 +106,11 @@ def users_own(what: str, remedy: str = "") -> Iterator[None]:
     except Exception as error:  # of the user's code
         in_one_line = " ".join(str(error).split())
         raise UserError(f"{what} raises {described(error, in_one_line)}{remedy and f'; {remedy}'}") from error
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 client``, ``3 clients``: a number and a noun whose plural ends in s."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def hint(*words: object) -> str:

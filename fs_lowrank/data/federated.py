@@ -14,6 +14,7 @@ from fs_lowrank.data.images import ImageExamples
 from fs_lowrank.data.partition import Partition
 from fs_lowrank.data.ragged import Lazy, Ragged
 from fs_lowrank.data.tables import MULTI_LABEL, REGRESSION
+from fs_lowrank.errors import counted
 
 
 @dataclass
@@ -120,7 +121,8 @@ class FederatedData:
         """One line for the screen: rows read, left out and cut, sizes of the splits and clients, classes."""
         sizes = self.partition.sizes()
         parts = rows_said(self.counts())
-        parts.append(f"{sizes.sum()} for training by {len(sizes)} clients ({sizes.min()} to {sizes.max()} each)")
+        clients = counted(len(sizes), "client")
+        parts.append(f"{sizes.sum()} for training by {clients} ({sizes.min()} to {sizes.max()} each)")
         held_out = {"validation": self.validation, "test": self.test}
         parts += [f"{len(examples)} for {split}" for split, examples in held_out.items() if examples is not None]
         if self.task == REGRESSION:

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from ..errors import counted
 from ..models.build import locate, model_name
 from ..settings import Settings
 from ..versions import __version__
@@ -58,7 +59,7 @@ def model_card(
             yaml.safe_dump(header, sort_keys=False, allow_unicode=True).strip(),
             "---",
             "",
-            f"# {base}, trained by {facts['method']} over {len(sizes)} clients",
+            f"# {base}, trained by {facts['method']} over {counted(len(sizes), 'client')}",
             "",
             *_table(("", ""), rows),
             "",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import say_once
+from ..errors import counted, say_once
 from ..jobs.files import cannot_write, replacing
 from ..settings.metrics import METRICS, wilson
 
@@ -53,7 +53,7 @@ def setting_of(config: Settings, *, seeds: Sequence[int] = (), rate: bool = True
     parts = [
         Path(config.data.type.partition("@")[0]).name,
         Path(config.model.type.partition("@")[0]).name,
-        f"{config.taking_part} clients, {config.sampled_per_round} a round",
+        f"{counted(config.taking_part, 'client')}, {config.sampled_per_round} a round",
         f"{config.data.splitter} split" + f" ({how})" * bool(how),
         *([f"lr {config.train.optimizer.lr:g}"] if rate else []),
         f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors.torch import save_model
 from torch import nn
 
-from ..errors import UserError, nearest
+from ..errors import UserError, counted, nearest
 from ..jobs.files import read_json
 from ..models.accumulated import one_adapter
 from ..models.adapters import ACCUMULATED
@@ -110,7 +110,7 @@ class RunResult:
     def __repr__(self) -> str:
         method, figures = self.facts.get("method", "?"), ", ".join(f"{name} {value}" for name, value in self._figures())
         said = f"; {self.verdict.partition(';')[0]}" if self.verdict else ""
-        return f"<{method}, {len(self.history)} rounds: {figures or 'not evaluated'}{said}; {self.outdir}>"
+        return f"<{method}, {counted(len(self.history), 'round')}: {figures or 'not evaluated'}{said}; {self.outdir}>"
 
     def _repr_html_(self) -> str:
         rows = [("rounds", str(len(self.history))), *self._figures(), ("folder", str(self.outdir))]

@@ -69,6 +69,19 @@ def human_bytes(n: float) -> str:
     return f"{n / 1000**power:.{min(power, 1)}f} {('B', 'kB', 'MB', 'GB')[power]}"
 
 
+def human_percent(share: float) -> str:
+    """A share in percent, with one digit at least that is not 0: ``12.3 %``, ``0.004 %``."""
+    percent = 100 * share
+    return f"{percent:.1f} %" if percent >= 0.1 or not percent else f"{percent:.1g} %"
+
+
+def human_time(seconds: float) -> str:
+    """Seconds with two digits or more: ``0.4 s``, ``45 s``, ``12 min``, ``3.2 h``."""
+    if seconds < 120:
+        return f"{seconds:.0f} s" if seconds >= 10 or not seconds else f"{seconds:.1g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 def of_clients(facts: Iterable[Mapping[str, Any]]) -> str:
     """What ``client_test`` of these runs is of, by their facts, and what each client's most frequent class would give;
     runs of before version 0.2.0 do not say.

@@ -69,7 +69,7 @@ VERDICTS = {
 
 @pytest.mark.parametrize("verdict", VERDICTS)
 def test_verdicts_are_coloured_and_claims_are_links(verdict):
-    blocks = [heading("Benchmark report", 1), heading("The papers' claims", 2)]
+    blocks = [heading("Benchmark report", 1), heading("Claims", 2)]
     blocks += [table([("claim", "verdict"), ("A holds", f"**{verdict}**"), ("B", f"**{verdict}**")])]
     blocks += [heading("Suite", 2), heading(f"Claim: A holds — {verdict}", 3), "- one: **holds**\n  - because: holds"]
     blocks += [heading(f"Claim: A holds — {verdict}", 3), heading("An experiment", 3)]
@@ -83,7 +83,7 @@ def test_verdicts_are_coloured_and_claims_are_links(verdict):
     ids = [a["id"] for _, a in read.tags if "id" in a]
     links = [a["href"].removeprefix("#") for tag, a in read.tags if tag == "a"]
     assert len(set(ids)) == len(ids) and set(links) <= set(ids)
-    assert links[:3] == ["the-papers-claims", "suite", "an-experiment"] and len(set(links[3:])) == 2
+    assert links[:3] == ["claims", "suite", "an-experiment"] and len(set(links[3:])) == 2
     assert text.count("<h1>") == 1
 
 

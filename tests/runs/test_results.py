@@ -17,7 +17,7 @@ from fs_lowrank.runs.environment import changed_since, environment, write_enviro
 from fs_lowrank.runs.plots import plot_curves
 from fs_lowrank.runs.records import Records, read_records
 from fs_lowrank.runs.result import RunResult
-from fs_lowrank.runs.summary import human_bytes, per_client_and_round, seconds
+from fs_lowrank.runs.summary import human_bytes, human_percent, human_time, per_client_and_round, seconds
 
 
 def record(round, **more):
@@ -151,6 +151,10 @@ def test_figures_of_a_run():
         "2.2 GB",
         "3000.0 GB",
     ]
+    times = (0, 0.04, 3.2, 45.4, 119, 130, 5400, 7300)
+    assert list(map(human_time, times)) == ["0 s", "0.04 s", "3 s", "45 s", "119 s", "2 min", "90 min", "2.0 h"]
+    shares = (0, 0.00004321, 0.0009, 0.12345, 1)
+    assert list(map(human_percent, shares)) == ["0.0 %", "0.004 %", "0.09 %", "12.3 %", "100.0 %"]
 
 
 def test_a_fingerprint_sees_names_shapes_dtypes_and_values():
