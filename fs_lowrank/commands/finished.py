@@ -126,6 +126,8 @@ def _predict(args: argparse.Namespace) -> None:
         raise UserError(f"--data {args.data}: expected a file that ends with {', '.join(SUFFIXES)}")
     out = args.out or args.data.with_name(f"{args.data.stem}.predicted{args.data.suffix}")
     check_column(args.column)
+    if not args.run.is_dir():  # said before an output that is there
+        raise UserError(f"{args.run}: no such folder; give the outdir of a finished run")
     check_table(out)
     run, rows = _read(args, labelled=False)
     table = predict_rows(run, rows, args.column, args.tokens)
