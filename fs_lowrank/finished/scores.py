@@ -13,7 +13,6 @@ from ..models.machine import input_device
 from ..settings.metrics import extras, perplexity, standard_error
 from ..training.evaluate import batch_scores, mean_scores
 from ..training.metrics import of_outputs
-from ..training.steady import check_steady
 from .rows import Rows
 from .run import FinishedRun
 
@@ -27,11 +26,7 @@ def evaluate_rows(run: FinishedRun, rows: Rows) -> dict[str, Any]:
         model is that of the next token, and ``perplexity`` and ``tokens`` are beside it. Of classes and sets
         ``majority``, the accuracy of always giving the most frequent one, and ``classes``: name → number of rows and
         ``recall``. Of a regression ``mean_loss``, the loss of always giving the mean.
-
-    Raises:
-        UserError: results of the model depend on the rows before (``training.steady``).
     """
-    check_steady(run.model, rows.examples)
     metrics, examples = extras(run.config.model.task, run.config.eval.metrics), rows.examples
     outputs = run.task in (CLASSIFICATION, MULTI_LABEL) or bool(of_outputs(metrics))
     batches = batch_scores(run.model, examples, run.config.eval_batch_size, outputs=outputs)
