@@ -90,11 +90,11 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
     ``tasks``, the members of a group. Of multiple choice ``majority``, the accuracy of always choosing the place of the
     most frequent right answer. A metric behind a filter other than ``none`` keeps the filter's name.
     """
-    from lm_eval import simple_evaluate
+    from lm_eval import evaluator
 
     places: dict[str, str] = {}
-    with _local_first(root, places), _without_bars():
-        found = simple_evaluate(
+    with _local_first(root, places), _quiet(evaluator):
+        found = evaluator.simple_evaluate(
             model=_wrap(model, tokenizer, options),
             tasks=options.tasks,
             task_manager=_manager(),
@@ -158,23 +158,24 @@ def _places(samples: Sequence[Mapping[str, Any]], name: str, built: Callable[[],
 
 
 @contextmanager
-def _without_bars():
-    """A context without progress bars of tqdm, which would disturb the live view of the benchmark.
+def _quiet(evaluator):
+    """A context without progress bars of tqdm, which would disturb the live view of the benchmark, and without git.
 
     Warnings are shown. lm-eval has no setting for its bars, and tqdm reads ``TQDM_DISABLE`` only when it is imported.
+    lm-eval asks git for a commit, which prints "fatal" outside a repository and is not used here.
     """
     from tqdm import tqdm
 
-    original = tqdm.__init__
+    original, commit = tqdm.__init__, evaluator.get_git_commit_hash
 
     def hidden(self, *args, **kwargs):
         original(self, *args, **{**kwargs, "disable": True})
 
-    tqdm.__init__ = hidden
+    tqdm.__init__, evaluator.get_git_commit_hash = hidden, lambda: None
     try:
         yield
     finally:
-        tqdm.__init__ = original
+        tqdm.__init__, evaluator.get_git_commit_hash = original, commit
 
 
 @cache

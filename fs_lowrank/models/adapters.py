@@ -22,7 +22,17 @@ from ..seeds import derive
 from ..settings import ALL_LINEAR, AdapterSpec, Origin, check_value, keys_of
 from ..settings.adapter import PROMPTS
 from .chain import resize
-from .kinds import CLASSES, check_blocks, further, heads_by_place, own_targets, say_idle, sizes, task_type
+from .kinds import (
+    CLASSES,
+    check_blocks,
+    further,
+    heads_by_place,
+    own_targets,
+    say_idle,
+    sizes,
+    task_type,
+    text_part,
+)
 from .names import HEAD_MODULES, PEFT_HEADS, all_tensors, is_head, tags, tensor_of, zero_at_start
 from .prompts import check_virtual_tokens, text_only
 
@@ -32,8 +42,9 @@ if TYPE_CHECKING:
 
 
 def layer_stack(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
-    """The name of the longest ``ModuleList`` and the list itself, which holds the transformer blocks; None without."""
-    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    """Name and ``ModuleList`` of the transformer blocks, the longest that a text goes through; None without."""
+    inside, part = text_part(model)
+    lists = [(name, m) for name, m in part.named_modules(prefix=inside) if isinstance(m, nn.ModuleList)]
     return max(lists, key=lambda item: len(item[1]), default=None)
 
 
@@ -197,7 +208,8 @@ def _config(model: nn.Module, spec: AdapterSpec, seed: int = 0) -> peft.PeftConf
             f"llm.adapter.args: target_modules = {spec.pattern!r} is a regular expression for whole names, which "
             "chooses the layers, too; leave layers_to_transform out"
         )
-    if layers is not None and "layers_to_transform" not in keys:
+    towers = text_part(model)[0] and not spec.pattern and spec.target_modules != ALL_LINEAR
+    if towers or layers is not None and "layers_to_transform" not in keys:
         targets, layers = _in_layers(model, targets or _usual_targets(model) or [], layers), None
     chosen = {} if layers is None else {"layers_to_transform": layers}
     with _complaints():
@@ -222,12 +234,18 @@ def _check_patterns(model: nn.Module, config: peft.PeftConfig) -> None:
                 )
 
 
-def _in_layers(model: nn.Module, names: Sequence[str], layers: Sequence[int]) -> list[str]:
+def _inside(model: nn.Module, layers: Sequence[int] | None) -> tuple[str, ...]:
+    """How the full names of modules begin that a text goes through, in ``layers`` if some are chosen."""
+    stack, part = layer_stack(model), text_part(model)[0]
+    if layers is None or stack is None:
+        return (f"{part}." if part else "",)
+    return tuple(f"{stack[0]}.{layer}." for layer in layers)
+
+
+def _in_layers(model: nn.Module, names: Sequence[str], layers: Sequence[int] | None) -> list[str]:
     """The full names of the modules that end in one of ``names`` and are in one of ``layers``."""
-    stack = layer_stack(model)
-    assert stack is not None
-    inside = tuple(f"{stack[0]}.{layer}." for layer in layers)
-    return [n for n, _ in model.named_modules() if n.startswith(inside) and n.endswith(tuple(f".{t}" for t in names))]
+    inside, ends = _inside(model, layers), tuple(f".{t}" for t in names)
+    return [n for n, _ in model.named_modules() if n.startswith(inside) and n.endswith(ends)]
 
 
 @contextlib.contextmanager
@@ -306,15 +324,14 @@ def _all_linear(model: nn.Module, spec: AdapterSpec) -> list[str]:
     from transformers.pytorch_utils import Conv1D
 
     out = getattr(model, "get_output_embeddings", lambda: None)()
-    stack, layers, heads = layer_stack(model), _layers(model, spec), heads_by_place(model)
-    inside = None if layers is None or stack is None else tuple(f"{stack[0]}.{layer}." for layer in layers)
+    inside, heads = _inside(model, _layers(model, spec)), heads_by_place(model)
     return [
         name
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D))
         and module is not out
         and not is_head(f"{name}.weight", heads)
-        and (inside is None or name.startswith(inside))
+        and name.startswith(inside)
     ]
 
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from ..data.fetch import FETCHABLE, usable
 from ..data.fetch.attempts import TooSlow
 from ..data.fetch.hub import hub, silence
+from ..data.files import refuse_pointer
 from ..data.sources import data_args
 from ..data.tokenize import pad_id
 from ..errors import UserError, nearest
@@ -23,6 +25,7 @@ from ..settings import VISION_MODELS, Settings
 from .ends import settle_ends
 from .fingerprints import configuration_fingerprint
 from .given import copy_of_held, held, is_given
+from .kinds import text_part
 from .loaded import check_loaded, transformers_silent
 from .names import refuse_reserved
 from .padding import position_embeddings, settle_padding
@@ -83,6 +86,10 @@ def _complaints(what: str, place: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # damaged files raise various errors: of safetensors, JSON, torch, a model's code
+        for path in sorted(Path(place).glob("*")):
+            refuse_pointer(path)
+        if why := _known_cause(error):
+            raise UserError(f"model.type: cannot load the {what} of {place!r}: {why}") from error
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         if not isinstance(error, (OSError, ValueError)):
             first = f"{type(error).__name__}: {first}"
@@ -94,6 +101,21 @@ def _complaints(what: str, place: str) -> Iterator[None]:
             why = isinstance(error, OSError) and silence() or first
             reason = f"; it is neither a folder nor one of the models to fetch ({known}, and {why}"
         raise UserError(f"model.type: cannot load the {what} of {place!r}{reason}") from error
+
+
+def _known_cause(error: Exception) -> str:
+    """Why loading failed and what to do, where the library's words would mislead; else empty."""
+    if "trust_remote_code" in str(error):
+        return (
+            "it brings code of its own, which is not run here; take a model of a kind that transformers has itself, or "
+            "save it as one"
+        )
+    if isinstance(error, UnpicklingError):
+        return (
+            "a .bin file holds other things than tensors, or is damaged; such a file can run code when it is read, so "
+            "take the model's .safetensors files"
+        )
+    return ""
 
 
 def _check_type(config: Settings) -> None:
@@ -144,7 +166,7 @@ def build_tokenizer(config: Settings, folder: Path | None = None):
         )
     place = place if folder is None else str(folder)
     with _complaints("tokenizer", place):
-        tokenizer = AutoTokenizer.from_pretrained(place)
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         largest = max(tokenizer.get_vocab().values(), default=-1)
     for of_place in ("is_local", "local_files_only"):  # otherwise what a run saves depends on HF_HUB_OFFLINE
         tokenizer.init_kwargs.pop(of_place, None)
@@ -170,7 +192,7 @@ def positions(model: PreTrainedModel) -> int | None:
     """
     rows = [
         table.num_embeddings - (getattr(table, "offset", 0) if table.padding_idx is None else table.padding_idx + 1)
-        for table in position_embeddings(model)
+        for table in position_embeddings(text_part(model)[1])
     ]
     if rows:
         return min(rows)
@@ -294,7 +316,7 @@ def _built(
     torch.manual_seed(derive(config.seed, "model"))
     # check_loaded reports what matters of the loader's messages.
     with transformers_silent(), _complaints("weights", place):
-        model, report = loader.from_pretrained(place, **options)
+        model, report = loader.from_pretrained(place, trust_remote_code=False, **options)
     settle(model, config, place)
     refuse_reserved(model, f"model.type = {config.model.type}")
     vars(model)["new_weights"] = check_loaded(model, report, place, num_labels if classifies else None, say_new)
@@ -361,9 +383,9 @@ def build_skeleton(config: Settings) -> nn.Module:
 
         place = locate(model_name(config.model.type))
         with _complaints("configuration", place):
-            about, loader = transformers.AutoConfig.from_pretrained(place), _loader(config)
+            about, loader = transformers.AutoConfig.from_pretrained(place, trust_remote_code=False), _loader(config)
             try:
-                return loader.from_config(about)
+                return loader.from_config(about, trust_remote_code=False)
             except ValueError:
                 if about.is_encoder_decoder and config.model.task == "CausalLM":
                     raise UserError(

@@ -11,7 +11,7 @@ from torch import nn
 from ..errors import UserError, say_once
 from ..seeds import derive
 from ..settings import AdapterSpec, show
-from ..settings.adapter import OF_PEFT, PROMPTS
+from ..settings.adapter import FORMER, OF_PEFT, PROMPTS
 from .names import HEAD_MODULES, PEFT_HEADS
 
 if TYPE_CHECKING:
@@ -39,6 +39,19 @@ def unwrapped(model: nn.Module) -> Any:
 def is_encoder_decoder(model: nn.Module) -> bool:
     """Whether ``model`` reads a text with one stack of layers and writes another with a second, as T5 does."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def text_part(model: nn.Module) -> tuple[str, nn.Module]:
+    """Name and module of the part of ``model`` that a text goes through; the name is empty where that is all of it.
+
+    Models for images or sound and text have several towers, and a text reaches one of them.
+    """
+    inner = unwrapped(model)
+    config = getattr(inner, "config", None)
+    if not hasattr(inner, "get_decoder") or is_encoder_decoder(inner) or config.get_text_config() is config:
+        return "", model
+    part = inner.get_decoder()
+    return next((name, module) for name, module in model.named_modules() if module is part or module is inner is part)
 
 
 def computes_by_length(model: nn.Module) -> bool:
@@ -135,7 +148,7 @@ def check_blocks(name: str, module: nn.Module, config: peft.PeftConfig) -> None:
 
 def further(spec: AdapterSpec) -> dict[str, Any]:
     """The further arguments for PEFT's config, which changes lists, without what describes an adapter that is saved."""
-    return {name: copy.deepcopy(value) for name, value in spec.extra.items() if name not in OF_PEFT}
+    return {name: copy.deepcopy(value) for name, value in spec.extra.items() if name not in (*OF_PEFT, *FORMER)}
 
 
 def say_idle(wrapped: peft.PeftModel, asked: Mapping[str, Any]) -> None:

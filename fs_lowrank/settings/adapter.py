@@ -23,6 +23,8 @@ SHORT = {
 #: the arguments that choose layers
 OF_LAYERS = ("target_modules", "layers_to_transform", "layers_pattern", "exclude_modules")
 _LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules", "layers_to_transform", "use_rslora")
+#: arguments of PEFT's first versions, with the only values that mean what later ones do without them
+FORMER = {"enable_lora": None, "merge_weights": False}
 #: what PEFT's configs say of an adapter that is saved, whatever its kind; here PEFT sets it itself
 OF_PEFT = (
     "peft_type",
@@ -178,6 +180,11 @@ class AdapterSpec:
                 named[name] = [named[name]]
             if name in named and named[name] == []:
                 origin.fail(at + spelled[name], "is an empty list: nothing would train; name some, or leave it out")
+        for name, idle in FORMER.items():
+            if named.get(name, idle) != idle:
+                origin.fail(
+                    at + name, f"= {named[name]!r} is of PEFT's first versions, which others do not have; drop it"
+                )
         modules = take("target_modules", None, list[str] | None)
         layers = take("layers_to_transform", None, list[int] | None, min=0)
         alpha = take("lora_alpha", 16, float, above=0.0)
@@ -193,7 +200,7 @@ class AdapterSpec:
         )
         if spec.use_rslora and method != "lora":
             origin.fail(at + spelled["use_rslora"], f"is LoRA's, and adapter_method is {method}; leave it out")
-        known = ("adapter_package", "adapter_method", *SHORT, *_LORA_KEYS, *_PEFT_KEYS, *OF_PEFT)
+        known = ("adapter_package", "adapter_method", *SHORT, *_LORA_KEYS, *_PEFT_KEYS, *OF_PEFT, *FORMER)
         for key in named:
             if key not in known and (close := misspelt(key, known)):
                 origin.fail(at + key, f"is not an argument; did you mean {close!r}?")

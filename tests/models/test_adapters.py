@@ -4,7 +4,7 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
 from fs_lowrank.config import load_config
@@ -17,6 +17,7 @@ from fs_lowrank.models.adapters import (
     load_tensors,
     target_modules,
 )
+from fs_lowrank.models.build import positions
 from fs_lowrank.models.merging import merge_pair
 from fs_lowrank.models.names import all_tensors, named_tensors, pairs, select, tags
 from fs_lowrank.models.saved import save_adapter
@@ -333,3 +334,27 @@ def test_a_rank_that_no_memory_could_hold_is_refused_before_any_is_taken(tiny_en
     model = AutoModelForSequenceClassification.from_pretrained(str(tiny_encoder))
     with pytest.raises(UserError, match="rank 1000000000000000000 is above the width of every layer; the longest has"):
         add_adapter(model, AdapterSpec(r=10**18, target_modules=("query",)), seed=0)
+
+
+@pytest.mark.parametrize("loader", [AutoModelForCausalLM, AutoModelForSequenceClassification])
+def test_of_several_towers_the_one_that_reads_text_is_adapted(loader):
+    """The tower for images has more layers than the language model, modules of the same names, and 4 positions."""
+    text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = AutoConfig.for_model(
+        "gemma3", text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14}
+    )
+    model = loader.from_config(config)
+    assert positions(model) == 128
+    name, layers = layer_stack(model)
+    assert "language_model" in name and len(layers) == 2
+    for modules, number in ("all-linear", 14), ("q_proj", 2):
+        for at, share in (None, number), ((1,), number // 2):
+            found = target_modules(model, AdapterSpec(r=2, layers=at, target_modules=(modules,)))
+            assert len(found) == share and all("language_model" in module for module in found)
+    wrapped = add_adapter(model, AdapterSpec(r=2, target_modules=("q_proj",)), seed=0)
+    trained = [n for n, p in wrapped.named_parameters() if p.requires_grad and "lora" in n]
+    assert len(trained) == 4 and layer_stack(wrapped)[1] is layers
+    wrapped(input_ids=torch.tensor([[5, 6, 7]])).logits.sum().backward()
+    assert all(wrapped.get_parameter(n).grad is not None for n in trained)

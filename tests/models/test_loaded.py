@@ -272,3 +272,46 @@ def test_a_run_reports_and_records_its_new_head(settings, tmp_path, caplog, no_c
     assert caplog.text.count("has no weights for classifier.bias, classifier.weight; they are new") == 1
     recorded = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert recorded["new_weights"] == ["classifier.bias", "classifier.weight"]
+
+
+def test_a_pointer_of_git_lfs_is_called_one(tiny_causal, tmp_path):
+    for name in ("model.safetensors", "tokenizer.json"):
+        folder = tmp_path / name
+        shutil.copytree(tiny_causal, folder)
+        (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+        config = a_config(folder, "huggingface_llm")
+        with pytest.raises(UserError, match=f"{name}: a pointer of Git LFS.*git lfs pull"):
+            build_tokenizer(config), build_model(config, None)
+
+
+def test_code_that_a_model_brings_is_refused_and_nobody_is_asked(tiny_causal, tmp_path, monkeypatch):
+    shutil.copytree(tiny_causal, tmp_path / "m")
+    about = json.loads((tmp_path / "m" / "config.json").read_text())
+    about |= {"model_type": "own", "auto_map": {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(about))
+    (tmp_path / "m" / "own.py").write_text("raise SystemExit('it ran')")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    for load in (build_skeleton, build_tokenizer, lambda config: build_model(config, None)):
+        with pytest.raises(UserError, match="it brings code of its own, which is not run here; take a model"):
+            load(a_config(tmp_path / "m", "huggingface_llm"))
+
+
+class Ran:
+    """What a pickle can do when it is read."""
+
+    def __reduce__(self):
+        return exec, ("raise SystemExit('it ran')",)
+
+
+def test_a_bin_file_that_would_run_code(tiny_causal, tmp_path):
+    shutil.copytree(tiny_causal, tmp_path / "m")
+    config = a_config(tmp_path / "m", "huggingface_llm")
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    torch.save({**tensors, "x": Ran()}, tmp_path / "m" / "pytorch_model.bin")
+    assert build_model(config, None)  # from safetensors
+    (tmp_path / "m" / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="take the model's .safetensors files") as caught:
+        build_model(config, None)
+    assert "weights_only" not in str(caught.value)
+    torch.save(tensors, tmp_path / "m" / "pytorch_model.bin")
+    assert build_model(config, None)

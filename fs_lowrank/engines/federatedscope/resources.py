@@ -7,6 +7,7 @@ processes each client has the file, and tells the server when it joins (``federa
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ def check_resources(cfg: Any) -> None:
                 f"joins, not for {name!r}; remove that"
             )
     draws, tells = sampler != "uniform", "client_resource" in asked
+    if file and Path(file).is_file():
+        _check_table(file)  # the framework unpickles it, whether it is used or not
     between = federate.mode == "distributed"
     if between and draws and not tells:
         raise UserError(
@@ -56,20 +59,25 @@ def check_resources(cfg: Any) -> None:
             f"{what} needs to know how fast the clients are; set federate.resource_info_file to a pickled table "
             f"{_TABLE}, or {instead}"
         )
-    _check_table(file)
+    if not Path(file).is_file():
+        raise UserError(f"federate.resource_info_file = {file!r}: there is no such file; correct the path")
+
+
+class _Plain(pickle.Unpickler):
+    """Reads plain values alone: nothing that a file names is imported, so nothing of it runs."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, and what it names would run")
 
 
 def _check_table(file: str) -> None:
-    from federatedscope.core.auxiliaries.utils import get_resource_info
-
-    if not Path(file).is_file():
-        raise UserError(f"federate.resource_info_file = {file!r}: there is no such file; correct the path")
     try:
-        table = get_resource_info(file)  # as the framework will
+        with open(file, "rb") as opened:
+            table = _Plain(opened).load()
     except Exception as error:  # what is no pickle makes it raise errors of many classes
         raise UserError(
             f"federate.resource_info_file = {file!r} cannot be read ({type(error).__name__}: {str(error)[:200]}); "
-            f"expected a pickled table {_TABLE}"
+            f"expected a pickled table {_TABLE} of plain numbers"
         ) from None
     if not isinstance(table, Mapping) or not table:
         raise UserError(

@@ -61,6 +61,22 @@ def test_a_file_that_is_no_table_of_resources(quick, tmp_path, content, said):
     assert said in refused(quick, tmp_path, {"federate.resource_info_file": str(file)})
 
 
+class Ran:
+    """What a pickle can do when it is read."""
+
+    def __reduce__(self):
+        return exec, ("raise SystemExit('it ran')",)
+
+
+@pytest.mark.parametrize("sampler", ["group", "uniform"])
+def test_a_table_that_would_run_code_is_refused_unread(quick, tmp_path, sampler):
+    """Also where it is not used, since the framework reads it all the same."""
+    file = tmp_path / "resources.pkl"
+    file.write_bytes(pickle.dumps({1: ROW, 2: Ran()}))
+    keys = {"federate.sampler": sampler, "federate.resource_info_file": str(file)}
+    assert "it names builtins.exec, and what it names would run" in refused(quick, tmp_path, keys)
+
+
 def test_a_table_of_resources_is_enough(quick, tmp_path):
     file = tmp_path / "resources.pkl"
     file.write_bytes(pickle.dumps({number: ROW for number in range(5)}))
