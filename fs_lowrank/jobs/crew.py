@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ROWS_LOGGER, RunFailed, UserError
+from .escaped import Formatter
 from .pool import Pool, Work
 from .shell import INTERRUPTED, message_of, names
 
@@ -195,7 +196,9 @@ def serve(target: str, options: Mapping[str, Any], logs: str) -> int:
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))  # it may be imported already
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(Formatter("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger(ROWS_LOGGER).setLevel(logging.INFO)
     module, _, name = target.partition(":")
     try:

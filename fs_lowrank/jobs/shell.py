@@ -14,15 +14,17 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
 from rich.logging import RichHandler
+from rich.segment import Segment
 from rich.text import Text
 
 from ..errors import ROWS_LOGGER, RunFailed, UserError, nearest, own_place
+from .escaped import Formatter, message, printable
 
 #: exit codes: success; a valid command could not continue; wrong use; Ctrl-C
 OK, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
@@ -41,13 +43,22 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
-def make_console(width: int) -> Console:
+class _Console(Console):
+    """A console on which no text controls the terminal; its own styles do."""
+
+    def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
+def make_console(width: int | None = None, **options: Any) -> Console:
     """A console, ``width`` columns wide if the output is not a terminal (rich would assume 80).
 
     What it prints is mostly names of files and words of users, in which ``[red]`` and ``:x:`` mean nothing; a part with
     a style is a ``rich.text.Text``.
     """
-    return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else width)
+    width = None if sys.stdout.isatty() else width
+    return _Console(highlight=False, markup=False, emoji=False, width=width, **options)
 
 
 def run(
@@ -89,7 +100,7 @@ def run(
         return FAILED
     except Exception as error:
         if args and args.debug:
-            Console(stderr=True).print_exception()
+            make_console(stderr=True).print_exception()
         options = [option.removeprefix("--") for option in _options(args.parser)] if args else ()
         return explain(error, folder(args) if args else None, options)
     finally:
@@ -170,8 +181,8 @@ def as_options(text: str, options: Iterable[str]) -> str:
 
 def explain(error: Exception, folder: Path | None = None, options: Iterable[str] = ()) -> int:
     """Print ``message_of`` the error, ``as_options``; returns the exit code that it means."""
-    text = as_options(message_of(error, folder), options)
-    Console(stderr=True, highlight=False).print(Text.assemble(("error:", "bold red"), " ", text), soft_wrap=True)
+    text = message(as_options(message_of(error, folder), options))
+    make_console(stderr=True).print(Text.assemble(("error:", "bold red"), " ", text), soft_wrap=True)
     return WRONG_USE if isinstance(error, UserError) and not isinstance(error, RunFailed) else FAILED
 
 
@@ -189,11 +200,17 @@ def _logging() -> Callable[[], None]:
     return restore
 
 
+def log_handler(console: Console) -> logging.Handler:
+    """Shows records on ``console``, each as one message."""
+    handler = RichHandler(console=console, show_path=False, show_time=False)
+    handler.setFormatter(Formatter("%(message)s"))
+    return handler
+
+
 def _log(args: argparse.Namespace, console: Console) -> None:
     """Warnings on the console; with ``-v`` the package's information too, with ``--debug`` all that it logs."""
     logging.raiseExceptions = args.debug  # else logging prints a traceback if a message cannot be written
-    handler = RichHandler(console=console, show_path=False, show_time=False)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    logging.basicConfig(level=logging.WARNING, handlers=[log_handler(console)])
     logging.getLogger(ROWS_LOGGER).setLevel(logging.INFO)
     if args.verbose or args.debug:
         logging.getLogger("fs_lowrank").setLevel(logging.DEBUG if args.debug else logging.INFO)

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import UserError
+from .escaped import printable
 from .files import write_text
 
 #: cells are plain text, or text with a style; the first line is the header; an empty line is a rule on the screen only
@@ -79,7 +80,7 @@ def rich_table(lines: Lines) -> Table:
 
 
 def _text(cell: str | Text) -> Text:
-    return cell if isinstance(cell, Text) else Text(cell)
+    return cell if isinstance(cell, Text) else Text(printable(cell))  # before the width of a column is decided
 
 
 def write_tables(lines: Lines, path: Path) -> Path:

@@ -16,6 +16,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from ...config import load_config
 from ...errors import UserError
+from ...jobs.escaped import Formatter
 from ...runs.folder import check_outdir, holds_run, outdir_of, remove_run
 from ..locate_flower import require
 from .client import client_app
@@ -33,7 +34,9 @@ server = ServerApp()
 def serve(grid: Grid, context: Context) -> None:
     """Run the app's configuration on the nodes of ``grid``."""
     if not logger.handlers:  # of ours only: Flower's libraries report every request
-        logger.addHandler(logging.StreamHandler(sys.stdout))
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(Formatter("%(message)s"))
+        logger.addHandler(handler)
         logger.setLevel(logging.INFO)
     asked = context.run_config
     config = load_config(_in_the_app(str(asked["cfg"])))

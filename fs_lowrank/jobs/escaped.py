@@ -1,0 +1,45 @@
+"""Text from outside, such as a client's error or the name of a class, as it is shown: without control over a terminal.
+
+The console of commands (``shell.make_console``), their errors (``shell.explain``) and the handlers of the package's log
+show all text through this module.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+
+#: control characters but tab and line feed, the separators of lines and paragraphs, and what turns the order of text
+_CONTROLS = [
+    *range(9),
+    *range(11, 32),
+    *range(127, 160),
+    0x2028,
+    0x2029,
+    *range(0x202A, 0x202F),
+    *range(0x2066, 0x206A),
+]
+_ESCAPES = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in _CONTROLS}
+
+
+def printable(text: str) -> str:
+    """``text`` with escapes such as ``\\x1b`` in place of characters that control a terminal; lines stay lines."""
+    return text.translate(_ESCAPES)
+
+
+def message(text: str) -> str:
+    """``printable`` text of which no part can be taken for another message.
+
+    A line feed is escaped, but before two blanks, by which the package indents the lines of a list.
+    """
+    return printable(re.sub(r"\n(?!  )", r"\\n", text))
+
+
+class Formatter(logging.Formatter):
+    """Formats a record as one ``message``; a traceback after it keeps its lines."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return message(super().formatMessage(record))
+
+    def formatException(self, ei) -> str:  # type: ignore[no-untyped-def]
+        return printable(super().formatException(ei))
