@@ -66,8 +66,8 @@ LOWEST_INSTALL = $(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python
 test-lowest: $(VENV)/.installed
 	@echo "== setting up $(LOWEST) with the lowest versions"
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(LOWEST)
-	UV_HTTP_RETRIES=1 $(LOWEST_INSTALL) --resolution lowest-direct --torch-backend auto -e '.[hpo,oneshot,report]' || \
-	$(LOWEST_INSTALL) --resolution lowest-direct -e '.[hpo,oneshot,report]'
+	UV_HTTP_RETRIES=1 $(LOWEST_INSTALL) --resolution lowest-direct --torch-backend auto -e '.[hpo,oneshot]' || \
+	$(LOWEST_INSTALL) --resolution lowest-direct -e '.[hpo,oneshot]'
 	$(LOWEST_INSTALL) pytest pytest-timeout hypothesis scikit-learn
 	$(LOWEST_INSTALL) -c constraints.txt --no-deps curvlinops-for-pytorch backpack-for-pytorch
 	$(LOWEST)/bin/python -m pytest -q -m "not slow" $(LOWEST_TESTS)

@@ -52,7 +52,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["fs_lowrank*", "benchmark*", "hpo*"]),
     package_data={
-        "fs_lowrank": ["py.typed", "**/*.yaml", "page/look.*"],
+        "fs_lowrank": ["py.typed", "**/*.yaml", "draw/templates/*"],
         "benchmark": ["suites/*.yaml"],
         "hpo": ["spaces/*.yaml"],
     },
@@ -76,6 +76,7 @@ setup(
         "rich>=13",
         "markdown-it-py>=3",
         "matplotlib>=3.8",
+        "jinja2>=3.1",
         "scikit-learn>=1.5",
         "scipy>=1.13",
     ],
@@ -92,7 +93,7 @@ setup(
         # In an environment of its own (constraints-flower.txt), since it holds back packages that others have newer.
         "flower": ["flwr[simulation]>=1.41,<1.43"],
         "eval": ["lm-eval>=0.4.13"],
-        "hpo": ["optuna>=5.0", "plotly>=6", "cmaes>=0.11", "scipy>=1.13"],
+        "hpo": ["optuna>=5.0", "cmaes>=0.11", "scipy>=1.13"],
         # K-FAC needs curvlinops and backpack on top, with --no-deps: theirs would bring torchvision and another torch.
         "oneshot": [
             "scipy>=1.13",
@@ -104,7 +105,6 @@ setup(
             "unfoldNd>=0.2",
             "tqdm>=4.66",
         ],
-        "report": ["plotly>=6"],
         "trackers": ["tensorboard>=2.18"],
         "gguf": ["gguf>=0.10"],
         "quant": ["bitsandbytes>=0.50"],
@@ -125,7 +125,6 @@ setup(
             "tensorboard>=2.18",
             "lm-eval>=0.4.13",
             "optuna>=5.0",
-            "plotly>=6",
             "cmaes>=0.11",
             "scipy",
             "POT",

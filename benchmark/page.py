@@ -12,7 +12,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from fs_lowrank.page.look import document
+from fs_lowrank.draw.page import document
 
 from .decide import FAILS, HOLDS, INCONCLUSIVE, UNTESTED
 
@@ -45,7 +45,7 @@ def page(markdown: str, root: Path | None = None) -> str:
         if inline.children and [child.type for child in inline.children] == ["image"]:
             _figure(opening, inline, closing, root)
     body = reader.renderer.render(tokens, reader.options, {})
-    return document(title, _PLACES.sub(_coloured, body), nav=_contents(headings))
+    return document(title, body=_PLACES.sub(_coloured, body), nav=_contents(headings))
 
 
 def _named(tokens: Sequence[Token]) -> Iterator[tuple[str, str, str]]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from .baselines import row_config, run_row, split_names
 from .config import Config, load_config, load_for
+from .draw.runs import plot_curves, setting_of
 from .engines import get_engine
 from .engines.kept import start_method_kept
 from .errors import RunFailed, UserError
@@ -21,7 +22,6 @@ from .methods import requirements
 from .models.given import holding
 from .runs.folder import check_outdir, holds_run, outdir_of, remove_run
 from .runs.given import with_data, with_model
-from .runs.plots import plot_curves, setting_of
 from .runs.progress import shown
 from .runs.result import RunResult
 from .runs.tables import client_lines, result_lines

@@ -1,19 +1,13 @@
-"""Pictures of studies, as PNG files and as one HTML page.
+"""Which pictures studies have: history, rounds, slices, Pareto front; as PNG and PDF files, and as one HTML page.
 
-The rounds and the Pareto front are Optuna's own plots. The slices are ours: Optuna's leave out pruned trials (with
-rungs these are most), show one study at a time, and do not show the winner's runs on fresh seeds. So is the history,
-which has one colour for each study, and the majority class.
-
-Every picture is a list of Plotly figures, which the HTML page shows as they are, and ``draw_png`` with Matplotlib:
-Plotly itself needs a browser to write a PNG.
+They are not Optuna's own: its slices leave out pruned trials (with rungs these are most), show one study at a time, and
+do not show the winner's runs on fresh seeds.
 """
 
 from __future__ import annotations
 
-import html
 import itertools
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,34 +16,24 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from fs_lowrank import UserError
+from fs_lowrank.draw.figures import COLOURS, GREY, figure, save
+from fs_lowrank.draw.page import PageTable, Section, document
+from fs_lowrank.draw.panels import Line, Panel
+from fs_lowrank.draw.runs import setting_of
 from fs_lowrank.jobs.files import write_text
 from fs_lowrank.jobs.tables import write_tables
-from fs_lowrank.page.look import document, plot, table
-from fs_lowrank.runs.plots import legend, plain, save, set_title, setting_of
 from fs_lowrank.runs.summary import shown_name
 
 from .best import points_of, summary, values_of
 from .settings import settings_of, space_of
 from .storage import load_study
 
-try:
-    import plotly.graph_objects as go
-except ImportError:
-    raise UserError("plots need plotly: pip install 'fs-lowrank[hpo]'") from None
-
 RATE = "train.optimizer.lr"
-_COLOURS = (
-    *("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2"),
-    *("#bcbd22", "#000080", "#f4a460", "#556b2f"),
-)
-#: of trials in a picture that are named, each with a colour of its own; of more, the names would cover it
-_MOST_NAMED = len(_COLOURS)
-_STYLES = {"dot": ":", "dash": "--"}
-_MARKERS = {"circle-open": "o", "star": "*", "x": "x"}
+Studies = Mapping[str, optuna.Study]
 
 
-def pictures(storage: optuna.storages.BaseStorage, names: Sequence[str]) -> dict[str, list[go.Figure]]:
-    """The pictures of some studies: file name -> figures.
+def pictures(storage: optuna.storages.BaseStorage, names: Sequence[str]) -> dict[str, list[Panel]]:
+    """The pictures of some studies: file name -> panels.
 
     Raises:
         UserError: no trial has a value yet.
@@ -59,20 +43,15 @@ def pictures(storage: optuna.storages.BaseStorage, names: Sequence[str]) -> dict
         raise UserError("there is no finished trial to draw yet; continue the search with the command that began it")
     objectives = settings_of(next(iter(studies.values()))).objectives
     keys = dict.fromkeys(p.key for study in studies.values() for p in space_of(study).parameters)
+    pairs = [*itertools.combinations(range(len(objectives)), 2)]
     made = {
-        "history": [history_figure(studies, objectives[0])],
-        "rounds": [rounds_figure(study, objectives[0]) for study in studies.values() if len(objectives) == 1],
-        "slices": [slice_figure(storage, names, key) for key in keys],
-        "learning_rate": [slice_figure(storage, names, RATE)] if RATE in keys else [],
+        "history": [history_panel(studies)],
+        "rounds": [rounds_panel(study) for study in studies.values() if len(objectives) == 1],
+        "slices": [slice_panel(storage, names, key) for key in keys],
+        "learning_rate": [slice_panel(storage, names, RATE)] if RATE in keys else [],
+        "pareto": [pareto_panel(study, pair) for study in studies.values() for pair in pairs],
     }
-    if 1 < len(objectives) < 4:
-        made["pareto"] = [
-            optuna.visualization.plot_pareto_front(
-                study, target_names=[_shown(o, study) for o in objectives]
-            ).update_layout(title=name)
-            for name, study in studies.items()
-        ]
-    return {name: figures for name, figures in made.items() if figures}
+    return {name: panels for name, panels in made.items() if panels}
 
 
 def setting(storage: optuna.storages.BaseStorage, names: Sequence[str]) -> str:
@@ -84,104 +63,116 @@ def setting(storage: optuna.storages.BaseStorage, names: Sequence[str]) -> str:
     return "; ".join(found)
 
 
-def history_figure(studies: Mapping[str, optuna.Study], objective: str) -> go.Figure:
+def history_panel(studies: Studies) -> Panel:
     """The objective of every complete trial in its order, and the best so far, in one colour for each study."""
-    figure, labels = go.Figure(), _labels(list(studies))
+    lines, labels = [], _labels([*studies])
     for index, (name, study) in enumerate(studies.items()):
         done = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         numbers, values = [t.number for t in done], [t.values[0] for t in done]
         better = max if study.directions[0] == StudyDirection.MAXIMIZE else min
-        look: dict[str, Any] = {"x": numbers, "line_color": _COLOURS[index % len(_COLOURS)]}
-        figure.add_scatter(y=values, mode="markers", name=labels[name], marker_size=9, opacity=0.7, **look)
-        figure.add_scatter(
-            y=list(itertools.accumulate(values, better)), mode="lines", name=f"{labels[name]}: best so far", **look
-        )
-    _add_majority(figure, studies.values(), objective)
-    steps = max(1, max(len(study.trials) for study in studies.values()) // 10)
-    shown = _shown(objective, next(iter(studies.values())))
-    return figure.update_layout(title=f"{shown} by trial", xaxis_title="trial", yaxis_title=shown, xaxis_dtick=steps)
+        best = [*itertools.accumulate(values, better)]
+        lines.append(Line(labels[name], numbers, values, colour=index, style=""))
+        lines.append(Line(labels[name], numbers, best, colour=index, marker="", means="best so far"))
+    lines += _majority_lines(studies, lines)
+    shown = _shown(next(iter(studies.values())))
+    return Panel("history", f"{shown} by trial", "trial", shown, lines, whole=True)
 
 
-def _add_majority(figure: go.Figure, studies: Iterable[optuna.Study], objective: str) -> None:
-    """Draw the accuracy of always predicting the majority class, from end to end."""
-    found = (chance for s in studies for t in s.get_trials(deepcopy=False) if (chance := t.user_attrs.get("chance")))
-    share = next((chance["share"] for chance in found), None)
-    at = [x for line in figure.data for x in line.x or ()]
-    if share is None or objective != "val_acc" or not at or any(isinstance(x, str) for x in at):
-        return
-    line, ends = {"color": "#808080", "dash": "dash"}, [min(at), max(at)]
-    figure.add_scatter(x=ends, y=[share] * 2, mode="lines", line=line, name="majority class")
+def _majority_lines(studies: Studies, lines: Sequence[Line]) -> list[Line]:
+    """The accuracy of always predicting the majority class, from end to end: of all studies, or of each its own."""
+    shares = {}
+    for name, study in studies.items():
+        chances = (t.user_attrs.get("chance") for t in study.get_trials(deepcopy=False))
+        chance = next((chance for chance in chances if chance), None)
+        if chance and settings_of(study).objectives[0] == "val_acc":
+            shares[name] = chance["share"]
+    places = [x for line in lines for x in line.x]
+    if not shares or not places:
+        return []
+    ends, look = [min(places), max(places)], {"style": "--", "marker": ""}
+    if len({*shares.values()}) == 1:
+        return [Line("majority class", ends, [next(iter(shares.values()))] * 2, colour=GREY, **look)]
+    labels, numbers = _labels([*studies]), {name: index for index, name in enumerate(studies)}
+    return [
+        Line(labels[name], ends, [share] * 2, colour=numbers[name], means="majority class", **look)
+        for name, share in shares.items()
+    ]
 
 
-def rounds_figure(study: optuna.Study, objective: str) -> go.Figure:
+def rounds_panel(study: optuna.Study) -> Panel:
     """The objective of every trial by round; pruned trials are dotted, with a cross where they ended."""
-    figure = optuna.visualization.plot_intermediate_values(study)
-    pruned = {f"Trial{t.number}" for t in study.get_trials(deepcopy=False, states=(TrialState.PRUNED,))}
-    measured = {f"Trial{t.number}": t.user_attrs.get("measured", {}) for t in study.get_trials(deepcopy=False)}
-    lines = [line for line in figure.data if len(line.x)]
-    for index, line in enumerate(lines):
-        # What was reported may be the level of chance instead.
-        line.update(y=[measured[line.name].get(str(x), y) for x, y in zip(line.x, line.y)])
-        line.update(line={"color": _COLOURS[index % len(_COLOURS)], "dash": "dot" if line.name in pruned else "solid"})
-        line.update(showlegend=len(lines) <= _MOST_NAMED, marker={"size": 5})
-    ends = [(line.x[-1], line.y[-1]) for line in lines if line.name in pruned]
+    trials = [t for t in study.get_trials(deepcopy=False) if t.intermediate_values]
+    lines, ends = [], []
+    for index, trial in enumerate(trials):
+        measured = trial.user_attrs.get("measured", {})  # what was reported may be the level of chance instead
+        points = sorted((step, measured.get(str(step), value)) for step, value in trial.intermediate_values.items())
+        pruned = trial.state == TrialState.PRUNED
+        ends += [points[-1]] * pruned
+        name = f"trial {trial.number}" if len(trials) <= len(COLOURS) else ""
+        lines.append(Line(name, *zip(*points), colour=index, style=":" if pruned else "-"))
     if ends:
-        cross = {"symbol": "x", "color": "#808080", "size": 10}
-        figure.add_scatter(x=[x for x, _ in ends], y=[y for _, y in ends], mode="markers", marker=cross, name="pruned")
-    _add_majority(figure, [study], objective)
-    rounds = [x for line in lines for x in line.x]
-    figure.update_layout(showlegend=True, xaxis_dtick=max(1, (max(rounds, default=1) - 1) // 10))
-    return figure.update_layout(title=study.study_name, xaxis_title="round", yaxis_title=_shown(objective, study))
+        lines.append(Line("pruned", *zip(*ends), colour=GREY, style="", marker="x"))
+    lines += _majority_lines({study.study_name: study}, lines)
+    shown = _shown(study)
+    return Panel(
+        f"rounds-{study.study_name}", f"{study.study_name}: {shown} by round", "round", shown, lines, whole=True
+    )
 
 
-def slice_figure(storage: optuna.storages.BaseStorage, names: Sequence[str], key: str) -> go.Figure:
+def slice_panel(storage: optuna.storages.BaseStorage, names: Sequence[str], key: str) -> Panel:
     """The objective against one key, a colour for each study; the winner also with mean and spread on fresh seeds."""
-    objective = settings_of(load_study(storage, names[0])).objectives[0]
-    figure, labels = go.Figure(), _labels(names)
-    for index, name in enumerate(names):
-        study = load_study(storage, name)
-        points = sorted((p for p in points_of(study) if key in p.point), key=lambda p: _axis(p.point[key]))
+    studies, labels = {name: load_study(storage, name) for name in names}, _labels(names)
+    tried = {name: [p for p in points_of(study) if key in p.point] for name, study in studies.items()}
+    place, ticks = _places({p.point[key] for points in tried.values() for p in points})
+    lines = []
+    for index, (name, study) in enumerate(studies.items()):
+        points = sorted((place(p.point[key]), p.value, p.complete) for p in tried[name])
         only = {p.key for p in space_of(study).parameters} == {key}
-        style: dict[str, Any] = {"marker": {"color": _COLOURS[index % len(_COLOURS)], "size": 9}, "opacity": 0.7}
         for complete in (True, False):
-            if not (shown := [p for p in points if p.complete == complete]):
-                continue
-            figure.add_scatter(
-                x=[_axis(p.point[key]) for p in shown],
-                y=[p.value for p in shown],
-                name=labels[name] + ", pruned" * (not complete),
-                mode="lines+markers" if only and complete else "markers",
-                marker_symbol="circle" if complete else "circle-open",
-                **style,
-            )
+            if shown := [(x, y) for x, y, whole in points if whole == complete]:
+                look = {"style": "-"} if only and complete else {"style": "", "hollow": not complete}
+                means = "" if complete else "pruned"
+                lines.append(Line(labels[name], *zip(*shown), colour=index, means=means, **look))
+        objective = settings_of(study).objectives[0]
         for winner in summary(storage, name)["winners"][:1]:
             fresh = (winner["confirmed"] or {}).get("metrics", {}).get(objective)
             if fresh and key in winner["point"]:
-                figure.add_scatter(
-                    x=[_axis(winner["point"][key])],
-                    y=[fresh["mean"]],
-                    name=f"{labels[name]}: best, fresh seeds",
-                    mode="markers",
-                    marker_symbol="star",
-                    error_y={"array": [fresh["std"] or 0.0]},
-                    **style,
-                )
-    log = "log" if _over_decades(storage, names, key) else None
-    axis = "learning rate" if key == RATE else key
-    values = {x for trace in figure.data for x in trace.x}
-    _add_majority(figure, [load_study(storage, name) for name in names], objective)
-    if len(values) <= 8 and all(isinstance(x, (int, float)) for x in values):  # what was tried, not ticks between
-        figure.update_layout(xaxis_tickvals=sorted(values), xaxis_ticktext=[f"{x:g}" for x in sorted(values)])
-    called = _shown(objective, load_study(storage, names[0]))
-    return figure.update_layout(title=f"{called} against {axis}", xaxis_title=axis, yaxis_title=called, xaxis_type=log)
+                x, mean, spread = place(winner["point"][key]), fresh["mean"], fresh["std"] or 0.0
+                given = ([x], [mean], [mean - spread], [mean + spread], index, "", "*")
+                lines.append(Line(f"{labels[name]}: best, fresh seeds", *given))
+    lines += _majority_lines(studies, lines)
+    called, shown_key = _shown(next(iter(studies.values()))), "learning rate" if key == RATE else key
+    log, title = _over_decades(storage, names, key), f"{called} against {shown_key}"
+    return Panel(f"slice-{key}", title, shown_key, called, lines, log=log, ticks=ticks)
 
 
-def _shown(objective: str, study: optuna.Study) -> str:
-    return shown_name(objective, settings_of(study).base.is_language)
+def pareto_panel(study: optuna.Study, pair: tuple[int, int]) -> Panel:
+    """Two objectives of every complete trial, and those trials that no other is better than in all objectives."""
+    objectives = [_shown(study, i) for i in pair]
+    done = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    lines = []
+    for name, trials, look in (
+        ("all trials", done, {"colour": 0, "hollow": True}),
+        ("Pareto front", study.best_trials, {"colour": 1}),
+    ):
+        x, y = ([trial.values[i] for trial in trials] for i in pair)
+        lines.append(Line(name, x, y, style="", **look))
+    title = f"{study.study_name}: {objectives[1]} against {objectives[0]}"
+    return Panel(f"pareto-{study.study_name}-{pair[0]}-{pair[1]}", title, *objectives, lines)
 
 
-def _axis(value: Any) -> Any:
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
+def _shown(study: optuna.Study, index: int = 0) -> str:
+    settings = settings_of(study)
+    return shown_name(settings.objectives[index], settings.base.is_language)
+
+
+def _places(values: set[Any]) -> tuple[Callable[[Any], float], dict[float, str]]:
+    """Where the values of a key are on an axis, and what is written at these places; numbers where they are."""
+    if all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values):
+        few = sorted(values) if len(values) <= 8 else []  # what was tried, not ticks between
+        return float, {x: f"{x:g}" for x in few}
+    texts = sorted(map(str, values))
+    return lambda value: texts.index(str(value)), dict(enumerate(texts))
 
 
 def _over_decades(storage: optuna.storages.BaseStorage, names: Sequence[str], key: str) -> bool:
@@ -204,7 +195,7 @@ def _labels(names: Sequence[str]) -> dict[str, str]:
 
 
 def draw(
-    made: Mapping[str, Sequence[go.Figure]],
+    made: Mapping[str, Sequence[Panel]],
     folder: Path,
     title: str,
     trials: Sequence[Sequence[Any]] = (),
@@ -218,70 +209,18 @@ def draw(
     Raises:
         UserError: a file cannot be written.
     """
+    shown = {panel.key: panel for panels in made.values() for panel in panels}
+    sections = [Section("pictures", "Pictures", [*shown.values()])]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        written = [draw_png(figures, folder / f"{name}.png", said) for name, figures in made.items()]
+        written = [save(figure(panels, said, size=(5.5, 3.6)), folder / f"{name}.png") for name, panels in made.items()]
         if trials:
             written.append(write_tables([[str(cell) for cell in row] for row in trials], folder / "trials.csv"))
-        shown = f"<p class=note>{html.escape(said)}</p>" * bool(said)
-        shown += f"<h2>Trials</h2>{table('trials', trials[0], trials[1:])}" if trials else ""
-        return [
-            *written,
-            _html([f for figures in made.values() for f in figures], shown, folder / "plots.html", title),
-        ]
+            sections.append(Section("trials", "Trials", [PageTable("trials", trials[0], trials[1:])]))
+        write_text(folder / "plots.html", document(title, sections, lead=[said] if said else []))
     except OSError as error:
         raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from None
-
-
-def draw_png(figures: Sequence[go.Figure], path: Path, said: str = "") -> Path:
-    """Draw the scatter traces of some Plotly figures side by side, as PNG and as PDF beside it; returns ``path``."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    page = Figure(figsize=(1.5 + 5.5 * len(figures), 4.2), layout="constrained")
-    for figure, axes in zip(figures, page.subplots(1, len(figures), squeeze=False)[0]):
-        layout, named = figure.layout, {}
-        for trace in figure.data:
-            colour = trace.line.color or trace.marker.color
-            drawn = axes.errorbar(
-                [plain(x) if isinstance(x, str) else x for x in trace.x],
-                trace.y,
-                yerr=trace.error_y.array,
-                marker=_MARKERS.get(trace.marker.symbol, "o") if "markers" in (trace.mode or "markers") else "",
-                markersize=11 if trace.marker.symbol == "star" else 0.75 * (trace.marker.size or 8),
-                markerfacecolor="none" if trace.marker.symbol == "circle-open" else None,
-                linestyle=_STYLES.get(trace.line.dash, "-") if "lines" in (trace.mode or "lines") else "",
-                color=colour if isinstance(colour, str) and colour.startswith("#") else None,
-                capsize=4,
-                alpha=trace.opacity,
-            )
-            if trace.name and len(trace.x) and trace.showlegend is not False:
-                named[trace.name] = drawn
-        if layout.xaxis.type == "log":
-            axes.set_xscale("log")
-        if layout.xaxis.tickvals:
-            axes.set_xticks(layout.xaxis.tickvals, layout.xaxis.ticktext)
-            axes.minorticks_off()
-        if layout.xaxis.dtick:
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        titles = {"title": layout.title, "xlabel": layout.xaxis.title, "ylabel": layout.yaxis.title}
-        axes.set(**{name: plain(title.text or "") for name, title in titles.items()})
-        axes.grid(alpha=0.3)
-        if layout.showlegend is not False and named:
-            legend(axes, named, fontsize=8)
-    set_title(page, said)
-    return save(page, path)
-
-
-def _html(figures: Sequence[go.Figure], more: str, path: Path, title: str) -> Path:
-    """One page that needs no other file, with all figures and what there is ``more``."""
-    plots = []
-    for number, figure in enumerate(figures):
-        shown = json.loads(figure.update_layout(template="none").to_json())
-        plots.append(plot(str(number + 1), shown["data"], shown["layout"]))
-    body = f"<section class=plots>{''.join(plots)}</section>{more}"
-    write_text(path, document(title, body, plots=True))
-    return path
+    return [*written, folder / "plots.html"]
 
 
 def trials_table(storage: optuna.storages.BaseStorage, names: Sequence[str]) -> list[list[Any]]:

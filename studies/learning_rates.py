@@ -25,12 +25,13 @@ except ImportError:
     raise SystemExit(NEEDS_OPTUNA) from None
 
 from fs_lowrank import Config, load_config
+from fs_lowrank.draw.figures import figure, save
 from fs_lowrank.jobs import shell
 from fs_lowrank.jobs.files import write_text
 from fs_lowrank.settings import parse_overrides
 from fs_lowrank.versions import SCHEMA
 from hpo.best import budget_text, points_of, spread_text, summary
-from hpo.plots import RATE, draw_png, slice_figure
+from hpo.plots import RATE, slice_panel
 from hpo.search import kind
 from hpo.space import at_an_end, load_space
 from hpo.storage import load_study, open_storage, storage_errors
@@ -221,12 +222,12 @@ def _run(args: argparse.Namespace) -> int:
         "grid": "grid of eight",
         "halving": f"TPE, halving at {', '.join(map(str, RUNGS[:-1]))} rounds (hollow: stopped there)",
     }
-    figures = []
+    panels = []
     for name, title in titles.items():
         if names := [f"{name}.{m}" for m in METHODS if found["methods"][m].get(name, {}).get("curve")]:
-            figures.append(slice_figure(storage, names, RATE).update_layout(title=title))
-    if figures:
-        draw_png(figures, args.out / "learning_rates.png")
+            panels.append(dataclasses.replace(slice_panel(storage, names, RATE), title=title))
+    if panels:
+        save(figure(panels, size=(5.5, 3.6)), args.out / "learning_rates.png")
     print(table(found))
     return 0
 

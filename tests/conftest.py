@@ -135,7 +135,7 @@ def no_curves():
 def curves(monkeypatch):
     """The runs of this test draw their pictures."""
     import fs_lowrank.rounds.keeper as keeper
-    from fs_lowrank.runs import plots
+    from fs_lowrank.draw import runs as plots
 
     for name in ("plot_clients", "plot_curves", "plot_test"):
         monkeypatch.setattr(keeper, name, getattr(plots, name))

@@ -19,15 +19,15 @@ import numpy as np
 import optuna
 import pandas as pd
 import peft
-import plotly.io
-import plotly.offline
 import torch
 import transformers
 
 import fs_lowrank
 import hpo
-from fs_lowrank.page import read_runs, write_page
-from hpo import plots
+from fs_lowrank.draw.figures import figure, save, svg
+from fs_lowrank.draw.panels import Line, Panel
+from fs_lowrank.draw.report import write_page
+from fs_lowrank.runs.shown import read_runs
 
 
 def found() -> dict:
@@ -61,7 +61,6 @@ def found() -> dict:
         "generators": (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()),
         "numpy": (np.get_printoptions(), np.geterr()),
         "pandas": [pd.get_option(o) for o in ("display.max_rows", "display.width")],
-        "plotly": plotly.io.templates.default,
         "verbosity": [module.get_verbosity() for module in files],
         "bars": (transformers.logging.is_progress_bar_enabled(), datasets.is_progress_bar_enabled()),
         "datasets": (datasets.is_caching_enabled(), datasets.config.HF_HUB_OFFLINE),
@@ -92,12 +91,9 @@ def call(what: str, folder: Path) -> None:
         options = hpo.Search(name="s", folder=folder / "hpo", workers=0, confirm=0)
         hpo.tune(config, space, options, say=lambda text: None)
     else:
-        import plotly.graph_objects as go
-
-        from benchmark.figures import _figure
-
-        _figure(3, 2).savefig(folder / "figure.png")
-        plots.draw_png([go.Figure(go.Scatter(x=[1, 2], y=[1, 2]))], folder / "plot.png")
+        panel = Panel("k", "title", "x", "y", [Line("a", [1, 2], [1, 2])])
+        save(figure([panel]), folder / "figure.png")
+        svg(panel)
 
 
 folder = Path(sys.argv[1])

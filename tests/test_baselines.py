@@ -12,9 +12,10 @@ import fs_lowrank
 from fs_lowrank import RunFailed, UserError, api, baselines, cli
 from fs_lowrank.baselines import split_names
 from fs_lowrank.commands.seeds import parse
+from fs_lowrank.draw.report import write_page
 from fs_lowrank.errors import say_once
-from fs_lowrank.page import read_runs, write_page
 from fs_lowrank.runs.folder import claim
+from fs_lowrank.runs.shown import read_runs
 from fs_lowrank.runs.split import read_split
 
 
@@ -156,7 +157,7 @@ def test_the_row_local_is_a_run_for_the_page_and_for_what_chance_reaches(few, no
     out = capsys.readouterr().out.replace("\n", " ")
     assert "local: nothing was learned" in out and out.count("round   2/2") == 3
     shown = {run.name: run for run in read_runs([few["outdir"]])}
-    assert list(shown) == ["local", "pooled", "rolora"] and all(run.ended for run in shown.values())
+    assert list(shown) == ["rolora", "local", "pooled"] and all(run.ended for run in shown.values())
     page = write_page(list(shown.values()), tmp_path / "report.html").read_text(encoding="utf-8")
     assert "local: nothing was learned" in page and "pooled: nothing was learned" in page
     before = (Path(few["outdir"]) / "comparison.json").read_text()

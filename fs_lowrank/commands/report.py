@@ -28,7 +28,8 @@ def add(commands) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
-    from ..page import read_runs, write_page
+    from ..draw.report import write_page
+    from ..runs.shown import read_runs
 
     out = args.out or args.runs[0] / "report.html"
     if out.is_dir() or out.suffix.lower() not in (".html", ".htm"):

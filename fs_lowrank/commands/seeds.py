@@ -43,8 +43,9 @@ def compare_seeds(
     from ..api import compare
     from ..baselines import split_names
     from ..config import load_for
+    from ..draw.figures import save
+    from ..draw.runs import curves, setting_of
     from ..runs.folder import outdir_of
-    from ..runs.plots import curves, save, setting_of
 
     seeds = parse(args.seeds)
     config, _ = load_for(args.cfg, split_names(methods)[0], args.overrides)

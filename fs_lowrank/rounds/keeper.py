@@ -18,6 +18,7 @@ from filelock import FileLock
 from ..algebra import nbytes
 from ..config import load_config
 from ..data.tokenize import tokenizer_fingerprint
+from ..draw.runs import plot_clients, plot_curves, plot_test, setting_of
 from ..errors import CannotContinue, RunFailed, UserError
 from ..jobs.files import cannot_read, from_json, remove_unfinished, to_json, write_text
 from ..jobs.tables import write_tables
@@ -30,7 +31,6 @@ from ..runs.card import model_card
 from ..runs.checkpoint import Checkpoint, load_checkpoint, remove_old, save_checkpoint, saved_rounds
 from ..runs.environment import versions, write_environment
 from ..runs.folder import check_outdir, claim, replaced
-from ..runs.plots import plot_clients, plot_curves, plot_test, setting_of
 from ..runs.records import Records, flat_metrics, read_records
 from ..runs.result import RunResult, sort_configs
 from ..runs.split import read_split, write_split

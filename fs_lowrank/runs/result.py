@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors.torch import save_model
 from torch import nn
 
+from ..draw.runs import curves
 from ..errors import UserError, counted, nearest
 from ..jobs.files import read_json
 from ..models.accumulated import one_adapter
@@ -26,7 +27,6 @@ from ..models.quantised import dequantised, layers
 from ..models.saved import save_adapter
 from ..settings.metrics import larger_is_better
 from .chance import run_verdict
-from .plots import curves
 from .records import flat_metrics
 from .split import read_about
 from .summary import for_people

@@ -238,7 +238,7 @@ def study(clients: str, rounds: int) -> dict:
     context.set_forkserver_preload(
         [
             "fs_lowrank.engines.federatedscope.run",
-            "fs_lowrank.runs.plots",
+            "fs_lowrank.draw.runs",
             "pandas",
             "transformers.models.bert.modeling_bert",
             "peft.tuners.lora",

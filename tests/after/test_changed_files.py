@@ -20,7 +20,7 @@ from fs_lowrank.data.tokenize import tokenizer_fingerprint
 from fs_lowrank.errors import say_once
 from fs_lowrank.finished import evaluate_rows, load_run, read_rows
 from fs_lowrank.models.build import build_tokenizer
-from fs_lowrank.page import read_runs
+from fs_lowrank.runs.shown import read_runs
 from fs_lowrank.testing import small
 from fs_lowrank.testing.bench import logits
 

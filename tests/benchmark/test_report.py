@@ -6,13 +6,14 @@ import pytest
 from PIL import Image
 
 from benchmark.decide import HOLDS, INCONCLUSIVE, UNTESTED, Condition, Met
-from benchmark.figures import _along_axis, _curves, draw_claim
+from benchmark.figures import along_axis, claim_panels, draw_claim, learning_curves
 from benchmark.markdown import heading, image, table
 from benchmark.metrics import title_of
 from benchmark.page import page
 from benchmark.report import _tables
 from benchmark.results import ExperimentResults
 from benchmark.suite import load_suite
+from fs_lowrank.draw.figures import figure
 
 
 class Text(HTMLParser):
@@ -97,15 +98,23 @@ def test_accuracy_is_that_of_the_next_token_for_a_language_model():
 def test_a_claim_has_a_figure_of_its_conditions(tmp_path):
     met = [Met("a above b", 0.02, 0.01, 0.03, "test_acc"), Met("a / b", 0.1, None, None, "quotient")]
     conditions = [Condition(HOLDS, "", met=met[0]), Condition(INCONCLUSIVE, "", met=met[1])]
+    by_experiment = {"main": [*conditions, Condition(UNTESTED, "no figure")]}
+    accuracy, quotient = claim_panels(by_experiment)
+    (_, point), (_, hollow) = accuracy.marks, quotient.marks
+    assert (point.name, point.y, point.low, point.high) == (HOLDS, [2.0], [1.0], [3.0]) and not point.hollow
+    assert (hollow.name, hollow.y, hollow.low, hollow.hollow) == (INCONCLUSIVE, [0.1], (), True)
+    assert accuracy.ticks == {0: "main: a above b"} and "points of accuracy" in accuracy.y
     path = tmp_path / "report" / "claim.png"
-    assert draw_claim("A claim", {"main": [*conditions, Condition(UNTESTED, "no figure")]}, path) == path
-    with Image.open(path) as image:
-        two = image.height
-    draw_claim("A claim", {"main": conditions[:1]}, path)
-    with Image.open(path) as image:
-        assert image.height < two, "one unit has one panel"
+    assert draw_claim("A claim", by_experiment, path) == path and Image.open(path).width > 500
     assert draw_claim("A claim", {"main": [Condition(UNTESTED, "no figure")]}, tmp_path / "none.png") is None
     assert not (tmp_path / "none.png").exists()
+
+
+def test_no_interval_of_a_claims_figure_runs_out_of_its_axis():
+    met = [Met("near", 0.01, 0.0, 0.02, "test_acc"), Met("far", 0.02, -0.5, 0.6, "test_acc")]
+    (axes,) = figure(claim_panels({"main": [Condition(HOLDS, "", met=of) for of in met]})).axes
+    low, high = axes.get_xlim()
+    assert low <= -50 and high >= 60
 
 
 def test_the_figure_along_an_axis_has_a_panel_for_each_setting_of_the_others(tmp_path):
@@ -127,12 +136,13 @@ def test_the_figure_along_an_axis_has_a_panel_for_each_setting_of_the_others(tmp
             results.records[method, f"{split} / {steps}"] = [
                 {"seed": s, "metrics": {"test_acc": steps / 100 + more / 2 + s / 50}} for s in (0, 1)
             ]
-    panels = _along_axis(results).axes
-    assert [axes.get_title() for axes in panels] == ["split IID", "split Dir"]
-    assert [[t.get_text() for t in axes.get_xticklabels()] for axes in panels] == [["4", "20", "80"], ["4", "80"]]
-    drawn = [[list(bars[0].get_xydata().ravel()) for bars in axes.containers] for axes in panels]
-    assert drawn[1][1] == pytest.approx([4, 15, 80, 91])
-    assert {axes.get_xlabel() for axes in panels} == {"steps"}
+    panels = along_axis(results)
+    assert [panel.title for panel in panels] == ["split IID", "split Dir"]
+    assert [[*panel.ticks.values()] for panel in panels] == [["4", "20", "80"], ["4", "80"]]
+    line = panels[1].marks[1]
+    assert (line.name, line.x, line.y) == ("fedlora", [4, 80], pytest.approx([15, 91]))
+    assert line.high == pytest.approx([y + 2**0.5 for y in line.y])
+    assert {panel.x for panel in panels} == {"steps"}
 
 
 @pytest.mark.more
@@ -141,8 +151,9 @@ def test_the_legend_says_once_what_a_hollow_point_means():
     labels = list(suite.experiments["sst2"].axes["clients"])
     runs = [{"seed": s, "metrics": {"test_acc": 0.5}, "majority": 0.51} for s in (0, 1)]
     records = {(method, label): runs for method in ("fedlora", "rolora") for label in labels}
-    (axes,) = _along_axis(ExperimentResults(suite, suite.experiments["sst2"], records)).axes
-    assert [t.get_text() for t in axes.get_legend().get_texts()].count("a seed collapsed or failed") == 1
+    panels = along_axis(ExperimentResults(suite, suite.experiments["sst2"], records))
+    said = [text.get_text() for text in figure(panels).legends[0].get_texts()]
+    assert said.count("a seed collapsed or failed") == said.count("majority class") == 1
 
 
 @pytest.mark.more
@@ -157,18 +168,20 @@ def test_a_learning_curve_ends_hollow_where_a_seed_collapsed_or_failed():
     records = {(m, column): [run(0, 0.8), run(1, 0.8)] for m in ("fedlora", "ffa_lora", "rolora")}
     records["ffa_lora", column][1] = run(1, 0.5)
     results = ExperimentResults(suite, suite.experiments["sst2"], records, lost={("rolora", column): {2}})
-    (panel,) = _curves(results).axes
-    hollow = [line for line in panel.lines if line.get_markerfacecolor() == "white" and len(line.get_xdata())]
-    ends = [(line.get_color(), list(line.get_xydata().ravel())) for line in hollow]
-    colours = {line.get_label(): line.get_color() for line in panel.lines}
-    assert ends == [(colours["ffa_lora"], [3, pytest.approx(69.5)]), (colours["rolora"], [3, pytest.approx(74)])]
-    assert "a seed collapsed or failed" in panel.get_legend_handles_labels()[1]
-    assert panel.get_xlabel() == "round"
+    (panel,) = learning_curves(results)
+    colours = {line.name: line.colour for line in panel.marks if line.name}
+    ends = [(line.colour, line.x, line.y, line.means) for line in panel.marks if line.hollow]
+    means = "a seed collapsed or failed"
+    assert ends == [
+        (colours["ffa_lora"], (3,), (pytest.approx(69.5),), means),
+        (colours["rolora"], (3,), (pytest.approx(74),), means),
+    ]
+    assert panel.x == "round"
     del records["ffa_lora", column][0]["history"]["evaluated"][-1]  # as a run that stopped early
-    (panel,) = _curves(results).axes
-    assert panel.get_xlabel().replace("\n", " ") == "round; ffa_lora to the end of its shortest run"
-    (line,) = [line for line in panel.lines if line.get_label() == "ffa_lora"]
-    assert list(line.get_xdata()) == [1, 2]
+    (panel,) = learning_curves(results)
+    assert panel.x == "round; ffa_lora to the end of its shortest run"
+    (line,) = [line for line in panel.marks if line.name == "ffa_lora"]
+    assert line.x == [1, 2] and line.low == pytest.approx([55, 60]) and line.high == pytest.approx([58, 66])
 
 
 def test_two_metrics_of_one_task_are_two_columns():

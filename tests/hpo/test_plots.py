@@ -1,29 +1,48 @@
-"""Pictures of studies: what matplotlib makes of names."""
+"""Pictures of studies, as the data of their panels."""
 
 import optuna
 import pytest
 
-pytest.importorskip("plotly")
-
-from plotly import graph_objects as go
-
 from fs_lowrank import load_config
+from fs_lowrank.draw.panels import Line
 from hpo import cli, plots
 from hpo.best import points_of
 from hpo.storage import load_study, open_storage
 
 
+def test_values_that_are_no_numbers_have_places_with_their_names():
+    place, ticks = plots._places({True, "$a_$", 2})
+    assert {ticks[place(value)] for value in (True, "$a_$", 2)} == {"True", "$a_$", "2"} and sorted(ticks) == [0, 1, 2]
+    place, ticks = plots._places({1e-3, 0.1})
+    assert place(0.1) == 0.1 and ticks == {0.001: "0.001", 0.1: "0.1"}
+
+
 @pytest.mark.more
-def test_names_are_shown_as_they_are_written(tmp_path, monkeypatch):
-    figure = go.Figure(go.Scatter(x=["$a_$", "b"], y=[1, 2], name="_study of $a_$")).add_scatter(x=[], y=[], name="no")
-    figure.update_layout(title="$a_$", xaxis_title="key $a_$", showlegend=True)
-    kept, write = [], plots.save
-    monkeypatch.setattr(plots, "save", lambda page, path: kept.append(page) or write(page, path))
-    plots.draw_png([figure], tmp_path / "slices.png")
-    (axes,) = kept[0].axes
-    texts = [axes.title, axes.xaxis.label, *axes.get_legend().get_texts(), *axes.get_xticklabels()]
-    read = [text._preprocess_math(text.get_text()) for text in texts]
-    assert read == [(text, False) for text in ("$a_$", "key $a_$", "_study of $a_$", "$a_$", "b")]
+def test_each_study_has_its_own_majority_class(search):
+    """Two studies of other data: a line for each, and one for both where they agree."""
+    options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}})
+    store = open_storage(options.where)
+    other = optuna.create_study(storage=store, study_name="t", direction="maximize")
+    first = load_study(store, "s")
+    for name, value in first.user_attrs.items():
+        other.set_user_attr(name, value)
+    for share in (first.trials[0].user_attrs["chance"]["share"], 0.25):
+        trial = optuna.trial.create_trial(state=optuna.trial.TrialState.FAIL)
+        trial.set_user_attr("chance", {"share": share})
+        other.add_trial(trial)
+        shares = {s: {"s": first, "t": load_study(store, "t")}[s] for s in ("s", "t")}
+        if share != 0.25:
+            (line,) = plots._majority_lines(shares, [Line("", [1, 2], [0, 0])])
+            assert (line.name, line.x, line.y) == ("majority class", [1, 2], [share] * 2)
+    only = optuna.create_study(storage=store, study_name="u", direction="maximize")
+    for name, value in first.user_attrs.items():
+        only.set_user_attr(name, value)
+    only.add_trial(trial)
+    lines = plots._majority_lines({"s": first, "u": load_study(store, "u")}, [Line("", [1, 2], [0, 0])])
+    assert [(line.name, line.means, line.y[0]) for line in lines] == [
+        ("s", "majority class", first.trials[0].user_attrs["chance"]["share"]),
+        ("u", "majority class", 0.25),
+    ]
 
 
 @pytest.mark.more
@@ -37,8 +56,8 @@ def test_accuracy_is_that_of_the_next_token_for_a_language_model(search, causal_
     first = (tmp_path / "best.yaml").read_text().splitlines()[0]
     assert "val_token_acc" in first and "val_acc" not in first
     study = load_study(open_storage(tmp_path / "hpo" / "study.db"), "s")
-    figure = plots.history_figure({"s": study}, "val_acc")
-    assert figure.layout.title.text == "val_token_acc by trial" == f"{figure.layout.yaxis.title.text} by trial"
+    panel = plots.history_panel({"s": study})
+    assert panel.title == "val_token_acc by trial" == f"{panel.y} by trial"
 
 
 @pytest.mark.more

@@ -96,8 +96,9 @@ def test_grid_runs_each_point_once_confirms_the_winner_and_writes_it(search, con
     for name in ("history.png", "slices.png", "learning_rate.png", "plots.html"):
         assert (options.folder / "plots" / name).stat().st_size > 1000
     page = (options.folder / "plots" / "plots.html").read_text(encoding="utf-8")
-    assert page.count('data-plot="') >= 4 and "<script src" not in page, "all in one file"
-    assert page.count("<td>complete</td>") == 2 and 'data-name="trials"' in page
+    assert page.count("<svg") == page.count('role="img" aria-label=') >= 3, "each picture has a text"
+    assert "<script src" not in page and len(page) < 200_000, "all in one file"
+    assert page.count(">complete</td>") == 2 and 'data-name="trials"' in page
     assert cli.main(["status", "--dir", str(options.folder)]) == 0
     assert "2 complete" in capsys.readouterr().out
 
@@ -204,18 +205,17 @@ def test_every_pruner_stops_hopeless_trials(search, config, name, monkeypatch):
     assert any(t.params["train.optimizer.lr"] < 1e-3 for t in pruned)
     assert all(len(t.intermediate_values) < 9 for t in pruned)
     assert all(t.user_attrs["budget"]["rounds"] == len(t.intermediate_values) for t in found)
-    (figure,) = plots.pictures(open_storage(options.where), ["s"])["rounds"]
-    dotted = [line.name for line in figure.data if line.line.dash == "dot"]
-    assert dotted == [f"Trial{t.number}" for t in pruned] and figure.data[-1].name == "majority class"
-    crosses = figure.data[-2]
+    made = plots.pictures(open_storage(options.where), ["s"])
+    (panel,) = made["rounds"]
+    *lines, crosses, majority = panel.marks
+    shown = dict(zip([t.number for t in found if t.intermediate_values], lines, strict=True))
+    assert [number for number, line in shown.items() if line.style == ":"] == [t.number for t in pruned]
+    assert majority.name == "majority class" and panel.whole
     assert crosses.name == "pruned" and sorted(crosses.x) == sorted(max(t.intermediate_values) for t in pruned)
-    assert figure.layout.xaxis.dtick == 1, "whole rounds"
-    drawn = {line.name: list(line.y) for line in figure.data}
     low = [t for t in found if t.params["train.optimizer.lr"] < 1e-3]
-    assert all(drawn[f"Trial{t.number}"] == [0.6] * len(t.intermediate_values) for t in low), "not what was reported"
-    (history,) = plots.pictures(open_storage(options.where), ["s"])["history"]
-    values, best, majority = history.data
-    assert list(best.y) == [max(values.y[: i + 1]) for i in range(len(values.y))] and set(majority.y) == {0.6}
+    assert all([*shown[t.number].y] == [0.6] * len(t.intermediate_values) for t in low), "not what was reported"
+    values, best, majority = made["history"][0].marks
+    assert best.y == [max(values.y[: i + 1]) for i in range(len(values.y))] and set(majority.y) == {0.6}
     said = plots.setting(open_storage(options.where), ["s"])
     assert "3 clients" in said and "lr" not in said, "the searched key is no setting"
 
@@ -274,8 +274,8 @@ def test_rungs_stop_all_but_the_better_half_of_those_that_reached_them(search, m
     # of 1, 2, 3, 4 and 5 trials at the first rung the best 1, 1, 1, 2 and 2 go on
     assert [len(t.intermediate_values) for t in trials(options)] == [2, 1, 2, 2, 1]
     assert [kind(t) for t in trials(options)] == ["complete", "pruned", "complete", "complete", "pruned"]
-    (figure,) = plots.pictures(open_storage(options.where), ["s"])["slices"]
-    assert {"s", "s, pruned"} <= {trace.name for trace in figure.data}
+    (panel,) = plots.pictures(open_storage(options.where), ["s"])["slices"]
+    assert {("s", ""), ("s", "pruned")} <= {(line.name, line.means) for line in panel.marks}
 
 
 @pytest.mark.more
@@ -397,7 +397,9 @@ def test_pareto_front_of_accuracy_and_bytes(search, tmp_path, capsys):
     )
     made = plots.pictures(store, ["s"])
     (pareto,) = made["pareto"]
-    assert {pair for trace in pareto.data for pair in zip(trace.x, trace.y)} == {tuple(t.values) for t in study.trials}
+    everything, front_line = pareto.marks
+    assert {*zip(everything.x, everything.y)} == {tuple(t.values) for t in study.trials}
+    assert {*zip(front_line.x, front_line.y)} == {tuple(t.values) for t in study.best_trials}
     plots.draw(made, tmp_path / "plots", "s", plots.trials_table(store, ["s"]))
     lines = (tmp_path / "plots" / "trials.csv").read_text().splitlines()
     assert lines[0].startswith("study,trial,state") and len(lines) == 1 + len(study.trials)
@@ -420,9 +422,9 @@ def test_a_study_for_each_method_and_one_plot_of_learning_rates(search, config):
     options, ended, _ = search(space)
     assert ended.studies == ["s.fedlora", "s.rolora"]
     assert [len(trials(options, n)) for n in ended.studies] == [1, 2]
-    (figure,) = plots.pictures(open_storage(options.where), ended.studies)["learning_rate"]
-    *shown, majority = figure.data
-    assert [(trace.name, list(trace.x)) for trace in shown] == [("fedlora", [1e-2]), ("rolora", [1e-2] * 2)]
+    (panel,) = plots.pictures(open_storage(options.where), ended.studies)["learning_rate"]
+    *shown, majority = panel.marks
+    assert [(line.name, [*line.x]) for line in shown] == [("fedlora", [1e-2]), ("rolora", [1e-2] * 2)]
     assert majority.name == "majority class"
 
 

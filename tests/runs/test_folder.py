@@ -18,11 +18,11 @@ from fs_lowrank import RunFailed, UserError, cli, load_config
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.finished import load_run
 from fs_lowrank.models.names import named_tensors
-from fs_lowrank.page import read_runs
 from fs_lowrank.rounds import keeper
 from fs_lowrank.runs import environment, records
 from fs_lowrank.runs.folder import CONTENTS, claim, remove_run
 from fs_lowrank.runs.result import sort_configs
+from fs_lowrank.runs.shown import read_runs
 
 
 @pytest.fixture

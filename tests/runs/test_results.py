@@ -11,10 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from fs_lowrank import load_config, run
+from fs_lowrank.draw.runs import plot_curves
 from fs_lowrank.errors import UserError
 from fs_lowrank.models.fingerprints import model_fingerprint
 from fs_lowrank.runs.environment import changed_since, environment, write_environment
-from fs_lowrank.runs.plots import plot_curves
 from fs_lowrank.runs.records import Records, read_records
 from fs_lowrank.runs.result import RunResult
 from fs_lowrank.runs.summary import human_bytes, human_percent, human_time, per_client_and_round, seconds

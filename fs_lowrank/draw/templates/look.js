@@ -1,4 +1,4 @@
-// Tables are sorted by a click (or Enter) on a header and saved as CSV or LaTeX; plots follow light and dark.
+// Tables are sorted by a click (or Enter) on a header and saved as CSV or LaTeX.
 
 const units = { kB: 1e3, MB: 1e6, GB: 1e9, ms: 1e-3, min: 60, h: 3600 };
 
@@ -70,38 +70,6 @@ document.querySelectorAll("table").forEach((table, number) => {
     header.onkeydown = (event) => event.key === "Enter" && sort(table, column);
   });
 });
-
-const dark = matchMedia("(prefers-color-scheme: dark)");
-
-function draw() {
-  const ink = dark.matches ? "#e8e8e8" : "#1c1c1c";
-  const grid = dark.matches ? "#3a3a3a" : "#ddd";
-  document.querySelectorAll("script[data-plot]").forEach((script) => {
-    const { data, layout } = JSON.parse(script.textContent);
-    for (const axis of ["xaxis", "yaxis"]) {
-      layout[axis] = { ...layout[axis], gridcolor: grid, zerolinecolor: grid, automargin: true };
-    }
-    data.filter((trace) => trace.type === "heatmap").forEach((trace) => (trace.textfont = { color: ink }));
-    Object.assign(layout, {
-      title: { ...layout.title, font: { size: 15 }, x: 0, xanchor: "left", xref: "container", pad: { l: 10 } },
-      paper_bgcolor: "rgba(0,0,0,0)",
-      plot_bgcolor: "rgba(0,0,0,0)",
-      font: { color: ink },
-      legend: { orientation: "h", y: layout.xaxis.title?.text ? -0.3 : -0.14, yanchor: "top" },
-      showlegend: data.filter((trace) => trace.showlegend !== false && trace.name).length > 1,
-      margin: { t: 40, r: 10, l: 50, b: 30 },
-      modebar: { bgcolor: "rgba(0,0,0,0)", color: grid, activecolor: ink },
-    });
-    // Where nothing can hover, as on a phone, the buttons would lie over the title for good.
-    const displayModeBar = matchMedia("(hover: hover)").matches ? "hover" : false;
-    Plotly.react(script.dataset.plot, data, layout, { responsive: true, displaylogo: false, displayModeBar });
-  });
-}
-
-if (window.Plotly) {
-  draw();
-  dark.onchange = draw;
-}
 
 // A page that renews itself stays where its reader is.
 if (document.querySelector("meta[http-equiv=refresh]")) {

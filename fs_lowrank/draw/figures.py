@@ -1,0 +1,269 @@
+"""Panels drawn by matplotlib: as a figure, as PNG and PDF files, and as SVG in a page.
+
+They are drawn on matplotlib's ``Figure`` objects, so nothing global is changed: no backend, no parameters.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import textwrap
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..jobs.files import cannot_write, replacing
+from .panels import Bars, Line, Matrix, Panel
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+logger = logging.getLogger("fs_lowrank")
+
+COLOURS = "#1f77b4 #d62728 #2ca02c #9467bd #ff7f0e #17becf #8c564b #e377c2 #bcbd22 #000080".split()
+MARKERS = "osD^vP*X<>"
+GREY = "#808080"
+#: of texts and axes, and of hollow points; a page, light or dark, has its own instead
+INK, PAPER = "#000000", "#ffffff"
+#: lines with more points have no markers
+_MOST_MARKED = 50
+
+
+def figure(
+    panels: Sequence[Panel],
+    title: str = "",
+    *,
+    size: tuple[float, float] = (3.8, 3.0),
+    same: bool = False,
+    in_a_row: int = 5,
+) -> Figure:
+    """A figure of panels with one legend below them; those that are ``main`` are larger, in the first row.
+
+    Args:
+        title: above the panels; its lines are broken to the width of the figure.
+        size: width and height in inches of a panel that is not ``main``. same: all have the same axis of y.
+        in_a_row: the most panels in a row, of those that are not ``main``.
+    """
+    from matplotlib.figure import Figure
+
+    class Shown(Figure):
+        def _repr_png_(self) -> bytes:
+            """What a notebook shows, whatever its backend is."""
+            return drawn(self, "png")
+
+    main, others = ([panel for panel in panels if panel.main == wanted] for wanted in (True, False))
+    columns = -(-len(others) // max(-(-len(others) // in_a_row), 1))  # rows of as many panels each
+    rows = [main] * bool(main) + [others[i : i + columns] for i in range(0, len(others), max(columns, 1))]
+    heights = [max(panel.tall for panel in row) * (1.35 if row is main and others else 1.0) for row in rows] or [1.0]
+    width = size[0] * max(columns, len(main) * (1 + bool(others)))
+    made = Shown(figsize=(width, size[1] * sum(heights) + 0.6), layout="constrained")
+    places, first = made.add_gridspec(len(heights), 1, height_ratios=heights), None
+    for place, row in zip(places, rows):
+        for panel, part in zip(row, place.subgridspec(1, len(main) if row is main else columns)):
+            axes = first = made.add_subplot(part, sharey=first if same else None)
+            _draw(axes, panel)
+            if same:
+                axes.label_outer()
+    _add_legend(made, [mark for panel in panels for mark in panel.marks])
+    # A blank that does not break keeps the dot at the end of a line.
+    lines = (textwrap.fill(line.replace(" · ", "\u00a0· "), int(12 * width)) for line in title.splitlines())
+    made.suptitle("\n".join(lines), fontsize=10)
+    _show_as_written(made)
+    return made
+
+
+def _draw(axes: Axes, panel: Panel) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+
+    for mark in panel.marks:
+        if isinstance(mark, Line):
+            _draw_line(axes, mark, panel.sideways)
+        elif isinstance(mark, Bars):
+            _draw_bars(axes, mark)
+        else:
+            _draw_matrix(axes, mark)
+    along, across = (axes.yaxis, axes.xaxis) if panel.sideways else (axes.xaxis, axes.yaxis)
+    if panel.log:
+        axes.set_xscale("log")
+        along.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        along.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        axes.minorticks_off()
+    elif panel.whole:
+        along.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    for axis, name, ticks in ((along, panel.x, panel.ticks), (across, panel.y, panel.rows)):
+        axis.set_label_text(textwrap.fill(name, 44))
+        if ticks:
+            slanted = axis is axes.xaxis and sum(map(len, ticks.values())) > 50
+            axis.set_ticks([*ticks], [*ticks.values()], **{"rotation": 30, "ha": "right"} if slanted else {})
+    axes.set_title(textwrap.fill(panel.title, 52), fontsize=10, loc="left")
+    if not isinstance(panel.marks[0], Matrix):
+        axes.grid(alpha=0.15, color=INK)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        low, high = across.get_view_interval()
+        more = max(panel.least - (high - low), 0) / 2
+        ends = [max(low - more, 0), min(high + more, 1)] if panel.share else [low - more, high + more]
+        (axes.set_xlim if panel.sideways else axes.set_ylim)(*ends)
+    if panel.sideways:
+        axes.invert_yaxis()
+
+
+def _look(line: Line) -> dict[str, Any]:
+    colour, marker = line.colour, line.marker
+    if isinstance(colour, int):
+        marker = MARKERS[colour % len(MARKERS)] if marker is None else marker
+        colour = COLOURS[colour % len(COLOURS)]
+    marker = "" if marker is None or line.style and len(line.x) > _MOST_MARKED else marker
+    size = {"markersize": 4 if line.style else 6, "markerfacecolor": PAPER if line.hollow else colour}
+    return {"color": colour, "linestyle": line.style, "linewidth": 1.4, "marker": marker, **size}
+
+
+def _draw_line(axes: Axes, line: Line, sideways: bool) -> None:
+    look = _look(line)
+    x, y, error = (line.y, line.x, "xerr") if sideways else (line.x, line.y, "yerr")
+    axes.plot(x, y, **look, clip_on=False, zorder=3)
+    if line.band and len(line.low) > 1:
+        axes.fill_between(line.x, line.low, line.high, color=look["color"], alpha=0.13, linewidth=0)
+    elif line.low:
+        ends = [[v - low for v, low in zip(line.y, line.low)], [high - v for v, high in zip(line.y, line.high)]]
+        axes.errorbar(x, y, **{error: ends}, fmt="none", ecolor=look["color"], alpha=0.7, capsize=3)
+
+
+def _part(index: int) -> tuple[str, float]:
+    """The colour of a part of bars; beyond the palette it begins anew, paler."""
+    return COLOURS[index % len(COLOURS)], 1.0 if index < len(COLOURS) else 0.5
+
+
+def _draw_bars(axes: Axes, bars: Bars) -> None:
+    below = [0.0] * max(map(len, bars.parts.values()))
+    for index, sizes in enumerate(bars.parts.values()):
+        axes.bar(range(len(sizes)), sizes, bottom=below, color=_part(index))
+        below = [end + size for end, size in zip(below, sizes)]
+
+
+def _draw_matrix(axes: Axes, matrix: Matrix) -> None:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    shades = LinearSegmentedColormap.from_list("shades", ["#e3eef8", "#1b5a8c"])
+    look = {"vmin": 0, "vmax": matrix.largest, "aspect": "auto", "interpolation": "none"}
+    image = axes.imshow(matrix.values, cmap=shades, **look)
+    axes.figure.colorbar(image, ax=axes, label=matrix.scale)
+    for i, row in enumerate(matrix.shown):
+        for j, text in enumerate(row):
+            dark = image.norm(matrix.values[i][j]) > 0.5
+            axes.text(j, i, text, ha="center", va="center", color="#fefefe" if dark else "#111111")
+
+
+def _add_legend(made: Figure, marks: Iterable[Line | Bars | Matrix]) -> None:
+    """What colours, styles and hollow points mean, below the panels; nothing where only one thing is drawn."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    names: dict[str, Any] = {}
+    meanings: dict[str, Any] = {}
+    for mark in marks:
+        if isinstance(mark, Bars):
+            names |= {name: Patch(color=_part(index)) for index, name in enumerate(mark.parts)}
+        elif isinstance(mark, Line):
+            names.setdefault(mark.name, Line2D([], [], **_look(mark)))
+            alike = replace(mark, colour=GREY, marker="o" if mark.hollow else "")
+            meanings.setdefault(mark.means, Line2D([], [], **_look(alike)))
+    handles = {name: handle for name, handle in (names | meanings).items() if name}
+    if len(names) > 1 or len(meanings) > 1:
+        columns = max(1, int(11 * made.get_figwidth() / (max(map(len, handles)) + 7)))
+        # By numbers first: names that begin with "_" would be left out.
+        numbers, place = [str(i) for i in range(len(handles))], {"loc": "outside lower center", "ncols": columns}
+        legend = made.legend([*handles.values()], numbers, **place, fontsize=9, frameon=False)
+        for text, name in zip(legend.get_texts(), handles):
+            text.set_text(name)
+
+
+def _show_as_written(made: Figure) -> None:
+    """Show texts as they are, also those with two ``$``, and in fonts that have their characters."""
+    from matplotlib import font_manager
+    from matplotlib.text import Text
+
+    for text in made.findobj(Text):
+        text.set_parse_math(False)
+        if not text.get_text().isascii():
+            usual = font_manager.get_font(font_manager.findfont(text.get_fontproperties())).get_charmap()
+            lacking = sorted({c for c in text.get_text() if c.isprintable() and ord(c) not in usual})
+            text.set_fontfamily([*text.get_fontfamily(), *_fonts_with("".join(lacking))])
+
+
+@cache
+def _fonts_with(characters: str) -> list[str]:
+    """Installed fonts that together have the characters; a warning says which of them none has."""
+    from matplotlib import font_manager
+
+    left, found = set(map(ord, characters)), []
+    for font in font_manager.fontManager.ttflist:
+        if font.name.startswith("Last Resort"):  # of matplotlib: it has a box for every character
+            continue
+        if left and (has := left & font_manager.get_font(font.fname).get_charmap().keys()):
+            found.append(font.name)
+            left -= has
+    if left:
+        lacking = "".join(map(chr, sorted(left)))
+        logger.warning("no installed font has %s, so PNG and PDF pictures show boxes; install one that has", lacking)
+    return found
+
+
+def save(made: Figure, path: Path) -> Path:
+    """Write a figure as PNG, and as PDF beside it; returns ``path``.
+
+    Raises:
+        RunFailed: it cannot be written.
+    """
+    with _as_we_draw():
+        made.draw_without_rendering()  # the layout, which takes longer than the rest: once for both files
+    made.set_layout_engine("none")
+    # The PNG last, so that where it is, the PDF is, too.
+    for target in (path.with_suffix(".pdf"), path):
+        content = drawn(made, target.suffix[1:])  # on a full disk matplotlib would raise other errors than the disk's
+        try:
+            with replacing(target, durable=False) as aside:
+                aside.write_bytes(content)
+        except OSError as error:
+            raise cannot_write(target, error) from error
+    return path
+
+
+def drawn(made: Figure, kind: str) -> bytes:
+    """A figure as the content of a file, which is the same for the same figure.
+
+    Args:
+        kind: ``png``, ``pdf`` or ``svg``; in the last, texts are texts, and there is no background.
+    """
+    options: dict[str, Any] = {
+        "png": {"dpi": 110},
+        "pdf": {"metadata": {"CreationDate": None}},
+        "svg": {"metadata": dict.fromkeys(("Date", "Creator", "Format", "Type")), "transparent": True},
+    }
+    content = io.BytesIO()
+    with _as_we_draw():
+        made.savefig(content, format=kind, **options[kind])
+    return content.getvalue()
+
+
+@contextmanager
+def _as_we_draw() -> Iterator[None]:
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fs-lowrank"}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # _fonts_with has said it in other words
+        yield
+
+
+def svg(panel: Panel) -> str:
+    """A panel without its title as an element of a page, as wide as its place, in the page's ink and paper."""
+    text = drawn(figure([replace(panel, title="")], size=(5.2, 3.0)), "svg").decode()
+    text = text[text.index("<svg") :].replace(INK, "currentColor").replace(PAPER, "var(--paper)")
+    text = re.sub(r' (?:width|height)="[\d.]+pt"| id="[\w.]+_\d+"', "", text)
+    return re.sub(r"(font: [\d.]+px) [^;\"]+", r"\1 sans-serif", text)

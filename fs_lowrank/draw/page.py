@@ -1,0 +1,100 @@
+"""HTML pages of ours: one file that needs no other, for wide and narrow screens, light and dark.
+
+Tables are sorted by a click (or Enter) on a header, and saved as CSV or LaTeX by the buttons below them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from ..versions import __version__
+from .figures import svg
+from .panels import Panel
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """A table.
+
+    Attributes:
+        name: of the file that it is saved as. head: the names of the columns.
+        rows: of cells: a text, a number, or a pair of a text and the number to sort by.
+        cards: on a narrow screen a row is a list of its cells with their names, so that none is out of sight.
+    """
+
+    name: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    cards: bool = False
+
+
+@dataclass(frozen=True)
+class Note:
+    """A paragraph; ``look`` is a class of ``look.css``: ``note``, ``answer`` or ``fails``."""
+
+    text: str
+    look: str = "note"
+
+
+@dataclass(frozen=True)
+class Folded:
+    """What a click on ``name`` opens."""
+
+    name: str
+    items: Sequence[PageTable | Note | Panel]
+
+
+Item = PageTable | Note | Panel | Folded
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page under a heading; one without items is left out."""
+
+    key: str
+    name: str
+    items: Sequence[Item]
+
+
+def document(
+    title: str,
+    sections: Sequence[Section] = (),
+    *,
+    lead: Sequence[str] = (),
+    body: str = "",
+    nav: str = "",
+    renew: float = 0.0,
+) -> str:
+    """A whole page.
+
+    Args:
+        lead: lines below the title. body, nav: HTML before the sections, and in place of the list of them.
+        renew: seconds after which a browser loads the page again; 0: never.
+    """
+    shown = [section for section in sections if section.items]
+    given = {"title": title, "lead": lead, "body": body, "nav": nav, "renew": math.ceil(renew)}
+    text: str = _template().render(sections=shown, version=__version__, **given)
+    return text
+
+
+@cache
+def _template() -> Any:
+    from jinja2 import Environment, PackageLoader
+
+    pages = Environment(loader=PackageLoader(__package__), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    pages.filters |= {"svg": svg, "cell": _cell, "kind": lambda item: type(item).__name__}
+    return pages.get_template("page.html")
+
+
+def _cell(value: Any) -> tuple[str, str]:
+    """The text of a cell, and the number that it is sorted by, or nothing."""
+    text, by = value if isinstance(value, tuple) else (value, value)
+    if not isinstance(by, (int, float)) or isinstance(by, bool):
+        return str(text), ""
+    if isinstance(text, float):
+        text = f"{text:,.0f}" if abs(text) >= 1e4 else f"{text:.4g}"
+    return str(text), repr(by)

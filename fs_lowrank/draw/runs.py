@@ -1,0 +1,272 @@
+"""Which panels a run has: its curves, its clients, and what it predicts for the test set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import counted
+from ..settings.metrics import METRICS, wilson
+from .figures import GREY, figure, save
+from .panels import Bars, Line, Matrix, Panel
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ..settings import Settings
+
+Record = dict[str, Any]
+History = Sequence[Record]
+#: label (the name of a method) → the records of its runs, one for each seed
+Histories = Mapping[str, Sequence[History]]
+
+#: of clients that are drawn; the others are counted in the title
+MOST_CLIENTS = 100
+#: of classes that are drawn as stacked bars, or with numbers in a confusion matrix
+MOST_CLASSES = 12
+_PARTS = {
+    "lora_A": ("matrix A", "-"),
+    "lora_B": ("matrix B", "--"),
+    "adapter": ("adapter", "-"),
+    "head": ("head", ":"),
+    "base": ("base weights", "-."),
+}
+_WORDS = {"acc": "accuracy", "token_acc": "next-token accuracy", "f1": "F1", "matthews": "Matthews' correlation"}
+SPLITS = ("test", "val", "client_test")
+#: what a curve goes along
+_PLACES = {"round": "round", "bytes": "MB sent so far by all clients, up and down", "seconds": "seconds so far"}
+
+
+def setting_of(config: Settings, *, seeds: Sequence[int] = (), rate: bool = True) -> str:
+    """What is compared, in one line: data, model, clients, split, rate and seeds; a picture's title."""
+    args = config.data.splitter_args[0] if config.data.splitter_args else {}
+    how = ", ".join(f"{key} {value}" for key, value in args.items())
+    seeds = seeds or [config.seed]
+    parts = [
+        Path(config.data.type.partition("@")[0]).name,
+        Path(config.model.type.partition("@")[0]).name,
+        f"{counted(config.taking_part, 'client')}, {config.sampled_per_round} a round",
+        f"{config.data.splitter} split" + f" ({how})" * bool(how),
+        *([f"lr {config.train.optimizer.lr:g}"] if rate else []),
+        f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}",
+    ]
+    return " · ".join(parts)
+
+
+# -- curves ----------------------------------------------------------------------------------------------
+
+
+def words(split: str, metric: str) -> str:
+    """What the metric of a split is called."""
+    return f"{split} {_WORDS.get(metric, metric)}".replace("_", " ")
+
+
+def main_metric(histories: Histories, majority: float | None) -> tuple[str, str]:
+    """The split and the metric that runs are judged by: the accuracy if there are classes, else the loss.
+
+    Both are empty if nothing was evaluated.
+    """
+    measured = [r["metrics"] for runs in histories.values() for history in runs for r in history]
+    ranked = ("acc", "loss") if majority is not None else ("loss", "acc")
+    found = ((s, m) for s in SPLITS for m in ranked if any(m in of.get(s, {}) for of in measured))
+    return next(found, ("", ""))
+
+
+def curve_panels(
+    histories: Histories,
+    majority: float | None = None,
+    sizes: Mapping[str, int] | None = None,
+    splits: Sequence[str] = SPLITS,
+) -> list[Panel]:
+    """The metric that counts by round, bytes and seconds; other metrics, training loss, norms and drift by round.
+
+    With several runs of a label, lines are means, and bands one standard deviation over the runs; with one, the band of
+    an accuracy is one standard error of the held-out data.
+
+    Args:
+        majority: fraction of the most frequent class; None: the loss counts, as of a language model.
+        sizes: number of held-out samples by split (``test``, ``val``). splits: of which metrics are shown.
+    """
+    counts = main_metric(histories, majority)
+    panels = []
+    for split, metric in [counts, *((s, m) for s in splits for m in (*METRICS, "token_acc") if (s, m) != counts)]:
+        shares = metric in ("acc", "token_acc")
+        size = (sizes or {}).get(split, 0) if majority is not None and metric == "acc" else 0
+        name = words(split, "token_acc" if shares and majority is None else metric)
+        for place in _PLACES if (split, metric) == counts else ("round",):
+            lines = _lines(histories, place, ("metrics", split, metric), size)
+            if lines and (split, metric) == ("test", "acc") and majority is not None:
+                ends = [end(x for line in lines for x in line.x) for end in (min, max)]
+                lines.append(Line("majority class", ends, [majority] * 2, colour=GREY, style=":"))
+            least = max(0.1, 8 * math.sqrt(0.25 / size) if size else 0) if shares else None
+            main = (split, metric) == counts and place != "seconds"
+            panels.append(_curve(name, place, lines, least, share=shares, main=main))
+    panels.append(_curve("training loss, clients' own data", "round", _lines(histories, "round", ("loss",))))
+    for key, name in (("adapter_norm", "norm of what is trained"), ("drift", "mean norm of a client's change")):
+        lines = [line for part in _PARTS for line in _lines(histories, "round", (key, part))]
+        panels.append(_curve(name, "round", lines))
+    # One evaluation is no curve, but it may be the result.
+    return [panel for panel in panels if any(panel.main or len({*line.x}) > 1 for line in panel.marks)]
+
+
+def _curve(name: str, place: str, lines: Sequence[Line], least: float | None = None, **more: bool) -> Panel:
+    """A panel whose axis of y is ``least`` long, by default a quarter of its largest value."""
+    if least is None:
+        least = 0.25 * max((abs(y) for line in lines for y in line.y if math.isfinite(y)), default=0.0)
+    key, title = f"{name}-{place}".replace(" ", "-").replace("'", ""), f"{name} by {place}"
+    return Panel(key, title, _PLACES[place], name, lines, least=least, whole=place == "round", **more)
+
+
+def _lines(histories: Histories, place: str, keys: Sequence[str], size: int = 0) -> list[Line]:
+    """For each label the mean over its runs of what their records have under ``keys``, with a band.
+
+    Labels without a value are left out, and by bytes those that send nothing.
+    """
+    means, style = _PARTS.get(keys[-1], ("", "-"))
+    lines = []
+    for index, (label, runs) in enumerate(histories.items()):
+        points = np.array([*zip(*(_points(history, place, keys) for history in runs))])  # to the end of the shortest
+        if not len(points) or place == "bytes" and not points[..., 0].any():
+            continue
+        x, y = points.mean(axis=1).T.tolist()
+        ends = np.empty((2, 0))
+        if len(runs) > 1:
+            ends = np.array(y) + [[-1], [1]] * points[..., 1].std(axis=1, ddof=1)
+        elif size:
+            ends = np.transpose([wilson(mean, size) for mean in y])  # NaN of NaN
+        low, high = ends.tolist()
+        lines.append(Line(label, x, y, low, high, colour=index, style=style, means=means))
+    return lines
+
+
+def _points(history: History, place: str, keys: Sequence[str]) -> list[tuple[float, float]]:
+    """Of every record that has a value under ``keys``: its place, and the value."""
+    points, sent, spent = [], 0.0, 0.0
+    for record in history:
+        sent += (record["uplink_bytes"] + record["downlink_bytes"]) / 1e6
+        spent += sum(record["seconds"].values())
+        value: Any = record
+        for key in keys:
+            value = (value or {}).get(key)
+        if value is not None:
+            points.append(({"round": record["round"], "bytes": sent, "seconds": spent}[place], value))
+    return points
+
+
+def band_of(histories: Histories, majority: float | None, sizes: Mapping[str, int] | None) -> str:
+    """What the bands of ``curve_panels`` are; empty if there are none."""
+    seeds = max((len(runs) for runs in histories.values()), default=0)
+    split, metric = main_metric(histories, majority)
+    size = (sizes or {}).get(split, 0) if metric == "acc" else 0
+    if seeds > 1:
+        return f"bands: one standard deviation over {seeds} seeds"
+    return f"bands: one standard error of {size:,} {split} samples" if size else ""
+
+
+def curves(
+    histories: Histories, majority: float | None = None, *, title: str = "", sizes: Mapping[str, int] | None = None
+) -> Figure:
+    """``curve_panels`` of the split that counts, as a figure, with ``title`` and what the bands are above."""
+    split, _ = main_metric(histories, majority)
+    panels = curve_panels(histories, majority, sizes, [split])
+    return figure(panels, "\n".join(filter(None, (title, band_of(histories, majority, sizes)))))
+
+
+def plot_curves(
+    histories: Mapping[str, History],
+    path: Path,
+    majority: float | None = None,
+    *,
+    title: str = "",
+    sizes: Mapping[str, int] | None = None,
+) -> Path:
+    """Draw ``curves`` of one run for each label into ``path`` and the PDF beside it; returns ``path``.
+
+    Raises:
+        RunFailed: it cannot be written.
+    """
+    return save(curves({n: [h] for n, h in histories.items()}, majority, title=title, sizes=sizes), path)
+
+
+# -- clients and classes ---------------------------------------------------------------------------------
+
+
+def client_panel(data: Mapping[str, Any]) -> Panel:
+    """The training samples of each client by class, from the content of ``data.json``."""
+    count = len(data["clients"])
+    clients = data["clients"][:MOST_CLIENTS]
+    names, step = [*clients[0].get("labels", {})], -(-len(clients) // 20)
+    title = "training samples of " + (
+        f"the first {len(clients)} of {count} clients" if count > len(clients) else "each client"
+    )
+    ticks = {i: str(client["client"]) for i, client in enumerate(clients) if i % step == 0}
+    counts = {name: [client["labels"][name] for client in clients] for name in names}
+    if len(names) > MOST_CLASSES:
+        return Panel("clients", title, "client", "class", [Matrix([*counts.values()], "training samples")], ticks=ticks)
+    bars = Bars(counts or {"": [client["size"] for client in clients]})
+    return Panel("clients", title + " by class" * bool(names), "client", "training samples", [bars], ticks=ticks)
+
+
+def plot_clients(data: Mapping[str, Any], path: Path, title: str = "") -> Path:
+    """Draw ``client_panel`` into ``path`` and the PDF beside it; returns ``path``.
+
+    Raises:
+        RunFailed: it cannot be written.
+    """
+    return save(figure([client_panel(data)], title, size=(8.0, 3.4)), path)
+
+
+def confusion_panel(counts: Sequence[Sequence[int]], names: Sequence[str]) -> Panel:
+    """What was predicted for the test set, as counts by true class and predicted class; ``names`` are the classes'."""
+    shares = [[count / max(sum(row), 1) for count in row] for row in counts]
+    few = len(counts) <= MOST_CLASSES
+    matrix = Matrix(shares, "share of the true class", 1.0, [[*map(str, row)] for row in counts] if few else ())
+    ticks = {i: name if len(name) <= 16 else name[:15] + "…" for i, name in enumerate(names) if few}
+    title = "predictions for the test set"
+    return Panel("confusion", title, "predicted class", "true class", [matrix], ticks=ticks, rows=ticks)
+
+
+def score_panel(scores: Mapping[str, Mapping[str, Mapping[str, float]]], majority: float | None = None) -> Panel:
+    """The accuracy on each client's share of the test set, with intervals of one standard error.
+
+    Args:
+        scores: by model and client ``acc`` and ``samples``; clients are in the order of the first model's accuracy.
+        majority: fraction of the most frequent class.
+    """
+    first = next(iter(scores.values()))
+    clients = sorted(first, key=lambda client: first[client]["acc"])
+    clients += sorted({client for of in scores.values() for client in of} - first.keys(), key=int)
+    marks = []
+    for index, (label, of) in enumerate(scores.items()):
+        shown = {place: of[client] for place, client in enumerate(clients) if client in of}
+        low, high = zip(*(wilson(score["acc"], int(score["samples"])) for score in shown.values()))
+        y = [score["acc"] for score in shown.values()]
+        marks.append(Line(label, [*shown], y, low, high, colour=index, style="", band=False))
+    if majority is not None:
+        ends = [-0.5, len(clients) - 0.5]
+        marks.append(Line("majority class of the test set", ends, [majority] * 2, colour=GREY, style=":"))
+    ticks = {i: client for i, client in enumerate(clients)} if len(clients) <= 30 else {len(clients) - 1: ""}
+    along = "client, by the accuracy" + f" of {next(iter(scores))}" * (len(scores) > 1)
+    title = "accuracy on each client's share of the test set"
+    return Panel("client-scores", title, along, "accuracy", marks, share=True, ticks=ticks)
+
+
+def plot_test(
+    on_test: Mapping[str, Any], path: Path, names: Sequence[str], majority: float | None = None, *, title: str = ""
+) -> Path:
+    """Draw what was predicted for the test set into ``path`` and the PDF beside it; returns ``path``.
+
+    Args:
+        on_test: the confusion matrix and the accuracy by client, of ``Evaluator.on_test``. names: of the classes.
+        majority: fraction of the most frequent class. title: above the figure.
+    Raises:
+        RunFailed: it cannot be written.
+    """
+    panels = [confusion_panel(on_test["confusion"], names), score_panel({"": on_test["clients"]}, majority)]
+    about = "the global model on the test set; intervals: one standard error"
+    side = 3.0 + 0.3 * min(len(names), MOST_CLASSES)
+    return save(figure(panels, "\n".join(filter(None, (title, about))), size=(side + 1.8, side)), path)

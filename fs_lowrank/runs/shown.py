@@ -1,0 +1,109 @@
+"""Runs as they are on disk, finished or going on, for the page about them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ..config import Config, load_config
+from ..draw.report import Shown
+from ..errors import UserError
+from ..jobs.files import cannot_read, read_json
+from .chance import Chance, run_verdict
+from .checksums import check_finished
+from .records import SHOWN, flat_metrics, read_records
+from .split import read_split
+from .summary import for_people, per_client_and_round, seconds
+
+#: what the page uses of a summary
+_USED = {
+    "final": dict,
+    "best": dict | None,
+    "labels": list | None,
+    "on_test": dict | None,
+    "on_test.clients": dict,
+    "on_test.confusion": list,
+}
+#: what it reads of a run that has ended
+_READ = ("config.yaml", "summary.json", "rounds.jsonl", "data.json", "rows.npz")
+
+
+def read_runs(folders: Iterable[str | Path]) -> list[Shown]:
+    """The runs in ``folders``; of the folder of a comparison, each of its methods, with each of its seeds.
+
+    Raises:
+        UserError: a folder without a run, a file that cannot be read, or the same run twice.
+    """
+    found = [folder for given in map(Path, folders) for folder in _inside(given)]
+    if missing := [folder for folder in found if not (folder / "config.yaml").is_file()]:
+        raise UserError(f"{missing[0]} holds no run: there is no config.yaml; give the outdir of a run")
+    if len({folder.resolve() for folder in found}) < len(found):
+        raise UserError(f"the same run is named twice among {', '.join(map(str, found))}")
+    return [_read(*one) for one in _named([(folder, load_config(folder / "config.yaml")) for folder in found])]
+
+
+def _inside(given: Path) -> list[Path]:
+    """The folders of the runs of a comparison, in its order; ``given`` itself, if it is of none."""
+    if seeds := read_json(given / "seeds.json", fields={"seeds": list, "values": dict}, missing={}):
+        return [given / f"seed_{seed}" / name for name in seeds["values"] for seed in seeds["seeds"]]
+    return [given / name for name in read_json(given / "comparison.json", missing={})] or [given]
+
+
+def _named(found: list[tuple[Path, Config]]) -> list[tuple[str, str, Path, Config]]:
+    """With each run its name and its label: its method, or its place where that does not tell runs apart."""
+    labels = [folder.name if _compared(folder) else config.federate.method for folder, config in found]
+    settings = [{key: v for key, v in config.decisive().items() if key != "seed"} for _, config in found]
+    alike = all(a == b for n, a in zip(labels, settings) for m, b in zip(labels, settings) if n == m)
+    seeds = [config.seed for _, config in found]
+    if not alike or len({*zip(labels, seeds)}) < len(found):
+        common = Path(os.path.commonpath([folder.resolve().parent for folder, _ in found]))
+        labels = [str(folder.resolve().relative_to(common)) for folder, _ in found]
+    several = {label for label in labels if labels.count(label) > 1}
+    names = [f"{label}, seed {seed}" if label in several else label for label, seed in zip(labels, seeds)]
+    return [(name, label, *of) for name, label, of in zip(names, labels, found)]
+
+
+def _compared(folder: Path) -> dict[str, Any]:
+    """What a comparison that has ended says of a run in its folder; empty if it is in none."""
+    said: dict[str, Any] = read_json(folder.parent / "comparison.json", missing={}).get(folder.name, {})
+    return said
+
+
+def _read(name: str, label: str, folder: Path, config: Config) -> Shown:
+    summary: dict[str, Any] = read_json(folder / "summary.json", fields=_USED, missing={})
+    check_finished(folder, _READ)
+    data, language = read_split(folder), config.is_language
+    history = read_records(folder / "rounds.jsonl", up_to=10**9, fields=SHOWN)
+    if summary and not history:
+        raise cannot_read(folder / "rounds.jsonl", ValueError("it has no round, and the run has ended"))
+    for record in history:
+        record["metrics"] = {split: for_people(of, language) for split, of in record["metrics"].items()}
+        if _compared(folder).get("bytes_per_client_and_round", {}).get("uplink") == 0:  # the record counts a copy
+            record |= {"uplink_bytes": 0, "downlink_bytes": 0, "client_uplink_bytes": {}, "client_downlink_bytes": {}}
+            record |= {"uplink_bytes_without_head": 0, "downlink_bytes_without_head": 0}
+    final = {n: v for n, v in summary.get("final", {}).items() if n != "best_round"}
+    last = flat_metrics(next((r["metrics"] for r in reversed(history) if r["metrics"]), {}))
+    best, chance = dict(summary.get("best") or {}), Chance.of_data(data, "test")
+    held_out = {
+        split: (data.get(rows) or {}).get("labels") for split, rows in (("test", "test"), ("val", "validation"))
+    }
+    spent = seconds(history) if history else {}
+    return Shown(
+        name,
+        label,
+        config,
+        bool(summary),
+        history,
+        data,
+        labels=[str(label) for label in summary.get("labels") or ()],
+        last={**for_people(final, language), **last},
+        best={"by": best.pop("by"), **for_people(best, language)} if best else {},
+        on_test=summary.get("on_test") or {},
+        verdict=run_verdict(data, last, summary.get("best") or {}),
+        majority=chance.share if chance else None,
+        held_out={split: sum(labels.values()) for split, labels in held_out.items() if labels},
+        sent=per_client_and_round(history),
+        seconds={what: spent[what] for what in ("training", "aggregation", "evaluation") if spent.get(what)},
+    )
