@@ -106,6 +106,7 @@ def params(runs):
     return {name: config.method_params for name, config in runs.items()}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("as_config", [True, False])
 def test_every_method_gets_the_keys_that_it_has(path, runs, as_config):
     given = load_config(path) if as_config else path

@@ -126,7 +126,7 @@ def test_the_commands_are_found():
 @pytest.mark.parametrize("path", [p for p in PAGES if p.suffix == ".md"], ids=lambda p: p.name)
 def test_modules_targets_and_extras(path):
     text = read(path)
-    for module in re.findall(r"python -m ((?:benchmark|fs_lowrank|tests)[\w.]*\w)", text):
+    for module in re.findall(r"python -m ((?:benchmark|fs_lowrank|studies|tests)[\w.]*\w)", text):
         assert find_spec(module), module
     targets = set(re.findall(r"^([\w-]+):", read(ROOT / "Makefile"), re.M))
     assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.M)) <= targets

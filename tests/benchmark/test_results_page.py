@@ -41,7 +41,7 @@ def test_a_claim_has_the_verdict_of_the_report_one_figure_and_the_command(suite,
     untested = heading.endswith("not tested at this size")
     assert len(figures) == 1 or untested and not figures
     assert all((RESULTS / figure).is_file() for figure in figures)
-    command = re.findall(r"^`((?:fs-lowrank benchmark run|python -m benchmark\.).*)`$", text, flags=re.MULTILINE)
+    command = re.findall(r"^`((?:fs-lowrank benchmark run|python -m studies\.).*)`$", text, flags=re.MULTILINE)
     assert len(command) == 1 and "| --- |" not in text
     if command[0].startswith("fs-lowrank") and "--only" in command[0]:
         known = {e for size in ("small", "paper") for e in load_suite(suite, size).experiments}

@@ -486,6 +486,7 @@ def test_what_failed_and_what_is_repeated_is_estimated(done, bench):
     assert found == {(): {"trouble": ("1", "")}, ("--redo",): {"main": ("8", ""), "trouble": ("2", "")}}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "workers, sums", [(2, ["8.0 h", "3.0 GB", "4.0 GB", "2.4 GB"]), (4, ["4.0 h", "6.0 GB", "8.0 GB", "4.2 GB"])]
 )
@@ -537,6 +538,7 @@ def test_a_run_on_the_cpu_leaves_the_gpu_alone(monkeypatch):
     assert benchmark.execute._peak(torch.device("cuda", 1))["gpu"] == 7
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind, runs", [("loguniform: [1e-3, 1e-2]", 20), ("choice: [1e-3, 1e-2]", 20)])
 def test_the_estimate_of_a_search_that_is_no_grid(place, bench, kind, runs):
     text = (place / "tiny.yaml").read_text()
@@ -763,6 +765,7 @@ def test_suites_do_not_run_generated_code_without_permission():
     assert permitted({"scorer": "humaneval"}, unsafe_code=True)["run_unsafe_code"] is True
 
 
+@pytest.mark.more
 def test_the_report_names_differences_between_the_methods(place, done, monkeypatch):
     """Differences in heads and rounds, from records that the test has changed."""
     monkeypatch.chdir(place)

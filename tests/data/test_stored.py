@@ -55,6 +55,7 @@ def made(config):
     return build_data(config, build_tokenizer(config))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("form", ["parquet", "arrow", "saved", "several", "tables"])
 @pytest.mark.parametrize("splitter", [{"alpha": 0.5, "min_size": 4}, {"field": "domain"}])
 def test_the_data_are_those_of_a_table(written, config, form, splitter):

@@ -27,6 +27,8 @@ from fs_lowrank.testing.bench import equal, state_of
 from fs_lowrank.training.evaluate import evaluate
 from fs_lowrank.training.generate import continue_prompts
 
+pytestmark = pytest.mark.more
+
 KINDS = ("prefix", "prompt", "p-tuning")
 
 
@@ -96,7 +98,6 @@ def load_tokenizer(model):
     return AutoTokenizer.from_pretrained(model.get_base_model().name_or_path)
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("kind, task", [("prefix", "causal"), ("p-tuning", "encoder")])
 def test_processes_give_the_result_of_one(bench, kind, task):
     keys = {**args(kind), "federate.total_round_num": 2}
@@ -105,14 +106,12 @@ def test_processes_give_the_result_of_one(bench, kind, task):
     assert equal(state_of(one), state_of(two))
 
 
-@pytest.mark.more
 def test_clients_train_one_by_one(bench, caplog):
     engine = bench.make("encoder", "fedlora", {**args("prompt"), "train.cohort": 3})
     engine.run()
     assert "train.cohort: clients are trained one by one: prompt_encoder.default" in caplog.text
 
 
-@pytest.mark.more
 def test_the_keys_of_the_framework(settings, tmp_path):
     """``llm.adapter.args`` as its own files have it: the method is FedAvg of the adapter."""
     given = {"adapter_package": "peft", "adapter_method": "prefix", "prefix_projection": True, "num_virtual_tokens": 2}
@@ -208,7 +207,6 @@ def test_images_have_no_text(vision_settings):
         load_config(vision_settings, args("prompt"))
 
 
-@pytest.mark.more
 def test_models_that_do_not_compute_with_them(settings, tmp_path):
     """One that takes no keys and values; and one that would read the class at the padding."""
     shape = {"vocab_size": small.save_tokenizer(tmp_path / "distil"), "dim": 32, "n_layers": 2, "n_heads": 4}
@@ -228,7 +226,6 @@ def test_models_that_do_not_compute_with_them(settings, tmp_path):
     fs_lowrank.run(load_config(settings, {**llama, **args("prefix"), "outdir": str(tmp_path / "b")}), progress=False)
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("kind", ["prompt", "p-tuning"])
 def test_layers_that_are_computed_again_give_the_same(bench, kind):
     runs = [bench.make("causal", "fedlora", {**args(kind), "train.checkpointing": again}) for again in (False, True)]

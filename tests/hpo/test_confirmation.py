@@ -39,6 +39,7 @@ def confirmed(storage):
     return winner["confirmed"]
 
 
+@pytest.mark.more
 def test_a_winner_that_failed_on_fresh_seeds_is_refused_until_they_are_run_again(searched, config):
     seeds = [config.seed + 1000 + i for i in range(3)]
     storage, _, checks = searched(failing=seeds[1:])
@@ -60,6 +61,7 @@ def test_a_winner_that_failed_on_fresh_seeds_is_refused_until_they_are_run_again
     assert best.choose(best.summary(storage, "s"))["trial"] == 1
 
 
+@pytest.mark.more
 def test_a_winner_that_failed_on_every_fresh_seed_is_refused_for_that(searched, tmp_path, capsys, config):
     _, options, _ = searched(failing=[config.seed + 1000, config.seed + 1001], confirm=2)
     where, out = ["--dir", str(options.folder)], tmp_path / "best.yaml"
@@ -71,6 +73,7 @@ def test_a_winner_that_failed_on_every_fresh_seed_is_refused_for_that(searched, 
     assert read_header(out)["confirmed"]["seeds"] == []
 
 
+@pytest.mark.more
 def test_more_fresh_seeds_are_added_to_those_that_ran(searched, config):
     storage, _, _ = searched(confirm=1)
     before = confirmed(storage)["metrics"]["val_acc"]["values"]

@@ -260,6 +260,7 @@ def test_random_points_continue_after_an_interruption(search):
     assert len(set(rates)) == 2
 
 
+@pytest.mark.more
 def test_rungs_stop_all_but_the_better_half_of_those_that_reached_them(search, monkeypatch):
     def run(config, *args, on_round, **kwargs):
         for number in (1, 2):
@@ -364,6 +365,7 @@ def test_a_timeout_ends_the_search_and_names_the_command_that_continues_it(searc
     assert ended.how == "timeout" and all(kind(t) == "waiting" for t in trials(options))
 
 
+@pytest.mark.more
 def test_a_trial_of_a_dead_worker_is_repeated_twice_at_most(search, monkeypatch):
     monkeypatch.setattr("hpo.storage.GRACE", 1)
     options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}}, timeout=1e-6)

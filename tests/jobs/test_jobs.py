@@ -200,6 +200,7 @@ def tell(options):
     return shell.OK
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("given, seen", [(None, {"0", "1"}), ("4,5", {"4", "5"}), ("GPU-a, GPU-b", {"GPU-a", "GPU-b"})])
 def test_workers_see_one_gpu_each_of_those_that_the_command_sees(tmp_path, monkeypatch, given, seen):
     """Also where they cannot be forked."""

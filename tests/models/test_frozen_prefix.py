@@ -19,6 +19,8 @@ from fs_lowrank.models.states import SharedStates
 from fs_lowrank.models.trials import samples_to_try
 from fs_lowrank.settings import AdapterSpec
 
+pytestmark = pytest.mark.more
+
 
 def examples(count=9, causal=False, seed=0):
     draw = np.random.default_rng(seed)
@@ -40,7 +42,6 @@ def kind(request, tiny_encoder, tiny_causal):
     return request.param == "causal", tiny_causal if request.param == "causal" else tiny_encoder
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("layers, depth", [((0,), 0), ((1,), 1), ((1, 2), 1), ((2,), 2)])
 @pytest.mark.parametrize("folder", [False, True])
 def test_the_same_logits(kind, layers, depth, folder, tmp_path):
@@ -242,7 +243,6 @@ def test_keys_and_values_are_kept_only_where_all_fit(tiny_encoder):
     assert not prefix.parts and prefix.budget == {"a": True}
 
 
-@pytest.mark.more
 def test_keys_and_values_of_other_weights_have_another_name(tiny_encoder, monkeypatch):
     keys = set()
     for change in (None, "attention.self.key.weight", "attention.self.value.lora_A.default.weight"):
@@ -400,7 +400,6 @@ def trained(name, data, limit):
     return learns
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("name", KEPT + COMPUTED)
 def test_every_architecture_gives_equal_results_with_the_cache(name, caplog):
     data = examples(causal=name in CAUSAL)

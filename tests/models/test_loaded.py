@@ -95,6 +95,7 @@ def tuned(tmp_path_factory, tiny_encoder):
     return saved(AutoModelForSequenceClassification.from_pretrained(str(tiny_encoder), num_labels=3), folder)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", CLASSIFIERS)
 def test_only_the_head_may_be_new(kind, tmp_path, caplog):
     make, heads, _ = CLASSIFIERS[kind]
@@ -222,6 +223,7 @@ def test_a_folder_with_an_adapter_is_not_a_model(tiny_encoder, tmp_path):
 # -- lengths and vocabularies --------------------------------------------------------------------------
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", CLASSIFIERS)
 def test_positions_are_what_the_model_takes(kind, tmp_path):
     make, _, room = CLASSIFIERS[kind]

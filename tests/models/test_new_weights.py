@@ -14,6 +14,8 @@ from fs_lowrank.models.kinds import heads_by_place
 from fs_lowrank.models.names import is_head, tags
 from fs_lowrank.settings import ALL_LINEAR, AdapterSpec
 
+pytestmark = pytest.mark.more
+
 SMALL = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 BART = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
 BART |= {"vocab_size": 40, "d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_position_embeddings": 24}
@@ -92,7 +94,6 @@ def test_all_linear_leaves_out_the_head(case):
     assert inside and not [n for n in inside if n.startswith(tuple(f"{part}." for part in head))]
 
 
-@pytest.mark.more
 def test_byte_figures_of_full_training_set_the_head_apart(settings, tiny_encoder, tmp_path, no_curves):
     tokenizer = hf.AutoTokenizer.from_pretrained(str(tiny_encoder))
     base = hf.DebertaV2Config(**{**SMALL, "vocab_size": len(tokenizer)})

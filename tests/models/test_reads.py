@@ -16,6 +16,8 @@ from fs_lowrank.models.frozen import FrozenPrefix
 from fs_lowrank.models.reads import OnlyRead
 from fs_lowrank.settings import AdapterSpec
 
+pytestmark = pytest.mark.more
+
 SIZES = {
     "vocab_size": 40,
     "hidden_size": 32,
@@ -160,7 +162,6 @@ def test_equal_to_the_plain_forward(name, task, attention, dtype, relative):
     assert not any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("name, task", CASES)
 def test_equal_in_single_precision(name, task):
     """Within 1e-6 of the plain forward, in loss, logits and every gradient, and as close to double precision as that.
@@ -187,7 +188,6 @@ def test_equal_in_single_precision(name, task):
     assert means[1] <= 1.1 * means[0]
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("name, task", CASES)
 def test_dropout_draws_the_masks_of_all_positions(name, task):
     model, data = make(name, task, dropout=0.2, lora_dropout=0.3), examples(task)
@@ -307,7 +307,6 @@ def test_an_error_in_the_layer_leaves_the_model_as_it_was():
     assert torch.overrides._get_current_function_mode_stack() == []
 
 
-@pytest.mark.more
 def test_half_precision():
     model, data = make("llama", "answers", dtype=torch.bfloat16), examples("answers")
     reads, batch = checked(model, data), data.batch(np.arange(7))

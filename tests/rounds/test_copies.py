@@ -267,6 +267,7 @@ def test_quantised_messages_over_processes(tmp_path):
         check_same(run.evaluated(3, client)[0], run, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("bits", [8, 16])
 @EACH
 def test_the_state_after_a_quantised_message_is_what_copies_hold(name, bits, tmp_path):

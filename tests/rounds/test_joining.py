@@ -3,11 +3,14 @@
 import json
 import shutil
 
+import pytest
+
 import fs_lowrank
 from fs_lowrank.rounds.joining import objection, proof_of
 from fs_lowrank.rounds.site import Site
 
 
+@pytest.mark.more
 def test_what_a_model_and_a_tokenizer_read_belongs_to_what_has_to_be_equal(settings, tmp_path):
     """The weights are the same, and so are the tokens of these texts."""
     model = tmp_path / "model"
