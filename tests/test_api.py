@@ -28,7 +28,7 @@ def path(settings, tmp_path):
 
 @pytest.mark.parametrize(
     "module",
-    ["fs_lowrank", *(f"fs_lowrank.{name}" for name in ("data", "finished", "page", "runs", "runs.split")), "hpo"],
+    ["fs_lowrank", *(f"fs_lowrank.{name}" for name in ("data", "finished", "runs", "runs.split")), "hpo"],
 )
 def test_a_path_is_given_as_text_or_as_a_path(module):
     """Of all functions that these modules are imported for, and of the options of a search."""

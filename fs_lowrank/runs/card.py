@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -31,14 +32,18 @@ def model_card(
         best: of the best round, the metric by which it is; empty for the last round.
         round: its number.
     """
-    base, folder = model_name(config.model.type), outdir_of(config)
+    given, folder = model_name(config.model.type), outdir_of(config)
+    local = Path(locate(given)).is_dir()  # a path says nothing elsewhere, and may be the name of another model on a hub
+    base = Path(given).name if local else given
     header: dict[str, Any] = {"library_name": "peft" if what == "adapter" else "transformers"}
     if not config.is_vision:
-        header |= {"base_model": base, "pipeline_tag": _PIPELINES.get(config.model.task, "text-classification")}
+        header |= {} if local else {"base_model": base}
+        header |= {"pipeline_tag": _PIPELINES.get(config.model.task, "text-classification")}
     header["tags"] = ["federated-learning", "fs-lowrank", facts["method"], *(["lora"] if what == "adapter" else [])]
     sizes, labels = sorted(facts["clients"]), facts.get("labels") or []
     rows = [
         ("base model", f"`{base}`"),
+        ("fingerprint of its weights", f"`{facts['model']}`"),
         ("method", f"`{facts['method']}`" + _params(config)),
         ("data", facts["source"]),
         _predicted(config, labels),
@@ -72,7 +77,7 @@ def model_card(
             "In the folder in which the run was started:",
             "",
             "```python",
-            *_use(config, locate(base), labels, what, (folder / (f"{what}_best" if best else what)).as_posix()),
+            *_use(config, locate(given), labels, what, (folder / (f"{what}_best" if best else what)).as_posix()),
             "```",
             "",
             "## Again",

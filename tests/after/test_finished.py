@@ -171,7 +171,7 @@ def test_the_traceback_of_an_error_of_the_package_is_in_the_folder_of_the_run(
     for module, command in (
         ("finished.evaluate_rows", ["evaluate", str(folder), "--data", str(test_rows)]),
         ("finished.predict_rows", ["predict", str(folder), "--data", str(test_rows), "--out", str(tmp_path / "o.csv")]),
-        ("page.read_runs", ["report", str(folder)]),
+        ("runs.shown.read_runs", ["report", str(folder)]),
         (
             "api.compare",
             ["compare", "--cfg", str(folder / "config.yaml"), "--methods", "rolora", "outdir", str(folder)],
@@ -380,7 +380,8 @@ def test_the_adapter_has_a_card(runs, tiny_encoder):
     card = (result.outdir / "adapter" / "README.md").read_text(encoding="utf-8")
     _, header, body = card.split("---\n", 2)
     about = yaml.safe_load(header)
-    assert about["library_name"] == "peft" and about["base_model"] == str(tiny_encoder)
+    assert about["library_name"] == "peft" and "base_model" not in about, "a folder of this machine"
+    assert str(tiny_encoder) not in header and f"`{tiny_encoder.name}`" in body and result.facts["model"] in body
     assert about["pipeline_tag"] == "text-classification" and {"rolora", "lora"} <= set(about["tags"])
     assert f"| test_acc | {result.final['test_acc']:.4g} |" in body and "| clients | 5, of " in body
     code = body.split("```python\n")[1].split("```")[0]
@@ -405,7 +406,7 @@ def test_the_card_of_a_fetched_model_names_its_folder(runs, tiny_causal, tmp_pat
     result = runs["instructions"]
     config = load_config(result.outdir / "config.yaml", **{"model.type": "smollm2@huggingface_llm", "outdir": "out"})
     card = model_card(config, result.facts, {}, "adapter")
-    assert f'from_pretrained("{tmp_path / "home" / "smollm2"}")' in card and "base_model: smollm2\n" in card
+    assert f'from_pretrained("{tmp_path / "home" / "smollm2"}")' in card and "base_model:" not in card
     assert 'from_pretrained(base, "out/adapter")' in card and "--cfg out/config.yaml outdir again" in card
 
 
