@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fs_lowrank.draw.figures import GREY, INK, drawn, figure
-from fs_lowrank.draw.panels import Bars, Line, Panel
+from fs_lowrank.draw.panels import Bars, Line, Panel, columns
 from fs_lowrank.jobs.files import write_bytes
 
 from .decide import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, Condition, Met
@@ -126,7 +126,7 @@ def _along(results: ExperimentResults, name: str, title: str, columns: Mapping[s
 
 def _hollow(points: Sequence[tuple[float, float]], index: int) -> list[Line]:
     """Points of the method with this number that are not of whole seeds, over its line."""
-    return [Line("", *zip(*points), colour=index, style="", hollow=True, means=_NOT_WHOLE)] if points else []
+    return [Line("", *columns(points), colour=index, style="", hollow=True, means=_NOT_WHOLE)] if points else []
 
 
 def _majority(results: ExperimentResults) -> float | None:
@@ -160,7 +160,7 @@ def traffic(results: ExperimentResults) -> list[Panel]:
 
 
 def _curves(
-    results: ExperimentResults, along: str, x_of: Callable[[Mapping[str, float]], float], **more: bool
+    results: ExperimentResults, along: str, x_of: Callable[[Mapping[str, float]], float], **more: Any
 ) -> list[Panel]:
     """Means over seeds with bands from the smallest to the largest; the end of a method with a lost seed is hollow."""
     metric, panels = curve_metric(results), []
@@ -223,7 +223,7 @@ def rates(results: ExperimentResults) -> list[Panel]:
             method = search["method"]
             points = sorted((p[key], p["value"]) for p in search["tried"])
             colour = results.methods.index(method) if method in results.methods else GREY
-            marks.append(Line(method, *zip(*points), colour=colour))
+            marks.append(Line(method, *columns(points), colour=colour))
         ticks = {p[key]: f"{p[key]:g}" for search in searches for p in search["tried"]}
         name = f"{searches[0]['objective']} at the end"
         panels.append(Panel("rates", setting, "learning rate", name, marks, log=True, ticks=ticks))

@@ -13,12 +13,12 @@ from typing import Any
 
 import optuna
 from optuna.study import StudyDirection
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from fs_lowrank import UserError
 from fs_lowrank.draw.figures import COLOURS, GREY, figure, save
 from fs_lowrank.draw.page import PageTable, Section, document
-from fs_lowrank.draw.panels import Line, Panel
+from fs_lowrank.draw.panels import Line, Panel, columns
 from fs_lowrank.draw.runs import setting_of
 from fs_lowrank.jobs.files import write_text
 from fs_lowrank.jobs.tables import write_tables
@@ -89,7 +89,7 @@ def _majority_lines(studies: Studies, lines: Sequence[Line]) -> list[Line]:
     places = [x for line in lines for x in line.x]
     if not shares or not places:
         return []
-    ends, look = [min(places), max(places)], {"style": "--", "marker": ""}
+    ends, look = [min(places), max(places)], dict[str, Any](style="--", marker="")
     if len({*shares.values()}) == 1:
         return [Line("majority class", ends, [next(iter(shares.values()))] * 2, colour=GREY, **look)]
     labels, numbers = _labels([*studies]), {name: index for index, name in enumerate(studies)}
@@ -109,9 +109,9 @@ def rounds_panel(study: optuna.Study) -> Panel:
         pruned = trial.state == TrialState.PRUNED
         ends += [points[-1]] * pruned
         name = f"trial {trial.number}" if len(trials) <= len(COLOURS) else ""
-        lines.append(Line(name, *zip(*points), colour=index, style=":" if pruned else "-"))
+        lines.append(Line(name, *columns(points), colour=index, style=":" if pruned else "-"))
     if ends:
-        lines.append(Line("pruned", *zip(*ends), colour=GREY, style="", marker="x"))
+        lines.append(Line("pruned", *columns(ends), colour=GREY, style="", marker="x"))
     lines += _majority_lines({study.study_name: study}, lines)
     shown = _shown(study)
     return Panel(
@@ -130,9 +130,9 @@ def slice_panel(storage: optuna.storages.BaseStorage, names: Sequence[str], key:
         only = {p.key for p in space_of(study).parameters} == {key}
         for complete in (True, False):
             if shown := [(x, y) for x, y, whole in points if whole == complete]:
-                look = {"style": "-"} if only and complete else {"style": "", "hollow": not complete}
+                look: dict[str, Any] = {"style": "-"} if only and complete else {"style": "", "hollow": not complete}
                 means = "" if complete else "pruned"
-                lines.append(Line(labels[name], *zip(*shown), colour=index, means=means, **look))
+                lines.append(Line(labels[name], *columns(shown), colour=index, means=means, **look))
         objective = settings_of(study).objectives[0]
         for winner in summary(storage, name)["winners"][:1]:
             fresh = (winner["confirmed"] or {}).get("metrics", {}).get(objective)
@@ -151,14 +151,15 @@ def pareto_panel(study: optuna.Study, pair: tuple[int, int]) -> Panel:
     objectives = [_shown(study, i) for i in pair]
     done = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     lines = []
-    for name, trials, look in (
+    kinds: tuple[tuple[str, list[FrozenTrial], dict[str, Any]], ...] = (
         ("all trials", done, {"colour": 0, "hollow": True}),
         ("Pareto front", study.best_trials, {"colour": 1}),
-    ):
+    )
+    for name, trials, look in kinds:
         x, y = ([trial.values[i] for trial in trials] for i in pair)
         lines.append(Line(name, x, y, style="", **look))
     title = f"{study.study_name}: {objectives[1]} against {objectives[0]}"
-    return Panel(f"pareto-{study.study_name}-{pair[0]}-{pair[1]}", title, *objectives, lines)
+    return Panel(f"pareto-{study.study_name}-{pair[0]}-{pair[1]}", title, objectives[0], objectives[1], lines)
 
 
 def _shown(study: optuna.Study, index: int = 0) -> str:

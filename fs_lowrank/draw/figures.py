@@ -63,7 +63,8 @@ def figure(
     heights = [max(panel.tall for panel in row) * (1.35 if row is main and others else 1.0) for row in rows] or [1.0]
     width = size[0] * max(columns, len(main) * (1 + bool(others)))
     made = Shown(figsize=(width, size[1] * sum(heights) + 0.6), layout="constrained")
-    places, first = made.add_gridspec(len(heights), 1, height_ratios=heights), None
+    places: Any = made.add_gridspec(len(heights), 1, height_ratios=heights)
+    first = None
     for place, row in zip(places, rows):
         for panel, part in zip(row, place.subgridspec(1, len(main) if row is main else columns)):
             axes = first = made.add_subplot(part, sharey=first if same else None)
@@ -100,7 +101,8 @@ def _draw(axes: Axes, panel: Panel) -> None:
         axis.set_label_text(textwrap.fill(name, 44))
         if ticks:
             slanted = axis is axes.xaxis and sum(map(len, ticks.values())) > 50
-            axis.set_ticks([*ticks], [*ticks.values()], **{"rotation": 30, "ha": "right"} if slanted else {})
+            look: dict[str, Any] = {"rotation": 30, "ha": "right"} if slanted else {}
+            axis.set_ticks([*ticks], [*ticks.values()], **look)
     axes.set_title(textwrap.fill(panel.title, 52), fontsize=10, loc="left")
     if not isinstance(panel.marks[0], Matrix):
         axes.grid(alpha=0.15, color=INK)
@@ -132,7 +134,8 @@ def _draw_line(axes: Axes, line: Line, sideways: bool) -> None:
         axes.fill_between(line.x, line.low, line.high, color=look["color"], alpha=0.13, linewidth=0)
     elif line.low:
         ends = [[v - low for v, low in zip(line.y, line.low)], [high - v for v, high in zip(line.y, line.high)]]
-        axes.errorbar(x, y, **{error: ends}, fmt="none", ecolor=look["color"], alpha=0.7, capsize=3)
+        spread: dict[str, Any] = {error: ends}
+        axes.errorbar(x, y, **spread, fmt="none", ecolor=look["color"], alpha=0.7, capsize=3)
 
 
 def _part(index: int) -> tuple[str, float]:
@@ -151,8 +154,8 @@ def _draw_matrix(axes: Axes, matrix: Matrix) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
     shades = LinearSegmentedColormap.from_list("shades", ["#e3eef8", "#1b5a8c"])
-    look = {"vmin": 0, "vmax": matrix.largest, "aspect": "auto", "interpolation": "none"}
-    image = axes.imshow(matrix.values, cmap=shades, **look)
+    look: dict[str, Any] = {"vmin": 0, "vmax": matrix.largest, "aspect": "auto", "interpolation": "none"}
+    image: Any = axes.imshow(matrix.values, cmap=shades, **look)
     axes.figure.colorbar(image, ax=axes, label=matrix.scale)
     for i, row in enumerate(matrix.shown):
         for j, text in enumerate(row):
@@ -178,7 +181,8 @@ def _add_legend(made: Figure, marks: Iterable[Line | Bars | Matrix]) -> None:
     if len(names) > 1 or len(meanings) > 1:
         columns = max(1, int(11 * made.get_figwidth() / (max(map(len, handles)) + 7)))
         # By numbers first: names that begin with "_" would be left out.
-        numbers, place = [str(i) for i in range(len(handles))], {"loc": "outside lower center", "ncols": columns}
+        numbers = [str(i) for i in range(len(handles))]
+        place: dict[str, Any] = {"loc": "outside lower center", "ncols": columns}
         legend = made.legend([*handles.values()], numbers, **place, fontsize=9, frameon=False)
         for text, name in zip(legend.get_texts(), handles):
             text.set_text(name)

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+
+def columns(points: Iterable[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """The ``x`` and the ``y`` of some points, for a ``Line``."""
+    points = list(points)
+    return [x for x, _ in points], [y for _, y in points]
 
 
 @dataclass(frozen=True)
@@ -89,8 +96,8 @@ class Panel:
     log: bool = False
     share: bool = False
     least: float = 0.0
-    ticks: Mapping[float, str] = field(default_factory=dict)
-    rows: Mapping[float, str] = field(default_factory=dict)
+    ticks: Mapping[Any, str] = field(default_factory=dict)
+    rows: Mapping[Any, str] = field(default_factory=dict)
     sideways: bool = False
     tall: float = 1.0
 

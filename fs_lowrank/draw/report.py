@@ -308,7 +308,9 @@ def _clients(runs: Sequence[Shown]) -> list[Item]:
 
 def _by_client(run: Shown) -> dict[str, dict[str, dict[str, float]]]:
     """The scores by client on its share of the test set: of the global model, and of the clients' own models."""
-    own = next((record["client_scores"] for record in reversed(run.history) if "client_scores" in record), {})
+    own: dict[str, dict[str, float]] = next(
+        (record["client_scores"] for record in reversed(run.history) if "client_scores" in record), {}
+    )
     found = {"the global model": run.on_test.get("clients", {}), "own models": own}
     scored = {whose: {c: of for c, of in scores.items() if "acc" in of} for whose, scores in found.items()}
     return {whose: scores for whose, scores in scored.items() if scores}

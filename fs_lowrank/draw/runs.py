@@ -110,10 +110,14 @@ def curve_panels(
         lines = [line for part in _PARTS for line in _lines(histories, "round", (key, part))]
         panels.append(_curve(name, "round", lines))
     # One evaluation is no curve, but it may be the result.
-    return [panel for panel in panels if any(panel.main or len({*line.x}) > 1 for line in panel.marks)]
+    return [
+        panel
+        for panel in panels
+        if any(panel.main or len({*line.x}) > 1 for line in panel.marks if isinstance(line, Line))
+    ]
 
 
-def _curve(name: str, place: str, lines: Sequence[Line], least: float | None = None, **more: bool) -> Panel:
+def _curve(name: str, place: str, lines: Sequence[Line], least: float | None = None, **more: Any) -> Panel:
     """A panel whose axis of y is ``least`` long, by default a quarter of its largest value."""
     if least is None:
         least = 0.25 * max((abs(y) for line in lines for y in line.y if math.isfinite(y)), default=0.0)

@@ -47,7 +47,7 @@ def text_part(model: nn.Module) -> tuple[str, nn.Module]:
     Models for images or sound and text have several towers, and a text reaches one of them.
     """
     inner = unwrapped(model)
-    config = getattr(inner, "config", None)
+    config: Any = getattr(inner, "config", None)
     if not hasattr(inner, "get_decoder") or is_encoder_decoder(inner) or config.get_text_config() is config:
         return "", model
     part = inner.get_decoder()
