@@ -150,7 +150,7 @@ def results(place, kind):
 @pytest.mark.more
 def test_a_dead_worker_and_a_failing_cell_do_not_stop_the_rest(place, done):
     code, said = done
-    assert code == 1 and "died (signal 9: out of memory, perhaps); another takes its place" in said, said
+    assert code == 1 and "ended (signal 9: out of memory, perhaps); another takes its place" in said, said
     read = r"\d+ rows read, \d+ for training by [23] clients \(\d+ to \d+ each\), \d+ for validation.* 2 classes"
     begun = re.search(rf"^data    tiny\S*  {read}$", said, re.M)
     assert begun and begun.start() < said.index("done    "), said

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from hpo import learning_rates
+from studies import learning_rates
 
 pytestmark = pytest.mark.more
 
