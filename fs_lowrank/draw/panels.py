@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-def columns(points: Iterable[tuple[float, float]]) -> tuple[list[float], list[float]]:
+def columns(points: Iterable[tuple[float, float]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """The ``x`` and the ``y`` of some points, for a ``Line``."""
     points = list(points)
-    return [x for x, _ in points], [y for _, y in points]
+    return tuple(x for x, _ in points), tuple(y for _, y in points)
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,7 @@ def test_an_error_of_ours_is_one_line(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(learning_rates, "load_config", None)
     assert learning_rates.main(["--dir", str(tmp_path), "--out", str(tmp_path)]) == 1
     err = capsys.readouterr().err
-    assert err.startswith(
-        "error: TypeError: 'NoneType' object is not callable (an error in fs-lowrank; please report it"
-    )
+    assert err.startswith("error: TypeError: 'NoneType' object is not callable (in learning_rates.py")
     assert err.count("\n") == 1 and len(list(tmp_path.glob("traceback-*.txt"))) == 1
 
 
