@@ -78,7 +78,7 @@ def row_config(name: str, config: Config, outdir: str | Path) -> Config:
     method = "fedlora" if needs.adapts(config.llm.adapter.use) else "fedavg"
     keys: dict[str, Any] = {"federate.method": method, "outdir": str(outdir), "expname": "", "fedopt.use": False}
     if config.federate.process_num != 1:
-        say_once(f"{name}: federate.process_num (--workers) does not apply to it; it trains in one process")
+        say_once(f"{name}: federate.process_num does not apply to it; it trains in one process")
     keys |= {"federate.use_ss": False, "federate.online_aggr": False, "federate.process_num": 1}
     keys |= {"lowrank.drop_rate": 0.0, "lowrank.min_clients": 1, "lowrank.max_samples": Lowrank().max_samples}
     keys |= {"lowrank.max_update_norm": 0.0, "lowrank.max_update_norm_factor": 0.0, "lowrank.reuse_clients": ""}

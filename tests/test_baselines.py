@@ -134,7 +134,7 @@ def test_the_row_local_says_that_it_trains_in_one_process_and_tells_training_fro
     say_once.cache_clear()
     config = fs_lowrank.load_config(few, {"federate.process_num": 2})
     row = baselines.row_config("local", config, tmp_path / "local")
-    assert "local: federate.process_num (--workers) does not apply to it" in caplog.text
+    assert "local: federate.process_num does not apply to it" in caplog.text
     seconds = baselines.run_row("local", row).history[0]["seconds"]
     assert seconds["training"] > 0 and seconds["evaluation"] > 0 and seconds["aggregation"] == 0
 

@@ -213,7 +213,7 @@ def _answer(scores: Sequence[_Score], name: str) -> str:
     if unsure:
         said.append(f"the difference to {_listed([score.label for score in unsure])} may be chance")
     if len(clear) + len(unsure) < len(others):
-        said.append("how sure that is, one run of each cannot tell: compare with --seeds 0,1,2")
+        said.append("how sure that is, one run of each cannot tell: compare with several seeds")
     equal = [score for score in (best, *unsure) if score.megabytes]
     if equal:
         cheap = min(equal, key=lambda score: score.megabytes)

@@ -48,7 +48,7 @@ def answers(run: FinishedRun, rows: Rows, tokens: int) -> list[str]:
         batch_size=size,
         max_new_tokens=tokens,
         on_cut=lambda count: logger.warning(
-            "%d of %d answers were cut at %d tokens; allow more with --tokens, in Python tokens=",
+            "%d of %d answers were cut at %d tokens; allow more with tokens=",
             count,
             len(prompts),
             tokens,

@@ -69,7 +69,7 @@ def test_a_smaller_loss_is_better_and_one_run_of_each_is_not_sure():
     ]
     scores = report._scores({run.label: [run] for run in runs}, "test", "loss")
     assert [(score.label, score.behind, score.sure) for score in scores] == [("b", 0.0, None), ("a", 0.5, None)]
-    assert "compare with --seeds 0,1,2" in report._answer(scores, "test loss")
+    assert "compare with several seeds" in report._answer(scores, "test loss")
 
 
 def test_the_first_screen_of_a_comparison_has_the_answer_and_the_ranking(tmp_path):

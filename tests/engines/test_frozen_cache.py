@@ -140,8 +140,8 @@ def test_a_resumed_run_with_the_cache(make, tmp_path):
     assert all(torch.equal(whole.ledger.state[n], resumed.ledger.state[n]) for n in whole.ledger.state)
 
 
-def test_a_model_with_which_the_cache_cannot_be_used(make, tiny_encoder, tmp_path, caplog):
-    """The result is that of a run without the cache, also after resuming."""
+def test_a_model_whose_scores_depend_on_padding(make, tiny_encoder, tmp_path, caplog):
+    """Its texts are computed by length, without the cache, also after resuming."""
     folder = tmp_path / "fnet"
     vocabulary = len(AutoTokenizer.from_pretrained(str(tiny_encoder)))
     torch.manual_seed(0)
@@ -158,7 +158,7 @@ def test_a_model_with_which_the_cache_cannot_be_used(make, tiny_encoder, tmp_pat
     }
     with caplog.at_level(logging.WARNING, "fs_lowrank"):
         kept = make("encoder", keys)
-    assert "train.cache_frozen: the cache cannot be used with FNetForSequenceClassification" in caplog.text
+    assert "FNetForSequenceClassification gives a text another score where it is padded" in caplog.text
     computed = make("encoder", {**keys, "train.cache_frozen": "off"})
     stopped = make("encoder", {**keys, "outdir": str(tmp_path / "stopped")})
     stopped.on_round = lambda record: True
@@ -166,6 +166,6 @@ def test_a_model_with_which_the_cache_cannot_be_used(make, tiny_encoder, tmp_pat
         engine.run()
     resumed = make("encoder", {**keys, "outdir": str(tmp_path / "stopped")})
     resumed.run(resume=True)
-    assert not any(kept.site.prefix.budget.values()) and resumed.site.prefix.budget == kept.site.prefix.budget
+    assert kept.site.prefix is None and resumed.site.prefix is None
     for engine in (computed, resumed):
         assert all(torch.equal(value, engine.ledger.state[n]) for n, value in kept.ledger.state.items())

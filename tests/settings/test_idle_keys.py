@@ -24,6 +24,7 @@ from fs_lowrank.settings.effects import without_effect
 from fs_lowrank.settings.sections import ROBUST
 from fs_lowrank.settings.sections import ServerOptimizer as Section
 from fs_lowrank.testing import Bench
+from fs_lowrank.testing.small import make_reviews
 from fs_lowrank.training import schedule
 from fs_lowrank.training.schedule import Schedule, lr_at, schedule_of
 
@@ -317,15 +318,19 @@ def test_splits_of_data_with_sets_of_their_own(settings, reviews_csv, caplog):
         check_splits(config, build_data(config, build_tokenizer(config)))
         return "data.splits = [0.5, 0.2, 0.3] has no effect" in caplog.text
 
-    own = {"test": reviews_csv.name, "validation": reviews_csv.name}
+    for name in ("test", "validation"):
+        make_reviews(60, seed=1).to_csv(reviews_csv.with_name(f"{name}.csv"), index=False)
+    own = {"test": "test.csv", "validation": "validation.csv"}
     assert said(**own) and not said(test=own["test"]) and not said()
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("own", ["test", "validation"])
 def test_the_share_and_the_seed_of_rows_that_the_data_have(settings, reviews_csv, caplog, own):
+    make_reviews(60, seed=1).to_csv(reviews_csv.with_name("others.csv"), index=False)
+
     def built(seed=-1, splits=(0.5, 0.2, 0.3), subsample=1.0):
-        keys = {"data.args": [{own: reviews_csv.name}], "data.splits": list(splits), "lowrank.test_seed": seed}
+        keys = {"data.args": [{own: "others.csv"}], "data.splits": list(splits), "lowrank.test_seed": seed}
         config = load_config(settings, {**keys, "data.test_subsample": subsample})
         say_once.cache_clear()
         caplog.clear()
