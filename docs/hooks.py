@@ -1,15 +1,23 @@
-"""What mkdocs asks of us: pages for the files of the repository's root, links that fit a site, and old addresses.
+"""What mkdocs asks of us: pages of the repository's root and of the code, links that fit a site, and old addresses.
 
 The guides link to each other and to files as GitHub shows them. On the site a link to a page leads to the page; one to
 another file of the repository becomes the file's name, since the site does not hold it. A link that leads nowhere
 stays as it is, and mkdocs refuses it. A page that has moved sends a browser on from where it was.
 """
 
-import os.path
+import dataclasses
+import inspect
+import os
 import re
 from pathlib import Path, PurePosixPath
 
 from mkdocs.structure.files import File
+
+import benchmark.cli
+import fs_lowrank.cli
+import hpo.cli
+from fs_lowrank import keys
+from fs_lowrank.methods import get_method_class
 
 ROOT = Path(__file__).parents[1]
 #: files of the root that are pages
@@ -32,7 +40,33 @@ LINK = re.compile(r"\[([^\[\]]+)\]\(([^()#\s:]+)(#[^()\s]*)?\)")
 def on_files(files, config):
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    files.append(File.generated(config, "reference/keys.md", content=keys.markdown()))
+    files.append(File.generated(config, "reference/command_line.md", content=command_line()))
     return files
+
+
+def command_line():
+    """The page of all commands, with the help of each."""
+    os.environ["COLUMNS"] = "100"
+    lines = ["# Commands", "", "Each command prints its own help with `--help`. This page is made from it."]
+    for program in (fs_lowrank.cli, hpo.cli, benchmark.cli):
+        for parser in program._parser()[1]:
+            lines += ["", f"## {parser.prog}", "", "```", parser.format_help().strip(), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def from_the_code(name):
+    """The docstring of a method's module, its paper and algorithm, and its hyperparameters."""
+    method = get_method_class(name)
+    lines = ["## Paper and algorithm", "", inspect.cleandoc(inspect.getmodule(method).__doc__).replace("``", "`")]
+    meanings, fields = keys.sentences(method.Params), dataclasses.fields(method.Params)
+    if fields:
+        lines += ["", "## Hyperparameters", "", "Below `lowrank.` in a file:", "", "| key | default | meaning |"]
+        lines += ["| --- | --- | --- |"]
+        for field in fields:
+            meaning = meanings.get(field.name, "").replace("|", "\\|")
+            lines.append(f"| `{field.name}` | `{keys.shown(field.default)}` | {meaning} |")
+    return "\n".join(lines)
 
 
 def on_page_markdown(markdown, page, config, files):
@@ -49,6 +83,7 @@ def on_page_markdown(markdown, page, config, files):
         return f"{text} (`{file}`)" if (ROOT / file).exists() else match[0]
 
     markdown = markdown.replace('="docs/pictures/', '="pictures/')  # of the README
+    markdown = re.sub(r"<!-- from the code: (\w+) -->", lambda found: from_the_code(found[1]), markdown)
     return LINK.sub(fitting, markdown)
 
 

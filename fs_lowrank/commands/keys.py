@@ -18,7 +18,7 @@ def add(commands) -> None:
         "keys", help="all configuration keys: type, default, engines, meaning; or those of one section or name"
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="a key, a section, a splitter, a method")
-    parser.add_argument("--markdown", action="store_true", help="print the page of the documentation")
+    parser.add_argument("--markdown", action="store_true", help="print all of them as the page of the documentation")
     tables.option(parser)
     parser.set_defaults(do=_keys)
 
@@ -52,5 +52,6 @@ def _keys(args: argparse.Namespace) -> None:
     tables.show(console, lines, args.table)
     if not args.name:
         console.print(
-            "one key in full: fs-lowrank keys NAME; FederatedScope's other keys: docs/reference/keys.md", soft_wrap=True
+            "one key in full: fs-lowrank keys NAME; FederatedScope's other keys: fs-lowrank keys --markdown",
+            soft_wrap=True,
         )
