@@ -15,6 +15,7 @@ from fs_lowrank.baselines import split_names
 from fs_lowrank.config import load_for
 from fs_lowrank.data.fetch import FETCHABLE
 from fs_lowrank.jobs import shell
+from fs_lowrank.methods import get_method_class
 from fs_lowrank.settings import parse_overrides
 from hpo.space import load_space
 
@@ -115,6 +116,13 @@ def test_options_in_sentences_and_tables(path):
     parsers = [p for module in (cli, *OWN.values()) for p in module._parser()[1]]
     known = {option for parser in parsers for option in parser._option_string_actions} | {"--debug", "--verbose"}
     assert named <= known | FOREIGN, named - known - FOREIGN
+
+
+def test_every_method_has_a_page():
+    built_in = {name for name in list_methods() if get_method_class(name).__module__.startswith("fs_lowrank.")}
+    for name in sorted(built_in):
+        page = read(ROOT / "docs" / "methods" / f"{name}.md")
+        assert f"<!-- from the code: {name} -->" in page and f"methods/{name}.md" in read(ROOT / "mkdocs.yml"), name
 
 
 def test_the_commands_are_found():
