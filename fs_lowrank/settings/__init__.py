@@ -6,9 +6,10 @@ engines, and does not import torch.
 
 from . import framework
 from .adapter import ADDED, ALL_LINEAR, AdapterSpec
-from .build import check_together, read_section, unknown_key
+from .build import read_section, unknown_key
 from .check import Key, check_keys, check_value, key, keys_of, one_mapping
 from .clients import OfClient, grouped
+from .conflicts import check_together
 from .origin import Origin, show
 from .parameters import check_method_params
 from .reading import as_overrides, parse_overrides, read_yaml, yaml_beside

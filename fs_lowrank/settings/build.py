@@ -1,20 +1,16 @@
-"""Build checked sections from plain nested data, and check values that depend on each other."""
+"""Build checked sections from plain nested data."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
-from pathlib import PurePath
 from typing import Any, NoReturn
 
 from ..errors import UserError
 from . import framework
 from .check import check_value, hints_of, misspelt
-from .metrics import METRICS
 from .origin import Origin
-from .schema import Settings, known_keys
-from .sections import ROBUST, VISION_MODELS, robust_needs
+from .schema import known_keys
 
 
 def read_section(cls: type, raw: Any, prefix: str, origin: Origin, others: dict[str, Any]) -> Any:
@@ -97,137 +93,3 @@ def _framework_key(name: str, value: Any, origin: Origin, others: dict[str, Any]
         if not _framework_key(f"{name}.{key}", item, origin, others):
             unknown_key(f"{name}.{key}", origin)
     return True
-
-
-def _check_robust(config: Settings, origin: Origin) -> None:
-    """Keys of ``lowrank.robust`` that its rule does not use, and rounds with too few clients for it."""
-    rule, malicious, norm = config.lowrank.robust, config.lowrank.robust_malicious, config.lowrank.robust_norm
-    if malicious != 1 and robust_needs(rule, malicious) == 1:
-        users = ", ".join(r for r in ROBUST if robust_needs(r, 1) > 1)
-        origin.fail("lowrank.robust_malicious", f"= {malicious} is for {users}; lowrank.robust is {rule}")
-    if norm and rule != "norm_bound":
-        origin.fail("lowrank.robust_norm", f"= {norm:g} is for norm_bound; lowrank.robust is {rule}")
-    if config.sampled_per_round < (needed := robust_needs(rule, malicious)):
-        origin.fail(
-            "lowrank.robust",
-            f"= {rule} with robust_malicious = {malicious} needs {needed} clients per round; there are "
-            f"{config.sampled_per_round}",
-        )
-
-
-def _check_alone(config: Settings, origin: Origin) -> None:
-    """One client of a division trains alone: that there is such a client, and nothing that needs several."""
-    name, federate = "federate.client_idx_for_local_train", config.federate
-    if not 0 <= config.alone <= federate.client_num:
-        origin.wrong(name, config.alone, f"the number of a client, 1 to {federate.client_num}; or 0 for all clients")
-    if not config.alone:
-        return
-    ranks = config.lowrank.params.get("ranks") or ()
-    for wrong, what in (
-        (federate.mode != "standalone", f"federate.mode = {federate.mode} is for clients that train together"),
-        (federate.use_ss, "federate.use_ss hides the updates of several clients from each other"),
-        (
-            bool(config.lowrank.clients) or len(ranks) > 1,
-            "lowrank.clients and lowrank.ranks are for clients that train together; give the file the client's values",
-        ),
-    ):
-        if wrong:
-            origin.fail(name, f"= {config.alone} trains one client alone, and {what}; leave one of the two out")
-
-
-def check_together(config: Settings, origin: Origin) -> None:
-    """Check values that depend on each other."""
-    _check_clients(config, origin)
-    _check_alone(config, origin)
-    _check_robust(config, origin)
-    _check_model(config, origin)
-    _check_data(config, origin)
-    _check_place_and_scores(config, origin)
-
-
-def _check_clients(config: Settings, origin: Origin) -> None:
-    federate = config.federate
-    if federate.client_num < 1:
-        origin.fail("federate.client_num", f"= {federate.client_num}: set it to the number of clients, 1 or more")
-    if federate.sample_client_num == 0:
-        origin.wrong("federate.sample_client_num", 0, "clients a round, 1 or more; or -1 for all")
-    if federate.sample_client_num > federate.client_num:
-        origin.wrong(
-            "federate.sample_client_num",
-            federate.sample_client_num,
-            f"at most federate.client_num, which is {federate.client_num}",
-        )
-    if federate.sample_client_rate <= 0 and federate.sample_client_rate != -1:
-        origin.wrong(
-            "federate.sample_client_rate", federate.sample_client_rate, "a share above 0 and at most 1; or -1 for all"
-        )
-    if config.lowrank.min_clients > config.sampled_per_round:
-        origin.wrong(
-            "lowrank.min_clients",
-            config.lowrank.min_clients,
-            f"at most the clients of a round, {config.sampled_per_round}",
-        )
-
-
-def _check_model(config: Settings, origin: Origin) -> None:
-    if not config.lowrank.train_head:
-        if config.is_language:
-            origin.fail("lowrank.train_head", f"= False is for classifiers; {config.model.task} has no head of its own")
-        if named := config.adapter.extra.get("modules_to_save"):
-            origin.fail("lowrank.train_head", f"= False, but modules_to_save {list(named)} asks for trained modules")
-    if config.is_vision and config.model.task != "ImageClassification":
-        origin.wrong("model.task", config.model.task, f"ImageClassification, or nothing, with {config.model.type}")
-    for key, value, default in (
-        ()
-        if config.is_vision
-        else (
-            ("norm", config.lowrank.norm, "batch"),
-            ("width", config.lowrank.width, 1.0),
-            ("weights", config.lowrank.weights, ""),
-            ("base_init", config.lowrank.base_init, "random"),
-        )
-    ):
-        if value != default:
-            origin.fail(
-                f"lowrank.{key}",
-                f"= {value!r} is for networks of ours ({', '.join(VISION_MODELS)}); "
-                f"model.type is {config.model.type!r}",
-            )
-    if config.lowrank.base_init == "zero" and not config.from_scratch:
-        origin.fail(
-            "lowrank.base_init",
-            "= 'zero' would wipe out the pre-trained weights of lowrank.weights; it is for training from scratch",
-        )
-
-
-def _check_data(config: Settings, origin: Origin) -> None:
-    splits = config.data.splits
-    if len(splits) != 3 or abs(sum(splits) - 1) > 1e-6:
-        origin.wrong("data.splits", splits, "three shares, of train, validation and test, that add up to 1")
-    if config.dataloader.batch_tokens and config.is_vision:
-        origin.fail("dataloader.batch_tokens", "counts the tokens of texts, and images have none; leave it out")
-    if config.dataloader.batch_tokens and config.dataloader.drop_last:
-        origin.fail(
-            "dataloader.drop_last",
-            "= True leaves out a batch with fewer samples than the others, and with dataloader.batch_tokens batches "
-            "differ in that; leave one of the two out",
-        )
-
-
-def _check_place_and_scores(config: Settings, origin: Origin) -> None:
-    if (
-        isinstance(config.device, str)
-        and config.device != "cpu"
-        or isinstance(config.device, int)
-        and config.device < -1
-    ):
-        origin.wrong("device", config.device, "the index of a GPU, -1 for any, or cpu")
-    if ".." in PurePath(config.expname).parts or PurePath(config.expname).is_absolute():
-        origin.wrong("expname", config.expname, "a folder below outdir")
-    for i, metric in enumerate(config.eval.metrics):
-        if metric not in ("acc", "loss") and config.model.task and config.model.task not in METRICS[metric].tasks:
-            tasks = " and ".join(METRICS[metric].tasks)
-            origin.fail(f"eval.metrics.{i}", f"= {metric}: it is for {tasks}; model.task is {config.model.task}")
-    best = config.eval.best_res_update_round_wise_key
-    if not re.fullmatch(r"(\w+\.)?(train|val|test|client_test)_\w+", best):
-        origin.wrong("eval.best_res_update_round_wise_key", best, "SPLIT_METRIC, such as val_loss or test_acc")
