@@ -192,8 +192,8 @@ def _check_scorer(spec: dict, options: Options) -> None:
 
     if spec["scorer"] == "humaneval" and not permitted(spec, options.unsafe_code).get("run_unsafe_code"):
         raise UserError(
-            "HumanEval executes code that the model writes, in a child process with limits on time, memory "
-            "and network; give --unsafe-code to allow it"
+            "HumanEval executes code that the model writes, with your rights; give --unsafe-code to allow it, in a "
+            "container or a virtual machine"
         )
     scorers.check(permitted(spec, options.unsafe_code), Path(options.data or "."))
 

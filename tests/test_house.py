@@ -180,8 +180,6 @@ JSON_OF = {
     "hpo.settings": "what it has just made",
     "hpo.space": "a value of a study",
     "benchmark.store": "what it has just made",
-    "benchmark.scorers.child": "messages of the process that started it, without this package",
-    "benchmark.scorers.humaneval": "the verdict of that process",
     "studies.speed.clients": "what a process of its own printed, and its arguments",
     "studies.speed.memory": "what a process of its own printed, and its arguments",
     "studies.speed.scale": "what a process of its own printed",

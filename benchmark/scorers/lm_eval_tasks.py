@@ -190,8 +190,7 @@ def _manager():
 
 def _unsafe(name: str) -> UserError:
     return UserError(
-        f"lm-eval's task {name!r} runs generated code within this process; for HumanEval use "
-        "{scorer: humaneval}, which runs it in a limited child process"
+        f"lm-eval's task {name!r} runs generated code; for HumanEval use {{scorer: humaneval}} with --unsafe-code"
     )
 
 

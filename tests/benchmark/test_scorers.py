@@ -388,7 +388,7 @@ def test_a_group_with_a_missing_task_is_an_error(tiny, root, no_hub, tmp_path, m
         ({"scorer": "generate", "tasks": ["arc_easy", "ARC-Easy"]}, "scored twice"),
         ({"scorer": "lm_eval", "tasks": ["arc_eazy"]}, "no task 'arc_eazy'; did you mean 'arc_easy'"),
         ({"scorer": "lm_eval", "tasks": ["piqa"], "num_fewshot": 2}, "piqa with num_fewshot 2 needs examples"),
-        ({"scorer": "lm_eval", "tasks": ["humaneval"]}, "runs generated code within this process"),
+        ({"scorer": "lm_eval", "tasks": ["humaneval"]}, "runs generated code; for HumanEval"),
         ({"scorer": "lm_eval", "tasks": ["rte"]}, r"there is no .*glue/RTE/dev.tsv, and no hub"),
         ({"scorer": "humaneval"}, "set run_unsafe_code: true"),
         ({"scorer": "humaneval", "run_unsafe_code": "yes"}, "run_unsafe_code = 'yes': expected True or False"),
