@@ -17,7 +17,7 @@ PROBLEM = {
     "entry_point": "double",
 }
 #: in the place of the hub's metric, with its interface: it has no time limit and no processes
-METRIC = '''
+METRIC = """
 import os
 import datasets
 import evaluate
@@ -39,7 +39,7 @@ class CodeEval(evaluate.Metric):
                     result = f"failed: {error}"
                 found.setdefault(i, []).insert(0, (j, {"result": result}))
         return {}, found
-'''
+"""
 SPEC = {"scorer": "humaneval", "run_unsafe_code": True}
 
 
