@@ -32,6 +32,7 @@ _LAZY = {
     "Phase": "methods",
     "Update": "methods",
     "RunResult": "runs",
+    "Callback": "callbacks",
 }
 __all__ = sorted(_LAZY)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .baselines import row_config, run_row, split_names
+from .callbacks import Callback
 from .config import Config, load_config, load_for
 from .draw.runs import plot_curves, setting_of
 from .engines import get_engine
@@ -43,6 +44,7 @@ def run(
     progress: bool | None = None,
     on_round: Callable[[dict[str, Any]], object] | None = None,
     on_client: Callable[[int, int, int], object] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> RunResult:
     """Run a configuration.
 
@@ -64,6 +66,7 @@ def run(
         progress: show a bar on standard error. None: on a terminal and in a notebook.
         on_round: called with each round's record; return True to stop.
         on_client: called with (round, clients done, clients of the round).
+        callbacks: what else is done at the start, after each round and at the end.
     Raises:
         UserError: an error that the user can correct. RunFailed: a valid run could not continue.
     """
@@ -71,6 +74,8 @@ def run(
     resume, overwrite = _how(resume, overwrite)
     config = config if isinstance(config, Config) else load_config(config)
     module, folder = get_engine(engine), outdir_of(config)
+    if not isinstance(callbacks, Sequence) or not all(isinstance(callback, Callback) for callback in callbacks):
+        raise UserError(f"callbacks = {callbacks!r}: expected a list of objects derived from fs_lowrank.Callback")
     if resume is True and config.federate.mode == "standalone" and not holds_run(folder):
         raise UserError(f"{folder} holds no run to continue; resume='auto' starts one where there is none")
     if overwrite:
@@ -87,7 +92,8 @@ def run(
             start_method_kept(),
             shown(config, config.federate.method, progress, on_round, on_client) as (told, heard),
         ):
-            result: RunResult = module.run(config, resume=bool(resume), on_round=told, on_client=heard)
+            told_of: dict[str, Any] = {"on_round": told, "on_client": heard, "callbacks": callbacks}
+            result: RunResult = module.run(config, resume=bool(resume), **told_of)
     except Exception as error:
         vars(error)["run_folder"] = outdir_of(config)  # where a command line writes the traceback of an error of ours
         raise
@@ -121,7 +127,7 @@ def compare(
     overwrite: bool = False,
     progress: bool | None = None,
     on_method: Callable[[str], object] | None = None,
-    **callbacks: Any,
+    **told: Any,
 ) -> dict[str, RunResult]:
     """Run a configuration with several methods, each in a subfolder of ``config.outdir`` with its name.
 
@@ -138,6 +144,7 @@ def compare(
             ``lowrank.ranks``, may belong to any of the methods, and applies to those that have it.
         data: as for ``run``; written once, for all methods.
         resume, overwrite, progress: as for ``run``, for the run of every method; a method that has no run yet starts.
+        told: ``on_round``, ``on_client`` and ``callbacks``, as for ``run``; the rows have no callbacks.
 
     Raises:
         UserError: an unknown method, or an override that none of the methods has (raised before anything runs); and
@@ -160,19 +167,19 @@ def compare(
         for name in keys_of:
             if on_method:
                 on_method(name)
-            results[name] = run(configs[name], engine, **existing, **callbacks)
+            results[name] = run(configs[name], engine, **existing, **told)
         for name in rows:
             if overwrite:
                 remove_run(outdir / name)
             if on_method:
                 on_method(name)
-            told = (callbacks.get("on_round"), callbacks.get("on_client"))
+            asked = (told.get("on_round"), told.get("on_client"))
             with (
                 generators_kept(),
                 start_method_kept(),
-                shown(config, name, progress, *told) as told,
+                shown(config, name, progress, *asked) as shown_to,
             ):
-                results[name] = run_row(name, configs[name], bool(resume), *told)
+                results[name] = run_row(name, configs[name], bool(resume), *shown_to)
     try:
         curves = _write_comparison(config, configs, results, outdir)
     except OSError as error:

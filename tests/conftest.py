@@ -123,22 +123,22 @@ def keys_of():
 @pytest.fixture(scope="session", autouse=True)
 def no_curves():
     """Runs draw no pictures, which takes ten times as long as a small run; see ``curves``."""
-    import fs_lowrank.rounds.keeper as keeper
+    from fs_lowrank.callbacks import pictures
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("plot_clients", "plot_curves", "plot_test"):
-            patch.setattr(keeper, name, lambda shown, path, *given, **more: path)
+            patch.setattr(pictures, name, lambda shown, path, *given, **more: path)
         yield
 
 
 @pytest.fixture
 def curves(monkeypatch):
     """The runs of this test draw their pictures."""
-    import fs_lowrank.rounds.keeper as keeper
+    from fs_lowrank.callbacks import pictures
     from fs_lowrank.draw import runs as plots
 
     for name in ("plot_clients", "plot_curves", "plot_test"):
-        monkeypatch.setattr(keeper, name, getattr(plots, name))
+        monkeypatch.setattr(pictures, name, getattr(plots, name))
 
 
 @pytest.fixture(scope="session")

@@ -32,6 +32,7 @@ ROWS = (
     ("fs_lowrank.draw",),
     ("fs_lowrank.runs",),
     ("fs_lowrank.rounds",),
+    ("fs_lowrank.callbacks",),
     ("fs_lowrank.engines",),
     ("fs_lowrank.baselines",),
     ("fs_lowrank.api",),

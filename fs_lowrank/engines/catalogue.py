@@ -46,7 +46,7 @@ def list_engines() -> list[str]:
 
 
 def get_engine(name: str) -> ModuleType:
-    """The engine's module; its ``run(config, resume, on_round, on_client)`` is what ``fs_lowrank.run`` calls.
+    """The engine's module, whose ``run(config, resume, on_round, on_client, callbacks)`` is called.
 
     Raises:
         UserError: there is no such engine (the message names the nearest), it cannot be imported, or it has no ``run``.
@@ -69,6 +69,7 @@ def get_engine(name: str) -> ModuleType:
         ) from error
     if not callable(getattr(engine, "run", None)):
         raise UserError(
-            f"the package that adds engine {name!r}: {point.value} has no run(config, resume, on_round, on_client)"
+            f"the package that adds engine {name!r}: {point.value} has no "
+            "run(config, resume, on_round, on_client, callbacks)"
         )
     return engine

@@ -7,9 +7,10 @@ adapters. With ``federate.process_num`` P, P further processes train and evaluat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from ..callbacks import Callback, callbacks_of
 from ..config import Config, check_local
 from ..rounds.copies import apology
 from ..rounds.ledger import Ledger
@@ -60,15 +61,17 @@ class LocalEngine(Loop):
         config: Config,
         on_round: Callable[[dict[str, Any]], object] | None = None,
         on_client: Callable[[int, int, int], object] | None = None,
+        callbacks: Sequence[Callback] = (),
     ):
         check_local(config)
+        callbacks = callbacks_of(config, callbacks)
         count, lock = processes_of(config), None
         if count > 1:
             check_others(config)
             lock = claim(outdir_of(config))  # processes write their logs there from the start
         # Processes load data and model while this one does.
         transport = Processes(config, count) if count > 1 else SharedModel()
-        super().__init__(config, transport, on_round, on_client, lock)
+        super().__init__(config, transport, callbacks, on_round, on_client, lock)
         self.method, self.model = self.site.method, self.site.model
 
 
@@ -77,7 +80,8 @@ def run(
     resume: bool = False,
     on_round: Callable[[dict[str, Any]], object] | None = None,
     on_client: Callable[[int, int, int], object] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> RunResult:
     """See ``fs_lowrank.run``."""
     check_outdir(config, resume)
-    return LocalEngine(config, on_round, on_client).run(resume)
+    return LocalEngine(config, on_round, on_client, callbacks).run(resume)

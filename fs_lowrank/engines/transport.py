@@ -8,9 +8,9 @@ class Mine(Transport):
             yield order, Lost("absent", "no answer") if data is None else Parcel.of(data)
 
 
-def run(config, resume=False, on_round=None, on_client=None):
+def run(config, resume=False, on_round=None, on_client=None, callbacks=()):
     check_engine(config, "mine")
-    return run_over(Mine(), config, resume, on_round, on_client)
+    return run_over(Mine(), config, resume, on_round, on_client, callbacks)
 ```
 
 A client answers with ``Node.obey``. An engine's module has the function ``run``; outside this package it is found
@@ -19,9 +19,10 @@ through the entry-point group ``fs_lowrank.engines``, by name. ``docs/guides/own
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..callbacks import Callback, callbacks_of
 from ..config import Config
 from ..rounds.ledger import Standing
 from ..rounds.loop import Loop
@@ -41,15 +42,16 @@ def run_over(
     resume: bool = False,
     on_round: Callable[[dict[str, Any]], object] | None = None,
     on_client: Callable[[int, int, int], object] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> RunResult:
     """Run ``config`` over ``transport``: what an engine's ``run`` does when it has checked the configuration.
 
     Args:
         resume: continue from the last checkpoint in the run's folder, if there is one.
-        on_round, on_client: see ``fs_lowrank.run``.
+        on_round, on_client, callbacks: see ``fs_lowrank.run``.
     Raises:
         UserError: the folder holds another run, or cannot be continued with this configuration.
         RunFailed: something cannot be written, too few clients remain, or another run writes to the folder.
     """
     check_outdir(config, resume)
-    return Loop(config, transport, on_round, on_client).run(resume)
+    return Loop(config, transport, callbacks_of(config, callbacks), on_round, on_client).run(resume)

@@ -1,43 +1,36 @@
-"""The folder of a run: its records and checkpoints while it runs, and at its end the trained model and the summary."""
+"""A run: its records and checkpoints, the callbacks that do what else is asked for, and the summary at its end."""
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 from filelock import FileLock
+from torch import nn
 
 from ..algebra import nbytes
 from ..config import load_config
 from ..data.tokenize import tokenizer_fingerprint
-from ..draw.runs import plot_clients, plot_curves, plot_test, setting_of
-from ..errors import CannotContinue, RunFailed, UserError
+from ..errors import CannotContinue, RunFailed, UserError, users_own
 from ..jobs.files import cannot_read, from_json, remove_unfinished, to_json, write_text
 from ..jobs.tables import write_tables
 from ..methods import revisions
-from ..models.adapters import adapter_name, load_tensors
+from ..models.adapters import load_tensors
 from ..models.names import tags
-from ..models.saved import save_adapter
-from ..runs import best, checksums
-from ..runs.card import model_card
-from ..runs.checkpoint import Checkpoint, load_checkpoint, remove_old, save_checkpoint, saved_rounds
+from ..runs import checksums
+from ..runs.checkpoint import Checkpoint, load_checkpoint, remove_old, save_checkpoint
 from ..runs.environment import versions, write_environment
 from ..runs.folder import check_outdir, claim, replaced
 from ..runs.records import Records, flat_metrics, read_records
-from ..runs.result import RunResult, sort_configs
-from ..runs.split import read_split, write_split
+from ..runs.result import RunResult
+from ..runs.split import write_split
 from ..runs.tables import client_lines, result_lines
-from ..runs.trackers import Trackers, check_trackers
 from ..versions import SCHEMA
-from .answers import Answers
 from .evaluator import CLIENTS, Evaluator, average
 from .intake import TooFewClients
 from .ledger import Ledger
@@ -48,17 +41,50 @@ from .site import Site
 logger = logging.getLogger("fs_lowrank")
 
 
+class Callback:
+    """What a run does beside training. Derive a class with any of the three functions, and give objects of it to
+    ``fs_lowrank.run(config, callbacks=[…])``.
+
+    A run calls those of all callbacks in the order of the list, in the process that has the server's state. What is of
+    the user's code and raises an error ends the run, which ``resume=True`` continues.
+    """
+
+    def on_start(self, run: RecordKeeper) -> object:
+        """The run begins, or goes on after the rounds in ``run.history``.
+
+        Returns:
+            True if no round is to follow.
+        """
+
+    def after_round(self, run: RecordKeeper, record: dict[str, Any]) -> object:
+        """A round has ended and was evaluated.
+
+        Args:
+            record: as ``rounds.jsonl`` will have it; what is added here, of types that JSON has, is written with it.
+        Returns:
+            True if it was the last round.
+        """
+
+    def on_end(self, run: RecordKeeper, result: RunResult) -> object:
+        """All rounds have ended. ``summary.json`` will have what is added to ``final`` or ``facts`` of ``result``."""
+
+
 class RecordKeeper:
-    """Writes the folder of one run, and restores a run from it.
+    """One run: what it is of, its folder, and its records so far. Callbacks are given it.
 
     Args:
         site, evaluator: of this process.
         ledger: its state is saved and restored.
         outdir: the folder.
-        config_name: name of the file in it for the resolved configuration.
+        callbacks: what is done beside the records.
+        config_name: name of the file in the folder for the resolved configuration.
         clients_evaluate: with ``federate.make_global_eval`` False, clients evaluate validation data, too.
         lock: of the folder, if it is locked already; ``release`` releases it.
-        trackers: that are told the records; None: those of ``lowrank.trackers``.
+
+    Attributes:
+        config: the run's configuration. before: the metrics before round 1, if ``eval.before`` asks for them.
+        ended: whether a callback has asked for the end.
+        exits: is closed when the run has ended, also by an error.
     """
 
     def __init__(
@@ -67,71 +93,53 @@ class RecordKeeper:
         evaluator: Evaluator,
         ledger: Ledger,
         outdir: Path,
+        callbacks: Sequence[Callback],
         config_name: str = "config.yaml",
         clients_evaluate: bool = False,
         lock: FileLock | None = None,
-        trackers: Sequence[str] | None = None,
     ):
         self.site, self.evaluator, self.ledger = site, evaluator, ledger
         self.config, self.method = site.config, site.method
-        self.outdir, self.config_name = outdir, config_name
+        self.outdir, self.callbacks, self.config_name = outdir, list(callbacks), config_name
         self.clients_evaluate = clients_evaluate
-        #: the metrics before round 1, if ``eval.before`` asks for them
         self.before: dict[str, float] = {}
+        self.ended = False
+        self.exits = ExitStack()
         self._lock = lock
+        #: the records of the finished rounds, and their file once it is open
+        self.history: list[dict[str, Any]] = []
         self._records: Records | None = None
-        self._answers: Answers | None = None
-        self._trackers: Trackers | None = None
-        self._tracked = self.config.lowrank.trackers if trackers is None else trackers
-        check_trackers(self._tracked)
         #: the last record with scores of clients, and all of them
         self._scored: tuple[dict[str, Any], dict[str, Any]] | None = None
 
-    @property
-    def history(self) -> list[dict[str, Any]]:
-        """The records of the finished rounds."""
-        return self._records.history if self._records else []
+    def global_model(self) -> nn.Module:
+        """The model with the global tensors as they are now; it is the one that clients train, so no copy of it."""
+        self.site.load_global(self.ledger.state)  # it may hold the tensors of a client that was evaluated
+        return self.site.model
+
+    def _call(self, hook: str, *given: Any) -> None:
+        """Call ``hook`` of all callbacks; of the user's code, an error is one for the user."""
+        for callback in self.callbacks:
+            kind = type(callback)
+            own = not kind.__module__.startswith("fs_lowrank.")
+            with users_own(f"callbacks: {kind.__qualname__}.{hook}") if own else nullcontext():
+                self.ended |= bool(getattr(callback, hook)(self, *given))
+                if own and hook == "after_round":
+                    to_json(given[0])
 
     def add(self, record: dict[str, Any]) -> None:
-        """Write the record of a round, and a checkpoint if one is due."""
+        """Call the callbacks, and write the record of a round, and a checkpoint if one is due."""
         if self._records is None:
             raise RuntimeError(f"round {record['round']} cannot be recorded before start() has opened {self.outdir}")
+        self._call("after_round", record)
         scores, last = record.get("client_scores"), record["round"] == self.config.federate.total_round_num
-        if scores and not last and not self.evaluator.stalled([*self.history, record]):
-            record = {**record, "client_scores": extremes(scores)}
-        if self._answers and self._answers.due(record["round"]):
-            started = time.perf_counter()
-            self.site.load_global(self.ledger.state)  # the model may hold the tensors of a client that was evaluated
-            record = {**record, "answers": self._answers.make(record["round"])}
-            taken = record["seconds"]["evaluation"] + time.perf_counter() - started
-            record["seconds"] = {**record["seconds"], "evaluation": taken}
-        self._records.add(record)
-        if self._trackers:
-            self._trackers.log(record)
+        self._records.add(
+            {**record, "client_scores": extremes(scores)} if scores and not (last or self.ended) else record
+        )
         if scores:
             self._scored = self.history[-1], {str(client): of for client, of in scores.items()}
-        if self.config.eval.save_best and self._best() is self.history[-1]:
-            self._keep_best()
         if self.checkpoint_due(record["round"]):
             self.save(record["round"])
-        best.keep_only(self.outdir, saved_rounds(self.outdir / "checkpoint"))
-        picture = self.outdir / "clients.png"
-        if self.config.lowrank.pictures and (record["round"] == 1 or not picture.exists()):
-            # Not before: the library that draws takes as long to import as a small run's first round.
-            plot_clients(read_split(self.outdir), picture, title=setting_of(self.config))
-
-    def _best(self) -> Mapping[str, Any] | None:
-        return self.evaluator.best(self.history)
-
-    def _keep_best(self) -> None:
-        """Keep what is trained as it is now, after the best round so far; before its checkpoint is written."""
-        record = self.history[-1]
-        self.site.load_global(self.ledger.state)  # the model may hold the tensors of a client that was evaluated
-        result, metrics = self._result(), flat_metrics(record["metrics"])
-        for kind, save in self._savings(result).items():
-            card = model_card(self.config, result.facts, metrics, kind, self.evaluator.best_by, record["round"])
-            self._save_trained(f"{best.place(record['round'])}/{kind}", save, card)
-        best.seal(self.outdir, record["round"])
 
     def stopped(self, round: int, error: TooFewClients | BadRound, failed: list[Failure]) -> RunFailed:
         """The error to raise if ``round`` cannot be finished; saves the round before it first.
@@ -151,10 +159,8 @@ class RecordKeeper:
         return RunFailed(f"{error} ({'; '.join(f['reason'] for f in failed[:3]) or 'nobody failed'}); {kept}")
 
     def release(self) -> None:
-        """Close the trackers and unlock the folder; nothing happens if it is not locked."""
-        if self._trackers:
-            self._trackers.finish()
-            self._trackers = None
+        """Close what the run has open and unlock the folder; nothing happens if it is not locked."""
+        self.exits.close()
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -175,30 +181,26 @@ class RecordKeeper:
         remove_unfinished(self.outdir)
         records = self.outdir / "rounds.jsonl"
         checkpoint = load_checkpoint(self.outdir / "checkpoint", self.site.device) if resume else None
-        history: list[dict[str, Any]] = []
         if checkpoint:
             self.restore(checkpoint)
-            history = read_records(records, checkpoint.round, checkpoint.meta.get("records", ()))
-            if [record["round"] for record in history] != list(range(1, checkpoint.round + 1)):
+            self.history = read_records(records, checkpoint.round, checkpoint.meta.get("records", ()))
+            if [record["round"] for record in self.history] != list(range(1, checkpoint.round + 1)):
                 raise CannotContinue(
                     f"{records} does not hold the rounds 1 to {checkpoint.round} once each; something else "
                     "wrote into it, so the run cannot be continued; start it anew with overwrite=True, or in another "
                     "outdir"
                 )
             remove_old(self.outdir / "checkpoint", self.config.lowrank.keep_checkpoints, checkpoint.round)
-        best.go_back(self.outdir, checkpoint.round if checkpoint else 0)
+        self._call("on_start")
         checksums.unseal(self.outdir)
         (self.outdir / "summary.json").unlink(missing_ok=True)  # so that a run which stops again has not ended
-        self._records = Records(records, history)
-        with self._replaced(self.config_name) as aside:
+        self._records = Records(records, self.history)
+        self.history = self._records.history
+        with replaced(self.outdir / self.config_name) as aside:
             self.config.dump(aside)
         after = checkpoint.round if checkpoint else None
         write_environment(self.outdir / "environment.json", self.site.new_weights, after, self.site.device)
         write_split(self.outdir, self.site.data)
-        if self.config.eval.generate.freq and self.config.model.task == "CausalLM":
-            self._answers = Answers(self.site, self.outdir, checkpoint.round if checkpoint else 0)
-        if self._tracked:
-            self._trackers = Trackers(self.config, self._tracked, self.outdir)
         if self.config.eval.before:
             self._evaluate_before(checkpoint)
         return checkpoint
@@ -339,32 +341,7 @@ class RecordKeeper:
         sent = sum(nbytes(self.method.expected(state, record["round"], 1)) for record in self.history)
         return 2 * self.config.sampled_per_round * sent
 
-    @contextmanager
-    def _replaced(self, name: str) -> Iterator[Path]:
-        """A path to write a file or a folder to, which replaces the one called ``name`` when the block ends."""
-        with replaced(self.outdir / name) as aside:
-            yield aside
-            sort_configs(aside)
-
-    def _save_personal(self, folder: Path) -> None:
-        """Save every client's own adapter in PEFT's format, in ``client_K`` of ``folder``."""
-        model = self.site.model
-        if not isinstance(model, peft.PeftModel):
-            raise TypeError(
-                f"the clients' own adapters are saved from a PeftModel, the model is {type(model).__name__}"
-            )
-        for client in self.site.personal:
-            self.site.load_client(self.ledger.state, client)
-            for name in sorted({adapter_name(n) for n in self.site.personal[client]}):
-                config = copy.copy(model.peft_config[name])
-                tensors = peft.get_peft_model_state_dict(model, adapter_name=name)
-                own = {n: tensor for n, tensor in tensors.items() if "nested" not in tags(n)}
-                if config.task_type == peft.TaskType.SEQ_CLS and not any("head" in tags(n) for n in own):
-                    config.task_type = None  # with it PEFT expects a head, which the saved model has
-                save_adapter(folder / f"client_{client}", config, own)
-        self.site.load_global(self.ledger.state)
-
-    def _result(self) -> RunResult:
+    def result(self) -> RunResult:
         """The result as far as the model and the records are; without figures."""
         return RunResult(
             history=self.history,
@@ -375,34 +352,15 @@ class RecordKeeper:
             facts={"method": self.method.name, **facts_of(self.site)},
         )
 
-    def _savings(self, result: RunResult) -> dict[str, Callable[[Path], object]]:
-        """What is to be saved of ``result``, by name, and by which function."""
-        saving: dict[str, Callable[[Path], object]] = {}
-        if not result.base_changed:
-            saving["adapter"] = result.save_adapter
-        if result.base_changed or self.config.lowrank.save_merged:
-            saving["model"] = result.save_model
-        return saving
-
-    def _save_trained(self, place: str, save: Callable[[Path], object], card: str) -> None:
-        with self._replaced(place) as folder:
-            folder.mkdir()
-            save(folder)
-            if self.site.tokenizer is not None:
-                self.site.tokenizer.save_pretrained(str(folder))
-            write_text(folder / "README.md", card)
-
     def finish(self) -> RunResult:
-        """Save the adapter or the model, the personal adapters, the curves and the summary; returns the result.
+        """Call the callbacks, which save what was trained, and write the tables and the summary; returns the result.
 
         Raises:
             RunFailed, OSError: something cannot be written; what was there before is unchanged.
         """
         if self._scored:  # the record in the file may have a part of them, if the run ended early
             self._scored[0]["client_scores"] = self._scored[1]
-        history, result, pictures = self.history, self._result(), self.config.lowrank.pictures
-        named = self.site.data.task.endswith("classification") and any("test" in r["metrics"] for r in history)
-        on_test = self.evaluator.on_test() if named and pictures else {}
+        history, result = self.history, self.result()
         result.facts["formula_bytes"] = self._formula_bytes()
         if any(CLIENTS in r["metrics"] for r in history):
             result.facts["own_models"] = self.evaluator.differ(self.ledger.state)
@@ -420,28 +378,9 @@ class RecordKeeper:
         ranked = {round: value for round, value in values.items() if value is not None}
         if ranked:
             final["best_round"] = min(ranked, key=ranked.__getitem__)
-        record = self._best()
-        if record:
+        if record := self.evaluator.best(history):
             result.best = {"round": record["round"], "by": self.evaluator.best_by, **flat_metrics(record["metrics"])}
-        for name, save in self._savings(result).items():
-            card = model_card(self.config, result.facts, final, name, round=history[-1]["round"] if history else 0)
-            self._save_trained(name, save, card)
-            result.saved[name] = self.outdir / name
-        if record and self.config.eval.save_best:
-            result.saved |= best.publish(self.outdir, record["round"], move=not self.config.lowrank.checkpoint_freq)
-            if not set(result.saved) & {f"{kind}_best" for kind in best.KINDS}:
-                logger.warning(
-                    "round %d was the best by %s, but it was not kept when the run wrote it; there is no adapter_best",
-                    record["round"],
-                    self.evaluator.best_by,
-                )
-        if self.site.personal:
-            with self._replaced("personal") as folder:
-                folder.mkdir()
-                self._save_personal(folder)
-            result.saved["personal"] = self.outdir / "personal"
-        if pictures:
-            self._draw(result, on_test)
+        self._call("on_end", result)
         write_tables(result_lines({self.method.name: result}), self.outdir / "summary.csv")
         if lines := client_lines({self.method.name: result}):
             write_tables(lines, self.outdir / "client_scores.csv")
@@ -453,22 +392,12 @@ class RecordKeeper:
             "bytes": dict(result.bytes),
             **result.facts,
             "clients": _sizes(result.facts["clients"]),
-            **({"on_test": {**on_test, "clients": extremes(on_test["clients"])}} if on_test else {}),
             "versions": versions(),
             "seed": self.config.seed,
         }
         write_text(self.outdir / "summary.json", to_json(summary, indent=1))
         checksums.seal_finished(self.outdir)
         return result
-
-    def _draw(self, result: RunResult, on_test: Mapping[str, Any]) -> None:
-        """Draw the pictures of the run."""
-        majority, title = self.site.data.majority, f"{self.method.name} · {setting_of(self.config)}"
-        curves, sizes = self.outdir / "curves.png", result.facts["held_out"]
-        history = {self.method.name: result.history}
-        result.saved["curves"] = plot_curves(history, curves, majority, title=title, sizes=sizes)
-        if on_test:
-            plot_test(on_test, self.outdir / "test.png", self.site.data.label_names, majority, title=title)
 
 
 def _sizes(sizes: Sequence[int]) -> dict[str, int]:

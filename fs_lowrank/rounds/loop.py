@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,10 @@ from filelock import FileLock
 from ..config import Config
 from ..runs.folder import outdir_of
 from ..runs.result import RunResult
-from ..runs.trackers import trackers_of
 from ..settings.metrics import measured
 from .ending import end_round, ending
 from .evaluator import CLIENTS, Evaluator
-from .keeper import RecordKeeper
+from .keeper import Callback, RecordKeeper
 from .ledger import Ledger
 from .parcel import Parcel
 from .record import Spent
@@ -37,6 +36,7 @@ class Loop:
     Args:
         config: the run's configuration, whose keys the engine has checked.
         transport: that the engine is; it is ended if the run cannot be set up, and after the run.
+        callbacks: what is done beside training (``callbacks.callbacks_of``).
         on_round: called with each round's record; the run ends early if it returns True.
         on_client: called with (round, clients done, clients of the round) as a round proceeds.
         lock: of the run's folder, if it is locked already; it is released at the end.
@@ -46,6 +46,7 @@ class Loop:
         self,
         config: Config,
         transport: Transport,
+        callbacks: Sequence[Callback],
         on_round: Callable[[dict[str, Any]], object] | None = None,
         on_client: Callable[[int, int, int], object] | None = None,
         lock: FileLock | None = None,
@@ -58,9 +59,7 @@ class Loop:
             self.evaluator.check_watched()
             parts = self.site.method, self.site.initial_state, self.site.clients
             self.ledger = Ledger.of(config, *parts, keep_messages=not transport.shares_model, heads=self.site.heads)
-            self.keeper = RecordKeeper(
-                self.site, self.evaluator, self.ledger, outdir_of(config), lock=lock, trackers=trackers_of(config)
-            )
+            self.keeper = RecordKeeper(self.site, self.evaluator, self.ledger, outdir_of(config), callbacks, lock=lock)
         except BaseException:
             transport.end()
             if lock:
@@ -85,7 +84,7 @@ class Loop:
         checkpoint, keeper = self.keeper.start(resume), self.keeper
         self.transport.begin(self.site, self.ledger, checkpoint is not None)
         for number in range(checkpoint.round + 1 if checkpoint else 1, self.config.federate.total_round_num + 1):
-            if self.evaluator.stalled(keeper.history):
+            if keeper.ended:
                 break
             record = self._round(number)
             keeper.add(record)

@@ -113,7 +113,7 @@ def client_process(path: str, threads: int) -> None:
         aside.write_bytes(answer.to_bytes())
 
 
-def run(config: Config, resume: bool = False, on_round=None, on_client=None) -> RunResult:
+def run(config: Config, resume: bool = False, on_round=None, on_client=None, callbacks=()) -> RunResult:
     """See ``fs_lowrank.run``."""
     check(config)
-    return run_over(Files(config), config, resume, on_round, on_client)
+    return run_over(Files(config), config, resume, on_round, on_client, callbacks)

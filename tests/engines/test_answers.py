@@ -6,7 +6,7 @@ import pytest
 
 import fs_lowrank
 from fs_lowrank import UserError
-from fs_lowrank.rounds.answers import exact_match
+from fs_lowrank.callbacks.answers import exact_match
 
 pytestmark = pytest.mark.more
 
@@ -78,7 +78,7 @@ def test_an_own_score_and_rouge(run, tmp_path, monkeypatch):
         run("nothing", {**once, "eval.generate": {"freq": 1, "score": "my_scores:nothing"}})
     with pytest.raises(UserError, match="my_scores:lonely': called with .* raises TypeError: lonely.. takes 1"):
         run("lonely", {**once, "eval.generate": {"freq": 1, "score": "my_scores:lonely"}})
-    assert not (tmp_path / "lonely" / "rounds.jsonl").read_text()
+    assert not (tmp_path / "lonely" / "rounds.jsonl").exists()
     rouge = pytest.importorskip("rouge_score.rouge_scorer")
     _, (line,) = run("rouge", {**once, "eval.generate": {"freq": 1, "score": "rouge_l"}})
     for each in line["answers"]:

@@ -11,10 +11,11 @@ import torch
 
 import fs_lowrank
 from fs_lowrank import load_config
+from fs_lowrank.callbacks import pictures
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.errors import RunFailed, UserError
 from fs_lowrank.methods import Phase
-from fs_lowrank.rounds import keeper, site
+from fs_lowrank.rounds import site
 from fs_lowrank.rounds.reuse import Reuse
 
 pytestmark = pytest.mark.more
@@ -200,7 +201,7 @@ def test_a_comparison_of_one_round_trains_its_clients_once(settings, tmp_path, m
 
     trained, real = [], site.train_client
     monkeypatch.setattr(site, "train_client", lambda *a, **o: trained.append(o["owner"]) or real(*a, **o))
-    for module in (keeper, api):
+    for module in (pictures, api):
         monkeypatch.setattr(module, "plot_curves", lambda shown, path, *given, **more: path)
     keys = {
         "federate.method": "fedavg",

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 import fs_lowrank.runs.checkpoint as module
+from fs_lowrank.callbacks import best
 from fs_lowrank.errors import UserError
-from fs_lowrank.runs import best, load_checkpoint, save_checkpoint
+from fs_lowrank.runs import load_checkpoint, save_checkpoint
 from fs_lowrank.runs.checkpoint import saved_rounds
 
 META = {"numbers": {"t": 3, "x": 0.1}, "synced": {1: 2, 10: 0}, "outbox": {"a": (1, [2, 3], "float32")}, "config": {}}
@@ -117,7 +118,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog, how)
 
 @pytest.mark.parametrize("content", ["null", "[" * 100_000, '{"adapter/x": 5}', "{"], ids=lambda text: text[:4])
 def test_what_was_kept_of_a_round_with_a_damaged_list_of_checksums_is_refused(tmp_path, content):
-    folder = tmp_path / best.place(1)
+    folder = tmp_path / best.place_of(1)
     (folder / "adapter").mkdir(parents=True)
     (folder / "adapter" / "x").write_text("x")
     best.seal(tmp_path, 1)
@@ -209,13 +210,13 @@ def test_metadata_is_readable_by_people(tmp_path):
 @pytest.mark.parametrize("damage", ["flip", "cut", "delete", "folder", "loop"])
 def test_what_is_kept_of_the_best_round_is_checked_before_a_run_goes_on(tmp_path, name, damage):
     def make():
-        folder = tmp_path / best.place(2) / "adapter"
+        folder = tmp_path / best.place_of(2) / "adapter"
         shutil.rmtree(tmp_path / "best", ignore_errors=True)
         folder.mkdir(parents=True)
         save_file({"a": torch.ones(3, 2)}, folder / "adapter_model.safetensors")
         (folder / "tokenizer.json").write_text("{}")
         best.seal(tmp_path, 2)
-        return tmp_path / best.place(2)
+        return tmp_path / best.place_of(2)
 
     folder = make()
     best.go_back(tmp_path, 3)

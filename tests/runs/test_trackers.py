@@ -11,8 +11,8 @@ from accelerate import tracking
 
 import fs_lowrank
 from fs_lowrank import UserError
-from fs_lowrank.runs import trackers
-from fs_lowrank.runs.trackers import numbers, trackers_of
+from fs_lowrank.callbacks import trackers
+from fs_lowrank.callbacks.trackers import numbers, trackers_of
 from fs_lowrank.settings.sections import TRACKERS
 
 RUN = {"federate.total_round_num": 3, "eval.freq": 2, "lowrank.pictures": False}

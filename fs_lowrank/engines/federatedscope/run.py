@@ -26,7 +26,7 @@ with importing(FRAMEWORK):
     from federatedscope.core.auxiliaries.worker_builder import get_client_cls, get_server_cls
 
 
-def run(config: Settings, resume: bool = False, on_round=None, on_client=None) -> RunResult:
+def run(config: Settings, resume: bool = False, on_round=None, on_client=None, callbacks=()) -> RunResult:
     """Run as ``fs_lowrank.run`` does. In a client process of a distributed run the result has no history.
 
     Raises:
@@ -63,6 +63,7 @@ def run(config: Settings, resume: bool = False, on_round=None, on_client=None) -
             cfg.merge_from_other_cfg(changed)
             session = sessions.current()
             session.resume = resume
+            session.add_callbacks(callbacks)
             session.on_round, session.on_client = on_round or session.on_round, on_client or session.on_client
             cfg.freeze(inform=False, save=False)
             workers = {"data": data, "server_class": get_server_cls(cfg), "client_class": get_client_cls(cfg)}

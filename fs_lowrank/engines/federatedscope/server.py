@@ -75,7 +75,8 @@ class LowRankServer(DistributedServer):
         if self.distributed:
             self._open()
         self.state = self._restored(config)
-        self.only_ends = self.session.resume and self.state >= self.total_round_num
+        ended = self.state >= self.total_round_num or self.session.keeper.ended
+        self.only_ends = self.session.resume and ended
         if self.state >= self.total_round_num and not self.only_ends:
             raise UserError(
                 f"all {self.total_round_num} rounds are done already; raise federate.total_round_num to go on"
@@ -265,7 +266,7 @@ class LowRankServer(DistributedServer):
             metrics, {**seconds, "evaluation": time.perf_counter() - self.evaluation_started}, spent
         )
         self.session.keeper.add(record)
-        self.stop_asked = bool(self.session.on_round(record)) or self.stop_asked
+        self.stop_asked = bool(self.session.on_round(record)) or self.session.keeper.ended or self.stop_asked
 
     def _start_new_training_round(self, aggregated_num=0):
         if self.pending is not None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from ...callbacks import Callback, callbacks_of
 from ...config import Config
 from ...data import Examples, ImageExamples
 from ...errors import UserError
@@ -76,7 +77,9 @@ class Session:
         self.evaluator = Evaluator(self.site)
         parts = self.method, self.site.initial_state, self.site.clients
         self.ledger = Ledger.of(config, *parts, keep_messages=not self.shares_model, heads=self.site.heads)
-        self.keeper = RecordKeeper(self.site, self.evaluator, self.ledger, outdir, clients_evaluate=True)
+        self.keeper = RecordKeeper(
+            self.site, self.evaluator, self.ledger, outdir, self._callbacks(), clients_evaluate=True
+        )
         self.on_round: Callable[[dict], object] = lambda record: None
         self.on_client: Callable[[int, int, int], object] = lambda *_: None
         self.on_message: Callable[[dict[str, Tensor], int], object] = lambda *_: None
@@ -86,6 +89,13 @@ class Session:
         self.proof: dict[str, str] = {}
         if role != "standalone":
             self.proof = proof_of(self.site)
+
+    def _callbacks(self, own: Sequence[Callback] = ()) -> list[Callback]:
+        return callbacks_of(self.config, own, self.config.lowrank.trackers)  # wandb is told by the framework
+
+    def add_callbacks(self, own: Sequence[Callback]) -> None:
+        """Add the user's callbacks, before the run begins."""
+        self.keeper.callbacks = self._callbacks(own)
 
     # -- models ------------------------------------------------------------------------------------
 

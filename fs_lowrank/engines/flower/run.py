@@ -11,11 +11,12 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from ...callbacks import Callback
 from ...config import Config
 from ...errors import RunFailed, UserError
 from ...runs.folder import check_outdir
@@ -48,13 +49,14 @@ def run(
     resume: bool = False,
     on_round: Callable[[dict[str, Any]], object] | None = None,
     on_client: Callable[[int, int, int], object] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> RunResult:
     """See ``fs_lowrank.run``."""
     check(config)
     check_outdir(config, resume)
     count, before, ended = processes_of(config), torch.get_num_threads(), threading.Event()
     threads = max(1, before // count)
-    server = Server(config, on_round, on_client, stopped=ended.is_set, pause=0.05, gathers=True)
+    server = Server(config, on_round, on_client, callbacks, stopped=ended.is_set, pause=0.05, gathers=True)
     app, found = ServerApp(), []
 
     @app.main()

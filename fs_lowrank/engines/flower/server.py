@@ -11,7 +11,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,7 @@ import torch
 from flwr.app import Message
 from flwr.serverapp import Grid
 
+from ...callbacks import Callback, callbacks_of
 from ...config import Config
 from ...errors import DamagedFile, RunFailed, UserError
 from ...jobs.files import read_json, to_json, write_text
@@ -36,7 +37,6 @@ from ...rounds.round import Order, Purpose, Round
 from ...rounds.site import Site
 from ...runs.folder import outdir_of
 from ...runs.result import RunResult
-from ...runs.trackers import trackers_of
 from ...settings.metrics import measured
 from . import keys
 from .client import memory
@@ -89,7 +89,7 @@ class Server:
 
     Args:
         config: the run's configuration.
-        on_round, on_client: as for ``fs_lowrank.run``.
+        on_round, on_client, callbacks: as for ``fs_lowrank.run``.
         stopped: whether the run is to stop; asked while the server waits.
         pause: seconds between two looks for replies.
         gathers: the clients' copies are on this machine, so that their personal parts are saved with the result.
@@ -100,6 +100,7 @@ class Server:
         config: Config,
         on_round: Callable[[dict[str, Any]], object] | None = None,
         on_client: Callable[[int, int, int], object] | None = None,
+        callbacks: Sequence[Callback] = (),
         stopped: Callable[[], bool] = lambda: False,
         pause: float = 0.5,
         gathers: bool = False,
@@ -115,9 +116,8 @@ class Server:
         self.evaluator.check_watched()
         parts = self.site.method, self.site.initial_state, self.site.clients
         self.ledger = Ledger.of(config, *parts, keep_messages=True, heads=self.site.heads)
-        self.keeper = RecordKeeper(
-            self.site, self.evaluator, self.ledger, outdir_of(config), trackers=trackers_of(config)
-        )
+        callbacks = callbacks_of(config, callbacks)
+        self.keeper = RecordKeeper(self.site, self.evaluator, self.ledger, outdir_of(config), callbacks)
         #: client -> its node
         self.members: dict[int, Member] = {}
         #: node -> why it does not take part; of these ``silent`` did not even answer
@@ -145,7 +145,7 @@ class Server:
             reasons = sorted({re.sub(r"^client \d+: ", "", reason) for reason in self.refused.values()})
             raise RunFailed(f"no node can take part; refused were {len(self.refused)}: {'; '.join(reasons[:3])}")
         for number in rounds:
-            if self.evaluator.stalled(self.keeper.history):
+            if self.keeper.ended:
                 break
             record = self._round(number)
             self.keeper.add(record)

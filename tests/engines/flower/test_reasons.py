@@ -59,9 +59,9 @@ def test_nodes_that_are_all_refused_end_the_run_with_their_reason(quick, federat
 
 def test_the_trackers_are_those_of_the_embedded_engine(quick, federation, monkeypatch):
     """FederatedScope's key for one of them counts, too."""
-    from fs_lowrank.rounds import keeper
+    from fs_lowrank.callbacks import trackers
 
     asked = []
-    monkeypatch.setattr(keeper, "check_trackers", lambda names: asked.append(list(names)))
+    monkeypatch.setattr(trackers, "check_trackers", lambda names: asked.append(list(names)))
     Server(quick("run", {"federate.method": "rolora", "wandb.use": True}))
     assert asked == [["wandb"]]

@@ -5,19 +5,56 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from ..errors import CannotContinue
 from ..jobs.files import remove_unfinished, replacing
-from . import checksums
-from .checkpoint import folder_of, saved_rounds
-from .checksums import KINDS, damaged
+from ..rounds.keeper import Callback, RecordKeeper
+from ..runs import checksums
+from ..runs.checkpoint import folder_of, saved_rounds
+from ..runs.checksums import KINDS, damaged
+from ..runs.records import flat_metrics
+from ..runs.result import RunResult
+from .saved import save_trained
+
+logger = logging.getLogger("fs_lowrank")
 
 
-def place(round: int) -> str:
+class Best(Callback):
+    """Saves what is trained after each round that is the best so far (``eval.save_best``), and names it at the end."""
+
+    def on_start(self, run: RecordKeeper) -> None:
+        go_back(run.outdir, run.history[-1]["round"] if run.history else 0)
+
+    def after_round(self, run: RecordKeeper, record: dict[str, Any]) -> None:
+        keep_only(run.outdir, saved_rounds(run.outdir / "checkpoint"))
+        if run.config.eval.save_best and run.evaluator.best([*run.history, record]) is record:
+            run.global_model()
+            metrics, place = flat_metrics(record["metrics"]), place_of(record["round"])
+            save_trained(run, run.result(), place, metrics, record["round"], run.evaluator.best_by)
+            seal(run.outdir, record["round"])
+
+    def on_end(self, run: RecordKeeper, result: RunResult) -> None:
+        keep_only(run.outdir, saved_rounds(run.outdir / "checkpoint"))
+        if not (result.best and run.config.eval.save_best):
+            return
+        round = result.best["round"]
+        saved = publish(run.outdir, round, move=not run.config.lowrank.checkpoint_freq)
+        if not saved:
+            logger.warning(
+                "round %d was the best by %s, but it was not kept when the run wrote it; there is no adapter_best",
+                round,
+                result.best["by"],
+            )
+        result.saved |= saved
+
+
+def place_of(round: int) -> str:
     """The folder of ``round`` in the run's folder."""
     return f"best/{folder_of(round)}"
 
@@ -33,12 +70,12 @@ def keep_only(outdir: Path, checkpoints: Iterable[int]) -> None:
     needed = {*rounds[-1:], *(max((r for r in rounds if r <= c), default=0) for c in checkpoints)}
     for round in rounds:
         if round not in needed:
-            shutil.rmtree(outdir / place(round))
+            shutil.rmtree(outdir / place_of(round))
 
 
 def seal(outdir: Path, round: int) -> None:
     """Note the checksums of all that is kept of ``round``."""
-    checksums.seal(outdir / place(round), KINDS)
+    checksums.seal(outdir / place_of(round), KINDS)
 
 
 def go_back(outdir: Path, round: int) -> None:
@@ -49,10 +86,10 @@ def go_back(outdir: Path, round: int) -> None:
     """
     for earlier in kept(outdir):
         if earlier > round:
-            shutil.rmtree(outdir / place(earlier))
+            shutil.rmtree(outdir / place_of(earlier))
         else:
-            remove_unfinished(outdir / place(earlier))
-            _check(outdir / place(earlier))
+            remove_unfinished(outdir / place_of(earlier))
+            _check(outdir / place_of(earlier))
 
 
 def _check(folder: Path) -> None:
@@ -76,7 +113,7 @@ def publish(outdir: Path, round: int, move: bool) -> dict[str, Path]:
     """
     saved = {}
     for kind in KINDS:
-        source, final = outdir / place(round) / kind, outdir / f"{kind}_best"
+        source, final = outdir / place_of(round) / kind, outdir / f"{kind}_best"
         if source.is_dir():
             with replacing(final) as aside:
                 shutil.copytree(source, aside, copy_function=_linked)

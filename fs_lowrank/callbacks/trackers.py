@@ -12,11 +12,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ..config import Config
 from ..errors import UserError
+from ..rounds.keeper import Callback, RecordKeeper
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -89,20 +89,27 @@ class _Own:
             raise TimeoutError(f"no answer for {LIMIT:g} s") from error
 
 
-class Trackers:
+class Trackers(Callback):
     """The trackers of one run. One that fails or hangs is reported, told nothing more, and never ends the run.
 
     Args:
-        config: of the run.
         names: of the trackers.
-        outdir: the run's folder; those that keep files write them below it.
+    Raises:
+        UserError: one is not installed, or unknown.
     """
 
-    def __init__(self, config: Config, names: Sequence[str], outdir: Path):
-        self.config, self.outdir = config, outdir
+    def __init__(self, names: Sequence[str]):
+        check_trackers(names)
+        self.names = names
         self.open: dict[str, Any] = {}
-        self._threads = {name: _Own(name) for name in names}
-        for name in names:
+        self._threads: dict[str, _Own] = {}
+
+    def on_start(self, run: RecordKeeper) -> None:
+        #: the run's folder; those that keep files write them below it
+        self.config, self.outdir = run.config, run.outdir
+        self._threads = {name: _Own(name) for name in self.names}
+        run.exits.callback(self.finish)
+        for name in self.names:
             if (tracker := self._try(name, partial(self._start, name))) is not None:
                 self.open[name] = tracker
 
@@ -146,7 +153,7 @@ class Trackers:
                 )
         return given
 
-    def log(self, record: Mapping[str, Any]) -> None:
+    def after_round(self, run: RecordKeeper, record: dict[str, Any]) -> None:
         """Tell every tracker the numbers of a round's record, by names such as ``metrics/test/acc``."""
         values = numbers(record)
         for name in list(self.open):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,10 @@ import numpy as np
 from ..data.examples import IGNORED_LABEL, Examples
 from ..errors import UserError, say_once, users_own
 from ..jobs.files import cannot_read, cannot_write, check_fields, from_json, sync, to_json, write_text
+from ..rounds.keeper import Callback, RecordKeeper
 from ..seeds import derive
 from ..settings import Settings
 from ..training.generate import continue_prompts
-from .site import Site
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -56,23 +56,29 @@ def score_of(config: Settings) -> tuple[str, Score]:
     return name, function
 
 
-class Answers:
-    """The answers of one run.
+class Answers(Callback):
+    """The answers of one run, after every ``eval.generate.freq`` rounds and the last one.
 
-    Args:
-        site: of the process that has the global model.
-        folder: of the run.
-        keep: answers up to this round are kept, those of later ones removed: the run goes on from there.
-    Raises:
+    Raises, at the start:
         UserError: the data have no such split, its rows have no prompts, or there is no such score, or it fails.
     """
 
-    def __init__(self, site: Site, folder: Path, keep: int):
-        self.site, self.asked, self.path = site, site.config.eval.generate, folder / FILE
-        self.name, self.score = score_of(site.config)
+    def on_start(self, run: RecordKeeper) -> None:
+        self.site, self.asked, self.path = run.site, run.config.eval.generate, run.outdir / FILE
+        self.name, self.score = score_of(run.config)
         self.prompts, self.references = self._questions()
         self._scored(self.references[0], self.references[0])  # a function of the user's fails before round 1
-        write_text(self.path, "".join(line + "\n" for line in self._kept(keep)))
+        write_text(self.path, "".join(line + "\n" for line in self._kept(len(run.history))))
+
+    def after_round(self, run: RecordKeeper, record: dict[str, Any]) -> None:
+        round = record["round"]
+        if round % self.asked.freq and round != run.config.federate.total_round_num:
+            return
+        started = time.perf_counter()
+        run.global_model()
+        record["answers"] = self.make(round)
+        seconds = record["seconds"]
+        record["seconds"] = {**seconds, "evaluation": seconds["evaluation"] + time.perf_counter() - started}
 
     def _questions(self) -> tuple[list[np.ndarray], list[str]]:
         """Token ids of some prompts, spread over the split, and the answers of the data."""
@@ -110,11 +116,6 @@ class Answers:
                 said = "%s: line %d is not the answers of a round (%s); it is left out"
                 logger.warning(said, self.path, number, error)
         return kept
-
-    def due(self, round: int) -> bool:
-        """Whether the model answers after ``round``: every ``eval.generate.freq`` rounds, and after the last one; a run
-        that stops early has the answers until then."""
-        return round % self.asked.freq == 0 or round == self.site.config.federate.total_round_num
 
     def make(self, round: int) -> dict[str, float]:
         """Let the model, as it is, answer; returns the mean score by its name.

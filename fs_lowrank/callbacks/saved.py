@@ -1,0 +1,78 @@
+"""What was trained, saved at the end of a run: the adapter or the model, and the clients' own adapters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+
+from ..jobs.files import write_text
+from ..models.adapters import adapter_name
+from ..models.names import tags
+from ..models.saved import save_adapter
+from ..rounds.keeper import Callback, RecordKeeper
+from ..runs.card import model_card
+from ..runs.folder import replaced
+from ..runs.result import RunResult, sort_configs
+
+
+class Saved(Callback):
+    """Saves ``adapter`` or ``model``, each with its card, and ``personal``."""
+
+    def on_end(self, run: RecordKeeper, result: RunResult) -> None:
+        last = run.history[-1]["round"] if run.history else 0
+        result.saved |= save_trained(run, result, "", result.final, last)
+        if run.site.personal:
+            with replaced(run.outdir / "personal") as folder:
+                folder.mkdir()
+                _save_personal(run, folder)
+                sort_configs(folder)
+            result.saved["personal"] = run.outdir / "personal"
+
+
+def save_trained(
+    run: RecordKeeper, result: RunResult, place: str, figures: Mapping[str, Any], round: int, best: str = ""
+) -> dict[str, Path]:
+    """Save the adapter, or the model where it holds the result or ``lowrank.save_merged`` asks for it.
+
+    Args:
+        place: the folder for them, in that of the run. figures, round, best: for the card (``model_card``).
+    Returns:
+        The folders by name, ``adapter`` and ``model``.
+    """
+    saving: dict[str, Callable[[Path], object]] = {}
+    if not result.base_changed:
+        saving["adapter"] = result.save_adapter
+    if result.base_changed or run.config.lowrank.save_merged:
+        saving["model"] = result.save_model
+    folder = run.outdir / place
+    for kind, save in saving.items():
+        card = model_card(run.config, result.facts, figures, kind, best, round)
+        with replaced(folder / kind) as aside:
+            aside.mkdir()
+            save(aside)
+            if run.site.tokenizer is not None:
+                run.site.tokenizer.save_pretrained(str(aside))
+            write_text(aside / "README.md", card)
+            sort_configs(aside)
+    return {kind: folder / kind for kind in saving}
+
+
+def _save_personal(run: RecordKeeper, folder: Path) -> None:
+    """Save every client's own adapter in PEFT's format, in ``client_K`` of ``folder``."""
+    site, model = run.site, run.site.model
+    if not isinstance(model, peft.PeftModel):
+        raise TypeError(f"the clients' own adapters are saved from a PeftModel, the model is {type(model).__name__}")
+    for client in site.personal:
+        site.load_client(run.ledger.state, client)
+        for name in sorted({adapter_name(n) for n in site.personal[client]}):
+            config = copy.copy(model.peft_config[name])
+            tensors = peft.get_peft_model_state_dict(model, adapter_name=name)
+            own = {n: tensor for n, tensor in tensors.items() if "nested" not in tags(n)}
+            if config.task_type == peft.TaskType.SEQ_CLS and not any("head" in tags(n) for n in own):
+                config.task_type = None  # with it PEFT expects a head, which the saved model has
+            save_adapter(folder / f"client_{client}", config, own)
+    run.global_model()
