@@ -118,5 +118,9 @@ def test_the_example_of_the_page(config, tmp_path, monkeypatch, capsys):
     result = runpy.run_path("mine.py")["result"]
     assert "fedlora goes on after round 0" in capsys.readouterr().out
     assert result.final["head_norm"] == result.history[-1]["head_norm"] > 0
-    compared = fs_lowrank.compare(config.replace(outdir=str(tmp_path / "all")), "fedlora,rolora", callbacks=[Noted(1)])
+
+
+@pytest.mark.more
+def test_a_comparison_gives_them_to_each_method(config):
+    compared = fs_lowrank.compare(config, "fedlora,rolora", callbacks=[Noted(1)])
     assert [len(result.history) for result in compared.values()] == [1, 1]
