@@ -7,26 +7,30 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+#: of each pair one number, or one for each of its components
+Weights = Sequence[float] | Sequence[Sequence[float]]
 
-def stack_pairs(ups: Sequence[Tensor], downs: Sequence[Tensor], weights: Sequence[float]) -> tuple[Tensor, Tensor]:
+
+def stack_pairs(ups: Sequence[Tensor], downs: Sequence[Tensor], weights: Weights) -> tuple[Tensor, Tensor]:
     """Stack pairs so that ``up @ down = Σ_k weights[k] · ups[k] @ downs[k]``.
 
     Args:
         ups: ``B_k``, each ``(d_out, r_k)``; ranks may differ.
         downs: ``A_k``, each ``(r_k, d_in)``; the pair of a convolution may have its 4-D shapes.
-        weights: one number per pair.
+        weights: one number per pair, or ``r_k`` numbers, one for each column of ``B_k``.
     Returns:
         ``(d_out, Σ r_k)`` and ``(Σ r_k, d_in)``.
     """
     ups, downs = ([t if t.dim() == 2 else t.flatten(1) for t in half] for half in (ups, downs))
     # Scaling the stack once is cheaper than K small scalings, which would cost more than the product.
-    columns = [w for b, w in zip(ups, weights, strict=True) for _ in range(b.shape[1])]
+    each = (w if isinstance(w, Sequence) else [w] * b.shape[1] for b, w in zip(ups, weights, strict=True))
+    columns = [w for own in each for w in own]
     up = torch.cat(ups, dim=1)
     return up.mul_(up.new_tensor(columns)), torch.cat(downs, dim=0)
 
 
 def low_rank_sum_svd(
-    ups: Sequence[Tensor], downs: Sequence[Tensor], weights: Sequence[float], rank: int
+    ups: Sequence[Tensor], downs: Sequence[Tensor], weights: Weights, rank: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The best rank-``rank`` approximation of ``Σ_k weights[k] · B_k A_k``.
 
@@ -35,7 +39,7 @@ def low_rank_sum_svd(
     SVD is used.
 
     Args:
-        ups: ``(d_out, r_k)`` each. downs: ``(r_k, d_in)`` each. weights: one number per pair.
+        ups: ``(d_out, r_k)`` each. downs: ``(r_k, d_in)`` each. weights: as for ``stack_pairs``.
         rank: number of components, at least 1.
     Returns:
         ``U (d_out, q)``, ``S (q,)`` in decreasing order, ``Vh (q, d_in)`` with

@@ -24,6 +24,12 @@ _BUILT_IN = (
     "rolora",
     "flexlora",
     "flora",
+    "fedex_lora",
+    "fedsvd",
+    "raflora",
+    "fedrot_lora",
+    "frlora",
+    "lora_fair",
     "fedloru",
     "mfedloru",
     "pfedloru",
@@ -36,7 +42,7 @@ _BUILT_IN = (
     "one_shot.pfnm",
     "one_shot.dense",
 )
-_ALIASES = {"fedit": "fedlora", "lora": "fedlora"}
+_ALIASES = {"fedit": "fedlora", "lora": "fedlora", "rb_lora": "raflora"}
 _POOLED = "all data in one place is the row `pooled` of `fs-lowrank compare`"
 #: names of FederatedScope's that are no methods here -> what there is in their place
 _OTHERWISE = {

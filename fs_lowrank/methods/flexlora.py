@@ -35,13 +35,13 @@ class FlexLoRA(RankedMethod):
     params: Params
 
     def aggregate(self, updates, state, round):
-        message, weights = self.mean_of(updates, self.averaged), self.weights(updates)
+        message, columns = self.mean_of(updates, self.averaged), self.columns(updates)
         rank, scale = self.rank(), self.adapter.scale
         for b, a in pairs(updates[0].tensors):
             u, s, vh = low_rank_sum_svd(
                 [u.tensors[b].flatten(1) for u in updates],
                 [u.tensors[a].flatten(1) for u in updates],
-                [p * scale(u.tensors[a].shape[0]) for p, u in zip(weights, updates)],
+                [[w * scale(len(own)) for w in own] for own in columns],
                 rank,
             )
             u, s, vh = top_components(u, s / scale(rank), vh, rank, fill=state[a].flatten(1))
@@ -49,6 +49,10 @@ class FlexLoRA(RankedMethod):
             message[b] = (u * of_b).reshape(state[b].shape)
             message[a] = (of_a[:, None] * vh).reshape(state[a].shape)
         return {**state, **message}, message
+
+    def columns(self, updates) -> list[list[float]]:
+        """Of each client, the weights of the components of its pair."""
+        return [[p] * self.rank(u.client) for p, u in zip(self.weights(updates), updates)]
 
     def _halves(self, s: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """The parts of the singular values ``s`` that go to B and to A; ``size``: of the longer side of the matrix."""

@@ -297,12 +297,13 @@ def test_a_resumed_run_is_the_run_to_the_bit(bench, on_device, method):
 
 #: the checks in which what the server or a saved model has meets what a client has
 MIXING = ("run", "one client", "cohort", "half precision")
+FEW = [("rolora", "run"), ("rolora", "cohort"), ("rolora", "half precision")]
 
 
 @pytest.mark.parametrize(
     "method, check",
     [
-        pytest.param(m, check, id=f"{m}-{check.name}", marks=() if m in ("fedfisher", "rolora") else pytest.mark.slow)
+        pytest.param(m, check, id=f"{m}-{check.name}", marks=() if (m, check.name) in FEW else pytest.mark.slow)
         for m in list_methods()
         for check in checks.CHECKS
         if m in ("fedfisher", "rolora") or check.name in MIXING
@@ -331,11 +332,16 @@ def spread(model):
 @pytest.mark.parametrize(
     "task, method, keys",
     [
-        ("encoder", "pfedloru", {"lowrank.merge": False, "lowrank.tau": 1}),
+        pytest.param("encoder", "pfedloru", {"lowrank.merge": False, "lowrank.tau": 1}, marks=pytest.mark.slow),
         pytest.param("causal", "fedloru", {"lowrank.merge": False, "lowrank.tau": 1}, marks=pytest.mark.slow),
         pytest.param("encoder", "fisher_merge", {"llm.adapter.use": True}, marks=pytest.mark.slow),
         ("encoder", "flexlora", {"lowrank.ranks": [1, 3, 2], "train.cohort": 3, "grad.grad_clip": 0.3}),
-        ("causal", "fedlora", {"train.cohort": 3, "dataloader.batch_size": 30, "train.batch_or_epoch": "epoch"}),
+        pytest.param(
+            "causal",
+            "fedlora",
+            {"train.cohort": 3, "dataloader.batch_size": 30, "train.batch_or_epoch": "epoch"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_model_on_two_devices_learns_what_it_learns_on_one(bench, on_device, monkeypatch, caplog, task, method, keys):
@@ -379,7 +385,9 @@ COUNTED = {
 }
 
 
-@pytest.mark.parametrize("case", COUNTED)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c in ("a classifier", "a cohort") else pytest.mark.slow) for c in COUNTED]
+)
 def test_nothing_is_read_inside_a_step(bench, t5, on_device, monkeypatch, case):
     """What a further step costs: the tensors of its batch go to the device, nothing comes back, and nothing waits.
 

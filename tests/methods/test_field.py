@@ -1,0 +1,192 @@
+"""Methods of the field against their papers' formulas, dense and in float64, on layers that are not square."""
+
+import numpy as np
+import pytest
+import torch
+
+SIZES = (3, 10, 27)
+
+
+def close(a, b, tolerance=1e-5):
+    np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=tolerance, rtol=tolerance)
+
+
+def products(toy, updates, layer):
+    """``Σ p_k s_k B_k A_k``."""
+    p = toy.weights(u.num_samples for u in updates)
+    return sum(w * toy.change(u.tensors, layer) for w, u in zip(p, updates))
+
+
+def weight(model, layer):
+    """The base weight of a layer as a float64 matrix."""
+    base = model.get_base_model().get_submodule(layer).get_base_layer().weight
+    return base.detach().double().numpy().reshape(base.shape[0], -1)
+
+
+def cosine(a, b):
+    return (a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b)
+
+
+# -- fedex_lora ------------------------------------------------------------------------------------------
+
+
+def test_fedex_loras_model_is_the_mean_of_the_products(toy, federation):
+    fed = federation(toy.method("fedex_lora"), SIZES)
+    for round in (1, 2, 3):
+        before = {layer: weight(fed.model, layer) for layer in toy.layers}
+        fed.round(round)
+        for layer in toy.layers:
+            whole = weight(fed.model, layer) + toy.change(fed.ledger.state, layer)
+            close(whole, before[layer] + products(toy, fed.received, layer))
+
+
+def test_fedex_loras_residual_is_zero_with_one_client_and_is_cut_to_its_best_approximation(toy, federation):
+    alone = federation(toy.method("fedex_lora"), (7,))
+    assert all(not t.any() for n, t in alone.round(1).items() if n.startswith("merge:") and "lora_B" in n)
+    fed = federation(toy.method("fedex_lora", residual_rank=1), SIZES)
+    before = {layer: weight(fed.model, layer) for layer in toy.layers}
+    message = fed.round(1)
+    assert {t.shape[1] for n, t in message.items() if n.startswith("merge:") and "lora_B" in n} == {1}
+    for layer in toy.layers:
+        u, s, vh = np.linalg.svd(products(toy, fed.received, layer) - toy.change(fed.ledger.state, layer))
+        close(weight(fed.model, layer) - before[layer], s[0] * np.outer(u[:, 0], vh[0]))
+
+
+# -- fedsvd ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("period", [1, 2])
+def test_fedsvd_averages_b_and_decomposes_the_product(toy, federation, period):
+    fed = federation(toy.method("fedsvd", period=period), SIZES)
+    for round in (1, 2, 3, 4):
+        downs = {layer: toy.pair(fed.ledger.state, layer)[1] for layer in toy.layers}
+        message = fed.round(round)
+        decomposes = round % period == 0
+        assert {half for half in "AB" if any(f"lora_{half}" in n for n in message)} == set("AB" if decomposes else "B")
+        for layer in toy.layers:
+            p = toy.weights(SIZES)
+            ups = [u.tensors[n] for u in fed.received for n in u.tensors if f".{layer}.lora_B." in n]
+            mean = sum(w * u.double().numpy().reshape(u.shape[0], -1) for w, u in zip(p, ups))
+            up, down = toy.pair(fed.ledger.state, layer)
+            close(up @ down, mean @ downs[layer])
+            if decomposes:
+                close(down @ down.T, np.eye(len(down)))
+                close(up.T @ up, np.diag(np.diag(up.T @ up)))
+            else:
+                close(down, downs[layer])
+
+
+# -- raflora ---------------------------------------------------------------------------------------------
+
+
+def test_raflora_averages_each_rank_over_the_clients_that_have_it(toy, federation):
+    ranks = (1, 3, 2)
+    fed = federation(toy.method("raflora", 6, ranks=ranks), SIZES)
+    fed.round(1)
+    for layer in toy.layers:
+        expected = 0
+        for j in range(max(ranks)):
+            have = [k for k, r in enumerate(ranks) if r > j]
+            p = toy.weights(SIZES[k] for k in have)
+            for w, k in zip(p, have):
+                up, down = toy.pair(fed.received[k].tensors, layer)
+                expected = expected + w * toy.alpha / ranks[k] * np.outer(up[:, j], down[j])
+        close(toy.change(fed.ledger.state, layer), expected, 2e-5)
+
+
+def test_raflora_with_equal_ranks_is_flexlora(toy, federation):
+    states = []
+    for name in ("raflora", "flexlora"):
+        fed = federation(toy.method(name, 2), SIZES)
+        fed.round(1)
+        states.append(fed.ledger.state)
+    assert all((states[0][n] - states[1][n]).abs().max() < 1e-6 for n in states[0])
+
+
+# -- fedrot_lora -----------------------------------------------------------------------------------------
+
+
+def rotation(matrix):
+    u, _, vh = np.linalg.svd(matrix)
+    vh[-1] *= np.linalg.det(u @ vh)
+    return u @ vh
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.4, 1.0])
+def test_fedrot_lora_averages_pairs_that_are_rotated_to_the_last(toy, federation, lam):
+    method = toy.method("fedrot_lora", lam=lam)
+    fed = federation(method, SIZES)
+    for round in (1, 2, 3):
+        before = {layer: toy.pair(fed.ledger.state, layer) for layer in toy.layers}
+        fed.round(round)
+        for layer in toy.layers:
+            up, down = 0, 0
+            for w, update in zip(toy.weights(SIZES), fed.received):
+                b, a = toy.pair(update.tensors, layer)
+                turn = np.eye(len(a))
+                if round > 1:
+                    near = rotation(a @ before[layer][1].T if round % 2 == 0 else b.T @ before[layer][0])
+                    turn = rotation((1 - lam) * turn + lam * near)
+                    close(turn.T @ turn, np.eye(len(a)))
+                    close(np.linalg.det(turn), 1)
+                up, down = up + w * b @ turn, down + w * turn.T @ a
+            got = toy.pair(fed.ledger.state, layer)
+            close(got[0], up)
+            close(got[1], down)
+
+
+# -- frlora ----------------------------------------------------------------------------------------------
+
+
+def test_frlora_trains_the_principal_components_and_adds_what_they_learn(toy, federation):
+    fed = federation(toy.method("frlora"), SIZES)
+    close(toy.outputs(fed.model), toy.dense_outputs({}), 1e-5)  # the function at the start
+    for layer in toy.layers:
+        up, down = toy.pair(fed.method.view(fed.ledger.state), layer)
+        u, s, vh = np.linalg.svd(toy.net().get_submodule(layer).weight.detach().double().numpy().reshape(len(up), -1))
+        close(toy.alpha / len(down) * up @ down, u[:, :2] * s[:2] @ vh[:2])
+        close(np.linalg.norm(up, axis=0), np.linalg.norm(down, axis=1))
+    first = fed.method.view(fed.ledger.state)
+    for round in (1, 2):
+        before = {layer: weight(fed.model, layer) for layer in toy.layers}
+        fed.round(round)
+        for layer in toy.layers:
+            halves = [toy.pair(u.tensors, layer) for u in fed.received]
+            up, down = (sum(w * h[i] for w, h in zip(toy.weights(SIZES), halves)) for i in (0, 1))
+            scale = toy.alpha / len(down)
+            close(weight(fed.model, layer) - before[layer], scale * up @ down - toy.change(first, layer))
+        assert all(torch.equal(fed.everything()[n], first[n]) for n in first if "lora_" in n)
+
+
+# -- lora_fair -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.7, 1e9])
+def test_lora_fairs_frobenius_correction_is_the_minimum(toy, federation, lam):
+    fed = federation(toy.method("lora_fair", loss="frobenius", lam=lam), SIZES)
+    fed.round(1)
+    for layer in toy.layers:
+        target, (up, down) = products(toy, fed.received, layer), toy.pair(fed.ledger.state, layer)
+        scale = toy.alpha / len(down)
+        halves = [toy.pair(u.tensors, layer) for u in fed.received]
+        mean_up, mean_down = (sum(w * h[i] for w, h in zip(toy.weights(SIZES), halves)) for i in (0, 1))
+        close(down, mean_down)
+        # The gradient of ‖ΔW − s (B̄ + ΔB) Ā‖² + λ ‖ΔB‖² is zero.
+        slope = -scale * (target - scale * up @ down) @ down.T + lam * (up - mean_up)
+        assert np.abs(slope).max() < 1e-4 * max(1, lam * 1e-3)
+        if lam == 0:
+            close(scale * up @ down, target @ np.linalg.pinv(down) @ down, 1e-4)
+        if lam == 1e9:
+            close(up, mean_up)
+
+
+def test_lora_fairs_cosine_correction_turns_the_product_towards_the_mean(toy, federation):
+    fed = federation(toy.method("lora_fair", lam=0.0, server_steps=3000, server_lr=0.05), SIZES)
+    fed.round(1)
+    for layer in toy.layers:
+        target, (_, down) = products(toy, fed.received, layer), toy.pair(fed.ledger.state, layer)
+        halves = [toy.pair(u.tensors, layer) for u in fed.received]
+        mean_up = sum(w * h[0] for w, h in zip(toy.weights(SIZES), halves))
+        best = cosine(target, target @ np.linalg.pinv(down) @ down)
+        reached, before = cosine(target, toy.change(fed.ledger.state, layer)), cosine(target, mean_up @ down)
+        assert before < reached <= best + 1e-6 and best - reached < 0.2 * (best - before) + 1e-3
