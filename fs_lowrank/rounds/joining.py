@@ -13,6 +13,7 @@ from ..errors import UserError
 from ..methods import revisions
 from ..settings import flatten
 from .admission import Admission, is_whole
+from .ledger import Standing
 from .site import Site
 
 #: the keys that say where data come from and how they are divided; a client with data of its own may set them freely
@@ -39,6 +40,14 @@ def proof_of(site: Site) -> dict[str, str]:
         **({"the tokenizer": tokenizer_fingerprint(site.tokenizer)} if site.tokenizer is not None else {}),
         **{name: digest({name: tensor})[:16] for name, tensor in shared.items()},
     }
+
+
+def reported_standing(facts: Mapping[str, Any]) -> Standing:
+    """Where a client's copy is, by its facts; at round 0 if it does not say so in the agreed form."""
+    match facts.get("standing"):
+        case [int(round), str(stamp)]:
+            return Standing(round, stamp)
+    return Standing()
 
 
 def agreed(config: Config, proof: Mapping[str, str]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 
+from ..algebra import on_device
 from ..config import Config
 from ..runs.folder import outdir_of
 from ..runs.result import RunResult
@@ -93,7 +94,8 @@ class Loop:
                 keeper.save(number)  # a client can undo its last training, and none before that
             if self.on_round(record):
                 break
-        self.site.personal.update({client: dict(own) for client, own in self.transport.personal().items()})
+        own = self.transport.personal()
+        self.site.personal.update({client: on_device(own[client], self.site.device) for client in own})
         return keeper.finish()
 
     def _round(self, number: int) -> dict[str, Any]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cached_property
 from pathlib import Path
 
 from ..data import Examples, ImageExamples
 from ..errors import UserError
-from ..methods import Client
+from ..methods import Client, revisions
 from ..models.adapters import load_tensors
 from .codec import Codec, Plain
-from .copies import LostCopy, OwnCopy, answer, apology
+from .copies import LostCopy, OwnCopy, answer, apology, standing_in
 from .evaluator import Evaluator
+from .joining import agreed, proof_of
 from .parcel import Parcel
 from .personal import PersonalParts
 from .site import Site
@@ -35,6 +37,40 @@ class Node:
             **site.method.view(site.initial_state),
             **{name: tensor.clone() for name, tensor in site.changed_base().items()},
         }
+
+    @cached_property
+    def proof(self) -> dict[str, str]:
+        """What must be equal in all processes at the start (``joining.proof_of``)."""
+        load_tensors(self.site.model, self._start)
+        return proof_of(self.site)
+
+    @cached_property
+    def agreed(self) -> str:
+        """A hash of what this process has in common with the server (``joining.agreed``)."""
+        return agreed(self.site.config, self.proof)
+
+    def introduction(self, client: int, memory: Path, identity: str) -> Parcel:
+        """Which client this is, what it has in common with the server, and where its copy of the model is.
+
+        Args:
+            memory, identity: as for ``obey``.
+        Raises:
+            UserError: there is no such client.
+        """
+        _, examples, tests = self.of(client)
+        config = self.site.config
+        return Parcel(
+            {},
+            client=client,
+            own_data=self.own_data,
+            config=config.to_dict(),
+            revisions=revisions(config),
+            proof=self.proof,
+            agreed=self.agreed,
+            samples=len(examples),
+            tested=len(tests) if tests is not None else 0,
+            standing=list(standing_in(memory, client, identity)),
+        )
 
     def of(self, client: int) -> tuple[Client, Examples | ImageExamples, Examples | ImageExamples | None]:
         """A client by its number, its training data, and its test data if it has some.

@@ -17,11 +17,12 @@ from flwr.serverapp import Grid, ServerApp
 from ...config import load_config
 from ...errors import UserError
 from ...jobs.escaped import Formatter
-from ...runs.folder import check_outdir, holds_run, outdir_of, remove_run
+from ...runs.folder import holds_run, outdir_of, remove_run
 from ..locate_flower import require
+from ..transport import run_over
 from .client import client_app
 from .keys import check
-from .server import Server
+from .server import Nodes
 
 require()
 logger = logging.getLogger("fs_lowrank")
@@ -46,8 +47,7 @@ def serve(grid: Grid, context: Context) -> None:
         raise UserError(f"{folder.absolute()} holds no run to continue; leave out resume=true")
     if asked["overwrite"] and not resume:
         remove_run(folder)
-    check_outdir(config, resume)
-    result = Server(config, on_round=_told).run(grid, resume)
+    result = run_over(Nodes(config, grid), config, resume, _told)
     logger.info("finished: %s", result.outdir.absolute())
 
 

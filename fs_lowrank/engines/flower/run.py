@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from ...callbacks import Callback
+from ...callbacks import Callback, callbacks_of
 from ...config import Config
 from ...errors import RunFailed, UserError
+from ...rounds.loop import Loop
 from ...runs.folder import check_outdir
 from ...runs.result import RunResult
 from ..kept import settings_kept
@@ -41,7 +42,7 @@ from flwr.simulation import run_simulation  # noqa: E402
 
 from .client import client_app  # noqa: E402
 from .keys import check  # noqa: E402
-from .server import Server, client_folder  # noqa: E402
+from .server import Nodes, client_folder  # noqa: E402
 
 
 def run(
@@ -56,13 +57,15 @@ def run(
     check_outdir(config, resume)
     count, before, ended = processes_of(config), torch.get_num_threads(), threading.Event()
     threads = max(1, before // count)
-    server = Server(config, on_round, on_client, callbacks, stopped=ended.is_set, pause=0.05, gathers=True)
+    nodes = Nodes(config, stopped=ended.is_set, pause=0.05, simulated=True)
+    loop = Loop(config, nodes, callbacks_of(config, callbacks), on_round, on_client)
     app, found = ServerApp(), []
 
     @app.main()
     def serve(grid: Grid, context: Context) -> None:
         torch.set_num_threads(threads)  # of this thread
-        found.append(server.run(grid, resume))
+        nodes.grid = grid
+        found.append(loop.run(resume))
 
     gpus = torch.cuda.device_count() if config.torch_device != "cpu" else 0
     with settings_kept(), _quietly(config.verbose):

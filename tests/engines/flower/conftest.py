@@ -25,7 +25,7 @@ class Federation:
     """Nodes of Flower in this process. ``behave(node_number, message, answer)`` may replace what a node does.
 
     Attributes:
-        grid: for ``Server.run``.
+        grid: for ``Nodes``.
         own: by number of the node, from 0, its ``--node-config``.
         sent: the number and the type of every message that a node was given.
     """

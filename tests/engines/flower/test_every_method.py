@@ -67,11 +67,11 @@ def table():
 
 @pytest.mark.parametrize("method, keys, task", CASES, ids=IDS)
 def test_every_method(quick, federation, vision_settings, keys_of, table, method, keys, task):
-    from fs_lowrank.engines.flower.client import _workplace
-    from fs_lowrank.engines.flower.server import Server
+    from fs_lowrank.engines.flower.client import _node
+    from tests.engines.flower.test_server import serve
 
     def anew(number, message, answer):
-        _workplace.cache_clear()
+        _node.cache_clear()
         return answer()
 
     few = {"federate.method": method, "federate.sample_client_num": 2, "federate.total_round_num": 3}
@@ -81,8 +81,8 @@ def test_every_method(quick, federation, vision_settings, keys_of, table, method
     local = fs_lowrank.run(quick("local", few, of))
     middle, config = time.perf_counter(), quick("flower", few, of)
     grid = federation(behave=anew).grid
-    Server(config, on_round=lambda record: record["round"] == 1, pause=0.005).run(grid)
-    other = Server(config, pause=0.005).run(grid, resume=True)
+    serve(config, grid, on_round=lambda record: record["round"] == 1)
+    other = serve(config, grid, resume=True)
     ended = time.perf_counter()
 
     ours, theirs = all_tensors(local.model), all_tensors(other.model)

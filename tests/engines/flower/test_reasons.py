@@ -5,7 +5,8 @@ import re
 import pytest
 
 import fs_lowrank
-from fs_lowrank.engines.flower.server import Server
+from fs_lowrank.engines.flower.server import Nodes
+from fs_lowrank.rounds.loop import Loop
 from tests.engines.flower.test_server import serve
 
 pytestmark = pytest.mark.flower
@@ -44,14 +45,14 @@ def test_a_client_that_is_not_evaluated_is_named_with_the_reason(quick, federati
     assert record["metrics"]["client_test"]["acc"] == record["client_scores"]["5"]["acc"]
 
 
-@pytest.mark.parametrize("gathers", [False, True], ids=["deployed", "simulated"])
-def test_nodes_that_are_all_refused_end_the_run_with_their_reason(quick, federation, tmp_path, gathers):
+@pytest.mark.parametrize("simulated", [False, True], ids=["deployed", "simulated"])
+def test_nodes_that_are_all_refused_end_the_run_with_their_reason(quick, federation, tmp_path, simulated):
     """More clients or another lowrank.min_clients would not help, so that nothing of it is said."""
     config = quick("refused", {"federate.method": "rolora", "lowrank.timeout": 3.0})
     config.replace({"train.optimizer.lr": 0.123}).dump(tmp_path / "other.yaml")
     own = {number: {"cfg": str(tmp_path / "other.yaml")} for number in range(3)}
     with pytest.raises(fs_lowrank.RunFailed) as caught:
-        serve(config, federation(own=own).grid, gathers=gathers)
+        serve(config, federation(own=own).grid, simulated=simulated)
     said = str(caught.value)
     assert said.startswith("no node can take part; refused were 3: ") and "min_clients" not in said
     assert said.count("they differ in train.optimizer.lr") == 1
@@ -59,9 +60,10 @@ def test_nodes_that_are_all_refused_end_the_run_with_their_reason(quick, federat
 
 def test_the_trackers_are_those_of_the_embedded_engine(quick, federation, monkeypatch):
     """FederatedScope's key for one of them counts, too."""
-    from fs_lowrank.callbacks import trackers
+    from fs_lowrank.callbacks import callbacks_of, trackers
 
     asked = []
     monkeypatch.setattr(trackers, "check_trackers", lambda names: asked.append(list(names)))
-    Server(quick("run", {"federate.method": "rolora", "wandb.use": True}))
+    config = quick("run", {"federate.method": "rolora", "wandb.use": True})
+    Loop(config, Nodes(config), callbacks_of(config, ()))
     assert asked == [["wandb"]]

@@ -11,10 +11,12 @@ import torch
 
 import fs_lowrank
 from fs_lowrank.engines.flower import messages
-from fs_lowrank.engines.flower.client import _workplace
+from fs_lowrank.engines.flower.client import _node
 from fs_lowrank.engines.flower.keys import check
 from fs_lowrank.engines.flower.messages import packed, unpacked
-from fs_lowrank.engines.flower.server import Server, _scores, _spent
+from fs_lowrank.engines.flower.server import Nodes
+from fs_lowrank.engines.transport import run_over
+from fs_lowrank.rounds.loop import scores_in, spent_by
 from fs_lowrank.rounds.parcel import Parcel
 from fs_lowrank.runs.checkpoint import load_checkpoint
 from fs_lowrank.testing import small
@@ -34,9 +36,9 @@ VARIANTS = [
 ]
 
 
-def serve(config, grid, resume=False, **more):
+def serve(config, grid, resume=False, on_round=None, **more):
     check(config)
-    return Server(config, pause=0.005, **more).run(grid, resume)
+    return run_over(Nodes(config, grid, pause=0.005, **more), config, resume, on_round)
 
 
 def same(local, other):
@@ -53,10 +55,10 @@ def same(local, other):
 @pytest.mark.parametrize("method, keys", VARIANTS)
 def test_the_result_is_that_of_the_embedded_engine(quick, federation, method, keys):
     keys = {"federate.method": method, **keys}
-    one, loaded = federation(), _workplace.cache_info().misses
+    one, loaded = federation(), _node.cache_info().misses
     same(fs_lowrank.run(quick("local", keys)), serve(quick("flower", keys), one.grid))
     assert {kind for _, kind in one.sent} <= {"query", "train", "evaluate"}
-    assert _workplace.cache_info().misses == loaded + 1, "a process that lives on loads the base model once"
+    assert _node.cache_info().misses == loaded + 1, "a process that lives on loads the base model once"
 
 
 def test_numbers_to_predict(quick, federation, tmp_path):
@@ -260,12 +262,12 @@ def test_a_node_with_another_configuration_or_base_model(quick, federation, sett
         if number != 1:
             return answer()
         weights.write_bytes((tmp_path / "changed.safetensors").read_bytes())
-        _workplace.cache_clear()
+        _node.cache_clear()
         try:
             return answer()
         finally:
             weights.write_bytes(own)
-            _workplace.cache_clear()
+            _node.cache_clear()
 
     one = federation(behave=behave, own={2: {"cfg": str(tmp_path / "other.yaml")}})
     history = serve(config, one.grid).history
@@ -366,7 +368,7 @@ def test_two_nodes_for_one_client_and_a_client_that_there_is_not(quick, federati
     config = quick("twice", {"federate.method": "rolora", "federate.client_num": 2, "lowrank.timeout": 2.0})
     one = federation(4, own={2: {"partition-id": 1}, 3: {"partition-id": 7}})
     assert [r["clients"] for r in serve(config, one.grid).history] == [[1, 2], [1, 2]]
-    assert "joined already" in caplog.text and "partition-id = 7: expected 0 to 1" in caplog.text
+    assert "joined already" in caplog.text and "there is no client 8; federate.client_num is 2" in caplog.text
 
 
 def test_what_a_node_says_of_itself_is_not_believed(quick, federation):
@@ -398,16 +400,16 @@ def test_what_a_node_says_of_itself_is_not_believed(quick, federation):
 @pytest.mark.parametrize("wrong", [10**400, -(10**400), float("nan"), float("inf"), -1.5, "1", True, None])
 def test_numbers_that_cannot_be(wrong):
     """They are left out; none of them is an error, nor comes into a sum."""
-    assert _spent({"spent": {"training": wrong, "upload": 2, "reused": False}})["training"] == 0.0
-    assert _scores({"scores": {"acc": wrong, "loss": 0.5}}, ["loss", "acc"]) == {}
+    assert spent_by({"spent": {"training": wrong, "upload": 2, "reused": False}})["training"] == 0.0
+    assert scores_in({"scores": {"acc": wrong, "loss": 0.5}}, ["loss", "acc"]) == {}
     if wrong != -1.5:
-        assert _scores({"scores": {"acc": 0.5, "loss": wrong}}, ["loss", "acc"]) == {}
+        assert scores_in({"scores": {"acc": 0.5, "loss": wrong}}, ["loss", "acc"]) == {}
 
 
 def test_the_scores_of_a_client_are_those_that_its_task_has():
-    assert _scores({"scores": {"loss": 2.5}}, ["loss"]) == {"loss": 2.5}
-    assert _scores({"scores": {"loss": 2.5}}, ["loss", "acc"]) == {}
-    assert _scores({"scores": {"loss": 2, "acc": 1, "more": 3}}, ["loss", "acc"]) == {"loss": 2.0, "acc": 1.0}
+    assert scores_in({"scores": {"loss": 2.5}}, ["loss"]) == {"loss": 2.5}
+    assert scores_in({"scores": {"loss": 2.5}}, ["loss", "acc"]) == {}
+    assert scores_in({"scores": {"loss": 2, "acc": 1, "more": 3}}, ["loss", "acc"]) == {"loss": 2.0, "acc": 1.0}
 
 
 def test_too_few_clients_end_the_run_and_it_can_be_resumed(quick, federation):
@@ -451,17 +453,17 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(quick, federation, m
 def test_what_tells_the_run_from_others_is_damaged(quick, federation, caplog, damage):
     """The copies are sent everything; personal parts cannot be found again."""
     for method in ("rolora", "pfedlora"):
-        server = Server(quick(method, {"federate.method": method}))
-        token, path = server._own_token(False), server.folder / "run.json"
-        assert server._own_token(True) == token
+        server, personal = Nodes(quick(method, {"federate.method": method})), method == "pfedlora"
+        token, path = server.own_token(False, personal), server.folder / "run.json"
+        assert server.own_token(True, personal) == token
         path.unlink() if damage is None else path.write_text(damage)
-        if method == "pfedlora":
+        if personal:
             with pytest.raises(
                 fs_lowrank.UserError, match="run.json cannot be read: .*; without it .*restore the file"
             ):
-                server._own_token(True)
+                server.own_token(True, personal)
         else:
-            assert server._own_token(True) != token and "sent everything" in caplog.text
+            assert server.own_token(True, personal) != token and "sent everything" in caplog.text
 
 
 def test_a_new_run_takes_nothing_over_from_one_before(quick, federation, tmp_path):
@@ -497,15 +499,15 @@ def test_flowers_mods_cannot_change_our_parcels_unnoticed(quick, federation, nam
             return Message(Error(2, f"{type(error)}:<'{error}'>"), reply_to=message)
 
     one, config = federation(behave=behave), quick("mods", {"federate.method": "rolora", "lowrank.timeout": 2.0})
-    server = Server(config, pause=0.005)
-    assert [r["clients"] for r in server.run(one.grid).history] == [[1, 3], [1, 3]]
+    result = serve(config, one.grid)
+    assert [r["clients"] for r in result.history] == [[1, 3], [1, 3]]
     reason = {
         "LocalDpMod": "Unsupported serialization type for numpy conversion: 'safetensors'",
         "fixedclipping_mod": "fixedclipping_mod requires the key",
         "adaptiveclipping_mod": "adaptiveclipping_mod requires the key",
         "secaggplus_mod": "secaggplus",
     }[name]
-    [record] = [json.loads(line) for line in (server.folder.parent / "rounds.jsonl").read_text().splitlines()][:1]
+    [record] = [json.loads(line) for line in (result.outdir / "rounds.jsonl").read_text().splitlines()][:1]
     [absent] = record["failed"]
     wanted = "no node has joined for it; one was refused: Flower: a mod in the node's app does not take our messages"
     if name == "secaggplus_mod":  # it leaves other messages than for training alone

@@ -67,13 +67,14 @@ def test_gpus_of_a_process(gpus, count, each):
 @pytest.mark.parametrize("keys, simulated", [({"use_gpu": True, "device": 1}, -1), ({"device": "cpu"}, "cpu")])
 def test_the_device_of_the_server_is_none_of_the_simulation(quick, tmp_path, keys, simulated):
     """In which Ray numbers the GPUs of each process from 0."""
-    from fs_lowrank.engines.flower.client import Node
+    from fs_lowrank.engines.flower.client import config_of
+    from fs_lowrank.rounds.parcel import Parcel
 
     config = quick("run", keys)
-    facts, own = {"run": "a", "config": config.to_dict()}, {"partition-id": 0}
+    call = Parcel({}, run="a", config=config.to_dict())
     for folder, device in ((None, config.device), (tmp_path, simulated)):
-        node = Node(facts, own, folder)
-        assert node.config.device == device and node.identity == f"{config.fingerprint()}:a"
+        own = config_of(call, {"partition-id": 0}, folder)
+        assert own.device == device and own.fingerprint() == config.fingerprint()
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from fs_lowrank.doctor import examine
 from fs_lowrank.engines import get_engine, list_engines, locate_flower
 from fs_lowrank.engines.flower.keys import check, codec
 from fs_lowrank.engines.flower.project import CONFIG
-from fs_lowrank.engines.flower.waiting import Waiting
+from fs_lowrank.engines.waiting import Waiting
 from fs_lowrank.methods import get_method_class
 from fs_lowrank.settings.effects import without_effect
 
@@ -100,7 +100,7 @@ def test_what_is_said_of_keys_of_the_other_engines(quick):
 @pytest.mark.parametrize("kind, at", [("call", [5, 10, 20, 40]), ("train", [30, 60, 120]), ("evaluate", [30, 60, 120])])
 def test_a_wait_says_for_whom_and_how_long(kind, at):
     now = [1000.0]
-    wait, said = Waiting(200.0, kind, clock=lambda: now[0]), {}
+    wait, said = Waiting(200.0, "node", kind != "call", clock=lambda: now[0]), {}
     for second in range(220):
         now[0] = 1000.0 + second
         assert wait.over == (second >= 200)
@@ -115,7 +115,7 @@ def test_a_wait_says_for_whom_and_how_long(kind, at):
 
 def test_a_reply_begins_the_wait_anew():
     now = [0.0]
-    wait = Waiting(60.0, "call", clock=lambda: now[0])
+    wait = Waiting(60.0, "node", False, clock=lambda: now[0])
     now[0] = 59.0
     assert wait.word(range(9)).startswith(
         "waiting for nodes 0, 1, 2, 3, 4 and 4 more: no answer for 59 s; for up to 1 s"
@@ -134,17 +134,18 @@ from unittest.mock import MagicMock
 
 for name in ("flwr", "flwr.app", "flwr.serverapp", "flwr.common", "flwr.clientapp"):
     sys.modules[name] = MagicMock()
-from fs_lowrank.engines.flower import server, waiting
+from fs_lowrank.engines import waiting
+from fs_lowrank.engines.flower import server
 
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
-waiting.FIRST_WORD = {"call": 0.1}
+waiting.FIRST_WORD = 0.1
 server.packed = lambda parcel: parcel
-asked = object.__new__(server.Server)
-asked.__dict__.update(timeout=0.5, pause=0.01, token="", gathers=False, stopped=lambda: False)
+asked = object.__new__(server.Nodes)
+asked.__dict__.update(timeout=0.5, pause=0.01, token="", simulated=False, stopped=lambda: False)
 asked.config = SimpleNamespace(to_dict=dict)
 asked.grid = SimpleNamespace(push_messages=lambda of: [str(id(of[0]))], pull_messages=lambda of: [])
 server.Message = lambda *args, **options: SimpleNamespace()
-for node, answer in asked._exchange({7: server.Parcel({})}, "call", 0):
+for node, answer in asked._carried({7: server.Parcel({})}, "call", 0):
     print(node, answer.reason)
 """
 

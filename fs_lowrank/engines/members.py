@@ -1,0 +1,133 @@
+"""Clients that come to the server by themselves, each a process with a copy of the model: which of them take part."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..algebra import digest
+from ..config import Config
+from ..errors import DamagedFile, UserError
+from ..jobs.files import read_json, to_json, write_text
+from ..rounds.admission import is_whole
+from ..rounds.joining import objection, proof_of, reported_standing, samples_objection
+from ..rounds.ledger import Ledger, Standing
+from ..rounds.parcel import Parcel
+from ..rounds.round import Order
+from ..rounds.site import Site
+from ..rounds.transport import Lost, Transport
+
+logger = logging.getLogger("fs_lowrank")
+
+
+def memory_of(place: Path, identity: str, client: int) -> Path:
+    """The folder below ``place`` for what ``client`` remembers of the run ``identity``; other runs have others."""
+    return place / f"run_{digest({}, identity)[:16]}" / f"client_{client}"
+
+
+@dataclass
+class Member:
+    """A client that takes part.
+
+    Attributes:
+        place: of its process, as the transport has it: the number of a node, or a token.
+        standing: where its copy of the model is, as it said last.
+        agreed: a hash of what it has in common with the server, as it said when it joined (``joining.agreed``).
+    """
+
+    place: Any
+    standing: Standing
+    agreed: str
+
+
+class Members(Transport):
+    """A transport whose clients introduce themselves (``Node.introduction``), and say who they are with every answer.
+
+    Args:
+        config: of the run. folder: for what tells this run from others. elsewhere: how a client says that its data are
+            its own.
+
+    Attributes:
+        members: the clients that have joined, by number.
+        token: what tells this run from others of its configuration; clients keep it with their copies.
+    """
+
+    def __init__(self, config: Config, folder: Path, elsewhere: str):
+        self.config, self.folder, self.elsewhere = config, folder, elsewhere
+        self.members: dict[int, Member] = {}
+
+    def begin(self, site: Site, ledger: Ledger, resumed: bool) -> None:
+        self.site, self.ledger, self.proof = site, ledger, proof_of(site)
+        self.token = self.own_token(resumed, personal=bool(site.personal.untrained))
+
+    def own_token(self, resumed: bool, personal: bool) -> str:
+        """The token of the run that is resumed, or a new one.
+
+        Raises:
+            UserError: it cannot be read again, and clients would lose their personal parts.
+        """
+        path = self.folder / "run.json"
+        if resumed:
+            try:
+                return str(read_json(path, fields={"run": str}, remedy="")["run"])
+            except DamagedFile as error:
+                lost = str(error)
+            if personal:
+                raise UserError(
+                    f"{lost}; without it the clients' personal parts are not found again: restore the file, or start "
+                    "anew in another outdir"
+                )
+            logger.warning("%s; the clients' copies start anew and are sent everything", lost)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        token = secrets.token_hex(8)
+        self.folder.mkdir(parents=True)
+        write_text(path, to_json({"run": token}))
+        return token
+
+    def refusal(self, facts: Mapping[str, Any]) -> str:
+        """Why a client that introduces itself with ``facts`` cannot take part; empty if it can."""
+        client, own_data, agreed = facts.get("client"), facts.get("own_data") is True, facts.get("agreed")
+        if not is_whole(client) or not 1 <= client <= self.config.federate.client_num:
+            return f"there is no client {client!r:.60}; federate.client_num is {self.config.federate.client_num}"
+        theirs: list[Any] = [facts.get(name) for name in ("config", "revisions", "proof")]
+        if not all(isinstance(part, dict) for part in theirs) or not isinstance(agreed, str):
+            return f"client {client}: it does not say what it has in common with the server"
+        reason = objection(self.config, self.proof, theirs[0], theirs[1], theirs[2], own_data)
+        reason = reason or samples_objection(
+            client, facts.get("samples"), self.ledger.admission, own_data, elsewhere=self.elsewhere
+        )
+        return f"client {client}: {reason}" if reason else ""
+
+    def welcome(self, facts: Mapping[str, Any], place: Any) -> None:
+        """Let a client take part for which there is no ``refusal``."""
+        client, tested, admission = facts["client"], facts.get("tested"), self.ledger.admission
+        admission.samples[client] = facts["samples"]
+        self.ledger.tested.pop(client, None)
+        if facts.get("own_data") is True:
+            believed = is_whole(tested) and 0 <= tested <= admission.max_samples
+            self.ledger.tested[client] = tested if believed else 0
+        self.members[client] = Member(place, reported_standing(facts), facts["agreed"])
+
+    def standing(self, client: int) -> Standing:
+        return self.members[client].standing
+
+    def checked(self, order: Order, answer: Parcel) -> Parcel | Lost:
+        """``answer``, unless the process that gave it is not the one that has joined."""
+        member, failed = self.members[order.client], "error" in answer.facts
+        # One that cannot even read its configuration says nothing of it, and has no update either.
+        if answer.facts.get("agreed", member.agreed if failed else None) != member.agreed:
+            del self.members[order.client]  # so that it introduces itself again, and is told what differs
+            return Lost("refused", "it has another configuration or base model than when it joined")
+        member.standing = reported_standing(answer.facts)
+        return answer
+
+
+def listed(numbers: Collection[int], most: int = 5) -> str:
+    """``numbers`` for a message, no more than ``most`` of them."""
+    first = sorted(numbers)[:most]
+    return ", ".join(map(str, first)) + (f" and {len(numbers) - most} more" if len(numbers) > most else "")
