@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from functools import cache
 from importlib.util import find_spec
 
@@ -11,6 +12,22 @@ import pytest
 
 #: with what the generic suite and the failures are run by ``make test``; ``make test-more`` has the others
 FEW = {"method": "rolora", "run": "rolora under FedAdam"}
+#: with what ``make test-more`` runs the failures; ``make test-slow`` has the others
+MORE_RUNS = ("rolora under FedAdam", "flora of three ranks")
+#: tests of which ``make test-more`` runs so many variants, the first ones; ``make test-slow`` has the others
+FIRST_VARIANTS = {
+    "test_the_head_keeps_every_bit_and_is_not_sent": 4,
+    "test_results_with_and_without_the_cache_are_equal": 2,
+    "test_the_same_run": 2,
+    "test_a_damaged_checkpoint_gives_way_to_the_one_before": 3,
+    "test_a_grid_grows_until_the_winner_is_inside_or_the_budget_ends": 2,
+    "test_equal_in_single_precision": 2,
+    "test_the_result_is_that_of_one_device": 2,
+    "test_the_generic_suite": 12,
+    "test_the_command_writes_json_and_png": 0,
+    "test_another_configuration_is_named": 3,
+    "test_own_objects_run": 0,
+}
 #: what ``make test`` runs with every method, on the first kind of model that it takes
 EVERY_METHOD = "test_a_run_its_files_and_a_repetition"
 
@@ -61,7 +78,7 @@ def pytest_collection_modifyitems(items, config):
     if impossible:
         items[:] = possible
         config.hook.pytest_deselected(items=impossible)
-    had = set()
+    had, variants = set(), Counter()
     for item in possible:
         given = item.callspec.params if hasattr(item, "callspec") else {}
         if item.path.name in ("test_generic.py", "test_faults.py"):
@@ -71,6 +88,12 @@ def pytest_collection_modifyitems(items, config):
                 had.add(given["method"])
             if others:
                 item.add_marker(pytest.mark.more)
+            if given.get("run", MORE_RUNS[0]) not in MORE_RUNS:
+                item.add_marker(pytest.mark.slow)
+        if item.originalname in FIRST_VARIANTS:
+            variants[item.path, item.originalname] += 1
+            if variants[item.path, item.originalname] > FIRST_VARIANTS[item.originalname]:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", autouse=True)
