@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def add_commands(commands: Commands) -> None:
     """Give every command of this package a parser below ``commands``."""
-    from . import examples, finished, flower, init, keys, report
+    from . import check, examples, finished, flower, init, keys, report
 
-    for module in (init, examples, keys, finished, report, flower):
+    for module in (init, examples, keys, finished, report, check, flower):
         module.add(commands)

@@ -20,8 +20,20 @@ from ..methods import Method, get_method_class, requirements
 from ..methods.registry import registered
 from .bench import TASKS, Bench, quietly
 from .checks import CHECKS, Check
+from .referee import Finding, check_server_step, judge_server_step
 
-__all__ = ["CHECKS", "TASKS", "Bench", "Check", "asked_of", "check_method", "quietly"]
+__all__ = [
+    "CHECKS",
+    "TASKS",
+    "Bench",
+    "Check",
+    "Finding",
+    "asked_of",
+    "check_method",
+    "check_server_step",
+    "judge_server_step",
+    "quietly",
+]
 
 
 def check_method(
