@@ -12,9 +12,9 @@ import peft
 from ..jobs.files import write_text
 from ..models.adapters import adapter_name
 from ..models.names import tags
-from ..models.saved import save_adapter
+from ..models.saved import name_base, save_adapter
 from ..rounds.keeper import Callback, RecordKeeper
-from ..runs.card import model_card
+from ..runs.card import example, model_card
 from ..runs.folder import replaced
 from ..runs.result import RunResult, sort_configs
 
@@ -29,6 +29,8 @@ class Saved(Callback):
             with replaced(run.outdir / "personal") as folder:
                 folder.mkdir()
                 _save_personal(run, folder)
+                if run.site.hub[0]:
+                    name_base(folder, run.site.hub)
                 sort_configs(folder)
             result.saved["personal"] = run.outdir / "personal"
 
@@ -49,8 +51,9 @@ def save_trained(
     if result.base_changed or run.config.lowrank.save_merged:
         saving["model"] = result.save_model
     folder = run.outdir / place
+    facts = {**result.facts, "example": example(run.site.model, run.site.tokenizer, run.config)}
     for kind, save in saving.items():
-        card = model_card(run.config, result.facts, figures, kind, best, round)
+        card = model_card(run.config, facts, figures, kind, best, round)
         with replaced(folder / kind) as aside:
             aside.mkdir()
             save(aside)
@@ -62,16 +65,18 @@ def save_trained(
 
 
 def _save_personal(run: RecordKeeper, folder: Path) -> None:
-    """Save every client's own adapter in PEFT's format, in ``client_K`` of ``folder``."""
+    """Save every client's own adapter, and its own head, in PEFT's format, in ``client_K`` of ``folder``."""
     site, model = run.site, run.site.model
     if not isinstance(model, peft.PeftModel):
         raise TypeError(f"the clients' own adapters are saved from a PeftModel, the model is {type(model).__name__}")
     for client in site.personal:
         site.load_client(run.ledger.state, client)
-        for name in sorted({adapter_name(n) for n in site.personal[client]}):
+        outside = {n: tensor for n, tensor in site.personal[client].items() if tags(n) & {"head", "base"}}
+        for name in sorted({adapter_name(n) for n in site.personal[client] if n not in outside}) or ["default"]:
             config = copy.copy(model.peft_config[name])
             tensors = peft.get_peft_model_state_dict(model, adapter_name=name)
             own = {n: tensor for n, tensor in tensors.items() if "nested" not in tags(n)}
+            own |= {n: tensor for n, tensor in outside.items() if "modules_to_save" not in n}
             if config.task_type == peft.TaskType.SEQ_CLS and not any("head" in tags(n) for n in own):
                 config.task_type = None  # with it PEFT expects a head, which the saved model has
             save_adapter(folder / f"client_{client}", config, own)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
@@ -68,6 +69,15 @@ def locate(name: str) -> str:
     if name.startswith((".", "/", "~")):
         raise UserError(f"model.type: there is no folder {name!r}")
     return name
+
+
+def hub_name(name: str) -> tuple[str, str]:
+    """Name and revision of model ``name`` on the Hugging Face hub, as far as they are known; both may be empty."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return (FETCHABLE[name].hub if name in FETCHABLE else name), ""
+    of_cache = re.search(r"/models--([^/]+)/snapshots/([^/]+)$", folder.resolve().as_posix())  # huggingface_hub's cache
+    return (of_cache[1].replace("--", "/"), of_cache[2]) if of_cache else ("", "")
 
 
 def model_name(model_type: str) -> str:
@@ -321,7 +331,7 @@ def _built(
     refuse_reserved(model, f"model.type = {config.model.type}")
     vars(model)["new_weights"] = check_loaded(model, report, place, num_labels if classifies else None, say_new)
     if tokenizer is not None and classifies:
-        settle_padding(model, pad_id(tokenizer))
+        settle_padding(model, pad_id(tokenizer), config.llm.tok_len)
     elif tokenizer is not None and model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     vars(model)["configured"] = configuration_fingerprint(model)

@@ -24,26 +24,37 @@ def position_embeddings(model: nn.Module) -> list[nn.Embedding]:
     ]
 
 
-def settle_padding(model: nn.Module, pad: int) -> None:
+def settle_padding(model: nn.Module, pad: int, longest: int | str = "auto") -> None:
     """Let the classifier ``model`` give for each text of a batch what it gives for the text alone.
 
     A decoder reads the class at the last token that is not the padding token of its configuration, so that names
     ``pad`` from here on, also where it is saved. A model that looks at padding all the same computes the texts of a
-    batch by length: XLNet reads the last position, FNet mixes all of them, ConvBERT and MobileBERT look at neighbours.
+    batch by length: XLNet reads the last position, FNet mixes all of them, ConvBERT and MobileBERT look at neighbours,
+    and LongRoPE scales the positions of all texts of a batch by the longest.
 
     Args:
-        pad: the token that batches are padded with.
+        pad: the token that batches are padded with. longest: text in tokens (``llm.tok_len``).
     """
     config: Any = getattr(model, "config", None)
     # RoBERTa and others count positions from the padding token of their configuration, and read no class by it.
     if config is not None and not any(table.padding_idx is not None for table in position_embeddings(model)):
         config.pad_token_id = config.get_text_config().pad_token_id = pad
-    if padding_matters(model, pad, lambda ids, mask: model(input_ids=ids, attention_mask=mask).logits):
-        _compute_by_length(model)
+    scaled = _scaled_beyond(config, longest)
+    if scaled or padding_matters(model, pad, lambda ids, mask: model(input_ids=ids, attention_mask=mask).logits):
+        _compute_by_length(model, beyond=scaled)
         say_once(
             f"{type(model).__name__} gives a text another score where it is padded, so the texts of a batch are "
             "computed by length, which takes longer"
         )
+
+
+def _scaled_beyond(config: Any, longest: int | str) -> int:
+    """The length beyond which a text scales the positions of its batch otherwise; 0 if texts do not reach it."""
+    rope: Any = getattr(config and config.get_text_config(), "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return 0
+    length = int(rope["original_max_position_embeddings"])
+    return 0 if isinstance(longest, int) and longest <= length else length
 
 
 @torch.no_grad()
@@ -79,8 +90,8 @@ def _part(value: Any, rows: Tensor, padding: int) -> Any:
     return value[rows, : value.shape[1] - padding] if value.ndim > 1 else value[rows]
 
 
-def _compute_by_length(model: nn.Module) -> None:
-    """Let ``model`` compute the samples of each length of a batch without padding."""
+def _compute_by_length(model: nn.Module, beyond: int = 0) -> None:
+    """Let ``model`` compute the samples of each length of a batch without padding, if one is longer than ``beyond``."""
     own = type(model)
 
     @functools.wraps(own.forward)
@@ -88,7 +99,7 @@ def _compute_by_length(model: nn.Module) -> None:
         from transformers.modeling_outputs import SequenceClassifierOutput
 
         given = {**inputs, "attention_mask": attention_mask, "labels": labels}
-        if attention_mask is None or attention_mask.all():
+        if attention_mask is None or attention_mask.shape[1] <= beyond or attention_mask.all():
             return own.forward(self, **given)
         lengths, logits, loss = attention_mask.sum(1), None, None
         for length in lengths.unique():

@@ -421,4 +421,5 @@ def facts_of(site: Site) -> dict[str, Any]:
         "parameters": site.parameters,
         "images": site.data.image_shape,
         "labels": site.data.label_names,
+        **({"hub": site.hub} if site.hub[0] else {}),
     }

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import html
 import json
+import logging
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
+from ..data.fetch import FETCHABLE
 from ..errors import counted
 from ..models.build import locate, model_name
+from ..models.machine import input_device
+from ..seeds import drawing
 from ..settings import Settings
 from ..versions import __version__
 from .folder import outdir_of
 from .summary import for_people
+
+logger = logging.getLogger("fs_lowrank")
 
 _PIPELINES = {"CausalLM": "text-generation", "Seq2SeqLM": "text2text-generation"}
 _LOADERS = {"CausalLM": "AutoModelForCausalLM", "Seq2SeqLM": "AutoModelForSeq2SeqLM"}
@@ -27,22 +35,23 @@ def model_card(
     """The card as Markdown.
 
     Args:
-        config: the run's configuration. facts: of its ``RunResult``. figures: metrics of the round.
+        config: the run's configuration. facts: of its ``RunResult``, and ``example``. figures: metrics of the round.
         what: ``adapter``, for PEFT over the base model, or ``model``, a whole model.
         best: of the best round, the metric by which it is; empty for the last round.
         round: its number.
     """
     given, folder = model_name(config.model.type), outdir_of(config)
-    local = Path(locate(given)).is_dir()  # a path says nothing elsewhere, and may be the name of another model on a hub
-    base = Path(given).name if local else given
+    # A path says nothing elsewhere, and may be the name of another model on a hub.
+    base, revision = facts.get("hub") or ("", "")
+    base, on_hub = base or Path(given).name, bool(base)
     header: dict[str, Any] = {"library_name": "peft" if what == "adapter" else "transformers"}
     if not config.is_vision:
-        header |= {} if local else {"base_model": base}
+        header |= {"base_model": base} if on_hub else {}
         header |= {"pipeline_tag": _PIPELINES.get(config.model.task, "text-classification")}
     header["tags"] = ["federated-learning", "fs-lowrank", facts["method"], *(["lora"] if what == "adapter" else [])]
     sizes, labels = sorted(facts["clients"]), facts.get("labels") or []
     rows = [
-        ("base model", f"`{base}`"),
+        ("base model", f"`{base}`" + (f", revision `{revision}`" if revision else "") + _fetched(given)),
         ("fingerprint of its weights", f"`{facts['model']}`"),
         ("method", f"`{facts['method']}`" + _params(config)),
         ("data", facts["source"]),
@@ -53,6 +62,7 @@ def model_card(
         ("seed", str(config.seed)),
         ("written by", f"fs-lowrank {__version__}"),
     ]
+    of_run = folder / (f"{what}_best" if best else what)
     rows.append(("round", f"{round}, " + (f"the best by {best}" if best else "the last")))
     shown = for_people(figures, config.is_language)
     measured = [(name, f"{value:.4g}") for name, value in sorted(shown.items())]
@@ -77,7 +87,8 @@ def model_card(
             "In the folder in which the run was started:",
             "",
             "```python",
-            *_use(config, locate(given), labels, what, (folder / (f"{what}_best" if best else what)).as_posix()),
+            *_use(config, base if on_hub else locate(given), revision, labels, what, of_run.as_posix()),
+            *_predicts(config, facts.get("example", "")),
             "```",
             "",
             "## Again",
@@ -112,11 +123,11 @@ def _training(config: Settings) -> str:
 
 
 def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> list[str]:
-    cells = [(a, b.replace("|", "\\|").replace("\n", " ")) for a, b in rows]
+    cells = [(a, html.escape(b, quote=False).replace("|", "\\|").replace("\n", " ")) for a, b in rows]
     return [f"| {head[0]} | {head[1]} |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in cells)]
 
 
-def _use(config: Settings, base: str, labels: list[str], what: str, folder: str) -> list[str]:
+def _use(config: Settings, base: str, revision: str, labels: list[str], what: str, folder: str) -> list[str]:
     if config.is_vision:
         loads = "from fs_lowrank.models.vision import load_vision"
         if what == "model":
@@ -128,25 +139,63 @@ def _use(config: Settings, base: str, labels: list[str], what: str, folder: str)
             f'model = PeftModel.from_pretrained(load_vision("{folder}/base"), "{folder}")',
         ]
     loader = _LOADERS.get(config.model.task, "AutoModelForSequenceClassification")
+    loads = ["from peft import PeftModel"] if what == "adapter" else []
+    loads += [f"from transformers import {', '.join(sorted(['AutoTokenizer', loader]))}", ""]
     if what == "model":
-        return [f"from transformers import {loader}", "", f'model = {loader}.from_pretrained("{folder}")']
-    if labels:
-        return [
-            "from peft import AutoPeftModelForSequenceClassification",
-            "from transformers import AutoTokenizer",
-            "",
-            "# PEFT takes the names of the classes, and how many there are, from the base model; these are the run's:",
-            f"id2label = {{{', '.join(f'{i}: {json.dumps(n, ensure_ascii=False)}' for i, n in enumerate(labels))}}}",
-            "model = AutoPeftModelForSequenceClassification.from_pretrained(",
-            f'    "{folder}", id2label=id2label, label2id={{name: i for i, name in id2label.items()}}',
-            ")",
-            f'tokenizer = AutoTokenizer.from_pretrained("{folder}")',
+        lines = [f'model = {loader}.from_pretrained("{folder}")']
+    else:
+        names = json.dumps(labels, ensure_ascii=False)
+        given = (
+            f'"{base}"' + (f', revision="{revision}"' if revision else "") + (", id2label=id2label" if labels else "")
+        )
+        lines = [
+            *([f"id2label = dict(enumerate({names}))"] if labels else []),
+            f"base = {loader}.from_pretrained({given})",
+            f'model = PeftModel.from_pretrained(base, "{folder}")',
         ]
-    return [
-        "from peft import PeftModel",
-        f"from transformers import AutoTokenizer, {loader}",
-        "",
-        f'base = {loader}.from_pretrained("{base}")',
-        f'model = PeftModel.from_pretrained(base, "{folder}")',
-        f'tokenizer = AutoTokenizer.from_pretrained("{folder}")',
-    ]
+        if labels:
+            lines.append("model.config.label2id = {name: i for i, name in id2label.items()}")
+    return [*loads, *lines, f'tokenizer = AutoTokenizer.from_pretrained("{folder}")']
+
+
+def _fetched(given: str) -> str:
+    return f", as `fs-lowrank fetch {given}` gives it" if given in FETCHABLE and not Path(given).is_dir() else ""
+
+
+_TEXT = "It was a good day."
+_GENERATED = (
+    "tokenizer.decode(model.generate(**inputs, max_new_tokens=8, do_sample=False)[0], skip_special_tokens=True)"
+)
+#: what the card prints for a text, by task
+_SHOWN = {
+    "CausalLM": _GENERATED,
+    "Seq2SeqLM": _GENERATED,
+    "SequenceRegression": "round(model(**inputs).logits.item(), 3)",
+    "MultiLabelClassification": "[model.config.id2label[i] for i, x in enumerate(model(**inputs).logits[0]) if x > 0]",
+    "SequenceClassification": "model.config.id2label[model(**inputs).logits.argmax().item()]",
+}
+
+
+def example(model: Any, tokenizer: Any, config: Settings) -> str:
+    """What the last line of the card's code prints of ``model``; empty where it has none.
+
+    The text is no text of the data, which may be private.
+    """
+    if tokenizer is None or config.model.task not in _SHOWN or not hasattr(model, "config"):
+        return ""
+    inputs = tokenizer(_TEXT, return_tensors="pt", return_token_type_ids=False).to(input_device(model))
+    model.eval()
+    try:
+        with torch.no_grad(), drawing(0):
+            return str(eval(_SHOWN[config.model.task], {"model": model, "tokenizer": tokenizer, "inputs": inputs}))
+    except Exception as error:  # a model that needs more than a text; the run has ended well all the same
+        logger.debug("the card shows no prediction: %s", error)
+        return ""
+
+
+def _predicts(config: Settings, shown: str) -> list[str]:
+    if not shown:
+        return []
+    inputs = f'inputs = tokenizer("{_TEXT}", return_tensors="pt", return_token_type_ids=False)'
+    lines = [f"# {line}" for line in shown.splitlines()]
+    return ["", inputs, f"print({_SHOWN[config.model.task]})", *lines]

@@ -24,7 +24,7 @@ from ..models.loaded import transformers_silent
 from ..models.merging import untie
 from ..models.prompts import is_prompted
 from ..models.quantised import dequantised, layers
-from ..models.saved import save_adapter
+from ..models.saved import name_base, save_adapter
 from ..settings.metrics import larger_is_better
 from .chance import run_verdict
 from .records import flat_metrics
@@ -216,8 +216,11 @@ class RunResult:
                 "save the whole model with save_model(folder)"
             )
         if ACCUMULATED in peft_config:
-            return save_adapter(folder, *one_adapter(self.model))
-        model.save_pretrained(str(folder), selected_adapters=["default"])
+            save_adapter(folder, *one_adapter(self.model))
+        else:
+            model.save_pretrained(str(folder), selected_adapters=["default"])
+        if hub := self.facts.get("hub"):
+            name_base(Path(folder), hub)
         if self.facts.get("images"):
             copy.deepcopy(model).unload().save_pretrained(Path(folder) / "base")
         return Path(folder)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..data import Examples
-from ..errors import UserError
+from ..errors import UserError, say_once
 from ..models.kinds import unwrapped
-from ..models.machine import input_device
+from ..models.machine import input_device, rounding
 from ..models.trials import differing, keeping_modes, rows_to_try
 from ..seeds import drawing
 from .local import label_logits, to_device
@@ -24,30 +24,38 @@ from .local import label_logits, to_device
 
 @torch.no_grad()
 def check_steady(model: nn.Module, examples: Examples) -> None:
-    """Refuse a model whose results for a text depend on the texts before it.
+    """Refuse a model whose results for a text depend on the texts before it; warn of one where on those beside it.
 
-    Samples of three lengths are computed one by one, the longest first, and again, the shortest first.
+    Samples of three lengths are computed one by one, the longest first, again, the shortest first, and in one batch.
 
     Raises:
         UserError: their logits differ.
     """
     rows, device, before = rows_to_try(examples.lengths, 3), input_device(model), _attributes(model)
 
-    def logits(row: int) -> Tensor:
+    def logits(*rows: int) -> Tensor:
         with drawing(0):
-            return label_logits(model, to_device(examples.batch([row]), device))[0].float().nan_to_num()
+            return label_logits(model, to_device(examples.batch(list(rows)), device))[0].float().nan_to_num()
 
     with keeping_modes(model):
         model.eval()
         try:
             first = {row: logits(row) for row in rows[::-1]}
             again = {row: logits(row) for row in rows}
+            beside = logits(*rows)
         except Exception:  # of a model that cannot compute these texts, which training will say
             return
     for row in rows:
         # The same is computed again, so nothing is rounded otherwise.
         if first[row].numel() and (wrong := differing("logits", first[row], again[row], 0.0, least=1e-5)):
             raise UserError(_refusal(model, before, f"{wrong} for a text of {examples.lengths[row]} tokens"))
+    alone = torch.cat([first[row] for row in rows])
+    if alone.numel() and (wrong := differing("logits", alone, beside, rounding(model), least=1e-3)):
+        say_once(
+            f"model.type: the results of {type(unwrapped(model)).__name__} for a text depend on the texts of its batch: "
+            f"{wrong}; cut texts to a smaller llm.tok_len, or take batches of one (dataloader.batch_size, "
+            "eval.batch_size)"
+        )
 
 
 def _attributes(model: nn.Module) -> dict[tuple[str, str], Any]:

@@ -18,12 +18,12 @@ from transformers import AutoModelForSequenceClassification
 import fs_lowrank
 from fs_lowrank import UserError, cli
 from fs_lowrank.config import load_config
-from fs_lowrank.data.fetch import FETCHABLE, MARKER
 from fs_lowrank.data.files import SUFFIXES
 from fs_lowrank.errors import say_once
 from fs_lowrank.finished import answers, evaluate_rows, load_run, predict_rows, read_rows, write_table
 from fs_lowrank.finished import run as finished_run
 from fs_lowrank.models import quantised
+from fs_lowrank.models.build import hub_name
 from fs_lowrank.rounds import site
 from fs_lowrank.runs.card import model_card
 from fs_lowrank.runs.split import read_split
@@ -375,7 +375,7 @@ def test_a_run_that_has_not_ended_is_named(runs, tmp_path):
         load_run(tmp_path)
 
 
-def test_the_adapter_has_a_card(runs, tiny_encoder):
+def test_the_adapter_has_a_card(runs, tiny_encoder, capsys):
     result = runs["classes"]
     card = (result.outdir / "adapter" / "README.md").read_text(encoding="utf-8")
     _, header, body = card.split("---\n", 2)
@@ -384,9 +384,10 @@ def test_the_adapter_has_a_card(runs, tiny_encoder):
     assert str(tiny_encoder) not in header and f"`{tiny_encoder.name}`" in body and result.facts["model"] in body
     assert about["pipeline_tag"] == "text-classification" and {"rolora", "lora"} <= set(about["tags"])
     assert f"| test_acc | {result.final['test_acc']:.4g} |" in body and "| clients | 5, of " in body
-    code = body.split("```python\n")[1].split("```")[0]
+    code, shown = body.split("```python\n")[1].split("```")[0].rsplit("# ", 1)
     scope: dict = {}
     exec(code, scope)
+    assert capsys.readouterr().out == shown and shown.strip() in result.facts["labels"]
     assert type(scope["model"]).__name__.startswith("PeftModel")
     classes = result.facts["labels"]
     assert scope["model"].config.id2label == dict(enumerate(classes)) and len(classes) > 1
@@ -397,17 +398,29 @@ def test_the_adapter_has_a_card(runs, tiny_encoder):
     assert "| a number | score |" in numbers and "| classes |" not in numbers
 
 
-def test_the_card_of_a_fetched_model_names_its_folder(runs, tiny_causal, tmp_path, monkeypatch):
+def test_the_card_of_a_fetched_model_names_its_place_on_the_hub(runs):
     """The name under which it was fetched is known here only; and paths are those of the folder of the command."""
-    monkeypatch.setenv("FS_LOWRANK_HOME", str(tmp_path / "home"))
-    shutil.copytree(tiny_causal, tmp_path / "home" / "smollm2")
-    about = {"name": "smollm2", "version": FETCHABLE["smollm2"].version, "sha256": FETCHABLE["smollm2"].sha256}
-    (tmp_path / "home" / "smollm2" / MARKER).write_text(json.dumps(about))
-    result = runs["instructions"]
+    result, hub = runs["instructions"], hub_name("smollm2")
     config = load_config(result.outdir / "config.yaml", **{"model.type": "smollm2@huggingface_llm", "outdir": "out"})
-    card = model_card(config, result.facts, {}, "adapter")
-    assert f'from_pretrained("{tmp_path / "home" / "smollm2"}")' in card and "base_model:" not in card
+    facts = {**result.facts, "hub": hub, "source": "<img src=x> a|b", "example": "it was\nso"}
+    card = model_card(config, facts, {}, "adapter")
+    assert f'from_pretrained("{hub[0]}")' in card and f"base_model: {hub[0]}\n" in card
+    assert "as `fs-lowrank fetch smollm2` gives it" in card and "&lt;img src=x&gt; a\\|b" in card
+    assert "\n# it was\n# so\n```" in card
     assert 'from_pretrained(base, "out/adapter")' in card and "--cfg out/config.yaml outdir again" in card
+
+
+def test_the_adapter_of_a_snapshot_names_its_place_on_the_hub(runs, tiny_encoder, tmp_path):
+    snapshot = tmp_path / "hub" / "models--someone--tiny" / "snapshots" / "0123abc"
+    shutil.copytree(tiny_encoder, snapshot)
+    assert hub_name(str(snapshot)) == ("someone/tiny", "0123abc") and hub_name(str(tiny_encoder)) == ("", "")
+    keys = {"model.type": f"{snapshot}@transformers", "outdir": str(tmp_path / "run"), "federate.total_round_num": 1}
+    result = fs_lowrank.run(load_config(runs["classes"].outdir / "config.yaml", **keys))
+    about = json.loads((result.save_adapter(tmp_path / "saved") / "adapter_config.json").read_text())
+    for about in (about, json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())):
+        assert (about["base_model_name_or_path"], about["revision"]) == ("someone/tiny", "0123abc")
+    assert load_run(tmp_path / "run").model
+    assert 'from_pretrained("someone/tiny", revision="0123abc"' in (tmp_path / "run/adapter/README.md").read_text()
 
 
 def test_a_wrong_file_is_refused_before_the_model_is_loaded(runs, test_rows, monkeypatch, capsys):

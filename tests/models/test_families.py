@@ -1,0 +1,144 @@
+"""A run ends alike however it is computed, in every family of models that transformers can build small.
+
+Plain: clients one by one, no frozen states in memory, all positions, and test texts in batches of one. Against it: clients
+together, cached states, the last layer where it is read, batches that are padded, and from round 2 on resumed, in two
+processes. Models have dropout, and texts are of 2 to 40 tokens. A family that cannot keep this is refused.
+"""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
+
+import fs_lowrank
+from fs_lowrank.models.names import all_tensors
+from fs_lowrank.testing import small
+
+pytestmark = pytest.mark.more
+
+#: what a configuration may call its sizes, and small values
+SIZES = {
+    **dict.fromkeys(("hidden_size", "d_model", "emb_dim", "dim", "embedding_size", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("intermediate_size", "d_inner", "ffn_dim", "hidden_dim", "d_ff"), 48),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "attention_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "intra_bottleneck_size"), 16),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "type_vocab_size"), 2),
+    **{"attention_hidden_size": 32, "rotary_dim": 4, "max_position_embeddings": 128},
+}
+#: further keys of some families: the state or the place that once made their results differ
+OWN = {
+    "big_bird": {"block_size": 2, "num_random_blocks": 1},
+    "deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
+    "phi3": {
+        "original_max_position_embeddings": 16,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 4,
+            "long_factor": [8.0] * 4,
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+}
+TASKS = {
+    "classes": (AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
+    "answers": (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+}
+#: one of each kind of difference that there was: dropout by tokens, positions by length, padding, a state of the model
+FEW = [("opt", "answers"), ("phi3", "classes"), ("xlnet", "classes"), ("llama", "classes"), ("big_bird", "classes")]
+
+
+def configured(kind, task):
+    """A small configuration with dropout; decoders that classify name another padding than the tokenizer does."""
+    defaults = AutoConfig.for_model(kind)
+    sizes = {name: size for name, size in SIZES.items() if name in defaults.to_dict()}
+    sizes |= {name: 0.1 for name, value in defaults.to_dict().items() if "drop" in name and type(value) is float}
+    pad = 5 if task == "classes" and kind in TASKS["answers"][1] and kind not in ENCODERS else 0
+    special = {"pad_token_id": pad, "bos_token_id": 2, "eos_token_id": 3}
+    return AutoConfig.for_model(kind, **{**sizes, **special, **OWN.get(kind, {})})
+
+
+ENCODERS = ("big_bird", "bert", "roberta")
+
+
+def save(kind, task, folder):
+    auto, _ = TASKS[task]
+    vocabulary = small.save_tokenizer(folder)
+    try:
+        config = configured(kind, task)
+        config.vocab_size = vocabulary
+        with torch.device("meta"):
+            size = sum(p.numel() for p in auto.from_config(config).parameters())
+    except Exception as error:
+        pytest.skip(f"no small configuration: {type(error).__name__}")
+    if size > 1.2e6:
+        pytest.skip("no small configuration")
+    torch.manual_seed(0)
+    model = auto.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.2)
+    model.save_pretrained(str(folder))
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """Texts of 2 to 40 words with a class, also as instructions."""
+    draw = np.random.default_rng(0)
+    words = (*small.GOOD, *small.BAD, *small.PLAIN)
+    texts = [" ".join(draw.choice(words, n)) for n in draw.permutation(np.linspace(2, 40, 60).astype(int))]
+    table = pd.DataFrame({"text": texts, "label": np.arange(60) % 2})
+    folder = tmp_path_factory.mktemp("rows")
+    table.to_csv(folder / "classes.csv", index=False)
+    asked = pd.DataFrame(
+        {"instruction": "it was", "input": texts, "output": np.where(table["label"], "good", "so sad")}
+    )
+    asked.to_json(folder / "answers.jsonl", orient="records", lines=True)
+    return {"classes": folder / "classes.csv", "answers": folder / "answers.jsonl"}
+
+
+def cases():
+    for task, (_, names) in TASKS.items():
+        for kind in sorted(names):
+            yield pytest.param(kind, task, marks=() if (kind, task) in FEW else pytest.mark.slow, id=f"{kind}-{task}")
+
+
+PLAIN = {"train.cohort": "off", "train.cache_frozen": "off", "train.only_read": "off", "eval.batch_size": 1}
+OURS = {"train.cohort": 3, "eval.batch_size": 16}
+
+
+@pytest.mark.parametrize("kind, task", list(cases()))
+def test_a_run_ends_alike_however_it_is_computed(kind, task, rows, tmp_path):
+    save(kind, task, tmp_path / "model")
+    settings = {
+        **small.encoder_settings("", rows[task], ""),
+        "federate": {"method": "fedlora", "client_num": 3, "total_round_num": 2},
+        "data": {"type": str(rows[task]), "splitter": "iid", "splits": [0.6, 0.1, 0.3]},
+        "model": {"type": f"{tmp_path / 'model'}@{'transformers' if task == 'classes' else 'huggingface_llm'}"},
+        "llm": {"tok_len": 120, "adapter": {"args": [{"r": 2, "modules": "all-linear", "layers": [1]}]}},
+        "train": {"local_update_steps": 2, "optimizer": {"type": "SGD", "lr": 0.05}},
+        "lowrank": {"checkpoint_freq": 1, "pictures": False},
+    }
+
+    def run(name, keys, **more):
+        return fs_lowrank.run(fs_lowrank.load_config(settings, {**keys, "outdir": str(tmp_path / name)}), **more)
+
+    plain = run("plain", PLAIN)
+    run("ours", OURS, on_round=lambda record: record["round"] == 1)
+    ours = run("ours", {**OURS, "federate.process_num": 2}, resume=True)
+    assert ours.final["test_loss"] == pytest.approx(plain.final["test_loss"], rel=1e-4)
+    there = all_tensors(plain.model)
+    for name, tensor in all_tensors(ours.model).items():
+        torch.testing.assert_close(tensor, there[name], rtol=1e-3, atol=1e-4)
