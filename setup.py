@@ -137,7 +137,7 @@ setup(
         ],
     },
     entry_points={
-        "console_scripts": ["fs-lowrank = fs_lowrank.cli:main"],
+        "console_scripts": ["fs-lowrank = fs_lowrank.__main__:main"],
         "fs_lowrank.commands": ["benchmark = benchmark.cli:main", "hpo = hpo.cli:main"],
     },
     cmdclass={"build_py": WithExamples},

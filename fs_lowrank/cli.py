@@ -170,7 +170,13 @@ class _Live:
 def _overrides(args: argparse.Namespace) -> list[str]:
     """The overrides of the command line, with those that have an option of their own."""
     options = {"federate.process_num": args.workers, "lowrank.clients": args.client_cfg}
-    return [*args.overrides, *(word for key, value in options.items() if value for word in (key, value))]
+    words = [*args.overrides, *(word for key, value in options.items() if value for word in (key, value))]
+    given = dict(zip(words[::2], words[1::2]))
+    for key in (key for key in given if words[::2].count(key) > 1):
+        console.print(
+            f"{key} is given more than once; the last, {given[key]}, is taken", style="yellow", soft_wrap=True
+        )
+    return words
 
 
 def _announce(config, name: str) -> None:
@@ -288,8 +294,10 @@ def _dry_run(config, engine: str, file: Path | None) -> int:
     if found.seconds is not None and found.steps is not None:
         from .runs.summary import human_time
 
+        or_less = f" or less, as {found.together} clients train at once," if found.together > 1 else ""
         console.print(
-            f"  about {human_time(found.seconds)} for {found.steps:,.0f} steps of clients, and the evaluations",
+            f"  about {human_time(found.seconds)}{or_less} for {found.steps:,.0f} steps of clients, and the "
+            "evaluations",
             soft_wrap=True,
         )
     for place in found.lacking:

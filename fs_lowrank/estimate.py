@@ -69,7 +69,7 @@ class Estimate:
             kept of frozen layers. scoring: by split, the seconds of scoring it once.
         alike: equal for two runs of one round whose clients train alike (``rounds.reuse``); empty if trained clients
             are not kept for other runs. kept: the bytes on disk of those that are.
-        steps: of all clients in all rounds; None if they are not known.
+        steps: of all clients in all rounds; None if they are not known. together: how many clients train at once.
         advice: keys to change where something does not fit.
     """
 
@@ -81,6 +81,7 @@ class Estimate:
     alike: str = ""
     kept: float = 0.0
     steps: float | None = None
+    together: int = 1
     advice: list[str] = field(default_factory=list)
 
     def total(self, where: str) -> float:
@@ -232,7 +233,7 @@ def _alike(site: Site) -> str:
 
 def step(site: Site, examples: Any) -> float:
     """Bytes that a training step keeps for its backward pass."""
-    return max(_steps(site, lambda: kept_for_backward(site), examples))
+    return max(_steps(site, lambda: kept_for_backward(site), examples, (1,)))
 
 
 def _steps(
@@ -323,7 +324,9 @@ class _Pace:
 def _pace(site: Site, examples: Any, **how: Any) -> _Pace:
     within = partial(_timed, site.device)
     first, one = _steps(site, within, examples, **how)
-    more = max(1, min(20, int(_PROBED_SECONDS / one)))
+    more = min(20, int(_PROBED_SECONDS / one))
+    if not more:  # a step takes long, so what a training takes beside its steps does not count
+        return _Pace(max(first - one, 0.0), 0.0, one)
     (several,) = _steps(site, within, examples, (1 + more,), **how)
     a_step = max(several - one, 0.0) / more or one
     return _Pace(first - one, max(one - a_step, 0.0), a_step)
@@ -351,19 +354,22 @@ def _add_time(found: Estimate, site: Site, sizes: np.ndarray) -> None:
             with _timed(site.device) as seconds:
                 batch_scores(site.model, few, size, owner=f"{split} probed", reads=site.reads)
             found.scoring[split] = seconds[0] * math.ceil(len(examples) / size)
-    evaluated = sum(found.scoring[split] for split in site.held_out())
+    evaluated = {split: found.scoring[split] for split in site.held_out()}
     client = int(np.argsort(sizes)[len(sizes) // 2])
     examples = site.data.clients[client]
-    pace, once = _pace(site, examples), 0.0
+    pace = _pace(site, examples, owner=f"client {client + 1}", prefix=site.prefix)
+    once, scored = 0.0, often * sum(evaluated.values())
     if site.prefix is not None:
-        kept = _pace(site, examples, owner=f"client {client + 1}", prefix=site.prefix)
-        if kept.step < pace.step:  # states of all samples of a client are computed where it takes part the first time
-            share = config.sampled_per_round / config.taking_part
-            trained = (1 - (1 - share) ** len(rounds)) * len(site.data.train)
-            once, pace = trained * kept.first / len(examples), kept
+        # States of all samples of a client are computed where it takes part the first time.
+        share = config.sampled_per_round / config.taking_part
+        once = (1 - (1 - share) ** len(rounds)) * len(site.data.train) * pace.first / len(examples)
+        below = site.prefix.depth / max(len(site.prefix.layers), 1)
+        again = sum(seconds for split, seconds in evaluated.items() if site.prefix.budget.get(split))
+        scored -= max(often - 1, 0) * below * again
     trainings = len(phases) * config.sampled_per_round
     found.training = (found.steps * pace.step + trainings * pace.training) / processes
-    found.seconds = found.training + (once + often * evaluated) / processes
+    found.seconds = found.training + (once + scored) / processes
+    found.together = site.cohort
 
 
 def _advice(config: Config, found: Estimate, on: str) -> list[str]:

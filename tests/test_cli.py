@@ -14,8 +14,11 @@ import yaml
 
 import fs_lowrank
 from fs_lowrank import cli, list_methods
+from fs_lowrank.__main__ import main
 from fs_lowrank.errors import ROWS_LOGGER, RunFailed, UserError, say_once
 from fs_lowrank.models.states import SharedStates, shared_folder
+from fs_lowrank.runs.folder import claim
+from fs_lowrank.spin import bound_spin
 
 
 @pytest.fixture
@@ -56,7 +59,8 @@ def test_a_run_from_start_to_files(curves, command, config_file, tmp_path, caplo
     say_once.cache_clear()
     code, out, err = command("run", "--cfg", config_file, "federate.method", "rolora", "train.optimizer.lr", "5e-3")
     assert code == 0 and "Traceback" not in err
-    (said,) = [r.getMessage() for r in caplog.records if r.name == ROWS_LOGGER]
+    assert not [r for r in caplog.records if r.levelname == "WARNING"], "a new head and counted rows are information"
+    said = next(r.getMessage() for r in caplog.records if r.name == ROWS_LOGGER)
     assert re.match(r"data: 300 rows read, \d+ for training by 3 clients \(\d+ to \d+ each\),.* 2 classes", said)
     lines = [line for line in out.splitlines() if line.startswith("round ")]
     assert len(lines) == 2 and "1/2" in lines[0] and "2/2" in lines[1]
@@ -594,3 +598,40 @@ def test_as_many_processes_train_as_workers_says(command, config_file, tmp_path)
     assert command("run", "--cfg", config_file, "--workers", "2")[0] == 0
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["federate"]["process_num"] == 2
     assert {file.name for file in (tmp_path / "run").glob("process_*.log")} == {"process_1.log", "process_2.log"}
+
+
+def test_two_values_of_one_key(command, config_file):
+    code, out, _ = command("run", "--cfg", config_file, "--dry-run", "seed", "1", "seed", "2")
+    assert code == 0 and "seed is given more than once; the last, 2, is taken" in out
+
+
+def test_a_folder_that_cannot_be_made(command, config_file, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _, err = command("run", "--cfg", config_file, "outdir", str(tmp_path / "file" / "run"))
+    assert code == 2 and f"outdir: the folder {tmp_path}/file/run cannot be made ({tmp_path}/file is no folder)" in err
+    with pytest.raises(UserError, match="outdir: the folder .* cannot be made"):
+        claim(tmp_path / "file" / "run")
+
+
+def test_an_interruption_before_a_command_has_begun(monkeypatch, capsys):
+    class Interrupts:
+        def find_spec(self, name, *given):
+            if name == "fs_lowrank.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "meta_path", [Interrupts(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "fs_lowrank.cli")
+    monkeypatch.delattr(fs_lowrank, "cli")
+    assert main() == 130 and capsys.readouterr().err == "\ninterrupted\n"
+
+
+@pytest.mark.parametrize("given", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "ACTIVE"}])
+def test_how_threads_wait(monkeypatch, given):
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    bound_spin()
+    assert {name: os.environ[name] for name in names if name in os.environ} == (given or {"GOMP_SPINCOUNT": "10000"})

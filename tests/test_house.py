@@ -21,7 +21,7 @@ PACKAGES = ("fs_lowrank", "benchmark", "hpo", "studies")
 #: row. ``fs_lowrank/__init__.py`` exports the public names, so it comes late
 ROWS = (
     ("fs_lowrank.errors",),
-    ("fs_lowrank.seeds", "fs_lowrank.versions"),
+    ("fs_lowrank.seeds", "fs_lowrank.spin", "fs_lowrank.versions"),
     ("fs_lowrank.settings",),
     ("fs_lowrank.algebra", "fs_lowrank.jobs"),
     ("fs_lowrank.data",),

@@ -12,7 +12,7 @@ import peft
 from ..jobs.files import write_text
 from ..models.adapters import adapter_name
 from ..models.names import tags
-from ..models.saved import name_base, save_adapter
+from ..models.saved import save_adapter
 from ..rounds.keeper import Callback, RecordKeeper
 from ..runs.card import example, model_card
 from ..runs.folder import replaced
@@ -29,9 +29,7 @@ class Saved(Callback):
             with replaced(run.outdir / "personal") as folder:
                 folder.mkdir()
                 _save_personal(run, folder)
-                if run.site.hub[0]:
-                    name_base(folder, run.site.hub)
-                sort_configs(folder)
+                sort_configs(folder, result.facts.get("hub", ("", "")))
             result.saved["personal"] = run.outdir / "personal"
 
 

@@ -43,6 +43,7 @@ def _common(
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a finished run")
     parser.add_argument("--data", metavar="FILE", type=Path, help=data, required=required)
     parser.add_argument("--best", action="store_true", help=BEST)
+    parser.add_argument("--base", default="", metavar="FOLDER", help="where the base model is now, if it was moved")
     for role in roles:
         parser.add_argument(
             f"--{role}", default="", metavar="COLUMN", help="where it is not called as in the run's data"
@@ -54,7 +55,7 @@ def _read(args: argparse.Namespace, labelled: bool) -> tuple[Any, Any]:
 
     if args.data is None:
         raise UserError(f"--data is missing: {args.command} needs a file{' or --tasks' if labelled else ''}")
-    run = load_run(args.run, args.best)
+    run = load_run(args.run, args.best, args.base)
     columns = {r.replace("-", "_"): getattr(args, r.replace("-", "_"), "") for r in _ROLES}
     foreign = ("instruction", "input", "output") if run.labels else ("text", "text_pair", "label")
     for role in foreign:

@@ -38,6 +38,7 @@ from ..rounds.site import Site
 from ..rounds.transport import Transport
 from ..runs.folder import outdir_of
 from ..settings import Settings
+from ..spin import bound_spin
 from ..training.evaluate import BatchScore, batch_scores, mean_scores
 from ..training.metrics import of_outputs
 
@@ -86,6 +87,7 @@ class Processes(Transport):
         self.site: Site | None = None
         folder = outdir_of(config)
         folder.mkdir(parents=True, exist_ok=True)
+        bound_spin()
         self.pool = Pool(
             count,
             self._prepare,

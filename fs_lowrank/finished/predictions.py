@@ -6,6 +6,7 @@ import csv
 import json
 import logging
 import os
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,9 @@ from .run import FinishedRun
 from .scores import outputs, probabilities
 
 logger = logging.getLogger("fs_lowrank")
+
+#: what a spreadsheet takes for a formula: = and @, and a sign that is neither of a number nor a dash in a text
+_FORMULA = re.compile(r"[=@\t\r]|[+-](?![\d.,\s]*$)\S")
 
 
 def answers(run: FinishedRun, rows: Rows, tokens: int) -> list[str]:
@@ -129,6 +133,10 @@ def write_table(table: pd.DataFrame, path: str | Path, quoting: bool | None = No
     try:
         if suffix in (".csv", ".tsv"):
             table = table.map(lambda cell: json.dumps(cell) if isinstance(cell, list) else cell)
+            computed = table.map(lambda cell: isinstance(cell, str) and bool(_FORMULA.match(cell)))
+            if count := int(computed.to_numpy().sum()):
+                table = table.mask(computed, "'" + table.astype(str))
+                logger.warning("%s: %d cells that a spreadsheet would compute begin with ' now", path, count)
             write = partial(table.to_csv, index=False, sep="," if suffix == ".csv" else "\t", lineterminator="\n")
             try:
                 quoted = suffix == ".csv" if quoting is None else quoting

@@ -16,7 +16,7 @@ from ..data.own import LABELS
 from ..data.sources import data_args
 from ..errors import UserError, say_once
 from ..jobs.files import read_json
-from ..models.build import build_model, build_tokenizer
+from ..models.build import build_model, build_tokenizer, model_name
 from ..models.fingerprints import configuration_fingerprint, fingerprint_of
 from ..models.machine import autocast, device_of
 from ..models.placing import at_home
@@ -133,11 +133,12 @@ def _here(config: Config) -> Config:
     return config.replace(use_gpu=count > 0, device=-1)
 
 
-def load_run(folder: str | Path, best: bool = False) -> FinishedRun:
+def load_run(folder: str | Path, best: bool = False, base: str = "") -> FinishedRun:
     """A finished run, with its tokenizer; its global model is loaded when it is needed.
 
     Args:
         best: the model after the best round by validation data (``eval.save_best``), not after the last one.
+        base: where the base of its adapter is, if not where the run had it; its weights are compared.
     Raises:
         UserError: the folder holds no finished run, or one of an image network; there is no best round; the tokenizer
             cannot be loaded; a file is not what the run left (``checksums.json``).
@@ -167,6 +168,10 @@ def load_run(folder: str | Path, best: bool = False) -> FinishedRun:
         changed = {"model.type": f"{saved}@{config.model.type.rpartition('@')[2]}"}
         # A base that was quantised was saved as it computed.
         config = config.replace({**changed, "lowrank.dtype": config.dtype} if config.quantised else changed)
+    elif base:
+        config = config.replace({"model.type": f"{base}@{config.model.type.rpartition('@')[2]}"})
+    elif (place := Path(model_name(config.model.type))).is_absolute() and not place.exists():
+        raise UserError(f"the base model of {folder} is no longer at {place}; say where it is with base='FOLDER'")
     labels = [str(name) for name in summary.get("labels") or []]
     own = saved if (saved / "tokenizer_config.json").is_file() else None
     return FinishedRun(folder, saved, config, summary, build_tokenizer(config, own), labels)

@@ -71,11 +71,14 @@ def locate(name: str) -> str:
     return name
 
 
-def hub_name(name: str) -> tuple[str, str]:
-    """Name and revision of model ``name`` on the Hugging Face hub, as far as they are known; both may be empty."""
+def hub_name(config: Settings, model: nn.Module | None = None) -> tuple[str, str]:
+    """Name and revision of the run's model on the Hugging Face hub, as far as they are known; each may be empty."""
+    name = "" if config.is_vision or is_given(config) else model_name(config.model.type)
     folder = Path(name).expanduser()
+    if name in FETCHABLE and not folder.is_dir():
+        return FETCHABLE[name].hub, ""
     if not folder.is_dir():
-        return (FETCHABLE[name].hub if name in FETCHABLE else name), ""
+        return name, getattr(getattr(model, "config", None), "_commit_hash", None) or ""
     of_cache = re.search(r"/models--([^/]+)/snapshots/([^/]+)$", folder.resolve().as_posix())  # huggingface_hub's cache
     return (of_cache[1].replace("--", "/"), of_cache[2]) if of_cache else ("", "")
 

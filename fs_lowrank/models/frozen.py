@@ -119,6 +119,8 @@ class FrozenPrefix:
         self._below: dict[str, Any] | None = None
         #: owner -> states of all its samples, and the first row of each sample
         self.kept: dict[str, tuple[States, np.ndarray]] = {}
+        #: owner -> whose states those of each of its samples are: another owner, its examples, and the sample's index
+        self.pieces: dict[str, list[tuple[str, Any, int]]] = {}
         #: owner -> whether its states are cached; a client that is not in it has none
         self.budget: dict[str, bool] = {}
         self.planned = 0.0  # bytes of all that is cached
@@ -206,14 +208,18 @@ class FrozenPrefix:
                 found = self._hidden(examples, indices).to(device, non_blocking=True)
                 rows += [row[: examples.lengths[i]] for row, i in zip(found, indices)]
                 continue
-            if owner not in self.kept:
-                self.kept[owner] = self._compute(owner, examples)
-            states, starts = self.kept[owner]
-            values = states.values
-            rows += [values[starts[i] : starts[i + 1]] for i in indices]
+            pieces = self.pieces.get(owner)
+            rows += [self._row(*(pieces[i] if pieces else (owner, examples, i))) for i in indices]
         pieces = self._padded(gathered(rows, device))
         with self._bypass([piece.to(device, non_blocking=True) for piece in pieces]):
             yield
+
+    def _row(self, owner: str, examples, index: int) -> Tensor:
+        """The cached states of one sample; those of all samples of the owner are computed the first time."""
+        if owner not in self.kept:
+            self.kept[owner] = self._compute(owner, examples)
+        states, starts = self.kept[owner]
+        return states.values[starts[index] : starts[index + 1]]
 
     @property
     def columns(self) -> int:

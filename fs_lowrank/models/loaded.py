@@ -7,6 +7,7 @@ everything else, so the report of transformers (``output_loading_info``) is chec
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import UserError, say_once
+from ..errors import ROWS_LOGGER, UserError, say_once
 
 _SHOWN = 3
 #: what to do with the folder of an adapter that is not as it was saved
@@ -79,7 +80,8 @@ def check_loaded(
             f"{_some(unexpected)}"
         )
     if new and say_new:
-        say_once(f"model.type: {place!r} has no weights for {_some(new)}; they are new, drawn by the run's seed")
+        said = f"model.type: {place!r} has no weights for {_some(new)}; they are new, drawn by the run's seed"
+        say_once(said, logging.INFO, ROWS_LOGGER)
     return sorted(new)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,17 +31,6 @@ def save_adapter(folder: str | Path, config: peft.PeftConfig, tensors: Mapping[s
     config.inference_mode = True
     config.save_pretrained(str(folder))
     return folder
-
-
-def name_base(folder: Path, hub: Sequence[str]) -> None:
-    """Write name and revision on the hub as the base into the adapters' configurations below ``folder``.
-
-    PEFT writes the folder that the base was read from, which another machine does not have.
-    """
-    for path in folder.rglob("adapter_config.json"):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        content |= {"base_model_name_or_path": hub[0], "revision": hub[1] or None}
-        path.write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:

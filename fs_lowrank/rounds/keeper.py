@@ -16,11 +16,12 @@ from torch import nn
 from ..algebra import nbytes
 from ..config import load_config
 from ..data.tokenize import tokenizer_fingerprint
-from ..errors import CannotContinue, RunFailed, UserError, users_own
+from ..errors import ROWS_LOGGER, CannotContinue, RunFailed, UserError, say_once, users_own
 from ..jobs.files import cannot_read, from_json, remove_unfinished, to_json, write_text
 from ..jobs.tables import write_tables
 from ..methods import revisions
 from ..models.adapters import load_tensors
+from ..models.build import hub_name
 from ..models.names import tags
 from ..runs import checksums
 from ..runs.checkpoint import Checkpoint, load_checkpoint, remove_old, save_checkpoint
@@ -39,6 +40,10 @@ from .round import BadRound
 from .site import Site
 
 logger = logging.getLogger("fs_lowrank")
+
+
+#: keys that say where data and model are, whose contents ``restore`` compares
+_PLACES = ("data.type", "data.root", "model.type", "lowrank.weights")
 
 
 class Callback:
@@ -314,8 +319,16 @@ class RecordKeeper:
         # These may change; otherwise a run could never get past a round that failed.
         free = {"lowrank.min_clients", "lowrank.on_bad_round"}
         free |= {"lowrank.max_update_norm", "lowrank.max_update_norm_factor"}
-        differing = sorted(key for key in (then.keys() | now.keys()) - free if then.get(key) != now.get(key))
-        if differing:
+        differing = {key for key in (then.keys() | now.keys()) - free if then.get(key) != now.get(key)}
+        moved = sorted(key for key in differing if _kind(key, then.get(key)) == _kind(key, now.get(key)))
+        if moved:
+            say_once(
+                f"the run in {self.outdir} was started with another {', '.join(moved)}; the contents are the same, so "
+                "it goes on",
+                logging.INFO,
+                ROWS_LOGGER,
+            )
+        if differing := sorted(differing.difference(moved)):
             raise CannotContinue(
                 f"the run in {self.outdir} was started with another {', '.join(differing)}; "
                 "continue it with its own config.yaml, or choose another outdir"
@@ -400,6 +413,15 @@ class RecordKeeper:
         return result
 
 
+def _kind(key: str, value: Any) -> Any:
+    """What the value of a key says beside places: of a model its library, of ``data.args`` all but files."""
+    if key == "data.args":
+        return [{name: v for name, v in each.items() if name not in ("test", "validation")} for each in value or []]
+    if key == "model.type":
+        return value.rpartition("@")[2]
+    return "" if key in _PLACES else value
+
+
 def _sizes(sizes: Sequence[int]) -> dict[str, int]:
     """How many clients there are, and how many samples the smallest and the largest of them has."""
     return {"number": len(sizes), "least": min(sizes), "most": max(sizes)}
@@ -407,6 +429,7 @@ def _sizes(sizes: Sequence[int]) -> dict[str, int]:
 
 def facts_of(site: Site) -> dict[str, Any]:
     """What the data and the model of a run are, for its summary."""
+    hub = hub_name(site.config, site.model)
     return {
         "source": site.data.source,
         "data": site.data.fingerprint,
@@ -421,5 +444,5 @@ def facts_of(site: Site) -> dict[str, Any]:
         "parameters": site.parameters,
         "images": site.data.image_shape,
         "labels": site.data.label_names,
-        **({"hub": site.hub} if site.hub[0] else {}),
+        **({"hub": hub} if hub[0] else {}),
     }

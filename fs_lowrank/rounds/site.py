@@ -26,7 +26,7 @@ from ..data.ragged import Lazy
 from ..errors import UserError, say_once
 from ..methods import Client, Method, RobustMean, State, Update, Workbench, create_method
 from ..models.adapters import load_tensors, start_at_zero
-from ..models.build import build_model, build_tokenizer, hub_name, model_name
+from ..models.build import build_model, build_tokenizer
 from ..models.checkpointing import recompute
 from ..models.fingerprints import configuration_fingerprint, fingerprint_of
 from ..models.frozen import FrozenPrefix, Owners
@@ -126,7 +126,6 @@ class Site:
         parameters: the number of parameters of the plain model, and the largest number that a client trains.
         heads: the modules of a model without an adapter that are a head by their place (``names.is_head``).
         base_fingerprint: hash of the plain model. configured: of its configuration, empty if it has none.
-        hub: its name and revision on the Hugging Face hub, each empty if it is not known.
         shared_states: what is kept for other runs. new_weights: names of weights that no checkpoint had (a new head's).
     """
 
@@ -149,8 +148,6 @@ class Site:
         check_splits(config, self.data)
         model = self.plain_model()
         self.base_fingerprint, self.configured = fingerprint_of(model), configuration_fingerprint(model)
-        hub, revision = ("", "") if config.is_vision or is_given(config) else hub_name(model_name(config.model.type))
-        self.hub = (hub, revision or getattr(getattr(model, "config", None), "_commit_hash", None) or "")
         # Set by build_model; torch's types allow only tensors and modules as attributes.
         self.new_weights: list[str] = list(vars(model)["new_weights"])
         # Beside an adapter the names say it.

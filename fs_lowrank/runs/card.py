@@ -74,7 +74,7 @@ def model_card(
             yaml.safe_dump(header, sort_keys=False, allow_unicode=True).strip(),
             "---",
             "",
-            f"# {base}, trained by {facts['method']} over {counted(len(sizes), 'client')}",
+            f"# {html.escape(base, quote=False)}, trained by {facts['method']} over {counted(len(sizes), 'client')}",
             "",
             *_table(("", ""), rows),
             "",
@@ -145,9 +145,7 @@ def _use(config: Settings, base: str, revision: str, labels: list[str], what: st
         lines = [f'model = {loader}.from_pretrained("{folder}")']
     else:
         names = json.dumps(labels, ensure_ascii=False)
-        given = (
-            f'"{base}"' + (f', revision="{revision}"' if revision else "") + (", id2label=id2label" if labels else "")
-        )
+        given = f'"{base}"' + f', revision="{revision}"' * bool(revision) + ", id2label=id2label" * bool(labels)
         lines = [
             *([f"id2label = dict(enumerate({names}))"] if labels else []),
             f"base = {loader}.from_pretrained({given})",
@@ -163,9 +161,7 @@ def _fetched(given: str) -> str:
 
 
 _TEXT = "It was a good day."
-_GENERATED = (
-    "tokenizer.decode(model.generate(**inputs, max_new_tokens=8, do_sample=False)[0], skip_special_tokens=True)"
-)
+_GENERATED = "tokenizer.decode(model.generate(**inputs, max_new_tokens=8, do_sample=False)[0])"
 #: what the card prints for a text, by task
 _SHOWN = {
     "CausalLM": _GENERATED,

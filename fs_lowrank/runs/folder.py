@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,11 +45,13 @@ def claim(folder: Path) -> FileLock:
     """Lock the folder of a run; the lock ends when it is released, or with this process.
 
     Raises:
-        RunFailed: another run writes to it, or it cannot be made.
+        RunFailed: another run writes to it, or the disk is full. UserError: it cannot be made.
     """
     try:
         lock = take(folder / ".lock")
     except OSError as error:
+        if isinstance(error, (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError)):
+            raise _no_folder(folder, error.strerror) from error
         raise cannot_write(folder, error) from error
     if lock is None:
         raise RunFailed(f"another run is writing into {folder}; wait for it, or choose another outdir")
@@ -72,14 +75,21 @@ def replaced(path: Path) -> Iterator[Path]:
         raise
 
 
+def _no_folder(folder: Path, why: str) -> UserError:
+    return UserError(f"outdir: the folder {folder} cannot be made ({why}); choose another outdir")
+
+
 def check_outdir(config: Settings, resume: bool) -> None:
     """Check whether a run may begin in its folder; cheap enough to call before data and model are made.
 
     Raises:
-        UserError: the folder holds a run that this one does not continue.
+        UserError: the folder holds a run that this one does not continue, or cannot be made.
         CannotContinue: it holds one that cannot be continued.
     """
     folder = outdir_of(config)
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise _no_folder(folder, f"{there} is {'no folder' if not there.is_dir() else 'not writable'}")
     records = folder / "rounds.jsonl"
     checkpoint, finished = (folder / "checkpoint").exists(), (folder / "summary.json").exists()
     if not resume and (checkpoint or finished or (records.exists() and records.stat().st_size)):

@@ -6,7 +6,7 @@ import copy
 import html
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from ..models.loaded import transformers_silent
 from ..models.merging import untie
 from ..models.prompts import is_prompted
 from ..models.quantised import dequantised, layers
-from ..models.saved import name_base, save_adapter
+from ..models.saved import save_adapter
 from ..settings.metrics import larger_is_better
 from .chance import run_verdict
 from .records import flat_metrics
@@ -219,8 +219,7 @@ class RunResult:
             save_adapter(folder, *one_adapter(self.model))
         else:
             model.save_pretrained(str(folder), selected_adapters=["default"])
-        if hub := self.facts.get("hub"):
-            name_base(Path(folder), hub)
+        sort_configs(Path(folder), self.facts.get("hub", ("", "")))
         if self.facts.get("images"):
             copy.deepcopy(model).unload().save_pretrained(Path(folder) / "base")
         return Path(folder)
@@ -258,11 +257,17 @@ class RunResult:
         return Path(folder)
 
 
-def sort_configs(folder: Path) -> None:
-    """Sort the lists of names in PEFT's ``adapter_config.json`` files; PEFT writes sets in an order that varies."""
+def sort_configs(folder: Path, hub: Sequence[str] = ("", "")) -> None:
+    """Sort the lists of names in PEFT's ``adapter_config.json`` files; PEFT writes sets in an order that varies.
+
+    Args:
+        hub: name and revision of the base on the hub, in place of its folder, which another machine does not have.
+    """
     for path in folder.rglob("adapter_config.json"):
         content = read_json(path)
         for key, value in content.items():
             if isinstance(value, list) and all(isinstance(item, str) for item in value):
                 content[key] = sorted(value)
+        if hub[0]:
+            content |= {"base_model_name_or_path": hub[0], "revision": hub[1] or None}
         path.write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")

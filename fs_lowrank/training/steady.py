@@ -52,8 +52,8 @@ def check_steady(model: nn.Module, examples: Examples) -> None:
     alone = torch.cat([first[row] for row in rows])
     if alone.numel() and (wrong := differing("logits", alone, beside, rounding(model), least=1e-3)):
         say_once(
-            f"model.type: the results of {type(unwrapped(model)).__name__} for a text depend on the texts of its batch: "
-            f"{wrong}; cut texts to a smaller llm.tok_len, or take batches of one (dataloader.batch_size, "
+            f"model.type: the results of {type(unwrapped(model)).__name__} for a text depend on the texts of its "
+            f"batch: {wrong}; cut texts to a smaller llm.tok_len, or take batches of one (dataloader.batch_size, "
             "eval.batch_size)"
         )
 

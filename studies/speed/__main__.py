@@ -1,7 +1,7 @@
 """python -m studies.speed [PART] [--out FOLDER]
 
 PART: server_step, clients, scale, capacity, frozen_cache, only_read, cohort, memory, overhead, vision,
-one_shot, startup, whole, gpu, or all of them; without a GPU all but gpu
+one_shot, startup, busy, whole, gpu, or all of them; without a GPU all but gpu
 
     python -m studies.speed peers [options]: the whole job against other systems, alone and not in "all"
 
@@ -39,6 +39,7 @@ PARTS = (
     "vision",
     "one_shot",
     "startup",
+    "busy",
     "whole",
     "gpu",
 )

@@ -400,8 +400,9 @@ def test_the_adapter_has_a_card(runs, tiny_encoder, capsys):
 
 def test_the_card_of_a_fetched_model_names_its_place_on_the_hub(runs):
     """The name under which it was fetched is known here only; and paths are those of the folder of the command."""
-    result, hub = runs["instructions"], hub_name("smollm2")
+    result = runs["instructions"]
     config = load_config(result.outdir / "config.yaml", **{"model.type": "smollm2@huggingface_llm", "outdir": "out"})
+    hub = hub_name(config)
     facts = {**result.facts, "hub": hub, "source": "<img src=x> a|b", "example": "it was\nso"}
     card = model_card(config, facts, {}, "adapter")
     assert f'from_pretrained("{hub[0]}")' in card and f"base_model: {hub[0]}\n" in card
@@ -413,11 +414,11 @@ def test_the_card_of_a_fetched_model_names_its_place_on_the_hub(runs):
 def test_the_adapter_of_a_snapshot_names_its_place_on_the_hub(runs, tiny_encoder, tmp_path):
     snapshot = tmp_path / "hub" / "models--someone--tiny" / "snapshots" / "0123abc"
     shutil.copytree(tiny_encoder, snapshot)
-    assert hub_name(str(snapshot)) == ("someone/tiny", "0123abc") and hub_name(str(tiny_encoder)) == ("", "")
+    assert hub_name(load_config(runs["classes"].outdir / "config.yaml")) == ("", ""), "a folder"
     keys = {"model.type": f"{snapshot}@transformers", "outdir": str(tmp_path / "run"), "federate.total_round_num": 1}
     result = fs_lowrank.run(load_config(runs["classes"].outdir / "config.yaml", **keys))
-    about = json.loads((result.save_adapter(tmp_path / "saved") / "adapter_config.json").read_text())
-    for about in (about, json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())):
+    for folder in (result.save_adapter(tmp_path / "saved"), tmp_path / "run" / "adapter"):
+        about = json.loads((folder / "adapter_config.json").read_text())
         assert (about["base_model_name_or_path"], about["revision"]) == ("someone/tiny", "0123abc")
     assert load_run(tmp_path / "run").model
     assert 'from_pretrained("someone/tiny", revision="0123abc"' in (tmp_path / "run/adapter/README.md").read_text()
@@ -475,3 +476,28 @@ def test_a_classifier_has_no_tasks(runs, capsys):
     assert cli.main(["evaluate", str(runs["classes"].outdir), "--tasks", "arc_easy"]) == 2
     said = capsys.readouterr().err.replace("\n", " ")
     assert "a run of labelled texts; lm-eval's tasks are for causal language models" in said
+
+
+def test_the_base_of_an_adapter_was_moved(runs, tiny_encoder, tiny_causal, tmp_path, monkeypatch, test_rows, capsys):
+    """Another place is taken where the weights there are those that the run had."""
+    moved = shutil.copytree(runs["classes"].outdir, tmp_path / "run")
+    gone = load_config(moved / "config.yaml", **{"model.type": f"{tmp_path / 'gone'}@transformers"})
+    monkeypatch.setattr("fs_lowrank.finished.run.load_config", lambda path: gone)
+    words = ["evaluate", str(moved), "--data", str(test_rows)]
+    assert cli.main(words) == 2
+    assert f"no longer at {tmp_path / 'gone'}; say where it is with --base FOLDER" in capsys.readouterr().err
+    assert cli.main([*words, "--base", str(tiny_encoder)]) == 0
+    assert f"{runs['classes'].final['test_acc']:.4f} ±" in capsys.readouterr().out
+    assert cli.main([*words, "--base", str(tiny_causal)]) == 2
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl"])
+def test_no_cell_is_a_formula_of_a_spreadsheet(tmp_path, suffix, caplog):
+    cells = ["=1+1", "@x", "+a()", "-2+3+cmd", "-5.0", "+ 3", "- a dash", "a=b", ""]
+    table = pd.DataFrame({"text": cells, "number": -1.5})
+    write_table(table, tmp_path / f"out{suffix}")
+    written = (tmp_path / f"out{suffix}").read_text().splitlines()
+    escaped = [line.startswith("'") for line in written[1:]]
+    wanted = [True] * 4 + [False] * 5 if suffix != ".jsonl" else [False] * 8
+    assert escaped == wanted and ("4 cells that a spreadsheet would compute" in caplog.text) == any(wanted)
+    assert table["text"].tolist() == cells

@@ -164,11 +164,10 @@ def test_a_head_of_several_layers(both, trained, tiny_encoder, tmp_path):
     assert trained == [3, 2] * 2
 
 
-#: of models whose dropout is not applied to ``(samples, …)`` throughout, or whose mask is that of one query
+#: of models whose dropout is not applied to ``(samples, …)`` throughout, or whose mask is that of one query; all
+#: families are in ``tests/models/test_families.py``
 DROPOUT = {
     "opt": ("causal", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.1}, ["q_proj"], []),
-    "xglm": ("causal", {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48}, ["q_proj"], []),
-    "deberta": ("encoder", {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}, ["in_proj"], []),
     "layoutlm": ("encoder", {}, ["query"], [3]),
 }
 

@@ -1,8 +1,8 @@
 """A run ends alike however it is computed, in every family of models that transformers can build small.
 
-Plain: clients one by one, no frozen states in memory, all positions, and test texts in batches of one. Against it: clients
-together, cached states, the last layer where it is read, batches that are padded, and from round 2 on resumed, in two
-processes. Models have dropout, and texts are of 2 to 40 tokens. A family that cannot keep this is refused.
+Plain: clients one by one, no frozen states in memory, all positions, and test texts in batches of one. Against it:
+clients together, cached states, the last layer where it is read, batches that are padded, and from round 2 on resumed,
+in two processes. Models have dropout, and texts are of 2 to 40 tokens. A family that cannot keep this is refused.
 """
 
 import numpy as np

@@ -1,11 +1,13 @@
 """What may differ in the configuration with which a run is continued."""
 
+import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
 from fs_lowrank import load_config
-from fs_lowrank.errors import UserError
+from fs_lowrank.errors import ROWS_LOGGER, UserError
 from fs_lowrank.rounds.keeper import RecordKeeper
 from fs_lowrank.rounds.site import method_of
 from fs_lowrank.training.schedule import lr_at, schedule_of
@@ -24,3 +26,25 @@ def test_the_number_of_rounds_may_change_where_no_rate_depends_on_it(scheduler):
     else:
         with pytest.raises(UserError, match="started with another federate.total_round_num; continue it with its own"):
             RecordKeeper._check_same_run(keeper, short.to_dict())
+
+
+@pytest.mark.parametrize(
+    "here, there, same",
+    [
+        ({"model.type": "a/m@transformers"}, {"model.type": "/b/m@transformers"}, True),
+        ({"data.type": "a/x.csv"}, {"data.type": "/b/x.csv"}, True),
+        ({"data.args": [{"label": "y", "test": "a.csv"}]}, {"data.args": [{"label": "y", "test": "/b.csv"}]}, True),
+        ({"data.args": [{"label": "y"}]}, {"data.args": [{"label": "z"}]}, False),
+        ({"model.type": "m@transformers"}, {"model.type": "m@huggingface_llm"}, False),
+        ({"model.type": "lenet", "data.type": "x"}, {"model.type": "resnet10", "data.type": "x"}, False),
+    ],
+)
+def test_data_and_model_may_lie_elsewhere(here, there, same, caplog):
+    """Their contents have been compared; what else these keys say must be the same."""
+    base = {"federate.client_num": 2, "federate.method": "fedavg", "data.type": "x.csv", "model.type": "m@transformers"}
+    then, now = (load_config({**base, **keys}) for keys in (here, there))
+    keeper = SimpleNamespace(config=now, method=method_of(now), outdir="run")
+    caplog.set_level(logging.INFO, ROWS_LOGGER)
+    with nullcontext() if same else pytest.raises(UserError, match="started with another .*(args|type)"):
+        RecordKeeper._check_same_run(keeper, then.to_dict())
+    assert ("the contents are the same, so it goes on" in caplog.text) == same

@@ -1,0 +1,14 @@
+"""How long OpenMP's threads spin for work before they sleep; to be set before torch is loaded."""
+
+from __future__ import annotations
+
+import os
+
+#: rounds of the loop in which a thread waits, of 300,000 by default; ``studies/speed/busy.py`` measures it
+ROUNDS = 10_000
+
+
+def bound_spin() -> None:
+    """Bound the spinning of this process and of those it starts, unless the user has said how threads wait."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(ROUNDS))

@@ -1,0 +1,73 @@
+"""How threads wait on a busy machine: two rounds of the demo beside processes that compute (``fs_lowrank/spin.py``).
+
+In turn, with as many threads as there are cores. The machine must do nothing else.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from . import in_a_process, row
+
+#: variables of a run, by what they do; OpenMP's own number is 300,000
+WAYS = {
+    "default": {"GOMP_SPINCOUNT": "300000"},
+    "100,000": {"GOMP_SPINCOUNT": "100000"},
+    "10,000": {"GOMP_SPINCOUNT": "10000"},
+    "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
+}
+NEIGHBOURS = (0, 1, 2)
+
+
+@contextmanager
+def beside(number: int) -> Iterator[None]:
+    """A context during which so many processes compute."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def one_run(keys: tuple[str, ...], way: dict[str, str], folder: str) -> tuple[float, float]:
+    """Seconds of the clock and of the processor of a run in a process of its own."""
+    words = ("-m", "fs_lowrank", "run", "--cfg", "examples/demo.yaml", "--overwrite", "outdir", folder, *keys)
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    in_a_process(*words, HF_HUB_OFFLINE="1", **way)
+    wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def run(turns: int = 5, keys: tuple[str, ...] = ("federate.total_round_num", "2")) -> dict:
+    """Measure every way of waiting beside every number of neighbours.
+
+    Args:
+        keys: overrides of the demo.
+    """
+    taken: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in NEIGHBOURS:
+            found = taken[str(number)] = {name: [] for name in WAYS}
+            for _ in range(turns):
+                for name, way in WAYS.items():
+                    # The neighbours' own seconds count for this process once they end, so after the run.
+                    with beside(number):
+                        found[name].append(one_run(keys, way, f"{folder}/run"))
+    rows = []
+    for number, found in taken.items():
+        wall, processor = ({n: statistics.median(pair[i] for pair in of) for n, of in found.items()} for i in (0, 1))
+        for name in [name for name in WAYS if name != "default"]:
+            note = f"{wall[name]:.1f} s, {wall['default']:.1f} s; processor {processor[name]:.1f} s, "
+            note += f"{processor['default']:.1f} s"
+            case = f"the demo's first two rounds beside {number} busy processes, {name}"
+            rows.append(row(case, "seconds ÷ those by OpenMP's default", wall[name] / wall["default"], note))
+    return {"rows": rows, "results": taken}
