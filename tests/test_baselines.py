@@ -41,15 +41,15 @@ def test_with_one_client_the_method_and_both_rows_are_the_same_training(few):
 def test_all_data_in_one_place_have_the_states_of_the_clients(few, no_curves, monkeypatch, tmp_path):
     """What is cached of frozen layers for the clients is not computed and kept again."""
     monkeypatch.setenv("FS_LOWRANK_FROZEN", str(tmp_path / "frozen"))
-    config = fs_lowrank.load_config(few)
+    config = fs_lowrank.load_config(few, {"federate.total_round_num": 5})
     fs_lowrank.run(config.replace({"outdir": str(tmp_path / "run")}))
     states = SharedStates(shared_folder(), 1e9)
     before = {entry.name for entry in states.entries()}
     shared = fs_lowrank.compare(config, ["fedlora", "pooled"])["pooled"]
-    assert len(before) == 5 and {entry.name for entry in states.entries()} == before
+    assert len(before) > 3 and {entry.name for entry in states.entries()} == before
     row = baselines.row_config("pooled", config, tmp_path / "alone")
     alone = baselines.run_row("pooled", row)
-    assert len(states.entries()) == 6, "without the clients it has an entry of its own"
+    assert len(states.entries()) == len(before) + 1, "without the clients it has an entry of its own"
     assert shared.final["test_loss"] == pytest.approx(alone.final["test_loss"], abs=1e-6)
 
 

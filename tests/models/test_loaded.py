@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 import fs_lowrank
 from fs_lowrank import errors
 from fs_lowrank.config import load_config
-from fs_lowrank.errors import UserError
+from fs_lowrank.errors import ROWS_LOGGER, UserError
 from fs_lowrank.models.build import build_model, build_skeleton, build_tokenizer, positions
 
 SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -99,6 +99,7 @@ def tuned(tmp_path_factory, tiny_encoder):
 @pytest.mark.parametrize("kind", CLASSIFIERS)
 def test_only_the_head_may_be_new(kind, tmp_path, caplog):
     make, heads, _ = CLASSIFIERS[kind]
+    caplog.set_level(logging.INFO, ROWS_LOGGER)
     base = saved(AutoModel.from_config(make()), tmp_path / "base")
     model = build_model(a_config(base), 3)
     assert {n.split(".")[0] for n in model.new_weights} == heads
@@ -268,7 +269,7 @@ def test_missing_tokenizer_files(kind, settings, tmp_path):
 
 
 def test_a_run_reports_and_records_its_new_head(settings, tmp_path, caplog, no_curves):
-    caplog.set_level(logging.WARNING, "fs_lowrank")
+    caplog.set_level(logging.INFO, ROWS_LOGGER)
     settings["federate"]["total_round_num"] = 1
     fs_lowrank.run(load_config(settings))
     assert caplog.text.count("has no weights for classifier.bias, classifier.weight; they are new") == 1
