@@ -74,6 +74,7 @@ setup(
         "psutil>=5.9.5",
         "pyyaml>=6.0.1",
         "rich>=13",
+        "argcomplete>=3.5",
         "markdown-it-py>=3",
         "matplotlib>=3.8",
         "jinja2>=3.1",

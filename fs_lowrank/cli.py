@@ -27,6 +27,29 @@ _OURS = {
     "benchmark.cli:main": "run suites of experiments, and report their results with verdicts",
     "hpo.cli:main": "search hyperparameters over any configuration",
 }
+#: title -> the commands that ``--help`` shows with an example
+_GROUPS = {
+    "Begin": ("init", "run", "compare"),
+    "Use a finished run": ("predict", "evaluate", "report"),
+    "Look something up": ("methods", "keys"),
+}
+#: command -> the command line with which its help begins
+_EXAMPLES = {
+    "init": "fs-lowrank init reviews.csv",
+    "run": "fs-lowrank run --cfg reviews.yaml train.optimizer.lr 0.05",
+    "compare": "fs-lowrank compare --cfg reviews.yaml --methods rolora,fedlora,local",
+    "predict": "fs-lowrank predict runs/reviews --data new.csv",
+    "evaluate": "fs-lowrank evaluate runs/reviews --data more.csv",
+    "report": "fs-lowrank report runs/reviews",
+    "methods": "fs-lowrank methods rolora",
+    "keys": "fs-lowrank keys train.optimizer",
+    "examples": "fs-lowrank examples demo",
+    "fetch": "fs-lowrank fetch minilm sentiment",
+    "doctor": "fs-lowrank doctor",
+    "cache": "fs-lowrank cache --clear",
+    "check": "fs-lowrank check my_server.py:aggregate",
+    "flower": "fs-lowrank flower app my_app --cfg reviews.yaml",
+}
 #: entries of the cache that are shown; a file has all of them
 _LISTED = 20
 
@@ -87,6 +110,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     run_options(compare)
     compare.add_argument("--methods", required=True, metavar="A,B,C", help="methods; also local, pooled")
     compare.add_argument("--seeds", metavar="0,1,2", help="one comparison for each seed; means and spreads")
+    tables.option(compare)
     cache = add(_cache, "list what is kept of frozen layers for other runs, or remove it")
     cache.add_argument("--clear", action="store_true", help="remove all of it")
     tables.option(cache, "without --clear: ")
@@ -99,6 +123,9 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
         tables.option(command)
     add_commands(commands)
     own = list(commands.choices.values())
+    for name, example in _EXAMPLES.items():
+        commands.choices[name].example = example
+    parser.groups = _GROUPS
     for name, point in extensions(commands.choices).items():
         about = _OURS.get(point.value) or f"added by {point.dist.name if point.dist else point.value}"
         commands.add_parser(name, help=f"{about}; has its own --help")
@@ -201,8 +228,17 @@ def _figures(title: str | None, lines: Sequence[Sequence[str]]) -> Table:
     return table
 
 
-def _print_figures(title: str | None, lines: Sequence[Sequence[str]]) -> None:
-    """Print one row per method. If that is too wide, print one row per figure, with as many methods as fit."""
+def _print_figures(title: str | None, lines: Sequence[Sequence[str]], file: Path | None = None) -> None:
+    """Print one row per method. If that is too wide, print one row per figure, with as many methods as fit.
+
+    Args:
+        file: as of ``tables.show``.
+    """
+    if file is tables.JSON:
+        tables.show(console, lines, file)
+        return
+    if file:
+        tables.write_tables(lines, file)
     table = _figures(title, lines)
     if (table.width or 0) <= console.width:
         console.print(table)
@@ -217,7 +253,7 @@ def _print_figures(title: str | None, lines: Sequence[Sequence[str]]) -> None:
         rest, title = rest[count:], None
 
 
-def _print_results(results: dict) -> None:
+def _print_results(results: dict, file: Path | None) -> None:
     """Print a table of all methods, one of the clients' own models if there are any, and the total traffic."""
     from .runs.summary import human_bytes, of_clients
     from .runs.tables import client_lines, result_lines
@@ -225,7 +261,7 @@ def _print_results(results: dict) -> None:
     by = sorted({result.best["by"] for result in results.values() if result.best})
     chosen = f"; best round by {', '.join(by)}" if by else ""
     head = "" if all(result.language for result in results.values()) else "; the head is the classifier"
-    _print_figures(f"bytes are per client and round{head}{chosen}", result_lines(results))
+    _print_figures(f"bytes are per client and round{head}{chosen}", result_lines(results), file)
     if lines := client_lines(results):
         scored = [r.facts for r in results.values() if any(n.startswith("client_test_") for n in r.final)]
         _print_figures(of_clients(scored), lines)
@@ -310,7 +346,7 @@ def _dry_run(config, engine: str, file: Path | None) -> int:
 def _run(args: argparse.Namespace) -> int | None:
     if (args.cfg is None) == (args.data is None):
         raise UserError("usage: run needs --cfg FILE, a configuration, or --data FILE, for which one is written")
-    if args.table and not args.dry_run:
+    if args.table not in (None, tables.JSON) and not args.dry_run:
         raise UserError(f"--table {args.table}: of --dry-run; a run writes its table to summary.csv in its outdir")
     if args.data is not None:
         args.cfg = init.write(args, None)
@@ -345,7 +381,7 @@ def _run(args: argparse.Namespace) -> int | None:
     if not result.history:  # a client process of a distributed run: the results are the server's
         console.print(f"done; this client's log: {result.outdir}", soft_wrap=True)
         return None
-    _print_results({result.facts["method"]: result})
+    _print_results({result.facts["method"]: result}, args.table)
     _print_notes({result.facts["method"]: result})
     _print_saved(result)
     return None
@@ -374,7 +410,7 @@ def _compare(args: argparse.Namespace) -> None:
             )
         finally:
             live.stop()
-        _print_figures(f"mean ± standard deviation over the seeds {args.seeds}", lines)
+        _print_figures(f"mean ± standard deviation over the seeds {args.seeds}", lines, args.table)
         console.print(f"every value: {path}; the table and the curves over seeds are beside it", soft_wrap=True)
         return
     try:
@@ -398,7 +434,7 @@ def _compare(args: argparse.Namespace) -> None:
         f"\ndata: {first.facts['source']}; {counted(len(sizes), 'client')} of {sizes[0]} to {sizes[-1]} samples",
         soft_wrap=True,
     )
-    _print_results(results)
+    _print_results(results, args.table)
     _print_notes(results)
     for name, result in results.items():
         console.print(name, style="bold")
@@ -438,7 +474,7 @@ def _cache(args: argparse.Namespace) -> None:
     states = SharedStates(shared_folder(), limit=0)
     if args.clear:
         if args.table:
-            raise UserError(f"--table {args.table}: with --clear there is no table; leave one of them out")
+            raise UserError(f"{tables.as_given(args.table)}: with --clear there is no table; leave one of them out")
         size = human_bytes(states.size())
         console.print(f"removed {states.make_room(-1)} entries, {size}, from {states.folder}", soft_wrap=True)
         return
@@ -450,12 +486,11 @@ def _cache(args: argparse.Namespace) -> None:
         tokens = "" if entry.tokens is None else f"{entry.tokens:,}"
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
         lines.append((entry.model, entry.layers, entry.samples, tokens, human_bytes(entry.size), used))
-    if found:
-        tables.show(console, lines[: _LISTED + 1], right=("samples", "tokens", "size"))
-    if len(found) > _LISTED:
-        console.print(f"and {len(found) - _LISTED} more")
     if args.table:
-        tables.write_tables(lines, args.table)
+        tables.show(console, lines, args.table, right=("samples", "tokens", "size"))
+    elif found:
+        tables.show(console, lines[: _LISTED + 1], right=("samples", "tokens", "size"))
+        console.print(f"and {len(found) - _LISTED} more; --table FILE has all" if len(found) > _LISTED else "")
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -25,6 +25,7 @@ from rich.text import Text
 
 from ..errors import ROWS_LOGGER, RunFailed, UserError, nearest, own_place
 from .escaped import Formatter, message, printable
+from .tables import output_of
 
 #: exit codes: success; a valid command could not continue; wrong use; Ctrl-C
 OK, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
@@ -33,7 +34,33 @@ LONGEST_LINE = 10_000
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose refusals are ``UserError``, so of one line as all others; ``--help`` shows the usage."""
+    """A parser whose refusals are ``UserError``, so of one line as all others; ``--help`` shows the usage.
+
+    Attributes:
+        example: a command line, with which the help of a command begins.
+        groups: title -> commands, which the help of a program shows with their examples, and the others by name alone.
+    """
+
+    example = ""
+    groups: Mapping[str, Sequence[str]] = {}
+
+    def format_help(self) -> str:
+        if self.groups:
+            return self._overview()
+        return f"Example: {self.example}\n\n{super().format_help()}" if self.example else super().format_help()
+
+    def _overview(self) -> str:
+        (commands,) = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        about = {choice.dest: choice.help or "" for choice in commands._choices_actions}
+        lines = [self.format_usage(), self.description or "", ""]
+        for title, names in self.groups.items():
+            lines += [f"{title}:"]
+            for name in names:
+                lines += [f"  {name:<10} {about.pop(name)}", f"  {'':<10} $ {commands.choices[name].example}"]
+            lines += [""]
+        width = max(map(len, about))
+        lines += ["More:", *(f"  {name:<{width}} {text}" for name, text in about.items()), ""]
+        return "\n".join([*lines, f"{self.prog} COMMAND --help shows a command's options", self.epilog or "", ""])
 
     def error(self, message: str) -> NoReturn:
         for action in self._actions:
@@ -87,10 +114,15 @@ def run(
             stream.reconfigure(errors="backslashreplace")  # a name may have characters that no terminal can show
     try:
         parser, commands = make_parser()
+        if "_ARGCOMPLETE" in os.environ:  # set by the shell when it asks for completions
+            import argcomplete
+
+            argcomplete.autocomplete(parser)
         args = _arguments(parser, commands, argv)
         args.again = shlex.join([*parser.prog.split(), *argv])
         _log(args, console)
-        return args.do(args) or OK
+        with output_of(getattr(args, "table", None)):
+            return args.do(args) or OK
     except KeyboardInterrupt:
         console.print(f"\ninterrupted{again(args) if args else ''}", soft_wrap=True)
         return INTERRUPTED

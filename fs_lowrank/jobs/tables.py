@@ -1,12 +1,15 @@
-"""Tables as lines of cells: on the screen, where every command shows its tables by this, and as CSV and LaTeX files."""
+"""Tables as lines of cells: on the screen, where every command shows its tables by this, as JSON, CSV and LaTeX."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import io
-from collections.abc import Collection, Iterable, Sequence
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -14,10 +17,15 @@ from rich.text import Text
 
 from ..errors import UserError
 from .escaped import printable
-from .files import write_text
+from .files import to_json, write_text
 
 #: cells are plain text, or text with a style; the first line is the header; an empty line is a rule on the screen only
 Lines = Sequence[Sequence[str | Text]]
+
+#: in place of a file: what ``option`` gives for ``--json``
+JSON = Path("json")
+#: where it goes; None: the standard output
+_output: TextIO | None = None
 
 _LATEX = str.maketrans(
     {
@@ -31,7 +39,11 @@ _LATEX = str.maketrans(
 def option(command: argparse.ArgumentParser, when: str = "") -> None:
     """Give a command the option ``--table FILE``, for ``show``; ``when`` it has a table begins the help."""
     about = f"{when}also write the table: FILE.csv and FILE.tex"
-    command.add_argument("--table", metavar="FILE", type=_path, help=about)
+    given = command.add_mutually_exclusive_group()
+    given.add_argument("--table", metavar="FILE", type=_path, help=about)
+    as_json = f"{when}print the table as JSON instead, one object a row"
+    if "--json" not in command._option_string_actions:  # of some commands it names a file
+        given.add_argument("--json", dest="table", action="store_const", const=JSON, help=as_json)
 
 
 def only_of_a_list(args: argparse.Namespace) -> None:
@@ -41,7 +53,7 @@ def only_of_a_list(args: argparse.Namespace) -> None:
         UserError: it is given.
     """
     if args.table:
-        raise UserError(f"--table {args.table}: there is a table only without a name; leave one of them out")
+        raise UserError(f"{as_given(args.table)}: there is a table only without a name; leave one of them out")
 
 
 def _path(text: str) -> Path:
@@ -50,12 +62,32 @@ def _path(text: str) -> Path:
     return Path(text).with_suffix(".csv")
 
 
+def as_given(file: Path) -> str:
+    """What the command line has that gives ``file``."""
+    return "--json" if file is JSON else f"--table {file}"
+
+
+@contextlib.contextmanager
+def output_of(file: Path | None) -> Iterator[None]:
+    """Within the block, with ``JSON``, all that is said goes to standard error, and the table alone to the output."""
+    global _output
+    if file is not JSON:
+        yield
+        return
+    _output = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
 def show(console: Console, lines: Lines, file: Path | None = None, *, right: Collection[str] = ()) -> None:
-    """Print a table, and write it to ``file``, if one is given, as ``write_tables`` does.
+    """Print a table, and write it to ``file``, if one is given, as ``write_tables`` does; ``JSON``: print that instead.
 
     Args:
         right: the columns that stand at the right, by name.
     """
+    if file is JSON:
+        print(as_json(lines), file=_output)
+        return
     table = rich_table(lines)
     for column in table.columns:
         column.overflow = "fold"
@@ -63,6 +95,21 @@ def show(console: Console, lines: Lines, file: Path | None = None, *, right: Col
     console.print(table)
     if file:
         write_tables(lines, file)
+
+
+def as_json(lines: Lines) -> str:
+    """The rows as JSON objects by the names of the columns; cells that are numbers as numbers."""
+
+    def cell(value: str | Text) -> str | float:
+        try:
+            return float(str(value))
+        except ValueError:
+            return str(value)
+
+    head, *rows = ([" ".join(str(part).split()) for part in line] for line in lines if line)
+    return to_json(
+        [{name: cell(value) for name, value in zip(head, row)} for row in rows], indent=1, ensure_ascii=False
+    )
 
 
 def rich_table(lines: Lines) -> Table:

@@ -25,6 +25,8 @@ SIZES = (3, 10, 27, 8, 5, 40, 12)
 RULES = [rule for rule in ROBUST if rule != "none"]
 AVERAGING = {
     **{n: {} for n in ("fedavg", "fedlora", "ffa_lora", "rolora", "fedloru", "pfedlora", "pfedloru")},
+    "fedsvd": {"period": 2},  # the first round ends with the mean
+    "fedrot_lora": {},
     "mfedloru": {"nested_ranks": (1, 0)},
     "pmfedloru": {"nested_ranks": (1,)},
     "fedhm": {"rank_factors": (1, 3, 2)},
@@ -182,7 +184,9 @@ def test_methods_that_do_not_average_are_refused():
                 UserError, match=f"robust = median: {name}'s server step is not a weighted mean.*fedlora"
             ):
                 create_method(name, robust=RobustMean("median"))
-    assert set(AVERAGING) == {n for n in list_methods() if get_method_class(n).__module__.startswith("fs_lowrank")} & {
+    #: whose pair is that of the start again after a round
+    others = {"frlora"}
+    assert set(AVERAGING) | others == {n for n in list_methods() if get_method_class(n).__module__.startswith("fs_lowrank")} & {
         n for n in list_methods() if issubclass(get_method_class(n), Averaging)
     }
 
