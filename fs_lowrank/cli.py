@@ -253,7 +253,7 @@ def _print_figures(title: str | None, lines: Sequence[Sequence[str]], file: Path
         rest, title = rest[count:], None
 
 
-def _print_results(results: dict, file: Path | None) -> None:
+def _print_results(results: dict, file: Path | None = None) -> None:
     """Print a table of all methods, one of the clients' own models if there are any, and the total traffic."""
     from .runs.summary import human_bytes, of_clients
     from .runs.tables import client_lines, result_lines
@@ -486,11 +486,15 @@ def _cache(args: argparse.Namespace) -> None:
         tokens = "" if entry.tokens is None else f"{entry.tokens:,}"
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
         lines.append((entry.model, entry.layers, entry.samples, tokens, human_bytes(entry.size), used))
-    if args.table:
-        tables.show(console, lines, args.table, right=("samples", "tokens", "size"))
-    elif found:
+    if args.table is tables.JSON:
+        tables.show(console, lines, args.table)
+        return
+    if found:
         tables.show(console, lines[: _LISTED + 1], right=("samples", "tokens", "size"))
-        console.print(f"and {len(found) - _LISTED} more; --table FILE has all" if len(found) > _LISTED else "")
+    if len(found) > _LISTED:
+        console.print(f"and {len(found) - _LISTED} more")
+    if args.table:
+        tables.write_tables(lines, args.table)
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from ..data.fetch import FETCHABLE, usable
-from ..data.fetch.attempts import TooSlow
 from ..data.fetch.hub import hub, silence
 from ..data.files import refuse_pointer
 from ..data.sources import data_args
@@ -94,8 +93,6 @@ def _complaints(what: str, place: str) -> Iterator[None]:
     try:
         with contextlib.nullcontext() if Path(place).is_dir() else hub():
             yield
-    except TooSlow as error:
-        raise UserError(f"model.type: cannot load the {what} of {place!r}: {error}") from error
     except UserError:
         raise
     except Exception as error:  # damaged files raise various errors: of safetensors, JSON, torch, a model's code

