@@ -136,7 +136,10 @@ def keys_of():
     def keys(method):
         chains = method in ("otfusion", "pfnm")  # they support only plain chains of layers
         plain = {"model.type": "lenet", "model.use_bias": False, "lowrank.width": 0.5} if chains else {}
-        if "generator_steps" in get_method_class(method).Params.__dataclass_fields__:
+        fields = get_method_class(method).Params.__dataclass_fields__
+        if "server_steps" in fields:
+            plain |= {"lowrank.server_steps": 20}
+        if "generator_steps" in fields:
             plain |= {"lowrank.epochs": 2, "lowrank.generator_steps": 2, "lowrank.images": 8, "lowrank.channels": 4}
         return plain
 

@@ -141,6 +141,7 @@ def test_a_time_has_what_the_device_still_computes(causal_settings, monkeypatch)
     assert min(found.scoring.values()) >= 0.2 and found.training >= 0.2
 
 
+@pytest.mark.more
 def test_the_command(causal_settings, tmp_path, capsys, monkeypatch):
     config = load_config(causal_settings)
     config.dump(tmp_path / "run.yaml")

@@ -150,6 +150,7 @@ def test_a_bar_where_somebody_looks_on(config, monkeypatch, capsys):
 # -- a result ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_a_result_shows_itself_and_has_tables(config):
     result = fs_lowrank.run(config.replace({"federate.total_round_num": 3}))
     text = repr(result)

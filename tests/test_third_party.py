@@ -66,6 +66,7 @@ def test_its_server_step_is_the_median(installed):
     assert torch.equal(message[name], torch.ones(3, 2)) and torch.equal(state[name], torch.ones(3, 2))
 
 
+@pytest.mark.more
 def test_it_is_listed(package):
     assert "median_lora" in _command(package, "methods").stdout
 

@@ -175,6 +175,7 @@ def read_all(folder, best=False):
     return run, run.which
 
 
+@pytest.mark.more
 def test_a_flipped_bit_in_what_was_trained_is_refused(runs, reviews_csv, tmp_path, capsys):
     """It is a valid file of another result, which evaluate and predict used as if it were the run's."""
     run = shutil.copytree(runs["classes"].outdir, tmp_path / "renamed")
@@ -216,6 +217,7 @@ def test_every_file_that_is_read_of_a_finished_run_is_compared(runs, tmp_path):
         shutil.rmtree(run)
 
 
+@pytest.mark.more
 def test_what_is_read_by_nobody_may_change(runs, tmp_path):
     run = shutil.copytree(runs["classes"].outdir, tmp_path / "run")
     (run / "adapter" / "README.md").write_text("Our model of reviews.")
@@ -226,6 +228,7 @@ def test_what_is_read_by_nobody_may_change(runs, tmp_path):
     read_runs([run])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("content", ["{", "[]", '{"config.yaml": 5}', "[" * 100_000], ids=lambda text: text[:4])
 def test_a_damaged_list_of_checksums_is_one_line(runs, tmp_path, content):
     run = shutil.copytree(runs["classes"].outdir, tmp_path / "run")

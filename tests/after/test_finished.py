@@ -76,6 +76,7 @@ def test_a_table_in_memory_is_read_as_the_file_is(runs, test_rows):
     assert evaluate_rows(run, read_rows(run, stored)) == wanted
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "data, words",
     [

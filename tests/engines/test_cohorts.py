@@ -134,6 +134,7 @@ def test_states_that_are_kept_of_some_only(both, trained):
     assert trained == [3, 2] and "client 1" in prefix.kept and "client 4" not in prefix.kept
 
 
+@pytest.mark.more
 def test_one_step_of_adam(both, trained):
     # More steps would enlarge rounding where gradients are almost zero.
     keys = {"train.optimizer": {"type": "AdamW", "lr": 5e-3, "weight_decay": 0.01}}

@@ -69,6 +69,7 @@ def test_a_winner_above_the_majority_class_is_written(search, monkeypatch, tmp_p
     assert "nothing was learned" not in capsys.readouterr().out + (tmp_path / "best.yaml").read_text()
 
 
+@pytest.mark.more
 def test_equal_accuracies_are_told_apart_by_the_loss(search, monkeypatch):
     rates = {"train.optimizer.lr": {"grid": [1e-3, 1e-2, 1e-1]}}
     runs(monkeypatch, lambda config: 0.76, loss=lambda config: abs(config.train.optimizer.lr - 1e-2))

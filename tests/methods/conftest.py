@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fs_lowrank.methods import Client, Method, RefusedUpdate, Update, create_method
+from fs_lowrank.methods import Client, Method, RefusedUpdate, Update, create_method, get_method_class
 from fs_lowrank.models.adapters import load_tensors
 from fs_lowrank.rounds.ledger import Ledger
 from fs_lowrank.rounds.parcel import Parcel
@@ -53,7 +53,8 @@ class Toy:
     @staticmethod
     def method(name: str, r: int = 2, *, rsLoRA: bool = False, **options) -> Method:
         adapter = AdapterSpec(r=r, lora_alpha=ALPHA, target_modules=LAYERS, use_rslora=rsLoRA)
-        return create_method(name, **{"adapter": adapter, "rounds": 8, "seed": 4, **options})
+        few = {"server_steps": 20} if "server_steps" in get_method_class(name).Params.__dataclass_fields__ else {}
+        return create_method(name, **{"adapter": adapter, "rounds": 8, "seed": 4, **few, **options})
 
     @classmethod
     def outputs(cls, model: nn.Module) -> Tensor:

@@ -535,6 +535,7 @@ COUNTS = st.one_of(
 )
 
 
+@pytest.mark.more
 @EACH
 @few(10)
 @given(count=COUNTS)
