@@ -111,6 +111,7 @@ class Method(ABC):
         self._check_needs()
         for name in ("shared", "personal"):
             setattr(self, name, tags_given(getattr(self, name), f"federate.method = {self.name}: {name}"))
+        self.personal = tuple(dict.fromkeys((*self.personal, *setting.personal)))
         #: tags of what trains without an adapter: the head and, in a model from scratch, all weights without adapter
         self.whole: tuple[str, ...] = ("head", "rest") if setting.from_scratch else ("head",)
         if "base" not in self.shared:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -30,6 +30,7 @@ _BUILT_IN = (
     "fedrot_lora",
     "frlora",
     "lora_fair",
+    "fedsa_lora",
     "fedloru",
     "mfedloru",
     "pfedloru",
@@ -105,6 +106,7 @@ def create_method(
     local_steps: int = 1,
     own_steps: Mapping[int, int] | None = None,
     train_head: bool = True,
+    personal: Sequence[str] = (),
     server_optimizer: Mapping[str, object] | None = None,
     robust: RobustMean | None = None,
     **params: object,
@@ -122,6 +124,7 @@ def create_method(
         local_steps: ``train.local_update_steps``, for methods that compute with the length of a phase.
         own_steps: the same of the clients that have their own.
         train_head: a classifier's head is trained and shared, too.
+        personal: tags of what stays with its client, beside what the method keeps there: ``head``.
         server_optimizer: ``{"type": "Adam", "lr": …}``; None is the plain mean.
         robust: a mean that a few malicious clients cannot move far; None is the weighted mean.
         params: the method's hyperparameters.
@@ -131,7 +134,7 @@ def create_method(
     """
     cls = get_method_class(name)
     steps = local_steps, dict(own_steps or {})
-    of_run = rounds, seed, uniform, from_scratch, with_adapter, only_sums, *steps, train_head
+    of_run = rounds, seed, uniform, from_scratch, with_adapter, only_sums, *steps, train_head, tuple(personal)
     method = cls(cls.Params(**check_method_params(cls, params)), Setting(adapter or AdapterSpec(), *of_run))
     refuse_former(cls.name, vars(method))
     if not train_head and any("head" in (*method.shared, *phase.train) for phase in method.phases(1)):

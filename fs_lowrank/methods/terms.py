@@ -165,6 +165,7 @@ class Setting:
     local_steps: int = 1
     own_steps: Mapping[int, int] = field(default_factory=dict)
     train_head: bool = True
+    personal: tuple[str, ...] = ()
 
     def steps(self, client: int | None) -> int:
         """``train.local_update_steps`` of ``client``."""

@@ -88,6 +88,7 @@ def method_of(config: Config) -> Method:
             if "local_update_steps" in own
         },
         train_head=config.lowrank.train_head,
+        personal=config.lowrank.personal,
         robust=RobustMean.of(config.lowrank),
         server_optimizer={"type": server.type, "lr": server.lr, **server.extra} if config.fedopt.use else None,
         **config.method_params,

@@ -41,6 +41,8 @@ def _conflicts(config: Settings, method: Any, needs: Any) -> Iterator[Conflict]:
     model, task = config.model.type, config.model.task
     takes = f"= {method.name} is not for model.type = {model} ({task}); it takes models of {', '.join(needs.tasks)}"
     yield "federate.method", bool(task) and task not in needs.tasks, takes
+    own = f"= {config.lowrank.personal}: federate.method = {method.name} computes with all weights, the head's too"
+    yield "lowrank.personal", bool(config.lowrank.personal) and needs.own_upload, own
     yield from _of_unchanged_bases(config, method, needs)
     if config.llm.adapter.use and config.adapter.virtual_tokens:
         yield from _of_virtual_tokens(config)
@@ -111,6 +113,12 @@ def _of_models(config: Settings) -> Iterator[Conflict]:
     yield "lowrank.train_head", no_head and config.is_language, headless
     asks = f"= False, but modules_to_save {list(named or ())} asks for trained modules"
     yield "lowrank.train_head", no_head and bool(named), asks
+    own, whole = list(lowrank.personal), not config.llm.adapter.use
+    alone = f"= {own}: the clients' own heads are saved beside their adapters, and {config.federate.method} has none"
+    yield "lowrank.personal", bool(own) and whole, alone
+    untrained = f"= {own}, and lowrank.train_head is False; leave one of the two out"
+    yield "lowrank.personal", bool(own) and no_head, untrained
+    yield "lowrank.personal", bool(own) and config.is_language, f"= {own}: {model.task} has no head of its own"
     images = _expected(model.task, f"ImageClassification, or nothing, with {model.type}")
     yield "model.task", vision and model.task != "ImageClassification", images
     of_ours = {"norm": "batch", "width": 1.0, "weights": "", "base_init": "random"}

@@ -190,3 +190,35 @@ def test_lora_fairs_cosine_correction_turns_the_product_towards_the_mean(toy, fe
         best = cosine(target, target @ np.linalg.pinv(down) @ down)
         reached, before = cosine(target, toy.change(fed.ledger.state, layer)), cosine(target, mean_up @ down)
         assert before < reached <= best + 1e-6 and best - reached < 0.2 * (best - before) + 1e-3
+
+
+# -- fedsa_lora, and heads of the clients' own -----------------------------------------------------------
+
+
+def test_fedsa_lora_averages_a_and_leaves_b_with_its_client(toy, federation):
+    fed = federation(toy.method("fedsa_lora"), SIZES)
+    for round in (1, 2):
+        before = {client: fed.everything(client) for client in fed.copies}
+        message = fed.round(round)
+        assert message and not any("lora_B" in n for n in {*message, *(n for u in fed.received for n in u.tensors)})
+        for client in fed.copies:
+            fed.catch_up(client, round + 1)
+            own = fed.everything(client)
+            ups = [n for n in own if "lora_B" in n]
+            assert all((own[n] != before[client][n]).any() for n in ups)
+        for name in (n for n in message if "lora_A" in n):
+            mean = sum(w * u.tensors[name].double() for w, u in zip(toy.weights(SIZES), fed.received))
+            close(fed.ledger.state[name].double(), mean)
+            assert all(torch.equal(fed.everything(client)[name], fed.ledger.state[name]) for client in fed.copies)
+    assert len({fed.everything(client)[ups[0]].sum().item() for client in fed.copies}) == 3
+
+
+@pytest.mark.parametrize("name", ["fedlora", "rolora", "flexlora", "fedsvd", "fedsa_lora"])
+def test_a_head_of_its_own_is_never_sent(toy, federation, name):
+    fed = federation(toy.method(name, personal=("head",)), SIZES)
+    start = toy.head(fed.everything(1))
+    for round in (1, 2):
+        message = fed.round(round)
+        assert message and not any("classifier" in n for n in {*message, *(n for u in fed.received for n in u.tensors)})
+    heads = [toy.head(fed.everything(client))["weight"] for client in fed.copies]
+    assert all(np.abs(a - b).max() > 0.01 for a, b in [(heads[0], heads[1]), (heads[0], start["weight"])])

@@ -1,0 +1,49 @@
+"""Heads that stay with their clients (``lowrank.personal: [head]``), and FedSA-LoRA's B."""
+
+import pytest
+import torch
+from peft import AutoPeftModelForSequenceClassification
+
+import fs_lowrank
+from fs_lowrank import UserError, load_config
+from fs_lowrank.testing.bench import without_seconds
+
+pytestmark = pytest.mark.more
+
+
+@pytest.mark.parametrize("method, keys", [("rolora", {"lowrank.personal": ["head"]}), ("fedsa_lora", {})])
+def test_what_stays_with_a_client_is_resumed_scored_and_saved(settings, tmp_path, method, keys):
+    few = {"federate.method": method, "federate.total_round_num": 3, "train.local_update_steps": 1, **keys}
+
+    def config(name):
+        return load_config(settings, {**few, "outdir": str(tmp_path / name)})
+
+    whole = fs_lowrank.run(config("whole"))
+    fs_lowrank.run(config("stopped"), on_round=lambda record: record["round"] == 2)
+    resumed = fs_lowrank.run(config("stopped"), resume=True)
+    assert without_seconds(resumed.history) == without_seconds(whole.history)
+    assert "client_test_acc" in whole.final
+    part = "lora_B" if method == "fedsa_lora" else "classifier"
+    tensors = []
+    for result in (whole, resumed):
+        for client in (1, 2):
+            model = AutoPeftModelForSequenceClassification.from_pretrained(
+                result.saved["personal"] / f"client_{client}"
+            )
+            tensors.append([p for n, p in model.named_parameters() if part in n and "original" not in n][0])
+    assert torch.equal(tensors[0], tensors[2]) and torch.equal(tensors[1], tensors[3])
+    assert not torch.equal(tensors[0], tensors[1])
+
+
+@pytest.mark.parametrize(
+    "keys, words",
+    [
+        ({"federate.method": "fedavg"}, "fedavg has none"),
+        ({"lowrank.train_head": False}, "lowrank.train_head is False"),
+        ({"federate.method": "fedfisher", "llm.adapter.use": True}, "fedfisher computes with all weights"),
+        ({"lowrank.personal": ["body"]}, "lowrank.personal.*body.*head"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings, keys, words):
+    with pytest.raises(UserError, match=words):
+        load_config(settings, {"federate.method": "rolora", "lowrank.personal": ["head"], **keys})
