@@ -249,7 +249,11 @@ class Settings:
 
     def decisive(self) -> dict[str, Any]:
         """Every value that affects the result, by dotted key; devices, folders and saved files do not."""
-        values = {name: value for name, value, meta in flat_keys(self) if meta.get("result", True)}
+        values = {
+            name: value
+            for name, value, meta in flat_keys(self)
+            if meta.get("result", True) and (value or not meta.get("later"))  # the defaults of later keys are empty
+        }
         values.update(
             (name, value)
             for name, value in self.framework.items()

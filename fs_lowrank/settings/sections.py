@@ -409,7 +409,7 @@ class Lowrank:
     train_head: bool = key(True)
     #: what stays with its client beside what the method keeps there: `[head]` gives every client a head of its own,
     #: which is never sent
-    personal: list[str] = key([], items=("head",))
+    personal: list[str] = key([], items=("head",), later=True)
     #: number of validation samples, at most, with which a method selects
     validation_samples: int = key(500, min=1)
     #: seed of the split into training and test data, for data without a test set; -1: the run's seed. A search and the
