@@ -851,11 +851,3 @@ def test_a_key_that_is_not_alike_is_not_named(key, meant):
     with pytest.raises(UserError) as caught:
         load_config({key: 1, "federate.client_num": 2})
     assert str(caught.value).endswith(f"; did you mean {meant}?" if meant else f"'{key}'"), caught.value
-
-
-@pytest.mark.parametrize(
-    "example, fingerprint", [("demo", "8aa818198618"), ("one_shot", "a54709312487"), ("smollm2", "83f4e167c624")]
-)
-def test_what_a_configuration_was_called_it_is_still_called(example, fingerprint):
-    """Folders of searches and the identity of runs have it, so a key that comes later may not change it."""
-    assert load_config(pathlib.Path(__file__).parents[1] / "examples" / f"{example}.yaml").fingerprint() == fingerprint

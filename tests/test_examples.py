@@ -48,3 +48,12 @@ def test_own_objects_run(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "test_matthews" in done.stdout
     assert (tmp_path / "runs" / "own_objects" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    "example, fingerprint", [("demo", "8aa818198618"), ("one_shot", "a54709312487"), ("smollm2", "83f4e167c624")]
+)
+def test_what_a_configuration_was_called_it_is_still_called(example, fingerprint):
+    """Folders of searches and the identity of runs have it, so a key that comes later may not change it."""
+    (path,) = (path for path in EXAMPLES if path.stem == example)
+    assert fs_lowrank.load_config(path).fingerprint() == fingerprint

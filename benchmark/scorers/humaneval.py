@@ -120,7 +120,7 @@ def _judge(root: Path):
     """The metric ``code_eval``."""
     local = root / "humaneval" / "code_eval" / "code_eval.py"
     try:
-        import evaluate
+        import evaluate  # type: ignore[import-untyped]
 
         return evaluate.load(str(local) if local.is_file() else "code_eval")
     except Exception as error:  # whatever the library or the hub raises

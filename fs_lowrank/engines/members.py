@@ -109,8 +109,7 @@ class Members(Transport):
         admission.samples[client] = facts["samples"]
         self.ledger.tested.pop(client, None)
         if facts.get("own_data") is True:
-            believed = is_whole(tested) and 0 <= tested <= admission.max_samples
-            self.ledger.tested[client] = tested if believed else 0
+            self.ledger.tested[client] = tested if is_whole(tested) and 0 <= tested <= admission.max_samples else 0
         self.members[client] = Member(place, reported_standing(facts), facts["agreed"])
 
     def standing(self, client: int) -> Standing:

@@ -14,7 +14,7 @@ import torch
 from ..models.adapters import base_weight_name, load_tensors, module_of
 from ..models.merging import check_products, merge_pair
 from ..models.names import entries, entries_of, named_tensors, pairs, select
-from .base import Averaging, split_merges
+from .base import Averaging, split_merges, tensors_of
 from .ranks import check_one_rank
 from .registry import register_method
 
@@ -51,12 +51,13 @@ class FRLoRA(Averaging):
 
     def initial_state(self, model):
         state = super().initial_state(model)
-        return state | entries("first", {n: state[n].clone() for n in select(state, {"adapter"})})
+        pair = tensors_of({n: state[n] for n in select(state, {"adapter"})})
+        return state | entries("first", {n: t.clone() for n, t in pair.items()})
 
     def settle(self, mean, state, round):
         first = entries_of("first", state)
         message = {n: t for n, t in mean.items() if n not in first}
-        restart = {n: t.clone() for n, t in first.items()}  # two names of one tensor cannot be saved
+        restart = {n: t.clone() for n, t in tensors_of(first).items()}  # two names of one tensor cannot be saved
         return {**state, **restart}, message | entries(f"merge:{round}", {n: mean[n] for n in first})
 
     def apply(self, model, message, round):

@@ -210,8 +210,8 @@ class FrozenPrefix:
                 continue
             pieces = self.pieces.get(owner)
             rows += [self._row(*(pieces[i] if pieces else (owner, examples, i))) for i in indices]
-        pieces = self._padded(gathered(rows, device))
-        with self._bypass([piece.to(device, non_blocking=True) for piece in pieces]):
+        parts = self._padded(gathered(rows, device))
+        with self._bypass([part.to(device, non_blocking=True) for part in parts]):
             yield
 
     def _row(self, owner: str, examples, index: int) -> Tensor:

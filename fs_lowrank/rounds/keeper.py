@@ -328,9 +328,9 @@ class RecordKeeper:
                 logging.INFO,
                 ROWS_LOGGER,
             )
-        if differing := sorted(differing.difference(moved)):
+        if others := sorted(differing.difference(moved)):
             raise CannotContinue(
-                f"the run in {self.outdir} was started with another {', '.join(differing)}; "
+                f"the run in {self.outdir} was started with another {', '.join(others)}; "
                 "continue it with its own config.yaml, or choose another outdir"
             )
 

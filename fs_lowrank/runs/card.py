@@ -129,12 +129,12 @@ def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> list[str]:
 
 def _use(config: Settings, base: str, revision: str, labels: list[str], what: str, folder: str) -> list[str]:
     if config.is_vision:
-        loads = "from fs_lowrank.models.vision import load_vision"
+        vision = "from fs_lowrank.models.vision import load_vision"
         if what == "model":
-            return [loads, "", f'model = load_vision("{folder}")']
+            return [vision, "", f'model = load_vision("{folder}")']
         return [
             "from peft import PeftModel",
-            loads,
+            vision,
             "",
             f'model = PeftModel.from_pretrained(load_vision("{folder}/base"), "{folder}")',
         ]

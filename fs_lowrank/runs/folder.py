@@ -51,7 +51,7 @@ def claim(folder: Path) -> FileLock:
         lock = take(folder / ".lock")
     except OSError as error:
         if isinstance(error, (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError)):
-            raise _no_folder(folder, error.strerror) from error
+            raise _no_folder(folder, str(error.strerror)) from error
         raise cannot_write(folder, error) from error
     if lock is None:
         raise RunFailed(f"another run is writing into {folder}; wait for it, or choose another outdir")

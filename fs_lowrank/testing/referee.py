@@ -144,7 +144,7 @@ def _of_layer(
 ) -> Finding:
     name = f"{_PREFIX}{layer}"
     pairs = [(state[f"{name}.lora_B.weight"], state[f"{name}.lora_A.weight"]) for state in states]
-    exact = _sums(pairs, np.array(SIZES) / sum(SIZES), [ALPHA / r for r in ranks])
+    exact = _sums(pairs, [n / sum(SIZES) for n in SIZES], [ALPHA / r for r in ranks])
     up, down, change = (answer.get(f"{name}.{part}") for part in ("lora_B.weight", "lora_A.weight", "weight"))
     if change is None and (up is None or down is None):
         return Finding(case, layer, False, float("nan"), f"{name} has neither a pair nor a change of the weight")
@@ -175,9 +175,9 @@ def _mistakes(pairs, ranks: Sequence[int], factor: float, cut: int) -> Iterator[
     """The products that a server step with a known mistake, or with several, gives; the fewest mistakes first."""
     count, largest = len(pairs), max(ranks)
     weights = {
-        "": np.array(SIZES) / sum(SIZES),
-        "a plain mean instead of the weighted one": np.full(count, 1 / count),
-        "a sum instead of a mean": np.ones(count),
+        "": [n / sum(SIZES) for n in SIZES],
+        "a plain mean instead of the weighted one": [1 / count] * count,
+        "a sum instead of a mean": [1.0] * count,
     }
     scales = {
         "": [ALPHA / r for r in ranks],
@@ -196,7 +196,7 @@ def _mistakes(pairs, ranks: Sequence[int], factor: float, cut: int) -> Iterator[
             yield "; ".join(said), _best(mean, cut)
         u, values, vh = np.linalg.svd(mean, full_matrices=False)
         yield "; ".join(["√Σ in one half only", *said]), (u * np.sqrt(values))[:, :cut] @ vh[:cut] * factor**0.5
-        up, down = (sum(p * pair[i] for p, pair in zip(w, padded)) for i in (0, 1))
+        up, down = (np.stack([p * pair[i] for p, pair in zip(w, padded)]).sum(0) for i in (0, 1))
         means = f"{padding}A and B averaged each by itself: the product of means is not the mean of products"
         yield "; ".join([means, *said]), s[-1] * up @ down
 
@@ -212,7 +212,7 @@ def _judged(
     case: str, layer: str, got: np.ndarray, exact: np.ndarray, known: Mapping[str, np.ndarray], cut: int | None = None
 ) -> Finding:
     def off(from_: np.ndarray) -> float:
-        return float(np.linalg.norm(got - from_) / max(np.linalg.norm(from_), 1e-12))
+        return float(np.linalg.norm(got - from_)) / max(float(np.linalg.norm(from_)), 1e-12)
 
     error = off(exact)
     if error < _ROUNDING or cut is not None and off(_best(exact, cut)) < _ROUNDING:

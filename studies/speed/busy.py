@@ -63,11 +63,11 @@ def run(turns: int = 5, keys: tuple[str, ...] = ("federate.total_round_num", "2"
                     with beside(number):
                         found[name].append(one_run(keys, way, f"{folder}/run"))
     rows = []
-    for number, found in taken.items():
+    for neighbours, found in taken.items():
         wall, processor = ({n: statistics.median(pair[i] for pair in of) for n, of in found.items()} for i in (0, 1))
         for name in [name for name in WAYS if name != "default"]:
             note = f"{wall[name]:.1f} s, {wall['default']:.1f} s; processor {processor[name]:.1f} s, "
             note += f"{processor['default']:.1f} s"
-            case = f"the demo's first two rounds beside {number} busy processes, {name}"
+            case = f"the demo's first two rounds beside {neighbours} busy processes, {name}"
             rows.append(row(case, "seconds ÷ those by OpenMP's default", wall[name] / wall["default"], note))
     return {"rows": rows, "results": taken}
