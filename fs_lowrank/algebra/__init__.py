@@ -1,7 +1,7 @@
 """Pure functions on tensors. They do not depend on models, files or methods."""
 
 from .factorise import factor_matrices, factor_shapes, factorise, product_norm_squared
-from .flat import FlatTensors, digest, nbytes, on_device, values_of
+from .flat import FlatTensors, change_norm, change_norms, digest, nbytes, on_device, values_of
 from .lowrank import low_rank_sum_svd, stack_pairs, top_components
 from .match import exact_transport, move_inputs, move_outputs, nonparametric_matching
 from .mean import weighted_mean, wide
@@ -13,6 +13,8 @@ __all__ = [
     "FlatTensors",
     "adam",
     "bounded_mean",
+    "change_norm",
+    "change_norms",
     "conjugate_path",
     "digest",
     "exact_transport",

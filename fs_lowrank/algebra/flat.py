@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import ItemsView, Iterable, Iterator, Mapping
 from typing import TypeVar, cast
 
 import torch
@@ -22,6 +22,25 @@ def values_of(scalars: Iterable[Tensor]) -> list[float]:
     """The values of ``scalars``, which are of one dtype and on one device; a GPU is waited for once."""
     each = list(scalars)
     return torch.stack(each).tolist() if each else []
+
+
+def change_norm(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
+    """Euclidean norm, over all floating-point tensors, of the difference to ``reference``.
+
+    A tensor without a counterpart of its shape there (a Fisher or Gram matrix) enters with its own norm.
+    """
+    return math.sqrt(sum(norm**2 for norm in change_norms(tensors, reference).values()))
+
+
+def change_norms(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
+    """The norms of which ``change_norm`` is made, by name; a GPU is waited for once."""
+    norms: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            start = reference.get(name)
+            change = tensor.double() - start.double() if start is not None and start.shape == tensor.shape else tensor
+            norms[name] = torch.linalg.vector_norm(change, dtype=torch.float64)
+    return dict(zip(norms, values_of(norms.values())))
 
 
 def on_device(values: Mapping[str, Value], device: torch.device | str) -> dict[str, Value]:
@@ -70,6 +89,9 @@ class FlatTensors(Mapping[str, Tensor]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._views)
+
+    def items(self) -> ItemsView[str, Tensor]:
+        return self._views.items()
 
     def __len__(self) -> int:
         return len(self._views)

@@ -31,16 +31,15 @@ class SharedModel(Transport):
     shares_model = True
 
     def begin(self, site: Site, ledger: Ledger, resumed: bool) -> None:
-        self.site, self.ledger = site, ledger
+        self.site = site
 
     def exchange(self, orders: Iterable[Order]) -> Iterator[tuple[Order, Parcel]]:
         """The answers of a cohort after another; while one is in use, the model holds that client's tensors."""
-        site, state, asked = self.site, self.ledger.state, {order.client: order for order in orders}
+        site, asked = self.site, {order.client: order for order in orders}
         yield from ((order, Parcel({})) for order in asked.values() if order.purpose == "follow")
-        train = [client for client, order in asked.items() if order.purpose == "train"]
-        round = max(order.round for order in asked.values())
-        for cohort in site.cohorts(train, round):
-            for client, fitted in site.fit_all(cohort, round, lambda c: site.load_client(state, c)):
+        for cohort in site.cohorts([order.task for order in asked.values() if order.purpose == "train"]):
+            for task, fitted in site.fit_all(cohort, lambda task: site.load(task.view, task.client)):
+                client, round = task.client, task.round
                 if isinstance(fitted, Exception):
                     answer = apology(round, fitted)
                     answer.facts["followed"] = True

@@ -130,15 +130,15 @@ class Processes(Transport):
     def exchange(self, orders: Iterable[Order]) -> Iterator[tuple[Order, Parcel]]:
         """The answers in the order of the cohorts."""
         assert self.site is not None
-        site, state, asked = self.site, self.ledger.state, {order.client: order for order in orders}
+        site, asked = self.site, {order.client: order for order in orders}
         yield from ((order, Parcel({})) for order in asked.values() if order.purpose == "follow")
         round = max(order.round for order in asked.values())
-        cohorts = site.cohorts([c for c, order in asked.items() if order.purpose == "train"], round)
-        parcels = (_parcel(site, state, cohort, round=round) for cohort in cohorts)
-        ranks = spread([cohort[0] // site.cohort for cohort in cohorts], self.count)
+        cohorts = site.cohorts([order.task for order in asked.values() if order.purpose == "train"])
+        parcels = (_parcel(site, {task.client: task.view for task in cohort}, round=round) for cohort in cohorts)
+        ranks = spread([cohort[0].client // site.cohort for cohort in cohorts], self.count)
         for cohort, answer in zip(cohorts, self._done("train", ranks, parcels)):
             groups = divided(answer, site.device)
-            for client, facts in zip(cohort, answer.facts["clients"]):
+            for client, facts in zip((task.client for task in cohort), answer.facts["clients"]):
                 update, personal = groups.get(f"view of {client}", {}), groups.get(f"personal of {client}", {})
                 if "error" not in facts:
                     site.personal.keep(client, round, personal)  # undone if the update does not count
@@ -153,7 +153,7 @@ class Processes(Transport):
         of: list[str | int] = [split for split in held_out for _ in range(count)] + list(sizes)
         parts = [Parcel({}, split=split, part=part, parts=count) for split in held_out for part in range(count)]
         ranks = [part.facts["part"] for part in parts] + [client % count for client in sizes]
-        parcels = chain(parts, (_parcel(site, state, [client]) for client in sizes))
+        parcels = chain(parts, (_parcel(site, {client: site.method.view(state, client)}) for client in sizes))
         scores: dict[str | int, list[BatchScore]] = {key: [] for key in of}
         for key, answer in zip(of, self._done("score", ranks, parcels)):
             scores[key] += map(tuple, answer.facts["scores"])
@@ -192,13 +192,13 @@ def spread(homes: Sequence[int], count: int) -> list[int]:
     return ranks
 
 
-def _parcel(site: Site, state: State, clients: Sequence[int], /, **facts: Any) -> Parcel:
-    """The tensors of the models of ``clients`` beside the base, and the fact ``clients``."""
+def _parcel(site: Site, views: Mapping[int, Mapping[str, Tensor]], /, **facts: Any) -> Parcel:
+    """The tensors of the models of some clients beside the base, by client the shared ones; the fact ``clients``."""
     groups = {}
-    for client in clients:
-        groups[f"view of {client}"] = site.method.view(state, client)
+    for client, view in views.items():
+        groups[f"view of {client}"] = view
         groups[f"personal of {client}"] = site.personal.of(client)
-    return Parcel(joined(groups), clients=list(clients), **facts)
+    return Parcel(joined(groups), clients=list(views), **facts)
 
 
 def joined(groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -252,7 +252,9 @@ class _Clients:
         groups: dict[str, Mapping[str, Tensor]] = {}
         answers: list[dict[str, Any]] = []
         means: dict[int, Tensor] = {}  # by place in the answers
-        for client, fitted in site.fit_all(item.facts["clients"], item.facts["round"], lambda c: self._load(given, c)):
+        tasks = [site.task(client, item.facts["round"]) for client in item.facts["clients"]]
+        for task, fitted in site.fit_all(tasks, lambda task: self._load(given, task.client)):
+            client = task.client
             if isinstance(fitted, Exception):
                 answers.append({"error": described(fitted)})
                 continue

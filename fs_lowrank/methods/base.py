@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from ..algebra import weighted_mean
 from ..errors import UserError
 from ..models.adapters import add_adapter, load_tensors
-from ..models.names import all_tensors, named_tensors, select
+from ..models.names import all_tensors, named_tensors, select, tags
 from ..seeds import derive
 from ..settings import ADDED, AdapterSpec
 from ..settings.parameters import params_defaults
@@ -186,8 +186,9 @@ class Method(ABC):
 
     def sent(self, names: Iterable[str], round: int, client: int | None = None) -> list[str]:
         """The subset of ``names`` that a client sends in ``round``: trained, shared, not personal; sorted."""
-        trained = select(names, {tag for phase in self.phases(round, client) for tag in phase.train})
-        return sorted(set(select(trained, self.shared)) - set(select(trained, self.personal)))
+        trained = {tag for phase in self.phases(round, client) for tag in phase.train}.intersection
+        of = {n: tags(n) for n in names}
+        return sorted(n for n, t in of.items() if trained(t) and t & {*self.shared} and not t & {*self.personal})
 
     def upload(self, model: nn.Module, round: int, client: Client) -> dict[str, Tensor]:
         """What ``client`` sends after its local training, by name: the tensors of the model itself, not copies."""
@@ -209,7 +210,8 @@ class Method(ABC):
         Raises:
             RefusedUpdate: the message names client and tensor, and says what was expected.
         """
-        refuse_negative(update, (n for n in update.tensors if n.endswith(".running_var")))
+        if variances := [n for n in update.tensors if n.endswith(".running_var")]:
+            refuse_negative(update, variances)
 
     def view(self, state: State, client: int | None = None) -> dict[str, Tensor]:
         """The shared tensors of ``state``, of the global model or as ``client`` holds them."""

@@ -42,6 +42,8 @@ _ADAPTER_PARTS = """
 """.split()
 #: all tags but the prefixes of names with a colon, and the names of adapters other than PEFT's ``default``
 TAGS = frozenset({"adapter", "personal", "head", "rest", "nested", "factor", "base", *_ADAPTER_PARTS})
+#: ends of the names of a norm's running statistics
+_STATISTICS = (".running_mean", ".running_var")
 #: tensors of adapters that are initialised to zero, so that the adapter has no effect
 _ZERO_AT_START = frozenset({"lora_B", "hada_w2_b", "lokr_w1", "lokr_w1_a"})
 
@@ -128,26 +130,13 @@ def entries_of(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def is_statistic(name: str) -> bool:
     """Whether ``name`` is a running statistic of a batch norm: sent and averaged, but not trained by gradients."""
-    return name.endswith((".running_mean", ".running_var"))
+    return name.endswith(_STATISTICS)
 
 
 def all_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The parameters of the model and the running statistics of its norms, not copied."""
-    return {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if is_statistic(n)}}
-
-
-def tensor_of(model: nn.Module, name: str) -> tuple[nn.Module, Tensor]:
-    """The module that has the tensor ``name``, and the tensor.
-
-    Raises:
-        KeyError: the model has no such tensor.
-    """
-    path, _, last = name.rpartition(".")
-    try:
-        owner = model.get_submodule(path)
-        return owner, getattr(owner, last)
-    except AttributeError:
-        raise KeyError(name) from None
+    buffers = {n: b for n, b in model.named_buffers() if n.endswith(_STATISTICS)}
+    return {**dict(model.named_parameters()), **buffers}
 
 
 def named_tensors(model: nn.Module, wanted: Iterable[str]) -> dict[str, Tensor]:

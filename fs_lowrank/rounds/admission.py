@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
-from collections import ChainMap
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..algebra import FlatTensors, values_of
+from ..algebra import FlatTensors, change_norm
 from ..errors import nearest
 from ..methods import RefusedUpdate, Update
 
@@ -40,22 +39,6 @@ def check_loss(client: int, loss: object) -> float:
         shown = loss if isinstance(loss, float) else f"a whole number of {loss.bit_length()} bits"
         raise RefusedUpdate(f"client {client}: its loss is {shown}, expected a finite number")
     return float(loss)
-
-
-def change_norm(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
-    """Euclidean norm, over all floating-point tensors, of the difference to ``reference``.
-
-    A tensor without a counterpart of its shape there (a Fisher or Gram matrix) enters with its own norm.
-    """
-    norms, total = list[Tensor](), 0.0
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point():
-            start = reference.get(name)
-            change = tensor.double() - start.double() if start is not None and start.shape == tensor.shape else tensor
-            norms.append(torch.linalg.vector_norm(change, dtype=torch.float64))
-    for norm in values_of(norms):
-        total += norm**2
-    return math.sqrt(total)
 
 
 def is_whole(value: object) -> TypeGuard[int]:
@@ -89,11 +72,10 @@ def check_update(update: Update, expected: Mapping[str, Tensor], max_samples: in
     for name in sorted(expected.keys() - sent.keys()):
         raise RefusedUpdate(f"{who}: tensor {name!r} is missing")
     device = next((t.device for t in expected.values() if not t.is_meta), None)
+    if problem := _not_plain({name: sent[name] for name in expected}, device):
+        raise RefusedUpdate(f"{who}: {problem}")
     for name, want in expected.items():
         tensor = sent[name]
-        problem = _not_plain(tensor, device)
-        if problem:
-            raise RefusedUpdate(f"{who}: {name} is {problem}")
         if tensor.shape != want.shape:
             raise RefusedUpdate(f"{who}: {name} has shape {tuple(tensor.shape)}, expected {tuple(want.shape)}")
         if tensor.dtype != want.dtype:
@@ -120,20 +102,22 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n: t.detach().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
 
 
-def _not_plain(tensor: object, device: torch.device | None) -> str:
-    """Why ``tensor`` is not a plain dense tensor on ``device`` (None: any); empty if it is one."""
-    if not isinstance(tensor, Tensor) or type(tensor) not in _PLAIN:
-        return f"of the class {type(tensor).__name__}, expected a tensor"
-    if tensor.is_nested:
-        return "a nested tensor, expected a dense one"
-    if tensor.layout is not torch.strided:
-        return f"of the layout {str(tensor.layout).removeprefix('torch.')}, expected a dense tensor"
-    if tensor.is_quantized:
-        return f"quantised ({str(tensor.dtype).removeprefix('torch.')}), expected plain numbers"
-    if tensor.is_meta or (device is not None and tensor.device != device):
-        return f"on the device {tensor.device}, expected {device or 'one with values'}"
-    if tensor.numel() and not tensor.untyped_storage().nbytes():
-        return "a tensor without its values"
+def _not_plain(tensors: Mapping[str, object], device: torch.device | None) -> str:
+    """Which of ``tensors`` is not a plain dense tensor on ``device`` (None: any), and why; empty if all are."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or type(tensor) not in _PLAIN:
+            return f"{name} is of the class {type(tensor).__name__}, expected a tensor"
+        if tensor.is_nested:
+            return f"{name} is a nested tensor, expected a dense one"
+        if tensor.layout is not torch.strided:
+            layout = str(tensor.layout).removeprefix("torch.")
+            return f"{name} is of the layout {layout}, expected a dense tensor"
+        if tensor.is_quantized:
+            return f"{name} is quantised ({str(tensor.dtype).removeprefix('torch.')}), expected plain numbers"
+        if tensor.is_meta or (device is not None and tensor.device != device):
+            return f"{name} is on the device {tensor.device}, expected {device or 'one with values'}"
+        if tensor.numel() and not tensor.untyped_storage().nbytes():
+            return f"{name} is a tensor without its values"
     return ""
 
 
@@ -141,11 +125,12 @@ class Admission:
     """The rules by which a run admits updates.
 
     Args:
-        samples: client -> the size of its training set, as declared at the start; a client that is not in it may
-            declare any size up to ``max_samples``.
+        samples: client -> the size of its training set, as declared at the start.
         max_samples: the largest accepted size.
         max_norm: the largest norm (``change_norm``) of an update; 0: no bound.
         norm_factor: the largest ratio of a norm to the median of its round (the lower of two middle ones); 0: no bound.
+        sizes: those of the clients 1, 2, … that are not in ``samples``. A client that is in neither may declare any
+            size up to ``max_samples``.
     """
 
     def __init__(
@@ -154,16 +139,18 @@ class Admission:
         max_samples: int = MAX_SAMPLES,
         max_norm: float = 0.0,
         norm_factor: float = 0.0,
+        sizes: Sequence[int] | np.ndarray = (),
     ):
-        #: what is declared later is added without changing or copying what was given
-        self.samples: MutableMapping[int, int] = ChainMap({}, samples or {})  # type: ignore[arg-type]
+        self.samples, self.sizes = dict(samples or {}), sizes
         self.max_samples = max_samples
         self.max_norm, self.norm_factor = max_norm, norm_factor
+        #: whether ``norm`` and ``outliers`` have a bound to check
+        self.bounds_norms = bool(max_norm or norm_factor)
 
-    @property
-    def bounds_norms(self) -> bool:
-        """Whether ``norm`` and ``outliers`` have a bound to check."""
-        return bool(self.max_norm or self.norm_factor)
+    def declared(self, client: int) -> int | None:
+        """The size of the training set that ``client`` has declared; None: it has not."""
+        known = int(self.sizes[client - 1]) if 1 <= client <= len(self.sizes) else None
+        return self.samples.get(client, known)
 
     def admit(
         self, update: Update, expected: Mapping[str, Tensor], check: Callable[[Update], object] | None = None
@@ -178,8 +165,8 @@ class Admission:
         """
         client = update.client
         update = check_update(update, expected, self.max_samples)
-        declared = self.samples.get(client, update.num_samples)
-        if update.num_samples != declared:
+        declared = self.declared(client)
+        if declared not in (None, update.num_samples):
             raise RefusedUpdate(
                 f"client {client}: says it has {update.num_samples} samples, it declared {declared} at the start"
             )

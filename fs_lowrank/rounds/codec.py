@@ -10,6 +10,7 @@ computed in float32 at least: 2^15 − 1 is not a number of bfloat16 or float16.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -29,7 +30,12 @@ def without_head(tensors: Mapping[str, Tensor], heads: Sequence[str] = ()) -> di
 
     An additional tensor ``x:NAME`` belongs to the head if ``NAME`` does.
     """
-    return {n: t for n, t in tensors.items() if not is_head(n.rsplit(":", 1)[-1], heads)}
+    return {n: tensors[n] for n in _body(tuple(tensors), tuple(heads))}
+
+
+@lru_cache(maxsize=256)
+def _body(names: tuple[str, ...], heads: tuple[str, ...]) -> list[str]:
+    return [n for n in names if not is_head(n.rsplit(":", 1)[-1], heads)]
 
 
 class Codec(Protocol):
@@ -59,7 +65,8 @@ class Plain:
         return sent
 
     def sizes(self, tensors: Mapping[str, Tensor], heads: Sequence[str] = ()) -> Sizes:
-        return nbytes(tensors), nbytes(without_head(tensors, heads))
+        each = {n: t.numel() * t.element_size() for n, t in tensors.items()}
+        return sum(each.values()), sum(each[n] for n in _body(tuple(each), tuple(heads)))
 
 
 class Uniform:

@@ -44,7 +44,8 @@ class Intake(Protocol):
     sees_values: bool
 
     def expects(self, expected: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Names, shapes and dtypes of what a client sends, if the method expects ``expected`` of it."""
+        """Names, shapes and dtypes of the shares that a client sends, if the method expects ``expected`` of it."""
+        return expected
 
     def add(self, update: Update, reference: Mapping[str, Tensor]) -> None:
         """Take an update. ``reference``: the shared tensors that the client held at the start of the round."""
@@ -59,16 +60,13 @@ class Intake(Protocol):
         """
 
 
-class Kept:
+class Kept(Intake):
     """Every update is kept until the round ends."""
 
     sees_values = True
 
     def __init__(self) -> None:
         self.updates: list[Update] = []
-
-    def expects(self, expected: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return expected
 
     def add(self, update: Update, reference: Mapping[str, Tensor]) -> None:
         self.updates.append(update)
@@ -78,7 +76,7 @@ class Kept:
         return Gathered(updates, len(updates))
 
 
-class RunningMean:
+class RunningMean(Intake):
     """The weighted mean of updates, in the memory of one update. Its rounding depends on the order of arrival.
 
     Args:
@@ -90,9 +88,6 @@ class RunningMean:
     def __init__(self, uniform: bool = False) -> None:
         self.uniform, self.weight, self.clients, self.samples = uniform, 0.0, 0, 0
         self._sums: dict[str, Tensor] = {}
-
-    def expects(self, expected: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return expected
 
     def add(self, update: Update, reference: Mapping[str, Tensor]) -> None:
         weight = 1 if self.uniform else update.num_samples

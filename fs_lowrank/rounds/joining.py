@@ -118,10 +118,10 @@ def samples_objection(client: int, samples: object, admission: Admission, own_da
             f"it declares {repr(samples)[:60]} training samples; expected a whole number from 1 to "
             f"lowrank.max_samples, {admission.max_samples}"
         )
-    if not own_data and samples != admission.samples[client]:
+    if not own_data and samples != admission.declared(client):
         return (
             f"it declares {samples} training samples, and the server's division of the data gives client {client} "
-            f"{admission.samples[client]}; their data files differ ({elsewhere} is for data of its own)"
+            f"{admission.declared(client)}; their data files differ ({elsewhere} is for data of its own)"
         )
     return ""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from ..algebra import digest, nbytes
-from ..methods import Client, Method, State
+from ..methods import Method, State
 from ..seeds import derive
 from ..settings import Settings
 from ..training import samples_trained
+from ..training.schedule import schedule_of
 from .admission import Admission
+from .task import Task
 
 
 class Standing(NamedTuple):
@@ -42,24 +44,6 @@ def clients_of_round(round: int, num_clients: int, per_round: int, seed: int) ->
         return list(range(1, num_clients + 1))
     generator = np.random.default_rng(derive(seed, "participation", round))
     return sorted(int(i) + 1 for i in generator.choice(num_clients, per_round, replace=False))
-
-
-class SamplesOf(Mapping[int, int]):
-    """The size of the training set by client, read off ``clients`` when it is asked for."""
-
-    def __init__(self, clients: Sequence[Client]):
-        self.clients = clients
-
-    def __getitem__(self, client: int) -> int:
-        if client not in range(1, len(self) + 1):
-            raise KeyError(client)
-        return self.clients[client - 1].num_samples
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(1, len(self) + 1))
-
-    def __len__(self) -> int:
-        return len(self.clients)
 
 
 class Ledger:
@@ -110,6 +94,7 @@ class Ledger:
         self.num_clients, self.per_round, self.min_clients = num_clients, per_round, min_clients
         self.seed, self.drop_rate, self.keep_messages, self.identity = seed, drop_rate, keep_messages, identity
         self.admission, self.config, self.heads = admission or Admission(), config, tuple(heads)
+        self.schedule = schedule_of(config.train.scheduler, config.source) if config else None
         self.stood = self.floor = self.horizon = 0
         self.outbox: dict[str, tuple[int, Tensor]] = {}
         self.unknown: set[int] = set()
@@ -124,31 +109,36 @@ class Ledger:
         config: Settings,
         method: Method,
         state: State,
-        clients: Sequence[Client],
+        sizes: np.ndarray,
         keep_messages: bool = False,
         heads: Sequence[str] = (),
     ) -> Ledger:
-        """The ledger for ``config``; ``clients`` have the numbers of samples that updates must declare."""
+        """The ledger for ``config``; ``sizes`` of the clients' training sets are what updates must declare."""
         bounds = config.lowrank
         return cls(
             method,
             state,
-            len(clients),
+            len(sizes),
             config.sampled_per_round,
             config.lowrank.min_clients,
             config.seed,
             drop_rate=config.lowrank.drop_rate,
             keep_messages=keep_messages,
             admission=Admission(
-                SamplesOf(clients),
-                bounds.max_samples,
-                bounds.max_update_norm,
-                bounds.max_update_norm_factor,
+                max_samples=bounds.max_samples,
+                max_norm=bounds.max_update_norm,
+                norm_factor=bounds.max_update_norm_factor,
+                sizes=sizes,
             ),
             identity=config.fingerprint(),
             config=config,
             heads=heads,
         )
+
+    def task(self, client: int, round: int) -> Task:
+        """What ``client`` does in ``round``, which begins with the state as it is."""
+        settings = self.config.of_client(client) if self.config else None
+        return Task(self.method, client, round, self.state, settings, self.schedule)
 
     # -- who takes part ----------------------------------------------------------------------------
 
@@ -158,6 +148,8 @@ class Ledger:
 
     def drops_out(self, client: int, round: int) -> bool:
         """Whether ``client`` drops out of ``round`` after it was sent the message."""
+        if not self.drop_rate:
+            return False
         return np.random.default_rng(derive(self.seed, "dropout", round, client)).random() < self.drop_rate
 
     def samples_trained(self, sizes: Mapping[int, int], round: int) -> int | None:

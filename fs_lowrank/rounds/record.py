@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TypedDict
 
 import torch
 from torch import Tensor
 
+from ..algebra import change_norms
 from ..models.names import is_head, tags
 from ..settings.metrics import chief
-from .admission import change_norm
 
 #: with more clients, only the records of the last round have the scores of all; others of so many at either end
 MANY, EXTREME = 100, 10
@@ -42,10 +43,8 @@ def norms(view: Mapping[str, Tensor], heads: Sequence[str] = ()) -> dict[str, fl
     Args:
         heads: see ``names.is_head``.
     """
-    groups: dict[str, list[Tensor]] = {}
-    for name, tensor in view.items():
-        groups.setdefault(_group(name, heads), []).append(tensor)
-    norms = {g: float(torch.stack([t.float().norm() for t in ts]).norm()) for g, ts in sorted(groups.items())}
+    groups = {g: [view[n] for n in names] for g, names in _groups(tuple(view), tuple(heads)).items()}
+    norms = {g: float(torch.stack([t.float().norm() for t in ts]).norm()) for g, ts in groups.items()}
     # The squares of large values overflow float32; the norm itself does not overflow float64.
     wide = {g: math.hypot(*(float(t.double().norm()) for t in groups[g])) for g, n in norms.items() if n == math.inf}
     return {**norms, **wide}
@@ -55,14 +54,18 @@ def changes(
     tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor], heads: Sequence[str] = ()
 ) -> dict[str, float]:
     """Norm of the difference to ``reference`` in each of the groups of ``norms``, of tensors that both have."""
-    groups: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and name in reference and reference[name].shape == tensor.shape:
-            groups.setdefault(_group(name, heads), {})[name] = tensor
-    return {group: change_norm(own, reference) for group, own in sorted(groups.items())}
+    both = {n: t for n, t in tensors.items() if n in reference and reference[n].shape == t.shape}
+    each = change_norms(both, reference)
+    groups = _groups(tuple(each), tuple(heads))
+    return {group: math.sqrt(sum(each[n] ** 2 for n in names)) for group, names in groups.items()}
 
 
-def _group(name: str, heads: Sequence[str]) -> str:
-    if is_head(name, heads):
-        return "head"
-    return next((t for t in ("lora_A", "lora_B", "adapter", "base") if t in tags(name)), "other")
+@lru_cache(maxsize=256)
+def _groups(names: tuple[str, ...], heads: tuple[str, ...]) -> dict[str, list[str]]:
+    """The names by the part of the model that they are of, both in order."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        kinds = ("lora_A", "lora_B", "adapter", "base")
+        kind = "head" if is_head(name, heads) else next((t for t in kinds if t in tags(name)), "other")
+        groups.setdefault(kind, []).append(name)
+    return dict(sorted(groups.items()))

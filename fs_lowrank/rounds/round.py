@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from ..algebra import values_of
 from ..errors import described
 from ..methods import RefusedUpdate, State, Update
-from .admission import check_loss, is_whole
+from .admission import check_loss
 from .codec import Codec, Plain, Sizes
 from .finite import NotFinite, WrongStep, require_finite, require_whole
 from .intake import Intake, Kept, TooFewClients
 from .ledger import Ledger, Standing
 from .parcel import Parcel
 from .record import Failure, Spent, changes, norms
+from .task import Task
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -54,6 +55,7 @@ class Order:
             through the codec; ``undo``, a round whose training does not count; ``stamp`` for a copy that reports its
             standing.
         sizes: bytes of the tensors as they travel, with and without the head.
+        task: what the client does in the round, for a transport whose clients are in this process.
     """
 
     client: int
@@ -63,6 +65,7 @@ class Order:
     stands: int
     parcel: Parcel
     sizes: Sizes
+    task: Task
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,8 @@ class Round:
         #: what the server's step did to the updates of single clients
         self.notes: Mapping[int, str] = {}
         self._waiting = set(self.selected)
+        #: what the clients do that are asked, until their answers are taken
+        self._tasks: dict[int, Task] = {}
         #: client -> where its copy stood, and which round it had to undo, before this round
         self._before: dict[int, tuple[int | None, int | None]] = {}
         #: the changed base weights, and the round after which they were read
@@ -159,20 +164,23 @@ class Round:
         Raises:
             ValueError: the round does not wait for this client.
         """
-        ledger = self.ledger
-        if purpose != "evaluate" and client not in self._waiting:
+        ledger, waits = self.ledger, client in self._waiting
+        if purpose != "evaluate" and not waits:
             raise ValueError(f"round {self.number} does not wait for client {client}, so it cannot ask it to {purpose}")
         if purpose == "train" and ledger.drops_out(client, self.number):
             purpose = "follow"
-        since = ledger.since(client, standing)
+        task, since = ledger.task(client, self.number), ledger.since(client, standing)
+        if waits:
+            task = self._tasks.setdefault(client, task)
         tensors: Mapping[str, Tensor] = {}
         if since is not None:
             tensors = self.method.tailor(ledger.lacks(since), client)
             sizes = self.codec.sizes(tensors, ledger.heads)
         if since is None or tensors and self.base is not None:
-            whole = {**self.method.view(ledger.state, client), **self._changed_base()}
-            if since is None or Plain().sizes(whole, ledger.heads)[0] < sizes[0]:
-                since, tensors, sizes = None, whole, Plain().sizes(whole, ledger.heads)
+            whole = {**task.view, **self._changed_base()}
+            of_whole = Plain().sizes(whole, ledger.heads)
+            if since is None or of_whole[0] < sizes[0]:
+                since, tensors, sizes = None, whole, of_whole
         facts: dict[str, int | str | None] = {
             "round": self.number,
             "purpose": purpose,
@@ -189,7 +197,7 @@ class Round:
             tensors, facts["encoded"] = self.codec.encode(tensors), True
         if purpose == "train":
             self.trains.add(client)
-        return Order(client, self.number, purpose, since, ledger.stood, Parcel(tensors, **facts), sizes)
+        return Order(client, self.number, purpose, since, ledger.stood, Parcel(tensors, **facts), sizes, task)
 
     def _changed_base(self) -> Mapping[str, Tensor]:
         if self._base is None or self._base[0] != self.ledger.stood:
@@ -234,7 +242,7 @@ class Round:
             refused update and an error become a ``fail``.
         """
         facts = parcel.facts
-        invited = is_whole(client) and client in self._waiting and client in self.trains
+        invited = client in self._waiting and client in self.trains
         if not invited or facts.get("round") != self.number:
             logger.info(
                 "left out what client %.60r sent for round %.60r: nobody waits for it in round %d",
@@ -248,24 +256,25 @@ class Round:
                 self.ledger.forget([client])
             self.fail(client, "failed", str(facts["error"])[:1000])
             return False
-        method, state = self.method, self.ledger.state
+        task, heads = self._tasks.pop(client), self.ledger.heads
         try:
-            expected = self.intake.expects(method.expected(state, self.number, client))
-            check = method.check if self.intake.sees_values else None
-            tensors = self._on_device(self.codec.decode(parcel.tensors, expected), expected)
-            reference = method.view(state, client)
+            seen = self.intake.sees_values
+            expected, check = (task.expected, self.method.check) if seen else (self.intake.expects(task.expected), None)
+            tensors = self.codec.decode(parcel.tensors, expected)
+            sizes = sizes or self.codec.sizes(expected, heads)
+            tensors = self._on_device(tensors, expected)
             samples: Any = facts.get("samples")  # of any type; admission refuses what is no number of samples
             update = self.admission.admit(Update(client, samples, tensors), expected, check)
             loss = facts.get("loss")
             told = loss if isinstance(loss, Tensor) else check_loss(client, loss)
             if self.admission.bounds_norms:
-                self.norms[client] = self.admission.norm(update, reference)
+                self.norms[client] = self.admission.norm(update, task.view)
         except (RefusedUpdate, ValueError) as error:
             self.fail(client, "refused", _naming(client, str(error)))
             return False
-        self.drift[client] = changes(update.tensors, reference, self.ledger.heads)
-        self.intake.add(update, reference)
-        self.uplink[client] = self.codec.sizes(update.tensors, self.ledger.heads) if sizes is None else sizes
+        self.drift[client] = changes(update.tensors, task.view, heads)
+        self.intake.add(update, task.view)
+        self.uplink[client] = sizes
         if isinstance(told, Tensor):
             self._unread[client] = told
         else:

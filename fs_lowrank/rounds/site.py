@@ -45,7 +45,7 @@ from ..settings import OPTIMIZERS_8BIT
 from ..training import train_client
 from ..training.cohort import Member, apart, cohort_size, evenly, never_together, parts_of, places, train_cohort
 from ..training.local import LocalResult, passes_of
-from ..training.schedule import evaluation_due, lr_at, schedule_of
+from ..training.schedule import evaluation_due, schedule_of
 from ..training.steady import check_steady
 from .copies import changed_base, copied
 from .fits import (
@@ -62,6 +62,7 @@ from .fits import (
 from .personal import PersonalParts
 from .record import Spent
 from .reuse import Reuse
+from .task import Task
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -124,6 +125,7 @@ class Site:
     Attributes:
         initial_state: the method's state before round 1, on one device also where the model is on several.
         personal: by client, the tensors that stay with it. clients: each made when it is asked for.
+        sizes: of their training sets.
         parameters: the number of parameters of the plain model, and the largest number that a client trains.
         heads: the modules of a model without an adapter that are a head by their place (``names.is_head``).
         base_fingerprint: hash of the plain model. configured: of its configuration, empty if it has none.
@@ -156,6 +158,7 @@ class Site:
         total, self.model = count(model), self.adapted(model)
         check_head(config, self.model, self.heads)
         self.method.workbench = self._workbench() if serves and self.method.needs.validation else None
+        self.sizes = self.data.partition.sizes()
         self.clients = Lazy(len(self.data.clients), self._client)
         self.initial_state = on_device(self.method.initial_state(self.model), self.device)
         check_tags(self.method, self.model, self.initial_state)
@@ -207,8 +210,7 @@ class Site:
         return model
 
     def _client(self, index: int) -> Client:
-        size = int(self.data.partition.sizes()[index])
-        return Client(index + 1, size, batches=lambda: self.in_batches(self.data.clients[index])())
+        return Client(index + 1, int(self.sizes[index]), batches=lambda: self.in_batches(self.data.clients[index])())
 
     def kinds(self) -> range:
         """The clients that are looked at where clients may differ in their ranks or phases: no more than ``KINDS``."""
@@ -309,6 +311,10 @@ class Site:
         """The base weights of the model that the method has changed; not copied."""
         return changed_base(self.method, self.model)
 
+    def task(self, client: int, round: int) -> Task:
+        """What ``client`` does in ``round``, as far as its own side knows."""
+        return Task(self.method, client, round, None, self.config.of_client(client), self.schedule)
+
     def fit(
         self,
         client: Client,
@@ -316,46 +322,33 @@ class Site:
         round: int,
         model: nn.Module,
         prefix: FrozenPrefix | None,
+        task: Task | None = None,
     ) -> tuple[Update, LocalResult]:
         """Train ``model`` as ``client`` in ``round``; the update holds the model's own tensors, not copies."""
-        member = self._member(client, examples, round)
-        config, lr = member.config, self._rate(round, client.id)
-        started, reuse = time.perf_counter(), self.reuse
-        key = reuse.key(config, model, examples, member.phases, lr=lr, seed=member.seed) if reuse else None
+        started, reuse, task = time.perf_counter(), self.reuse, task or self.task(client.id, round)
+        config, phases, lr, seed = task.settings, task.phases, task.lr, task.seed
+        key = reuse.key(config, model, examples, phases, lr=lr, seed=seed) if reuse else None
         trained = _kept(reuse.find(key), self.device) if reuse and key else None
         if trained is None:
+            owner, reads = f"client {client.id}", self.reads_of(model)
             result = train_client(
-                model,
-                examples,
-                member.phases,
-                config,
-                owner=member.owner,
-                prefix=prefix,
-                reads=self.reads_of(model),
-                lr=lr,
-                seed=member.seed,
+                model, examples, phases, config, owner=owner, prefix=prefix, reads=reads, lr=lr, seed=seed
             )
             wait(self.device)
             trained = _Trained({}, result, time.perf_counter() - started, key)
-        return self._answer(client, round, model, trained), trained.result
+        return self._answer(task, client, model, trained), trained.result
 
-    def _member(self, client: Client, examples: Examples | ImageExamples, round: int) -> Member:
-        phases, seed = self.method.phases(round, client.id), derive(self.config.seed, "train", round, client.id)
-        return Member(f"client {client.id}", examples, phases, seed, self.config.of_client(client.id))
-
-    def _rate(self, round: int, client: int) -> float:
-        config = self.config.of_client(client)
-        return lr_at(round, config.federate.total_round_num, config.train.optimizer.lr, self.schedule)
-
-    def _answer(self, client: Client, round: int, model: nn.Module, trained: _Trained) -> Update:
+    def _answer(self, task: Task, client: Client, model: nn.Module, trained: _Trained) -> Update:
         """The update of ``client``, with whose tensors ``model`` was loaded before it was trained."""
-        load_tensors(model, trained.tensors)
+        if trained.tensors:
+            load_tensors(model, trained.tensors)
         if self.reuse and trained.key:
             facts = {"result": trained.result.facts(), "seconds": trained.seconds}
-            self.reuse.keep(trained.key, model, self.method.phases(round, client.id), facts)
+            self.reuse.keep(trained.key, model, task.phases, facts)
         started = time.perf_counter()
-        tensors = {n: t.detach().to(self.device) for n, t in self.method.upload(model, round, client).items()}
-        wait(self.device)
+        tensors = {n: t.detach().to(self.device) for n, t in self.method.upload(model, task.round, client).items()}
+        if self.method.needs.own_upload:
+            wait(self.device)
         spent = {"training": trained.seconds, "upload": time.perf_counter() - started, "reused": trained.reused}
         self._spent[client.id] = spent
         return Update(client.id, client.num_samples, tensors)
@@ -388,63 +381,63 @@ class Site:
         asked = self.config.train.cohort > 1
         say_once(f"train.cohort: clients are trained one by one: {reason}", logging.WARNING if asked else logging.INFO)
 
-    def cohorts(self, clients: Sequence[int], round: int) -> list[Sequence[int]]:
-        """``clients`` in even groups that train together in ``round``: of one learning rate, ``cohort`` at most."""
-        groups: list[Sequence[int]] = []
-        by_rate: dict[float, list[int]] = {}
-        for client in clients:
-            by_rate.setdefault(self._rate(round, client) if self.cohort > 1 else 0.0, []).append(client)
+    def cohorts(self, tasks: Sequence[Task]) -> list[Sequence[Task]]:
+        """``tasks`` in even groups that train together: of one learning rate, ``cohort`` at most."""
+        if self.cohort == 1:
+            return [[task] for task in tasks]
+        groups: list[Sequence[Task]] = []
+        by_rate: dict[float, list[Task]] = {}
+        for task in tasks:
+            by_rate.setdefault(task.lr, []).append(task)
         for group in (group for of in by_rate.values() for group in parts_of(of, math.ceil(len(of) / self.cohort))):
-            if len(group) > 1 and (
-                reason := apart(self.model, self.config, [self.method.phases(round, client) for client in group])
-            ):
+            if len(group) > 1 and (reason := apart(self.model, self.config, [task.phases for task in group])):
                 self._say_alone(reason)
-                groups += [[client] for client in group]
+                groups += [[task] for task in group]
             else:
                 groups.append(group)
         return groups
 
     def fit_all(
-        self, clients: Sequence[int], round: int, load: Callable[[int], object]
-    ) -> Iterator[tuple[int, tuple[Update, LocalResult] | Exception]]:
-        """Train the model as each of ``clients`` in ``round``: together if they are several, and one by one if that
-        fails.
+        self, tasks: Sequence[Task], load: Callable[[Task], object]
+    ) -> Iterator[tuple[Task, tuple[Update, LocalResult] | Exception]]:
+        """Train the model as the client of each task: together if they are several, and one by one if that fails.
 
         Args:
             load: loads the tensors of a client into the model.
         Returns:
-            for each client what ``fit`` gives, or why it failed; while that is in use the model holds the client's
-            tensors.
+            for each what ``fit`` gives, or why it failed; while that is in use the model holds the client's tensors.
         """
-        together = self._fit_together(clients, round, load) if len(clients) > 1 else {}
-        for client in clients:
-            own = self.clients[client - 1]
+        together = self._fit_together(tasks, load) if len(tasks) > 1 else {}
+        for task in tasks:
+            place = task.client - 1
+            own = self._client(place)
             fitted: tuple[Update, LocalResult] | Exception
             try:
-                load(client)
-                if trained := together.get(client):
-                    fitted = self._answer(own, round, self.model, trained), trained.result
+                load(task)
+                if trained := together.get(task.client):
+                    fitted = self._answer(task, own, self.model, trained), trained.result
                 else:
-                    fitted = self.fit(own, self.data.clients[client - 1], round, self.model, self.prefix)
+                    examples = self.data.clients[place]
+                    fitted = self.fit(own, examples, task.round, self.model, self.prefix, task)
             except UserError:
                 raise
             except Exception as error:  # the failure of one client is recorded and must not end the round
-                logger.debug("client %d", client, exc_info=True)
+                logger.debug("client %d", task.client, exc_info=True)
                 fitted = error
-            yield client, fitted
+            yield task, fitted
 
-    def _fit_together(self, clients: Sequence[int], round: int, load: Callable[[int], object]) -> dict[int, _Trained]:
-        """What one pass for all ``clients`` gives; nothing if they have to be trained one by one."""
-        config, reuse, lr, started = self.config, self.reuse, self._rate(round, clients[0]), time.perf_counter()
-        members = [self._member(self.clients[c - 1], self.data.clients[c - 1], round) for c in clients]
-        keys: list[str | None] = [None] * len(clients)
+    def _fit_together(self, tasks: Sequence[Task], load: Callable[[Task], object]) -> dict[int, _Trained]:
+        """By client what one pass for all ``tasks`` gives; nothing if they have to be trained one by one."""
+        config, reuse, lr, started = self.config, self.reuse, tasks[0].lr, time.perf_counter()
+        clients = [task.client for task in tasks]
+        examples = [self.data.clients[client - 1] for client in clients]
+        members = [Member(f"client {t.client}", own, t.phases, t.seed, t.settings) for t, own in zip(tasks, examples)]
+        keys: list[str | None] = [None] * len(tasks)
         try:
             if reuse:
-                for i, (client, member) in enumerate(zip(clients, members)):
-                    load(client)
-                    keys[i] = reuse.key(
-                        member.config, self.model, member.examples, member.phases, lr=lr, seed=member.seed
-                    )
+                for i, (task, own) in enumerate(zip(tasks, examples)):
+                    load(task)
+                    keys[i] = reuse.key(task.settings, self.model, own, task.phases, lr=lr, seed=task.seed)
                 keys = reuse.keys_together(keys)
                 kept = [_kept(reuse.find(key), self.device) if key else None for key in keys]
                 if all(kept):
@@ -452,7 +445,7 @@ class Site:
             found = train_cohort(
                 self.model,
                 members,
-                lambda i: load(clients[i]),
+                lambda i: load(tasks[i]),
                 self._held,
                 config,
                 lr=lr,
@@ -487,8 +480,11 @@ class Site:
 
     def load_client(self, state: State, client: int) -> None:
         """Load the tensors of ``client`` into the model."""
-        load_tensors(self.model, self.method.view(state, client))
-        load_tensors(self.model, self.personal.of(client))
+        self.load(self.method.view(state, client), client)
+
+    def load(self, view: Mapping[str, Tensor], client: int) -> None:
+        """Load the shared tensors ``view`` and the personal ones of ``client`` into the model."""
+        load_tensors(self.model, {**view, **self.personal.get(client, self.personal.untrained)})
 
     def load_global(self, state: State) -> None:
         """Load the global tensors of ``state`` into the model."""

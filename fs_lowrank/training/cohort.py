@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from ..data import Examples
 from ..methods import Phase
-from ..models.adapters import layer_stack, load_tensors, lora_scales
+from ..models.adapters import layer_stack, load_tensors, lora_scales, with_owners
 from ..models.checkpointing import recomputes
 from ..models.frozen import FrozenPrefix
 from ..models.kinds import is_encoder_decoder
 from ..models.machine import input_device, rounding
 from ..models.masks import draws
-from ..models.names import all_tensors, select, tags, tensor_of
+from ..models.names import all_tensors, select, tags
 from ..models.reads import OnlyRead
 from ..models.slots import Apart, Slots, check_modules
 from ..models.trials import TRIED, differing, failure, keeping_modes, rows_to_try
@@ -120,7 +120,7 @@ def _slots(
     names = select(all_tensors(model), {*held, *trained})
     for i in range(number):
         load(i)
-        each.append({n: tensor_of(model, n)[1].detach().clone() for n in names})
+        each.append({n: t.detach().clone() for n, (_, t) in with_owners(model, names).items()})
         scales.append(lora_scales(model))
     return Slots(model, each, scales, trained)
 

@@ -41,7 +41,7 @@ def lr_at(round: int, rounds: int, lr: float, schedule: Schedule) -> float:
     ``linear`` and ``cosine`` decrease from ``lr`` to ``min_lr`` over the run, or over every ``cycle`` rounds; an ``lr``
     below ``min_lr`` stays. In the first ``warmup_ratio`` of the rounds, the rate increases linearly.
     """
-    warmup = rounds_of(schedule.warmup_ratio, rounds)
+    warmup = rounds_of(schedule.warmup_ratio, rounds) if schedule.warmup_ratio else 0
     if round <= warmup:
         return lr * round / warmup
     if schedule.type in ("", "constant"):

@@ -335,7 +335,7 @@ class LowRankServer(DistributedServer):
         admission, rows = self.ledger.admission, self.session.held_out_rows(client)
         known = {split: len(share) for split, share in rows.items()}
         sizes = dict.fromkeys(SPLITS, admission.max_samples) if client in self.own_data else known
-        sizes["train"] = admission.samples.get(client, admission.max_samples)
+        sizes["train"] = admission.declared(client) or admission.max_samples
         return {split: sizes[split] for split in self._cfg.eval.split if split in sizes}
 
     def _has_rows(self, client: int) -> bool:

@@ -75,7 +75,7 @@ class Session:
         self.site = Site(config, serves=role != "client", undivided=self.has_own_data)
         self.method = self.site.method
         self.evaluator = Evaluator(self.site)
-        parts = self.method, self.site.initial_state, self.site.clients
+        parts = self.method, self.site.initial_state, self.site.sizes
         self.ledger = Ledger.of(config, *parts, keep_messages=not self.shares_model, heads=self.site.heads)
         self.keeper = RecordKeeper(
             self.site, self.evaluator, self.ledger, outdir, self._callbacks(), clients_evaluate=True
