@@ -242,7 +242,7 @@ class Round:
             refused update and an error become a ``fail``.
         """
         facts = parcel.facts
-        invited = client in self._waiting and client in self.trains
+        invited = type(client) is int and client in self._waiting and client in self.trains
         if not invited or facts.get("round") != self.number:
             logger.info(
                 "left out what client %.60r sent for round %.60r: nobody waits for it in round %d",
