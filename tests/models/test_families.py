@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 import fs_lowrank
+from fs_lowrank.errors import RunFailed, UserError
 from fs_lowrank.models.adapters import layer_stack
 from fs_lowrank.models.names import all_tensors
 from fs_lowrank.testing import small
@@ -67,7 +68,8 @@ def configured(kind, task):
     defaults = AutoConfig.for_model(kind)
     named = {*defaults.to_dict(), *defaults.attribute_map}
     sizes = {name: size for name, size in SIZES.items() if name in named}
-    sizes |= {name: 0.1 for name, value in defaults.to_dict().items() if "drop" in name and type(value) is float}
+    dropouts = [n for n, v in defaults.to_dict().items() if "drop" in n and "layer" not in n and type(v) is float]
+    sizes |= dict.fromkeys(dropouts, 0.1)
     pad = 5 if task == "classes" and kind in TASKS["answers"][1] else 0
     special = {"pad_token_id": pad, "bos_token_id": 2, "eos_token_id": 3}
     return AutoConfig.for_model(kind, **{**sizes, **special, **OWN.get(kind, {})})
@@ -138,7 +140,7 @@ def test_a_run_ends_alike_however_it_is_computed(kind, task, rows, tmp_path):
         "federate": {"method": "fedlora", "client_num": 3, "total_round_num": 2},
         "data": {"type": str(rows[task]), "splitter": "iid", "splits": [0.6, 0.1, 0.3]},
         "model": {"type": f"{tmp_path / 'model'}@{'transformers' if task == 'classes' else 'huggingface_llm'}"},
-        "llm": {"tok_len": 120, "adapter": {"args": [{"r": 2, "modules": "all-linear", **layers}]}},
+        "llm": {"tok_len": 120, "adapter": {"args": [{"r": 1, "modules": "all-linear", **layers}]}},
         "train": {"local_update_steps": 2, "optimizer": {"type": "SGD", "lr": 0.05}},
         "lowrank": {"checkpoint_freq": 1, "pictures": False},
     }
@@ -146,7 +148,12 @@ def test_a_run_ends_alike_however_it_is_computed(kind, task, rows, tmp_path):
     def run(name, keys, **more):
         return fs_lowrank.run(fs_lowrank.load_config(settings, {**keys, "outdir": str(tmp_path / name)}), **more)
 
-    plain = run("plain", PLAIN)
+    try:
+        plain = run("plain", PLAIN)
+    except UserError as refused:
+        if (kind, task) in FEW or isinstance(refused, RunFailed):
+            raise
+        pytest.skip(f"refused: {str(refused)[:80]}")
     run("ours", OURS, on_round=lambda record: record["round"] == 1)
     ours = run("ours", {**OURS, "federate.process_num": 2}, resume=True)
     assert ours.final["test_loss"] == pytest.approx(plain.final["test_loss"], rel=1e-4)
