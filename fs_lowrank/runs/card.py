@@ -139,8 +139,8 @@ def _use(config: Settings, base: str, revision: str, labels: list[str], what: st
             f'model = PeftModel.from_pretrained(load_vision("{folder}/base"), "{folder}")',
         ]
     loader = _LOADERS.get(config.model.task, "AutoModelForSequenceClassification")
-    loads = ["from peft import PeftModel"] if what == "adapter" else []
-    loads += [f"from transformers import {', '.join(sorted(['AutoTokenizer', loader]))}", ""]
+    imports = ["from peft import PeftModel"] if what == "adapter" else []
+    imports += [f"from transformers import {', '.join(sorted(['AutoTokenizer', loader]))}", ""]
     if what == "model":
         lines = [f'model = {loader}.from_pretrained("{folder}")']
     else:
@@ -153,7 +153,7 @@ def _use(config: Settings, base: str, revision: str, labels: list[str], what: st
         ]
         if labels:
             lines.append("model.config.label2id = {name: i for i, name in id2label.items()}")
-    return [*loads, *lines, f'tokenizer = AutoTokenizer.from_pretrained("{folder}")']
+    return [*imports, *lines, f'tokenizer = AutoTokenizer.from_pretrained("{folder}")']
 
 
 def _fetched(given: str) -> str:
