@@ -2,7 +2,8 @@
 
 Plain: clients one by one, no frozen states in memory, all positions, and test texts in batches of one. Against it:
 clients together, cached states, the last layer where it is read, batches that are padded, and from round 2 on resumed,
-in two processes. Models have dropout, and texts are of 2 to 40 tokens. A family that cannot keep this is refused.
+in two processes. Models have dropout, and texts are of 2 to 40 tokens. A family that cannot keep this is refused,
+or named, if padding matters to a language model.
 """
 
 import numpy as np
@@ -10,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -97,19 +98,19 @@ def save(kind, task, folder):
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, 0.2)
+        model.save_pretrained(str(folder))
         try:
+            assert AutoTokenizer.from_pretrained(folder)("good").input_ids, "a tokenizer of the family's own"
             model.get_input_embeddings()
             for length in range(1, 41, 13):
                 model(input_ids=torch.arange(length)[None] % 20 + 5)
         except Exception as error:
             pytest.skip(f"the sizes do not fit together, or it reads more than a text: {type(error).__name__}")
-    model.save_pretrained(str(folder))
     _, layers = layer_stack(model) or ("", [])
-    if len(layers) < 2:
-        return {"modules": "all-linear"}
-    # one module alone: with all of them, clients of some families cannot train together, whatever their dropout is
-    linear = next(name for name, module in layers[1].named_modules() if isinstance(module, (nn.Linear, Conv1D)))
-    return {"modules": [linear.rpartition(".")[2]], "layers": [1]}
+    inside = layers[1].named_modules() if len(layers) > 1 else ()
+    # One module alone: with all of them, clients of some families cannot train together, whatever their dropout is.
+    linear = next((name for name, module in inside if isinstance(module, (nn.Linear, Conv1D))), "")
+    return {"modules": [linear.rpartition(".")[2]], "layers": [1]} if linear else {"modules": "all-linear"}
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +140,7 @@ OURS = {"train.cohort": 3, "eval.batch_size": 16}
 
 
 @pytest.mark.parametrize("kind, task", list(cases()))
-def test_a_run_ends_alike_however_it_is_computed(kind, task, rows, tmp_path):
+def test_a_run_ends_alike_however_it_is_computed(kind, task, rows, tmp_path, caplog):
     adapted = save(kind, task, tmp_path / "model")
     settings = {
         **small.encoder_settings("", rows[task], ""),
@@ -160,6 +161,8 @@ def test_a_run_ends_alike_however_it_is_computed(kind, task, rows, tmp_path):
         if (kind, task) in FEW or isinstance(refused, RunFailed):
             raise
         pytest.skip(f"refused: {str(refused)[:80]}")
+    if "depend on the texts of its batch" in caplog.text and (kind, task) not in FEW:
+        pytest.skip("named: batches of one are advised")
     run("ours", OURS, on_round=lambda record: record["round"] == 1)
     ours = run("ours", {**OURS, "federate.process_num": 2}, resume=True)
     assert ours.final["test_loss"] == pytest.approx(plain.final["test_loss"], rel=1e-4)
