@@ -4,9 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_METHODS := rolora,ffa_lora,fedlora,flexlora
 
-.PHONY: demo test test-more test-slow test-lowest test-quant flower flower-all flower-slow walks torture soak check lint types docs format clean help
+.PHONY: demo report test test-more test-slow test-lowest test-quant flower flower-all flower-slow walks torture soak check lint types docs format clean help
 help:
 	@echo "make demo   fetch a small model and data, compare four methods on them (a few minutes)"
+	@echo "make report  write the report of the committed results: results/report.html, report.md, results.csv"
 	@echo "make test   run the tests that convince, about three minutes on two cores: every method and command from start to"
 	@echo "            end, the identities, what clients may not send, and a run that is killed and resumed"
 	@echo "make test-more   run the other tests, about ten minutes; make test-slow has those that take minutes each"
@@ -38,6 +39,10 @@ $(VENV)/.installed: setup.py constraints.txt
 	@echo "== installing curvlinops, alone: what it asks for would bring another torch"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps curvlinops-for-pytorch backpack-for-pytorch
 	@touch $@
+
+report: $(VENV)/.installed
+	@echo "== writing results/report.md and report.html, their figures, results.csv and claims.csv"
+	$(BIN)/fs-lowrank benchmark report
 
 demo: $(VENV)/.installed
 	@echo "== fetching MiniLM and the four-domain sentiment data (87 MB, once)"

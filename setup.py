@@ -53,7 +53,7 @@ setup(
     packages=find_packages(include=["fs_lowrank*", "benchmark*", "hpo*"]),
     package_data={
         "fs_lowrank": ["py.typed", "**/*.yaml", "draw/templates/*"],
-        "benchmark": ["suites/*.yaml"],
+        "benchmark": ["suites/*.yaml", "templates/*"],
         "hpo": ["spaces/*.yaml"],
     },
     install_requires=[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from collections.abc import Iterable, Sequence, Sized
 from pathlib import Path
@@ -14,7 +15,7 @@ from fs_lowrank.jobs import shell, tables
 from . import score
 from .job import Options, Search
 from .plan import check_only, chosen, jobs_of
-from .run import run
+from .run import run, verify
 from .suite import SIZES, load_suite, shipped
 
 console = shell.make_console(140)
@@ -57,6 +58,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     )
     runs.add_argument("--gpus", default="", metavar="0,1", help="GPUs, one for each worker; or all")
     runs.add_argument("--redo", action="store_true", help="repeat cells that are finished (searches are kept)")
+    runs.add_argument("--cell", default="", metavar="HASH", help="only the cell of this hash, as its result has it")
+    runs.add_argument("--verify", default="", metavar="HASH", help="run this cell again and compare its metrics")
     runs.add_argument("--keep", action="store_true", help="keep the runs' folders: adapters, records, checkpoints")
     runs.add_argument("--work", default="runs/benchmark", metavar="FOLDER", help="folder of unfinished work")
     runs.add_argument(
@@ -91,7 +94,7 @@ def _options(args: argparse.Namespace, suites: Sequence[str]) -> Options:
             f"--engine {args.engine}: no such engine{nearest(args.engine, list_engines())}; "
             f"there are: {', '.join(list_engines())}"
         )
-    extra = {k: getattr(args, k) for k in ("work", "redo", "keep", "unsafe_code") if hasattr(args, k)}
+    extra = {k: getattr(args, k) for k in ("work", "redo", "keep", "unsafe_code", "cell") if hasattr(args, k)}
     methods = shell.names(args.methods)
     if twice := next((name for name in methods if methods.count(name) > 1), None):
         raise UserError(f"--methods {args.methods}: {twice} is named twice; its runs would count twice")
@@ -156,6 +159,8 @@ def _run(args: argparse.Namespace) -> int:
         return _estimate(_options(args, args.suites), workers, gpus, args.table)
     if args.table:
         raise UserError(f"--table {args.table}: of --estimate; `fs-lowrank benchmark report` has the tables of results")
+    if args.verify:
+        return _verify(dataclasses.replace(_options(args, args.suites), cell=args.verify))
     outcome = run(_options(args, args.suites), workers, gpus, console)
     console.print(
         f"{outcome.finished} done, {len(outcome.failed)} failed, {outcome.remaining} remain, "
@@ -177,6 +182,19 @@ def _run(args: argparse.Namespace) -> int:
             f"{len(outcome.failed)} of the runs failed, for the reasons above; the same command tries again"
         )
     return shell.OK
+
+
+def _verify(options: Options) -> int:
+    differ = verify(options, lambda news: None)
+    if not differ:
+        console.print(f"{options.cell}: every metric is the same again")
+        return shell.OK
+    rows = [("metric", "result", "again"), *((name, str(then), str(now)) for name, then, now in differ)]
+    tables.show(console, rows, None)
+    raise RunFailed(
+        f"{options.cell}: {len(differ)} of its metrics differ; its record has the commit, the versions and the "
+        "processor that it was made with, and last digits depend on the processor"
+    )
 
 
 def _estimate(options: Options, workers: int, gpus: Sequence[str], file: Path | None) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import platform
 import resource
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,7 @@ def execute(job: Job, progress: Progress) -> dict:
         "seconds_in_all": round(time.monotonic() - began + done.get("seconds_in_all", 0.0), 2),
         "command": command(job.suite, job.experiment, job.options.engine),
         "versions": versions(),
+        "commit": commit(),
         "machine": _machine(job),
     }
 
@@ -416,4 +419,28 @@ def _machine(job: Job) -> dict:
     """Where a job ran; a script has no device that is known."""
     device = device_of(job.config) if isinstance(job, Cell | Search) else torch.device("cpu")
     here = machine(device)
-    return {"cores": here.pop("cpus"), **here}
+    return {"cores": here.pop("cpus"), **here, "processor": processor()}
+
+
+@cache
+def commit() -> str:
+    """The commit of a checkout of this package, with a + if files differ from it; empty for an installed package."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head, changed = (
+            subprocess.run([*git, *words], capture_output=True, text=True, check=True).stdout.strip()
+            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--", "*.py"))
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return head[:12] + "+" * bool(changed)
+
+
+@cache
+def processor() -> str:
+    """The processor's name and the vector instructions that torch uses on it, by which last digits may differ."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):  # only Linux has /proc
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), name)
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"

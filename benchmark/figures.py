@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fs_lowrank.draw.figures import GREY, INK, drawn, figure
-from fs_lowrank.draw.panels import Bars, Line, Panel, columns
+from fs_lowrank.draw.panels import Line, Panel, columns
 from fs_lowrank.jobs.files import write_bytes
 
 from .decide import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, Condition, Met
@@ -32,8 +32,6 @@ def draw_all(results: ExperimentResults, folder: Path) -> dict[str, Path]:
         (title_of(results.experiment.metrics[0], results.language), "axis", "", along_axis(results)),
         ("Learning curves", "curves", "mean; band: smallest to largest over seeds", learning_curves(results)),
         ("Accuracy against bytes", "traffic", "against bytes", traffic(results)),
-        ("Bytes by method", "bytes", "", bytes_by_method(results)),
-        ("Learning rates tried", "rates", "rates tried", rates(results)),
     ):
         if panels:
             above = ": ".join(filter(None, (results.experiment.title, about)))
@@ -187,44 +185,3 @@ def _curves(
         name = title_of(metric, results.language)
         panels.append(Panel("curves", _axis_title(results, column), along + cut, name, marks, **more))
     return panels if any(panel.marks for panel in panels) else []
-
-
-def bytes_by_method(results: ExperimentResults) -> list[Panel]:
-    """Bytes per client and round, in the first setting that has all methods."""
-    column = results.fullest
-    names = [m for m in results.methods if column is not None and results.figure(m, column, "uplink")]
-    if column is None or len(names) < 2:
-        return []
-
-    def kilobytes(metric: str) -> list[float]:
-        found = [results.figure(method, column, metric) for method in names]
-        return [of.mean / 1e3 if of else 0.0 for of in found]
-
-    parts: dict[str, list[float]] = {}
-    for way in ("up", "down"):
-        bare, whole = kilobytes(f"{way}link_without_head"), kilobytes(f"{way}link")
-        parts |= {f"{way}, without head": bare, f"{way}, head": [w - b for w, b in zip(whole, bare)]}
-    totals = [sum(sizes) for sizes in zip(*parts.values())]
-    ticks = {i: f"{name}: {total:.4g}" for i, (name, total) in enumerate(zip(names, totals))}
-    return [Panel("bytes", _axis_title(results, column), "", "kB per client and round", [Bars(parts)], ticks=ticks)]
-
-
-def rates(results: ExperimentResults) -> list[Panel]:
-    """The trials and the winner of each search, one panel per setting."""
-    key = "train.optimizer.lr"
-    by_setting: dict[str, list[dict]] = {}
-    for search in results.searches:
-        if all(key in p for p in search["tried"]):
-            by_setting.setdefault(", ".join(f"{k} {v}" for k, v in search["setting"].items()), []).append(search)
-    panels = []
-    for setting, searches in by_setting.items():
-        marks = []
-        for search in searches:
-            method = search["method"]
-            points = sorted((p[key], p["value"]) for p in search["tried"])
-            colour = results.methods.index(method) if method in results.methods else GREY
-            marks.append(Line(method, *columns(points), colour=colour))
-        ticks = {p[key]: f"{p[key]:g}" for search in searches for p in search["tried"]}
-        name = f"{searches[0]['objective']} at the end"
-        panels.append(Panel("rates", setting, "learning rate", name, marks, log=True, ticks=ticks))
-    return panels

@@ -7,25 +7,24 @@ The picture is drawn from ``results/demo/rounds.json``, which ``--demo`` writes 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
-import operator
 import re
 import shutil
-import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
+import pandas as pd
 from matplotlib.figure import Figure
 
 from fs_lowrank.jobs import shell
 from fs_lowrank.jobs.files import read_json, write_text
 from fs_lowrank.runs.records import read_records
 
+from .blocks import PlainTable, markdown
+from .frame import frame
 from .job import Options
-from .markdown import table
 
 ROUNDS = Path("results/demo/rounds.json")
 PICTURES = Path("docs/pictures")
@@ -38,6 +37,7 @@ _COLOURS = {
 }
 #: what the accuracies are relative to
 LORA = "fedlora"
+SENT = ["uplink_without_head", "downlink_without_head"]
 #: suite -> the rows that it measures: method, take it if, exact, unequal ranks
 ROWS = {
     "glue": (
@@ -111,49 +111,40 @@ def with_table(page: str, lines: str) -> str:
 def methods_table() -> str:
     """The rows of ``ROWS`` with what the committed cells say, as Markdown."""
     rows = [("method", "take it if", "accuracy against LoRA", "bytes up, down", "exact mean", "unequal ranks")]
-    cells = Options(()).store.all("cells")
+    cells = frame(Options(()).store)
     for suite, entries in ROWS.items():
-        settings = by_setting(cell for cell in cells if cell["suite"] == suite)
+        settings = by_setting(cells[cells["suite"] == suite])
         for method, reason, exact, ranks in entries:
             accuracy, sent = against_lora(settings, method) if method != LORA else ("0", "1×, 1×")
             rows.append((f"`{method}`", reason, accuracy, sent, exact, ranks))
-    return table(rows)
+    return markdown([PlainTable(rows)]).rstrip()
 
 
-def by_setting(cells: Iterable[Mapping]) -> list[dict[str, list[Mapping]]]:
-    """The cells of each setting by method. Without those of a curve over the learning rate, of which most are not at a
-    method's best one, and of settings in which LoRA is no better than the majority class.
+def by_setting(cells: pd.DataFrame) -> pd.DataFrame:
+    """The means over seeds of each method and setting. Without cells of a curve over the learning rate, of which most
+    are not at a method's best one, and settings in which LoRA is no better than the majority class.
     """
-    settings: dict[tuple, dict[str, list[Mapping]]] = {}
-    for cell in cells:
-        if "test_acc" in cell["metrics"] and "rate" not in cell["setting"]:
-            place = (cell["size"], cell["experiment"], *sorted(cell["setting"].items()))
-            settings.setdefault(place, {}).setdefault(cell["method"], []).append(cell)
-    return [
-        of
-        for of in settings.values()
-        if LORA in of and all(cell["metrics"]["test_acc"] > cell["majority"] for cell in of[LORA])
-    ]
+    cells = cells[cells["test_acc"].notna() & ~cells["setting"].str.contains("(?:^|; )rate ")]
+    place = ["size", "experiment", "setting"]
+    lora = cells[cells["method"] == LORA]
+    learned = (lora["test_acc"] > lora["majority"]).groupby([lora[name] for name in place]).all()
+    means = cells.groupby(["method", *place])[["test_acc", *SENT]].mean()
+    return means[means.index.droplevel("method").isin(learned.index[learned])]
 
 
-def against_lora(settings: Iterable[Mapping[str, Sequence[Mapping]]], method: str) -> tuple[str, str]:
+def against_lora(settings: pd.DataFrame, method: str) -> tuple[str, str]:
     """The median difference to LoRA over the settings, with the worst and the best one; and the quotients of the bytes
     of a client and round, without the head.
     """
-    both = [(of[method], of[LORA]) for of in settings if method in of]
-    gaps = [100 * (_mean(ours, "metrics", "test_acc") - _mean(lora, "metrics", "test_acc")) for ours, lora in both]
-    signed = (f"{x:+.1f}".replace("-", "−") for x in (statistics.median(gaps), min(gaps), max(gaps)))
+    both = settings.loc[method].join(settings.loc[LORA], rsuffix="_of_lora", how="inner")
+    gaps = 100 * (both["test_acc"] - both["test_acc_of_lora"])
+    signed = (f"{x:+.1f}".replace("-", "−") for x in (gaps.median(), gaps.min(), gaps.max()))
     quotients = []
-    for metric in ("uplink_without_head", "downlink_without_head"):
-        where = ("bytes", "per_client_and_round", metric)
-        low, *_, high = sorted(round(_mean(ours, *where) / _mean(lora, *where), 1) for ours, lora in both)
+    for metric in SENT:
+        found = (both[metric] / both[f"{metric}_of_lora"]).round(1)
+        low, high = found.min(), found.max()
         quotients.append(f"{low:g}×" if low == high else f"{low:g} to {high:g}×")
     return "{} ({} to {}), {} settings".format(*signed, len(gaps)), ", ".join(quotients)
-
-
-def _mean(cells: Iterable[Mapping], *path: str) -> float:
-    values: list[float] = [functools.reduce(operator.getitem, path, cell) for cell in cells]  # type: ignore[misc]
-    return statistics.mean(values)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from fs_lowrank import Config, UserError, load_config
 from fs_lowrank.data import own_files
@@ -28,7 +28,7 @@ class Options:
 
     Attributes:
         data: folder of the data; a suite's ``data.root`` is below it. since: start time of this call, in seconds;
-            what failed before is tried again.
+            what failed before is tried again. cell: the hash of the only cell to run.
         overrides: config keys that do not affect a result, such as the device.
     """
 
@@ -40,6 +40,7 @@ class Options:
     data: str = ""
     only: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()
+    cell: str = ""
     redo: bool = False
     keep: bool = False
     unsafe_code: bool = False
@@ -81,6 +82,10 @@ class Job(ABC):
         """
         return self
 
+    def on_device(self, options: Options) -> Self:
+        """This job with the ``overrides`` of a worker's options, such as its GPU."""
+        return replace(self, options=options)
+
     @property
     def revisions(self) -> dict[str, int]:
         """The revisions above 1 of its methods. A result of another revision does not belong to this job."""
@@ -95,7 +100,8 @@ class Job(ABC):
         for earlier in itertools.product(*(range(1, n + 1) for n in self.revisions.values())):
             then = {name: n for name, n in zip(self.revisions, earlier) if n != 1}
             if then != self.revisions:
-                if record := store.read(self.kind, digest({**self.content(), **({"revisions": then} if then else {})})):
+                key = digest({**self.content(), **({"revisions": then} if then else {})})
+                if record := store.read(self.kind, key) or store.read("superseded", key):
                     return record
         return None
 
@@ -142,6 +148,9 @@ class Trained(Job):
     method: MethodEntry
     setting: Mapping[str, str]
     config: Config
+
+    def on_device(self, options: Options) -> Self:
+        return replace(self, options=options, config=self.config.replace(options.overrides))
 
     @property
     def revisions(self) -> dict[str, int]:
@@ -194,6 +203,10 @@ class Cell(Trained):
     def column(self) -> str:
         """The setting as the name of a table column: its labels, such as ``3 / 4``."""
         return " / ".join(self.setting.values())
+
+    def on_device(self, options: Options) -> Self:
+        config, search = self.config.replace(options.overrides), self.search and self.search.on_device(options)
+        return replace(self, options=options, config=config, search=search)
 
     def rated(self, store: Store, final: bool = True) -> Cell | None:
         if self.search is None:

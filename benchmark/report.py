@@ -10,23 +10,25 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import pandas as pd
+
 from fs_lowrank import UserError
 from fs_lowrank.errors import hint
 
+from .blocks import Block, Heading, Image, PlainTable, markdown, page, range_of, value_of
 from .figures import draw_all, draw_claim
+from .frame import write_csv
 from .job import Options, at_the_end
-from .markdown import heading, image, range_of, table, value_of
 from .metrics import scale_of, title_of, to_a_target
-from .page import page
 from .plan import check_only, chosen, command
 from .results import ExperimentResults, best_of, find, head_of, value
 from .store import Store, write_text
 from .suite import SIZES, Suite, load_suite, shipped, sizes_of
-from .verdicts import Judged, Row, judged_claims, rows_of, said_of_claims, summary
+from .verdicts import Judged, Row, claims_table, judged_claims, rows_of, said_of_claims, summary
 
 
 def write_report(options: Options) -> list[Path]:
-    """Write ``report.md``, ``report.html`` and ``report/*.png`` below the results.
+    """Write ``report.md``, ``report.html``, ``report/*.png``, ``results.csv`` and ``claims.csv`` below the results.
 
     Raises:
         UserError: there are no results, or the report cannot be written.
@@ -41,7 +43,7 @@ def write_report(options: Options) -> list[Path]:
         both = [(name, size) for name in names for size in sizes if size in (sizes_of(name) or sizes)]
         check_only([load_suite(name, size) for name, size in both], options)
     rows: list[Row] = []
-    body: list[str] = []
+    body: list[Block] = []
     used: set[str] = set()
     for name in names:
         for size in sizes:
@@ -71,11 +73,13 @@ def write_report(options: Options) -> list[Path]:
             body += _suite(suite, shown, judged, of_suite, root)
     if not body:
         raise _without_results(options, names)
-    blocks = [heading("Benchmark report", 1), _preface(options), *summary(rows), *body, *_damaged(store, used)]
-    markdown = "\n\n".join(block for block in blocks if block) + "\n"
-    write_text(root / "report.md", markdown)
-    write_text(root / "report.html", page(markdown, root))
-    return [root / "report.md", root / "report.html"]
+    parts = [Heading("Benchmark report", 1), _preface(options), *summary(rows), *body, *_damaged(store, used)]
+    blocks = [block for block in parts if block]
+    write_text(root / "report.md", markdown(blocks))
+    write_text(root / "report.html", page(blocks, root))
+    head, *claims = claims_table(rows)
+    write_text(root / "claims.csv", pd.DataFrame(claims, columns=head).to_csv(index=False, lineterminator="\n"))
+    return [root / "report.md", root / "report.html", root / "claims.csv", write_csv(store)]
 
 
 def _elsewhere(options: Options, store: Store, name: str, experiment: str) -> list[dict]:
@@ -114,8 +118,8 @@ def _suite(
     judged: Mapping[str, Judged],
     rows: Sequence[Row],
     root: Path,
-) -> list[str]:
-    blocks = [heading(suite.title + (f" ({suite.size})" if suite.sized else ""), 2)]
+) -> list[Block]:
+    blocks: list[Block] = [Heading(suite.title + (f" ({suite.size})" if suite.sized else ""), 2)]
     blocks += [t for t in (suite.source, suite.note) if t]
     blocks += said_of_claims(suite, judged, rows, _drawn(suite, judged, root))
     for each in results.values():
@@ -137,9 +141,9 @@ def _drawn(suite: Suite, judged: Mapping[str, Judged], root: Path) -> dict[str, 
     return drawn
 
 
-def _experiment(results: ExperimentResults, root: Path) -> list[str]:
+def _experiment(results: ExperimentResults, root: Path) -> list[Block]:
     experiment = results.experiment
-    blocks = [heading(experiment.title, 3)]
+    blocks: list[Block] = [Heading(experiment.title, 3)]
     if experiment.note and experiment.note != results.suite.note:
         blocks.append(experiment.note)
     blocks.append(_setting(results))
@@ -155,7 +159,9 @@ def _experiment(results: ExperimentResults, root: Path) -> list[str]:
     blocks += _rates_table(results) + _bytes_table(results)
     if experiment.plots:
         for title, path in draw_all(results, root / "report").items():
-            blocks.append(image(f"{experiment.title}: {title[0].lower()}{title[1:]}", path.relative_to(root)))
+            blocks.append(
+                Image(f"{experiment.title}: {title[0].lower()}{title[1:]}", path.relative_to(root).as_posix())
+            )
     return blocks + _failures(results)
 
 
@@ -273,9 +279,9 @@ def _repeats(records: Sequence[Mapping]) -> str:
     return f"up to {most} of {rows:,} test rows are in the training data as well" if most else ""
 
 
-def _tables(results: ExperimentResults) -> list[str]:
+def _tables(results: ExperimentResults) -> list[Block]:
     """One table per metric with settings as columns, and one per scorer and setting with tasks as columns."""
-    blocks: list[str] = []
+    blocks: list[Block] = []
     plain = [m for m in results.experiment.metrics if m.count(":") < 2 or to_a_target(m)]
     for index, metric in enumerate(plain):
         columns = [(c or title_of(metric, results.language), metric, c) for c in results.columns]
@@ -307,7 +313,7 @@ def _scorer_in_words(results: ExperimentResults, scorer: str) -> str:
 
 def _table(
     results: ExperimentResults, title: str, columns: list[tuple[str, str, str]], keys: list[str], paper: bool
-) -> list[str]:
+) -> list[Block]:
     """A table with columns (header, metric, setting), then the paper's figures by ``keys``."""
     reference = results.experiment.reference if paper else None
     values = (reference or {}).get("values", {})
@@ -328,7 +334,7 @@ def _table(
     axes = " / ".join(results.experiment.axes)
     seeds = {len(rs) for rs in results.records.values()}
     n = "one seed" if seeds == {1} else f"{range_of(sorted(seeds))} seeds"
-    blocks = [(f"**{title}**{f', by {axes}' if axes else ''} ({n}):"), table(rows)]
+    blocks: list[Block] = [(f"**{title}**{f', by {axes}' if axes else ''} ({n}):"), PlainTable(rows)]
     if reference and beside:
         blocks.append(f"Paper: {reference.get('from', '')}; {reference.get('setting', '')}.")
     elif reference and values:
@@ -343,15 +349,15 @@ def _paper(values: dict, method: str, key: str) -> str:
     return " ± ".join(map(str, figure)) if isinstance(figure, list) else str(figure)
 
 
-def _reference_alone(reference: dict) -> list[str]:
+def _reference_alone(reference: dict) -> list[Block]:
     """A separate table of the paper's figures, if we have none of its columns."""
     keys = list(dict.fromkeys(str(k) for row in reference["values"].values() for k in row))
     rows = [("the paper", *keys)]
     rows += [(m, *(_paper(reference["values"], m, k) or "–" for k in keys)) for m in reference["values"]]
-    return [(f"Paper: {reference.get('from', '')}; {reference.get('setting', '')}:"), table(rows)]
+    return [(f"Paper: {reference.get('from', '')}; {reference.get('setting', '')}:"), PlainTable(rows)]
 
 
-def _rates_table(results: ExperimentResults) -> list[str]:
+def _rates_table(results: ExperimentResults) -> list[Block]:
     from hpo.best import budget_text
 
     rates: dict[tuple[str, str], dict] = {}
@@ -369,7 +375,7 @@ def _rates_table(results: ExperimentResults) -> list[str]:
         merged.setdefault((method, point, rate["from"], values, cost), []).append(column)
     for (method, point, origin, values, cost), columns in merged.items():
         rows.append((method, ", ".join(c for c in columns if c), point, origin, values, cost))
-    blocks = ["**Learning rates:**", table(rows)]
+    blocks: list[Block] = ["**Learning rates:**", PlainTable(rows)]
     ends = [s for s in results.searches if at_the_end(s)]
     if ends:
         names = ", ".join(s["label"].removeprefix("learning rate of ") for s in ends)
@@ -396,7 +402,7 @@ def _rates_table(results: ExperimentResults) -> list[str]:
     return blocks
 
 
-def _bytes_table(results: ExperimentResults) -> list[str]:
+def _bytes_table(results: ExperimentResults) -> list[Block]:
     without_head = ("uplink_without_head", "downlink_without_head")
     metrics = (*without_head, "uplink", "downlink", "traffic", "formula", "aggregation", "memory")
     column = results.fullest
@@ -405,28 +411,30 @@ def _bytes_table(results: ExperimentResults) -> list[str]:
     rows = [("method", *(title_of(m) for m in metrics))]
     rows += [(m, *(results.cell(m, column, k) for k in metrics)) for m in results.methods]
     at = f", {' / '.join(results.experiment.axes)} = {column}" if column else ""
-    return [f"**Bytes, server and memory{at}:**", table(rows)]
+    return [f"**Bytes, server and memory{at}:**", PlainTable(rows)]
 
 
-def _script(results: ExperimentResults) -> list[str]:
-    blocks: list[str] = []
+def _script(results: ExperimentResults) -> list[Block]:
+    blocks: list[Block] = []
     for records in results.records.values():
         for record in records:
             if record["metrics"]:
-                blocks.append(table([("figure", "value"), *((k, f"{v:.5g}") for k, v in record["metrics"].items())]))
-            blocks += [image(results.experiment.title, name) for name in record["files"] if name.endswith(".png")]
+                blocks.append(
+                    PlainTable([("figure", "value"), *((k, f"{v:.5g}") for k, v in record["metrics"].items())])
+                )
+            blocks += [Image(results.experiment.title, name) for name in record["files"] if name.endswith(".png")]
             blocks.append("Files: " + ", ".join(f"`{name}`" for name in record["files"]) + ".")
     if results.experiment.reference and results.experiment.reference.get("values"):
         blocks += _reference_alone(results.experiment.reference)
     return blocks
 
 
-def _failures(results: ExperimentResults) -> list[str]:
+def _failures(results: ExperimentResults) -> list[Block]:
     lines = [f"- {failed['label']}: {failed['error']}" for failed in results.failed]
     return ["\n".join(["**Failed:**", *lines])] if lines else []
 
 
-def _damaged(store, used: set[str]) -> list[str]:
+def _damaged(store, used: set[str]) -> list[Block]:
     others = {p.stem for p in (store.results / "cells").glob("*.json")} - used
     for key in sorted(others):
         store.read("cells", key)
@@ -435,7 +443,7 @@ def _damaged(store, used: set[str]) -> list[str]:
         f"- `{Path(path).relative_to(store.results)}`: {why}; taken as missing"
         for path, why in sorted(store.damaged.items())
     ]
-    blocks = [heading("Damaged files", 2), "\n".join(lines)] if lines else []
+    blocks: list[Block] = [Heading("Damaged files", 2), "\n".join(lines)] if lines else []
     if others:
         blocks.append(f"{len(others)} more results in `cells/` belong to no cell of these suites, sizes and engine.")
     return blocks

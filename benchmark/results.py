@@ -13,9 +13,9 @@ from fs_lowrank.runs.checksums import checksum
 from fs_lowrank.runs.summary import human_bytes
 from fs_lowrank.settings.metrics import LANGUAGE, larger_is_better
 
+from .blocks import value_of
 from .intervals import Figure, difference, figure_of
 from .job import Cell, Job, Options, Script, Search, at_the_end
-from .markdown import value_of
 from .metrics import BYTES, better, scale_of, to_a_target
 from .paths import quotients
 from .plan import jobs_of, settings

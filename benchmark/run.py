@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from fs_lowrank.errors import counted
+from fs_lowrank import UserError
 from fs_lowrank.jobs.crew import Crew, stop_signals
 from fs_lowrank.jobs.shell import make_console
 from fs_lowrank.runs.summary import for_people
 
-from .job import Job, Options
-from .markdown import value_of
+from .blocks import value_of
+from .job import Job, Options, Search
 from .plan import plan
 from .store import Store
 
@@ -54,7 +56,7 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
         console.print(text, soft_wrap=True)
 
     options = dataclasses.replace(options, since=time.time())
-    jobs, store = plan(options), options.store
+    jobs, store = [cell_of(options)] if options.cell else plan(options), options.store
     board = Board(jobs, store)
     board.look()
     for path, why in store.damaged.items():
@@ -70,7 +72,7 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
         f"{board.remaining} jobs to do, {skipped} done before; {workers} worker{'s' * (workers > 1)}; "
         f"their logs: {logs}"
     )
-    order = dataclasses.asdict(options)
+    order = {"options": options, "jobs": [job for job in jobs if job.key in board.open]}
     crew = Crew("benchmark.worker:main", order, workers, gpus=gpus, logs=logs, patience=_PATIENCE, say=say)
     shown = Live(board.table(), console=console, refresh_per_second=2) if console.is_terminal else None
 
@@ -86,6 +88,47 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
     return Outcome(board.finished - skipped, board.failed, board.remaining, skipped, interrupted, store.damaged)
 
 
+def cell_of(options: Options) -> Job:
+    """The cell of the suites with the hash of ``--cell``, which its result has, ready to run.
+
+    Raises:
+        UserError: there is no such cell, or its learning rate is not searched yet.
+    """
+    for job in plan(dataclasses.replace(options, cell=""), extra=True):
+        if not isinstance(job, Search) and (ready := job.rated(options.store)) and ready.key == options.cell:
+            return ready
+    raise UserError(
+        f"--cell {options.cell}: {', '.join(options.suites)} ({options.size}) has no cell of that hash; its result in "
+        f"{options.results}/cells has it, and the searches of learning rates run first"
+    )
+
+
+def verify(options: Options, progress: Callable[[dict], None]) -> list[tuple[str, float | None, float | None]]:
+    """Run the cell of ``--cell`` again, in a folder of its own; its metrics that differ from those of its result.
+
+    Raises:
+        UserError: there is no such cell, or it has no result.
+    """
+    import torch
+
+    from .execute import execute
+
+    Path(options.work).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=options.work) as folder:
+        job = cell_of(dataclasses.replace(options, work=folder))
+        before = job.result(options.store)
+        if before is None:
+            raise UserError(f"--verify {options.cell}: this cell has no result yet; give --cell to run it")
+        threads = torch.get_num_threads()
+        torch.set_num_threads(before.get("machine", {}).get("threads", threads))
+        try:
+            again = json.loads(json.dumps(execute(job, progress)))
+        finally:
+            torch.set_num_threads(threads)
+    names = [name for name in before["metrics"] if before["metrics"][name] != again["metrics"].get(name)]
+    return [(name, before["metrics"][name], again["metrics"].get(name)) for name in names]
+
+
 class Board:
     """The state of all jobs: finished, failed, running, or not started."""
 
@@ -95,8 +138,6 @@ class Board:
         self.open = {job.key: job for job in self.jobs}
         self.failed: list[dict] = []
         self.finished = 0
-        #: what was said of data, once each
-        self.said: set[str] = set()
         self.began = time.monotonic()
 
     @property
@@ -104,15 +145,11 @@ class Board:
         return len(self.open)
 
     def look(self) -> list[str]:
-        """Remove the jobs that were done since the last call from ``open``; returns a line about each.
-
-        What a run says of its data, it says as soon as it has read them.
-        """
+        """Remove the jobs that were done since the last call from ``open``; returns a line about each."""
         news: list[str] = []
         for key, job in list(self.open.items()):
             now = job.rated(self.store) or job
             if not now.done(self.store):
-                news += self._of_data(now, (self._progress(now) or {}).get("data", ""))
                 continue
             del self.open[key]
             record, failed = now.result(self.store), self.store.read("failed", now.key)
@@ -122,18 +159,11 @@ class Board:
                 news.append(f"failed  {now.where}  {now.label}: {failed['error']}")
                 continue
             self.finished += 1
-            news += self._of_data(now, _rows(record))
             news.append(
                 f"done    {now.where}  {now.label}  {_headline(record, now)}  {record['seconds_in_all']:.0f} s  "
                 f"({len(self.open)} left)"
             )
         return news
-
-    def _of_data(self, job: Job, said: str) -> list[str]:
-        if not said or any(known.startswith(said) for known in self.said):
-            return []
-        self.said.add(said)
-        return [f"data    {job.where}  {said}"]
 
     def _progress(self, job: Job) -> dict | None:
         """The progress of a job that runs now, or whose process died in this call; None of others."""
@@ -163,18 +193,6 @@ class Board:
                 f"{(time.time() - marker['began']) / 60:.1f}",
             )
         return table
-
-
-def _rows(record: dict) -> str:
-    """Rows read, left out, cut and trained on by a cell, as a run says it at its start; empty for a search."""
-    from fs_lowrank.data import rows_said
-
-    data = record.get("data", {})
-    if "rows" not in data:
-        return ""
-    sizes = data["clients"]
-    training = f"{sum(sizes)} for training by {counted(len(sizes), 'client')} ({min(sizes)} to {max(sizes)} each)"
-    return ", ".join([*rows_said(data["rows"]), training])
 
 
 def _headline(record: dict, job: Job) -> str:

@@ -15,7 +15,7 @@ from fs_lowrank.jobs.files import replacing, write_text
 from fs_lowrank.runs.environment import versions
 from fs_lowrank.versions import SCHEMA
 
-from .markdown import value_of
+from .blocks import value_of
 
 
 def script(
@@ -26,7 +26,7 @@ def script(
     *,
     plot: Callable[[dict], Any] | None = None,
     lines: Callable[[dict], Iterable[str]] | None = None,
-    readme: Callable[[dict], str] | None = None,
+    readme: Callable[[Path], str] | None = None,
     out: str = "results/analysis",
 ) -> Callable[..., int]:
     """Make the ``main`` of the module of a study.
@@ -36,7 +36,7 @@ def script(
         options: flag -> arguments of ``add_argument``. A ``type=int`` is a count, 1 or more.
         study: called with the options by name; returns plain data.
         plot: returns a ``matplotlib.figure.Figure`` of the result. lines: returns the lines to print.
-        readme: returns the result as Markdown. out: the default folder.
+        readme: returns the text of the README of the folder, in which the result is then. out: the default folder.
 
     Returns:
         A function of the command line's arguments that writes the result and returns the exit code, as ``fs-lowrank``
@@ -61,7 +61,7 @@ def script(
             with replacing(folder / f"{stem}.png") as aside:
                 plot(result).savefig(aside, format="png", dpi=110)
         if readme:
-            write_text(folder / "README.md", readme(result))
+            write_text(folder / "README.md", readme(folder))
         for line in lines(result) if lines else ():
             print(line)
 
@@ -70,7 +70,9 @@ def script(
             parser = shell.Parser(prog=f"python -m {module}", description=about.split("\n")[0])
             counts: dict[Any, Any] = {int: shell.at_least(1)}
             actions = [
-                parser.add_argument(flag, **{**given, "type": counts.get(given.get("type"), given.get("type"))})
+                parser.add_argument(
+                    flag, **{key: counts.get(of, of) if key == "type" else of for key, of in given.items()}
+                )
                 for flag, given in options.items()
             ]
             parser.add_argument(
@@ -86,8 +88,10 @@ def script(
 
 def _said(action: argparse.Action, value: Any) -> str:
     """An option as text on a command line, without folders of the user."""
-    if value is None or value == []:
+    if value is None or value is False or value == []:
         return ""
+    if value is True:
+        return action.option_strings[0]
     words = [value_of(v) for v in (value if isinstance(value, list) else [value])]
     return " ".join([*action.option_strings[:1], *(["DIR"] if isinstance(value, Path) else words)])
 

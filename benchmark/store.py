@@ -1,7 +1,8 @@
 """Results on disk: one JSON file for each job, replaced atomically, with a checksum; and the locks of running jobs.
 
 ``RESULTS/cells/HASH.json`` is the result of a cell or a script, ``searches/HASH.json`` that of a search of learning
-rates, ``failed/HASH.json`` the reason why a job failed. The process that runs a job holds the lock
+rates, ``failed/HASH.json`` the reason why a job failed, ``superseded/HASH.json`` the result of a cell of which there is
+one by a later revision of its method. The process that runs a job holds the lock
 ``WORK/claims/HASH.lock``, which is released when the process ends, and writes its progress to ``HASH.json`` beside it.
 """
 
@@ -19,7 +20,6 @@ from fs_lowrank.jobs.files import Fields, read_json, write_text
 from fs_lowrank.jobs.locks import claimed
 from fs_lowrank.versions import SCHEMA, NewerSchema, check_schema
 
-KINDS = ("cells", "failed", "searches")
 #: what is used of the progress of a job
 _PROGRESS: Fields = {
     **dict.fromkeys(("suite", "experiment", "label"), str),
@@ -96,6 +96,11 @@ class Store:
         if kind != "failed":
             self.forget_failure(record["hash"])
         return path
+
+    def supersede(self, key: str) -> None:
+        """Put the result of a cell aside, since there is one by a later revision of its method."""
+        self.path("superseded", key).parent.mkdir(exist_ok=True)
+        self.path("cells", key).replace(self.path("superseded", key))
 
     def forget_failure(self, key: str) -> None:
         self.path("failed", key).unlink(missing_ok=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from .blocks import Block, Findings, Heading, Image, PlainTable, range_of, value_of
 from .claims import judge, used
 from .decide import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, Condition, verdict
-from .markdown import heading, image, range_of, table, value_of
 from .results import ExperimentResults
 from .suite import Suite
 
@@ -197,26 +197,12 @@ def _ran_in_words(records: Sequence[Mapping], seeds: Sequence[int], lost: int) -
     return f" — {'; '.join(parts)}"
 
 
-def summary(rows: Sequence[Row]) -> list[str]:
+def summary(rows: Sequence[Row]) -> list[Block]:
     """The section with the table of all claims."""
     if not rows:
         return []
-    head = ("claim", "suite", "size", "what it takes to see it", "what was run", "seeds", "verdict", "tested cause")
-    lines = [
-        (
-            row.suite.claims[row.name]["says"],
-            row.suite.name,
-            row.suite.size if row.suite.sized else "",
-            row.needs,
-            row.ran + _with_the_runs_of(row, rows),
-            row.seeded,
-            f"**{row.verdict}**",
-            row.cause,
-        )
-        for row in rows
-    ]
     return [
-        heading("Claims", 2),
+        Heading("Claims", 2),
         "Every verdict comes from the rule in the suite. It compares a 95 % interval with the claim's margin: *holds* "
         "if all of the interval meets the rule, *does not hold* if none of it does, *inconclusive* otherwise and with "
         "one seed. Of k conditions in a claim each is refuted by its interval at the level 1 − 0.05 / k, since one of "
@@ -226,8 +212,27 @@ def summary(rows: Sequence[Row]) -> list[str]:
         "with a failed seed. The figures behind a verdict stand under the "
         "suite. What was run and the seeds are those of the figures that the rule compares. Beside a claim that does "
         "not hold everywhere stands the most likely cause that was tested, with what tested it.",
-        table([head, *lines]),
+        PlainTable(claims_table(rows), claims=True),
     ]
+
+
+def claims_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """All claims with their verdicts, below a header."""
+    head = ("claim", "suite", "size", "what it takes to see it", "what was run", "seeds", "verdict", "tested cause")
+    lines = [
+        (
+            row.suite.claims[row.name]["says"],
+            row.suite.name,
+            row.suite.size if row.suite.sized else "",
+            row.needs,
+            row.ran + _with_the_runs_of(row, rows),
+            row.seeded,
+            row.verdict,
+            row.cause,
+        )
+        for row in rows
+    ]
+    return [head, *lines]
 
 
 def _with_the_runs_of(row: Row, rows: Sequence[Row]) -> str:
@@ -244,27 +249,25 @@ def _with_the_runs_of(row: Row, rows: Sequence[Row]) -> str:
 
 def said_of_claims(
     suite: Suite, judged: Mapping[str, Judged], rows: Sequence[Row], drawn: Mapping[str, str]
-) -> list[str]:
+) -> list[Block]:
     """The section of each claim: what it takes, its rule, and by experiment what was run and how it was decided.
 
     Args:
         drawn: claim -> its figure, as the report names it.
     """
-    blocks: list[str] = []
+    blocks: list[Block] = []
     for row in rows:
         result, claim = judged[row.name], suite.claims[row.name]
-        blocks.append(heading(f"Claim: {claim['says']} — {result.said}", 3))
+        blocks.append(Heading(f"Claim: {claim['says']}", 3, result.said))
         rules = "; ".join(", ".join(f"{k} {_plain(v)}" for k, v in c.items()) for c in claim["rule"])
         blocks.append(f"{claim.get('source', '')} Rule: {rules}.".strip())
         if claim.get("needs"):
             blocks.append(f"What it takes to see it: {claim['needs']}")
         if row.name in drawn:
-            blocks.append(image(f"{claim['says']}: by how much each condition is met, 95 % intervals", drawn[row.name]))
+            blocks.append(Image(f"{claim['says']}: by how much each condition is met, 95 % intervals", drawn[row.name]))
         for experiment, conditions in result.by_experiment.items():
             ran = _ran_in_words(row.runs[experiment], row.seeds.get(experiment, ()), row.lost.get(experiment, 0))
-            lines = [f"- {experiment}: **{verdict(conditions)}**{ran}"]
-            lines += [f"  - {c.text}: {c.verdict}" for c in conditions]
-            blocks.append("\n".join(lines))
+            blocks.append(Findings(experiment, verdict(conditions), ran, [(c.text, c.verdict) for c in conditions]))
         if row.cause:
             blocks.append(f"The most likely cause that was tested: {row.cause}.")
         blocks += [f"Sharing cells and so counted as one experiment: {', '.join(group)}." for group in result.sharing]

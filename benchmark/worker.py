@@ -7,18 +7,19 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from fs_lowrank import RunFailed
-from fs_lowrank.errors import ROWS_LOGGER
 from fs_lowrank.jobs.files import disk_error
 from fs_lowrank.jobs.kept import keeping
 from fs_lowrank.jobs.shell import INTERRUPTED, OK, message_of
 
 from .execute import Interrupted, execute
 from .job import Cell, Job, Options
-from .plan import plan
 from .store import Store
+from .suite import import_all
 
 #: number of workers that may die while they run a job, before the job counts as failed
 _DEATHS = 2
@@ -47,25 +48,13 @@ class Marker:
             self.store.mark(self.key, self.content)
 
 
-class _Tells(logging.Handler):
-    """Notes in the progress of a job what a run says of its data at its start."""
-
-    def __init__(self, marker: Marker):
-        super().__init__()
-        self.marker = marker
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.marker.written = 0.0  # at once
-        self.marker({"data": record.getMessage().removeprefix("data: ")})
-
-
-def work(options: Options) -> int:
-    """Run jobs until every job has finished or failed, in this process or another.
+def work(options: Options, jobs: Iterable[Job]) -> int:
+    """Run ``jobs`` until every one has finished or failed, in this process or another.
 
     Raises:
         RunFailed: results cannot be written.
     """
-    store, jobs = options.store, plan(options)
+    store, jobs = options.store, list(jobs)
     while True:
         waiting = False
         for job in list(jobs):
@@ -116,8 +105,6 @@ def _do(store: Store, job: Job) -> None:
         _fail(store, job, "search", f"the search of its learning rate failed: {failed['error']}")
         return
     marker = Marker(store, job, deaths)
-    rows, tells = logging.getLogger(ROWS_LOGGER), _Tells(marker)
-    rows.addHandler(tells)
     try:
         record = execute(job, marker)
     except Interrupted:
@@ -130,9 +117,9 @@ def _do(store: Store, job: Job) -> None:
         logging.getLogger("fs_lowrank").error("%s: %s failed: %s", job.where, job.label, message_of(error, job.folder))
         _fail(store, job, type(error).__name__, str(error))
         return
-    finally:
-        rows.removeHandler(tells)
     store.write(job.kind, {**record, "finished": time.time()})
+    if isinstance(job, Cell) and (before := job.stale(store)) and store.path("cells", before["hash"]).exists():
+        store.supersede(before["hash"])
     store.unmark(job.key)
     if not job.options.keep:
         shutil.rmtree(job.folder, ignore_errors=True)
@@ -151,13 +138,17 @@ def _interrupt(number, frame) -> None:
 
 
 def main(given: dict[str, Any]) -> int:
-    """A worker of the crew, with the fields of ``Options`` as plain data; returns the exit code."""
-    fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
-    options = Options(**fields)
+    """A worker of the crew, with the ``options``, the ``jobs`` and its device; returns the exit code."""
+    options, jobs = given["options"], given["jobs"]
+    for job in jobs:
+        import_all(job.suite.imports)
+    if "overrides" in given:
+        options = replace(options, overrides=given["overrides"])
+        jobs = [job.on_device(options) for job in jobs]
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     try:
         with keeping():  # most cells of a suite start from the same model and data
-            return work(options)
+            return work(options, jobs)
     except Interrupted:
         return INTERRUPTED

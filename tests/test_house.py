@@ -180,11 +180,8 @@ JSON_OF = {
     "fs_lowrank.testing.bench": "what it has just made",
     "hpo.settings": "what it has just made",
     "hpo.space": "a value of a study",
+    "benchmark.run": "what it has just made",
     "benchmark.store": "what it has just made",
-    "studies.speed.clients": "what a process of its own printed, and its arguments",
-    "studies.speed.memory": "what a process of its own printed, and its arguments",
-    "studies.speed.scale": "what a process of its own printed",
-    "studies.speed.startup": "what a process of its own printed",
     "studies.speed.whole": "what a process of its own printed",
     "studies.speed.peers.fedjob": "runs with other systems, without this package",
 }
@@ -211,12 +208,10 @@ WRITES_OF = {
     "fs_lowrank.runs.result": "in a folder beside its place, which is renamed",
     "benchmark.execute": "no file: a switch of the kernel",
     "studies.speed.peers.case": "a log in a folder of its own for each call",
-    "studies.speed.peers.environment": "a mark in an environment that it has just made",
     "studies.speed.peers.federatedscope_job": "in a temporary folder, without this package",
     "studies.speed.peers.fedjob": "in a temporary folder, without this package",
     "studies.speed.peers.job": "in a temporary folder",
     "studies.speed.whole": "in a temporary folder",
-    "studies.speed.scale": "in a temporary folder",
 }
 
 

@@ -1,7 +1,7 @@
 """Local copies of the data sets behind lm-eval's tasks, with the fields that its task definitions ask for.
 
-Below the data root: ``commonsense/<task>/{train,test}.json`` (see ``commonsense``), ``mmlu/{dev,test}/<subject>_*.csv``
-and GLUE's own ``glue/<task>/*.tsv``.
+Below the data root: ``commonsense/<task>/{train,test}.json`` (see ``commonsense``) and
+``mmlu/{dev,test}/<subject>_*.csv``.
 
 The instruction format omits some fields. It has no passages for BoolQ, so lm-eval's prompt begins with the question.
 The context and question of Social IQa, and the two parts of a HellaSwag context, are one text in it; they are split
@@ -15,10 +15,8 @@ import io
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from fs_lowrank.data.files import read_text
-from fs_lowrank.data.sources import GLUE, Glue
 from fs_lowrank.errors import UserError
 
 from . import commonsense
@@ -97,8 +95,6 @@ def find(root: Path, dataset_path: str, dataset_name: str | None) -> tuple[dict,
         return _commonsense(root, task, scored, convert)
     if dataset_path in MMLU and dataset_name:
         return _mmlu(root, dataset_name)
-    if dataset_path == "nyu-mll/glue" and dataset_name and dataset_name in GLUE:
-        return _glue(root, dataset_name)
     return None
 
 
@@ -108,8 +104,6 @@ def expected(root: Path, dataset_path: str, dataset_name: str | None) -> str:
         return f"{commonsense.path(root, _COMMONSENSE[dataset_path, dataset_name][0], 'test')}"
     if dataset_path in MMLU and dataset_name:
         return f"{root / 'mmlu' / 'test' / f'{dataset_name}_test.csv'}"
-    if dataset_path == "nyu-mll/glue" and dataset_name and dataset_name in GLUE:
-        return f"{root / 'glue' / GLUE[dataset_name].folder / GLUE[dataset_name].dev}"
     return ""
 
 
@@ -154,8 +148,8 @@ def _mmlu_rows(path: Path, subject: str) -> list[dict]:
     return rows
 
 
-def _lines(path: Path, **layout: Any) -> list[list[str]]:
-    """The rows of a file with columns; ``layout`` is as of ``csv.reader``.
+def _lines(path: Path) -> list[list[str]]:
+    """The rows of a file with columns.
 
     Raises:
         UserError: the file cannot be read, is not UTF-8, or is empty.
@@ -163,41 +157,9 @@ def _lines(path: Path, **layout: Any) -> list[list[str]]:
     text = read_text(path, "--data")
     limit = csv.field_size_limit(len(text) + 1)  # long texts are valid; the limit is global
     try:
-        return list(csv.reader(io.StringIO(text, newline=""), **layout))
+        return list(csv.reader(io.StringIO(text, newline="")))
     finally:
         csv.field_size_limit(limit)
-
-
-def _glue(root: Path, name: str):
-    task = GLUE[name]
-    files = {"train": "train.tsv", task.dev_hub: task.dev}
-    if task.dev_hub.endswith("_matched"):
-        files[task.dev_hub.replace("_matched", "_mismatched")] = task.dev.replace("_matched", "_mismatched")
-    folder, scored = root / "glue" / task.folder, [split for split in files if split != "train"]
-    if not all((folder / files[split]).is_file() for split in scored):
-        return None
-    rows = {
-        split: _glue_rows(folder / file, task) if (folder / file).is_file() else [] for split, file in files.items()
-    }
-    return _datasets(rows, scored[0]), f"glue/{task.folder}, GLUE's own files"
-
-
-def _glue_rows(path: Path, task: Glue) -> list[dict]:
-    """The rows by the names of the hub's columns, which lm-eval's tasks use."""
-    fields = dict(zip(task.hub, filter(None, (task.text, task.text_pair))))
-    labels = [*(task.raw or task.names)]
-    cells = [line for line in _lines(path, delimiter="\t", quoting=csv.QUOTE_NONE) if line]
-    header = task.header or cells.pop(0)
-    rows = []
-    for i, line in enumerate((dict(zip(header, row)) for row in cells), start=1):
-        label = line.get(task.label)
-        if any(line.get(c) is None for c in fields.values()) or label not in labels:
-            raise UserError(
-                f"{path}: row {i} should have {', '.join(fields.values())} and {task.label} among "
-                f"{', '.join(labels)}, got {line!r}"
-            )
-        rows.append({"idx": i - 1, **{f: line[c] for f, c in fields.items()}, "label": labels.index(label)})
-    return rows
 
 
 def _datasets(rows: dict[str, list[dict]], full: str) -> dict:

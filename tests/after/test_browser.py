@@ -80,13 +80,12 @@ def pages(runs, tmp_path_factory):
         "run": write_page(read_runs(both[:1]), folder / "run.html"),
         "side_by_side": write_page(read_runs(both), folder / "side_by_side.html"),
         "live": write_page(read_runs([going]), folder / "live.html", renew=3),
-        "report": ROOT / "results" / "report.html",
     }
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1400, 400])
-@pytest.mark.parametrize("name", ["run", "side_by_side", "live", "report"])
+@pytest.mark.parametrize("name", ["run", "side_by_side", "live"])
 def test_a_page_opens(show, pages, name, width, scheme):
     show(pages[name], width, scheme)
 
@@ -96,7 +95,7 @@ def column(browser, table, index):
     return browser.execute_script(f"return {rows}.map(row => row.cells[arguments[1]].textContent)", table, index)
 
 
-@pytest.mark.parametrize("name, table, index", [("run", 1, 2), ("report", 0, 0)])
+@pytest.mark.parametrize("name, table, index", [("run", 1, 2)])
 def test_a_table_is_sorted_by_a_click(browser, show, pages, name, table, index):
     show(pages[name], 1280, "light")
     before = column(browser, table, index)

@@ -1,15 +1,14 @@
-"""The report is written as Markdown, and the HTML page is rendered from it."""
+"""The report is blocks, which are written as Markdown and as an HTML page."""
 
 from html.parser import HTMLParser
 
+import PIL.Image
 import pytest
-from PIL import Image
 
+from benchmark.blocks import Findings, Heading, Image, PlainTable, markdown, page
 from benchmark.decide import HOLDS, INCONCLUSIVE, UNTESTED, Condition, Met
 from benchmark.figures import along_axis, claim_panels, draw_claim, learning_curves
-from benchmark.markdown import heading, image, table
 from benchmark.metrics import title_of
-from benchmark.page import page
 from benchmark.report import _tables
 from benchmark.results import ExperimentResults
 from benchmark.suite import load_suite
@@ -30,26 +29,26 @@ class Text(HTMLParser):
 
 def test_the_page_has_all_that_the_markdown_has():
     rows = [("method", "a | b"), ("**rolora**", "0.5 ± 0.1"), ("<script>", "`x_y_z`")]
-    blocks = [heading("T & <T>", 2), table(rows), image("Curves, 2 clients", "report/x.png"), "**Failed:**\n- a: 1 < 2"]
-    blocks.append("- one: **holds**\n  - because: 3 > 2")
+    blocks = [Heading("R", 1), Heading("T & <T>", 2), PlainTable(rows), Image("Curves, 2 clients", "report/x.png")]
+    blocks += ["**Failed:**\n- a: 1 < 2", Findings("one", "holds", "", [("because 3 > 2", "holds")])]
     read = Text()
-    read.feed(page("\n\n".join(blocks) + "\n"))
+    read.feed(page(blocks))
     tags = [tag for tag, _ in read.tags]
     assert tags.count("th") == 2 and tags.count("td") == 4 and tags.count("script") == 1
     assert {"h2", "strong", "code", "ul", "figure", "figcaption"} <= set(tags) and tags.count("li") == 3
     assert dict(read.tags)["img"] == {"src": "report/x.png", "alt": "Curves, 2 clients"}
-    for words in ("T & <T>", "a | b", "<script>", "x_y_z", "a: 1 < 2", "because: 3 > 2"):
+    for words in ("T & <T>", "a | b", "<script>", "x_y_z", "a: 1 < 2", "because 3 > 2: "):
         assert words in read.words, words
     assert read.words.count("Curves, 2 clients") == 1
 
 
 def test_a_vertical_bar_in_a_cell_does_not_end_the_cell():
-    assert table([("a|b", 1)]) == "| a\\|b | 1 |\n| --- | --- |"
+    assert markdown([PlainTable([("a|b", 1)])]) == "| a\\|b | 1 |\n| --- | --- |\n"
 
 
 def test_the_page_needs_no_other_file(tmp_path):
-    Image.new("RGB", (40, 30), "white").save(tmp_path / "glue-small-sst2-curves.png")
-    text = page(image("Learning curves", "glue-small-sst2-curves.png") + "\n", tmp_path)
+    PIL.Image.new("RGB", (40, 30), "white").save(tmp_path / "glue-small-sst2-curves.png")
+    text = page([Heading("R", 1), Image("Learning curves", "glue-small-sst2-curves.png")], tmp_path)
     read = Text()
     read.feed(text)
     assert dict(read.tags)["img"]["src"].startswith("data:image/png;base64,")
@@ -70,11 +69,18 @@ VERDICTS = {
 
 @pytest.mark.parametrize("verdict", VERDICTS)
 def test_verdicts_are_coloured_and_claims_are_links(verdict):
-    blocks = [heading("Benchmark report", 1), heading("Claims", 2)]
-    blocks += [table([("claim", "verdict"), ("A holds", f"**{verdict}**"), ("B", f"**{verdict}**")])]
-    blocks += [heading("Suite", 2), heading(f"Claim: A holds — {verdict}", 3), "- one: **holds**\n  - because: holds"]
-    blocks += [heading(f"Claim: A holds — {verdict}", 3), heading("An experiment", 3)]
-    text = page("\n\n".join(blocks) + "\n")
+    blocks = [Heading("Benchmark report", 1), Heading("Claims", 2)]
+    blocks += [PlainTable([("claim", "verdict"), ("A holds", verdict), ("B", verdict)], claims=True)]
+    blocks += [
+        Heading("Suite", 2),
+        Heading("Claim: A holds", 3, verdict),
+        Findings("one", "holds", "", [("so", "holds")]),
+    ]
+    blocks += [Heading("Claim: A holds", 3, verdict), Heading("An experiment", 3)]
+    text = page(blocks)
+    assert f"| A holds | **{verdict}** |" in markdown(blocks) and f"### Claim: A holds — {verdict}\n" in markdown(
+        blocks
+    )
     name = VERDICTS[verdict]
     assert text.count(f'<strong class="{name}">{verdict}</strong>') >= 2
     assert text.count(f'<span class="{name}">{verdict}</span></h3>') == 2
@@ -105,7 +111,7 @@ def test_a_claim_has_a_figure_of_its_conditions(tmp_path):
     assert (hollow.name, hollow.y, hollow.low, hollow.hollow) == (INCONCLUSIVE, [0.1], (), True)
     assert accuracy.ticks == {0: "main: a above b"} and "points of accuracy" in accuracy.y
     path = tmp_path / "report" / "claim.png"
-    assert draw_claim("A claim", by_experiment, path) == path and Image.open(path).width > 500
+    assert draw_claim("A claim", by_experiment, path) == path and PIL.Image.open(path).width > 500
     assert draw_claim("A claim", {"main": [Condition(UNTESTED, "no figure")]}, tmp_path / "none.png") is None
     assert not (tmp_path / "none.png").exists()
 
@@ -189,7 +195,7 @@ def test_two_metrics_of_one_task_are_two_columns():
     scores = {"pass@1": 0.1, "pass@1_stderr": 0.1, "sampled_pass@1": 0.2, "sampled_pass@10": 0.5}
     found = {"seed": 0, "hash": "a", "metrics": {"val_loss": 1.5}, "scores": {"humaneval": {"humaneval": scores}}}
     records = {("rolora", ""): [found], ("fedlora", ""): [{**found, "hash": "b"}]}
-    text = "\n".join(_tables(ExperimentResults(suite, suite.experiments["main"], records)))
+    text = markdown(_tables(ExperimentResults(suite, suite.experiments["main"], records)))
     names = " | ".join(f"humaneval:{name}" for name in ("pass@1", "sampled_pass@1", "sampled_pass@10"))
     assert f"| method | {names} | paper: humaneval |" in text
     assert "| rolora | 10.00 (s.e. 10.00) | 20.00 | 50.00 | 13.45 ± 0.28 |" in text

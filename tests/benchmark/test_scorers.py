@@ -78,13 +78,6 @@ def root(tmp_path_factory):
                 writer.writerow(["what is it, the tea?", "1", "None", 'a "b"', "day", "2"])
                 answer = "D" if subject == "marketing" else "0"
                 writer.writerow(["was it bad?\nor good", "tea", "a", "b", "day", answer])
-    (root / "glue" / "SST-2").mkdir(parents=True)
-    (root / "glue" / "SST-2" / "dev.tsv").write_text('sentence\tlabel\nthe film was "good \t1\nbad tea\t0\n')
-    (root / "glue" / "CoLA").mkdir()
-    (root / "glue" / "CoLA" / "dev.tsv").write_text("x\t1\t\tit is tea\nx\t0\t*\tis it tea\n")
-    (root / "glue" / "MNLI").mkdir()
-    for name in ("dev_matched.tsv", "dev_mismatched.tsv"):
-        (root / "glue" / "MNLI" / name).write_text("sentence1\tsentence2\tgold_label\na\tb\tneutral\n")
     return root
 
 
@@ -205,7 +198,7 @@ def test_the_training_file_is_capped_and_does_not_depend_on_other_tasks(tmp_path
         commonsense.training_file(tmp_path, out, 10, seed=0)
 
 
-def test_local_mmlu_and_glue(root):
+def test_local_mmlu(root):
     found, place = local_data.find(root, "cais/mmlu", "marketing")
     assert place == "mmlu/test/marketing_test.csv" and len(found["dev"]) == 0
     assert found["test"][0] == {
@@ -216,27 +209,14 @@ def test_local_mmlu_and_glue(root):
     }
     assert found["test"][1]["answer"] == 3
     assert local_data.find(root, "cais/mmlu", "anatomy")[0]["dev"][1]["answer"] == 0
-    found, _ = local_data.find(root, "nyu-mll/glue", "sst2")
-    assert found["validation"][0] == {"idx": 0, "sentence": 'the film was "good ', "label": 1}
-    found, place = local_data.find(root, "nyu-mll/glue", "cola")  # its file has no header
-    assert place == "glue/CoLA, GLUE's own files"
-    assert found["validation"][1] == {"idx": 1, "sentence": "is it tea", "label": 0}
-    assert set(local_data.find(root, "nyu-mll/glue", "mnli")[0]) == {
-        "train",
-        "validation_matched",
-        "validation_mismatched",
-    }
-    for file, args in (
-        ("mmlu/test/marketing_test.csv", ("cais/mmlu", "marketing")),
-        ("glue/SST-2/dev.tsv", ("nyu-mll/glue", "sst2")),
-    ):
-        kept, row = (root / file).read_bytes(), b"x" * 200_000 + (b",1,2,3,4,A" if "mmlu" in file else b"\t1\n")
-        (root / file).write_bytes(kept[:9] + b"\xff" + kept[9:])
-        with pytest.raises(UserError, match=f"{file}: not UTF-8: byte 0xff"):
-            local_data.find(root, *args)
-        (root / file).write_bytes(kept + row)
-        assert local_data.find(root, *args) is not None, "a long text is valid"
-        (root / file).write_bytes(kept)
+    file = root / "mmlu/test/marketing_test.csv"
+    kept = file.read_bytes()
+    file.write_bytes(kept[:9] + b"\xff" + kept[9:])
+    with pytest.raises(UserError, match="marketing_test.csv: not UTF-8: byte 0xff"):
+        local_data.find(root, "cais/mmlu", "marketing")
+    file.write_bytes(kept + b"x" * 200_000 + b",1,2,3,4,A")
+    assert local_data.find(root, "cais/mmlu", "marketing") is not None, "a long text is valid"
+    file.write_bytes(kept)
     assert local_data.find(root, "nyu-mll/glue", "rte") is None and local_data.find(root, "other/set", None) is None
 
 
@@ -389,7 +369,7 @@ def test_a_group_with_a_missing_task_is_an_error(tiny, root, no_hub, tmp_path, m
         ({"scorer": "lm_eval", "tasks": ["arc_eazy"]}, "no task 'arc_eazy'; did you mean 'arc_easy'"),
         ({"scorer": "lm_eval", "tasks": ["piqa"], "num_fewshot": 2}, "piqa with num_fewshot 2 needs examples"),
         ({"scorer": "lm_eval", "tasks": ["humaneval"]}, "runs generated code; for HumanEval"),
-        ({"scorer": "lm_eval", "tasks": ["rte"]}, r"there is no .*glue/RTE/dev.tsv, and no hub"),
+        ({"scorer": "lm_eval", "tasks": ["rte"]}, "no local copy of it is known, and no hub"),
         ({"scorer": "humaneval"}, "set run_unsafe_code: true"),
         ({"scorer": "humaneval", "run_unsafe_code": "yes"}, "run_unsafe_code = 'yes': expected True or False"),
         ({"scorer": "humaneval", "run_unsafe_code": True}, "there is no .*HumanEval.jsonl.gz"),

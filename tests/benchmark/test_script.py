@@ -23,13 +23,20 @@ def test_command_names_and_files(tmp_path, capsys):
     def study(data, root, sizes, lr, more, extra=0):
         return {"third": 1 / 3, "got": [data, sizes, lr, more, extra]}
 
-    main = script("studies.analysis.x", "About.", OPTIONS, study, lines=lambda r: ["said"], readme=lambda r: "# R\n")
+    main = script(
+        "studies.analysis.x",
+        "About.",
+        OPTIONS,
+        study,
+        lines=lambda r: ["said"],
+        readme=lambda folder: f"# {len([*folder.iterdir()])}\n",
+    )
     assert main(["--lr", "0.01", "--root", str(tmp_path), "--out", str(tmp_path), "a", "b"], extra=7) == 0
     written = json.loads((tmp_path / "x_digits.json").read_text())
     assert written["command"] == "python -m studies.analysis.x --data digits --root DIR --sizes 1 2 --lr 0.01 a b"
     assert written["third"] == 0.333333 and written["got"] == ["digits", [1, 2], 0.01, ["a", "b"], 7]
     assert {"python", "torch"} <= written["versions"].keys() and written["seconds"] >= 0
-    assert (tmp_path / "README.md").read_text() == "# R\n" and capsys.readouterr().out == "said\n"
+    assert (tmp_path / "README.md").read_text() == "# 1\n" and capsys.readouterr().out == "said\n"
     assert main(["--out", str(tmp_path)]) == 0
     assert "--lr" not in json.loads((tmp_path / "x_digits.json").read_text())["command"]
 

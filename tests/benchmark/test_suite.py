@@ -5,11 +5,13 @@ import re
 import textwrap
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import yaml
 
 from benchmark.cli import main
 from benchmark.execute import execute
+from benchmark.frame import write_csv
 from benchmark.job import Cell, Options, Search, decisive
 from benchmark.metrics import unknown
 from benchmark.plan import jobs_of, plan
@@ -256,6 +258,10 @@ def test_a_result_of_an_earlier_revision_is_stale(write, tmp_path, monkeypatch):
         record = {**job.identity(), "method": "rolora", "status": "complete", "finished": 1.0, "seed": 0, "rounds": 1}
         record |= {"metrics": {"test_acc": accuracy}, "samples": 8, "samples_counted": True}
         store.write("cells", record)
+    found = find(again.suite, again.experiment, again.options, store)
+    store.supersede(first.key)
+    assert [record["hash"] for record in store.all("cells")] == [again.key]
+    assert len(pd.read_csv(write_csv(store))) == 1
     found = find(again.suite, again.experiment, again.options, store)
     assert [(before["hash"], now["hash"]) for before, now in found.moved] == [(first.key, again.key)]
     assert not found.stale

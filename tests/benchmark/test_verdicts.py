@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmark.decide import FAILS, HOLDS
-from benchmark.page import page
+from benchmark.blocks import Heading, markdown, page
+from benchmark.decide import FAILS, HOLDS, UNTESTED
 from benchmark.results import ExperimentResults
 from benchmark.suite import SIZES, load_suite, shipped
 from benchmark.verdicts import judged_claims, rows_of, said_of_claims, summary
@@ -30,7 +30,7 @@ def rows(claim, found, elsewhere=lambda suite, experiment: []):
     suite = SimpleNamespace(claims={"c": claim}, name="mine", size="small", sized=True)
     judged = judged_claims(suite, found)
     of_suite = rows_of(suite, judged, found, elsewhere)
-    return of_suite[0], "\n\n".join(said_of_claims(suite, judged, of_suite, {})), summary(of_suite)[-1]
+    return of_suite[0], markdown(said_of_claims(suite, judged, of_suite, {})), markdown(summary(of_suite)[-1:])
 
 
 BEHIND = results(
@@ -67,8 +67,8 @@ def test_experiments_that_lack_a_figure_are_counted():
     row, said, table = rows({"experiments": ["one", "two"]}, {"one": AHEAD, "two": results("two", a=[record(0, 0.9)])})
     assert row.verdict == "holds, not tested in 1" and "| **holds, not tested in 1** |" in table and row.cause == ""
     assert "Claim: A is ahead — holds, not tested in 1" in said
-    coloured = page(f"{table}\n\n### Claim: A — {row.verdict}\n\n- two: **not tested at this size**")
-    assert coloured.count('class="holds"') == 2 and coloured.count('class="untested"') == 1
+    coloured = page([Heading("R", 1), Heading("Claim: A", 3, row.verdict), Heading("Claim: B", 3, UNTESTED)])
+    assert coloured.count('class="holds"') == 1 and coloured.count('class="untested"') == 1
     assert rows({"experiments": ["one", "two"]}, {"one": AHEAD, "two": results("two")})[0].verdict == HOLDS
 
 
@@ -83,7 +83,7 @@ def test_a_claim_with_runs_of_another_size_says_so():
             suite = SimpleNamespace(claims=claims, name="mine", size=size, sized=True)
             judged = judged_claims(suite, {"one": found})
             listed += rows_of(suite, judged, {"one": found}, lambda suite, experiment: [])
-        tables.append(summary(listed)[-1])
+        tables.append(markdown(summary(listed)[-1:]))
     shared, apart = tables
     assert shared.count("(some of them those of size small)") == shared.count("(some of them those of size paper)") == 2
     assert "some of them" not in apart

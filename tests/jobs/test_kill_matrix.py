@@ -17,6 +17,7 @@ import yaml
 pytest.importorskip("optuna")
 
 from benchmark.job import Options  # noqa: E402
+from benchmark.plan import plan  # noqa: E402
 from benchmark.worker import work  # noqa: E402
 from fs_lowrank import load_config  # noqa: E402
 from hpo.search import kind  # noqa: E402
@@ -110,7 +111,8 @@ class Command:
             ended = tune(load_config("run.yaml"), space_from({"train.optimizer.lr": {"grid": [0.01]}}), options)
             assert ended.how == "done"
         else:
-            assert work(Options(("one.yaml",), keep=True)) == 0
+            options = Options(("one.yaml",), keep=True)
+            assert work(options, plan(options)) == 0
 
     def check_finished(self) -> None:
         if self.which == "hpo":

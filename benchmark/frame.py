@@ -1,0 +1,61 @@
+"""All live results as one table: ``results.csv``, a line for each cell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from fs_lowrank.jobs.files import write_text
+
+from .metrics import BYTES
+from .store import Store
+
+_FIRST = ("hash", "suite", "size", "experiment", "method", "setting", "seed", "engine")
+#: of a scorer, beside its metrics
+_ABOUT = ("n", "version", "num_fewshot")
+
+
+def frame(store: Store) -> pd.DataFrame:
+    """A row for each result of a cell or a script; a metric is a column, of a scorer as ``SCORER:TASK:METRIC``."""
+    rows = pd.DataFrame([_row(record) for record in store.all("cells")])
+    return rows.sort_values([*_FIRST[1:], "hash"], ignore_index=True) if len(rows) else rows
+
+
+def write_csv(store: Store) -> Path:
+    """Write ``results.csv``.
+
+    Raises:
+        RunFailed: it cannot be written.
+    """
+    path = store.results / "results.csv"
+    write_text(path, frame(store).to_csv(index=False, float_format="%.6g", lineterminator="\n"))
+    return path
+
+
+def _row(record: Mapping[str, Any]) -> dict[str, Any]:
+    machine, sent = record.get("machine", {}), record.get("bytes", {}).get("per_client_and_round", {})
+    scores = {
+        f"{scorer}:{task}:{name}": value
+        for scorer, tasks in record.get("scores", {}).items()
+        for task, values in tasks.items()
+        for name, value in values.items()
+        if isinstance(value, (int, float)) and name not in _ABOUT and not name.endswith("_stderr")
+    }
+    return {
+        **{name: record.get(name) for name in _FIRST},
+        "setting": "; ".join(f"{axis} {label}" for axis, label in record.get("setting", {}).items()),
+        "rate": record.get("learning_rate", {}).get("point", {}).get("train.optimizer.lr"),
+        **{name: record.get(name) for name in ("rounds", "samples", "majority")},
+        **{name: sent.get(name) for name in BYTES},
+        "aggregation": record.get("seconds", {}).get("aggregation_median"),
+        "training": record.get("seconds", {}).get("training"),
+        "memory": record.get("peak_memory_bytes", {}).get("host"),
+        "version": record.get("versions", {}).get("fs-lowrank"),
+        "commit": record.get("commit"),
+        "processor": machine.get("processor"),
+        **record.get("metrics", {}),
+        **scores,
+    }
