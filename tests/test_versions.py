@@ -17,7 +17,6 @@ from fs_lowrank.runs.environment import versions
 from fs_lowrank.versions import SCHEMA, NewerSchema, __version__, check_schema
 from hpo import read_header
 from hpo.settings import settings_of
-from studies.speed.__main__ import table
 
 ROOT = Path(__file__).parents[1]
 NEWER = f"schema {SCHEMA + 1}: a newer version .* update fs-lowrank"
@@ -70,12 +69,6 @@ def test_a_result_of_a_newer_version_is_not_taken_as_missing(tmp_path):
     assert written(record).read("cells", "abc") == record
     with pytest.raises(NewerSchema, match=f"cells/abc.json: {NEWER}"):
         written({"schema": SCHEMA + 1, **record}).read("cells", "abc")
-
-
-def test_a_speed_table_of_a_newer_version_is_refused(tmp_path):
-    (tmp_path / "server_step.json").write_text(json.dumps({"schema": SCHEMA + 1}))
-    with pytest.raises(NewerSchema, match=f"server_step.json: {NEWER}"):
-        table(tmp_path)
 
 
 def test_files_of_a_newer_search_are_refused(tmp_path):

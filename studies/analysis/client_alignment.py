@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -122,15 +122,6 @@ def study(methods: Sequence[str], rounds: int, seeds: int, tau: int, base: Mappi
     }
 
 
-def lines(result: dict) -> Iterator[str]:
-    for entry in result["runs"]:
-        curve = mean_curve(entry)
-        yield (
-            f"{entry['method']:<8} seed {entry['seed']}: cosine {curve[0]:.3f} in round 1, {curve[-1]:.3f} in round "
-            f"{len(curve)}; test accuracy {entry['test_acc']:.3f}"
-        )
-
-
 def plot(result: dict):
     settings = result["settings"]
     figure, (axis,) = panels(1, 8, 5)
@@ -163,7 +154,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--seeds": seeds_option(2),
     "--tau": dict(type=int, default=10, help="rounds between FedLoRU's accumulations"),
 }
-main = script(__spec__.name, __doc__, OPTIONS, study, plot=plot, lines=lines)
+main = script(__spec__.name, __doc__, OPTIONS, study, plot=plot)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from benchmark.script import script
 
-from . import panels
+from . import label, panels
 
 CLIENTS, SAMPLES, RATE, SERVER_RATE = 2, 100, 0.1, 0.001
 #: numbers of server steps; the claims are checked for the first
@@ -186,13 +185,6 @@ def study(seeds: int, step_seeds: int, widths=WIDTHS, steps=STEPS) -> dict:
     }
 
 
-def lines(result: dict) -> Iterator[str]:
-    for entry in (*result["by_width"], *result["by_steps"]):
-        losses = (f"{name} {loss['mean']:.3g}" for name, loss in entry.items() if isinstance(loss, dict))
-        yield f"width {entry['width']:<5} steps {entry['steps']:<6} " + "  ".join(losses)
-    yield str(result["claims"])
-
-
 def plot(result: dict):
     """Both panels, on logarithmic axes."""
     settings = result["settings"]
@@ -202,25 +194,12 @@ def plot(result: dict):
         f"{settings['steps_of_width_panel']} local steps, {settings['width_seeds']} seeds",
         f"width {settings['width_of_steps_panel']}, {settings['step_seeds']} seeds",
     )
-    for axes, key, label, title in zip((left, right), ("width", "steps"), ("width", "local steps"), titles):
+    for axes, key, name_of_axis, title in zip((left, right), ("width", "steps"), ("width", "local steps"), titles):
         entries = result[f"by_{key}"]
         for name, model, marker in (*models, ("mean", "mean of the models", "s")):
-            axes.errorbar(
-                [e[key] for e in entries],
-                [e[name]["mean"] for e in entries],
-                [e[name]["standard_error"] for e in entries],
-                marker=marker,
-                capsize=3,
-                label=model,
-            )
-        axes.set(
-            xscale="log",
-            yscale="log",
-            xlabel=label,
-            ylabel="training loss, mean ± standard error",
-            title=title,
-        )
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+            means, errors = ([e[name][of] for e in entries] for of in ("mean", "standard_error"))
+            axes.errorbar([e[key] for e in entries], means, errors, marker=marker, capsize=3, label=model)
+        label(axes, title, name_of_axis, "training loss, mean ± standard error", "xy")
     return figure
 
 
@@ -228,7 +207,7 @@ OPTIONS = {
     "--seeds": dict(type=int, default=50, help="seeds of the panel by width, 0 to seeds - 1"),
     "--step-seeds": dict(type=int, default=10, help="seeds of the panel by local steps"),
 }
-main = script(__spec__.name, __doc__, OPTIONS, study, plot=plot, lines=lines)
+main = script(__spec__.name, __doc__, OPTIONS, study, plot=plot)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from benchmark.script import script
 from fs_lowrank import UserError
 
 from ..speed import threads
-from . import band, panels, seeds_option
+from . import band, label, panels, seeds_option
 from .data import DATA, Data, data_options, load
 
 #: Lanczos steps, leading Ritz vectors on which the norm is exact, random probes for the rest
@@ -222,44 +222,22 @@ def stable_ranks(result: dict, size: int) -> torch.Tensor:
     return torch.tensor([[point["stable_rank"] for point in curve] for curve in runs])
 
 
-def lines(result: dict) -> Iterator[str]:
-    for name, means in result["mean_by_size"].items():
-        yield f"same weights, {name}: " + ", ".join(f"N = {n}: {m:.2f}" for n, m in means.items())
-    for size in result["settings"]["compared"]:
-        means = stable_ranks(result, size).mean(0).tolist()
-        yield f"own training, N = {size}: " + ", ".join(f"step {p}: {m:.2f}" for p, m in zip(POINTS, means))
-
-
 def plot(result: dict):
     settings = result["settings"]
     figure, (left, right) = panels(2, 12, 5)
-    for k, steps in enumerate((0, settings["steps"])):
-        label = "at the start" if not steps else f"after {steps} steps on {settings['trained_on']} other samples"
-        band(left, settings["sizes"], by_size(result, steps), f"C{k + 2}", label, marker="o")
-    left.set(
-        xscale="log",
-        yscale="log",
-        xlabel="samples N",
-        ylabel=r"$\|H\|_F^2\,/\,\|H\|_2^2$",
-        title="Same weights, Hessian on N fresh samples",
-    )
+    for k, done in enumerate((0, settings["steps"])):
+        named = "at the start" if not done else f"after {done} steps on {settings['trained_on']} other samples"
+        band(left, settings["sizes"], by_size(result, done), f"C{k + 2}", named, marker="o")
     for k, size in enumerate(settings["compared"]):
         band(right, POINTS, stable_ranks(result, size), f"C{k}", f"N = {size}", marker="o")
+    ratio, steps = r"$\|H\|_F^2\,/\,\|H\|_2^2$", f"steps of training, batches of {BATCH}"
+    label(left, "Same weights, Hessian on N fresh samples", "samples N", ratio, "xy")
+    label(right, "Each network trained on its own N samples only", steps, ratio, "y")
     right.set_xscale("symlog", linthresh=POINTS[1])
-    right.set(
-        yscale="log",
-        xlabel=f"steps of training, batches of {BATCH}",
-        title="Each network trained on its own N samples only",
-    )
-    right.set_xticks(POINTS, [str(p) for p in POINTS])
-    right.minorticks_off()
-    top = 1.3 * max(
-        e["stable_rank"] for e in result["same_weights"] + [p for e in result["own_training"] for p in e["curve"]]
-    )
+    top = max(axis.get_ylim()[1] for axis in (left, right))
     for axis in (left, right):
-        axis.set(ylim=(1, top), yticks=[t for t in (1, 2, 5, 10, 20, 50, 100, 200, 500) if t < top])
+        axis.set(ylim=(1, top))
         axis.yaxis.set_major_formatter("{x:g}")
-        axis.legend()
     figure.suptitle(
         f"Stable rank of the loss Hessian: {DATA[settings['data']]}, {settings['parameters']:,} "
         f"parameters, {settings['seeds']} seeds (mean; band: smallest to largest)"
@@ -276,7 +254,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--steps": dict(type=int, default=320, help="steps of it"),
     "--hidden": dict(type=int, default=32),
 }
-main = script(__spec__.name, __doc__, OPTIONS, study, plot=plot, lines=lines)
+main = script(__spec__.name, __doc__, OPTIONS, study, plot=plot)
 
 
 if __name__ == "__main__":

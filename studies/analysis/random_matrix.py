@@ -26,13 +26,12 @@ beta along the bulk) is taken as given, not tested.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 
 from benchmark.script import script
 
-from . import panels
+from . import label, panels
 
 THETA = (5.0, 4.0, 3.0, -2.5, 2.0)
 SIGMA = 1.0
@@ -182,17 +181,6 @@ def study(
     }
 
 
-def lines(result: dict) -> Iterator[str]:
-    for entry in result["theorem_3_2"]["by_size"]:
-        mean = sum(entry["stable_rank"]) / len(entry["stable_rank"])
-        yield (
-            f"N = {entry['samples']:<5} s = {entry['s']:.3f}  stable rank {mean:7.3f}, "
-            f"expected {entry['expected_stable_rank']:7.3f}"
-        )
-    for gap in result["theorem_3_2"]["gaps"]:
-        yield f"N = {gap['few']} against {gap['many']}: gap {gap['measured']:.3f}, bound of eq. 4 {gap['bound']:.3f}"
-
-
 def plot(result: dict):
     settings, by_size = result["settings"], result["theorem_3_2"]["by_size"]
     figure, (left, middle, right) = panels(3, 15, 5)
@@ -202,14 +190,7 @@ def plot(result: dict):
     left.plot(sizes, found.mean(1), "o", ms=7, label=f"measured, mean of {settings['seeds']} draws")
     left.vlines(sizes, found.amin(1), found.amax(1), lw=2)
     left.plot(sizes, [e["expected_stable_rank"] for e in by_size], color="tab:orange", label="expected")
-    left.set(
-        xscale="log",
-        yscale="log",
-        xlabel="samples N",
-        ylabel=r"$\|H\|_F^2\,/\,\|H\|_2^2$",
-        title="Theorem 3.2: fewer samples, larger stable rank",
-    )
-    left.legend()
+    label(left, "Theorem 3.2: fewer samples, larger stable rank", "samples N", r"$\|H\|_F^2\,/\,\|H\|_2^2$", "xy")
 
     tops = torch.tensor([e["largest_eigenvalues"] for e in by_size], dtype=torch.float64).mean(1)
     for k, theta in enumerate(t for t in settings["theta"] if t > 0):
@@ -218,37 +199,18 @@ def plot(result: dict):
         middle.plot(sizes, [e["expected_eigenvalues"][k] for e in by_size], color=colour, lw=1)
     edge = [2 * settings["sigma"] * e["s"] for e in by_size]
     middle.plot(sizes, edge, color="grey", ls=":", label="edge of the bulk")
-    middle.set(
-        xscale="log",
-        xlabel="samples N",
-        ylabel="eigenvalue",
-        ylim=(0, None),
-        title=r"Proposition 3.1: dots measured, lines $\theta + \sigma^2 s^2/\theta$",
-    )
-    middle.legend(fontsize=9)
+    title = r"Proposition 3.1: dots measured, lines $\theta + \sigma^2 s^2/\theta$"
+    label(middle, title, "samples N", "eigenvalue", "x", ylim=(0, None))
 
     for k, entry in enumerate(result["theorem_3_3"]):
         cosine = torch.tensor(entry["cosines"], dtype=torch.float64)
         error = cosine.std(1) / math.sqrt(cosine.shape[1])
-        right.errorbar(
-            entry["ranks"],
-            cosine.mean(1),
-            2 * error,
-            fmt="o",
-            capsize=3,
-            color=f"C{k}",
-            label=f"N = {entry['samples']}, measured ± 2 standard errors",
-        )
+        named = f"N = {entry['samples']}, measured ± 2 standard errors"
+        right.errorbar(entry["ranks"], cosine.mean(1), 2 * error, fmt="o", capsize=3, color=f"C{k}", label=named)
         right.plot(entry["ranks"], entry["expected"], color=f"C{k}", lw=1, label="expected, eqs. 54 and 57")
     right.axvline(len(settings["theta"]), color="grey", ls=":", label="number of outliers")
-    right.set(
-        xscale="log",
-        xlabel="rank r",
-        ylabel="mean cosine of two clients",
-        ylim=(0, 1.02),
-        title="Theorem 3.3: alignment falls as the rank grows",
-    )
-    right.legend(fontsize=9)
+    title = "Theorem 3.3: alignment falls as the rank grows"
+    label(right, title, "rank r", "mean cosine of two clients", "x", ylim=(0, 1.02))
     figure.suptitle(
         f"$H_N = H_{{true}} + s(N)\\,X$, R = {settings['dim']}, s(N) = 7/√N, σ = {settings['sigma']:g}, "
         f"θ = {', '.join(f'{t:g}' for t in settings['theta'])}"
@@ -260,7 +222,7 @@ OPTIONS = {
     "--dim": dict(type=int, default=800, help="R, the size of the matrices"),
     "--seeds": dict(type=int, default=5, help="draws of each matrix"),
 }
-main = script(__spec__.name, __doc__, OPTIONS, study, plot=plot, lines=lines)
+main = script(__spec__.name, __doc__, OPTIONS, study, plot=plot)
 
 
 if __name__ == "__main__":

@@ -22,13 +22,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 
 import torch
 
 from benchmark.script import script
 
-from . import panels, seeds_option
+from . import label, panels, seeds_option
 
 METHODS = ("rolora", "ffa_lora")
 
@@ -249,22 +248,6 @@ def study(
     }
 
 
-def lines(result: dict) -> Iterator[str]:
-    for entry in result["rolora"]:
-        final = entry["final_sin_angle"]
-        yield (
-            f"eta L^2 = {entry['eta_times_L_squared']:<5g} within Lemma 4.3: "
-            f"{entry['seeds_within_lemma']}/{len(entry['runs'])}   final angle {final['min']:.1e} to {final['max']:.1e}"
-        )
-    ffa = result["ffa_lora"]
-    yield f"FFA-LoRA loss {ffa['mean_final_loss']:.4f} ± {ffa['std_final_loss']:.4f}, Prop. 4.6: {ffa['floor']:.4f}"
-    for e in result["c_tilde"]:
-        yield (
-            f"N = {e['num_clients']:<3} m = {e['samples']:<4} c~ {e['measured']:+.6f} ± {e['standard_error']:.6f}, "
-            f"formula {e['formula']:+.6f}"
-        )
-
-
 def plot(result: dict):
     from matplotlib import colormaps
 
@@ -281,56 +264,25 @@ def plot(result: dict):
         if entry["lemma_factor"] and step <= 1.0:
             left.plot(rounds, [delta0 * entry["lemma_factor"] ** t for t in rounds], color=colour, ls=":", lw=1.5)
     left.plot([], [], color="grey", ls=":", label="Lemma 4.3's bound, same colour")
-    left.set(
-        yscale="log",
-        ylim=(1e-17, 3),
-        xlabel="iteration",
-        ylabel=r"$|\sin\theta(a_t, a^*)|$",
-        title="RoLoRA: angle to the truth",
-    )
-    left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
+    label(left, "RoLoRA: angle to the truth", "iteration", r"$|\sin\theta(a_t, a^*)|$", "y", ylim=(1e-17, 3))
 
     for colour, entry in zip(colours, result["rolora"]):
         curves = torch.tensor([r["loss"] for r in entry["runs"]], dtype=torch.float64).clamp_min(1e-33)
-        middle.plot(
-            rounds,
-            curves.log().mean(0).exp(),
-            color=colour,
-            lw=2,
-            label=rf"RoLoRA, $\eta L^2 = {entry['eta_times_L_squared']:g}$",
-        )
+        named = rf"RoLoRA, $\eta L^2 = {entry['eta_times_L_squared']:g}$"
+        middle.plot(rounds, curves.log().mean(0).exp(), color=colour, lw=2, label=named)
     curves = torch.tensor([r["loss"] for r in result["ffa_lora"]["runs"]], dtype=torch.float64)
     middle.plot(rounds, curves.mean(0), color="black", lw=2.5, label="FFA-LoRA")
-    middle.axhline(
-        result["ffa_lora"]["floor"],
-        color="magenta",
-        ls="--",
-        lw=1.2,
-        label=r"$(1+\tilde c)\,\|b^*\|^2\delta_0^2$ (Prop. 4.6)",
-    )
-    middle.set(yscale="log", ylim=(1e-31, 1e2), xlabel="iteration", ylabel="global loss", title="Global loss")
-    middle.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
+    floor = r"$(1+\tilde c)\,\|b^*\|^2\delta_0^2$ (Prop. 4.6)"
+    middle.axhline(result["ffa_lora"]["floor"], color="magenta", ls="--", lw=1.2, label=floor)
+    label(middle, "Global loss", "iteration", "global loss", "y", ylim=(1e-31, 1e2))
 
     entries = result["c_tilde"]
     size = [e["num_clients"] * e["samples"] for e in entries]
-    right.errorbar(
-        size,
-        [-e["measured"] for e in entries],
-        [2 * e["standard_error"] for e in entries],
-        fmt="o",
-        capsize=4,
-        label="measured, ± 2 standard errors",
-    )
+    measured, errors = [-e["measured"] for e in entries], [2 * e["standard_error"] for e in entries]
+    right.errorbar(size, measured, errors, fmt="o", capsize=4, label="measured, ± 2 standard errors")
     right.plot(size, [-e["formula"] for e in entries], "x", ms=10, color="magenta", label="eq. 199")
     right.plot(size, [1.0 / s for s in size], color="grey", ls="--", label=r"$1/(Nm)$")
-    right.set(
-        xscale="log",
-        yscale="log",
-        xlabel=r"$N\,m$",
-        ylabel=r"$-\tilde c$",
-        title=r"FFA-LoRA: $\tilde c$ is negative, near $-1/(Nm)$",
-    )
-    right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    label(right, r"FFA-LoRA: $\tilde c$ is negative, near $-1/(Nm)$", r"$N\,m$", r"$-\tilde c$", "xy")
     figure.suptitle(
         f"Federated linear regressor: N = {settings['num_clients']} clients, m = {settings['samples']}, "
         f"d = {settings['dim']}, $\\delta_0$ = {delta0:g}, {len(settings['seeds'])} seeds (geometric mean; "
@@ -344,7 +296,7 @@ OPTIONS = {
     "--rounds": dict(type=int, default=80),
     "--draws": dict(type=int, default=2000, help="draws for the constant of Proposition 4.6"),
 }
-main = script(__spec__.name, __doc__, OPTIONS, study, plot=plot, lines=lines)
+main = script(__spec__.name, __doc__, OPTIONS, study, plot=plot)
 
 
 if __name__ == "__main__":

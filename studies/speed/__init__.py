@@ -1,8 +1,5 @@
-"""Speed of the optimised implementations relative to the plain ones they replace.
-
-    python -m studies.speed [PART|all]
-
-with one of the parts that ``__main__`` lists.
+"""Speed of what saves work relative to the plain form it replaces: ``python -m studies.speed.cohort``, ``….whole``, and
+``….peers.case`` against other systems.
 
 Only ratios from one run are meaningful. The variants are timed in turn, so that other load on the machine affects all
 of them, and medians are compared.
@@ -21,28 +18,23 @@ from pathlib import Path
 
 import torch
 
+from fs_lowrank.jobs.files import read_json
+
 ROOT = Path(__file__).parents[2]
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
-def race(
-    variants: Mapping[str, Callable[[], object]], repeats: int, fewer: Mapping[str, int] | None = None
-) -> dict[str, float]:
+def race(variants: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     """Median seconds of each variant, run in turn ``repeats`` times.
 
     With one thread, processor time is measured, which excludes the time of other processes.
-
-    Args:
-        fewer: variants that are too slow for that -> number of their runs.
     """
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for turn in range(repeats):
+    for _ in range(repeats):
         for name, variant in variants.items():
-            if turn < (fewer or {}).get(name, repeats):
-                started = clock()
-                variant()
-                seconds[name].append(clock() - started)
+            started = clock()
+            variant()
+            seconds[name].append(clock() - started)
     return {name: statistics.median(taken) for name, taken in seconds.items()}
 
 
@@ -81,45 +73,42 @@ def difference(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tens
 
 
 def row(
-    case: str,
-    figure: str,
-    value: float,
-    note: str = "",
-    agreement: float | None = None,
-    *,
-    least: float | None = None,
-    most: float | None = None,
+    case: str, figure: str, value: float, note: str, agreement: float | None = None, least: float | None = None
 ) -> dict:
     """A row of the table.
 
     Args:
         case: what was measured. figure: the meaning of ``value``. note: the times.
         agreement: relative difference between fast and slow results.
-        least: a lower bound for ``value``; without it and ``most`` there is no target.
-        most: an upper bound.
+        least: a lower bound for ``value``; without it there is no target.
     """
-    target = f"≥ {least:g}" if least is not None else f"≤ {most:g}" if most is not None else "–"
-    holds = (least is None or value >= least) and (most is None or value <= most)
-    found = {"case": case, "figure": figure, "value": value, "target": target, "holds": bool(holds)}
-    return {**found, "note": note, "agreement": agreement}
+    found = {"case": case, "figure": figure, "value": value, "target": "–" if least is None else f"≥ {least:g}"}
+    return {**found, "holds": least is None or value >= least, "note": note, "agreement": agreement}
 
 
-def memory_row(case: str, found: Mapping, allowed: float) -> dict:
-    """A row for the peak memory relative to the base, the clients' adapters and ``allowed`` bytes."""
-    limit = found["base_bytes"] + found["clients"] * found["adapter_bytes"] + allowed
-    return row(
-        case,
-        f"peak memory ÷ (base + all adapters + {allowed / 1e9:g} GB)",
-        found["peak_bytes"] / limit,
-        f"{found['peak_bytes'] / 1e6:.0f} MB of {limit / 1e6:.0f} MB; base {found['base_bytes'] / 1e6:.0f} MB, "
-        f"adapter {found['adapter_bytes'] / 1e3:.0f} kB, libraries alone "
-        f"{found['imported_peak_bytes'] / 1e6:.0f} MB",
-        most=1,
-    )
+def said(result: Mapping) -> Iterator[str]:
+    """The rows of a result as lines."""
+    for line in result["rows"]:
+        yield f"{line['case']}: {line['figure']}: {line['value']:.3g} ({line['target']}) {line['note']}"
 
 
-def machine() -> dict:
-    """A description of the machine."""
-    from fs_lowrank.runs.environment import versions
-
-    return {"cpus": os.cpu_count(), "threads": torch.get_num_threads(), "versions": versions()}
+def table(folder: Path) -> str:
+    """The README of ``folder``, from all results in it, also those of measurements that are history."""
+    lines = [
+        "# Speed",
+        "",
+        "Written by `python -m studies.speed.cohort` and `….whole`; the other rows were measured once, by code that is "
+        "in the history, at commit 408ca991. Figures are medians of runs taken in turn on a shared machine, but for "
+        "`scale`, `overhead` and `whole`, which are run once: compare within a line. Agreement is the relative "
+        "difference between the results of the fast and the slow form.",
+        "",
+        "| measured by | case | figure | value | target | holds | times | agreement |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for path in sorted(folder.glob("*.json")):
+        for line in read_json(path, remedy="measure it again").get("rows", ()):
+            holds = "–" if line["target"] == "–" else "yes" if line["holds"] else "**no**"
+            agreement = "" if line["agreement"] is None else f"{line['agreement']:.0e}"
+            cells = (path.stem, line["case"], line["figure"], f"{line['value']:.3g}", line["target"], holds)
+            lines.append(f"| {' | '.join(cells)} | {line['note']} | {agreement} |")
+    return "\n".join([*lines, "", "[Against other systems](peers.md): FederatedScope, Flower, pfl.", ""])

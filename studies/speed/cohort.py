@@ -1,127 +1,129 @@
 """Speed of the local steps of a cohort, whose clients train in one pass (``train.cohort``), relative to the same steps
-client by client. The states of the frozen layers are kept in both."""
+client by client; of a last layer that is computed for what the loss reads alone (``train.only_read``); and of batches
+in blocks of similar length (``train.blocks``) inside a cohort. The states of the frozen layers are kept in all.
+
+Each gain is relative to the same steps without this one thing. Needs: fs-lowrank fetch minilm sentiment.
+"""
 
 from __future__ import annotations
 
 import tempfile
-from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from benchmark.script import script
 from fs_lowrank import Config, load_config
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.models.adapters import load_tensors
 from fs_lowrank.models.frozen import FrozenPrefix
-from fs_lowrank.models.machine import wait
 from fs_lowrank.training import train_client
 from fs_lowrank.training.cohort import Member, train_cohort
 
-from . import difference, race, row, threads
-from .frozen_cache import MINILM
+from . import difference, race, row, said, table, threads
 
-#: clients that train together, as many as in the issue's trial
+#: clients that train together
 CLIENTS = 7
+MINILM = {
+    "federate": {"method": "rolora", "client_num": 2, "total_round_num": 1},
+    "data": {"type": "sentiment", "splits": [0.9, 0.0, 0.1]},
+    "model": {"type": "minilm@transformers"},
+    "eval": {"split": ["test"]},
+}
+#: way -> the form that it is compared with, and what it is called
+COMPARED = {
+    "together": ("alone", "one by one ÷ together"),
+    "only what is read": ("together", "the last layer for all positions ÷ for those that are read"),
+    "in blocks": ("only what is read", "whole batches ÷ blocks of similar length"),
+}
 
 
-def measure(config: Config, repeats: int, clients: int = CLIENTS, size: int = CLIENTS) -> dict:
-    """``train.local_update_steps`` steps of each of ``clients`` on samples of the full length, in two ways in turn: one
-    by one, and ``size`` of them together.
+def measure(config: Config, repeats: int, clients: int = CLIENTS) -> dict[str, Any]:
+    """``train.local_update_steps`` steps of each of ``clients`` in turn: alone, and together in three ways.
+
+    The samples have the lengths of the data, in an order that gives each client some of every length.
     """
     with tempfile.TemporaryDirectory() as folder:
         engine = LocalEngine(config.replace(outdir=folder))
     site, model, method = engine.site, engine.model, engine.method
     data: Any = site.data.clients[0]
-    longest = np.argsort(-data.lengths, kind="stable")
     rows = config.dataloader.batch_size * config.train.local_update_steps
-    sets = {f"client {i}": data.select(np.resize(longest, clients * rows)[i::clients]) for i in range(clients)}
+    order = np.resize(np.argsort(-data.lengths, kind="stable")[: 2 * clients * rows], clients * rows)
+    sets = {f"client {i}": data.select(order[i::clients]) for i in range(clients)}
     prefix = FrozenPrefix(model, {*method.shared}, limit=4e9, changing=method.changed_base(model))
     prefix.plan({name: (examples, float("inf")) for name, examples in sets.items()})
-    members = [
-        Member(name, examples, method.phases(1, 1), i, config) for i, (name, examples) in enumerate(sets.items())
-    ]
     start, lr = method.view(engine.ledger.state), config.train.optimizer.lr
     trained: dict[str, list[dict]] = {}
 
     def alone() -> None:
         trained["alone"] = []
-        for each in members:
+        for seed, (name, examples) in enumerate(sets.items()):
             load_tensors(model, start)
-            train_client(
-                model,
-                each.examples,
-                each.phases,
-                config,
-                lr=lr,
-                seed=each.seed,
-                owner=each.owner,
-                prefix=prefix,
-                reads=site.reads,
-            )
-            tensors = method.upload(model, 1, site.clients[0])
-            trained["alone"].append({n: t.detach().clone() for n, t in tensors.items()})
-        wait(site.device)
+            plain = config.replace(**{"train.blocks": 1})
+            phases = method.phases(1, 1)
+            train_client(model, examples, phases, plain, lr=lr, seed=seed, owner=name, prefix=prefix, reads=None)
+            sent = method.upload(model, 1, site.clients[0])
+            trained["alone"].append({n: t.detach().clone() for n, t in sent.items()})
 
-    def together() -> None:
-        trained["together"] = []
-        for first in range(0, clients, size):
-            found = train_cohort(
-                model,
-                members[first : first + size],
-                lambda i: load_tensors(model, start),
-                {*method.shared, *method.personal},
-                config,
-                lr=lr,
-                prefix=prefix,
-                reads=site.reads,
-            )
-            trained["together"] += [tensors for _, tensors in found]
-        wait(site.device)
+    def together(way: str, reads: Any, blocks: int) -> None:
+        own = config.replace(**{"train.blocks": blocks})
+        members = [Member(n, examples, method.phases(1, 1), i, own) for i, (n, examples) in enumerate(sets.items())]
+        names = {*method.shared, *method.personal}
+        found = train_cohort(
+            model, members, lambda i: load_tensors(model, start), names, own, lr=lr, prefix=prefix, reads=reads
+        )
+        trained[way] = [tensors for _, tensors in found]
 
-    ways = {"alone": alone, "together": together}
+    ways: dict[str, Callable[[], object]] = {"alone": alone, "together": partial(together, "together", None, 1)}
+    ways["only what is read"] = partial(together, "only what is read", site.reads, 1)
+    ways["in blocks"] = partial(together, "in blocks", site.reads, 0)
     steps = clients * config.train.local_update_steps
-    seconds = {name: taken / steps for name, taken in race({n: partial(w) for n, w in ways.items()}, repeats).items()}
-    sent = [set(each) for each in trained["alone"]]
-    pairs = zip(trained["together"], trained["alone"], sent)
-    lengths = np.concatenate([e.lengths for e in sets.values()])
+    seconds = {name: taken / steps for name, taken in race(ways, repeats).items()}
+    batches = [examples.lengths[: config.dataloader.batch_size] for examples in sets.values()]
     return {
         "clients": clients,
         "seconds_a_clients_step": seconds,
         "only_read": bool(site.reads),
-        "lengths": [int(lengths.min()), int(lengths.max())],
-        "tokens": dict(Counter(lengths.tolist())),
-        "speed_up": seconds["alone"] / seconds["together"],
-        "difference": max(difference({n: ours[n] for n in names}, theirs) for ours, theirs, names in pairs),
+        "speed_up": {way: seconds[base] / seconds[way] for way, (base, _) in COMPARED.items()},
+        "padding": 1 - sum(float(b.sum()) for b in batches) / sum(len(b) * int(b.max()) for b in batches),
+        "difference": {
+            way: max(difference({n: ours[n] for n in theirs}, theirs) for ours, theirs in zip(of, trained["alone"]))
+            for way, of in trained.items()
+        },
     }
 
 
-def of_minilm(tokens: int, batch: int, read: str) -> dict:
-    """MiniLM with other sizes."""
-    adapter = {"r": 4, "alpha": 8, "modules": ["query", "value"], "layers": [4, 5]}
+def settings(tokens: int, batch: int, layers: list[int]) -> dict[str, Any]:
+    """MiniLM with adapters on ``layers`` of its 6, and batches of ``batch`` × at most ``tokens`` tokens."""
+    adapter = {"r": 4, "alpha": 8, "modules": ["query", "value"], "layers": layers}
     return {
         **MINILM,
         "llm": {"tok_len": tokens, "adapter": {"args": [adapter]}},
         "dataloader": {"batch_size": batch},
-        "train": {"local_update_steps": 3, "optimizer": {"type": "SGD", "lr": 0.05}, "only_read": read},
+        "train": {"local_update_steps": 3, "optimizer": {"type": "SGD", "lr": 0.05}},
     }
 
 
-def run() -> dict:
+def study(repeats: int) -> dict[str, Any]:
+    """The result of the command, as plain data."""
     rows, results = [], {}
-    for tokens, batch in ((20, 4), (20, 16), (64, 8)):
-        for read in ("off", "auto"):
-            name = f"MiniLM, layers 4 and 5 of 6, {batch} × {tokens} tokens, train.only_read {read}"
-            with threads(1):
-                found = results[name] = measure(load_config(of_minilm(tokens, batch, read)), 7)
-            step = {k: f"{1e3 * v:.4g} ms" for k, v in found["seconds_a_clients_step"].items()}
-            rows.append(
-                row(
-                    name,
-                    f"a client's local step, one by one ÷ {found['clients']} clients together",
-                    found["speed_up"],
-                    f"{step['alone']} ÷ {step['together']}",
-                    found["difference"],
-                )
-            )
+    for tokens, batch, layers in ((20, 4, [4, 5]), (64, 16, [4, 5])):
+        name = f"MiniLM, {len(layers)} of 6 layers adapted, {batch} × {tokens} tokens"
+        with threads(1):
+            found = results[name] = measure(load_config(settings(tokens, batch, layers)), repeats)
+        step = {way: f"{1e3 * taken:.4g} ms" for way, taken in found["seconds_a_clients_step"].items()}
+        for way, (base, words) in COMPARED.items():
+            note = f"{step[base]} ÷ {step[way]}; {found['padding']:.0%} of a whole batch are padding"
+            figure = f"a client's local step, {CLIENTS} clients: {words}"
+            rows.append(row(name, figure, found["speed_up"][way], note, found["difference"][way]))
     return {"threads": 1, "rows": rows, "results": results}
+
+
+OPTIONS = {"--repeats": dict(type=int, default=7)}
+main = script(__spec__.name, __doc__, OPTIONS, study, lines=said, readme=table, out="results/speed")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """Whole jobs with everything that saves work, and the same jobs without: the four methods of ``make demo``, a search
-of 16 trials and a suite of 12 cells over the demo's data. The demo is also compared with one process, and its training
-with the time that its matrix products need at this machine's peak.
+of 16 trials and a suite of 12 cells over the demo's data. The demo is also compared with one process.
+Needs: fs-lowrank fetch minilm sentiment.
 
 "Without" is one process whose clients train one by one, on whole batches and all positions, and which takes nothing
 from other runs; the states of frozen layers are kept within a run. Every job begins with nothing kept on disk.
@@ -18,14 +18,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
-from fs_lowrank.models.machine import wait
+from benchmark.script import script
 from fs_lowrank.settings.reading import read_yaml
 from fs_lowrank.settings.tree import flatten
 
-from . import ROOT, in_a_process, row
+from . import ROOT, in_a_process, row, said, table
 
 DEMO = ROOT / "examples" / "demo.yaml"
 METHODS = ("rolora", "ffa_lora", "fedlora", "flexlora")
@@ -42,7 +41,7 @@ RATES = [float(f"{10 ** (-3.5 + 0.15 * i):.3g}") for i in range(16)]
 
 def demo(settings: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     """Run the demo's methods here, one after the other; for each its seconds from the first training step to its end,
-    those of its ``training`` phases, the clients of each round, and the samples that they trained on.
+    and its accuracy.
     """
     from fs_lowrank import load_config, run
     from fs_lowrank.jobs.kept import keeping
@@ -61,9 +60,6 @@ def demo(settings: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
                 {
                     "method": method,
                     "seconds": time.perf_counter() - steps[0],
-                    "training": sum(record["seconds"]["training"] for record in result.history),
-                    "clients": [record["clients"] for record in result.history],
-                    "samples": [record["samples"] for record in result.history],
                     "test_acc": result.history[-1]["metrics"]["test"]["acc"],
                 }
             )
@@ -92,7 +88,7 @@ def _with_nothing_kept(arguments: Sequence[str], folder: Path) -> str:
 
 def _demo(setting: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as name:
-        return json.loads(_with_nothing_kept(["-m", __name__, setting, name], Path(name)).splitlines()[-1])
+        return json.loads(_with_nothing_kept(["-m", __spec__.name, setting, name], Path(name)).splitlines()[-1])
 
 
 def _job(kind: str, setting: str) -> float:
@@ -102,151 +98,53 @@ def _job(kind: str, setting: str) -> float:
         return time.perf_counter() - started
 
 
-# -- the physical limit ----------------------------------------------------------------------------------
-
-
-def products(model: torch.nn.Module, frozen: Sequence[torch.nn.Module], length: int) -> tuple[int, int]:
-    """Operations of the matrix products of a training step on one sample of ``length`` tokens, without padding: all but
-    those of the layers ``frozen``, and theirs.
-
-    Args:
-        model: on the device ``meta``, which computes shapes and no values.
-    """
-    from torch.utils.flop_counter import FlopCounterMode
-
-    spent = 0
-
-    def before(module: torch.nn.Module, given: Any) -> None:
-        nonlocal spent
-        spent -= counter.get_total_flops()
-
-    def after(module: torch.nn.Module, given: Any, result: Any) -> None:
-        nonlocal spent
-        spent += counter.get_total_flops()
-
-    hooks = [hook for m in frozen for hook in (m.register_forward_pre_hook(before), m.register_forward_hook(after))]
-    with FlopCounterMode(display=False) as counter:
-        model(input_ids=torch.ones(1, length, dtype=torch.long, device="meta")).logits.sum().backward()
-    for hook in hooks:
-        hook.remove()
-    return counter.get_total_flops() - spent, spent
-
-
-def limit(runs: Sequence[dict[str, Any]], peak: float) -> float:
-    """Seconds that the matrix products of ``runs`` need at ``peak`` operations a second: those of every real token that
-    was trained on, and of the frozen layers once for every distinct sample.
-
-    A client's batches are drawn from its data, so a sample of its batches has the mean of its data's lengths.
-    """
-    from fs_lowrank import load_config
-    from fs_lowrank.models.adapters import layer_stack
-    from fs_lowrank.rounds.site import Site
-
-    with tempfile.TemporaryDirectory() as folder:
-        site = Site(load_config(DEMO, {"federate.method": "fedlora"}, outdir=folder))
-    model = site.model.to("meta").train()
-    stack = layer_stack(model)
-    assert stack is not None and site.prefix is not None
-    frozen = list(stack[1])[: site.prefix.depth]
-    lengths = sorted({int(n) for data in site.data.clients for n in data.lengths})
-    cost = {length: products(model, frozen, length) for length in lengths}
-    mean = [
-        [statistics.mean(cost[int(n)][part] for n in data.lengths) for part in (0, 1)] for data in site.data.clients
-    ]
-    config = site.config
-    sizes = [len(data) for data in site.data.clients]
-    most = config.train.local_update_steps * config.dataloader.batch_size
-    operations, unseen = 0.0, [1.0] * len(sizes)
-    for number, run in enumerate(runs):
-        for clients, samples in zip(run["clients"], run["samples"]):
-            operations += samples * statistics.mean(mean[client - 1][0] for client in clients)
-            for client in clients if number == 0 else ():  # the other methods ask for the same samples
-                unseen[client - 1] *= 1 - min(most, sizes[client - 1]) / sizes[client - 1]
-    operations += sum((1 - new) * size * each[1] for new, size, each in zip(unseen, sizes, mean))
-    return operations / peak
-
-
-def peak_rate(
-    size: int = 2048, repeats: int = 20, device: torch.device | None = None, dtype: torch.dtype = torch.float32
-) -> float:
-    """Operations a second of a large matrix product, on a CPU with all cores."""
-    one, other = torch.randn(2, size, size, device=device, dtype=dtype)
-    taken = []
-    for _ in range(repeats):
-        wait(one.device)
-        started = time.perf_counter()
-        one @ other
-        wait(one.device)
-        taken.append(time.perf_counter() - started)
-    return 2 * size**3 / statistics.median(taken)
-
-
-# -- the table -------------------------------------------------------------------------------------------
-
-
-def run(turns: int = 1) -> dict:
-    """Measure the demo ``turns`` times in turn, and the search and the suite once: all are of many runs."""
+def study(turns: int) -> dict[str, Any]:
+    """The result of the command, as plain data: the demo ``turns`` times in turn, the search and the suite once."""
     demos: dict[str, list[list[dict[str, Any]]]] = {setting: [] for setting in SETTINGS}
     for _ in range(turns):
         for setting in SETTINGS:
             demos[setting].append(_demo(setting))
-            seconds = sum(method["seconds"] for method in demos[setting][-1])
-            print(f"whole: the demo, {setting}: {seconds:.0f} s", flush=True)
-    jobs: dict[tuple[str, str], float] = {}
-    for kind in ("search", "suite"):
-        for setting in ("one process", "without"):  # a search and a suite have a process for each worker
-            jobs[kind, setting] = _job(kind, setting)
-            print(f"whole: the {kind}, {setting}: {jobs[kind, setting]:.0f} s", flush=True)
+    jobs = {
+        (kind, setting): _job(kind, setting)
+        for kind in ("search", "suite")
+        for setting in ("one process", "without")  # a search and a suite have a process for each worker
+    }
     whole = {s: statistics.median(sum(m["seconds"] for m in found) for found in demos[s]) for s in SETTINGS}
-    training = statistics.median(sum(m["training"] for m in found) for found in demos["all"])
-    peak = peak_rate()
-    least = limit(demos["all"][0], peak)
     cores = os.cpu_count()
-    accuracies = {s: [m["test_acc"] for m in demos[s][0]] for s in SETTINGS}
+    everything, saved = "the demo's four methods, from the first step to the end", "÷ ours"
+    plain = "clients one by one, whole batches, nothing kept for other runs"
+    by_method = ", ".join(
+        f"{ours['method']} {without['seconds'] / ours['seconds']:.2g}×"
+        for ours, without in zip(demos["all"][0], demos["without"][0])
+    )
     rows = [
-        row(
-            "the demo's four methods, from the first step to the end",
-            "one process, clients one by one, whole batches, nothing kept for other runs ÷ ours",
-            whole["without"] / whole["all"],
-            f"{whole['without']:.0f} s ÷ {whole['all']:.0f} s; each method "
-            + ", ".join(f"{m['method']} {p['seconds'] / m['seconds']:.2g}×" for m, p in zip(*_first(demos))),
-            least=3,
-        ),
+        row(everything, f"one process, {plain} {saved}", *_ratio(whole["without"], whole["all"], by_method), least=3),
         row(
             "the same",
             f"one process with {cores} threads ÷ {cores} processes",
-            whole["one process"] / whole["all"],
-            f"{whole['one process']:.0f} s ÷ {whole['all']:.0f} s",
+            *_ratio(whole["one process"], whole["all"]),
             least=1.2,
-        ),
-        row(
-            "the same, training alone",
-            "ours ÷ its matrix products at the peak of all cores",
-            training / least,
-            f"{training:.0f} s ÷ {least:.0f} s, at {peak / 1e9:.0f} GFLOP/s; real tokens alone, frozen layers once for "
-            "each distinct sample",
-            most=1.2,
         ),
     ]
     for kind, name in (("search", "a search of 16 trials"), ("suite", "a suite of 12 cells")):
-        plain, ours = jobs[kind, "without"], jobs[kind, "one process"]
-        rows.append(
-            row(
-                f"{name} over the demo's data, two workers, the whole command",
-                "clients one by one, whole batches, nothing kept for other runs ÷ ours",
-                plain / ours,
-                f"{plain:.0f} s ÷ {ours:.0f} s",
-                least=3,
-            )
-        )
-    kept = {f"{kind}, {setting}": seconds for (kind, setting), seconds in jobs.items()}
-    results = {"demo": demos, "jobs": kept, "test_acc": accuracies, "peak": peak, "limit_seconds": least}
-    return {"threads": cores, "rows": rows, "results": results}
+        case = f"{name} over the demo's data, two workers, the whole command"
+        taken = _ratio(jobs[kind, "without"], jobs[kind, "one process"])
+        rows.append(row(case, f"{plain} {saved}", *taken, least=3))
+    accuracies = {s: [m["test_acc"] for m in demos[s][0]] for s in SETTINGS}
+    by_name = {f"{kind}, {setting}": seconds for (kind, setting), seconds in jobs.items()}
+    return {"threads": cores, "rows": rows, "results": {"demo": demos, "jobs": by_name, "test_acc": accuracies}}
 
 
-def _first(demos: dict[str, list[list[dict[str, Any]]]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    return demos["all"][0], demos["without"][0]
+def _ratio(over: float, under: float, more: str = "") -> tuple[float, str]:
+    return over / under, f"{over:.0f} s ÷ {under:.0f} s" + (f"; {more}" if more else "")
+
+
+OPTIONS = {"--turns": dict(type=int, default=1)}
+main = script(__spec__.name, __doc__, OPTIONS, study, lines=said, readme=table, out="results/speed")
 
 
 if __name__ == "__main__":
-    print(json.dumps(demo(SETTINGS[sys.argv[1]], Path(sys.argv[2]))))
+    if sys.argv[1:2] and sys.argv[1] in SETTINGS:  # one demo, in a process of its own
+        print(json.dumps(demo(SETTINGS[sys.argv[1]], Path(sys.argv[2]))))
+    else:
+        raise SystemExit(main())

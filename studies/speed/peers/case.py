@@ -1,18 +1,14 @@
-"""The whole job against other systems: python -m studies.speed peers [options]
+"""The whole job against other systems: FederatedScope and Flower.
 
 For each model and number of clients the same job is run by us (one process, and a process for each core) and by each
 peer in an environment of its own, in turn. Of a peer's two settings the one that was faster in its first run counts and
 is repeated. With 100 clients or more, whose rounds are long, there is one run of two rounds, with the setting that was
-faster with fewer clients. Cells that the results already hold are not run again, so a stopped command goes on when it
-is given again.
+faster with fewer clients.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import csv
-import io
 import json
 import os
 import statistics
@@ -27,13 +23,13 @@ from typing import Any
 import psutil
 from safetensors.torch import load_file
 
+from benchmark.script import script
 from fs_lowrank import UserError
 from fs_lowrank.errors import nearest
 from fs_lowrank.jobs import shell
-from fs_lowrank.jobs.files import read_json, write_text
-from fs_lowrank.versions import SCHEMA
+from fs_lowrank.jobs.files import read_json
 
-from .. import difference, machine
+from .. import difference
 from .environment import OURS, PEERS, Missing, Peer, Variant, prepared
 from .job import SHAPES, describe, make_job
 
@@ -59,70 +55,30 @@ READING = (
 FIGURES = ("rounds_per_second", "processor_seconds_a_round", "peak_bytes", "seconds", "processor_seconds")
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the case."""
-    parser.add_argument("--clients", default="10,50,200", help="numbers of clients (default: %(default)s)")
-    parser.add_argument("--models", default=",".join(SHAPES), help="default: %(default)s")
-    names = ",".join(peer.name for peer in PEERS)
-    parser.add_argument("--peers", default=names, help="default: %(default)s; none: only ourselves")
-    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s, of which the first does not count")
-    parser.add_argument("--repeat", type=int, default=3, help="runs of each, of which the median counts")
-    parser.add_argument("--tiny", action="store_true", help="tiny models, to try that everything runs")
-    parser.add_argument("--out", type=Path, default=Path("results/speed"), help="default: %(default)s")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the case; returns the exit code, as ``fs-lowrank`` does."""
-
-    def make_parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser]]:
-        parser = shell.Parser(
-            prog="python -m studies.speed peers",
-            description=__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        options(parser)
-        parser.set_defaults(do=_run)
-        return parser, [parser]
-
-    return shell.run(make_parser, argv, shell.make_console(140), folder=lambda args: args.out)
-
-
-def _run(args: argparse.Namespace) -> None:
-    sizes = _numbers(args.clients)
-    models = _chosen("--models", args.models, SHAPES)
+def study(clients: str, models: str, peers: str, rounds: int, repeat: int, tiny: bool) -> dict[str, Any]:
+    """The result of the command, as plain data."""
+    sizes, models_run = _numbers(clients), _chosen("--models", models, SHAPES)
     known = {peer.name: peer for peer in PEERS}
-    peers = [] if args.peers == "none" else [known[name] for name in _chosen("--peers", args.peers, known)]
-    if args.rounds < 2 or args.repeat < 1:
-        raise UserError(f"--rounds {args.rounds} --repeat {args.repeat}: expected at least 2 rounds and 1 run")
-    settings = {"rounds": args.rounds, "repeat": args.repeat, "tiny": args.tiny, "cpus": os.cpu_count()}
-    path = args.out / "peers.json"
-    found = read_json(path, missing={}, remedy="remove it")
-    if found.get("settings") != settings:
-        found = {"schema": SCHEMA, "settings": settings, "cells": [], "versions": {}}
+    chosen = [] if peers == "none" else [known[name] for name in _chosen("--peers", peers, known)]
+    if rounds < 2:
+        raise UserError(f"--rounds {rounds}: expected at least 2 rounds, of which the first does not count")
+    settings = {"rounds": rounds, "repeat": repeat, "tiny": tiny, "cpus": os.cpu_count()}
+    found: dict[str, Any] = {"settings": settings, "cells": [], "versions": {}, "missing": {}}
     pythons: dict[str, tuple[str, str]] = {OURS.name: (sys.executable, str(Path(__file__).parents[3]))}
-    found["missing"] = {}
-    for peer in peers:
+    for peer in chosen:
         try:
             python, more = prepared(peer)
             pythons[peer.name] = (str(python), more)
         except Missing as error:
             found["missing"][peer.name] = str(error)
             print(error, flush=True)
-    systems = [peer for peer in (OURS, *peers) if peer.name in pythons]
-    for model in models:
-        for clients in sizes:
-            key = {"model": model, "clients": clients}
-            had = next((cell for cell in found["cells"] if key.items() <= cell.items()), None)
-            if had and {peer.name for peer in systems} <= {system["system"] for system in had["systems"]}:
-                continue
-            fewer = [c for c in found["cells"] if c["model"] == model and c["clients"] < clients]
-            cell = {**key, **_cell(model, clients, args, systems, pythons, found["versions"], fewer)}
-            found["cells"] = [c for c in found["cells"] if c is not had] + [cell]
-            found["machine"] = machine()
-            write_text(path, json.dumps(found, indent=1) + "\n")
-            write_text(args.out / "peers.csv", as_csv(found))
-            write_text(args.out / "peers.md", table(found))
-    print(table(found))
+    systems = [peer for peer in (OURS, *chosen) if peer.name in pythons]
+    for model in models_run:
+        for size in sizes:
+            fewer = [c for c in found["cells"] if c["model"] == model]
+            cell = _cell(model, size, settings, systems, pythons, found["versions"], fewer)
+            found["cells"].append({"model": model, "clients": size, **cell})
+    return found
 
 
 def _numbers(text: str) -> list[int]:
@@ -146,7 +102,7 @@ def _chosen(flag: str, text: str, known: Iterable[str]) -> list[str]:
 def _cell(
     model: str,
     clients: int,
-    args: argparse.Namespace,
+    settings: dict[str, Any],
     systems: Sequence[Peer],
     pythons: dict[str, tuple[str, str]],
     versions: dict[str, Any],
@@ -158,14 +114,14 @@ def _cell(
         fewer: the cells of the model with fewer clients.
     """
     runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    rounds, repeat, known = args.rounds, args.repeat, runs
+    rounds, repeat, known = settings["rounds"], settings["repeat"], runs
     if clients >= MANY:
         rounds, repeat = 2, 1
         largest = max(fewer, key=lambda cell: cell["clients"], default=None)
         known = {(s["system"], s["variant"]): s["runs"] for s in largest["systems"]} if largest else {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "job"
-        make_job(model, folder, clients, rounds, args.tiny)
+        make_job(model, folder, clients, rounds, settings["tiny"])
         for turn in range(repeat):
             for peer in systems:
                 for variant in _variants(peer, runs if turn else known):
@@ -197,7 +153,6 @@ def _one(peer: Peer, variant: Variant, job: Path, out: Path, python: str, more: 
     """What one run measured; ``status`` is "ok" or one line that says what went wrong."""
     out.mkdir()
     script = [str(Path(__file__).parent / peer.script), str(job), str(out), json.dumps(variant.settings)]
-    many = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(variant.processes)]
     environment = {
         **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         **({"PYTHONPATH": more} if more else {}),
@@ -208,8 +163,7 @@ def _one(peer: Peer, variant: Variant, job: Path, out: Path, python: str, more: 
     }
     started = time.perf_counter()
     with (out / "log.txt").open("w") as log:
-        command = [python, *(many if variant.processes else ()), *script]
-        process = subprocess.Popen(command, cwd=out, env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen([python, *script], cwd=out, env=environment, stdout=log, stderr=log)
         try:
             code = process.wait(LIMIT)
         except subprocess.TimeoutExpired:
@@ -285,16 +239,6 @@ def compared(cell: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def as_csv(found: dict[str, Any]) -> str:
-    """The rows of all cells as CSV."""
-    rows = [row for cell in found["cells"] for row in compared(cell)]
-    out = io.StringIO()
-    writer = csv.DictWriter(out, list(dict.fromkeys(key for row in rows for key in row)))
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
-
-
 def table(found: dict[str, Any]) -> str:
     """The results as Markdown."""
     titles = {peer.name: peer.title for peer in (OURS, *PEERS)}
@@ -302,7 +246,7 @@ def table(found: dict[str, Any]) -> str:
     lines = [
         "# The whole job against other systems",
         "",
-        f"`python -m studies.speed peers`; {settings['cpus']} cores, {settings['rounds']} rounds, medians of "
+        f"`python -m studies.speed.peers.case`; {settings['cpus']} cores, {settings['rounds']} rounds, medians of "
         f"{settings['repeat']} runs{', tiny models' if settings['tiny'] else ''}; from {MANY} clients on one run of "
         f"two rounds. {describe()}. {READING}",
         "",
@@ -335,3 +279,18 @@ def table(found: dict[str, Any]) -> str:
 
 def _times(ratio: float | None, goal: float) -> str:
     return "" if ratio is None else f" ({ratio:.2f}×)" if ratio >= goal else f" (**{ratio:.2f}×**)"
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--clients": dict(default="10,50,200", help="numbers of clients (default: %(default)s)"),
+    "--models": dict(default=",".join(SHAPES), help="default: %(default)s"),
+    "--peers": dict(default=",".join(peer.name for peer in PEERS), help="default: %(default)s; none: only ourselves"),
+    "--rounds": dict(type=int, default=3, help="default: %(default)s, of which the first does not count"),
+    "--repeat": dict(type=int, default=3, help="runs of each, of which the median counts"),
+    "--tiny": dict(action="store_true", help="tiny models, to try that everything runs"),
+}
+main = script(__spec__.name, __doc__, OPTIONS, study, lines=lambda result: [table(result)], out="results/speed/peers")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

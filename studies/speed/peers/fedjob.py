@@ -132,10 +132,9 @@ class Meter(threading.Thread):
 
     def __init__(self, every: float = 0.25):
         super().__init__(daemon=True)
-        first = os.environ.get("RANK", "0") == "0"  # of the processes of torchrun, one looks at all
-        self.every, self.peak = every if first else 1e6, 0
+        self.every, self.peak = every, 0
         self.over, self.looking = threading.Event(), threading.Lock()
-        self.main = psutil.Process(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
+        self.main = psutil.Process()
         self.spent: dict[tuple[int, float], float] = {}
         self.ends: list[float] = []
         self.processor: list[float] = []
@@ -196,15 +195,13 @@ def main(work: Callable[[Job, Path, Mapping[str, Any]], tuple[dict[str, Any], Ma
     Args:
         work: given the job, the folder for what the peer writes and the settings of the variant, returns what was
             measured and the trained tensors; the result goes to ``result.json``, the tensors to ``final.safetensors``.
-            Only the process that returns a result writes it.
     """
     folder, out = Path(sys.argv[1]), Path(sys.argv[2])
     settings = {"job": str(folder), **json.loads(sys.argv[3] if len(sys.argv) > 3 else "{}")}
     torch.set_num_threads(int(settings.get("threads", torch.get_num_threads())))
     out.mkdir(parents=True, exist_ok=True)
     result, tensors = work(Job.read(folder), out, settings)
-    if result:
-        save_file({name: t.detach().contiguous().clone() for name, t in tensors.items()}, out / "final.safetensors")
-        (out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    save_file({name: t.detach().contiguous().clone() for name, t in tensors.items()}, out / "final.safetensors")
+    (out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     sys.stdout.flush()
     os._exit(0)  # threads of a peer must not keep the process
