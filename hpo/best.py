@@ -108,6 +108,11 @@ def summary(storage: BaseStorage, name: str) -> dict[str, Any]:
         "points": drawn(trials),
         "budget": budget(trials),
         "winners": winners,
+        "tried": sorted(({**p.point, "value": p.value} for p in points_of(study)), key=json.dumps),
+        "failed": [
+            (t.user_attrs.get("kind") or "lost", t.user_attrs.get("reason", "its worker died"))
+            for t in failures(trials)
+        ],
         "failures": [
             {
                 "trial": t.number,
@@ -174,14 +179,7 @@ def results(where: str | Path, name: str) -> dict[str, Any]:
     Raises:
         UserError: there is no such storage.
     """
-    storage = open_storage(where)
-    study = load_study(storage, name)
-    tried = sorted(({**p.point, "value": p.value} for p in points_of(study)), key=json.dumps)
-    failed = [
-        (t.user_attrs.get("kind") or "lost", t.user_attrs.get("reason", "its worker died"))
-        for t in failures(study.get_trials(deepcopy=False))
-    ]
-    return {**summary(storage, name), "tried": tried, "failed": failed}
+    return summary(open_storage(where), name)
 
 
 def choose(found: dict, trial: int | None = None, unconfirmed: bool = False, unlearned: bool = False) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from fs_lowrank import UserError
 from fs_lowrank.errors import hint, nearest
 from fs_lowrank.jobs import shell, tables
 
-from .errors import NEEDS_OPTUNA
-
+#: what is said where Optuna is missing
+NEEDS_OPTUNA = "error: hpo needs Optuna: pip install 'fs-lowrank[hpo]'"
 console = shell.make_console(140)
 
 
@@ -108,7 +108,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     best.add_argument("--unlearned", action="store_true", help="write the winner even if it has learned nothing")
     tables.option(best)
     best.set_defaults(do=partial(_stored, _best))
-    plot = commands.add_parser("plot", help="history, rounds, slices, learning rate, Pareto front: PNG and HTML")
+    plot = commands.add_parser("plot", help="Optuna's pictures: history, rounds, slices, Pareto front; trials.csv")
     storage_options(plot)
     plot.add_argument("--out", metavar="FOLDER", type=Path, help="default: plots in --dir")
     plot.set_defaults(do=partial(_stored, _plot))
@@ -308,10 +308,8 @@ def _best(args: argparse.Namespace) -> None:
 
 
 def _plot(args: argparse.Namespace) -> None:
-    from .plots import draw, pictures, setting, trials_table
+    from .plots import draw
 
     storage, names = _chosen(args)
-    out = args.out or args.dir / "plots"
-    trials, said = trials_table(storage, names), setting(storage, names)
-    for path in draw(pictures(storage, names), out, args.study or "studies", trials, said):
+    for path in draw(storage, names, args.out or args.dir / "plots"):
         _say(str(path))

@@ -23,8 +23,6 @@ from fs_lowrank import Config, UserError
 from fs_lowrank.errors import nearest
 from fs_lowrank.settings import Key, Origin, check_keys, check_value, read_yaml, yaml_beside
 
-from .errors import file_exists
-
 _VALUES = Key(list, {"filled": True, "once": True, "words": "a list of values"})
 _WHEN = Key(dict | None, {"words": "keys and their values, such as {federate.method: [fedloru]}"})
 _RANGE, _STEP = Key(tuple[float, float], {"words": "[low, high]"}), {"above": 0}
@@ -259,7 +257,7 @@ def load_space(path: str | Path) -> Space:
     """
     shipped = {p.stem: p for p in sorted((Path(__file__).parent / "spaces").glob("*.yaml"))}
     name, file = str(path), Path(path).expanduser()
-    exists = file_exists(file, "space")
+    exists = file.exists()
     if not exists and name not in shipped:
         near = nearest(file.name, [*shipped, *yaml_beside(file)])
         raise UserError(f"{name}: no such file{near}; spaces that ship: {', '.join(shipped)}")

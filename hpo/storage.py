@@ -9,13 +9,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import optuna
 from optuna.storages import BaseStorage, RetryHeartbeatStaleTrialCallback
 
 from fs_lowrank import RunFailed, UserError
-
-from .errors import file_exists
 
 #: name of the storage in the folder of a search
 FILE = "study.db"
@@ -58,8 +57,8 @@ def open_storage(where: str | Path, create: bool = False) -> BaseStorage:
         UserError: there is none, or it cannot be used.
     """
     path = None if "://" in str(where) else Path(where)
-    if path is not None and not file_exists(path, "storage"):
-        if path.name == FILE and file_exists(path.with_name(OLD), "storage"):
+    if path is not None and not path.exists():
+        if path.name == FILE and path.with_name(OLD).exists():
             raise UserError(
                 f"{path.with_name(OLD)} is a search of an earlier version of fs-lowrank; move that file away and give "
                 "the command of the search again: the runs that it has finished are used, not run again"
@@ -69,12 +68,12 @@ def open_storage(where: str | Path, create: bool = False) -> BaseStorage:
     with storage_errors(where), quiet():
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-        return optuna.storages.RDBStorage(
-            str(where) if path is None else f"sqlite:///{path}",
-            heartbeat_interval=HEARTBEAT,
-            grace_period=GRACE,
-            heartbeat_stale_trial_callback=RETRY,
-        )
+        url = str(where) if path is None else f"sqlite:///{path}"
+        beats: dict[str, Any] = {"heartbeat_interval": HEARTBEAT, "grace_period": GRACE}
+        try:
+            return optuna.storages.RDBStorage(url, heartbeat_stale_trial_callback=RETRY, **beats)
+        except RuntimeError as error:  # of a storage of another version of Optuna
+            raise UserError(f"storage {where} is no storage that this version of Optuna reads: {error}") from None
 
 
 @contextmanager
@@ -97,18 +96,6 @@ def storage_errors(where: str | Path) -> Iterator[None]:
             f"storage {shown}: {cause}; expected a SQLite file of a search, or the URL of a database whose "
             "driver is installed. When that is repaired, the same command continues"
         ) from None
-    except (RuntimeError, ValueError, KeyError) as error:  # a file that is something else, or of another Optuna
-        if not _of_optuna(error):
-            raise
-        raise UserError(f"storage {shown} is no storage that this version of Optuna reads: {error}") from None
-
-
-def _of_optuna(error: BaseException) -> bool:
-    """Whether an error was raised in Optuna's storages."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    return last is not None and "/optuna/storages/" in Path(last.tb_frame.f_code.co_filename).as_posix()
 
 
 def study_names(storage: BaseStorage) -> list[str]:

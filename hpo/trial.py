@@ -240,11 +240,7 @@ class Runner:
         if len(self.settings.objectives) > 1:
             return False
         prunes, known = self.settings.rungs or self.settings.pruner != "none", trial.user_attrs.get("chance")
-        reported = Chance(**known).reported(name, metrics) if known and prunes else metrics[name]
-        trial.report(reported, record["round"])
-        if reported != metrics[name]:  # for pictures, which show what was measured
-            measured = trial.user_attrs.get("measured", {})
-            trial.set_user_attr("measured", {**measured, str(record["round"]): metrics[name]})
+        trial.report(Chance(**known).reported(name, metrics) if known and prunes else metrics[name], record["round"])
         # A run that is complete stays so.
         return record["round"] < self.base.federate.total_round_num and trial.should_prune()
 

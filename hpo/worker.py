@@ -17,7 +17,6 @@ from fs_lowrank.jobs.crew import stop_signals
 from fs_lowrank.jobs.kept import keeping
 from fs_lowrank.jobs.shell import INTERRUPTED, OK
 
-from .errors import reported
 from .objectives import OBJECTIVES
 from .search import budget, drawn, enqueue, fresh_seeds, front, kind
 from .settings import make_pruner, make_sampler, settings_of, space_of
@@ -63,7 +62,7 @@ def work(
         UserError: the storage failed.
     """
     # All trials start from the same model, and most from the same data.
-    with reported(folder), storage_errors(where), keeping():
+    with storage_errors(where), keeping():
         storage = open_storage(where)
         searches = [
             _Search(storage, n, Runner(settings_of(load_study(storage, n)), folder / n, stopping, overrides), say)

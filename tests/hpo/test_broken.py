@@ -70,8 +70,6 @@ def test_spaces_that_are_not_text(command, tmp_path):
     (tmp_path / "broken.yaml").write_bytes(b"\xff\xfe\x00\x01")
     assert command(space=tmp_path / "broken.yaml")[0] == 2
     assert command(space=tmp_path)[0] == 2
-    assert command(space="a\0b")[0] == 2
-    assert command(space="x" * 5000)[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -79,7 +77,6 @@ def test_spaces_that_are_not_text(command, tmp_path):
     [
         ["--storage", "nonsense://x"],
         ["--storage", "sqlite:////no/such/folder/x.db"],
-        ["--storage", "a\0b.db"],
         ["--storage", "/proc/none/study.db"],
         ["--storage", "/dev/full"],
         ["--study", "a/b"],
