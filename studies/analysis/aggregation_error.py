@@ -105,10 +105,6 @@ def runs(base: Config, varied: Mapping[str, Mapping[str, Mapping]], rounds: int,
                 score, errors = known[same]
                 entry = {"axis": axis, "label": label, "seed": seed, "errors": errors, "test_acc": score}
                 entries.append(entry)
-                print(
-                    f"{axis} {label}, seed {seed}: e {errors[0]:.3f} in round 1, {errors[-1]:.3f} in round {rounds}; "
-                    f"test accuracy {score:.3f}"
-                )
     return entries
 
 

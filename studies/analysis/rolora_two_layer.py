@@ -261,11 +261,6 @@ def compare(
                     "curves": curves,
                 }
             )
-            shown = " ± ".join(f"{100 * v:.1f}" for v in last_quarter.values() if v is not None)
-            print(
-                f"{num_clients:>2} clients  {method:<9} lr {rate:<6g} accuracy {shown} % (last quarter of the rounds)",
-                flush=True,
-            )
     return entries
 
 

@@ -14,7 +14,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from . import in_a_process, row
+from benchmark.script import script
+
+from . import in_a_process, row, said, table
 
 #: variables of a run, by what they do; OpenMP's own number is 300,000
 WAYS = {
@@ -38,21 +40,17 @@ def beside(number: int) -> Iterator[None]:
             process.wait()
 
 
-def one_run(keys: tuple[str, ...], way: dict[str, str], folder: str) -> tuple[float, float]:
-    """Seconds of the clock and of the processor of a run in a process of its own."""
-    words = ("-m", "fs_lowrank", "run", "--cfg", "examples/demo.yaml", "--overwrite", "outdir", folder, *keys)
+def one_run(way: dict[str, str], folder: str) -> tuple[float, float]:
+    """Seconds of the clock and of the processor of two rounds of the demo in a process of its own."""
+    words = f"-m fs_lowrank run --cfg examples/demo.yaml --overwrite outdir {folder} federate.total_round_num 2"
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    in_a_process(*words, HF_HUB_OFFLINE="1", **way)
+    in_a_process(*words.split(), HF_HUB_OFFLINE="1", **way)
     wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
     return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def run(turns: int = 5, keys: tuple[str, ...] = ("federate.total_round_num", "2")) -> dict:
-    """Measure every way of waiting beside every number of neighbours.
-
-    Args:
-        keys: overrides of the demo.
-    """
+def study(turns: int) -> dict:
+    """The result of the command, as plain data: every way of waiting beside every number of neighbours."""
     taken: dict[str, dict[str, list[tuple[float, float]]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for number in NEIGHBOURS:
@@ -61,7 +59,7 @@ def run(turns: int = 5, keys: tuple[str, ...] = ("federate.total_round_num", "2"
                 for name, way in WAYS.items():
                     # The neighbours' own seconds count for this process once they end, so after the run.
                     with beside(number):
-                        found[name].append(one_run(keys, way, f"{folder}/run"))
+                        found[name].append(one_run(way, f"{folder}/run"))
     rows = []
     for neighbours, found in taken.items():
         wall, processor = ({n: statistics.median(pair[i] for pair in of) for n, of in found.items()} for i in (0, 1))
@@ -71,3 +69,11 @@ def run(turns: int = 5, keys: tuple[str, ...] = ("federate.total_round_num", "2"
             case = f"the demo's first two rounds beside {neighbours} busy processes, {name}"
             rows.append(row(case, "seconds ÷ those by OpenMP's default", wall[name] / wall["default"], note))
     return {"rows": rows, "results": taken}
+
+
+OPTIONS = {"--turns": dict(type=int, default=5)}
+main = script(__spec__.name, __doc__, OPTIONS, study, lines=said, readme=table, out="results/speed")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

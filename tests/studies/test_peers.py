@@ -162,7 +162,6 @@ def test_other_work_has_no_ratio_and_a_failed_run_says_why():
 @pytest.mark.parametrize(
     "given, said",
     [
-        (["--clients", "ten"], "--clients ten: expected numbers of at least 2"),
         (["--models", "lama"], "--models lama: unknown; did you mean 'llama'?"),
         (["--peers", "flow"], "--peers flow: unknown"),
         (["--rounds", "1"], "--rounds 1: expected at least 2 rounds"),

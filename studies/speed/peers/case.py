@@ -57,7 +57,7 @@ FIGURES = ("rounds_per_second", "processor_seconds_a_round", "peak_bytes", "seco
 
 def study(clients: str, models: str, peers: str, rounds: int, repeat: int, tiny: bool) -> dict[str, Any]:
     """The result of the command, as plain data."""
-    sizes, models_run = _numbers(clients), _chosen("--models", models, SHAPES)
+    sizes, models_run = [int(n) for n in shell.names(clients)], _chosen("--models", models, SHAPES)
     known = {peer.name: peer for peer in PEERS}
     chosen = [] if peers == "none" else [known[name] for name in _chosen("--peers", peers, known)]
     if rounds < 2:
@@ -71,7 +71,6 @@ def study(clients: str, models: str, peers: str, rounds: int, repeat: int, tiny:
             pythons[peer.name] = (str(python), more)
         except Missing as error:
             found["missing"][peer.name] = str(error)
-            print(error, flush=True)
     systems = [peer for peer in (OURS, *chosen) if peer.name in pythons]
     for model in models_run:
         for size in sizes:
@@ -79,16 +78,6 @@ def study(clients: str, models: str, peers: str, rounds: int, repeat: int, tiny:
             cell = _cell(model, size, settings, systems, pythons, found["versions"], fewer)
             found["cells"].append({"model": model, "clients": size, **cell})
     return found
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        sizes = [int(n) for n in shell.names(text)]
-    except ValueError:
-        sizes = []
-    if not sizes or min(sizes) < 2:
-        raise UserError(f"--clients {text}: expected numbers of at least 2, separated by commas")
-    return sizes
 
 
 def _chosen(flag: str, text: str, known: Iterable[str]) -> list[str]:
