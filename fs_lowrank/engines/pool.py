@@ -173,7 +173,7 @@ class Processes(Transport):
         while waiting:
             yield Parcel.of(self.pool.result(waiting.popleft()))
 
-    def end(self) -> None:
+    def end(self, error: BaseException | None = None) -> None:
         """End all processes, whatever they do."""
         self.pool.end()
         torch.set_num_threads(self._threads_before)

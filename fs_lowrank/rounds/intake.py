@@ -39,9 +39,15 @@ class Gathered:
 
 
 class Intake(Protocol):
-    """Takes the admitted updates of one round. ``sees_values``: what arrives is a client's own values, not shares."""
+    """Takes the admitted updates of one round.
+
+    Attributes:
+        sees_values: what arrives is a client's own values, not shares.
+        copies: how often a client sends tensors of these sizes: with shares, to every client.
+    """
 
     sees_values: bool
+    copies: int
 
     def expects(self, expected: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Names, shapes and dtypes of the shares that a client sends, if the method expects ``expected`` of it."""
@@ -64,6 +70,7 @@ class Kept(Intake):
     """Every update is kept until the round ends."""
 
     sees_values = True
+    copies = 1
 
     def __init__(self) -> None:
         self.updates: list[Update] = []
@@ -84,6 +91,7 @@ class RunningMean(Intake):
     """
 
     sees_values = True
+    copies = 1
 
     def __init__(self, uniform: bool = False) -> None:
         self.uniform, self.weight, self.clients, self.samples = uniform, 0.0, 0, 0

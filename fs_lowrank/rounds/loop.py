@@ -74,17 +74,22 @@ class Loop:
             UserError: the folder holds another run, or cannot be continued with this configuration.
             RunFailed: something cannot be written, too few clients remain, or another run writes to the folder.
         """
+        error: BaseException | None = None
         with ending(self.keeper):
             try:
                 return self._run(resume)
+            except BaseException as caught:
+                error = caught
+                raise
             finally:
-                self.transport.end()
+                self.transport.end(error)
                 self.site.shared_states.settle()
 
     def _run(self, resume: bool) -> RunResult:
         checkpoint, keeper = self.keeper.start(resume), self.keeper
         self.transport.begin(self.site, self.ledger, checkpoint is not None)
-        for number in range(checkpoint.round + 1 if checkpoint else 1, self.config.federate.total_round_num + 1):
+        done = checkpoint.round if checkpoint else self.ledger.stood
+        for number in range(done + 1, self.config.federate.total_round_num + 1):
             if keeper.ended:
                 break
             record = self._round(number)
@@ -100,7 +105,8 @@ class Loop:
 
     def _round(self, number: int) -> dict[str, Any]:
         started = time.perf_counter()
-        round = Round(number, self.ledger, codec=self.transport.codec, base=self.site.changed_base)
+        transport, base = self.transport, self.site.changed_base
+        round = Round(number, self.ledger, intake=transport.intake(), codec=transport.codec, base=base)
         spent = self._train(round)
         trained = time.perf_counter()
         message = end_round(round, self.keeper).message

@@ -11,7 +11,7 @@ from ..errors import UserError
 from ..methods import Client, revisions
 from ..models.adapters import load_tensors
 from .codec import Codec, Plain
-from .copies import LostCopy, OwnCopy, answer, apology, standing_in
+from .copies import LostCopy, OwnCopy, answer, apology
 from .evaluator import Evaluator
 from .joining import agreed, proof_of
 from .parcel import Parcel
@@ -49,11 +49,9 @@ class Node:
         """A hash of what this process has in common with the server (``joining.agreed``)."""
         return agreed(self.site.config, self.proof)
 
-    def introduction(self, client: int, memory: Path, identity: str) -> Parcel:
-        """Which client this is, what it has in common with the server, and where its copy of the model is.
+    def introduction(self, client: int) -> Parcel:
+        """Which client this is, and what it has in common with the server.
 
-        Args:
-            memory, identity: as for ``obey``.
         Raises:
             UserError: there is no such client.
         """
@@ -69,7 +67,6 @@ class Node:
             agreed=self.agreed,
             samples=len(examples),
             tested=len(tests) if tests is not None else 0,
-            standing=list(standing_in(memory, client, identity)),
         )
 
     def of(self, client: int) -> tuple[Client, Examples | ImageExamples, Examples | ImageExamples | None]:

@@ -224,7 +224,7 @@ class Round:
 
     # -- uplink ------------------------------------------------------------------------------------
 
-    def take(self, client: int, parcel: Parcel, sizes: Sizes | None = None) -> bool:
+    def take(self, client: int, parcel: Parcel) -> bool:
         """Admit the answer of ``client``.
 
         It has tensors and the facts ``round``, ``samples`` and ``loss`` (``copies.answer``). If the client could not
@@ -235,8 +235,6 @@ class Round:
         waits for the device: whether its update is finite, what ``Method.check`` reads of it, and a norm for each entry
         of ``drift``, and for bounds of norms.
 
-        Args:
-            sizes: bytes that the client has sent, with and without the head, where that is not the size of the tensors.
         Returns:
             Whether the update counts. An answer that is late, repeated or was not asked for is ignored and logged; a
             refused update and an error become a ``fail``.
@@ -261,7 +259,7 @@ class Round:
             seen = self.intake.sees_values
             expected, check = (task.expected, self.method.check) if seen else (self.intake.expects(task.expected), None)
             tensors = self.codec.decode(parcel.tensors, expected)
-            sizes = sizes or self.codec.sizes(expected, heads)
+            sizes = self.codec.sizes(expected, heads)
             tensors = self._on_device(tensors, expected)
             samples: Any = facts.get("samples")  # of any type; admission refuses what is no number of samples
             update = self.admission.admit(Update(client, samples, tensors), expected, check)
@@ -274,7 +272,7 @@ class Round:
             return False
         self.drift[client] = changes(update.tensors, task.view, heads)
         self.intake.add(update, task.view)
-        self.uplink[client] = sizes
+        self.uplink[client] = sizes[0] * self.intake.copies, sizes[1] * self.intake.copies
         if isinstance(told, Tensor):
             self._unread[client] = told
         else:

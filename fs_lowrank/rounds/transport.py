@@ -11,6 +11,7 @@ from torch import Tensor
 from ..methods import State
 from .codec import Codec, Plain
 from .evaluator import Evaluator
+from .intake import Intake
 from .ledger import Ledger, Standing
 from .parcel import Parcel
 from .round import Order
@@ -47,6 +48,10 @@ class Transport:
             site: the server's data, method and model. ledger: its state, and which client has what.
         """
 
+    def intake(self) -> Intake | None:
+        """Where the updates of the next round go; None: they are kept until it ends."""
+        return None
+
     def missing(self, clients: Collection[int]) -> Mapping[int, str]:
         """Those of ``clients`` that cannot be asked now, with the reason. Called before each ``exchange``."""
         return {}
@@ -72,8 +77,8 @@ class Transport:
         """At the end, by client, the tensors that stayed with it, where this machine can read them; to be saved."""
         return {}
 
-    def end(self) -> None:
-        """The run has ended, by whatever cause."""
+    def end(self, error: BaseException | None = None) -> None:
+        """The run has ended; by ``error`` if that is not None."""
 
     # -- where clients share the server's model ------------------------------------------------------
 

@@ -111,7 +111,6 @@ BORROWED = {
     # a value of a new key is read as yacs reads all others
     "fs_lowrank/engines/federatedscope/config.py": {"_decode_cfg_value", "_immutable"},
     "fs_lowrank/engines/federatedscope/client.py": {"_immutable"},
-    "fs_lowrank/engines/federatedscope/parallel.py": {"_immutable", "_monitor"},
     # the type that argparse's add_subparsers returns has no public name; it is used as a type hint only
     "fs_lowrank/commands/__init__.py": {"_SubParsersAction"},
     # what accelerate must not divide, as transformers' own from_pretrained(device_map=…) asks its models

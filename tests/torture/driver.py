@@ -38,7 +38,6 @@ KINDS = {
     "updates": "poisoned updates",
     "configs": "broken configurations",
     "hub": "slow hubs",
-    "peers": "hostile messages",
 }
 ENDINGS = ("refused", "same", "resumed", "valid", "failed")
 #: seconds after which a case counts as hanging; the limits of its commands are shorter

@@ -91,14 +91,6 @@ def _print_plainly(folder: Path) -> None:
     np.set_printoptions(legacy="1.25")
 
 
-def _choose_manager(folder: Path) -> None:
-    from .comm import choose_manager
-
-    for worker in ("server", "client"):
-        module = importlib.import_module(f"federatedscope.core.workers.{worker}")
-        vars(module)["gRPCCommManager"] = choose_manager(module.gRPCCommManager)
-
-
 def _choose_runner(folder: Path) -> None:
     from .parallel import choose_runner
 
@@ -176,13 +168,6 @@ LATE = (
         "a client may be left out of the file",
         lambda: True,
         _keep_client_cfgs,
-    ),
-    Mend(
-        "messages between processes",
-        "the framework's manager waits without a limit, drops what it cannot deliver, and takes what anyone sends",
-        "communication managers can be registered",
-        lambda: True,
-        _choose_manager,
     ),
 )
 _applied: list[Mend] = []

@@ -41,6 +41,8 @@ def load(config, client_cfgs=None):
     if client_cfgs:
         use_client_cfgs(config, client_cfgs)
     session = open_session(config)
+    if session.role != "standalone" or config.federate.process_num > 1:  # processes read their data themselves
+        return WorkerData(config), config
     if session.site.device.index is not None:  # of -1 the framework would take the GPU with the most free memory
         config.device = session.site.device.index
     if session.config.alone:  # the framework's launcher would look for that client among the workers
@@ -50,22 +52,18 @@ def load(config, client_cfgs=None):
 
 
 def worker_data(session: Session, config):
-    """The data of the workers in this process: by worker number in standalone mode, else those of the only worker."""
-    held_out = {split: examples for split, examples in session.site.held_out().items() if len(examples)}
+    """The data of the workers by number."""
+    site = session.site
+    held_out = {split: examples for split, examples in site.held_out().items() if len(examples)}
     key = config.eval.best_res_update_round_wise_key
     if (evaluated := evaluated_key(key, list(held_out))) != key:
         config.eval.best_res_update_round_wise_key = evaluated
-    if session.role == "server":
-        return WorkerData(config, **held_out)
 
     def of_client(number: int) -> WorkerData:
         evaluated = {} if config.federate.make_global_eval else session.held_out_for(number)
-        return WorkerData(config, train=session.examples(number), **evaluated)
+        return WorkerData(config, train=site.data.clients[number - 1], **evaluated)
 
-    if session.role == "client":
-        return of_client(max(session.index, 1))
-    clients = {number: of_client(number) for number in range(1, len(session.site.clients) + 1)}
-    return {0: WorkerData(config, **held_out), **clients}
+    return {0: WorkerData(config, **held_out), **{n: of_client(n) for n in range(1, len(site.clients) + 1)}}
 
 
 class Partitioned(BaseSplitter):

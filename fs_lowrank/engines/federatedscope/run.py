@@ -39,9 +39,6 @@ def run(config: Settings, resume: bool = False, on_round=None, on_client=None, c
             f"federate.process_num = {processes or 'auto'} divides the clients of a standalone run; in mode "
             "distributed every client is a process of its own. Leave it out"
         )
-    if processes == 0:  # auto: those that train, and this one
-        training = processes_of(config)
-        processes = training + 1 if training > 1 else 1
     cfg = to_framework(config)
     # The framework itself would choose a new folder for each run.
     outdir = outdir_of(config)
@@ -59,19 +56,22 @@ def run(config: Settings, resume: bool = False, on_round=None, on_client=None, c
     ):
         try:
             setup_seed(cfg.seed)
-            data, changed = get_data(config=cfg.clone(), client_cfgs=None)
-            cfg.merge_from_other_cfg(changed)
-            session = sessions.current()
-            session.resume = resume
-            session.add_callbacks(callbacks)
+            several = standalone and processes_of(config) > 1
+            if several:
+                session = sessions.open_session(cfg)
+                session.config = session.config.replace({"federate.process_num": processes_of(config)})
+            else:
+                data, changed = get_data(config=cfg.clone(), client_cfgs=None)
+                cfg.merge_from_other_cfg(changed)
+                session = sessions.current()
+            session.resume, session.callbacks = resume, callbacks
             session.on_round, session.on_client = on_round or session.on_round, on_client or session.on_client
             cfg.freeze(inform=False, save=False)
-            workers = {"data": data, "server_class": get_server_cls(cfg), "client_class": get_client_cls(cfg)}
-            if processes > 1:
-                session.use_config(session.config.replace(**{"federate.process_num": processes}))
-                ParallelRunner(config=cfg.clone(), processes=processes, **workers).run()
+            if several:
+                ParallelRunner(config=cfg).run()
             else:
-                get_runner(config=cfg.clone(), **workers).run()
+                workers = {"server_class": get_server_cls(cfg), "client_class": get_client_cls(cfg)}
+                get_runner(data=data, config=cfg.clone(), **workers).run()
             if session.result is None and standalone:
                 raise RunFailed(
                     f"the run ended before its last round: a round could not be completed; see "

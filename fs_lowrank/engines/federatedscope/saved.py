@@ -8,7 +8,7 @@ that was flipped on the disk would be trained on. A file of the framework, or of
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -19,6 +19,10 @@ from torch import Tensor
 from ...algebra import digest
 from ...errors import UserError
 from ...jobs.files import cannot_write, replacing
+from ...models.adapters import load_tensors
+from ...rounds.evaluator import Evaluator
+from ...rounds.ledger import Ledger
+from ...rounds.site import Site
 
 #: entries that are tensors by name; the first is in every file
 _PARTS = ("model", "state", "base")
@@ -125,3 +129,71 @@ def _shown(value: Any) -> str:
         return f"a tensor of shape {tuple(value.shape)}"
     kind, text = type(value).__name__, repr(value) if isinstance(value, (str, int, float, bool, type(None))) else ""
     return f"{kind} {text}" if text and len(text) <= 60 else f"a value of type {kind}"
+
+
+# -- a run ---------------------------------------------------------------------------------------------
+
+
+def save_state(path: str, site: Site, ledger: Ledger, cur_round: int) -> None:
+    """Write the shared tensors, by the names of the framework's adapters, and the rest of the method's state."""
+    write(
+        path,
+        {
+            "cur_round": cur_round,
+            "method": site.method.name,
+            "model": {n: t.detach().cpu() for n, t in site.method.view(ledger.state).items()},
+            "state": {n: v.detach().cpu() if isinstance(v, Tensor) else v for n, v in ledger.state.items()},
+            "base": {n: p.cpu() for n, p in site.changed_base().items()},
+        },
+    )
+
+
+def load_state(path: str, site: Site, ledger: Ledger) -> int:
+    """Restore the state from the file at ``path``; returns the number of completed rounds.
+
+    Raises:
+        UserError: there is no such file, it is damaged, or it is of another method or model.
+    """
+    content, method = read(path, site.device), site.method
+    then, base, of = content["model"], content.get("base", {}), content.get("method", method.name)
+    if of != method.name:
+        raise UserError(f"federate.restore_from: {path} is of method {str(of)[:60]!r}, this run's is {method.name!r}")
+    # A file that the framework itself has written has only the tensors.
+    state = dict(content.get("state") or {**ledger.state, **then})
+    bad = _differing(method.view(ledger.state), then)
+    try:
+        bad = bad or _differing(method.view(state), then)
+    except KeyError as error:
+        bad = [str(error.args[0])]
+    if bad:
+        raise UserError(
+            f"federate.restore_from: {path} does not fit this method and model: {bad[0]!r} differs ({len(bad)} tensors "
+            "in all)"
+        )
+    numbers = {n: v for n, v in state.items() if not isinstance(v, Tensor)}
+    try:
+        load_tensors(site.model, base)
+    except (KeyError, ValueError) as error:
+        raise UserError(
+            f"federate.restore_from: {path} has changed weights of another base: {error.args[0]}; use the model.type "
+            "of the run that saved it"
+        ) from error
+    tensors = {n: v for n, v in state.items() if n not in numbers}
+    done: int = content["cur_round"]
+    ledger.restore(done, {"state": tensors}, {"numbers": numbers, "synced": {}, "outbox": {}})
+    load_tensors(site.model, method.view(ledger.state))
+    return done
+
+
+def _differing(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
+    """The names of tensors that are not in both, or have other shapes."""
+    return sorted(
+        n for n in one.keys() | other.keys() if n not in one or n not in other or one[n].shape != other[n].shape
+    )
+
+
+def is_best(evaluator: Evaluator, metrics: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether ``metrics`` are better than those of all records in ``history``, by the key of the best result."""
+    now = evaluator.key_value({"metrics": metrics})
+    before = [evaluator.key_value(r) for r in history if r["metrics"]]
+    return now is not None and all(value is None or now < value for value in before)

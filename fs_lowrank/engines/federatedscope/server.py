@@ -11,31 +11,22 @@ import time
 from typing import Literal
 
 from federatedscope.core.message import Message
+from federatedscope.core.workers import Server
 
 from ...errors import UserError
-from ...methods import RefusedUpdate
 from ...rounds.codec import codec_of
-from ...rounds.fits import SPLITS
-from ...rounds.intake import Kept, RunningMean
 from ...rounds.parcel import Parcel
 from ...rounds.round import Order, Round
-from ...settings.metrics import measured
-from . import wire
+from . import saved, wire
 from .aggregator import MethodAggregator
 from .config import for_frameworks_workers
-from .distributed_server import DistributedServer
-from .scores import check_scores
 from .session import current
-from .sums import Shares
+from .sums import intake_of
 
 logger = logging.getLogger("federatedscope.lowrank")
 
 
-class Unmerged(RuntimeError):
-    """The framework cannot merge the clients' metrics of one evaluation."""
-
-
-class LowRankServer(DistributedServer):
+class LowRankServer(Server):
     """A server. The framework counts rounds from 0 (``state``), our methods from 1.
 
     Attributes:
@@ -43,8 +34,6 @@ class LowRankServer(DistributedServer):
         round_open: whether updates are awaited. evaluating: whether evaluations of clients are.
         to_ask: clients that have not been sent the round's message yet, if they are asked one after another.
         asked_to_evaluate: clients whose evaluation is awaited.
-        own_data: clients that have joined with data of their own, of which the server does not know how many there are.
-        waits_for_all: whether the first round waits for all clients, and for what they are asked when they join.
         only_ends: whether all rounds of the run that is resumed are done, but not its end.
         postponed: whether a round is to start when the clients' evaluation of the last round is complete.
         pending: of a round whose evaluation is not complete: its seconds, and those of each client.
@@ -55,25 +44,18 @@ class LowRankServer(DistributedServer):
             super().__init__(**kwargs)
             return
         self.session = current()
-        self.distributed = config.federate.mode == "distributed"
         super().__init__(config=for_frameworks_workers(config), **kwargs)
         self._cfg = config
-        lowrank = self.session.config.lowrank
         self.ledger, quantization = self.session.ledger, config.quantization
         self.codec = codec_of(quantization.method, quantization.nbits)
-        self.timeout, self.min_clients = lowrank.timeout, lowrank.min_clients
         self.aggregator = MethodAggregator(self.session)
         self.aggregators = [self.aggregator]
         self.round: Round
         self.cur_timestamp: float
         self.to_ask: list[int] = []
         self.asked_to_evaluate: set[int] = set()
-        self.own_data: set[int] = set()
-        self.round_open = self.evaluating = self.postponed = self.started = self.stop_asked = False
-        self.waits_for_all = True
+        self.round_open = self.evaluating = self.postponed = self.stop_asked = False
         self.pending: tuple[dict, dict] | None = None
-        if self.distributed:
-            self._open()
         self.state = self._restored(config)
         ended = self.state >= self.total_round_num or self.session.keeper.ended
         self.only_ends = self.session.resume and ended
@@ -90,13 +72,6 @@ class LowRankServer(DistributedServer):
         if done:
             self.ledger.forget(range(1, self.client_num + 1))  # their copies are those of the start
         return done
-
-    def check_client_join_in(self):
-        if self.started:
-            return False
-        complete = self.join_in_client_num == self.client_num and not self.untold()
-        self.started = complete or not self.waits_for_all
-        return self.started
 
     def trigger_for_start(self):
         if self.only_ends:
@@ -117,9 +92,6 @@ class LowRankServer(DistributedServer):
         if msg_type == "evaluate":
             self.msg_buffer["eval"][self.state - 1] = {}
             self.asked_to_evaluate, self.evaluating = {int(c) for c in self.comm_manager.neighbors}, True
-            for client in sorted(set(range(1, self.client_num + 1)) - self.asked_to_evaluate):
-                if self._has_rows(client):
-                    self._not_evaluated(client, "it has not joined")
             for client in sorted(self.asked_to_evaluate):
                 self._deliver(self.round.ask(client, purpose="evaluate"), msg_type, self.state - 1)
             return
@@ -129,54 +101,32 @@ class LowRankServer(DistributedServer):
             self.state + 1,
             self.ledger,
             None if drawn is None else map(int, drawn),
-            intake=self._intake(),
+            intake=intake_of(self._cfg, self.session.site),
             codec=self.codec,
             base=self.session.site.changed_base,
         )
         self.msg_buffer["train"].setdefault(self.state, {})
         self.to_ask = list(self.round.selected)
-        one_by_one = self._cfg.federate.online_aggr and not self.distributed
         self.round_open = True
-        self._ask(1 if one_by_one else len(self.to_ask))
-        if not self.distributed:
-            self.advance()
-
-    def _intake(self):
-        uniform = self.session.method.setting.uniform
-        if self._cfg.federate.use_ss:
-            return Shares(self.client_num, uniform, self.session.site.device)
-        return RunningMean(uniform) if self._cfg.federate.online_aggr else Kept()
+        self._ask(1 if self._cfg.federate.online_aggr else len(self.to_ask))
+        self.advance()
 
     def _ask(self, count: int) -> None:
         """Send the round's message to the next ``count`` clients that will train."""
         while self.to_ask and count > 0:
             client = self.to_ask.pop(0)
-            if client not in self.comm_manager.neighbors:
-                self._failed(client, "absent", "it has not joined")
-                continue
             order = self.round.ask(client)
             self._deliver(order, "model_para", self.state)
             count -= order.purpose == "train"
 
-    def waiting(self) -> frozenset[int]:
-        """The clients of the round that have neither answered nor failed."""
-        return self.round.waiting if self.round_open else frozenset()
-
-    def _awaited(self) -> frozenset[int]:
-        """The clients whose updates are awaited."""
-        return self.waiting() & self.round.trains if self.round_open else frozenset()
-
     def _deliver(self, order: Order, kind: str, state: int) -> None:
-        """Send ``order``; in standalone mode it has arrived by then."""
+        """Send ``order``, which has arrived by then."""
         parcel, client = order.parcel, order.client
         if self.session.shares_model:
             # The shared model already contains the merges of the message, so the client loads the state.
             view = self.session.method.view(self.ledger.state, client)
             parcel = Parcel(view, **{**parcel.facts, "whole": True})
-        content = wire.content_of(parcel, self.distributed)
-        message = wire.message(self, kind, [client], content, state, self.cur_timestamp)
-        if self.distributed:
-            return self.dispatch(order, message)
+        message = wire.message(kind, self.ID, [client], wire.Sealed(parcel), state, self.cur_timestamp)
         self.comm_manager.send(message)
         self._monitor.track_upload_bytes(order.sizes[0])
         self.round.delivered(order)
@@ -192,34 +142,25 @@ class LowRankServer(DistributedServer):
                 self.round.fail(other, "failed", f"its sum cannot be used without the share of client {client}")
 
     def callback_funcs_model_para(self, message: Message):
+        """Take the update of a client, if it is awaited."""
         if self.is_finish:
             return "finish"
-        self.take_update(message)
-        return self.advance()
-
-    def take_update(self, message: Message) -> None:
-        """Take the update of a client, if it is awaited."""
         client, round = int(message.sender), self.round
-        if message.state != self.state or client not in self._awaited():
+        awaited = round.waiting & round.trains if self.round_open else ()
+        if message.state != self.state or client not in awaited:
             logger.info(
                 "ignored what client %d sent for the framework's round %d: it is not awaited in round %d",
                 *(client, message.state, self.state + 1),
             )
-            return
-        if self.distributed:
-            self.confirm(self.undelivered.get(client))
+            return False
         self.cur_timestamp = max(self.cur_timestamp, message.timestamp)
-        parcel = wire.parcel_of(message.content)
-        sizes = None
-        if self._cfg.federate.use_ss:
-            # A client sends a share of this size to every other client, and a sum of shares to the server.
-            sizes = tuple(size * self.client_num for size in self.codec.sizes(parcel.tensors, self.ledger.heads))
-        if round.take(client, parcel, sizes):
+        if round.take(client, message.content.opened()):
             self.msg_buffer["train"].setdefault(self.state, {})[client] = round.samples[client]
         else:
             self._failed(client, "refused", f"client {client}: its answer is of another round")
         if self.to_ask:
             self._ask(1)
+        return self.advance()
 
     # -- a round's end -----------------------------------------------------------------------------
 
@@ -239,9 +180,7 @@ class LowRankServer(DistributedServer):
         round, session, started = self.round, self.session, time.perf_counter()
         # Also those that have not answered, else the framework's samplers would never draw them again.
         self.sampler.change_state(round.selected, "idle")
-        finished = self.aggregator.aggregate({"round": round})
-        if finished.message is not None:
-            session.on_message(finished.message, round.number)
+        self.aggregator.aggregate({"round": round})
         self.evaluation_started = time.perf_counter()
         seconds = {"training": started - self.round_started, "aggregation": self.evaluation_started - started}
         self.pending = seconds, session.site.take_spent()
@@ -294,75 +233,25 @@ class LowRankServer(DistributedServer):
         self.evaluating, round = False, self.state - 1
         answers = self.msg_buffer["eval"][round] = dict(sorted(self.msg_buffer["eval"][round].items()))
         key = self._cfg.eval.best_res_update_round_wise_key
-        told = {client: metrics for client, metrics in answers.items() if metrics}
-        if told and not any(key in metrics for metrics in told.values()):
-            logger.warning("round %d: no client that evaluated has %s; the evaluation is left out", self.state, key)
-            told = {}
-        try:
-            if told:
-                super()._merge_and_format_eval_results()
-        except Unmerged as error:
-            for client in told:
-                self._not_evaluated(client, str(error))
-            told = {}
-        if not told:
+        if any(key in metrics for metrics in answers.values() if metrics):
+            super()._merge_and_format_eval_results()
+        else:
+            if any(answers.values()):
+                logger.warning("round %d: no client that evaluated has %s; the evaluation is left out", self.state, key)
             self._close_round({})
             super().check_and_save()
         if self.postponed and not self.is_finish:
             self.postponed = False
             self._start_new_training_round()
 
-    def merge_eval_results_from_all_clients(self):
-        try:
-            return super().merge_eval_results_from_all_clients()
-        except UserError:
-            raise
-        except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # what numbers can cause, not disks
-            reason = f"the framework cannot merge the metrics: {type(error).__name__}: {str(error)[:300]}"
-            raise Unmerged(reason) from error
-
-    def _evaluated(self) -> set[int]:
-        """The clients whose evaluation has come."""
-        return set(self.msg_buffer["eval"].get(self.state - 1, ()))
-
-    def _not_evaluated(self, client: int, reason: str) -> None:
-        """Leave out the evaluation of ``client``, and do not wait for another."""
-        self.asked_to_evaluate.discard(client)
-        self.round.leave_unevaluated(client, reason, logger)
-
-    def _may_report(self, client: int) -> dict[str, int]:
-        """The splits on which ``client`` may evaluate, and how many samples of each it can have."""
-        admission, rows = self.ledger.admission, self.session.held_out_rows(client)
-        known = {split: len(share) for split, share in rows.items()}
-        sizes = dict.fromkeys(SPLITS, admission.max_samples) if client in self.own_data else known
-        sizes["train"] = admission.declared(client) or admission.max_samples
-        return {split: sizes[split] for split in self._cfg.eval.split if split in sizes}
-
-    def _has_rows(self, client: int) -> bool:
-        """Whether ``client`` has held-out data to evaluate on, as far as the server knows them."""
-        return any(split in self._cfg.eval.split for split in self.session.held_out_rows(client))
-
     def callback_funcs_for_metrics(self, message: Message):
-        self.take_metrics(message)
-        return self.advance()
-
-    def take_metrics(self, message: Message) -> None:
-        """Take the metrics of a client, if they are awaited; there are none of one without held-out data."""
-        client, awaited = int(message.sender), self.asked_to_evaluate - self._evaluated()
-        if not self.evaluating or message.state != self.state - 1 or client not in awaited:
-            logger.info("ignored metrics of client %d for the framework's round %d", client, message.state)
-            return
-        if self.distributed:
-            self.confirm(self.undelivered.get(client))
+        """Take the metrics of a client; there are none of one without held-out data, or whose copy cannot follow."""
+        client = int(message.sender)
         metrics = message.content if isinstance(message.content, dict) else None
-        accurate = "acc" in self._cfg.eval.metrics and "acc" in measured(self.session.config.model.task, [])
-        try:
-            check_scores(client, metrics or {}, self._may_report(client), accurate)
-        except RefusedUpdate as error:
-            return self._not_evaluated(client, str(error))
-        if not metrics and client not in self.own_data and self._has_rows(client):
-            return self._not_evaluated(client, "it has sent no metrics; its own log says why")
         self.msg_buffer["eval"][message.state][client] = metrics
+        if not metrics and self.session.held_out_for(client):
+            self.round.leave_unevaluated(client, "it has sent no metrics; its own log says why", logger)
+        return self.advance()
 
     def check_and_save(self):
         if self._cfg.federate.make_global_eval:
@@ -394,21 +283,14 @@ class LowRankServer(DistributedServer):
             if of_clients and "test" in metrics:
                 metrics["test"]["clients"] = of_clients
         own = (self.session.site.personal.untrained and metrics) or self.session.config.eval.client_scores
-        if self.session.role == "standalone" and own:
-            # In distributed mode only the clients have their personal parts; make_global_eval False evaluates them.
+        if own:
             metrics["client_test"] = self.session.evaluator.clients(self.ledger.state)
-        is_best = self._is_best(metrics)
+        is_best = saved.is_best(self.session.evaluator, metrics, self.session.keeper.history)
         self._close_round(metrics)
         if is_best and self._cfg.federate.make_global_eval and self._cfg.federate.save_to:
             # If clients evaluate, the framework itself saves the best model.
             self.aggregator.save_model(self._cfg.federate.save_to, self.state)
         super().check_and_save()
-
-    def _is_best(self, metrics: dict) -> bool:
-        key = self.session.evaluator.key_value
-        now = key({"metrics": metrics})
-        before = [key(r) for r in self.session.keeper.history if r["metrics"]]
-        return now is not None and all(b is None or now < b for b in before)
 
     def terminate(self, msg_type="finish"):
         if self.is_finish:
@@ -416,4 +298,7 @@ class LowRankServer(DistributedServer):
         self.is_finish = True
         self._monitor.finish_fl()
         self.session.conclude()
-        wire.send(self, msg_type, list(self.comm_manager.neighbors), "finish", timestamp=self.cur_timestamp)
+        everyone = list(self.comm_manager.neighbors)
+        self.comm_manager.send(
+            wire.message(msg_type, self.ID, everyone, "finish", self.state, timestamp=self.cur_timestamp)
+        )

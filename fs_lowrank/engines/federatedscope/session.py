@@ -7,24 +7,20 @@ and the workers then use the current session.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
 from ...callbacks import Callback, callbacks_of
 from ...config import Config
 from ...data import Examples, ImageExamples
 from ...errors import UserError
-from ...methods import Client
-from ...models.adapters import ACCUMULATED
+from ...methods import Method
 from ...models.frozen import FrozenPrefix
-from ...models.names import tags
 from ...rounds.evaluator import Evaluator
-from ...rounds.joining import proof_of
 from ...rounds.keeper import RecordKeeper
 from ...rounds.ledger import Ledger
 from ...rounds.site import Site
@@ -47,125 +43,77 @@ class Session:
             are its own.
 
     Attributes:
-        on_round: called with the record of each round; a true value ends the run.
+        callbacks: the user's. on_round: called with the record of each round; a true value ends the run.
         on_client: called with the round, a client and the number of clients in the round, before the client trains.
-        on_message: called with the message of each round and the round, when the session's model has followed it.
         resume: whether the run continues from the checkpoint in ``outdir``.
         result: of a finished run.
-        proof: what must be equal in all processes at the start: hashes of the frozen model and of every shared tensor,
-            by name. Empty in standalone mode.
     """
 
     def __init__(self, config: Config, outdir: Path, role: str, index: int = -1):
         self.config, self.outdir, self.role, self.index = config, outdir, role, index
-        if role != "standalone":
-            by_clients = not config.federate.make_global_eval
-            if config.eval.client_scores and not by_clients:
-                raise UserError(
-                    "eval.client_scores = True: in mode distributed only the clients have their test data and their "
-                    "own parts of the model; set federate.make_global_eval False, by which they evaluate"
-                )
-            if config.eval.before and by_clients:
-                raise UserError(
-                    "eval.before = True: in mode distributed with federate.make_global_eval False the clients "
-                    "evaluate, and do so only after a round; leave it out"
-                )
         self.shares_model = role == "standalone" and config.federate.share_local_model
         self.has_own_data = role == "client" and index < 1
-        self.site = Site(config, serves=role != "client", undivided=self.has_own_data)
-        self.method = self.site.method
-        self.evaluator = Evaluator(self.site)
-        parts = self.method, self.site.initial_state, self.site.sizes
-        self.ledger = Ledger.of(config, *parts, keep_messages=not self.shares_model, heads=self.site.heads)
-        self.keeper = RecordKeeper(
-            self.site, self.evaluator, self.ledger, outdir, self._callbacks(), clients_evaluate=True
-        )
+        self.callbacks: Sequence[Callback] = ()
         self.on_round: Callable[[dict], object] = lambda record: None
         self.on_client: Callable[[int, int, int], object] = lambda *_: None
-        self.on_message: Callable[[dict[str, Tensor], int], object] = lambda *_: None
         self.resume = False
         self.result: RunResult | None = None
         self._models_given = 0
-        self.proof: dict[str, str] = {}
-        if role != "standalone":
-            self.proof = proof_of(self.site)
 
-    def _callbacks(self, own: Sequence[Callback] = ()) -> list[Callback]:
-        return callbacks_of(self.config, own, self.config.lowrank.trackers)  # wandb is told by the framework
+    # A server of other processes has these in its loop, and a client has no ledger.
 
-    def add_callbacks(self, own: Sequence[Callback]) -> None:
-        """Add the user's callbacks, before the run begins."""
-        self.keeper.callbacks = self._callbacks(own)
+    @cached_property
+    def site(self) -> Site:
+        return Site(self.config, serves=self.role != "client", undivided=self.has_own_data)
+
+    @property
+    def method(self) -> Method:
+        return self.site.method
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        return Evaluator(self.site)
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        parts = self.site.method, self.site.initial_state, self.site.sizes
+        return Ledger.of(self.config, *parts, keep_messages=not self.shares_model, heads=self.site.heads)
+
+    @cached_property
+    def keeper(self) -> RecordKeeper:
+        # wandb is told by the framework
+        callbacks = callbacks_of(self.config, self.callbacks, self.config.lowrank.trackers)
+        return RecordKeeper(self.site, self.evaluator, self.ledger, self.outdir, callbacks, clients_evaluate=True)
 
     # -- models ------------------------------------------------------------------------------------
 
     def next_model(self) -> nn.Module:
         """The model for the next worker: the site's model for the first worker and for all workers that share it."""
+        if self.role != "standalone":
+            return nn.Identity()  # the framework's runner gives it to workers that do not use it
         self._models_given += 1
-        if self.shares_model or self.role != "standalone" or self._models_given == 1:
+        if self.shares_model or self._models_given == 1:
             return self.site.model
         return self.site.adapted(self.site.plain_model())
 
-    def client(self, number: int) -> Client:
-        """The method's view of client ``number``."""
-        if self.has_own_data:
-            return dataclasses.replace(self.site.clients[0], id=number)
-        return self.site.clients[number - 1]
-
-    def examples(self, number: int):
-        """The training examples of client ``number``."""
-        return self.site.data.clients[0 if self.has_own_data else number - 1]
-
     def prefix_for(self, model: nn.Module, number: int) -> FrozenPrefix | None:
         """The cache of the frozen layers' outputs for client ``number``; the site's own for its model."""
-        if model is self.site.model and (self.shares_model or self.role == "client"):
+        if self.shares_model:
             return self.site.prefix
         return self.site.frozen_prefix(model, number, share=1 / len(self.site.clients))
 
-    def held_out_rows(self, number: int) -> dict[str, Sequence[int]]:
-        """The rows of the held-out data that client ``number`` evaluates on, by split.
+    def held_out_for(self, number: int) -> dict[str, Examples | ImageExamples]:
+        """The held-out data that client ``number`` evaluates on, by split; a split without a row is left out.
 
-        Of the test set they are its share (``FederatedData.test_shares``), of validation data every K-th, for K
-        clients; a client with data of its own has them all. A split without a row is left out.
+        Of the test set they are its share (``FederatedData.test_shares``), of validation data every K-th row, for K
+        clients.
         """
-        site, place = self.site, 0 if self.has_own_data else number - 1
+        site, place = self.site, number - 1
         rows: dict[str, Sequence[int]] = {
             split: site.data.test_shares[place] if split == "test" else range(place, len(e), len(site.clients))
             for split, e in site.held_out().items()
         }
-        return {split: share for split, share in rows.items() if len(share)}
-
-    def held_out_for(self, number: int) -> dict[str, Examples | ImageExamples]:
-        """The held-out data of ``held_out_rows``."""
-        return {split: self.site.held_out()[split].select(rows) for split, rows in self.held_out_rows(number).items()}
-
-    def largest_message(self, allowed: int) -> int:
-        """Bytes of the largest message that a distributed process of this role is sent, with a margin; an upper bound.
-
-        It is what clients send for a server, and for a client a whole model and a message of all clients' tensors.
-        Every number counts eight bytes, which base64 makes a third longer. Where the method keeps products beside the
-        base, the whole model grows with every merge, so that nothing but ``allowed`` bounds it.
-
-        Args:
-            allowed: the most that the user allows (``distribute.grpc_max_receive_message_length``).
-        """
-        method, state, rounds = self.method, self.ledger.state, self.config.federate.total_round_num
-        sizes = {c.id: _numbers(method.expected(state, 1, c.id)) for c in self.site.clients}
-        later = (_numbers(method.expected(state, t, 1)) for t in {*range(1, min(rounds, 32) + 1), rounds})
-        shared = _numbers(method.view(state))
-        numbers = max(*sizes.values(), *later, shared)
-        if self.role == "client":
-            changed = self.site.changed_base()
-            if any(ACCUMULATED in tags(name) for name in changed):
-                return allowed
-            base = _numbers(changed)
-            numbers += base + shared + max(sum(sizes.values()), numbers * self.config.federate.client_num)
-        margin = 2**20 + 4 * len(json.dumps(self.proof))
-        return int(min(allowed, numbers * 8 * 4 / 3 * 1.1 + margin))
-
-    def use_config(self, config: Config) -> None:
-        """Record ``config`` as the configuration of the run; it must not differ in a key that affects the result."""
-        self.config = self.keeper.config = config
+        return {split: site.held_out()[split].select(share) for split, share in rows.items() if len(share)}
 
     def begin(self) -> int:
         """Open the run's files and, with ``resume``, restore the checkpoint; returns the number of completed rounds."""
@@ -226,9 +174,9 @@ def current() -> Session:
     return _current
 
 
-def is_open() -> bool:
-    """Whether one of our methods runs in this process."""
-    return _current is not None
+def is_distributed() -> bool:
+    """Whether this process is one of several in the run of one of our methods."""
+    return _current is not None and _current.role != "standalone"
 
 
 def session_for_model(model_type: str) -> Session | None:
@@ -240,10 +188,8 @@ def close_session() -> None:
     """Release the current session, its models and its lock on the run's folder, once all is written."""
     global _current
     if _current is not None:
-        _current.site.shared_states.settle()
-        _current.keeper.release()
+        if "site" in vars(_current):
+            _current.site.shared_states.settle()
+        if "keeper" in vars(_current):
+            _current.keeper.release()
     _current = None
-
-
-def _numbers(tensors: Mapping[str, Tensor]) -> int:
-    return sum(t.numel() for t in tensors.values())

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...algebra import on_device
 from ...methods import Update
-from ...rounds.intake import Gathered, TooFewClients, mean_as_update
+from ...rounds.intake import Gathered, Intake, RunningMean, TooFewClients, mean_as_update
+from ...rounds.site import Site
 
 #: fixed point: 2^-30 is below the rounding of a float32 between -64 and 64, and leaves 2^33 for the sum
 _SCALE = 2.0**30
@@ -39,12 +41,6 @@ def split_secret(tensors: Mapping[str, Tensor], weight: float, parties: int) -> 
             rest = rest - share[name]
         shares[0][name] = rest
     return shares
-
-
-def alike(share: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Whether two shares have the same names, shapes and types, without which they cannot be added."""
-    first, second = ({n: (t.shape, t.dtype) for n, t in each.items()} for each in (share, other))
-    return first == second
 
 
 def add_shares(shares: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -74,6 +70,7 @@ class Shares:
 
     def __init__(self, parties: int, uniform: bool, device: torch.device):
         self.parties, self.uniform, self.device = parties, uniform, device
+        self.copies = parties
         self.sums: list[Mapping[str, Tensor]] = []
         self.samples = 0
         self._like: Mapping[str, Tensor] = {}
@@ -92,3 +89,11 @@ class Shares:
         mean = recover(add_shares(self.sums), self.parties if self.uniform else self.samples, self._like)
         update = mean_as_update(on_device(mean, self.device), self.samples)
         return Gathered([update], self.parties)
+
+
+def intake_of(cfg: Any, site: Site) -> Intake | None:
+    """Where the updates of a round go by the framework's configuration; None: they are kept."""
+    uniform = site.method.setting.uniform
+    if cfg.federate.use_ss:
+        return Shares(cfg.federate.client_num, uniform, site.device)
+    return RunningMean(uniform) if cfg.federate.online_aggr else None

@@ -58,7 +58,7 @@ class LowRank:
         """Train client ``number`` in ``round``; returns the samples processed, the tensors to send, and metrics."""
         session = self.session
         update, result = session.site.fit(
-            session.client(self.number), self.ctx.train_data, self.round, self.ctx.model, self.prefix
+            session.site.clients[self.number - 1], self.ctx.train_data, self.round, self.ctx.model, self.prefix
         )
         self.outcome, self.loss, samples = update, result.loss, result.samples
         metrics = {"train_loss": self.loss * samples, "train_avg_loss": self.loss, "train_total": samples}

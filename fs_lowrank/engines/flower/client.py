@@ -19,7 +19,7 @@ from flwr.clientapp import ClientApp
 from ...config import Config, load_config
 from ...data.fetch import home
 from ...errors import UserError
-from ...rounds.copies import apology
+from ...rounds.copies import apology, standing_in
 from ...rounds.node import Node
 from ...rounds.parcel import Parcel
 from ...rounds.site import Site
@@ -74,7 +74,9 @@ def carry_out(order: Parcel, own: Mapping[str, Any], folder: Path | None) -> Par
     memory = memory_of(folder or Path(str(own.get("folder") or home() / "flower")).expanduser(), identity, client)
     node = _node(json.dumps(config.to_dict()), bool(own.get("own-data", False)))
     if order.facts.get("kind") == "call":
-        return node.introduction(client, memory, identity)
+        reply = node.introduction(client)
+        reply.facts["standing"] = list(standing_in(memory, client, identity))
+        return reply
     reply = node.obey(order, client, memory, identity)
     reply.facts["agreed"] = node.agreed
     return reply

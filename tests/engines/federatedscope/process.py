@@ -10,14 +10,10 @@
 - ``other_start``: the adapter is drawn from another seed; ``revision``: of every method in this process
 - ``dies_at``: (a method as ``module.Class.method`` below fs_lowrank, n): the process exits at its n-th call
 - ``fails_at``: in the same form; the n-th call raises an error
-- ``says``: the text of the error with which the client's training fails in round 2; ``raw``: it is sent as it is
-- ``informs``: what the client answers when it is asked for information on joining
-- ``harms``: the client sends client 1, with each share, a ``stopped`` and the share once more
-- ``counts_in``: the file into which a client writes the bytes of tensors that it has received
+- ``says``: the text of the error with which the client's training fails in round 2
 - ``reports``: what the client says of its evaluation, by the names of metrics, in place of what it has measured
+- ``counts_in``: the file into which a client writes the bytes of tensors that it has received
 - ``naps``: (a round, seconds): the client sleeps so long in the training of that round
-- ``announces``: the port that the client names to the server, which is not the one on which it listens; or a name of
-  this host, by which it names the server's own address
 - ``waits_in``: a folder, where a file of this process has its longest wait in seconds: as ``client`` from a message of
   its own to the server's next one, as ``server`` from asking a client until the server has its answer or gives it up
 - ``dies_evaluating``: the client exits when it is asked to evaluate; ``resume``: the run is resumed
@@ -38,44 +34,30 @@ settings, overrides, sabotage = job  # noqa: F821
 
 
 def measure_waits(folder: Path) -> None:
-    from fs_lowrank.engines.federatedscope.comm import Comm
-    from fs_lowrank.engines.federatedscope.distributed_client import DistributedClient
-    from fs_lowrank.engines.federatedscope.distributed_server import DistributedServer
+    from fs_lowrank.engines.federatedscope.distributed import Clients, DistributedClient
 
-    since, longest = {}, {}
-    deliver, next_message = Comm.deliver, DistributedClient._next_message
-    dispatch, give_up = DistributedServer.dispatch, DistributedServer._give_up_on_the_lost
+    longest, exchange, answer = {}, Clients.exchange, DistributedClient._answer
 
-    def ended(role, what):
-        waited = time.monotonic() - since.pop(what)
+    def note(role, began):
+        waited = time.monotonic() - began
         if waited > longest.get(role, -1.0):
             longest[role] = waited
             (folder / f"{os.getpid()}.json").write_text(json.dumps(longest))
 
-    def delivers(comm, receiver, message, *args, **kwargs):
-        if not comm.serves and receiver == 0 and message.msg_type != "alive":
-            since.setdefault("answer", time.monotonic())
-        return deliver(comm, receiver, message, *args, **kwargs)
+    def exchanges(server, orders):
+        began = time.monotonic()
+        for pair in exchange(server, orders):
+            note("server", began)
+            yield pair
 
-    def hears(client):
-        message = next_message(client)
-        if message is not None and "answer" in since:
-            ended("client", "answer")
-        return message
+    def answers(client, order):
+        if sent:
+            note("client", sent.pop())
+        answer(client, order)
+        sent.append(time.monotonic())
 
-    def dispatches(server, order, message):
-        since[order.client] = time.monotonic()
-        return dispatch(server, order, message)
-
-    def gives_up(server):
-        give_up(server)
-        answered = server.msg_buffer["eval"].get(server.state - 1, {}).keys()
-        awaited = server.waiting() | (server.asked_to_evaluate - answered if server.evaluating else set())
-        for client in since.keys() - awaited:
-            ended("server", client)
-
-    Comm.deliver, DistributedClient._next_message = delivers, hears
-    DistributedServer.dispatch, DistributedServer._give_up_on_the_lost = dispatches, gives_up
+    sent = []
+    Clients.exchange, DistributedClient._answer = exchanges, answers
 
 
 try:
@@ -86,8 +68,6 @@ try:
             os._exit(9)
         if round == sabotage.get("silent_in"):
             time.sleep(1000)
-        if round == 2 and "says" in sabotage:
-            raise RuntimeError(sabotage["says"])
         napping, seconds = sabotage.get("naps", (0, 0))
         if round == napping:
             time.sleep(seconds)
@@ -111,20 +91,32 @@ try:
     if "revision" in sabotage:
         fs_lowrank.Method.revision_of = classmethod(lambda cls, params: sabotage["revision"])
     if sabotage.get("dies_evaluating"):
-        from fs_lowrank.engines.federatedscope.client import LowRankClient
+        from fs_lowrank.rounds.evaluator import Evaluator
 
-        LowRankClient.callback_funcs_for_evaluate = lambda *_: os._exit(9)
+        Evaluator.score = lambda *_: os._exit(9)
+    if "says" in sabotage:
+        from fs_lowrank.rounds.site import Site
+
+        fit = Site.fit
+
+        def says(self, client, examples, round, *given):
+            if round == 2:
+                raise RuntimeError(sabotage["says"])
+            return fit(self, client, examples, round, *given)
+
+        Site.fit = says
     if "reports" in sabotage:
-        from fs_lowrank.engines.federatedscope.comm import Comm
+        from fs_lowrank.rounds.node import Node
 
-        send = Comm.send
+        obey = Node.obey
 
-        def reports(self, message):
-            if message.msg_type == "metrics":
-                message.content = {**message.content, **sabotage["reports"]}
-            return send(self, message)
+        def reports(self, *given):
+            answer = obey(self, *given)
+            if "scores" in answer.facts:
+                answer.facts["scores"] |= sabotage["reports"]
+            return answer
 
-        Comm.send = reports
+        Node.obey = reports
 
     def end_at(what):
         place, call = sabotage[what]
@@ -143,58 +135,19 @@ try:
 
     for what in {"dies_at", "fails_at"} & sabotage.keys():
         end_at(what)
-    if sabotage.get("raw"):
-        from fs_lowrank.engines.federatedscope import wire
-
-        wire.encodable = lambda text: text
-    if "informs" in sabotage:
-        from fs_lowrank.engines.federatedscope import wire
-        from fs_lowrank.engines.federatedscope.client import LowRankClient
-
-        LowRankClient.callback_funcs_for_join_in_info = lambda self, message: wire.send(
-            self, "join_in_info", [0], sabotage["informs"]
-        )
-    if "harms" in sabotage:
-        from fs_lowrank.engines.federatedscope import wire
-        from fs_lowrank.engines.federatedscope.client import LowRankClient
-
-        deliver = LowRankClient._deliver
-
-        def harms(self, receiver, message, size=0):
-            deliver(self, receiver, message, size)
-            if message.msg_type == "ss_model_para" and receiver == 1:
-                wire.send(self, "stopped", [1], "go home")
-                deliver(self, receiver, message, size)
-
-        LowRankClient._deliver = harms
     if "waits_in" in sabotage:
         measure_waits(Path(sabotage["waits_in"]))
-    if "announces" in sabotage:
-        from fs_lowrank.engines.federatedscope.client import LowRankClient
-
-        ask_to_join, named = LowRankClient._ask_to_join, {"port": sabotage["announces"]}
-        if isinstance(sabotage["announces"], str):
-            named = {"host": sabotage["announces"], "port": overrides["distribute.server_port"]}
-
-        def asks(client):
-            client.local_address = {**client.local_address, **named}
-            ask_to_join(client)
-
-        LowRankClient._ask_to_join = asks
     if "counts_in" in sabotage:
-        from fs_lowrank.engines.federatedscope import messages
+        from fs_lowrank.engines.federatedscope.distributed import DistributedClient
 
-        received, read = [], messages.read
+        received, answer_to = [], DistributedClient._answer
 
-        def counted(*args):
-            message = read(*args)
-            if message.msg_type in ("model_para", "evaluate"):
-                received.append(message.content.opened().nbytes)
-            with open(sabotage["counts_in"], "w") as file:
-                file.write(str(sum(received)))
-            return message
+        def counted(self, order):
+            received.append(order.nbytes)
+            Path(sabotage["counts_in"]).write_text(str(sum(received)))
+            answer_to(self, order)
 
-        messages.read = counted
+        DistributedClient._answer = counted
     time.sleep(sabotage.get("late", 0))
     result = fs_lowrank.run(
         fs_lowrank.load_config(settings, overrides),

@@ -27,7 +27,7 @@ def test_a_client_that_dies_during_a_round_is_left_out(settings, cluster, tmp_pa
     assert [r["clients"] for r in rounds] == [[1, 2, 3], [1, 3], [1, 3]]
     (failure,) = rounds[1]["failed"]
     assert failure["client"] == 2 and "process is gone" in failure["reason"]
-    assert "2" in rounds[1]["client_downlink_bytes"] and "2" not in rounds[2]["client_downlink_bytes"]
+    assert "2" not in rounds[2]["client_downlink_bytes"]
 
 
 def test_the_run_stops_when_too_few_clients_remain(settings, cluster, tmp_path):
@@ -170,6 +170,7 @@ def test_a_port_in_use(quick, role):
                 "distribute.server_host": "127.0.0.1",
                 "distribute.client_host": "127.0.0.1",
                 f"distribute.{role}_port": port,
+                "federate.use_ss": role == "client",  # else it does not listen
                 "distribute.data_idx": 1,
             },
         )
@@ -389,67 +390,13 @@ def test_clients_that_die_while_they_evaluate(settings, cluster, tmp_path, dying
     assert bool(workers[0].history[-1]["metrics"]) == (len(dying) == 1)
 
 
-#: what client 2, whose share of the test set is one row, reports instead (None: nothing by this name), and what is said
-LIES = {
-    "an extra name": ({"x": 1.0}, "unknown metric 'x', expected loss, avg_loss, total, acc of test"),
-    "a name of another split": ({"val_loss": 1.0}, "unknown metric 'val_loss', expected"),
-    "no accuracy": ({"test_acc": None}, "test_acc is missing among its metrics"),
-    "no total": ({"test_total": None}, "test_total is missing among its metrics"),
-    "only an accuracy": ({"test_total": None, "test_loss": None, "test_avg_loss": None}, "test_loss is missing"),
-    "a huge total": ({"test_total": 1e18}, "test_total is 1e+18, expected a whole number from 1 to 1"),
-    "one more": (
-        {"test_total": 2, "test_loss": 0.0, "test_avg_loss": 0.0},
-        "test_total is 2, expected a whole number from 1 to 1",
-    ),
-    "none": ({"test_total": 0}, "test_total is 0, expected a whole number from 1 to 1"),
-    "below zero": ({"test_total": -9.999}, "test_total is -9.999, expected a whole number from 1 to 1"),
-    "half": ({"test_total": 2.5}, "test_total is 2.5, expected a whole number from 1 to 1"),
-    "many digits": ({"test_total": 10**400}, "expected a finite number"),
-    "a huge accuracy": ({"test_acc": 1e308}, "test_acc is 1e+308, expected a number from 0 to 1"),
-    "an accuracy below zero": ({"test_acc": -0.1}, "test_acc is -0.1, expected a number from 0 to 1"),
-    "a loss below zero": ({"test_avg_loss": -1.0, "test_loss": -6.0}, "test_avg_loss is -1.0, expected a number from"),
-    "a huge loss": ({"test_avg_loss": 1e300, "test_loss": 6e300}, "expected a number from 0 to the largest float32"),
-    "another sum": ({"test_loss": 0.0}, "test_loss is 0.0, expected test_avg_loss times test_total"),
-    "nan": ({"test_avg_loss": float("nan")}, "test_avg_loss is nan, expected a finite number"),
-    "text": ({"test_acc": "high"}, "test_acc is 'high', expected a finite number"),
-}
-
-
-def test_metrics_that_no_evaluation_can_give_are_left_out(quick, monkeypatch):
-    """Client 2 lies in every round but the last; the means are those of the others."""
-    from fs_lowrank.engines.federatedscope.server import LowRankServer
-
-    take, lies, told = LowRankServer.take_metrics, list(LIES.values()), iter(LIES.values())
-
-    def hears(self, message):
-        if message.sender == 2 and (lie := next(told, None)):
-            honest = {**message.content, **lie[0]}
-            message.content = {name: value for name, value in honest.items() if value is not None}
-        return take(self, message)
-
-    monkeypatch.setattr(LowRankServer, "take_metrics", hears)
-    keys = {"federate.make_global_eval": False, "eval.split": ["test"], "eval.freq": 1, "train.local_update_steps": 1}
-    keys |= {"federate.method": "rolora", "federate.total_round_num": len(lies) + 1}
-    history = fs_lowrank.run(quick("run", keys), "federatedscope").history
-    for record, (lie, said) in zip(history, lies, strict=False):
-        (left_out,) = record["unevaluated"]
-        assert left_out["client"] == 2 and said in left_out["reason"], lie
-        scores = record["client_scores"]
-        assert sorted(scores) == ["1", "3", "4", "5"] and record["clients"] == [1, 2, 3, 4, 5]
-        samples = sum(s["samples"] for s in scores.values())
-        for name, mean in record["metrics"]["test"].items():
-            assert mean == pytest.approx(sum(s[name] * s["samples"] for s in scores.values()) / samples)
-    assert "unevaluated" not in history[-1] and sorted(history[-1]["client_scores"]) == ["1", "2", "3", "4", "5"]
-
-
 @pytest.mark.parametrize(
     "reports, said",
     [
-        ({"x": 1.0}, "unknown metric 'x'"),
-        ({"test_total": 1e18}, "expected a whole number"),
-        ({"test_acc": "1"}, "test_acc: Input"),
+        ({"loss": 1e300}, "no loss and acc that it can be"),
+        ({"acc": "1"}, "no loss and acc that it can be"),
     ],
-    ids=["a_name", "a_number", "a_type"],
+    ids=["a_number", "a_type"],
 )
 def test_metrics_of_a_process_that_lies_are_left_out(settings, cluster, tmp_path, reports, said):
     workers = cluster.run(
@@ -490,14 +437,3 @@ def test_a_client_that_has_not_joined_is_named_where_clients_evaluate(settings, 
     assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
     for record in workers[0].history:
         assert record["unevaluated"] == [{"client": 3, "reason": "it has not joined"}]
-
-
-def test_metrics_that_the_framework_cannot_merge_are_left_out_of_the_run(quick):
-    """Its report by groups of clients fails without their sizes; the rounds are those of a run that reports none."""
-    keys = {"federate.method": "rolora", "federate.make_global_eval": False, "eval.split": ["test"], "eval.freq": 1}
-    plain = fs_lowrank.run(quick("plain", keys), "federatedscope").history
-    history = fs_lowrank.run(quick("run", {**keys, "eval.report": ["group_avg"]}), "federatedscope").history
-    assert [r["loss"] for r in history] == [r["loss"] for r in plain]
-    for record in history:
-        assert not record["metrics"] and [u["client"] for u in record["unevaluated"]] == [1, 2, 3, 4, 5]
-        assert "the framework cannot merge the metrics: KeyError" in record["unevaluated"][0]["reason"]

@@ -1,14 +1,9 @@
 """Standalone with ``federate.process_num`` above 1: the clients run in other processes, with the same result."""
 
-import os
-import signal
-
 import pytest
 
 import fs_lowrank
 from fs_lowrank.errors import UserError
-from fs_lowrank.jobs.pool import Pool
-from fs_lowrank.rounds.parcel import Parcel
 
 pytestmark = pytest.mark.federatedscope
 THREE = {"federate.process_num": 3}
@@ -48,13 +43,6 @@ def same(a, b):
             "quantization.nbits": 8,
             "federate.share_local_model": True,
         },
-        {"federate.method": "fedlora", "federate.make_global_eval": False},
-        {
-            "federate.method": "pfedloru",
-            "lowrank.tau": 2,
-            "federate.make_global_eval": False,
-            "federate.sample_client_num": 1,
-        },
     ],
     ids=lambda k: "-".join(str(v) for v in k.values()),
 )
@@ -66,48 +54,41 @@ def test_processes_do_not_change_the_result(quick, keys):
     assert "process_num: 3" in next(apart.outdir.glob("config.yaml")).read_text()
 
 
+@pytest.mark.parametrize("method", ["fedlora", "pfedloru"])
+def test_clients_scores_are_those_of_the_embedded_engine(quick, method):
+    keys = {"federate.method": method, "federate.make_global_eval": False, "federate.sample_client_num": 2}
+    keys |= {"lowrank.tau": 2} if method == "pfedloru" else {}
+    local = fs_lowrank.run(quick("local", keys))
+    same(local, fs_lowrank.run(quick("apart", {**keys, **THREE}), "federatedscope"))
+
+
 def test_secret_sharing_works_between_processes(quick, assert_same):
     keys = {"federate.method": "fedlora"}
     shared = fs_lowrank.run(quick("apart", {**keys, **THREE, "federate.use_ss": True}), "federatedscope")
     assert_same(fs_lowrank.run(quick("alone", keys)), shared)
 
 
-@pytest.mark.parametrize("share", [False, True], ids=["own_models", "one_model"])
-def test_a_process_that_is_killed_ends_the_run_which_can_be_resumed(quick, share, monkeypatch):
-    keys = {"federate.method": "pfedloru", "lowrank.tau": 2, "federate.sample_client_num": 4, "lowrank.drop_rate": 0.3}
-    keys |= {**THREE, "federate.share_local_model": share}
-    whole, killed, submit = fs_lowrank.run(quick("whole", keys), "federatedscope"), [], Pool.submit
-
-    def submitted(self, rank, function, *given):
-        work = submit(self, rank, function, *given)
-        if function is parallel()._do and not killed:
-            facts = Parcel.of(given[0]).facts.get("facts", {})
-            if facts.get("purpose") == "train" and facts["round"] == 3:
-                killed.append(self.processes[rank])
-                os.kill(killed[0].pid, signal.SIGKILL)
-        return work
-
-    config = quick("killed", keys)
-    with monkeypatch.context() as patch:
-        patch.setattr(Pool, "submit", submitted)
-        with pytest.raises(fs_lowrank.RunFailed, match="of federate.process_num ended .*; run again with resume=True"):
-            fs_lowrank.run(config, "federatedscope")
-    rest = fs_lowrank.run(config, "federatedscope", resume=True)
-    for name, tensor in whole.model.named_parameters():
-        assert tensor.equal(dict(rest.model.named_parameters())[name]), name
-    for x, y in zip(whole.history, rest.history, strict=True):
-        assert all(x[k] == y[k] for k in ("clients", "loss", "metrics", "uplink_bytes", "failed"))
-        assert x["downlink_bytes"] <= y["downlink_bytes"]  # copies of their own are sent the whole model again
+def test_the_files_of_save_to_and_a_run_that_is_restored(quick, assert_same, tmp_path):
+    keys = {"federate.method": "fedloru", "lowrank.tau": 1, "federate.total_round_num": 4, **THREE}
+    keys |= {"federate.save_to": str(tmp_path / "saved.pt"), "federate.save_freq": 2, "eval.freq": 1}
+    whole = fs_lowrank.run(quick("whole", keys), "federatedscope")
+    assert {path.name for path in tmp_path.glob("*.pt")} == {"saved.pt", "2_saved.pt", "final_saved.pt"}
+    rest = quick("rest", {**keys, "federate.save_to": "", "federate.restore_from": str(tmp_path / "2_saved.pt")})
+    rest = fs_lowrank.run(rest, "federatedscope")
+    assert [r["round"] for r in rest.history] == [3, 4]
+    assert_same(whole, rest, atol=0)
 
 
 def test_the_error_of_a_process_is_reported(quick, monkeypatch, tmp_path):
-    prepare = parallel().ParallelRunner._prepare
+    from fs_lowrank.engines.pool import Processes
 
-    def elsewhere(runner, rank):
-        ((load, config, *given),) = prepare(runner, rank)
+    prepare = Processes._prepare
+
+    def elsewhere(processes, rank):
+        ((load, config, *given),) = prepare(processes, rank)
         return [(load, {**config, "data": {**config["data"], "root": str(tmp_path), "type": "missing@file"}}, *given)]
 
-    monkeypatch.setattr(parallel().ParallelRunner, "_prepare", elsewhere)
+    monkeypatch.setattr(Processes, "_prepare", elsewhere)
     with pytest.raises(UserError, match="missing@file"):
         fs_lowrank.run(quick("run", {"federate.method": "rolora", **THREE}), "federatedscope")
 
@@ -119,26 +100,21 @@ def test_processes_in_distributed_mode(quick):
         )
 
 
-@pytest.mark.parametrize("training, started", [(3, [4]), (1, [])])
-def test_auto_is_the_number_of_the_embedded_engine_and_the_servers_process(quick, monkeypatch, training, started):
+@pytest.mark.parametrize("training", [3, 1])
+def test_auto_is_the_number_of_the_embedded_engine(quick, monkeypatch, training):
     from fs_lowrank.engines.federatedscope import run as module
 
     class Chosen(Exception):
         pass
 
-    asked = []
+    def chosen(**given):
+        raise Chosen(module.sessions.current().config.federate.process_num)
 
-    def chosen(processes=None, **given):
-        asked.extend([processes] if processes else [])
-        raise Chosen
-
-    monkeypatch.setattr(module, "ParallelRunner", chosen)
-    monkeypatch.setattr(module, "get_runner", chosen)
+    monkeypatch.setattr(module, "ParallelRunner" if training > 1 else "get_runner", chosen)
     monkeypatch.setattr(module, "processes_of", lambda config: training)
     keys = {"federate.method": "rolora", "federate.process_num": "auto"}
-    with pytest.raises(Chosen):
+    with pytest.raises(Chosen, match=str(training)):
         fs_lowrank.run(quick("run", keys), "federatedscope")
-    assert asked == started
     with pytest.raises(UserError, match="federate.process_num = auto divides the clients of a standalone run"):
         fs_lowrank.run(quick("apart", {**keys, "federate.mode": "distributed"}), "federatedscope")
 

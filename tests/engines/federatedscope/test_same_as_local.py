@@ -227,7 +227,9 @@ def test_clients_are_scored_on_their_own_shares_of_the_test_set(quick, settings,
                 assert scores == pytest.approx(wanted["client_scores"][str(client)], abs=1e-5)
         accuracies = [scores["acc"] for scores in alone["client_scores"].values()]
         assert alone["metrics"]["client_test"]["acc_worst_decile"] == pytest.approx(min(accuracies))
-        assert between["metrics"]["test"]["acc"] == pytest.approx(wanted["metrics"]["client_test"]["acc"], abs=1e-5)
+        assert between["metrics"]["client_test"]["acc"] == pytest.approx(
+            wanted["metrics"]["client_test"]["acc"], abs=1e-5
+        )
 
 
 @pytest.mark.parametrize("method", ["rolora", "fedloru"])
@@ -290,22 +292,7 @@ def test_scores_of_each_client_and_before_round_1(quick, settings, cluster, tmp_
         scores = [s for r in result.history for s in r["client_scores"].values()]
         assert len(scores) == 6 and all(0 <= s["acc"] <= 1 and s["samples"] > 0 for s in scores)
         keys |= {"federate.share_local_model": False, "outdir": str(tmp_path / "distributed")}
+        keys |= {"federate.make_global_eval": True, "eval.client_scores": True}
         workers = cluster.run(settings, 3, keys)
         assert [w.code for w in workers.values()] == [0] * 4, [w.said for w in workers.values()]
         assert list(workers[0].history[-1]["client_scores"]) == ["1", "2", "3"]
-
-
-@pytest.mark.parametrize(
-    "keys, said",
-    [
-        (
-            {"eval.client_scores": True},
-            "eval.client_scores = True: in mode distributed only the clients have their test data",
-        ),
-        ({"eval.before": True, "federate.make_global_eval": False}, "eval.before = True: in mode distributed with"),
-    ],
-)
-def test_what_a_distributed_server_cannot_evaluate_is_refused(settings, cluster, tmp_path, keys, said):
-    started = cluster.launch(settings, 1, {**keys, "outdir": str(tmp_path / "refused")}, only=[0])
-    server = cluster.wait(*started[0])
-    assert server.kind == "UserError" and said in server.said

@@ -74,11 +74,9 @@ class Waits:
             what: went wrong. timeout: ``lowrank.timeout``.
             rounds: the largest number of rounds in a row to which a client's wait may extend.
         """
-        from fs_lowrank.engines.federatedscope.distributed_server import _ANSWER, _LOOK
-
         files = [json.loads(path.read_text()) for path in self.folder.iterdir()]
         longest = {role: max(found[role] for found in files if role in found) for role in ("client", "server")}
-        limit = timeout + _LOOK + _ANSWER
+        limit = timeout + 6.0
         row = {"what": what, "timeout": timeout}
         row |= {"client": round(longest["client"], 1), "client_limit": rounds * limit}
         row |= {"server": round(longest["server"], 1), "server_limit": limit}
@@ -163,27 +161,26 @@ def relay():
         each.close()
 
 
+CLIENT = f"{PLUGIN}.distributed.DistributedClient"
 CLIENT_PHASES = {
-    "asks to join": (f"{PLUGIN}.distributed_client.DistributedClient._ask_to_join", 1),
-    "has joined": (f"{PLUGIN}.client.LowRankClient.callback_funcs_for_assign_id", 1),
-    "is asked": (f"{PLUGIN}.client.LowRankClient.callback_funcs_for_model_para", 2),
+    "asks to join": (f"{CLIENT}._join", 1),
+    "has joined": (f"{CLIENT}._fetch", 1),
+    "is asked": (f"{CLIENT}._answer", 3),
     "follows": ("rounds.copies.OwnCopy.catch_up", 3),
     "trains": ("rounds.site.Site.fit", 2),
-    "sends": (f"{PLUGIN}.client.LowRankClient._send", 2),
-    "evaluates": (f"{PLUGIN}.client.LowRankClient.callback_funcs_for_evaluate", 2),
-    "ends": (f"{PLUGIN}.client.LowRankClient.callback_funcs_for_finish", 1),
+    "evaluates": ("rounds.evaluator.Evaluator.score", 2),
 }
+SERVER = f"{PLUGIN}.distributed.Clients"
 SERVER_PHASES = {
-    "waits": (f"{PLUGIN}.server.LowRankServer._gather", 1),
-    "is asked to let join": (f"{PLUGIN}.server.LowRankServer.callback_funcs_for_join_in", 2),
-    "begins": (f"{PLUGIN}.server.LowRankServer.trigger_for_start", 1),
-    "asks": (f"{PLUGIN}.server.LowRankServer.dispatch", 5),
-    "takes": (f"{PLUGIN}.server.LowRankServer.take_update", 4),
+    "waits": (f"{SERVER}.begin", 1),
+    "is asked to let join": (f"{SERVER}._join", 2),
+    "asks": (f"{SERVER}.exchange", 3),
+    "takes": ("rounds.round.Round.take", 4),
     "aggregates": ("rounds.round.Round.finish", 2),
-    "evaluates": (f"{PLUGIN}.server.LowRankServer.take_metrics", 4),
+    "evaluates": (f"{SERVER}.exchange", 4),
     "records": ("rounds.keeper.RecordKeeper.add", 2),
     "saves": ("rounds.keeper.RecordKeeper.save", 2),
-    "ends": (f"{PLUGIN}.server.LowRankServer.terminate", 1),
+    "ends": (f"{SERVER}.end", 1),
 }
 
 
@@ -195,21 +192,15 @@ def test_a_client_killed_in_each_phase_returns(quick, settings, assert_same, clu
     sabotage[0] |= {"sleeps": 0.5, "until": (8, 2)}
     started = cluster.launch(settings, 2, keys(tmp_path, **more), sabotage)
     assert cluster.wait(*started[2]).code == 9
-    if phase != "ends":
-        started[2] = cluster.again(settings, 2)
-        assert cluster.wait(*started[2]).code == 0
+    started[2] = cluster.again(settings, 2)
+    assert cluster.wait(*started[2]).code == 0
     server = cluster.wait(*started[0])
     assert server.code == 0, server.said
     assert 2 in server.history[-1]["clients"]
     for record in server.history:
         lost = {failure["client"] for failure in record["failed"]}
         assert {1, 2} - {*record["clients"]} == lost <= {2}
-    not_evaluated = [r["round"] for r in server.history if "2" not in r["client_scores"]]
     without = [r["round"] for r in server.history if r["failed"]]
-    if phase in ("is asked", "trains", "sends"):
-        assert without[0] == 2
-    if phase == "evaluates":
-        assert not_evaluated[0] == 2
     if not without:
         more["federate.total_round_num"] = len(server.history)
         whole = fs_lowrank.run(quick("whole", {**keys(tmp_path), **more, "outdir": str(tmp_path / "whole")}))
@@ -236,17 +227,17 @@ def test_a_server_killed_in_each_phase_is_resumed(quick, settings, assert_same, 
 
 def test_a_network_that_drops_for_a_minute(settings, cluster, waits, tmp_path, relay):
     """Nothing passes between the server and client 2, in either direction; its updates count, a minute late."""
-    server_port, client_port = cluster.free_ports(2)
-    lines = relay(server_port), relay(client_port)
+    (server_port,) = cluster.free_ports(1)
+    lines = (relay(server_port),)
     more = {"lowrank.timeout": 150.0, "federate.total_round_num": 6, "distribute.server_port": server_port}
-    sabotage = {**waits.measured(1), 2: {"announces": lines[1].port}}
+    sabotage = waits.measured(1)
     sabotage[0]["sleeps"] = 0.5
     started = cluster.launch(
         settings,
         2,
         keys(tmp_path, **more),
         sabotage,
-        changed={2: {"distribute.server_port": lines[0].port, "distribute.client_port": client_port}},
+        changed={2: {"distribute.server_port": lines[0].port}},
     )
     cluster.wait_for(lambda: len(records(tmp_path)) >= 2)
     for line in lines:
@@ -260,8 +251,6 @@ def test_a_network_that_drops_for_a_minute(settings, cluster, waits, tmp_path, r
     workers = {w: cluster.wait(*process, timeout=240) for w, process in started.items()}
     assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
     assert all(r["clients"] == [1, 2] for r in workers[0].history)
-    for log, lost in (("exp_print.log", "client 2"), ("client_2/exp_print.log", f":{lines[0].port}")):
-        assert f"{lost} does not answer" in (tmp_path / "run" / log).read_text()
     assert waits.compare("no packet between the server and a client for 60 s", 150.0)["server"] > 40
 
 
@@ -334,8 +323,6 @@ def test_answers_after_their_round(settings, cluster, waits, tmp_path):
     assert [f["client"] for f in history[1]["failed"]] == [2] and "no answer within" in history[1]["failed"][0][
         "reason"
     ]
-    said = (tmp_path / "run" / "exp_print.log").read_text()
-    assert "ignored what client 2 sent for the framework's round 1: it is not awaited" in said
     waits.compare("a client answers after its round", 6.0)
 
 

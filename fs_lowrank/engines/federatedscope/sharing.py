@@ -1,0 +1,89 @@
+"""Secret sharing between processes: each client sends the others shares of its update, and the server a sum."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+from federatedscope.core.message import Message
+
+from ...rounds.copies import apology
+from ...rounds.parcel import Parcel
+from .sums import add_shares, split_secret
+from .wire import Channel, Listener, Unwelcome, parcel_of
+
+#: seconds between two attempts to deliver a share
+_PAUSE = 0.3
+#: of a delivery that is tried again: nobody listens yet, or the other client has not been asked to train yet
+_AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
+
+
+class Sharing:
+    """Where a client takes the shares of others, and how it gives them its own.
+
+    Args:
+        cfg: the framework's section ``distribute``. timeout: seconds to wait for the others' shares.
+        uniform: all clients have the same weight.
+    """
+
+    def __init__(self, cfg: Any, timeout: float, uniform: bool):
+        self.cfg, self.timeout, self.uniform = cfg, timeout, uniform
+        self.address = f"{cfg.client_host}:{cfg.client_port}"
+        #: of the round in which this client trains: by token, which opens nothing else, the other client's share
+        self._shares: dict[str, Parcel | None] = {}
+        self._news = threading.Condition()
+        largest = cfg.grpc_max_receive_message_length
+        self.listener = Listener(cfg.client_host, cfg.client_port, cfg, largest, self._take)
+
+    async def _take(self, message: Message, token: str, process: str) -> str:
+        with self._news:
+            if token not in self._shares:
+                raise Unwelcome(grpc.StatusCode.UNAUTHENTICATED, "this process awaits no share with this token")
+            if self._shares[token] is None:
+                self._shares[token] = parcel_of(message.content)
+                self._news.notify_all()
+        return ""
+
+    def expect(self, others: Mapping[str, tuple[str, str]]) -> None:
+        """Take shares of ``others``, address and token of each by its number, from now on."""
+        with self._news:
+            self._shares = {token: None for _, token in others.values()}
+
+    def summed(self, answer: Parcel, client: int, others: Mapping[str, tuple[str, str]]) -> Parcel:
+        """``answer`` with the sum of this client's shares of all updates in place of its own update."""
+        facts, until = answer.facts, time.monotonic() + self.timeout
+        weight = 1 if self.uniform else facts["samples"]
+        try:
+            own, *rest = split_secret(answer.tensors, weight, len(others) + 1)
+            for (address, token), share in zip(others.values(), rest):
+                self._give(client, address, token, Parcel(share), until)
+            with self._news:
+                self._news.wait_for(lambda: None not in self._shares.values(), max(until - time.monotonic(), 0.0))
+                given = {number: self._shares[token] for number, (_, token) in others.items()}
+            kinds = {name: (t.shape, t.dtype) for name, t in own.items()}
+            for number, share in given.items():
+                if share is None:
+                    raise RuntimeError(f"no share of client {number} within lowrank.timeout, {self.timeout:g} s")
+                if {name: (t.shape, t.dtype) for name, t in share.tensors.items()} != kinds:
+                    raise RuntimeError(f"the share of client {number} has other names, shapes or types")
+            return Parcel(add_shares([own, *(share.tensors for share in given.values() if share)]), **facts)
+        except (RuntimeError, ValueError) as error:
+            failed = apology(facts["round"], error)
+            return Parcel({}, **{**facts, **failed.facts})
+
+    def _give(self, client: int, address: str, token: str, share: Parcel, until: float) -> None:
+        channel = Channel(address, self.cfg, token)
+        try:
+            while True:
+                try:
+                    channel.begin("ss_model_para", client, share, timeout=max(until - time.monotonic(), 0.1)).result()
+                    return
+                except grpc.RpcError as error:
+                    if error.code() not in _AGAIN or time.monotonic() > until:
+                        raise RuntimeError(f"its share did not arrive at {address}: {error.details()}") from error
+                    time.sleep(_PAUSE)
+        finally:
+            channel.close()
