@@ -21,12 +21,13 @@ def keys(tmp_path, **more):
 
 
 def test_a_client_that_dies_during_a_round_is_left_out(settings, cluster, tmp_path):
-    workers = cluster.run(settings, 3, keys(tmp_path), sabotage={2: {"dies_in": 2}})
+    workers = cluster.run(settings, 3, keys(tmp_path, **{"lowrank.timeout": 12.0}), sabotage={2: {"dies_in": 2}})
     assert [workers[w].code for w in (0, 1, 2, 3)] == [0, 0, 9, 0], workers[0].said
     rounds = workers[0].history
     assert [r["clients"] for r in rounds] == [[1, 2, 3], [1, 3], [1, 3]]
     (failure,) = rounds[1]["failed"]
-    assert failure["client"] == 2 and "process is gone" in failure["reason"]
+    # Of one that ends between two requests for an order the server sees no connection that is closed.
+    assert failure["client"] == 2 and re.match("its process is gone|no answer within", failure["reason"])
     assert "2" not in rounds[2]["client_downlink_bytes"]
 
 
