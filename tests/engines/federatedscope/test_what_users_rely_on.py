@@ -266,8 +266,7 @@ def test_clients_without_held_out_rows_between_processes(quick, settings, cluste
     for a, b in zip(alone.history, workers[0].history, strict=True):
         means = {name: b["metrics"]["client_test"][name] for name in a["metrics"]["test"]}
         assert means == pytest.approx(a["metrics"]["test"], abs=1e-5)
-        for key in ("client_uplink_bytes", "client_downlink_bytes"):
-            assert b[key] == a[key]
+        assert b["client_uplink_bytes"] == a["client_uplink_bytes"]  # one without rows is not asked to evaluate
 
 
 def test_the_downlink_counts_what_clients_receive(quick, settings, cluster, tmp_path):
