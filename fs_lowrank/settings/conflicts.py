@@ -65,6 +65,9 @@ def _of_clients(config: Settings) -> Iterator[Conflict]:
     yield "federate.sample_client_rate", rate <= 0 and rate != -1, shares
     fewest = config.lowrank.min_clients
     yield "lowrank.min_clients", fewest > a_round, _expected(fewest, f"at most the clients of a round, {a_round}")
+    factor = config.lowrank.max_update_norm_factor
+    below = _expected(factor, "1 or more, as half of the updates exceed their median; or 0 for no bound")
+    yield "lowrank.max_update_norm_factor", 0 < factor < 1, below
     given = {key for own in config.own_settings.values() for key in own}
     one_rank = (
         f"gives clients a rank, and federate.method = {federate.method} has one for all; methods with lowrank.ranks "

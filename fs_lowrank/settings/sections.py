@@ -374,7 +374,7 @@ class Lowrank:
     max_samples: int = key(10**9, min=1)
     #: maximum norm of the difference between an update and what the client was sent; 0: off
     max_update_norm: float = key(0.0, min=0.0)
-    #: the same, as a factor of the median over the updates of the round; 0: off
+    #: the same, as a factor, 1 or more, of the median over the updates of the round; 0: off
     max_update_norm_factor: float = key(0.0, min=0.0)
     #: a mean that a few malicious clients cannot move far, in place of the weighted mean (``methods.robust``)
     robust: str = key("none", choices=ROBUST)
@@ -385,7 +385,7 @@ class Lowrank:
     #: if the server step fails or its result is not finite: stop the run, or skip the round
     on_bad_round: str = key("stop", choices=("stop", "skip"))
     #: probability that a selected client drops out of a round, drawn with the seed; tests the robustness of a method
-    drop_rate: float = key(0.0, min=0.0, max=1.0)
+    drop_rate: float = key(0.0, min=0.0, below=1.0)
     #: seconds that a process waits for another in distributed runs; on Flower, for the next answer of any node
     timeout: float = key(600.0, above=0.0, max=2e6, result=False)
     #: dtype of the frozen weights and of the computation, or `int8` or `nf4`: matrices quantised to 8 or 4 bits by
