@@ -468,7 +468,7 @@ def _methods(args: argparse.Namespace) -> None:
 
 
 def _cache(args: argparse.Namespace) -> None:
-    from .models.states import SharedStates, shared_folder
+    from .models.shortcuts.states import SharedStates, shared_folder
     from .runs.summary import human_bytes
 
     states = SharedStates(shared_folder(), limit=0)

@@ -14,7 +14,7 @@ from fs_lowrank.baselines import split_names
 from fs_lowrank.commands.seeds import parse
 from fs_lowrank.draw.report import write_page
 from fs_lowrank.errors import say_once
-from fs_lowrank.models.states import SharedStates, shared_folder
+from fs_lowrank.models.shortcuts.states import SharedStates, shared_folder
 from fs_lowrank.runs.folder import claim
 from fs_lowrank.runs.shown import read_runs
 from fs_lowrank.runs.split import read_split

@@ -16,7 +16,7 @@ import fs_lowrank
 from fs_lowrank import cli, list_methods
 from fs_lowrank.__main__ import main
 from fs_lowrank.errors import ROWS_LOGGER, RunFailed, UserError, say_once
-from fs_lowrank.models.states import SharedStates, shared_folder
+from fs_lowrank.models.shortcuts.states import SharedStates, shared_folder
 from fs_lowrank.runs.folder import claim
 from fs_lowrank.spin import bound_spin
 

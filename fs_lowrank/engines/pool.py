@@ -28,7 +28,7 @@ from ..jobs.crew import INSIDE
 from ..jobs.pool import Call, Pool, Work
 from ..methods import State
 from ..models.adapters import load_tensors
-from ..models.frozen import COMPUTED_TOGETHER
+from ..models.shortcuts.frozen import COMPUTED_TOGETHER
 from ..rounds.copies import copied
 from ..rounds.evaluator import CLIENTS, Evaluator
 from ..rounds.ledger import Ledger

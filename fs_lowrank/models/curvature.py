@@ -19,8 +19,8 @@ from ..algebra import on_device
 from ..errors import UserError, say_once
 from .kinds import unwrapped
 from .machine import input_device, rounding, without_autocast
-from .masks import comparable
-from .trials import failure, keeping_modes
+from .shortcuts.masks import comparable
+from .shortcuts.trials import failure, keeping_modes
 
 Batches = Iterable[Mapping[str, Tensor]]
 #: gives what is differentiated, sums over the samples of a batch, from its logits

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import say_once
 from ..seeds import drawing
 from .machine import input_device, rounding
-from .trials import differing
+from .shortcuts.trials import differing
 
 
 def position_embeddings(model: nn.Module) -> list[nn.Embedding]:

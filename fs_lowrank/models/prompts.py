@@ -17,7 +17,7 @@ from torch import nn
 from ..errors import UserError
 from .kinds import is_encoder_decoder
 from .machine import input_device, rounding
-from .trials import differing, failure, keeping_modes
+from .shortcuts.trials import differing, failure, keeping_modes
 
 
 def is_prompted(model: nn.Module) -> bool:

@@ -29,17 +29,17 @@ from ..models.adapters import load_tensors, start_at_zero
 from ..models.build import build_model, build_tokenizer
 from ..models.checkpointing import recompute
 from ..models.fingerprints import configuration_fingerprint, fingerprint_of
-from ..models.frozen import FrozenPrefix, Owners
 from ..models.given import is_given
 from ..models.kinds import computes_by_length, heads_by_place
 from ..models.machine import autocast, check_half, device_of, enough_memory, input_device, wait
 from ..models.names import is_statistic, tags
 from ..models.placing import at_home
 from ..models.quantised import count, require_bitsandbytes
-from ..models.reads import OnlyRead
-from ..models.slots import Apart
-from ..models.states import SharedStates, shared_folder
-from ..models.trials import samples_to_try
+from ..models.shortcuts.frozen import FrozenPrefix, Owners
+from ..models.shortcuts.reads import OnlyRead
+from ..models.shortcuts.slots import Apart
+from ..models.shortcuts.states import SharedStates, shared_folder
+from ..models.shortcuts.trials import samples_to_try
 from ..seeds import derive
 from ..settings import OPTIMIZERS_8BIT
 from ..training import train_client

@@ -20,9 +20,9 @@ from ..models.adapters import layer_stack
 from ..models.checkpointing import recomputes
 from ..models.kinds import is_encoder_decoder, unwrapped
 from ..models.machine import input_device, rounding
-from ..models.masks import Masks, comparable, draw, draws
-from ..models.slots import Apart
-from ..models.trials import differing, failure
+from ..models.shortcuts.masks import Masks, comparable, draw, draws
+from ..models.shortcuts.slots import Apart
+from ..models.shortcuts.trials import differing, failure
 
 #: by device: what a further block costs in each layer, in multiplications (calls) and in tokens (small matrices).
 #: Measured on a processor, where it is 80 and 40 tokens at widths 384 and 768; of a GPU only its order is known

@@ -22,14 +22,14 @@ from ..data import Examples
 from ..methods import Phase
 from ..models.adapters import layer_stack, load_tensors, lora_scales, with_owners
 from ..models.checkpointing import recomputes
-from ..models.frozen import FrozenPrefix
 from ..models.kinds import is_encoder_decoder
 from ..models.machine import input_device, rounding
-from ..models.masks import draws
 from ..models.names import all_tensors, select, tags
-from ..models.reads import OnlyRead
-from ..models.slots import Apart, Slots, check_modules
-from ..models.trials import TRIED, differing, failure, keeping_modes, rows_to_try
+from ..models.shortcuts.frozen import FrozenPrefix
+from ..models.shortcuts.masks import draws
+from ..models.shortcuts.reads import OnlyRead
+from ..models.shortcuts.slots import Apart, Slots, check_modules
+from ..models.shortcuts.trials import TRIED, differing, failure, keeping_modes, rows_to_try
 from ..seeds import derive, drawing
 from ..settings import OPTIMIZERS_8BIT, Optimizer, Settings
 from .blocks import Blocks, drawn_by_each, masks_of, overhead

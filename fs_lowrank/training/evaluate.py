@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ..data.examples import IGNORED_LABEL
-from ..models.frozen import FrozenPrefix
 from ..models.machine import input_device
-from ..models.reads import OnlyRead
+from ..models.shortcuts.frozen import FrozenPrefix
+from ..models.shortcuts.reads import OnlyRead
 from ..settings.metrics import perplexity
 from .local import label_logits, losses_of, shortcuts, to_device
 from .metrics import measure, of_outputs

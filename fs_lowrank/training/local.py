@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from ..data.examples import IGNORED_LABEL
 from ..methods import Phase
-from ..models.frozen import FrozenPrefix
 from ..models.kinds import is_encoder_decoder
 from ..models.machine import input_device
 from ..models.names import tags
-from ..models.reads import OnlyRead
+from ..models.shortcuts.frozen import FrozenPrefix
+from ..models.shortcuts.reads import OnlyRead
 from ..seeds import derive
 from ..settings import Settings
 from .blocks import Blocks
@@ -315,8 +315,8 @@ def train_client(
         config: ``train``, ``dataloader`` and ``grad`` of the run's configuration.
         lr: learning rate of this round. seed: for the order of the data, dropout, and augmentation of images.
         owner: key of the examples in the cache ``prefix``.
-        prefix: cache of the hidden states below the first trainable layer (``models.frozen``).
-        reads: computes the last layer for the positions that are read only (``models.reads``).
+        prefix: cache of the hidden states below the first trainable layer (``models.shortcuts.frozen``).
+        reads: computes the last layer for the positions that are read only (``models.shortcuts.reads``).
     """
     device = input_device(model)
     order, augment = np.random.default_rng(seed), np.random.default_rng(derive(seed, "augment"))

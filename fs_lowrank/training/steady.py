@@ -17,7 +17,7 @@ from ..data import Examples
 from ..errors import UserError, say_once
 from ..models.kinds import unwrapped
 from ..models.machine import input_device, rounding
-from ..models.trials import differing, keeping_modes, rows_to_try
+from ..models.shortcuts.trials import differing, keeping_modes, rows_to_try
 from ..seeds import drawing
 from .local import label_logits, to_device
 

@@ -18,7 +18,7 @@ from benchmark.script import script
 from fs_lowrank import Config, load_config
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.models.adapters import load_tensors
-from fs_lowrank.models.frozen import FrozenPrefix
+from fs_lowrank.models.shortcuts.frozen import FrozenPrefix
 from fs_lowrank.training import train_client
 from fs_lowrank.training.cohort import Member, train_cohort
 

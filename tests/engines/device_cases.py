@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fs_lowrank import errors, list_methods
 from fs_lowrank.methods import requirements
 from fs_lowrank.models.adapters import layer_stack
-from fs_lowrank.models.slots import Rows, Slots
+from fs_lowrank.models.shortcuts.slots import Rows, Slots
 from fs_lowrank.rounds import admission, site
 from fs_lowrank.rounds import round as rounds
 from fs_lowrank.rounds.round import Round

@@ -62,7 +62,7 @@ def test_a_module_s_forward_can_be_replaced_on_the_instance():
     layer.forward = lambda x: x
     x = torch.ones(1, 2)
     assert torch.equal(layer(x), x), (
-        "fs_lowrank/models/frozen.py and reads.py replace forward on the instance, which torch no longer calls"
+        "frozen.py and reads.py in fs_lowrank/models/shortcuts replace forward on the instance, which torch ignores now"
     )
     del layer.forward
     assert not torch.equal(layer(x), x)
@@ -70,7 +70,7 @@ def test_a_module_s_forward_can_be_replaced_on_the_instance():
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "llama", "qwen2", "gpt2"])
 def test_a_layer_hands_keys_and_values_to_the_cache_that_it_is_given(kind):
-    place = "fs_lowrank/models/reads.py computes the last layer for what is read by a cache of its own"
+    place = "fs_lowrank/models/shortcuts/reads.py computes the last layer for what is read by a cache of its own"
     with torch.device("meta"):
         model = AutoModel.from_config(AutoConfig.for_model(kind, num_hidden_layers=1))
     layer = layer_stack(model)[1][0]
@@ -155,7 +155,7 @@ REPLACED = {
     "fs_lowrank/models/convolution.py": {"__class__"},
     "fs_lowrank/models/given.py": {"__class__"},
     "fs_lowrank/models/padding.py": {"__class__"},
-    "fs_lowrank/models/reads.py": {"forward"},
+    "fs_lowrank/models/shortcuts/reads.py": {"forward"},
 }
 
 

@@ -12,11 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from fs_lowrank.data import Examples
 from fs_lowrank.errors import RunFailed, UserError
-from fs_lowrank.models import frozen, states
 from fs_lowrank.models.adapters import add_adapter
-from fs_lowrank.models.frozen import FrozenPrefix
-from fs_lowrank.models.states import SharedStates
-from fs_lowrank.models.trials import samples_to_try
+from fs_lowrank.models.shortcuts import frozen, states
+from fs_lowrank.models.shortcuts.frozen import FrozenPrefix
+from fs_lowrank.models.shortcuts.states import SharedStates
+from fs_lowrank.models.shortcuts.trials import samples_to_try
 from fs_lowrank.settings import AdapterSpec
 
 pytestmark = pytest.mark.more

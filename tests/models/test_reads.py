@@ -12,8 +12,8 @@ from transformers.pytorch_utils import Conv1D
 from fs_lowrank.data import Examples
 from fs_lowrank.errors import say_once
 from fs_lowrank.models.adapters import add_adapter
-from fs_lowrank.models.frozen import FrozenPrefix
-from fs_lowrank.models.reads import OnlyRead
+from fs_lowrank.models.shortcuts.frozen import FrozenPrefix
+from fs_lowrank.models.shortcuts.reads import OnlyRead
 from fs_lowrank.settings import AdapterSpec
 
 pytestmark = pytest.mark.more

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 import fs_lowrank
-from fs_lowrank.models import states
-from fs_lowrank.models.frozen import FrozenPrefix
-from fs_lowrank.models.states import Entry, SharedStates, shared_folder
+from fs_lowrank.models.shortcuts import states
+from fs_lowrank.models.shortcuts.frozen import FrozenPrefix
+from fs_lowrank.models.shortcuts.states import Entry, SharedStates, shared_folder
 from fs_lowrank.rounds.site import Site
 
 
@@ -204,7 +204,7 @@ def test_entries_that_are_removed_or_replaced_while_they_are_mapped(folder, capl
 
 def test_an_entry_that_is_removed_between_two_looks_is_made_again_without_a_word(folder, monkeypatch, caplog):
     store = SharedStates(folder, 1e6)
-    monkeypatch.setattr("fs_lowrank.models.states.Path.exists", lambda self: True)
+    monkeypatch.setattr("fs_lowrank.models.shortcuts.states.Path.exists", lambda self: True)
     assert store.get("a", lambda: torch.ones(2, 3)).values.sum() == 6 and not caplog.records
 
 
@@ -319,7 +319,7 @@ def test_whose_states_are_kept_follows_from_the_configuration(settings, folder):
 #: a suite imports it in every process
 NOTING = """
     import os
-    from fs_lowrank.models.frozen import FrozenPrefix
+    from fs_lowrank.models.shortcuts.frozen import FrozenPrefix
 
     def noted(name):
         plain = getattr(FrozenPrefix, name)

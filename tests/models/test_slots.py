@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fs_lowrank.models.slots import Apart, Rows, Slots, _products
+from fs_lowrank.models.shortcuts.slots import Apart, Rows, Slots, _products
 
 CPU = torch.device("cpu")
 

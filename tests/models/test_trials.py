@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fs_lowrank.data import Examples
-from fs_lowrank.models.trials import rows_to_try, samples_to_try
+from fs_lowrank.models.shortcuts.trials import rows_to_try, samples_to_try
 
 
 def of(*lengths):

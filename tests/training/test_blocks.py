@@ -12,8 +12,8 @@ from fs_lowrank.config import load_config
 from fs_lowrank.data import Examples
 from fs_lowrank.methods import Phase
 from fs_lowrank.models.adapters import add_adapter
-from fs_lowrank.models.frozen import FrozenPrefix
-from fs_lowrank.models.reads import OnlyRead
+from fs_lowrank.models.shortcuts.frozen import FrozenPrefix
+from fs_lowrank.models.shortcuts.reads import OnlyRead
 from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.training import train_client
 from fs_lowrank.training.blocks import Blocks, divide, overhead

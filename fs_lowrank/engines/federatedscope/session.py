@@ -19,7 +19,7 @@ from ...config import Config
 from ...data import Examples, ImageExamples
 from ...errors import UserError
 from ...methods import Method
-from ...models.frozen import FrozenPrefix
+from ...models.shortcuts.frozen import FrozenPrefix
 from ...rounds.evaluator import Evaluator
 from ...rounds.keeper import RecordKeeper
 from ...rounds.ledger import Ledger

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import say_once
-from .adapters import layer_stack
-from .kinds import unwrapped
-from .machine import input_device, rounding
+from ...errors import say_once
+from ..adapters import layer_stack
+from ..kinds import unwrapped
+from ..machine import input_device, rounding
 from .masks import Masks, comparable, draw, draws
 from .trials import differing, failure, keeping_modes, rows_to_try
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from ..seeds import drawing
+from ...seeds import drawing
 
 
 def draws(model: nn.Module) -> bool:

@@ -29,13 +29,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..algebra import digest
-from ..seeds import drawing
-from .adapters import layer_stack
-from .kinds import unwrapped
-from .machine import gathered, input_device, machine, rounding
-from .names import tags
-from .quantised import beside, own_tensors
+from ...algebra import digest
+from ...seeds import drawing
+from ..adapters import layer_stack
+from ..kinds import unwrapped
+from ..machine import gathered, input_device, machine, rounding
+from ..names import tags
+from ..quantised import beside, own_tensors
 from .reads import Attending, Enough, giving, instead, outermost
 from .states import SharedStates, States, mapped_file, own_folder
 from .trials import differing, failure, keeping_modes, rows_to_try

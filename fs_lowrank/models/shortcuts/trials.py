@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from ..data import Examples, ImageExamples
+    from ...data import Examples, ImageExamples
 
 #: number of samples in a trial
 TRIED = 4
@@ -25,7 +25,7 @@ def rows_to_try(lengths: np.ndarray, most: int = TRIED) -> np.ndarray:
 
 def samples_to_try(splits: Sequence[Examples | ImageExamples]) -> Examples | None:
     """The samples of a trial, of lengths from the shortest to the longest in any of ``splits``; None of images."""
-    from ..data import Examples  # here, since a list of the methods needs no data
+    from ...data import Examples  # here, since a list of the methods needs no data
 
     texts = [examples for examples in splits if isinstance(examples, Examples)]
     if not texts:

@@ -23,10 +23,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..data.fetch import home
-from ..errors import RunFailed, UserError
-from ..jobs.files import disk_error, replacing
-from ..jobs.locks import exclusive
+from ...data.fetch import home
+from ...errors import RunFailed, UserError
+from ...jobs.files import disk_error, replacing
+from ...jobs.locks import exclusive
 
 logger = logging.getLogger("fs_lowrank")
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .adapters import lora_scales
-from .names import all_tensors, tags
+from ..adapters import lora_scales
+from ..names import all_tensors, tags
 from .reads import instead
 
 
