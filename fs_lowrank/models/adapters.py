@@ -10,7 +10,7 @@ import copy
 import re
 import typing
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,7 +33,7 @@ from .kinds import (
     task_type,
     text_part,
 )
-from .names import HEAD_MODULES, PEFT_HEADS, all_tensors, is_head, tags, zero_at_start
+from .names import HEAD_MODULES, PEFT_HEADS, all_tensors, is_head, tags, with_owners, zero_at_start
 from .prompts import check_virtual_tokens, text_only
 
 if TYPE_CHECKING:
@@ -438,23 +438,6 @@ def add_beside(model: peft.PeftModel, name: str, seed: int, *, r: int | None = N
             parameter.data = parameter.data.float()
     _check_pairs(model, name)
     return model
-
-
-def with_owners(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[nn.Module, Tensor]]:
-    """The module that has each of the tensors ``names``, and the tensor.
-
-    Raises:
-        KeyError: the model has no such tensor.
-    """
-    found = {}
-    for name in names:
-        path, _, last = name.rpartition(".")
-        try:
-            owner = model.get_submodule(path)
-            found[name] = owner, getattr(owner, last)
-        except AttributeError:
-            raise KeyError(name) from None
-    return found
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

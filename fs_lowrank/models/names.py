@@ -139,6 +139,23 @@ def all_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **buffers}
 
 
+def with_owners(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[nn.Module, Tensor]]:
+    """The module that has each of the tensors ``names``, and the tensor.
+
+    Raises:
+        KeyError: the model has no such tensor.
+    """
+    found = {}
+    for name in names:
+        path, _, last = name.rpartition(".")
+        try:
+            owner = model.get_submodule(path)
+            found[name] = owner, getattr(owner, last)
+        except AttributeError:
+            raise KeyError(name) from None
+    return found
+
+
 def named_tensors(model: nn.Module, wanted: Iterable[str]) -> dict[str, Tensor]:
     """The tensors of the model, not copied, that have one of the tags ``wanted``, sorted by name."""
     tensors = all_tensors(model)

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from ..data import Examples
 from ..methods import Phase
-from ..models.adapters import layer_stack, load_tensors, lora_scales, with_owners
+from ..models.adapters import layer_stack, load_tensors, lora_scales
 from ..models.checkpointing import recomputes
 from ..models.kinds import is_encoder_decoder
 from ..models.machine import input_device, rounding
-from ..models.names import all_tensors, select, tags
+from ..models.names import all_tensors, select, tags, with_owners
 from ..models.shortcuts.frozen import FrozenPrefix
 from ..models.shortcuts.masks import draws
 from ..models.shortcuts.reads import OnlyRead
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 _FEW, _TOGETHER, _MOST = 4.0, 32.0, 16
 #: ``auto`` on a GPU: the part of its memory that may be used, and the tokens of a pass with which it is busy
 _SHARE, _FULL = 0.5, 65536
+Item = TypeVar("Item")
 #: a loss, its gradients, None for a tensor that it does not depend on, and the random number that is drawn next
 Gradients = tuple[Tensor, Sequence[Tensor | None], Tensor]
 
@@ -314,7 +315,7 @@ def evenly(size: int, clients: int, places: int) -> int:
     return math.ceil(clients / (places * each))
 
 
-def parts_of(clients: Sequence[int], number: int) -> list[Sequence[int]]:
+def parts_of(clients: Sequence[Item], number: int) -> list[Sequence[Item]]:
     """``clients`` in so many groups, in their order, of sizes that differ by one at most."""
     ends = [math.ceil(len(clients) * part / number) for part in range(number + 1)]
     return [clients[first:last] for first, last in zip(ends, ends[1:])]
