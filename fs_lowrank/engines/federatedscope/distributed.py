@@ -188,7 +188,8 @@ class Clients(Members):
             own = (client for client, seat in seats.items() if seat.token == token)
             free = (c for c in range(1, self.config.federate.client_num + 1) if c not in seats)
             facts = {**facts, "client": next(own, next(free, 0))}
-        reason, client = self.refusal(facts), facts.get("client")
+        client: Any = facts.get("client")
+        reason = self.refusal(facts)
         if client == 0:
             reason = f"all {self.config.federate.client_num} clients have joined"
         before = None if reason else seats.get(client)
@@ -283,12 +284,12 @@ class Clients(Members):
                 client, serial, content = self.inbox.get(timeout=seconds) if seconds else self.inbox.get_nowait()
                 seconds = 0.0
                 try:
-                    answer: Parcel | Lost = parcel_of(content)
+                    answer = parcel_of(content)
                 except ValueError as error:
-                    answer = Lost("refused", str(error))
-                else:
-                    if client in self.members:
-                        self.members[client].standing = reported_standing(answer.facts)
+                    yield client, serial, Lost("refused", str(error))
+                    continue
+                if client in self.members:
+                    self.members[client].standing = reported_standing(answer.facts)
                 yield client, serial, answer
 
     def end(self, error: BaseException | None = None) -> None:
@@ -326,7 +327,16 @@ class DistributedServer:
 
 
 class DistributedClient:
-    """What the framework's runner makes and runs as a client."""
+    """What the framework's runner makes and runs as a client.
+
+    Attributes:
+        seen: the serial of the last order; -1 before the first request after joining.
+        memory: the folder for what it remembers of the run. identity: of the run.
+    """
+
+    seen: int
+    memory: Path
+    identity: str
 
     def __init__(self, config: Any = None, server_host: str = "", server_port: int = 0, **kwargs: Any):
         self.cfg, self.address = config, f"{server_host}:{server_port}"

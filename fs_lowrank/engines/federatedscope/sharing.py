@@ -58,8 +58,8 @@ class Sharing:
         weight = 1 if self.uniform else facts["samples"]
         try:
             own, *rest = split_secret(answer.tensors, weight, len(others) + 1)
-            for (address, token), share in zip(others.values(), rest):
-                self._give(client, address, token, Parcel(share), until)
+            for (address, token), tensors in zip(others.values(), rest):
+                self._give(client, address, token, Parcel(tensors), until)
             with self._news:
                 self._news.wait_for(lambda: None not in self._shares.values(), max(until - time.monotonic(), 0.0))
                 given = {number: self._shares[token] for number, (_, token) in others.items()}
