@@ -26,7 +26,7 @@ OWN = {"hpo": hpo.cli, "benchmark": benchmark.cli}
 #: written in the tutorials, by nobody here
 ELSEWHERE = {"median_lora"}
 #: options of other programs: pip, a suite's scripts, Flower's SuperLink and SuperNode
-FOREIGN = {"--no-deps", "--out", "--node-config", "--insecure", "--ssl-certfile"}
+FOREIGN = {"--no-deps", "--out", "--node-config", "--insecure", "--ssl-certfile", "--shell"}
 #: what a sentence says is an error
 MISSPELT = {"runn"}
 

@@ -2,7 +2,7 @@
 
 from .factorise import factor_matrices, factor_shapes, factorise, product_norm_squared
 from .flat import FlatTensors, change_norm, change_norms, digest, nbytes, on_device, values_of
-from .lowrank import low_rank_sum_svd, stack_pairs, top_components
+from .lowrank import low_rank_sum_svd, signed, stack_pairs, top_components
 from .match import exact_transport, move_inputs, move_outputs, nonparametric_matching
 from .mean import weighted_mean, wide
 from .quantise import leading, pack, packed_bytes, unpack, vectors_within
@@ -36,6 +36,7 @@ __all__ = [
     "packed_bytes",
     "product_norm_squared",
     "squared_distances",
+    "signed",
     "stack_pairs",
     "summed_moments",
     "top_components",

@@ -56,6 +56,17 @@ def low_rank_sum_svd(
     return u[:, :rank].contiguous(), s[:rank].contiguous(), vh[:rank].contiguous()
 
 
+def signed(u: Tensor, s: Tensor, vh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same decomposition with signs that do not depend on rounding: the largest entry of each right vector is
+    positive.
+
+    Args:
+        u: ``(d_out, q)``. s: ``(q,)``. vh: ``(q, d_in)``.
+    """
+    signs = torch.sign(vh.gather(1, vh.abs().argmax(1, keepdim=True)))
+    return u * signs.T, s, vh * signs
+
+
 def top_components(u: Tensor, s: Tensor, vh: Tensor, rank: int, fill: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Truncate or extend an SVD to exactly ``rank`` components.
 

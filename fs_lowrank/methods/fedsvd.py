@@ -5,13 +5,13 @@ Lee et al., "FedSVD: Adaptive Orthogonalization for Private Federated Learning w
     every round:          B ← Σ_k p_k B_k
     every period rounds:  B A = U Σ Vᵀ,  A ← Vᵀ,  B ← U Σ
 
-Exact: the mean is of B alone, and the decomposition leaves the product as it is. Both matrices are sent after it, with
-the signs that the server has computed.
+Exact: the mean is of B alone, and the decomposition leaves the product as it is. Both matrices are sent after it. The
+sign of each component is such that the largest entry of its row of A is positive.
 """
 
 from dataclasses import dataclass, replace
 
-from ..algebra import low_rank_sum_svd, top_components
+from ..algebra import low_rank_sum_svd, signed, top_components
 from ..models.names import pairs
 from ..settings import key
 from .base import Averaging
@@ -45,7 +45,7 @@ class FedSVD(Averaging):
         new = dict(mean)
         for b, a in pairs(state):
             up, down = state[b].flatten(1), state[a].flatten(1)
-            u, s, vh = low_rank_sum_svd([up], [down], [1.0], len(down))
+            u, s, vh = signed(*low_rank_sum_svd([up], [down], [1.0], len(down)))
             u, s, vh = top_components(u, s, vh, len(down), fill=down)
             new[b], new[a] = (u * s).reshape(state[b].shape), vh.reshape(state[a].shape)
         return {**state, **new}, new

@@ -11,6 +11,7 @@ component is such that the largest entry of its row of A₀ is positive, so that
 
 import torch
 
+from ..algebra import signed
 from ..models.adapters import base_weight_name, load_tensors, module_of
 from ..models.merging import check_products, merge_pair
 from ..models.names import entries, entries_of, named_tensors, pairs, select
@@ -38,11 +39,10 @@ class FRLoRA(Averaging):
             weight = layer.get_base_layer().weight.detach().double().flatten(1)
             if getattr(layer, "fan_in_fan_out", False):
                 weight = weight.T
-            u, s, vh = torch.linalg.svd(weight, full_matrices=False)
+            u, s, vh = signed(*torch.linalg.svd(weight, full_matrices=False))
             rank = len(tensors[a])
-            signs = torch.sign(vh[:rank].gather(1, vh[:rank].abs().argmax(1, keepdim=True)))
             half = (s[:rank] / scale).sqrt()
-            first = {b: u[:, :rank] * signs.T * half, a: half[:, None] * signs * vh[:rank]}
+            first = {b: u[:, :rank] * half, a: half[:, None] * vh[:rank]}
             load_tensors(model, {n: t.reshape(tensors[n].shape).to(tensors[n]) for n, t in first.items()})
             for part, name in (("first_B", b), ("first_A", a)):
                 layer.register_buffer(part, tensors[name].detach().clone(), persistent=False)

@@ -290,13 +290,13 @@ def test_a_client_that_diverges_does_not_take_the_others(make_engine, trained, m
     ours, plain = (make_engine("encoder", {**keys, "train.cohort": n}) for n in (3, "off"))
     for engine in (ours, plain):
 
-        def load(state, client, engine=engine, real=engine.site.load_client):
-            real(state, client)
+        def load(view, client, engine=engine, real=engine.site.load):
+            real(view, client)
             if client == 2:
                 with torch.no_grad():
                     next(t for n, t in all_tensors(engine.model).items() if "modules_to_save" in n).fill_(torch.nan)
 
-        monkeypatch.setattr(engine.site, "load_client", load)
+        monkeypatch.setattr(engine.site, "load", load)
         engine.run()
         assert [[f["client"] for f in r["failed"]] for r in engine.keeper.history] == [[2], [2]]
     assert trained == [3, 3]
