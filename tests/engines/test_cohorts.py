@@ -491,5 +491,9 @@ def test_auto_gives_every_core_as_many_cohorts():
 @pytest.mark.more
 def test_cohorts_are_of_equal_sizes(make_engine):
     site = make_engine("text", {**SGD, "federate.client_num": 6, "train.cohort": 4}).site
-    assert site.cohorts([5, 1, 4, 2, 3, 6], 1) == [[5, 1, 4], [2, 3, 6]] and site.cohorts([5, 1], 1) == [[5, 1]]
-    assert site.cohorts([5, 1, 4, 2, 3], 1) == [[5, 1, 4], [2, 3]]
+
+    def cohorts(*clients):
+        return [[task.client for task in of] for of in site.cohorts([site.task(client, 1) for client in clients])]
+
+    assert cohorts(5, 1, 4, 2, 3, 6) == [[5, 1, 4], [2, 3, 6]] and cohorts(5, 1) == [[5, 1]]
+    assert cohorts(5, 1, 4, 2, 3) == [[5, 1, 4], [2, 3]]

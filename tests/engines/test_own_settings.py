@@ -67,7 +67,9 @@ def test_cohorts_train_clients_of_unequal_batches_and_steps(few):
     """Clients of one learning rate train together; the result is that of one by one."""
     alone = fs_lowrank.run(few("alone", {"lowrank.clients": OWN}))
     config = few("together", {"lowrank.clients": OWN, "train.cohort": 4})
-    assert sorted(map(list, Site(config).cohorts([1, 2, 3, 4, 5], 1))) == [[1, 3, 4, 5], [2]]
+    site = Site(config)
+    cohorts = site.cohorts([site.task(client, 1) for client in (1, 2, 3, 4, 5)])
+    assert sorted([task.client for task in of] for of in cohorts) == [[1, 3, 4, 5], [2]]
     equal(alone, fs_lowrank.run(config), atol=2e-5)
 
 
