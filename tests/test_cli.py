@@ -133,7 +133,8 @@ def test_a_folder_that_holds_a_run(command, config_file, tmp_path):
 
 
 def test_compare(command, config_file, tmp_path):
-    arguments = ["compare", "--cfg", config_file, "--methods", "rolora, fedlora,fedavg"]
+    few = ["federate.total_round_num", "2", "train.local_update_steps", "1"]
+    arguments = ["compare", "--cfg", config_file, "--methods", "rolora, fedlora,fedavg", *few]
     code, out, _ = command(*arguments)
     assert code == 0
     found = json.loads((tmp_path / "run" / "comparison.json").read_text())

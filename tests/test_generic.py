@@ -158,7 +158,7 @@ def test_bytes_are_those_of_the_tensors_that_were_sent(bench, method, keys):
     checks.check_bytes(bench, method, "encoder", keys, cut)
 
 
-@pytest.mark.parametrize("task", ("encoder", "causal"))
+@pytest.mark.parametrize("task", ["encoder", pytest.param("causal", marks=pytest.mark.more)])
 def test_rolora_sends_half_of_fedlora(make, task):
     def uplink(method):
         history = make(task, method, {"federate.total_round_num": 2}).run().history

@@ -217,6 +217,7 @@ TOGETHER = {
 }
 
 
+@pytest.mark.more
 def test_no_room_is_larger_than_its_budget():
     sizes: Counter[str] = Counter()
     for name, path in modules(ROOT).items():

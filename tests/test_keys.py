@@ -89,6 +89,7 @@ def test_the_description_of_a_field_is_found_in_docstrings_and_comments():
     }
 
 
+@pytest.mark.more
 def test_the_command(capsys):
     assert cli.main(["keys", "lowrank.on_bad_round"]) == 0
     out = capsys.readouterr().out

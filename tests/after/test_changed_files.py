@@ -24,6 +24,8 @@ from fs_lowrank.runs.shown import read_runs
 from fs_lowrank.testing import small
 from fs_lowrank.testing.bench import logits
 
+pytestmark = pytest.mark.more
+
 
 def unsealed(run):
     """The folder of a run, whose files are no longer compared with what it left."""

@@ -158,6 +158,7 @@ def broken(options):
     raise ZeroDivisionError("division by zero")
 
 
+@pytest.mark.more
 def test_a_worker_with_a_bug_ends_the_crew_with_one_line(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     with pytest.raises(RunFailed) as raised:

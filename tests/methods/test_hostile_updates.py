@@ -200,6 +200,7 @@ def enlarged(tensor, scale, how, seed):
     return (values.double() * scale).clamp(-top, top).to(tensor.dtype).reshape(tensor.shape)
 
 
+@pytest.mark.more
 @EACH
 @few(6)
 @given(

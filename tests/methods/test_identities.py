@@ -20,6 +20,8 @@ MERGING = ("flora", "fedex_lora", "frlora")
 PAIRS = ("fedlora", "ffa_lora", "rolora", "flexlora", "flora", *FIELD)
 RANKED = ("flexlora", "flora", "raflora")
 BUILT_IN = ("fedavg", *PAIRS)
+#: ``make test`` leaves the methods of the field to ``make test-more``
+EACH = [pytest.param(name, marks=pytest.mark.more if name in FIELD else ()) for name in BUILT_IN]
 
 
 def equal(a, b):
@@ -180,7 +182,7 @@ def test_clients_that_missed_rounds_catch_up_to_the_bit(toy, federation, name, p
         equal(fed.everything(6), fed.everything())
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", EACH)
 def test_a_late_client_receives_exactly_what_it_lacks(toy, federation, name):
     fed = federation(toy.method(name), (1, 1, 1))
     assert not fed.catch_up(3, 1), "the state before round 1 follows from the seed, so nothing is sent"
@@ -195,7 +197,7 @@ def test_a_late_client_receives_exactly_what_it_lacks(toy, federation, name):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", EACH)
 def test_results_do_not_depend_on_the_order_of_arrival(toy, federation, name):
     ranks = {"ranks": (1, 3, 2)} if name in RANKED else {}
     results = []
@@ -208,7 +210,7 @@ def test_results_do_not_depend_on_the_order_of_arrival(toy, federation, name):
         equal(other, results[0])
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", EACH)
 def test_results_do_not_depend_on_client_ids_up_to_rounding(toy, federation, name):
     # The same three updates with other ids: only the order of summation differs.
     fed = federation(toy.method(name), SIZES)
@@ -249,7 +251,7 @@ def test_one_client_one_round_is_local_training(toy, federation, name, rank):
     close(toy.outputs(local), trained, 1e-5)
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", EACH)
 def test_only_shared_tensors_change(toy, federation, name):
     fed = federation(toy.method(name), SIZES)
     start = fed.everything()
@@ -263,7 +265,7 @@ def test_only_shared_tensors_change(toy, federation, name):
     equal({n: now[n] for n in view}, view)
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", EACH)
 def test_aggregate_does_not_change_its_arguments(toy, federation, name):
     fed = federation(toy.method(name), SIZES)
     fed.round(1)

@@ -27,6 +27,7 @@ AVERAGING = {
     **{n: {} for n in ("fedavg", "fedlora", "ffa_lora", "rolora", "fedloru", "pfedlora", "pfedloru")},
     "fedsvd": {"period": 2},  # the first round ends with the mean
     "fedrot_lora": {},
+    "fedsa_lora": {},
     "mfedloru": {"nested_ranks": (1, 0)},
     "pmfedloru": {"nested_ranks": (1,)},
     "fedhm": {"rank_factors": (1, 3, 2)},
