@@ -48,7 +48,7 @@ def runs(monkeypatch):
     """Records the configurations by method instead of running them."""
     seen = {}
 
-    def run(config, resume, on_round, on_client):
+    def run(config, resume, on_round, on_client, callbacks=()):
         seen[config.federate.method] = config
         record = {
             "uplink_bytes": 1,
