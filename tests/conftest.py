@@ -14,6 +14,15 @@ import pytest
 FEW = {"method": "rolora", "run": "rolora under FedAdam"}
 #: with what ``make test-more`` runs the failures; ``make test-slow`` has the others
 MORE_RUNS = ("rolora under FedAdam", "flora of three ranks")
+#: checks of the generic suite that ``make test-more`` runs for these methods; ``make test-slow`` has the others
+MORE_CHECKS = {
+    "test_it_learns_and_saves_only_the_files_of_its_configuration",
+    "test_weights_by_samples_or_equal",
+    "test_half_precision",
+    "test_another_seed_gives_another_split_and_start",
+    "test_what_is_saved_loads_with_the_plain_libraries",
+}
+MORE_METHODS = {"rolora", "flexlora", "fedloru", "fedfisher", "frlora"}
 #: tests of which ``make test-more`` runs so many variants, the first ones; ``make test-slow`` has the others
 FIRST_VARIANTS = {
     "test_the_head_keeps_every_bit_and_is_not_sent": 4,
@@ -27,6 +36,11 @@ FIRST_VARIANTS = {
     "test_the_command_writes_json_and_png": 0,
     "test_another_configuration_is_named": 3,
     "test_own_objects_run": 0,
+    "test_finite_values_of_any_size": 6,
+    "test_finite_values_of_any_size_in_variants": 12,
+    "test_every_averaging_method_against_the_definition": 12,
+    "test_what_is_trained_sent_and_saved": 6,
+    "test_a_damaged_adapter_is_refused_and_not_used_without_what_it_lacks": 4,
 }
 #: what ``make test`` runs with every method, on the first kind of model that it takes
 EVERY_METHOD = "test_a_run_its_files_and_a_repetition"
@@ -90,6 +104,8 @@ def pytest_collection_modifyitems(items, config):
                 item.add_marker(pytest.mark.more)
             if given.get("run", MORE_RUNS[0]) not in MORE_RUNS:
                 item.add_marker(pytest.mark.slow)
+        if item.originalname in MORE_CHECKS and given.get("method") not in MORE_METHODS:
+            item.add_marker(pytest.mark.slow)
         if item.originalname in FIRST_VARIANTS:
             variants[item.path, item.originalname] += 1
             if variants[item.path, item.originalname] > FIRST_VARIANTS[item.originalname]:
