@@ -105,14 +105,15 @@ def test_a_model_names_the_layers_that_stay_on_one_device(kind, layer):
 DOCUMENTED = {"_exit", "_replace"}
 #: private names of other libraries that are used, by file; the reason is given there or here
 BORROWED = {
-    # the process of an executor; from Python 3.14 on it can be killed by a public method
-    "fs_lowrank/jobs/pool.py": {"_processes"},
     # the version of the framework is pinned, and checked when it is imported (engines/locate_federatedscope.py)
     # a value of a new key is read as yacs reads all others
     "fs_lowrank/engines/federatedscope/config.py": {"_decode_cfg_value", "_immutable"},
     "fs_lowrank/engines/federatedscope/client.py": {"_immutable"},
     # the type that argparse's add_subparsers returns has no public name; it is used as a type hint only
     "fs_lowrank/commands/__init__.py": {"_SubParsersAction"},
+    # the commands of a parser with their help, for the overview; the options that it has
+    "fs_lowrank/jobs/shell.py": {"_choices_actions", "_SubParsersAction"},
+    "fs_lowrank/jobs/tables.py": {"_option_string_actions"},
     # what accelerate must not divide, as transformers' own from_pretrained(device_map=…) asks its models
     "fs_lowrank/models/placing.py": {"_no_split_modules"},
     # torch has no public way to ask whether a module has hooks; if it has, PEFT's own forward runs
