@@ -111,8 +111,8 @@ def markdown() -> str:
     lines = [
         "# Keys",
         "",
-        "Every key that a configuration file or the command line may have. `fs-lowrank keys --markdown` writes this",
-        "page from the schema; `fs-lowrank keys NAME` shows one key, or all of a section. A key without a word on",
+        "Every key that a configuration file or the command line may have; this page is made from the schema.",
+        "`fs-lowrank keys NAME` shows one key, or all of a section, in a terminal. A key without a word on",
         "engines has the same meaning on every engine.",
         "",
     ]

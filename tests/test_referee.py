@@ -118,6 +118,15 @@ def test_heads_shapes_and_errors():
     assert of(judge_server_step(first_head, 1.0))["head"] == (False, "the head of client 1, not averaged")
     assert "transposed" in of(judge_server_step(transposed, 1.0))["up"][1]
     assert "it raised RuntimeError" in of(judge_server_step(equal_only))["all"][1]
+
+    def without_components(*given):
+        answer = stacked(*given)
+        return {n: t[:, :0] if "lora_B" in n else t[:0] if "lora_A" in n else t for n, t in answer.items()}
+
+    empty = judge_server_step(without_components)
+    assert of(empty)["up"] == (False, "the server's pair has no component")
+    with pytest.raises(UserError, match="returned dict, expected a state dict of arrays by name: could not convert"):
+        judge_server_step(lambda *given: dict.fromkeys(stacked(*given), "text"))
     with pytest.raises(UserError, match="returned list, expected a state dict"):
         judge_server_step(lambda *given: [])
     with pytest.raises(AssertionError, match="unequal ranks, up: off by .*the scale alpha / r is left out"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from rich.text import Text
@@ -18,20 +17,13 @@ def add(commands) -> None:
         "keys", help="all configuration keys: type, default, engines, meaning; or those of one section or name"
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="a key, a section, a splitter, a method")
-    parser.add_argument("--markdown", action="store_true", help="print all of them as the page of the documentation")
     tables.option(parser)
     parser.set_defaults(do=_keys)
 
 
 def _keys(args: argparse.Namespace) -> None:
-    from ..errors import UserError
-    from ..keys import find, markdown, reference
+    from ..keys import find, reference
 
-    if args.markdown:
-        if args.name or args.table:
-            raise UserError(f"--markdown prints all keys; leave out {args.name or '--table'!r}")
-        sys.stdout.write(markdown())
-        return
     entries = find(args.name) if args.name else reference()
     if len(entries) == 1:
         tables.only_of_a_list(args)
@@ -52,6 +44,6 @@ def _keys(args: argparse.Namespace) -> None:
     tables.show(console, lines, args.table)
     if not args.name:
         console.print(
-            "one key in full: fs-lowrank keys NAME; FederatedScope's other keys: fs-lowrank keys --markdown",
+            "one key in full: fs-lowrank keys NAME; FederatedScope's other keys: fs-lowrank keys FederatedScope",
             soft_wrap=True,
         )

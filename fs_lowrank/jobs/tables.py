@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import csv
 import io
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -98,13 +99,15 @@ def show(console: Console, lines: Lines, file: Path | None = None, *, right: Col
 
 
 def as_json(lines: Lines) -> str:
-    """The rows as JSON objects by the names of the columns; cells that are numbers as numbers."""
+    """The rows as JSON objects by the names of the columns; cells that are plain numbers as numbers.
+
+    A hash, which may look like a large number or one with an exponent, stays a text.
+    """
 
     def cell(value: str | Text) -> str | float:
-        try:
-            return float(str(value))
-        except ValueError:
-            return str(value)
+        text = str(value)
+        number = re.fullmatch(r"-?(0|[1-9]\d{0,8})(\.\d{1,17}(e[+-]\d\d)?)?", text)
+        return text if not number else float(text) if number[2] else int(text)
 
     head, *rows = ([" ".join(str(part).split()) for part in line] for line in lines if line)
     return to_json(

@@ -13,35 +13,25 @@ Exact. The residual is computed in its second form, which cancels nothing, and i
 from dataclasses import dataclass
 
 from ..algebra import low_rank_sum_svd, stack_pairs
-from ..models.adapters import base_weight_name, load_tensors
-from ..models.merging import check_products, merge_pair
-from ..models.names import named_tensors, pairs
+from ..models.adapters import load_tensors
+from ..models.merging import merge_pair
+from ..models.names import pairs
 from ..settings import key
 from .base import Gathering, split_merges
-from .ranks import check_one_rank
+from .merging import Merging
 from .registry import register_method
 
 
 @register_method("fedex_lora")
-class FedExLoRA(Gathering):
+class FedExLoRA(Merging, Gathering):
     source = "Singhal et al., ACL 2025"
     sends = "A and B; receives their means and the residual"
-    shared = ("lora_A", "lora_B", "head")
 
     @dataclass(frozen=True)
     class Params:
         residual_rank: int = key(0, min=0, help="rank to which the residual of a layer is cut; 0: all of it is sent")
 
     params: Params
-
-    def __init__(self, params, setting):
-        super().__init__(params, setting)
-        check_one_rank(setting.adapter, self.name)
-
-    def adapt(self, model):
-        model = super().adapt(model)
-        check_products(model, self.name, merges=True)
-        return model
 
     def aggregate(self, updates, state, round):
         mean, weights = self.mean_of(updates), self.weights(updates)
@@ -64,6 +54,3 @@ class FedExLoRA(Gathering):
             for b, a in pairs(residuals):
                 merge_pair(model, a, residuals[b], residuals[a])
         load_tensors(model, rest)
-
-    def changed_base(self, model):
-        return [base_weight_name(a) for _, a in pairs(named_tensors(model, ("adapter",)))]

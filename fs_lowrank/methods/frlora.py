@@ -12,27 +12,30 @@ component is such that the largest entry of its row of A₀ is positive, so that
 import torch
 
 from ..algebra import signed
-from ..models.adapters import base_weight_name, load_tensors, module_of
-from ..models.merging import check_products, merge_pair
+from ..errors import UserError
+from ..models.adapters import load_tensors, module_of
+from ..models.merging import merge_pair
 from ..models.names import entries, entries_of, named_tensors, pairs, select
 from .base import Averaging, split_merges, tensors_of
-from .ranks import check_one_rank
+from .merging import Merging
 from .registry import register_method
 
 
 @register_method("frlora")
-class FRLoRA(Averaging):
+class FRLoRA(Merging, Averaging):
     source = "ICLR 2025"
     sends = "A and B"
-    shared = ("lora_A", "lora_B", "head")
 
     def __init__(self, params, setting):
         super().__init__(params, setting)
-        check_one_rank(setting.adapter, self.name)
+        if start := setting.adapter.moves_base:
+            raise UserError(
+                f"llm.adapter.args: init_lora_weights = {start} moves a part of the base into the pair, as {self.name} "
+                "does itself; leave it out"
+            )
 
     def adapt(self, model):
         model = super().adapt(model)
-        check_products(model, self.name, merges=True)
         scale, tensors = self.adapter.scale(), named_tensors(model, ("adapter",))
         for b, a in pairs(tensors):
             layer = model.get_submodule(module_of(a))
@@ -69,6 +72,3 @@ class FRLoRA(Averaging):
                 merge_pair(model, a, self.adapter.scale() * up, torch.cat([means[a].to(layer.first_A), layer.first_A]))
                 load_tensors(model, {b: layer.first_B, a: layer.first_A})
         load_tensors(model, rest)
-
-    def changed_base(self, model):
-        return [base_weight_name(a) for _, a in pairs(named_tensors(model, ("adapter",)))]

@@ -60,8 +60,11 @@ class LoRAFAIR(Gathering):
             # Σ p_k B_k A_k times Āᵀ, and the squared norm of the sum; the scale is the same on both sides.
             onto = torch.stack([p * (x @ (y @ down.T)) for p, x, y in zip(weights, ups, downs)]).sum(0)
             length = _length(torch.cat([p * x for p, x in zip(weights, ups)], 1), torch.cat(downs))
+            gram = down @ down.T
+            if not length or not (up * (up @ gram)).sum() > 0:
+                continue  # one of the two products is zero, and has no direction
             solve = self._closest if self.params.loss == "frobenius" else self._most_similar
-            message[b] = solve(up, onto, down @ down.T, length).reshape(message[b].shape).to(message[b].dtype)
+            message[b] = solve(up, onto, gram, length).reshape(message[b].shape).to(message[b].dtype)
         return {**state, **message}, message
 
     def _closest(self, up: Tensor, onto: Tensor, gram: Tensor, length: Tensor) -> Tensor:
@@ -77,10 +80,10 @@ class LoRAFAIR(Gathering):
         for _ in range(self.params.server_steps):
             now = up + change
             along = now @ gram
-            size = (now * along).sum().sqrt().clamp(min=torch.finfo(up.dtype).tiny)
-            slope = ((now * onto).sum() * along / size**2 - onto) / (length * size).clamp(min=1e-30)
+            size = (now * along).sum().sqrt()
+            slope = ((now * onto).sum() * along / size**2 - onto) / (length * size)
             moved = change - self.params.server_lr * slope
-            shrinks = self.params.server_lr * self.params.lam / moved.norm().clamp(min=1e-30)
+            shrinks = self.params.server_lr * self.params.lam / moved.norm().clamp(min=torch.finfo(up.dtype).tiny)
             change = moved * (1 - shrinks).clamp(min=0)
         return up + change
 

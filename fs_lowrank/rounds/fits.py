@@ -191,6 +191,11 @@ def _check_tags(method: Method, what: str, given: Iterable[str], names: Collecti
 
 def check_personal(config: Config, method: Method, personal: Mapping[str, Tensor]) -> None:
     """Raise ``UserError`` if the clients' own pairs, ``personal``, would be saved beside a base that theirs changes."""
+    if own := sorted({kind for name in personal for kind in ("head", "lora_A", "lora_B") if kind in tags(name)}):
+        say_once(
+            f"{' and '.join(own)} of the model stay with the clients: scores of the global model, test_acc among them, "
+            "are with their start; client_test_acc is of the clients' own models"
+        )
     if personal and (start := config.adapter.moves_base):
         raise UserError(
             f"llm.adapter.args: init_lora_weights = {start} changes the base, beside which the clients' own pairs of "
@@ -198,11 +203,11 @@ def check_personal(config: Config, method: Method, personal: Mapping[str, Tensor
         )
 
 
-def say_half(config: Config, state: State) -> None:
-    """Say once if a tensor that is trained and shared is in bfloat16; adapters never are."""
-    half = [n for n, t in state.items() if isinstance(t, Tensor) and t.dtype == torch.bfloat16]
+def say_half(config: Config, changing: State) -> None:
+    """Say once if a tensor of those that a run changes is in bfloat16; adapters never are."""
+    half = [n for n, t in changing.items() if isinstance(t, Tensor) and t.dtype == torch.bfloat16]
     if half:
         say_once(
-            f"lowrank.dtype = {config.lowrank.dtype}: {len(half)} of the tensors that are trained, which are no "
+            f"lowrank.dtype = {config.lowrank.dtype}: {len(half)} of the tensors that the run changes, which are no "
             f"adapter's, are in bfloat16 ({half[0]}, ...), in which a step of less than a 256th of a weight is lost"
         )

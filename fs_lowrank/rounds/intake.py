@@ -46,15 +46,15 @@ class Intake(Protocol):
         copies: how often a client sends tensors of these sizes: with shares, to every client.
     """
 
-    sees_values: bool
-    copies: int
+    sees_values: bool = True
+    copies: int = 1
 
     def expects(self, expected: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Names, shapes and dtypes of the shares that a client sends, if the method expects ``expected`` of it."""
         return expected
 
-    def add(self, update: Update, reference: Mapping[str, Tensor]) -> None:
-        """Take an update. ``reference``: the shared tensors that the client held at the start of the round."""
+    def add(self, update: Update) -> None:
+        """Take an update."""
 
     def close(self, without: Collection[int] = ()) -> Gathered:
         """The updates, in an order that does not depend on the order of arrival.
@@ -69,13 +69,10 @@ class Intake(Protocol):
 class Kept(Intake):
     """Every update is kept until the round ends."""
 
-    sees_values = True
-    copies = 1
-
     def __init__(self) -> None:
         self.updates: list[Update] = []
 
-    def add(self, update: Update, reference: Mapping[str, Tensor]) -> None:
+    def add(self, update: Update) -> None:
         self.updates.append(update)
 
     def close(self, without: Collection[int] = ()) -> Gathered:
@@ -90,14 +87,11 @@ class RunningMean(Intake):
         uniform: give every client the same weight (``federate.ignore_weight``).
     """
 
-    sees_values = True
-    copies = 1
-
     def __init__(self, uniform: bool = False) -> None:
         self.uniform, self.weight, self.clients, self.samples = uniform, 0.0, 0, 0
         self._sums: dict[str, Tensor] = {}
 
-    def add(self, update: Update, reference: Mapping[str, Tensor]) -> None:
+    def add(self, update: Update) -> None:
         weight = 1 if self.uniform else update.num_samples
         if not self.clients:
             self._sums = {name: tensor.to(wide(tensor.dtype)) * weight for name, tensor in update.tensors.items()}

@@ -271,7 +271,7 @@ class Round:
             self.fail(client, "refused", _naming(client, str(error)))
             return False
         self.drift[client] = changes(update.tensors, task.view, heads)
-        self.intake.add(update, task.view)
+        self.intake.add(update)
         self.uplink[client] = sizes[0] * self.intake.copies, sizes[1] * self.intake.copies
         if isinstance(told, Tensor):
             self._unread[client] = told

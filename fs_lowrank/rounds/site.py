@@ -162,7 +162,7 @@ class Site:
         self.clients = Lazy(len(self.data.clients), self._client)
         self.initial_state = on_device(self.method.initial_state(self.model), self.device)
         check_tags(self.method, self.model, self.initial_state)
-        say_half(config, self.initial_state)
+        say_half(config, {**self.initial_state, **self.changed_base()})
         self.personal = PersonalParts(copied(self.model, self.method.personal))
         check_personal(config, self.method, self.personal.untrained)
         self.reuse = Reuse(config.lowrank.reuse_clients) if config.lowrank.reuse_clients else None

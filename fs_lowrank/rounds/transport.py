@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -26,7 +27,7 @@ class Lost:
     reason: str
 
 
-class Transport:
+class Transport(ABC):
     """Carries orders to clients and brings answers back. Only ``exchange`` has to be written.
 
     The loop (``rounds.loop``) decides who is asked for what, when a round ends, and what is recorded. A transport knows
@@ -41,7 +42,7 @@ class Transport:
     shares_model: ClassVar[bool] = False
     codec: Codec = Plain()
 
-    def begin(self, site: Site, ledger: Ledger, resumed: bool) -> None:
+    def begin(self, site: Site, ledger: Ledger, resumed: bool) -> None:  # noqa: B027  (nothing by default)
         """The run begins, or goes on from a checkpoint if it is ``resumed``.
 
         Args:
@@ -64,6 +65,7 @@ class Transport:
         """
         return None
 
+    @abstractmethod
     def exchange(self, orders: Iterable[Order]) -> Iterator[tuple[Order, Parcel | Lost]]:
         """Carry out ``orders``, all of one round and one purpose at most beside ``follow``; one answer for each.
 
@@ -71,18 +73,17 @@ class Transport:
         ``apology`` of ``rounds.copies``. What the client says is checked by the loop; that it is this client who says
         it is for the transport to know.
         """
-        raise NotImplementedError
 
     def personal(self) -> Mapping[int, Mapping[str, Tensor]]:
         """At the end, by client, the tensors that stayed with it, where this machine can read them; to be saved."""
         return {}
 
-    def end(self, error: BaseException | None = None) -> None:
+    def end(self, error: BaseException | None = None) -> None:  # noqa: B027  (nothing by default)
         """The run has ended; by ``error`` if that is not None."""
 
     # -- where clients share the server's model ------------------------------------------------------
 
-    def follow(self, message: Mapping[str, Tensor], round: int) -> None:
+    def follow(self, message: Mapping[str, Tensor], round: int) -> None:  # noqa: B027  (nothing by default)
         """``round`` has ended with ``message``, which the server's model has applied."""
 
     def evaluate(self, evaluator: Evaluator, state: State) -> dict[str, dict[str, Any]]:

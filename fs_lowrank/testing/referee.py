@@ -94,11 +94,11 @@ def judge_server_step(step: Step, scale: float | None = None) -> list[Finding]:
             said = f"it raised {type(error).__name__}: {error}".splitlines()[0]
             findings.append(Finding(case, "all", False, float("nan"), said))
             continue
-        if not isinstance(answer, Mapping) or not all(isinstance(name, str) for name in answer):
-            raise UserError(
-                f"the server step returned {type(answer).__name__}, expected a state dict: names and arrays"
-            )
-        returned = {name: _array(value) for name, value in answer.items()}
+        try:
+            returned = {str(name): _array(value) for name, value in answer.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            came = f"the server step returned {type(answer).__name__}, expected a state dict of arrays by name: {error}"
+            raise UserError(came) from error
         own = [{name: _array(value) for name, value in state.items()} for state in states]
         findings += [_of_layer(case, layer, own, ranks, returned, scale) for layer in LAYERS]
         findings.append(_of_head(case, own, returned))
@@ -154,8 +154,9 @@ def _of_layer(
         if up.ndim != 2 or down.ndim != 2 or up.shape[1] != down.shape[0]:
             shapes = f"lora_B {up.shape} and lora_A {down.shape} have no product B A; one may be transposed"
             return Finding(case, layer, False, float("nan"), shapes)
-        rank = len(down)
-        factor = ALPHA / max(rank, 1) if scale is None else scale
+        if not (rank := len(down)):
+            return Finding(case, layer, False, float("nan"), "the server's pair has no component")
+        factor = ALPHA / rank if scale is None else scale
         product = factor * up @ down
     got = product + (0.0 if change is None else change)
     if got.shape != exact.shape:
@@ -182,7 +183,6 @@ def _mistakes(pairs, ranks: Sequence[int], factor: float, cut: int) -> Iterator[
     scales = {
         "": [ALPHA / r for r in ranks],
         "the scale alpha / r is left out": [1.0] * count,
-        "the scale is left out before, and applied to, the server's pair": [factor] * count,
         "one scale, of the largest rank, for all": [ALPHA / largest] * count,
     }
     short = [largest - rank for rank in ranks]

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from fs_lowrank import cli
+from fs_lowrank.jobs.tables import as_json
 
 
 def test_the_help_has_groups_with_an_example_each_and_the_rest_by_name(capsys):
@@ -29,3 +30,17 @@ def test_a_table_as_json_is_alone_on_the_output(command, capsys):
     assert len(rows) > 3 and len({tuple(row) for row in rows}) == 1
     assert cli.main(["methods", "rolora", "--json"]) == 2
     assert "--json: there is a table only without a name" in capsys.readouterr().err
+
+
+def test_a_hash_in_a_table_stays_a_text():
+    lines = [
+        ("hash", "score", "count"),
+        ("83049e12", "0.512", "12"),
+        ("123456789012", "1.2e-05", "007"),
+        ("inf", "nan", "-3"),
+    ]
+    assert [list(row.values()) for row in json.loads(as_json(lines))] == [
+        ["83049e12", 0.512, 12],
+        ["123456789012", 1.2e-05, "007"],
+        ["inf", "nan", -3],
+    ]

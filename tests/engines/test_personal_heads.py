@@ -6,19 +6,23 @@ from peft import AutoPeftModelForSequenceClassification
 
 import fs_lowrank
 from fs_lowrank import UserError, load_config
+from fs_lowrank.errors import say_once
 from fs_lowrank.testing.bench import without_seconds
 
 pytestmark = pytest.mark.more
 
 
 @pytest.mark.parametrize("method, keys", [("rolora", {"lowrank.personal": ["head"]}), ("fedsa_lora", {})])
-def test_what_stays_with_a_client_is_resumed_scored_and_saved(settings, tmp_path, method, keys):
+def test_what_stays_with_a_client_is_resumed_scored_and_saved(settings, tmp_path, caplog, method, keys):
     few = {"federate.method": method, "federate.total_round_num": 3, "train.local_update_steps": 1, **keys}
 
     def config(name):
         return load_config(settings, {**few, "outdir": str(tmp_path / name)})
 
+    say_once.cache_clear()
     whole = fs_lowrank.run(config("whole"))
+    own = "lora_B" if method == "fedsa_lora" else "head"
+    assert f"{own} of the model stay with the clients: scores of the global model" in caplog.text
     fs_lowrank.run(config("stopped"), on_round=lambda record: record["round"] == 2)
     resumed = fs_lowrank.run(config("stopped"), resume=True)
     assert without_seconds(resumed.history) == without_seconds(whole.history)
@@ -47,3 +51,12 @@ def test_what_stays_with_a_client_is_resumed_scored_and_saved(settings, tmp_path
 def test_what_cannot_be_is_refused(settings, keys, words):
     with pytest.raises(UserError, match=words):
         load_config(settings, {"federate.method": "rolora", "lowrank.personal": ["head"], **keys})
+
+
+def test_what_is_merged_into_a_base_of_half_precision_is_said(settings, tmp_path, caplog):
+    few = {"federate.total_round_num": 1, "train.local_update_steps": 1, "lowrank.dtype": "bfloat16"}
+    for method, count in (("fedex_lora", 6), ("fedlora", 2)):  # four weights of the base, and the head
+        say_once.cache_clear()
+        caplog.clear()
+        fs_lowrank.run(load_config(settings, {**few, "federate.method": method, "outdir": str(tmp_path / method)}))
+        assert f"{count} of the tensors that the run changes" in caplog.text

@@ -1,8 +1,14 @@
 """Methods of the field against their papers' formulas, dense and in float64, on layers that are not square."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
+
+from fs_lowrank.errors import UserError
+from fs_lowrank.methods import create_method
+from fs_lowrank.settings import AdapterSpec
 
 SIZES = (3, 10, 27)
 
@@ -158,7 +164,25 @@ def test_frlora_trains_the_principal_components_and_adds_what_they_learn(toy, fe
         assert all(torch.equal(fed.everything()[n], first[n]) for n in first if "lora_" in n)
 
 
+def test_frlora_refuses_a_start_that_moves_the_base_before_it():
+    with pytest.raises(UserError, match="init_lora_weights = pissa moves a part of the base.*frlora"):
+        create_method("frlora", adapter=AdapterSpec(r=2, extra={"init_lora_weights": "pissa"}), rounds=2)
+
+
 # -- lora_fair -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", ["cosine", "frobenius"])
+def test_lora_fair_leaves_a_layer_that_nobody_trained_at_the_mean(toy, federation, loss):
+    fed = federation(toy.method("lora_fair", loss=loss), SIZES)
+    updates = []
+    for client in fed.copies:
+        fed.jump(client, 1)
+        update = fed.update(client, 1)
+        idle = {n: torch.zeros_like(t) for n, t in update.tensors.items() if ".up.lora_B." in n}
+        updates.append(dataclasses.replace(update, tensors={**update.tensors, **idle}))
+    state, message = fed.method.aggregate(updates, fed.ledger.state, 1)
+    assert all(t.isfinite().all() for t in message.values()) and not toy.pair(message, "up")[0].any()
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.7, 1e9])

@@ -261,7 +261,7 @@ def test_quantised_messages_are_smaller_and_the_server_uses_the_values_that_clie
 def test_a_running_mean_keeps_float64():
     mean = RunningMean()
     for client, value in ((1, 1 + 1e-12), (2, 1 + 3e-12)):
-        mean.add(Update(client, 1, {"x": torch.tensor([value], dtype=torch.float64)}), {})
+        mean.add(Update(client, 1, {"x": torch.tensor([value], dtype=torch.float64)}))
     (gathered,) = mean.close().updates
     assert gathered.tensors["x"].item() == pytest.approx(1 + 2e-12, abs=1e-15)
 

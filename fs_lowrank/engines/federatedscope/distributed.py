@@ -183,7 +183,8 @@ class Clients(Members):
         """Let a client take part; the reply has its number and what tells this run from others."""
         if not re.fullmatch("[0-9a-f]{32}", token) or not re.fullmatch("[0-9a-f]{32}", process):
             raise Unwelcome(grpc.StatusCode.INVALID_ARGUMENT, "a token has 32 hexadecimal digits")
-        seats: dict[int, Seat] = {client: member.place for client, member in self.members.items()}
+        # A copy, since the loop, in another thread, may take a member out.
+        seats: dict[int, Seat] = {client: member.place for client, member in list(self.members.items())}
         if facts.get("client") == 0:  # all of its data are its own, and any number will do
             own = (client for client, seat in seats.items() if seat.token == token)
             free = (c for c in range(1, self.config.federate.client_num + 1) if c not in seats)

@@ -79,7 +79,7 @@ class Shares:
         self._like = expected
         return {n: torch.empty(t.shape, dtype=torch.int64, device="meta") for n, t in expected.items()}
 
-    def add(self, update: Update, reference: Mapping[str, Tensor]) -> None:
+    def add(self, update: Update) -> None:
         self.sums.append(update.tensors)
         self.samples += update.num_samples
 
