@@ -103,8 +103,7 @@ def runs(base: Config, varied: Mapping[str, Mapping[str, Mapping]], rounds: int,
                     config = base.replace({**keys, "federate.method": "fedlora"})
                     known[same] = watched_run(config, rounds, seed, relative_error)
                 score, errors = known[same]
-                entry = {"axis": axis, "label": label, "seed": seed, "errors": errors, "test_acc": score}
-                entries.append(entry)
+                entries.append({"axis": axis, "label": label, "seed": seed, "errors": errors, "test_acc": score})
     return entries
 
 

@@ -35,7 +35,7 @@ import torch
 from benchmark.script import script
 from fs_lowrank.jobs import shell
 
-from ..speed import threads as on_threads
+from ..speed import threads
 from . import band, moments, panels, seeds_option
 from .data import DATA, Data, data_options, load
 
@@ -264,10 +264,10 @@ def compare(
     return entries
 
 
-def study(data: str, root: Path | None, samples: int, seeds: int, lr: float | None, clients, threads: int, **options):
+def study(data: str, root: Path | None, samples: int, seeds: int, lr: float | None, clients, **options):
     """The result of the command, as plain data."""
     loaded = load(data, root)
-    with on_threads(threads):
+    with threads(1):
         runs = compare(loaded, clients=tuple(clients), seeds=seeds, samples=samples or None, lr=lr, **options)
     return {
         "settings": {
@@ -323,7 +323,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--rank": dict(type=int, default=16),
     "--epochs": dict(type=int, default=5),
     "--batch": dict(type=int, default=64),
-    "--threads": dict(type=int, default=1, help="the tensors are small: more threads seldom help"),
 }
 main = script(__spec__.name, __doc__, OPTIONS, study, plot=plot)
 

@@ -11,8 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 
 from benchmark.script import script
 
@@ -26,18 +25,6 @@ WAYS = {
     "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
 }
 NEIGHBOURS = (0, 1, 2)
-
-
-@contextmanager
-def beside(number: int) -> Iterator[None]:
-    """A context during which so many processes compute."""
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
-    try:
-        yield
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
 
 
 def one_run(way: dict[str, str], folder: str) -> tuple[float, float]:
@@ -57,8 +44,11 @@ def study(turns: int) -> dict:
             found = taken[str(number)] = {name: [] for name in WAYS}
             for _ in range(turns):
                 for name, way in WAYS.items():
-                    # The neighbours' own seconds count for this process once they end, so after the run.
-                    with beside(number):
+                    # A neighbour's own seconds count for this process once it has been waited for, after the run.
+                    with ExitStack() as busy:
+                        for _ in range(number):
+                            neighbour = busy.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+                            busy.callback(neighbour.kill)
                         found[name].append(one_run(way, f"{folder}/run"))
     rows = []
     for neighbours, found in taken.items():

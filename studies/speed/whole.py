@@ -8,13 +8,10 @@ from other runs; the states of frozen layers are kept within a run. Every job be
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,35 +36,11 @@ SHORT = {"federate.total_round_num": 6, "eval.freq": 3, "eval.split": ["val"]}
 RATES = [float(f"{10 ** (-3.5 + 0.15 * i):.3g}") for i in range(16)]
 
 
-def demo(settings: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Run the demo's methods here, one after the other; for each its seconds from the first training step to its end,
-    and its accuracy.
-    """
-    from fs_lowrank import load_config, run
-    from fs_lowrank.jobs.kept import keeping
-
-    found = []
-    with keeping():
-        for method in METHODS:
-            steps: list[float] = []
-            keys = {"federate.method": method, "lowrank.pictures": False, **settings}
-            result = run(
-                load_config(DEMO, keys, outdir=str(folder / method)),
-                progress=False,
-                on_client=lambda *given, seen=steps: seen.append(time.perf_counter()),
-            )
-            found.append(
-                {
-                    "method": method,
-                    "seconds": time.perf_counter() - steps[0],
-                    "test_acc": result.history[-1]["metrics"]["test"]["acc"],
-                }
-            )
-    return found
-
-
 def command(kind: str, settings: dict[str, Any], folder: Path) -> list[str]:
-    """The command of a search or a suite, whose files are written to ``folder``."""
+    """The command of the demo, a search or a suite, whose files are written to ``folder``."""
+    if kind == "demo":
+        given = ["--cfg", str(DEMO), "--methods", ",".join(METHODS), "outdir", str(folder / "demo")]
+        return ["compare", *given, *(text for key, value in settings.items() for text in (key, str(value)))]
     keys = {**SHORT, **settings}
     if kind == "search":
         (folder / "rates.yaml").write_text(yaml.safe_dump({"train.optimizer.lr": {"grid": RATES}}))
@@ -81,62 +54,43 @@ def command(kind: str, settings: dict[str, Any], folder: Path) -> list[str]:
     return ["benchmark", "run", str(folder / "suite.yaml"), "--workers", "2", *places]
 
 
-def _with_nothing_kept(arguments: Sequence[str], folder: Path) -> str:
-    """What a Python process printed that found nothing kept on disk."""
-    return in_a_process(*arguments, HF_HUB_OFFLINE="1", FS_LOWRANK_FROZEN=str(folder / "frozen"))
-
-
-def _demo(setting: str) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as name:
-        return json.loads(_with_nothing_kept(["-m", __spec__.name, setting, name], Path(name)).splitlines()[-1])
-
-
 def _job(kind: str, setting: str) -> float:
+    """Seconds of a whole command, which begins with nothing kept on disk."""
     with tempfile.TemporaryDirectory() as name:
         arguments, started = command(kind, SETTINGS[setting], Path(name)), time.perf_counter()
-        _with_nothing_kept(["-m", "fs_lowrank", *arguments], Path(name))
+        in_a_process("-m", "fs_lowrank", *arguments, HF_HUB_OFFLINE="1", FS_LOWRANK_FROZEN=f"{name}/frozen")
         return time.perf_counter() - started
 
 
 def study(turns: int) -> dict[str, Any]:
     """The result of the command, as plain data: the demo ``turns`` times in turn, the search and the suite once."""
-    demos: dict[str, list[list[dict[str, Any]]]] = {setting: [] for setting in SETTINGS}
+    demos: dict[str, list[float]] = {setting: [] for setting in SETTINGS}
     for _ in range(turns):
         for setting in SETTINGS:
-            demos[setting].append(_demo(setting))
+            demos[setting].append(_job("demo", setting))
     jobs = {
         (kind, setting): _job(kind, setting)
         for kind in ("search", "suite")
         for setting in ("one process", "without")  # a search and a suite have a process for each worker
     }
-    whole = {s: statistics.median(sum(m["seconds"] for m in found) for found in demos[s]) for s in SETTINGS}
-    cores = os.cpu_count()
-    everything, saved = "the demo's four methods, from the first step to the end", "÷ ours"
+    whole, cores = {setting: statistics.median(taken) for setting, taken in demos.items()}, os.cpu_count()
+    everything, saved = "the demo's four methods, the whole command", "÷ ours"
     plain = "clients one by one, whole batches, nothing kept for other runs"
-    by_method = ", ".join(
-        f"{ours['method']} {without['seconds'] / ours['seconds']:.2g}×"
-        for ours, without in zip(demos["all"][0], demos["without"][0])
-    )
+    threads = f"one process with {cores} threads ÷ {cores} processes"
     rows = [
-        row(everything, f"one process, {plain} {saved}", *_ratio(whole["without"], whole["all"], by_method), least=3),
-        row(
-            "the same",
-            f"one process with {cores} threads ÷ {cores} processes",
-            *_ratio(whole["one process"], whole["all"]),
-            least=1.2,
-        ),
+        row(everything, f"one process, {plain} {saved}", *_ratio(whole["without"], whole["all"]), least=3),
+        row("the same", threads, *_ratio(whole["one process"], whole["all"]), least=1.2),
     ]
     for kind, name in (("search", "a search of 16 trials"), ("suite", "a suite of 12 cells")):
         case = f"{name} over the demo's data, two workers, the whole command"
         taken = _ratio(jobs[kind, "without"], jobs[kind, "one process"])
         rows.append(row(case, f"{plain} {saved}", *taken, least=3))
-    accuracies = {s: [m["test_acc"] for m in demos[s][0]] for s in SETTINGS}
     by_name = {f"{kind}, {setting}": seconds for (kind, setting), seconds in jobs.items()}
-    return {"threads": cores, "rows": rows, "results": {"demo": demos, "jobs": by_name, "test_acc": accuracies}}
+    return {"threads": cores, "rows": rows, "results": {"demo": demos, "jobs": by_name}}
 
 
-def _ratio(over: float, under: float, more: str = "") -> tuple[float, str]:
-    return over / under, f"{over:.0f} s ÷ {under:.0f} s" + (f"; {more}" if more else "")
+def _ratio(over: float, under: float) -> tuple[float, str]:
+    return over / under, f"{over:.0f} s ÷ {under:.0f} s"
 
 
 OPTIONS = {"--turns": dict(type=int, default=1)}
@@ -144,7 +98,4 @@ main = script(__spec__.name, __doc__, OPTIONS, study, lines=said, readme=table, 
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] and sys.argv[1] in SETTINGS:  # one demo, in a process of its own
-        print(json.dumps(demo(SETTINGS[sys.argv[1]], Path(sys.argv[2]))))
-    else:
-        raise SystemExit(main())
+    raise SystemExit(main())
