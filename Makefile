@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Code is compiled once, not by every process that a test starts.
+unexport PYTHONDONTWRITEBYTECODE
 DEMO_METHODS := rolora,ffa_lora,fedlora,flexlora
 
 .PHONY: demo report test test-more test-slow test-lowest test-quant flower flower-all flower-slow walks torture soak check lint types docs format clean help

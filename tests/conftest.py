@@ -21,6 +21,8 @@ MORE_CHECKS = {
     "test_half_precision",
     "test_another_seed_gives_another_split_and_start",
     "test_what_is_saved_loads_with_the_plain_libraries",
+    "test_clients_that_drop_out",
+    "test_bytes_are_those_of_the_tensors_that_were_sent",
 }
 MORE_METHODS = {"rolora", "flexlora", "fedloru", "fedfisher", "frlora"}
 #: tests of which ``make test-more`` runs so many variants, the first ones; ``make test-slow`` has the others
@@ -29,7 +31,7 @@ FIRST_VARIANTS = {
     "test_results_with_and_without_the_cache_are_equal": 2,
     "test_the_same_run": 2,
     "test_a_damaged_checkpoint_gives_way_to_the_one_before": 3,
-    "test_a_grid_grows_until_the_winner_is_inside_or_the_budget_ends": 2,
+    "test_a_grid_grows_until_the_winner_is_inside_or_the_budget_ends": 1,
     "test_equal_in_single_precision": 2,
     "test_the_result_is_that_of_one_device": 2,
     "test_the_generic_suite": 12,
@@ -100,10 +102,14 @@ def pytest_collection_modifyitems(items, config):
             if item.originalname == EVERY_METHOD:
                 others = given["method"] in had
                 had.add(given["method"])
+                if others and given["method"] not in MORE_METHODS:
+                    item.add_marker(pytest.mark.slow)
             if others:
                 item.add_marker(pytest.mark.more)
             if given.get("run", MORE_RUNS[0]) not in MORE_RUNS:
                 item.add_marker(pytest.mark.slow)
+        if item.path.name == "test_hostile_updates.py" and given.get("name") not in {None, *MORE_METHODS}:
+            item.add_marker(pytest.mark.more)
         if item.originalname in MORE_CHECKS and given.get("method") not in MORE_METHODS:
             item.add_marker(pytest.mark.slow)
         if item.originalname in FIRST_VARIANTS:

@@ -165,7 +165,7 @@ def test_if_every_client_diverges_that_is_said(few, tmp_path):
     assert not (tmp_path / "local" / "summary.json").exists()
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_the_row_local_is_a_run_for_the_page_and_for_what_chance_reaches(few, no_curves, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(few))
     compare = ["compare", "--cfg", str(tmp_path / "run.yaml"), "--methods", "rolora,local,pooled"]
@@ -230,7 +230,7 @@ def test_names_and_seeds():
         parse("")
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_seeds_give_the_mean_and_the_spread_of_single_runs(few, tmp_path, capsys, no_curves):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(few))
     slow = {"federate.total_round_num": 1, "train.optimizer.lr": 1e-9}

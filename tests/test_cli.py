@@ -122,6 +122,7 @@ def test_overrides_reach_the_run(command, config_file, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.more
 def test_a_folder_that_holds_a_run(command, config_file, tmp_path):
     assert command("run", "--cfg", config_file)[0] == 0
     code, _, err = command("run", "--cfg", config_file)
@@ -554,6 +555,7 @@ def test_the_module_is_the_command():
     assert done.returncode == 2 and "no such file" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.more
 def test_cache(command, config_file, tmp_path, monkeypatch):
     monkeypatch.setenv("FS_LOWRANK_FROZEN", str(tmp_path / "frozen"))
     assert "0 entries" in command("cache")[1]

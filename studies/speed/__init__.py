@@ -82,8 +82,8 @@ def row(
         agreement: relative difference between fast and slow results.
         least: a lower bound for ``value``; without it there is no target.
     """
-    found = {"case": case, "figure": figure, "value": value, "target": "–" if least is None else f"≥ {least:g}"}
-    return {**found, "note": note, "agreement": agreement}
+    target = "–" if least is None else f"≥ {least:g}"
+    return dict(case=case, figure=figure, value=value, target=target, note=note, agreement=agreement)
 
 
 def said(result: Mapping) -> Iterator[str]:

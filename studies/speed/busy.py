@@ -53,7 +53,7 @@ def study(turns: int) -> dict:
     rows = []
     for neighbours, found in taken.items():
         wall, processor = ({n: statistics.median(pair[i] for pair in of) for n, of in found.items()} for i in (0, 1))
-        for name in [name for name in WAYS if name != "default"]:
+        for name in list(WAYS)[1:]:
             note = f"{wall[name]:.1f} s, {wall['default']:.1f} s; processor {processor[name]:.1f} s, "
             note += f"{processor['default']:.1f} s"
             case = f"the demo's first two rounds beside {neighbours} busy processes, {name}"

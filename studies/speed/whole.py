@@ -12,6 +12,7 @@ import os
 import statistics
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +69,8 @@ def study(turns: int) -> dict[str, Any]:
     for _ in range(turns):
         for setting in SETTINGS:
             demos[setting].append(_job("demo", setting))
-    jobs = {
-        (kind, setting): _job(kind, setting)
-        for kind in ("search", "suite")
-        for setting in ("one process", "without")  # a search and a suite have a process for each worker
-    }
+    pairs = product(("search", "suite"), ("one process", "without"))  # these have a process for each worker
+    jobs = {pair: _job(*pair) for pair in pairs}
     whole, cores = {setting: statistics.median(taken) for setting, taken in demos.items()}, os.cpu_count()
     everything, saved = "the demo's four methods, the whole command", "÷ ours"
     plain = "clients one by one, whole batches, nothing kept for other runs"
@@ -85,8 +83,8 @@ def study(turns: int) -> dict[str, Any]:
         case = f"{name} over the demo's data, two workers, the whole command"
         taken = _ratio(jobs[kind, "without"], jobs[kind, "one process"])
         rows.append(row(case, f"{plain} {saved}", *taken, least=3))
-    by_name = {f"{kind}, {setting}": seconds for (kind, setting), seconds in jobs.items()}
-    return {"threads": cores, "rows": rows, "results": {"demo": demos, "jobs": by_name}}
+    results = {"demo": demos, "jobs": {", ".join(job): seconds for job, seconds in jobs.items()}}
+    return {"threads": cores, "rows": rows, "results": results}
 
 
 def _ratio(over: float, under: float) -> tuple[float, str]:

@@ -335,6 +335,7 @@ def test_the_commands(runs, test_rows, reviews_csv, tmp_path, capsys):
     assert set(written["guess"].astype(str)) <= {"0", "1", ""}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "arguments, said",
     [

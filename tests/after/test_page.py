@@ -11,6 +11,8 @@ from fs_lowrank.draw.report import write_page
 from fs_lowrank.runs.shown import read_runs
 from fs_lowrank.settings.metrics import standard_error
 
+pytestmark = pytest.mark.more  # the page of the shared runs takes seconds to draw
+
 
 class Page(HTMLParser):
     """Texts, and addresses that a browser would load."""
@@ -55,7 +57,6 @@ def test_the_page_is_one_file_and_has_every_part(page, runs):
     assert "≠ data.type" in shown and "<meta http-equiv" not in page
 
 
-@pytest.mark.more
 def test_every_picture_has_a_text_alternative(page):
     read = Page(page)
     assert len(read.pictures) == page.count("<svg") >= 10 and all(len(text) > 30 for text in read.pictures)
@@ -72,7 +73,6 @@ def test_the_result_of_one_run_is_said_first(runs, tmp_path):
     assert shown.megabytes == sum(runs["classes"].bytes[f"{way}link_bytes"] for way in ("up", "down")) / 1e6
 
 
-@pytest.mark.more
 def test_names_are_not_read_as_markup(runs, tmp_path):
     shown = read_runs([runs["classes"].outdir])
     shown[0].name = "</script><b>bold"
@@ -80,7 +80,6 @@ def test_names_are_not_read_as_markup(runs, tmp_path):
     assert "<b>bold" not in text and "&lt;b&gt;bold" in text
 
 
-@pytest.mark.more
 def test_a_run_that_has_not_ended(runs, tmp_path, capsys):
     folder, going = runs["classes"].outdir, tmp_path / "going"
     going.mkdir()
@@ -111,7 +110,6 @@ def test_wrong_use_is_one_line(runs, tmp_path, capsys, arguments, said):
     assert said in told and len(told.splitlines()) == 1, told
 
 
-@pytest.mark.more
 def test_damaged_files_are_named(runs, tmp_path):
     for name in ("config.yaml", "data.json", "rows.npz", "rounds.jsonl"):
         (tmp_path / name).write_bytes((runs["classes"].outdir / name).read_bytes())
@@ -138,7 +136,6 @@ def test_damaged_files_are_named(runs, tmp_path):
             read_runs([tmp_path])
 
 
-@pytest.mark.more
 def test_the_scores_of_clients_own_models(runs, tmp_path):
     (shown,) = read_runs([runs["classes"].outdir])
     shown.history[-1]["client_scores"] = {"1": {"acc": 0.125, "loss": 1.0, "samples": 8}}

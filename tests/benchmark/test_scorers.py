@@ -107,6 +107,7 @@ def test_a_parsed_row_can_be_put_together_again(task):
         assert task == "boolq" or f"{question.right + 1}" == answer[-1]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("task", sorted(ROWS))
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_every_real_row_is_parsed_without_loss(task, split):

@@ -26,6 +26,7 @@ def test_an_example_is_copied_and_loads(tmp_path, capsys):
     assert (tmp_path / "new" / "own_objects.py").exists()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("command", ["methods", "doctor", "fetch", "examples", "keys", "benchmark list"])
 def test_every_list_is_written_too(tmp_path, command, capsys):
     assert cli.main([*command.split(), "--table", str(tmp_path / "list.tex")]) == (0 if command != "doctor" else ANY)

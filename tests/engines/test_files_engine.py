@@ -173,7 +173,7 @@ def test_a_client_that_is_killed(quick, monkeypatch):
     assert len(set(second["client_downlink_bytes"].values())) == 1
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_the_engine_of_the_documentation(quick, tmp_path, monkeypatch):
     """One that starts a command for each order, as the page has it; a client that fails is left out of its round."""
     (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)

@@ -72,6 +72,7 @@ def test_spaces_that_are_not_text(command, tmp_path):
     assert command(space=tmp_path)[0] == 2
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -98,6 +98,7 @@ def test_what_is_wrong_is_one_line_with_file_and_line(tmp_path, monkeypatch, tex
     assert said in str(caught.value) and "\n" not in str(caught.value), caught.value
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "name, text, said",
     [

@@ -17,6 +17,7 @@ def refused(message):
     return pytest.raises(UserError, match=message)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "text, message",
     [

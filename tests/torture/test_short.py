@@ -56,9 +56,9 @@ def torture(tmp_path, kinds, number):
     assert ended.returncode == 0
 
 
-@pytest.mark.more
+@pytest.mark.more  # a slow hub takes a minute: test_silent_server has one
 def test_a_case_of_every_kind(tmp_path):
-    torture(tmp_path, [*driver.KINDS], 1)
+    torture(tmp_path, [kind for kind in driver.KINDS if kind != "hub"], 1)
     assert "| damaged files | 1 |" in (tmp_path / "results" / "README.md").read_text()
 
 

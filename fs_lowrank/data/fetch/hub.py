@@ -19,7 +19,8 @@ HUB_SECONDS = 5.0
 def _failure(endpoint: str) -> str:
     """Why ``endpoint`` cannot be asked; empty if it answers."""
     try:
-        requests.head(endpoint, timeout=HUB_SECONDS, allow_redirects=False)
+        with requests.get(endpoint, timeout=HUB_SECONDS, allow_redirects=False, stream=True) as answer:
+            next(answer.iter_content(1), b"")  # some servers send headers and then nothing
     except requests.RequestException as error:
         late = isinstance(error, requests.Timeout)
         return f"nothing came within {HUB_SECONDS:g} s" if late else reason_of(error)
