@@ -244,7 +244,6 @@ JSON_OF = {
     "hpo.space": "a value of a study",
     "benchmark.run": "what it has just made",
     "benchmark.store": "what it has just made",
-    "studies.speed.whole": "what a process of its own printed",
     "studies.speed.peers.fedjob": "runs with other systems, without this package",
 }
 
