@@ -26,6 +26,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
+    "results/README.md": "results.md",
 }
 #: folder -> pages that were at the top of ``docs`` once
 MOVED = {
@@ -34,10 +35,19 @@ MOVED = {
     "methods": "fedloru one_shot",
     "reference": "keys platforms run_files",
 }
+#: pictures outside of ``docs`` that a page shows go to this folder of the site
+SHOWN = "pictures"
+PICTURE = re.compile(r"!\[[^\[\]]*\]\(([^()\s:]+\.(?:png|svg))\)")
 LINK = re.compile(r"\[([^\[\]]+)\]\(([^()#\s:]+)(#[^()\s]*)?\)")
 
 
 def on_files(files, config):
+    sources = [*map(PurePosixPath, PAGES), PurePosixPath("docs/gallery.md")]
+    for source in sources:
+        for picture in PICTURE.findall((ROOT / source).read_text(encoding="utf-8")):
+            path = os.path.normpath(source.parent / picture)
+            if not path.startswith("docs/") and not files.get_file_from_path(f"{SHOWN}/{path}"):
+                files.append(File.generated(config, f"{SHOWN}/{path}", abs_src_path=str(ROOT / path)))
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
     files.append(File.generated(config, "reference/keys.md", content=keys.markdown()))
@@ -78,6 +88,7 @@ def on_page_markdown(markdown, page, config, files):
         text, target, anchor = match[1], match[2], match[3] or ""
         file = os.path.normpath(source.parent / target)
         goal = PAGES.get(file) or (file.removeprefix("docs/") if file.startswith("docs/") else "")
+        goal = goal or (f"{SHOWN}/{file}" if file.endswith((".png", ".svg")) and (ROOT / file).exists() else "")
         if goal:
             return f"[{text}]({os.path.relpath(goal, where.parent)}{anchor})"
         return f"{text} (`{file}`)" if (ROOT / file).exists() else match[0]
