@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 #: without these, a browser in a closed network tries to reach its maker
 QUIET = "--disable-background-networking --disable-component-update --disable-sync --disable-quic --no-first-run"
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.more
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +40,14 @@ def browser(tmp_path_factory):
 def show(browser):
     """Opens a page at a width and a colour scheme, and checks what is asked of every page."""
 
-    def opened(path, width, scheme):
+    def opened(path, width, scheme, within="body"):
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
         browser.get_log("browser")
+        browser.get(path.as_uri())
+        browser.execute_script("localStorage.clear()")  # in which the site keeps the scheme of its last visit
         browser.get(path.as_uri())
         browser.execute_script("document.querySelectorAll('details').forEach(folded => folded.open = true)")
         if os.environ.get("SCREENSHOTS"):
@@ -56,13 +58,16 @@ def show(browser):
             browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         assert not [line for line in browser.get_log("browser") if line["level"] == "SEVERE"]
         loaded = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
-        assert not [address for address in loaded if not address.startswith("data:")], "no request leaves"
-        bare = "[...document.querySelectorAll('svg, img')].filter(p => !p.closest('[aria-label], [alt]')).length"
-        assert browser.execute_script(f"return {bare}") == 0, "every picture has a text"
+        assert not [address for address in loaded if not address.startswith(("data:", "file:"))], "no request leaves"
+        bare = "[...document.querySelectorAll(arguments[0])].filter(p => !p.closest('[aria-label], [alt]')).length"
+        pictures = f"{within} svg, {within} img"
+        assert browser.execute_script(f"return {bare}", pictures) == 0, "every picture has a text"
         wide = browser.execute_script("return document.documentElement.scrollWidth - innerWidth")
         assert wide <= 0, f"the page is {wide} pixels wider than the screen"
-        light = browser.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-        assert light == (scheme == "light")
+        light, end = "getComputedStyle(document.body).backgroundColor == 'rgb(255, 255, 255)'", time.monotonic() + 5
+        while browser.execute_script(f"return {light}") != (scheme == "light"):
+            assert time.monotonic() < end, f"the page is not {scheme}"
+            time.sleep(0.1)
 
     return opened
 
@@ -83,11 +88,27 @@ def pages(runs, tmp_path_factory):
     }
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1400, 400])
-@pytest.mark.parametrize("name", ["run", "side_by_side", "live"])
+@pytest.mark.parametrize(
+    "name, width, scheme",
+    [
+        ("run", 1400, "light"),
+        ("side_by_side", 400, "dark"),
+        *(
+            pytest.param(n, w, s, marks=pytest.mark.slow)
+            for n in ("run", "live")
+            for w, s in ((1400, "dark"), (400, "light"))
+        ),
+    ],
+)
 def test_a_page_opens(show, pages, name, width, scheme):
     show(pages[name], width, scheme)
+
+
+@pytest.mark.skipif(not (ROOT / "site" / "index.html").exists(), reason="make docs builds the site")
+@pytest.mark.parametrize("width, scheme", [(1400, "light"), (400, "dark")])
+@pytest.mark.parametrize("page", [".", "gallery", "methods", "reference/keys"])
+def test_the_site_opens(show, page, width, scheme):
+    show(ROOT / "site" / page / "index.html", width, scheme, within="article")  # around it are the icons of the theme
 
 
 def column(browser, table, index):
