@@ -117,6 +117,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     methods = add(_methods, "list the methods, or show one in full")
     methods.add_argument("name", nargs="?", metavar="NAME")
     doctor = add(_doctor, "show what is installed and usable, and how to get the rest")
+    doctor.add_argument("--quick", action="store_true", help="only the versions of packages; nothing is imported")
     fetch = add(_fetch, "download the small models and data sets of the quick start")
     fetch.add_argument("names", nargs="*", metavar="NAME", help="items to download; without any, list them")
     for command in (methods, doctor, fetch):
@@ -498,10 +499,10 @@ def _cache(args: argparse.Namespace) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from .doctor import examine
+    from .doctor import examine, installed
 
     lines: list[Sequence[str | Text]] = [("", "what", "found", "what to do")]
-    checks = examine()
+    checks = installed() if args.quick else examine()
     for check in checks:
         state, colour = ("ok", "green") if check.ok else ("missing", "red") if check.required else ("absent", "yellow")
         lines.append((Text(state, colour), check.what, check.found, "" if check.ok else check.remedy))

@@ -83,23 +83,23 @@ def _added_engines() -> list[Check]:
     return checks
 
 
+def installed() -> list[Check]:
+    """The packages and their versions, required ones first; nothing is imported."""
+    supported = (3, 11) <= tuple(map(int, platform.python_version_tuple()[:2]))
+    checks = [Check("Python", supported, platform.python_version(), "install Python 3.11 or later", required=True)]
+    checks += [_package(n, "pip install fs-lowrank with constraints.txt", required=True) for n in _CORE]
+    checks += [_package(n, f"pip install 'fs-lowrank[{extra}]'") for n, extra in _EXTRAS.items()]
+    if find_spec("torchvision"):
+        remedy = "nothing here needs it, and a build that does not match torch breaks transformers and peft: "
+        checks.append(Check("torchvision", False, "installed", remedy + "pip uninstall torchvision"))
+    return checks
+
+
 def examine() -> list[Check]:
     """All checks, required packages first."""
     from .data.fetch import FETCHABLE, home, resolve
 
-    supported = (3, 11) <= tuple(map(int, platform.python_version_tuple()[:2]))
-    checks = [Check("Python", supported, platform.python_version(), "install Python 3.11 or later", required=True)]
-    checks += [_package(n, "pip install fs-lowrank with constraints.txt", required=True) for n in _CORE]
-    if find_spec("torchvision"):
-        checks.append(
-            Check(
-                "torchvision",
-                False,
-                "installed",
-                "nothing here needs it, and a build that does not match "
-                "torch breaks transformers and peft: pip uninstall torchvision",
-            )
-        )
+    checks = installed()
     if find_spec("torch"):
         import torch
 
@@ -110,7 +110,6 @@ def examine() -> list[Check]:
             )
         )
     checks += [Check("engine local", True, "built in"), *_framework(), _flower(), *_added_engines()]
-    checks += [_package(n, f"pip install 'fs-lowrank[{extra}]'") for n, extra in _EXTRAS.items()]
     checks += [
         Check(f"data {n}", bool(resolve(n)), str(resolve(n) or "not fetched"), f"fs-lowrank fetch {n}")
         for n in FETCHABLE

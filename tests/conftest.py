@@ -135,9 +135,10 @@ def nothing_said_yet():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def frozen_states_apart(tmp_path_factory):
-    """Tests have a folder of their own for cached states of frozen layers, instead of that of the user."""
+def apart_from_the_user(tmp_path_factory):
+    """Tests have a folder of their own for cached states of frozen layers, and no width of a terminal."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("COLUMNS", raising=False)
         patch.setenv("FS_LOWRANK_FROZEN", str(tmp_path_factory.mktemp("frozen")))
         yield
 

@@ -530,6 +530,7 @@ def test_importing_loads_nothing_heavy():
     [
         ("--version", ()),
         ("--help", ()),
+        ("doctor --quick", ()),
         ("methods", ("torch",)),  # a method's class has tensors in it
         ("run --cfg nowhere.yaml", ()),
         ("run --cfg {cfg} seed many", ()),

@@ -79,12 +79,12 @@ class _Console(Console):
 
 
 def make_console(width: int | None = None, **options: Any) -> Console:
-    """A console, ``width`` columns wide if the output is not a terminal (rich would assume 80).
+    """A console, ``width`` columns wide if the output is no terminal and ``COLUMNS`` is not set (rich would assume 80).
 
     What it prints is mostly names of files and words of users, in which ``[red]`` and ``:x:`` mean nothing; a part with
     a style is a ``rich.text.Text``.
     """
-    width = None if sys.stdout.isatty() else width
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else width
     return _Console(highlight=False, markup=False, emoji=False, width=width, **options)
 
 

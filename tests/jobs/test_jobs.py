@@ -52,6 +52,12 @@ def test_waiting_for_a_lock_ends_when_the_caller_says_so(tmp_path):
         assert ours
 
 
+def test_the_width_is_the_terminals_or_that_of_the_environment(monkeypatch):
+    assert shell.make_console(120).width == 120
+    monkeypatch.setenv("COLUMNS", "80")
+    assert shell.make_console(120).width == 80
+
+
 @pytest.mark.parametrize(
     "raised, code, line",
     [
