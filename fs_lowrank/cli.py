@@ -276,10 +276,16 @@ def _print_results(results: dict, file: Path | None = None) -> None:
 
 
 def _print_notes(results: dict) -> None:
-    """What the run began with; the clients that never took part; methods no better than the majority class."""
+    """How sure a score is; what the run began with; clients that never took part; methods no better than chance."""
     from .runs.summary import for_people
+    from .settings.metrics import standard_error
 
     for name, result in results.items():
+        rows = result.facts["held_out"].get("test", 0)
+        if "test_acc" in result.final and rows and not result.language:
+            score = result.final["test_acc"]
+            error = f"{standard_error(score, rows):.3f} (one standard error of {rows:,} samples)"
+            console.print(f"  {name}: test accuracy {score:.3f} ± {error}", soft_wrap=True)
         if result.before:
             shown = for_people({n: v for n, v in result.before.items() if n.count("_") == 1}, result.language)
             began = ", ".join(f"{n.replace('_', ' ')} {v:.3f}" for n, v in shown.items())
@@ -385,6 +391,8 @@ def _run(args: argparse.Namespace) -> int | None:
     _print_results({result.facts["method"]: result}, args.table)
     _print_notes({result.facts["method"]: result})
     _print_saved(result)
+    for words in (("report",), ("evaluate", "--data", "FILE"), ("predict", "--data", "FILE")):
+        console.print(f"  next: {hint(words[0], result.outdir, *words[1:])}", soft_wrap=True)
     return None
 
 

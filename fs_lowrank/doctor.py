@@ -104,11 +104,8 @@ def examine() -> list[Check]:
         import torch
 
         gpu = torch.cuda.is_available()
-        checks.append(
-            Check(
-                "GPU", gpu, torch.cuda.get_device_name() if gpu else "none", "none needed; with one, set use_gpu True"
-            )
-        )
+        found = torch.cuda.get_device_name() if gpu else "none"
+        checks.append(Check("GPU", gpu, found, "none needed; with one, set use_gpu True"))
     checks += [Check("engine local", True, "built in"), *_framework(), _flower(), *_added_engines()]
     checks += [
         Check(f"data {n}", bool(resolve(n)), str(resolve(n) or "not fetched"), f"fs-lowrank fetch {n}")

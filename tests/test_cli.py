@@ -76,6 +76,8 @@ def test_a_run_from_start_to_files(curves, command, config_file, tmp_path, caplo
         "aggregation",
         str(tmp_path / "run" / "adapter"),
         str(tmp_path / "run" / "curves.png"),
+        "(one standard error of ",
+        f"next: fs-lowrank report {tmp_path / 'run'}",
     ):
         assert part in text
     folder = tmp_path / "run"
