@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 
 from fs_lowrank import UserError
-from fs_lowrank.jobs.crew import Crew, stop_signals
+from fs_lowrank.jobs.crew import run_workers, stop_signals
 from fs_lowrank.jobs.shell import make_console
 from fs_lowrank.runs.summary import for_people
 
@@ -73,7 +73,6 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
         f"their logs: {logs}"
     )
     order = {"options": options, "jobs": [job for job in jobs if job.key in board.open]}
-    crew = Crew("benchmark.worker:main", order, workers, gpus=gpus, logs=logs, patience=_PATIENCE, say=say)
     shown = Live(board.table(), console=console, refresh_per_second=2) if console.is_terminal else None
 
     def look() -> None:
@@ -83,7 +82,8 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
             shown.update(board.table())
 
     with stop_signals() as stopped, shown or contextlib.nullcontext():
-        interrupted = crew.run(stopped, meanwhile=look)
+        given = "benchmark.worker:main", order, workers, stopped
+        interrupted = run_workers(*given, gpus=gpus, logs=logs, patience=_PATIENCE, meanwhile=look, say=say)
     look()
     return Outcome(board.finished - skipped, board.failed, board.remaining, skipped, interrupted, store.damaged)
 

@@ -15,7 +15,7 @@ from typing import Any
 import optuna
 
 from fs_lowrank import Config, UserError
-from fs_lowrank.jobs.crew import Crew, check_gpus, stop_signals
+from fs_lowrank.jobs.crew import check_gpus, run_workers, stop_signals
 
 from .objectives import check_config
 from .search import create, data_of, enqueue, retry_failed
@@ -119,8 +119,8 @@ def tune(config: Config, space: Space, options: Search, say: Callable[[str], Non
                 stopped.append(signal.SIGINT)
         else:
             order["folder"] = str(options.folder)
-            crew = Crew("hpo.worker:main", order, options.workers, gpus=options.gpus, say=say)
-            ended = crew.run(stopped, late) and not late()
+            given = order, options.workers, stopped
+            ended = run_workers("hpo.worker:main", *given, gpus=options.gpus, late=late, say=say) and not late()
         how = "interrupted" if stopped or ended else "timeout" if late() else "done"
     return Ended(how, list(plans))
 

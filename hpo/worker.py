@@ -205,7 +205,7 @@ def _number(value: object) -> str:
 
 
 def main(options: dict) -> int:
-    """Run ``work`` with ``options``, which are plain data, as a process of a ``Crew``; returns the exit code."""
+    """Run ``work`` with ``options``, which are plain data, as a process of ``run_workers``; returns the exit code."""
     with stop_signals() as stopped:
         try:
             folder = Path(options.pop("folder"))

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import ROWS_LOGGER, RunFailed, UserError
 from .escaped import Formatter
-from .pool import Pool, Work
+from .pool import Pool
 from .shell import INTERRUPTED, message_of, names
 
 #: how many workers that died are replaced
@@ -83,97 +83,68 @@ def threads_each(workers: int) -> int:
     return max(1, (os.cpu_count() or 1) // workers)
 
 
-class Crew:
-    """Workers that each call one function until the store has no work left; a worker that dies is replaced.
+def run_workers(
+    target: str,
+    options: Mapping[str, Any],
+    workers: int,
+    stopped: Sequence[int],
+    *,
+    gpus: Sequence[str] = (),
+    logs: Path | None = None,
+    patience: float | None = None,
+    late: Callable[[], bool] = lambda: False,
+    meanwhile: Callable[[], object] = lambda: None,
+    say: Callable[[str], object] = print,
+) -> bool:
+    """Run workers that each call one function until the store has no work left; one that dies is replaced.
 
     Args:
         target: ``module:function``, called in each worker with ``options``. It returns an exit code: 0 if no work is
-            left, 130 if it was stopped by a signal. An error of it ends the whole crew.
+            left, 130 if it was stopped by a signal. An error of it ends all workers.
         options: plain data.
         workers: number of processes; they share the cores.
+        stopped: from ``stop_signals``; when a signal is in it, the workers are stopped.
         gpus: numbers of torch's; each worker sees one of them, as device 0; the config keys for it are added to
             ``overrides`` in the options.
         logs: a folder for the workers' output; None: the output of this process.
         patience: seconds that a worker may take to stop before it is killed; None: until the second signal.
-        say: prints a line.
+        late: when it returns True, they are stopped too.
+        meanwhile: called a few times a second. say: prints a line.
+    Returns:
+        Whether any was stopped by a signal.
+    Raises:
+        UserError: a worker raised it; all workers have been stopped. RunFailed: too many workers died.
     """
+    options = dict(options)
+    if gpus:
+        options["overrides"] = {**options.get("overrides", {}), "use_gpu": True, "device": 0}
 
-    def __init__(
-        self,
-        target: str,
-        options: Mapping[str, Any],
-        workers: int,
-        *,
-        gpus: Sequence[str] = (),
-        logs: Path | None = None,
-        patience: float | None = None,
-        say: Callable[[str], object] = print,
-    ):
-        self.target, self.options, self.workers, self.gpus = target, dict(options), workers, tuple(gpus)
-        self.logs, self.patience, self.say = logs, patience, say
-        if gpus:
-            self.options["overrides"] = {**self.options.get("overrides", {}), "use_gpu": True, "device": 0}
+    def variables(index: int) -> dict[str, str]:
+        gpu = {"CUDA_VISIBLE_DEVICES": visible(gpus[index % len(gpus)])} if gpus else {}
+        return {INSIDE: "1", "OMP_NUM_THREADS": str(threads_each(workers)), **os.environ, **gpu}
 
-    def _variables(self, index: int) -> dict[str, str]:
-        """The environment of a worker, in addition to that of this process."""
-        gpu = {"CUDA_VISIBLE_DEVICES": visible(self.gpus[index % len(self.gpus)])} if self.gpus else {}
-        return {INSIDE: "1", "OMP_NUM_THREADS": str(threads_each(self.workers)), **os.environ, **gpu}
-
-    def run(
-        self,
-        stopped: Sequence[int],
-        late: Callable[[], bool] = lambda: False,
-        meanwhile: Callable[[], object] = lambda: None,
-    ) -> bool:
-        """Start the workers and wait until all have ended; returns whether any was stopped by a signal.
-
-        Args:
-            stopped: from ``stop_signals``; when a signal is in it, the workers are stopped.
-            late: when it returns True, they are stopped too.
-            meanwhile: called a few times a second.
-        Raises:
-            UserError: a worker raised it; all workers have been stopped. RunFailed: too many workers died.
-        """
-        logs = self.logs
-        pool = Pool(
-            self.workers,
-            name="worker {}",
-            imports=[self.target.partition(":")[0]],
-            log=(lambda index: logs / f"worker_{index + 1}.log") if logs else None,
-            variables=self._variables,
-            restarts=RESTARTS,
-            say=self.say,
-        )
-        try:
-            working = [pool.submit(i, serve, self.target, self.options, str(logs or "")) for i in range(self.workers)]
-            return self._wait(pool, working, stopped, late, meanwhile)
-        except KeyboardInterrupt:
-            if not stopped:
-                raise
-            return True
-        finally:
-            pool.end()
-
-    def _wait(
-        self,
-        pool: Pool,
-        working: list[Work],
-        stopped: Sequence[int],
-        late: Callable[[], bool],
-        meanwhile: Callable[[], object],
-    ) -> bool:
-        stopping, interrupted = 0.0, False
-        error: Exception | None = None
+    pool = Pool(
+        workers,
+        name="worker {}",
+        imports=[target.partition(":")[0]],
+        log=(lambda index: logs / f"worker_{index + 1}.log") if logs else None,
+        variables=variables,
+        restarts=RESTARTS,
+        say=say,
+    )
+    stopping, interrupted, error = 0.0, False, None
+    try:
+        working = [pool.submit(i, serve, target, options, str(logs or "")) for i in range(workers)]
         while working:
             meanwhile()
             if not stopping and (stopped or error or late()):
                 stopping = time.monotonic()
                 if not error:
                     why = "stopping" if stopped else "time is up"
-                    self.say(f"{why}: what runs ends now, and is continued next time; once more Ctrl-C kills it")
+                    say(f"{why}: what runs ends now, and is continued next time; once more Ctrl-C kills it")
                 for work in working:
                     pool.processes[work.rank].terminate()
-            if stopping and self.patience and time.monotonic() - stopping > self.patience:
+            if stopping and patience and time.monotonic() - stopping > patience:
                 break
             for work in [work for work in working if work.future.done()]:
                 if pool.died(work) and not stopping:
@@ -186,9 +157,15 @@ class Crew:
                     except (UserError, RuntimeError) as raised:
                         error = error or raised
             time.sleep(0.1)
-        if error and not stopped:
-            raise error
-        return interrupted or bool(stopped)
+    except KeyboardInterrupt:
+        if not stopped:
+            raise
+        return True
+    finally:
+        pool.end()
+    if error and not stopped:
+        raise error
+    return interrupted or bool(stopped)
 
 
 def serve(target: str, options: Mapping[str, Any], logs: str) -> int:

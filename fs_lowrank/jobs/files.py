@@ -90,8 +90,6 @@ def to_json(value: Any, **layout: Any) -> str:
     return json.dumps(plain(value), allow_nan=False, **layout)
 
 
-#: levels of lists and mappings in a file; all that is done with its content goes down as many
-_DEEPEST = 100
 _WORDS = {dict: "a mapping", list: "a list", str: "a text", int: "a whole number", float: "a number"}
 
 #: by name of an entry the type of its value; with ``| None``, it may be missing. ``"a.b"`` is of the entry ``a``, which
@@ -115,12 +113,6 @@ def from_json(text: str | bytes, kind: type | UnionType = dict) -> Any:
         raise ValueError("nested too deep") from error
     except ValueError as error:
         raise ValueError(f"invalid JSON: {error}") from error
-    level = [content]
-    for _ in range(_DEEPEST + 1):
-        level = [part for part in level if isinstance(part, (dict, list))]
-        level = [part for each in level for part in (each.values() if isinstance(each, dict) else each)]
-    if level:
-        raise ValueError("nested too deep")
     if not isinstance(content, kind):
         raise ValueError(f"{_shown(content)} came, expected {_words(kind)}")
     return content

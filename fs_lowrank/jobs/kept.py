@@ -20,12 +20,12 @@ _current: Keep | None = None
 class Keep:
     """Values by what decides them; the least recently used are dropped where they exceed the limit.
 
-    Args:
-        limit: bytes; None: a sixteenth of the machine's memory.
+    Attributes:
+        limit: bytes, a sixteenth of the machine's memory.
     """
 
-    def __init__(self, limit: float | None = None):
-        self.limit = _memory() / 16 if limit is None else limit
+    def __init__(self) -> None:
+        self.limit: float = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 16
         #: key -> the value, which nobody changes, and its bytes; the least recently used first
         self.values: dict[str, tuple[Any, int]] = {}
 
@@ -46,13 +46,6 @@ class Keep:
         self.values[key] = self.values.pop(key)
         kept: Value = self.values[key][0]
         return copy(kept)
-
-
-def _memory() -> float:
-    """Bytes of the machine's memory; where the system does not say, so many that nothing large is kept."""
-    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):  # Windows
-        return float(1 << 30)
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 @contextmanager

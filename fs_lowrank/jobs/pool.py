@@ -167,7 +167,7 @@ def _kill_family(process: BaseProcess) -> None:
 
 def _context(imports: Sequence[str]) -> BaseContext:
     """How processes start: forked from one that has imported ``imports``, or each by itself where that cannot be."""
-    if "forkserver" not in multiprocessing.get_all_start_methods() or _imports_ask_cuda():
+    if _imports_ask_cuda():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(imports))

@@ -32,7 +32,6 @@ NONSENSE = {
     b'{"a": 1': "invalid JSON: ",
     b'{"a": "\xff"}': "not UTF-8: byte 0xff at offset 7",
     b"[" * 100_000: "nested too deep",
-    b'{"a":' * 500 + b"1" + b"}" * 500: "nested too deep",
     b'{"a": ' + b"9" * 5000 + b"}": "invalid JSON: Exceeds the limit",
 }
 

@@ -168,7 +168,7 @@ def broken(options):
 def test_a_worker_with_a_bug_ends_the_crew_with_one_line(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     with pytest.raises(RunFailed) as raised:
-        crew.Crew("test_jobs:broken", {}, 1, logs=tmp_path).run([])
+        crew.run_workers("test_jobs:broken", {}, 1, [], logs=tmp_path)
     (line,) = str(raised.value).splitlines()
     (file,) = tmp_path.glob("traceback*")
     assert "ZeroDivisionError: division by zero" in line and str(file) in line and "in broken" in file.read_text()
@@ -190,12 +190,12 @@ def test_workers_that_die_are_replaced_so_many_times(tmp_path, monkeypatch):
     said: list[str] = []
     for deaths in (2, 9):
         (folder := tmp_path / str(deaths)).mkdir()
-        team = crew.Crew("test_jobs:dies", {"folder": str(folder), "deaths": deaths}, 1, say=said.append)
+        options = {"folder": str(folder), "deaths": deaths}
         if deaths == 2:
-            assert not team.run([])
+            assert not crew.run_workers("test_jobs:dies", options, 1, [], say=said.append)
         else:
             with pytest.raises(RunFailed, match="worker 1 ended .*run again"):
-                team.run([])
+                crew.run_workers("test_jobs:dies", options, 1, [], say=said.append)
         assert len(list(folder.iterdir())) == 3
     assert said == ["worker 1 ended (signal 9: out of memory, perhaps); another takes its place"] * 4
 
@@ -223,7 +223,7 @@ def test_workers_see_one_gpu_each_of_those_that_the_command_sees(tmp_path, monke
     gpus, told = shell.gpus("all"), tmp_path / "told"
     told.mkdir()
     crew.check_gpus(gpus)
-    assert not crew.Crew("test_jobs:tell", {"folder": str(told)}, 2, gpus=gpus).run([])
+    assert not crew.run_workers("test_jobs:tell", {"folder": str(told)}, 2, [], gpus=gpus)
     found = {path.name: json.loads(path.read_text()) for path in told.iterdir()}
     assert found == dict.fromkeys(seen, [os.getpid(), {"use_gpu": True, "device": 0}])
 

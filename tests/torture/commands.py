@@ -155,21 +155,16 @@ def _main(name: str, argv: list[str]) -> int:
     import benchmark.run
     from benchmark import cli as suites
 
-    benchmark.run.Crew = _InThisProcess
+    benchmark.run.run_workers = _in_this_process
     return suites.main(argv)
 
 
-class _InThisProcess:
-    """In place of a ``Crew``: calls the function of its workers here."""
+def _in_this_process(target: str, options: Mapping[str, Any], workers: int, stopped: Any, **others: Any) -> bool:
+    """In place of ``run_workers``: calls the function of its workers here."""
+    from benchmark.worker import main
 
-    def __init__(self, target: str, options: Mapping[str, Any], workers: int, **others: Any):
-        self.options = dict(options)
-
-    def run(self, stopped: Any, late: Any = None, meanwhile: Any = None) -> bool:
-        from benchmark.worker import main
-
-        main(self.options)
-        return False
+    main(dict(options))
+    return False
 
 
 def figures(name: str, left: Path) -> dict[str, Any]:
