@@ -52,7 +52,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["fs_lowrank*", "benchmark*", "hpo*"]),
     package_data={
-        "fs_lowrank": ["py.typed", "**/*.yaml", "draw/templates/*"],
+        "fs_lowrank": ["py.typed", "**/*.yaml", "**/templates/*"],
         "benchmark": ["suites/*.yaml", "templates/*"],
         "hpo": ["spaces/*.yaml"],
     },

@@ -62,43 +62,37 @@ def model_card(
         ("seed", str(config.seed)),
         ("written by", f"fs-lowrank {__version__}"),
     ]
-    of_run = folder / (f"{what}_best" if best else what)
     rows.append(("round", f"{round}, " + (f"the best by {best}" if best else "the last")))
     shown = for_people(figures, config.is_language)
     measured = [(name, f"{value:.4g}") for name, value in sorted(shown.items())]
     if facts.get("majority") is not None:
         measured.append(("majority class of the test set", f"{facts['majority']:.4g}"))
-    return "\n".join(
-        [
-            "---",
-            yaml.safe_dump(header, sort_keys=False, allow_unicode=True).strip(),
-            "---",
-            "",
-            f"# {html.escape(base, quote=False)}, trained by {facts['method']} over {counted(len(sizes), 'client')}",
-            "",
-            *_table(("", ""), rows),
-            "",
-            f"## Figures of the {'best' if best else 'last'} round",
-            "",
-            *_table(("metric", "value"), measured),
-            "",
-            "## Use",
-            "",
-            "In the folder in which the run was started:",
-            "",
-            "```python",
-            *_use(config, base if on_hub else locate(given), revision, labels, what, of_run.as_posix()),
-            *_predicts(config, facts.get("example", "")),
-            "```",
-            "",
-            "## Again",
-            "",
-            "```",
-            f"fs-lowrank run --cfg {shlex.quote((folder / 'config.yaml').as_posix())} outdir again",
-            "```",
-            "",
-        ]
+    card: str = _template().render(
+        header=yaml.safe_dump(header, sort_keys=False, allow_unicode=True).strip(),
+        **{"config": config, "facts": facts, "rows": rows, "measured": measured, "best": best, "what": what},
+        **{"base": base, "loaded": base if on_hub else locate(given), "revision": revision, "labels": labels},
+        clients=counted(len(sizes), "client"),
+        names=json.dumps(labels, ensure_ascii=False),
+        folder=(folder / (f"{what}_best" if best else what)).as_posix(),
+        loader=_LOADERS.get(config.model.task, "AutoModelForSequenceClassification"),
+        **{"example": facts.get("example", ""), "text": _TEXT, "shown": _SHOWN.get(config.model.task)},
+        again=shlex.quote((folder / "config.yaml").as_posix()),
     )
+    return card
+
+
+def _template() -> Any:
+    from jinja2 import Environment, PackageLoader
+
+    pages = Environment(
+        loader=PackageLoader(__package__), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    pages.filters |= {"plain": _plain, "cell": lambda text: _plain(text).replace("|", "\\|").replace("\n", " ")}
+    return pages.get_template("card.md")
+
+
+def _plain(text: str) -> str:
+    return html.escape(text, quote=False)
 
 
 def _predicted(config: Settings, labels: list[str]) -> tuple[str, str]:
@@ -120,40 +114,6 @@ def _training(config: Settings) -> str:
     return f"{train.local_update_steps} {unit} of {batch} a round, {train.optimizer.type} at {train.optimizer.lr:g}" + (
         f"; {len(config.own_settings)} clients by settings of their own" if config.own_settings else ""
     )
-
-
-def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> list[str]:
-    cells = [(a, html.escape(b, quote=False).replace("|", "\\|").replace("\n", " ")) for a, b in rows]
-    return [f"| {head[0]} | {head[1]} |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in cells)]
-
-
-def _use(config: Settings, base: str, revision: str, labels: list[str], what: str, folder: str) -> list[str]:
-    if config.is_vision:
-        vision = "from fs_lowrank.models.vision import load_vision"
-        if what == "model":
-            return [vision, "", f'model = load_vision("{folder}")']
-        return [
-            "from peft import PeftModel",
-            vision,
-            "",
-            f'model = PeftModel.from_pretrained(load_vision("{folder}/base"), "{folder}")',
-        ]
-    loader = _LOADERS.get(config.model.task, "AutoModelForSequenceClassification")
-    imports = ["from peft import PeftModel"] if what == "adapter" else []
-    imports += [f"from transformers import {', '.join(sorted(['AutoTokenizer', loader]))}", ""]
-    if what == "model":
-        lines = [f'model = {loader}.from_pretrained("{folder}")']
-    else:
-        names = json.dumps(labels, ensure_ascii=False)
-        given = f'"{base}"' + f', revision="{revision}"' * bool(revision) + ", id2label=id2label" * bool(labels)
-        lines = [
-            *([f"id2label = dict(enumerate({names}))"] if labels else []),
-            f"base = {loader}.from_pretrained({given})",
-            f'model = PeftModel.from_pretrained(base, "{folder}")',
-        ]
-        if labels:
-            lines.append("model.config.label2id = {name: i for i, name in id2label.items()}")
-    return [*imports, *lines, f'tokenizer = AutoTokenizer.from_pretrained("{folder}")']
 
 
 def _fetched(given: str) -> str:
@@ -187,11 +147,3 @@ def example(model: Any, tokenizer: Any, config: Settings) -> str:
     except Exception as error:  # a model that needs more than a text; the run has ended well all the same
         logger.debug("the card shows no prediction: %s", error)
         return ""
-
-
-def _predicts(config: Settings, shown: str) -> list[str]:
-    if not shown:
-        return []
-    inputs = f'inputs = tokenizer("{_TEXT}", return_tensors="pt", return_token_type_ids=False)'
-    lines = [f"# {line}" for line in shown.splitlines()]
-    return ["", inputs, f"print({_SHOWN[config.model.task]})", *lines]

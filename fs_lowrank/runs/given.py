@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import glob
-import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..algebra import digest
@@ -30,6 +32,20 @@ _OF_DATA: Fields = {"digest": str, "train": str, "clients": int, "validation": s
 NAMES = {"digest": "model", "config": "model.config", "tokenizer": "tokenizer"}
 
 
+@contextmanager
+def _locked(config: Config, name: str, resume: bool) -> Iterator[Path]:
+    """The folder ``name`` in that of the run, which is locked during the block."""
+    folder = outdir_of(config) / name
+    lock = claim(folder.parent)
+    try:
+        check_outdir(config, resume)
+        yield folder
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    finally:
+        lock.release()
+
+
 def with_data(config: Config, data: Any, resume: bool) -> Config:
     """``config`` with ``data`` (see ``data.objects``), which are written to the folder of the run.
 
@@ -46,10 +62,7 @@ def with_data(config: Config, data: Any, resume: bool) -> Config:
         )
     if config.federate.mode != "standalone":
         raise UserError("data=… is for runs in one place; with federate.mode distributed each process names its files")
-    folder = outdir_of(config) / DATA
-    lock = claim(folder.parent)
-    try:
-        check_outdir(config, resume)
+    with _locked(config, DATA, resume) as folder:
         if resume and folder.exists():
             about = _same(folder, data)
         else:
@@ -57,10 +70,6 @@ def with_data(config: Config, data: Any, resume: bool) -> Config:
                 aside.mkdir()
                 about = {"schema": SCHEMA, **store(data, aside)}
                 (aside / ABOUT).write_text(to_json(about, indent=1), encoding="utf-8")
-    except OSError as error:
-        raise cannot_write(folder, error) from error
-    finally:
-        lock.release()
     clients, place = about["clients"], folder.resolve()
     train = str(place / about["train"]) if not clients else f"{glob.escape(str(place))}/{about['train']}"
     if clients and clients != config.federate.client_num:
@@ -112,11 +121,8 @@ def with_model(config: Config, model: Any, tokenizer: Any, resume: bool) -> tupl
                 "your own are for SequenceClassification, SequenceRegression and MultiLabelClassification"
             )
         return config.replace({"model.type": f"{type(model).__name__}{SUFFIX}", "model.task": task}), True
-    folder = outdir_of(config) / MODEL
     about = _digests(model, tokenizer)
-    lock = claim(folder.parent)
-    try:
-        check_outdir(config, resume)
+    with _locked(config, MODEL, resume) as folder:
         if resume and folder.exists():
             began = _about(folder, dict.fromkeys(NAMES, str | None))
             others = [what for what, value in about.items() if began.get(what, value) != value]
@@ -130,10 +136,6 @@ def with_model(config: Config, model: Any, tokenizer: Any, resume: bool) -> tupl
                 model.save_pretrained(str(aside))
                 tokenizer.save_pretrained(str(aside))
                 (aside / ABOUT).write_text(to_json({"schema": SCHEMA, **about}, indent=1), encoding="utf-8")
-    except OSError as error:
-        raise cannot_write(folder, error) from error
-    finally:
-        lock.release()
     return config.replace({"model.type": f"{folder.resolve()}@{suffix}", "model.task": task}), False
 
 
@@ -161,13 +163,8 @@ def _about(folder: Path, fields: Fields) -> dict[str, Any]:
 def _same(folder: Path, data: Any) -> dict[str, Any]:
     """What ``folder`` says of its data, if they are ``data``."""
     about = _about(folder, _OF_DATA)
-    aside = folder.with_name(f".{DATA}.compared")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    try:
-        now = store(data, aside)["digest"]
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    with TemporaryDirectory(".writing", f".{DATA}.", folder.parent) as aside:
+        now = store(data, Path(aside))["digest"]
     if now != about["digest"]:
         raise UserError(
             f"data: not those that the run in {folder.parent} began with (SHA-256 {now[:12]}, then "
