@@ -31,9 +31,10 @@ from .models.adapters import layer_stack
 from .models.build import build_skeleton
 from .models.machine import device_of, wait
 from .models.quantised import beside, to_quantise
-from .rounds.fits import SPLITS
+from .rounds.checks import SPLITS
 from .rounds.reuse import Reuse
 from .rounds.site import Site
+from .rounds.trainer import Trainer
 from .runs.folder import outdir_of
 from .runs.summary import human_bytes
 from .seeds import derive
@@ -178,7 +179,7 @@ def _probed(config: Config, found: Estimate, on: str, copies: int) -> None:
     sizes = np.array([len(examples) for examples in site.data.clients[:1000]])
     widest = max(config.variants(), key=lambda own: own.dataloader.batch_size)
     examples = largest_batch(site.data.train, widest)
-    together = site.cohort
+    together = found.together = Trainer(site).cohort
     found.alike = _alike(site)
     kept = step(site, examples)
     trained = set_trainable(model, method.phases(1, 1)[0].train)
@@ -223,7 +224,7 @@ def largest_batch(examples: Any, config: Settings) -> Any:
 
 def _alike(site: Site) -> str:
     config, method = site.config, site.method
-    if site.reuse is None or config.federate.total_round_num > 1:
+    if not config.lowrank.reuse_clients or config.federate.total_round_num > 1:
         return ""
     rate, seed = config.train.optimizer.lr, derive(config.seed, "probe")
     key = Reuse.key(config, site.model, site.data.clients[0], method.phases(1, 1), lr=rate, seed=seed)
@@ -369,7 +370,6 @@ def _add_time(found: Estimate, site: Site, sizes: np.ndarray) -> None:
     trainings = len(phases) * config.sampled_per_round
     found.training = (found.steps * pace.step + trainings * pace.training) / processes
     found.seconds = found.training + (once + scored) / processes
-    found.together = site.cohort
 
 
 def _advice(config: Config, found: Estimate, on: str) -> list[str]:

@@ -203,7 +203,7 @@ def test_a_comparison_that_cannot_be_written(path, tmp_path):
         fs_lowrank.compare(config, ["rolora"])
     (tmp_path / "run" / "comparison.json").rmdir()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fs_lowrank.rounds.site.train_client", None)
+        patch.setattr("fs_lowrank.rounds.trainer.train_client", None)
         result = fs_lowrank.compare(config, ["rolora"], resume=True)["rolora"]
     found = json.loads((tmp_path / "run" / "comparison.json").read_text())
     assert found["rolora"]["final"] == result.final

@@ -12,12 +12,13 @@ from typing import Any
 
 from ..callbacks import Callback, callbacks_of
 from ..config import Config, check_local
-from ..rounds.copies import apology
+from ..rounds.copies import apology, copied
 from ..rounds.ledger import Ledger
 from ..rounds.loop import Loop
 from ..rounds.parcel import Parcel
 from ..rounds.round import Order
 from ..rounds.site import Site
+from ..rounds.trainer import Trainer
 from ..rounds.transport import Transport
 from ..runs.folder import check_outdir, claim, outdir_of
 from ..runs.result import RunResult
@@ -31,23 +32,23 @@ class SharedModel(Transport):
     shares_model = True
 
     def begin(self, site: Site, ledger: Ledger, resumed: bool) -> None:
-        self.site = site
+        self.site, self.trainer = site, Trainer(site)
 
     def exchange(self, orders: Iterable[Order]) -> Iterator[tuple[Order, Parcel]]:
         """The answers of a cohort after another; while one is in use, the model holds that client's tensors."""
         site, asked = self.site, {order.client: order for order in orders}
         yield from ((order, Parcel({})) for order in asked.values() if order.purpose == "follow")
-        for cohort in site.cohorts([order.task for order in asked.values() if order.purpose == "train"]):
-            for task, fitted in site.fit_all(cohort, lambda task: site.load(task.view, task.client)):
+        for cohort in self.trainer.cohorts([order.task for order in asked.values() if order.purpose == "train"]):
+            for task, fitted in self.trainer.fit_all(cohort, lambda task: site.load(task.view, task.client)):
                 client, round = task.client, task.round
                 if isinstance(fitted, Exception):
                     answer = apology(round, fitted)
                     answer.facts["followed"] = True
                 else:
-                    update, result = fitted
-                    site.keep_personal(client, round)  # undone at the end of the round if the update does not count
-                    spent = site.take_spent()[client]
-                    facts = {"samples": update.num_samples, "loss": result.mean, "spent": spent}
+                    update = fitted.update
+                    if site.personal.untrained:  # undone at the end of the round if the update does not count
+                        site.personal.keep(client, round, copied(site.model, site.method.personal))
+                    facts = {"samples": update.num_samples, "loss": fitted.result.mean, "spent": fitted.spent}
                     answer = Parcel(update.tensors, round=round, **facts)
                 yield asked[client], answer
 

@@ -35,6 +35,7 @@ from ..rounds.ledger import Ledger
 from ..rounds.parcel import Parcel
 from ..rounds.round import Order
 from ..rounds.site import Site
+from ..rounds.trainer import Trainer
 from ..rounds.transport import Transport
 from ..runs.folder import outdir_of
 from ..settings import Settings
@@ -117,7 +118,7 @@ class Processes(Transport):
         """
         for work in self.pool.prepared:
             self.pool.result(work)
-        self.site, self.ledger = site, ledger
+        self.site, self.ledger, self.trainer = site, ledger, Trainer(site)
         self._everywhere(*self._stand())
 
     def follow(self, message: Mapping[str, Tensor], round: int) -> None:
@@ -133,9 +134,9 @@ class Processes(Transport):
         site, asked = self.site, {order.client: order for order in orders}
         yield from ((order, Parcel({})) for order in asked.values() if order.purpose == "follow")
         round = max(order.round for order in asked.values())
-        cohorts = site.cohorts([order.task for order in asked.values() if order.purpose == "train"])
+        cohorts = self.trainer.cohorts([order.task for order in asked.values() if order.purpose == "train"])
         parcels = (_parcel(site, {task.client: task.view for task in cohort}, round=round) for cohort in cohorts)
-        ranks = spread([cohort[0].client // site.cohort for cohort in cohorts], self.count)
+        ranks = spread([cohort[0].client // self.trainer.cohort for cohort in cohorts], self.count)
         for cohort, answer in zip(cohorts, self._done("train", ranks, parcels)):
             groups = divided(answer, site.device)
             for client, facts in zip((task.client for task in cohort), answer.facts["clients"]):
@@ -222,7 +223,7 @@ class _Clients:
     """Any of the run's clients, on this process's copy of the model."""
 
     def __init__(self, site: Site):
-        self.site = site
+        self.site, self.trainer = site, Trainer(site)
         self.round, self.standing = 0, copied(site.model, site.method.shared)
 
     def stand(self, item: Parcel) -> Parcel:
@@ -253,17 +254,17 @@ class _Clients:
         answers: list[dict[str, Any]] = []
         means: dict[int, Tensor] = {}  # by place in the answers
         tasks = [site.task(client, item.facts["round"]) for client in item.facts["clients"]]
-        for task, fitted in site.fit_all(tasks, lambda task: self._load(given, task.client)):
+        for task, fitted in self.trainer.fit_all(tasks, lambda task: self._load(given, task.client)):
             client = task.client
             if isinstance(fitted, Exception):
                 answers.append({"error": described(fitted)})
                 continue
-            update, result = fitted
+            update = fitted.update
             groups[f"view of {client}"] = {n: t.clone() for n, t in update.tensors.items()}
             if site.personal.untrained:
                 groups[f"personal of {client}"] = copied(site.model, site.method.personal)
-            means[len(answers)] = result.mean
-            answers.append({"samples": update.num_samples, "spent": site.take_spent()[client]})
+            means[len(answers)] = fitted.result.mean
+            answers.append({"samples": update.num_samples, "spent": fitted.spent})
         for place, loss in zip(means, values_of(means.values())):
             answers[place]["loss"] = loss
         return Parcel(joined(groups), clients=answers)
@@ -290,7 +291,7 @@ def _load(config: dict[str, Any], rank: int, threads: int) -> None:
 def _do(kind: str, data: bytes) -> bytes:
     """Do what a parcel asks for; the answer."""
     answer: Parcel = getattr(_here, kind)(Parcel.of(data))
-    _here.site.shared_states.settle()  # who has the answer may end this process
+    _here.site.shortcuts.states.settle()  # who has the answer may end this process
     return answer.to_bytes()
 
 

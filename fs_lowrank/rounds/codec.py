@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..algebra import nbytes, wide
+from ..algebra import wide
 from ..models.names import is_head
 
 Sizes = tuple[int, int]
@@ -25,51 +24,35 @@ _QUANTISED, _SCALE, _KEPT = "quantised:", "scale:", "kept:"
 _WHOLE_NUMBERS = {8: torch.int8, 16: torch.int16}
 
 
-def without_head(tensors: Mapping[str, Tensor], heads: Sequence[str] = ()) -> dict[str, Tensor]:
-    """``tensors`` without those of the head (``names.is_head``).
-
-    An additional tensor ``x:NAME`` belongs to the head if ``NAME`` does.
-    """
-    return {n: tensors[n] for n in _body(tuple(tensors), tuple(heads))}
-
-
 @lru_cache(maxsize=256)
 def _body(names: tuple[str, ...], heads: tuple[str, ...]) -> list[str]:
+    """The ``names`` that are not of the head (``names.is_head``), to which ``x:NAME`` belongs if ``NAME`` does."""
     return [n for n in names if not is_head(n.rsplit(":", 1)[-1], heads)]
 
 
-class Codec(Protocol):
-    """How messages and updates are encoded. ``exact``: decoding gives what was encoded, to the bit."""
-
-    exact: bool
-
-    def encode(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The tensors as they travel."""
-
-    def decode(self, sent: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The tensors that were encoded, in the dtypes of ``like`` for the names in it. ValueError: not encoded so."""
-
-    def sizes(self, tensors: Mapping[str, Tensor], heads: Sequence[str] = ()) -> Sizes:
-        """Bytes of ``tensors`` when encoded, with and without the head (``names.is_head``); works on meta tensors."""
-
-
-class Plain:
-    """No encoding."""
+class Codec:
+    """How messages and updates are encoded: not at all. ``exact``: decoding gives what was encoded, to the bit."""
 
     exact = True
 
     def encode(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The tensors as they travel."""
         return tensors
 
     def decode(self, sent: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The tensors that were encoded, in the dtypes of ``like`` for the names in it. ValueError: not encoded so."""
         return sent
 
     def sizes(self, tensors: Mapping[str, Tensor], heads: Sequence[str] = ()) -> Sizes:
-        each = {n: t.numel() * t.element_size() for n, t in tensors.items()}
+        """Bytes of ``tensors`` when encoded, with and without the head (``names.is_head``); works on meta tensors."""
+        each = self._each(tensors)
         return sum(each.values()), sum(each[n] for n in _body(tuple(each), tuple(heads)))
 
+    def _each(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+        return {n: t.numel() * t.element_size() for n, t in tensors.items()}
 
-class Uniform:
+
+class Uniform(Codec):
     """Floating-point tensors as integers of ``nbits`` (8 or 16) and one scale each; other tensors unchanged."""
 
     exact = False
@@ -130,21 +113,18 @@ class Uniform:
                 raise ValueError(f"{key!r} is not quantised, but quantization.method is set")
         return tensors
 
-    def sizes(self, tensors: Mapping[str, Tensor], heads: Sequence[str] = ()) -> Sizes:
-        return self._size(tensors), self._size(without_head(tensors, heads))
-
-    def _size(self, tensors: Mapping[str, Tensor]) -> int:
-        return sum(
-            t.numel() * self.nbits // 8 + wide(t.dtype).itemsize
-            if t.is_floating_point() and t.numel()
-            else nbytes({n: t})
+    def _each(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+        encoded = {
+            n: t.numel() * self.nbits // 8 + wide(t.dtype).itemsize
             for n, t in tensors.items()
-        )
+            if t.is_floating_point() and t.numel()
+        }
+        return {**super()._each(tensors), **encoded}
 
 
 def codec_of(method: str, nbits: int) -> Codec:
     """The encoding of messages and updates that the framework's section ``quantization`` asks for."""
-    return Uniform(nbits) if method == "uniform" else Plain()
+    return Uniform(nbits) if method == "uniform" else Codec()
 
 
 def why_no_codec(method: str, nbits: int) -> list[str]:

@@ -34,6 +34,14 @@ def average(scores: Mapping[Any, Mapping[str, float]], sizes: Mapping[Any, float
     return float(np.average([scores[c][metric] for c in scores], weights=[sizes[c] for c in scores]))
 
 
+def ranked(record: Mapping[str, Any], split: str, metric: str) -> float | None:
+    """The record's value of a metric, negative where larger is better; None if it has none that is finite."""
+    value: float = record["metrics"].get(split, {}).get(metric, math.nan)
+    if not math.isfinite(value):
+        return None
+    return -value if larger_is_better(metric) else value
+
+
 class Evaluator:
     """Evaluates on the model of ``site``."""
 
@@ -143,24 +151,16 @@ class Evaluator:
 
         None if it has none, or one that is not finite.
         """
-        split, metric = watched(self.config)
-        value: float | None = record["metrics"].get(split, {}).get(metric)
-        if value is None or not math.isfinite(value):
-            return None
-        return -value if larger_is_better(metric) else value
+        return ranked(record, *watched(self.config))
 
     def best(self, history: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
         """The record of the best round by validation data (``best_by``), the first of equals.
 
         None if no round has such a metric. Test data never decide.
         """
-        metric = self.best_by.removeprefix("val_")
-        found: list[tuple[float, Mapping[str, Any]]] = []
-        for record in history:
-            value = record["metrics"].get("val", {}).get(metric, math.nan)
-            if math.isfinite(value):
-                found.append((-value if larger_is_better(metric) else value, record))
-        return min(found, key=lambda pair: pair[0])[1] if found else None
+        values = ((ranked(record, "val", self.best_by.removeprefix("val_")), record) for record in history)
+        known = [(value, record) for value, record in values if value is not None]
+        return min(known, key=lambda pair: pair[0])[1] if known else None
 
     @property
     def best_by(self) -> str:

@@ -1,10 +1,9 @@
-"""Where admitted updates go: they are kept one by one, or added to a running mean."""
+"""Where admitted updates go: each waits for the end of the round, or is added to a running mean."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -38,8 +37,8 @@ class Gathered:
     clients: int
 
 
-class Intake(Protocol):
-    """Takes the admitted updates of one round.
+class Intake:
+    """Takes the admitted updates of one round, and keeps them until it ends; derived classes do something else.
 
     Attributes:
         sees_values: what arrives is a client's own values, not shares.
@@ -49,12 +48,16 @@ class Intake(Protocol):
     sees_values: bool = True
     copies: int = 1
 
+    def __init__(self) -> None:
+        self.updates: list[Update] = []
+
     def expects(self, expected: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Names, shapes and dtypes of the shares that a client sends, if the method expects ``expected`` of it."""
         return expected
 
     def add(self, update: Update) -> None:
         """Take an update."""
+        self.updates.append(update)
 
     def close(self, without: Collection[int] = ()) -> Gathered:
         """The updates, in an order that does not depend on the order of arrival.
@@ -64,18 +67,6 @@ class Intake(Protocol):
         Raises:
             TooFewClients: the updates cannot be used without those that are missing.
         """
-
-
-class Kept(Intake):
-    """Every update is kept until the round ends."""
-
-    def __init__(self) -> None:
-        self.updates: list[Update] = []
-
-    def add(self, update: Update) -> None:
-        self.updates.append(update)
-
-    def close(self, without: Collection[int] = ()) -> Gathered:
         updates = sorted((u for u in self.updates if u.client not in without), key=lambda u: u.client)
         return Gathered(updates, len(updates))
 

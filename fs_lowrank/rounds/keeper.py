@@ -82,15 +82,17 @@ class RecordKeeper:
         ledger: its state is saved and restored.
         outdir: the folder.
         callbacks: what is done beside the records.
-        config_name: name of the file in the folder for the resolved configuration.
         clients_evaluate: with ``federate.make_global_eval`` False, clients evaluate validation data, too.
         lock: of the folder, if it is locked already; ``release`` releases it.
 
     Attributes:
-        config: the run's configuration. before: the metrics before round 1, if ``eval.before`` asks for them.
+        config: the run's configuration. config_name: of its file in the folder.
+        before: the metrics before round 1, if ``eval.before`` asks for them.
         ended: whether a callback has asked for the end.
         exits: is closed when the run has ended, also by an error.
     """
+
+    config_name = "config.yaml"
 
     def __init__(
         self,
@@ -99,13 +101,12 @@ class RecordKeeper:
         ledger: Ledger,
         outdir: Path,
         callbacks: Sequence[Callback],
-        config_name: str = "config.yaml",
         clients_evaluate: bool = False,
         lock: FileLock | None = None,
     ):
         self.site, self.evaluator, self.ledger = site, evaluator, ledger
         self.config, self.method = site.config, site.method
-        self.outdir, self.callbacks, self.config_name = outdir, list(callbacks), config_name
+        self.outdir, self.callbacks = outdir, list(callbacks)
         self.clients_evaluate = clients_evaluate
         self.before: dict[str, float] = {}
         self.ended = False

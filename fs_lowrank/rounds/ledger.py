@@ -29,14 +29,6 @@ class Standing(NamedTuple):
     round: int = 0
     stamp: str = ""
 
-    @classmethod
-    def reported(cls, facts: Mapping[str, Any]) -> Standing:
-        """By the fact ``standing`` of a client's answer; round 0 if it has none in the agreed form."""
-        match facts.get("standing"):
-            case [int(round), str(stamp)]:
-                return cls(round, stamp)
-        return cls()
-
 
 def clients_of_round(round: int, num_clients: int, per_round: int, seed: int) -> list[int]:
     """The clients of ``round``, sorted; drawn without replacement, from the seed and the round alone."""
@@ -67,6 +59,7 @@ class Ledger:
     Attributes:
         stood: the last round that was finished and not left out; a copy that has every message stands there.
         outbox: name -> (the round of the message, its value or a meta tensor of its shape).
+        synced: client -> the round after which its copy stands; a missing client stands at 0.
         floor: messages up to this round are no longer in the outbox.
         horizon: messages up to this round were dropped because a client that lacks them is sent the whole model.
         unknown: clients about whose copies nothing is known; they are sent everything.
@@ -101,7 +94,7 @@ class Ledger:
         self.undone: dict[int, int] = {}
         self.stamps: dict[int, str] = {}
         self.tested: dict[int, int] = {}
-        self.synced = {}
+        self.synced: dict[int, int] = {}
 
     @classmethod
     def of(
@@ -166,32 +159,9 @@ class Ledger:
 
     # -- who has what ------------------------------------------------------------------------------
 
-    @property
-    def synced(self) -> dict[int, int]:
-        """Client -> the round after which its copy stands; a missing client stands at 0. Changed only by ``move``."""
-        return self._synced
-
-    @synced.setter
-    def synced(self, synced: Mapping[int, int]) -> None:
-        self._synced = dict(synced)
-        self._standing_at = Counter(self._synced.values())  # round -> how many clients stand there
-
-    def move(self, client: int, round: int | None) -> None:
-        """Note that the copy of ``client`` stands at ``round``; None: forget where it stands."""
-        before = self._synced.pop(client, None)
-        if before is not None:
-            self._standing_at[before] -= 1
-            if not self._standing_at[before]:
-                del self._standing_at[before]
-        if round is not None:
-            self._synced[client] = round
-            self._standing_at[round] += 1
-
     def everyone_has(self) -> int:
-        """The last round whose messages, and those before it, every client has. Does not loop over the clients."""
-        if len(self._synced) < self.num_clients:
-            return 0
-        return min(self._standing_at)
+        """The last round whose messages, and those before it, every client has."""
+        return min(self.synced.values()) if len(self.synced) == self.num_clients else 0
 
     def forget(self, clients: Iterable[int]) -> None:
         """Treat the copies of ``clients`` as unknown, as after a loss or in a new process: they are sent everything."""
@@ -204,7 +174,7 @@ class Ledger:
             standing: what the copy reports. None: it reports nothing, and what was delivered to it decides.
         """
         if standing is None:
-            stands = self._synced.get(client, 0)
+            stands = self.synced.get(client, 0)
             return None if client in self.unknown or stands < self.horizon else stands
         known = standing.round == 0 or standing.stamp == self.stamp(standing.round)
         return standing.round if known and self.floor <= standing.round <= self.stood else None

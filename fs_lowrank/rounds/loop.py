@@ -83,7 +83,7 @@ class Loop:
                 raise
             finally:
                 self.transport.end(error)
-                self.site.shared_states.settle()
+                self.site.shortcuts.states.settle()
 
     def _run(self, resume: bool) -> RunResult:
         checkpoint, keeper = self.keeper.start(resume), self.keeper
@@ -175,9 +175,9 @@ class Loop:
         evaluator, transport = self.evaluator, self.transport
         if transport.shares_model:
             return transport.evaluate(evaluator, self.ledger.state)
-        if CLIENTS not in evaluator.splits():
-            return evaluator.held_out()
         metrics: dict[str, dict[str, Any]] = evaluator.held_out()
+        if CLIENTS not in evaluator.splits():
+            return metrics
         sizes = {client: len(examples) for client, examples in self.site.tested()} | self.ledger.tested
         sizes = {client: size for client, size in sorted(sizes.items()) if size}
         missing = transport.missing(sizes)

@@ -10,13 +10,14 @@ from ..data import Examples, ImageExamples
 from ..errors import UserError
 from ..methods import Client, revisions
 from ..models.adapters import load_tensors
-from .codec import Codec, Plain
+from .codec import Codec
 from .copies import LostCopy, OwnCopy, answer, apology
 from .evaluator import Evaluator
 from .joining import agreed, proof_of
 from .parcel import Parcel
 from .personal import PersonalParts
 from .site import Site
+from .trainer import Trainer
 
 
 class Node:
@@ -31,7 +32,8 @@ class Node:
     """
 
     def __init__(self, site: Site, codec: Codec | None = None, own_data: bool = False):
-        self.site, self.codec, self.own_data = site, codec or Plain(), own_data
+        self.site, self.codec, self.own_data = site, codec or Codec(), own_data
+        self.trainer = Trainer(site)
         #: what a run changes in the model, as it was at the start
         self._start = {
             **site.method.view(site.initial_state),
@@ -91,7 +93,7 @@ class Node:
         Returns:
             For ``train`` the update (``copies.answer``), for ``evaluate`` the fact ``scores``; after an error the fact
             ``error``. The fact ``followed`` says that the copy was saved as the order has it, also if training failed,
-            and ``standing`` where it is now (``Standing.reported``).
+            and ``standing`` where it is now (``joining.reported_standing``).
         Raises:
             UserError: there is no such client.
         """
@@ -106,9 +108,9 @@ class Node:
             copy.catch_up(order)
             try:
                 if purpose == "train":
-                    update, result = site.fit(own, examples, round, site.model, site.prefix)
-                    reply = answer(round, update, result.loss, self.codec)
-                    reply.facts["spent"] = site.take_spent()[client]
+                    fitted = self.trainer.fit(own, examples, round, site.model, site.prefix)
+                    reply = answer(round, fitted.update, fitted.result.loss, self.codec)
+                    reply.facts["spent"] = fitted.spent
                     copy.keep_personal(round)
                 elif purpose == "evaluate" and tests is not None:
                     reply.facts["scores"] = Evaluator(site).score(tests, f"client {client} test")

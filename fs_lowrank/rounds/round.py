@@ -22,9 +22,9 @@ from ..algebra import values_of
 from ..errors import described
 from ..methods import RefusedUpdate, State, Update
 from .admission import check_loss
-from .codec import Codec, Plain, Sizes
+from .codec import Codec, Sizes
 from .finite import NotFinite, WrongStep, require_finite, require_whole
-from .intake import Intake, Kept, TooFewClients
+from .intake import Intake, TooFewClients
 from .ledger import Ledger, Standing
 from .parcel import Parcel
 from .record import Failure, Spent, changes, norms
@@ -119,7 +119,7 @@ class Round:
     ):
         self.number, self.ledger, self.method = number, ledger, ledger.method
         self.selected = sorted(ledger.select(number) if selected is None else selected)
-        self.intake, self.codec = intake or Kept(), codec or Plain()
+        self.intake, self.codec = intake or Intake(), codec or Codec()
         self.admission, self.base = ledger.admission, base
         self.failed: list[Failure] = []
         self.uplink: dict[int, Sizes] = {}
@@ -178,7 +178,7 @@ class Round:
             sizes = self.codec.sizes(tensors, ledger.heads)
         if since is None or tensors and self.base is not None:
             whole = {**task.view, **self._changed_base()}
-            of_whole = Plain().sizes(whole, ledger.heads)
+            of_whole = Codec().sizes(whole, ledger.heads)
             if since is None or of_whole[0] < sizes[0]:
                 since, tensors, sizes = None, whole, of_whole
         facts: dict[str, int | str | None] = {
@@ -212,7 +212,7 @@ class Round:
         """
         client, ledger = order.client, self.ledger
         self._before.setdefault(client, (ledger.synced.get(client), ledger.undone.get(client)))
-        ledger.move(client, order.stands)
+        ledger.synced[client] = order.stands
         ledger.unknown.discard(client)
         ledger.undone.pop(client, None)
         before = self.downlink.get(client, (0, 0))
@@ -260,7 +260,11 @@ class Round:
             expected, check = (task.expected, self.method.check) if seen else (self.intake.expects(task.expected), None)
             tensors = self.codec.decode(parcel.tensors, expected)
             sizes = self.codec.sizes(expected, heads)
-            tensors = self._on_device(tensors, expected)
+            device = next((t.device for t in expected.values()), torch.device("cpu"))
+            if device.type not in ("cpu", "meta") and isinstance(tensors, Mapping):
+                # What came over a transport is on the CPU; anything but a tensor is refused by its name.
+                come = {n: t for n, t in tensors.items() if isinstance(t, Tensor) and t.device.type == "cpu"}
+                tensors = {**tensors, **{n: t.to(device) for n, t in come.items()}}
             samples: Any = facts.get("samples")  # of any type; admission refuses what is no number of samples
             update = self.admission.admit(Update(client, samples, tensors), expected, check)
             loss = facts.get("loss")
@@ -280,14 +284,6 @@ class Round:
         self.samples[client] = update.num_samples
         self._waiting.discard(client)
         return True
-
-    @staticmethod
-    def _on_device(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """``tensors`` on the device of the state; what came over a transport is on the CPU."""
-        device = next((t.device for t in expected.values()), torch.device("cpu"))
-        if device.type in ("cpu", "meta") or not isinstance(tensors, Mapping):
-            return tensors
-        return {n: t.to(device) if isinstance(t, Tensor) and t.device.type == "cpu" else t for n, t in tensors.items()}
 
     def fail(self, client: int, kind: Literal["absent", "dropped", "failed", "refused"], reason: str) -> None:
         """Stop waiting for ``client`` in this round. Only the first failure of a client is recorded."""
@@ -394,7 +390,10 @@ class Round:
     def roll_back(self) -> None:
         """Restore the ledger as it was before this round."""
         for client, (stood, undo) in self._before.items():
-            self.ledger.move(client, stood)
+            if stood is None:
+                self.ledger.synced.pop(client, None)
+            else:
+                self.ledger.synced[client] = stood
             if undo is not None:
                 self.ledger.undone[client] = undo
         self._before = {}
@@ -424,7 +423,7 @@ class Round:
         Args:
             metrics: by split and name; under the name ``clients`` those of each client.
             seconds: the durations of ``training``, ``aggregation`` and ``evaluation``.
-            spent: by client, what this process spent on it (``Site.take_spent``).
+            spent: by client, what this process spent on it (``trainer.Fitted``).
         """
         notes = {} if self.skipped else self.notes
         robust, unevaluated = _listed(notes), _listed(self.unevaluated)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from ..methods import State
-from .codec import Codec, Plain
+from .codec import Codec
 from .evaluator import Evaluator
 from .intake import Intake
 from .ledger import Ledger, Standing
@@ -40,7 +40,7 @@ class Transport(ABC):
     """
 
     shares_model: ClassVar[bool] = False
-    codec: Codec = Plain()
+    codec: Codec = Codec()
 
     def begin(self, site: Site, ledger: Ledger, resumed: bool) -> None:  # noqa: B027  (nothing by default)
         """The run begins, or goes on from a checkpoint if it is ``resumed``.

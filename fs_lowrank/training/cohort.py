@@ -23,7 +23,7 @@ from ..methods import Phase
 from ..models.adapters import layer_stack, load_tensors, lora_scales
 from ..models.checkpointing import recomputes
 from ..models.kinds import is_encoder_decoder
-from ..models.machine import input_device, rounding
+from ..models.machine import input_device, rounding, wait
 from ..models.names import all_tensors, select, tags, with_owners
 from ..models.shortcuts.frozen import FrozenPrefix
 from ..models.shortcuts.masks import draws
@@ -31,7 +31,7 @@ from ..models.shortcuts.reads import OnlyRead
 from ..models.shortcuts.slots import Apart, Slots, check_modules
 from ..models.shortcuts.trials import TRIED, differing, failure, keeping_modes, rows_to_try
 from ..seeds import derive, drawing
-from ..settings import OPTIMIZERS_8BIT, Optimizer, Settings
+from ..settings import Optimizer, Settings
 from .blocks import Blocks, drawn_by_each, masks_of, overhead
 from .local import (
     LocalResult,
@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 _FEW, _TOGETHER, _MOST = 4.0, 32.0, 16
 #: ``auto`` on a GPU: the part of its memory that may be used, and the tokens of a pass with which it is busy
 _SHARE, _FULL = 0.5, 65536
+#: the optimizers of torch that step each number alone; Adafactor and Muon do not, nor those of 8 bits, whose numbers
+#: share a scale
+_BY_NUMBER = ("adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd")
 Item = TypeVar("Item")
 #: a loss, its gradients, None for a tensor that it does not depend on, and the random number that is drawn next
 Gradients = tuple[Tensor, Sequence[Tensor | None], Tensor]
@@ -83,7 +86,7 @@ def train_cohort(
     prefix: FrozenPrefix | None = None,
     reads: OnlyRead | None = None,
 ) -> list[tuple[LocalResult, dict[str, Tensor]]]:
-    """Train all ``members``; for each the result, and what its tensors are after it, by name.
+    """Train all ``members``; for each the result, and what its tensors are after it, by name. Waits for the device.
 
     Args:
         load: loads the tensors of one member, by its index, into the model. The model is left with those of the last.
@@ -91,7 +94,7 @@ def train_cohort(
     Raises:
         Apart: the clients have to be trained one by one; the message says why.
     """
-    if reason := apart(model, config, [member.phases for member in members]):
+    if reason := apart(model, [member.phases for member in members]):
         raise Apart(reason)
     phases = members[0].phases
     slots = _slots(model, len(members), load, held, {tag for phase in phases for tag in phase.train})
@@ -107,6 +110,7 @@ def train_cohort(
     for phase in phases[-1:]:
         set_trainable(model, phase.train)  # as after the training of one client
     means = training.means()
+    wait(training.device)
     return [
         (LocalResult(mean, steps, samples), {n: t.clone() for n, t in slots.of(i).items()})
         for i, (mean, steps, samples) in enumerate(zip(means, training.steps, training.samples))
@@ -238,7 +242,7 @@ def _clip(parameters: Sequence[nn.Parameter], most: float) -> None:
 # -- who can train together ----------------------------------------------------------------------------
 
 
-def apart(model: nn.Module, config: Settings, phases: Sequence[Sequence[Phase]]) -> str:
+def apart(model: nn.Module, phases: Sequence[Sequence[Phase]]) -> str:
     """Why clients with these ``phases`` cannot train together; empty if they can, as far as can be told from these."""
     if is_encoder_decoder(model):
         return "an encoder-decoder model has two stacks of layers"
@@ -334,32 +338,14 @@ def bytes_a_token(model: nn.Module, layers: int, longest: int) -> float:
 
 def elementwise(optimizer: Optimizer) -> bool:
     """Whether ``optimizer`` steps each number alone, such that stacked tensors are stepped as each of them is."""
-    if optimizer.type in OPTIMIZERS_8BIT:
-        return False  # the numbers of a block share a scale
-    draw = torch.Generator().manual_seed(0)
-    start, first, second = torch.randn(3, 2, 4, 5, generator=draw)
-    extra = {key: value for key, value in optimizer.extra.items() if key not in ("capturable", "fused")}
-
-    def stepped(*starts: Tensor) -> Tensor:
-        parameters = [nn.Parameter(start.clone()) for start in starts]
-        trial = make_optimizer(parameters, optimizer.type, optimizer.lr, extra)
-        for gradients in (first, second):
-            for i, parameter in enumerate(parameters):
-                parameter.grad = gradients.clone() if len(parameters) == 1 else gradients[i].clone()
-            trial.step()
-        return torch.cat([p.detach().flatten() for p in parameters])
-
-    try:
-        return torch.allclose(stepped(start), stepped(*start), rtol=1e-5, atol=1e-7)
-    except Exception:  # an optimizer for matrices refuses others
-        return False
+    return optimizer.type.lower() in _BY_NUMBER
 
 
 def differs(model: nn.Module, held: Collection[str], examples: Any) -> str:
     """Why a few of ``examples`` have other losses or gradients in one pass than client by client; empty if not.
 
-    Three clients are tried, whose tensors are the model's with some noise: in evaluation, and where masks are those of
-    each client, with dropout. What the model holds, its modes and random numbers are restored.
+    Three clients are tried, whose tensors are the model's with some noise; on a CPU, where each draws its own masks,
+    with dropout. What the model holds, its modes and random numbers are restored.
     """
     candidates = [n for n, p in model.named_parameters() if tags(n) & set(held) and "base" not in tags(n) and p.numel()]
     names = [n for n in candidates if _slotted(model, n)]
@@ -373,18 +359,15 @@ def differs(model: nn.Module, held: Collection[str], examples: Any) -> str:
     asked, device = {p: p.requires_grad for p in model.parameters()}, input_device(model)
     try:
         with keeping_modes(model):
-            for training in (False, True) if device.type == "cpu" else (False,):
-                model.train(training)
-                if draws(model) and recomputes(model):
-                    return "train.checkpointing computes layers again, and each client draws its dropout once"
-                plain = []
-                for seed, (tensors, rows) in enumerate(zip(each, batches)):
-                    with drawing(seed):
-                        plain.append(_gradients(model, tensors, to_device(examples.batch(rows), device)))
-                ours = _gradients_together(model, each, held, examples, batches)
-                if wrong := _compared(plain, ours, rounding(model)):
-                    return f"{wrong} with dropout" if training else wrong
-            return ""
+            model.train(device.type == "cpu")
+            if draws(model) and recomputes(model):
+                return "train.checkpointing computes layers again, and each client draws its dropout once"
+            plain = []
+            for seed, (tensors, rows) in enumerate(zip(each, batches)):
+                with drawing(seed):
+                    plain.append(_gradients(model, tensors, to_device(examples.batch(rows), device)))
+            ours = _gradients_together(model, each, held, examples, batches)
+            return _compared(plain, ours, rounding(model))
     except Apart as error:
         return str(error)
     except Exception as error:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..data.examples import IGNORED_LABEL
 from ..methods import Phase
 from ..models.kinds import is_encoder_decoder
-from ..models.machine import input_device
+from ..models.machine import input_device, wait
 from ..models.names import tags
 from ..models.shortcuts.frozen import FrozenPrefix
 from ..models.shortcuts.reads import OnlyRead
@@ -304,7 +304,7 @@ def train_client(
     prefix: FrozenPrefix | None = None,
     reads: OnlyRead | None = None,
 ) -> LocalResult:
-    """Train ``model`` in place on one client's examples.
+    """Train ``model`` in place on one client's examples, and wait until its device has done so.
 
     Frozen parameters have no gradient and are not in the optimizer, so weight decay and momentum do not change them.
     Each phase has a new optimizer, so its state is not used for the parameters of another phase.
@@ -352,6 +352,7 @@ def train_client(
                 _step(optimizer, parameters, config)
     for parameter in model.parameters():
         parameter.grad = None
+    wait(device)
     return LocalResult(mean_of(total, torch.full_like(total, max(steps, 1))), steps, samples)
 
 

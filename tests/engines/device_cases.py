@@ -23,7 +23,7 @@ from fs_lowrank import errors, list_methods
 from fs_lowrank.methods import requirements
 from fs_lowrank.models.adapters import layer_stack
 from fs_lowrank.models.shortcuts.slots import Rows, Slots
-from fs_lowrank.rounds import admission, site
+from fs_lowrank.rounds import admission, site, trainer
 from fs_lowrank.rounds import round as rounds
 from fs_lowrank.rounds.round import Round
 from fs_lowrank.testing import TASKS, Bench, checks, quietly, small
@@ -254,7 +254,7 @@ COHORTS = {
 def computed(monkeypatch):
     """How often a cohort has trained on the device, its matrices had as many rows of each client (``equal``) or not
     (``filled``), and its clients had scales of their own (``scaled``)."""
-    seen, linear, made, train = Counter(), Rows.linear, Slots.__init__, site.train_cohort
+    seen, linear, made, train = Counter(), Rows.linear, Slots.__init__, trainer.train_cohort
 
     def noting_linear(self, x, weight, bias):
         if isinstance(x, Labelled):
@@ -272,7 +272,7 @@ def computed(monkeypatch):
 
     monkeypatch.setattr(Rows, "linear", noting_linear)
     monkeypatch.setattr(Slots, "__init__", noting_scales)
-    monkeypatch.setattr(site, "train_cohort", noting_cohorts)
+    monkeypatch.setattr(trainer, "train_cohort", noting_cohorts)
     return seen
 
 
@@ -418,7 +418,7 @@ def test_nothing_is_read_inside_a_step(bench, t5, on_device, monkeypatch, case):
         with on_device() as device, monkeypatch.context() as patch:
             engine = bench.make(task, method, {**few, **keys})
             for name in ("train_client", "train_cohort"):
-                patch.setattr(site, name, counted(getattr(site, name)))
+                patch.setattr(trainer, name, counted(getattr(trainer, name)))
             engine.model.register_forward_pre_hook(lambda *_: device.crossings.update(["passes"]))
             (record,) = engine.run().history
         assert len(record["clients"]) == 3 and not record["failed"]

@@ -20,7 +20,7 @@ import torch
 from fs_lowrank.config import Config, check_local, load_config
 from fs_lowrank.engines.transport import Lost, Transport, run_over
 from fs_lowrank.jobs.files import replacing
-from fs_lowrank.rounds.codec import Codec, Plain, Uniform
+from fs_lowrank.rounds.codec import Codec, Uniform
 from fs_lowrank.rounds.copies import personal_in, standing_in
 from fs_lowrank.rounds.ledger import Ledger
 from fs_lowrank.rounds.node import Node
@@ -36,7 +36,7 @@ LIMIT, CORES = 600.0, os.cpu_count() or 1
 
 def codec_of(config: Config) -> Codec:
     """How messages and updates are encoded; this engine honours the framework's ``quantization``."""
-    return Uniform(config.get("quantization.nbits")) if config.get("quantization.method") == "uniform" else Plain()
+    return Uniform(config.get("quantization.nbits")) if config.get("quantization.method") == "uniform" else Codec()
 
 
 def check(config: Config) -> None:

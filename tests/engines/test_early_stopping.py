@@ -4,7 +4,7 @@ import pytest
 
 import fs_lowrank
 from fs_lowrank.engines.local import LocalEngine
-from fs_lowrank.rounds import site
+from fs_lowrank.rounds import trainer
 from fs_lowrank.runs.summary import of_clients
 
 
@@ -145,8 +145,10 @@ def test_the_watched_key_is_found(settings, key, value):
 def test_it_is_said_whose_models_are_scored_and_samples_are_counted(
     settings, tmp_path, method, own, words, monkeypatch
 ):
-    trained, train = [], site.train_client
-    monkeypatch.setattr(site, "train_client", lambda *args, **more: trained.append(train(*args, **more)) or trained[-1])
+    trained, train = [], trainer.train_client
+    monkeypatch.setattr(
+        trainer, "train_client", lambda *args, **more: trained.append(train(*args, **more)) or trained[-1]
+    )
     keys = {"federate.method": method, "federate.make_global_eval": False, "federate.total_round_num": 1}
     config = fs_lowrank.load_config(settings, keys, outdir=str(tmp_path / method))
     result = fs_lowrank.run(config)

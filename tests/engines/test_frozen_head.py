@@ -7,7 +7,7 @@ from torch import nn
 from fs_lowrank import UserError, list_methods
 from fs_lowrank.methods import create_method, requirements
 from fs_lowrank.models.names import all_tensors, select
-from fs_lowrank.rounds.fits import check_head
+from fs_lowrank.rounds.checks import check_head
 from fs_lowrank.testing import TASKS, Bench, checks, quietly
 
 pytestmark = pytest.mark.more

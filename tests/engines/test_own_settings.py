@@ -10,6 +10,7 @@ import torch
 import fs_lowrank
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.rounds.site import Site
+from fs_lowrank.rounds.trainer import Trainer
 
 pytestmark = pytest.mark.more
 
@@ -56,10 +57,10 @@ def test_each_client_trains_by_its_own(few):
     assert record["samples"] > sum(own.values()) and other.history[0]["samples"] <= sum(samples.values())
     site = Site(config)
     site.load_client(site.initial_state, 5)
-    _, result = site.fit(site.clients[4], site.data.clients[4], 1, site.model, site.prefix)
+    result = Trainer(site).fit(site.clients[4], site.data.clients[4], 1, site.model, site.prefix).result
     assert result.steps == 5 and result.samples <= 80
     site.load_client(site.initial_state, 2)
-    _, result = site.fit(site.clients[1], site.data.clients[1], 1, site.model, site.prefix)
+    result = Trainer(site).fit(site.clients[1], site.data.clients[1], 1, site.model, site.prefix).result
     assert (result.steps, result.samples) == (2, 6)
 
 
@@ -68,7 +69,7 @@ def test_cohorts_train_clients_of_unequal_batches_and_steps(few):
     alone = fs_lowrank.run(few("alone", {"lowrank.clients": OWN}))
     config = few("together", {"lowrank.clients": OWN, "train.cohort": 4})
     site = Site(config)
-    cohorts = site.cohorts([site.task(client, 1) for client in (1, 2, 3, 4, 5)])
+    cohorts = Trainer(site).cohorts([site.task(client, 1) for client in (1, 2, 3, 4, 5)])
     assert sorted([task.client for task in of] for of in cohorts) == [[1, 3, 4, 5], [2]]
     equal(alone, fs_lowrank.run(config), atol=2e-5)
 

@@ -15,7 +15,7 @@ from fs_lowrank.callbacks import pictures
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.errors import RunFailed, UserError
 from fs_lowrank.methods import Phase
-from fs_lowrank.rounds import site
+from fs_lowrank.rounds import trainer
 from fs_lowrank.rounds.reuse import Reuse
 
 pytestmark = pytest.mark.more
@@ -24,13 +24,13 @@ pytestmark = pytest.mark.more
 @pytest.fixture
 def run(settings, tmp_path, monkeypatch, no_curves):
     """``run(**keys)``: a one-round run whose clients are kept; (the result, how many were trained)."""
-    trained, real = [], site.train_client
+    trained, real = [], trainer.train_client
 
     def spy(*args, **options):
         trained.append(options["owner"])
         return real(*args, **options)
 
-    monkeypatch.setattr(site, "train_client", spy)
+    monkeypatch.setattr(trainer, "train_client", spy)
     counter = iter(range(100))
 
     def run(method="fedavg", engine="local", **keys):
@@ -199,8 +199,8 @@ def test_a_folder_that_cannot_be_used(run, tmp_path):
 def test_a_comparison_of_one_round_trains_its_clients_once(settings, tmp_path, monkeypatch):
     import fs_lowrank.api as api
 
-    trained, real = [], site.train_client
-    monkeypatch.setattr(site, "train_client", lambda *a, **o: trained.append(o["owner"]) or real(*a, **o))
+    trained, real = [], trainer.train_client
+    monkeypatch.setattr(trainer, "train_client", lambda *a, **o: trained.append(o["owner"]) or real(*a, **o))
     for module in (pictures, api):
         monkeypatch.setattr(module, "plot_curves", lambda shown, path, *given, **more: path)
     keys = {

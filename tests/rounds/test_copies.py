@@ -8,7 +8,7 @@ from torch import nn
 
 from fs_lowrank.methods import Client, Update, create_method
 from fs_lowrank.models.names import named_tensors
-from fs_lowrank.rounds.codec import Plain, Uniform
+from fs_lowrank.rounds.codec import Codec, Uniform
 from fs_lowrank.rounds.copies import LostCopy, OwnCopy, answer, apology, changed_base, standing_in
 from fs_lowrank.rounds.ledger import Ledger, Standing
 from fs_lowrank.rounds.parcel import Parcel
@@ -50,7 +50,7 @@ class Run:
     """A server with its model, and three clients whose processes end after every message; messages are bytes."""
 
     def __init__(self, name, folder, codec=None, min_clients=1):
-        self.name, self.folder, self.codec = name, folder, codec or Plain()
+        self.name, self.folder, self.codec = name, folder, codec or Codec()
         self.method = method_of(name)
         self.model = net_of(self.method)
         self.ledger = Ledger(

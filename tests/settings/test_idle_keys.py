@@ -18,7 +18,7 @@ from fs_lowrank.models.given import SUFFIX
 from fs_lowrank.models.kinds import further
 from fs_lowrank.models.names import tags
 from fs_lowrank.models.vision import VisionOptions, build_vision
-from fs_lowrank.rounds.fits import check_splits
+from fs_lowrank.rounds.checks import check_splits
 from fs_lowrank.settings import VISION_MODELS, keys_of
 from fs_lowrank.settings.effects import without_effect
 from fs_lowrank.settings.sections import ROBUST

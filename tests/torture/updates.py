@@ -77,16 +77,17 @@ def server_of(method: str, kind: str, bench: Bench) -> Server:
     if (method, kind) not in _SERVERS:
         from fs_lowrank import load_config
         from fs_lowrank.engines.local import LocalEngine
+        from fs_lowrank.rounds.trainer import Trainer
 
         keys = {"federate.method": method, "kind": kind, **_KEYS.get(method, {})}
         with bench.place() as outdir:
             engine = LocalEngine(load_config(settings_of_run(bench.inputs, outdir, **keys)))
-        site, honest = engine.site, {}
+        site, trainer, honest = engine.site, Trainer(engine.site), {}
         for client in site.clients:
             site.load_client(site.initial_state, client.id)
-            update, result = site.fit(client, site.data.clients[client.id - 1], 1, site.model, site.prefix)
-            tensors = {n: t.detach().clone() for n, t in update.tensors.items()}
-            facts = {"round": 1, "samples": update.num_samples, "loss": result.loss}
+            fitted = trainer.fit(client, site.data.clients[client.id - 1], 1, site.model, site.prefix)
+            tensors = {n: t.detach().clone() for n, t in fitted.update.tensors.items()}
+            facts = {"round": 1, "samples": fitted.update.num_samples, "loss": fitted.result.loss}
             honest[client.id] = Answer(client.id, tensors, facts)
         server = _SERVERS[method, kind] = Server(engine, honest, {})
         for left_out in (None, *honest):

@@ -183,7 +183,8 @@ class LowRankServer(Server):
         self.aggregator.aggregate({"round": round})
         self.evaluation_started = time.perf_counter()
         seconds = {"training": started - self.round_started, "aggregation": self.evaluation_started - started}
-        self.pending = seconds, session.site.take_spent()
+        self.pending = seconds, dict(sorted(session.spent.items()))
+        session.spent.clear()
         logger.info(
             "round %d: %d of %d clients, %d bytes up, %d bytes down",
             round.number,

@@ -23,7 +23,9 @@ from ...models.shortcuts.frozen import FrozenPrefix
 from ...rounds.evaluator import Evaluator
 from ...rounds.keeper import RecordKeeper
 from ...rounds.ledger import Ledger
+from ...rounds.record import Spent
 from ...rounds.site import Site
+from ...rounds.trainer import Trainer
 from ...runs.result import RunResult
 from .config import from_framework
 
@@ -58,6 +60,8 @@ class Session:
         self.on_client: Callable[[int, int, int], object] = lambda *_: None
         self.resume = False
         self.result: RunResult | None = None
+        #: by client, what its training in this round has spent
+        self.spent: dict[int, Spent] = {}
         self._models_given = 0
 
     # A server of other processes has these in its loop, and a client has no ledger.
@@ -65,6 +69,10 @@ class Session:
     @cached_property
     def site(self) -> Site:
         return Site(self.config, serves=self.role != "client", undivided=self.has_own_data)
+
+    @cached_property
+    def trainer(self) -> Trainer:
+        return Trainer(self.site)
 
     @property
     def method(self) -> Method:
@@ -100,7 +108,7 @@ class Session:
         """The cache of the frozen layers' outputs for client ``number``; the site's own for its model."""
         if self.shares_model:
             return self.site.prefix
-        return self.site.frozen_prefix(model, number, share=1 / len(self.site.clients))
+        return self.site.shortcuts.frozen_prefix(model, number, share=1 / len(self.site.clients))
 
     def held_out_for(self, number: int) -> dict[str, Examples | ImageExamples]:
         """The held-out data that client ``number`` evaluates on, by split; a split without a row is left out.
@@ -189,7 +197,7 @@ def close_session() -> None:
     global _current
     if _current is not None:
         if "site" in vars(_current):
-            _current.site.shared_states.settle()
+            _current.site.shortcuts.states.settle()
         if "keeper" in vars(_current):
             _current.keeper.release()
     _current = None

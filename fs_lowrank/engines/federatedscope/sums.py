@@ -57,7 +57,7 @@ def recover(total: Mapping[str, Tensor], weight: float, like: Mapping[str, Tenso
     return {name: (tensor.double() / (_SCALE * weight)).to(like[name].dtype) for name, tensor in total.items()}
 
 
-class Shares:
+class Shares(Intake):
     """The intake of a round in which each client sends a sum of shares.
 
     Args:

@@ -57,12 +57,13 @@ class LowRank:
     def train(self, target_data_split_name="train", hooks_set=None):
         """Train client ``number`` in ``round``; returns the samples processed, the tensors to send, and metrics."""
         session = self.session
-        update, result = session.site.fit(
+        fitted = session.trainer.fit(
             session.site.clients[self.number - 1], self.ctx.train_data, self.round, self.ctx.model, self.prefix
         )
-        self.outcome, self.loss, samples = update, result.loss, result.samples
+        session.spent[self.number] = fitted.spent
+        self.outcome, self.loss, samples = fitted.update, fitted.result.loss, fitted.result.samples
         metrics = {"train_loss": self.loss * samples, "train_avg_loss": self.loss, "train_total": samples}
-        return samples, dict(update.tensors), metrics
+        return samples, dict(fitted.update.tensors), metrics
 
     def evaluate(self, target_data_split_name="test"):
         """The metrics of a split, as ``named``."""
@@ -72,10 +73,8 @@ class LowRank:
             return {}
         size = config.eval_batch_size
         # The site's cache knows the whole held-out sets, not the clients' shares of them.
-        prefix, reads = (
-            self.session.site.prefix if self.number == 0 else None,
-            self.session.site.reads_of(self.ctx.model),
-        )
+        prefix = self.session.site.prefix if self.number == 0 else None
+        reads = self.session.site.reads_of(self.ctx.model)
         metrics = config.metrics if self.number == 0 else ()
         result = evaluate(self.ctx.model, examples, size, metrics=metrics, owner=split, prefix=prefix, reads=reads)
         self.results[split] = result

@@ -95,16 +95,16 @@ try:
 
         Evaluator.score = lambda *_: os._exit(9)
     if "says" in sabotage:
-        from fs_lowrank.rounds.site import Site
+        from fs_lowrank.rounds.trainer import Trainer
 
-        fit = Site.fit
+        fit = Trainer.fit
 
         def says(self, client, examples, round, *given):
             if round == 2:
                 raise RuntimeError(sabotage["says"])
             return fit(self, client, examples, round, *given)
 
-        Site.fit = says
+        Trainer.fit = says
     if "reports" in sabotage:
         from fs_lowrank.rounds.node import Node
 

@@ -211,16 +211,16 @@ def test_a_round_continues_without_a_refused_update(quick, monkeypatch):
 
 
 def test_a_failing_client_is_recorded(quick, monkeypatch):
-    from fs_lowrank.rounds.site import Site
+    from fs_lowrank.rounds.trainer import Trainer
 
-    fit = Site.fit
+    fit = Trainer.fit
 
     def fails(self, client, *args):
         if client.id == 3:
             raise RuntimeError("out of memory")
         return fit(self, client, *args)
 
-    monkeypatch.setattr(Site, "fit", fails)
+    monkeypatch.setattr(Trainer, "fit", fails)
     result = fs_lowrank.run(quick("run", {"federate.method": "rolora"}), "federatedscope")
     said = re.compile(r"RuntimeError: out of memory \(test_faults.py, line \d+\)")
     assert all(said.fullmatch(r["failed"][0]["reason"]) for r in result.history)
@@ -229,16 +229,16 @@ def test_a_failing_client_is_recorded(quick, monkeypatch):
 
 
 def test_a_failing_client_s_share_ends_the_run(quick, monkeypatch):
-    from fs_lowrank.rounds.site import Site
+    from fs_lowrank.rounds.trainer import Trainer
 
-    fit = Site.fit
+    fit = Trainer.fit
 
     def fails(self, client, examples, round, *args):
         if (client.id, round) == (3, 2):
             raise RuntimeError("out of memory")
         return fit(self, client, examples, round, *args)
 
-    monkeypatch.setattr(Site, "fit", fails)
+    monkeypatch.setattr(Trainer, "fit", fails)
     with pytest.raises(UserError, match="round 2: .*shares of every client.*out of memory.*last good round, 1"):
         fs_lowrank.run(quick("run", {"federate.method": "fedlora", "federate.use_ss": True}), "federatedscope")
 

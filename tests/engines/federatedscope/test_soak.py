@@ -167,7 +167,7 @@ CLIENT_PHASES = {
     "has joined": (f"{CLIENT}._fetch", 1),
     "is asked": (f"{CLIENT}._answer", 3),
     "follows": ("rounds.copies.OwnCopy.catch_up", 3),
-    "trains": ("rounds.site.Site.fit", 2),
+    "trains": ("rounds.trainer.Trainer.fit", 2),
     "evaluates": ("rounds.evaluator.Evaluator.score", 2),
 }
 SERVER = f"{PLUGIN}.distributed.Clients"

@@ -221,19 +221,19 @@ def test_a_node_that_lost_its_disk_is_sent_everything(quick, federation, caplog,
 
 
 def test_a_client_whose_training_fails_and_one_whose_update_is_not_finite(quick, federation, monkeypatch):
-    from fs_lowrank.rounds.site import Site
+    from fs_lowrank.rounds.trainer import Trainer
 
-    fit = Site.fit
+    fit = Trainer.fit
 
     def broken(self, client, examples, round, model, prefix):
-        if not self.method.workbench and client.id == 1:
+        if not self.site.method.workbench and client.id == 1:
             raise RuntimeError("no memory")
-        update, result = fit(self, client, examples, round, model, prefix)
+        fitted = fit(self, client, examples, round, model, prefix)
         if client.id == 2:
-            next(iter(update.tensors.values())).fill_(float("nan"))
-        return update, result
+            next(iter(fitted.update.tensors.values())).fill_(float("nan"))
+        return fitted
 
-    monkeypatch.setattr(Site, "fit", broken)
+    monkeypatch.setattr(Trainer, "fit", broken)
     keys = {"federate.method": "fedlora", "federate.total_round_num": 2}
     for record in serve(quick("broken", keys), federation().grid).history:
         assert record["clients"] == [3]

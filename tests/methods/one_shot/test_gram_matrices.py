@@ -9,7 +9,7 @@ from fs_lowrank.algebra import leading, pack, unpack
 from fs_lowrank.methods import RefusedUpdate, Update
 from fs_lowrank.methods.one_shot import base
 from fs_lowrank.methods.one_shot.base import refuse_indefinite
-from fs_lowrank.rounds.codec import Plain, Uniform
+from fs_lowrank.rounds.codec import Codec, Uniform
 
 
 def draw(*shape, seed=0):
@@ -34,7 +34,7 @@ DATA = {
     "bfloat16": lambda rows, width: draw(rows, width).bfloat16().float(),
     "zeros": torch.zeros,
 }
-CODECS = {"exact": Plain(), "8 bits": Uniform(8), "16 bits": Uniform(16)}
+CODECS = {"exact": Codec(), "8 bits": Uniform(8), "16 bits": Uniform(16)}
 
 
 def accept(matrix, codec=CODECS["exact"]):

@@ -1,4 +1,4 @@
-"""Whether the data and the model have what a configuration asks of them."""
+"""Checks of a configuration against the data and the model of a process."""
 
 from __future__ import annotations
 

@@ -1,0 +1,234 @@
+"""The training of clients on the models of one process, one by one or several in one pass.
+
+What is counted of a client's training is counted here (``Fitted.spent``).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..data import Examples, ImageExamples
+from ..errors import UserError, say_once
+from ..methods import Client, Update
+from ..models.adapters import load_tensors
+from ..models.machine import wait
+from ..models.shortcuts.frozen import FrozenPrefix
+from ..models.shortcuts.slots import Apart
+from ..training import train_client
+from ..training.cohort import Member, apart, cohort_size, evenly, never_together, parts_of, places, train_cohort
+from ..training.local import LocalResult
+from .record import Spent
+from .reuse import Reuse
+from .site import Site
+from .task import Task
+
+logger = logging.getLogger("fs_lowrank")
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The outcome of a client's training.
+
+    Attributes:
+        update: with the model's own tensors, not copies.
+        result: of the training. spent: on it, in this process.
+    """
+
+    update: Update
+    result: LocalResult
+    spent: Spent
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A client after its training: what the model does not hold yet, and under what to keep it for other runs."""
+
+    tensors: Mapping[str, Tensor]
+    result: LocalResult
+    seconds: float
+    key: str | None = None
+    reused: bool = False
+
+
+def _kept(found: tuple[dict[str, Tensor], dict[str, Any]] | None, device: torch.device) -> _Trained | None:
+    if found is None:
+        return None
+    tensors, facts = found
+    return _Trained(tensors, LocalResult.of(facts["result"], device), facts["seconds"], reused=True)
+
+
+class Trainer:
+    """Trains clients on the data and the models of ``site``.
+
+    Attributes:
+        reuse: the trainings that are kept for other runs; None: none are.
+    """
+
+    def __init__(self, site: Site):
+        self.site, self.config = site, site.config
+        self.reuse = Reuse(self.config.lowrank.reuse_clients) if self.config.lowrank.reuse_clients else None
+
+    def fit(
+        self,
+        client: Client,
+        examples: Examples | ImageExamples,
+        round: int,
+        model: nn.Module,
+        prefix: FrozenPrefix | None,
+        task: Task | None = None,
+    ) -> Fitted:
+        """Train ``model`` as ``client`` in ``round``."""
+        site, reuse, started = self.site, self.reuse, time.perf_counter()
+        task = task or site.task(client.id, round)
+        config, phases, lr, seed = task.settings, task.phases, task.lr, task.seed
+        key = reuse.key(config, model, examples, phases, lr=lr, seed=seed) if reuse else None
+        trained = _kept(reuse.find(key), site.device) if reuse and key else None
+        if trained is None:
+            owner, reads = f"client {client.id}", site.reads_of(model)
+            result = train_client(
+                model, examples, phases, config, owner=owner, prefix=prefix, reads=reads, lr=lr, seed=seed
+            )
+            trained = _Trained({}, result, time.perf_counter() - started, key)
+        return self._fitted(task, client, model, trained)
+
+    def _fitted(self, task: Task, client: Client, model: nn.Module, trained: _Trained) -> Fitted:
+        """The outcome of ``client``, with whose tensors ``model`` was loaded before it was trained."""
+        if trained.tensors:
+            load_tensors(model, trained.tensors)
+        if self.reuse and trained.key:
+            facts = {"result": trained.result.facts(), "seconds": trained.seconds}
+            self.reuse.keep(trained.key, model, task.phases, facts)
+        started, method, device = time.perf_counter(), self.site.method, self.site.device
+        tensors = {n: t.detach().to(device) for n, t in method.upload(model, task.round, client).items()}
+        if method.needs.own_upload:
+            wait(device)
+        spent: Spent = {
+            "training": trained.seconds,
+            "upload": time.perf_counter() - started,
+            "reused": trained.reused,
+        }
+        return Fitted(Update(client.id, client.num_samples, tensors), trained.result, spent)
+
+    # -- clients that train together -------------------------------------------------------------------
+
+    @cached_property
+    def cohort(self) -> int:
+        """How many clients train together; 1: each alone."""
+        site, config, data = self.site, self.config, self.site.data.clients
+        lengths = np.ones(1) if config.is_vision else np.concatenate([e.lengths for e in data[:1000]])
+        depth = site.prefix.depth if site.prefix else 0
+        largest = max(config.variants(), key=lambda own: own.dataloader.batch_size)
+        size = min(cohort_size(site.model, largest, lengths, depth), config.sampled_per_round)
+        size = size if config.train.cohort else evenly(size, config.sampled_per_round, places(site.model))
+        if size < 2:
+            return 1
+        asked = f"federate.method = {config.federate.method} asks for it" if site.method.needs.alone else ""
+        reason = asked or never_together(site.model, config, self._held, site.shortcuts.tried)
+        if reason:
+            self._say_alone(reason)
+        return 1 if reason else size
+
+    @property
+    def _held(self) -> set[str]:
+        """Tags of what a client may hold that others do not."""
+        return {*self.site.method.shared, *self.site.method.personal}
+
+    def _say_alone(self, reason: str) -> None:
+        asked = self.config.train.cohort > 1
+        say_once(f"train.cohort: clients are trained one by one: {reason}", logging.WARNING if asked else logging.INFO)
+
+    def cohorts(self, tasks: Sequence[Task]) -> list[Sequence[Task]]:
+        """``tasks`` in even groups that train together: of one learning rate, ``cohort`` at most."""
+        if self.cohort == 1:
+            return [[task] for task in tasks]
+        groups: list[Sequence[Task]] = []
+        by_rate: dict[float, list[Task]] = {}
+        for task in tasks:
+            by_rate.setdefault(task.lr, []).append(task)
+        for group in (group for of in by_rate.values() for group in parts_of(of, math.ceil(len(of) / self.cohort))):
+            if len(group) > 1 and (reason := apart(self.site.model, [task.phases for task in group])):
+                self._say_alone(reason)
+                groups += [[task] for task in group]
+            else:
+                groups.append(group)
+        return groups
+
+    def fit_all(
+        self, tasks: Sequence[Task], load: Callable[[Task], object]
+    ) -> Iterator[tuple[Task, Fitted | Exception]]:
+        """Train the model as the client of each task: together if they are several, and one by one if that fails.
+
+        Args:
+            load: loads the tensors of a client into the model.
+        Returns:
+            for each what ``fit`` gives, or why it failed; while that is in use the model holds the client's tensors.
+        """
+        site = self.site
+        together = self._fit_together(tasks, load) if len(tasks) > 1 else {}
+        for task in tasks:
+            own, examples = site.client(task.client), site.data.clients[task.client - 1]
+            fitted: Fitted | Exception
+            try:
+                load(task)
+                if trained := together.get(task.client):
+                    fitted = self._fitted(task, own, site.model, trained)
+                else:
+                    fitted = self.fit(own, examples, task.round, site.model, site.prefix, task)
+            except UserError:
+                raise
+            except Exception as error:  # the failure of one client is recorded and must not end the round
+                logger.debug("client %d", task.client, exc_info=True)
+                fitted = error
+            yield task, fitted
+
+    def _fit_together(self, tasks: Sequence[Task], load: Callable[[Task], object]) -> dict[int, _Trained]:
+        """By client what one pass for all ``tasks`` gives; nothing if they have to be trained one by one."""
+        site, reuse, lr, started = self.site, self.reuse, tasks[0].lr, time.perf_counter()
+        clients = [task.client for task in tasks]
+        examples = [site.data.clients[client - 1] for client in clients]
+        members = [Member(f"client {t.client}", own, t.phases, t.seed, t.settings) for t, own in zip(tasks, examples)]
+        keys: list[str | None] = [None] * len(tasks)
+        try:
+            if reuse:
+                for i, (task, own) in enumerate(zip(tasks, examples)):
+                    load(task)
+                    keys[i] = reuse.key(task.settings, site.model, own, task.phases, lr=lr, seed=task.seed)
+                keys = reuse.keys_together(keys)
+                kept = [_kept(reuse.find(key), site.device) if key else None for key in keys]
+                if all(kept):
+                    return {client: trained for client, trained in zip(clients, kept) if trained}
+            found = train_cohort(
+                site.model,
+                members,
+                lambda i: load(tasks[i]),
+                self._held,
+                self.config,
+                lr=lr,
+                prefix=site.prefix,
+                reads=site.reads,
+            )
+        except UserError:
+            raise
+        except Apart as error:
+            self._say_alone(str(error))
+            return {}
+        except Exception as error:  # of one client or of all, such as a lack of memory; alone the others can go on
+            logger.debug("clients %s", clients, exc_info=True)
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            say_once(f"train.cohort: clients are trained one by one where they fail together ({reason})")
+            return {}
+        seconds, samples = time.perf_counter() - started, sum(result.samples for result, _ in found)
+        return {
+            client: _Trained(tensors, result, seconds * result.samples / max(samples, 1), key)
+            for client, key, (result, tensors) in zip(clients, keys, found)
+        }
