@@ -190,13 +190,13 @@ BUDGETS = {
     "fs_lowrank.data": 3510,  # 2,200
     "fs_lowrank.models": 3170,  # 2,750
     "fs_lowrank.methods": 2060,  # 1,850, and 1,500 more for the methods of the field
-    "fs_lowrank.training": 960,  # 700
-    "fs_lowrank.rounds": 2340,  # 1,900
+    "fs_lowrank.training": 935,  # 700
+    "fs_lowrank.rounds": 2315,  # 1,900
     "fs_lowrank.callbacks": 370,  # 400
     "fs_lowrank.engines": 2710,  # 1,900
-    "fs_lowrank.runs": 970,  # 750
+    "fs_lowrank.runs": 905,  # 750
     "fs_lowrank.draw": 670,  # 450
-    "fs_lowrank.jobs": 750,  # 300
+    "fs_lowrank.jobs": 720,  # 300
     "front": 3020,  # 2,100
     "hpo": 1480,  # 950
     "benchmark": 4370,  # 2,550

@@ -132,7 +132,8 @@ def run_workers(
         restarts=RESTARTS,
         say=say,
     )
-    stopping, interrupted, error = 0.0, False, None
+    stopping, interrupted = 0.0, False
+    error: Exception | None = None
     try:
         working = [pool.submit(i, serve, target, options, str(logs or "")) for i in range(workers)]
         while working:
