@@ -20,7 +20,7 @@ import yaml
 from safetensors.torch import load_file
 
 import fs_lowrank.jobs.files as files
-import fs_lowrank.rounds.site as site
+import fs_lowrank.rounds.trainer as trainer
 import fs_lowrank.runs.checkpoint as checkpoint
 from fs_lowrank import cli, load_config
 from fs_lowrank.engines.local import LocalEngine
@@ -116,7 +116,7 @@ def check_equal_runs(engine, reference):
 
 #: every step of a round that writes to the disk, and the training between them
 STEPS = [
-    (site, "train_client"),
+    (trainer, "train_client"),
     (Round, "finish"),
     (Records, "add"),
     (checkpoint, "save_file"),
@@ -571,7 +571,7 @@ def failing(monkeypatch, rounds=(2,), client=2):
             raise RuntimeError("out of memory\nsecond line")
         return result
 
-    monkeypatch.setattr(site, "train_client", train)
+    monkeypatch.setattr(trainer, "train_client", train)
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -663,7 +663,7 @@ def test_too_few_clients_stop_the_run_and_leave_the_last_good_round(make, monkey
                 raise MemoryError("the battery is empty")
             return train_client(model, examples, phases, config, owner=owner, **options)
 
-        patch.setattr(site, "train_client", train)
+        patch.setattr(trainer, "train_client", train)
         engine = make("run", keys)
         with pytest.raises(
             UserError,
@@ -694,7 +694,7 @@ def test_too_few_clients_from_the_first_round(config_file, monkeypatch, capsys, 
     def train(*args, **options):
         raise RuntimeError("no luck")
 
-    monkeypatch.setattr(site, "train_client", train)
+    monkeypatch.setattr(trainer, "train_client", train)
     assert cli.main(["run", "--cfg", str(config_file)]) == 1
     err = capsys.readouterr().err
     assert "round 1: 0 usable updates" in err and "no luck" in err and "Traceback" not in err

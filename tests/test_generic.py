@@ -215,7 +215,7 @@ def test_one_client_one_round_is_local_training(bench, method):
 )
 @pytest.mark.parametrize("method", ["rolora", "ffa_lora"])
 def test_the_frozen_half_keeps_every_bit_in_a_run(make, monkeypatch, method, optimizer):
-    import fs_lowrank.rounds.site as site
+    import fs_lowrank.rounds.trainer as trainer
 
     engine = make("encoder", method, {"train.optimizer": {"lr": 0.05, **optimizer}, "federate.total_round_num": 4})
     rounds = []
@@ -230,7 +230,7 @@ def test_the_frozen_half_keeps_every_bit_in_a_run(make, monkeypatch, method, opt
         rounds.append(phases[0].train[0])
         return result
 
-    monkeypatch.setattr(site, "train_client", spy)
+    monkeypatch.setattr(trainer, "train_client", spy)
     states = [state_of(engine)]
     engine.on_round = lambda record: states.append(state_of(engine)) and None
     assert not any(r["failed"] for r in engine.run().history)

@@ -24,7 +24,7 @@ from ..methods import Averaging, Method, create_method, get_method_class
 from ..models.adapters import ACCUMULATED, load_tensors
 from ..models.names import all_tensors, tags
 from ..models.saved import load_adapter
-from ..rounds import site
+from ..rounds import trainer
 from ..seeds import derive
 from ..training import train_client
 from ..training.cohort import train_cohort
@@ -375,7 +375,7 @@ def check_cohort(bench: Bench, method: str, task: str, further: Mapping[str, Any
         trained.append(len(members))
         return found
 
-    with mock.patch.object(site, "train_cohort", train):
+    with mock.patch.object(trainer, "train_cohort", train):
         found = together.run().history
     if not trained:
         return 0
