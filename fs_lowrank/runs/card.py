@@ -69,13 +69,23 @@ def model_card(
         measured.append(("majority class of the test set", f"{facts['majority']:.4g}"))
     card: str = _template().render(
         header=yaml.safe_dump(header, sort_keys=False, allow_unicode=True).strip(),
-        **{"config": config, "facts": facts, "rows": rows, "measured": measured, "best": best, "what": what},
-        **{"base": base, "loaded": base if on_hub else locate(given), "revision": revision, "labels": labels},
+        config=config,
+        facts=facts,
+        what=what,
+        best=best,
+        base=base,
+        loaded=base if on_hub else locate(given),
+        revision=revision,
         clients=counted(len(sizes), "client"),
+        rows=rows,
+        measured=measured,
+        labels=labels,
         names=json.dumps(labels, ensure_ascii=False),
         folder=(folder / (f"{what}_best" if best else what)).as_posix(),
         loader=_LOADERS.get(config.model.task, "AutoModelForSequenceClassification"),
-        **{"example": facts.get("example", ""), "text": _TEXT, "shown": _SHOWN.get(config.model.task)},
+        text=_TEXT,
+        shown=_SHOWN.get(config.model.task),
+        example=facts.get("example", ""),
         again=shlex.quote((folder / "config.yaml").as_posix()),
     )
     return card
