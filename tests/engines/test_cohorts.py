@@ -422,11 +422,8 @@ def test_a_model_whose_samples_depend_on_their_company(make_engine, tiny_encoder
     engine = make_engine("encoder", {**SGD, **keys, "train.cohort": 3})
     before = {n: t.clone() for n, t in all_tensors(engine.model).items()}
     asked = {n: p.requires_grad for n, p in engine.model.named_parameters()}
-    assert (
-        Trainer(engine.site).cohort == 1
-        and "one by one: base_model.model.fnet.encoder.layer.0.intermediate.dense.lora_A.default is computed for 1 rows"
-        in caplog.text
-    )
+    assert Trainer(engine.site).cohort == 1
+    assert re.search("one by one: .*(is computed for 1 rows|is not drawn sample by sample)", caplog.text), caplog.text
     assert all(torch.equal(t, before[n]) for n, t in all_tensors(engine.model).items())
     assert asked == {n: p.requires_grad for n, p in engine.model.named_parameters()}
 
