@@ -357,7 +357,7 @@ def _run(args: argparse.Namespace) -> int | None:
         raise UserError(f"--table {args.table}: of --dry-run; a run writes its table to summary.csv in its outdir")
     if args.data is not None:
         args.cfg = init.write(args, None)
-        console.print(f"{args.cfg}: written for {args.data}; what it guesses stands in it", soft_wrap=True)
+        console.print(f"{args.cfg}: written for {args.data}; its comments mark what was guessed", soft_wrap=True)
     elif said := init.given_options(args):
         raise UserError(f"{', '.join(said)}: options of --data FILE; with --cfg, the file or `key value` says it")
     from .config import load_config
