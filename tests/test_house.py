@@ -265,7 +265,6 @@ WRITES_OF = {
     "fs_lowrank.models.shortcuts.states": "a new file, whose disk space is reserved",
     "fs_lowrank.data.fetch": "a folder beside its place, which is renamed",
     "fs_lowrank.data.fetch.archives": "in that folder",
-    "fs_lowrank.data.fetch.items": "in that folder",
     "fs_lowrank.runs.result": "in a folder beside its place, which is renamed",
     "benchmark.execute": "no file: a switch of the kernel",
     "studies.speed.peers.case": "a log in a folder of its own for each call",

@@ -18,7 +18,7 @@ import pandas as pd
 from fs_lowrank.errors import UserError, nearest
 from fs_lowrank.settings import show
 
-__all__ = ["NESTED", "SUFFIXES", "as_text", "as_texts", "natural", "read_table", "read_text", "read_tsv"]
+__all__ = ["NESTED", "SUFFIXES", "as_text", "as_texts", "natural", "read_bytes", "read_table", "read_text", "read_tsv"]
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json")
 #: values of a table that hold others
@@ -53,14 +53,14 @@ def as_texts(where: str | Path, column: str, values: pd.Series) -> pd.Series:
     return pd.Series([as_text(value) for value in values], index=values.index, dtype=object)
 
 
-def read_text(path: Path, named_by: str = "data.root and data.type") -> str:
-    """The text of a UTF-8 file, without a byte order mark; of a ``.gz`` file, what it holds.
+def read_bytes(path: Path, named_by: str = "data.root and data.type") -> bytes:
+    """What is in a file; of one that is compressed by gzip, what it holds.
 
     Args:
         named_by: the config keys that give the path, for messages.
 
     Raises:
-        UserError: no such file, an empty file, or a byte that is not UTF-8 (the message has its offset and line).
+        UserError: no such file, or it cannot be read.
     """
     try:
         raw = path.read_bytes()
@@ -74,11 +74,22 @@ def read_text(path: Path, named_by: str = "data.root and data.type") -> str:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     refuse_pointer(path, raw)
-    if path.suffix.lower() == ".gz":
-        try:
-            raw = gzip.decompress(raw)
-        except (OSError, EOFError, zlib.error) as error:
-            raise UserError(f"{path}: not a whole gzip file: {error}") from error
+    try:
+        return gzip.decompress(raw) if path.suffix.lower() == ".gz" or raw[:2] == b"\x1f\x8b" else raw
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: not a whole gzip file: {error}") from error
+
+
+def read_text(path: Path, named_by: str = "data.root and data.type") -> str:
+    """The text of a UTF-8 file, without a byte order mark; of a file compressed by gzip, what it holds.
+
+    Args:
+        named_by: as for ``read_bytes``.
+
+    Raises:
+        UserError: no such file, an empty file, or a byte that is not UTF-8 (the message has its offset and line).
+    """
+    raw = read_bytes(path, named_by)
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

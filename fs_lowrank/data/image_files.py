@@ -17,30 +17,30 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from fs_lowrank.data.fetch import home as cache_home
 from fs_lowrank.data.fetch import usable
-from fs_lowrank.data.files import read_text, refuse_pointer
-from fs_lowrank.data.idx import read_idx
-from fs_lowrank.data.tables import count_skipped
+from fs_lowrank.data.files import read_bytes, read_text, refuse_pointer
+from fs_lowrank.data.tables import IMAGE_CLASSIFICATION, RawData, count_skipped, several_classes
 from fs_lowrank.errors import UserError, nearest, say_once
 from fs_lowrank.jobs.files import from_json, replacing
 from fs_lowrank.settings.reading import read_packaged
 
-__all__ = ["IMAGE_SETS", "ImageSet", "read_folder", "read_image_set"]
+__all__ = ["IMAGE_SETS", "read_folder", "read_image_set"]
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -50,30 +50,29 @@ TRAIN, VALIDATION, TEST = "train", "validation", "test"
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".webp", ".tif", ".tiff")
 
 
-@dataclass
-class ImageSet:
-    """An image data set as stored in its files.
-
-    Attributes:
-        images: uint8 ``(n, channels, height, width)``, the concatenated splits.
-        labels: int64 ``(n,)``.
-        splits: range of rows by name; ``train`` always exists.
-        label_names: in the order of the labels.
-        source: a description of where the images come from.
-        mean, std: the usual normalisation of each channel, for values from 0 to 1.
-        fields: further values of each image that a partitioner may use.
-        skipped: number of files left out, by reason.
-    """
+class _Part(NamedTuple):
+    """One split of a data set: uint8 images ``(n, channels, height, width)``, and one value per image by name."""
 
     images: np.ndarray
-    labels: np.ndarray
-    splits: dict[str, range]
-    label_names: list[str]
-    source: str
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    fields: dict[str, np.ndarray]
-    skipped: dict[str, int]
+    values: dict[str, np.ndarray]
+
+
+def _raw(images: np.ndarray, splits: Mapping[str, Mapping[str, np.ndarray]], names: list[str], **about: Any) -> RawData:
+    """Images with a class each.
+
+    Args:
+        images: uint8 ``(n, channels, height, width)``, those of the splits one after the other.
+        splits: of each split one value per image by name: ``label``, and others that a partitioner may use.
+        names: of the classes, in the order of the labels. about: attributes of ``RawData``.
+    """
+    frames, start = {}, 0
+    for split, values in splits.items():
+        rows = np.arange(start, start + len(values["label"]))
+        frames[split] = pd.DataFrame({"image": rows, **{name: of.astype(np.int64) for name, of in values.items()}})
+        start += len(rows)
+    several_classes(frames[TRAIN]["label"], about["source"])
+    fields = [name for name in splits[TRAIN] if name != "label"]
+    return RawData.of(IMAGE_CLASSIFICATION, frames, names, fields, images=images, **about)
 
 
 def _find(name: str, folders: Sequence[Path], files: Sequence[Sequence[str]]) -> list[Path]:
@@ -105,11 +104,19 @@ def _check_labels(path: Path, labels: np.ndarray, count: int, classes: int) -> N
         raise UserError(f"{path}: label {bad} is none of 0 … {classes - 1}")
 
 
-class _Part(NamedTuple):
-    """One split of a data set: uint8 images ``(n, channels, height, width)``, and one value per image by name."""
+def _sized(path: Path, raw: bytes, expected: int) -> None:
+    if len(raw) != expected:
+        raise UserError(f"{path}: truncated or too long: {len(raw)} bytes came, expected {expected}")
 
-    images: np.ndarray
-    values: dict[str, np.ndarray]
+
+def _idx(path: Path, axes: int) -> np.ndarray:
+    """The bytes in an IDX file, the format of MNIST, plain or gzipped: uint8 with so many axes."""
+    raw, start = read_bytes(path, "data.root"), 4 + 4 * axes
+    if raw[:4] != bytes([0, 0, 8, axes]) or len(raw) < start:
+        raise UserError(f"{path}: not an IDX file of bytes with {axes} axes: it begins with {raw[:4].hex(' ')}")
+    shape = np.frombuffer(raw, ">u4", axes, offset=4).tolist()
+    _sized(path, raw, start + math.prod(shape))
+    return np.frombuffer(raw, np.uint8, offset=start).reshape(shape)
 
 
 def _read_idx_set(name: str, folders: Sequence[Path]) -> tuple[list[Path], dict[str, _Part]]:
@@ -121,9 +128,7 @@ def _read_idx_set(name: str, folders: Sequence[Path]) -> tuple[list[Path], dict[
     files = _find(name, folders, names)
     parts = {}
     for split, pixels, classes in ((TRAIN, files[0], files[1]), (TEST, files[2], files[3])):
-        images, labels = read_idx(pixels), read_idx(classes)
-        if images.ndim != 3 or images.dtype != np.uint8:
-            raise UserError(f"{pixels}: expected bytes in three dimensions, got {images.dtype} {images.shape}")
+        images, labels = _idx(pixels, 3), _idx(classes, 1)
         _check_labels(classes, labels, len(images), len(IMAGE_SETS[name]["names"]))
         parts[split] = _Part(images[:, None], {"label": labels})
     return files, parts
@@ -131,14 +136,9 @@ def _read_idx_set(name: str, folders: Sequence[Path]) -> tuple[list[Path], dict[
 
 def _records(path: Path, ahead: int, count: int) -> np.ndarray:
     """CIFAR's binary records, ``ahead`` bytes and an image each: uint8 ``(count, ahead + 3072)``."""
-    size = ahead + 3072
-    try:
-        raw = np.fromfile(path, dtype=np.uint8)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-    if len(raw) != count * size:
-        raise UserError(f"{path}: truncated or too long: {len(raw)} bytes came, expected {count * size}")
-    return raw.reshape(-1, size)
+    raw = read_bytes(path, "data.root")
+    _sized(path, raw, count * (ahead + 3072))
+    return np.frombuffer(raw, np.uint8).reshape(count, -1)
 
 
 def _read_cifar(name: str, folders: Sequence[Path]) -> tuple[list[Path], dict[str, _Part]]:
@@ -184,7 +184,7 @@ IMAGE_SETS: dict[str, dict[str, Any]] = read_packaged(__package__, "image_sets.y
 _READERS = {"idx": _read_idx_set, "cifar": _read_cifar, "svhn": _read_svhn}
 
 
-def read_image_set(name: str, root: Path, home: str | Path | None = None) -> ImageSet:
+def read_image_set(name: str, root: Path, home: str | Path | None = None) -> RawData:
     """Read the data set ``name`` of ``IMAGE_SETS``.
 
     Args:
@@ -196,29 +196,12 @@ def read_image_set(name: str, root: Path, home: str | Path | None = None) -> Ima
     fetched = usable(name, home)
     folders = [*(root / folder for folder in about["folders"]), *([fetched] if fetched else [])]
     files, parts = _READERS[about["format"]](name, [*folders, *map(Path, about.get("more", ()))])
-    splits, start = {}, 0
-    for split, part in parts.items():
-        splits[split] = range(start, start + len(part.images))
-        start += len(part.images)
-    values = {
-        field: np.concatenate([part.values[field] for part in parts.values()]).astype(np.int64)
-        for field in parts[TRAIN].values
-    }
-    labels = values.pop("label")
     names = about.get("names")
     if names is None:
         names = _names(files[0].with_name(about["names_file"]), about["labels"]["label"])
-    return ImageSet(
-        np.concatenate([part.images for part in parts.values()]),
-        labels,
-        splits,
-        names,
-        about["source"],
-        tuple(about["mean"]),
-        tuple(about["std"]),
-        values,
-        {},
-    )
+    images = np.concatenate([part.images for part in parts.values()])
+    mean, std = tuple(about["mean"]), tuple(about["std"])
+    return _raw(images, {s: p.values for s, p in parts.items()}, names, source=about["source"], mean=mean, std=std)
 
 
 def _names(path: Path, count: int) -> list[str]:
@@ -240,7 +223,7 @@ FOLDER_ARGS = ("size", "channels")
 _SPLIT_NAMES = {TRAIN: TRAIN, "val": VALIDATION, "valid": VALIDATION, VALIDATION: VALIDATION, TEST: TEST}
 
 
-def read_folder(folder: Path, args: Mapping[str, Any], home: str | Path | None = None) -> ImageSet:
+def read_folder(folder: Path, args: Mapping[str, Any], home: str | Path | None = None) -> RawData:
     """Read the images below ``folder``, which has one subfolder per class, sorted by name.
 
     Decoded images are cached under ``home``. They are decoded again if a file is added, removed or changed.
@@ -262,30 +245,17 @@ def read_folder(folder: Path, args: Mapping[str, Any], home: str | Path | None =
             "one for each class, or train/ and test/ with one for each class in them"
         )
     files: list[Path] = []
-    labels: list[int] = []
-    splits: dict[str, range] = {}
+    splits: dict[str, dict[str, np.ndarray]] = {}
     for split, classes in listed.items():
         for kind in classes:
             if kind not in names:
                 raise UserError(f"{folder}: class {kind!r} of {split} does not occur in training{nearest(kind, names)}")
-        start = len(files)
-        for label, kind in enumerate(names):
-            files += classes.get(kind, [])
-            labels += [label] * len(classes.get(kind, []))
-        splits[split] = range(start, len(files))
+        of_class = [classes.get(kind, []) for kind in names]
+        files += [path for paths in of_class for path in paths]
+        splits[split] = {"label": np.repeat(np.arange(len(names)), list(map(len, of_class)))}
     images = _decoded(folder, files, size, channels, home)
-    middle = (0.5,) * images.shape[1]
-    return ImageSet(
-        images,
-        np.array(labels, dtype=np.int64),
-        splits,
-        names,
-        f"the user's images in {folder.name}",
-        middle,
-        middle,
-        {},
-        skipped,
-    )
+    middle, source = (0.5,) * images.shape[1], f"the user's images in {folder.name}"
+    return _raw(images, splits, names, source=source, skipped=skipped, mean=middle, std=middle)
 
 
 def _listing(folder: Path) -> tuple[dict[str, dict[str, list[Path]]], dict[str, int]]:
@@ -341,7 +311,6 @@ def _decoded(
         with replacing(kept) as aside:
             about = json.dumps({"crc32": _checksum(kept.stem, images), "said": said})
             save_file({"images": images}, aside, {"about": about})  # one entry, since several have no order
-        kept.with_suffix(".npy").unlink(missing_ok=True)  # of version 0.1.0, without a checksum
     except (OSError, SafetensorError) as error:
         logger.warning("could not keep the decoded images in %s: %s", kept.parent, error)
     return images

@@ -24,14 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from fs_lowrank.data import framework_sets
 from fs_lowrank.data.fetch import usable
 from fs_lowrank.data.fetch.hub import hub, silence
-from fs_lowrank.data.fetch.items import TOPIC_FILES
 from fs_lowrank.data.files import read_table, read_tsv
-from fs_lowrank.data.image_files import FOLDER_ARGS, IMAGE_SETS, ImageSet, read_folder, read_image_set
+from fs_lowrank.data.image_files import FOLDER_ARGS, IMAGE_SETS, read_folder, read_image_set
 from fs_lowrank.data.labels import from_flags, label_text
 from fs_lowrank.data.own import (
     COMMON_ARGS,
@@ -56,7 +54,6 @@ from fs_lowrank.data.tables import (
     flags_of,
     instructions,
     require_columns,
-    several_classes,
     text_columns,
 )
 from fs_lowrank.data.template import check_template
@@ -189,10 +186,10 @@ def load_raw(data_cfg: Any, home: str | Path | None = None, origin: Origin | Non
         return FETCHED[stem](args, home)
     if stem.lower() in IMAGE_SETS:
         args()
-        return _images(read_image_set(stem.lower(), root, home))
+        return read_image_set(stem.lower(), root, home)
     if stem and under(root, stem).is_dir():
         refuse_tables(under(root, stem), stem)
-        return _images(read_folder(under(root, stem), args(*FOLDER_ARGS), home))
+        return read_folder(under(root, stem), args(*FOLDER_ARGS), home)
     known = [*FETCHED, *IMAGE_SETS, *(f"{task}@{provider}" for provider in PROVIDERS[:2] for task in GLUE)]
     raise UserError(
         f"unknown data.type {name!r}{nearest(name, known)}; there are: {', '.join([*FETCHED, *IMAGE_SETS])}, "
@@ -209,26 +206,6 @@ def _named(name: str, root: Path) -> tuple[str, str]:
     stem, _, provider = name.rpartition("@")
     is_path = "/" in provider or provider.lower().endswith(SUFFIXES) or "@" in name and under(root, name).exists()
     return (name, "") if is_path or "@" not in name else (stem, provider)
-
-
-def _images(image_set: ImageSet) -> RawData:
-    frames = {}
-    for split, rows in image_set.splits.items():
-        where = np.arange(rows.start, rows.stop)
-        columns = {"image": where, "label": image_set.labels[where]}
-        frames[split] = pd.DataFrame({**columns, **{name: values[where] for name, values in image_set.fields.items()}})
-    several_classes(frames["train"]["label"], image_set.source)
-    return RawData.of(
-        IMAGE_CLASSIFICATION,
-        frames,
-        image_set.label_names,
-        list(image_set.fields),
-        image_set.source,
-        image_set.skipped,
-        images=image_set.images,
-        mean=image_set.mean,
-        std=image_set.std,
-    )
 
 
 # Fetched sets
@@ -263,6 +240,10 @@ def _alpaca_demo(args: Args, home: str | Path | None) -> RawData:
     frame, fields, skipped = instructions(read_table(path), path, args(*LANGUAGE_ARGS))
     source = "LLaMA-Factory 0.9.5, alpaca_en_demo.json: 999 instructions with answers; no official split"
     return RawData(CAUSAL_LM, frame, None, None, [], fields, source, skipped)
+
+
+#: by name, how the files of Orange are called that are fetched
+TOPIC_FILES = {"newsgroups": "20newsgroups", "r52": "reuters-r52"}
 
 
 def _topics(name: str, args: Args, home: str | Path | None) -> RawData:

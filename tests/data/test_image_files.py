@@ -78,6 +78,23 @@ def test_missing_or_truncated_mnist(tmp_path):
         load("mnist", tmp_path, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "damage, said",
+    [
+        (lambda raw: raw + b"x", "truncated or too long: 9425 bytes came, expected 9424"),
+        (lambda raw: raw[:7], "not an IDX file of bytes with 3 axes: it begins with 00 00 08 03"),
+        (lambda raw: b"PK\3\4" + raw[4:], "not an IDX file of bytes with 3 axes: it begins with 50 4b 03 04"),
+        (lambda raw: raw[:2] + b"\x0d" + raw[3:], "not an IDX file of bytes with 3 axes: it begins with 00 00 0d 03"),
+        (lambda raw: gzip.compress(raw)[:-4], "not a whole gzip file"),
+    ],
+)
+def test_a_broken_idx_file_says_what_is_wrong(tmp_path, damage, said):
+    path = mnist(tmp_path) / "train-images-idx3-ubyte"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(UserError, match=f"{path}: {said}"):
+        load("mnist", tmp_path, tmp_path)
+
+
 @pytest.fixture
 def small_cifar(monkeypatch):
     """CIFAR's files with few records each."""

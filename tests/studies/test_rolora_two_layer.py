@@ -131,7 +131,6 @@ def test_the_rate_is_chosen_on_samples_that_are_neither_trained_nor_tested(digit
 
 
 def test_idx_files_are_read_from_a_folder(tmp_path):
-    pytest.importorskip("fs_lowrank.data.idx")
     for stem, dims in (
         ("train-images-idx3-ubyte", (4, 2, 2)),
         ("train-labels-idx1-ubyte", (4,)),

@@ -13,12 +13,13 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from fs_lowrank.data.fetch.archives import extract
 from fs_lowrank.data.fetch.items import FETCHABLE, Item
 from fs_lowrank.errors import DamagedFile, UserError, nearest
 from fs_lowrank.jobs.files import read_json
@@ -118,10 +119,17 @@ def fetch(name: str, home: str | os.PathLike | None = None, progress: Callable[[
     try:
         progress(f"{name}: {item.description} ({item.size}, {item.licence})")
         archive = registries[item.registry].download(item, work, progress)
-        _check(item, archive)
-        built = work / "built"
-        built.mkdir()
-        item.build(archive, built)
+        _check(archive, item.sha256)
+        taken, built = work / "taken", work / "built"
+        taken.mkdir()
+        extract(archive, item.files, taken)
+        for name, expected in item.files.items() if isinstance(item.files, Mapping) else ():
+            _check(taken / Path(name).name, expected)
+        if item.make is None:
+            taken.rename(built)
+        else:
+            built.mkdir()
+            item.make(taken, built)
         marker: dict[str, Any] = {"name": name, "version": item.version, "sha256": item.sha256, "package": item.package}
         files = sorted(path for path in built.rglob("*") if path.is_file())
         marker = {**marker, "files": {path.relative_to(built).as_posix(): _digest(path) for path in files}}
@@ -140,11 +148,10 @@ def fetch(name: str, home: str | os.PathLike | None = None, progress: Callable[[
 _home = home  # the functions above take an argument of that name
 
 
-def _check(item: Item, archive: Path) -> None:
-    computed = _digest(archive)
-    if item.sha256 and computed != item.sha256:
+def _check(file: Path, expected: str) -> None:
+    if expected and (computed := _digest(file)) != expected:
         raise UserError(
-            f"{item.filename}: wrong checksum: SHA-256 {computed} came, {item.sha256} is expected; it was discarded"
+            f"{file.name}: wrong checksum: SHA-256 {computed} came, {expected} is expected; it was discarded"
         )
 
 

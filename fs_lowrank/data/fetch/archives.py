@@ -1,4 +1,4 @@
-"""Extraction of files from archives. Entries that would be written outside the folder are refused."""
+"""Extraction of files from archives: those of wheels and other zip files, of tar files, and of Debian packages."""
 
 from __future__ import annotations
 
@@ -7,72 +7,48 @@ import shutil
 import subprocess
 import tarfile
 import zipfile
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO, Any
 
 from fs_lowrank.errors import UserError
 
 
-def undeb(archive: Path, target: Path, names: tuple[str, ...]) -> None:
-    """Extract the files ``names`` of a Debian package into ``target``, without their folders, with ``dpkg-deb``.
+def extract(archive: Path, files: Iterable[str], target: Path) -> None:
+    """Extract ``files`` into ``target``, without their folders; of a name that ends with ``/``, all that is below it.
 
     Raises:
-        UserError: not a Debian package, or a missing file.
+        UserError: a damaged archive or a missing file, or one that would be written outside ``target``.
     """
+    there, opened = _read_deb(archive) if archive.suffix == ".deb" else _read(archive)
+    for wanted in files:
+        names = [name for name in there if name == wanted or wanted.endswith("/") and name.startswith(wanted)]
+        if not names:
+            raise UserError(f"{archive.name} lacks {wanted!r}")
+        for name in names:
+            out = target / name[wanted.rfind("/") + 1 :]
+            if not out.resolve().is_relative_to(target.resolve()):
+                raise UserError(
+                    f"{archive.name}: refusing the entry {name!r}, which would be written outside the folder"
+                )
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with opened(name) as source, out.open("wb") as sink:
+                shutil.copyfileobj(source, sink)
+
+
+def _read(archive: Path, content: IO[bytes] | None = None) -> tuple[list[str], Callable[[str], Any]]:
+    """The names of the files in a zip or tar file, and what opens one of them."""
+    if content is None and zipfile.is_zipfile(archive):
+        whole = zipfile.ZipFile(archive)
+        return [name for name in whole.namelist() if not name.endswith("/")], whole.open
+    bundle = tarfile.open(archive, fileobj=content)
+    members = {member.name.removeprefix("./"): member for member in bundle.getmembers() if member.isfile()}
+    return list(members), lambda name: bundle.extractfile(members[name])
+
+
+def _read_deb(archive: Path) -> tuple[list[str], Callable[[str], Any]]:
     unpacked = subprocess.run(["dpkg-deb", "--fsys-tarfile", archive], capture_output=True, check=False)
     if unpacked.returncode:
         message = unpacked.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
         raise UserError(f"{archive.name}: not a Debian package, or damaged: {message[-1]}")
-    with tarfile.open(fileobj=io.BytesIO(unpacked.stdout)) as bundle:
-        members = {member.name.removeprefix("./"): member for member in bundle.getmembers()}
-        for name in names:
-            source = bundle.extractfile(members[name]) if name in members else None
-            if source is None:
-                raise UserError(f"{archive.name} lacks {name!r}")
-            (target / PurePosixPath(name).name).write_bytes(source.read())
-
-
-def _safe(name: str, archive: Path) -> PurePosixPath:
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\\" in name or ":" in path.parts[0]:
-        raise UserError(f"{archive.name}: refusing the entry {name!r}, which would be written outside the folder")
-    return path
-
-
-def unzip(archive: Path, target: Path, prefix: str = "") -> list[Path]:
-    """Extract the files under ``prefix`` of a zip file into ``target``, without the prefix.
-
-    Raises:
-        UserError: an entry would be written outside ``target``, or no file is under ``prefix``.
-    """
-    written = []
-    with zipfile.ZipFile(archive) as bundle:
-        for info in bundle.infolist():
-            path = _safe(info.filename, archive)
-            if info.is_dir() or not info.filename.startswith(prefix):
-                continue
-            out = target / path.relative_to(prefix) if prefix.endswith("/") else target / path.name
-            out.parent.mkdir(parents=True, exist_ok=True)
-            with bundle.open(info) as source, out.open("wb") as sink:
-                shutil.copyfileobj(source, sink)
-            written.append(out)
-    if not written:
-        raise UserError(f"{archive.name} holds no file under {prefix!r}")
-    return written
-
-
-def untar(archive: Path, target: Path, names: tuple[str, ...] | None = None) -> None:
-    """Extract ``names`` (all if None) of a tar file under ``target``.
-
-    Raises:
-        UserError: an entry would be written outside ``target``, or a file is missing.
-    """
-    target.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(archive) as bundle:
-        members = {member.name: member for member in bundle.getmembers()}
-        missing = [name for name in names or () if name not in members]
-        if missing:
-            raise UserError(f"{archive.name} lacks {missing[0]!r}")
-        try:
-            bundle.extractall(target, members=[members[n] for n in names or members], filter="data")
-        except tarfile.FilterError as error:
-            raise UserError(f"{archive.name}: refusing an entry: {error}") from error
+    return _read(archive, io.BytesIO(unpacked.stdout))
