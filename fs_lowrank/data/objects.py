@@ -13,12 +13,16 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from fs_lowrank.data.stored import CHUNK, class_names
 from fs_lowrank.errors import UserError, users_own
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
 
 _SPLITS = ("train", "validation", "test")
 _EXPECTED = "a datasets.Dataset, a DataFrame or a torch Dataset with a length"
@@ -66,13 +70,10 @@ def as_table(held: Any, where: str = "data") -> pd.DataFrame:
     Raises:
         UserError: as for ``store``.
     """
-    import datasets
-
-    rows = [row for part in _tables(held, where) for row in part.to_pylist()]
-    if not rows:
-        raise UserError(f"{where}: it has no rows")
-    table = pd.DataFrame({name: pd.Series([row[name] for row in rows], dtype=object) for name in rows[0]})
-    for name, feature in held.features.items() if isinstance(held, datasets.Dataset) else ():
+    dataset = _dataset(held, where)
+    rows = [row for part in _chunks(dataset, where) for row in part.to_pylist()]
+    table = pd.DataFrame({name: pd.Series([row[name] for row in rows], dtype=object) for name in dataset.features})
+    for name, feature in dataset.features.items():
         if names := dict(enumerate(class_names(feature) or ())):
             table[name] = [
                 [names.get(v, v) for v in value] if isinstance(value, list) else names.get(value, value)
@@ -85,22 +86,14 @@ def _write(held: Any, path: Path, where: str) -> str:
     """Write one object; the SHA-256 of its rows."""
     import pyarrow as pa
 
-    digest, schema, writer = hashlib.sha256(), None, None
-    try:
-        for table in _tables(held, where):
-            if writer is None or schema is None:
-                schema = table.schema
-                digest.update(json.dumps(schema.names).encode())
-                writer = pa.ipc.new_stream(str(path), schema)
+    dataset = _dataset(held, where)
+    schema = dataset.features.arrow_schema  # with the names of classes
+    digest = hashlib.sha256(json.dumps(schema.names).encode())
+    with pa.ipc.new_stream(str(path), schema) as writer:
+        for table in _chunks(dataset, where):
             with _as_arrow(where):
-                table = table.cast(schema)
                 digest.update(json.dumps([table[name].to_pylist() for name in schema.names], default=str).encode())
                 writer.write_table(table)
-    finally:
-        if writer is not None:
-            writer.close()
-    if writer is None:
-        raise UserError(f"{where}: it has no rows")
     return digest.hexdigest()
 
 
@@ -111,62 +104,67 @@ def _as_arrow(where: str) -> Iterator[None]:
 
     try:
         yield
-    except (pa.ArrowException, TypeError, OverflowError, UnicodeError) as error:
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         raise UserError(f"{where}: its values cannot be written as arrow data: {str(error).splitlines()[0]}") from error
 
 
-def _tables(held: Any, where: str) -> Iterator[Any]:
-    """The rows of an object as arrow tables."""
+def _chunks(dataset: datasets.Dataset, where: str) -> Iterator[pa.Table]:
+    """The rows as arrow tables."""
+    import pyarrow as pa
+
+    arrow, schema = dataset.with_format("arrow"), dataset.features.arrow_schema
+    for start in range(0, len(dataset), CHUNK):
+        with users_own(f"{where}, from item {start}: the data set"):
+            rows = arrow[start : start + CHUNK]
+        with _as_arrow(where):
+            part = pa.Table.from_batches(rows.to_batches()).cast(schema)
+        yield part
+
+
+def _dataset(held: Any, where: str) -> datasets.Dataset:
+    """An object of any kind as a data set of ``datasets``, with at least one row."""
     import datasets
     import pyarrow as pa
     import torch
 
     if isinstance(held, datasets.Dataset):
-        schema = held.features.arrow_schema  # with the names of classes
-        arrow = held.with_format("arrow")
-        for start in range(0, len(held), CHUNK):
-            with users_own(f"{where}, from item {start}: the data set"):
-                rows = arrow[start : start + CHUNK]
-            with _as_arrow(where):
-                part = pa.Table.from_batches(rows.to_batches()).cast(schema)
-            yield part
+        dataset = held
     elif isinstance(held, pd.DataFrame):
         plain = held.set_axis([str(name) for name in held], axis=1)
         if len(twice := plain.columns[plain.columns.duplicated()]):
             raise UserError(f"{where}: it has the column {twice[0]!r} twice; give each column a name of its own")
-        for name in plain.select_dtypes("category"):
-            plain = plain.assign(**{name: plain[name].astype(object)})
+        plain = plain.astype(dict.fromkeys(plain.select_dtypes("category"), object))
         with _as_arrow(where):
             whole = pa.Table.from_pandas(plain, preserve_index=False).replace_schema_metadata(None)
-        for start in range(0, len(held), CHUNK):
-            yield whole.slice(start, CHUNK)
+            dataset = datasets.Dataset(whole)
     elif isinstance(held, (datasets.IterableDataset, torch.utils.data.IterableDataset)):
         raise UserError(
             f"{where}: {type(held).__name__} has no length, and clients draw from all of their rows; {_EXPECTED}"
         )
     elif isinstance(held, torch.utils.data.Dataset) and hasattr(held, "__len__"):
-        items: Any = held
-        schema, names = None, list[str]()
         with users_own(f"{where}: the data set"):
-            count = len(items)
+            count = len(held)
+        parts: list[pa.Table] = []
         for start in range(0, count, CHUNK):
-            rows = [_row(items, i, where) for i in range(start, min(start + CHUNK, count))]
-            names = names or sorted(rows[0])
+            rows = [_row(held, i, where) for i in range(start, min(start + CHUNK, count))]
+            names = parts[0].column_names if parts else list(rows[0])
             for i, row in enumerate(rows, start):
-                if sorted(row) != names:
+                if row.keys() != set(names):
                     raise UserError(
                         f"{where}, item {i}: it has the columns {', '.join(sorted(row))}, and the first item has "
-                        f"{', '.join(names)}; give every item the same, with None where there is nothing"
+                        f"{', '.join(sorted(names))}; give every item the same, with None where there is nothing"
                     )
             with _as_arrow(where):
-                table = pa.Table.from_pylist(rows, schema)
-            schema = schema or table.schema
-            yield table
+                parts.append(pa.Table.from_pylist(rows, parts[0].schema if parts else None))
+        dataset = datasets.Dataset(pa.concat_tables(parts)) if parts else datasets.Dataset.from_dict({})
     else:
         hint = ""
         if isinstance(held, Mapping) or where.startswith("data["):
             hint = "; rows go into datasets.Dataset.from_list, or a DataFrame"
         raise UserError(f"{where} = {type(held).__name__}: expected {_EXPECTED}{hint}")
+    if not len(dataset):
+        raise UserError(f"{where}: it has no rows")
+    return dataset
 
 
 def _row(items: Any, i: int, data: str) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def read_own(
     source = f"the user's {'data' if _is_pattern(path) or is_stored(path) else 'file'} {path.name}"
     if not language:
         takes(*OWN_ARGS)
-        return _labelled(tables, args, source, LABELS.get(task, CLASSIFICATION))
+        return labelled(tables, args, source, LABELS.get(task, CLASSIFICATION))
     takes(*OWN_LANGUAGE_ARGS)
     frames: dict[str, Any] = {}
     fields: list[str] = []
@@ -234,7 +234,13 @@ def _state(tables: Mapping[str, tuple[str, Any]]) -> str:
     return hashlib.sha256(repr(states).encode()).hexdigest() if states else ""
 
 
-def _labelled(tables: Mapping[str, tuple[str, Any]], args: Mapping[str, Any], source: str, kind: str) -> RawData:
+def labelled(tables: Mapping[str, tuple[str, Any]], args: Mapping[str, Any], source: str, kind: str) -> RawData:
+    """Labelled text.
+
+    Args:
+        tables: by role, what it is called and the table, a DataFrame or ``Stored``.
+        args: of ``data.args``, with the columns. kind: of labels: ``CLASSIFICATION``, ``REGRESSION``, ``MULTI_LABEL``.
+    """
     train = tables["train"][1]
     columns = text_columns(args, train)
     flags = flags_of(args, kind)

@@ -30,7 +30,6 @@ from fs_lowrank.data.fetch import usable
 from fs_lowrank.data.fetch.hub import hub, silence
 from fs_lowrank.data.files import read_table, read_tsv
 from fs_lowrank.data.image_files import FOLDER_ARGS, IMAGE_SETS, read_folder, read_image_set
-from fs_lowrank.data.labels import from_flags, label_text
 from fs_lowrank.data.own import (
     COMMON_ARGS,
     LABELS,
@@ -38,11 +37,12 @@ from fs_lowrank.data.own import (
     SUFFIXES,
     digests,
     is_files,
+    labelled,
     read_own,
     refuse_tables,
     under,
 )
-from fs_lowrank.data.stored import class_names, silent, sound
+from fs_lowrank.data.stored import Stored, silent, sound
 from fs_lowrank.data.tables import (
     CAUSAL_LM,
     CLASSIFICATION,
@@ -54,7 +54,6 @@ from fs_lowrank.data.tables import (
     flags_of,
     instructions,
     require_columns,
-    text_columns,
 )
 from fs_lowrank.data.template import check_template
 from fs_lowrank.data.tokenize import LOSSES
@@ -357,37 +356,25 @@ def _glue(name: str, root: Path, args: Args) -> RawData:
 def _hub(name: str, args: Args, task_of_model: str) -> RawData:
     plain = name.lower().removeprefix("glue/")
     kind = LABELS.get(task_of_model, CLASSIFICATION)
-    columns: dict[str, Any]
-    flags: list[str] = []
     if plain in GLUE or _stsb(plain):
         task = _glue_task(plain)
         args(*COMMON_ARGS)
         splits, kind = _load_dataset(name, "nyu-mll/glue", _stsb(plain) or plain), task.kind
-        pair = task.hub[1] if len(task.hub) > 1 else None
-        columns = {"text": task.hub[0], "text_pair": pair, "label": "label"}
-        # The hub's test splits carry -1 for every label.
+        given = dict(zip(("text", "text_pair"), task.hub))
         chosen = {"train": "train", "test": task.dev_hub}
         source = f"GLUE {task.folder} from the Hugging Face hub; its {task.dev_hub} split is the test set"
     else:
         given = args(*COMMON_ARGS, "text", "text_pair", "label", "config")
-        flags = flags_of(given, kind)
+        flags_of(given, kind)
         splits = _load_dataset(name, name, given.get("config"))
-        columns = text_columns(given, splits["train"].column_names if "train" in splits else ())
-        chosen = {"train": "train", "validation": "validation", "test": "test"}
+        chosen = {split: split for split in ("train", "validation", "test")}
         source = f"{name} from the Hugging Face hub, its own splits"
     if "train" not in splits:
         raise UserError(f"data set {name!r} has no split 'train'; there are: {', '.join(splits)}")
-    labels, texts = flags or [columns["label"]], [columns[c] for c in ("text", "text_pair") if columns[c]]
-    columns = {**columns, "label": "label"} if flags else columns
-    tables = {}
-    for role, split in chosen.items():
-        if split in splits:
-            where, table = f"{name}, split {split}", splits[split].to_pandas()
-            require_columns(where, table, [*texts, *labels])
-            if role == "train" or not (table[labels[0]].map(label_text) == "-1").all():
-                tables[role] = where, from_flags(where, table, flags) if flags else table
-    names = flags or class_names(splits["train"].features[labels[0]])
-    return classified(tables, columns, source, names, kind)
+    tables = {
+        role: (f"{name}, split {split}", Stored(splits[split])) for role, split in chosen.items() if split in splits
+    }
+    return labelled(tables, given, source, kind)
 
 
 def _load_dataset(name: str, path: str, config: str | None):
