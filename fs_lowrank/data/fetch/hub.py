@@ -8,11 +8,17 @@ from functools import cache
 
 import requests
 
-from fs_lowrank.data.fetch.attempts import reason_of
 from fs_lowrank.errors import say_once
 
 #: the longest wait for the first answer of the hub
 HUB_SECONDS = 5.0
+
+
+def reason_of(error: BaseException) -> str:
+    """The innermost message: requests wraps urllib3's error, which wraps the socket's."""
+    while isinstance(inner := getattr(error, "reason", None) or (error.args and error.args[0]), BaseException):
+        error = inner
+    return inner if inner and isinstance(inner, str) else str(error) or type(error).__name__
 
 
 @cache

