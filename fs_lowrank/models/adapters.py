@@ -185,11 +185,8 @@ def _config(model: nn.Module, spec: AdapterSpec, seed: int = 0) -> peft.PeftConf
         choices = {"choices": [choice.value for of in of_enum for choice in of]} if of_enum else {}
         if name != "init_lora_weights":  # PEFT accepts more than it lists, such as pissa_niter_16
             check_value(f"llm.adapter.args.0.{name}", value, hint, choices, Origin())
-    for name in ("modules_to_save", "exclude_modules", "rank_pattern", "alpha_pattern"):
-        value = spec.extra.get(name) or ()
-        is_regex = isinstance(value, (str, Mapping))
-        for part in [value] if isinstance(value, str) else value:
-            _check_named(model, part, f"{name}: ", is_regex)
+    for part in spec.extra.get("modules_to_save") or ():
+        _check_named(model, part, "modules_to_save: ")
     if heads := heads_by_place(model):  # what the user names as well is there once
         own = {**own, "modules_to_save": list(dict.fromkeys([*(own.get("modules_to_save") or ()), *heads]))}
     if spec.method in PROMPTS:
@@ -222,12 +219,12 @@ def _check_patterns(model: nn.Module, config: peft.PeftConfig) -> None:
     """Refuse a rank, a strength or an exclusion of modules that have no adapter in any case."""
     everything = copy.copy(cast("peft.LoraConfig", config))
     everything.exclude_modules = None
-    adapted, left = _adapted(model, everything), _adapted(model, config)
-    for name, among in (("rank_pattern", left), ("alpha_pattern", left), ("exclude_modules", adapted)):
+    for name, of in (("exclude_modules", everything), ("rank_pattern", config), ("alpha_pattern", config)):
         value = getattr(config, name, None) or ()
-        is_regex = isinstance(value, (str, Mapping))
+        is_regex, among = isinstance(value, (str, Mapping)), _adapted(model, of)
         for part in [value] if isinstance(value, str) else value:
-            if not any(_pattern(part, is_regex).fullmatch(module) for module in among):
+            expression = _pattern(part, is_regex, f"{name}: ")
+            if not any(expression.fullmatch(module) for module in among):
                 raise UserError(
                     f"llm.adapter.args: {name}: {part!r} is of no module with an adapter; there are: "
                     f"{', '.join(sorted({module.rpartition('.')[2] for module in among}))}"
@@ -337,10 +334,7 @@ def _all_linear(model: nn.Module, spec: AdapterSpec) -> list[str]:
 
 def _check_named(model: nn.Module, pattern: str, key: str = "", is_regex: bool = False) -> None:
     """Refuse the end of a module's name, or a regular expression for it, that fits no module of ``model``."""
-    try:
-        expression = _pattern(pattern, is_regex)
-    except re.error as error:
-        raise UserError(f"llm.adapter.args: {key}{pattern!r} is not a regular expression: {error}") from None
+    expression = _pattern(pattern, is_regex, key)
     if any(expression.fullmatch(name) for name, _ in model.named_modules()):
         return
     last_parts = {name.rpartition(".")[2] for name, _ in model.named_modules()}
@@ -350,9 +344,12 @@ def _check_named(model: nn.Module, pattern: str, key: str = "", is_regex: bool =
     )
 
 
-def _pattern(part: str, is_regex: bool) -> re.Pattern[str]:
+def _pattern(part: str, is_regex: bool, key: str) -> re.Pattern[str]:
     """What names the modules that end in ``part``, or in what it matches."""
-    return re.compile(rf"(.*\.)?({part if is_regex else re.escape(part)})")
+    try:
+        return re.compile(rf"(.*\.)?({part if is_regex else re.escape(part)})")
+    except re.error as error:
+        raise UserError(f"llm.adapter.args: {key}{part!r} is not a regular expression: {error}") from None
 
 
 def _last_names(model: nn.Module) -> list[str]:

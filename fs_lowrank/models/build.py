@@ -317,7 +317,6 @@ def _built(
     if classifies:
         options.update(num_labels=num_labels, problem_type=PROBLEMS[config.model.task])
     if attention := config.model.attn_implementation:
-        check_attention(attention)
         options["attn_implementation"] = attention
     if config.quantised or config.model.device_map:
         skeleton = build_skeleton(config)
@@ -341,17 +340,6 @@ def _built(
         model.config.id2label = dict(enumerate(label_names))
         model.config.label2id = {name: i for i, name in enumerate(label_names)}
     return model.eval()
-
-
-def check_attention(name: str) -> None:
-    """Raise ``UserError`` if this machine lacks what ``model.attn_implementation = name`` needs."""
-    from transformers.utils import is_flash_attn_2_available
-
-    if name == "flash_attention_2" and not is_flash_attn_2_available():
-        raise UserError(
-            f"model.attn_implementation = {name} needs a GPU of NVIDIA's and the package flash-attn; take sdpa, or "
-            "leave the key out"
-        )
 
 
 def _loader(config: Settings) -> Any:

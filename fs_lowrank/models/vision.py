@@ -27,7 +27,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -306,36 +305,20 @@ def load_weights(model: VisionModel, path: str | Path, new_head: bool = True) ->
         given = {n: t for n, t in given.items() if n not in head}
     else:
         head = set()
-    required = parameters.keys() - head - counters
-    _check_weights(given, parameters, required, counters, path, model.options.type)
+    required, there = parameters.keys() - head - counters, given.keys() - counters
+    wrong = [f"no tensor {name!r}{nearest(name, given)}" for name in sorted(required - there)]
+    wrong += [f"a tensor {name!r} that it has not{nearest(name, required)}" for name in sorted(there - required)]
+    for name in sorted(required & there):
+        if given[name].shape != parameters[name].shape or not given[name].is_floating_point():
+            wrong.append(f"{name} as {given[name].dtype}, {_shape(given[name])} for {_shape(parameters[name])}")
+    if wrong:
+        raise UserError(
+            f"{path}: not the weights of this {model.options.type}: it has {wrong[0]}; lowrank.norm, lowrank.width, "
+            "model.use_bias and the images' shape must be as when it was saved"
+        )
     model.load_state_dict({n: t for n, t in given.items() if n in required}, strict=False)
     return sorted(head)
 
 
 def _shape(tensor: Tensor) -> str:
     return " × ".join(map(str, tensor.shape)) or "a single number"
-
-
-def _check_weights(
-    given: Mapping[str, Tensor],
-    parameters: Mapping[str, Tensor],
-    required: set[str],
-    counters: set[str],
-    path: str | Path,
-    kind: str,
-) -> None:
-    for name in sorted(required - given.keys()):
-        raise UserError(f"{path}: has no tensor {name!r}, which {kind} needs{nearest(name, given)}")
-    for name in sorted(given.keys() - required - counters):
-        raise UserError(
-            f"{path}: has a tensor {name!r}, which this {kind} has not{nearest(name, required)}; "
-            "lowrank.norm, lowrank.width and model.use_bias must be as when it was saved"
-        )
-    for name in sorted(required):
-        if given[name].shape != parameters[name].shape:
-            raise UserError(
-                f"{path}: {name} has shape {tuple(given[name].shape)}, this {kind} has "
-                f"{tuple(parameters[name].shape)}; is lowrank.width the same, and the images' shape?"
-            )
-        if not given[name].is_floating_point():
-            raise UserError(f"{path}: {name} has dtype {given[name].dtype}, expected floating point")
