@@ -238,7 +238,6 @@ JSON_OF = {
     "fs_lowrank.data.files": "the user's data, of which it names the line",
     "fs_lowrank.engines.flower.client": "a message of Flower",
     "fs_lowrank.rounds.parcel": "a message of whatever kind",
-    "fs_lowrank.data.partition": "a text of the caller",
     "fs_lowrank.testing.bench": "what it has just made",
     "hpo.settings": "what it has just made",
     "hpo.space": "a value of a study",

@@ -159,10 +159,8 @@ def _read_cifar(name: str, folders: Sequence[Path]) -> tuple[list[Path], dict[st
 
 
 def _read_svhn(name: str, folders: Sequence[Path]) -> tuple[list[Path], dict[str, _Part]]:
-    try:
-        from scipy.io import loadmat
-    except ImportError as error:
-        raise UserError("data.type svhn: its .mat files need the package scipy: pip install scipy") from error
+    from scipy.io import loadmat
+
     files = _find(name, folders, list(IMAGE_SETS[name]["files"].values()))
     parts = {}
     for split, path in zip((TRAIN, TEST), files):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import inspect
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -82,17 +81,6 @@ class Partition:
             client_record(i, len(rows), None if self.labels is None else self.labels[rows], names)
             for i, rows in enumerate(self.indices)
         ]
-
-    def to_json(self) -> str:
-        """Name, arguments and indices as a JSON string; ``from_json`` reads it back."""
-        indices = [rows.tolist() for rows in self.indices]
-        return json.dumps({"name": self.name, "args": self.args, "indices": indices}, sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str) -> Partition:
-        """The partition written by ``to_json``, without labels."""
-        data = json.loads(text)
-        return cls(Ragged.of(data["indices"]), data["name"], data["args"])
 
 
 def client_record(index: int, size: int, labels: np.ndarray | None, names: Sequence[str] | None) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def test_more_empty_rows_than_the_user_allows_are_refused(tmp_path, config, enco
 def test_the_seed_determines_splits_and_partition(reviews, config, encoder_tokenizer):
     first, again, other = (build_data(config(reviews, seed=s), encoder_tokenizer) for s in (1, 1, 2))
     assert first.fingerprint == again.fingerprint != other.fingerprint
-    assert first.partition.to_json() == again.partition.to_json()
+    assert all(map(np.array_equal, first.partition.indices, again.partition.indices))
     raw = load_raw(config(reviews).data)
     assert build_data(config(reviews, seed=1), encoder_tokenizer, raw).fingerprint == first.fingerprint
 

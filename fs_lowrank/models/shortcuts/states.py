@@ -276,7 +276,7 @@ def reserve(path: Path, size: int) -> None:
     """Create the file and allocate its disk space; a full disk would later crash the process at the mapping."""
     try:
         with open(path, "wb") as file:
-            if size and hasattr(os, "posix_fallocate"):  # not on macOS
+            if size:
                 os.posix_fallocate(file.fileno(), 0, size)
     except OSError as error:
         path.unlink(missing_ok=True)
