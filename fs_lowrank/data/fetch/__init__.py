@@ -123,8 +123,8 @@ def fetch(name: str, home: str | os.PathLike | None = None, progress: Callable[[
         taken, built = work / "taken", work / "built"
         taken.mkdir()
         extract(archive, item.files, taken)
-        for name, expected in item.files.items() if isinstance(item.files, Mapping) else ():
-            _check(taken / Path(name).name, expected)
+        for file, expected in item.files.items() if isinstance(item.files, Mapping) else ():
+            _check(taken / Path(file).name, expected)
         if item.make is None:
             taken.rename(built)
         else:
