@@ -128,7 +128,7 @@ def _session() -> requests.Session:
     session.headers["User-Agent"] = "fs_lowrank"
     session.verify = _pip_setting("cert") or ssl.get_default_verify_paths().cafile or True
     session.auth = _Login(_pip_setting("index-url") or "")
-    for scheme in ("http:", "https:"):
+    for scheme in ("http://", "https://"):
         session.mount(scheme, requests.adapters.HTTPAdapter(max_retries=_AGAIN))
     session.mount("file:", _Folder())
     return session
