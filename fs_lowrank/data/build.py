@@ -34,14 +34,14 @@ from fs_lowrank.data.tokenize import (
 from fs_lowrank.errors import ROWS_LOGGER, UserError, say_once
 from fs_lowrank.jobs.files import cannot_write
 from fs_lowrank.jobs.kept import kept
-from fs_lowrank.settings import Origin, Settings, one_mapping
+from fs_lowrank.settings import Settings, one_mapping
 from fs_lowrank.settings.sections import Data
 
 #: the longest text that ``llm.tok_len: auto`` accepts from a model without a limit, in tokens
 LONGEST = 1 << 15
 
 
-def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> FederatedData:
+def build_data(cfg: Settings, tokenizer: Any = None, raw: RawData | None = None) -> FederatedData:
     """Load (unless ``raw`` is given), split, encode and partition the configured data.
 
     ``data.splits`` [train, validation, test] apply to splits that the source does not have: a missing test set is its
@@ -60,8 +60,7 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
             the training text; an invalid transform, or one that does not fit the images.
     """
     if raw is None:
-        task = getattr(getattr(cfg, "model", None), "task", "")
-        raw = load_raw(cfg.data, origin=getattr(cfg, "source", None) or Origin(), task=task)
+        raw = load_raw(cfg.data, origin=cfg.source, task=cfg.model.task)
     given = cfg, tokenizer, raw
     data, cut = kept(
         "data",
@@ -76,7 +75,7 @@ def build_data(cfg: Any, tokenizer: Any = None, raw: RawData | None = None) -> F
     return data
 
 
-def _decides(cfg: Any, tokenizer: Any, raw: RawData) -> dict[str, Any] | None:
+def _decides(cfg: Settings, tokenizer: Any, raw: RawData) -> dict[str, Any] | None:
     """All that decides what ``_built`` gives; None if that is not known, or takes no time, as with images."""
     if not isinstance(cfg, Settings) or getattr(tokenizer, "backend_tokenizer", None) is None:
         return None
@@ -102,9 +101,8 @@ def _cut_alike(tokenizer: Any, cut: tuple[Any, Any]) -> None:
         cut_alike(backend, *cut)
 
 
-def _built(cfg: Any, tokenizer: Any, raw: RawData) -> FederatedData:
-    origin = getattr(cfg, "source", None) or Origin()
-    args = data_args(cfg.data, origin)
+def _built(cfg: Settings, tokenizer: Any, raw: RawData) -> FederatedData:
+    args = data_args(cfg.data, cfg.source)
     frames = _frames(cfg, raw)
     read = _read(cfg, raw)
     examples: dict[str, Any] = {}
@@ -114,15 +112,15 @@ def _built(cfg: Any, tokenizer: Any, raw: RawData) -> FederatedData:
         for split in frames:
             examples[split], frames[split] = texts.examples(frames[split], split)
     else:
-        examples = _images(cfg, raw, frames, origin)
+        examples = _images(cfg, raw, frames)
         image_shape = _image_shape(examples)
     keys = {split: row_keys(frame, raw.task, raw.images) for split, frame in frames.items()}
-    parts, shares = _partitioned(cfg, raw, frames, examples, origin)
+    parts, shares = _partitioned(cfg, raw, frames, examples)
     if texts is not None:
         examples["train"] = texts.cut_otherwise(examples["train"], frames["train"], parts)
-    if alone := getattr(cfg, "alone", 0):
-        parts.indices = Ragged.of([parts.indices[alone - 1]])
-        shares = Ragged.of([shares[alone - 1]]) if "test" in examples else shares
+    if cfg.alone:
+        parts.indices = Ragged.of([parts.indices[cfg.alone - 1]])
+        shares = Ragged.of([shares[cfg.alone - 1]]) if "test" in examples else shares
     return FederatedData(
         train=examples["train"],
         validation=examples.get("validation"),
@@ -148,24 +146,23 @@ def _built(cfg: Any, tokenizer: Any, raw: RawData) -> FederatedData:
     )
 
 
-def _frames(cfg: Any, raw: RawData) -> dict[str, pd.DataFrame]:
+def _frames(cfg: Settings, raw: RawData) -> dict[str, pd.DataFrame]:
     """The rows of ``train``, ``validation`` and ``test``, those of them that there are."""
-    seed, test_seed = int(cfg.seed), getattr(getattr(cfg, "lowrank", None), "test_seed", -1)
+    seed, test_seed, of_test = cfg.seed, cfg.lowrank.test_seed, cfg.data.test_subsample
     test_seed = seed if test_seed < 0 else test_seed
-    train, validation, test = _split(raw, getattr(cfg.data, "splits", None), seed, test_seed)
-    of_test = getattr(cfg.data, "test_subsample", 1.0)
+    train, validation, test = _split(raw, list(cfg.data.splits), seed, test_seed)
     if raw.test is not None and test_seed != seed and of_test == 1:
         say_once(
             f"lowrank.test_seed = {test_seed} has no effect: the data have test rows of their own, and "
             "data.test_subsample = 1 takes all of them"
         )
-    train = _subsample(train, "subsample", getattr(cfg.data, "subsample", 1.0), seed)
+    train = _subsample(train, "subsample", cfg.data.subsample, seed)
     test = None if test is None else _subsample(test, "test_subsample", of_test, test_seed)
     found = {"train": train, "validation": validation, "test": test}
     return {split: frame for split, frame in found.items() if frame is not None}
 
 
-def _read(cfg: Any, raw: RawData) -> int:
+def _read(cfg: Settings, raw: RawData) -> int:
     """The number of rows of the source, with those that are left out; too many empty ones are an error."""
     there = sum(len(part) for part in (raw.train, raw.validation, raw.test) if part is not None)
     read = there + sum(raw.skipped.values())
@@ -184,10 +181,10 @@ class _Texts:
         length: of a text, in tokens, at most. skipped, truncated: as in ``FederatedData``, so far.
     """
 
-    def __init__(self, cfg: Any, tokenizer: Any, raw: RawData, args: dict[str, Any], train: pd.DataFrame):
+    def __init__(self, cfg: Settings, tokenizer: Any, raw: RawData, args: dict[str, Any], train: pd.DataFrame):
         self.cfg, self.tokenizer, self.raw = cfg, tokenizer, raw
         self.options = {key: args[key] for key in ("template", "loss_on") if key in args}
-        self.paired = getattr(getattr(cfg, "model", None), "task", "") == "Seq2SeqLM"
+        self.paired = cfg.model.task == "Seq2SeqLM"
         self.folder = _folder(cfg) if isinstance(raw.train, StoredFrame) else None
         self.skipped, self.truncated = dict(raw.skipped), dict[str, int]()
         asked = args.get("max_len", None) or cfg.llm.tok_len
@@ -264,10 +261,10 @@ class _Texts:
 
 
 def _partitioned(
-    cfg: Any, raw: RawData, frames: dict[str, pd.DataFrame], examples: dict[str, Any], origin: Origin
+    cfg: Settings, raw: RawData, frames: dict[str, pd.DataFrame], examples: dict[str, Any]
 ) -> tuple[Partition, Ragged]:
     """The training rows divided among the clients, and the rows of ``test`` likewise, if there are any."""
-    seed, train = int(cfg.seed), frames["train"]
+    seed, train = cfg.seed, frames["train"]
     # Numbers have classes of equal size, of which those of held-out rows are found by the same bounds.
     between = edges(examples["train"].labels) if raw.task == REGRESSION else None
     fields = [name for name in raw.fields if name in train]
@@ -277,9 +274,9 @@ def _partitioned(
         kinds = None if labels is None else as_classes(np.asarray(labels), between)
         return Rows(len(examples[split]), kinds, {name: frame[name].to_numpy() for name in fields if name in frame})
 
-    name, of_train = getattr(cfg.data, "splitter", None) or "iid", rows("train")
-    args = one_mapping("data.splitter_args", getattr(cfg.data, "splitter_args", None), origin)
-    parts = partition(name, of_train, cfg.federate.client_num, _rng(seed, "partition"), args, origin)
+    of_train = rows("train")
+    args = one_mapping("data.splitter_args", cfg.data.splitter_args, cfg.source)
+    parts = partition(cfg.data.splitter, of_train, cfg.federate.client_num, _rng(seed, "partition"), args, cfg.source)
     parts.label_names = raw.label_names or None
     if raw.task in (REGRESSION, MULTI_LABEL):
         parts.labels = parts.label_names = None  # no counts of classes
@@ -306,18 +303,18 @@ def _majority(test: Any) -> float | None:
     return float(np.unique(test.labels, return_counts=True)[1].max() / len(test))
 
 
-def _own_lengths(cfg: Any) -> dict[int, list[int]]:
+def _own_lengths(cfg: Settings) -> dict[int, list[int]]:
     """The clients by the length of their texts, of those that have one of their own (``lowrank.clients``)."""
     clients: dict[int, list[int]] = {}
-    for client, own in getattr(cfg, "own_settings", {}).items():
+    for client, own in cfg.own_settings.items():
         if "tok_len" in own:
             clients.setdefault(own["tok_len"], []).append(client)
     return clients
 
 
-def _check_dropped(cfg: Any, dropped: int, rows: int, why: str, remedy: str) -> None:
+def _check_dropped(cfg: Settings, dropped: int, rows: int, why: str, remedy: str) -> None:
     """Raise ``UserError`` if more than ``data.max_dropped`` of so many rows would be left out."""
-    limit = getattr(cfg.data, "max_dropped", 1.0)
+    limit = cfg.data.max_dropped
     if dropped > limit * rows:
         raise UserError(
             f"{dropped} of {rows} rows {why} and would be left out, more than data.max_dropped = {limit:g} of them; "
@@ -325,7 +322,7 @@ def _check_dropped(cfg: Any, dropped: int, rows: int, why: str, remedy: str) -> 
         )
 
 
-def _folder(cfg: Any) -> Path:
+def _folder(cfg: Settings) -> Path:
     """Where the tokens of data that stay on disk are kept: the run's folder."""
     folder = Path(cfg.outdir, cfg.expname)
     try:
@@ -335,16 +332,13 @@ def _folder(cfg: Any) -> Path:
     return folder
 
 
-def _images(
-    cfg: Any, raw: RawData, frames: dict[str, pd.DataFrame], origin: Origin
-) -> dict[str, Examples | ImageExamples]:
+def _images(cfg: Settings, raw: RawData, frames: dict[str, pd.DataFrame]) -> dict[str, Examples | ImageExamples]:
     """The rows of each split as images, with the transforms of the split."""
     usual = [["Normalize", {"mean": list(raw.mean), "std": list(raw.std)}]]
-    train = list(getattr(cfg.data, "transform", None) or usual)
-    pipelines = {"train": Pipeline(train, "data.transform", origin)}
-    for split, key in (("validation", "val"), ("test", "test")):
-        steps = getattr(cfg.data, f"{key}_transform", None)
-        pipelines[split] = Pipeline(steps, f"data.{key}_transform", origin) if steps else pipelines["train"]
+    pipelines = {"train": Pipeline(cfg.data.transform or usual, "data.transform", cfg.source)}
+    for split, key in (("validation", "val_transform"), ("test", "test_transform")):
+        steps = getattr(cfg.data, key)
+        pipelines[split] = Pipeline(steps, f"data.{key}", cfg.source) if steps else pipelines["train"]
     images: Any = raw.images
     return {s: ImageExamples(images, f["image"], f["label"], pipelines[s]) for s, f in frames.items()}
 
@@ -367,9 +361,8 @@ def _rng(seed: int, purpose: str) -> np.random.Generator:
 
 
 def _split(
-    raw: RawData, splits: Any, seed: int, test_seed: int
+    raw: RawData, shares: list[float], seed: int, test_seed: int
 ) -> tuple[pd.DataFrame, pd.DataFrame | None, pd.DataFrame | None]:
-    shares = [0.8, 0.1, 0.1] if splits is None else list(splits)
     train, validation, test = raw.train, raw.validation, raw.test
     validation_share = shares[1]
     own = [which for which, part in (("test", test), ("validation", validation)) if part is not None]

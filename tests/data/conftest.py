@@ -6,6 +6,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from fs_lowrank.settings import Origin, Settings
+
 WORDS = "[PAD] [UNK] [CLS] [SEP] <s> </s> a b c d e f good bad it is fine question answer <|user|> <|bot|>".split()
 CHAT = (
     "{% for m in messages %}{{ '<|user|>' if m['role'] == 'user' else '<|bot|>' }} {{ m['content'] }} "
@@ -55,18 +57,17 @@ def chat_tokenizer(causal_tokenizer):
 
 def make_config(type="x", root="", args=(), splits=(0.8, 0.1, 0.1), splitter="iid", splitter_args=(), subsample=1.0,
                 clients=2, tok_len=16, seed=0):  # fmt: skip
-    data = SimpleNamespace(
-        type=str(type),
-        root=str(root),
-        args=list(args),
-        splits=list(splits),
-        splitter=splitter,
-        splitter_args=list(splitter_args),
-        subsample=subsample,
-    )
-    return SimpleNamespace(
-        data=data, federate=SimpleNamespace(client_num=clients), llm=SimpleNamespace(tok_len=tok_len), seed=seed
-    )
+    """A configuration that can be changed, with the defaults of all other keys but ``data.max_dropped``."""
+    own = {"type": str(type), "root": str(root), "args": list(args), "splits": list(splits), "splitter": splitter,
+           "splitter_args": list(splitter_args), "subsample": subsample, "max_dropped": 1.0}  # fmt: skip
+    usual = Settings()
+    sections = {name: SimpleNamespace(**vars(getattr(usual, name))) for name in ("federate", "llm", "lowrank", "model")}
+    made = SimpleNamespace(
+        **sections, data=SimpleNamespace(**{**vars(usual.data), **own}), seed=seed, source=Origin(), alone=0,
+        own_settings={},
+    )  # fmt: skip
+    made.federate.client_num, made.llm.tok_len = clients, tok_len
+    return made
 
 
 @pytest.fixture
