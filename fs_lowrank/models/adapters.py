@@ -35,6 +35,7 @@ from .kinds import (
 )
 from .names import HEAD_MODULES, PEFT_HEADS, all_tensors, is_head, tags, with_owners, zero_at_start
 from .prompts import check_virtual_tokens, text_only
+from .quantised import is_quantised
 
 if TYPE_CHECKING:
     import peft
@@ -98,6 +99,11 @@ def _check_pairs(model: nn.Module, adapter: str) -> None:
         if adapter not in getattr(module, "lora_A", ()):
             continue
         down, up, base = module.lora_A[adapter].weight, module.lora_B[adapter].weight, module.get_base_layer()
+        if _computes_more(base):
+            raise UserError(
+                f"llm.adapter.args: {name} is a {type(base).__name__}, which gives more than a product, so PEFT's pair "
+                "cannot be added to it; leave it out of modules"
+            )
         # For convolutions the longer side is the limit: the papers use rank 128 on layers of 64 channels.
         widest = (max if down.ndim > 2 else min)(down.flatten(1).shape[1], up.shape[0])
         if len(down) > widest:  # its own rank, by rank_pattern if that names it
@@ -316,6 +322,11 @@ def _targets(model: nn.Module, spec: AdapterSpec) -> list[str] | str | None:
     return list(spec.target_modules)
 
 
+def _computes_more(module: nn.Module) -> bool:
+    """Whether a linear layer has a ``forward`` of a model's own, as PhiMoE's router, which gives the chosen experts."""
+    return isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward and not is_quantised(module)
+
+
 def _all_linear(model: nn.Module, spec: AdapterSpec) -> list[str]:
     """The full names of all linear modules but the head's, in the layers that ``spec`` asks for."""
     from transformers.pytorch_utils import Conv1D
@@ -326,6 +337,7 @@ def _all_linear(model: nn.Module, spec: AdapterSpec) -> list[str]:
         name
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D))
+        and not _computes_more(module)
         and module is not out
         and not is_head(f"{name}.weight", heads)
         and name.startswith(inside)

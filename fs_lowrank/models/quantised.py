@@ -142,10 +142,11 @@ def _kind(model: Any) -> str:
 
 def layers(model: nn.Module) -> dict[str, Any]:
     """The quantised layers of ``model`` by name."""
-    return {name: module for name, module in model.named_modules() if _is_quantised(module)}
+    return {name: module for name, module in model.named_modules() if is_quantised(module)}
 
 
-def _is_quantised(module: nn.Module) -> bool:
+def is_quantised(module: nn.Module) -> bool:
+    """Whether bitsandbytes has quantised the weight of a layer."""
     own = dict(module.named_parameters(recurse=False)).get(
         "weight"
     )  # PEFT's layers show the weight of the layer inside them as theirs
@@ -171,7 +172,7 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _scales(module: Any) -> Iterator[tuple[str, Tensor]]:
-    if not _is_quantised(module):
+    if not is_quantised(module):
         return
     state = getattr(module.weight, "quant_state", None)
     if state is None:
@@ -197,7 +198,7 @@ def count(model: nn.Module) -> int:
 
 def version_of(model: nn.Module) -> str:
     """The version of bitsandbytes if ``model`` is quantised, else empty."""
-    return version("bitsandbytes") if any(map(_is_quantised, model.modules())) else ""
+    return version("bitsandbytes") if any(map(is_quantised, model.modules())) else ""
 
 
 def dequantised(model: nn.Module) -> nn.Module:
@@ -212,7 +213,7 @@ def dequantised(model: nn.Module) -> nn.Module:
     for name, layer in list(model.named_modules()):
         adapted = isinstance(layer, BaseTunerLayer)
         base: Any = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
-        if not _is_quantised(base) or name.endswith(".base_layer"):
+        if not is_quantised(base) or name.endswith(".base_layer"):
             continue
         weight = _dequantised(base).to(inner.config.dtype)
         for adapter in layer.active_adapters if adapted else ():

@@ -74,7 +74,7 @@ def test_the_methods_that_run_on_a_quantised_base():
 def test_a_run_learns_resumes_to_the_bit_and_leaves_the_base(bench, method, task, dtype):
     plain = Bench(bench.folder / f"{method}-{task}", {**keys_of(method), "lowrank.dtype": dtype})
     engine = plain.make(task, method)
-    assert set(map(quantised._is_quantised, quantised.layers(engine.model).values())) == {True}
+    assert set(map(quantised.is_quantised, quantised.layers(engine.model).values())) == {True}
     base = {n: p.clone() for n, p in engine.model.named_parameters() if p.dtype in (torch.uint8, torch.int8)}
     base |= {n: t.clone() for n, t in quantised.beside(engine.model).items()}
     before = state_of(engine)
