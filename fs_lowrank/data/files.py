@@ -54,7 +54,7 @@ def as_texts(where: str | Path, column: str, values: pd.Series) -> pd.Series:
 
 
 def read_bytes(path: Path, named_by: str = "data.root and data.type") -> bytes:
-    """What is in a file; of one that is compressed by gzip, what it holds.
+    """What is in a file; of one that is compressed by gzip, by its first bytes and not its name, what it holds.
 
     Args:
         named_by: the config keys that give the path, for messages.
@@ -75,7 +75,7 @@ def read_bytes(path: Path, named_by: str = "data.root and data.type") -> bytes:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     refuse_pointer(path, raw)
     try:
-        return gzip.decompress(raw) if path.suffix.lower() == ".gz" or raw[:2] == b"\x1f\x8b" else raw
+        return gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path}: not a whole gzip file: {error}") from error
 

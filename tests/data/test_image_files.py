@@ -37,6 +37,7 @@ def mnist(folder, pack=lambda raw: raw, suffix="", form="{}-{}-idx{}-ubyte"):
     [
         ("", bytes, "", "{}-{}-idx{}-ubyte"),
         ("mnist", gzip.compress, ".gz", "{}-{}-idx{}-ubyte"),
+        ("mnist", bytes, ".gz", "{}-{}-idx{}-ubyte"),  # a browser may unpack a file and leave its name
         ("MNIST/raw", bytes, "", "{}-{}.idx{}-ubyte"),
     ],
 )
