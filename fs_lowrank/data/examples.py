@@ -54,8 +54,6 @@ class Examples:
     _lengths: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if "input_ids" not in self.columns:
-            raise ValueError(f"examples need a column 'input_ids'; there are: {sorted(self.columns)}")
         self.columns = {
             name: rows if isinstance(rows, Ragged) else Ragged.of(rows).narrowed()
             for name, rows in self.columns.items()
@@ -69,8 +67,6 @@ class Examples:
             self.labels = self.labels.astype(np.float32 if self.labels.dtype.kind == "f" else np.int64)
             if self.labels.shape != self._lengths.shape:
                 raise ValueError(f"{len(self._lengths)} examples came with labels of shape {self.labels.shape}")
-            if "labels" in self.columns:
-                raise ValueError("examples have either one label each or one label a token, not both")
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -150,8 +146,6 @@ class Examples:
             sets of classes, and ``(batch, longest)`` for a language model.
         """
         chosen = np.asarray(indices, dtype=np.int64)
-        if not chosen.size:
-            raise ValueError("a batch needs at least one example")
         lengths = self._lengths[chosen]
         # The mask is made from the lengths, because the padding token may also be the end-of-sequence token.
         mask = np.arange(lengths.max())[None, :] < lengths[:, None]

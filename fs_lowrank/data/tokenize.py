@@ -299,9 +299,7 @@ def _slices(count: int, folder: Path | None = None) -> Iterator[slice]:
         yield slice(start, min(start + size, count))
 
 
-def _limit(tokenizer: Any, max_len: Any) -> int:
-    if isinstance(max_len, bool) or not isinstance(max_len, (int, np.integer)) or max_len < 1:
-        raise UserError(f"llm.tok_len must be a positive integer, got {max_len!r}")
+def _limit(tokenizer: Any, max_len: int) -> int:
     limit = getattr(tokenizer, "model_max_length", max_len) or max_len
     if limit < max_len:
         say_once(f"llm.tok_len = {max_len} is lowered to {limit}, the longest text that the tokenizer is made for")

@@ -50,17 +50,10 @@ def test_fingerprint_depends_only_on_the_contents():
 @pytest.mark.parametrize(
     "columns, labels",
     [
-        ({"labels": [[1]]}, None),
         ({"input_ids": [[1, 2]], "token_type_ids": [[0]]}, None),
         ({"input_ids": [[1, 2]]}, [0, 1]),
-        ({"input_ids": [[1]], "labels": [[1]]}, [0]),
     ],
 )
 def test_columns_that_do_not_fit_are_refused(columns, labels):
     with pytest.raises(ValueError):
         Examples(columns, labels)
-
-
-def test_empty_batch_is_refused():
-    with pytest.raises(ValueError, match="at least one"):
-        classes().batch([])

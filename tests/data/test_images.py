@@ -21,8 +21,6 @@ def test_a_batch_is_normalised_floats():
     assert batch["pixel_values"].dtype == torch.float32 and batch["labels"].tolist() == [1, 1]
     np.testing.assert_allclose(batch["pixel_values"].numpy(), (data.images[[4, 1]] / 255 - 0.5) / 0.25, atol=1e-6)
     assert len(data) == 6 and data.shape == (1, 8, 8) and data.lengths.tolist() == [1] * 6
-    with pytest.raises(ValueError, match="at least one"):
-        data.batch([])
 
 
 def test_a_selection_shares_the_images():
@@ -40,10 +38,7 @@ def test_image_fingerprint_depends_only_on_the_contents():
     assert first.select([0]).fingerprint() != ImageExamples(first.images, [0], [1], first.pipeline).fingerprint()
 
 
-def test_arrays_that_are_not_images():
-    for images in (np.zeros((2, 8, 8), np.uint8), np.zeros((2, 1, 8, 8))):
-        with pytest.raises(ValueError, match="uint8"):
-            ImageExamples(images, [0], [0], Pipeline([]))
+def test_labels_that_are_not_those_of_the_images():
     with pytest.raises(ValueError, match="labels"):
         ImageExamples(np.zeros((2, 1, 8, 8), np.uint8), [0, 1], [0], Pipeline([]))
 
