@@ -8,11 +8,8 @@ import os
 import ssl
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 from urllib.request import url2pathname
@@ -34,7 +31,7 @@ from fs_lowrank.data.fetch.items import Item
 from fs_lowrank.errors import UserError
 
 TIMEOUT_SECONDS = 12.0  # for a connection, and between two parts of an answer; three attempts end within a minute
-WORD_SECONDS = 5.0  # between two lines of progress
+WORD_SECONDS = 5.0  # between two lines of progress where no terminal shows a bar
 _AGAIN = Retry(2, backoff_factor=0.5, status_forcelist=(408, 429, 500, 502, 503, 504))
 
 
@@ -57,7 +54,9 @@ def download(item: Item, folder: Path, progress: Callable[[str], None]) -> Path:
                     f"{item.filename}: the index promises SHA-256 {promised}, but {item.sha256} is expected; "
                     "this mirror does not have the published file"
                 )
-            target, meter = folder / item.filename, _meter(item.filename, progress)
+            target, often = folder / item.filename, 0.1 if sys.stderr.isatty() else WORD_SECONDS
+            bar = {"desc": item.filename, "unit": "B", "unit_scale": True, "leave": False, "mininterval": often}
+            meter = tqdm_progress_factory(**bar, disable=progress is not print)
             client.download_package(named[item.filename], target, verify=False, timeout=TIMEOUT_SECONDS, progress=meter)
             return target
     except NoSuchProjectError as error:
@@ -72,27 +71,6 @@ def download(item: Item, folder: Path, progress: Callable[[str], None]) -> Path:
             f"{item.filename}: {reason_of(error)}; check the network and fetch it again, or name a mirror that can be "
             "reached with PIP_INDEX_URL"
         ) from error
-
-
-def _meter(name: str, progress: Callable[[str], None]):
-    """The progress tracker for pypi-simple: a bar on a terminal, else a line every few seconds."""
-    if progress is print and sys.stdout.isatty():
-        return tqdm_progress_factory(desc=name, unit="B", unit_scale=True, leave=False)
-
-    @contextmanager
-    def lines(total: int | None) -> Iterator[SimpleNamespace]:
-        done, shown_at = 0, time.monotonic()
-
-        def update(count: int) -> None:
-            nonlocal done, shown_at
-            done += count
-            if time.monotonic() - shown_at > WORD_SECONDS:
-                shown_at = time.monotonic()
-                progress(f"  {name}: {done / 1e6:.0f}{f' of {total / 1e6:.0f}' if total else ''} MB")
-
-        yield SimpleNamespace(update=update)
-
-    return lines
 
 
 # The configuration of pip
