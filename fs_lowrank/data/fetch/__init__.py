@@ -90,7 +90,7 @@ def fetch(name: str, home: str | os.PathLike | None = None, progress: Callable[[
     """Download item ``name`` unless it exists already; returns its folder.
 
     The folder is prepared under a temporary name and renamed when it is complete, so an interrupted fetch is never
-    mistaken for a finished one. ``progress`` receives lines of text; by default a bar is shown on a terminal.
+    mistaken for a finished one. ``progress`` receives lines of text; a bar is on the standard error.
 
     Raises:
         UserError: unknown name, unreachable or incomplete index, wrong checksum, or a missing tool.

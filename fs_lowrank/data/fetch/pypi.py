@@ -31,7 +31,7 @@ from fs_lowrank.data.fetch.items import Item
 from fs_lowrank.errors import UserError
 
 TIMEOUT_SECONDS = 12.0  # for a connection, and between two parts of an answer; three attempts end within a minute
-WORD_SECONDS = 5.0  # between two lines of progress where no terminal shows a bar
+WORD_SECONDS = 5.0  # between two states of the bar where it is not on a terminal
 _AGAIN = Retry(2, backoff_factor=0.5, status_forcelist=(408, 429, 500, 502, 503, 504))
 
 
@@ -55,8 +55,8 @@ def download(item: Item, folder: Path, progress: Callable[[str], None]) -> Path:
                     "this mirror does not have the published file"
                 )
             target, often = folder / item.filename, 0.1 if sys.stderr.isatty() else WORD_SECONDS
-            bar = {"desc": item.filename, "unit": "B", "unit_scale": True, "leave": False, "mininterval": often}
-            meter = tqdm_progress_factory(**bar, disable=progress is not print)
+            bar = {"desc": item.filename, "unit": "B", "unit_scale": True, "leave": False}
+            meter = tqdm_progress_factory(**bar, mininterval=often, delay=often)
             client.download_package(named[item.filename], target, verify=False, timeout=TIMEOUT_SECONDS, progress=meter)
             return target
     except NoSuchProjectError as error:
