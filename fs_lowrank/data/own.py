@@ -16,7 +16,7 @@ import pandas as pd
 
 from fs_lowrank.data import stored
 from fs_lowrank.data.files import SUFFIXES as TABLES
-from fs_lowrank.data.files import as_texts, natural, read_table
+from fs_lowrank.data.files import as_texts, file_digest, natural, read_table
 from fs_lowrank.data.labels import from_flags, label_text
 from fs_lowrank.data.stored import Stored, StoredFrame, class_names, is_saved, is_stored, open_stored
 from fs_lowrank.data.tables import (
@@ -117,16 +117,11 @@ def digests(path: Path, args: Mapping[str, Any]) -> dict[str, str]:
         files = [
             file for each in _matching(place) or [place] for file in ([each] if each.is_file() else each.rglob("*"))
         ]
-        own = {str(f): _digest(f) for f in sorted(files) if f.is_file()}
+        own = {str(f): file_digest(f) for f in sorted(files) if f.is_file()}
         if own:
             whole = hashlib.sha256("".join(f"{Path(name).name} {of}\n" for name, of in own.items()).encode())
             found[role] = own[str(place)] if str(place) in own else whole.hexdigest()
     return found
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_own(

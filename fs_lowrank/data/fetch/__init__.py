@@ -8,7 +8,6 @@ releases: ``apt`` checks the archive, and each extracted file is compared with i
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -21,6 +20,7 @@ from typing import Any
 
 from fs_lowrank.data.fetch.archives import extract
 from fs_lowrank.data.fetch.items import FETCHABLE, Item
+from fs_lowrank.data.files import file_digest
 from fs_lowrank.errors import DamagedFile, UserError, nearest
 from fs_lowrank.jobs.files import read_json
 
@@ -77,13 +77,8 @@ def _changed(folder: Path) -> str:
 
 @cache
 def _known_digest(path: Path, size: int, changed: int) -> str:
-    """``_digest``, computed once for a file of that size which was last changed at that time."""
-    return _digest(path)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Its digest, computed once for a file of that size which was last changed at that time."""
+    return file_digest(path)
 
 
 def fetch(name: str, home: str | os.PathLike | None = None, progress: Callable[[str], None] = print) -> Path:
@@ -132,7 +127,7 @@ def fetch(name: str, home: str | os.PathLike | None = None, progress: Callable[[
             item.make(taken, built)
         marker: dict[str, Any] = {"name": name, "version": item.version, "sha256": item.sha256, "package": item.package}
         files = sorted(path for path in built.rglob("*") if path.is_file())
-        marker = {**marker, "files": {path.relative_to(built).as_posix(): _digest(path) for path in files}}
+        marker = {**marker, "files": {path.relative_to(built).as_posix(): file_digest(path) for path in files}}
         (built / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
         target = root / name
         _discard(target)
@@ -149,7 +144,7 @@ _home = home  # the functions above take an argument of that name
 
 
 def _check(file: Path, expected: str) -> None:
-    if expected and (computed := _digest(file)) != expected:
+    if expected and (computed := file_digest(file)) != expected:
         raise UserError(
             f"{file.name}: wrong checksum: SHA-256 {computed} came, {expected} is expected; it was discarded"
         )
