@@ -309,29 +309,23 @@ def by_field(
         held = list(groups.values())
         shared = Ragged.of(rng.permutation(np.concatenate(held[client::num_clients])) for client in range(num_clients))
         return _lift(shared, floor, rng)
-    room = {value: len(group) // floor for value, group in groups.items()}
-    small = [value for value, places in room.items() if places < 1]
-    if small:
-        raise UserError(
-            f"column {field!r}: value {small[0]!r} has {len(groups[small[0]])} rows, fewer than min_size {floor}"
-        )
+    counts = np.array(list(map(len, groups.values())))
+    room, given = counts // floor, np.ones(len(counts), np.int64)
+    for value, count in zip(groups, counts):
+        if count < floor:
+            raise UserError(f"column {field!r}: value {value!r} has {count} rows, fewer than min_size {floor}")
     # The Sainte-Laguë method of apportionment: the next client goes to the first value with the largest quotient.
-    given = dict.fromkeys(groups, 1)
-    waiting = [(-len(group) / 3, i, value) for i, (value, group) in enumerate(groups.items()) if room[value] > 1]
-    heapq.heapify(waiting)
     for _ in range(num_clients - len(groups)):
-        if not waiting:
+        quotients = np.where(given < room, counts / (2 * given + 1), 0.0)
+        if not quotients.any():
             raise UserError(
-                f"column {field!r}: no more than {sum(room.values())} clients of one value and at least {floor} rows "
+                f"column {field!r}: no more than {room.sum()} clients of one value and at least {floor} rows "
                 f"are possible, {num_clients} are asked for"
             )
-        _, i, value = heapq.heappop(waiting)
-        given[value] += 1
-        if given[value] < room[value]:
-            heapq.heappush(waiting, (-len(groups[value]) / (2 * given[value] + 1), i, value))
+        given[quotients.argmax()] += 1
     parts = []
-    for value, group in groups.items():
-        sizes = _sizes(len(group), given[value], size_alpha, floor, rng)
+    for group, clients in zip(groups.values(), given.tolist()):
+        sizes = _sizes(len(group), clients, size_alpha, floor, rng)
         parts.append(Ragged(rng.permutation(group), sizes))
     return Ragged.join(parts)
 
