@@ -81,17 +81,16 @@ def _find(name: str, folders: Sequence[Path], files: Sequence[Sequence[str]]) ->
     Raises:
         UserError: no folder has all; the message names what is missing in the one that has most.
     """
-    best: tuple[int, Path, str] | None = None
+    lacking = []
     for folder in folders:
         paths = [next((folder / n for n in names if (folder / n).is_file()), None) for names in files]
-        if all(paths):
+        missing = [names[0] for names, path in zip(files, paths) if path is None]
+        if not missing:
             return [path for path in paths if path is not None]
-        missing = next(names[0] for names, path in zip(files, paths) if path is None)
-        count = sum(path is not None for path in paths)
-        if best is None or count > best[0]:
-            best = count, folder, missing
-    if best is not None and best[0]:
-        raise UserError(f"data.type {name}: {best[1]} has no {best[2]}")
+        lacking.append((len(missing), folder, missing[0]))
+    count, folder, first = min(lacking, key=lambda item: item[0])
+    if count < len(files):
+        raise UserError(f"data.type {name}: {folder} has no {first}")
     where = ", ".join(map(str, folders))
     raise UserError(f"data.type {name}: no {files[0][0]} in any of: {where}; {IMAGE_SETS[name]['hint']}")
 
