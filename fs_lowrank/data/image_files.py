@@ -75,24 +75,29 @@ def _raw(images: np.ndarray, splits: Mapping[str, Mapping[str, np.ndarray]], nam
     return RawData.of(IMAGE_CLASSIFICATION, frames, names, fields, images=images, **about)
 
 
-def _find(name: str, folders: Sequence[Path], files: Sequence[Sequence[str]]) -> list[Path]:
-    """The paths of ``files`` in the first folder that has all of them. Each file may have several names.
+def _find(name: str, folders: Sequence[Path], files: Sequence[str]) -> list[Path]:
+    """The paths of ``files`` in the first folder that has all of them.
 
     Raises:
         UserError: no folder has all; the message names what is missing in the one that has most.
     """
     lacking = []
     for folder in folders:
-        paths = [next((folder / n for n in names if (folder / n).is_file()), None) for names in files]
-        missing = [names[0] for names, path in zip(files, paths) if path is None]
+        found = {file: [folder / n for n in _spellings(file) if (folder / n).is_file()] for file in files}
+        missing = [file for file, paths in found.items() if not paths]
         if not missing:
-            return [path for path in paths if path is not None]
+            return [paths[0] for paths in found.values()]
         lacking.append((len(missing), folder, missing[0]))
     count, folder, first = min(lacking, key=lambda item: item[0])
     if count < len(files):
         raise UserError(f"data.type {name}: {folder} has no {first}")
     where = ", ".join(map(str, folders))
-    raise UserError(f"data.type {name}: no {files[0][0]} in any of: {where}; {IMAGE_SETS[name]['hint']}")
+    raise UserError(f"data.type {name}: no {files[0]} in any of: {where}; {IMAGE_SETS[name]['hint']}")
+
+
+def _spellings(file: str) -> list[str]:
+    """How a file may be called: IDX files are compressed or not, and some have a dot in their name."""
+    return [file, f"{file}.gz", file.replace("-idx", ".idx"), f"{file}.gz".replace("-idx", ".idx")]
 
 
 def _check_labels(path: Path, labels: np.ndarray, count: int, classes: int) -> None:
@@ -118,19 +123,10 @@ def _idx(path: Path, axes: int) -> np.ndarray:
     return np.frombuffer(raw, np.uint8, offset=start).reshape(shape)
 
 
-def _read_idx_set(name: str, folders: Sequence[Path]) -> tuple[list[Path], dict[str, _Part]]:
-    names = [
-        [f"{split}-{what}{sign}idx{axes}-ubyte{end}" for sign in "-." for end in ("", ".gz")]
-        for split in ("train", "t10k")
-        for what, axes in (("images", 3), ("labels", 1))
-    ]
-    files = _find(name, folders, names)
-    parts = {}
-    for split, pixels, classes in ((TRAIN, files[0], files[1]), (TEST, files[2], files[3])):
-        images, labels = _idx(pixels, 3), _idx(classes, 1)
-        _check_labels(classes, labels, len(images), len(IMAGE_SETS[name]["names"]))
-        parts[split] = _Part(images[:, None], {"label": labels})
-    return files, parts
+def _read_idx(paths: Sequence[Path], about: Mapping[str, Any], count: int) -> _Part:
+    images, labels = _idx(paths[0], 3), _idx(paths[1], 1)
+    _check_labels(paths[1], labels, len(images), len(about["names"]))
+    return _Part(images[:, None], {"label": labels})
 
 
 def _records(path: Path, ahead: int, count: int) -> np.ndarray:
@@ -140,45 +136,36 @@ def _records(path: Path, ahead: int, count: int) -> np.ndarray:
     return np.frombuffer(raw, np.uint8).reshape(count, -1)
 
 
-def _read_cifar(name: str, folders: Sequence[Path]) -> tuple[list[Path], dict[str, _Part]]:
-    about = IMAGE_SETS[name]
+def _read_cifar(paths: Sequence[Path], about: Mapping[str, Any], count: int) -> _Part:
     fields: dict[str, int] = about["labels"]
-    files = _find(name, folders, [[file] for files in about["files"].values() for file in files])
-    parts, paths = {}, iter(files)
-    for split, listed in about["files"].items():
-        batches = []
-        for path in islice(paths, len(listed)):
-            batches.append(_records(path, len(fields), about["records"][split]))
-            for column, count in enumerate(fields.values()):
-                _check_labels(path, batches[-1][:, column], len(batches[-1]), count)
-        rows = np.concatenate(batches)
-        values = {field: rows[:, column] for column, field in enumerate(fields)}
-        parts[split] = _Part(rows[:, len(fields) :].reshape(-1, 3, 32, 32), values)
-    return files, parts
+    batches = [_records(path, len(fields), count) for path in paths]
+    for path, batch in zip(paths, batches):
+        for column, classes in enumerate(fields.values()):
+            _check_labels(path, batch[:, column], len(batch), classes)
+    rows = np.concatenate(batches)
+    values = {field: rows[:, column] for column, field in enumerate(fields)}
+    return _Part(rows[:, len(fields) :].reshape(-1, 3, 32, 32), values)
 
 
-def _read_svhn(name: str, folders: Sequence[Path]) -> tuple[list[Path], dict[str, _Part]]:
+def _read_svhn(paths: Sequence[Path], about: Mapping[str, Any], count: int) -> _Part:
     from scipy.io import loadmat
 
-    files = _find(name, folders, list(IMAGE_SETS[name]["files"].values()))
-    parts = {}
-    for split, path in zip((TRAIN, TEST), files):
-        try:
-            content = loadmat(path, variable_names=["X", "y"])
-            pixels, labels = content["X"], content["y"].reshape(-1)
-        except Exception as error:  # scipy raises various errors for a damaged file
-            raise UserError(f"{path}: cannot be read as SVHN's 32x32 file: {error}") from error
-        if pixels.ndim != 4 or pixels.shape[:3] != (32, 32, 3) or pixels.dtype != np.uint8:
-            raise UserError(f"{path}: X is {pixels.dtype} {pixels.shape}, expected uint8 (32, 32, 3, n)")
-        labels = labels.astype(np.int64) % 10  # zero is written as 10
-        _check_labels(path, labels, pixels.shape[3], 10)
-        parts[split] = _Part(np.ascontiguousarray(pixels.transpose(3, 2, 0, 1)), {"label": labels})
-    return files, parts
+    path = paths[0]
+    try:
+        content = loadmat(path, variable_names=["X", "y"])
+        pixels, labels = content["X"], content["y"].reshape(-1)
+    except Exception as error:  # scipy raises various errors for a damaged file
+        raise UserError(f"{path}: cannot be read as SVHN's 32x32 file: {error}") from error
+    if pixels.ndim != 4 or pixels.shape[:3] != (32, 32, 3) or pixels.dtype != np.uint8:
+        raise UserError(f"{path}: X is {pixels.dtype} {pixels.shape}, expected uint8 (32, 32, 3, n)")
+    labels = labels.astype(np.int64) % 10  # zero is written as 10
+    _check_labels(path, labels, pixels.shape[3], 10)
+    return _Part(np.ascontiguousarray(pixels.transpose(3, 2, 0, 1)), {"label": labels})
 
 
-#: name -> format of the files, folders, names of classes, mean and std, and what to do if files are missing
+#: name -> format, files, folders, names of classes, mean and std, and what to do if files are missing
 IMAGE_SETS: dict[str, dict[str, Any]] = read_packaged(__package__, "image_sets.yaml")
-_READERS = {"idx": _read_idx_set, "cifar": _read_cifar, "svhn": _read_svhn}
+_READERS = {"idx": _read_idx, "cifar": _read_cifar, "svhn": _read_svhn}
 
 
 def read_image_set(name: str, root: Path, home: str | Path | None = None) -> RawData:
@@ -192,10 +179,16 @@ def read_image_set(name: str, root: Path, home: str | Path | None = None) -> Raw
     about = IMAGE_SETS[name]
     fetched = usable(name, home)
     folders = [*(root / folder for folder in about["folders"]), *([fetched] if fetched else [])]
-    files, parts = _READERS[about["format"]](name, [*folders, *map(Path, about.get("more", ()))])
+    folders += map(Path, about.get("more", ()))
+    listed: dict[str, list[str]] = about["files"]
+    found = _find(name, folders, [file for files in listed.values() for file in files])
+    paths, parts = iter(found), {}
+    for split, files in listed.items():
+        count = about.get("records", {}).get(split, 0)
+        parts[split] = _READERS[about["format"]](list(islice(paths, len(files))), about, count)
     names = about.get("names")
     if names is None:
-        names = _names(files[0].with_name(about["names_file"]), about["labels"]["label"])
+        names = _names(found[0].with_name(about["names_file"]), about["labels"]["label"])
     images = np.concatenate([part.images for part in parts.values()])
     mean, std = tuple(about["mean"]), tuple(about["std"])
     return _raw(images, {s: p.values for s, p in parts.items()}, names, source=about["source"], mean=mean, std=std)
