@@ -149,6 +149,19 @@ def test_all_linear_modules_but_the_head(tiny_encoder, tmp_path, layers):
     torch.testing.assert_close(again(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
 
 
+def test_all_linear_leaves_out_layers_that_give_more_than_a_product():
+    """PhiMoE's router is a linear layer whose output is a tuple, to which PEFT cannot add a pair."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 64}
+    config = AutoConfig.for_model("phimoe", **sizes, **heads, pad_token_id=0, bos_token_id=2, eos_token_id=3)
+    model = add_adapter(AutoModelForCausalLM.from_config(config), AdapterSpec(r=1, target_modules=("all-linear",)), 0)
+    adapted = {a.split(".lora_A.")[0].rpartition(".")[2] for _, a in pairs(named_tensors(model, ("adapter",)))}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert model(input_ids=torch.arange(4, 12)[None]).logits.isfinite().all()
+    with pytest.raises(UserError, match="router is a PhimoeTopKRouter, which gives more than a product"):
+        add_adapter(AutoModelForCausalLM.from_config(config), AdapterSpec(r=1, target_modules=("router",)), 0)
+
+
 def test_the_head_of_a_language_model_is_not_linear(tiny_causal):
     names = target_modules(causal(tiny_causal), AdapterSpec(target_modules=("all-linear",)))
     assert names and not any("lm_head" in name for name in names)
