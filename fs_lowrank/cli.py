@@ -195,6 +195,23 @@ class _Live:
             self.status.stop()
 
 
+def _beginning() -> list:
+    """A callback that prints what is trained, what is computed once, and where results go."""
+    from . import Callback
+    from .runs.summary import human_bytes, human_percent
+
+    class Beginning(Callback):
+        def on_start(self, run):
+            total, trains = run.site.parameters["total"], run.site.parameters["trainable"]
+            text = f"trains {trains:,} of {total:,} weights ({human_percent(trains / total)})"
+            if prefix := run.site.prefix:
+                of = f"{prefix.depth} of {len(prefix.layers)} layers"
+                text += f"; computes the first {of} once, without dropout ({human_bytes(prefix.planned)})"
+            console.print(f"  {text}; results go to {run.outdir}", soft_wrap=True)
+
+    return [Beginning()]
+
+
 def _overrides(args: argparse.Namespace) -> list[str]:
     """The overrides of the command line, with those that have an option of their own."""
     options = {"federate.process_num": args.workers, "lowrank.clients": args.client_cfg}
@@ -303,8 +320,6 @@ def _print_notes(results: dict) -> None:
 
 
 def _print_saved(result) -> None:
-    from .runs.summary import human_percent
-
     images = result.facts.get("images")
     meanings = {
         "adapter": "the global adapter, for plain PEFT" + (" over its folder base" if images else ""),
@@ -314,9 +329,6 @@ def _print_saved(result) -> None:
         "personal": "every client's own adapter over that model, for plain PEFT",
         "curves": "learning curves",
     }
-    total, trains = result.facts["parameters"]["total"], result.facts["parameters"]["trainable"]
-    share = human_percent(trains / total)
-    console.print(f"  parameters: {total:,} in the model, {trains:,} trained by a client ({share})", soft_wrap=True)
     for name, path in result.saved.items():
         if name in meanings:
             console.print(f"  {meanings[name]}: {path}", soft_wrap=True)
@@ -382,6 +394,7 @@ def _run(args: argparse.Namespace) -> int | None:
             progress=False,
             on_round=live.on_round,
             on_client=live.on_client,
+            callbacks=_beginning(),
         )
     finally:
         live.stop()
@@ -434,6 +447,7 @@ def _compare(args: argparse.Namespace) -> None:
             on_method=lambda name: _announce(config, name),
             on_round=live.on_round,
             on_client=live.on_client,
+            callbacks=_beginning(),
         )
     finally:
         live.stop()

@@ -77,6 +77,8 @@ def test_a_run_from_start_to_files(curves, command, config_file, tmp_path, caplo
         str(tmp_path / "run" / "adapter"),
         str(tmp_path / "run" / "curves.png"),
         "(one standard error of ",
+        " weights (",
+        f"results go to {tmp_path / 'run'}",
         f"next: fs-lowrank report {tmp_path / 'run'}",
     ):
         assert part in text
