@@ -7,6 +7,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.table import Table
@@ -19,6 +20,8 @@ from .errors import UserError, counted, hint
 from .jobs import shell, tables
 
 console = shell.make_console(120)
+#: prints a line that a terminal wraps, so that names and commands in it can be copied
+_say = partial(console.print, soft_wrap=True)
 _CODES = (
     "exit code: 0; 1 if a run could not continue, or doctor misses something; 2 for a usage error; 130 if interrupted"
 )
@@ -188,7 +191,7 @@ class _Live:
             f"down {human_bytes(record['downlink_bytes'] / max(len(record['selected']), 1))} a client  "
             f"{sum(record['seconds'].values()):.1f} s",
         )
-        console.print(line, soft_wrap=True)
+        _say(line)
 
     def stop(self) -> None:
         if self.status:
@@ -207,7 +210,7 @@ def _beginning() -> list:
             if prefix := run.site.prefix:
                 of = f"{prefix.depth} of {len(prefix.layers)} layers"
                 text += f"; computes the first {of} once, without dropout ({human_bytes(prefix.planned)})"
-            console.print(f"  {text}; results go to {run.outdir}", soft_wrap=True)
+            _say(f"  {text}; results go to {run.outdir}")
 
     return [Beginning()]
 
@@ -218,9 +221,7 @@ def _overrides(args: argparse.Namespace) -> list[str]:
     words = [*args.overrides, *(word for key, value in options.items() if value for word in (key, value))]
     given = dict(zip(words[::2], words[1::2]))
     for key in (key for key in given if words[::2].count(key) > 1):
-        console.print(
-            f"{key} is given more than once; the last, {given[key]}, is taken", style="yellow", soft_wrap=True
-        )
+        _say(f"{key} is given more than once; the last, {given[key]}, is taken", style="yellow")
     return words
 
 
@@ -285,10 +286,9 @@ def _print_results(results: dict, file: Path | None = None) -> None:
         _print_figures(of_clients(scored), lines)
     for name, result in results.items():
         total = result.bytes["uplink_bytes"] + result.bytes["downlink_bytes"]
-        console.print(
+        _say(
             f"  {name}: {human_bytes(total)} in all, measured; {human_bytes(result.facts['formula_bytes'])} "
-            "by the papers' 2 · clients a round · bytes sent · rounds",
-            soft_wrap=True,
+            "by the papers' 2 · clients a round · bytes sent · rounds"
         )
 
 
@@ -302,21 +302,20 @@ def _print_notes(results: dict) -> None:
         if "test_acc" in result.final and rows and not result.language:
             score = result.final["test_acc"]
             error = f"{standard_error(score, rows):.3f} (one standard error of {rows:,} samples)"
-            console.print(f"  {name}: test accuracy {score:.3f} ± {error}", soft_wrap=True)
+            _say(f"  {name}: test accuracy {score:.3f} ± {error}")
         if result.before:
             shown = for_people({n: v for n, v in result.before.items() if n.count("_") == 1}, result.language)
             began = ", ".join(f"{n.replace('_', ' ')} {v:.3f}" for n, v in shown.items())
-            console.print(f"  {name}: before round 1: {began}", soft_wrap=True)
+            _say(f"  {name}: before round 1: {began}")
         if "unseen_test_acc" in result.final:
             listed = ", ".join(map(str, result.unseen[:20])) + (", …" if len(result.unseen) > 20 else "")
-            console.print(
+            _say(
                 f"  {name}: {len(result.unseen)} of {len(result.facts['clients'])} clients never took part ({listed}): "
                 f"test {'token ' * result.language}acc {result.final['unseen_test_acc']:.3f} on their shares of the "
-                "test set",
-                soft_wrap=True,
+                "test set"
             )
         if result.verdict:
-            console.print(f"  {name}: {result.verdict}", style="yellow", soft_wrap=True)
+            _say(f"  {name}: {result.verdict}", style="yellow")
 
 
 def _print_saved(result) -> None:
@@ -331,8 +330,8 @@ def _print_saved(result) -> None:
     }
     for name, path in result.saved.items():
         if name in meanings:
-            console.print(f"  {meanings[name]}: {path}", soft_wrap=True)
-    console.print(f"  records, configuration, checkpoints, pictures, tables: {result.outdir}", soft_wrap=True)
+            _say(f"  {meanings[name]}: {path}")
+    _say(f"  records, configuration, checkpoints, pictures, tables: {result.outdir}")
 
 
 def _dry_run(config, engine: str, file: Path | None) -> int:
@@ -350,15 +349,13 @@ def _dry_run(config, engine: str, file: Path | None) -> int:
         from .runs.summary import human_time
 
         or_less = f" or less, as {found.together} clients train at once," if found.together > 1 else ""
-        console.print(
-            f"  about {human_time(found.seconds)}{or_less} for {found.steps:,.0f} steps of clients, and the "
-            "evaluations",
-            soft_wrap=True,
+        _say(
+            f"  about {human_time(found.seconds)}{or_less} for {found.steps:,.0f} steps of clients, and the evaluations"
         )
     for place in found.lacking:
-        console.print(f"  it will not fit: {place}", style="yellow", soft_wrap=True)
+        _say(f"  it will not fit: {place}", style="yellow")
     for advice in found.advice:
-        console.print(f"  set {advice}", soft_wrap=True)
+        _say(f"  set {advice}")
     return 1 if found.lacking else 0
 
 
@@ -369,7 +366,7 @@ def _run(args: argparse.Namespace) -> int | None:
         raise UserError(f"--table {args.table}: of --dry-run; a run writes its table to summary.csv in its outdir")
     if args.data is not None:
         args.cfg = init.write(args, None)
-        console.print(f"{args.cfg}: written for {args.data}; its comments mark what was guessed", soft_wrap=True)
+        _say(f"{args.cfg}: written for {args.data}; its comments mark what was guessed")
     elif said := init.given_options(args):
         raise UserError(f"{', '.join(said)}: options of --data FILE; with --cfg, the file or `key value` says it")
     from .config import load_config
@@ -383,7 +380,7 @@ def _run(args: argparse.Namespace) -> int | None:
 
     args.outdir = outdir_of(config)
     if args.resume and not (folder := args.outdir / "checkpoint").exists():
-        console.print(f"there is no {folder}: starting at round 1", soft_wrap=True)
+        _say(f"there is no {folder}: starting at round 1")
     live = _Live(config)
     try:
         result = run(
@@ -399,13 +396,13 @@ def _run(args: argparse.Namespace) -> int | None:
     finally:
         live.stop()
     if not result.history:  # a client process of a distributed run: the results are the server's
-        console.print(f"done; this client's log: {result.outdir}", soft_wrap=True)
+        _say(f"done; this client's log: {result.outdir}")
         return None
     _print_results({result.facts["method"]: result}, args.table)
     _print_notes({result.facts["method"]: result})
     _print_saved(result)
     for words in (("report",), ("evaluate", "--data", "FILE"), ("predict", "--data", "FILE")):
-        console.print(f"  next: {hint(words[0], result.outdir, *words[1:])}", soft_wrap=True)
+        _say(f"  next: {hint(words[0], result.outdir, *words[1:])}")
     return None
 
 
@@ -425,7 +422,7 @@ def _compare(args: argparse.Namespace) -> None:
             lines, path = seeds.compare_seeds(
                 args,
                 methods,
-                lambda text: console.print(text, style="bold", soft_wrap=True),
+                lambda text: _say(text, style="bold"),
                 on_method=lambda name: console.print(name, style="bold"),
                 on_round=live.on_round,
                 on_client=live.on_client,
@@ -433,7 +430,7 @@ def _compare(args: argparse.Namespace) -> None:
         finally:
             live.stop()
         _print_figures(f"mean ± standard deviation over the seeds {args.seeds}", lines, args.table)
-        console.print(f"every value: {path}; the table and the curves over seeds are beside it", soft_wrap=True)
+        _say(f"every value: {path}; the table and the curves over seeds are beside it")
         return
     try:
         results = compare(
@@ -453,16 +450,13 @@ def _compare(args: argparse.Namespace) -> None:
         live.stop()
     first = next(iter(results.values()))
     sizes = sorted(first.facts["clients"])
-    console.print(
-        f"\ndata: {first.facts['source']}; {counted(len(sizes), 'client')} of {sizes[0]} to {sizes[-1]} samples",
-        soft_wrap=True,
-    )
+    _say(f"\ndata: {first.facts['source']}; {counted(len(sizes), 'client')} of {sizes[0]} to {sizes[-1]} samples")
     _print_results(results, args.table)
     _print_notes(results)
     for name, result in results.items():
         console.print(name, style="bold")
         _print_saved(result)
-    console.print(f"all curves: {first.saved['comparison']}", soft_wrap=True)
+    _say(f"all curves: {first.saved['comparison']}")
 
 
 def _methods(args: argparse.Namespace) -> None:
@@ -479,15 +473,12 @@ def _methods(args: argparse.Namespace) -> None:
         return
     tables.only_of_a_list(args)
     cls = get_method_class(args.name)
-    console.print(inspect.cleandoc(inspect.getmodule(cls).__doc__ or cls.__doc__ or ""), soft_wrap=True)
+    _say(inspect.cleandoc(inspect.getmodule(cls).__doc__ or cls.__doc__ or ""))
     fields = dataclasses.fields(cls.Params)
     console.print("\nhyperparameters (config section lowrank):" if fields else "\nno hyperparameters of its own")
     for field in fields:
         limits = [f"{k} {field.metadata[k]}" for k in ("min", "max", "choices") if k in field.metadata]
-        console.print(
-            f"  {field.name} = {field.default!r}: {field.metadata.get('help', '')} ({', '.join(limits)})",
-            soft_wrap=True,
-        )
+        _say(f"  {field.name} = {field.default!r}: {field.metadata.get('help', '')} ({', '.join(limits)})")
 
 
 def _cache(args: argparse.Namespace) -> None:
@@ -499,11 +490,11 @@ def _cache(args: argparse.Namespace) -> None:
         if args.table:
             raise UserError(f"{tables.as_given(args.table)}: with --clear there is no table; leave one of them out")
         size = human_bytes(states.size())
-        console.print(f"removed {states.make_room(-1)} entries, {size}, from {states.folder}", soft_wrap=True)
+        _say(f"removed {states.make_room(-1)} entries, {size}, from {states.folder}")
         return
     found = states.contents()
     size = human_bytes(sum(entry.size for entry in found))
-    console.print(f"{len(found)} entries, {size}, in {states.folder}", soft_wrap=True)
+    _say(f"{len(found)} entries, {size}, in {states.folder}")
     lines = [("model", "frozen layers", "samples", "tokens", "size", "last used")]
     for entry in found:
         tokens = "" if entry.tokens is None else f"{entry.tokens:,}"
@@ -543,9 +534,7 @@ def _fetch(args: argparse.Namespace) -> None:
         return
     tables.only_of_a_list(args)
     for name in args.names:
-        console.print(
-            f"{name}: {fetch(name, progress=lambda text: console.print(text, soft_wrap=True))}", soft_wrap=True
-        )
+        _say(f"{name}: {fetch(name, progress=lambda text: _say(text))}", soft_wrap=True)
 
 
 if __name__ == "__main__":
