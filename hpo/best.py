@@ -21,8 +21,8 @@ from fs_lowrank.runs.chance import Chance
 from fs_lowrank.runs.summary import for_people, human_bytes, shown_name
 from fs_lowrank.versions import SCHEMA, check_schema
 
-from .search import budget, drawn, failures, front, kind
-from .settings import settings_of
+from .search import budget, drawn, failure_text, failures, front, kind, reason_of
+from .settings import settings_of, space_of
 from .space import at_an_end, decoded
 from .storage import CONFIRM, load_study, open_storage, quiet
 from .trial import WATCHED, metric_of, one_test_set
@@ -54,7 +54,7 @@ def confirmation(storage: BaseStorage, study: optuna.Study, winner: FrozenTrial)
     names = sorted(n for n in (measured or [{}])[0] if n.startswith(("val_", "test_")))
     return {
         "seeds": sorted(done),
-        "failed": [t.user_attrs.get("reason", "its worker died") for t in failed],
+        "failed": [reason_of(t)[1] for t in failed],
         "open": sum(kind(t) in ("waiting", "running") for t in trials),
         "metrics": {n: spread([metrics[n] for metrics in measured]) for n in names},
         "budget": budget(trials),
@@ -63,11 +63,9 @@ def confirmation(storage: BaseStorage, study: optuna.Study, winner: FrozenTrial)
 
 def _at_an_end(point: Mapping[str, Any], study: optuna.Study) -> str:
     """A sentence that names the listed keys of a winning point whose value is the smallest or the largest tried."""
-    settings = settings_of(study)
-    space = settings.space
-    listed = {key: given[listing] for key, given in space.items() for listing in ("grid", "choice") if listing in given}
+    listed = {p.key: p.values for p in space_of(study).parameters if p.values}
     tried = [*(p.point for p in points_of(study)), *({key: v} for key, values in listed.items() for v in values)]
-    ends = at_an_end({key: v for key, v in point.items() if key in listed}, tried, settings.base)
+    ends = at_an_end({key: v for key, v in point.items() if key in listed}, tried, settings_of(study).base)
     said = [f"{key} {point[key]:g} is the {'largest' if end > 0 else 'smallest'}" for key, end in ends.items()]
     return f"{' and '.join(said)} that was tried, so a better value may lie beyond" if said else ""
 
@@ -76,7 +74,7 @@ def summary(storage: BaseStorage, name: str) -> dict[str, Any]:
     """A study as plain data: the number of its trials by kind, its winners, its budget, its failures."""
     study = load_study(storage, name)
     settings, trials = settings_of(study), study.get_trials(deepcopy=False)
-    winners = []
+    winners, failed = [], failures(trials)
     for trial in front(study):
         metrics, confirmed = trial.user_attrs.get("metrics", {}), confirmation(storage, study, trial)
         chance, fresh = trial.user_attrs.get("chance"), (confirmed or {"metrics": {}})["metrics"].get("val_acc", {})
@@ -109,20 +107,9 @@ def summary(storage: BaseStorage, name: str) -> dict[str, Any]:
         "budget": budget(trials),
         "winners": winners,
         "tried": sorted(({**p.point, "value": p.value} for p in points_of(study)), key=json.dumps),
-        "failed": [
-            (t.user_attrs.get("kind") or "lost", t.user_attrs.get("reason", "its worker died"))
-            for t in failures(trials)
-        ],
+        "failed": [reason_of(t) for t in failed],
         "failures": [
-            {
-                "trial": t.number,
-                "kind": t.user_attrs.get("kind") or "lost",
-                "reason": t.user_attrs.get("reason", "its worker died"),
-                "traceback": t.user_attrs.get("traceback"),
-                "point": decoded(t.params),
-            }
-            for t in trials
-            if kind(t) == "failed" or t in failures(trials)
+            (t.number, failure_text(t), decoded(t.params)) for t in trials if kind(t) == "failed" or t in failed
         ],
     }
 
@@ -134,8 +121,6 @@ class Point:
     number: int
     point: dict
     value: float
-    complete: bool
-    values: tuple[float, ...]
 
 
 def values_of(trial: FrozenTrial, objectives: Sequence[str]) -> list[float]:
@@ -156,8 +141,8 @@ def points_of(study: optuna.Study) -> list[Point]:
     points: dict[str, Point] = {}
     for trial in study.get_trials(deepcopy=False):
         if values := values_of(trial, objectives):
-            complete, point = kind(trial) == "complete", decoded(trial.params)
-            points[json.dumps(point)] = Point(trial.number, point, values[0], complete, tuple(values))
+            point = decoded(trial.params)
+            points[json.dumps(point)] = Point(trial.number, point, values[0])
     return list(points.values())
 
 
@@ -195,37 +180,41 @@ def choose(found: dict, trial: int | None = None, unconfirmed: bool = False, unl
         UserError: there is no winner, there are several, or it was not run on fresh seeds, or has learned nothing.
     """
     winners, name = found["winners"], found["study"]
-    if not winners:
-        raise UserError(
-            f"the study {name} has no complete trial yet ({_counts(found['trials'])}); "
-            "continue the search with the command that began it"
-        )
     numbers = ", ".join(str(w["trial"]) for w in winners)
-    if trial is not None:
-        winners = [w for w in winners if w["trial"] == trial]
-        if not winners:
-            raise UserError(f"--trial {trial} is not on the front of {name}; there are: {numbers}")
-    if len(winners) > 1:
-        raise UserError(
-            f"the study {name} has {len(winners)} trials on its Pareto front; choose one with --trial: {numbers}"
-        )
-    if winners[0]["nothing_learned"] and not unlearned:
-        raise UserError(
-            f"the best trial of {name}: {winners[0]['nothing_learned']}; search other values, more rounds or more "
-            "data, or write it as it is with --unlearned"
-        )
-    check = winners[0]["confirmed"]
-    if check and check["failed"] and not unconfirmed:
-        raise UserError(
-            f"the best trial of {name} failed on {len(check['failed'])} of its fresh seeds: {check['failed'][0]}; "
-            "run these again with --retry-failed, search safer values, or write it as it is with --unconfirmed"
-        )
-    if not unconfirmed and (check is None or check["open"]):
-        raise UserError(
-            f"the best trial of {name} was not yet run on all of its fresh seeds, so it may be luck; "
-            "continue the search with the command that began it, or write it as it is with --unconfirmed"
-        )
-    return winners[0]
+    fits = [w for w in winners if trial in (None, w["trial"])]
+    winner: dict[str, Any] = fits[0] if fits else {"nothing_learned": "", "confirmed": None}
+    check = winner["confirmed"] or {"failed": [], "open": 1}
+    failed = len(check["failed"])
+    rows = (
+        (
+            not winners,
+            f"the study {name} has no complete trial yet ({_counts(found['trials'])}); continue the search with the "
+            "command that began it",
+        ),
+        (not fits, f"--trial {trial} is not on the front of {name}; there are: {numbers}"),
+        (
+            len(fits) > 1,
+            f"the study {name} has {len(winners)} trials on its Pareto front; choose one with --trial: {numbers}",
+        ),
+        (
+            winner["nothing_learned"] and not unlearned,
+            f"the best trial of {name}: {winner['nothing_learned']}; search other values, more rounds or more data, or "
+            "write it as it is with --unlearned",
+        ),
+        (
+            failed and not unconfirmed,
+            f"the best trial of {name} failed on {failed} of its fresh seeds: {''.join(check['failed'][:1])}; run "
+            "these again with --retry-failed, search safer values, or write it as it is with --unconfirmed",
+        ),
+        (
+            check["open"] and not unconfirmed,
+            f"the best trial of {name} was not yet run on all of its fresh seeds, so it may be luck; continue the "
+            "search with the command that began it, or write it as it is with --unconfirmed",
+        ),
+    )
+    if wrong := [sentence for refused, sentence in rows if refused]:
+        raise UserError(wrong[0])
+    return winner
 
 
 def config_of(storage: BaseStorage, found: dict, winner: dict) -> Config:

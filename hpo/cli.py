@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fs_lowrank import UserError
 from fs_lowrank.errors import hint, nearest
@@ -16,103 +18,85 @@ from fs_lowrank.jobs import shell, tables
 #: what is said where Optuna is missing
 NEEDS_OPTUNA = "error: hpo needs Optuna: pip install 'fs-lowrank[hpo]'"
 console = shell.make_console(140)
+_COSTS = ("rounds", "client-steps", "seconds")
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser]]:
     from .objectives import OBJECTIVES
     from .settings import PRUNERS, SAMPLERS
+    from .storage import FILE
 
+    whole, some = shell.at_least(0), shell.at_least(1)
+    names, costs = ", ".join(OBJECTIVES), "client-steps after which no trial of a study starts"
+    # option, metavar, help, and what else argparse has to know
+    stored: tuple[tuple, ...] = (
+        ("--study", "NAME", "the study, or the first part of the names of several"),
+        ("--dir", "FOLDER", "folder of the trials' runs and of the storage (default: %(default)s)", _FOLDER),
+        ("--storage", "URL", f"a SQLite file, or a database's URL (default: {FILE} in --dir)", {"default": ""}),
+    )
+    searched: tuple[tuple, ...] = (
+        ("--cfg", "FILE", "the config that is searched around", {"required": True}),
+        ("--space", "FILE", "the searched keys: a YAML file, or the name of a space that ships", {"required": True}),
+        *stored,
+        ("--methods", "A,B", "one study for each method"),
+        ("--data", "X,Y", "one study for each data set (data.type)"),
+        ("--trials", "N", "number of points of a study (default: the whole grid, or 20)", {"type": some, "default": 0}),
+        ("--budget", "N", costs, {"type": shell.above_zero, "dest": "limit"}),
+        ("--timeout", "S", "seconds after which this call ends", {"type": shell.above_zero}),
+        ("--workers", "N", "processes (default: 1, or one for each GPU); 0 runs in this one", {"type": whole}),
+        ("--gpus", "0,1", "a GPU for each worker; or all"),
+        ("--sampler", None, "default: grid where all keys are, else tpe", {"choices": SAMPLERS, "default": ""}),
+        ("--sampler-seed", "N", "seed of the sampler", {"type": int, "default": 0}),
+        ("--pruner", None, "default: median, and none for a grid", {"choices": PRUNERS, "default": ""}),
+        (*("--rungs", "4,8,16", "rounds at which the better part continues from its checkpoint"), _ROUNDS),
+        (
+            *("--objective", "NAMES", f"one or more of {names}; several give a Pareto front (default: val_acc)"),
+            {"default": "val_acc"},
+        ),
+        ("--seeds", "K", "runs averaged in a trial", {"type": some, "default": 1}),
+        ("--confirm", "K", "fresh seeds for the winner (default: 3)", {"type": whole, "default": 3}),
+        ("--engine", "NAME", "what runs the trials (default: local)", {"default": "local"}),
+        ("--retry-failed", ..., "run failed trials once more"),
+    )
+    anyway = "write the winner even if it was not run on fresh seeds, or failed on one"
+    written: tuple[tuple, ...] = (
+        ("--out", "FILE", "where to write it; {study} becomes the study's name"),
+        ("--trial", "N", "number of a trial on the Pareto front", {"type": int}),
+        ("--unconfirmed", ..., anyway),
+        ("--unlearned", ..., "write the winner even if it has learned nothing"),
+    )
+    drawn = ("--out", "FOLDER", "default: plots in --dir", {"type": Path})
+    rows: tuple[tuple[str, str, Callable, tuple[tuple, ...]], ...] = (
+        ("tune", "search; the same command continues an interrupted search", _tune, searched),
+        ("status", "the studies: trials, best value, cost, failures", _status, stored),
+        ("best", "the best config, as a file that `fs-lowrank run --cfg` takes", _best, (*stored, *written)),
+        ("plot", "Optuna's pictures: history, rounds, slices, Pareto front; trials.csv", _plot, (*stored, drawn)),
+    )
     parser = shell.Parser(prog="fs-lowrank hpo", description="Search hyperparameters over any config.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def storage_options(command: argparse.ArgumentParser) -> None:
-        command.add_argument("--study", metavar="NAME", help="the study, or the first part of the names of several")
-        command.add_argument(
-            "--dir",
-            default="runs/hpo",
-            metavar="FOLDER",
-            type=Path,
-            help="folder of the trials' runs and of the storage (default: %(default)s)",
-        )
-        command.add_argument(
-            "--storage",
-            default="",
-            metavar="URL",
-            help="a SQLite file, or a database's URL (default: study.db in --dir)",
-        )
-
-    tune = commands.add_parser("tune", help="search; the same command continues an interrupted search")
-    tune.add_argument("--cfg", required=True, metavar="FILE", help="the config that is searched around")
-    tune.add_argument(
-        "--space",
-        required=True,
-        metavar="FILE",
-        help="the searched keys: a YAML file, or the name of a space that ships",
-    )
-    storage_options(tune)
-    tune.add_argument("--methods", metavar="A,B", help="one study for each method")
-    tune.add_argument("--data", metavar="X,Y", help="one study for each data set (data.type)")
-    tune.add_argument(
-        "--trials",
-        type=shell.at_least(1),
-        default=0,
-        metavar="N",
-        help="number of points of a study (default: the whole grid, or 20)",
-    )
-    tune.add_argument(
-        "--budget",
-        dest="limit",
-        type=shell.above_zero,
-        metavar="N",
-        help="client-steps after which no trial of a study starts",
-    )
-    tune.add_argument("--timeout", type=shell.above_zero, metavar="S", help="seconds after which this call ends")
-    tune.add_argument(
-        "--workers",
-        type=int,
-        default=None,
-        metavar="N",
-        help="processes (default: 1, or one for each GPU); 0 runs in this one",
-    )
-    tune.add_argument("--gpus", metavar="0,1", help="a GPU for each worker; or all")
-    tune.add_argument("--sampler", choices=SAMPLERS, default="", help="default: grid where all keys are, else tpe")
-    tune.add_argument("--sampler-seed", type=int, default=0, metavar="N", help="seed of the sampler")
-    tune.add_argument("--pruner", choices=PRUNERS, default="", help="default: median, and none for a grid")
-    tune.add_argument("--rungs", metavar="4,8,16", help="rounds at which the better part continues from its checkpoint")
-    tune.add_argument(
-        "--objective",
-        default="val_acc",
-        metavar="NAMES",
-        help=f"one or more of {', '.join(OBJECTIVES)}; several give a Pareto front (default: val_acc)",
-    )
-    tune.add_argument("--seeds", type=shell.at_least(1), default=1, metavar="K", help="runs averaged in a trial")
-    tune.add_argument("--confirm", type=int, default=3, metavar="K", help="fresh seeds for the winner (default: 3)")
-    tune.add_argument("--engine", default="local", metavar="NAME", help="what runs the trials (default: local)")
-    tune.add_argument("--retry-failed", action="store_true", help="run failed trials once more")
-    tune.add_argument("overrides", nargs="*", metavar="KEY VALUE", help="override the config")
-    tables.option(tune)
-    tune.set_defaults(do=partial(_stored, _tune))
-    status = commands.add_parser("status", help="the studies: trials, best value, cost, failures")
-    storage_options(status)
-    tables.option(status)
-    status.set_defaults(do=partial(_stored, _status))
-    best = commands.add_parser("best", help="the best config, as a file that `fs-lowrank run --cfg` takes")
-    storage_options(best)
-    best.add_argument("--out", metavar="FILE", help="where to write it; {study} becomes the study's name")
-    best.add_argument("--trial", type=int, metavar="N", help="number of a trial on the Pareto front")
-    best.add_argument(
-        "--unconfirmed",
-        action="store_true",
-        help="write the winner even if it was not run on fresh seeds, or failed on one",
-    )
-    best.add_argument("--unlearned", action="store_true", help="write the winner even if it has learned nothing")
-    tables.option(best)
-    best.set_defaults(do=partial(_stored, _best))
-    plot = commands.add_parser("plot", help="Optuna's pictures: history, rounds, slices, Pareto front; trials.csv")
-    storage_options(plot)
-    plot.add_argument("--out", metavar="FOLDER", type=Path, help="default: plots in --dir")
-    plot.set_defaults(do=partial(_stored, _plot))
+    for name, about, do, options in rows:
+        command = commands.add_parser(name, help=about)
+        command.set_defaults(do=partial(_stored, do))
+        for option, metavar, text, *more in options:
+            if metavar is ...:
+                command.add_argument(option, action="store_true", help=text)
+            else:
+                command.add_argument(option, metavar=metavar, help=text, **(more[0] if more else {}))
+        if do is not _plot:
+            tables.option(command)
+    commands.choices["tune"].add_argument("overrides", nargs="*", metavar="KEY VALUE", help="override the config")
     return parser, commands.choices.values()
+
+
+def _rounds(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, shell.names(text)))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: expected numbers of rounds, such as 4,8,16") from None
+
+
+_FOLDER: dict[str, Any] = {"default": Path("runs/hpo"), "type": Path, "dest": "folder"}
+_ROUNDS: dict[str, Any] = {"default": (), "type": _rounds}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .storage import quiet
 
         with quiet():
-            return shell.run(_parser, argv, console, folder=lambda args: args.dir)
+            return shell.run(_parser, argv, console, folder=lambda args: args.folder)
     except ImportError as error:
         if (error.name or "").split(".")[0] != "optuna":
             raise
@@ -131,15 +115,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _stored(command: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> int | None:
     """Run a command; an error of its storage is a ``UserError``."""
-    from .storage import storage_errors
+    from .storage import FILE, storage_errors
 
-    with storage_errors(args.storage or str(args.dir / "study.db")):
+    args.where = args.storage or str(args.folder / FILE)
+    with storage_errors(args.where):
         return command(args)
 
 
 def _tune(args: argparse.Namespace) -> int:
-    import dataclasses
-
     from fs_lowrank import load_config
     from fs_lowrank.settings import parse_overrides
 
@@ -149,57 +132,30 @@ def _tune(args: argparse.Namespace) -> int:
     from .storage import open_storage
     from .tune import Search, tune
 
-    if args.confirm < 0 or (args.workers is not None and args.workers < 0):
-        raise UserError("--confirm and --workers: expected 0 or more")
     config = load_config(args.cfg, **parse_overrides(args.overrides))
-    space = load_space(args.space)
-    studies = dict(space.studies)
-    for key, text in (("federate.method", args.methods), ("data.type", args.data)):
-        if text:
-            studies[key] = shell.names(text)
-    if any(p.key in studies for p in space.parameters):
-        raise UserError(
-            f"{args.space}: {', '.join(studies)} is searched, and also given a study for each value; keep one"
-        )
-    space = dataclasses.replace(space, studies=studies)
-    try:
-        rungs = tuple(int(r) for r in shell.names(args.rungs))
-    except ValueError:
-        raise UserError(f"--rungs {args.rungs}: expected numbers of rounds, such as 4,8,16") from None
-    gpus = shell.gpus(args.gpus)
-    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Search) if hasattr(args, f.name)}
-    made = {
-        "name": args.study or re.sub(r"[^\w+-]+", "_", f"{Path(args.cfg).stem}-{Path(args.space).stem}"),
-        "objectives": parse_objectives(args.objective),
-        "rungs": rungs,
-        "workers": max(1, len(gpus)) if args.workers is None else args.workers,
-        "gpus": gpus,
-        "folder": args.dir,
-    }
-    options = Search(**{**given, **made})
-    ended = tune(config, space, options, say=_say)
+    asked = {"federate.method": shell.names(args.methods), "data.type": shell.names(args.data)}
+    space = load_space(args.space, {key: list(values) for key, values in asked.items() if values})
+    name = args.study or re.sub(r"[^\w+-]+", "_", f"{Path(args.cfg).stem}-{Path(args.space).stem}")
+    gpus, objectives = shell.gpus(args.gpus), parse_objectives(args.objective)
+    workers = max(1, len(gpus)) if args.workers is None else args.workers
+    given = vars(args) | {"name": name, "workers": workers, "gpus": gpus, "objectives": objectives}
+    ended = tune(config, space, Search(**{f.name: given[f.name] for f in dataclasses.fields(Search)}), say=_say)
     if ended.how == "interrupted":
         _say(f"interrupted; continue with:\n  {args.again}")
         return shell.INTERRUPTED
-    storage = open_storage(options.where)
-    found = [summary(storage, n) for n in ended.studies]
+    found = [summary(open_storage(args.where), n) for n in ended.studies]
     _print_table(found, args.table)
     if ended.how == "timeout":
         _say(f"time is up; continue with:\n  {args.again}")
         return shell.OK
-    if not all(f["winners"] for f in found):
-        missing = ", ".join(f["study"] for f in found if not f["winners"])
-        _say(f"no trial completed in {missing}; see the reasons with: {hint('hpo', 'status', *_where(args))}")
+    where = ["--dir", str(args.folder)] if args.folder != _FOLDER["default"] else []
+    where += ["--storage", args.storage] if args.storage else []
+    if missing := ", ".join(f["study"] for f in found if not f["winners"]):
+        _say(f"no trial completed in {missing}; see the reasons with: {hint('hpo', 'status', *where)}")
         return shell.FAILED
-    learned = [f["study"] for f in found if not f["winners"][0]["nothing_learned"]]
-    if learned:
-        _say(f"next: {hint('hpo', 'best', *_where(args), '--study', learned[0], '--out', 'best.yaml')}")
+    if learned := [f["study"] for f in found if not f["winners"][0]["nothing_learned"]]:
+        _say(f"next: {hint('hpo', 'best', *where, '--study', learned[0], '--out', 'best.yaml')}")
     return shell.OK
-
-
-def _where(args: argparse.Namespace) -> list[str]:
-    where = ["--dir", str(args.dir)] if str(args.dir) != "runs/hpo" else []
-    return [*where, *(["--storage", args.storage] if args.storage else [])]
 
 
 def _say(text: str) -> None:
@@ -210,60 +166,41 @@ def _chosen(args: argparse.Namespace) -> tuple:
     """The storage, and the names of the studies that ``--study`` selects."""
     from .storage import open_storage, study_names
 
-    where = args.storage or str(args.dir / "study.db")
-    storage = open_storage(where)
+    storage = open_storage(args.where)
     names = study_names(storage)
     if not names:
-        raise UserError(f"{where} holds no study yet; start one with fs-lowrank hpo tune")
-    if not args.study:
-        return storage, names
-    chosen = [n for n in names if n == args.study] or [n for n in names if n.startswith(args.study + ".")]
+        raise UserError(f"{args.where} holds no study yet; start one with fs-lowrank hpo tune")
+    wanted = args.study or ""
+    chosen = [n for n in names if n == wanted] or [n for n in names if not wanted or n.startswith(f"{wanted}.")]
     if not chosen:
-        raise UserError(f"no study {args.study!r}{nearest(args.study, names)}; there are: {', '.join(names)}")
+        raise UserError(f"no study {wanted!r}{nearest(wanted, names)}; there are: {', '.join(names)}")
     return storage, chosen
 
 
-def _at(winner: dict) -> str:
-    return ", ".join(
-        f"{k.rpartition('.')[2]} {v:.4g}" if isinstance(v, float) else f"{k.rpartition('.')[2]} {v}"
-        for k, v in winner["point"].items()
-    )
-
-
-def _print_table(found: list[dict], file: Path | None) -> None:
+def _print_table(found: Sequence[Mapping[str, Any]], file: Path | None) -> None:
     from fs_lowrank.runs.summary import for_people, shown_name
 
     from .best import spread_text
+    from .search import point_text
 
-    costs = ("rounds", "client-steps", "seconds")
-    lines = [("study", "trials", "best", "at", "fresh seeds", *costs)]
+    def fresh(check: Mapping[str, Any] | None, language: bool) -> str:
+        if check is None:
+            return "not yet"
+        shown = [n for n in check["metrics"] if n.endswith("acc") or len(check["metrics"]) < 3]
+        values = [f"{shown_name(n, language)} {spread_text(check['metrics'][n])}" for n in shown]
+        return "  ".join(values) or f"{len(check['failed'])} failed"
+
+    lines = [("study", "trials", "best", "at", "fresh seeds", *_COSTS)]
     for f in found:
+        cost, winners, language = f["budget"], f["winners"], f["language"]
+        values = ["  ".join(f"{n} {v:.4g}" for n, v in for_people(w["values"], language).items()) for w in winners]
+        best = "\n".join(f"{value} (#{w['trial']})" for value, w in zip(values, winners))
+        at = "\n".join(point_text(w["point"]) for w in winners)
+        checks = "\n".join(fresh(w["confirmed"], language) for w in winners)
         trials = "\n".join(f"{n} {k}" for k, n in sorted(f["trials"].items()))
-        cost = f["budget"]
-        best = at = fresh = "-"
-        if f["winners"]:
-            winners = f["winners"]
-            best = "\n".join(
-                "  ".join(f"{n} {v:.4g}" for n, v in for_people(w["values"], f["language"]).items())
-                + f" (#{w['trial']})"
-                for w in winners
-            )
-            at = "\n".join(_at(w) for w in winners)
-            checks = [w["confirmed"] for w in winners]
-            fresh = "\n".join(
-                "not yet"
-                if c is None
-                else "  ".join(
-                    f"{shown_name(n, f['language'])} {spread_text(v)}"
-                    for n, v in c["metrics"].items()
-                    if n.endswith("acc") or len(c["metrics"]) < 3
-                )
-                or f"{len(c['failed'])} failed"
-                for c in checks
-            )
         spent = str(cost["rounds"]), f"{cost['client_steps']:,}", f"{cost['seconds']:.0f}"
-        lines.append((f["study"], trials, best, at, fresh, *spent))
-    tables.show(console, lines, file, right=costs)
+        lines.append((f["study"], trials, best or "-", at or "-", checks or "-", *spent))
+    tables.show(console, lines, file, right=_COSTS)
     for f in found:
         for winner in f["winners"]:
             for said in filter(None, (winner["nothing_learned"], winner["at_end"])):
@@ -277,15 +214,11 @@ def _status(args: argparse.Namespace) -> None:
     found = [summary(storage, n) for n in names]
     _print_table(found, args.table)
     for f in found:
-        console.print(
-            f"{f['study']}: {f['sampler']}, pruner {f['pruner']}"
-            + (f", rungs {','.join(map(str, f['rungs']))}" if f["rungs"] else "")
-            + f", {f['points']} points; {budget_text(f['budget'])}",
-            soft_wrap=True,
-        )
-        for failure in f["failures"]:
-            report = f"; please report it with {failure['traceback']}" if failure["traceback"] else ""
-            _say(f"  #{failure['trial']} failed ({failure['kind']}): {failure['reason']} at {failure['point']}{report}")
+        rungs = f", rungs {','.join(map(str, f['rungs']))}" if f["rungs"] else ""
+        cost = f"{f['points']} points; {budget_text(f['budget'])}"
+        _say(f"{f['study']}: {f['sampler']}, pruner {f['pruner']}{rungs}, {cost}")
+        for number, (said, report), point in f["failures"]:
+            _say(f"  #{number} {said} at {point}{report}")
 
 
 def _best(args: argparse.Namespace) -> None:
@@ -301,8 +234,7 @@ def _best(args: argparse.Namespace) -> None:
             f"{len(found)} studies: {', '.join(names)}; choose one with --study, or write them all with "
             "--out 'best-{study}.yaml'"
         )
-    chosen = [(f, choose(f, args.trial, args.unconfirmed, args.unlearned)) for f in found]
-    for f, winner in chosen:
+    for f, winner in [(f, choose(f, args.trial, args.unconfirmed, args.unlearned)) for f in found]:
         path = write(args.out.replace("{study}", f["study"]), config_of(storage, f, winner), header(f, winner))
         _say(f"{path}: run it with: {hint('run', '--cfg', path)}")
 
@@ -311,5 +243,5 @@ def _plot(args: argparse.Namespace) -> None:
     from .plots import draw
 
     storage, names = _chosen(args)
-    for path in draw(storage, names, args.out or args.dir / "plots"):
+    for path in draw(storage, names, args.out or args.folder / "plots"):
         _say(str(path))

@@ -47,14 +47,10 @@ def create(storage: BaseStorage, name: str, settings: Settings, data: str = "") 
     """
     directions = [OBJECTIVES[n] for n in settings.objectives]
     study = optuna.create_study(study_name=name, storage=storage, directions=directions, load_if_exists=True)
+    begun: dict[str, Any]
     if META not in study.user_attrs and not study.get_trials(deepcopy=False):
         study.set_metric_names(list(settings.objectives))
-        begun: dict[str, Any] = {
-            REVISIONS: _revisions(settings),
-            DATA: data,
-            "schema": SCHEMA,
-            META: settings.to_dict(),
-        }
+        begun = {REVISIONS: _revisions(settings), DATA: data, "schema": SCHEMA, META: settings.to_dict()}
         for key, value in begun.items():
             study.set_user_attr(key, value)
     then, known = settings_of(study), study.user_attrs
@@ -121,12 +117,8 @@ def retry_failed(study: optuna.Study) -> None:
 
 def fresh_seeds(study: optuna.Study, storage: BaseStorage, trial: FrozenTrial) -> optuna.Study:
     """The study of the runs of a winner on fresh seeds; made if there is none."""
-    return optuna.create_study(
-        study_name=f"{study.study_name}{CONFIRM}{trial.number}",
-        storage=storage,
-        direction=OBJECTIVES[settings_of(study).objectives[0]],
-        load_if_exists=True,
-    )
+    name, direction = f"{study.study_name}{CONFIRM}{trial.number}", OBJECTIVES[settings_of(study).objectives[0]]
+    return optuna.create_study(study_name=name, storage=storage, direction=direction, load_if_exists=True)
 
 
 # -- trials ---------------------------------------------------------------------------------------------
@@ -136,8 +128,29 @@ def kind(trial: FrozenTrial) -> str:
     """``complete``, ``pruned``, ``running``, ``waiting``, ``failed``, ``interrupted``, ``lost`` or ``surplus``."""
     said = str(trial.user_attrs.get("kind") or "lost")
     if said == "surplus" or trial.state == TrialState.FAIL:
-        return said if said in ("interrupted", "lost", "surplus") else "failed"
+        return {"disk": "interrupted"}.get(said, said if said in ("interrupted", "lost", "surplus") else "failed")
     return trial.state.name.lower()
+
+
+def reason_of(trial: FrozenTrial) -> tuple[str, str]:
+    """Why a trial has failed: ``nan``, ``memory``, ``error`` or ``lost``, and a sentence."""
+    return trial.user_attrs.get("kind") or "lost", trial.user_attrs.get("reason", "its worker died")
+
+
+def failure_text(trial: FrozenTrial) -> tuple[str, str]:
+    """How a trial has failed, and after an unexpected error what to report; empty after others."""
+    report = trial.user_attrs.get("traceback")
+    failed = "failed ({}): {}".format(*reason_of(trial))
+    return failed, f"; please report it with {report}" if report else ""
+
+
+def point_text(point: Mapping[str, Any]) -> str:
+    """A point in one line, each key by its last part."""
+    return ", ".join(f"{key.rpartition('.')[2]} {number_text(value)}" for key, value in point.items())
+
+
+def number_text(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _point(trial: FrozenTrial) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import optuna
 from optuna.study import StudyDirection
@@ -107,14 +108,14 @@ def check_fit(settings: Settings, space: Space) -> None:
 
 def make_sampler(settings: Settings, wanted: int, seed: int) -> optuna.samplers.BaseSampler:
     """The sampler of a study of ``wanted`` points. The points of a grid are queued, and no sampler draws them."""
-    startup = max(4, min(10, wanted // 3))
-    if settings.sampler == "gp":
-        return optuna.samplers.GPSampler(seed=seed, n_startup_trials=startup, deterministic_objective=False)
-    if settings.sampler == "cmaes":
-        return optuna.samplers.CmaEsSampler(seed=seed, n_startup_trials=startup)
-    if settings.sampler == "tpe":
-        return optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup)
-    return optuna.samplers.RandomSampler(seed=seed)
+    by_name: dict[str, Callable[..., optuna.samplers.BaseSampler]] = {
+        "gp": partial(optuna.samplers.GPSampler, deterministic_objective=False),
+        "cmaes": optuna.samplers.CmaEsSampler,
+        "tpe": optuna.samplers.TPESampler,
+    }
+    if settings.sampler not in by_name:
+        return optuna.samplers.RandomSampler(seed=seed)
+    return by_name[settings.sampler](seed=seed, n_startup_trials=max(4, min(10, wanted // 3)))
 
 
 def first_passes(config: Config) -> int:

@@ -77,7 +77,7 @@ class Parameter:
         if self.values:
             return decode(trial.suggest_categorical(self.key, [encode(v) for v in self.values]))
         if self.kind == "int":
-            return trial.suggest_int(self.key, int(self.low), int(self.high), step=int(self.step or 1), log=self.log)
+            return trial.suggest_int(self.key, self.low, self.high, step=self.step or 1, log=self.log)
         return trial.suggest_float(self.key, self.low, self.high, step=self.step, log=self.log)
 
 
@@ -154,24 +154,21 @@ class Space:
         Raises:
             UserError: an unknown key, a value that the config does not accept, or a key that does not change a result.
         """
-        searched = {p.key for p in self.parameters}
-        kept = [
-            p for p in self.parameters if all(k in searched or base_value(base, k, self.source) in v for k, v in p.when)
-        ]
-        # The condition of a key that depends on a dropped key is about the config's own value of the dropped key.
-        names = {p.key for p in kept}
-        kept = [p for p in kept if all(k in names or base_value(base, k, self.source) in v for k, v in p.when)]
-        space = Space(tuple(kept), {}, self.source)
-        if not kept:
+        applies: dict[str, Parameter] = {}
+        for p in self.parameters:  # of a key that does not apply, the config's own value counts
+            if all(key in applies or self._base_value(base, key) in values for key, values in p.when):
+                applies[p.key] = p
+        if not applies:
             raise UserError(f"{self.source}: no key of this space applies to {base.federate.method}")
-        for parameter in kept:
+        space = Space(tuple(applies.values()), {}, self.source)
+        for parameter in space.parameters:
             space._check(parameter, base)
         return space
 
     def _check(self, parameter: Parameter, base: Config) -> None:
         context = self._context(parameter)
         prints = set()
-        values = parameter.values or (_number(parameter, parameter.low), _number(parameter, parameter.high))
+        values = parameter.values or (parameter.low, parameter.high)
         for value in values:
             try:
                 config = base.replace({**context, parameter.key: value})
@@ -194,7 +191,13 @@ class Space:
         return context
 
     def active(self, point: Mapping[str, Any], base: Config, parameter: Parameter) -> bool:
-        return all((point[k] if k in point else base_value(base, k, self.source)) in v for k, v in parameter.when)
+        return all((point[k] if k in point else self._base_value(base, k)) in v for k, v in parameter.when)
+
+    def _base_value(self, base: Config, key: str) -> Any:
+        try:
+            return base.get(key)
+        except UserError as error:
+            raise UserError(f"{self.source}: {error}") from None
 
     def suggest(self, trial, base: Config) -> dict[str, Any]:
         """A point that the sampler proposes: the values of the keys that apply."""
@@ -210,47 +213,36 @@ class Space:
         Raises:
             UserError: the values of a key cannot be listed, or there are more than 10,000 points.
         """
-        size = 1
-        for parameter in self.parameters:
-            if not parameter.listed():
+        points: list[dict[str, Any]] = [{}]
+        for p in self.parameters:
+            values = p.listed()
+            if not values:
                 raise UserError(
-                    f"{self.source}: {parameter.key} is a {parameter.kind}, which a grid cannot list; "
+                    f"{self.source}: {p.key} is a {p.kind}, which a grid cannot list; "
                     "give it `grid: [...]`, or use the sampler tpe or random"
                 )
-            size *= len(parameter.listed())
-        if size > _LARGEST_GRID:
-            raise UserError(
-                f"{self.source}: a grid of up to {size} points; remove keys or values, or use the sampler tpe or random"
-            )
-        return list(self._points({}, self.parameters, base))
-
-    def _points(self, point: dict, rest: tuple[Parameter, ...], base: Config) -> Iterator[dict]:
-        if not rest:
-            yield point
-        elif not self.active(point, base, rest[0]):
-            yield from self._points(point, rest[1:], base)
-        else:
-            for value in rest[0].listed():
-                yield from self._points({**point, rest[0].key: value}, rest[1:], base)
+            if len(points) * len(values) > _LARGEST_GRID:
+                raise UserError(
+                    f"{self.source}: a grid of up to {len(points) * len(values)} points; remove keys or "
+                    "values, or use the sampler tpe or random"
+                )
+            points = [
+                {**point, **more}
+                for point in points
+                for more in ([{p.key: value} for value in values] if self.active(point, base, p) else [{}])
+            ]
+        return points
 
     @property
     def all_grid(self) -> bool:
         return all(p.kind == "grid" for p in self.parameters)
 
 
-def base_value(base: Config, key: str, source: str = "") -> Any:
-    try:
-        return base.get(key)
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from None
-
-
-def _number(parameter: Parameter, value: float) -> float | int:
-    return int(value) if parameter.kind == "int" else value
-
-
-def load_space(path: str | Path) -> Space:
+def load_space(path: str | Path, studies: Mapping[str, list] | None = None) -> Space:
     """Read a space from a file; ``path`` may also be the name of a space that ships, such as ``rolora_lr``.
+
+    Args:
+        studies: keys whose values get a study each, in addition to those of the file.
 
     Raises:
         UserError: no such file, invalid YAML, an unknown kind, or an empty or inverted range; names file and line.
@@ -263,14 +255,15 @@ def load_space(path: str | Path) -> Space:
         raise UserError(f"{name}: no such file{near}; spaces that ship: {', '.join(shipped)}")
     file = file if exists else shipped[name]
     origin, content = read_yaml(file)
-    return space_from(content, replace(origin, file=name))
+    return space_from(content, replace(origin, file=name), studies)
 
 
-def space_from(content: Any, source: str | Origin = "space") -> Space:
+def space_from(content: Any, source: str | Origin = "space", studies: Mapping[str, list] | None = None) -> Space:
     """The space that a YAML file's ``content`` describes.
 
     Args:
         source: the origin of ``content``, for messages.
+        studies: as for ``load_space``.
 
     Raises:
         UserError: see ``load_space``.
@@ -281,7 +274,7 @@ def space_from(content: Any, source: str | Origin = "space") -> Space:
             f"{origin.file}: expected config keys, such as `train.optimizer.lr: {{loguniform: [5e-4, 1e-1]}}`"
         )
     content = dict(content)
-    studies = check_value("studies", content.pop("studies", None) or {}, dict, {}, origin)
+    studies = check_value("studies", content.pop("studies", None) or {}, dict, {}, origin) | dict(studies or {})
     for key, values in studies.items():
         words = "a list of values, such as {federate.method: [rolora, ffa_lora]}"
         check_value(f"studies.{key}", values, list, {"filled": True, "once": True, "words": words}, origin)
@@ -295,15 +288,14 @@ def space_from(content: Any, source: str | Origin = "space") -> Space:
 def _parameters(content: Mapping, prefix: str, origin: Origin) -> Iterator[Parameter]:
     for key, entry in content.items():
         name = f"{prefix}{key}"
-        if (
-            isinstance(entry, Mapping)
-            and entry
-            and not set(entry) & set(KINDS)
-            and all(isinstance(v, Mapping) for v in entry.values())
-        ):
+        if entry and isinstance(entry, Mapping) and not entry.keys() & KINDS and _all_mappings(entry.values()):
             yield from _parameters(entry, name + ".", origin)
         else:
             yield _parameter(name, entry, origin)
+
+
+def _all_mappings(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, Mapping) for value in values)
 
 
 def _parameter(key: str, entry: Any, origin: Origin) -> Parameter:

@@ -8,8 +8,8 @@ import shutil
 import socket
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,24 +32,15 @@ from .settings import Settings
 
 #: the key of the metric that stops a run early
 WATCHED = "eval.best_res_update_round_wise_key"
+_BYTES = ("uplink_bytes", "downlink_bytes")
 
 
 class Failed(Exception):
-    """The trial has no value; ``kind`` is ``nan``, ``memory``, ``error`` or ``interrupted``."""
+    """The trial has no value; ``kind`` is ``nan``, ``memory``, ``error``, ``interrupted`` or ``disk``."""
 
     def __init__(self, kind: str, reason: str):
         super().__init__(reason)
         self.kind = kind
-
-
-@dataclass
-class Outcome:
-    """The result of a trial: its metrics by name (means over its seeds), and whether it was pruned."""
-
-    metrics: dict[str, float] = field(default_factory=dict)
-    by_seed: dict[str, list[float]] = field(default_factory=dict)
-    rounds: int = 0
-    pruned: bool = False
 
 
 def explain(error: BaseException) -> Failed:
@@ -135,8 +126,8 @@ class Runner:
         report: bool = True,
         seeds: list[int] | None = None,
         test: bool = False,
-    ) -> Outcome:
-        """Run the config at ``point``, once for each of ``seeds``.
+    ) -> dict[str, float]:
+        """Run the config at ``point``, once for each of ``seeds``; returns the means of its metrics by name.
 
         Args:
             report: report each evaluation of the first seed's run to the trial, and let the pruner stop it.
@@ -144,51 +135,60 @@ class Runner:
             test: evaluate the test data after the last round.
 
         Raises:
-            Failed: the trial has no value, or ``stopping`` returned True. The trial's attributes have the kind and the
-                reason, and the file with the traceback of an error that no user can cause.
-            RunFailed: the disk is full or broken.
+            Failed: the trial has no value, or ``stopping`` returned True, or the disk is full or broken. The trial's
+                attributes have the kind and the reason, and the file with the traceback of an error that no user can
+                cause.
+            optuna.TrialPruned: the pruner has stopped it.
         """
         seeds = seeds or [self.settings.base.seed + i for i in range(self.settings.seeds)]
-        cost, outcome = _Cost(trial), Outcome()
+        cost, by_seed, pruned = _Cost(trial), dict[str, list[float]](), False
         trial.set_user_attr("kind", "")  # of the trial that this one repeats
         trial.set_user_attr("worker", f"{socket.gethostname()}:{os.getpid()}")
         try:
-            for index, seed in enumerate(seeds):
-                self._one(trial, point, seed, report and index == 0, test, cost, outcome)
-                if outcome.pruned:
+            for seed in seeds:
+                metrics, pruned = self._one(trial, point, seed, report and seed == seeds[0], test, cost)
+                for name, value in metrics.items():
+                    by_seed.setdefault(name, []).append(value)
+                if pruned:
                     break
         except (Exception, KeyboardInterrupt) as error:
             raise self._failure(trial, error) from error
         finally:
             cost.save()
-        outcome.metrics = {n: statistics.fmean(v) for n, v in outcome.by_seed.items()}
-        trial.set_user_attr("metrics", outcome.metrics)
-        trial.set_user_attr("by_seed", outcome.by_seed)
-        return outcome
+        means = {n: statistics.fmean(v) for n, v in by_seed.items()}
+        trial.set_user_attr("metrics", means)
+        trial.set_user_attr("by_seed", by_seed)
+        if pruned:
+            raise optuna.TrialPruned
+        return means
 
-    def _failure(self, trial: optuna.Trial, error: BaseException) -> Exception:
+    def _failure(self, trial: optuna.Trial, error: BaseException) -> Failed:
         """The error to raise for one of a run; the trial keeps its kind and reason."""
         disk = disk_error(error) if isinstance(error, Exception) else None
-        if isinstance(error, KeyboardInterrupt):
-            error = Failed("interrupted", "the search was stopped")
-        failure = error if isinstance(error, Failed) else explain(error)
-        trial.set_user_attr("kind", "interrupted" if disk else failure.kind)
-        trial.set_user_attr("reason", str(disk or failure))
-        if failure.kind == "error" and not disk and not isinstance(error, (UserError, Failed)):
+        if disk:
+            failure = Failed("disk", str(disk))
+        elif isinstance(error, KeyboardInterrupt):
+            failure = Failed("interrupted", "the search was stopped")
+        else:
+            failure = error if isinstance(error, Failed) else explain(error)
+        trial.set_user_attr("kind", failure.kind)
+        trial.set_user_attr("reason", str(failure))
+        if failure.kind == "error" and not isinstance(error, (UserError, Failed)):
             trial.set_user_attr("traceback", str(write_traceback(error, self.folder)))
-        return disk or failure
+        return failure
 
-    def _one(self, trial, point, seed, report, test, cost, outcome) -> None:
+    def _one(self, trial, point, seed, report, test, cost) -> tuple[dict[str, float], bool]:
+        """The metrics of one run, and whether it is pruned; it continues an earlier one in its folder."""
         config = trial_config(self.base, point, self.metric, self.folder / "trials", seed, test)
-        folder = Path(config.outdir)
+        folder, rounds = Path(config.outdir), config.federate.total_round_num
         with exclusive(folder.parent / f"{folder.name}.lock", self.stopping):
-            history = history_of(folder)
+            history, pruned = history_of(folder), False
             for record in list(history):  # of a run that continues: the pruner sees all its rounds
-                if self._see(trial, record, report, folder):
-                    outcome.pruned, history = True, history[: record["round"]]
+                if pruned := self._see(trial, record, report, folder):
+                    history = history[: record["round"]]
                     break
-            if len(history) < config.federate.total_round_num and not outcome.pruned:
-                self._train(trial, config, history, report, cost, outcome)
+            if len(history) < rounds and not pruned:
+                pruned = self._train(trial, config, history, report, cost)
         last = next((r["metrics"] for r in reversed(history) if "val" in r["metrics"]), None)
         metrics = flat_metrics(last or {})
         if self.metric not in metrics:
@@ -197,27 +197,26 @@ class Runner:
         metrics.update(
             client_steps=sum(map(steps, history)),
             rounds=len(history),
-            **{k: sum(r[k] for r in history) for k in ("uplink_bytes", "downlink_bytes")},
+            **{k: sum(r[k] for r in history) for k in _BYTES},
         )
-        outcome.rounds = len(history)
-        for name, value in metrics.items():
-            outcome.by_seed.setdefault(name, []).append(value)
+        return metrics, pruned
 
-    def _train(self, trial, config, history, report, cost, outcome) -> None:
-        """Run to the end, or until the trial is pruned; the new records are appended to ``history``."""
-        steps, rounds = _Steps(config), config.federate.total_round_num
+    def _train(self, trial, config, history, report, cost) -> bool:
+        """Run to the end, or until the trial is pruned, which it returns; new records are appended to ``history``."""
+        steps, rounds, pruned = _Steps(config), config.federate.total_round_num, False
 
         def on_client(*_) -> None:
             if self.stopping():
                 raise KeyboardInterrupt
 
         def on_round(record: dict) -> bool:
+            nonlocal pruned
             history.append(record)
             cost.add(record, steps(record))
-            outcome.pruned = self._see(trial, record, report, Path(config.outdir))
-            if self.stopping() and record["round"] < rounds and not outcome.pruned:
+            pruned = self._see(trial, record, report, Path(config.outdir))
+            if self.stopping() and record["round"] < rounds and not pruned:
                 raise KeyboardInterrupt
-            return outcome.pruned
+            return pruned
 
         try:
             callbacks = {"on_round": on_round, "on_client": on_client}
@@ -225,6 +224,7 @@ class Runner:
         finally:
             for name in ("adapter", "model"):  # large, and not needed: a run of the winner's config writes its own
                 shutil.rmtree(Path(config.outdir) / name, ignore_errors=True)
+        return pruned
 
     def _see(self, trial: optuna.Trial, record: dict, report: bool, folder: Path) -> bool:
         """Report a round's metric; returns whether the trial is to be pruned."""
@@ -266,15 +266,11 @@ class _Cost:
     """The cost of a trial, stored after every round, so that a killed trial is counted too."""
 
     def __init__(self, trial: optuna.Trial):
-        self.trial, self.started = trial, time.perf_counter()
-        self.total = dict.fromkeys(("rounds", "client_steps", "uplink_bytes", "downlink_bytes"), 0)
+        self.trial, self.started, self.total = trial, time.perf_counter(), Counter[str]()
         self.save()
 
     def add(self, record: dict, steps: int) -> None:
-        self.total["rounds"] += 1
-        self.total["client_steps"] += steps
-        self.total["uplink_bytes"] += record["uplink_bytes"]
-        self.total["downlink_bytes"] += record["downlink_bytes"]
+        self.total.update({"rounds": 1, "client_steps": steps, **{k: record[k] for k in _BYTES}})
         self.save()
 
     def save(self) -> None:

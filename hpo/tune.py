@@ -7,7 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -97,8 +97,8 @@ def tune(config: Config, space: Space, options: Search, say: Callable[[str], Non
                     retry_failed(load_study(storage, each))
     order: dict[str, Any] = {
         "where": options.where,
-        "names": list(plans),
         "wanted": {name: plan[2] for name, plan in plans.items()},
+        "folder": str(options.folder),
         "confirm": options.confirm,
         "limit": options.limit,
         "alone": options.workers <= 1,
@@ -113,64 +113,55 @@ def tune(config: Config, space: Space, options: Search, say: Callable[[str], Non
         if options.workers == 0:
             try:
                 device = {"use_gpu": True, "device": int(options.gpus[0])} if options.gpus else {}
-                order["folder"] = Path(options.folder)
                 work(**order, overrides=device, stopping=lambda: bool(stopped) or late(), say=say)
             except KeyboardInterrupt:
                 stopped.append(signal.SIGINT)
         else:
-            order["folder"] = str(options.folder)
             given = order, options.workers, stopped
-            ended = run_workers("hpo.worker:main", *given, gpus=options.gpus, late=late, say=say) and not late()
+            ended = run_workers(f"{work.__module__}:main", *given, gpus=options.gpus, late=late, say=say) and not late()
         how = "interrupted" if stopped or ended else "timeout" if late() else "done"
     return Ended(how, list(plans))
 
 
 def _plans(config: Config, space: Space, options: Search) -> dict[str, tuple[Settings, list | None, int]]:
-    """The settings of each study, its grid if it has one, and its number of points."""
-    plans: dict[str, tuple[Settings, list | None, int]] = {}
+    """The plan of each study, by its name."""
     if not re.fullmatch(r"[\w.+-]+", options.name):
         raise UserError(f"study {options.name!r}: expected letters, digits, dots, dashes")
-    for values in product(*space.studies.values()) if space.studies else [()]:
-        changes = dict(zip(space.studies, values))
+    plans = {}
+    for values in product(*space.studies.values()):
         try:
-            base = config.replace(changes) if changes else config
+            base = config.replace(dict(zip(space.studies, values))) if values else config
         except UserError as error:
             raise UserError(f"studies: {error}") from None
-        check_config(base, options.objectives, options.engine)
-        mine = space.for_config(base)
-        sampler = options.sampler or ("grid" if mine.all_grid else "tpe")
-        free = sampler != "grid" and len(options.objectives) == 1 and not options.rungs and base.eval.freq > 0
-        fixed = {"federate.total_round_num", "federate.method"}.isdisjoint(p.key for p in mine.parameters)
-        pruner = options.pruner or ("median" if free and fixed else "none")
-        settings = Settings(
-            Settings.kept(base),
-            mine.to_dict(),
-            options.objectives,
-            sampler,
-            options.sampler_seed,
-            pruner,
-            options.rungs,
-            options.seeds,
-            options.engine,
-        )
-        check_fit(settings, mine)
-        points = mine.grid(base) if sampler == "grid" else None
-        if points is not None and options.trials and len(points) > options.trials:
-            raise UserError(
-                f"{space.source}: a grid of {len(points)} points is too large for trials = "
-                f"{options.trials}; give it {len(points)}, or the sampler tpe or random"
-            )
-        for point in points or ():
-            try:
-                base.replace(point)
-            except UserError as error:
-                raise UserError(f"{space.source}: the point {point}: {error}") from None
         label = "".join("." + re.sub(r"[^\w.+-]+", "_", str(v)) for v in values)
-        plans[options.name + label] = (
-            settings,
-            points,
-            len(points) if points is not None else options.trials or TRIALS,
-        )
+        plans[options.name + label] = _plan(base, space, options)
     if len(plans) < math.prod(map(len, space.studies.values())):
         raise UserError("studies: two of the values give studies of one name; change one")
     return plans
+
+
+def _plan(base: Config, space: Space, options: Search) -> tuple[Settings, list | None, int]:
+    """The settings of the study around ``base``, its grid if it has one, and its number of points."""
+    check_config(base, options.objectives, options.engine)
+    mine = space.for_config(base)
+    sampler = options.sampler or ("grid" if mine.all_grid else "tpe")
+    free = sampler != "grid" and len(options.objectives) == 1 and not options.rungs and base.eval.freq > 0
+    fixed = {"federate.total_round_num", "federate.method"}.isdisjoint(p.key for p in mine.parameters)
+    decided = {"sampler": sampler, "pruner": options.pruner or ("median" if free and fixed else "none")}
+    given = {f.name: getattr(options, f.name) for f in fields(Settings) if hasattr(options, f.name)}
+    settings = Settings(Settings.kept(base), mine.to_dict(), **{**given, **decided})
+    check_fit(settings, mine)
+    if sampler != "grid":
+        return settings, None, options.trials or TRIALS
+    points = mine.grid(base)
+    if 0 < options.trials < len(points):
+        raise UserError(
+            f"{space.source}: a grid of {len(points)} points is too large for trials = "
+            f"{options.trials}; give it {len(points)}, or the sampler tpe or random"
+        )
+    for point in points:
+        try:
+            base.replace(point)
+        except UserError as error:
+            raise UserError(f"{space.source}: the point {point}: {error}") from None
+    return settings, points, len(points)

@@ -18,7 +18,18 @@ from fs_lowrank.jobs.kept import keeping
 from fs_lowrank.jobs.shell import INTERRUPTED, OK
 
 from .objectives import OBJECTIVES
-from .search import budget, drawn, enqueue, fresh_seeds, front, kind
+from .search import (
+    budget,
+    drawn,
+    enqueue,
+    failure_text,
+    fresh_seeds,
+    front,
+    kind,
+    number_text,
+    point_text,
+    reason_of,
+)
 from .settings import make_pruner, make_sampler, settings_of, space_of
 from .space import decoded
 from .storage import AGAIN, load_study, open_storage, quiet, storage_errors
@@ -33,10 +44,9 @@ PAUSE = 0.5
 @quiet()
 def work(
     where: str,
-    names: list[str],
-    folder: Path,
-    *,
     wanted: Mapping[str, int],
+    folder: str | Path,
+    *,
     confirm: int = 3,
     limit: float | None = None,
     overrides: Mapping | None = None,
@@ -48,9 +58,8 @@ def work(
 
     Args:
         where: the storage.
-        names: the studies, which must exist.
+        wanted: number of points of each study, which must exist.
         folder: of all studies; each has a folder of its own name in it.
-        wanted: number of points of each study.
         confirm: number of fresh seeds for each winner.
         limit: client-steps after which no trial of a study starts.
         overrides: config keys of this worker's device.
@@ -64,9 +73,10 @@ def work(
     # All trials start from the same model, and most from the same data.
     with storage_errors(where), keeping():
         storage = open_storage(where)
+        studies = [load_study(storage, name) for name in wanted]
         searches = [
-            _Search(storage, n, Runner(settings_of(load_study(storage, n)), folder / n, stopping, overrides), say)
-            for n in names
+            _Search(storage, s, Runner(settings_of(s), Path(folder, s.study_name), stopping, overrides), say)
+            for s in studies
         ]
         while not stopping():
             # The study whose trials took the least time is next, so that all studies share a time limit.
@@ -87,12 +97,11 @@ class _Search:
         waits: whether trials of other workers still run.
     """
 
-    def __init__(self, storage: BaseStorage, name: str, runner: Runner, say: Callable[[str], None]):
-        self.storage, self.study, self.runner, self.say = storage, load_study(storage, name), runner, say
+    def __init__(self, storage: BaseStorage, study: optuna.Study, runner: Runner, say: Callable[[str], None]):
+        self.storage, self.study, self.runner, self.say = storage, study, runner, say
         self.settings, self.space = runner.settings, space_of(self.study)
         self.study.pruner = make_pruner(self.settings)
         self.seconds, self.waits = 0.0, False
-        self.problem: Exception | None = None
 
     def spent(self) -> float:
         """Seconds of the study's trials so far, of all workers, and of this worker's on fresh seeds."""
@@ -133,10 +142,7 @@ class _Search:
                 raise optuna.TrialPruned
             return objective(trial)
 
-        self.problem = None
-        study.optimize(queued, n_trials=1, catch=(Failed, RunFailed), callbacks=[self._ended])
-        if isinstance(self.problem, RunFailed):
-            raise self.problem
+        study.optimize(queued, n_trials=1, catch=(Failed,), callbacks=[self._ended])
         self._hopeless(study)
         return "ran"
 
@@ -145,71 +151,52 @@ class _Search:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # Optuna wants no text "json:…" as a choice
             point = self.space.suggest(trial, self.settings.base)
-        outcome = self._run(trial, point)
-        values = [outcome.metrics[name] for name in self.settings.objectives]
-        if outcome.pruned:
-            raise optuna.TrialPruned
-        return values
+        metrics = self.runner.run(trial, point)
+        return [metrics[name] for name in self.settings.objectives]
 
     def _seed(self, trial: optuna.Trial, point: Mapping) -> float:
         """Optuna's objective of a winner's fresh seeds: its first objective."""
         seed = trial.suggest_int("seed", 0, 2**31 - 1)
         base = self.settings.base
         test = "test" in base.eval.split or base.data.splits[2] > 0
-        return self._run(trial, point, report=False, seeds=[seed], test=test).metrics[self.runner.metric]
-
-    def _run(self, trial: optuna.Trial, point: Mapping, **how):
-        try:
-            return self.runner.run(trial, point, **how)
-        except (Failed, RunFailed) as error:
-            self.problem = error
-            raise
+        return self.runner.run(trial, point, report=False, seeds=[seed], test=test)[self.runner.metric]
 
     def _ended(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        """Say how a trial has ended; one that was interrupted is queued again."""
-        attributes, how = trial.user_attrs, kind(trial)
-        if how == "surplus":
-            return
-        params = {**decoded(trial.params)}
-        at = ", ".join(f"{key.rpartition('.')[2]} {_number(value)}" for key, value in params.items())
-        label = f"{study.study_name} #{trial.number} ({at})"
+        """Say how a trial has ended; one that was interrupted is queued again.
+
+        Raises:
+            RunFailed: the disk is full or broken.
+        """
+        how, label = kind(trial), f"{study.study_name} #{trial.number} ({point_text(decoded(trial.params))})"
         if how == "interrupted":
             AGAIN(study, trial)
+            if trial.user_attrs["kind"] == "disk":
+                raise RunFailed(trial.user_attrs["reason"])
             self.say(f"{label}: interrupted; it continues when the search does")
         elif how == "failed":
-            report = f"; please report it with {attributes['traceback']}" if attributes.get("traceback") else ""
-            self.say(f"{label}: failed ({attributes['kind']}): {attributes['reason']}{report}")
-        else:
-            shown = "  ".join(
-                f"{name} {_number(value)}"
-                for name, value in attributes["metrics"].items()
-                if name in self.settings.objectives
-                or study is not self.study
-                and OBJECTIVES.get(name.replace("test_", "val_"))
-            )
+            self.say(f"{label}: {''.join(failure_text(trial))}")
+        elif how != "surplus":
+            names = self.settings.objectives
+            if study is not self.study:
+                names = (*names, *(n for n in trial.user_attrs["metrics"] if n.replace("test_", "val_") in OBJECTIVES))
+            shown = "  ".join(f"{n} {number_text(v)}" for n, v in trial.user_attrs["metrics"].items() if n in names)
             self.say(f"{label}:{' pruned,' * (how == 'pruned')} {shown}")
 
     def _hopeless(self, study: optuna.Study) -> None:
         """End the search if at least three trials ended and all of them failed with the same error."""
         ended = [t for t in study.get_trials(deepcopy=False) if kind(t) in ("failed", "complete", "pruned")]
-        reasons = {(t.user_attrs.get("kind"), t.user_attrs.get("reason")) for t in ended}
-        if len(ended) >= 3 and len(reasons) == 1 and next(iter(reasons))[0] == "error":
+        if len(ended) >= 3 and len({reason_of(t) for t in ended}) == 1 and reason_of(ended[0])[0] == "error":
             raise UserError(
-                f"{study.study_name}: all {len(ended)} trials failed in the same way: "
-                f"{next(iter(reasons))[1]}; correct that, and continue with retry_failed=True"
+                f"{study.study_name}: all {len(ended)} trials failed in the same way: {reason_of(ended[0])[1]}; "
+                "correct that, and continue with retry_failed=True"
             )
-
-
-def _number(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def main(options: dict) -> int:
     """Run ``work`` with ``options``, which are plain data, as a process of ``run_workers``; returns the exit code."""
     with stop_signals() as stopped:
         try:
-            folder = Path(options.pop("folder"))
-            work(**options, folder=folder, stopping=lambda: bool(stopped), say=lambda text: print(text, flush=True))
+            work(**options, stopping=lambda: bool(stopped), say=lambda text: print(text, flush=True))
         except KeyboardInterrupt:
             return INTERRUPTED
     return INTERRUPTED if stopped else OK

@@ -148,7 +148,7 @@ def test_the_methods_of_a_search_share_a_time_limit(search, monkeypatch):
     rates = {"train.optimizer.lr": {"uniform": [1e-3, 1e-1]}, "studies": {"federate.method": list(costs)}}
     options, ended, _ = search(rates, sampler="random", pruner="none", trials=100, timeout=1e-6)
     wanted = dict.fromkeys(ended.studies, 100)
-    work(options.where, ended.studies, options.folder, wanted=wanted, confirm=0, stopping=lambda: now[0] > 90)
+    work(options.where, wanted, options.folder, confirm=0, stopping=lambda: now[0] > 90)
     storage = open_storage(options.where)
     spent = [hpo.results(options.where, name)["budget"]["seconds"] for name in ended.studies]
     assert sum(spent) == pytest.approx(now[0]) and max(spent) - min(spent) <= 10
