@@ -50,11 +50,16 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
-    packages=find_packages(include=["fs_lowrank*", "benchmark*", "hpo*"]),
+    # Two folders of the repository are installed inside the package, so that they shadow no other package.
+    packages=[
+        *find_packages(include=["fs_lowrank*"]),
+        *(f"fs_lowrank.{name}" for name in find_packages(include=["benchmark*", "hpo*"])),
+    ],
+    package_dir={"fs_lowrank.benchmark": "benchmark", "fs_lowrank.hpo": "hpo"},
     package_data={
         "fs_lowrank": ["py.typed", "**/*.yaml", "**/templates/*"],
-        "benchmark": ["suites/*.yaml", "templates/*"],
-        "hpo": ["spaces/*.yaml"],
+        "fs_lowrank.benchmark": ["suites/*.yaml", "templates/*"],
+        "fs_lowrank.hpo": ["spaces/*.yaml"],
     },
     install_requires=[
         "torch>=2.8",
@@ -139,7 +144,7 @@ setup(
     },
     entry_points={
         "console_scripts": ["fs-lowrank = fs_lowrank.__main__:main"],
-        "fs_lowrank.commands": ["benchmark = benchmark.cli:main", "hpo = hpo.cli:main"],
+        "fs_lowrank.commands": ["benchmark = fs_lowrank.benchmark.cli:main", "hpo = fs_lowrank.hpo.cli:main"],
     },
     cmdclass={"build_py": WithExamples},
 )

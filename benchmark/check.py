@@ -16,6 +16,7 @@ from fs_lowrank.jobs.files import write_text
 from fs_lowrank.methods import RobustMean
 from fs_lowrank.rounds.site import method_of
 
+from .beside import hpo, module_of
 from .execute import permitted
 from .job import Cell, Job, Options, Search, Trained
 from .plan import make_training_file
@@ -180,9 +181,7 @@ def _check_model(config: Config) -> None:
 
 
 def _check_search(search: Search) -> None:
-    from hpo.space import space_from
-
-    space = space_from(search.spec["space"], "learning_rates: search: space")
+    space = hpo.space_from(search.spec["space"], "learning_rates: search: space")
     for point in space.for_config(search.config).grid(search.config) if space.all_grid else ():
         search.config.replace(point)
 
@@ -203,6 +202,7 @@ def _check_script(module: str) -> None:
 
     from fs_lowrank.data.fetch import resolve
 
+    module = module_of(module)
     try:
         found = find_spec(module)
     except ImportError:

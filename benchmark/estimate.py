@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 
-import hpo
 from fs_lowrank import Config
 from fs_lowrank.estimate import Estimate, estimate, fullest
 from fs_lowrank.jobs.crew import check_gpus, threads_each
 from fs_lowrank.runs.summary import human_bytes, human_time
-from hpo.tune import TRIALS
 
+from .beside import hpo
 from .job import Cell, Job, Options, Search, decisive
 from .plan import make_training_file, plan
 from .samples import samples_of, within_budget
@@ -133,7 +132,7 @@ def _trials(search: Search, config: Config) -> int:
     """The points that a search tries: of its grid, or beyond it if it has tried that and goes on."""
     space = hpo.space_from(dict(search.spec["space"]))
     if not space.all_grid:
-        return TRIALS
+        return hpo.TRIALS
     points = len(space.grid(config))
     return search.spec.get("grow", points) if search.result(search.options.store) else points
 

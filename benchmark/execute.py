@@ -31,6 +31,7 @@ from fs_lowrank.runs.records import flat_metrics
 from fs_lowrank.runs.summary import per_client_and_round, seconds
 from fs_lowrank.settings.metrics import larger_is_better
 
+from .beside import hpo, module_of
 from .job import Cell, Job, Search, decisive, next_point
 from .paths import quotient
 from .plan import command
@@ -302,8 +303,6 @@ def _study(
         config: the search's, within its budget.
         diverges: whether it may have no winner because all of its trials diverged.
     """
-    import hpo
-
     options = hpo.Search(
         name,
         objectives=(search.spec.get("objective", "val_acc"),),
@@ -346,12 +345,12 @@ def _script(job: Job) -> dict:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     environment = dict(os.environ)
-    root = str(Path(__file__).resolve().parents[1])
+    root = str(Path(fs_lowrank.__file__).resolve().parents[1])
     # The working folder comes last, so that a file of the user does not replace a package of the same name.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH"), os.getcwd()]))
     environment["PYTHONSAFEPATH"] = "1"
     process = subprocess.Popen(
-        [sys.executable, "-m", job.experiment.script, *job.experiment.args, "--out", str(out)],
+        [sys.executable, "-m", module_of(job.experiment.script), *job.experiment.args, "--out", str(out)],
         env=environment,
         stdout=sys.stderr,
         stderr=subprocess.PIPE,

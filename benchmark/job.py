@@ -279,22 +279,22 @@ def open_ends(search: Mapping, config: Config | None) -> dict[str, int]:
         search: its record, or what there is of it.
         config: what was searched around; where it accepts no value beyond an end, that is not open. None: all are.
     """
-    from hpo.space import at_an_end
+    from .beside import hpo
 
     winner, tried, grown = search["winner"]["point"], search["tried"], search.get("grown", ())
     listed = [{key: v} for key, kind in search.get("space", {}).items() for v in kind.get("grid", ())]
     points = [*tried, *grown, *listed]
     best = next((p["value"] for p in tried if winner.items() <= p.items()), None)
-    if ends := at_an_end(winner, points, config):
+    if ends := hpo.at_an_end(winner, points, config):
         return ends
     if not search.get("nothing_learned"):
         level = [{key: p[key] for key in winner if key in p} for p in tried if p["value"] == best]
-        return next(filter(None, (at_an_end(point, points, config) for point in level)), {})
+        return next(filter(None, (hpo.at_an_end(point, points, config) for point in level)), {})
     for key in winner:
         values = [p[key] for p in points if key in p]
         outer = {-1: min(values), 1: max(values)} if all(isinstance(v, (int, float)) for v in values) else {}
         for end in (1, -1) if len(grown) % 2 == 0 else (-1, 1):  # the last that is open counts
-            if outer and at_an_end({**winner, key: outer[end]}, points, config).get(key) == end:
+            if outer and hpo.at_an_end({**winner, key: outer[end]}, points, config).get(key) == end:
                 ends[key] = end
     return ends
 
@@ -305,14 +305,14 @@ def next_point(search: Mapping, config: Config | None) -> dict | None:
     Args:
         search, config: as for ``open_ends``.
     """
-    from hpo.space import accepts
+    from .beside import hpo
 
     grown, winner = search.get("grown", ()), search["winner"]["point"]
     for key, end in open_ends(search, config).items():
         listed = search.get("space", {}).get(key, {}).get("grid", ())
         value = _beyond([*(p[key] for p in (*search["tried"], *grown) if key in p), *listed], end)
         point = {**winner, key: value}
-        if value is not None and point not in grown and (config is None or accepts(config, point)):
+        if value is not None and point not in grown and (config is None or hpo.accepts(config, point)):
             return point
     return None
 

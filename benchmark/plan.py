@@ -12,8 +12,8 @@ from typing import Any
 from fs_lowrank import Config, UserError, list_methods, load_config
 from fs_lowrank.errors import nearest
 from fs_lowrank.settings import Origin
-from hpo.objectives import check_config
 
+from .beside import hpo
 from .job import Cell, Job, Options, Script, Search
 from .suite import SHIPPED, Experiment, MethodEntry, Suite, flatten, import_all, lay, load_suite
 
@@ -176,7 +176,7 @@ def _search(
         )
     origin = replace(experiment.origin, lines=experiment.lines(method, place))
     config = _config(keys, origin, spec.get("samples", experiment.samples), None, "none", options.work)
-    check_config(config, [spec.get("objective", "val_acc")], options.engine)
+    hpo.check_config(config, [spec.get("objective", "val_acc")], options.engine)
     if any(key.startswith("early_stop.") for key in spec["space"]):
         _check_stop(config, origin, stops=True)
     return Search(suite, experiment, options, method, dict(place), config, spec)

@@ -358,7 +358,7 @@ def _reference_alone(reference: dict) -> list[Block]:
 
 
 def _rates_table(results: ExperimentResults) -> list[Block]:
-    from hpo.best import budget_text
+    from .beside import hpo
 
     rates: dict[tuple[str, str], dict] = {}
     for (method, column), records in results.records.items():
@@ -369,7 +369,7 @@ def _rates_table(results: ExperimentResults) -> list[Block]:
     merged: dict[tuple, list[str]] = {}
     for (method, column), rate in rates.items():
         budget = rate.get("budget") or "no search"
-        cost = budget_text(budget) if isinstance(budget, dict) and "client_steps" in budget else str(budget)
+        cost = hpo.budget_text(budget) if isinstance(budget, dict) and "client_steps" in budget else str(budget)
         values = ", ".join(f"{k} {v:.4g}" for k, v in rate.get("validation", {}).items())
         point = ", ".join(value_of(v) for v in rate["point"].values())
         merged.setdefault((method, point, rate["from"], values, cost), []).append(column)

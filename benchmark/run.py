@@ -82,7 +82,7 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
             shown.update(board.table())
 
     with stop_signals() as stopped, shown or contextlib.nullcontext():
-        given = "benchmark.worker:main", order, workers, stopped
+        given = f"{__package__}.worker:main", order, workers, stopped
         interrupted = run_workers(*given, gpus=gpus, logs=logs, patience=_PATIENCE, meanwhile=look, say=say)
     look()
     return Outcome(board.finished - skipped, board.failed, board.remaining, skipped, interrupted, store.damaged)

@@ -22,9 +22,8 @@ from fs_lowrank import UserError, list_methods
 from fs_lowrank.errors import nearest
 from fs_lowrank.settings import Origin, check_keys, check_value, read_yaml, yaml_beside
 from fs_lowrank.settings import flatten as dotted
-from hpo.objectives import parse_objectives
-from hpo.space import space_from
 
+from .beside import hpo
 from .claims import check_rule
 from .metrics import unknown
 from .scorers import check_options
@@ -423,7 +422,7 @@ def _rates(given: Mapping | None, origin: Origin, at: str) -> dict | None:
         origin.fail(at, "has both table and search, or none: expected either table (method: rate) or search")
     if "search" in rates:
         search = rates["search"] = check_keys(rates["search"], SEARCH, origin, f"{at}.search")
-        space_from(search["space"], origin.below(f"{at}.search.space"))
+        hpo.space_from(search["space"], origin.below(f"{at}.search.space"))
         _check_objective(search.get("objective", "val_acc"), origin, f"{at}.search.objective")
     elif "budget" not in rates:
         origin.fail(f"{at}.budget", "is missing: a table says what the search that found it cost")
@@ -432,7 +431,7 @@ def _rates(given: Mapping | None, origin: Origin, at: str) -> dict | None:
 
 def _check_objective(given: str, origin: Origin, at: str) -> None:
     try:
-        objectives = parse_objectives(given)
+        objectives = hpo.parse_objectives(given)
     except UserError as error:
         raise UserError(f"{origin.where(at)}{at.removesuffix('.objective')}: {error}") from None
     if len(objectives) > 1:

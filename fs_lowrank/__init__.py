@@ -10,9 +10,14 @@ Modules are imported on first use, so that ``import fs_lowrank`` is fast.
 
 import random
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from .versions import __version__ as __version__
+
+if (_beside := Path(__file__).parents[1] / "setup.py").exists():
+    # a clone, which has ``benchmark`` and ``hpo`` beside this package; a wheel has them in it
+    __path__.append(str(_beside.parent))
 
 _LAZY = {
     "load_config": "config",

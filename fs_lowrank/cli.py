@@ -131,7 +131,10 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
         commands.choices[name].example = example
     parser.groups = _GROUPS
     for name, point in extensions(commands.choices).items():
-        about = _OURS.get(point.value) or f"added by {point.dist.name if point.dist else point.value}"
+        about = (
+            _OURS.get(point.value.removeprefix("fs_lowrank."))
+            or f"added by {point.dist.name if point.dist else point.value}"
+        )
         commands.add_parser(name, help=f"{about}; has its own --help")
     return parser, own
 

@@ -22,11 +22,7 @@ from fs_lowrank.settings import Key, Origin, check_keys, check_value, keys_of
 
 #: scorer -> its module, with a dataclass ``Options`` and functions ``check(options, root)`` and
 #: ``score(model, tokenizer, options, root)``
-SCORERS = {
-    "lm_eval": "benchmark.scorers.lm_eval_tasks",
-    "generate": "benchmark.scorers.generate",
-    "humaneval": "benchmark.scorers.humaneval",
-}
+SCORERS = {"lm_eval": "lm_eval_tasks", "generate": "generate", "humaneval": "humaneval"}
 
 
 def check(spec: dict, data_root: Path | str) -> None:
@@ -85,7 +81,7 @@ def scorer(name: str, origin: Origin | None = None, at: str = "evaluation"):
         UserError: unknown scorer; the message suggests the nearest.
     """
     check_value(f"{at}.scorer", name, str, {"choices": tuple(SCORERS)}, origin or Origin())
-    return import_module(SCORERS[name])
+    return import_module(f"{__package__}.{SCORERS[name]}")
 
 
 def check_options(spec: Mapping, origin: Origin, at: str) -> None:

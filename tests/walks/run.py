@@ -44,15 +44,15 @@ def build(folder: Path) -> Path:
     return wheel
 
 
-def install(wheel: Path, folder: Path) -> None:
-    """A virtual environment in ``folder`` with the wheel, and with the libraries of this Python."""
+def install(wheel: Path, folder: Path, *options: str) -> None:
+    """A virtual environment in ``folder`` with the wheel, by ``options`` of pip, and this Python's libraries."""
     venv.create(folder, with_pip=False)
     (place,) = folder.glob("lib/python*/site-packages")
     libraries = [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")]
     # The lines of a file .pth are added to the path. Files .pth in there, as of an editable install, are not read.
     (place / "libraries.pth").write_text("\n".join(libraries or site.getsitepackages()) + "\n")
     command = [*PIP, "--python", str(folder / "bin" / "python"), "install", "--no-deps", "--no-index"]
-    subprocess.run([*command, "--ignore-installed", str(wheel)], check=True)
+    subprocess.run([*command, "--ignore-installed", *options, str(wheel)], check=True)
 
 
 def walk(name: str, wheel: Path, folder: Path, threads: int) -> tuple[bool, str]:
