@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import re
 import textwrap
@@ -24,8 +25,9 @@ from .errors import UserError, nearest
 from .methods import get_method_class, list_methods
 from .methods.server_optimizer import ServerOptimizer
 from .settings import AdapterSpec, Key, OfClient, Settings, framework, keys_of
-from .settings.check import expected, hints_of
-from .settings.effects import on_flower, on_the_framework
+from .settings import json_schema as json_schemas
+from .settings.check import expected
+from .settings.effects import on_engine
 from .training.schedule import Schedule
 
 #: section → the dataclass that its further arguments belong to
@@ -43,6 +45,7 @@ class Entry:
         default: as it would stand in a file; empty where the key must be given.
         engines: where it has an effect.
         meaning: one sentence or more; empty for keys of FederatedScope that this package does not interpret.
+        key: type, bounds and choices.
     """
 
     name: str
@@ -51,25 +54,26 @@ class Entry:
     default: str
     engines: str
     meaning: str
+    key: Key
 
 
 def reference() -> list[Entry]:
     """Every key that a configuration may have, in the order of the schema."""
-    entries = [*_section(Settings, "", "")]
-    entries += _arguments("data.args.0.", "data.args", DataArgs)
+    entries = [*_section("", "general", Settings)]
+    entries += _section("data.args.0.", "data.args", DataArgs)
     for name, function in PARTITIONERS.items():
         alias = next(n for n, f in PARTITIONERS.items() if f is function)
         if alias == name:
             names = [n for n, f in PARTITIONERS.items() if f is function]
-            entries += _arguments("data.splitter_args.0.", f"data.splitter: {' or '.join(names)}", function, skip=3)
+            entries += _section("data.splitter_args.0.", f"data.splitter: {' or '.join(names)}", function, skip=3)
     for name, step in STEPS.items():
-        entries += _arguments("data.transform.N.1.", f"data.transform: {name}", step)
-    entries += _arguments("llm.adapter.args.0.", "llm.adapter.args", AdapterSpec, leave_out=("method", "extra"))
-    entries += _arguments("lowrank.clients.N.", "lowrank.clients", OfClient)
+        entries += _section("data.transform.N.1.", f"data.transform: {name}", step)
+    entries += _section("llm.adapter.args.0.", "llm.adapter.args", AdapterSpec, leave_out=("method", "extra"))
+    entries += _section("lowrank.clients.N.", "lowrank.clients", OfClient)
     for name in list_methods():
         cls = get_method_class(name)
         if dataclasses.fields(cls.Params):
-            entries += _arguments("lowrank.", f"federate.method: {name}", cls.Params)
+            entries += _section("lowrank.", f"federate.method: {name}", cls.Params)
     return entries
 
 
@@ -77,7 +81,15 @@ def others() -> list[Entry]:
     """FederatedScope's keys that this package hands to it and does not interpret."""
     words = "A key of FederatedScope's own"
     return [
-        Entry(name, "FederatedScope", expected(type(value)), shown(value), on_the_framework(name), words)
+        Entry(
+            name,
+            "FederatedScope",
+            expected(type(value)),
+            shown(value),
+            on_engine(name, "federatedscope"),
+            words,
+            Key(type(value)),
+        )
         for name, value in sorted(framework.DEFAULTS.items())
     ]
 
@@ -100,6 +112,38 @@ def find(name: str) -> list[Entry]:
             "`fs-lowrank keys` lists them"
         )
     return found
+
+
+#: sections that take further keys, which are checked when they are used
+_OPEN = (*framework.OPEN, "train.optimizer", "train.scheduler", "fedopt.optimizer", "llm.adapter.args.0")
+#: what a client may have for itself is also taken by the names that all clients have it by
+_OF_CLIENTS = {"clients": {}, **{name: {"$ref": f"#/properties/{name}"} for name in ("dataloader", "train", "llm")}}
+
+
+def json_schema() -> dict[str, Any]:
+    """A JSON schema (draft 2020-12) of configuration files, by which editors complete and check a YAML."""
+    root = json_schemas.section()
+
+    def at(name: str) -> dict[str, Any]:
+        return functools.reduce(json_schemas.within, filter(None, name.split(".")), root)
+
+    for entry in (*reference(), *others()):
+        above, _, name = entry.name.rpartition(".")
+        if above == "data.transform.N.1":  # a list of a name and a mapping
+            continue
+        known, value = at(above)["properties"], json_schemas.value_schema(entry.key.hint, entry.key.meta)
+        if above == "llm.adapter.args.0" and "items" in (listed := value.get("anyOf", [{}])[0]):
+            value["anyOf"].append(listed["items"])  # one in place of a list of one
+        if name not in known:
+            known[name] = value | {"description": entry.meaning}
+        elif value not in (known[name], *(alike := known[name].setdefault("anyOf", [dict(known[name])]))):
+            known[name] = {"description": known[name]["description"], "anyOf": [*alike, value]}
+    at("federate")["properties"]["method"]["examples"] = list_methods()
+    for name in _OPEN:
+        at(name)["additionalProperties"] = True
+    at("lowrank.clients.N")["properties"] |= _OF_CLIENTS
+    json_schemas.allow_dots(root)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "fs-lowrank", **root}
 
 
 def markdown() -> str:
@@ -128,8 +172,8 @@ def markdown() -> str:
         "",
         "These keys are read, so that FederatedScope's files load. The table says what `--engine federatedscope` does",
         "with a value that is not the default, under our methods. The other engines refuse it, unless it has no effect",
-        "on a result; they follow `wandb`, whose tracker `lowrank.trackers` has, too. The embedded engine honours",
-        f"{listed(framework.ON_LOCAL)}, and `--engine flower` honours {listed(framework.ON_FLOWER['honoured'])}.",
+        f"on a result; the embedded one follows {listed(framework.FOLLOWED['local'])}, and `--engine flower` follows",
+        f"{listed(framework.FOLLOWED['flower'])}.",
         "",
         "| key | default | with our methods |",
         "| --- | --- | --- |",
@@ -145,53 +189,43 @@ def _groups(entries: Iterable[Entry]) -> Iterator[tuple[str, list[Entry]]]:
     return iter(by_group.items())
 
 
-def _section(cls: type, prefix: str, group: str) -> Iterator[Entry]:
-    meanings, defaults, hints = sentences(cls), cls(), hints_of(cls)
-    meant = _MEANT.get(prefix.rstrip("."))
-    listed = [f.name for f in dataclasses.fields(cls)]
-    for f in dataclasses.fields(cls):
-        if f.metadata.get("hidden"):
-            continue
-        if dataclasses.is_dataclass(hints[f.name]):
-            yield from _section(hints[f.name], f"{prefix}{f.name}.", f"{prefix}{f.name}")
-        elif not f.metadata.get("open"):
-            yield _entry(prefix, group or "general", f.name, Key(hints[f.name], f.metadata), defaults, meanings)
-    if meant is not None:
-        yield from _arguments(prefix, group, meant, leave_out=listed)
-
-
-def _arguments(prefix: str, group: str, what: Any, skip: int = 0, leave_out: Sequence[str] = ()) -> Iterator[Entry]:
-    """The fields of a dataclass or the arguments of a function, as keys below ``prefix``."""
-    meanings = sentences(what)
+def _section(prefix: str, group: str, what: Any, skip: int = 0, leave_out: Sequence[str] = ()) -> Iterator[Entry]:
+    """The fields of a dataclass or the arguments of a function, as keys below ``prefix``; and sections below it."""
+    meanings, keys = sentences(what), keys_of(what, skip)
     if dataclasses.is_dataclass(what):
-        defaults: Any = {
+        defaults: dict[str, Any] = {
             f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
             for f in dataclasses.fields(what)
         }
     else:
         defaults = {name: p.default for name, p in inspect.signature(what).parameters.items()}
-    for name, key in keys_of(what, skip).items():
-        if name not in leave_out:
+    for name, key in keys.items():
+        if name in leave_out or {"hidden", "open"} & key.meta.keys():
+            continue
+        if dataclasses.is_dataclass(key.hint):
+            yield from _section(f"{prefix}{name}.", f"{prefix}{name}", key.hint)
+        else:
             yield _entry(prefix, group, name, key, defaults, meanings)
+    if (meant := _MEANT.get(prefix.rstrip("."))) not in (None, what):
+        yield from _section(prefix, group, meant, leave_out=list(keys))
 
 
-def _entry(prefix: str, group: str, name: str, key: Key, defaults: Any, meanings: Mapping[str, str]) -> Entry:
-    default = "" if key.required else shown(defaults[name] if isinstance(defaults, dict) else getattr(defaults, name))
+def _entry(prefix: str, group: str, name: str, key: Key, defaults: Mapping, meanings: Mapping[str, str]) -> Entry:
+    default = "" if key.required else shown(defaults[name])
     meta, engines = key.meta, "all"
-    there = on_the_framework(prefix + name)
+    there = on_engine(prefix + name, "federatedscope")
     if "local" in meta:
-        where = "on federatedscope only" if there == "honoured" else f"on none; federatedscope: {there}"
+        where = "on federatedscope only" if there == "followed" else f"on none; federatedscope: {there}"
         engines = f"others than {shown(meta['local'])} {where}"
     elif "idle" in meta:
-        where = " on local, flower" * (there == "honoured")
+        where = " on local, flower" * (there == "followed")
         engines = f"no effect{where} ({meta['idle']})"
     else:
-        elsewhere = {"federatedscope": there, "flower": on_flower(prefix + name)}
-        differs = [f"{said} on {engine}" for engine, said in elsewhere.items() if said != "honoured"]
+        elsewhere = {"federatedscope": there, "flower": on_engine(prefix + name, "flower")}
+        differs = [f"{said} on {engine}" for engine, said in elsewhere.items() if said != "followed"]
         engines = ", ".join(differs) or "all"
-    return Entry(
-        prefix + name, group, _type(key), default, engines, _sentence(meta.get("help") or meanings.get(name, ""))
-    )
+    meaning = _sentence(meta.get("help") or meanings.get(name, ""))
+    return Entry(prefix + name, group, _type(key), default, engines, meaning, key)
 
 
 def _type(key: Key) -> str:

@@ -663,8 +663,8 @@ def test_what_the_framework_says_otherwise_is_taken(caplog):
     assert config.fingerprint() == make().fingerprint()
     check_local(config)
     for said in (
-        "federate.data_weighted_aggr = True has no effect: federate.ignore_weight says whether updates are weighted by",
-        "model.out_channels = 2 has no effect: the data say how many classes there are",
+        "federate.data_weighted_aggr = True has no effect: only FederatedScope uses it",
+        "model.out_channels = 2 has no effect: only FederatedScope uses it",
         "eval.metrics: correct has no effect: acc is that number as a share of the samples",
     ):
         assert said in caplog.text
@@ -672,7 +672,7 @@ def test_what_the_framework_says_otherwise_is_taken(caplog):
 
 @pytest.mark.parametrize("key, value", [("batch_size", 4), ("shuffle", False), ("drop_last", True)])
 def test_the_frameworks_older_spelling_is_named(key, value):
-    with refused(f"data.{key} = {value}", f"write dataloader.{key} in place of it"):
+    with refused(f"data.{key} = {value}", f"take dataloader.{key} in place of it"):
         check_local(make({f"data.{key}": value}))
 
 

@@ -198,7 +198,7 @@ BUDGETS = {
     "fs_lowrank.draw": 670,  # 450
     "fs_lowrank.jobs": 720,  # 300
     "front": 3020,  # 2,100
-    "hpo": 1480,  # 950
+    "hpo": 1360,  # 950
     "benchmark": 4370,  # 2,550
     "studies": 2100,  # 2,100
 }

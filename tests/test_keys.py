@@ -55,8 +55,8 @@ def test_a_section_a_name_and_a_method_are_found():
     assert {e.name for e in find("grad")} == {"grad.grad_clip", "grad.grad_accum_count"}
     assert {e.group for e in find("min_size")} >= {"data.splitter: lda or dirichlet", "data.splitter: quantity"}
     assert {e.name for e in find("rolora")} == {"lowrank.mix"}
-    assert find("backend")[0].engines == "refused (our methods need torch)"
-    assert find("wandb.use")[0].engines == "honoured"
+    assert find("backend")[0].engines == "refused"
+    assert find("wandb.use")[0].engines == "followed"
     with pytest.raises(UserError, match="no key 'train.optimiser.lr'; did you mean 'train.optimizer.lr'"):
         find("train.optimiser.lr")
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from itertools import groupby
 
 from rich.text import Text
 
 from ..jobs import shell, tables
+from ..jobs.files import to_json
 
 console = shell.make_console(140)
 
@@ -17,33 +19,31 @@ def add(commands) -> None:
         "keys", help="all configuration keys: type, default, engines, meaning; or those of one section or name"
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="a key, a section, a splitter, a method")
+    schema = "print a JSON schema of configuration files, by which editors complete and check a YAML"
+    parser.add_argument("--schema", action="store_true", help=schema)
     tables.option(parser)
     parser.set_defaults(do=_keys)
 
 
 def _keys(args: argparse.Namespace) -> None:
-    from ..keys import find, reference
+    from ..keys import find, json_schema, reference
 
+    if args.schema:
+        print(to_json(json_schema(), indent=1, ensure_ascii=False))
+        return
     entries = find(args.name) if args.name else reference()
     if len(entries) == 1:
         tables.only_of_a_list(args)
         (entry,) = entries
         console.print(Text.assemble((entry.name, "bold"), f" ({entry.group})"), soft_wrap=True)
-        console.print(entry.meaning, soft_wrap=True)
-        console.print(f"  expected: {entry.type}", soft_wrap=True)
-        console.print(f"  default: {entry.default or 'none, it must be given'}", soft_wrap=True)
-        console.print(f"  engines: {entry.engines}", soft_wrap=True)
+        default = entry.default or "none, it must be given"
+        lines = [entry.meaning, f"  expected: {entry.type}", f"  default: {default}", f"  engines: {entry.engines}"]
+        console.print("\n".join(lines), soft_wrap=True)
         return
-    lines: list[Sequence[str | Text]] = [("key", "default", "meaning")]
-    group = ""
-    for entry in entries:
-        if entry.group != group:
-            group = entry.group
-            lines += [(), (Text(group, "bold"), "", "")]
-        lines.append((entry.name, entry.default, entry.meaning))
-    tables.show(console, lines, args.table)
+    rows: list[Sequence[str | Text]] = [("key", "default", "meaning")]
+    for group, of in groupby(entries, lambda entry: entry.group):
+        rows += [(), (Text(group, "bold"), "", ""), *((entry.name, entry.default, entry.meaning) for entry in of)]
+    tables.show(console, rows, args.table)
     if not args.name:
-        console.print(
-            "one key in full: fs-lowrank keys NAME; FederatedScope's other keys: fs-lowrank keys FederatedScope",
-            soft_wrap=True,
-        )
+        further = "one key in full: fs-lowrank keys NAME; FederatedScope's other keys: fs-lowrank keys FederatedScope"
+        console.print(further, soft_wrap=True)

@@ -26,15 +26,7 @@ _LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules", "layers_to_tr
 #: arguments of PEFT's first versions, with the only values that mean what later ones do without them
 FORMER = {"enable_lora": None, "merge_weights": False}
 #: what PEFT's configs say of an adapter that is saved, whatever its kind; here PEFT sets it itself
-OF_PEFT = (
-    "peft_type",
-    "auto_mapping",
-    "peft_version",
-    "base_model_name_or_path",
-    "revision",
-    "inference_mode",
-    "task_type",
-)
+OF_PEFT = tuple("peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode task_type".split())
 #: other names of PEFT, used only to tell a misspelling from an argument of a later version
 _PEFT_KEYS = """
     alora_invocation_tokens alpha_pattern arrow_config bias corda_config decompose_both decompose_factor

@@ -52,6 +52,8 @@ SPELLED = {
     "llm.tok_len": "tok_len",
     "llm.adapter.args.0.r": "rank",
 }
+#: the other way round, of the keys that are replaced for a client: what it is called here -> the key
+CALLED = {name: key for key, name in SPELLED.items() if name != "rank"}
 _KEY = "lowrank.clients"
 _NUMBERS = "a client's number, a span such as '3-10', or a list of them"
 #: the settings of one client, each with the place where it was given: a dotted key, and its origin

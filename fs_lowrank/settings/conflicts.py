@@ -69,10 +69,7 @@ def _of_clients(config: Settings) -> Iterator[Conflict]:
     below = _expected(factor, "1 or more, as half of the updates exceed their median; or 0 for no bound")
     yield "lowrank.max_update_norm_factor", 0 < factor < 1, below
     given = {key for own in config.own_settings.values() for key in own}
-    one_rank = (
-        f"gives clients a rank, and federate.method = {federate.method} has one for all; methods with lowrank.ranks "
-        "have one for each"
-    )
+    one_rank = f"gives clients a rank, and federate.method = {federate.method} has one for all; see lowrank.ranks"
     yield "lowrank.clients", "rank" in given and "ranks" not in config.lowrank.params, one_rank
     images = f"gives clients a tok_len, and model.type = {config.model.type} is for images"
     yield "lowrank.clients", "tok_len" in given and config.is_vision, images
@@ -102,11 +99,9 @@ def _of_robust_means(config: Settings) -> Iterator[Conflict]:
     yield "lowrank.robust_malicious", malicious != 1 and needed == 1, unused
     bound = f"= {norm:g} is for norm_bound; lowrank.robust is {rule}"
     yield "lowrank.robust_norm", bool(norm) and rule != "norm_bound", bound
-    few = (
-        f"= {rule} with robust_malicious = {malicious} needs {needed} clients per round; there are "
-        f"{config.sampled_per_round}"
-    )
-    yield "lowrank.robust", config.sampled_per_round < needed, few
+    there = config.sampled_per_round
+    few = f"= {rule} with robust_malicious = {malicious} needs {needed} clients per round; there are {there}"
+    yield "lowrank.robust", there < needed, few
 
 
 def _of_models(config: Settings) -> Iterator[Conflict]:
@@ -139,10 +134,7 @@ def _of_data(config: Settings) -> Iterator[Conflict]:
     yield "data.splits", len(splits) != 3 or abs(sum(splits) - 1) > 1e-6, shares
     images = "counts the tokens of texts, and images have none; leave it out"
     yield "dataloader.batch_tokens", bool(loader.batch_tokens) and config.is_vision, images
-    drops = (
-        "= True leaves out a batch with fewer samples than the others, and with dataloader.batch_tokens batches "
-        "differ in that; leave one of the two out"
-    )
+    drops = "= True leaves out smaller batches, and by dataloader.batch_tokens batches differ; leave one of the two out"
     yield "dataloader.drop_last", bool(loader.batch_tokens) and loader.drop_last, drops
 
 
@@ -174,16 +166,11 @@ def _of_unchanged_bases(config: Settings, method: Any, needs: Any) -> Iterator[C
             advice = "set lowrank.merge False, by which it keeps beside the base what it would merge"
         elif name == "lowrank.dtype":
             advice += ", or lowrank.dtype bfloat16"
-        changed = (
-            f"= {value}: federate.method = {method.name} changes the weights of the base, which this does not allow; "
-            f"{advice}"
-        )
+        changed = f"= {value}: federate.method = {method.name} changes the weights of the base; {advice}"
         yield name, bool(value) and changes, changed
     kind = config.adapter.method
-    others = (
-        f"= {kind}: on a quantised base (lowrank.dtype = {config.quantised}) PEFT computes LoRA's pairs only; take "
-        "lora, or lowrank.dtype bfloat16"
-    )
+    only = f"of a quantised base (lowrank.dtype = {config.quantised}) PEFT computes LoRA's pairs only"
+    others = f"= {kind}: {only}; take lora, or lowrank.dtype bfloat16"
     yield _METHOD, bool(config.quantised) and kind != "lora" and not config.adapter.virtual_tokens, others
 
 
@@ -192,15 +179,9 @@ def _of_virtual_tokens(config: Settings) -> Iterator[Conflict]:
     chosen, model = f"llm.adapter.args: adapter_method = {config.adapter.method}", config.model
     images = f"= {model.type} is for images, and {chosen} puts tokens before a text"
     yield "model.type", config.is_vision, images
-    merged = (
-        f"= True: {chosen} trains virtual tokens, which cannot be merged into weights; leave it out, and take what is "
-        "saved in adapter/"
-    )
+    merged = f"= True: {chosen} trains virtual tokens, which cannot be merged into weights; leave it out"
     yield "lowrank.save_merged", config.lowrank.save_merged, merged
-    spread = (
-        f"= {model.device_map}: {chosen} keeps its virtual tokens on one device; take lora, or leave model.device_map "
-        "out"
-    )
+    spread = f"= {model.device_map}: {chosen} keeps its virtual tokens on one device; take lora, or leave it out"
     yield "model.device_map", bool(model.device_map), spread
 
 
@@ -213,8 +194,5 @@ def _of_device_map(config: Settings) -> Iterator[Conflict]:
     yield "model.device_map", processes != 1, spread
     computes = f"= {start} computes with the weights of the base, which model.device_map keeps elsewhere; leave it out"
     yield "llm.adapter.args.0.init_lora_weights", start not in (True, False, "gaussian"), computes
-    merged = (
-        "= True needs the whole model on one device; leave it out with model.device_map, and merge the adapter that is "
-        "saved where there is room"
-    )
+    merged = "= True needs the whole model on one device; leave it out with model.device_map, and merge elsewhere"
     yield "lowrank.save_merged", config.lowrank.save_merged, merged

@@ -18,6 +18,8 @@ from .sections import WITH_NORM, robust_weighs
 #: whether keys or sections have an effect, the reason if they have none, and their names
 Condition = tuple[bool, str, tuple[str, ...]]
 _ADAPTER = "llm.adapter.args"
+#: said of the framework's keys that our methods do not use, on whatever engine
+UNUSED = "our methods do not use it"
 #: keys of the cache of frozen layers beside ``train.cache_frozen``
 _CACHE = tuple(f"train.cache_frozen_{name}" for name in ("bytes", "dir", "shared"))
 
@@ -194,62 +196,37 @@ def not_honoured(config: Settings, engine: str) -> list[tuple[str, Any, str]]:
     Args:
         engine: local, federatedscope or flower; flower honours what local does, and more.
     """
-    local, given = engine != "federatedscope", config.framework
-    more = framework.ON_FLOWER["honoured"] if engine == "flower" else framework.ON_LOCAL
+    there, given = "engine='federatedscope' honours it", config.framework
+    ours = framework.OURS_REFUSED["federatedscope"] | framework.OURS_REFUSED[engine]
     refused = [
-        (name, value, "" if local else framework.REFUSED[name])
+        (name, value, ours.get(name, there))
         for name, (value, meta) in _changed(config).items()
-        if (value != meta.get("local", value) if local else name in framework.REFUSED)
+        if (name in framework.OURS_REFUSED[engine])
+        or (engine != "federatedscope" and value != meta.get("local", value))
     ]
     for name, value in given.items():
-        if local:
-            taken = framework.decides_nothing(name, given) or framework.within(name, more)
-        else:
-            taken = framework.within(name, framework.HONOURED) or bool(_idle(name, given, engine))
-            taken = taken or value in framework.SAME_AS_OURS.get(name, ())
-        if not taken:
-            refused.append((name, value, "" if local else framework.REFUSED.get(name, "our methods do not use it")))
+        if framework.word(name, engine, given) == "refused":
+            instead = _within(name, framework.INSTEAD)
+            elsewhere = there if framework.word(name, "federatedscope", given) == "followed" else UNUSED
+            refused.append((name, value, f"take {instead} in place of it" if instead else elsewhere))
     # Of a feature that is on, the key that turns it on says all: without it the others have no effect.
     names = {name for name, _, _ in refused}
-    refused = [of for of in refused if names.isdisjoint(framework.switches(of[0]))]
-    if not local:
-        return refused
-    why = {name: reason for name, _, reason in not_honoured(config, "federatedscope")}
-    why |= framework.REFUSED_HERE | (framework.ON_FLOWER["refused"] if engine == "flower" else {})
-    return [(name, value, why.get(name, "engine='federatedscope' honours it")) for name, value, _ in refused]
+    return [of for of in refused if names.isdisjoint(framework.switches(of[0]))]
 
 
-def _idle(name: str, given: Mapping[str, Any], engine: str) -> str:
-    """Why a key of FederatedScope has no effect in a run on ``engine``; empty if it has one, or is refused."""
-    switch = framework.off_switch(name, given)
-    if switch:
-        return f"{switch} is {framework.DEFAULTS[switch]!r}"
-    if engine != "federatedscope":
-        harmless = framework.within(name, framework.HARMLESS) and name not in framework.FOLLOWED
-        return _idle_by(name, framework.NOWHERE) or ("only FederatedScope uses it" if harmless else "")
-    return _idle_by(name, framework.IDLE)
+def on_engine(name: str, engine: str) -> str:
+    """What an engine does with a value of ``name`` that is not the default, in words."""
+    if name in framework.DEFAULTS:
+        switch, word = framework.off_switch(name, {}), framework.word(name, engine)
+        return f"{word} with {switch}" if switch and word == "refused" else word
+    refused = framework.OURS_REFUSED[engine].get(name)
+    idle = _within(name, framework.OURS_IDLE[engine])
+    return f"refused ({refused})" if refused else f"no effect ({idle})" if idle else "followed"
 
 
-def _idle_by(name: str, table: Mapping[str, list[str]]) -> str:
-    """The reason in ``table`` why a key has no effect; empty if it is not in it."""
-    return next((why for why, names in table.items() if framework.within(name, names)), "")
-
-
-def on_the_framework(name: str) -> str:
-    """What engine federatedscope does with a value of ``name`` that is not the default, in words."""
-    idle = _idle_by(name, framework.IDLE)
-    if idle:
-        return f"no effect ({idle})"
-    if name in framework.DEFAULTS and not framework.within(name, framework.HONOURED):
-        switch = framework.off_switch(name, {})
-        return f"refused with {switch}" if switch else f"refused ({framework.REFUSED.get(name, 'not used')})"
-    return f"refused ({framework.REFUSED[name]})" if name in framework.REFUSED else "honoured"
-
-
-def on_flower(name: str) -> str:
-    """What engine flower does with a value of ``name``, one of our keys, that is not the default, in words."""
-    idle = _idle_by(name, framework.ON_FLOWER["idle"])
-    return f"no effect ({idle})" if idle else "honoured"
+def _within(name: str, table: Mapping[str, str]) -> str:
+    """What ``table`` says of the key or its section; empty if nothing."""
+    return next((said for section, said in table.items() if framework.within(name, [section])), "")
 
 
 def without_effect(config: Settings, engine: str, method: Any) -> list[tuple[str, Any, str]]:
@@ -272,14 +249,9 @@ def without_effect(config: Settings, engine: str, method: Any) -> list[tuple[str
     if _ADAPTER in reasons:  # which is said as a whole
         reasons = {name: reason for name, reason in reasons.items() if not name.startswith(f"{_ADAPTER}.")}
     for name, (value, meta) in changed.items():
-        if engine != "local" and value in framework.AS_IT_IS.get(name, ()):
-            continue
-        if engine == "federatedscope":
-            reason = _idle(name, {}, engine)
-        else:
-            more = framework.ON_FLOWER["idle"] if engine == "flower" else {}
-            reason = meta.get("idle") or _idle_by(name, more)
-        if reason:
+        here = meta.get("idle") if engine != "federatedscope" else None
+        elsewhere = "" if value in framework.SAME_AS_OURS.get(name, ()) else _within(name, framework.OURS_IDLE[engine])
+        if reason := here or elsewhere:
             reasons[name] = reason
     idle = [(name, changed[name][0], reason) for name, reason in reasons.items()]
     rounds, params = config.federate.total_round_num, config.lowrank.params
@@ -292,6 +264,8 @@ def without_effect(config: Settings, engine: str, method: Any) -> list[tuple[str
         reason = f"dataloader.batch_tokens = {config.dataloader.batch_tokens} takes precedence"
         idle.append(("batch_size of lowrank.clients", sizes[0] if len(sizes) == 1 else sizes, reason))
     for name, value in config.framework.items():
-        if reason := _idle(name, config.framework, engine):
-            idle.append((name, value, reason))
+        if framework.word(name, engine, config.framework) == "no effect":
+            switch = framework.off_switch(name, config.framework)
+            unused = UNUSED if engine == "federatedscope" else "only FederatedScope uses it"
+            idle.append((name, value, f"{switch} is {framework.DEFAULTS[switch]!r}" if switch else unused))
     return idle

@@ -6,7 +6,6 @@ An engine accepts a key at its default, a key that it honours, and a key without
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 from .reading import read_packaged
 from .tree import flatten
@@ -19,25 +18,19 @@ DEFAULTS = flatten(_TABLES["defaults"])
 OPEN: list[str] = _TABLES["open"]
 #: keys and sections that do not affect the result of a run in one process
 HARMLESS: list[str] = _TABLES["harmless"]
-#: of them, those that the engines local and flower follow
-FOLLOWED: list[str] = _TABLES["followed"]
-#: other keys that the local engine honours
-ON_LOCAL: list[str] = _TABLES["local"]["honoured"]
-#: key -> why the local engine refuses it, of those that the engine federatedscope honours
-REFUSED_HERE: dict[str, str] = _TABLES["local"]["refused"]
-#: reason -> keys without effect on every engine
-NOWHERE: dict[str, list[str]] = _TABLES["idle"]
 #: values that describe what the local engine does anyway
 SAME_AS_OURS: dict[str, list[object]] = _TABLES["same_as_ours"]
 #: section -> the key that turns it on; other sections have the key ``use``
 SWITCHES: dict[str, str] = _TABLES["switches"]
-#: what the engine federatedscope does with them, and with keys of ours: see the file
-HONOURED: list[str] = _TABLES["federatedscope"]["honoured"]
-IDLE: dict[str, list[str]] = {**NOWHERE, **_TABLES["federatedscope"]["idle"]}
-AS_IT_IS: dict[str, list[object]] = _TABLES["federatedscope"]["same_as_ours"]
-REFUSED: dict[str, str] = _TABLES["federatedscope"]["refused"]
-#: the same for the engine flower, where it differs from the embedded one
-ON_FLOWER: dict[str, Any] = _TABLES["flower"]
+#: key or section that is refused -> what takes its place
+INSTEAD: dict[str, str] = _TABLES["instead"]
+#: engine -> keys and sections that it follows
+FOLLOWED: dict[str, list[str]] = _TABLES["followed"]
+#: engine -> keys and sections without effect
+IDLE: dict[str, list[str]] = {"local": HARMLESS, "flower": HARMLESS, "federatedscope": _TABLES["no_effect"]}
+#: engine -> keys and sections of ours that have no effect on it, or that it refuses, and why
+OURS_IDLE: dict[str, dict[str, str]] = _TABLES["ours"]["no_effect"]
+OURS_REFUSED: dict[str, dict[str, str]] = _TABLES["ours"]["refused"]
 #: method of FederatedScope -> our method, if ``llm.adapter.use`` is True
 WITH_ADAPTERS = {"fedavg": "fedlora"}
 
@@ -64,5 +57,18 @@ def off_switch(name: str, given: Mapping[str, object]) -> str | None:
 
 def decides_nothing(name: str, given: Mapping[str, object]) -> bool:
     """Whether ``given[name]`` does not affect the result of a run in one process."""
-    idle = within(name, HARMLESS) or any(within(name, names) for names in NOWHERE.values())
-    return idle or bool(off_switch(name, given)) or given[name] in SAME_AS_OURS.get(name, ())
+    same = given[name] in SAME_AS_OURS.get(name, ())
+    return within(name, HARMLESS) or bool(off_switch(name, given)) or same
+
+
+def word(name: str, engine: str, given: Mapping[str, object] | None = None) -> str:
+    """What an engine does with a key at a value that is not its default: ``followed``, ``no effect`` or ``refused``.
+
+    Args:
+        given: the value of the key and of others; None: any, with all features turned on.
+    """
+    if given is not None and off_switch(name, given):
+        return "no effect"
+    if within(name, FOLLOWED[engine]) or given and given[name] in SAME_AS_OURS.get(name, ()):
+        return "followed"
+    return "no effect" if within(name, IDLE[engine]) else "refused"

@@ -8,12 +8,8 @@ from dataclasses import dataclass
 
 #: the values of ``model.task``
 TASKS = (
-    "CausalLM",
-    "Seq2SeqLM",
-    "SequenceClassification",
-    "SequenceRegression",
-    "MultiLabelClassification",
-    "ImageClassification",
+    *("CausalLM", "Seq2SeqLM", "SequenceClassification", "SequenceRegression"),
+    *("MultiLabelClassification", "ImageClassification"),
 )
 #: those whose accuracy is that of the next token
 LANGUAGE = ("CausalLM", "Seq2SeqLM")

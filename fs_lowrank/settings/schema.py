@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ from ..errors import UserError, nearest
 from . import framework
 from .adapter import AdapterSpec
 from .check import key
-from .clients import by_client
+from .clients import CALLED, by_client
 from .metrics import LANGUAGE, extras
 from .origin import Origin
 from .reading import Dumper
@@ -111,21 +111,12 @@ class Settings:
         return {client: made[id(own)] for client, own in self.own_settings.items()}
 
     def _with(self, own: Mapping[str, Any]) -> Settings:
-        train, optimizer = self.train, self.train.optimizer
-        lr = own.get("lr", optimizer.lr * own.get("lr_factor", 1.0))
-        return dataclasses.replace(
-            self,
-            dataloader=dataclasses.replace(
-                self.dataloader, batch_size=own.get("batch_size", self.dataloader.batch_size)
-            ),
-            llm=dataclasses.replace(self.llm, tok_len=own.get("tok_len", self.llm.tok_len)),
-            train=dataclasses.replace(
-                train,
-                local_update_steps=own.get("local_update_steps", train.local_update_steps),
-                batch_or_epoch=own.get("batch_or_epoch", train.batch_or_epoch),
-                optimizer=dataclasses.replace(optimizer, lr=lr),
-            ),
-        )
+        factor = {"lr": self.train.optimizer.lr * own["lr_factor"]} if "lr_factor" in own else {}
+        settings = self
+        for name, value in (dict(own) | factor).items():
+            if name in CALLED:
+                settings = _replaced(settings, CALLED[name].split("."), value)
+        return settings
 
     @property
     def is_vision(self) -> bool:
@@ -216,9 +207,9 @@ class Settings:
 
     def to_dict(self) -> dict[str, Any]:
         """The complete configuration as plain nested data, from which ``load_config`` makes an equal config."""
-        tree = as_tree(self)
-        for name, value in self.framework.items():
-            assign(tree, name, copy.deepcopy(value))
+        tree: dict[str, Any] = {}
+        for name, value in (*((name, value) for name, value, _ in flat_keys(self)), *self.framework.items()):
+            assign(tree, name, plain(value))
         return tree
 
     def dump(self, path: str | os.PathLike[str]) -> None:
@@ -295,19 +286,10 @@ def flat_keys(section: Any, prefix: str = "") -> list[tuple[str, Any, Mapping[st
     return keys
 
 
-def as_tree(section: Any) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for f in dataclasses.fields(section):
-        value = getattr(section, f.name)
-        if f.metadata.get("hidden"):
-            continue
-        if dataclasses.is_dataclass(value):
-            tree[f.name] = as_tree(value)
-        elif f.metadata.get("open"):
-            tree.update(plain(value))
-        else:
-            tree[f.name] = plain(value)
-    return tree
+def _replaced(section: Any, path: Sequence[str], value: Any) -> Any:
+    """A copy of ``section`` with one value below it replaced."""
+    first, *rest = path
+    return dataclasses.replace(section, **{first: _replaced(getattr(section, first), rest, value) if rest else value})
 
 
 def canonical(value: Any) -> Any:

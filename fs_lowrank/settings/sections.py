@@ -165,20 +165,7 @@ class LLM:
     cache: Cache = field(default_factory=Cache)
 
 
-OPTIMIZERS = (
-    "SGD",
-    "Adam",
-    "AdamW",
-    "Adagrad",
-    "Adadelta",
-    "Adamax",
-    "Adafactor",
-    "ASGD",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-)
+OPTIMIZERS = tuple("SGD Adam AdamW Adagrad Adadelta Adamax Adafactor ASGD NAdam RAdam RMSprop Rprop".split())
 
 
 #: of bitsandbytes, whose state has 8 bits for each number of a tensor with 4096 or more

@@ -105,9 +105,9 @@ def silent(caplog, other):
 
 
 def test_a_key_of_the_framework_is_refused_or_reported(silent, other):
-    followed = [n for n in framework.FOLLOWED if framework.off_switch(n, {}) is None]
-    assert silent(check_local, sorted(framework.DEFAULTS)) == ["federate.client_idx_for_local_train", "wandb.use"]
-    assert [*framework.ON_LOCAL, *followed] == ["federate.client_idx_for_local_train", "wandb.use"]
+    followed = [n for n in framework.FOLLOWED["local"] if framework.off_switch(n, {}) is None]
+    assert silent(check_local, sorted(framework.DEFAULTS)) == followed
+    assert followed == ["federate.client_idx_for_local_train", "wandb.use"]
     value = other(framework.DEFAULTS["federate.client_idx_for_local_train"])
     assert load_config({**BASE, "federate.client_idx_for_local_train": value}).alone == value
     assert trackers_of(load_config({**BASE, "wandb.use": True})) == ["wandb"]
@@ -115,8 +115,7 @@ def test_a_key_of_the_framework_is_refused_or_reported(silent, other):
 
 def test_a_key_of_the_framework_is_honoured_refused_or_reported_on_flower(silent):
     for name in silent(check, sorted(framework.DEFAULTS)):
-        followed = name in framework.FOLLOWED and framework.off_switch(name, {}) is None
-        assert followed or framework.within(name, framework.ON_FLOWER["honoured"]), name
+        assert framework.word(name, "flower") == "followed", name
 
 
 def used_names():

@@ -82,7 +82,8 @@ def test_a_key_of_the_framework_is_honoured_refused_or_reported(cfg, name, caplo
         assert f"{name} = " in str(error)
     else:
         reported = f"{name} = " in caplog.text and "has no effect" in caplog.text
-        assert reported != framework.within(name, framework.HONOURED) or framework.off_switch(name, {})
+        followed = framework.word(name, "federatedscope") == "followed"
+        assert reported != followed or framework.off_switch(name, {})
 
 
 def test_what_is_honoured_is_used():
@@ -94,14 +95,14 @@ def test_what_is_honoured_is_used():
     for folder in ("core/workers", "core/auxiliaries", "core/monitors", "core/configs"):
         read += (FRAMEWORK / folder).glob("*.py")
     text = "\n".join(path.read_text(encoding="utf-8") for path in [*read, FRAMEWORK / "core/fed_runner.py"])
-    honoured = [name for name in framework.DEFAULTS if framework.within(name, framework.HONOURED)]
+    honoured = [name for name in framework.DEFAULTS if framework.word(name, "federatedscope") == "followed"]
     # what our embedded engine does not honour or ignores must be used, refused or idle here
     honoured += [
         name
         for name, _, meta in flat_keys(Settings())
         if {"local", "idle"} & meta.keys()
-        and name not in framework.REFUSED
-        and not any(framework.within(name, names) for names in framework.IDLE.values())
+        and name not in framework.OURS_REFUSED["federatedscope"]
+        and not framework.within(name, framework.OURS_IDLE["federatedscope"])
     ]
     unused = [n for n in honoured if not re.search(rf"\.{n.rpartition('.')[2]}\b", text)]
     assert not unused
@@ -113,7 +114,7 @@ def test_what_is_honoured_is_used():
         ("fedopt.annealing", True, ("fedopt.annealing = True: it is for the framework's own server optimizer",)),
         ("llm.retry_on_nan_loss", True, ("llm.retry_on_nan_loss = True: a client whose update",)),
         ("aggregator.robust_rule", "krum", ("aggregator.robust_rule = 'krum'", "lowrank.robust")),
-        ("regularizer.type", "proximal_regularizer", ("our training loop has no such penalty",)),
+        ("regularizer.type", "proximal_regularizer", ("our methods do not use it",)),
         ("model.dropout", 0.4, ("model.dropout = 0.4: our methods do not use it",)),
     ],
 )

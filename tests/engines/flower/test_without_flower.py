@@ -67,7 +67,7 @@ def test_a_wrong_configuration_makes_no_app(quick, tmp_path, capsys):
 def test_keys_that_the_engine_does_not_honour(quick):
     with pytest.raises(fs_lowrank.UserError, match="engine='flower' does not honour(?s:.*)former interface"):
         check(quick("ss", {"federate.use_ss": True}))
-    with pytest.raises(fs_lowrank.UserError, match="differential privacy clips"):
+    with pytest.raises(fs_lowrank.UserError, match="nbafl.use = True: our methods do not use it"):
         check(quick("dp", {"nbafl.use": True}))
     with pytest.raises(fs_lowrank.UserError, match="federate.mode = .distributed.: engine='federatedscope' honours it"):
         check(quick("mode", {"federate.mode": "distributed"}))

@@ -1,0 +1,96 @@
+"""A value's JSON schema (draft 2020-12), from the type, bounds and choices by which ``check_value`` checks it."""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", dict: "object"}
+_BOUNDS = {"min": "minimum", "above": "exclusiveMinimum", "max": "maximum", "below": "exclusiveMaximum"}
+
+
+def value_schema(hint: Any, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a value of type ``hint`` with the metadata of its key (``check.key``)."""
+    schema = _of_type(hint, meta)
+    also = list(meta.get("also", {}))
+    if meta.get("fold"):  # in upper or lower case; the choices stand there for editors, which complete them
+        letters = ("".join(f"[{c.upper()}{c.lower()}]" if c.isalpha() else c for c in w) for w in meta["choices"])
+        return {"anyOf": [schema, {"type": "string", "pattern": f"^({'|'.join(letters)})$"}]}
+    return {"anyOf": [schema, {"enum": also}]} if also else schema
+
+
+def _of_type(hint: Any, meta: Mapping[str, Any]) -> dict[str, Any]:
+    origin, args = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return {"anyOf": [_of_type(arg, meta) for arg in args]}
+    if origin is typing.Literal:
+        return {"enum": list(args)}
+    if origin in (list, tuple):
+        return {"type": "array", **_of_items(origin, args, meta)}
+    if origin not in _TYPES:
+        return {}
+    schema: dict[str, Any] = {"type": _TYPES[origin]}
+    if origin in (int, float):
+        schema |= {said: meta[bound] for bound, said in _BOUNDS.items() if meta.get(bound) is not None}
+    if origin in (int, float, str) and meta.get("choices"):
+        schema["enum"] = [choice for choice in meta["choices"] if choice is not None]
+    return schema
+
+
+def _of_items(origin: type, args: tuple[Any, ...], meta: Mapping[str, Any]) -> dict[str, Any]:
+    of_one = {bound: meta[bound] for bound in _BOUNDS if bound in meta}
+    schema: dict[str, Any] = {}
+    if origin is tuple and args and args[-1] is not ...:
+        schema |= {"prefixItems": [_of_type(arg, of_one) for arg in args], "minItems": len(args), "maxItems": len(args)}
+    elif args:
+        schema["items"] = _of_type(args[0], of_one)
+    if "items" in meta:
+        schema["items"] = {"enum": [*meta["items"], *meta.get("dropped", ())]}
+    return schema
+
+
+def section() -> dict[str, Any]:
+    """The schema of a section without keys yet; an empty one is None in YAML."""
+    return {"type": ["object", "null"], "properties": {}, "additionalProperties": False}
+
+
+def within(node: dict[str, Any], part: str) -> dict[str, Any]:
+    """The section ``part`` of a section, or what each item of a list is (part ``0`` or ``N``); made if missing."""
+    if part not in ("0", "N"):
+        found: dict[str, Any] = node["properties"].setdefault(part, section())
+        return found
+    items = next(_arrays(node, ""))[0]
+    if "properties" not in items.get("items", {}):
+        items["items"] = section()
+    return within({"properties": items}, "items")
+
+
+def _arrays(node: Mapping[str, Any], place: str) -> typing.Iterator[tuple[dict[str, Any], str]]:
+    """The lists that a value may be, and where their schemas are."""
+    for number, one in enumerate(node.get("anyOf", ())):
+        yield from _arrays(one, f"{place}/anyOf/{number}")
+    if node.get("type") == "array":
+        yield typing.cast(dict[str, Any], node), place
+
+
+def allow_dots(node: dict[str, Any], place: str = "#") -> list[tuple[str, dict[str, Any]]]:
+    """Let a section and all below it also have dotted names, as ``optimizer.lr`` in ``train``.
+
+    Returns:
+        The names of everything below the section as regular expressions, each with its schema, a reference.
+    """
+    names: list[tuple[str, dict[str, Any]]] = []
+    dotted: list[tuple[str, dict[str, Any]]] = []
+    for name, value in node["properties"].items():
+        at = f"{place}/properties/{name}"
+        inner = [(value, at, "")]
+        inner += [(listed.get("items", {}), f"{where}/items", r"\.\d+") for listed, where in _arrays(value, at)]
+        for part, where, index in inner:
+            if "properties" in part:
+                dotted += [(rf"{re.escape(name)}{index}\.{rest}", schema) for rest, schema in allow_dots(part, where)]
+        names.append((re.escape(name), {"$ref": at}))
+    node["patternProperties"] = {f"^{name}$": schema for name, schema in dotted}
+    return [*names, *dotted, *([(".+", {})] if node["additionalProperties"] else [])]
