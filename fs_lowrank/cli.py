@@ -25,10 +25,10 @@ _say = partial(console.print, soft_wrap=True)
 _CODES = (
     "exit code: 0; 1 if a run could not continue, or doctor misses something; 2 for a usage error; 130 if interrupted"
 )
-#: what the entry points of this package are for
+#: the commands that are entry points of this package
 _OURS = {
-    "benchmark.cli:main": "run suites of experiments, and report their results with verdicts",
-    "hpo.cli:main": "search hyperparameters over any configuration",
+    "benchmark": "run suites of experiments, and report their results with verdicts",
+    "hpo": "search hyperparameters over any configuration",
 }
 #: title -> the commands that ``--help`` shows with an example
 _GROUPS = {
@@ -131,10 +131,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
         commands.choices[name].example = example
     parser.groups = _GROUPS
     for name, point in extensions(commands.choices).items():
-        about = (
-            _OURS.get(point.value.removeprefix("fs_lowrank."))
-            or f"added by {point.dist.name if point.dist else point.value}"
-        )
+        about = _OURS.get(name) or f"added by {point.dist.name if point.dist else point.value}"
         commands.add_parser(name, help=f"{about}; has its own --help")
     return parser, own
 

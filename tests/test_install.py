@@ -48,7 +48,7 @@ def said(*command, cwd):
 NAMES = """
 import importlib.util, fs_lowrank.benchmark.suite as suites, fs_lowrank.hpo as hpo
 from fs_lowrank.benchmark.scorers import scorer
-assert suites.hpo is hpo and hpo.load_space("rolora_lr").parameters and len(suites.SHIPPED) > 3
+assert suites.hpo is hpo and hpo.load_space("rolora_lr").parameters and len(list(suites.SHIPPED.glob("*.yaml"))) > 3
 assert scorer("generate").__name__ == "fs_lowrank.benchmark.scorers.generate"
 print(hpo.__file__, *(name for name in ("benchmark", "hpo") if importlib.util.find_spec(name)))
 """
