@@ -111,5 +111,5 @@ def test_the_command_prints_it(capsys):
     assert printed["$schema"] == "https://json-schema.org/draft/2020-12/schema" and printed == json_schema()
     jsonschema.Draft202012Validator.check_schema(printed)
     assert (
-        "learning rate" in printed["properties"]["train"]["properties"]["optimizer"]["properties"]["lr"]["description"]
+        "Learning rate" in printed["properties"]["train"]["properties"]["optimizer"]["properties"]["lr"]["description"]
     )
