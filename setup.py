@@ -93,7 +93,7 @@ setup(
             "protobuf>=4.25",
             "pydantic>=2.10",
             "pympler>=1.0",
-            "scipy>=1.13",
+            "scipy>=1.13,<2",
             "scikit-learn>=1.5",
         ],
         # In an environment of its own (constraints-flower.txt), since it holds back packages that others have newer.

@@ -50,7 +50,7 @@ def _framework() -> list[Check]:
             )
         ]
     found = f"{locate.version(FRAMEWORK)} (branch {locate.BRANCH}) in {FRAMEWORK.parent}"
-    mends = [Check(f"  mended: {m.name}", True, f"{m.reason}; can go when {m.until}") for m in compat.applied()]
+    mends = [Check(f"  mended: {m.name}", True, m.reason) for m in compat.applied()]
     return [Check("engine federatedscope", True, found), *mends]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 
-from .members import listed
-
 #: seconds without a reply after which the server says whom it waits for: processes that only have to introduce
 #: themselves, and those that train or evaluate; each further word comes when the wait has doubled
 FIRST_WORD, OF_WORK = 5.0, 30.0
@@ -43,3 +41,9 @@ class Waiting:
             f"waiting for {self.noun}{'s' * (len(awaited) > 1)} {listed(awaited)}: no answer for {passed:.0f} s; for "
             f"up to {self.timeout - passed:.0f} s more, by lowrank.timeout = {self.timeout:g}"
         )
+
+
+def listed(numbers: Collection[int], most: int = 5) -> str:
+    """``numbers`` for a message, no more than ``most`` of them."""
+    first = sorted(numbers)[:most]
+    return ", ".join(map(str, first)) + (f" and {len(numbers) - most} more" if len(numbers) > most else "")

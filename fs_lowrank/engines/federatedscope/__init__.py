@@ -15,9 +15,8 @@ from .. import locate_federatedscope
 from . import compat
 
 FRAMEWORK = locate_federatedscope.require()
-compat.mend(compat.MENDS, FRAMEWORK)
+compat.mend(FRAMEWORK, late=False)
 
-with locate_federatedscope.importing(FRAMEWORK):
-    from .registration import register_all
+from .registration import register_all  # noqa: E402
 
-    register_all()
+register_all()

@@ -1,16 +1,15 @@
-"""Gives the framework an aggregator that takes the method's server step, and saves and loads its state."""
+"""Gives the framework an aggregator that takes the method's server step."""
 
 from __future__ import annotations
 
 from federatedscope.core.aggregators import Aggregator
 
 from ...rounds.ending import end_round
-from . import saved
 from .session import Session
 
 
 class MethodAggregator(Aggregator):
-    """Takes the server step of the session's method."""
+    """Takes the server step of the session's method. ``saved.SavedModels`` saves and loads."""
 
     def __init__(self, session: Session):
         super().__init__()
@@ -21,10 +20,7 @@ class MethodAggregator(Aggregator):
         return end_round(agg_info["round"], self.session.keeper)
 
     def save_model(self, path, cur_round=-1):
-        saved.save_state(path, self.session.site, self.session.ledger, cur_round)
-
-    def load_model(self, path):
-        return saved.load_state(path, self.session.site, self.session.ledger)
+        """Do nothing, where the framework would save."""
 
     def reset(self):
         """Do nothing: the framework resets an online aggregator here, and every round of ours has a new intake."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ...config import Config, check_engine, load_config
-from ...errors import UserError, nearest
+from ...errors import UserError, nearest, say_once
 from ...methods import get_method_class, list_methods, requirements
 from ...rounds.codec import why_no_codec
 from ...settings import (
@@ -169,6 +169,12 @@ def _node(cfg, name: str, create=None):
     return cfg, key
 
 
+def _value(cfg, name: str):
+    """The value of the dotted key ``name``, which may still be an Argument of the framework."""
+    node, key = _node(cfg, name)
+    return getattr(node[key], "value", node[key])
+
+
 def check(cfg) -> None:
     """Adapt the framework's defaults to our methods; the framework calls this on every merge.
 
@@ -266,6 +272,12 @@ def from_framework(cfg) -> Config:
         if tree[name] == filled:
             tree.pop(name)  # the framework has set it
     config = load_config(tree)
+    best = cfg.eval.best_res_update_round_wise_key
+    if cfg.federate.mode == "distributed" and not cfg.federate.make_global_eval and "client_test" not in best:
+        say_once(
+            f"eval.best_res_update_round_wise_key = {best} has no effect: federate.make_global_eval is False, and "
+            "between processes clients report client_test_loss and client_test_acc"
+        )
     check_engine(config, "federatedscope", _excluded(cfg, method, needs.sums))
     check_resources(cfg)
     return config
@@ -287,48 +299,42 @@ def _extra(name: str) -> bool:
     return name.startswith(("train.optimizer.", "train.scheduler.", "fedopt.optimizer."))
 
 
+#: a feature of the framework -> keys that cannot be set beside it, and why
+_ALONE = {
+    "use_ss": (
+        ("quantization.method", "lowrank.drop_rate", "lowrank.max_update_norm", "lowrank.max_update_norm_factor"),
+        "the server sees nothing but the exact sum of the updates of all clients",
+    ),
+    "online_aggr": (("lowrank.max_update_norm_factor",), "no update is kept until the others are in"),
+}
+
+
 def _excluded(cfg, method: str, sums: bool) -> list[str]:
     """The combinations that do not work with ``method``, in words; ``sums``: its server step is a sum."""
-    federate, quantises = cfg.federate, cfg.quantization.method != "none"
-    shares, online = federate.use_ss, federate.online_aggr
-    # A value may still be an Argument of the framework.
-    bounds = ("drop_rate", "max_update_norm", "max_update_norm_factor")
-    drop_rate, norm, factor = (getattr(cfg.lowrank[key], "value", cfg.lowrank[key]) for key in bounds)
-    unseen = "federate.use_ss together: the server sees no client's own update"
+    federate, between = cfg.federate, cfg.federate.mode == "distributed"
     best, trainer = cfg.eval.best_res_update_round_wise_key, cfg.trainer.type
-    trains = trainer in TRAINERS.values() or trainer.lower() in _REPLACED
+    found = why_no_codec(cfg.quantization.method, cfg.quantization.nbits)
+    for feature in (name for name in _ALONE if federate[name]):
+        keys, why = _ALONE[feature]
+        given = {name: value for name in keys if (value := _value(cfg, name)) not in (0, "none")}
+        found += [f"{name} = {value} and federate.{feature} together: {why}" for name, value in given.items()]
+        if not sums:
+            found.append(
+                f"federate.{feature} = True: {method}'s server step is not a weighted sum of the updates; it applies "
+                f"to: {_additive()}"
+            )
     together = (
         (
-            shares and not sums,
-            f"federate.use_ss = True: {method}'s server step is not a weighted sum, so it cannot work on shares; it "
-            f"applies to: {_additive()}",
+            federate.use_ss and not 2 <= federate.sample_client_num == federate.client_num,
+            "federate.use_ss needs at least two clients, and every client in every round",
         ),
         (
-            online and not sums,
-            f"federate.online_aggr = True: {method}'s server step needs all updates at once, not their running sum; it "
-            f"applies to: {_additive()}",
-        ),
-        (shares and quantises, "federate.use_ss and quantization.method together: the sum of rounded shares is wrong"),
-        (
-            shares and federate.sample_client_num != federate.client_num,
-            "federate.use_ss needs every client in every round: the shares of an absent one are missing",
+            between and list(federate.join_in_info),
+            f"federate.join_in_info = {list(federate.join_in_info)}: between processes a client says of itself what "
+            "the server needs",
         ),
         (
-            shares and drop_rate > 0,
-            f"federate.use_ss and lowrank.drop_rate = {drop_rate} together: the shares of a client that drops out are "
-            "missing",
-        ),
-        (shares and norm, f"lowrank.max_update_norm = {norm} and {unseen}"),
-        (shares and factor, f"lowrank.max_update_norm_factor = {factor} and {unseen}"),
-        (
-            online and factor,
-            f"lowrank.max_update_norm_factor = {factor} and federate.online_aggr together: no update is kept until the "
-            "others are in",
-        ),
-        (shares and federate.client_num < 2, "federate.use_ss needs at least two clients"),
-        *((True, said) for said in why_no_codec(cfg.quantization.method, cfg.quantization.nbits)),
-        (
-            "client_test_" in best,
+            "client_test_" in best and not between,
             f"eval.best_res_update_round_wise_key = {best!r}: the framework files clients' own metrics under test_",
         ),
         (
@@ -338,12 +344,12 @@ def _excluded(cfg, method: str, sums: bool) -> list[str]:
         ),
         (federate.save_freq == 0, "federate.save_freq = 0: rounds between saved models, or -1 for none"),
         (
-            not trains,
+            trainer not in TRAINERS.values() and trainer.lower() not in _REPLACED,
             f"trainer.type = {trainer!r}: it cannot train for {method}; leave it out, or choose one of "
             f"{', '.join(TRAINERS.values())}",
         ),
     )
-    return [why for wrong, why in together if wrong]
+    return found + [why for wrong, why in together if wrong]
 
 
 def _additive() -> str:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from federatedscope.core.auxiliaries.data_builder import get_data
+from federatedscope.core.auxiliaries.runner_builder import get_runner
+from federatedscope.core.auxiliaries.utils import setup_seed
+from federatedscope.core.auxiliaries.worker_builder import get_client_cls, get_server_cls
 
 from ...errors import RunFailed, UserError
 from ...jobs.files import cannot_write
@@ -11,19 +15,11 @@ from ...runs.folder import outdir_of
 from ...runs.result import RunResult
 from ...settings import Settings
 from ..kept import settings_kept
-from ..locate_federatedscope import importing
 from ..pool import processes_of
-from . import FRAMEWORK
 from . import session as sessions
 from .config import to_framework
-from .logs import LogTo, name_file
-from .parallel import ParallelRunner
-
-with importing(FRAMEWORK):
-    from federatedscope.core.auxiliaries.data_builder import get_data
-    from federatedscope.core.auxiliaries.runner_builder import get_runner
-    from federatedscope.core.auxiliaries.utils import setup_seed
-    from federatedscope.core.auxiliaries.worker_builder import get_client_cls, get_server_cls
+from .logs import log_to
+from .runner import LoopRunner
 
 
 def run(config: Settings, resume: bool = False, on_round=None, on_client=None, callbacks=()) -> RunResult:
@@ -49,10 +45,9 @@ def run(config: Settings, resume: bool = False, on_round=None, on_client=None, c
     threads = torch.get_num_threads()
     # The framework reads back as JSON the numbers that it prints (``compat``).
     with (
-        importing(FRAMEWORK),  # the framework imports some of its files when they are needed
         settings_kept(),
         np.printoptions(legacy="1.25"),
-        LogTo(outdir / "exp_print.log", config.verbose),
+        log_to(outdir / "exp_print.log", config.verbose),
     ):
         try:
             setup_seed(cfg.seed)
@@ -64,11 +59,11 @@ def run(config: Settings, resume: bool = False, on_round=None, on_client=None, c
                 data, changed = get_data(config=cfg.clone(), client_cfgs=None)
                 cfg.merge_from_other_cfg(changed)
                 session = sessions.current()
-            session.resume, session.callbacks = resume, callbacks
+            session.resume, session.own_callbacks = resume, callbacks
             session.on_round, session.on_client = on_round or session.on_round, on_client or session.on_client
             cfg.freeze(inform=False, save=False)
             if several:
-                ParallelRunner(config=cfg).run()
+                LoopRunner(cfg).run()
             else:
                 workers = {"server_class": get_server_cls(cfg), "client_class": get_client_cls(cfg)}
                 get_runner(data=data, config=cfg.clone(), **workers).run()
@@ -79,9 +74,7 @@ def run(config: Settings, resume: bool = False, on_round=None, on_client=None, c
                 )
             return session.result or session.client_result()
         except OSError as error:
-            if name_file(error):
-                raise cannot_write(error.filename, error) from error
-            raise
+            raise cannot_write(error.filename or outdir, error) from error
         finally:
             sessions.close_session()
             torch.set_num_threads(threads)  # the framework has set it to 1

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Literal
 
 from federatedscope.core.message import Message
 from federatedscope.core.workers import Server
 
-from ...errors import UserError
 from ...rounds.codec import codec_of
 from ...rounds.parcel import Parcel
 from ...rounds.round import Order, Round
-from . import saved, wire
+from . import wire
 from .aggregator import MethodAggregator
 from .config import for_frameworks_workers
 from .session import current
@@ -56,22 +54,11 @@ class LowRankServer(Server):
         self.asked_to_evaluate: set[int] = set()
         self.round_open = self.evaluating = self.postponed = self.stop_asked = False
         self.pending: tuple[dict, dict] | None = None
-        self.state = self._restored(config)
-        ended = self.state >= self.total_round_num or self.session.keeper.ended
-        self.only_ends = self.session.resume and ended
-        if self.state >= self.total_round_num and not self.only_ends:
-            raise UserError(
-                f"all {self.total_round_num} rounds are done already; raise federate.total_round_num to go on"
-            )
-
-    def _restored(self, config) -> int:
-        done = self.session.begin()
-        if config.federate.restore_from and not done:
-            done = self.aggregator.load_model(config.federate.restore_from)
-            logger.info("restored round %d from %s", done, config.federate.restore_from)
-        if done:
+        self.session.keeper.start(self.session.resume)
+        self.state = self.ledger.stood
+        if self.state:
             self.ledger.forget(range(1, self.client_num + 1))  # their copies are those of the start
-        return done
+        self.only_ends = self.state >= self.total_round_num or self.session.keeper.ended
 
     def trigger_for_start(self):
         if self.only_ends:
@@ -126,20 +113,12 @@ class LowRankServer(Server):
             # The shared model already contains the merges of the message, so the client loads the state.
             view = self.session.method.view(self.ledger.state, client)
             parcel = Parcel(view, **{**parcel.facts, "whole": True})
-        message = wire.message(kind, self.ID, [client], wire.Sealed(parcel), state, self.cur_timestamp)
+        message = wire.message(kind, self.ID, [client], parcel, state, self.cur_timestamp)
         self.comm_manager.send(message)
         self._monitor.track_upload_bytes(order.sizes[0])
         self.round.delivered(order)
 
     # -- uplink ------------------------------------------------------------------------------------
-
-    def _failed(self, client: int, kind: Literal["absent", "failed", "refused"], reason: str) -> None:
-        """Note that ``client`` failed; with secret sharing the round then fails for all, whose sums lack its shares."""
-        self.round.fail(client, kind, reason)
-        if self._cfg.federate.use_ss:
-            self.to_ask = []
-            for other in sorted(self.round.waiting):
-                self.round.fail(other, "failed", f"its sum cannot be used without the share of client {client}")
 
     def callback_funcs_model_para(self, message: Message):
         """Take the update of a client, if it is awaited."""
@@ -154,10 +133,10 @@ class LowRankServer(Server):
             )
             return False
         self.cur_timestamp = max(self.cur_timestamp, message.timestamp)
-        if round.take(client, message.content.opened()):
+        if round.take(client, message.content):
             self.msg_buffer["train"].setdefault(self.state, {})[client] = round.samples[client]
         else:
-            self._failed(client, "refused", f"client {client}: its answer is of another round")
+            round.fail(client, "refused", f"client {client}: its answer is of another round")
         if self.to_ask:
             self._ask(1)
         return self.advance()
@@ -286,11 +265,7 @@ class LowRankServer(Server):
         own = (self.session.site.personal.untrained and metrics) or self.session.config.eval.client_scores
         if own:
             metrics["client_test"] = self.session.evaluator.clients(self.ledger.state)
-        is_best = saved.is_best(self.session.evaluator, metrics, self.session.keeper.history)
         self._close_round(metrics)
-        if is_best and self._cfg.federate.make_global_eval and self._cfg.federate.save_to:
-            # If clients evaluate, the framework itself saves the best model.
-            self.aggregator.save_model(self._cfg.federate.save_to, self.state)
         super().check_and_save()
 
     def terminate(self, msg_type="finish"):

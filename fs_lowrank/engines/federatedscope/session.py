@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -28,6 +29,7 @@ from ...rounds.site import Site
 from ...rounds.trainer import Trainer
 from ...runs.result import RunResult
 from .config import from_framework
+from .saved import SavedModels
 
 logger = logging.getLogger("federatedscope.lowrank")
 
@@ -38,24 +40,25 @@ class Session:
     """One process's part of a run.
 
     Args:
-        config: the run's configuration.
-        outdir: the folder of the run's files, the framework's and ours.
+        config: the run's configuration. cfg: the framework's.
         role: ``standalone``, ``server`` or ``client``.
         index: the number of the client whose part of the data a client process holds; -1 if all the data that it reads
             are its own.
 
     Attributes:
-        callbacks: the user's. on_round: called with the record of each round; a true value ends the run.
+        outdir: the folder of the run's files, the framework's and ours.
+        own_callbacks: the user's. on_round: called with the record of each round; a true value ends the run.
         on_client: called with the round, a client and the number of clients in the round, before the client trains.
         resume: whether the run continues from the checkpoint in ``outdir``.
         result: of a finished run.
     """
 
-    def __init__(self, config: Config, outdir: Path, role: str, index: int = -1):
-        self.config, self.outdir, self.role, self.index = config, outdir, role, index
+    def __init__(self, config: Config, cfg: Any, role: str, index: int = -1):
+        self.config, self.cfg, self.role, self.index = config, cfg, role, index
+        self.outdir = Path(cfg.outdir)
         self.shares_model = role == "standalone" and config.federate.share_local_model
         self.has_own_data = role == "client" and index < 1
-        self.callbacks: Sequence[Callback] = ()
+        self.own_callbacks: Sequence[Callback] = ()
         self.on_round: Callable[[dict], object] = lambda record: None
         self.on_client: Callable[[int, int, int], object] = lambda *_: None
         self.resume = False
@@ -90,15 +93,23 @@ class Session:
     @cached_property
     def keeper(self) -> RecordKeeper:
         # wandb is told by the framework
-        callbacks = callbacks_of(self.config, self.callbacks, self.config.lowrank.trackers)
-        return RecordKeeper(self.site, self.evaluator, self.ledger, self.outdir, callbacks, clients_evaluate=True)
+        callbacks = self.callbacks(self.config.lowrank.trackers)
+        parts = self.site, self.evaluator, self.ledger, self.outdir, callbacks
+        return RecordKeeper(*parts, self.config_name, clients_evaluate=True)
+
+    def callbacks(self, trackers: Sequence[str] | None = None) -> list[Callback]:
+        """What the run does beside training; ``trackers``: see ``callbacks_of``."""
+        return callbacks_of(self.config, [*self.own_callbacks, SavedModels(self.cfg.federate)], trackers)
+
+    @property
+    def config_name(self) -> str:
+        """The name of the file for our configuration; the framework may have written its own."""
+        return "lowrank.yaml" if not self.resume and (self.outdir / "config.yaml").exists() else "config.yaml"
 
     # -- models ------------------------------------------------------------------------------------
 
     def next_model(self) -> nn.Module:
         """The model for the next worker: the site's model for the first worker and for all workers that share it."""
-        if self.role != "standalone":
-            return nn.Identity()  # the framework's runner gives it to workers that do not use it
         self._models_given += 1
         if self.shares_model or self._models_given == 1:
             return self.site.model
@@ -122,13 +133,6 @@ class Session:
             for split, e in site.held_out().items()
         }
         return {split: site.held_out()[split].select(share) for split, share in rows.items() if len(share)}
-
-    def begin(self) -> int:
-        """Open the run's files and, with ``resume``, restore the checkpoint; returns the number of completed rounds."""
-        if not self.resume and (self.outdir / self.keeper.config_name).exists():
-            self.keeper.config_name = "lowrank.yaml"  # the framework has written its own
-        checkpoint = self.keeper.start(self.resume)
-        return checkpoint.round if checkpoint else 0
 
     def conclude(self) -> RunResult:
         """The result of a finished run; the first call writes the run's final files."""
@@ -167,7 +171,7 @@ def open_session(cfg) -> Session:
                 f"distribute.data_idx = {index}: expected 1 to {config.federate.client_num} (which part of "
                 "the data this client holds), or -1 (all of what it reads is its own)"
             )
-    _current = Session(config, Path(cfg.outdir), role, index)
+    _current = Session(config, cfg, role, index)
     return _current
 
 
@@ -180,11 +184,6 @@ def current() -> Session:
     if _current is None:
         raise UserError("this method needs its data from the framework's get_data(cfg), which was not called")
     return _current
-
-
-def is_distributed() -> bool:
-    """Whether this process is one of several in the run of one of our methods."""
-    return _current is not None and _current.role != "standalone"
 
 
 def session_for_model(model_type: str) -> Session | None:

@@ -35,10 +35,9 @@ class Sharing:
         #: of the round in which this client trains: by token, which opens nothing else, the other client's share
         self._shares: dict[str, Parcel | None] = {}
         self._news = threading.Condition()
-        largest = cfg.grpc_max_receive_message_length
-        self.listener = Listener(cfg.client_host, cfg.client_port, cfg, largest, self._take)
+        self.listener = Listener(cfg.client_host, cfg.client_port, cfg, 8, self._take)
 
-    async def _take(self, message: Message, token: str, process: str) -> str:
+    def _take(self, message: Message, token: str, process: str, context: grpc.ServicerContext) -> str:
         with self._news:
             if token not in self._shares:
                 raise Unwelcome(grpc.StatusCode.UNAUTHENTICATED, "this process awaits no share with this token")

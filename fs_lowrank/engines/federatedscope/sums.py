@@ -92,8 +92,11 @@ class Shares(Intake):
 
 
 def intake_of(cfg: Any, site: Site) -> Intake | None:
-    """Where the updates of a round go by the framework's configuration; None: they are kept."""
+    """Where the updates of a round go by the framework's configuration; None: they are kept.
+
+    Within one machine nothing is hidden by shares, so there the server adds up the updates themselves.
+    """
     uniform = site.method.setting.uniform
-    if cfg.federate.use_ss:
+    if cfg.federate.use_ss and cfg.federate.mode == "distributed":
         return Shares(cfg.federate.client_num, uniform, site.device)
-    return RunningMean(uniform) if cfg.federate.online_aggr else None
+    return RunningMean(uniform) if cfg.federate.online_aggr or cfg.federate.use_ss else None

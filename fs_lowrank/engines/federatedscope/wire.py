@@ -6,12 +6,10 @@ but none for bytes, so between processes tensors are base64-encoded, a third lar
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import json
 import logging
-import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -29,24 +27,16 @@ TOKEN, PROCESS = "fs-lowrank-token", "fs-lowrank-process"
 _COMPRESSION = {"deflate": grpc.Compression.Deflate, "gzip": grpc.Compression.Gzip}
 
 
-class Sealed:
-    """A parcel as the content of a message that stays in this process.
+class ParcelMessage(Message):
+    """A message of the framework in this process, with a parcel as content.
 
-    The framework measures the size of a message by ``sys.getsizeof`` and its attributes, which does not include the
-    storage of tensors. The parcel is therefore hidden in a closure, and ``__sizeof__`` gives its size.
+    The framework would measure it by ``sys.getsizeof``, which does not include the storage of tensors.
     """
 
-    __slots__ = ("_opened",)
-
-    def __init__(self, parcel: Parcel):
-        self._opened = lambda: parcel
-
-    def opened(self) -> Parcel:
-        return self._opened()
-
-    def __sizeof__(self) -> int:
-        parcel = self.opened()
-        return parcel.nbytes + len(json.dumps(parcel.facts))
+    def count_bytes(self) -> tuple[int, int]:
+        """Bytes that each receiver takes, and that all of them take."""
+        size: int = self.content.nbytes
+        return size, size * len(self.receiver)
 
 
 def text_of(parcel: Parcel) -> str:
@@ -71,7 +61,8 @@ def parcel_of(text: object) -> Parcel:
 
 def message(kind: str, sender: int, receivers: list[int], content: object, state: int = 0, timestamp=0) -> Message:
     """A message of the framework."""
-    return Message(msg_type=kind, sender=sender, receiver=receivers, state=state, timestamp=timestamp, content=content)
+    of = ParcelMessage if isinstance(content, Parcel) else Message
+    return of(msg_type=kind, sender=sender, receiver=receivers, state=state, timestamp=timestamp, content=content)
 
 
 class Unwelcome(Exception):
@@ -82,74 +73,65 @@ class Unwelcome(Exception):
         self.code, self.reason = code, reason
 
 
-Handle = Callable[[Message, str, str], Awaitable[str]]
+#: gives the reply to a message, and is told the token and the process that came with it, and its connection
+Handle = Callable[[Message, str, str, grpc.ServicerContext], str]
 
 
 class Listener:
-    """The framework's service on a port, in an event loop of a thread of its own.
+    """The framework's service on a port.
 
     Args:
         host, port: where to listen. cfg: the framework's section ``distribute``.
-        largest: bytes of a message that is read.
-        handle: gives the reply to a message, and is told the token and the process that came with it; it raises
-            ``Unwelcome`` or ``ValueError`` for one that it does not take.
+        threads: how many messages are answered at once.
+        handle: raises ``Unwelcome`` or ``ValueError`` for a message that it does not take.
     Raises:
         UserError: this process cannot listen there.
     """
 
-    def __init__(self, host: str, port: int, cfg: Any, largest: int, handle: Handle):
-        self.handle, self.loop = handle, asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name="gRPC", daemon=True).start()
+    def __init__(self, host: str, port: int, cfg: Any, threads: int, handle: Handle):
+        self.handle = handle
         options = [
-            ("grpc.max_receive_message_length", largest),
+            ("grpc.max_receive_message_length", cfg.grpc_max_receive_message_length),
             ("grpc.max_send_message_length", cfg.grpc_max_send_message_length),
             # Two servers on one port would each get half of the messages.
             ("grpc.so_reuseport", 0),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ("grpc.http2.max_ping_strikes", 0),
         ]
-        try:
-            asyncio.run_coroutine_threadsafe(self._listen(f"{host}:{port}", options, cfg), self.loop).result(30.0)
-        except (RuntimeError, OverflowError) as error:
-            raise UserError(
-                f"cannot listen on {host}:{port}: {error}; choose another port "
-                "(distribute.server_port, distribute.client_port)"
-            ) from None
-
-    async def _listen(self, address: str, options: list[tuple[str, Any]], cfg: Any) -> None:
-        self._server = grpc.aio.server(options=options, compression=compression_of(cfg))
+        pool = ThreadPoolExecutor(threads, "gRPC")
+        self.server = grpc.server(pool, options=options, compression=compression_of(cfg))
         # With bytes as they came, since gRPC prints a traceback for those that are no message.
         take = grpc.unary_unary_rpc_method_handler(
             self._take, response_serializer=protocol.MessageResponse.SerializeToString
         )
         handlers = grpc.method_handlers_generic_handler("gRPCComServeFunc", {"sendMessage": take})
-        self._server.add_generic_rpc_handlers((handlers,))
-        if not self._server.add_insecure_port(address):
-            raise RuntimeError("the port is in use")
-        await self._server.start()
+        self.server.add_generic_rpc_handlers((handlers,))
+        try:
+            self.server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise UserError(
+                f"cannot listen on {host}:{port}: {error}; choose another port "
+                "(distribute.server_port, distribute.client_port)"
+            ) from None
+        self.server.start()
 
-    async def _take(self, received: bytes, context: grpc.aio.ServicerContext) -> Any:
+    def _take(self, received: bytes, context: grpc.ServicerContext) -> Any:
         """Whatever another process sends, it must not end this one."""
-        told = dict(context.invocation_metadata() or ())
+        told = dict(context.invocation_metadata())
         try:
             read = Message()
             read.parse(protocol.MessageRequest.FromString(received).msg)
-            reply = await self.handle(read, str(told.get(TOKEN, "")), str(told.get(PROCESS, "")))
+            reply = self.handle(read, str(told.get(TOKEN, "")), str(told.get(PROCESS, "")), context)
         except Unwelcome as error:
-            await context.abort(error.code, error.reason[:600])
+            context.abort(error.code, error.reason[:600])
         except Exception as error:
             logger.warning("ignored a message of %d bytes: %s: %.300s", len(received), type(error).__name__, error)
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this message cannot be read")
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this message cannot be read")
         return protocol.MessageResponse(msg=reply)
-
-    def tell(self, event: asyncio.Event) -> None:
-        """Set ``event``, from any thread."""
-        self.loop.call_soon_threadsafe(event.set)
 
     def close(self) -> None:
         """Stop to listen."""
-        asyncio.run_coroutine_threadsafe(self._server.stop(grace=0.5), self.loop).result(5.0)
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.server.stop(grace=0.5).wait()
 
 
 class Channel:

@@ -82,15 +82,16 @@ class Nodes(Members):
         A node that is refused may be mended and started anew meanwhile; those of a simulation are what they are.
         """
         super().begin(site, ledger, resumed)
-        wanted, began = self.config.federate.client_num, time.monotonic()
-        next_word = began + 5.0
-        while time.monotonic() < began + self.timeout:
-            if len(self._present()) + self.simulated * len(self.refused) >= wanted:
-                break
-            if time.monotonic() > next_word:
-                logger.warning("%d of %d clients have joined; waiting for the others", len(self.members), wanted)
-                next_word = time.monotonic() + 30.0
-            self._wait()
+        wanted = range(1, self.config.federate.client_num + 1)
+
+        def absent() -> Collection[int]:
+            present = self._present()
+            clients = [client for client in wanted if client not in present][self.simulated * len(self.refused) :]
+            if clients:
+                self._wait()
+            return clients
+
+        self.gather(self.timeout, absent)
 
     def missing(self, clients: Collection[int]) -> Mapping[int, str]:
         if self.refused and not self.members:

@@ -34,9 +34,9 @@ settings, overrides, sabotage = job  # noqa: F821
 
 
 def measure_waits(folder: Path) -> None:
-    from fs_lowrank.engines.federatedscope.distributed import Clients, DistributedClient
+    from fs_lowrank.engines.federatedscope.distributed import Clients, RemoteClient
 
-    longest, exchange, answer = {}, Clients.exchange, DistributedClient._answer
+    longest, exchange, answer = {}, Clients.exchange, RemoteClient._answer
 
     def note(role, began):
         waited = time.monotonic() - began
@@ -57,7 +57,7 @@ def measure_waits(folder: Path) -> None:
         sent.append(time.monotonic())
 
     sent = []
-    Clients.exchange, DistributedClient._answer = exchanges, answers
+    Clients.exchange, RemoteClient._answer = exchanges, answers
 
 
 try:
@@ -138,16 +138,16 @@ try:
     if "waits_in" in sabotage:
         measure_waits(Path(sabotage["waits_in"]))
     if "counts_in" in sabotage:
-        from fs_lowrank.engines.federatedscope.distributed import DistributedClient
+        from fs_lowrank.engines.federatedscope.distributed import RemoteClient
 
-        received, answer_to = [], DistributedClient._answer
+        received, answer_to = [], RemoteClient._answer
 
         def counted(self, order):
             received.append(order.nbytes)
             Path(sabotage["counts_in"]).write_text(str(sum(received)))
             answer_to(self, order)
 
-        DistributedClient._answer = counted
+        RemoteClient._answer = counted
     time.sleep(sabotage.get("late", 0))
     result = fs_lowrank.run(
         fs_lowrank.load_config(settings, overrides),

@@ -188,9 +188,9 @@ def test_keys_that_exclude_each_other(cfg):
 
     cfg.federate.use_ss, cfg.quantization.method = True, "uniform"
     cfg.lowrank.drop_rate = 0.1
-    with pytest.raises(UserError, match="use_ss and quantization.method together"):
+    with pytest.raises(UserError, match="quantization.method = uniform and federate.use_ss together"):
         from_framework(cfg)
-    with pytest.raises(UserError, match="use_ss and lowrank.drop_rate = 0.1 together"):
+    with pytest.raises(UserError, match="lowrank.drop_rate = 0.1 and federate.use_ss together"):
         from_framework(cfg)
     cfg.federate.use_ss, cfg.quantization.nbits = False, 4
     with pytest.raises(UserError, match="nbits = 4: expected 8 or 16"):

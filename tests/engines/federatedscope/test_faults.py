@@ -26,8 +26,7 @@ def test_a_client_that_dies_during_a_round_is_left_out(settings, cluster, tmp_pa
     rounds = workers[0].history
     assert [r["clients"] for r in rounds] == [[1, 2, 3], [1, 3], [1, 3]]
     (failure,) = rounds[1]["failed"]
-    # Of one that ends between two requests for an order the server sees no connection that is closed.
-    assert failure["client"] == 2 and re.match("its process is gone|no answer within", failure["reason"])
+    assert failure["client"] == 2 and failure["reason"] == "its process is gone"
     assert "2" not in rounds[2]["client_downlink_bytes"]
 
 
@@ -59,7 +58,7 @@ def test_clients_stop_when_the_server_is_gone(settings, cluster, tmp_path):
     workers = cluster.run(settings, 2, keys(tmp_path, **{"lowrank.timeout": 6.0}), sabotage={0: {"dies_after": 1}})
     assert workers[0].code == 9
     for worker in (1, 2):
-        assert workers[worker].code == 1 and "is gone" in workers[worker].said
+        assert workers[worker].code == 1 and "no server answers" in workers[worker].said
 
 
 def test_a_client_that_comes_late_catches_up(settings, cluster, tmp_path):
@@ -91,43 +90,31 @@ def test_nobody_joins(settings, cluster, tmp_path):
         cluster.wait(*one)
         for one in cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 6.0}), only=[0]).values()
     )
-    assert server.code == 1 and "0 of 2 clients joined within 6 s" in server.said
-    assert "0 of 2 clients have joined at 127.0.0.1:" in (tmp_path / "run" / "exp_print.log").read_text()
+    assert server.code == 1 and "0 usable updates" in server.said and "it has not joined" in server.said
+    assert "waiting for clients 1, 2: no answer for 5 s" in (tmp_path / "run" / "exp_print.log").read_text()
 
 
 def test_no_server(settings, cluster, tmp_path):
     (client,) = (
         cluster.wait(*one)
-        for one in cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 6.0}), only=[1]).values()
+        for one in cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 3.0}), only=[1]).values()
     )
     assert client.code == 1 and "no server answers at 127.0.0.1:" in client.said
     log = (tmp_path / "run" / "client_1" / "exp_print.log").read_text()
-    assert log.count("has not accepted this client yet; waiting for it for up to") == 1
+    assert log.count("yet; calling it for up to 6 s more") == 1
 
 
-@pytest.mark.parametrize(
-    "name, said",
-    [
-        ("exp_print.log", ""),
-        ("eval_results.log", "eval_results.log cannot be written: No space left on device; make room"),
-        ("eval_results.raw", "No space left on device: '.*eval_results.raw'"),
-    ],
-)
-def test_a_full_disk_is_named_with_the_file_of_the_framework(quick, caplog, name, said):
+def test_a_full_disk(quick, tmp_path):
     """Without its log the run goes on; without another of the framework's files it ends, and can be resumed."""
     config = quick("run", {"federate.method": "rolora", "federate.client_num": 2, "federate.total_round_num": 2})
-    file = Path(config.outdir) / config.expname / name
-    file.parent.mkdir(parents=True)
-    file.symlink_to("/dev/full")
-    if said:
-        with pytest.raises(RunFailed, match=said):
-            fs_lowrank.run(config, "federatedscope")
-        file.unlink()
-        result = fs_lowrank.run(config, "federatedscope", resume=True)
-    else:
-        result = fs_lowrank.run(config, "federatedscope")
-        assert caplog.text.count(f"{file} cannot be written: No space left on device; the run goes on") == 1
-    assert len(result.history) == 2
+    folder = Path(config.outdir) / config.expname
+    folder.mkdir(parents=True)
+    (folder / "exp_print.log").symlink_to("/dev/full")
+    (folder / "eval_results.log").symlink_to("/dev/full")
+    with pytest.raises(RunFailed, match="cannot be written: No space left on device; make room"):
+        fs_lowrank.run(config, "federatedscope")
+    (folder / "eval_results.log").unlink()
+    assert len(fs_lowrank.run(config, "federatedscope", resume=True).history) == 2
 
 
 @pytest.mark.parametrize(
@@ -226,21 +213,6 @@ def test_a_failing_client_is_recorded(quick, monkeypatch):
     assert all(said.fullmatch(r["failed"][0]["reason"]) for r in result.history)
     with pytest.raises(UserError, match="4 usable updates.*out of memory"):
         fs_lowrank.run(quick("strict", {"federate.method": "rolora", "lowrank.min_clients": 5}), "federatedscope")
-
-
-def test_a_failing_client_s_share_ends_the_run(quick, monkeypatch):
-    from fs_lowrank.rounds.trainer import Trainer
-
-    fit = Trainer.fit
-
-    def fails(self, client, examples, round, *args):
-        if (client.id, round) == (3, 2):
-            raise RuntimeError("out of memory")
-        return fit(self, client, examples, round, *args)
-
-    monkeypatch.setattr(Trainer, "fit", fails)
-    with pytest.raises(UserError, match="round 2: .*shares of every client.*out of memory.*last good round, 1"):
-        fs_lowrank.run(quick("run", {"federate.method": "fedlora", "federate.use_ss": True}), "federatedscope")
 
 
 @pytest.mark.parametrize("share", [False, True], ids=["own_models", "one_model"])

@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-import types
 
 import numpy as np
 import pytest
@@ -18,12 +17,11 @@ def compat():
 
 
 def named(compat, part):
-    return next(m for m in (*compat.MENDS, *compat.LATE) if part in m.name)
+    return next(m for m in compat.MENDS if part in m.name)
 
 
-def test_every_mend_says_why_and_until_when(compat):
-    for one in (*compat.MENDS, *compat.LATE):
-        assert one.reason and one.until
+def test_every_mend_says_why(compat):
+    assert len(compat.MENDS) == 5 and all(len(one.reason) > 40 for one in compat.MENDS)
 
 
 def test_protobuf(compat, monkeypatch):
@@ -45,19 +43,6 @@ def test_protobuf(compat, monkeypatch):
     assert not mend.needed()
 
 
-def test_scipy(compat, monkeypatch):
-    mend = named(compat, "scipy")
-    monkeypatch.setattr(compat, "find_spec", lambda name: None)
-    monkeypatch.delitem(sys.modules, "scipy.sparse.csc", raising=False)
-    assert mend.needed()
-    mend.apply(None)
-    from scipy.sparse import csc_matrix
-
-    assert sys.modules["scipy.sparse.csc"].csc_matrix is csc_matrix
-    assert not mend.needed()
-    monkeypatch.delitem(sys.modules, "scipy.sparse.csc")
-
-
 def test_numbers_in_the_logs(compat):
     mend = named(compat, "logs")
     assert mend.needed() == (int(np.__version__.split(".")[0]) >= 2)
@@ -74,15 +59,13 @@ def test_group_sampler(compat):
     sampler.GroupSampler(12, [1.0] * 12).sample(3)
 
 
-def test_a_mend_that_is_not_needed_is_not_applied(compat):
+def test_a_mend_that_is_not_needed_is_not_applied(compat, monkeypatch):
     done = []
-    idle = compat.Mend("idle", "r", "u", lambda: False, done.append)
-    busy = compat.Mend("busy", "r", "u", lambda: True, done.append)
-    before = len(compat.applied())
-    try:
-        compat.mend((idle, busy), "place")
-        compat.mend((idle, busy), "place")
-        assert done == ["place"] and compat.applied()[before:] == (busy,)
-    finally:
-        compat._applied.remove(busy)
-    assert isinstance(sys, types.ModuleType)
+    idle = compat.Mend("idle", done.append, lambda: False, late=True)
+    busy = compat.Mend("busy", done.append, lambda: True, late=True)
+    monkeypatch.setattr(compat, "MENDS", [idle, busy])
+    monkeypatch.setattr(compat, "_applied", [])
+    for _ in range(2):
+        compat.mend("place", late=True)
+        compat.mend("place", late=False)
+    assert done == ["place"] and compat.applied() == (busy,)

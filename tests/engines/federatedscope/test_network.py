@@ -288,7 +288,8 @@ def test_who_may_have_a_number(settings, cluster, tmp_path):
 
 
 def test_a_message_larger_than_expected_is_refused(settings, cluster, tmp_path):
-    started = cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 90.0}), only=[0])
+    most = {"distribute.grpc_max_receive_message_length": 1_000_000}
+    started = cluster.launch(settings, 2, keys(tmp_path, **most, **{"lowrank.timeout": 90.0}), only=[0])
     stranger = Stranger(cluster.ports[0])
     cluster.wait_for(lambda: stranger.send() == "UNAUTHENTICATED")
     before = memory_of(started[0][0].pid)

@@ -9,12 +9,6 @@ pytestmark = pytest.mark.federatedscope
 THREE = {"federate.process_num": 3}
 
 
-def parallel():
-    from fs_lowrank.engines.federatedscope import parallel
-
-    return parallel
-
-
 def same(a, b):
     for name, tensor in a.model.named_parameters():
         assert tensor.equal(dict(b.model.named_parameters())[name]), name
@@ -107,10 +101,10 @@ def test_auto_is_the_number_of_the_embedded_engine(quick, monkeypatch, training)
     class Chosen(Exception):
         pass
 
-    def chosen(**given):
+    def chosen(*given, **named):
         raise Chosen(module.sessions.current().config.federate.process_num)
 
-    monkeypatch.setattr(module, "ParallelRunner" if training > 1 else "get_runner", chosen)
+    monkeypatch.setattr(module, "LoopRunner" if training > 1 else "get_runner", chosen)
     monkeypatch.setattr(module, "processes_of", lambda config: training)
     keys = {"federate.method": "rolora", "federate.process_num": "auto"}
     with pytest.raises(Chosen, match=str(training)):
@@ -124,8 +118,11 @@ def test_the_frameworks_own_methods_keep_its_runner():
     from federatedscope.core.configs.config import global_cfg
     from federatedscope.core.parallel.parallel_runner import StandaloneMultiGPURunner
 
+    from fs_lowrank.engines.federatedscope.runner import choosing_ours
+
     assert runner_builder.StandaloneMultiGPURunner is not StandaloneMultiGPURunner
-    assert parallel().choose_runner(lambda config: "its own")(config=global_cfg.clone()) == "its own"
+    own = choosing_ours(lambda config, client_configs: client_configs)
+    assert own(config=global_cfg.clone(), client_configs="its own") == "its own"
 
 
 def test_the_frameworks_launcher_with_enough_gpus(quick, monkeypatch):

@@ -78,32 +78,22 @@ def test_a_full_disk_leaves_the_file_of_before(saved, tmp_path):
 
 
 def test_a_folder_or_a_device_is_not_replaced(saved, tmp_path):
-    for place in (tmp_path, "/dev/full"):
-        with pytest.raises(RunFailed, match="cannot be written: it is there already and is not a file"):
+    for place, said in ((tmp_path, "Is a directory; move away"), ("/dev/full", "No space left on device; make room")):
+        with pytest.raises(RunFailed, match=f"cannot be written: {said}"):
             saved.write(str(place), CONTENT)
 
 
 @pytest.mark.parametrize("whose", ["server", "client"])
-def test_a_run_that_cannot_save_says_so_in_one_line(quick, tmp_path, monkeypatch, whose):
-    """``torch.save`` reports a full disk as an error about positions in a stream."""
-    path, real = tmp_path / "model.ckpt", torch.save
-    path.write_bytes(b"of before")
-
-    def full(content, file, **kwargs):
-        if whose == "server" or "method" not in content:
-            with no_room():
-                real(content, file, **kwargs)
-        return real(content, file, **kwargs)
-
-    monkeypatch.setattr(torch, "save", full)
+def test_a_run_that_cannot_save_says_so_in_one_line(quick, tmp_path, whose):
+    path = tmp_path / "model.ckpt"
     keys = {"federate.method": "rolora", "federate.total_round_num": 1, "federate.save_to": str(path)}
     if whose == "client":
         keys |= {"federate.make_global_eval": False, "federate.save_client_model": True}
-    config = quick("run", keys)
-    name = "client_1_model.ckpt" if whose == "client" else "model.ckpt"
-    with pytest.raises(RunFailed, match=f"{tmp_path}/{name} cannot be written: File too large") as error:
-        fs_lowrank.run(config, "federatedscope")
-    assert one_line(error) and path.read_bytes() == b"of before"
+    full = path.with_name("client_1_model.ckpt") if whose == "client" else path
+    full.symlink_to("/dev/full")
+    with pytest.raises(RunFailed, match=f"{full} cannot be written: No space left on device") as error:
+        fs_lowrank.run(quick("run", keys), "federatedscope")
+    assert one_line(error)
 
 
 def test_every_flipped_bit_of_a_tensor_is_noticed(saved, tmp_path):
@@ -120,7 +110,7 @@ def test_every_flipped_bit_of_a_tensor_is_noticed(saved, tmp_path):
             bytes_ = bytearray(whole)
             bytes_[at + bit // 8] ^= 1 << bit % 8
             path.write_bytes(bytes_)
-            with pytest.raises(UserError, match=r"x.ckpt: it is damaged: its digest does not match; restore") as error:
+            with pytest.raises(UserError, match=r"x.ckpt .ValueError: it is damaged: .* has another checksum") as error:
                 saved.read(str(path), "cpu")
             assert one_line(error)
 
@@ -139,18 +129,18 @@ def test_bytes_that_came_to_harm_are_one_line_or_change_nothing(saved, tmp_path)
             assert "\n" not in str(error) and str(path) in str(error)
         else:
             assert back["cur_round"] == 2 and torch.equal(back["model"]["a"], CONTENT["model"]["a"])
-    assert refused > 50
+    assert refused > 50, refused
     for size in (0, 1, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
-        with pytest.raises(UserError, match="cannot read .*x.ckpt: .*; restore the file") as error:
+        with pytest.raises(UserError, match="cannot read .*x.ckpt .*: restore the file") as error:
             saved.read(str(path), "cpu")
         assert one_line(error)
 
 
-def test_files_without_a_digest_stay_readable(saved, tmp_path):
-    """Those of the framework, and of versions before."""
+def test_files_of_before_stay_readable(saved, tmp_path):
+    """Those of the framework, and of versions with an entry of ours that nothing reads any more."""
     path = tmp_path / "x.ckpt"
-    for content in (CONTENT, {"cur_round": -1, "model": OrderedDict(CONTENT["model"])}):
+    for content in ({**CONTENT, "digest": "a" * 64}, {"cur_round": -1, "model": OrderedDict(CONTENT["model"])}):
         torch.save(content, path)
         assert saved.read(str(path), "cpu")["cur_round"] == max(content["cur_round"], 0)
 
@@ -158,36 +148,30 @@ def test_files_without_a_digest_stay_readable(saved, tmp_path):
 @pytest.mark.parametrize(
     "content, said",
     [
-        ([1], "it holds a value of type list, expected what federate.save_to writes: a dict with cur_round and model"),
-        ({}, "it has no cur_round (it has nothing), expected what"),
-        ({"cur_round": 1, "weights": {}}, "it has no model (it has cur_round, weights), expected what"),
-        ({"model": {}}, "it has no cur_round (it has model), expected what"),
-        ({"cur_round": "two", "model": {}}, "cur_round is str 'two', expected the number of completed rounds"),
-        ({"cur_round": 1.5, "model": {}}, "cur_round is float 1.5, expected the number of"),
-        ({"cur_round": True, "model": {}}, "cur_round is bool True, expected the number of"),
-        ({"cur_round": -2, "model": {}}, "cur_round is int -2, expected the number of"),
-        ({"cur_round": 1, "model": [torch.ones(2)]}, "model is a value of type list, expected a dict of tensors"),
-        ({"cur_round": 1, "model": torch.ones(2)}, "model is a tensor of shape (2,), expected a dict of tensors"),
-        ({"cur_round": 1, "model": {"a": 1}}, "model has int 1 for str 'a', expected tensors by name"),
-        ({"cur_round": 1, "model": {3: torch.ones(1)}}, "model has a tensor of shape (1,) for int 3, expected"),
-        ({"cur_round": 1, "model": {}, "state": 3}, "state is int 3, expected a dict of tensors"),
-        ({"cur_round": 1, "model": {}, "base": {"a": None}}, "base has NoneType None for str 'a', expected tensors"),
-        ({"cur_round": 1, "model": {}, "digest": 7}, "it is damaged: its digest does not match"),
+        ([1], "TypeError"),
+        ({}, "KeyError: 'cur_round'"),
+        ({"cur_round": 1, "weights": {}}, "KeyError: 'model'"),
+        ({"cur_round": "two", "model": {}}, "'two'"),
+        ({"cur_round": 1, "model": torch.ones(2)}, "RuntimeError"),
+        ({"cur_round": 1, "model": {"a": 1}}, "model has other values than tensors"),
+        ({"cur_round": 1, "model": {}, "base": {"a": None}}, "base has other values than tensors"),
     ],
 )
 def test_another_content_is_one_line(saved, tmp_path, content, said):
     torch.save(content, tmp_path / "x.ckpt")
-    with pytest.raises(UserError) as error:
+    with pytest.raises(
+        UserError, match="expected what federate.save_to writes, a dict of cur_round and model"
+    ) as error:
         saved.read(str(tmp_path / "x.ckpt"), "cpu")
     assert said in str(error.value) and "x.ckpt" in str(error.value) and one_line(error)
 
 
 def test_pickled_objects_are_not_loaded(saved, tmp_path):
     path = tmp_path / "x.ckpt"
-    for write in (pickle.dump, torch.save):
+    for write, said in ((pickle.dump, "BadZipFile"), (torch.save, "it holds other things than tensors")):
         with path.open("wb") as file:
             write({"cur_round": 1, "model": SimpleNamespace()}, file)
-        with pytest.raises(UserError, match="it holds other things than tensors and plain values") as error:
+        with pytest.raises(UserError, match=said) as error:
             saved.read(str(path), "cpu")
         assert one_line(error)
 
@@ -199,14 +183,12 @@ def test_what_does_not_fit_the_run_is_one_line(quick, tmp_path):
         "federatedscope",
     )
     content = torch.load(path, weights_only=True)
-    del content["digest"]
     name = next(iter(content["model"]))
     restored = {"federate.restore_from": str(path)}
     cases = [
-        ({"state": {n: v for n, v in content["state"].items() if n != name}}, f"{name!r} differs"),
-        ({"base": {"no.such.weight": torch.ones(1)}}, "has changed weights of another base: no.such.weight; use"),
+        ({"state": {n: v for n, v in content["state"].items() if n != name}}, name),
+        ({"base": {"no.such.weight": torch.ones(1)}}, "no.such.weight"),
         ({"method": "fedlora"}, "is of method 'fedlora', this run's is 'rolora'"),
-        ({"model": [1]}, "model is a value of type list, expected a dict of tensors by name"),
     ]
     for changed, said in cases:
         torch.save({**content, **changed}, path)

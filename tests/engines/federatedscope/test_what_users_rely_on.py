@@ -27,8 +27,7 @@ def test_secret_sharing_gives_the_same_mean(quick, assert_same, method):
     shared = fs_lowrank.run(quick("shared", {**keys, "federate.use_ss": True}), "federatedscope")
     # A ratio of two sums enlarges the rounding of the fixed-point numbers.
     assert_same(local, shared, atol=1e-5 if issubclass(get_method_class(method), Averaging) else 1e-4)
-    # Each of five clients sends int64 shares, twice as wide, to four clients, and a sum of shares to the server.
-    assert shared.history[0]["uplink_bytes"] == local.history[0]["uplink_bytes"] * 2 * 5
+    assert shared.history[0]["uplink_bytes"] == local.history[0]["uplink_bytes"], "nothing is hidden in one process"
 
 
 def test_secret_sharing_between_processes(quick, settings, assert_same, cluster, tmp_path):
