@@ -38,7 +38,7 @@ from ...rounds.round import Order
 from ...rounds.site import Site
 from ...rounds.transport import Lost
 from ..members import Members, memory_of
-from ..waiting import Waiting
+from ..waiting import Silent, Waiting
 from .session import Session
 from .sharing import Sharing
 from .sums import intake_of
@@ -223,8 +223,7 @@ class Clients(Members):
     def _why_absent(self, client: int) -> str:
         if client not in self.members:
             return "it has not joined"
-        seat: Seat = self.members[client].place
-        return "its process is gone" if seat.gone else seat.late
+        return self._gone(client) or self.members[client].place.late
 
     def exchange(self, orders: Iterable[Order]) -> Iterator[tuple[Order, Parcel | Lost]]:
         waiting = {order.client: order for order in orders}
@@ -239,26 +238,21 @@ class Clients(Members):
                 seat.serial += 1
                 seat.order = text_of(Parcel(order.parcel.tensors, **facts, serial=seat.serial))
             self.news.notify_all()
-        wait = Waiting(self.timeout, "client", work=True)
-        while waiting:
-            with contextlib.suppress(queue.Empty):
-                client, serial, answer = self.inbox.get(timeout=0.2)
-                if client in waiting and serial == self.members[client].place.serial:
-                    self.members[client].place.order = ""
-                    wait.heard()
-                    order = waiting.pop(client)
-                    yield order, answer if isinstance(answer, Lost) else self.checked(order, answer)
-                continue
-            for client in list(waiting):
-                seat = self.members[client].place
-                reason = "its process is gone" if seat.gone else ""
-                if not reason and wait.over:
-                    reason = seat.late = f"no answer within lowrank.timeout, {self.timeout:g} s"
-                if reason:
-                    seat.order = ""
-                    yield waiting.pop(client), Lost("absent", reason)
-            if word := wait.word(waiting):
-                logger.warning("%s", word)
+        for client, answer in Waiting(self.timeout, "client", work=True).replies(waiting, self._arrived, self._gone):
+            seat = self.members[client].place
+            seat.order, order = "", waiting[client]
+            if isinstance(answer, Silent):
+                seat.late = answer.reason
+            yield order, answer if isinstance(answer, Lost) else self.checked(order, answer)
+
+    def _arrived(self) -> Iterator[tuple[int, Parcel | Lost]]:
+        with contextlib.suppress(queue.Empty):
+            client, serial, answer = self.inbox.get(timeout=0.2)
+            if client in self.members and serial == self.members[client].place.serial:
+                yield client, answer
+
+    def _gone(self, client: int) -> str:
+        return "its process is gone" if self.members[client].place.gone else ""
 
     def end(self, error: BaseException | None = None) -> None:
         """Tell the clients that the run has ended, and why if it was not by its last round."""

@@ -121,22 +121,13 @@ class LowRankServer(Server):
     # -- uplink ------------------------------------------------------------------------------------
 
     def callback_funcs_model_para(self, message: Message):
-        """Take the update of a client, if it is awaited."""
+        """Take the update of a client."""
         if self.is_finish:
             return "finish"
-        client, round = int(message.sender), self.round
-        awaited = round.waiting & round.trains if self.round_open else ()
-        if message.state != self.state or client not in awaited:
-            logger.info(
-                "ignored what client %d sent for the framework's round %d: it is not awaited in round %d",
-                *(client, message.state, self.state + 1),
-            )
-            return False
         self.cur_timestamp = max(self.cur_timestamp, message.timestamp)
-        if round.take(client, message.content):
-            self.msg_buffer["train"].setdefault(self.state, {})[client] = round.samples[client]
-        else:
-            round.fail(client, "refused", f"client {client}: its answer is of another round")
+        client = int(message.sender)
+        if self.round.take(client, message.content):
+            self.msg_buffer["train"].setdefault(self.state, {})[client] = self.round.samples[client]
         if self.to_ask:
             self._ask(1)
         return self.advance()

@@ -10,7 +10,6 @@ import logging
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from flwr.app import Message
@@ -27,7 +26,7 @@ from ...rounds.site import Site
 from ...rounds.transport import Lost
 from ...runs.folder import outdir_of
 from ..members import Members, memory_of
-from ..waiting import Waiting
+from ..waiting import Silent, Waiting
 from . import keys
 from .messages import ENCODING, packed, unpacked
 
@@ -40,11 +39,6 @@ FOLDER = "flower"
 AT_A_TIME = 64
 #: the type of a Flower message, by what the client is asked for
 KINDS: dict[str, str] = {"call": "query", "train": "train", "follow": "train", "evaluate": "evaluate"}
-
-
-@dataclass(frozen=True)
-class Silent(Lost):
-    """A node has not answered within ``lowrank.timeout``."""
 
 
 class Nodes(Members):
@@ -163,30 +157,26 @@ class Nodes(Members):
         """
         assert self.grid is not None
         known = {"run": self.token, "config": self.config.to_dict()}
-        waiting: dict[str, int] = {}
+        grid, sent = self.grid, dict[str, int]()  # the node of each message
         for node, parcel in parcels.items():
             content = packed(Parcel(parcel.tensors, **parcel.facts, **known))
             # A node that comes back later than the server waits is not to work on it any more.
             ttl = self.timeout * (len(parcels) + 2) + 600.0
             message = Message(content, dst_node_id=node, message_type=KINDS[kind], ttl=ttl, group_id=str(round))
-            taken = [identity for identity in self.grid.push_messages([message]) if identity]
-            if taken:
-                waiting[taken[0]] = node
+            if taken := [identity for identity in grid.push_messages([message]) if identity]:
+                sent[taken[0]] = node
             else:
                 yield node, Lost("absent", "Flower's SuperLink did not take the message for its node")
-        wait = Waiting(self.timeout, "node", work=kind != "call")
-        while waiting and not wait.over:
-            replies = list(self.grid.pull_messages(list(waiting)))
+
+        def come() -> Iterator[tuple[int, Parcel | Lost]]:
+            replies = list(grid.pull_messages(list(sent)))
             for reply in replies:
-                if reply.metadata.reply_to_message_id in waiting:
-                    yield waiting.pop(reply.metadata.reply_to_message_id), _answer(reply, self.simulated)
-                    wait.heard()
-            if waiting and not replies:
-                if word := wait.word(waiting.values()):
-                    logger.warning("%s", word)
+                if node := sent.pop(reply.metadata.reply_to_message_id, 0):
+                    yield node, _answer(reply, self.simulated)
+            if not replies:
                 self._wait()
-        for node in waiting.values():
-            yield node, Silent("absent", f"no answer within lowrank.timeout, {self.timeout:g} s")
+
+        yield from Waiting(self.timeout, "node", work=kind != "call").replies(list(sent.values()), come)
 
     def _wait(self) -> None:
         if self.stopped():

@@ -85,13 +85,13 @@ def test_a_client_that_comes_late_catches_up(settings, cluster, tmp_path):
     assert workers[0].history[0]["failed"][0]["kind"] == "absent"
 
 
-def test_nobody_joins(settings, cluster, tmp_path):
+def test_nobody_joins(settings, cluster, tmp_path, capfd):
     (server,) = (
         cluster.wait(*one)
         for one in cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 6.0}), only=[0]).values()
     )
     assert server.code == 1 and "0 usable updates" in server.said and "it has not joined" in server.said
-    assert "waiting for clients 1, 2: no answer for 5 s" in (tmp_path / "run" / "exp_print.log").read_text()
+    assert "waiting for clients 1, 2: no answer for 5 s" in capfd.readouterr().err
 
 
 def test_no_server(settings, cluster, tmp_path):

@@ -161,7 +161,7 @@ def relay():
         each.close()
 
 
-CLIENT = f"{PLUGIN}.distributed.DistributedClient"
+CLIENT = f"{PLUGIN}.distributed.RemoteClient"
 CLIENT_PHASES = {
     "asks to join": (f"{CLIENT}._join", 1),
     "has joined": (f"{CLIENT}._fetch", 1),
