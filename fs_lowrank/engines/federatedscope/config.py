@@ -1,17 +1,16 @@
 """Adds our keys to the framework's configuration, and converts its configuration to ours and back.
 
-In the framework the default of a key determines its type, and every key has a value. A hyperparameter of a method is
-therefore registered as an ``Argument`` without a value, which means that it was not given. Values are checked in one
-place, ``load_config``, which ``from_framework`` calls.
+In the framework the default of a key determines its type, and every key has a value. The hyperparameters of methods are
+therefore not registered: the section ``lowrank`` takes any key. Values are checked in one place, ``load_config``, which
+``from_framework`` calls.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import operator
 import re
 import sys
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +26,6 @@ from ...settings import (
     check_method_params,
     flat_keys,
     framework,
-    infer_task,
     known_keys,
     read_yaml,
     unknown_key,
@@ -44,13 +42,10 @@ _WRAPPERS = (
     *("pfedme", "ditto", "fedem", "fedrep", "fedopt", "local"),
     *("global", "fedavg", "fedsageplus", "gcflplus", "fedgc"),
 )
-#: our trainer for each task, and below the framework's trainers that it replaces
-TRAINERS = {
-    "CausalLM": "lowrank_llmtrainer",
-    "SequenceClassification": "lowrank_nlptrainer",
-    "ImageClassification": "lowrank_cvtrainer",
-}
+#: our trainer, and other names for which it is taken: the framework's trainers that it replaces, and its own of before
+TRAINER = "lowrank_trainer"
 _REPLACED = ("general", "llmtrainer", "nlptrainer", "cvtrainer", "torchtrainer")
+_REPLACED += ("lowrank_llmtrainer", "lowrank_nlptrainer", "lowrank_cvtrainer")
 
 
 # -- names of methods ----------------------------------------------------------------------------------
@@ -99,35 +94,12 @@ def check_method_name(name: str) -> None:
 # -- our keys in the framework's configuration ---------------------------------------------------------
 
 
-def _parameters() -> dict[str, tuple[Any, str]]:
-    """The type and the help of each hyperparameter of all methods; of a shared name, those of the first method."""
-    parameters: dict[str, tuple[Any, str]] = {}
-    for name in list_methods():
-        cls = get_method_class(name)
-        hints = typing.get_type_hints(cls.Params)
-        for f in dataclasses.fields(cls.Params):
-            parameters.setdefault(f.name, (hints[f.name], f.metadata.get("help", "")))
-    return parameters
-
-
-def _framework_type(hint: Any) -> type:
-    """The type by which the framework checks a value; float for an int, of which it would cut 2.5 to 2."""
-    bare = typing.get_origin(hint) or hint
-    if bare in (int, float):
-        return float
-    return bare if bare in (bool, str, dict) else list if bare in (list, tuple) else str
-
-
 def extend(cfg) -> None:
     """Add the section ``lowrank`` and our keys in other sections to a configuration of the framework."""
     from federatedscope.core.configs.config import CN
-    from federatedscope.core.configs.yacs_config import Argument
 
     if "lowrank" not in cfg:
         cfg.lowrank = CN(new_allowed=True)
-    for key, (hint, text) in _parameters().items():
-        if key not in cfg.lowrank:
-            cfg.lowrank[key] = Argument(None, description=text, required_type=_framework_type(hint))
     for name, default, _ in flat_keys(Settings()):
         node, key = _node(cfg, name, create=CN)
         if key not in node:
@@ -146,7 +118,8 @@ def merge_new_keys(merge):
             node = cfg
             for section in sections:
                 node = node.get(section) if isinstance(node, Mapping) else None
-            if node is not None and hasattr(node, "is_new_allowed") and node.is_new_allowed() and key not in node:
+            # The framework would also make the type of a value that of the value before: 2.5 is then 2.
+            if node is not None and hasattr(node, "is_new_allowed") and node.is_new_allowed():
                 node[key] = node._decode_cfg_value(value)
         return merge(cfg, pairs)
 
@@ -169,12 +142,6 @@ def _node(cfg, name: str, create=None):
     return cfg, key
 
 
-def _value(cfg, name: str):
-    """The value of the dotted key ``name``, which may still be an Argument of the framework."""
-    node, key = _node(cfg, name)
-    return getattr(node[key], "value", node[key])
-
-
 def check(cfg) -> None:
     """Adapt the framework's defaults to our methods; the framework calls this on every merge.
 
@@ -190,25 +157,18 @@ def check(cfg) -> None:
         raise UserError(f"unknown key 'lowrank.{key}'{nearest(f'lowrank.{key}', known)}; no method has it")
     if our_method(cfg.federate.method) is None:
         return
-    if cfg.model.type and cfg.trainer.type.lower() in (*_REPLACED, *TRAINERS.values()):
-        cfg.trainer.type = TRAINERS.get(infer_task(cfg.model.type), TRAINERS["ImageClassification"])
+    if cfg.trainer.type.lower() in _REPLACED:
+        cfg.trainer.type = TRAINER
     if cfg.eval.freq < 1 <= cfg.federate.total_round_num:
         cfg.eval.freq = cfg.federate.total_round_num  # after the last round only; the framework divides by this
     if not cfg.eval.metrics:
         cfg.eval.metrics = ["acc", "loss"]
 
 
-def _given_parameters(cfg, cls) -> dict[str, Any]:
-    general = general_keys()
-    hints = typing.get_type_hints(cls.Params)
-    given = {}
-    for key, value in cfg.lowrank.items():
-        value = getattr(value, "value", value)  # an Argument
-        if key in general or key in _BOOKKEEPING or value is None:
-            continue
-        whole = typing.get_origin(hints.get(key)) is None and hints.get(key) is int
-        given[key] = int(value) if whole and isinstance(value, float) and value.is_integer() else value
-    return given
+def _given_parameters(cfg) -> dict[str, Any]:
+    """The hyperparameters of the method."""
+    own = cfg.lowrank.keys() - {*general_keys(), *_BOOKKEEPING}
+    return {key: cfg.lowrank[key] for key in sorted(own)}
 
 
 # -- conversion ----------------------------------------------------------------------------------------
@@ -224,7 +184,7 @@ def _walk(node: Mapping, prefix: str = "") -> Iterator[tuple[str, Any]]:
         if isinstance(value, Mapping) and hasattr(value, "is_frozen"):
             yield from _walk(value, f"{prefix}{key}.")
         else:
-            yield prefix + key, getattr(value, "value", value)
+            yield prefix + key, getattr(value, "value", value)  # an Argument of the framework
 
 
 def from_framework(cfg) -> Config:
@@ -248,14 +208,14 @@ def from_framework(cfg) -> Config:
             tree[name] = value
         elif name not in registered:  # in a section of the framework that takes any key
             unknown_key(name, Origin())
-    given = _given_parameters(cfg, cls)
+    given = _given_parameters(cfg)
     check_method_params(cls, given)
     needs = requirements(method, given)
     tree.update({f"lowrank.{key}": value for key, value in given.items()})
     tree["federate.method"] = method
     # False is the framework's default, so it does not say that the user wants no adapter.
     tree["llm.adapter.use"] = True if needs.adapts(cfg.llm.adapter.use) else None
-    # ``check`` has replaced the framework's trainer; the task determines the class.
+    # ``check`` has replaced the framework's trainer.
     tree.pop("trainer.type", None)
     tree["device"] = cfg.device if isinstance(cfg.device, int) else "cpu"
     if cfg.federate.sample_client_rate > 0 or cfg.federate.sample_client_num == cfg.federate.client_num:
@@ -316,7 +276,7 @@ def _excluded(cfg, method: str, sums: bool) -> list[str]:
     found = why_no_codec(cfg.quantization.method, cfg.quantization.nbits)
     for feature in (name for name in _ALONE if federate[name]):
         keys, why = _ALONE[feature]
-        given = {name: value for name in keys if (value := _value(cfg, name)) not in (0, "none")}
+        given = {name: value for name in keys if (value := operator.attrgetter(name)(cfg)) not in (0, "none")}
         found += [f"{name} = {value} and federate.{feature} together: {why}" for name, value in given.items()]
         if not sums:
             found.append(
@@ -344,9 +304,8 @@ def _excluded(cfg, method: str, sums: bool) -> list[str]:
         ),
         (federate.save_freq == 0, "federate.save_freq = 0: rounds between saved models, or -1 for none"),
         (
-            trainer not in TRAINERS.values() and trainer.lower() not in _REPLACED,
-            f"trainer.type = {trainer!r}: it cannot train for {method}; leave it out, or choose one of "
-            f"{', '.join(TRAINERS.values())}",
+            trainer.lower() not in (TRAINER, *_REPLACED),
+            f"trainer.type = {trainer!r}: it cannot train for {method}; leave it out",
         ),
     )
     return found + [why for wrong, why in together if wrong]
@@ -403,6 +362,7 @@ def for_frameworks_workers(cfg):
     plain.train.is_enable_half = False  # the framework would convert the adapters as well
     plain.fedopt.use = False
     plain.quantization.method = "none"
+    plain.early_stop.patience = 0  # callbacks stop a run, also by a global evaluation
     # Ours measure the other metrics, and choose by them.
     plain.eval.metrics = [name for name in cfg.eval.metrics if name in ("acc", "loss")]
     split, _, metric = cfg.eval.best_res_update_round_wise_key.rpartition("_")

@@ -227,9 +227,6 @@ class LowRankServer(Server):
     def check_and_save(self):
         if self._cfg.federate.make_global_eval:
             metrics = dict(self.trainer.results)
-            # The framework stops early only by the clients' averages, which a global evaluation does not have.
-            if "Results_raw" in self.history_results:
-                self.history_results["Results_weighted_avg"] = self.history_results["Results_raw"]
         else:
             means = {k: v[-1] for k, v in self.history_results.get("Results_weighted_avg", {}).items()}
             metrics = {

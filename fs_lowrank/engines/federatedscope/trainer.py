@@ -1,16 +1,15 @@
-"""Trainers for the framework that run our training loop, which follows the phases of the method."""
+"""The trainer for the framework that runs our training loop, which follows the phases of the method."""
 
 from __future__ import annotations
 
 from federatedscope.core.trainers import GeneralTorchTrainer
-from federatedscope.llm.trainer.trainer import LLMTrainer
 
 from ...methods import Update
 from ...models.adapters import load_tensors
 from ...models.names import all_tensors
 from ...training import evaluate
 from . import saved
-from .config import TRAINERS
+from .config import TRAINER
 from .session import current
 
 
@@ -27,8 +26,8 @@ def named(split, result, total, cfg):
     return {**values, f"{split}_acc": result["acc"]} if accurate else values
 
 
-class LowRank:
-    """Mixed into a trainer of the framework.
+class LowRankTrainer(GeneralTorchTrainer):
+    """A trainer, of whatever model.
 
     Attributes:
         number: of the client; 0 on the server. round: from 1. Both, and ``prefix``, are set before training.
@@ -92,19 +91,6 @@ class LowRank:
         saved.write(path, {"cur_round": cur_round, "model": {n: tensors[n].detach().cpu() for n in names}})
 
 
-class LowRankLLMTrainer(LowRank, LLMTrainer):
-    """Causal language models."""
-
-
-class LowRankNLPTrainer(LowRank, GeneralTorchTrainer):
-    """Sequence classification."""
-
-
-class LowRankCVTrainer(LowRank, GeneralTorchTrainer):
-    """Image classification with our networks."""
-
-
 def choose(kind: str):
     """The trainer class called ``kind``; None leaves the trainer to the framework."""
-    classes = (LowRankLLMTrainer, LowRankNLPTrainer, LowRankCVTrainer)
-    return dict(zip(TRAINERS.values(), classes)).get(kind)
+    return LowRankTrainer if kind == TRAINER else None

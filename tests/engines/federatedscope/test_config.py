@@ -47,13 +47,11 @@ def test_keys_survive_the_translation_to_the_framework_and_back(quick, keys):
     assert there_and_back(config).decisive() == config.decisive()
 
 
-def test_the_framework_types_and_checks_our_keys(cfg):
+def test_our_keys_on_the_command_line(cfg):
     from fs_lowrank.engines.federatedscope.config import from_framework
 
     cfg.merge_from_list(["lowrank.mix", "0.5", "lowrank.min_clients", "3", "train.cache_frozen", "off"])
     assert (cfg.lowrank.mix, cfg.lowrank.min_clients) == (0.5, 3)
-    with pytest.raises(ValueError, match="Type mismatch"):
-        cfg.merge_from_list(["lowrank.min_clients", "'many'"])
     cfg.merge_from_list(["lowrank.mix", "1.5"])
     with pytest.raises(UserError, match="lowrank.mix = 1.5: expected a number, at least 0 and at most 1"):
         from_framework(cfg)
