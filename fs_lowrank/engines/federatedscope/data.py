@@ -1,12 +1,10 @@
-"""Gives the framework our data sets and partitioners."""
+"""Gives the framework our data sets."""
 
 from __future__ import annotations
 
 import numpy as np
 from federatedscope.core.data import ClientData
-from federatedscope.core.splitters import BaseSplitter
 
-from ...data import PARTITIONERS, Rows, partition
 from .config import check_method_name, evaluated_key, our_method, use_client_cfgs
 from .session import Session, open_session
 
@@ -64,31 +62,3 @@ def worker_data(session: Session, config):
         return WorkerData(config, train=site.data.clients[number - 1], **evaluated)
 
     return {0: WorkerData(config, **held_out), **{n: of_client(n) for n in range(1, len(site.clients) + 1)}}
-
-
-class Partitioned(BaseSplitter):
-    """Divides a data set of the framework with our partitioner called ``name``."""
-
-    def __init__(self, client_num: int, name: str, **args):
-        super().__init__(client_num)
-        self.name, self.args = name, args
-
-    def __call__(self, dataset, prior=None, **kwargs):
-        items = [dataset[i] for i in range(len(dataset))]
-        labels = None
-        if items and isinstance(items[0], (tuple, list)) and len(items[0]) == 2:
-            labels = np.array([int(np.asarray(item[1]).reshape(-1)[0]) for item in items])
-        elif items and isinstance(items[0], dict) and "categories" in items[0]:
-            labels = np.array([int(item["categories"]) for item in items])
-        generator = np.random.default_rng(np.random.randint(2**31))
-        parts = partition(self.name, Rows(len(items), labels), self.client_num, generator, self.args)
-        return [[items[i] for i in indices] for indices in parts.indices]
-
-
-#: names under which the framework has a partitioner of its own, which keeps its data sets
-_FRAMEWORKS = ("iid", "lda", "meta")
-
-
-def splitter(kind: str, client_num: int, **args):
-    """Our partitioner called ``kind``; None if there is none, or if the framework has one of that name."""
-    return Partitioned(client_num, kind, **args) if kind in PARTITIONERS and kind not in _FRAMEWORKS else None

@@ -24,7 +24,6 @@ def register_all() -> None:
     from . import data, trainer
 
     _once(register.register_data, register.data_dict, data.load)
-    _once(register.register_splitter, register.splitter_dict, data.splitter)
     _once(register.register_model, register.model_dict, _build_model)
     # The framework takes the first function that returns a model, and one of its own fails on every name with "resnet"
     # in it, so ours is moved to the front.

@@ -114,7 +114,7 @@ def save_state(path: str, site: Site, ledger: Ledger, cur_round: int) -> None:
 
 
 def load_state(path: str, site: Site, ledger: Ledger) -> None:
-    """Restore the state from the file at ``path``; all copies of clients are then of the start.
+    """Restore the state from the file at ``path``.
 
     Raises:
         UserError: there is no such file, it is damaged, or it is of another method or model.
@@ -137,5 +137,4 @@ def load_state(path: str, site: Site, ledger: Ledger) -> None:
     tensors = {n: v for n, v in state.items() if isinstance(v, Tensor)}
     numbers = {n: v for n, v in state.items() if n not in tensors}
     ledger.restore(content["cur_round"], {"state": tensors}, {"numbers": numbers, "synced": {}, "outbox": {}})
-    ledger.forget(range(1, site.config.federate.client_num + 1))
     load_tensors(site.model, method.view(ledger.state))

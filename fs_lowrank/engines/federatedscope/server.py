@@ -1,7 +1,7 @@
 """The framework's server with our method's state, selection of clients and aggregation.
 
-The framework still decides how clients join, when it evaluates, stops early and saves, and which results are best. A
-round itself is that of ``fs_lowrank.rounds``, as in the embedded engine.
+The framework still decides how clients join, when it evaluates, and which results are best. A round itself is that of
+``fs_lowrank.rounds``, as in the embedded engine, and callbacks stop a run early and save models.
 """
 
 from __future__ import annotations

@@ -200,14 +200,6 @@ def test_unknown_role(quick):
         fs_lowrank.run(quick("run", {"federate.mode": "distributed", "distribute.role": "boss"}), "federatedscope")
 
 
-def test_our_partitioners_for_the_frameworks_data():
-    from fs_lowrank.engines.federatedscope.data import splitter
-
-    parts = splitter("quantity", 4)([(i, i % 2) for i in range(40)])
-    assert sorted(x for part in parts for x, _ in part) == list(range(40))
-    assert splitter("iid", 4) is None and splitter("lda", 4) is None and splitter("nonsense", 4) is None
-
-
 OWN = [{"clients": 2, "batch_size": 3, "lr_factor": 0.25}, {"clients": [4, 5], "local_update_steps": 4, "tok_len": 6}]
 
 
