@@ -31,7 +31,6 @@ class LowRankServer(Server):
         round: the current round, or the last one until its evaluation is complete.
         round_open: whether updates are awaited. evaluating: whether evaluations of clients are.
         to_ask: clients that have not been sent the round's message yet, if they are asked one after another.
-        asked_to_evaluate: clients whose evaluation is awaited.
         only_ends: whether all rounds of the run that is resumed are done, but not its end.
         postponed: whether a round is to start when the clients' evaluation of the last round is complete.
         pending: of a round whose evaluation is not complete: its seconds, and those of each client.
@@ -48,10 +47,10 @@ class LowRankServer(Server):
         self.codec = codec_of(quantization.method, quantization.nbits)
         self.aggregator = MethodAggregator(self.session)
         self.aggregators = [self.aggregator]
+        self.models = [None]  # the framework would pickle the model to learn its size
         self.round: Round
         self.cur_timestamp: float
         self.to_ask: list[int] = []
-        self.asked_to_evaluate: set[int] = set()
         self.round_open = self.evaluating = self.postponed = self.stop_asked = False
         self.pending: tuple[dict, dict] | None = None
         self.session.keeper.start(self.session.resume)
@@ -65,12 +64,7 @@ class LowRankServer(Server):
             if self.check_client_join_in():
                 self.terminate()
             return
-        # The framework would pickle the model to learn its size.
-        models, self.models = self.models, [None]
-        try:
-            super().trigger_for_start()
-        finally:
-            self.models = models
+        super().trigger_for_start()
 
     # -- downlink ----------------------------------------------------------------------------------
 
@@ -78,8 +72,8 @@ class LowRankServer(Server):
         """Send every client of the round the messages that it lacks; for ``evaluate``, send them to all clients."""
         if msg_type == "evaluate":
             self.msg_buffer["eval"][self.state - 1] = {}
-            self.asked_to_evaluate, self.evaluating = {int(c) for c in self.comm_manager.neighbors}, True
-            for client in sorted(self.asked_to_evaluate):
+            self.evaluating = True
+            for client in sorted(map(int, self.comm_manager.neighbors)):
                 self._deliver(self.round.ask(client, purpose="evaluate"), msg_type, self.state - 1)
             return
         self.round_started = time.perf_counter()
@@ -142,7 +136,7 @@ class LowRankServer(Server):
 
     def check_buffer(self, cur_round, min_received_num, check_eval_result=False):
         if check_eval_result:
-            return self.evaluating and self.asked_to_evaluate <= self.msg_buffer["eval"][self.state - 1].keys()
+            return self.evaluating and len(self.msg_buffer["eval"][self.state - 1]) == len(self.comm_manager.neighbors)
         return self.round_open and not self.round.waiting
 
     def _perform_federated_aggregation(self):

@@ -192,7 +192,7 @@ def test_a_framework_that_cannot_be_used(config_file, tmp_path):
         ("", "FederatedScope is not installed"),
         (checkout(tmp_path / "version", version="0.2.0"), "is version 0.2.0; this plug-in is written for 0.3.0"),
         (checkout(tmp_path / "branch", branch=False), "is not the branch llm"),
-        (checkout(tmp_path / "half"), "failed to import: ModuleNotFoundError"),
+        (checkout(tmp_path / "half"), "failed to import: FileNotFoundError"),
         (tmp_path / "nothing", "has no package federatedscope"),
     ]
     # All cases run in one process in which the framework has not been imported yet.
