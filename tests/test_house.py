@@ -193,7 +193,7 @@ BUDGETS = {
     "fs_lowrank.training": 935,  # 700
     "fs_lowrank.rounds": 2315,  # 1,900
     "fs_lowrank.callbacks": 370,  # 400
-    "fs_lowrank.engines": 2710,  # 1,900
+    "fs_lowrank.engines": 2300,  # 1,900
     "fs_lowrank.runs": 915,  # 750
     "fs_lowrank.draw": 670,  # 450
     "fs_lowrank.jobs": 720,  # 300

@@ -5,19 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from functools import cache
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
+from typing import cast
 
 from ..errors import UserError, nearest
 from .kept import settings_kept
 
 ENTRY_POINTS = "fs_lowrank.engines"
-_MODULES = {
+_BUILT_IN = {
     "local": "fs_lowrank.engines.local",
     "federatedscope": "fs_lowrank.engines.federatedscope.run",
     "flower": "fs_lowrank.engines.flower.run",
 }
-_BUILT_IN = {name: EntryPoint(name, module, ENTRY_POINTS) for name, module in _MODULES.items()}
 
 
 @cache
@@ -25,11 +26,11 @@ def _added(path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
     """The engines of other packages; searched once for each ``sys.path``, as that takes time."""
     added: dict[str, EntryPoint] = {}
     for point in entry_points(group=ENTRY_POINTS):
-        taken = _BUILT_IN.get(point.name) or added.get(point.name)
-        if taken and taken.value != point.value:
+        taken = _BUILT_IN.get(point.name) or (point.name in added and added[point.name].value)
+        if taken and taken != point.value:
             raise UserError(
                 f"a package adds an engine {point.name!r} ({point.value}), but there is one of this name already "
-                f"({taken.value}); uninstall one of the two packages, or give its engine another name"
+                f"({taken}); uninstall one of the two packages, or give its engine another name"
             )
         added[point.name] = point
     return added
@@ -51,17 +52,19 @@ def get_engine(name: str) -> ModuleType:
     Raises:
         UserError: there is no such engine (the message names the nearest), it cannot be imported, or it has no ``run``.
     """
-    point = _BUILT_IN.get(name) or _added(tuple(sys.path)).get(name)
-    if point is None:
+    place = _BUILT_IN.get(name) or added_engines().get(name)
+    if place is None:
         raise UserError(f"no engine {name!r}{nearest(name, list_engines())}; there are: {', '.join(list_engines())}")
-    this = f"engine {name!r} ({point.value})"
+    this = f"engine {name!r} ({place})"
     try:
         with settings_kept():
-            engine: ModuleType = point.load()
+            engine = import_module(place) if name in _BUILT_IN else _added(tuple(sys.path))[name].load()
     except UserError as error:  # it says what it needs
-        raise error if name in _BUILT_IN else UserError(f"{this}: {error}") from error
+        if name in _BUILT_IN:
+            raise
+        raise UserError(f"{this}: {error}") from error
     except Exception as error:
         raise UserError(f"{this} failed to import: {type(error).__name__}: {error}") from error
     if not callable(getattr(engine, "run", None)):
         raise UserError(f"{this}: it has no run(config, resume, on_round, on_client, callbacks)")
-    return engine
+    return cast(ModuleType, engine)
