@@ -68,7 +68,7 @@ def test_an_engine_of_another_package_runs_by_name(install, settings, tmp_path, 
     [
         ("import no_such_module_at_all\n", "failed to import: ModuleNotFoundError"),
         ("raise OSError('no licence')\n", "failed to import: OSError: no licence"),
-        ("def rum(config): ...\n", "bad_engine has no run\\(config, resume, on_round, on_client, callbacks\\)"),
+        ("def rum(config): ...\n", "it has no run\\(config, resume, on_round, on_client, callbacks\\)"),
         (
             "from fs_lowrank import UserError\nraise UserError('needs a broker')\n",
             "^engine 'elsewhere' \\(bad_engine\\): needs a broker",
