@@ -95,7 +95,9 @@ class Session:
         # wandb is told by the framework
         callbacks = self.callbacks(self.config.lowrank.trackers)
         parts = self.site, self.evaluator, self.ledger, self.outdir, callbacks
-        return RecordKeeper(*parts, self.config_name, clients_evaluate=True)
+        keeper = RecordKeeper(*parts, clients_evaluate=True)
+        keeper.config_name = self.config_name
+        return keeper
 
     def callbacks(self, trackers: Sequence[str] | None = None) -> list[Callback]:
         """What the run does beside training; ``trackers``: see ``callbacks_of``."""

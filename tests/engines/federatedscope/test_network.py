@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -125,7 +126,9 @@ def test_a_stopped_client_does_not_delay_the_others_and_takes_part_again(setting
     assert [r["round"] for r in server.history] == list(range(1, 15))
     assert all({1, 3} <= set(r["clients"]) for r in server.history)
     failures = [f for r in server.history for f in r["failed"]]
-    assert {f["client"] for f in failures} == {2} and "no answer within" in failures[0]["reason"]
+    # The server notices that it answers nothing, or that it asks for nothing.
+    assert {f["client"] for f in failures} == {2}
+    assert all(re.match("no answer within|its process is gone", f["reason"]) for f in failures)
     assert len(failures) < 12 and 2 in server.history[-1]["clients"]
     assert [cluster.wait(*started[client]).code for client in (1, 2, 3)] == [0, 0, 0]
 
