@@ -246,3 +246,58 @@ def test_a_head_of_its_own_is_never_sent(toy, federation, name):
         assert message and not any("classifier" in n for n in {*message, *(n for u in fed.received for n in u.tensors)})
     heads = [toy.head(fed.everything(client))["weight"] for client in fed.copies]
     assert all(np.abs(a - b).max() > 0.01 for a, b in [(heads[0], heads[1]), (heads[0], start["weight"])])
+
+
+# -- fedpara ---------------------------------------------------------------------------------------------
+
+
+def hadamard(tensors, layer):
+    """The elementwise product of a layer by the paper's formulas, as a float64 matrix, without its scale."""
+    named = ((n.partition(f".{layer}.hada_")[2], t) for n, t in tensors.items())
+    own = {n.partition(".")[0]: t.detach().double() for n, t in named if n}
+    parts = []
+    for i in "12":
+        x, y, t = own[f"w{i}_a"], own[f"w{i}_b"], own.get(f"t{i}")
+        parts.append(x @ y if t is None else torch.einsum("xykl,xo,yi->oikl", t, x, y).flatten(1))
+    return parts[0] * parts[1]
+
+
+@pytest.mark.parametrize("from_scratch", [False, True])
+def test_fedparas_weight_is_the_product_of_the_mean_factors(toy, federation, from_scratch):
+    fed = federation(toy.method("fedpara", 3, from_scratch=from_scratch), SIZES)
+    for round, present in enumerate((SIZES, (3, 1), (2, 3))):
+        if round:
+            fed.round(round, present)
+            p = toy.weights(u.num_samples for u in fed.received)
+            for name, mean in fed.method.view(fed.ledger.state).items():
+                close(mean, sum(w * u.tensors[name].double().numpy() for w, u in zip(p, fed.received)), 2e-6)
+        # The plain network, whose weights are the paper's formula; at the start of a pre-trained one it is unchanged.
+        net, state = toy.net().double(), fed.ledger.state
+        with torch.no_grad():
+            for name, tensor in state.items():
+                if "hada" not in name:
+                    name = name.removeprefix("base_model.model.").replace(".modules_to_save.default", "")
+                    net.get_parameter(name.replace(".base_layer", "")).copy_(tensor)
+            for layer in toy.layers:
+                own = net.get_submodule(layer).weight
+                product = toy.alpha / 3 * hadamard(state, layer).reshape(own.shape)
+                assert bool(product.any()) == (from_scratch or round > 0)
+                own.copy_(product if from_scratch else own + product)
+            close(toy.outputs(fed.model), net(toy.inputs().double()), 2e-5)
+
+
+def test_fedparas_factors_start_with_hes_deviation():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Conv2d(60, 80, 3))
+    adapter = AdapterSpec(r=20, lora_alpha=20, target_modules=("0", "1"))
+    state = create_method("fedpara", adapter=adapter, from_scratch=True).adapt(net).state_dict()
+    fans = {"0.hada_w1_a": 200, "0.hada_w2_b": 300, "1.hada_w1_a": 80, "1.hada_w2_b": 60, "1.hada_t2": 20 * 9}
+    for name, fan in fans.items():
+        (factor,) = (t for n, t in state.items() if f".{name}." in n)
+        assert float(factor.std()) == pytest.approx((2 / fan) ** 0.5, rel=0.05), name
+
+
+@pytest.mark.parametrize("own", [{"method": "lokr"}, {"use_rslora": True}])
+def test_fedpara_has_the_factors_of_loha(own):
+    with pytest.raises(UserError, match="fedpara has the factors of loha; leave it out"):
+        create_method("fedpara", adapter=AdapterSpec(**own))

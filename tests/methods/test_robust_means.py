@@ -28,6 +28,7 @@ AVERAGING = {
     "fedsvd": {"period": 2},  # the first round ends with the mean
     "fedrot_lora": {},
     "fedsa_lora": {},
+    "fedpara": {},
     "mfedloru": {"nested_ranks": (1, 0)},
     "pmfedloru": {"nested_ranks": (1,)},
     "fedhm": {"rank_factors": (1, 3, 2)},
