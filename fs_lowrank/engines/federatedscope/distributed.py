@@ -146,9 +146,10 @@ class Clients(Members):
                 return self._next(client, seat, int(message.state), context)
             if message.msg_type == "model_para" and seat.answered < int(message.state) <= seat.serial:
                 seat.answered, seat.late = int(message.state), ""
+                answer: Parcel | Lost
                 try:
-                    answer: Parcel | Lost = parcel_of(message.content)
-                    member.standing = reported_standing(answer.facts)
+                    answer = parcel = parcel_of(message.content)
+                    member.standing = reported_standing(parcel.facts)
                 except ValueError as error:
                     answer = Lost("refused", str(error))
                 self.inbox.put((client, seat.answered, answer))
