@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .decide import FAILS, HOLDS, UNTESTED
+from .conditions import FAILS, HOLDS, UNTESTED
 
 _CLASSES = {HOLDS: "holds", FAILS: "fails", UNTESTED: "untested"}
 _COLOURS_OF_A_FIGURE = 96

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from fs_lowrank import Config, UserError
 from fs_lowrank.engines import get_engine
@@ -239,22 +240,11 @@ def _check_memory(jobs: Sequence[Job], workers: int, gpus: Sequence[str]) -> Non
         if size > largest:
             largest, name = size, config.model.type
     needed = _PROCESS_BYTES + _COPIES * largest
-    free = available_bytes()
-    if free is not None and needed * workers > free:
+    free = float(psutil.virtual_memory().available)
+    if needed * workers > free:
         fit = int(free // needed)
         raise UserError(
             f"memory: {workers} worker{'s' * (workers > 1)} with {name or 'these models'} need about "
             f"{needed * workers / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; "
             + (f"try --workers {fit}" if fit else "this machine is too small for it")
         )
-
-
-def available_bytes() -> float | None:
-    """Free memory in bytes; None if the system does not report it."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return float(line.split()[1]) * 1024
-        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (OSError, ValueError):
-        return None

@@ -127,7 +127,7 @@ def _list(args: argparse.Namespace) -> None:
         tables.show(console, lines, args.table)
         return
     counts = ("searches", "cells", "done", "took")
-    lines, going_on = [("suite", "experiment", "what", *counts)], 0
+    lines = [("suite", "experiment", "what", *counts)]
     for name in args.suites:
         options = _options(args, [name])
         store = options.store
@@ -136,8 +136,7 @@ def _list(args: argparse.Namespace) -> None:
         for experiment in chosen(suite, options.only, extra=True):
             jobs = jobs_of(suite, experiment, options)
             searches = sum(isinstance(j, Search) for j in jobs)
-            rated = [j.rated(store, final=False) for j in jobs]
-            going_on += sum(isinstance(j, Search) and j.result(store) is not None and not j.done(store) for j in jobs)
+            rated = [j.rated(store) for j in jobs]
             finished = [(j.kind, r) for j in rated if j is not None and (r := j.result(store)) is not None]
             done = sum(kind == "cells" for kind, _ in finished)
             took = sum(r["seconds_in_all"] for _, r in finished) / 60
@@ -147,9 +146,6 @@ def _list(args: argparse.Namespace) -> None:
     console.print("took: minutes of all finished jobs, summed over processes; shared jobs count in each experiment")
     if any(" *" in line[1] for line in lines):
         console.print("* runs only if --only names it")
-    if going_on:
-        which = f"{going_on} search{'es' * (going_on > 1)} won at an end of a grid that did not grow yet"
-        console.print(f"{which}; `run` goes on there, and runs the cells again whose rate changes")
 
 
 def _run(args: argparse.Namespace) -> int:

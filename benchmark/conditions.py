@@ -1,27 +1,314 @@
-"""The conditions of rules, one function for each kind: what is compared with what, and in whose favour.
+"""The conditions of claims: what is compared with what, in whose favour, and the verdict.
 
-Each takes the condition and a function that gives the figure of a method, and gives a result for each method.
+A condition says that a sum of figures over seeds, such as the difference of two means, lies between two bounds. Its p
+value is that of the nearer bound. ``adjust`` corrects the p values of all conditions of a report together (Benjamini
+and Hochberg), and a condition is decided if its corrected one is at most 5 %: it *holds* inside of the bounds and *does
+not hold* outside of them. Everything else is *inconclusive*, with one seed always.
+
+Nothing holds in favour of a method with a seed that collapsed to the majority class, failed, or missed the target of a
+metric, and nothing is refuted in favour of one with a seed that failed or missed it, which is not in its mean. With two
+seeds nothing is decided where one collapsed: errors are not normal there, and two equal methods may differ in it by
+chance. Nothing is decided by a method whose learning rate is at the end of the grid that was searched.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
-from .curves import by_seed, learned, majority_of, span_of_best
-from .decide import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, Condition, decide
-from .intervals import Figure, difference, figure_of, of_mean
-from .metrics import better, of_test_data, unknown
+from fs_lowrank.settings import Key, Origin, check_keys, check_value
 
+from .intervals import LEVEL, Estimate, Figure, estimate, figure_of
+from .metrics import better, of_test_data, scale_of, unknown
+
+HOLDS, FAILS, INCONCLUSIVE = "holds", "does not hold", "inconclusive"
+UNTESTED, STALE = "not tested at this size", "stale"
+#: by how much an accuracy on images differs between processors with and without AVX-512
+_PROCESSORS = 0.002
+
+#: condition -> required keys, and optional ones; ``docs/guides/benchmark.md`` says what each condition means
+RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "drops": (("methods", "along", "from", "to", "by"), ("lower_is_better",)),
+    "keeps": (("methods", "along", "from", "to", "within"), ("lower_is_better",)),
+    "above": (("better", "than", "by"), ("lower_is_better", "along", "from", "to")),
+    "close": (("methods", "to", "within"), ()),
+    "ratio": (("of", "to", "about", "within"), ()),
+    "learns": (("methods", "by"), ()),
+    "value": (("methods",), ("at_least", "at_most")),
+    "best": (("better", "than", "along", "points", "chosen_by", "by"), ("lower_is_better",)),
+}
+#: a margin that is the paper's own spread in the experiment's task
+PAPER = "paper"
+_NAME, _NUMBER, _NAMES = Key(str), Key(float), Key(list, {"filled": True, "once": True})
+_KEYS = {
+    **dict.fromkeys(("is", "along", "better", "of", "metric", "chosen_by"), _NAME),
+    **dict.fromkeys(("methods", "than", "points"), _NAMES),
+    **dict.fromkeys(("by", "about", "at_least", "at_most"), _NUMBER),
+    **dict.fromkeys(("from", "to"), Key(Any)),
+    "within": Key(float | str, {"words": f"a number, or {PAPER!r}"}),
+    "where": Key(dict),
+    **dict.fromkeys(("lower_is_better", "spread"), Key(bool)),
+}
+#: (method, labels by axis, metric) -> figure
+Lookup = Callable[[str, Mapping[str, str], str], Figure | None]
 #: the figure of a method, for a metric and at labels of axes other than the condition's own
 Looked = Callable[..., Figure | None]
 
 
-def _missing(what: str, first: bool = False) -> Condition:
-    return Condition(UNTESTED, f"no figure for {what}", first)
+def check_rule(condition: Any, origin: Origin, at: str) -> dict:
+    """Check the condition at ``at`` in the file of a suite.
+
+    Raises:
+        UserError: an unknown condition, an unknown or missing key, a value of the wrong type.
+    """
+    if not isinstance(condition, Mapping):
+        origin.wrong(at, condition, "a mapping, such as {is: drops, …}")
+    kind = check_value(f"{at}.is", condition.get("is"), str, {"choices": tuple(RULES)}, origin)
+    needs, more = RULES[kind]
+    known = ("is", *needs, *more, "metric", "where", "spread")
+    keys = {key: replace(_KEYS[key], required=key in needs) for key in known}
+    checked = check_keys(condition, keys, origin, at)
+    if isinstance(checked.get("within"), str) and (checked["within"] != PAPER or kind not in ("keeps", "close")):
+        origin.wrong(f"{at}.within", checked["within"], f"a number, or of keeps and close {PAPER!r}")
+    if kind == "above" and 0 < len({"along", "from", "to"} & checked.keys()) < 3:
+        origin.fail(at, "compares changes along an axis: expected all of along, from and to")
+    if "points" in checked:
+        numbers = [point for point in checked["points"] if isinstance(point, (int, float)) and point > 0]
+        if len(numbers) < 2 or numbers != sorted(set(checked["points"])):
+            origin.wrong(f"{at}.points", checked["points"], "two numbers or more above 0, ascending")
+    if "chosen_by" in checked and not better(checked["chosen_by"]):
+        origin.wrong(f"{at}.chosen_by", checked["chosen_by"], "a metric that is better larger or smaller")
+    if kind == "value" and not {"at_least", "at_most"} & checked.keys():
+        origin.fail(at, "has no bound: expected at_least, at_most or both")
+    return checked
+
+
+@dataclass(frozen=True)
+class Condition:
+    """That an estimate lies between two bounds, and what is known of it.
+
+    Attributes:
+        what: the condition in some words. where: its setting. asked: what is asked of the quantity.
+        figures: name -> figure, of all that the quantity is made of; None if there is none.
+        estimate: None if a figure has no value.
+        first: if it is not met, the claim is not tested, regardless of the other conditions.
+        unit: what it is measured in. bars: verdict -> what stands in its way besides chance; empty if nothing does.
+        notes: further sentences. adjusted: the p value, corrected for all conditions of a report.
+    """
+
+    what: str
+    where: str
+    asked: str
+    figures: Mapping[str, Figure | None]
+    estimate: Estimate | None
+    low: float
+    high: float
+    first: bool = False
+    unit: str = "test_acc"
+    bars: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    adjusted: float | None = None
+
+    @property
+    def there(self) -> dict[str, Figure]:
+        return {name: figure for name, figure in self.figures.items() if figure is not None}
+
+    @property
+    def slack(self) -> float:
+        """What processors may add to a difference of accuracies on images: nothing if all runs are of the same."""
+        drawn = [figure for figure in self.there.values() if figure.splits and not figure.exact]
+        processors = frozenset().union(*(figure.processors for figure in drawn))
+        different = len(processors) > 1 or "" in processors
+        return _PROCESSORS if drawn and different and scale_of(self.unit)[0] == 100 else 0.0
+
+    @property
+    def p(self) -> float | None:
+        return None if self.estimate is None else self.estimate.p(self.low, self.high, self.slack)
+
+    @property
+    def towards(self) -> str:
+        """The verdict of more seeds, if the centre stayed."""
+        return HOLDS if self.estimate and self.low <= self.estimate.centre <= self.high else FAILS
+
+    @property
+    def verdict(self) -> str:
+        if len(self.there) < len(self.figures):
+            return UNTESTED
+        if any(figure.stale and not figure.n for figure in self.there.values()):
+            return STALE
+        p = self.p if self.adjusted is None else self.adjusted
+        decided = p is not None and p <= 1 - LEVEL and not self.bars.get(self.towards)
+        result = self.towards if decided else INCONCLUSIVE
+        return UNTESTED if self.first and result == FAILS else result
+
+    @property
+    def met(self) -> tuple[float, float | None, float | None] | None:
+        """By how much it is met, below 0 if it is not, and the 95 % interval of that; None if it is not known."""
+        if self.estimate is None or not math.isfinite(self.estimate.centre):
+            return None
+
+        def inside(value: float) -> float:
+            return min(value - self.low, self.high - value)
+
+        if (ends := self.estimate.ends) is None:
+            return inside(self.estimate.centre), None, None
+        first, last = ends
+        middle = min(max((self.low + self.high) / 2, first), last) if math.isfinite(self.low + self.high) else first
+        values = [inside(value) for value in (first, last, middle)]
+        return inside(self.estimate.centre), min(values), max(values)
+
+    @property
+    def text(self) -> str:
+        """All that is known of it, without the verdict."""
+        lacking = [name for name, figure in self.figures.items() if figure is None]
+        what = ", ".join(filter(None, (self.what, self.where)))
+        if lacking:
+            return f"{what}: no figure for {' and '.join(lacking)}"
+        said = [f"{what}: " + ", ".join(f"{name} {figure}" for name, figure in self.there.items())]
+        if self.estimate is not None:
+            said[0] += f": {shown(self.estimate)}, asked: {self.asked}"
+            if self.estimate.error is None:
+                alone = any(figure.n < 2 for figure in self.there.values() if not figure.exact)
+                why = "with one seed" if alone else "where the seeds agree to rounding"
+                said.append(f"the spread is not known {why}")
+            elif self.estimate.error and self.p is not None:
+                corrected = "" if self.adjusted is None else f", {self.adjusted:.2g} among all conditions"
+                said.append(f"p {self.p:.2g}{corrected}")
+            if self.slack:
+                said.append(f"{100 * self.slack:g} points are allowed for processors that differ or are not recorded")
+        said += [f"{name}: {note}" for name, figure in self.there.items() for note in figure.notes]
+        versions = sorted(frozenset().union(*(figure.versions for figure in self.there.values())))
+        said += [f"the runs are of versions {' and '.join(versions)}"] * (len(versions) > 1)
+        said += self.notes
+        bar = self.bars.get(self.towards) if self.estimate else ""
+        return "; ".join([*said, *([f"so {bar}"] if bar else [])])
+
+
+def shown(found: Estimate, form: str = ".4g", factor: float = 1.0) -> str:
+    """An estimate with its 95 % interval."""
+    ends = found.ends
+    numbers = [format(factor * value, form) for value in (found.centre, *(ends or ()))]
+    return numbers[0] if ends is None or not found.error else "{} ({} to {})".format(*numbers)
+
+
+def verdict(conditions: Sequence[Condition]) -> str:
+    """The verdict on all conditions together."""
+    for ground in (STALE, UNTESTED, INCONCLUSIVE):
+        if any(c.first and c.verdict == ground for c in conditions):
+            return ground
+    verdicts = {c.verdict for c in conditions}
+    return next((v for v in (FAILS, STALE, UNTESTED, INCONCLUSIVE, HOLDS) if v in verdicts), UNTESTED)
+
+
+def adjust(conditions: Sequence[Condition]) -> list[Condition]:
+    """The conditions with p values that are corrected for all of them, but for those that are counted, or ``first``."""
+    from scipy.stats import false_discovery_control
+
+    chance = [c.p for c in conditions if c.p and not c.first]
+    corrected = iter(false_discovery_control(chance).tolist() if chance else ())
+    return [replace(c, adjusted=next(corrected)) if c.p and not c.first else c for c in conditions]
+
+
+def judge(rule: Sequence[Mapping], look: Lookup) -> list[Condition]:
+    """The conditions of a rule, separately for each method."""
+    return [condition for given in rule for condition in _KINDS[given["is"]](given, _looking(given, look))]
+
+
+def used(rule: Sequence[Mapping], look: Lookup) -> list[tuple[str, Mapping[str, str]]]:
+    """The (method, labels) of all figures that a rule looks up."""
+    seen: list[tuple[str, Mapping[str, str]]] = []
+
+    def noting(method: str, labels: Mapping[str, str], metric: str) -> Figure | None:
+        seen.append((method, labels))
+        return look(method, labels, metric)
+
+    judge(rule, noting)
+    return seen
+
+
+def with_margins(rule: Sequence[Mapping], reference: Mapping | None) -> list[Mapping]:
+    """The rule with numbers for the margins that are the paper's: its own gap there and twice the gap's standard
+    deviation. A condition whose figures the paper does not have is left out.
+
+    Args:
+        reference: the paper's figures for the experiment, in percent.
+    """
+    values = {m: {str(k): v for k, v in row.items()} for m, row in (reference or {}).get("values", {}).items()}
+    made: list[Mapping] = []
+    for condition in rule:
+        if condition.get("within") != PAPER:
+            made.append(condition)
+            continue
+        where, method = condition.get("where", {}), condition["methods"][0]
+        along = condition.get("along")
+        pair = [(method, ""), (condition["to"], "")]
+        if along:
+            pair = [(method, condition["from"]), (method, condition["to"])]
+        cells = []
+        for name, label in pair:
+            key = " / ".join([str(label)] * bool(along) + [str(v) for v in where.values()])
+            row = values.get(name, {})
+            cells.append(next((cell for k, cell in row.items() if k == key or k.startswith(f"{key} / ")), None))
+        if None not in cells:
+            (one, spread), (other, more) = (cell if isinstance(cell, list) else (cell, 0.0) for cell in cells)
+            gap = one - other if along else abs(one - other)
+            made.append({**condition, "within": round((gap + 2 * math.hypot(spread, more)) / 100, 4)})
+    return made
+
+
+def _looking(condition: Mapping, look: Lookup) -> Looked:
+    """A function of a method, and of a metric and further labels, in the setting of a condition."""
+    where = {str(k): str(v) for k, v in condition.get("where", {}).items()}
+    asked = condition.get("metric", "test_acc")
+
+    def figure(method: str, metric: str = asked, **labels: Any) -> Figure | None:
+        found = look(method, {**where, **{k: str(v) for k, v in labels.items()}}, metric)
+        return found if found is None or condition.get("spread", True) else replace(found, exact=True)
+
+    return figure
+
+
+# -- kinds ---------------------------------------------------------------------------------------------
+
+
+def _made(
+    condition: Mapping,
+    what: str,
+    asked: str,
+    parts: Sequence[tuple[float, str, Figure | None]],
+    bounds: tuple[float, float],
+    favours: Sequence[str],
+    refuted_for: Sequence[str] | None = None,
+    shift: float = 0.0,
+    unit: str = "",
+) -> Condition:
+    """A condition on the sum of ``parts``, each a factor, a name and a figure.
+
+    Args:
+        favours: the names of the figures in whose favour the condition holds. refuted_for: those in whose favour it is
+            refuted; by default the others.
+    """
+    figures = {name: figure for _, name, figure in parts}
+    there = [(factor, figure) for factor, _, figure in parts if figure is not None and figure.n]
+    found = estimate(there, shift) if len(there) == len(parts) else None
+    if refuted_for is None:
+        refuted_for = [name for name in figures if name not in favours]
+    of = {name: figure for name, figure in figures.items() if figure is not None}
+    few = any(figure.collapsed and figure.n < 3 for figure in of.values())
+    lost = {name for name, figure in of.items() if figure.failed or figure.missed}
+    beyond = "a better rate may lie beyond" * any(figure.at_end and not figure.exact for figure in of.values())
+    held = few or any(name in of and not of[name].whole for name in favours)
+    bars = {
+        HOLDS: "this does not count as holding" if held else beyond,
+        FAILS: "this does not count as refuted" if few or lost & {*refuted_for} else beyond,
+    }
+    metric = condition.get("metric", "test_acc")
+    what += f" in {metric}" if metric not in ("test_acc", what) else ""
+    where = ", ".join(f"{axis} {label}" for axis, label in condition.get("where", {}).items())
+    return Condition(what, where, asked, figures, found, *bounds, unit=unit or metric, bars=bars)
 
 
 def _above_by(condition: Mapping) -> tuple[float, float]:
@@ -29,151 +316,96 @@ def _above_by(condition: Mapping) -> tuple[float, float]:
     return math.nextafter(condition["by"], math.inf), math.inf
 
 
-def _ends(condition: Mapping, figure: Looked) -> Iterator[tuple[str, str, Figure, Figure] | str]:
-    """For each method: its name, a description, and the figures at both ends of the axis; or what is missing."""
-    axis = condition["along"]
-    for method in condition["methods"]:
-        at = f"{method}, {axis} {condition['from']} → {condition['to']}"
-        first, last = (figure(method, **{axis: condition[end]}) for end in ("from", "to"))
-        yield at if first is None or last is None else (method, at, first, last)
-
-
 def _sign(condition: Mapping) -> int:
     return -1 if condition.get("lower_is_better") else 1
 
 
-def _drops(condition: Mapping, figure: Looked) -> Iterator[Condition]:
-    for end in _ends(condition, figure):
-        if isinstance(end, str):
-            yield _missing(end)
-            continue
-        _, at, first, last = end
-        fall = difference(first, last, paired=first.pairs_with(last)).times(_sign(condition))
-        text = f"{at}: {first} → {last}, falls by {fall.centre:.4g}, asked: more than {condition['by']:g}"
-        figures = {f"{condition['along']} {condition['from']}": first, f"{condition['along']} {condition['to']}": last}
-        yield decide(fall, *_above_by(condition), f"{at} falls", text, figures, list(figures)[:1])
+def _ends(condition: Mapping, figure: Looked, method: str) -> list[tuple[str, Figure | None]]:
+    """The figures of a method at both ends of the axis, with their names."""
+    axis = condition["along"]
+    return [(f"{method}, {axis} {condition[end]}", figure(method, **{axis: condition[end]})) for end in ("from", "to")]
 
 
-def _keeps(condition: Mapping, figure: Looked) -> Iterator[Condition]:
-    for end in _ends(condition, figure):
-        if isinstance(end, str):
-            yield _missing(end)
-            continue
-        method, at, first, last = end
-        names = [f"{condition['along']} {condition[label]}" for label in ("from", "to")]
-        share = condition.get("share")
-        if share is None:
-            fall, high = (
-                difference(first, last, paired=first.pairs_with(last)).times(_sign(condition)),
-                condition["within"],
+def _falls(condition: Mapping, figure: Looked) -> Iterator[Condition]:
+    """``drops`` and ``keeps``: by how much each method falls along an axis."""
+    sign = _sign(condition)
+    for method in condition["methods"]:
+        (first, at_first), (last, at_last) = _ends(condition, figure, method)
+        parts = [(sign, first, at_first), (-sign, last, at_last)]
+        if condition["is"] == "drops":
+            yield _made(
+                condition, f"{method} falls", f"more than {condition['by']:g}", parts, _above_by(condition), [first]
             )
-            asked = f"falls by {fall.centre:.4g}, asked: at most {high:g}"
         else:
-            majority = figure(method, "majority", **{condition["along"]: condition["from"]})
-            if majority is None:
-                yield _missing(f"the majority class, {at}")
-                continue
-            # fall <= share (first - majority), with everything on one side
-            rest = first.scaled(1 - share)
-            fall, high = difference(rest, last, paired=first.pairs_with(last)).plus(share * majority.mean), 0.0
-            learned = first.mean - majority.mean
-            asked = f"falls by {first.mean - last.mean:.4g} of {learned:.4g} above the majority class, asked: at most "
-            asked += f"the share {share:g}; the fall is that share {fall.centre:+.4g}"
-        text, figures = f"{at}: {first} → {last}, {asked}", dict(zip(names, (first, last)))
-        yield decide(fall, -math.inf, high, f"{at} keeps", text, figures, names, names[:1])
+            bounds = -math.inf, condition["within"]
+            asked = f"at most {condition['within']:g}"
+            yield _made(condition, f"{method} keeps", asked, parts, bounds, [first, last], [first])
 
 
 def _above(condition: Mapping, figure: Looked) -> Iterator[Condition]:
-    name = condition["better"]
-    better, at = figure(name), "".join(f" {k}={v}" for k, v in condition.get("where", {}).items())
+    """The lead of a method over others; along an axis, the difference of their falls."""
+    sign, name, asked = _sign(condition), condition["better"], f"more than {condition['by']:g}"
     for other in condition["than"]:
-        worse = figure(other)
-        if better is None or worse is None:
-            yield _missing(f"{name} or {other}{at}")
-            continue
-        gap = difference(better, worse).times(_sign(condition))
-        text = f"{name} {better} against {other} {worse}{at}: ahead by {gap.centre:.4g}"
-        text += f", asked: more than {condition['by']:g}"
-        yield decide(
-            gap, *_above_by(condition), f"{name} above {other}{at}", text, {name: better, other: worse}, [name]
-        )
+        if "along" in condition:
+            (first, at_first), (last, at_last) = _ends(condition, figure, name)
+            (begin, at_begin), (end, at_end) = _ends(condition, figure, other)
+            parts = [(-sign, first, at_first), (sign, last, at_last), (sign, begin, at_begin), (-sign, end, at_end)]
+            what = f"{name} falls by less than {other}"
+            yield _made(condition, what, asked, parts, _above_by(condition), [last, begin])
+        else:
+            parts = [(sign, name, figure(name)), (-sign, other, figure(other))]
+            yield _made(condition, f"{name} above {other}", asked, parts, _above_by(condition), [name])
 
 
 def _close(condition: Mapping, figure: Looked) -> Iterator[Condition]:
     name, within = condition["to"], condition["within"]
-    to = figure(name)
     for method in condition["methods"]:
-        value = figure(method)
-        if value is None or to is None:
-            yield _missing(f"{method} or {name}")
-            continue
-        gap = difference(value, to)
-        text = f"{method} {value} and {name} {to}: differ by {gap.centre:.4g}, asked: at most {within:g}"
-        both = {method: value, name: to}
-        yield decide(gap, -within, within, f"{method} close to {name}", text, both, list(both), list(both))
+        parts = [(1, method, figure(method)), (-1, name, figure(name))]
+        both = [method, name]
+        yield _made(
+            condition, f"{method} close to {name}", f"at most {within:g} apart", parts, (-within, within), both, both
+        )
 
 
 def _ratio(condition: Mapping, figure: Looked) -> Iterator[Condition]:
-    name, base = condition["of"], condition["to"]
+    """The quotient of two means, whose error is that of ``of`` minus the quotient times ``to``."""
+    name, base, about, within = condition["of"], condition["to"], condition["about"], condition["within"]
     of, to = figure(name), figure(base)
-    if of is None or to is None or to.mean == 0:
-        yield _missing(f"{name} or {base}")
-        return
-    about, within = condition["about"], condition["within"]
-    text = f"{condition.get('metric', 'test_acc')}: {name} {of.mean:.5g} / {base} {to.mean:.5g} = "
-    text += f"{of.mean / to.mean:.4g}, asked: {about:g} ± {within:g}"
-    # The quotient is compared with a bound by the difference of `of` and the bound times `to`: beyond the bounds with
-    # the nearer one, between them with both, so by the wider interval.
-    bounds = about - within, about + within
-    common = [to.by_seed[seed] for seed in to.by_seed if seed in of.by_seed]
-    unit = statistics.fmean(common) if len(common) > 1 else to.mean  # a paired difference is over the common seeds
-    by_bound = [difference(of, to.scaled(bound)).times(1 / unit).plus(bound) for bound in bounds]
-    below, above = (interval.centre for interval in by_bound)
-    if below < bounds[0]:
-        quotient = by_bound[0]
-    elif above > bounds[1]:
-        quotient = by_bound[1]
-    else:
-        quotient = max(by_bound, key=lambda interval: math.inf if interval.half is None else interval.half)
-    both = {name: of, base: to}
-    yield decide(quotient, *bounds, f"{name} / {base}", text, both, list(both), list(both))
+    unit = 1 / to.mean if to is not None and to.n and to.mean else 0.0
+    quotient = of.mean * unit if of is not None and of.n else 0.0
+    parts = [(unit, name, of), (-quotient * unit, base, to)]
+    asked, bounds = f"{about:g} ± {within:g}", (about - within, about + within)
+    yield _made(
+        condition, f"{name} / {base}", asked, parts, bounds, [name, base], [name, base], quotient, unit="quotient"
+    )
 
 
 def _value(condition: Mapping, figure: Looked) -> Iterator[Condition]:
     metric = condition.get("metric", "test_acc")
     low, high = condition.get("at_least", -math.inf), condition.get("at_most", math.inf)
-    bounds = (f"at least {low:g}", low > -math.inf), (f"at most {high:g}", high < math.inf)
-    asked = " and ".join(words for words, given in bounds if given)
+    asked = " and ".join([f"at least {low:g}"] * (low > -math.inf) + [f"at most {high:g}"] * (high < math.inf))
     # A bound on the side of better values is met in the method's favour, one on the other side is missed in it. Which
     # way a script's figures go is not known.
     sign = 0 if unknown(metric) else better(metric)
     good = not sign or ("at_least" if sign > 0 else "at_most") in condition
     bad = not sign or ("at_most" if sign > 0 else "at_least") in condition
     for method in condition["methods"]:
-        value = figure(method)
-        if value is None:
-            yield _missing(f"{metric} of {method}")
-        else:
-            text = f"{metric} of {method}: {value}, asked: {asked}"
-            what, figures = f"{metric} of {method}", {method: value}
-            yield decide(of_mean(value), low, high, what, text, figures, [method] * good, [method] * bad)
+        parts = [(1, method, figure(method))]
+        yield _made(condition, metric, asked, parts, (low, high), [method] * good, [method] * bad)
 
 
 def _learns(condition: Mapping, figure: Looked) -> Iterator[Condition]:
     for method in condition["methods"]:
         value, majority = figure(method), figure(method, "majority")
-        if value is None or majority is None:
-            yield _missing(f"{method} or the majority class", first=True)
-            continue
-        text = f"{method} learns: {value} against {majority.mean:.4g} for the majority class, asked: more than "
-        text += f"{condition['by']:g} above"
-        lead, bounds = of_mean(value).plus(-majority.mean), (*_above_by(condition), f"{method} learns")
+        if majority is not None:
+            majority = replace(majority, exact=True)
+        parts = [(1, method, value), (-1, "majority class", majority)]
+        asked = f"more than {condition['by']:g}"
+        made = _made(condition, f"{method} learns", asked, parts, _above_by(condition), [method])
         # A better rate beyond the end of the grid could only add to what was learned.
-        decided = decide(lead, *bounds, text, {method: dataclasses.replace(value, at_end=False)}, [method])
-        if decided.verdict != HOLDS:
-            decided = decide(lead, *bounds, text, {method: value}, [method])
-        result = UNTESTED if decided.verdict == FAILS else decided.verdict
-        yield dataclasses.replace(decided, verdict=result, first=True)
+        learned = HOLDS if value is not None and value.whole else ""
+        bars = {k: "" if k == learned else bar for k, bar in made.bars.items()}
+        yield replace(made, first=True, bars=bars)
 
 
 def _curve(condition: Mapping, figure: Looked, method: str) -> dict[float, Figure] | None:
@@ -183,87 +415,66 @@ def _curve(condition: Mapping, figure: Looked, method: str) -> dict[float, Figur
     return there if len(there) == len(at) else None
 
 
-def _wider(condition: Mapping, figure: Looked) -> Iterator[Condition]:
-    """By seed: each seed has a curve, a best point and a range of its own."""
-    name, along, within, sign = condition["better"], condition["along"], condition["within"], _sign(condition)
-    widths: dict[str, tuple[Figure, bool, str]] = {}
-    for method in (name, *condition["than"]):
-        curve = _curve(condition, figure, method)
-        if curve is None:
-            continue
-        majority, curves = majority_of(curve), by_seed(curve, sign)
-        spans = {s: span_of_best(values, within, sign, majority) for s, values in curves.items()}
-        if found := figure_of({seed: span for seed, (span, _) in spans.items()}):
-            lost = sum(any(seed in f.failed for f in curve.values()) for seed in spans)
-            idle = sum(not learned(values, within, sign, majority) for values in curves.values())
-            said = f"; {method}: {lost} of {len(spans)} seeds failed at a point" if lost else ""
-            said += f"; {method}: {idle} of {len(spans)} seeds learned nothing at any point" if idle else ""
-            exact = all(f.exact for f in curve.values())
-            widths[method] = dataclasses.replace(found, exact=exact), any(end for _, end in spans.values()), said
-    for other in condition["than"]:
-        if name not in widths or other not in widths:
-            yield _missing(f"{name} or {other} at every {along} of {condition['points']}")
-            continue
-        (first, first_ends, said), (second, second_ends, also) = widths[name], widths[other]
-        gap = difference(first, second)
-        text = f"{along} within {within:g} of the best: {name} {first} powers of ten, {other} {second}; wider by "
-        text += f"{gap.centre:.4g}, asked: more than {condition['by']:g}{said}{also}"
-        decided = decide(gap, *_above_by(condition), f"{name} wider than {other}", text, {name: first, other: second})
-        if decided.verdict in (HOLDS, FAILS) and min(first.n, second.n) < 3 and not (first.exact or second.exact):
-            text = f"{decided.text}; a range is one of few numbers, in which two seeds may agree by chance"
-            decided = dataclasses.replace(decided, verdict=INCONCLUSIVE, text=text)
-        # A range that touches an end of the curve is at least as wide as it is seen.
-        ends, end = (second_ends, other) if gap.centre > condition["by"] else (first_ends, name)
-        if ends:
-            text = f"{decided.text}; the range of {end} touches an end of the curve, so it may be wider"
-            decided = dataclasses.replace(decided, verdict=INCONCLUSIVE, text=text, barred=True)
-        yield decided
-
-
 def _best(condition: Mapping, figure: Looked) -> Iterator[Condition]:
-    """Each method at the point that ``chosen_by`` is best at in the mean over seeds.
+    """Each method at the point that ``chosen_by`` is best at.
 
-    Nothing is decided where test data choose: the best of several noisy scores is too good, and by how much differs.
+    For each seed the point is that of the mean of the other seeds, so that no seed is judged by what it has chosen.
+    Nothing is decided where test data choose.
     """
-    name, along, by = condition["better"], condition["along"], condition["chosen_by"]
-    chosen: dict[str, tuple[float, Figure]] = {}
+    name, by, sign = condition["better"], condition["chosen_by"], _sign(condition)
+    chosen: dict[str, tuple[str, Figure | None]] = {}
     for method in (name, *condition["than"]):
-        held = _curve(condition, partial(figure, metric=by), method)
-        curve = _curve(condition, figure, method)
-        if curve is None or held is None:
-            continue
-        sign = better(by)
-        worth = {p: sign * held[p].mean if held[p].n else -math.inf for p in held}
-        point = max(held, key=worth.__getitem__)
-        # Of a plateau that reaches an end, such as that of a method that learned nothing anywhere, the best is open.
-        at_end = max(worth[min(held)], worth[max(held)]) >= worth[point] - 1e-9
-        chosen[method] = point, dataclasses.replace(curve[point], at_end=at_end)
+        held, curve = _curve(condition, partial(figure, metric=by), method), _curve(condition, figure, method)
+        chosen[method] = (method, None) if held is None or curve is None else _at_its_best(held, curve, by, method)
     for other in condition["than"]:
-        if name not in chosen or other not in chosen:
-            yield _missing(f"{name} or {other} at every {along} of {condition['points']}")
-            continue
-        (at, first), (elsewhere, second) = chosen[name], chosen[other]
-        gap = difference(first, second).times(_sign(condition))
-        text = f"{name} {first} at {along} {at:g} against {other} {second} at {elsewhere:g}, each where {by} is best: "
-        text += f"ahead by {gap.centre:.4g}, asked: more than {condition['by']:g}"
+        parts = [(sign, *chosen[name]), (-sign, *chosen[other])]
+        asked = f"more than {condition['by']:g}, each where {by} is best"
         what = f"{name} at its best above {other} at its own"
-        decided = decide(gap, *_above_by(condition), what, text, {name: first, other: second}, [name])
+        made = _made(condition, what, asked, parts, _above_by(condition), [chosen[name][0]])
         if of_test_data(by):
-            text = f"{decided.text}; the points are chosen by test data, which decides nothing"
-            decided = dataclasses.replace(decided, verdict=INCONCLUSIVE, text=text, barred=True)
-        yield decided
+            made = replace(made, bars=dict.fromkeys(made.bars, "nothing is decided: test data have chosen the points"))
+        yield made
 
 
-#: what conditions are measured in, other than in their metric
-UNITS = {"wider": "powers of ten", "ratio": "quotient"}
-JUDGES: dict[str, Callable[[Mapping, Looked], Iterator[Condition]]] = {
-    "drops": _drops,
-    "keeps": _keeps,
+def _at_its_best(
+    held: Mapping[float, Figure], curve: Mapping[float, Figure], by: str, method: str
+) -> tuple[str, Figure | None]:
+    """The figure of a method at the point that the other seeds choose, with a name that has the points."""
+    values: dict[int, float] = {}
+    failed, points, at_end = [], set(), False
+    for seed in sorted({s for found in curve.values() for s in (*found.by_seed, *found.failed)}):
+        worth = {}
+        for point, found in held.items():
+            others = [v for s, v in found.by_seed.items() if s != seed] or [*found.by_seed.values()]
+            worth[point] = better(by) * sum(others) / len(others) if others else -math.inf
+        point = max(worth, key=worth.__getitem__)
+        # Of a plateau that reaches an end, such as that of a method that learned nothing anywhere, the best is open.
+        at_end |= max(worth[min(worth)], worth[max(worth)]) >= worth[point] - 1e-9
+        points.add(point)
+        if seed in curve[point].by_seed:
+            values[seed] = curve[point].by_seed[seed]
+        else:
+            failed.append(seed)
+    some = curve[min(points)] if points else next(iter(curve.values()))
+    figure = figure_of(values) or Figure(math.nan, None, 0)
+    low = {value for point in points for value in curve[point].collapsed}
+    return f"{method} at {' or '.join(f'{point:g}' for point in sorted(points))}", replace(
+        some,
+        **{name: getattr(figure, name) for name in ("mean", "std", "n", "by_seed")},
+        failed=tuple(failed),
+        collapsed=tuple(sorted(value for value in values.values() if value in low)),
+        majority=next((f.majority for f in curve.values() if f.majority is not None), None),
+        at_end=at_end,
+    )
+
+
+_KINDS: dict[str, Callable[[Mapping, Looked], Iterator[Condition]]] = {
+    "drops": _falls,
+    "keeps": _falls,
     "above": _above,
     "close": _close,
     "ratio": _ratio,
     "learns": _learns,
     "value": _value,
-    "wider": _wider,
     "best": _best,
 }

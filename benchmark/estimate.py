@@ -129,12 +129,9 @@ def _of(job: Job, say: Callable[[str], None], trained: set[str]) -> Sum:
 
 
 def _trials(search: Search, config: Config) -> int:
-    """The points that a search tries: of its grid, or beyond it if it has tried that and goes on."""
+    """The points of a search's grid."""
     space = hpo.space_from(dict(search.spec["space"]))
-    if not space.all_grid:
-        return hpo.TRIALS
-    points = len(space.grid(config))
-    return search.spec.get("grow", points) if search.result(search.options.store) else points
+    return len(space.grid(config)) if space.all_grid else hpo.TRIALS
 
 
 class _Alike:

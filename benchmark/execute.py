@@ -240,15 +240,13 @@ def _search(search: Search, progress: Progress) -> dict:
     """Try the grid, then single points beyond its end if the winner is there (``open_ends``), until it is inside.
 
     There are at most ``grow`` further points, the same number for all methods; by default as many as the grid has. Each
-    goes beyond the end of one key. A search that ended before grids grew goes on from what it has tried.
+    goes beyond the end of one key.
     """
     import_all(search.suite.imports)
     config = within_budget(search)
     progress({"doing": "search"})
     space: dict[str, Any] = dict(search.spec["space"])
-    earlier = search.result(search.options.store)  # of a version whose grids did not grow
-    before = _as_study(earlier) if earlier is not None and search.can_grow(earlier) else None
-    steps = [before or _study(search, config, "search", space, progress)]
+    steps = [_study(search, config, "search", space, progress)]
     listed = [{key: value} for key, kind in space.items() for value in kind.get("grid", ())]
     points = math.prod(len(kind.get("grid", ())) for kind in space.values())
     grown: list[dict] = []
@@ -278,19 +276,6 @@ def _search(search: Search, progress: Progress) -> dict:
         "trials": dict(trials),
         "space": search.spec["space"],
         "config": decisive(config),
-        **({"seconds_in_all": earlier["seconds_in_all"]} if before and earlier else {}),
-    }
-
-
-def _as_study(record: Mapping) -> dict:
-    """The result of a search as what one study found."""
-    return {
-        "objectives": [record["objective"]],
-        "winners": [{**record["winner"], "nothing_learned": record.get("nothing_learned", "")}],
-        "tried": record["tried"],
-        "failed": [None] * record.get("diverged", 0),
-        "budget": record["budget"],
-        "trials": record["trials"],
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ from fs_lowrank.draw.figures import GREY, INK, drawn, figure
 from fs_lowrank.draw.panels import Line, Panel, columns
 from fs_lowrank.jobs.files import write_bytes
 
-from .decide import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, Condition, Met
+from .conditions import FAILS, HOLDS, INCONCLUSIVE, STALE, UNTESTED, Condition
 from .metrics import scale_of, title_of
 from .plan import settings
 from .results import ExperimentResults
 
-_OF_VERDICT = {HOLDS: "#2ca02c", FAILS: "#d62728", INCONCLUSIVE: "#7f7f7f", UNTESTED: "#bcbd22"}
+_OF_VERDICT = {HOLDS: "#2ca02c", FAILS: "#d62728", INCONCLUSIVE: "#7f7f7f", UNTESTED: "#bcbd22", STALE: "#bcbd22"}
 #: the most by which the lowest point is above the majority class where that is drawn
 _NEAR = 0.3
 #: what a hollow point means
@@ -31,7 +31,6 @@ def draw_all(results: ExperimentResults, folder: Path) -> dict[str, Path]:
     for title, name, about, panels in (
         (title_of(results.experiment.metrics[0], results.language), "axis", "", along_axis(results)),
         ("Learning curves", "curves", "mean; band: smallest to largest over seeds", learning_curves(results)),
-        ("Accuracy against bytes", "traffic", "against bytes", traffic(results)),
     ):
         if panels:
             above = ": ".join(filter(None, (results.experiment.title, about)))
@@ -52,21 +51,23 @@ def draw_claim(title: str, by_experiment: Mapping[str, Sequence[Condition]], pat
 
 
 def claim_panels(by_experiment: Mapping[str, Sequence[Condition]]) -> list[Panel]:
-    """A panel for each unit of conditions. One whose spread is not known is a hollow point without an interval."""
-    units: dict[str, list[tuple[str, str, Met]]] = {}
+    """A panel for each unit of conditions, without those that only ask whether anything was learned. One whose spread
+    is not known is a hollow point without an interval."""
+    units: dict[str, list[tuple[str, str, tuple[float, float | None, float | None]]]] = {}
     for experiment, conditions in by_experiment.items():
         for condition in conditions:
-            if (met := condition.met) is not None and math.isfinite(met.centre):
-                units.setdefault(met.unit, []).append((f"{experiment}: {met.what}", condition.verdict, met))
+            if not condition.first and (met := condition.met) is not None:
+                label = ", ".join(filter(None, (f"{experiment}: {condition.what}", condition.where)))
+                units.setdefault(condition.unit, []).append((label, condition.verdict, met))
     panels = []
     for unit, rows in units.items():
         scale = scale_of(unit)[0] or 1
         marks = [Line("", [-0.5, len(rows) - 0.5], [0.0, 0.0], colour=INK, marker="")]
-        for place, (_, verdict, met) in enumerate(rows):
-            ends = [[met.low * scale], [met.high * scale]] if met.low is not None and met.high is not None else [(), ()]
+        for place, (_, verdict, (centre, low, high)) in enumerate(rows):
+            ends = [[low * scale], [high * scale]] if low is not None and high is not None else [(), ()]
             look: dict[str, Any] = {"colour": _OF_VERDICT[verdict], "style": "", "marker": "o", "band": False}
-            look |= {} if met.low is not None else {"hollow": True, "means": "spread not known"}
-            marks.append(Line(verdict, [place], [met.centre * scale], *ends, **look))
+            look |= {} if low is not None else {"hollow": True, "means": "spread not known"}
+            marks.append(Line(verdict, [place], [centre * scale], *ends, **look))
         name = "points of accuracy" if scale == 100 else unit if unit == "quotient" else title_of(unit)
         shown = f"← not met      by how much it is met: {name}"
         ticks = {place: label for place, (label, *_) in enumerate(rows)}
@@ -147,20 +148,8 @@ def _axis_title(results: ExperimentResults, column: str) -> str:
 
 
 def learning_curves(results: ExperimentResults) -> list[Panel]:
-    """The metric of the curves by round, a panel for each setting."""
-    return _curves(results, "round", lambda point: point["round"], whole=True)
-
-
-def traffic(results: ExperimentResults) -> list[Panel]:
-    """The metric of the curves by the megabytes so far, a panel for each setting."""
-    along = "megabytes so far, all clients, both directions"
-    return _curves(results, along, lambda p: max((p["uplink"] + p["downlink"]) / 1e6, 1e-4), log=True)
-
-
-def _curves(
-    results: ExperimentResults, along: str, x_of: Callable[[Mapping[str, float]], float], **more: Any
-) -> list[Panel]:
-    """Means over seeds with bands from the smallest to the largest; the end of a method with a lost seed is hollow."""
+    """The metric of the curves by round, a panel for each setting: means over seeds with bands from the smallest to the
+    largest; the end of a method with a lost seed is hollow."""
     metric, panels = curve_metric(results), []
     if metric is None:
         return []
@@ -169,7 +158,9 @@ def _curves(
         marks, cut = [], ""
         for index, method in enumerate(results.methods):
             records = [r for r in results.records.get((method, column), ()) if "history" in r]
-            found = [[(x_of(p), p[metric] * scale) for p in r["history"]["evaluated"] if metric in p] for r in records]
+            found = [
+                [(p["round"], p[metric] * scale) for p in r["history"]["evaluated"] if metric in p] for r in records
+            ]
             runs = [run for run in found if run]
             points = [*zip(*runs)]
             if not points:
@@ -183,5 +174,5 @@ def _curves(
             if results.failed_seeds(method, column, judged) or end and end.collapsed:
                 marks += _hollow([(x[-1], y[-1])], index)
         name = title_of(metric, results.language)
-        panels.append(Panel("curves", _axis_title(results, column), along + cut, name, marks, **more))
+        panels.append(Panel("curves", _axis_title(results, column), "round" + cut, name, marks, whole=True))
     return panels if any(panel.marks for panel in panels) else []

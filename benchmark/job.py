@@ -74,12 +74,8 @@ class Job(ABC):
     def content(self) -> dict:
         """Everything that affects the result, as plain data."""
 
-    def rated(self, store: Store, final: bool = True) -> Job | None:
-        """This job with the learning rate that it needs; None while the search of that rate is not finished.
-
-        Args:
-            final: False takes the best rate so far of a search that goes on.
-        """
+    def rated(self, store: Store) -> Job | None:
+        """This job with the learning rate that it needs; None while the search of that rate is not finished."""
         return self
 
     def on_device(self, options: Options) -> Self:
@@ -169,17 +165,6 @@ class Search(Trained):
         at = " ".join(f"{k}={v}" for k, v in self.setting.items())
         return f"learning rate of {self.method.label}" + (f" at {at}" if at else "")
 
-    def can_grow(self, record: Mapping) -> bool:
-        """Whether a ``record`` of this search is of a version that ended where this one would let the grid grow."""
-        if record.get("grown") or not self.spec.get("grow", 1):
-            return False
-        return next_point(record, _config_of(record)) is not None
-
-    def done(self, store: Store) -> bool:
-        record = self.result(store)
-        goes_on = record is not None and self.can_grow(record)
-        return self._failed(store) if goes_on else super().done(store)
-
     def content(self) -> dict:
         spec = {k: self.spec.get(k) for k in ("space", "seeds", "objective")}
         spec.update({"grow": self.spec["grow"]} if "grow" in self.spec else {})
@@ -208,13 +193,13 @@ class Cell(Trained):
         config, search = self.config.replace(options.overrides), self.search and self.search.on_device(options)
         return replace(self, options=options, config=config, search=search)
 
-    def rated(self, store: Store, final: bool = True) -> Cell | None:
+    def rated(self, store: Store) -> Cell | None:
         if self.search is None:
             return self
         if "_rated" in self.__dict__:
             return self.__dict__["_rated"]
         found = self.search.result(store)
-        if found is None or (final and not self.search.done(store)):
+        if found is None:
             return None
         rate = {
             "from": "search",
@@ -224,8 +209,7 @@ class Cell(Trained):
             "budget": found["budget"],
         }
         cell = replace(self, config=self.config.replace(found["winner"]["point"]), search=None, rate=rate)
-        if final:
-            self.__dict__["_rated"] = cell  # the result of a finished search does not change
+        self.__dict__["_rated"] = cell  # the result of a finished search does not change
         return cell
 
     def content(self) -> dict:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,10 +20,13 @@ from .frame import write_csv
 from .job import Options, at_the_end
 from .metrics import scale_of, title_of, to_a_target
 from .plan import check_only, chosen, command
-from .results import ExperimentResults, best_of, find, head_of, value
+from .results import ExperimentResults, find, head_of
+from .results_page import write_pages
 from .store import Store, write_text
 from .suite import SIZES, Suite, load_suite, shipped, sizes_of
-from .verdicts import Judged, Row, claims_table, judged_claims, rows_of, said_of_claims, summary
+from .verdicts import Judged, Row, adjust_all, claims_table, judged_claims, rows_of, said_of_claims, summary
+
+Results = dict[str, ExperimentResults]
 
 
 def write_report(options: Options) -> list[Path]:
@@ -42,44 +44,51 @@ def write_report(options: Options) -> list[Path]:
     if options.only:
         both = [(name, size) for name in names for size in sizes if size in (sizes_of(name) or sizes)]
         check_only([load_suite(name, size) for name, size in both], options)
-    rows: list[Row] = []
-    body: list[Block] = []
+    suites = [(name, size) for name in names for size in sizes if _has(name, size, options, sizes[0])]
+    found: list[tuple[Suite, Results, Results, dict[str, Judged], Options]] = []
     used: set[str] = set()
-    for name in names:
-        for size in sizes:
-            sized = dataclasses.replace(options, suites=(name,), size=size)
-            if options.size not in SIZES and (there := sizes_of(name)) and size not in there:
-                continue
-            suite = load_suite(name, size)
-            if not suite.sized and size != sizes[0]:
-                continue
-            everything = dataclasses.replace(sized, methods=())  # by which claims are judged, whatever is shown
-            results = {e.name: find(suite, e, everything, store) for e in suite.experiments.values()}
-            for each in results.values():
-                used |= {r["hash"] for r in (*each.all_records, *each.stale, *(before for before, _ in each.moved))}
-            shown = {
-                e.name: find(suite, e, sized, store) if options.methods else results[e.name]
-                for e in chosen(suite, options.only, extra=True)
-            }
-            if not any(each.has_any for each in shown.values()):
-                continue
+    for name, size in suites:
+        sized = dataclasses.replace(options, suites=(name,), size=size)
+        suite = load_suite(name, size)
+        everything = dataclasses.replace(sized, methods=())  # by which claims are judged, whatever is shown
+        results = {e.name: find(suite, e, everything, store) for e in suite.experiments.values()}
+        for each in results.values():
+            used |= {r["hash"] for r in (*each.all_records, *each.stale)}
+        shown = {
+            e.name: find(suite, e, sized, store) if options.methods else results[e.name]
+            for e in chosen(suite, options.only, extra=True)
+        }
+        if any(each.has_any for each in shown.values()):
             judged = {
                 claim: result
                 for claim, result in judged_claims(suite, results).items()
                 if not options.only or not shown.keys().isdisjoint(suite.claims[claim]["experiments"])
             }
-            of_suite = rows_of(suite, judged, results, partial(_elsewhere, sized, store))
-            rows += of_suite
-            body += _suite(suite, shown, judged, of_suite, root)
-    if not body:
+            found.append((suite, results, shown, judged, sized))
+    if not found:
         raise _without_results(options, names)
+    adjust_all([claim for *_, judged, _ in found for claim in judged.values()])
+    rows: list[Row] = []
+    body: list[Block] = []
+    for suite, results, shown, judged, sized in found:
+        of_suite = rows_of(suite, judged, results, partial(_elsewhere, sized, store))
+        rows += of_suite
+        body += _suite(suite, shown, of_suite, root)
     parts = [Heading("Benchmark report", 1), _preface(options), *summary(rows), *body, *_damaged(store, used)]
     blocks = [block for block in parts if block]
     write_text(root / "report.md", markdown(blocks))
     write_text(root / "report.html", page(blocks, root))
     head, *claims = claims_table(rows)
     write_text(root / "claims.csv", pd.DataFrame(claims, columns=head).to_csv(index=False, lineterminator="\n"))
-    return [root / "report.md", root / "report.html", root / "claims.csv", write_csv(store)]
+    whole = not (options.suites or options.only or options.methods) and options.size not in SIZES
+    pages = write_pages(root, store, rows) if whole and options.engine == "local" else []
+    return [root / "report.md", root / "report.html", root / "claims.csv", write_csv(store), *pages]
+
+
+def _has(name: str, size: str, options: Options, first: str) -> bool:
+    """Whether a suite has a size of its own; one whose sizes do not differ is reported at the first."""
+    there = sizes_of(name)
+    return size in there if there and options.size not in SIZES else bool(there) or size == first
 
 
 def _elsewhere(options: Options, store: Store, name: str, experiment: str) -> list[dict]:
@@ -101,9 +110,9 @@ def _preface(options: Options) -> str:
     engine = "" if options.engine == "local" else f" --engine {options.engine}"
     return (
         f"Written by `fs-lowrank benchmark report{engine}` from the JSON files in `cells/`, `searches/` and "
-        "`failed/`. Figures are mean ± standard deviation over seeds; **bold** is ahead of every other method "
-        "beyond the 95 % interval of their difference by seed. *Collapsed* seeds are at or below the majority class. "
-        "Rates are chosen on validation data; the test set is scored after the last round, unless it says otherwise. "
+        "`failed/`. Figures are mean ± standard deviation over seeds. *Collapsed* seeds are at or below the "
+        "majority class. Rates are chosen on validation data; the test set is scored after the last round, unless it "
+        "says otherwise. "
         "The papers' figures stand beside ours with their setting: where ours is smaller, the order and the gap "
         "compare, the figure does not."
     )
@@ -112,32 +121,26 @@ def _preface(options: Options) -> str:
 # -- suites --------------------------------------------------------------------------------------------
 
 
-def _suite(
-    suite: Suite,
-    results: dict[str, ExperimentResults],
-    judged: Mapping[str, Judged],
-    rows: Sequence[Row],
-    root: Path,
-) -> list[Block]:
+def _suite(suite: Suite, results: Results, rows: Sequence[Row], root: Path) -> list[Block]:
     blocks: list[Block] = [Heading(suite.title + (f" ({suite.size})" if suite.sized else ""), 2)]
     blocks += [t for t in (suite.source, suite.note) if t]
-    blocks += said_of_claims(suite, judged, rows, _drawn(suite, judged, root))
+    blocks += said_of_claims(rows, _drawn(rows, root))
     for each in results.values():
         if each.has_any:
             blocks += _experiment(each, root)
     return blocks
 
 
-def _drawn(suite: Suite, judged: Mapping[str, Judged], root: Path) -> dict[str, str]:
+def _drawn(rows: Sequence[Row], root: Path) -> dict[str, str]:
     """Claim -> the figure of its conditions, below ``root``."""
     drawn: dict[str, str] = {}
-    alike: Counter[str] = Counter()
-    for name, claim in judged.items():
-        file = re.sub(r"[^\w]+", "-", f"claim-{suite.name}-{suite.size}-{name}")
-        alike[file] += 1  # names may differ in what a file's cannot hold
-        path = root / "report" / f"{file}{f'-{alike[file]}' if alike[file] > 1 else ''}.png"
-        if draw_claim(str(suite.claims[name]["says"]), claim.by_experiment, path):
-            drawn[name] = path.relative_to(root).as_posix()
+    for row in rows:
+        file = re.sub(r"[^\w]+", "-", f"claim-{row.suite.name}-{row.suite.size}-{row.name}")
+        if f"report/{file}.png" in drawn.values():
+            file += f"-{len(drawn)}"  # names may differ in what a file's cannot hold
+        path = root / "report" / f"{file}.png"
+        if draw_claim(str(row.claim["says"]), row.judged.by_experiment, path):
+            drawn[row.name] = path.relative_to(root).as_posix()
     return drawn
 
 
@@ -150,7 +153,7 @@ def _experiment(results: ExperimentResults, root: Path) -> list[Block]:
     if results.cells < results.wanted:
         failed = f", {len(results.failed)} failed" if results.failed else ""
         blocks.append(f"**{results.cells} of {results.wanted} cells are there{failed}.**")
-    blocks += _stale(results) + moved(results)
+    blocks += _stale(results)
     if experiment.script:
         return blocks + _script(results) + _failures(results)
     if not results.cells:
@@ -176,26 +179,6 @@ def _stale(results: ExperimentResults) -> list[str]:
         + ", ".join(f"{method} ({n})" for method, n in sorted(by_method.items()))
         + "."
     ]
-
-
-def moved(results: ExperimentResults) -> list[str]:
-    """By how much the results of earlier revisions of methods have moved with the present one."""
-    metric = results.experiment.metrics[0]
-    scale, digits = scale_of(metric)
-    by_method: dict[str, list[float]] = {}
-    for before, now in results.moved:
-        then, here = value(before, metric), value(now, metric)
-        if then is not None and here is not None:
-            by_method.setdefault(now["label"], []).append((here - then) * (scale or 1))
-    lines = []
-    for method, gaps in by_method.items():
-        low, high, mean = (f"{g:+.{digits}f}" for g in (min(gaps), max(gaps), statistics.fmean(gaps)))
-        runs = f"{len(gaps)} run{'s' if len(gaps) > 1 else ''}"
-        lines.append(f"{method} {mean} on average over {runs}" + (f" ({low} to {high})" if len(gaps) > 1 else ""))
-    if not lines:
-        return []
-    of = title_of(metric, results.language)
-    return [f"**Moved with a new revision of the method** (CHANGELOG.md says which), {of}: {'; '.join(lines)}."]
 
 
 def _setting(results: ExperimentResults) -> str:
@@ -318,18 +301,14 @@ def _table(
     reference = results.experiment.reference if paper else None
     values = (reference or {}).get("values", {})
     beside = [k for k in keys if any(_paper(values, m, k) for m in results.methods)]
-    best = {
-        head: best_of({m: results.figure(m, at, metric) for m in results.methods}, metric)
-        for head, metric, at in columns
-    }
     rows = [("method", *(head for head, _, _ in columns), *(f"paper: {k}" if k else "paper" for k in beside))]
     for method in results.methods:
         cells = []
-        for head, metric, at in columns:
+        for _, metric, at in columns:
             cell = results.cell(method, at, metric)
             error = results.error(method, at, metric)
             cell += f" (s.e. {error * scale_of(metric)[0]:.2f})" if error is not None else ""
-            cells.append(f"**{cell}**" if best[head] == method else cell)
+            cells.append(cell)
         rows.append((method, *cells, *(_paper(values, method, k) or "–" for k in beside)))
     axes = " / ".join(results.experiment.axes)
     seeds = {len(rs) for rs in results.records.values()}

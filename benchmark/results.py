@@ -14,9 +14,9 @@ from fs_lowrank.runs.summary import human_bytes
 from fs_lowrank.settings.metrics import LANGUAGE, larger_is_better
 
 from .blocks import value_of
-from .intervals import Figure, difference, figure_of
+from .intervals import Figure, figure_of
 from .job import Cell, Job, Options, Script, Search, at_the_end
-from .metrics import BYTES, better, scale_of, to_a_target
+from .metrics import BYTES, scale_of, to_a_target
 from .paths import quotients
 from .plan import jobs_of, settings
 from .samples import counted
@@ -39,10 +39,9 @@ class ExperimentResults:
         records: (method, column) -> one result per seed. methods, columns: those that were run, also if all seeds have
             failed; the settings in order.
         searches: results of searches. failed: failures. wanted: number of cells in the grid. stale: results of searches
-            and cells from earlier revisions of a method, which are not in ``records`` and ``searches``. moved: pairs of
-            a result of an earlier revision and the one that has replaced it. lost: (method, column) -> the seeds whose
-            run failed. unlike: method -> a sentence on its rate in a table, which no search of ``found_by``
-            has found.
+            and cells from earlier revisions of a method, which are not in ``records`` and ``searches``. lost: (method,
+            column) -> the seeds whose run failed. old: (method, column) -> the seeds whose only result is of an earlier
+            revision. unlike: method -> a sentence on its rate in a table, which no search of ``found_by`` has found.
     """
 
     suite: Suite
@@ -51,8 +50,8 @@ class ExperimentResults:
     searches: list[dict] = field(default_factory=list)
     failed: list[dict] = field(default_factory=list)
     stale: list[dict] = field(default_factory=list)
-    moved: list[tuple[dict, dict]] = field(default_factory=list)
     lost: dict[tuple[str, str], set[int]] = field(default_factory=dict)
+    old: dict[tuple[str, str], set[int]] = field(default_factory=dict)
     unlike: dict[str, str] = field(default_factory=dict)
     wanted: int = 0
 
@@ -110,8 +109,11 @@ class ExperimentResults:
             majority=majority[0][0] if majority else None,
             failed=self.failed_seeds(method, column, metric),
             missed=self.missed_seeds(method, column, metric),
+            stale=tuple(sorted(self.old.get((method, column), ()))),
             at_end=any(r.get("at_end") for r in records),
-            splits={r["seed"]: r["data"]["fingerprint"] for r in records if "data" in r},
+            splits={r["seed"]: r["data"]["fingerprint"] for r in records if _of_images(r)},
+            versions=frozenset(r["versions"]["fs-lowrank"] for r in records if "versions" in r),
+            processors=frozenset(r.get("machine", {}).get("processor", "") for r in records),
         )
 
     def failed_seeds(self, method: str, column: str, metric: str) -> tuple[int, ...]:
@@ -149,8 +151,8 @@ class ExperimentResults:
         return value(records[0], f"{metric}_stderr") if len(records) == 1 and metric.count(":") > 1 else None
 
     def look(self, method: str, labels: Mapping[str, str], metric: str) -> Figure | None:
-        """The figure at these labels, without a value if all seeds failed; None if there is no result, or if the labels
-        do not determine one setting.
+        """The figure at these labels, without a value if all seeds failed or are stale; None if there is no result, or
+        if the labels do not determine one setting.
         """
         column = self._column(labels)
         if column is None:
@@ -158,7 +160,9 @@ class ExperimentResults:
         if (figure := self.figure(method, column, metric)) is not None:
             return figure
         failed, missed = (seeds(method, column, metric) for seeds in (self.failed_seeds, self.missed_seeds))
-        return Figure(math.nan, None, 0, failed=failed, missed=missed) if failed or missed else None
+        stale = tuple(sorted(self.old.get((method, column), ())))
+        there = failed or missed or stale
+        return Figure(math.nan, None, 0, failed=failed, missed=missed, stale=stale) if there else None
 
     def _column(self, labels: Mapping[str, str]) -> str | None:
         fitting = [s for s in settings(self.experiment) if all(s.get(k) == v for k, v in labels.items())]
@@ -173,10 +177,6 @@ class ExperimentResults:
         """The number of runs of methods at labels that have failed."""
         found = {(m, self._column(labels) or "") for m, labels in places}
         return sum(len(self.lost.get(place, ())) for place in found)
-
-    def hashes(self, places: Sequence[tuple[str, Mapping[str, str]]]) -> set[str]:
-        """The hashes of the results of methods at labels."""
-        return {r["hash"] for r in self.at(places)}
 
 
 def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -> ExperimentResults:
@@ -195,7 +195,7 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
             elif stale := job.stale(store):
                 results.stale.append(stale)
             continue
-        now = job.rated(store, final=False) or job
+        now = job.rated(store) or job
         record = now.result(store)
         column = job.column if isinstance(job, Cell) else ""
         if record is not None:
@@ -218,14 +218,14 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
             results.records.setdefault((label, column), []).append(record)
             if (failed := store.read("failed", now.key)) and failed["finished"] > record["finished"]:
                 results.failed.append(failed)  # a repetition, whose earlier result stays
-            if before := now.stale(store):
-                results.moved.append((before, {**record, "label": label}))
         elif failed := store.read("failed", now.key):
             results.failed.append(failed)
             if isinstance(job, Cell):
                 results.lost.setdefault((job.method.label, column), set()).add(job.seed)
         elif stale := now.stale(store):
             results.stale.append(stale)
+            if isinstance(job, Cell):
+                results.old.setdefault((job.method.label, column), set()).add(job.seed)
         results.wanted += record is not None or not (isinstance(job, Cell) and job.method.extra)
     results.searches = list(searches.values())
     return results
@@ -247,7 +247,7 @@ def _of_other_methods(suite: Suite, experiment: Experiment, options: Options, st
             cells = jobs_of(suite, experiment, replace(options, methods=(name,)))
         except UserError:  # this experiment cannot have it, so that it has no result
             continue
-        rated = {cell.key: cell.rated(store, final=False) or cell for cell in cells if isinstance(cell, Cell)}
+        rated = {cell.key: cell.rated(store) or cell for cell in cells if isinstance(cell, Cell)}
         jobs += [c for c in cells if c.key in rated and (rated[c.key].result(store) or rated[c.key].stale(store))]
     return jobs
 
@@ -371,19 +371,5 @@ def shown(figure: Figure | None, metric: str) -> str:
     return text + (f" ± {figure.std * scale:.{digits}f}" if figure.std is not None else "")
 
 
-def best_of(row: Mapping[str, Figure | None], metric: str) -> str | None:
-    """The method that is better than every other beyond the 95 % interval of their difference; None if there is none.
-
-    None, too, where a claim of it would not hold (``decide``): a seed of it collapsed or failed, one of any collapsed
-    and there are but two, or the rate of any won at the end of its grid.
-    """
-    there, sign = {name: figure for name, figure in row.items() if figure is not None}, better(metric)
-    if len(there) < 2 or not sign:
-        return None
-    ranked = sorted(there, key=lambda n: sign * there[n].mean, reverse=True)
-    first = there[ranked[0]]
-    # A gap is over the seeds that both have, and may be opposed to the order of the means over all seeds.
-    gaps = [difference(first, there[name]).times(sign) for name in ranked[1:]]
-    ahead = all(gap.half is not None and gap.centre > gap.half for gap in gaps)
-    sure = not any(figure.at_end or figure.collapsed and figure.n < 3 for figure in there.values())
-    return ranked[0] if ahead and sure and first.whole else None
+def _of_images(record: Mapping) -> bool:
+    return record.get("config", {}).get("model.task") == "ImageClassification"

@@ -24,7 +24,7 @@ from fs_lowrank.settings import Origin, check_keys, check_value, read_yaml, yaml
 from fs_lowrank.settings import flatten as dotted
 
 from .beside import hpo
-from .claims import check_rule
+from .conditions import check_rule
 from .metrics import unknown
 from .scorers import check_options
 from .suite_keys import (
@@ -296,7 +296,8 @@ def _check_methods(rule: list[dict], experiments: list[Experiment], origin: Orig
         named = [
             condition[k]
             for k in ("better", "to", "of")
-            if condition["is"] in ("above", "best", "close", "ratio", "wider") and k in condition
+            if condition["is"] in ("above", "best", "close", "ratio") and k in condition
+            if k != "to" or "along" not in condition
         ]
         for name in [*named, *condition.get("methods", ()), *condition.get("than", ())]:
             if str(name) not in known:

@@ -71,6 +71,7 @@ CLAIM = {
     "source": Key(str),
     "needs": Key(str),
     "cause": Key(dict, {"words": "a mapping with says and experiments"}),
+    "remark": Key(str),
     "experiments": Key(list, _SOME, required=True),
     "rule": Key(list, {**_SOME, "words": "a list of conditions"}, required=True),
 }

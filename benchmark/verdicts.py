@@ -7,11 +7,26 @@ the verdict come from the results.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .blocks import Block, Findings, Heading, Image, PlainTable, range_of, value_of
-from .claims import judge, used
-from .decide import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, Condition, verdict
+from .conditions import (
+    FAILS,
+    HOLDS,
+    INCONCLUSIVE,
+    PAPER,
+    STALE,
+    UNTESTED,
+    Condition,
+    adjust,
+    judge,
+    shown,
+    used,
+    verdict,
+    with_margins,
+)
+from .intervals import Estimate, pooled
+from .metrics import scale_of
 from .results import ExperimentResults
 from .suite import Suite
 
@@ -20,23 +35,63 @@ Elsewhere = Callable[[str, str], list[dict]]
 _NOTHING = "–"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Judged:
-    """The verdict on a claim, its conditions by experiment, and the groups of experiments that share cells.
+    """The conditions of a claim by experiment, and the groups of experiments that share cells.
 
     Attributes:
-        untested: how many experiments have runs and yet not all figures that the rule asks for, while others decide.
+        groups: of experiments; those of a group share cells and count as one. ran: the experiments that have runs for
+            the claim. others: experiment -> the verdicts of a rule of ``keeps`` or ``close`` on the other methods.
     """
 
-    verdict: str
     by_experiment: dict[str, list[Condition]]
-    sharing: list[list[str]]
-    untested: int = 0
+    groups: list[list[str]]
+    ran: set[str]
+    others: dict[str, dict[str, str]]
+
+    @property
+    def verdicts(self) -> list[str]:
+        """The verdict of each group: inconclusive if those of its experiments that were tested differ."""
+        found = []
+        for group in self.groups:
+            own = {verdict(self.by_experiment[name]) for name in group}
+            tested = own - {UNTESTED} or own
+            found.append(tested.pop() if len(tested) == 1 else INCONCLUSIVE)
+        return found
+
+    @property
+    def verdict(self) -> str:
+        tested = [v for v in self.verdicts if v != UNTESTED]
+        if len(set(tested)) < 2:
+            return tested[0] if tested else UNTESTED
+        first, *others = [f"{v} in {tested.count(v)}" for v in (HOLDS, FAILS, INCONCLUSIVE, STALE) if v in tested]
+        return ", ".join([f"{first} of {len(tested)} experiments", *others])
 
     @property
     def said(self) -> str:
-        """The verdict, with the experiments that it leaves out."""
-        return self.verdict + (f", not tested in {self.untested}" if self.untested else "")
+        """The verdict, with the experiments that have runs and yet not all figures, while others decide."""
+        open_ones = [v for v, group in zip(self.verdicts, self.groups) if v == UNTESTED and self.ran & {*group}]
+        return self.verdict + (f", not tested in {len(open_ones)}" if open_ones and self.verdict != UNTESTED else "")
+
+    @property
+    def gaps(self) -> dict[str, tuple[Estimate, int, Condition]]:
+        """What is compared -> its estimate over the settings, how many they are, and one of the conditions.
+
+        Without experiments in which nothing was learned; of a group only the first that has the comparison.
+        """
+        found: dict[str, list[Condition]] = {}
+        for group in self.groups:
+            learned = [e for e in group if all(c.verdict == HOLDS for c in self.by_experiment[e] if c.first)]
+            seen = {(c.what, c.where): c for e in reversed(learned) for c in self.by_experiment[e] if not c.first}
+            for condition in seen.values():
+                if condition.estimate is not None:
+                    found.setdefault(condition.what, []).append(condition)
+        gaps = {}
+        for what, conditions in found.items():
+            estimates = [c.estimate for c in conditions if c.estimate and c.estimate.error]
+            together = pooled(estimates) if len(estimates) > 1 else None
+            gaps[what] = (together or conditions[0].estimate, len(estimates) if together else 1, conditions[0])
+        return gaps
 
 
 @dataclass(frozen=True)
@@ -51,27 +106,23 @@ class Row:
 
     suite: Suite
     name: str
-    verdict: str
+    judged: Judged
     runs: dict[str, list[dict]]
     seeds: dict[str, list[int]]
     cause: str
-    lost: dict[str, int] = field(default_factory=dict)
+    lost: dict[str, int]
+
+    @property
+    def claim(self) -> dict:
+        return self.suite.claims[self.name]
+
+    @property
+    def verdict(self) -> str:
+        return self.judged.said
 
     @property
     def needs(self) -> str:
-        return str(self.suite.claims[self.name].get("needs") or _NOTHING)
-
-    @property
-    def ran(self) -> str:
-        """The experiments with their numbers of runs."""
-        return (
-            "; ".join(
-                f"{name}: {_number(records)}" + (f", {lost} failed" if lost else "")
-                for name, records in self.runs.items()
-                if (lost := self.lost.get(name, 0)) or records
-            )
-            or _NOTHING
-        )
+        return str(self.claim.get("needs") or _NOTHING)
 
     @property
     def seeded(self) -> str:
@@ -83,25 +134,72 @@ class Row:
             return next(iter(groups), "") or _NOTHING
         return "; ".join(f"{', '.join(names)}: {seeds}" for seeds, names in groups.items() if seeds)
 
+    @property
+    def gap(self) -> str:
+        """The comparison that is met by the least, with its interval; over the settings, if there are several."""
+        gaps = self.judged.gaps
+        if not gaps:
+            return _NOTHING
+        what = min(gaps, key=lambda name: _inside(*gaps[name][::2]))
+        return said_of_gap(what, *gaps[what])
+
+    @property
+    def p(self) -> str:
+        """The p values of its conditions, corrected for all conditions of the report."""
+        there = [c.adjusted for listed in self.judged.by_experiment.values() for c in listed]
+        return ", ".join(f"{p:.2g}" for p in there if p is not None) or _NOTHING
+
+
+def _inside(found: Estimate, condition: Condition) -> float:
+    return min(found.centre - condition.low, condition.high - found.centre)
+
+
+def said_of_gap(what: str, found: Estimate, settings: int, condition: Condition) -> str:
+    """An estimate in points, or in what it is measured in, with its 95 % interval."""
+    scale = scale_of(condition.unit)[0]
+    if scale == 100:
+        number, unit = shown(found, ".2f", 100), " points"
+    elif scale == 0:  # bytes
+        number, unit = shown(found, ".3g", 1e-6), " MB"
+    else:
+        number, unit = shown(found, ".3g"), ""
+    return f"{what}: " + number.replace("-", "−") + unit + (f", {settings} settings" if settings > 1 else "")
+
 
 def judged_claims(suite: Suite, results: Mapping[str, ExperimentResults]) -> dict[str, Judged]:
-    """Claim -> its verdict, by its rule in each experiment with results."""
+    """Claim -> its conditions, by its rule in each experiment with results."""
     judged = {}
     for name, claim in suite.claims.items():
-        by_experiment = {e: judge(claim["rule"], results[e].look) for e in claim["experiments"] if e in results}
-        hashes = {e: results[e].hashes(used(claim["rule"], results[e].look)) for e in by_experiment}
-        groups = _sharing(hashes)
-        verdicts = [_common([verdict(by_experiment[e]) for e in group]) for group in groups]
-        tested = [v for v in verdicts if v != UNTESTED]
-        if len(set(tested)) < 2:
-            overall = tested[0] if tested else UNTESTED
-        else:
-            first, *others = [f"{v} in {tested.count(v)}" for v in (HOLDS, FAILS, INCONCLUSIVE) if v in tested]
-            overall = ", ".join([f"{first} of {len(tested)} experiments", *others])
-        ran = [v for v, group in zip(verdicts, groups) if any(hashes[e] for e in group)]
-        untested = ran.count(UNTESTED) if tested else 0
-        judged[name] = Judged(overall, by_experiment, [group for group in groups if len(group) > 1], untested)
+        there = {e: results[e] for e in claim["experiments"] if e in results}
+        rules = {e: with_margins(claim["rule"], found.experiment.reference) for e, found in there.items()}
+        by_experiment = {e: judge(rule, there[e].look) for e, rule in rules.items()}
+        hashes = {e: {r["hash"] for r in there[e].at(used(rule, there[e].look))} for e, rule in rules.items()}
+        ran = {e for e, found in hashes.items() if found}
+        others = {e: _others(rules[e], there[e]) for e in ran}
+        judged[name] = Judged(by_experiment, _sharing(hashes), ran, others)
     return judged
+
+
+def adjust_all(judged: Sequence[Judged]) -> None:
+    """Correct the p values of all conditions of a report together."""
+    places = [(claim, e) for claim in judged for e in claim.by_experiment]
+    corrected = iter(adjust([c for claim, e in places for c in claim.by_experiment[e]]))
+    for claim, e in places:
+        claim.by_experiment[e] = [next(corrected) for _ in claim.by_experiment[e]]
+
+
+def _others(rule: Sequence[Mapping], results: ExperimentResults) -> dict[str, str]:
+    """The verdicts of the conditions that anything meets which stays as it is, on the methods that they do not name."""
+    found: dict[str, str] = {}
+    for condition in rule:
+        if condition["is"] in ("keeps", "close"):
+            named = {*condition["methods"], condition["to"] if condition["is"] == "close" else ""}
+            methods = [m for m in results.methods if m not in named]
+            for method in methods:
+                (one,) = judge([{**condition, "methods": [method]}], results.look)
+                if one.verdict not in (UNTESTED, STALE):
+                    found[method] = one.verdict
+    return found
 
 
 def _sharing(hashes: Mapping[str, set[str]]) -> list[list[str]]:
@@ -113,25 +211,19 @@ def _sharing(hashes: Mapping[str, set[str]]) -> list[list[str]]:
     return groups
 
 
-def _common(verdicts: Sequence[str]) -> str:
-    """The verdict of experiments that count as one: inconclusive if those that were tested differ."""
-    tested = {v for v in verdicts if v != UNTESTED}
-    return tested.pop() if len(tested) == 1 else INCONCLUSIVE if tested else UNTESTED
-
-
 def rows_of(
     suite: Suite, judged: Mapping[str, Judged], results: Mapping[str, ExperimentResults], elsewhere: Elsewhere
 ) -> list[Row]:
     """The claims as rows; ``elsewhere`` gives the results of an experiment of another suite."""
     rows = []
     for name, result in judged.items():
-        rule = suite.claims[name]["rule"]
+        rule = [{**c, "within": 0} if c.get("within") == PAPER else c for c in suite.claims[name]["rule"]]
         runs = {e: results[e].at(used(rule, results[e].look)) for e in result.by_experiment}
         seeds = {e: _seeds(rule, records) for e, records in runs.items() if records}
         asked = result.verdict != HOLDS and any(runs.values())
         cause = _cause(suite, name, result, results, elsewhere) if asked else ""
         lost = {e: results[e].lost_at(used(rule, results[e].look)) for e in result.by_experiment}
-        rows.append(Row(suite, name, result.said, runs, seeds, cause, lost))
+        rows.append(Row(suite, name, result, runs, seeds, cause, lost))
     return rows
 
 
@@ -152,8 +244,7 @@ def _cause(
             tested.append(f"{place}: {_number(records)}" + (f", {_said(seeds)}" if seeds else ""))
     if tested:
         return f"{cause['says'].rstrip('.')} ({'; '.join(tested)})"
-    fails = any(verdict(conditions) == FAILS for conditions in judged.by_experiment.values())
-    return "none" if fails else ""
+    return "none" if FAILS in judged.verdicts else ""
 
 
 def _said(seeds: Sequence[int]) -> str:
@@ -203,14 +294,15 @@ def summary(rows: Sequence[Row]) -> list[Block]:
         return []
     return [
         Heading("Claims", 2),
-        "Every verdict comes from the rule in the suite. It compares a 95 % interval with the claim's margin: *holds* "
-        "if all of the interval meets the rule, *does not hold* if none of it does, *inconclusive* otherwise and with "
-        "one seed. Of k conditions in a claim each is refuted by its interval at the level 1 − 0.05 / k, since one of "
-        "many is missed by chance. Intervals are Student's over seeds, paired by seed where methods share the seed's "
-        "split. "
+        "Every verdict comes from the rule in the suite. A condition has a p value against the nearer of its bounds, "
+        "which is corrected for all conditions of this report together (Benjamini and Hochberg): at 0.05 or less it "
+        "*holds*, or *does not hold*; otherwise, and with one seed, it is *inconclusive*. Intervals are Student's at "
+        "95 %, for text by Welch's formula, for images by seed. A gap over several settings is a random-effects mean; "
+        "settings of one task share its test rows, whose part is in no interval, nor is that of a rate that was "
+        "searched with one seed. The number of seeds is fixed in the suite before the run; where seeds were added to "
+        "runs of before version 0.2.0 after a look at them, nothing corrects for that. "
         "Nothing holds in favour of a method with a collapsed or failed seed, and nothing is refuted in favour of one "
-        "with a failed seed. The figures behind a verdict stand under the "
-        "suite. What was run and the seeds are those of the figures that the rule compares. Beside a claim that does "
+        "with a failed seed. The figures behind a verdict stand under the suite. Beside a claim that does "
         "not hold everywhere stands the most likely cause that was tested, with what tested it.",
         PlainTable(claims_table(rows), claims=True),
     ]
@@ -218,16 +310,17 @@ def summary(rows: Sequence[Row]) -> list[Block]:
 
 def claims_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """All claims with their verdicts, below a header."""
-    head = ("claim", "suite", "size", "what it takes to see it", "what was run", "seeds", "verdict", "tested cause")
+    head = ("claim", "suite", "size", "verdict", "gap", "p", "seeds", "what it takes", "tested cause")
     lines = [
         (
-            row.suite.claims[row.name]["says"],
+            row.claim["says"],
             row.suite.name,
             row.suite.size if row.suite.sized else "",
-            row.needs,
-            row.ran + _with_the_runs_of(row, rows),
-            row.seeded,
             row.verdict,
+            row.gap,
+            row.p,
+            row.seeded,
+            row.needs,
             row.cause,
         )
         for row in rows
@@ -235,46 +328,42 @@ def claims_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     return [head, *lines]
 
 
-def _with_the_runs_of(row: Row, rows: Sequence[Row]) -> str:
-    """The other sizes in which the claim has some of the same runs, so that they are no second test."""
-    own = {record["hash"] for records in row.runs.values() for record in records}
-    sizes = [
-        other.suite.size
-        for other in rows
-        if other is not row and (other.suite.name, other.name) == (row.suite.name, row.name)
-        if own & {record["hash"] for records in other.runs.values() for record in records}
-    ]
-    return f" (some of them those of size {', '.join(sizes)})" if sizes else ""
-
-
-def said_of_claims(
-    suite: Suite, judged: Mapping[str, Judged], rows: Sequence[Row], drawn: Mapping[str, str]
-) -> list[Block]:
-    """The section of each claim: what it takes, its rule, and by experiment what was run and how it was decided.
+def said_of_claims(rows: Sequence[Row], drawn: Mapping[str, str]) -> list[Block]:
+    """The section of each claim: its rule, what is known of it, and by experiment what was run and how it was decided.
 
     Args:
         drawn: claim -> its figure, as the report names it.
     """
     blocks: list[Block] = []
     for row in rows:
-        result, claim = judged[row.name], suite.claims[row.name]
-        blocks.append(Heading(f"Claim: {claim['says']}", 3, result.said))
-        rules = "; ".join(", ".join(f"{k} {_plain(v)}" for k, v in c.items()) for c in claim["rule"])
-        blocks.append(f"{claim.get('source', '')} Rule: {rules}.".strip())
-        if claim.get("needs"):
-            blocks.append(f"What it takes to see it: {claim['needs']}")
+        blocks.append(Heading(f"Claim: {row.claim['says']}", 3, row.verdict))
+        rules = "; ".join(", ".join(f"{k} {_plain(v)}" for k, v in c.items()) for c in row.claim["rule"])
+        needs = [f"What it takes to see it: {row.needs}"] if "needs" in row.claim else []
+        blocks += [f"Rule: {rules}.", *needs, *said_of(row)]
         if row.name in drawn:
-            blocks.append(Image(f"{claim['says']}: by how much each condition is met, 95 % intervals", drawn[row.name]))
-        for experiment, conditions in result.by_experiment.items():
+            title = f"{row.claim['says']}: by how much each condition is met, 95 % intervals"
+            blocks.append(Image(title, drawn[row.name]))
+        for experiment, conditions in row.judged.by_experiment.items():
             ran = _ran_in_words(row.runs[experiment], row.seeds.get(experiment, ()), row.lost.get(experiment, 0))
             blocks.append(Findings(experiment, verdict(conditions), ran, [(c.text, c.verdict) for c in conditions]))
-        if row.cause:
-            blocks.append(f"The most likely cause that was tested: {row.cause}.")
-        blocks += [f"Sharing cells and so counted as one experiment: {', '.join(group)}." for group in result.sharing]
-        absent = [e for e in claim["experiments"] if e not in result.by_experiment]
-        if absent:
-            blocks.append(f"Not in this size: {', '.join(absent)}.")
     return blocks
+
+
+def said_of(row: Row) -> list[Block]:
+    """The source of a claim, its comparisons, who else meets it, the cause that was tested, and what was not run."""
+    judged, claim = row.judged, row.claim
+    gaps = [f"- {said_of_gap(what, *gap)}; asked: {gap[2].asked}" for what, gap in judged.gaps.items()]
+    others = [f"{e}: {', '.join(f'{m} {v}' for m, v in found.items())}" for e, found in judged.others.items() if found]
+    shared = [", ".join(group) for group in judged.groups if len(group) > 1]
+    absent = [e for e in claim["experiments"] if not row.runs.get(e)]
+    return [
+        " ".join(filter(None, (claim.get("source"), claim.get("remark")))),
+        "\n".join(gaps),
+        f"The same rule on the other methods: {'; '.join(others)}." if others else "",
+        f"The most likely cause that was tested: {row.cause}." if row.cause else "",
+        f"Sharing cells and so counted as one experiment: {'; '.join(shared)}." if shared else "",
+        f"Not run: {', '.join(absent)}; `--estimate` says what they take." if absent else "",
+    ]
 
 
 def _plain(value) -> str:

@@ -1,21 +1,13 @@
-"""The README: its table of methods, the demo's figures in it, its size."""
+"""The README: the demo's figures in it, its size."""
 
 import json
 import re
 from pathlib import Path
 
-import pytest
-
 from benchmark import front
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.more
-def test_the_table_of_methods_is_that_of_the_committed_cells(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    assert front.with_table(README, front.methods_table()) == README, "write it anew: python -m benchmark.front"
 
 
 def test_the_figures_of_the_demo_are_the_committed_ones():

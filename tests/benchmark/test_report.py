@@ -6,8 +6,9 @@ import PIL.Image
 import pytest
 
 from benchmark.blocks import Findings, Heading, Image, PlainTable, markdown, page
-from benchmark.decide import HOLDS, INCONCLUSIVE, UNTESTED, Condition, Met
+from benchmark.conditions import HOLDS, INCONCLUSIVE, UNTESTED, Condition
 from benchmark.figures import along_axis, claim_panels, draw_claim, learning_curves
+from benchmark.intervals import Estimate, Figure
 from benchmark.metrics import title_of
 from benchmark.report import _tables
 from benchmark.results import ExperimentResults
@@ -101,24 +102,34 @@ def test_accuracy_is_that_of_the_next_token_for_a_language_model():
     assert title_of("test_loss", True) == title_of("test_loss")
 
 
+def condition(what, estimate, unit="test_acc", **more):
+    found = Condition(what, "", "", {"a": Figure(0.5, 0.1, 3)}, estimate, 0.0, float("inf"), unit=unit, **more)
+    assert found.verdict in (HOLDS, INCONCLUSIVE)
+    return found
+
+
 def test_a_claim_has_a_figure_of_its_conditions(tmp_path):
-    met = [Met("a above b", 0.02, 0.01, 0.03, "test_acc"), Met("a / b", 0.1, None, None, "quotient")]
-    conditions = [Condition(HOLDS, "", met=met[0]), Condition(INCONCLUSIVE, "", met=met[1])]
-    by_experiment = {"main": [*conditions, Condition(UNTESTED, "no figure")]}
-    accuracy, quotient = claim_panels(by_experiment)
+    """Without the one that only asks whether anything was learned."""
+    absent = Condition("c above d", "", "", {"c": None}, None, 0.0, float("inf"))
+    assert absent.verdict == UNTESTED
+    conditions = [condition("a above b", Estimate(0.02, 0.002, 5)), condition("a / b", Estimate(0.1, None), "quotient")]
+    learns = condition("a learns", Estimate(0.3, 0.001, 5), first=True)
+    accuracy, quotient = claim_panels({"main": [learns, *conditions, absent]})
     (_, point), (_, hollow) = accuracy.marks, quotient.marks
-    assert (point.name, point.y, point.low, point.high) == (HOLDS, [2.0], [1.0], [3.0]) and not point.hollow
+    low, high = (100 * end for end in conditions[0].estimate.ends)
+    assert (point.name, point.y, point.hollow) == (HOLDS, [2.0], False)
+    assert (*point.low, *point.high) == pytest.approx((low, high))
     assert (hollow.name, hollow.y, hollow.low, hollow.hollow) == (INCONCLUSIVE, [0.1], (), True)
     assert accuracy.ticks == {0: "main: a above b"} and "points of accuracy" in accuracy.y
     path = tmp_path / "report" / "claim.png"
-    assert draw_claim("A claim", by_experiment, path) == path and PIL.Image.open(path).width > 500
-    assert draw_claim("A claim", {"main": [Condition(UNTESTED, "no figure")]}, tmp_path / "none.png") is None
+    assert draw_claim("A claim", {"main": conditions}, path) == path and PIL.Image.open(path).width > 500
+    assert draw_claim("A claim", {"main": [absent]}, tmp_path / "none.png") is None
     assert not (tmp_path / "none.png").exists()
 
 
 def test_no_interval_of_a_claims_figure_runs_out_of_its_axis():
-    met = [Met("near", 0.01, 0.0, 0.02, "test_acc"), Met("far", 0.02, -0.5, 0.6, "test_acc")]
-    (axes,) = figure(claim_panels({"main": [Condition(HOLDS, "", met=of) for of in met]})).axes
+    wide = [condition("near", Estimate(0.01, 0.004, 5)), condition("far", Estimate(0.02, 0.24, 5))]
+    (axes,) = figure(claim_panels({"main": wide})).axes
     low, high = axes.get_xlim()
     assert low <= -50 and high >= 60
 

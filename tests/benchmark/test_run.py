@@ -361,7 +361,6 @@ def test_a_search_that_can_try_nothing_beyond_its_end_is_done(searched):
     search, _, _ = searched(f"{{{dropout}: {{grid: [0.5, 0.9]}}}}", lambda p: p[dropout], "dropout")
     found = execute(search, lambda news: None)
     assert found["winner"]["point"] == {dropout: 0.9} and found["grown"] == [] and at_the_end(found)
-    assert not search.can_grow(found)
 
 
 def test_a_grid_grows_where_a_point_at_its_end_is_as_good(searched):
@@ -392,36 +391,6 @@ def test_a_grid_grows_beyond_one_key_at_a_time(searched):
     found = execute(search, lambda news: None)
     assert found["winner"]["point"] == {RATE: pytest.approx(0.1), DECAY: 0.1} and not at_the_end(found)
     assert {(p[RATE], p[DECAY]) for p in found["grown"]} >= {(0.1, 0.1), (0.1, 1.0)} and len(found["grown"]) <= 4
-
-
-def test_a_search_of_before_grids_grew_goes_on(searched, bench):
-    """Its own points are not tried again; its cells wait for it, and the report shows them by its winner so far."""
-    search, cells, studies = searched(f"{{{RATE}: {{grid: [1e-3, 1e-2]}}}}", lambda p: -abs(np.log10(p[RATE])), "old")
-    store = search.options.store
-    whole = execute(search, lambda news: None)
-    assert [p[RATE] for p in whole["grown"]] == [pytest.approx(0.1), pytest.approx(1.0)]
-    old = {k: v for k, v in whole.items() if k != "grown"}
-    old |= {"tried": whole["tried"][:2], "winner": {"point": {RATE: 1e-2}, "values": {"val_acc": -2.0}}}
-    old |= {"budget": {"trials": 2}, "trials": {"complete": 2}, "seconds_in_all": 100.0, "finished": 1.0}
-    store.write("searches", old)
-    assert not search.done(store) and cells[0].rated(store) is None
-    assert cells[0].rated(store, final=False).config.train.optimizer.lr == 1e-2
-    assert (
-        "1 search won at an end of a grid that did not grow" in bench("list", "old.yaml", "--results", "old_results")[1]
-    )
-    studies.tried.clear()
-    again = execute(search, lambda news: None)
-    assert [p[RATE] for p in studies.tried] == [pytest.approx(0.1), pytest.approx(1.0)]
-    assert {k: again[k] for k in ("tried", "grown", "winner", "budget", "trials")} == {
-        k: whole[k] for k in ("tried", "grown", "winner", "budget", "trials")
-    }
-    assert again["seconds_in_all"] >= 100
-    store.write("searches", {**again, "finished": 2.0})
-    assert "won at an end" not in bench("list", "old.yaml", "--results", "old_results")[1]
-    assert search.done(store) and cells[0].rated(store).config.train.optimizer.lr == pytest.approx(1.0)
-    # Without a budget to grow there is nothing to go on with.
-    store.write("searches", old)
-    assert dataclasses.replace(search, spec={**search.spec, "grow": 0}).can_grow(old) is False
 
 
 @pytest.mark.more

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmark.blocks import Heading, markdown, page
-from benchmark.decide import FAILS, HOLDS, UNTESTED
+from benchmark.conditions import FAILS, HOLDS, INCONCLUSIVE, UNTESTED
 from benchmark.results import ExperimentResults
 from benchmark.suite import SIZES, load_suite, shipped
 from benchmark.verdicts import judged_claims, rows_of, said_of_claims, summary
@@ -21,7 +21,7 @@ def record(seed, acc, **more):
 
 
 def results(experiment, **by_method):
-    axes = SimpleNamespace(axes={}, name=experiment)
+    axes = SimpleNamespace(axes={}, name=experiment, reference=None)
     return ExperimentResults(None, axes, {(method, ""): records for method, records in by_method.items()})
 
 
@@ -30,7 +30,7 @@ def rows(claim, found, elsewhere=lambda suite, experiment: []):
     suite = SimpleNamespace(claims={"c": claim}, name="mine", size="small", sized=True)
     judged = judged_claims(suite, found)
     of_suite = rows_of(suite, judged, found, elsewhere)
-    return of_suite[0], markdown(said_of_claims(suite, judged, of_suite, {})), markdown(summary(of_suite)[-1:])
+    return of_suite[0], markdown(said_of_claims(of_suite, {})), markdown(summary(of_suite)[-1:])
 
 
 BEHIND = results(
@@ -44,21 +44,22 @@ AHEAD = results("one", a=[record(s, 0.8 + s / 50) for s in (0, 1)], b=[record(0,
 
 def test_what_was_run_and_the_seeds_are_those_of_the_figures_that_the_rule_compares():
     row, said, table = rows({"needs": "Two methods."}, {"one": BEHIND})
-    assert (row.verdict, row.ran, row.seeded) == (FAILS, "one: 4 runs", "0, 1")  # the method c is in no rule
+    assert (row.verdict, row.seeded) == (FAILS, "0, 1")  # the method c is in no rule
     assert "- one: **does not hold** — 4 runs; model `tiny`; 4 to 6 rounds; 640 samples trained on; seeds 0, 1" in said
     assert "What it takes to see it: Two methods." in said
-    assert "| A is ahead | mine | small | Two methods. | one: 4 runs | 0, 1 | **does not hold** | none |" in table
+    assert "| A is ahead | mine | small | **does not hold** | a above b: −20.50 (" in table
+    assert " | 0, 1 | Two methods. | none |" in table
 
 
 def test_seeds_are_named_by_experiment_where_they_differ():
     apart = results("two", a=[record(5, 0.7)], b=[record(5, 0.6)])
     row, _, _ = rows({"experiments": ["one", "two", "absent"]}, {"one": AHEAD, "two": apart})
-    assert row.seeded == "one: 0, 1; two: 5" and row.ran == "one: 4 runs; two: 2 runs"
+    assert row.seeded == "one: 0, 1; two: 5"
 
 
 def test_a_claim_without_results_says_so():
     row, said, table = rows({}, {"one": results("one")})
-    assert (row.needs, row.ran, row.seeded, row.cause) == ("–", "–", "–", "")
+    assert (row.needs, row.seeded, row.cause) == ("–", "–", "")
     assert "- one: **not tested at this size**\n" in said and "What it takes" not in said
 
 
@@ -72,31 +73,31 @@ def test_experiments_that_lack_a_figure_are_counted():
     assert rows({"experiments": ["one", "two"]}, {"one": AHEAD, "two": results("two")})[0].verdict == HOLDS
 
 
-def test_a_claim_with_runs_of_another_size_says_so():
-    """The same seed of the same run in two sizes is no second test; another claim with the same runs is another one."""
-    claims = {name: {"says": name, "experiments": ["one"], "rule": RULE} for name in ("c", "d")}
-    tables = []
-    others = results("one", a=[record(s, 0.7 + s / 50) for s in (0, 1)], b=[record(s, 0.5) for s in (0, 1)])
-    for more in (AHEAD, others):
-        listed = []
-        for size, found in (("small", AHEAD), ("paper", more)):
-            suite = SimpleNamespace(claims=claims, name="mine", size=size, sized=True)
-            judged = judged_claims(suite, {"one": found})
-            listed += rows_of(suite, judged, {"one": found}, lambda suite, experiment: [])
-        tables.append(markdown(summary(listed)[-1:]))
-    shared, apart = tables
-    assert shared.count("(some of them those of size small)") == shared.count("(some of them those of size paper)") == 2
-    assert "some of them" not in apart
-
-
 def test_failed_runs_are_named_beside_what_was_run():
     found = results("one", a=[record(s, 0.8 + s / 50) for s in (0, 1)], b=[record(0, 0.6), record(1, 0.615)])
     found.lost = {("a", ""): {2}, ("c", ""): {0}}  # c is in no rule
     row, said, _ = rows({}, {"one": found})
-    assert row.ran == "one: 4 runs, 1 failed" and "**inconclusive** — 4 runs; 1 failed; model" in said
+    assert "**inconclusive** — 4 runs; 1 failed; model" in said
     found.records, found.lost = {}, {("a", ""): {0, 1}, ("b", ""): {0}}
     row, said, _ = rows({}, {"one": found})
-    assert row.ran == "one: 0 runs, 3 failed" and "**inconclusive** — 3 failed" in said
+    assert "**inconclusive** — 3 failed" in said
+
+
+def test_several_settings_are_taken_together_and_shared_runs_once():
+    experiments = {"experiments": ["one", "two", "three"]}
+    apart = results("two", a=[record(s, 0.9 + s / 50) for s in (2, 3)], b=[record(s, 0.6) for s in (2, 3)])
+    row, said, table = rows(experiments, {"one": AHEAD, "two": apart, "three": AHEAD})
+    assert row.judged.groups == [["one", "three"], ["two"]] or row.judged.groups == [["two"], ["one", "three"]]
+    assert "2 settings" in row.gap and f"- {row.gap}; asked: more than 0" in said and row.gap in table
+
+
+def test_a_margin_that_anything_meets_names_who_meets_it():
+    at = {"a": 0.8, "b": 0.85, "c": 0.801, "d": 0.5}
+    found = results("one", **{method: [record(s, acc + s / 100) for s in (0, 1, 2)] for method, acc in at.items()})
+    close = {"is": "close", "methods": ["a"], "to": "c", "within": 0.05}
+    row, said, _ = rows({"rule": [close]}, {"one": found})
+    assert row.judged.others == {"one": {"b": INCONCLUSIVE, "d": FAILS}}
+    assert "The same rule on the other methods: one: b inconclusive, d does not hold." in said
 
 
 def test_a_claim_that_fails_names_the_cause_with_what_tested_it():
@@ -121,7 +122,7 @@ def test_the_seeds_of_a_study_are_those_of_its_figures():
     study = {**STUDY, "metrics": {"ratio": 2.0}, "by_seed": {"ratio": {0: 1.9, 4: 2.1}}}
     rule = [{"is": "value", "methods": ["study"], "metric": "ratio", "at_least": 1}]
     row, said, _ = rows({"rule": rule}, {"one": results("one", study=[study])})
-    assert row.seeded == "0, 4" and row.ran == f"one: `{STUDY['label']}`"
+    assert row.seeded == "0, 4"
     many = {**study, "by_seed": {"ratio": {seed: 2.0 + seed / 100 for seed in range(50)}}}
     row, said, _ = rows({"rule": rule}, {"one": results("one", study=[many])})
     assert row.seeded == "0 to 49" and "; seeds 0 to 49" in said

@@ -1,0 +1,96 @@
+"""Which method: what the committed cells say of each in the settings that it shares with LoRA, or with FedAvg."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from fs_lowrank.draw.figures import drawn, figure
+from fs_lowrank.draw.panels import Line, Panel
+from fs_lowrank.jobs.files import write_bytes
+
+from .blocks import PlainTable
+
+SENT = ["uplink_without_head", "downlink_without_head"]
+#: rows of tables: suite, method, take it if, exact, unequal ranks
+TEXT = (
+    ("glue", "fedlora", "you have no reason for another one", "no", "no"),
+    ("glue", "rolora", "bytes matter", "yes", "no"),
+    ("glue", "ffa_lora", "only one matrix of the pair may change", "yes", "no"),
+    ("glue", "flexlora", "clients need unequal ranks", "but for the cut to the rank", "yes"),
+    ("glue", "flora", "the same, an exact mean, and a cheap downlink", "yes", "yes"),
+)
+IMAGES = (
+    ("vision", "fedavg", "you can send all weights", "yes", "no"),
+    ("vision", "fedhm", "image networks start from scratch, at unequal ranks", "but for the cut", "yes"),
+    ("vision", "fedlora", "bytes matter", "no", "no"),
+    ("vision", "fedloru", "the rank has to grow over the rounds", "no", "no"),
+)
+FRONT = (*TEXT, IMAGES[1])
+
+
+def by_setting(cells: pd.DataFrame, base: str) -> pd.DataFrame:
+    """The means over seeds of each method and setting. Without cells of a curve over the learning rate, of which most
+    are not at a method's best one, and settings in which ``base`` is no better than the majority class.
+    """
+    cells = cells[cells["test_acc"].notna() & ~cells["setting"].str.contains("(?:^|; )rate ")]
+    place = ["size", "experiment", "setting"]
+    of_base = cells[cells["method"] == base]
+    learned = (of_base["test_acc"] > of_base["majority"]).groupby([of_base[name] for name in place]).all()
+    means = cells.groupby(["method", *place])[["test_acc", "aggregation", *SENT]].mean()
+    return means[means.index.droplevel("method").isin(learned.index[learned])]
+
+
+def against(cells: pd.DataFrame, suite: str, method: str, base: str) -> pd.DataFrame:
+    """By setting: ``gap`` of accuracy in points, and the quotients ``up``, ``down`` and ``server`` to ``base``."""
+    settings = by_setting(cells[cells["suite"] == suite], base)
+    both = settings.loc[method].join(settings.loc[base], rsuffix="_of_base", how="inner")
+    quotients = {
+        name: both[metric] / both[f"{metric}_of_base"]
+        for name, metric in zip(("up", "down", "server"), (*SENT, "aggregation"))
+    }
+    return pd.DataFrame({"gap": 100 * (both["test_acc"] - both["test_acc_of_base"]), **quotients})
+
+
+def signed(value: float) -> str:
+    return f"{value:+.1f}".replace("-", "−")
+
+
+def _times(found: pd.Series) -> str:
+    low, high = found.round(1).min(), found.round(1).max()
+    return f"{low:g}×" if low == high else f"{low:g} to {high:g}×"
+
+
+def table(cells: pd.DataFrame, methods: Sequence[Sequence[str]], base: str) -> PlainTable:
+    """By method the median gap to ``base`` with the worst and the best, the bytes, and the server's step."""
+    head = ("method", "take it if", f"points against `{base}`", "bytes up, down", "server step")
+    rows = [(*head, "exact mean", "unequal ranks")]
+    for suite, method, reason, *more in methods:
+        found = against(cells, suite, method, base)
+        gap = "0"
+        if method != base:
+            spread = map(signed, (found["gap"].median(), found["gap"].min(), found["gap"].max()))
+            gap = "{} ({} to {})".format(*spread) + f", ahead in {(found['gap'] > 0).sum()} of {len(found)} settings"
+        sent = f"{_times(found['up'])}, {_times(found['down'])}"
+        rows.append((f"`{method}`", reason, gap, sent, f"{found['server'].median():.2g}×", *more))
+    return PlainTable(rows)
+
+
+def draw(cells: pd.DataFrame, path: Path) -> None:
+    """Draw the gap of accuracy against the bytes up, a point a method with the middle half of its settings."""
+    panels = []
+    for base, methods in (("fedlora", TEXT), ("fedavg", IMAGES)):
+        marks = []
+        for place, (suite, method, *_) in enumerate(methods):
+            found = against(cells, suite, method, base)
+            low, middle, high = found["gap"].quantile([0.25, 0.5, 0.75])
+            look: dict[str, Any] = {"colour": place, "style": "", "marker": "o", "band": False}
+            marks.append(Line(method, [float(found["up"].median())], [middle], [low], [high], **look))
+        panels.append(Panel(suite, "", f"bytes up, as a multiple of {base}'s", "points of accuracy", marks))
+    made = figure(panels, "median and middle half of the settings", size=(4.5, 3.4), in_a_row=2)
+    ground = b'<g id="figure_1">\n'  # white below it, for dark pages
+    content = drawn(made, "svg").replace(ground, b'<rect width="100%" height="100%" fill="white"/>' + ground, 1)
+    write_bytes(path, content, durable=False)
