@@ -10,6 +10,8 @@ from importlib.util import find_spec
 
 import pytest
 
+os.environ.pop("COLUMNS", None)  # processes of pytest-xdist have it; consoles look at it when they are made
+
 #: with what the generic suite and the failures are run by ``make test``; ``make test-more`` has the others
 FEW = {"method": "rolora", "run": "rolora under FedAdam"}
 #: with what ``make test-more`` runs the failures; ``make test-slow`` has the others
@@ -136,9 +138,8 @@ def nothing_said_yet():
 
 @pytest.fixture(scope="session", autouse=True)
 def apart_from_the_user(tmp_path_factory):
-    """Tests have a folder of their own for cached states of frozen layers, and no width of a terminal."""
+    """Tests have a folder of their own for cached states of frozen layers, instead of that of the user."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("COLUMNS", raising=False)
         patch.setenv("FS_LOWRANK_FROZEN", str(tmp_path_factory.mktemp("frozen")))
         yield
 

@@ -468,7 +468,7 @@ def test_nothing_is_said_of_what_the_adapter_replaces(runs, test_rows, caplog):
 
 def test_the_version_of_a_task_is_no_score(runs, monkeypatch, capsys):
     scores = {"arc_easy": {"acc": 0.25, "acc_stderr": 0.1, "version": 1.0, "n": 4}}
-    monkeypatch.setattr("benchmark.scorers.score", lambda *args: scores)
+    monkeypatch.setattr("fs_lowrank.benchmark.scorers.score", lambda *args: scores)
     assert cli.main(["evaluate", str(runs["instructions"].outdir), "--tasks", "arc_easy"]) == 0
     out = capsys.readouterr().out
     assert "0.2500 ± 0.1000" in out and "version" not in out and "1.0000" not in out

@@ -189,7 +189,7 @@ def test_a_run_with_batches_by_tokens(make_engine, unit):
 
 
 def test_what_does_not_go_with_batches_by_tokens(settings):
-    with pytest.raises(UserError, match="dataloader.drop_last.*with dataloader.batch_tokens batches differ"):
+    with pytest.raises(UserError, match="dataloader.drop_last.*by dataloader.batch_tokens batches differ"):
         load_config(settings, {"dataloader.batch_tokens": 60, "dataloader.drop_last": True})
 
 
