@@ -32,6 +32,7 @@ _BUILT_IN = (
     "lora_fair",
     "fedsa_lora",
     "fedpara",
+    "ravan",
     "fedloru",
     "mfedloru",
     "pfedloru",

@@ -22,6 +22,7 @@ from ..models.adapters import ACCUMULATED
 from ..models.factorised import plain
 from ..models.loaded import transformers_silent
 from ..models.merging import untie
+from ..models.names import tags
 from ..models.prompts import is_prompted
 from ..models.quantised import dequantised, layers
 from ..models.saved import save_adapter
@@ -218,7 +219,9 @@ class RunResult:
         if ACCUMULATED in peft_config:
             save_adapter(folder, *one_adapter(self.model))
         else:
-            model.save_pretrained(str(folder), selected_adapters=["default"])
+            # What is nested in a pair is no tensor of PEFT's.
+            own = {n: tensor for n, tensor in model.state_dict().items() if "nested" not in tags(n)}
+            model.save_pretrained(str(folder), selected_adapters=["default"], state_dict=own)
         sort_configs(Path(folder), self.facts.get("hub", ("", "")))
         if self.facts.get("images"):
             copy.deepcopy(model).unload().save_pretrained(Path(folder) / "base")

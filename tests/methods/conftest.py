@@ -53,7 +53,8 @@ class Toy:
     @staticmethod
     def method(name: str, r: int = 2, *, rsLoRA: bool = False, **options) -> Method:
         adapter = AdapterSpec(r=r, lora_alpha=ALPHA, target_modules=LAYERS, use_rslora=rsLoRA)
-        few = {"server_steps": 20} if "server_steps" in get_method_class(name).Params.__dataclass_fields__ else {}
+        fields = get_method_class(name).Params.__dataclass_fields__
+        few = {key: value for key, value in (("server_steps", 20), ("heads", 2)) if key in fields}
         return create_method(name, **{"adapter": adapter, "rounds": 8, "seed": 4, **few, **options})
 
     @classmethod

@@ -301,3 +301,44 @@ def test_fedparas_factors_start_with_hes_deviation():
 def test_fedpara_has_the_factors_of_loha(own):
     with pytest.raises(UserError, match="fedpara has the factors of loha; leave it out"):
         create_method("fedpara", adapter=AdapterSpec(**own))
+
+
+# -- ravan -----------------------------------------------------------------------------------------------
+
+
+def test_ravan_is_the_mean_of_its_clients_products(toy, federation):
+    fed = federation(toy.method("ravan", 2, heads=2), SIZES)
+    close(toy.outputs(fed.model), toy.dense_outputs({}), 1e-6)  # the function at the start
+    fixed = {layer: toy.pair(fed.everything(1), layer) for layer in toy.layers}
+    for up, down in fixed.values():
+        close(down @ down.T, np.eye(4))
+        close(up.T @ up, np.eye(4))
+    for round, present in enumerate(((1, 2, 3), (3, 1), (1, 2, 3)), start=1):
+        before = dict(fed.ledger.state)
+        message = fed.round(round, present)
+        total = dict.fromkeys(toy.layers, 0)
+        for w, update in zip(toy.weights(u.num_samples for u in fed.received), fed.received):
+            own = fed.everything(update.client)
+            assert {n.rpartition(".")[2] for n in update.tensors} == {"H", "weight", "bias"}
+            for layer in toy.layers:
+                up, down = fixed[layer]
+                assert all(np.array_equal(x, y) for x, y in zip(toy.pair(own, layer), fixed[layer]))
+                (h,) = (t.double().numpy() for n, t in own.items() if n.endswith(f".{layer}.nested.H"))
+                (s,) = (t.double().numpy() for n, t in own.items() if n.endswith(f".{layer}.nested.s"))
+                assert (s != 1).all() and h.shape == (2, 2, 2)
+                parts = (s[i] * up[:, 2 * i : 2 * i + 2] @ h[i] @ down[2 * i : 2 * i + 2] for i in range(2))
+                total[layer] = total[layer] + w * toy.alpha / 2 * sum(parts)
+        for layer in toy.layers:
+            up, down = toy.pair(fed.method.view(fed.ledger.state), layer)
+            close(toy.alpha / 2 * up @ down, total[layer])
+        close(toy.outputs(fed.model), toy.dense_outputs(total, toy.head(fed.ledger.state)), 1e-5)
+        assert {n.rpartition(".")[2] for n in fed.method.tailor(message, 1)} == {"H", "weight", "bias"}
+        assert all(torch.equal(before[n], t) for n, t in fed.ledger.state.items() if n.startswith("fixed:"))
+    for client in fed.copies:  # also the one that missed a round
+        fed.catch_up(client, 4)
+        close(toy.outputs(fed.copies[client]), toy.outputs(fed.model), 1e-5)
+
+
+def test_ravan_refuses_a_start_that_moves_the_base():
+    with pytest.raises(UserError, match="init_lora_weights = pissa moves a part of the base into the pair"):
+        create_method("ravan", adapter=AdapterSpec(extra={"init_lora_weights": "pissa"}))

@@ -38,7 +38,7 @@ ONE_SHOT = ("fedfisher", "fisher_merge", "regmean", "otfusion", "pfnm", "dense")
 SIZES = {1: 7, 2: 20, 3: 12}
 LARGEST = float(torch.finfo(torch.float32).max)
 #: hyperparameters that make the server step of a method short
-SHORT = {"steps": 3, "epochs": 1, "generator_steps": 1, "images": 4, "channels": 2, "tau": 1}
+SHORT = {"steps": 3, "epochs": 1, "generator_steps": 1, "images": 4, "channels": 2, "tau": 1, "heads": 2}
 EACH = pytest.mark.parametrize("name", METHODS)
 #: method, hyperparameters and other arguments of ``create_method`` that lead to another server step
 VARIANTS = [

@@ -29,6 +29,7 @@ AVERAGING = {
     "fedrot_lora": {},
     "fedsa_lora": {},
     "fedpara": {},
+    "ravan": {"heads": 2},
     "mfedloru": {"nested_ranks": (1, 0)},
     "pmfedloru": {"nested_ranks": (1,)},
     "fedhm": {"rank_factors": (1, 3, 2)},

@@ -1,0 +1,148 @@
+"""Ravan: between frozen A and B of several heads, clients train a small matrix of each head, and its weight.
+
+Raje, Askin, Jhunjhunwala and Joshi, "Ravan: Multi-Head Low-Rank Adaptation for Federated Fine-Tuning", NeurIPS 2025.
+
+    client k   W + s Σ_h s_h B_h H_h A_h    trains H_h (r × r, zero at first) and s_h (1 in every round)
+    and sends  s_h H_h of every head: heads · r² values a matrix
+    server     H_h ← Σ_k p_k s_{k,h} H_{k,h}
+
+Exact, since the product is linear in ``s_h H_h``; the server needs the sum only. The rows of all ``A_h`` together are
+orthonormal, and so are the columns of all ``B_h``; they come from the seed and are never sent. ``r`` is that of one
+head, and ``s = alpha / r``; the paper has no such factor, which is ``alpha`` equal to ``r``. The model is saved as a
+pair of rank ``heads · r``: A, and the columns ``B_h H_h``.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..errors import UserError
+from ..models.adapters import load_tensors, module_of
+from ..models.merging import check_products
+from ..models.names import all_tensors, entries, entries_of, named_tensors, pairs, tags
+from ..settings import key
+from .base import Averaging
+from .ranks import check_one_rank
+from .registry import register_method
+from .terms import Phase
+
+
+@register_method("ravan")
+class Ravan(Averaging):
+    source = "Raje et al., NeurIPS 2025"
+    sends = "of every head, its small matrix times its weight"
+    shared = ("lora_A", "lora_B", "nested", "head")
+
+    @dataclass(frozen=True)
+    class Params:
+        heads: int = key(4, min=1, help="number of heads; the rank of each is the adapter's r")
+
+    params: Params
+
+    @classmethod
+    def requires(cls, params):
+        return replace(super().requires(params), alone=True, own_upload=False)
+
+    def __init__(self, params, setting):
+        super().__init__(params, setting)
+        check_one_rank(setting.adapter, self.name)
+        if start := setting.adapter.moves_base:
+            raise UserError(
+                f"llm.adapter.args: init_lora_weights = {start} moves a part of the base into the pair, which starts "
+                f"with the bases of {self.name}; leave it out"
+            )
+
+    @property
+    def adapter(self):
+        own, rank = self.setting.adapter, self.params.heads * self.setting.adapter.r
+        return replace(own, r=rank, lora_alpha=own.scale() * rank, use_rslora=False)
+
+    def adapt(self, model):
+        model = super().adapt(model)
+        check_products(model, self.name, merges=False)
+        for a, down in named_tensors(model, ("lora_A",)).items():
+            load_tensors(model, {a: self.frame(a, down.shape)})
+            layer = model.get_submodule(module_of(a))
+            layer.nested = Heads(layer.lora_A["default"], self.params.heads)
+        return model
+
+    def frame(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Rows of ``shape`` that are orthonormal, as far as there are as many in this width."""
+        drawn = self.draw_down(name, shape, 0).flatten(1).double()
+        return torch.cat([torch.linalg.qr(rows.T)[0].T for rows in drawn.split(drawn.shape[1])]).reshape(shape)
+
+    # -- the global model is a pair, (A, B H); a client's has A, B, H and s --------------------------------
+
+    def initial_state(self, model):
+        state, fixed = super().initial_state(model), {}
+        for b, a in pairs(state):
+            up, rank, small = state[b], len(state[a]), _small(a, "H")
+            fixed[b] = self.frame(b, (rank, len(up))).T.reshape(up.shape).to(up).contiguous()
+            state[b], state[small] = torch.zeros_like(up), up.new_zeros(self.params.heads, *state[small].shape[1:])
+        return state | entries("fixed", fixed)
+
+    def view(self, state, client=None):
+        view = super().view(state)
+        if client is None:
+            return {n: t[:0] if n.endswith(".nested.H") else t for n, t in view.items()}
+        return {**view, **entries_of("fixed", state)}
+
+    def tailor(self, tensors, client):
+        return {n: t for n, t in tensors.items() if "lora_B" not in tags(n)}
+
+    def phases(self, round, client=None):
+        return [Phase(train=("nested", *self.whole))]
+
+    def sent(self, names, round, client=None):
+        return [n for n in super().sent(names, round, client) if not n.endswith(".nested.s")]
+
+    def upload(self, model, round, client):
+        own, sent = all_tensors(model), super().upload(model, round, client)
+        weights = {n: own[n.removesuffix("H") + "s"] for n in sent if n.endswith(".nested.H")}
+        return {n: t * weights[n][:, None, None] if n in weights else t for n, t in sent.items()}
+
+    def settle(self, mean, state, round):
+        folded = {}
+        for b, a in pairs(state):
+            up = state[f"fixed:{b}"]
+            folded[b] = (up.flatten(1) @ torch.block_diag(*state[_small(a, "H")])).reshape(up.shape)
+        return {**state, **folded}, {**mean, **folded}
+
+    def apply(self, model, message, round):
+        of_pairs = any("lora_B" in tags(n) for n in message)  # the global model's message
+        load_tensors(model, {n: t[:0] if of_pairs and n.endswith(".nested.H") else t for n, t in message.items()})
+        with torch.no_grad():
+            for a in named_tensors(model, ("lora_A",)):
+                all_tensors(model)[_small(a, "s")].fill_(1)
+
+
+def _small(a: str, part: str) -> str:
+    """The name of ``H`` or ``s`` in the layer whose A is called ``a``."""
+    return a.replace("lora_A.default.weight", f"nested.{part}")
+
+
+class Heads(nn.Module):
+    """``H`` ``(heads, r, r)`` and ``s`` ``(heads,)`` between A and B, by a hook on ``lora_A``, which is ``down``.
+
+    Without heads, ``(0, r, r)``, the pair is what it is without the hook.
+    """
+
+    def __init__(self, down: Any, heads: int):
+        super().__init__()
+        rank = len(down.weight) // heads
+        self.H = nn.Parameter(down.weight.new_empty(0, rank, rank))
+        self.s = nn.Parameter(down.weight.new_ones(heads))
+        # A bound method, so that a deep copy of the model uses its own hook.
+        down.register_forward_hook(self.between)
+
+    def between(self, down: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        if not len(self.H):
+            return output
+        core = torch.block_diag(*(self.s[:, None, None] * self.H))
+        if isinstance(down, nn.Linear):
+            return F.linear(output, core)
+        convolve = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[down.weight.ndim]
+        return convolve(output, core.reshape(*core.shape, *(1,) * (down.weight.ndim - 2)))
