@@ -44,10 +44,8 @@ _WRAPPERS = (
 )
 #: our trainer, and other names for which it is taken: the framework's trainers that it replaces, and its own of before
 TRAINER = "lowrank_trainer"
-_REPLACED = (
-    *("general", "llmtrainer", "nlptrainer", "cvtrainer", "torchtrainer"),
-    *("lowrank_llmtrainer", "lowrank_nlptrainer", "lowrank_cvtrainer"),
-)
+_REPLACED: tuple[str, ...] = ("general", "llmtrainer", "nlptrainer", "cvtrainer", "torchtrainer")
+_REPLACED += ("lowrank_llmtrainer", "lowrank_nlptrainer", "lowrank_cvtrainer")
 
 
 # -- names of methods ----------------------------------------------------------------------------------
