@@ -266,7 +266,8 @@ class _Cost:
     """The cost of a trial, stored after every round, so that a killed trial is counted too."""
 
     def __init__(self, trial: optuna.Trial):
-        self.trial, self.started, self.total = trial, time.perf_counter(), Counter[str]()
+        self.trial, self.started = trial, time.perf_counter()
+        self.total = Counter(dict.fromkeys(("rounds", "client_steps", *_BYTES), 0))
         self.save()
 
     def add(self, record: dict, steps: int) -> None:

@@ -80,4 +80,4 @@ def test_the_wheel_has_them(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     inside = set(zipfile.ZipFile(wheel).namelist())
     assert {f"fs_lowrank/examples/{path.name}" for path in (ROOT / "examples").iterdir()} <= inside
-    assert {"fs_lowrank/py.typed", "benchmark/cli.py", "hpo/cli.py"} <= inside
+    assert {"fs_lowrank/py.typed", "fs_lowrank/benchmark/cli.py", "fs_lowrank/hpo/cli.py"} <= inside
