@@ -457,6 +457,7 @@ def _compare(args: argparse.Namespace) -> None:
         console.print(name, style="bold")
         _print_saved(result)
     _say(f"all curves: {first.saved['comparison']}")
+    _say(f"next: {hint('report', args.outdir)}")
 
 
 def _methods(args: argparse.Namespace) -> None:

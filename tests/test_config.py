@@ -268,6 +268,8 @@ def test_lines_are_named(write):
         load_config(write(FILE), train__optimiser__lr=1)
     with refused("override: train.optimizer.lr = -1", "above 0"):
         load_config(write(FILE), train__optimizer__lr=-1)
+    with refused("override: llm.adapter.args.0.r = 0", "at least 1"):
+        load_config(write(FILE), {"llm.adapter.args": [{"r": 0}]})
 
 
 # -- checking ------------------------------------------------------------------------------------------

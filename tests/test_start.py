@@ -229,7 +229,7 @@ def test_init_writes_once_and_run_runs_it(at, tiny_encoder, capsys):
     assert json.loads((path.parent / "runs" / "reviews" / "summary.json").read_text())["clients"]
     (path.parent / "reviews.yaml").write_text("mine: 1\n")
     assert cli.main(["init", str(path), *options]) == 2
-    assert "reviews.yaml exists and says something else" in capsys.readouterr().err
+    assert "reviews.yaml exists and differs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,9 @@ def write(args: argparse.Namespace, out: Path | None) -> Path:
     text = draft(Given(args.data, **said, model=args.model, method=method, clients=args.clients))
     out = out or Path(stem_of(args.data) + ".yaml")
     if out.exists() and out.read_text(encoding="utf-8", errors="replace") != text:
-        raise UserError(f"{out} exists and says something else; remove it, or run it: {hint('run', '--cfg', out)}")
+        raise UserError(
+            f"{out} exists and differs; remove it, name another file with --out, or run it: {hint('run', '--cfg', out)}"
+        )
     write_text(out, text)
     return out
 

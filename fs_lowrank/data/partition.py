@@ -17,7 +17,7 @@ import numpy as np
 
 from fs_lowrank.data.files import natural
 from fs_lowrank.data.ragged import Ragged
-from fs_lowrank.errors import UserError, nearest
+from fs_lowrank.errors import UserError, nearest, say_once
 from fs_lowrank.settings import Origin, check_keys, keys_of
 
 __all__ = ["PARTITIONERS", "Partition", "Rows", "matching_shares", "partition", "register_partitioner"]
@@ -306,6 +306,10 @@ def by_field(
         field = names[0] if len(names) == 1 else "category"
     groups = _groups(rows, field)
     if len(groups) > num_clients:
+        say_once(
+            f"data.splitter = field: column {field!r} has {len(groups)} values, so some of {num_clients} clients hold "
+            f"the rows of several; federate.client_num = {len(groups)} gives each value a client"
+        )
         held = list(groups.values())
         shared = Ragged.of(rng.permutation(np.concatenate(held[client::num_clients])) for client in range(num_clients))
         return _lift(shared, floor, rng)

@@ -39,7 +39,7 @@ _LATEX = str.maketrans(
 
 def option(command: argparse.ArgumentParser, when: str = "") -> None:
     """Give a command the option ``--table FILE``, for ``show``; ``when`` it has a table begins the help."""
-    about = f"{when}also write the table: FILE.csv and FILE.tex"
+    about = f"{when}also write the table, as CSV and LaTeX; FILE ends with .csv or .tex"
     given = command.add_mutually_exclusive_group()
     given.add_argument("--table", metavar="FILE", type=_path, help=about)
     as_json = f"{when}print the table as JSON instead, one object a row"

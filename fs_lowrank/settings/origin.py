@@ -26,12 +26,11 @@ class Origin:
     def where(self, key: str) -> str:
         """``"FILE, line N: "``, without the parts that are not known."""
         parts = key.split(".")
-        if key not in self.lines and any(name.startswith(key + ".") for name in self.overridden):
+        names = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+        part = key not in self.lines and any(name.startswith(key + ".") for name in self.overridden)
+        if part or not self.overridden.isdisjoint(names):  # one of these replaces what the file has below it
             return "override: "
-        for end in range(len(parts), 0, -1):
-            name = ".".join(parts[:end])
-            if name in self.overridden:
-                return "override: "
+        for name in names:
             if name in self.lines:
                 return f"{self.file}, line {self.lines[name]}: "
         return f"{self.file}: " if self.file else ""

@@ -177,6 +177,14 @@ def test_fewer_clients_than_values_hold_several(name):
     assert [len(values) for values in held] == [3, 3, 3] and set.union(*held) == {*language}
 
 
+def test_fewer_clients_than_values_are_said(caplog):
+    """Sites that are put together are another experiment."""
+    data = Rows(12, None, {"site": np.repeat(["a", "b", "c"], 4)})
+    assert len(partition("field", data, 3, rng())) == 3 and not caplog.records
+    assert len(partition("field", data, 2, rng())) == 2
+    assert "column 'site' has 3 values, so some of 2 clients hold the rows of several" in caplog.text
+
+
 def test_field_never_splits_a_value_into_more_clients_than_rows():
     data = Rows(12, None, {"f": np.array(["a"] * 10 + ["b", "c"])})
     assert sorted(partition("field", data, 12, rng()).sizes()) == [1] * 12
