@@ -247,7 +247,7 @@ def with_margins(rule: Sequence[Mapping], reference: Mapping | None) -> list[Map
         pair = [(method, ""), (condition["to"], "")]
         if along:
             pair = [(method, condition["from"]), (method, condition["to"])]
-        cells = []
+        cells: list[Any] = []
         for name, label in pair:
             key = " / ".join([str(label)] * bool(along) + [str(v) for v in where.values()])
             row = values.get(name, {})

@@ -67,7 +67,7 @@ def _times(found: pd.Series) -> str:
 def table(cells: pd.DataFrame, methods: Sequence[Sequence[str]], base: str) -> PlainTable:
     """By method the median gap to ``base`` with the worst and the best, the bytes, and the server's step."""
     head = ("method", "take it if", f"points against `{base}`", "bytes up, down", "server step")
-    rows = [(*head, "exact mean", "unequal ranks")]
+    rows: list[tuple[str, ...]] = [(*head, "exact mean", "unequal ranks")]
     for suite, method, reason, *more in methods:
         found = against(cells, suite, method, base)
         gap = "0"

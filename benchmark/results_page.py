@@ -29,7 +29,7 @@ def write_pages(root: Path, store: Store, rows: Sequence[Row]) -> list[Path]:
     methods_table.draw(cells, root / PICTURE)
     shown = [row for row in rows if row.suite.size == "small" or not row.suite.sized]
     larger = {(row.suite.name, row.name): row for row in rows if row not in shown and row.verdict != UNTESTED}
-    parts = {
+    parts: dict[Path, dict[str, Sequence[Block]]] = {
         here: {"methods": methods(cells), "table": [claims(shown)], "claims": sections(shown, larger)},
         front: {"methods": [methods_table.table(cells, methods_table.FRONT, "fedlora")]},
     }

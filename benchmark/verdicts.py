@@ -84,13 +84,15 @@ class Judged:
             learned = [e for e in group if all(c.verdict == HOLDS for c in self.by_experiment[e] if c.first)]
             seen = {(c.what, c.where): c for e in reversed(learned) for c in self.by_experiment[e] if not c.first}
             for condition in seen.values():
-                if condition.estimate is not None:
-                    found.setdefault(condition.what, []).append(condition)
+                found.setdefault(condition.what, []).append(condition)
         gaps = {}
         for what, conditions in found.items():
-            estimates = [c.estimate for c in conditions if c.estimate and c.estimate.error]
-            together = pooled(estimates) if len(estimates) > 1 else None
-            gaps[what] = (together or conditions[0].estimate, len(estimates) if together else 1, conditions[0])
+            known = [(c.estimate, c) for c in conditions if c.estimate is not None]
+            estimates = [estimate for estimate, _ in known if estimate.error]
+            if len(estimates) > 1:
+                gaps[what] = pooled(estimates), len(estimates), known[0][1]
+            elif known:
+                gaps[what] = known[0][0], 1, known[0][1]
         return gaps
 
 

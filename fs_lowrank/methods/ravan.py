@@ -77,7 +77,8 @@ class Ravan(Averaging):
     # -- the global model is a pair, (A, B H); a client's has A, B, H and s --------------------------------
 
     def initial_state(self, model):
-        state, fixed = super().initial_state(model), {}
+        state: dict[str, Any] = dict(super().initial_state(model))
+        fixed = {}
         for b, a in pairs(state):
             up, rank, small = state[b], len(state[a]), _small(a, "H")
             fixed[b] = self.frame(b, (rank, len(up))).T.reshape(up.shape).to(up).contiguous()
