@@ -26,7 +26,7 @@ MORE_CHECKS = {
     "test_clients_that_drop_out",
     "test_bytes_are_those_of_the_tensors_that_were_sent",
 }
-MORE_METHODS = {"rolora", "flexlora", "fedloru", "fedfisher", "frlora"}
+MORE_METHODS = {"rolora", "flexlora", "fedloru", "regmean", "frlora"}
 #: tests of which ``make test-more`` runs so many variants, the first ones; ``make test-slow`` has the others
 FIRST_VARIANTS = {
     "test_the_head_keeps_every_bit_and_is_not_sent": 4,
@@ -37,6 +37,14 @@ FIRST_VARIANTS = {
     "test_equal_in_single_precision": 2,
     "test_the_result_is_that_of_one_device": 2,
     "test_the_generic_suite": 12,
+    "test_results_depend_on_the_number_of_threads_in_their_last_digits_only": 1,
+    "test_runs_in_one_process_are_those_of_fresh_ones": 1,
+    "test_a_run_with_batches_by_tokens": 1,
+    "test_autocast_computes_in_bfloat16_and_keeps_float32": 1,
+    "test_recomputed_activations_give_the_same_to_the_bit": 2,
+    "test_workers_see_one_gpu_each_of_those_that_the_command_sees": 1,
+    "test_samplers_search_two_ranges": 1,
+    "test_one_shot_methods_on_adapters_train_together_too": 1,
     "test_the_command_writes_json_and_png": 0,
     "test_another_configuration_is_named": 3,
     "test_own_objects_run": 0,

@@ -14,6 +14,7 @@ import warnings
 from pathlib import Path
 
 import datasets
+import fs_lowrank.hpo as hpo
 import matplotlib
 import numpy as np
 import optuna
@@ -23,7 +24,6 @@ import torch
 import transformers
 
 import fs_lowrank
-import hpo
 from fs_lowrank.draw.figures import figure, save, svg
 from fs_lowrank.draw.panels import Line, Panel
 from fs_lowrank.draw.report import write_page

@@ -26,7 +26,7 @@ def few(settings):
     return {**settings, "federate": federate, "train": {**settings["train"], "local_update_steps": 2}}
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_with_one_client_the_method_and_both_rows_are_the_same_training(few):
     one = {**few, "federate": {**few["federate"], "client_num": 1}, "data": {**few["data"], "splitter": "iid"}}
     one["data"] = {k: v for k, v in one["data"].items() if k != "splitter_args"}
@@ -37,7 +37,7 @@ def test_with_one_client_the_method_and_both_rows_are_the_same_training(few):
         assert not any(results[name].bytes.values())
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_all_data_in_one_place_have_the_states_of_the_clients(few, no_curves, monkeypatch, tmp_path):
     """What is cached of frozen layers for the clients is not computed and kept again."""
     monkeypatch.setenv("FS_LOWRANK_FROZEN", str(tmp_path / "frozen"))
@@ -130,7 +130,7 @@ def strict(path):
     return json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{path} has {name}"))
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_client_that_diverges_alone_is_left_out_and_named(few, no_curves, second_diverges, caplog, tmp_path):
     few = {**few, "outdir": str(tmp_path / "a"), "eval": {"split": ["test"], "client_scores": True}}
     result = fs_lowrank.compare(fs_lowrank.load_config(few), ["fedlora", "local"])["local"]

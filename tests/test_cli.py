@@ -160,7 +160,7 @@ def test_compare(command, config_file, tmp_path):
     assert command(*arguments, "--resume")[0] == 0
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_compare_with_the_methods_own_keys(command, config_file, tmp_path, monkeypatch, no_curves):
     monkeypatch.setattr(cli.console, "_width", 80)
     (tmp_path / "run" / "comparison.json").mkdir(parents=True)

@@ -449,7 +449,7 @@ def test_a_disk_that_is_full_while_writing(make, monkeypatch, call):
     check_equal_runs(engine, reference)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_full_disk(make, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()

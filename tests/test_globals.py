@@ -31,7 +31,7 @@ def test_a_run_a_comparison_a_search_and_their_pages(settings, tmp_path):
     examine(settings, tmp_path, "run", "compare", "report", "tune", "figures")
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_the_first_use_does_not_draw_from_the_generator_of_python():
     code = "import random, fs_lowrank; state = random.getstate(); fs_lowrank.run; assert random.getstate() == state"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.more
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 PARTS = ("fs_lowrank", "benchmark", "hpo", "examples", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 

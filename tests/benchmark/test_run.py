@@ -237,7 +237,7 @@ def test_a_report_when_only_the_searches_are_done(place, done, bench):
     assert "**0 of 8 cells are there.**" in (place / "early" / "report.md").read_text()
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_search_with_a_failed_trial_fails_and_is_completed_by_the_next_run(place, monkeypatch):
     sick = {"from": 2, "runs": 0}
 

@@ -59,6 +59,7 @@ def calls(function):
     return pstats.Stats(profiler).total_calls
 
 
+@pytest.mark.slow
 def test_a_run_does_as_much_with_few_clients_as_with_many(config):
     LocalEngine(config(FEW, {"outdir": config(FEW).outdir + "-warm"})).run()
     few, many = (calls(LocalEngine(config(clients)).run) for clients in (FEW, MANY))

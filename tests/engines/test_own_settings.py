@@ -141,6 +141,7 @@ def test_a_length_that_leaves_no_answer_is_refused(few, causal_settings):
         Site(few("own", {"lowrank.clients": [{"clients": 2, "tok_len": 4000}]}, causal_settings))
 
 
+@pytest.mark.slow
 def test_the_rows_of_a_comparison(few, tmp_path):
     """``local`` trains each client by its own settings but its rank; ``pooled`` has one client."""
     keys = {"federate.method": "flora", "lowrank.clients": [*OWN, {"clients": 3, "rank": 1}]}
@@ -153,6 +154,7 @@ def test_an_engine_knows_the_settings_before_the_first_round(few):
     assert engine.ledger.samples_trained({2: 50, 4: 50}, 1) == 2 * 3 + 50 + 16
 
 
+@pytest.mark.slow
 def test_the_commands_option(settings, tmp_path):
     path, own = tmp_path / "run.yaml", tmp_path / "own.yaml"
     fs_lowrank.load_config(settings, {"federate.total_round_num": 1, "lowrank.pictures": False}).dump(path)

@@ -196,6 +196,7 @@ def test_a_folder_that_cannot_be_used(run, tmp_path):
         run(lowrank__reuse_clients=str(tmp_path / "file"))
 
 
+@pytest.mark.slow
 def test_a_comparison_of_one_round_trains_its_clients_once(settings, tmp_path, monkeypatch):
     import fs_lowrank.api as api
 

@@ -136,7 +136,7 @@ def test_a_real_run_reports_the_classes_of_its_validation_data(search):
     assert trial.user_attrs["chance"]["share"] == max(counts) / sum(counts)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_the_methods_of_a_search_share_a_time_limit(search, monkeypatch):
     now, costs = [0.0], {"fedlora": 10.0, "rolora": 3.0, "ffa_lora": 1.0}
     monkeypatch.setattr(trial_module, "time", SimpleNamespace(perf_counter=lambda: now[0], time=lambda: 0.0))

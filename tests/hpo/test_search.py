@@ -295,7 +295,7 @@ def test_a_failed_trial_is_recorded_with_its_reason_and_the_search_continues(sea
     assert sum(kind(t) == "complete" for t in trials(options)) == 3
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_point_that_gives_an_invalid_config_is_a_failed_trial(search, config):
     """Each value alone is valid; two clients of three, sampled from one, are not."""
     space = {"federate.client_num": {"choice": [1, 3]}, "train.optimizer.lr": {"uniform": [1e-3, 1e-2]}}
@@ -391,7 +391,7 @@ def test_pareto_front_of_accuracy_and_bytes(search, tmp_path, capsys):
     assert load_config(out).adapter.r == 1
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_study_for_each_method_and_one_history_of_both(search, config, tmp_path):
     space = {
         "train.optimizer.lr": {"grid": [1e-2]},

@@ -138,7 +138,7 @@ def test_runs_in_one_process_are_those_of_fresh_ones(kind, request, tmp_path, lo
     assert alone.facts == after.facts
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_what_a_run_left_is_freed_before_the_next(settings, tmp_path, no_curves):
     left = []
 

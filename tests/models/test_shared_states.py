@@ -336,7 +336,7 @@ NOTING = """
 """
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_the_processes_of_a_suite_compute_the_states_of_a_client_once(settings, tmp_path, folder):
     """Clients that a run goes through 0.6 times."""
     keys = {name: settings[name] for name in ("model", "llm", "dataloader")}

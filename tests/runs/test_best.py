@@ -186,7 +186,7 @@ def test_test_data_never_decide(make, key, best):
     assert evaluator.best(history[2:4]) is None
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_the_tables_show_the_last_and_the_best_round(make, tmp_path, capsys):
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(make("one").to_dict()))

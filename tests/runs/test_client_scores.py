@@ -59,7 +59,7 @@ def test_every_client_is_scored_on_its_share_of_the_test_set(make):
     assert all(a["loss"] == b["loss"] for a, b in zip(result.history, without.history)), "training is the same"
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_clients_that_never_took_part(make, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(make("run").to_dict()))
     result = fs_lowrank.run(make("run"))

@@ -97,7 +97,7 @@ def test_one_data_set_for_each_client(few):
         fs_lowrank.run(few("two"), data=parts[:2])
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_comparison_writes_them_once(few, tmp_path):
     results = fs_lowrank.compare(few("both"), "fedlora,rolora", data=FRAME)
     assert len({r.facts["data"] for r in results.values()}) == 1
