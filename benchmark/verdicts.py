@@ -79,20 +79,18 @@ class Judged:
 
         Without experiments in which nothing was learned; of a group only the first that has the comparison.
         """
-        found: dict[str, list[Condition]] = {}
+        found: dict[str, list[tuple[Estimate, Condition]]] = {}
         for group in self.groups:
             learned = [e for e in group if all(c.verdict == HOLDS for c in self.by_experiment[e] if c.first)]
             seen = {(c.what, c.where): c for e in reversed(learned) for c in self.by_experiment[e] if not c.first}
             for condition in seen.values():
-                found.setdefault(condition.what, []).append(condition)
+                if condition.estimate is not None:
+                    found.setdefault(condition.what, []).append((condition.estimate, condition))
         gaps = {}
-        for what, conditions in found.items():
-            known = [(c.estimate, c) for c in conditions if c.estimate is not None]
+        for what, known in found.items():
             estimates = [estimate for estimate, _ in known if estimate.error]
-            if len(estimates) > 1:
-                gaps[what] = pooled(estimates), len(estimates), known[0][1]
-            elif known:
-                gaps[what] = known[0][0], 1, known[0][1]
+            together = (pooled(estimates), len(estimates)) if len(estimates) > 1 else (known[0][0], 1)
+            gaps[what] = (*together, known[0][1])
         return gaps
 
 
