@@ -496,8 +496,8 @@ def test_flowers_mods_cannot_change_our_parcels_unnoticed(quick, federation, nam
     assert [r["clients"] for r in result.history] == [[1, 3], [1, 3]]
     reason = {
         "LocalDpMod": "Unsupported serialization type for numpy conversion: 'safetensors'",
-        "fixedclipping_mod": "fixedclipping_mod requires the key",
-        "adaptiveclipping_mod": "adaptiveclipping_mod requires the key",
+        "fixedclipping_mod": "fixedclipping_mod expects exactly one ConfigRecord",
+        "adaptiveclipping_mod": "adaptiveclipping_mod expects exactly one ConfigRecord",
         "secaggplus_mod": "secaggplus",
     }[name]
     [record] = [json.loads(line) for line in (result.outdir / "rounds.jsonl").read_text().splitlines()][:1]
