@@ -710,7 +710,7 @@ def test_too_little_memory(place, monkeypatch):
 
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(place)
-    monkeypatch.setattr(check, "available_bytes", lambda: 1e9)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1e9))
     without_own_methods(place, "small.yaml")
     options = Options(("small.yaml",))
     with pytest.raises(UserError, match=r"memory: 3 workers .* 1.0 GB are free; try --workers 1"):

@@ -160,14 +160,14 @@ print(cfg.lowrank.mix, [m.name for m in compat.applied()])
 @pytest.mark.parametrize(
     "key, value, why",
     [
-        ("asyn.use", True, "synchronous"),
-        ("fedprox.use", True, "penalty"),
-        ("personalization.local_param", ["lora_B"], "the method decides which part stays"),
-        ("aggregator.robust_rule", "krum", "the method aggregates"),
+        ("asyn.use", True, "our methods do not use it"),
+        ("fedprox.use", True, "our methods do not use it"),
+        ("personalization.local_param", ["lora_B"], "our methods do not use it"),
+        ("aggregator.robust_rule", "krum", "take lowrank.robust in place of it"),
         ("trainer.type", "graphminibatch_trainer", "cannot train for rolora"),
         ("federate.save_freq", 0, "rounds between"),
-        ("finetune.before_eval", True, "the model is evaluated"),
-        ("llm.offsite_tuning.use", True, "a server and client of its own"),
+        ("finetune.before_eval", True, "our methods do not use it"),
+        ("llm.offsite_tuning.use", True, "our methods do not use it"),
     ],
 )
 def test_features_that_do_not_work_with_our_methods_are_refused(cfg, key, value, why):
