@@ -68,7 +68,6 @@ def walk(name: str, wheel: Path, folder: Path, threads: int) -> tuple[bool, str]
         "FS_LOWRANK_HOME": str(folder / name / "home"),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(threads),
-        "COLUMNS": "200",
         # What `pip install .` of a user's package needs is here, and no index is asked.
         "PIP_NO_INDEX": "1",
         "PIP_NO_BUILD_ISOLATION": "0",
