@@ -13,9 +13,9 @@ from pathlib import Path, PurePosixPath
 
 from mkdocs.structure.files import File
 
-import benchmark.cli
+import fs_lowrank.benchmark.cli
 import fs_lowrank.cli
-import hpo.cli
+import fs_lowrank.hpo.cli
 from fs_lowrank import keys
 from fs_lowrank.methods import get_method_class
 
@@ -59,7 +59,7 @@ def command_line():
     """The page of all commands, with the help of each."""
     os.environ["COLUMNS"] = "100"
     lines = ["# Commands", "", "Each command prints its own help with `--help`. This page is made from it."]
-    for program in (fs_lowrank.cli, hpo.cli, benchmark.cli):
+    for program in (fs_lowrank.cli, fs_lowrank.hpo.cli, fs_lowrank.benchmark.cli):
         for parser in program._parser()[1]:
             lines += ["", f"## {parser.prog}", "", "```", parser.format_help().strip(), "```"]
     return "\n".join(lines) + "\n"
