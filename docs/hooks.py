@@ -11,11 +11,11 @@ import os
 import re
 from pathlib import Path, PurePosixPath
 
+import fs_lowrank.benchmark.cli
+import fs_lowrank.hpo.cli
 from mkdocs.structure.files import File
 
-import fs_lowrank.benchmark.cli
 import fs_lowrank.cli
-import fs_lowrank.hpo.cli
 from fs_lowrank import keys
 from fs_lowrank.methods import get_method_class
 
