@@ -368,16 +368,16 @@ def _close(condition: Mapping, figure: Looked) -> Iterator[Condition]:
 
 
 def _ratio(condition: Mapping, figure: Looked) -> Iterator[Condition]:
-    """The quotient of two means, whose error is that of ``of`` minus the quotient times ``to``."""
+    """The quotient of two means, whose error is that of ``of`` minus the nearer bound times ``to`` (Fieller)."""
     name, base, about, within = condition["of"], condition["to"], condition["about"], condition["within"]
     of, to = figure(name), figure(base)
     unit = 1 / to.mean if to is not None and to.n and to.mean else 0.0
     quotient = of.mean * unit if of is not None and of.n else 0.0
-    parts = [(unit, name, of), (-quotient * unit, base, to)]
     asked, bounds = f"{about:g} ± {within:g}", (about - within, about + within)
-    yield _made(
-        condition, f"{name} / {base}", asked, parts, bounds, [name, base], [name, base], quotient, unit="quotient"
-    )
+    nearer = min(bounds, key=lambda bound: abs(quotient - bound))
+    parts = [(unit, name, of), (-nearer * unit, base, to)]
+    both = [name, base]
+    yield _made(condition, f"{name} / {base}", asked, parts, bounds, both, both, nearer, "quotient")
 
 
 def _value(condition: Mapping, figure: Looked) -> Iterator[Condition]:
