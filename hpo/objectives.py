@@ -12,9 +12,7 @@ from fs_lowrank.settings.metrics import METRICS, measured
 #: the objectives and their directions; none of them is of the test data
 OBJECTIVES: dict[str, Literal["minimize", "maximize"]] = {
     **{f"val_{name}": "maximize" if metric.larger else "minimize" for name, metric in METRICS.items()},
-    "uplink_bytes": "minimize",
-    "downlink_bytes": "minimize",
-    "client_steps": "minimize",
+    **dict.fromkeys(("uplink_bytes", "downlink_bytes", "client_steps"), "minimize"),
 }
 
 

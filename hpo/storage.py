@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.storages import BaseStorage, RetryHeartbeatStaleTrialCallback
+from optuna.storages import BaseStorage, RDBStorage, RetryHeartbeatStaleTrialCallback
 
 from fs_lowrank import RunFailed, UserError
 
@@ -46,7 +46,7 @@ with quiet():
     AGAIN = RetryHeartbeatStaleTrialCallback()
 
 
-def open_storage(where: str | Path, create: bool = False) -> BaseStorage:
+def open_storage(where: str | Path, create: bool = False) -> RDBStorage:
     """Open the storage.
 
     Args:
@@ -71,7 +71,7 @@ def open_storage(where: str | Path, create: bool = False) -> BaseStorage:
         url = str(where) if path is None else f"sqlite:///{path}"
         beats: dict[str, Any] = {"heartbeat_interval": HEARTBEAT, "grace_period": GRACE}
         try:
-            return optuna.storages.RDBStorage(url, heartbeat_stale_trial_callback=RETRY, **beats)
+            return RDBStorage(url, heartbeat_stale_trial_callback=RETRY, **beats)
         except RuntimeError as error:  # of a storage of another version of Optuna
             raise UserError(f"storage {where} is no storage that this version of Optuna reads: {error}") from None
 

@@ -6,10 +6,11 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import optuna
-from optuna.storages import BaseStorage
+from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial
 
 from fs_lowrank import RunFailed, UserError
@@ -97,11 +98,11 @@ class _Search:
         waits: whether trials of other workers still run.
     """
 
-    def __init__(self, storage: BaseStorage, study: optuna.Study, runner: Runner, say: Callable[[str], None]):
+    def __init__(self, storage: RDBStorage, study: optuna.Study, runner: Runner, say: Callable[[str], None]):
         self.storage, self.study, self.runner, self.say = storage, study, runner, say
         self.settings, self.space = runner.settings, space_of(self.study)
         self.study.pruner = make_pruner(self.settings)
-        self.seconds, self.waits = 0.0, False
+        self.seconds, self.waits, self._seen = 0.0, False, set[int]()
 
     def spent(self) -> float:
         """Seconds of the study's trials so far, of all workers, and of this worker's on fresh seeds."""
@@ -129,7 +130,12 @@ class _Search:
         optuna.storages.fail_stale_trials(study)
         trials = study.get_trials(deepcopy=False)
         kinds = [kind(t) for t in trials]
-        self.waits = "running" in kinds
+        running = {t._trial_id for t in trials if kind(t) == "running"}
+        # Optuna waits for ever for a trial whose worker died before its first heartbeat, so each is given one.
+        for unseen in running - self._seen:
+            self.storage.record_heartbeat(unseen)
+        self._seen |= running
+        self.waits = bool(running)
         draws = self.settings.sampler != "grid" and study is self.study and drawn(trials) < wanted
         if "waiting" not in kinds and not draws:
             return "wait" if self.waits else "done"
@@ -194,9 +200,7 @@ class _Search:
 
 def main(options: dict) -> int:
     """Run ``work`` with ``options``, which are plain data, as a process of ``run_workers``; returns the exit code."""
-    with stop_signals() as stopped:
-        try:
-            work(**options, stopping=lambda: bool(stopped), say=lambda text: print(text, flush=True))
-        except KeyboardInterrupt:
-            return INTERRUPTED
-    return INTERRUPTED if stopped else OK
+    with stop_signals() as stopped, suppress(KeyboardInterrupt):
+        work(**options, stopping=lambda: bool(stopped), say=lambda text: print(text, flush=True))
+        return INTERRUPTED if stopped else OK
+    return INTERRUPTED

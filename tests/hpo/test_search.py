@@ -367,6 +367,16 @@ def test_a_trial_of_a_dead_worker_is_repeated_twice_at_most(search, monkeypatch)
 
 
 @pytest.mark.more
+def test_a_trial_whose_worker_died_before_its_first_heartbeat_is_run(search, monkeypatch):
+    monkeypatch.setattr("hpo.storage.GRACE", 1)
+    options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}}, timeout=1e-6)
+    with quiet():
+        studies(options)[1].ask()
+    options, ended, _ = search({"train.optimizer.lr": {"grid": [1e-2]}}, timeout=60)
+    assert ended.how == "done" and [kind(t) for t in trials(options)] == ["lost", "complete"]
+
+
+@pytest.mark.more
 def test_pareto_front_of_accuracy_and_bytes(search, tmp_path, capsys):
     space = {"llm.adapter.args.0.r": {"grid": [1, 4]}, "train.optimizer.lr": {"grid": [1e-2]}}
     options, _, _ = search(space, objectives=("val_acc", "uplink_bytes"), confirm=1)
