@@ -22,10 +22,10 @@ import torch
 
 import fs_lowrank
 from fs_lowrank import Config, RunFailed, RunResult, UserError
+from fs_lowrank.data.files import file_digest
 from fs_lowrank.errors import CannotContinue
 from fs_lowrank.jobs.files import read_json, write_bytes
 from fs_lowrank.models.machine import device_of
-from fs_lowrank.runs.checksums import checksum
 from fs_lowrank.runs.environment import machine, versions
 from fs_lowrank.runs.records import flat_metrics
 from fs_lowrank.runs.summary import per_client_and_round, seconds
@@ -361,7 +361,7 @@ def _script(job: Job) -> dict:
     checksums = {}
     for path in sorted(p for p in out.iterdir() if p.is_file()):
         write_bytes(kept / path.name, path.read_bytes())
-        checksums[str((kept / path.name).relative_to(job.options.results))] = checksum(path)
+        checksums[str((kept / path.name).relative_to(job.options.results))] = file_digest(path)
     metrics = {name: quotient(found, path) for name, path in job.experiment.values.items()}
     return {
         "method": job.experiment.script.rpartition(".")[2],

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fs_lowrank import Gathering, UserError, create_method, list_methods
+from fs_lowrank.data.files import file_digest
 from fs_lowrank.errors import DamagedFile
 from fs_lowrank.jobs.files import read_json
-from fs_lowrank.runs.checksums import checksum
 from fs_lowrank.runs.summary import human_bytes
 from fs_lowrank.settings.metrics import LANGUAGE, larger_is_better
 
@@ -279,7 +279,7 @@ def values_by_seed(record: Mapping, paths: Mapping[str, str], store: Store) -> d
         path = store.results / name
         try:
             found[path.stem] = read_json(path, dict | list, remedy="its figures have no spread")
-            if checksums.get(name, actual := checksum(path)) != actual:
+            if checksums.get(name, actual := file_digest(path)) != actual:
                 raise DamagedFile(f"{path} is not the file that its result was read from; its figures have no spread")
         except DamagedFile as error:
             store.damaged[str(path)] = str(error).removeprefix(f"{path} ")

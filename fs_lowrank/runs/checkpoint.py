@@ -22,10 +22,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..algebra import on_device
+from ..data.files import file_digest
 from ..errors import CannotContinue, RunFailed
 from ..jobs.files import read_json, replacing
 from ..versions import SCHEMA, NewerSchema, check_schema
-from .checksums import checksum
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -60,7 +60,7 @@ def save_checkpoint(
             for part, tensors in parts.items():
                 path = aside / f"{part}.safetensors"
                 save_file({n: t.detach().contiguous().cpu() for n, t in tensors.items()}, path)
-                sums[path.name] = checksum(path)
+                sums[path.name] = file_digest(path)
             content = {"schema": SCHEMA, "round": round, "files": sums, **meta}
             (aside / "meta.json").write_text(json.dumps({"sha256": _meta_sum(content), **content}))
     except (OSError, SafetensorError) as error:  # safetensors raises its own error on a full disk
@@ -101,7 +101,7 @@ def _read(path: Path, device: torch.device | str) -> Checkpoint:
         raise ValueError("meta.json is damaged: its checksum does not match")
     check_schema(meta, path / "meta.json")
     for name, expected in meta["files"].items():
-        if checksum(path / name) != expected:
+        if file_digest(path / name) != expected:
             raise ValueError(f"{name} is damaged: its checksum does not match")
     parts = {name.removesuffix(".safetensors"): on_device(load_file(path / name), device) for name in meta["files"]}
     return Checkpoint(round=int(meta["round"]), parts=parts, meta=meta)

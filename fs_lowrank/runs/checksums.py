@@ -7,11 +7,11 @@ checked in them.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..data.files import file_digest
 from ..errors import DamagedFile
 from ..jobs.files import from_json, write_text
 
@@ -26,12 +26,6 @@ CONTENTS = (
 )
 
 
-def checksum(path: Path) -> str:
-    """The SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def seal(folder: Path, places: Iterable[str], without: str = "") -> None:
     """Note the checksums of those of ``places``, files and folders in ``folder``, that are there.
 
@@ -42,7 +36,7 @@ def seal(folder: Path, places: Iterable[str], without: str = "") -> None:
     """
     found = [path for place in places for path in ((folder / place), *(folder / place).rglob("*")) if path.is_file()]
     names = {path.relative_to(folder).as_posix(): path for path in found if path.name != without}
-    write_text(folder / FILE, json.dumps({name: checksum(names[name]) for name in sorted(names)}, indent=1))
+    write_text(folder / FILE, json.dumps({name: file_digest(names[name]) for name in sorted(names)}, indent=1))
 
 
 def seal_finished(folder: Path) -> None:
@@ -73,7 +67,7 @@ def damaged(folder: Path, places: Iterable[str] | None = None) -> tuple[Path, st
         for name, expected in from_json(sums.read_bytes()).items():
             if looked_at is None or name.partition("/")[0] in looked_at:
                 at = folder / name
-                if checksum(at) != expected:
+                if file_digest(at) != expected:
                     raise ValueError("its checksum does not match")
     except (OSError, ValueError) as error:
         return at, "it is missing" if isinstance(error, FileNotFoundError) else str(error).split(": '")[0]

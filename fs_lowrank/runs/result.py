@@ -219,8 +219,7 @@ class RunResult:
         if ACCUMULATED in peft_config:
             save_adapter(folder, *one_adapter(self.model))
         else:
-            # What is nested in a pair is no tensor of PEFT's.
-            own = {n: tensor for n, tensor in model.state_dict().items() if "nested" not in tags(n)}
+            own = {n: t for n, t in model.state_dict().items() if "nested" not in tags(n)}  # that is not PEFT's
             model.save_pretrained(str(folder), selected_adapters=["default"], state_dict=own)
         sort_configs(Path(folder), self.facts.get("hub", ("", "")))
         if self.facts.get("images"):

@@ -265,7 +265,7 @@ def test_a_home_that_cannot_be_written(wheel, tmp_path):
         fetch("tiny", tmp_path / "file", quiet)
 
 
-@pytest.mark.parametrize("name", ["in/../../out.txt", "in//out.txt", "in//tmp/../../out.txt"])
+@pytest.mark.parametrize("name", ["in/../../out.txt", "in//out.txt", "in//a/../../out.txt"])
 def test_archives_cannot_write_elsewhere(tmp_path, name):
     with zipfile.ZipFile(tmp_path / "bad.zip", "w") as bundle:
         bundle.writestr(name, "x")
