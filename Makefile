@@ -25,21 +25,22 @@ help:
 	@echo "make clean  remove the environment and the demo's results"
 
 # torch goes first and pinned, so that nothing else can pull another build of it. uv knows where PyTorch keeps its builds
-# and takes the one for this machine: without a GPU the CPU's, not gigabytes of CUDA.
+# and takes the one for this machine: without a GPU the CPU's, not gigabytes of CUDA. It needs half of pip's time; where it
+# does not reach the packages that pip is configured for, pip installs them.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+UV := UV_HTTP_RETRIES=1 $(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt
 $(VENV)/.installed: setup.py constraints.txt
-	@echo "== setting up $(VENV): about two minutes and 2 GB, once"
+	@echo "== setting up $(VENV): about a minute and 2 GB, once"
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed, this is " + sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
+	$(PIP) setuptools wheel uv
 	@echo "== installing torch: PyTorch's build for this machine"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv && \
-	UV_HTTP_RETRIES=1 $(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend auto -c constraints.txt torch || \
-	{ echo "== PyTorch's builds cannot be reached; taking the package index's torch"; \
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch; }
+	$(UV) --torch-backend auto torch || \
+	{ echo "== PyTorch's builds cannot be reached; taking the package index's torch"; $(UV) torch || $(PIP) torch; }
 	@echo "== installing fs-lowrank and the libraries it stands on"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev,docs]'
+	$(UV) --no-build-isolation -e '.[dev,docs]' || $(PIP) --no-build-isolation -e '.[dev,docs]'
 	@echo "== installing curvlinops, alone: what it asks for would bring another torch"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps curvlinops-for-pytorch backpack-for-pytorch
+	$(UV) --no-deps curvlinops-for-pytorch backpack-for-pytorch || $(PIP) --no-deps curvlinops-for-pytorch backpack-for-pytorch
 	@touch $@
 
 report: $(VENV)/.installed

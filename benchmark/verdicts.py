@@ -175,7 +175,7 @@ def judged_claims(suite: Suite, results: Mapping[str, ExperimentResults]) -> dic
         by_experiment = {e: judge(rule, there[e].look) for e, rule in rules.items()}
         hashes = {e: {r["hash"] for r in there[e].at(used(rule, there[e].look))} for e, rule in rules.items()}
         ran = {e for e, found in hashes.items() if found}
-        others = {e: _others(rules[e], there[e]) for e in ran}
+        others = {e: _others(rules[e], there[e]) for e in there if e in ran}
         judged[name] = Judged(by_experiment, _sharing(hashes), ran, others)
     return judged
 

@@ -25,6 +25,9 @@ MORE_CHECKS = {
     "test_what_is_saved_loads_with_the_plain_libraries",
     "test_clients_that_drop_out",
     "test_bytes_are_those_of_the_tensors_that_were_sent",
+    "test_one_client_one_round_is_local_training",
+    "test_the_server_step_leaves_its_arguments_as_they_are",
+    "test_a_server_optimizer_over_every_averaging_method",
 }
 MORE_METHODS = {"rolora", "flexlora", "fedloru", "regmean", "frlora"}
 #: tests of which ``make test-more`` runs so many variants, the first ones; ``make test-slow`` has the others
@@ -53,6 +56,31 @@ FIRST_VARIANTS = {
     "test_every_averaging_method_against_the_definition": 12,
     "test_what_is_trained_sent_and_saved": 6,
     "test_a_damaged_adapter_is_refused_and_not_used_without_what_it_lacks": 4,
+    "test_settings_that_change_the_training_change_the_key": 2,
+    "test_a_damaged_entry_is_computed_again": 1,
+    "test_every_pruner_stops_hopeless_trials": 1,
+    "test_a_defective_method_fails_the_check_for_its_defect": 3,
+    "test_a_slow_starter_is_never_pruned_by_trials_at_the_majority_class": 2,
+    "test_equal_methods_are_told_apart_in_5_percent_at_most": 8,
+    "test_every_argument": 6,
+    "test_it_stops_where_federatedscope_does": 8,
+    "test_it_says_once_why_clients_train_alone": 2,
+    "test_a_huge_update_is_refused_where_norms_are_bounded": 2,
+    "test_a_bad_round_stops_the_run_and_leaves_the_last_good_one": 2,
+    "test_killed_in_the_middle_of_a_file": 1,
+    "test_too_few_clients_stop_the_run_and_leave_the_last_good_round": 1,
+    "test_an_update_that_is_wrong_is_refused_and_changes_nothing": 2,
+    "test_a_disk_that_is_full_while_writing": 1,
+    "test_cohorts_and_processes_have_the_same_result": 1,
+    "test_the_best_round_is_that_of_the_metric": 1,
+    "test_a_row_whose_summary_is_damaged_is_trained_again": 1,
+    "test_metrics_before_round_1_that_cannot_be_read": 1,
+    "test_files_of_the_base_that_changed_are_named_on_resume": 1,
+    "test_a_disk_that_is_full_at_the_end_of_a_run": 1,
+    "test_messages_for_a_client_that_is_never_asked_are_bounded": 2,
+    "test_numbers_and_sets_of_classes": 2,
+    "test_training_in_blocks_is_training_on_the_batch": 4,
+    "test_equal_to_the_plain_forward": 6,
 }
 #: what ``make test`` runs with every method, on the first kind of model that it takes
 EVERY_METHOD = "test_a_run_its_files_and_a_repetition"
@@ -79,6 +107,7 @@ def _no_gpu() -> str:
 #: the marker of tests that not every environment can run → why this one cannot; then they are not collected
 LACKS = {
     "federatedscope": cache(_no_federatedscope),
+    "commonsense": lambda: "" if os.environ.get("FS_LOWRANK_EVAL_DATA") else "FS_LOWRANK_EVAL_DATA names no folder",
     "flower": lambda: "" if find_spec("flwr") else "make flower",
     "gpu": cache(_no_gpu),
     "quantised": lambda: "" if find_spec("bitsandbytes") else "make test-quant",

@@ -53,7 +53,7 @@ def test_all_data_in_one_place_have_the_states_of_the_clients(few, no_curves, mo
     assert shared.final["test_loss"] == pytest.approx(alone.final["test_loss"], abs=1e-6)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_rows_have_the_same_data_and_nothing_to_send(few, no_curves):
     few = {**few, "federate": {**few["federate"], "sample_client_num": 2}}
     results = fs_lowrank.compare(fs_lowrank.load_config(few), ["rolora", "local", "pooled"])

@@ -384,7 +384,7 @@ def test_a_record_cut_short(make):
         make("cut").run(resume=True)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_run_of_another_revision_of_its_method_is_not_continued(make, monkeypatch):
     """The configuration is the same, but the method computes something else."""
     keys = {"federate.method": "rolora", "federate.total_round_num": 3}

@@ -68,6 +68,7 @@ def test_installed_names(walks, clone, tmp_path):
     assert "--space" in said(str(binaries / "fs-lowrank"), "hpo", "tune", "--help", cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_names_of_an_editable_install(walks, clone, tmp_path):
     """`pip install -e .`: the same names as in a wheel; in the clone itself also `python -m benchmark` and `hpo`."""
     walks.install(clone, tmp_path / "env", "--no-build-isolation", "--editable")
@@ -79,6 +80,7 @@ def test_names_of_an_editable_install(walks, clone, tmp_path):
     assert "glue" in said(str(binaries / "python"), "-m", "benchmark", "list", cwd=clone)
 
 
+@pytest.mark.slow
 def test_a_clone_that_is_not_installed_has_the_same_names(clone, tmp_path):
     code = f"import sys; sys.path.insert(0, {str(clone)!r}){NAMES}"
     where, *top_level = said(sys.executable, "-c", code, cwd=tmp_path).split()

@@ -95,7 +95,7 @@ def test_the_same_error_in_both_words(config, tmp_path, capsys):
 # -- what exists already -------------------------------------------------------------------------------
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_what_becomes_of_a_run_that_is_there(config):
     with pytest.raises(UserError, match="holds no run to continue; resume='auto' starts one where there is none"):
         fs_lowrank.run(config, resume=True)
@@ -113,7 +113,7 @@ def test_what_becomes_of_a_run_that_is_there(config):
         fs_lowrank.run(config, resume="auto", overwrite=True)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_methods_to_compare_as_one_text(config):
     results = fs_lowrank.compare(config, "rolora, local", resume="auto", progress=True)
     assert list(results) == ["rolora", "local"]

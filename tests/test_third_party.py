@@ -78,7 +78,7 @@ def test_an_error_in_a_method_names_its_package(package):
     assert done.returncode == 2 and "median_lora" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_an_error_in_its_code_in_another_process_names_the_line(package, settings, tmp_path):
     code = (package / "my_methods.py").read_text()
     own = "\n    def apply(self, model, message, round):\n        raise KeyError('not there')\n"

@@ -113,7 +113,7 @@ def check_table(path: str | Path) -> None:
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(f"{path}: expected a file that ends with {', '.join(SUFFIXES)}")
     if os.path.lexists(path):
-        raise UserError(f"{path} exists; remove it, or name another file with --out")
+        raise UserError(f"{path} exists; remove it, or name another file with out='FILE'")
     if not path.parent.is_dir():
         raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
 

@@ -588,7 +588,7 @@ def test_a_training_file_that_is_not_made_yet_is_made_for_the_estimate(tmp_path,
     assert code == 2 and "1 thing to put right" in said and "boolq has no training file" in said, said
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_clients_that_cells_of_one_round_share_are_estimated_once(place, bench):
     text = (place / "tiny.yaml").read_text()
     text = text[: text.index("experiments:")].replace("imports: [own_methods]", "")
@@ -775,7 +775,7 @@ def test_a_search_over_values_of_any_kind_is_said():
     assert said == "type AdamW, lr 0.01, ranks [2, 4] val_acc 0.500"
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_checkpoint_is_given_up_only_if_it_cannot_be_used(settings, tmp_path, capsys, no_curves):
     config = load_config(settings, **{"outdir": str(tmp_path / "cell"), "federate.total_round_num": 2})
 

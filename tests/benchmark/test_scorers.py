@@ -23,7 +23,7 @@ from fs_lowrank.settings.metrics import standard_error
 from fs_lowrank.training.generate import continue_prompts
 
 #: a folder with real data, laid out as docs/guides/evaluation.md says
-REAL = Path(os.environ.get("FS_LOWRANK_EVAL_DATA", "no such folder"))
+REAL = Path(os.environ.get("FS_LOWRANK_EVAL_DATA", ""))
 
 #: task -> rows of (instruction, answer), in the format of LLM-Adapters
 ROWS = json.loads(Path(__file__).with_name("instructions.json").read_text(encoding="utf-8"))
@@ -108,12 +108,11 @@ def test_a_parsed_row_can_be_put_together_again(task):
 
 
 @pytest.mark.more
+@pytest.mark.commonsense
 @pytest.mark.parametrize("task", sorted(ROWS))
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_every_real_row_is_parsed_without_loss(task, split):
     """The conversion to lm-eval's fields is lossless: the texts of the prompt contain the whole question."""
-    if not commonsense.path(REAL, task, split).is_file():
-        pytest.skip("the commonsense files are not below $FS_LOWRANK_EVAL_DATA")
     convert = {folder: c for folder, _, c in local_data._COMMONSENSE.values()}[task]
     for original in commonsense.read(REAL, task, split):
         question = commonsense.split_row(task, original)

@@ -120,7 +120,7 @@ def test_the_example_of_the_page(config, tmp_path, monkeypatch, capsys):
     assert result.final["head_norm"] == result.history[-1]["head_norm"] > 0
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_comparison_gives_them_to_each_method(config):
     compared = fs_lowrank.compare(config, "fedlora,rolora", callbacks=[Noted(1)])
     assert [len(result.history) for result in compared.values()] == [1, 1]

@@ -37,6 +37,7 @@ def test_the_global_model_answers_and_training_stays_the_same(run):
         assert line["exact_match"] == mean == asked.history[line["round"] - 1]["answers"]["exact_match"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_answers_of_an_uninterrupted_one(run, tmp_path):
     sampled = {"eval.generate": {"freq": 1, "prompts": 2, "max_tokens": 4, "temperature": 1.0}}
     _, whole = run("whole", sampled)

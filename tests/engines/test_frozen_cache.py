@@ -94,6 +94,7 @@ def test_a_full_disk_is_an_error_before_anything_is_mapped(make, tmp_path):
     assert not list((tmp_path / "states").iterdir())
 
 
+@pytest.mark.slow
 def test_clients_beyond_the_budget_are_not_cached(make):
     whole = make("encoder", {})
     whole.run()
@@ -127,6 +128,7 @@ def test_half_precision(make):
         torch.testing.assert_close(value, computed.ledger.state[name], atol=0.02, rtol=0.05)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_with_the_cache(make, tmp_path):
     keys = {"federate.total_round_num": 4}
     whole = make("causal", keys)
@@ -140,6 +142,7 @@ def test_a_resumed_run_with_the_cache(make, tmp_path):
     assert all(torch.equal(whole.ledger.state[n], resumed.ledger.state[n]) for n in whole.ledger.state)
 
 
+@pytest.mark.slow
 def test_a_model_whose_scores_depend_on_padding(make, tiny_encoder, tmp_path, caplog):
     """Its texts are computed by length, without the cache, also after resuming."""
     folder = tmp_path / "fnet"

@@ -67,6 +67,7 @@ def test_a_run_does_as_much_with_few_clients_as_with_many(config):
     assert abs(many - few) < 1000 and abs(setup[1] - setup[0]) < 1000, "less than a hundredth of a call a client"
 
 
+@pytest.mark.slow
 def test_a_client_costs_no_more_than_its_row_indices(config):
     peaks = []
     for clients in (FEW, MANY):
@@ -92,6 +93,7 @@ def test_the_files_of_a_run_have_nothing_of_clients_that_take_no_part(config):
     assert many["rows.npz"] < (4 + 8) * ROWS + 2 * MANY, "8 bytes are the hash of a row"
 
 
+@pytest.mark.slow
 def test_a_run_of_many_clients_is_resumed_and_read(config):
     whole = fs_lowrank.run(config(MANY))
     keys = {"outdir": config(MANY).outdir + "-again"}

@@ -261,6 +261,7 @@ def test_without_a_validation_split(settings, tmp_path):
     LocalEngine(load_config(settings, {"federate.method": "fedfisher", **keys}))
 
 
+@pytest.mark.slow
 def test_fedfisher_on_adapters(settings, tmp_path, no_curves):
     for fisher in ("diag", "kfac"):
         result = fs_lowrank.run(

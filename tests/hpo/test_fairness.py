@@ -185,7 +185,7 @@ def test_an_internal_error_in_a_command_is_one_line_that_names_a_file(search, mo
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_full_disk_ends_the_search_and_the_same_search_continues(search, monkeypatch, wrapped):
     full = [True]

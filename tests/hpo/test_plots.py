@@ -9,7 +9,7 @@ from hpo.best import points_of
 from hpo.storage import load_study, open_storage
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_accuracy_is_that_of_the_next_token_for_a_language_model(search, causal_settings, tmp_path, capsys):
     base = load_config(causal_settings, {"federate.total_round_num": 1})
     search({"train.optimizer.lr": {"grid": [1e-2]}}, base, confirm=1)

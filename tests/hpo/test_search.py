@@ -100,7 +100,7 @@ def test_grid_runs_each_point_once_confirms_the_winner_and_writes_it(search, con
     assert "2 complete" in capsys.readouterr().out
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_worker_loads_the_model_and_tokenizes_the_data_once(search, monkeypatch):
     from fs_lowrank.data import build as data
     from fs_lowrank.models import build
@@ -153,7 +153,7 @@ def test_trials_do_not_evaluate_clients_on_test_data_or_answer_prompts(config):
     assert fresh.eval.client_scores and fresh.eval.generate.freq == 1
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_pruned_trial_ends_at_once_and_its_cost_counts(search, monkeypatch):
     class Never(optuna.pruners.BasePruner):
         def prune(self, study, trial):
@@ -376,7 +376,7 @@ def test_a_trial_whose_worker_died_before_its_first_heartbeat_is_run(search, mon
     assert ended.how == "done" and [kind(t) for t in trials(options)] == ["lost", "complete"]
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_pareto_front_of_accuracy_and_bytes(search, tmp_path, capsys):
     space = {"llm.adapter.args.0.r": {"grid": [1, 4]}, "train.optimizer.lr": {"grid": [1e-2]}}
     options, _, _ = search(space, objectives=("val_acc", "uplink_bytes"), confirm=1)
@@ -416,7 +416,7 @@ def test_a_study_for_each_method_and_one_history_of_both(search, config, tmp_pat
     assert made == {"history.png", "trials.csv", *of_each}
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_each_method_that_is_searched_decides_about_adapters_for_itself(search, config):
     """As with ``run``: ``llm.adapter.use`` is not given, so FisherMerge trains all weights beside FedLoRA."""
     options, _, _ = search({"federate.method": {"grid": ["fedlora", "fisher_merge"]}})
@@ -526,7 +526,7 @@ def test_arrow_data_are_compared_by_what_is_read_into_memory(config, tmp_path):
     assert found[0] == found[1] and len({*found}) == 3 and all(found)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_revision_of_any_point_that_ran_is_compared(search, config, monkeypatch):
     """The base config has no server optimizer; one of the two points has the one whose revision changed."""
     base = config.replace({"fedopt.use": True, "fedopt.optimizer.type": "SGD"})

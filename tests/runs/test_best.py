@@ -122,7 +122,7 @@ def test_killed_and_resumed(make):
         assert sorted(p.name for p in (resumed.outdir / "best").iterdir()) == needed
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_run_that_goes_back_keeps_the_best_of_before(make):
     """It is resumed from the checkpoint of round 2, and ends there: what was best in round 3 is not of this run."""
     config = make("back", {"lowrank.checkpoint_freq": 2})

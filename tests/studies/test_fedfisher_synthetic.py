@@ -54,6 +54,7 @@ def test_the_server_s_iterate_is_gradient_descent_s_and_its_limit_the_nearest_mi
     assert sum((found - k) @ f @ (found - k) - (nearest - k) @ f @ (nearest - k) for f, k in zip(fishers, flat)) < 1e-4
 
 
+@pytest.mark.slow
 def test_the_claims_on_few_seeds(tmp_path, monkeypatch):
     monkeypatch.setattr(synthetic, "AT_STEPS", 512)
     monkeypatch.setattr(synthetic, "AT_WIDTH", 128)

@@ -56,10 +56,23 @@ def torture(tmp_path, kinds, number):
     assert ended.returncode == 0
 
 
-@pytest.mark.more  # a slow hub takes a minute: test_silent_server has one
-def test_a_case_of_every_kind(tmp_path):
-    torture(tmp_path, [kind for kind in driver.KINDS if kind != "hub"], 1)
-    assert "| damaged files | 1 |" in (tmp_path / "results" / "README.md").read_text()
+#: kinds whose cases start no process of their own
+QUICK = ("damage", "inputs", "updates")
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        pytest.param(QUICK, marks=pytest.mark.more),
+        # a slow hub takes a minute: test_silent_server has one
+        pytest.param([k for k in driver.KINDS if k not in (*QUICK, "hub")], marks=pytest.mark.slow),
+    ],
+    ids=("in this process", "in others"),
+)
+def test_a_case_of_every_kind(tmp_path, kinds):
+    torture(tmp_path, kinds, 1)
+    table = (tmp_path / "results" / "README.md").read_text()
+    assert f"| {driver.KINDS[kinds[0]]} | 1 |" in table
 
 
 @pytest.mark.slow  # kills come at random times, so a run may find a new failure

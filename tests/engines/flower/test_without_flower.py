@@ -53,7 +53,7 @@ def test_the_app_is_two_files_without_code(quick, tmp_path, capsys):
     assert cli.main(["flower", "app", str(tmp_path / "app"), "--cfg", str(tmp_path / "mine.yaml")]) == 0
     config.replace({"seed": 8}).dump(tmp_path / "mine.yaml")
     assert cli.main(["flower", "app", str(tmp_path / "app"), "--cfg", str(tmp_path / "mine.yaml")]) == 2
-    assert "exists and differs" in capsys.readouterr().err
+    assert "exists and says something else" in capsys.readouterr().err
 
 
 def test_a_wrong_configuration_makes_no_app(quick, tmp_path, capsys):
