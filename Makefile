@@ -94,7 +94,7 @@ $(FLOWER)/.installed: $(VENV)/.installed constraints-flower.txt
 
 flower: $(FLOWER)/.installed
 	@echo "== running the tests of the engine on Flower"
-	$(FLOWER)/bin/python -m pytest -q tests/engines/flower
+	$(FLOWER)/bin/python -m pytest -q -n 2 --dist load tests/engines/flower
 
 flower-all: $(FLOWER)/.installed
 	@echo "== comparing every method on Flower with the embedded engine; the table goes to results/flower.md"

@@ -1,4 +1,4 @@
-"""A complete, commented configuration from a file of the user's: looks at the columns, the texts and the model.
+"""A complete, commented configuration from data of the user's: looks at columns and texts, or pictures, and the model.
 
 Nothing is decided silently: every line of the file that was guessed says so, and why.
 """
@@ -20,14 +20,16 @@ from torch import nn
 
 from .config import load_config
 from .data import CAUSAL_LM, LONGEST, RawData, load_raw
-from .data.own import look_at, stem_of
+from .data.own import look_at, refuse_tables, stem_of
 from .data.sources import data_args
+from .data.stored import is_saved
 from .data.tables import talks_in, with_fraction
 from .data.template import SYNONYMS
 from .data.tokenize import tokenize_causal, tokenize_classification
 from .errors import UserError, nearest
 from .models.build import build_skeleton, build_tokenizer, positions
 from .settings.reading import Dumper, Loader
+from .settings.sections import VISION_MODELS
 
 _TEXTS = ("text", "sentence", "review", "content", "comment", "body", "message", "tweet", "document", "question")
 _LABELS = ("label", "class", "stars", "rating", "sentiment", "category", "target", "intent", "topic", "y")
@@ -54,6 +56,9 @@ _ATTENTION = (
 _SITE = re.compile(r"(site|client|hospital|user|institution)s?([ _-]?(id|name))?", re.IGNORECASE)
 #: more values than this are not taken for classes
 MOST_CLASSES = 100
+#: pixels; larger pictures are resized, as are those of unequal sizes
+LARGEST = 64
+_EVALUATION = ("eval:", "  freq: 2                        # rounds between evaluations", "  split: [test, val]")
 #: rows whose length is looked at
 LOOKED_AT = 2000
 
@@ -63,9 +68,11 @@ class Given:
     """What the user says; empty or None: looked for, or the usual.
 
     Attributes:
-        data: a file or folder that ``data.type`` reads as labelled texts or instructions, or a pattern for several.
+        data: a file or folder that ``data.type`` reads as labelled texts or instructions, or a pattern for several; or a
+            folder with a folder of pictures for each class.
         text, text_pair, label, instruction, input, output: columns.
-        model: a folder, a name to fetch, or a name on a hub; ``@huggingface_llm`` or ``@transformers`` may follow.
+        model: a folder, a name to fetch, or a name on a hub; ``@huggingface_llm`` or ``@transformers`` may follow. For
+            pictures, one of our networks.
     """
 
     data: Path
@@ -76,7 +83,7 @@ class Given:
     input: str = ""
     output: str = ""
     model: str = ""
-    method: str = "rolora"
+    method: str = ""
     clients: int = 0
     outdir: str = ""
 
@@ -88,6 +95,14 @@ def draft(given: Given) -> str:
         UserError: the file cannot be read; columns that do not exist or cannot be guessed; classes that are numbers
             with fractions, or too many; a model that is not here; a value that no configuration may have.
     """
+    lines = _pictures(given) if given.data.is_dir() and not is_saved(given.data) else _texts(given)
+    text = "\n".join(" ".join(line.splitlines()) for line in lines) + "\n"
+    _check(text)
+    return text
+
+
+def _texts(given: Given) -> list[str]:
+    """The lines for labelled texts, or for instructions with answers."""
     table = look_at(given.data, LOOKED_AT)
     columns, why, causal = _columns(given, table)
     model = given.model or ("smollm2" if causal else "minilm")
@@ -110,28 +125,12 @@ def draft(given: Given) -> str:
     tokenizer, skeleton = build_tokenizer(config), build_skeleton(config)
     length, about_length = _length(raw, tokenizer, positions(skeleton))
     modules, layers, about_layers = _layers(skeleton)
-    rows = len(raw.train)
     clients, splitter = _clients(given, raw)
-    if clients > rows * 0.8:
-        raise UserError(f"clients={clients}: {given.data} has {rows} rows, of which four fifths are for training")
-    each = rows * 0.8 / clients
+    head, each = _head(given, raw, clients, "rolora", 0.8)
     batch = max(1, min(4 if causal else 16, int(each)))
-    about_clients = f"{'' if given.clients else 'guessed: '}about {each:.0f}"
-    where = given.outdir or f"runs/{stem_of(given.data)}"
-    task = "instructions and answers" if causal else f"{raw.num_labels} classes ({', '.join(raw.label_names[:8])})"
     rank = "r: 8, alpha: 16" if causal else "r: 4, alpha: 8"
-    lines = [
-        f"# {given.data.name}: {rows} rows, {task}. Run it with: fs-lowrank run --cfg THIS_FILE",
-        "# `fs-lowrank keys NAME` explains a key; what is not here is at its default.",
-        "seed: 0",
-        f"outdir: {_yaml(where)}",
-        "federate:",
-        f"  method: {given.method}                 # fs-lowrank methods lists them",
-        f"  client_num: {clients}                 # {about_clients} training rows each",
-        "  sample_client_num: -1         # how many of them take part in a round; -1: all",
-        "  total_round_num: 20",
-        "data:",
-        f"  type: {_yaml(str(given.data))}",
+    return [
+        *head,
         *([f"  args: [{_flow(columns)}]"] if columns else []),
         *[f"  # {reason}" for reason in why],
         *(f"  {line}" for line in splitter),
@@ -145,13 +144,88 @@ def draft(given: Given) -> str:
         "train:",
         "  local_update_steps: 10         # batches of a client in a round",
         f"  optimizer: {{type: AdamW, lr: {'1.0e-3' if causal else '5.0e-3'}}}   # `fs-lowrank hpo tune` searches it",
-        "eval:",
-        "  freq: 2                        # rounds between evaluations",
-        "  split: [test, val]",
+        *_EVALUATION,
     ]
-    text = "\n".join(" ".join(line.splitlines()) for line in lines) + "\n"
-    _check(text)
-    return text
+
+
+def _pictures(given: Given) -> list[str]:
+    """The lines for a folder of class folders: a network for images, from scratch."""
+    if role := next(
+        (r for r in ("text", "text_pair", "label", "instruction", "input", "output") if getattr(given, r)), ""
+    ):
+        raise UserError(f"{role}={getattr(given, role)!r}: {given.data} is a folder of pictures, which have no columns")
+    refuse_tables(given.data, str(given.data))
+    model = given.model or "resnet10"
+    probe: dict[str, Any] = {
+        "data": {"type": str(given.data)},
+        "model": {"type": model},
+        "federate": {"client_num": 1, "method": "fedavg"},
+    }
+    if not (config := load_config(probe)).is_vision:
+        raise UserError(
+            f"model={model!r} reads texts, and {given.data} has pictures; name one of {', '.join(VISION_MODELS)}"
+        )
+    resized = False
+    try:
+        raw = load_raw(config.data, origin=config.source)
+        resized = max(raw.images.shape[2:]) > LARGEST
+    except UserError:  # pictures of unequal sizes; any other reason comes again
+        resized = True
+    if resized:
+        config = config.replace({"data.args": [{"size": LARGEST}]})
+        raw = load_raw(config.data, origin=config.source)
+    held_out = [0.0 if frame is not None else 0.1 for frame in (raw.validation, raw.test)]
+    clients, splitter = _clients(given, raw)
+    share = 1 - sum(held_out)
+    head, each = _head(given, raw, clients, "fedlora", share)
+    folders = "; test and validation have folders of their own" if not all(held_out) else ""
+    return [
+        *head,
+        *(
+            [f"  args: [{{size: {LARGEST}}}]             # guessed: height and width of all pictures"]
+            if resized
+            else []
+        ),
+        *(f"  {line}" for line in splitter),
+        f"  splits: [{share:.1f}, {held_out[0]}, {held_out[1]}]        # train, validation, test{folders}",
+        f"model: {{type: {model}}}"
+        + ("" if given.model else "         # guessed: a small network, trained from scratch"),
+        "llm: {adapter: {args: [{r: 16, alpha: 16}]}}",
+        f"dataloader: {{batch_size: {max(1, min(32, int(each)))}}}",
+        "train:",
+        "  local_update_steps: 10         # batches of a client in a round",
+        "  optimizer: {type: SGD, lr: 0.1, momentum: 0.9}   # `fs-lowrank hpo tune` searches it",
+        *_EVALUATION,
+    ]
+
+
+def _head(given: Given, raw: RawData, clients: int, method: str, share: float) -> tuple[list[str], float]:
+    """The first lines, up to ``data.type``, and the training rows of a client.
+
+    Args:
+        method: if the user names none. share: of the rows, those for training.
+    """
+    rows = len(raw.train)
+    each = rows * share / clients
+    if each < 1:
+        raise UserError(
+            f"clients={clients}: {given.data} has {rows} rows, of which {rows * share:.0f} are for training"
+        )
+    classes = f"{raw.num_labels} classes ({', '.join(raw.label_names[:8])})"
+    task = "instructions and answers" if raw.task == CAUSAL_LM else classes
+    return [
+        f"# {given.data.name}: {rows} rows, {task}. Run it with: fs-lowrank run --cfg THIS_FILE",
+        "# `fs-lowrank keys NAME` explains a key; what is not here is at its default.",
+        "seed: 0",
+        f"outdir: {_yaml(given.outdir or f'runs/{stem_of(given.data)}')}",
+        "federate:",
+        f"  method: {given.method or method}                 # fs-lowrank methods lists them",
+        f"  client_num: {clients}                 # {'' if given.clients else 'guessed: '}about {each:.0f} training rows each",
+        "  sample_client_num: -1         # how many of them take part in a round; -1: all",
+        "  total_round_num: 20",
+        "data:",
+        f"  type: {_yaml(str(given.data))}",
+    ], each
 
 
 def _check(text: str) -> None:

@@ -109,6 +109,7 @@ LACKS = {
     "federatedscope": cache(_no_federatedscope),
     "commonsense": lambda: "" if os.environ.get("FS_LOWRANK_EVAL_DATA") else "FS_LOWRANK_EVAL_DATA names no folder",
     "flower": lambda: "" if find_spec("flwr") else "make flower",
+    **{name: lambda name=name: "" if find_spec(name) else "it is not installed" for name in ("nvflare", "appfl")},
     "gpu": cache(_no_gpu),
     "quantised": lambda: "" if find_spec("bitsandbytes") else "make test-quant",
 }

@@ -140,3 +140,32 @@ def test_the_command(tmp_path, capsys):
     assert "the head of client 1, not averaged" in " ".join(capsys.readouterr().out.split())
     assert cli.main(["check", f"{file}:other"]) == 2 and "it has: step" in capsys.readouterr().err
     assert cli.main(["check", "nowhere.py:step"]) == 2 and "there is no file" in capsys.readouterr().err
+
+
+@pytest.mark.nvflare
+def test_servers_of_nvflare_average_each_matrix_by_itself():
+    from nvflare.app_common.aggregators import InTimeAccumulateWeightedAggregator
+    from nvflare.app_common.workflows.fedavg import FedAvg
+    from nvflare.app_opt.pt.fedavg import PTFedAvg
+
+    aggregator = InTimeAccumulateWeightedAggregator(expected_data_kind="WEIGHTS")
+    for server in (aggregator, FedAvg, PTFedAvg):
+        found = of(judge_server_step(server), "equal ranks")
+        assert found["head"] == (True, "") and found["up"][1].startswith("A and B averaged each by itself")
+
+
+@pytest.mark.appfl
+def test_servers_of_appfl_ignore_sizes_unless_they_are_told():
+    from appfl.algorithm.aggregator import FedAvgAggregator
+    from omegaconf import DictConfig
+
+    plain = of(judge_server_step(FedAvgAggregator()), "equal ranks")
+    assert plain["head"] == (False, "a plain mean instead of the weighted one")
+    weighted = FedAvgAggregator(aggregator_configs=DictConfig({"client_weights_mode": "sample_size"}))
+    found = of(judge_server_step(weighted), "equal ranks")
+    assert found["head"] == (True, "") and found["up"][1].startswith("A and B averaged each by itself")
+
+
+def test_what_is_no_server_is_refused():
+    with pytest.raises(UserError, match="int came, expected a function step"):
+        judge_server_step(3)

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pandas as pd
 import pytest
 import yaml
+from PIL import Image
 
 from fs_lowrank import UserError, cli, load_config
 from fs_lowrank.settings.reading import Loader
@@ -216,6 +218,42 @@ def test_a_model_of_the_other_kind_is_named(at, tiny_encoder):
         draft(Given(path, model=f"{tiny_encoder}@huggingface_llm"))
 
 
+def pictures(folder, sizes, count=24):
+    """``count`` pictures each of two classes, bright and dark, of these sizes in turn."""
+    draw = np.random.default_rng(0)
+    for kind, light in (("day", 200), ("night", 40)):
+        (folder / kind).mkdir(parents=True)
+        for i in range(count):
+            size = sizes[i % len(sizes)]
+            values = np.clip(draw.normal(light, 20, (*size, 3)), 0, 255).astype(np.uint8)
+            Image.fromarray(values).save(folder / kind / f"{i}.png")
+    return folder
+
+
+def test_pictures_of_one_size_keep_it_and_others_are_resized(tmp_path):
+    tree, text = made(pictures(tmp_path / "small", [(12, 16)]), "")
+    assert not tree["data"].get("args") and tree["model"]["type"] == "resnet10"
+    assert "48 rows, 2 classes (day, night)" in text and tree["data"]["splits"] == [0.8, 0.1, 0.1]
+    tree, _ = made(pictures(tmp_path / "photos", [(12, 16), (40, 30)]), "lenet", method="fedavg", clients=3)
+    assert tree["data"]["args"] == [{"size": 64}] and tree["model"]["type"] == "lenet"
+    assert (tree["federate"]["method"], tree["federate"]["client_num"]) == ("fedavg", 3)
+    for split in ("train", "test"):
+        pictures(tmp_path / "split" / split, [(8, 8)], 12)
+    tree, text = made(tmp_path / "split", "")
+    assert tree["data"]["splits"] == [0.9, 0.1, 0.0] and "have folders of their own" in text
+    with pytest.raises(UserError, match="'tiny@transformers' reads texts, and .* has pictures; name one of lenet"):
+        made(tmp_path / "small", "tiny@transformers")
+
+
+def test_a_folder_of_pictures_is_a_run_in_one_command(tmp_path, monkeypatch, capsys):
+    pictures(tmp_path / "photos", [(8, 8)])
+    monkeypatch.chdir(tmp_path)
+    few = ["federate.total_round_num", "2", "train.local_update_steps", "2", "lowrank.width", "0.125"]
+    assert cli.main(["run", "--data", "photos", *few]) == 0
+    assert "photos.yaml: written for" in capsys.readouterr().out
+    assert json.loads(Path("runs/photos/summary.json").read_text())["final"]["test_acc"] >= 0
+
+
 def test_init_writes_once_and_run_runs_it(at, tiny_encoder, capsys):
     path = at("reviews.csv", make_reviews(120).rename(columns={"text": "review", "label": "stars"}))
     options = ["--text", "review", "--label", "stars", "--model", str(tiny_encoder), "--clients", "3"]
@@ -239,7 +277,8 @@ def test_init_writes_once_and_run_runs_it(at, tiny_encoder, capsys):
         (["run", "--cfg", "a.yaml", "--data", "b.csv"], "run needs --cfg FILE"),
         (["run", "--cfg", "a.yaml", "--text", "x"], "--text: options of --data FILE"),
         (["init", "no.csv"], "no file no.csv"),
-        (["init", "."], "is a folder"),
+        (["init", "."], ".: found 0 folder(s) with images (none); expected one for each class"),
+        (["init", ".", "--label", "x"], "--label x: . is a folder of pictures, which have no columns"),
         (["init", "a.txt"], "expected a file that ends with .csv"),
         (["init", "no.csv", "--clients", "-3"], "--clients -3: expected a whole number above 0"),
         (["init", "no.csv", "--method", "rolorra"], "did you mean 'rolora'"),

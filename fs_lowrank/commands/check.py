@@ -19,9 +19,10 @@ def add(commands) -> None:
         "check",
         help="compare somebody's server step with the exact mean of the products",
         description="Example: fs-lowrank check my_server.py:aggregate. The function is called as aggregate(states, "
-        "sizes, ranks, alphas) with the state dicts of three clients in PEFT's names, and returns the server's.",
+        "sizes, ranks, alphas) with the state dicts of three clients in PEFT's names, and returns the server's. In its "
+        "place may be a strategy of Flower, or an aggregator of NVFlare or APPFL.",
     )
-    parser.add_argument("step", metavar="FILE:FUNCTION", help="a Python file and the name of a function in it")
+    parser.add_argument("step", metavar="FILE:FUNCTION", help="a Python file and a name in it")
     parser.add_argument("--scale", type=float, metavar="S", help="factor on the server's B A (default: alpha / r)")
     tables.option(parser)
     parser.set_defaults(do=_check)
@@ -36,7 +37,7 @@ def _check(args: argparse.Namespace) -> int:
             f"{args.step}: expected FILE:FUNCTION, such as my_server.py:aggregate; there is no file {file!r}"
         )
     names = runpy.run_path(file, run_name="fs_lowrank.check")
-    if not callable(names.get(name)):
+    if name not in names:
         listed = ", ".join(sorted(n for n, v in names.items() if callable(v) and not n.startswith("_")))
         raise UserError(f"{file} has no function {name!r}; it has: {listed or 'none'}")
     findings = judge_server_step(names[name], args.scale)

@@ -21,13 +21,13 @@ _COLUMNS = {
 
 
 def add(commands) -> None:
-    parser = commands.add_parser("init", help="write a complete, commented configuration for a file of your own")
+    parser = commands.add_parser("init", help="write a complete, commented configuration for data of your own")
     parser.add_argument(
         "data",
         metavar="FILE",
         type=Path,
         help="labelled texts or instructions: CSV, TSV, JSON, JSON Lines, Parquet or Arrow, a folder of save_to_disk, "
-        "or a pattern for several in quotes, such as 'clients/*.csv'",
+        "or a pattern for several in quotes, such as 'clients/*.csv'; or a folder with a folder of pictures a class",
     )
     options(parser)
     parser.add_argument("--out", metavar="FILE", type=Path, help="the configuration (default: FILE's name, .yaml)")
@@ -39,9 +39,11 @@ def options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("a file of your own (what is not said is guessed)")
     for name, about in _COLUMNS.items():
         group.add_argument(f"--{name}", default="", metavar="COLUMN", help=about)
-    group.add_argument("--model", default="", metavar="MODEL", help="folder or name (default: minilm, or smollm2)")
+    group.add_argument(
+        "--model", default="", metavar="MODEL", help="folder or name (default: minilm, smollm2 or resnet10)"
+    )
     group.add_argument("--clients", type=int, default=0, metavar="N", help="number of clients (default: by the rows)")
-    group.add_argument("--method", default="", metavar="NAME", help="default: rolora")
+    group.add_argument("--method", default="", metavar="NAME", help="default: rolora; for pictures fedlora")
 
 
 def given_options(args: argparse.Namespace) -> list[str]:
@@ -63,7 +65,7 @@ def write(args: argparse.Namespace, out: Path | None) -> Path:
     if args.clients < 0:
         raise UserError(f"--clients {args.clients}: expected a whole number above 0")
     said = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in _COLUMNS}
-    method = get_method_class(args.method or "rolora").name
+    method = get_method_class(args.method).name if args.method else ""
     text = draft(Given(args.data, **said, model=args.model, method=method, clients=args.clients))
     out = out or Path(stem_of(args.data) + ".yaml")
     if out.exists() and out.read_text(encoding="utf-8", errors="replace") != text:

@@ -55,7 +55,7 @@ def under(root: Path, name: str) -> Path:
     below = path if path.is_absolute() else root / path
     if below.exists() or _matching(below):
         return below
-    return path if path.is_file() or is_saved(path) or _matching(path) else below
+    return path if path.exists() or _matching(path) else below
 
 
 def is_files(path: Path) -> bool:
@@ -205,9 +205,6 @@ def look_at(path: Path, rows: int) -> pd.DataFrame:
     Raises:
         UserError: it cannot be read, or is not what ``read_own`` reads.
     """
-    if path.is_dir() and not is_saved(path):
-        refuse_tables(path, str(path))
-        raise UserError(f"{path} is a folder; name a file; for images set data.type to the folder")
     if not is_files(path):
         raise UserError(
             f"{path}: expected a file that ends with {', '.join(SUFFIXES)}, a folder of save_to_disk, or a pattern"

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from ..errors import UserError
+from .foreign import as_step
 
 #: what a server step returns: tensors or arrays by name
 State = Mapping[str, Any]
@@ -78,13 +79,14 @@ def judge_server_step(step: Step, scale: float | None = None) -> list[Finding]:
             ``base_model.model.LAYER.lora_A.weight`` ``(r_k, d_in)``, ``….lora_B.weight`` ``(d_out, r_k)`` and a head,
             ``base_model.model.classifier.weight``, in float32. It returns a state with the same names, whose pairs may
             have any rank; ``base_model.model.LAYER.weight``, in place of a pair or beside it, changes the weight.
+            A strategy of Flower and an aggregator of NVFlare or APPFL are called as these call them (``foreign``).
         scale: the factor on the server's ``B A``; None: ``alpha / r`` with the rank that the pair has.
     Returns:
         For each case, one finding for each layer and for the head.
     Raises:
-        UserError: it returns no mapping of names to arrays.
+        UserError: it is no server step, or returns no mapping of names to arrays.
     """
-    findings = []
+    findings, step = [], as_step(step)
     for case, ranks in CASES.items():
         states, alphas = _clients(ranks), [ALPHA] * len(ranks)
         given = [{name: tensor.clone() for name, tensor in state.items()} for state in states]
