@@ -56,6 +56,7 @@ _ATTENTION = (
 _SITE = re.compile(r"(site|client|hospital|user|institution)s?([ _-]?(id|name))?", re.IGNORECASE)
 #: more values than this are not taken for classes
 MOST_CLASSES = 100
+_ROLES = ("text", "text_pair", "label", "instruction", "input", "output")
 #: pixels; larger pictures are resized, as are those of unequal sizes
 LARGEST = 64
 _EVALUATION = ("eval:", "  freq: 2                        # rounds between evaluations", "  split: [test, val]")
@@ -68,8 +69,8 @@ class Given:
     """What the user says; empty or None: looked for, or the usual.
 
     Attributes:
-        data: a file or folder that ``data.type`` reads as labelled texts or instructions, or a pattern for several; or a
-            folder with a folder of pictures for each class.
+        data: a file or folder that ``data.type`` reads as labelled texts or instructions, or a pattern for several, or
+            a folder with a folder of pictures for each class.
         text, text_pair, label, instruction, input, output: columns.
         model: a folder, a name to fetch, or a name on a hub; ``@huggingface_llm`` or ``@transformers`` may follow. For
             pictures, one of our networks.
@@ -150,10 +151,9 @@ def _texts(given: Given) -> list[str]:
 
 def _pictures(given: Given) -> list[str]:
     """The lines for a folder of class folders: a network for images, from scratch."""
-    if role := next(
-        (r for r in ("text", "text_pair", "label", "instruction", "input", "output") if getattr(given, r)), ""
-    ):
-        raise UserError(f"{role}={getattr(given, role)!r}: {given.data} is a folder of pictures, which have no columns")
+    for role in _ROLES:
+        if column := getattr(given, role):
+            raise UserError(f"{role}={column!r}: {given.data} is a folder of pictures, which have no columns")
     refuse_tables(given.data, str(given.data))
     model = given.model or "resnet10"
     probe: dict[str, Any] = {
@@ -181,15 +181,10 @@ def _pictures(given: Given) -> list[str]:
     folders = "; test and validation have folders of their own" if not all(held_out) else ""
     return [
         *head,
-        *(
-            [f"  args: [{{size: {LARGEST}}}]             # guessed: height and width of all pictures"]
-            if resized
-            else []
-        ),
+        *([f"  args: [{{size: {LARGEST}}}]           # guessed: height and width of each"] if resized else []),
         *(f"  {line}" for line in splitter),
         f"  splits: [{share:.1f}, {held_out[0]}, {held_out[1]}]        # train, validation, test{folders}",
-        f"model: {{type: {model}}}"
-        + ("" if given.model else "         # guessed: a small network, trained from scratch"),
+        f"model: {{type: {model}}}" + ("" if given.model else "         # guessed: a small network, from scratch"),
         "llm: {adapter: {args: [{r: 16, alpha: 16}]}}",
         f"dataloader: {{batch_size: {max(1, min(32, int(each)))}}}",
         "train:",
@@ -213,6 +208,7 @@ def _head(given: Given, raw: RawData, clients: int, method: str, share: float) -
         )
     classes = f"{raw.num_labels} classes ({', '.join(raw.label_names[:8])})"
     task = "instructions and answers" if raw.task == CAUSAL_LM else classes
+    guessed = "" if given.clients else "guessed: "
     return [
         f"# {given.data.name}: {rows} rows, {task}. Run it with: fs-lowrank run --cfg THIS_FILE",
         "# `fs-lowrank keys NAME` explains a key; what is not here is at its default.",
@@ -220,7 +216,7 @@ def _head(given: Given, raw: RawData, clients: int, method: str, share: float) -
         f"outdir: {_yaml(given.outdir or f'runs/{stem_of(given.data)}')}",
         "federate:",
         f"  method: {given.method or method}                 # fs-lowrank methods lists them",
-        f"  client_num: {clients}                 # {'' if given.clients else 'guessed: '}about {each:.0f} training rows each",
+        f"  client_num: {clients}                 # {guessed}about {each:.0f} training rows each",
         "  sample_client_num: -1         # how many of them take part in a round; -1: all",
         "  total_round_num: 20",
         "data:",
@@ -262,11 +258,7 @@ def _clients(given: Given, raw: RawData) -> tuple[int, list[str]]:
 
 def _columns(given: Given, table: pd.DataFrame) -> tuple[dict[str, str], list[str], bool]:
     """``data.args``, why, and whether the rows are instructions with answers."""
-    named = {
-        role: getattr(given, role)
-        for role in ("text", "text_pair", "label", "instruction", "input", "output")
-        if getattr(given, role)
-    }
+    named = {role: getattr(given, role) for role in _ROLES if getattr(given, role)}
     for role, column in named.items():
         if column not in table:
             there = [str(c) for c in table]

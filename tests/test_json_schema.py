@@ -17,7 +17,10 @@ jsonschema = pytest.importorskip("jsonschema")
 ROOT = Path(__file__).parents[1]
 FILES = [
     *sorted((ROOT / "examples").glob("*.yaml")),
-    *sorted((ROOT / "tests/runs/first_edition").glob("*/config.yaml")),
+    *(
+        pytest.param(path, marks=pytest.mark.more)
+        for path in sorted((ROOT / "tests/runs/first_edition").glob("*/config.yaml"))
+    ),
 ]
 #: sections whose further keys are checked when they are used
 OPEN = ("optimizer", "scheduler", "args")
@@ -54,7 +57,7 @@ def test_every_configuration_of_the_repository_is_valid_and_none_with_a_misspelt
     content = read_yaml(file)[1]
     assert not wrong(schema, content) and not wrong(schema, load_config(file).to_dict())
     changed = list(misspellings(content))
-    assert len(changed) > 8 and all(wrong(schema, one) for one in changed)
+    assert len(changed) > 8 and not any(map(schema.is_valid, changed))
 
 
 @pytest.mark.more

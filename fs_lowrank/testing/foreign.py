@@ -1,4 +1,4 @@
-"""Servers of Flower, NVFlare and APPFL as functions that the referee calls; each package is imported where it is met."""
+"""Servers of Flower, NVFlare and APPFL as functions that the referee calls; a package is imported where it is met."""
 
 from __future__ import annotations
 
