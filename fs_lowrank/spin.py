@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-#: rounds of the loop in which a thread waits, of 300,000 by default: 0.95, 0.82 and 0.72 of the seconds beside 0, 1 and 2
-#: busy processes (``results/speed/busy.json``)
+#: rounds of the loop in which a thread waits, of 300,000 by default: 0.95, 0.82 and 0.72 of the seconds beside 0, 1 and
+#: 2 busy processes (``results/speed/busy.json``)
 ROUNDS = 10_000
 
 
