@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
@@ -32,20 +33,21 @@ def as_step(server: Any) -> Callable[..., Any]:
 
 
 def _flower(strategy: Any, states: Sequence[dict], sizes: Sequence[int], *_: Any) -> Any:
-    from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+    from flwr.app import ArrayRecord, Message, Metadata, MetricRecord, RecordDict
 
     replies = []
     for node, (state, size) in enumerate(zip(states, sizes), start=1):
         arrays, metrics = ArrayRecord(state), MetricRecord({strategy.weighted_by_key: size})
         content = RecordDict({strategy.arrayrecord_key: arrays, "metrics": metrics})
-        replies.append(Message(content, dst_node_id=node, message_type="train"))
+        about = Metadata(1, f"reply {node}", node, 0, f"order {node}", "1", time.time(), 3600.0, "train")
+        replies.append(Message(metadata=about, content=content))
     arrays, _ = deepcopy(strategy).aggregate_train(1, replies)
     return arrays.to_torch_state_dict()
 
 
 def _nvflare_models(states: Sequence[dict], sizes: Sequence[int]) -> list:
+    from nvflare.apis.fl_constant import FLMetaKey
     from nvflare.app_common.abstract.fl_model import FLModel
-    from nvflare.app_common.app_constant import FLMetaKey
 
     given = enumerate(zip(states, sizes), start=1)
     told = [(state, {FLMetaKey.NUM_STEPS_CURRENT_ROUND: n, "client_name": f"site-{k}"}) for k, (state, n) in given]
@@ -64,16 +66,16 @@ def _nvflare(aggregator: Any, states: Sequence[dict], sizes: Sequence[int], *_: 
     from nvflare.app_common.app_constant import AppConstants
     from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 
-    context = FLContext()
+    server, context = deepcopy(aggregator), FLContext()
     context.set_prop(AppConstants.CURRENT_ROUND, 0)
-    aggregator.handle_event(EventType.START_RUN, context)
+    server.handle_event(EventType.START_RUN, context)
     for model in _nvflare_models(states, sizes):
         shareable = FLModelUtils.to_shareable(model)
         shareable.set_peer_props({ReservedKey.IDENTITY_NAME: model.meta["client_name"]})
         shareable.add_cookie(AppConstants.CONTRIBUTION_ROUND, 0)
-        if not aggregator.accept(shareable, context):
+        if not server.accept(shareable, context):
             raise ValueError(f"it did not accept the model of {model.meta['client_name']}")
-    return from_shareable(aggregator.aggregate(context)).data
+    return from_shareable(server.aggregate(context)).data
 
 
 def _appfl(aggregator: Any, states: Sequence[dict], sizes: Sequence[int], *_: Any) -> Any:
