@@ -582,7 +582,6 @@ def test_a_cache_of_many_entries(command, tmp_path, monkeypatch):
     store = SharedStates(shared_folder(), 1e6)
     for i in range(23):
         store.get(f"{i}", lambda i=i: torch.ones(100 + i, 2), {"model": f"of {i}"} if i else None)
-        store.settle()
         os.utime(tmp_path / "frozen" / f"{i}.safetensors", (1e9 + i, 1e9 + i))
     code, out, _ = command("cache", "--table", tmp_path / "kept.csv")
     shown = [line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│")]

@@ -291,7 +291,6 @@ def _load(config: dict[str, Any], rank: int, threads: int) -> None:
 def _do(kind: str, data: bytes) -> bytes:
     """Do what a parcel asks for; the answer."""
     answer: Parcel = getattr(_here, kind)(Parcel.of(data))
-    _here.site.shortcuts.states.settle()  # who has the answer may end this process
     return answer.to_bytes()
 
 

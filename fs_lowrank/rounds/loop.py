@@ -83,7 +83,6 @@ class Loop:
                 raise
             finally:
                 self.transport.end(error)
-                self.site.shortcuts.states.settle()
 
     def _run(self, resume: bool) -> RunResult:
         checkpoint, keeper = self.keeper.start(resume), self.keeper

@@ -75,7 +75,7 @@ def test_in_memory_and_in_files(make, task, tmp_path):
 
 def test_a_file_in_place_of_the_folder_is_an_error_before_training(make, tmp_path):
     (tmp_path / "states").write_text("")
-    with pytest.raises(UserError, match="train.cache_frozen_dir: .*states cannot be used as a folder"):
+    with pytest.raises(UserError, match="train.cache_frozen_dir: .*states cannot hold the states of frozen layers"):
         make("encoder", {"train.cache_frozen_dir": str(tmp_path / "states")})
 
 
@@ -85,9 +85,7 @@ def test_a_full_disk_is_an_error_before_anything_is_mapped(make, tmp_path):
     engine = make("encoder", {"train.cache_frozen_dir": str(tmp_path / "states")})
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
     try:
-        with pytest.raises(
-            UserError, match="cache_frozen_dir: .*states cannot hold the 0[.][0-9]+ MB .* another folder"
-        ):
+        with pytest.raises(UserError, match="cache_frozen_dir: .*states cannot hold the states .* another folder"):
             engine.run()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -100,7 +98,7 @@ def test_clients_beyond_the_budget_are_not_cached(make):
     whole.run()
     assert whole.site.prefix.parts
     # Without room for keys and values, the layer's input is kept alone.
-    sizes = {owner: len(states.values) * 32 * 4 for owner, (states, _) in whole.site.prefix.kept.items()}
+    sizes = {owner: len(states) * 32 * 4 for owner, (states, _) in whole.site.prefix.kept.items()}
     partly = make("encoder", {"train.cache_frozen_bytes": sum(sizes.values()) - 1})
     partly.run()
     assert 0 < len(partly.site.prefix.kept) < len(sizes) and set(partly.site.prefix.kept) == {
@@ -123,7 +121,7 @@ def test_half_precision(make):
     kept, computed = (make("encoder", {"lowrank.dtype": "bfloat16", "train.cache_frozen": c}) for c in ("auto", "off"))
     for engine in (kept, computed):
         engine.run()
-    assert {states.values.dtype for states, _ in kept.site.prefix.kept.values()} == {torch.bfloat16}
+    assert {states.dtype for states, _ in kept.site.prefix.kept.values()} == {torch.bfloat16}
     for name, value in kept.ledger.state.items():
         torch.testing.assert_close(value, computed.ledger.state[name], atol=0.02, rtol=0.05)
 

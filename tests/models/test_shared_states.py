@@ -7,7 +7,6 @@ import resource
 import subprocess
 import sys
 import textwrap
-import threading
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import torch
 from safetensors.torch import save_file
 
 import fs_lowrank
-from fs_lowrank.models.shortcuts import states
 from fs_lowrank.models.shortcuts.frozen import FrozenPrefix
 from fs_lowrank.models.shortcuts.states import Entry, SharedStates, shared_folder
 from fs_lowrank.rounds.site import Site
@@ -105,9 +103,8 @@ def test_an_entry_under_another_s_name_is_computed_again(folder, caplog):
     states = SharedStates(folder, limit=1e9)
     for name, value in (("a", 1.0), ("b", 2.0)):
         states.get(name, lambda value=value: torch.full((10, 80), value))
-        states.settle()
     (folder / "b.safetensors").write_bytes((folder / "a.safetensors").read_bytes())
-    assert torch.equal(states.get("b", lambda: torch.full((10, 80), 2.0)).values, torch.full((10, 80), 2.0))
+    assert torch.equal(states.get("b", lambda: torch.full((10, 80), 2.0)), torch.full((10, 80), 2.0))
     assert "b.safetensors is damaged (its checksum does not match)" in caplog.text
 
 
@@ -116,23 +113,20 @@ def test_the_least_recently_used_entries_are_removed(folder):
     tensors = {name: torch.full((10, 80), float(i)) for i, name in enumerate("abc")}  # 3,200 bytes per entry
     for i, (name, tensor) in enumerate(tensors.items()):
         states.get(name, lambda tensor=tensor: tensor)
-        states.settle()
         os.utime(folder / f"{name}.safetensors", (i, i))
-    assert torch.equal(states.get("a", lambda: pytest.fail("a is there")).values, tensors["a"])  # used again
+    assert torch.equal(states.get("a", lambda: pytest.fail("a is there")), tensors["a"])  # used again
     states.get("d", lambda: torch.zeros(10, 80))
-    states.settle()
     assert {p.stem for p in states.entries()} == {"c", "a", "d"}
     assert states.size() <= 10_000 + 3 * 200  # with the headers of the files
     states.get("large", lambda: torch.zeros(100, 80))
-    states.settle()
     assert not (folder / "large.safetensors").exists(), "an entry above the limit is not kept"
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_but_time(folder, caplog):
     folder.write_text("this is a file")
     states = SharedStates(folder, limit=1e9)
-    assert states.get("a", lambda: torch.ones(2, 3)).values.sum() == 6
-    assert states.get("b", lambda: torch.ones(2, 3)).values.sum() == 6
+    assert states.get("a", lambda: torch.ones(2, 3)).sum() == 6
+    assert states.get("b", lambda: torch.ones(2, 3)).sum() == 6
     assert caplog.text.count("cannot be used") == 1
 
 
@@ -189,8 +183,7 @@ def test_entries_that_are_removed_or_replaced_while_they_are_mapped(folder, capl
     store = SharedStates(folder, 1e6)
     values = torch.arange(4000.0).reshape(100, 40)
     store.get("a", lambda: values)
-    store.settle()
-    mapped = store.get("a", lambda: pytest.fail("it is there")).values
+    mapped = store.get("a", lambda: pytest.fail("it is there"))
     SharedStates(folder, 1e6)._write("a", values + 1, {})  # another process has made it again
     assert torch.equal(mapped, values)
     assert store.make_room(0) == 1 and torch.equal(mapped, values)
@@ -205,7 +198,7 @@ def test_entries_that_are_removed_or_replaced_while_they_are_mapped(folder, capl
 def test_an_entry_that_is_removed_between_two_looks_is_made_again_without_a_word(folder, monkeypatch, caplog):
     store = SharedStates(folder, 1e6)
     monkeypatch.setattr("fs_lowrank.models.shortcuts.states.Path.exists", lambda self: True)
-    assert store.get("a", lambda: torch.ones(2, 3)).values.sum() == 6 and not caplog.records
+    assert store.get("a", lambda: torch.ones(2, 3)).sum() == 6 and not caplog.records
 
 
 def mapped_from(tensor):
@@ -224,34 +217,12 @@ def test_who_computes_an_entry_and_who_finds_it_have_the_same_memory(folder):
     assert mapped_from(values) != str(folder / "a.safetensors")
     store = SharedStates(folder, 1e6)
     computed = store.get("a", lambda: values)
-    assert computed.values is values or mapped_from(computed.values)
-    store.settle()
     found = SharedStates(folder, 1e6).get("a", lambda: pytest.fail("it is there"))
-    for mapped in (computed.values, found.values):
+    for mapped in (computed, found):
         assert torch.equal(mapped, values) and mapped_from(mapped) == str(folder / "a.safetensors")
     store = SharedStates(folder, 1e5)
     large = store.get("b", lambda: values)
-    store.settle()
-    assert large.values is values, "an entry above the limit is not kept"
-
-
-def test_an_entry_is_written_while_the_next_is_computed(folder, monkeypatch):
-    may_write, values = threading.Event(), torch.arange(400.0).reshape(10, 40)
-    monkeypatch.setattr(states, "save_file", lambda *args: may_write.wait(60) and save_file(*args))
-    store = SharedStates(folder, 1e6)
-    first = store.get("a", lambda: values)
-    assert first.values is values and not list(folder.glob("*.safetensors"))
-    second = []
-    asking = threading.Thread(target=lambda: second.append(SharedStates(folder, 1e6).get("a", lambda: values + 1)))
-    asking.start()  # another process would wait for the lock, too
-    asking.join(0.3)
-    assert asking.is_alive() and not second
-    may_write.set()
-    store.settle()
-    asking.join(60)
-    for found in (first, *second):
-        assert torch.equal(found.values, values) and not found.values.data_ptr() == values.data_ptr()
-    assert len(second) == 1
+    assert large is values, "an entry above the limit is not kept"
 
 
 def test_an_error_of_what_computes_is_no_error_of_the_disk(folder):
@@ -262,7 +233,7 @@ def test_an_error_of_what_computes_is_no_error_of_the_disk(folder):
 
     with pytest.raises(OSError, match="the data cannot be read"):
         store.get("a", fail)
-    assert store.usable and store.get("a", lambda: torch.ones(2, 3)).values.sum() == 6, "its lock is free again"
+    assert store.usable and store.get("a", lambda: torch.ones(2, 3)).sum() == 6, "its lock is free again"
 
 
 def test_a_full_disk_leaves_what_was_computed(folder, caplog):
@@ -272,9 +243,7 @@ def test_a_full_disk_leaves_what_was_computed(folder, caplog):
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
     try:
         for name in "ab":
-            states = store.get(name, lambda: values)
-            store.settle()
-            assert states.values is values
+            assert store.get(name, lambda: values) is values
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert caplog.text.count("cannot be used") == 1 and not list(folder.glob("*.safetensors"))
@@ -286,7 +255,6 @@ def test_what_the_entries_are_of(folder):
     assert store.contents() == []
     about = {"model": "BertForSequenceClassification", "layers": "2 of 3", "samples": "4"}
     store.get("a", lambda: torch.ones(7, 3), about)
-    store.settle()
     save_file({"states": torch.ones(5, 3)}, folder / "b.safetensors", {"crc32": "1"})  # as an earlier version wrote it
     (folder / "c.safetensors").write_text("no")
     save_file({"other": torch.ones(5, 3)}, folder / "d.safetensors")

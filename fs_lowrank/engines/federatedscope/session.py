@@ -194,11 +194,9 @@ def session_for_model(model_type: str) -> Session | None:
 
 
 def close_session() -> None:
-    """Release the current session, its models and its lock on the run's folder, once all is written."""
+    """Release the current session, its models and its lock on the run's folder."""
     global _current
     if _current is not None:
-        if "site" in vars(_current):
-            _current.site.shortcuts.states.settle()
         if "keeper" in vars(_current):
             _current.keeper.release()
     _current = None

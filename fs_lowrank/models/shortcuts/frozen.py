@@ -18,7 +18,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -37,7 +36,7 @@ from ..machine import gathered, input_device, machine, rounding
 from ..names import tags
 from ..quantised import beside, own_tensors
 from .reads import Attending, Enough, giving, instead, outermost
-from .states import SharedStates, States, mapped_file, own_folder
+from .states import SharedStates, file_of_one_run
 from .trials import differing, failure, keeping_modes, rows_to_try
 
 logger = logging.getLogger("fs_lowrank")
@@ -118,7 +117,7 @@ class FrozenPrefix:
         self.outputs: dict[nn.Module, int] = {}
         self._below: dict[str, Any] | None = None
         #: owner -> states of all its samples, and the first row of each sample
-        self.kept: dict[str, tuple[States, np.ndarray]] = {}
+        self.kept: dict[str, tuple[Tensor, np.ndarray]] = {}
         #: owner -> whose states those of each of its samples are: another owner, its examples, and the sample's index
         self.pieces: dict[str, list[tuple[str, Any, int]]] = {}
         #: owner -> whether its states are cached; a client that is not in it has none
@@ -183,7 +182,7 @@ class FrozenPrefix:
             )
             self.budget, remaining = dict.fromkeys(owners, False), self.limit
         elif kept and self.folder:
-            own_folder(self.folder)
+            file_of_one_run(self.folder, (1, 1), self.dtype)  # it can be written to
         self.planned = self.limit - remaining
 
     def states(self, owner: str, examples, indices: np.ndarray) -> contextlib.AbstractContextManager[None]:
@@ -219,7 +218,7 @@ class FrozenPrefix:
         if owner not in self.kept:
             self.kept[owner] = self._compute(owner, examples)
         states, starts = self.kept[owner]
-        return states.values[starts[index] : starts[index + 1]]
+        return states[starts[index] : starts[index + 1]]
 
     @property
     def columns(self) -> int:
@@ -404,12 +403,12 @@ class FrozenPrefix:
             raise _Unused
         return inputs[0]
 
-    def _compute(self, owner: str, examples) -> tuple[States, np.ndarray]:
+    def _compute(self, owner: str, examples) -> tuple[Tensor, np.ndarray]:
         """Hidden states of all samples, computed in fixed batches, so that they do not depend on earlier calls."""
         lengths = examples.lengths
         starts = np.concatenate([[0], np.cumsum(lengths)])
         if self.shared is None:
-            return States(self._filled(owner, examples, starts)), starts
+            return self._filled(owner, examples, starts), starts
         about = {
             "model": type(unwrapped(self.model)).__name__,
             "layers": f"{self.depth} of {len(self.layers)}",
@@ -422,7 +421,7 @@ class FrozenPrefix:
         if self.folder is None:
             buffer = torch.empty(shape, dtype=dtype)
         else:
-            buffer = mapped_file(self.folder / f"{owner}-{os.getpid()}.states", shape, dtype)
+            buffer = file_of_one_run(self.folder, shape, dtype)
         order = np.argsort(-lengths, kind="stable")
         for first in range(0, len(order), COMPUTED_TOGETHER):
             indices = order[first : first + COMPUTED_TOGETHER]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -61,13 +60,6 @@ class Entry:
     used: float
 
 
-@dataclass
-class States:
-    """The states of an entry, ``(tokens, width)``: those of the file, memory-mapped, as soon as it is written."""
-
-    values: Tensor
-
-
 class SharedStates:
     """The entries of one folder; the least recently used are removed where they exceed the limit.
 
@@ -79,8 +71,6 @@ class SharedStates:
         self.folder, self.limit = folder, limit
         #: after an error of the disk nothing more is written; the states are computed as without the folder
         self.usable = limit > 0
-        #: writes one entry while the next is computed
-        self._writer: threading.Thread | None = None
 
     def entries(self) -> list[Path]:
         """The files, the least recently used first."""
@@ -90,53 +80,36 @@ class SharedStates:
         """What they are of, the last used first."""
         return [entry for path in reversed(self.entries()) if (entry := _entry(path)) is not None]
 
-    def get(self, key: str, compute: Callable[[], Tensor], about: Mapping[str, str] | None = None) -> States:
-        """The states under ``key``, memory-mapped from the disk; computed and kept if there are none.
+    def get(self, key: str, compute: Callable[[], Tensor], about: Mapping[str, str] | None = None) -> Tensor:
+        """The states under ``key``, ``(tokens, width)``, memory-mapped from the disk; computed and kept if there are
+        none.
 
-        Of several processes that need the same entry one computes it, and the others wait. Once it is written, that
-        one, too, has it from the file, so that it is in memory once for all of them.
+        Of several processes that need the same entry one computes it, and the others wait. That one, too, has it from
+        the file, so that it is in memory once for all of them.
 
         Args:
-            compute: gives the states, ``(tokens, width)``.
+            compute: gives the states.
             about: kept beside them for ``contents``: ``model``, ``layers`` and ``samples``.
         """
         if not self.usable:
-            return States(compute())
-        found = self._read(key)
-        if found is not None:
-            return States(found)
+            return compute()
+        if (found := self._read(key)) is not None:
+            return found
         with ExitStack() as held:
             try:
                 held.enter_context(exclusive(self.folder / "locks" / f"{key[:2]}.lock"))
             except OSError as error:
                 self._stop(error)
-                return States(compute())
-            found = self._read(key)  # another process may have written it meanwhile
-            if found is not None:
-                return States(found)
-            states = States(compute())
-            self.settle()
-            self._writer = threading.Thread(target=self._keep, args=(key, states, about or {}, held.pop_all()))
-            self._writer.start()
-        return states
-
-    def settle(self) -> None:
-        """Wait until the last entry that was computed is written. The interpreter does so before it ends."""
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
-
-    def _keep(self, key: str, states: States, about: Mapping[str, str], held: ExitStack) -> None:
-        """Write an entry, whose lock is ``held`` until then, and take its values from the file."""
-        with held:
+                return compute()
+            if (found := self._read(key)) is not None:  # another process may have written it meanwhile
+                return found
+            states = compute()
             try:
-                self._write(key, states.values, about)
+                self._write(key, states, about or {})
             except OSError as error:
                 self._stop(error)
-                return
-            mapped = self._read(key)
-            if mapped is not None:
-                states.values = mapped
+            written = self._read(key)
+            return states if written is None else written
 
     def _stop(self, error: OSError) -> None:
         if self.usable:
@@ -241,50 +214,23 @@ def _size(path: Path) -> int:
         return 0
 
 
-# -- files of one run (train.cache_frozen_dir) ---------------------------------------------------------
+def file_of_one_run(folder: Path, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """A tensor of ``shape`` in a new file of ``folder`` that has no name, and is gone with the process.
 
-
-def own_folder(folder: Path) -> None:
-    """Create the folder and check that it is writable.
+    Its disk space is allocated, as a full disk would later end the process at the mapping.
 
     Raises:
-        UserError: it is not. RunFailed: the disk is full, broken or read-only.
+        UserError: the folder cannot be created or written to. RunFailed: the disk is full, broken or read-only.
     """
+    numbers = shape[0] * shape[1]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".states") as file:
+            if numbers:
+                os.posix_fallocate(file.fileno(), 0, numbers * dtype.itemsize)
+            return torch.from_file(file.name, shared=True, size=numbers, dtype=dtype).view(shape)
     except OSError as error:
-        raise _kind(error)(
-            f"train.cache_frozen_dir: {folder} cannot be used as a folder for the frozen layers' states "
-            f"({error.strerror}); name another, or leave the key out to keep them in memory"
+        raise (RunFailed if disk_error(error) else UserError)(
+            f"train.cache_frozen_dir: {folder} cannot hold the states of frozen layers ({error.strerror}); name another "
+            "folder, or leave the key out to keep them in memory"
         ) from None
-
-
-def mapped_file(path: Path, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """A tensor of ``shape`` in a new file, which is not left when the process ends.
-
-    Raises:
-        UserError, RunFailed: as for ``own_folder``.
-    """
-    reserve(path, shape[0] * shape[1] * dtype.itemsize)
-    buffer = torch.from_file(str(path), shared=True, size=shape[0] * shape[1], dtype=dtype).view(shape)
-    path.unlink()  # the mapping remains valid
-    return buffer
-
-
-def reserve(path: Path, size: int) -> None:
-    """Create the file and allocate its disk space; a full disk would later crash the process at the mapping."""
-    try:
-        with open(path, "wb") as file:
-            if size:
-                os.posix_fallocate(file.fileno(), 0, size)
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise _kind(error)(
-            f"train.cache_frozen_dir: {path} cannot hold the {size / 1e6:.3g} MB of cached states "
-            f"({error.strerror}); choose another folder, or set train.cache_frozen: off"
-        ) from None
-
-
-def _kind(error: OSError) -> type[UserError]:
-    return RunFailed if disk_error(error) else UserError
