@@ -261,8 +261,6 @@ WRITES_OF = {
     "fs_lowrank.settings.schema": "below the writer: writes beside the place and renames, as it does",
     "fs_lowrank.jobs.shell": "a traceback, in a file of a new name",
     "fs_lowrank.engines.federatedscope.distributed": "a token; one that is damaged is drawn anew",
-    "fs_lowrank.data.fetch": "a folder beside its place, which is renamed",
-    "fs_lowrank.data.fetch.archives": "in that folder",
     "fs_lowrank.runs.result": "in a folder beside its place, which is renamed",
     "benchmark.execute": "no file: a switch of the kernel",
     "studies.speed.peers.case": "a log in a folder of its own for each call",

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from fs_lowrank.data.fetch.archives import extract
 from fs_lowrank.data.fetch.items import FETCHABLE, Item
 from fs_lowrank.data.files import file_digest
 from fs_lowrank.errors import DamagedFile, UserError, nearest
-from fs_lowrank.jobs.files import read_json
+from fs_lowrank.jobs.files import read_json, replacing
 
 __all__ = ["FETCHABLE", "Item", "fetch", "home", "resolve", "usable"]
 
@@ -104,38 +102,32 @@ def fetch(name: str, home: str | os.PathLike | None = None, progress: Callable[[
 
     registries = {"pypi": pypi.download, "npm": clients.npm, "debian": clients.debian}
     root = _home(home)
+    target = root / name
     try:
         root.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=root))
+        work = tempfile.TemporaryDirectory(prefix=f".{name}-", dir=root)
     except OSError as error:
         raise UserError(
             f"cannot write to {root}: {error}; set FS_LOWRANK_HOME to a folder that can be written"
         ) from error
     try:
-        progress(f"{name}: {item.description} ({item.size}, {item.licence})")
-        archive = registries[item.registry](item, work, progress)
-        _check(archive, item.sha256)
-        taken, built = work / "taken", work / "built"
-        taken.mkdir()
-        extract(archive, item.files, taken)
-        for file, expected in item.files.items() if isinstance(item.files, Mapping) else ():
-            _check(taken / Path(file).name, expected)
-        if item.make is None:
-            taken.rename(built)
-        else:
-            built.mkdir()
-            item.make(taken, built)
-        marker: dict[str, Any] = {"name": name, "version": item.version, "sha256": item.sha256, "package": item.package}
-        files = sorted(path for path in built.rglob("*") if path.is_file())
-        marker = {**marker, "files": {path.relative_to(built).as_posix(): file_digest(path) for path in files}}
-        (built / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
-        target = root / name
-        _discard(target)
-        built.rename(target)
+        with work as folder, replacing(target) as aside:
+            progress(f"{name}: {item.description} ({item.size}, {item.licence})")
+            archive = registries[item.registry](item, Path(folder), progress)
+            _check(archive, item.sha256)
+            taken = aside if item.make is None else Path(folder, "taken")
+            extract(archive, item.files, taken)
+            for file, expected in item.files.items() if isinstance(item.files, Mapping) else ():
+                _check(taken / Path(file).name, expected)
+            if item.make is not None:
+                aside.mkdir()
+                item.make(taken, aside)
+            files = sorted(path for path in aside.rglob("*") if path.is_file())
+            about = {"name": name, "version": item.version, "sha256": item.sha256, "package": item.package}
+            marker = {**about, "files": {path.relative_to(aside).as_posix(): file_digest(path) for path in files}}
+            (aside / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{name}: cannot prepare it under {root}: {error}") from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     progress(f"{name}: ready in {target}")
     return target
 
@@ -148,10 +140,3 @@ def _check(file: Path, expected: str) -> None:
         raise UserError(
             f"{file.name}: wrong checksum: SHA-256 {computed} came, {expected} is expected; it was discarded"
         )
-
-
-def _discard(folder: Path) -> None:
-    if folder.is_symlink() or folder.is_file():
-        folder.unlink()
-    elif folder.exists():
-        shutil.rmtree(folder)
