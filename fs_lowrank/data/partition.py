@@ -225,15 +225,14 @@ def lda(
     """
     floor = _floor(min_size, num_clients, rows.size)
     groups = _groups(rows, field)
-    best: Dealt | None = None
+    most, best = -1, Ragged.of([])
     for _ in range(DRAWS):
-        drawn = _deal(groups, (_dirichlet(rng, alpha, num_clients) for _ in groups), rng)
-        if best is None or drawn.least > best.least:
-            best = drawn
-        if best.least >= floor:
-            return best.parts()
-    assert best is not None
-    return _lift(best.parts(), floor, rng)
+        rows_of, sizes = _deal(groups, (_dirichlet(rng, alpha, num_clients) for _ in groups), rng)
+        if (least := sizes.sum(0).min()) > most:
+            most, best = least, _dealt(rows_of, sizes)
+        if most >= floor:
+            return best
+    return _lift(best, floor, rng)
 
 
 @register_partitioner("mixture")
@@ -262,7 +261,7 @@ def mixture(
     shares = (
         column / column.sum() if column.sum() > 0 else np.full(num_clients, 1 / num_clients) for column in mixtures.T
     )
-    return _lift(_deal(groups, shares, rng).parts(), floor, rng)
+    return _lift(_dealt(*_deal(groups, shares, rng)), floor, rng)
 
 
 @register_partitioner("shards")
@@ -417,33 +416,27 @@ def _even(total: int, count: int) -> np.ndarray:
     return total // count + (np.arange(count) < total % count)
 
 
-@dataclass
-class Dealt:
-    """Shuffled rows of some groups, one group after the other, and how many of each go to each client."""
+def _deal(
+    groups: Mapping[Any, np.ndarray], shares: Iterable[np.ndarray], rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cut the shuffled rows of every group by its ``shares``, ``(num_clients,)`` with sum 1.
 
-    rows: np.ndarray
-    sizes: np.ndarray
-
-    @property
-    def least(self) -> int:
-        """The number of rows of the smallest client."""
-        return int(self.sizes.sum(0).min())
-
-    def parts(self) -> Ragged:
-        """The rows of each client, in the order of the groups."""
-        groups, clients = self.sizes.shape
-        owners = np.repeat(np.tile(np.arange(clients), groups), self.sizes.reshape(-1))
-        return Ragged(self.rows[np.argsort(owners, kind="stable")], self.sizes.sum(0))
-
-
-def _deal(groups: Mapping[Any, np.ndarray], shares: Iterable[np.ndarray], rng: np.random.Generator) -> Dealt:
-    """Cut the shuffled rows of every group by its ``shares``, ``(num_clients,)`` with sum 1."""
+    Returns:
+        The rows, one group after the other, and how many of each go to each client, ``(groups, num_clients)``.
+    """
     rows, sizes = [], []
     for group, share in zip(groups.values(), shares, strict=True):
         cuts = np.minimum((np.cumsum(share) * len(group)).astype(np.int64)[:-1], len(group))
         rows.append(rng.permutation(group))
         sizes.append(np.diff(cuts, prepend=0, append=len(group)))
-    return Dealt(np.concatenate(rows), np.stack(sizes))
+    return np.concatenate(rows), np.stack(sizes)
+
+
+def _dealt(rows: np.ndarray, sizes: np.ndarray) -> Ragged:
+    """The rows of each client, in the order of the groups; from what ``_deal`` returns."""
+    groups, clients = sizes.shape
+    owners = np.repeat(np.tile(np.arange(clients), groups), sizes.reshape(-1))
+    return Ragged(rows[np.argsort(owners, kind="stable")], sizes.sum(0))
 
 
 def _lift(parts: Ragged, floor: int, rng: np.random.Generator) -> Ragged:
