@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,10 @@ ALPACA_NO_INPUT = (
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:"
 )
+#: gives the prompt and the answer of each row
+Form = Callable[[pd.DataFrame], Iterable[tuple[str, str]]]
+#: token ids and labels of an example, and whether it was cut
+Encoded = tuple[list[int], list[int], bool]
 #: an answer that no text is likely to contain
 _ANY = "\N{REPLACEMENT CHARACTER}answer\N{REPLACEMENT CHARACTER}"
 _OTHER_TEMPLATE = (
@@ -169,45 +174,27 @@ def tokenize_causal(
         raise UserError(f"{what} need the tokenizer's chat template; use one that has it")
     start = [] if chat else _start(tokenizer)  # a chat template contains the first token
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    columns = {name: Growing(folder) for name in ("input_ids", "labels")}
-    kept = np.zeros(len(frame), dtype=bool)
-    truncated = 0
-    for rows in _slices(len(frame), folder):
-        part = frame.iloc[rows]
-        if own:
-            texts = list(zip(part["instruction"], part["output"], strict=True))
-        else:
-            texts = list(_chats(tokenizer, part)) if chat else list(_alpaca(part))
-        if not end and rows.start == 0:
-            written = [turns[-1]["content"] for turns in _turns(part)] if chat else []
-            _check_end(
-                template, any(not answer.rstrip().endswith(own.rstrip()) for own, (_, answer) in zip(written, texts))
-            )
-        prompts = _ids(tokenizer, [prompt for prompt, _ in texts])
-        answers = _ids(tokenizer, [answer for _, answer in texts])
-        found: dict[str, list[np.ndarray]] = {name: [] for name in columns}
-        for row, prompt, answer in zip(range(rows.start, rows.stop), prompts, answers, strict=True):
-            prompt = start + prompt
-            if end and answer[-1:] != end:
-                answer = answer + end
-            ids = (prompt + answer)[:max_len]
-            if len(ids) <= len(prompt):
-                continue
-            kept[row] = True
-            truncated += len(prompt) + len(answer) > max_len
-            tokens = np.asarray(ids, dtype=np.int64)
-            labels = tokens.copy()
-            if loss_on == "answer":
-                labels[: len(prompt)] = IGNORED_LABEL
-            found["input_ids"].append(tokens)
-            found["labels"].append(labels)
-        for name, rows_of in found.items():
-            columns[name].append(Ragged.of(rows_of).narrowed())
+    form: Form = _filled_in if own else partial(_chats, tokenizer) if chat else _alpaca
+    if not end and len(frame):
+        first = frame.iloc[:BATCH]
+        contents = [turns[-1]["content"].rstrip() for turns in _turns(first)] if chat else []
+        answers = (answer.rstrip() for _, answer in form(first))
+        _check_end(template, any(not answer.endswith(content) for content, answer in zip(contents, answers)))
+
+    def encode(prompt: list[int], answer: list[int]) -> Encoded | None:
+        prompt, answer = start + prompt, answer if answer[-1:] == end else answer + end
+        ids = (prompt + answer)[:max_len]
+        if len(ids) <= len(prompt):
+            return None
+        labels = [IGNORED_LABEL] * len(prompt) + ids[len(prompt) :] if loss_on == "answer" else ids
+        return ids, labels, len(prompt) + len(answer) > max_len
+
+    columns, kept, truncated = _encoded(frame, tokenizer, folder, form, encode)
     if len(frame) and not kept.any():
         raise UserError(
             f"all {len(frame)} prompts fill llm.tok_len {max_len} without an answer token; raise llm.tok_len"
         )
-    return Examples(_joined(columns), None, pad_id(tokenizer), truncated=truncated), kept
+    return Examples(columns, None, pad_id(tokenizer), truncated=truncated), kept
 
 
 def tokenize_pairs(
@@ -250,22 +237,40 @@ def tokenize_pairs(
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     if not end:
         _check_end(template)
+
+    def encode(prompt: list[int], answer: list[int]) -> Encoded:
+        sides = [ids[:-1] if end and ids[-1:] == end else ids for ids in (prompt, answer)]
+        read, written = (ids[: max_len - len(end)] + end for ids in sides)
+        return read, written, any(len(ids) + len(end) > max_len for ids in sides)
+
+    form: Form = _filled_in if own else _alpaca if template == "alpaca" else _plain
+    columns, kept, truncated = _encoded(frame, tokenizer, folder, form, encode)
+    return Examples(columns, None, pad_id(tokenizer), truncated=truncated, paired=True), kept
+
+
+def _encoded(
+    frame: pd.DataFrame,
+    tokenizer: Any,
+    folder: Path | None,
+    form: Form,
+    encode: Callable[[list[int], list[int]], Encoded | None],
+) -> tuple[dict[str, Ragged], np.ndarray, int]:
+    """The columns of ``Examples``, which of the rows of ``frame`` are in them, and how many were cut.
+
+    Args:
+        encode: gives the example of the tokens of a prompt and of its answer; None: there is none.
+    """
     columns = {name: Growing(folder) for name in ("input_ids", "labels")}
-    truncated = 0
+    kept, truncated = np.zeros(len(frame), dtype=bool), 0
     for rows in _slices(len(frame), folder):
-        part = frame.iloc[rows]
-        if own:
-            texts = list(zip(part["instruction"], part["output"], strict=True))
-        else:
-            texts = list(_alpaca(part)) if template == "alpaca" else list(_plain(part))
-        cut = np.zeros(len(texts), dtype=bool)
-        for name, side in (("input_ids", 0), ("labels", 1)):
-            found = [ids[:-1] if end and ids[-1:] == end else ids for ids in _ids(tokenizer, [t[side] for t in texts])]
-            cut |= np.array([len(ids) + len(end) > max_len for ids in found])
-            columns[name].append(Ragged.of([ids[: max_len - len(end)] + end for ids in found]).narrowed())
-        truncated += int(cut.sum())
-    examples = Examples(_joined(columns), None, pad_id(tokenizer), truncated=truncated, paired=True)
-    return examples, np.ones(len(frame), dtype=bool)
+        prompts, answers = zip(*form(frame.iloc[rows]))
+        made = [encode(*ids) for ids in zip(_ids(tokenizer, prompts), _ids(tokenizer, answers), strict=True)]
+        kept[rows] = [one is not None for one in made]
+        there = [one for one in made if one is not None]
+        columns["input_ids"].append(Ragged.of([ids for ids, _, _ in there]).narrowed())
+        columns["labels"].append(Ragged.of([labels for _, labels, _ in there]).narrowed())
+        truncated += sum(cut for _, _, cut in there)
+    return _joined(columns), kept, truncated
 
 
 def _check_end(template: str, closed: bool = False) -> None:
@@ -281,6 +286,11 @@ def _check_end(template: str, closed: bool = False) -> None:
             "(an encoder does not), give the tokenizer one (eos_token), or a template such as '{instruction} {output} "
             "END'"
         )
+
+
+def _filled_in(frame: pd.DataFrame) -> Iterator[tuple[str, str]]:
+    """By a template of the user's (``data.template``)."""
+    return zip(frame["instruction"], frame["output"], strict=True)
 
 
 def _plain(frame: pd.DataFrame) -> Iterator[tuple[str, str]]:
