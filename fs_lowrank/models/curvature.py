@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ..algebra import on_device
 from ..errors import UserError, say_once
@@ -161,14 +162,12 @@ def _squares(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
 
 
 def _norm_squares(module: nn.LayerNorm | nn.GroupNorm | nn.BatchNorm2d, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+    like = {"weight": torch.ones_like, "bias": torch.zeros_like}
+    own = module.named_parameters(recurse=False)
+    plain = functional_call(module, {name: like[name](p, dtype=x.dtype) for name, p in own}, (x,))
     over = tuple(range(2, x.ndim))
     if isinstance(module, nn.LayerNorm):
-        plain = nn.functional.layer_norm(x, module.normalized_shape, eps=module.eps)
         over = tuple(range(1, x.ndim - len(module.normalized_shape)))
-    elif isinstance(module, nn.GroupNorm):
-        plain = nn.functional.group_norm(x, module.num_groups, eps=module.eps)
-    else:
-        plain = nn.functional.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)
     each = {"weight": g * plain, "bias": g}
     return {n: (t.sum(over) if over else t).square().sum(0) for n, t in each.items()}
 
@@ -283,12 +282,10 @@ def _add_by_layer(model, batch, parameters, total, scalars) -> None:
 
         return hook
 
-    hooks = [model.get_submodule(n).register_forward_hook(keep(n)) for n in layers]
-    try:
+    with ExitStack() as stack:
+        for name in layers:
+            stack.enter_context(model.get_submodule(name).register_forward_hook(keep(name)))
         logits = _logits(model, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
     used = sorted(seen)
     # With respect to outputs, since gradients of weights would be sums over the batch.
     for grads in _gradients(logits, [seen[n][1] for n in used], scalars):
@@ -408,12 +405,9 @@ def input_grams(model: nn.Module, batches: Batches, layers: Iterable[str]) -> di
 
         return hook
 
-    hooks = [model.get_submodule(n).register_forward_pre_hook(keep(n)) for n in layers]
-    try:
-        with _only(model, ()):
-            for batch in _on(model, batches):
-                model(**{k: v for k, v in batch.items() if k != "labels"})
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with _only(model, ()), ExitStack() as stack:
+        for name in layers:
+            stack.enter_context(model.get_submodule(name).register_forward_pre_hook(keep(name)))
+        for batch in _on(model, batches):
+            model(**{k: v for k, v in batch.items() if k != "labels"})
     return {name: sums[name] / counts[name] for name in layers}

@@ -69,8 +69,7 @@ def factorise_layers(model: nn.Module, names: Iterable[str]) -> nn.Module:
             "out of modules"
         )
     for name in names:
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, Factorised(model.get_submodule(name), name))
+        model.set_submodule(name, Factorised(model.get_submodule(name), name))
     return model
 
 
@@ -93,8 +92,7 @@ def full_shape(left: Tensor, right: Tensor) -> tuple[int, ...]:
 def plain(model: nn.Module) -> nn.Module:
     """Replace ``Factorised`` layers by their base layers, in place, so that the original model is saved."""
     for name, layer in factorised_layers(model).items():
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, layer.base_layer)
+        model.set_submodule(name, layer.base_layer)
     return model
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import UserError, say_once
+from ..errors import UserError, say_once, users_own
 from ..settings import Settings
 from .names import refuse_reserved, tags
 
@@ -115,21 +115,15 @@ def _can_be_head(module: nn.Module, name: str, config: Settings) -> bool:
 def _check(module: nn.Module, num_labels: int) -> list[str]:
     """Refuse other outputs; returns the names of the linear modules at the top whose output the logits are."""
     given: dict[str, Any] = {}
-    linear = [(name, child) for name, child in module.named_children() if isinstance(child, nn.Linear)]
-    hooks = [c.register_forward_hook(lambda *call, name=name: given.update({name: call[-1]})) for name, c in linear]
     ids = torch.zeros(1, 2, dtype=torch.int64, device=next(module.parameters()).device)
-    try:
+    called = f"model: {type(module).__name__}, called with input_ids and attention_mask of one text,"
+    with ExitStack() as stack, users_own(called, "expected logits, or something with logits"):
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear):
+                hook = child.register_forward_hook(lambda *call, name=name: given.update({name: call[-1]}))
+                stack.enter_context(hook)
         logits = module(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
         shape = tuple(logits.shape)
-    except Exception as error:  # of the user's code
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"model: {type(module).__name__} fails on input_ids and attention_mask of one text "
-            f"({type(error).__name__}: {first}); expected logits, or something with logits"
-        ) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
     if shape != (1, num_labels):
         raise UserError(
             f"model: {type(module).__name__} gives logits of the shape {shape} for one text, and the data has "

@@ -248,7 +248,7 @@ class FrozenPrefix:
 
         first = self.layers[self.depth]
         with contextlib.ExitStack() as stack:
-            stack.callback(first.register_forward_pre_hook(give, with_kwargs=True).remove)
+            stack.enter_context(first.register_forward_pre_hook(give, with_kwargs=True))
             for layer in self.layers[: self.depth]:
                 stack.enter_context(instead(layer, _passing(self.outputs.get(layer, 0))))
             for name, output in zip(self.parts, outputs, strict=True):
@@ -307,15 +307,14 @@ class FrozenPrefix:
             if module in self.layers:
                 self.outputs[module] = len(output) if isinstance(output, tuple) else 0
 
-        hooks = [m.register_forward_hook(note) for m in self.model.modules()]
-        try:
-            states = self._hidden(examples, np.arange(1))
-        except _Unused:
-            self.depth = 0
-            return
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with contextlib.ExitStack() as stack:
+            for module in self.model.modules():
+                stack.enter_context(module.register_forward_hook(note))
+            try:
+                states = self._hidden(examples, np.arange(1))
+            except _Unused:
+                self.depth = 0
+                return
         self.width, self.dtype = states.shape[-1], states.dtype
         # All submodules, also those that run only in training.
         self.below = list({part: None for module in modules for part in module.modules()})
@@ -359,11 +358,8 @@ class FrozenPrefix:
         hook = self.layers[-1].register_forward_hook(
             lambda module, args, output: last_states.append(output[0] if isinstance(output, tuple) else output)
         )
-        try:
-            with drawing(0):
-                logits = self.model(**batch).logits
-        finally:
-            hook.remove()
+        with hook, drawing(0):
+            logits = self.model(**batch).logits
         real = batch["attention_mask"].bool()
         return [t[real].float() if t.ndim == 3 else t.float() for t in (logits, last_states[0])]
 
@@ -394,11 +390,8 @@ class FrozenPrefix:
         device = input_device(self.model)
         batch = {k: v.to(device, non_blocking=True) for k, v in examples.batch(indices).items() if k != "labels"}
         hook = self.layers[self.depth].register_forward_pre_hook(catch, with_kwargs=True)
-        try:
-            with keeping_modes(self.model), contextlib.suppress(Enough):
-                self.model.eval()(**batch)
-        finally:
-            hook.remove()
+        with hook, keeping_modes(self.model), contextlib.suppress(Enough):
+            self.model.eval()(**batch)
         if not inputs or inputs[0] is None:
             raise _Unused
         return inputs[0]

@@ -130,12 +130,11 @@ class Attending:
     def modules_on_the_way(self, states: Tensor, given: Mapping[str, Any]) -> tuple[dict[str, Tensor], Cache]:
         """By name the outputs, ``(samples, length, …)``, of all modules that ran, and the cache."""
         outputs: dict[str, Tensor] = {}
-        hooks = [m.register_forward_hook(noting(outputs, name)) for name, m in self.layer.named_modules() if name]
-        try:
+        with contextlib.ExitStack() as stack:
+            for name, module in self.layer.named_modules():
+                if name:
+                    stack.enter_context(module.register_forward_hook(noting(outputs, name)))
             cache = self.run(states, given)
-        finally:
-            for hook in hooks:
-                hook.remove()
         return {name: t for name, t in outputs.items() if t.shape[:2] == states.shape[:2]}, cache
 
     def needed(self, states: Tensor, given: Mapping[str, Any]) -> tuple[list[str], dict[str, torch.Size]]:
@@ -234,16 +233,12 @@ class OnlyRead:
                     second["attention_mask"] = _causal_mask(at, states)
                 return (at.take(states),), {**second, self.attending.cache: cache}
 
-            hooks = [
+            with (
                 self.layer.register_forward_pre_hook(narrow, with_kwargs=True),
                 self.layer.register_forward_hook(lambda *_: stack.close(), always_call=True),
                 self.end.register_forward_hook(lambda module, args, output: _put_back(output, at)),
-            ]
-            try:
+            ):
                 yield
-            finally:
-                for hook in hooks:
-                    hook.remove()
 
     def _first_pass(self, states: Tensor, given: Mapping[str, Any], drops: bool) -> tuple[Cache, dict[str, Tensor]]:
         """Keys and values of all positions, and the outputs of the modules that were computed on the way to them.
@@ -254,11 +249,11 @@ class OnlyRead:
         outputs: dict[str, Tensor] = {}
         with contextlib.ExitStack() as stack:
             for name in self.shared:
-                stack.callback(self.layer.get_submodule(name).register_forward_hook(noting(outputs, name)).remove)
+                stack.enter_context(self.layer.get_submodule(name).register_forward_hook(noting(outputs, name)))
             for name, sides in self.unneeded.items():
                 module = self.layer.get_submodule(name)
                 if drops and draws(module):
-                    stack.callback(module.register_forward_hook(noting(outputs, name)).remove)
+                    stack.enter_context(module.register_forward_hook(noting(outputs, name)))
                 else:
                     blank = states.new_zeros(()).expand(*states.shape[:2], *sides)
                     stack.enter_context(instead(module, giving(blank)))
@@ -329,12 +324,9 @@ class OnlyRead:
 
         hook = self.layer.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
         device = input_device(self.model)
-        try:
-            with torch.enable_grad(), comparable():
-                logits = self.model(**inputs).logits
-                number = torch.rand((), device=device)
-        finally:
-            hook.remove()
+        with hook, torch.enable_grad(), comparable():
+            logits = self.model(**inputs).logits
+            number = torch.rand((), device=device)
         logits = (logits[read.to(logits.device)] if logits.ndim == 3 else logits).float()
         weights = torch.linspace(-1, 1, logits.numel(), device=logits.device).view_as(logits)
         trained = [p for p in self.layer.parameters() if p.requires_grad]
@@ -350,12 +342,8 @@ class OnlyRead:
             found.append(self.attending.needed(*self.attending.arguments(args, kwargs)))
             raise Enough
 
-        hook = self.layer.register_forward_pre_hook(probe, with_kwargs=True)
-        try:
-            with contextlib.suppress(Enough):
-                self.model(**inputs)
-        finally:
-            hook.remove()
+        with self.layer.register_forward_pre_hook(probe, with_kwargs=True), contextlib.suppress(Enough):
+            self.model(**inputs)
         if not found:
             raise Unused("its last layer does not run")
         needed, self.unneeded = found[0]
