@@ -69,8 +69,8 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     asked = {name: copy.deepcopy(getattr(config, name)) for name in further(spec)}
     torch.manual_seed(derive(seed, "adapter"))
     with without_deprecation(), _complaints():
-        if spec.method not in PROMPTS and (rank := _largest_rank(model, config, spec.r)) > longest:
-            # before memory is taken for it
+        rank = max([spec.r, *(getattr(config, "rank_pattern", None) or {}).values()])
+        if spec.method not in PROMPTS and rank > longest:  # before memory is taken for it
             raise UserError(f"rank {rank} is above the width of every layer; the longest has {longest}")
         wrapped = get_peft_model(model, config)
     _freeze_inside(wrapped, spec)
@@ -281,14 +281,6 @@ def _adapted(model: nn.Module, config: peft.PeftConfig) -> list[str]:
     config = copy.copy(cast("peft.LoraConfig", config))
     config.target_modules = config.target_modules or _usual_targets(model)
     return [n for n, _ in model.named_modules() if config.target_modules and check_target_module_exists(config, n)]
-
-
-def _largest_rank(model: nn.Module, config: peft.PeftConfig, r: int) -> int:
-    """The largest rank of any adapter by ``config``, in which ``rank_pattern`` may give layers another than ``r``."""
-    from peft.utils.other import get_pattern_key
-
-    ranks = getattr(config, "rank_pattern", None) or {}
-    return max((ranks.get(get_pattern_key(ranks, name), r) for name in _adapted(model, config)), default=r)
 
 
 def _usual_targets(model: nn.Module) -> list[str] | None:

@@ -55,7 +55,7 @@ def test_the_same_logits(kind, layers, depth, folder, tmp_path):
         mask = inputs["attention_mask"].bool()
         with torch.no_grad():
             plain = model(**inputs).logits
-            with prefix.states("a", data, batch):
+            with prefix.states_of([("a", data, batch)], torch.device("cpu")):
                 kept = model(**inputs).logits
         if causal:  # values at padded positions have no meaning
             plain, kept = plain[mask], kept[mask]
@@ -75,7 +75,7 @@ def test_the_layers_below_do_not_run(tiny_encoder):
         layer.attention.self.query.register_forward_hook(lambda *_, i=i: runs.__setitem__(i, runs[i] + 1))
     inputs = {k: v for k, v in data.batch(np.arange(9)).items() if k != "labels"}
     for _ in range(4):
-        with prefix.states("a", data, np.arange(9)):
+        with prefix.states_of([("a", data, np.arange(9))], torch.device("cpu")):
             model(**inputs)
     assert runs == {0: 1, 1: 1, 2: 4}
 
@@ -91,7 +91,7 @@ def test_no_gradient_reaches_below_and_training_is_the_same(kind):
         model.train()
         prefix.eval_below()
         torch.manual_seed(3)  # dropout above the prefix draws the same with and without it
-        with prefix.states("a", data, np.arange(5)):
+        with prefix.states_of([("a", data, np.arange(5))], torch.device("cpu")):
             model(**data.batch(np.arange(5))).loss.backward()
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     assert gradients[0].keys() == gradients[1].keys() and gradients[0]
@@ -124,7 +124,7 @@ def test_the_budget_goes_by_order_and_use(tiny_encoder):
     prefix = FrozenPrefix(model, {"adapter", "head"}, size["b"] + size["d"])
     prefix.plan({"a": (sets["a"], 0.9), "b": (sets["b"], 1), "c": (examples(400), 9), "d": (sets["d"], 9)})
     assert prefix.budget == {"a": False, "b": True, "c": False, "d": True}
-    with prefix.states("c", sets["c"], np.arange(2)):
+    with prefix.states_of([("c", sets["c"], np.arange(2))], torch.device("cpu")):
         pass
     assert not prefix.kept, "states beyond the budget are not cached"
 
@@ -155,7 +155,7 @@ def test_an_error_in_the_context_restores_the_model(tiny_encoder):
     with torch.no_grad():
         before = model(**inputs).logits
         with pytest.raises(RuntimeError, match="stop"):
-            with prefix.states("a", data, np.arange(3)):
+            with prefix.states_of([("a", data, np.arange(3))], torch.device("cpu")):
                 raise RuntimeError("stop")
         assert torch.equal(model(**inputs).logits, before)
 
@@ -165,7 +165,7 @@ def test_states_in_half_precision(tiny_encoder):
     prefix = FrozenPrefix(model, {"adapter", "head"}, 1e9)
     prefix.plan({"a": (data, 5)})
     inputs = {k: v for k, v in data.batch(np.arange(5)).items() if k != "labels"}
-    with torch.no_grad(), prefix.states("a", data, np.arange(5)):
+    with torch.no_grad(), prefix.states_of([("a", data, np.arange(5))], torch.device("cpu")):
         kept = model(**inputs).logits
     assert kept.dtype == torch.bfloat16 and prefix.kept["a"][0].dtype == torch.bfloat16
     with torch.no_grad():
@@ -198,7 +198,7 @@ def gradients(prefix, data, kept):
     prefix.model.zero_grad()
     torch.manual_seed(3)
     prefix.budget["a"] = kept
-    with prefix.states("a", data, np.array([4, 0, 7])):
+    with prefix.states_of([("a", data, np.array([4, 0, 7]))], torch.device("cpu")):
         loss = prefix.model(**data.batch(np.array([4, 0, 7]))).loss
     loss.backward()
     return {n: p.grad.clone() for n, p in prefix.model.named_parameters() if p.grad is not None}
@@ -377,7 +377,7 @@ def logits(prefix, data, batch, kept):
     real = inputs["attention_mask"].bool()
     with torch.no_grad():
         if kept:
-            with prefix.states("a", data, batch):
+            with prefix.states_of([("a", data, batch)], torch.device("cpu")):
                 found = prefix.model(**inputs).logits
         else:
             found = prefix.model(**inputs).logits
@@ -393,7 +393,7 @@ def trained(name, data, limit):
     optimizer = torch.optim.SGD(learns.values(), lr=0.05)
     torch.manual_seed(3)
     for batch in (np.arange(5), np.array([8, 1]), np.array([6, 2, 7])):
-        with prefix.states("a", data, batch):
+        with prefix.states_of([("a", data, batch)], torch.device("cpu")):
             prefix.model(**data.batch(batch)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()

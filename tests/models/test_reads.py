@@ -257,7 +257,7 @@ def test_with_kept_states(name, task, layers):
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
     both = contextlib.ExitStack()
-    both.enter_context(prefix.states("a", data, np.arange(7)))
+    both.enter_context(prefix.states_of([("a", data, np.arange(7))], torch.device("cpu")))
     plain = step(contextlib.nullcontext())
     both.enter_context(reads.reading(batch))
     ours = step(both)

@@ -35,7 +35,7 @@ from ..kinds import unwrapped
 from ..machine import gathered, input_device, machine, rounding
 from ..names import tags
 from ..quantised import beside, own_tensors
-from .reads import Attending, Enough, giving, instead, outermost
+from .reads import Attending, Enough, Unused, giving, instead, outermost
 from .states import SharedStates, file_of_one_run
 from .trials import differing, failure, keeping_modes, rows_to_try
 
@@ -185,17 +185,14 @@ class FrozenPrefix:
             file_of_one_run(self.folder, (1, 1), self.dtype)  # it can be written to
         self.planned = self.limit - remaining
 
-    def states(self, owner: str, examples, indices: np.ndarray) -> contextlib.AbstractContextManager[None]:
-        """A context in which the forward pass of the batch ``indices`` uses the cached states of ``owner``."""
-        return self.states_of([(owner, examples, indices)], input_device(self.model))
-
     @contextlib.contextmanager
     def states_of(self, batch: Sequence[tuple[str, Any, np.ndarray]], device: torch.device) -> Iterator[None]:
-        """The same for a batch of several owners' samples: owners, their examples, and the indices of the samples.
+        """A context in which the forward pass of a batch uses cached states.
 
-        If only some of them have cached states, those of the others are computed first.
+        If only some of its samples have cached states, those of the others are computed first.
 
         Args:
+            batch: owners, their examples, and the indices of the samples.
             device: of the model's inputs.
         """
         if not self or not any(self.budget.get(owner) for owner, _, _ in batch):
@@ -312,7 +309,7 @@ class FrozenPrefix:
                 stack.enter_context(module.register_forward_hook(note))
             try:
                 states = self._hidden(examples, np.arange(1))
-            except _Unused:
+            except Unused:
                 self.depth = 0
                 return
         self.width, self.dtype = states.shape[-1], states.dtype
@@ -372,7 +369,7 @@ class FrozenPrefix:
             use: called with the block's input and its other arguments.
 
         Raises:
-            _Unused: that block does not run, or receives no ``hidden_states``.
+            Unused: that block does not run, or receives no ``hidden_states``.
         """
         inputs: list[Tensor | None] = []
 
@@ -393,7 +390,7 @@ class FrozenPrefix:
         with hook, keeping_modes(self.model), contextlib.suppress(Enough):
             self.model.eval()(**batch)
         if not inputs or inputs[0] is None:
-            raise _Unused
+            raise Unused("its first trained layer does not run")
         return inputs[0]
 
     def _compute(self, owner: str, examples) -> tuple[Tensor, np.ndarray]:
@@ -458,7 +455,3 @@ def _passing(outputs: int) -> Callable:
         return (hidden_states, *[None] * (outputs - 1)) if outputs else hidden_states
 
     return forward
-
-
-class _Unused(Exception):
-    """The model does not use its blocks for these data."""

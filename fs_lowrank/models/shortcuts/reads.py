@@ -415,7 +415,7 @@ def _put_back(output: Any, at: Positions) -> Any:
 
 
 class Unused(Exception):
-    """The layer cannot be computed for some positions only; the message says why."""
+    """A layer does not run as a shortcut needs; the message says why."""
 
 
 class Enough(Exception):
