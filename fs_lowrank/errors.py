@@ -94,7 +94,7 @@ def described(error: BaseException, text: str | None = None) -> str:
 
 @contextlib.contextmanager
 def users_own(what: str, remedy: str = "") -> Iterator[None]:
-    """A context for what a user supplies and this package runs: a data set, a template, a score.
+    """A context for what a user supplies and this package runs or reads: a data set, a template, a file of weights.
 
     Args:
         what: it is, for the message, and with which row it is run. remedy: what the user can do.
@@ -103,7 +103,9 @@ def users_own(what: str, remedy: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:  # of the user's code
+    except UserError:
+        raise
+    except Exception as error:  # of the user's code, or of a library that reads a file of the user's
         in_one_line = " ".join(str(error).split())
         raise UserError(f"{what} raises {described(error, in_one_line)}{remedy and f'; {remedy}'}") from error
 

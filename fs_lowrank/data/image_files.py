@@ -36,7 +36,7 @@ from fs_lowrank.data.fetch import home as cache_home
 from fs_lowrank.data.fetch import usable
 from fs_lowrank.data.files import read_bytes, read_text, refuse_pointer
 from fs_lowrank.data.tables import IMAGE_CLASSIFICATION, RawData, count_skipped, several_classes
-from fs_lowrank.errors import UserError, nearest, say_once
+from fs_lowrank.errors import UserError, nearest, say_once, users_own
 from fs_lowrank.jobs.files import from_json, replacing
 from fs_lowrank.settings.reading import read_packaged
 
@@ -151,11 +151,9 @@ def _read_svhn(paths: Sequence[Path], about: Mapping[str, Any], count: int) -> _
     from scipy.io import loadmat
 
     path = paths[0]
-    try:
+    with users_own(f"{path}: reading it as SVHN's 32x32 file"):
         content = loadmat(path, variable_names=["X", "y"])
         pixels, labels = content["X"], content["y"].reshape(-1)
-    except Exception as error:  # scipy raises various errors for a damaged file
-        raise UserError(f"{path}: cannot be read as SVHN's 32x32 file: {error}") from error
     if pixels.ndim != 4 or pixels.shape[:3] != (32, 32, 3) or pixels.dtype != np.uint8:
         raise UserError(f"{path}: X is {pixels.dtype} {pixels.shape}, expected uint8 (32, 32, 3, n)")
     labels = labels.astype(np.int64) % 10  # zero is written as 10
@@ -259,7 +257,7 @@ def _listing(folder: Path) -> tuple[dict[str, dict[str, list[Path]]], dict[str, 
             say_once(f"{where}: no image is in the folder of a class: {', '.join(empty)}; it is left out")
         return {name: paths for name, paths in files.items() if paths}
 
-    try:
+    with users_own(f"{folder}: listing it"):
         splits = {}
         for name, split in _SPLIT_NAMES.items() if (folder / TRAIN).is_dir() else [(".", TRAIN)]:
             if (folder / name).is_dir():
@@ -276,8 +274,6 @@ def _listing(folder: Path) -> tuple[dict[str, dict[str, list[Path]]], dict[str, 
             elif path.parent in within:
                 count_skipped(skipped, "not an image, by its name", 1)
         return splits, skipped
-    except OSError as error:
-        raise UserError(f"cannot list {folder}: {error}") from error
 
 
 def _is_image(path: Path) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,21 +90,9 @@ def _write(held: Any, path: Path, where: str) -> str:
     digest = hashlib.sha256(json.dumps(schema.names).encode())
     with pa.ipc.new_stream(str(path), schema) as writer:
         for table in _chunks(dataset, where):
-            with _as_arrow(where):
-                digest.update(json.dumps([table[name].to_pylist() for name in schema.names], default=str).encode())
-                writer.write_table(table)
+            digest.update(json.dumps([table[name].to_pylist() for name in schema.names], default=str).encode())
+            writer.write_table(table)
     return digest.hexdigest()
-
-
-@contextmanager
-def _as_arrow(where: str) -> Iterator[None]:
-    """Errors of arrow, and of Python's values on their way to it, as a ``UserError``."""
-    import pyarrow as pa
-
-    try:
-        yield
-    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-        raise UserError(f"{where}: its values cannot be written as arrow data: {str(error).splitlines()[0]}") from error
 
 
 def _chunks(dataset: datasets.Dataset, where: str) -> Iterator[pa.Table]:
@@ -116,7 +103,7 @@ def _chunks(dataset: datasets.Dataset, where: str) -> Iterator[pa.Table]:
     for start in range(0, len(dataset), CHUNK):
         with users_own(f"{where}, from item {start}: the data set"):
             rows = arrow[start : start + CHUNK]
-        with _as_arrow(where):
+        with users_own(f"{where}: making arrow data of it"):
             part = pa.Table.from_batches(rows.to_batches()).cast(schema)
         yield part
 
@@ -134,7 +121,7 @@ def _dataset(held: Any, where: str) -> datasets.Dataset:
         if len(twice := plain.columns[plain.columns.duplicated()]):
             raise UserError(f"{where}: it has the column {twice[0]!r} twice; give each column a name of its own")
         plain = plain.astype(dict.fromkeys(plain.select_dtypes("category"), object))
-        with _as_arrow(where):
+        with users_own(f"{where}: making arrow data of it"):
             whole = pa.Table.from_pandas(plain, preserve_index=False).replace_schema_metadata(None)
             dataset = datasets.Dataset(whole)
     elif isinstance(held, (datasets.IterableDataset, torch.utils.data.IterableDataset)):
@@ -154,7 +141,7 @@ def _dataset(held: Any, where: str) -> datasets.Dataset:
                         f"{where}, item {i}: it has the columns {', '.join(sorted(row))}, and the first item has "
                         f"{', '.join(sorted(names))}; give every item the same, with None where there is nothing"
                     )
-            with _as_arrow(where):
+            with users_own(f"{where}: making arrow data of it"):
                 parts.append(pa.Table.from_pylist(rows, parts[0].schema if parts else None))
         dataset = datasets.Dataset(pa.concat_tables(parts)) if parts else datasets.Dataset.from_dict({})
     else:

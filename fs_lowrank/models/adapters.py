@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..errors import UserError, nearest
+from ..errors import UserError, nearest, users_own
 from ..seeds import derive
 from ..settings import ALL_LINEAR, AdapterSpec, Origin, check_value, keys_of
 from ..settings.adapter import PROMPTS
@@ -40,6 +40,9 @@ from .quantised import is_quantised
 if TYPE_CHECKING:
     import peft
     from peft.tuners.lora import LoraLayer
+
+#: what makes an adapter of a configuration, for messages
+_BY_PEFT = "llm.adapter.args: PEFT"
 
 
 def layer_stack(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
@@ -68,7 +71,7 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     config = _config(model, spec, seed)
     asked = {name: copy.deepcopy(getattr(config, name)) for name in further(spec)}
     torch.manual_seed(derive(seed, "adapter"))
-    with without_deprecation(), _complaints():
+    with without_deprecation(), users_own(_BY_PEFT):
         rank = max([spec.r, *(getattr(config, "rank_pattern", None) or {}).values()])
         if spec.method not in PROMPTS and rank > longest:  # before memory is taken for it
             raise UserError(f"rank {rank} is above the width of every layer; the longest has {longest}")
@@ -201,7 +204,7 @@ def _config(model: nn.Module, spec: AdapterSpec, seed: int = 0) -> peft.PeftConf
                 f"llm.adapter.args: adapter_method = {spec.method} is for models of transformers, not "
                 f"{type(model).__name__}"
             )
-        with _complaints():
+        with users_own(_BY_PEFT):
             return config_class(**given, **own)
     targets, layers = _targets(model, spec), _layers(model, spec)
     if spec.target_modules == ALL_LINEAR:
@@ -215,7 +218,7 @@ def _config(model: nn.Module, spec: AdapterSpec, seed: int = 0) -> peft.PeftConf
     if towers or layers is not None and "layers_to_transform" not in keys:
         targets, layers = _in_layers(model, targets or _usual_targets(model) or [], layers), None
     chosen = {} if layers is None else {"layers_to_transform": layers}
-    with _complaints():
+    with users_own(_BY_PEFT):
         config = config_class(target_modules=targets, **chosen, **given, **own)
     _check_patterns(model, config)
     return config
@@ -249,17 +252,6 @@ def _in_layers(model: nn.Module, names: Sequence[str], layers: Sequence[int] | N
     """The full names of the modules that end in one of ``names`` and are in one of ``layers``."""
     inside, ends = _inside(model, layers), tuple(f".{t}" for t in names)
     return [n for n, _ in model.named_modules() if n.startswith(inside) and n.endswith(ends)]
-
-
-@contextlib.contextmanager
-def _complaints() -> Iterator[None]:
-    """Turn an error of PEFT into a ``UserError`` about ``llm.adapter.args``."""
-    try:
-        yield
-    except UserError:  # it says what is wrong
-        raise
-    except (TypeError, ValueError, ImportError, NotImplementedError) as error:
-        raise UserError(f"llm.adapter.args: PEFT refuses this adapter: {' '.join(str(error).split())}") from error
 
 
 def target_modules(model: nn.Module, spec: AdapterSpec) -> list[str]:

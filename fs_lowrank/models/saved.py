@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..errors import UserError
+from ..errors import UserError, users_own
 from ..jobs.files import replacing
 from .adapters import without_deprecation
 from .loaded import PUT_BACK, check_adapter
@@ -49,24 +47,14 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     # Not PeftModel.from_pretrained: it leaves out what does not fit, and spreads a model with a device_map anew, losing
     # where its weights are kept.
     with without_deprecation():
-        with _readable(described):
+        with users_own(f"{described}, read as an adapter of this model,", PUT_BACK):
             config = PeftConfig.from_pretrained(str(folder))
             config.inference_mode, config.base_model_name_or_path = True, None  # where its base lies is not asked
             wrapped = get_peft_model(model, config)
-        with _readable(file):
+        with users_own(f"{file}, read as an adapter of this model,", PUT_BACK):
             tensors = load_file(file)
         expected = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
         check_adapter(file, tensors, expected, wrapped.state_dict())
         set_peft_model_state_dict(wrapped, tensors)
     text_only(wrapped)
     return wrapped.eval()
-
-
-@contextlib.contextmanager
-def _readable(file: Path) -> Iterator[None]:
-    """A context for what is made of ``file`` of a saved adapter: what libraries raise of a damaged one is one line."""
-    try:
-        yield
-    except (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{file}: no adapter of this model ({type(error).__name__}: {reason}); {PUT_BACK}") from error

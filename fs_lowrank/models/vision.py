@@ -31,12 +31,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from ..errors import UserError, nearest, say_once
+from ..errors import UserError, nearest, say_once, users_own
 from ..jobs.files import read_json, replacing, write_text
 from ..settings import VISION_MODELS
 from .chain import allow_growth, resize
@@ -249,7 +248,7 @@ def load_vision(folder: str | Path) -> VisionModel:
         UserError: no such folder, or files that do not match.
     """
     folder = Path(folder)
-    try:
+    with users_own(f"{folder / OPTIONS}: reading it as a network's options"):
         values = read_json(folder / OPTIONS, fields={"image_shape": list})
         grown = dict(values.pop("grown", {}))
         options = VisionOptions(**{**values, "image_shape": tuple(values["image_shape"])})
@@ -258,10 +257,6 @@ def load_vision(folder: str | Path) -> VisionModel:
             layer = model.get_submodule(name)
             resize(layer, torch.empty([int(size) for size in shape]))
             allow_growth(layer)
-    except UserError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise UserError(f"{folder / OPTIONS}: cannot be read as a network's options: {error}") from error
     load_weights(model, folder / WEIGHTS, new_head=False)
     return model.eval()
 
@@ -272,13 +267,8 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     Raises:
         UserError: no such file, or not a safetensors file.
     """
-    place = Path(path).expanduser()
-    if not place.is_file():
-        raise UserError(f"cannot read weights from {path}: there is no such file; expected a .safetensors file")
-    try:
-        return load_file(str(place))
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot read weights from {path}: {error}; expected a .safetensors file") from error
+    with users_own(f"reading weights from {path}", "expected a .safetensors file"):
+        return load_file(str(Path(path).expanduser()))
 
 
 def load_weights(model: VisionModel, path: str | Path, new_head: bool = True) -> list[str]:

@@ -154,7 +154,7 @@ def test_svhn(tmp_path):
     assert raw.images.shape == (16, 3, 32, 32) and raw.train["label"].tolist() == [2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3]
     assert raw.images[3, 1].max() == 3 and raw.images[3, 0].max() == 0
     (tmp_path / "test_32x32.mat").write_bytes(b"MATLAB no more")
-    with pytest.raises(UserError, match="test_32x32.mat: cannot be read as SVHN"):
+    with pytest.raises(UserError, match="test_32x32.mat: reading it as SVHN"):
         load("svhn", tmp_path)
 
 

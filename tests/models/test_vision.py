@@ -218,7 +218,7 @@ def test_wrong_weights_change_nothing(tmp_path, change, message):
 def test_files_that_are_not_weights(tmp_path):
     (tmp_path / "w.safetensors").write_bytes(b"not tensors")
     for name in ("w.safetensors", "missing.safetensors"):
-        with pytest.raises(UserError, match=f"cannot read weights from .*{name}"):
+        with pytest.raises(UserError, match=f"reading weights from .*{name} raises"):
             load_weights(build("lenet"), tmp_path / name)
     with pytest.raises(UserError, match="config.json cannot be read: "):
         load_vision(tmp_path)

@@ -37,7 +37,7 @@ from ..names import tags
 from ..quantised import beside, own_tensors
 from .reads import Attending, Enough, Unused, giving, instead, outermost
 from .states import SharedStates, file_of_one_run
-from .trials import differing, failure, keeping_modes, rows_to_try
+from .trials import differing, failure, keeping_modes, rows_to_try, with_gradients
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -263,9 +263,6 @@ class FrozenPrefix:
         if changing is None or first is None or device.type != "cpu":
             return {}
         found: dict[str, int] = {}
-        asked = {p: p.requires_grad for p in self.model.parameters()}
-        for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(name in self.learns)
 
         def base(name: str) -> bool:
             module = first.layer.get_submodule(name)
@@ -286,12 +283,10 @@ class FrozenPrefix:
             found.update({n: outputs[n].shape[-1] for n in within})
 
         try:
-            self._hidden(examples, np.arange(1), probe)
+            with with_gradients(self.model, self.learns):
+                self._hidden(examples, np.arange(1), probe)
         except Exception as error:  # a model's code may raise any error for inputs that it does not expect
             logger.debug("no keys and values are cached: %s", error)
-        finally:
-            for parameter, was in asked.items():
-                parameter.requires_grad_(was)
         return found
 
     @torch.no_grad()

@@ -231,6 +231,6 @@ def file_of_one_run(folder: Path, shape: tuple[int, int], dtype: torch.dtype) ->
             return torch.from_file(file.name, shared=True, size=numbers, dtype=dtype).view(shape)
     except OSError as error:
         raise (RunFailed if disk_error(error) else UserError)(
-            f"train.cache_frozen_dir: {folder} cannot hold the states of frozen layers ({error.strerror}); name another "
-            "folder, or leave the key out to keep them in memory"
+            f"train.cache_frozen_dir: {folder} cannot hold the states of frozen layers ({error.strerror}); name "
+            "another folder, or leave the key out to keep them in memory"
         ) from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -53,6 +53,19 @@ def differing(what: str, plain: Tensor, ours: Tensor, eps: float, least: float =
 def failure(error: Exception) -> str:
     """An error of a model's code, which may raise any for inputs that it does not expect, in one line."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+@contextmanager
+def with_gradients(model: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """A context in which only the parameters ``names`` have gradients."""
+    before = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in names)
+    try:
+        yield
+    finally:
+        for parameter, was in before.items():
+            parameter.requires_grad_(was)
 
 
 @contextmanager
