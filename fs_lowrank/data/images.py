@@ -19,8 +19,8 @@ __all__ = ["STEPS", "ImageExamples", "Pipeline"]
 _CHUNK = 4096
 
 
-# Steps. Each takes a batch (n, channels, height, width) of bytes or floats, and a generator; without one, random
-# steps are skipped. Arguments and defaults are torchvision's, so that a configuration has the same meaning.
+# Steps. Each takes a batch (n, channels, height, width) of bytes or floats, and a generator; without one, flips are
+# skipped, and crops are of the middle. Arguments and defaults are torchvision's, so that a configuration has the same meaning.
 
 
 Size = Annotated[
@@ -67,7 +67,9 @@ def _normalize(mean: Numbers, std: Deviations) -> Callable:
 
 
 def _flip(axis: int, p: float) -> Callable:
-    def apply(x: Tensor, rng: np.random.Generator) -> Tensor:
+    def apply(x: Tensor, rng: np.random.Generator | None) -> Tensor:
+        if rng is None:
+            return x
         chosen = torch.from_numpy(rng.random(len(x)) < p)
         return torch.where(chosen[:, None, None, None], x.flip(axis), x)
 
@@ -87,12 +89,13 @@ def _padded(x: Tensor, padding: int, mode: str) -> Tensor:
 def _random_crop(size: Size, padding: Padding = 0, padding_mode: PaddingMode = "constant") -> Callable:
     height, width = _pair(size)
 
-    def apply(x: Tensor, rng: np.random.Generator) -> Tensor:
+    def apply(x: Tensor, rng: np.random.Generator | None) -> Tensor:
         x = _padded(x, padding, padding_mode)
         free = x.shape[2] - height + 1, x.shape[3] - width + 1
         if min(free) < 1:
             raise ValueError(f"cannot cut {height} × {width} out of {x.shape[2]} × {x.shape[3]}")
-        tops, lefts = (torch.from_numpy(rng.integers(0, f, len(x))) for f in free)
+        starts = (np.full(len(x), f // 2) if rng is None else rng.integers(0, f, len(x)) for f in free)
+        tops, lefts = map(torch.from_numpy, starts)
         windows = x.unfold(2, height, 1).unfold(3, width, 1)
         return windows[torch.arange(len(x)), :, tops, lefts].contiguous()
 
@@ -194,20 +197,10 @@ class Pipeline:
         """
         for name, step in self.steps:
             try:
-                if rng is not None or not name.startswith("Random"):
-                    x = step(x, rng)
-                elif name == "RandomCrop":
-                    x = step(x, _Middle())
+                x = step(x, rng)
             except ValueError as error:
                 raise UserError(f"{self.key}: {name}: {error}") from None
         return _floats(x).contiguous()
-
-
-class _Middle:
-    """Replaces the generator of a random crop to make it a center crop."""
-
-    def integers(self, low: int, high: int, count: int) -> np.ndarray:
-        return np.full(count, (high - low) // 2, dtype=np.int64)
 
 
 @dataclass
