@@ -20,7 +20,8 @@ _CHUNK = 4096
 
 
 # Steps. Each takes a batch (n, channels, height, width) of bytes or floats, and a generator; without one, flips are
-# skipped, and crops are of the middle. Arguments and defaults are torchvision's, so that a configuration has the same meaning.
+# skipped, and crops are of the middle. Arguments and defaults are torchvision's, so that a configuration has the same
+# meaning.
 
 
 Size = Annotated[
