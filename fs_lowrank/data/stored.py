@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fs_lowrank.data.files import refuse_pointer
+from fs_lowrank.data.files import as_text, refuse_pointer
 from fs_lowrank.errors import UserError
 
 SUFFIXES = (".parquet", ".arrow")
@@ -74,17 +74,8 @@ class Stored:
 
     def there(self, column: str) -> np.ndarray:
         """Which rows have something other than blanks in a column, bool."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
-        found = [np.empty(0, dtype=bool)]
-        for array in self.arrays(column):
-            if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
-                array = pc.not_equal(pc.utf8_trim_whitespace(array), "")
-            else:
-                array = pc.is_valid(array)
-            found.append(pc.fill_null(array, False).to_numpy(zero_copy_only=False))
-        return np.concatenate(found)
+        values = (value for array in self.arrays(column) for value in array.to_pylist())
+        return np.array([bool(as_text(value).strip()) for value in values], dtype=bool)
 
     def values(self, column: str) -> pd.Series:
         """A whole column in memory."""
@@ -166,21 +157,21 @@ class StoredFrame:
     @property
     def iloc(self) -> _Rows:
         """``iloc[positions]``: a DataFrame of rows with their texts."""
-        return _Rows(self, lambda rows: self.kept.iloc[rows])
+        return _Rows(self, self.kept.iloc)
 
     @property
     def loc(self) -> _Rows:
         """``loc[numbers, columns]``: the same by the numbers of the rows."""
-        return _Rows(self, lambda rows: self.kept.loc[rows])
+        return _Rows(self, self.kept.loc)
 
 
 class _Rows:
-    def __init__(self, frame: StoredFrame, select: Callable[[Any], pd.DataFrame]):
-        self.frame, self.select = frame, select
+    def __init__(self, frame: StoredFrame, kept: Any):
+        self.frame, self.kept = frame, kept
 
     def __getitem__(self, what: Any) -> pd.DataFrame:
         rows, columns = what if isinstance(what, tuple) else (what, None)
-        kept = self.select(rows)
+        kept = self.kept[rows]
         texts = self.frame.convert(self.frame.stored.rows(kept.index.to_numpy(np.int64)))
         whole = pd.concat([texts.set_axis(kept.index), kept], axis=1)
         return whole if columns is None else whole[columns]
