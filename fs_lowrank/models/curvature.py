@@ -155,9 +155,9 @@ def _squares(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
 
 
 def _norm_squares(module: nn.LayerNorm | nn.GroupNorm | nn.BatchNorm2d, x: Tensor, g: Tensor) -> dict[str, Tensor]:
-    like = {"weight": torch.ones_like, "bias": torch.zeros_like}
     own = module.named_parameters(recurse=False)
-    plain = functional_call(module, {name: like[name](p, dtype=x.dtype) for name, p in own}, (x,))
+    plain_affine = {n: torch.full_like(p, float(n == "weight"), dtype=x.dtype) for n, p in own}
+    plain = functional_call(module, plain_affine, (x,))
     over = tuple(range(2, x.ndim))
     if isinstance(module, nn.LayerNorm):
         over = tuple(range(1, x.ndim - len(module.normalized_shape)))

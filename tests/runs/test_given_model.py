@@ -259,7 +259,7 @@ def test_what_cannot_be_used_is_one_line(own, tiny_encoder):
             "other processes cannot have a module that transformers cannot",
         ),
         (Bag(3), tokenizer, {}, r"gives logits of the shape \(1, 3\) for one text, and the data has 2 labels"),
-        (nn.Linear(2, 2), tokenizer, {}, "model: Linear, called with input_ids and attention_mask of one text, raises "),
+        (nn.Linear(2, 2), tokenizer, {}, "model: Linear, called with input_ids and attention_mask of one text,"),
         *((reserved(name), tokenizer, {}, f"'{name}.weight' is called as those are that methods") for name in RESERVED),
     ]
     for model, its, keys, said in cases:
