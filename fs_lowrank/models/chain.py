@@ -20,38 +20,25 @@ def chain(model: nn.Module, method: str) -> list[str]:
     Raises:
         UserError: the model has a bias, a norm, another parameter that belongs to neurons, or a branch.
     """
+    takes = (
+        f"{method} reorders neurons, and takes nets of convolutional and linear layers without biases (model.use_bias "
+        "False), norms (lowrank.norm none) and shortcuts, in which each layer feeds the next"
+    )
     layers = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
     plain = {f"{n}.weight" for n, _ in layers}
     for name in dict(model.named_parameters()):
-        if name in plain:
-            continue
-        owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
-        hint = (
-            "set model.use_bias False"
-            if name.endswith(".bias") and owner in ("Linear", "Conv2d")
-            else ("set lowrank.norm none, or choose another method" if "Norm" in owner else "choose another method")
-        )
-        raise UserError(
-            f"{method} reorders neurons and takes nets of convolutional and linear layers without biases "
-            f"or norms; this model has {name} ({owner}); {hint}"
-        )
+        if name not in plain:
+            owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
+            raise UserError(f"{takes}; this model has {name} ({owner}); choose another method")
     if len(layers) < 2:
         raise UserError(f"{method} matches hidden neurons; this model has none")
     for (before, first), (after, second) in zip(layers, layers[1:]):
         width, inputs = first.weight.shape[0], second.weight.shape[1]
         flattened = isinstance(first, nn.Conv2d) and isinstance(second, nn.Linear) and inputs % width == 0
-        groups = getattr(second, "groups", 1)
-        if groups != 1 or inputs != width and not flattened:
-            raise UserError(
-                f"{method} takes nets in which each layer feeds the next; {after} does not take the "
-                f"{width} outputs of {before} (a shortcut, or groups); choose another method"
-            )
-    blocks = [n for n, m in model.named_modules() if hasattr(m, "downsample")]
-    if blocks:
-        raise UserError(
-            f"{method} takes nets in which each layer feeds the next; {blocks[0]} has a shortcut, whose "
-            "neurons cannot be reordered one layer at a time; choose another method"
-        )
+        if getattr(second, "groups", 1) != 1 or inputs != width and not flattened:
+            raise UserError(f"{takes}; {after} does not take the {width} outputs of {before}; choose another method")
+    if blocks := [n for n, m in model.named_modules() if hasattr(m, "downsample")]:
+        raise UserError(f"{takes}; {blocks[0]} has a shortcut; choose another method")
     return [f"{n}.weight" for n, _ in layers]
 
 
