@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError, nearest, users_own
 from ..seeds import derive
-from ..settings import ALL_LINEAR, AdapterSpec, Origin, check_value, keys_of
+from ..settings import ALL_LINEAR, AdapterSpec, Key, Origin, check_keys, keys_of
 from ..settings.adapter import PROMPTS
 from .chain import resize
 from .kinds import (
@@ -180,20 +180,12 @@ def _config(model: nn.Module, spec: AdapterSpec, seed: int = 0) -> peft.PeftConf
     import peft
 
     config_class = getattr(peft, CLASSES[spec.method])
-    keys, own = keys_of(config_class), further(spec)
-    for name, value in own.items():
-        if name in given:
-            raise UserError(
-                f"llm.adapter.args: {name} follows from the model, or from r, lora_alpha and lora_dropout; leave it out"
-            )
-        if name not in keys:
-            raise UserError(
-                f"llm.adapter.args: {name!r} is no argument of PEFT's {config_class.__name__}{nearest(name, keys)}"
-            )
-        hint, of_enum = keys[name].hint, [of for of in typing.get_args(keys[name].hint) if isinstance(of, type(Enum))]
-        choices = {"choices": [choice.value for of in of_enum for choice in of]} if of_enum else {}
-        if name != "init_lora_weights":  # PEFT accepts more than it lists, such as pissa_niter_16
-            check_value(f"llm.adapter.args.0.{name}", value, hint, choices, Origin())
+    keys, own = dict(keys_of(config_class)), further(spec)
+    for name, of in keys.items():
+        values = [one.value for kind in typing.get_args(of.hint) if isinstance(kind, type(Enum)) for one in kind]
+        keys[name] = Key(of.hint, {"choices": values} if values else {})
+    keys |= {"init_lora_weights": Key(Any)}  # PEFT accepts more than it lists, such as pissa_niter_16
+    check_keys(own, keys, Origin(), "llm.adapter.args.0")
     for part in spec.extra.get("modules_to_save") or ():
         _check_named(model, part, "modules_to_save: ")
     if heads := heads_by_place(model):  # what the user names as well is there once
