@@ -86,7 +86,7 @@ def test_lora_a_depends_only_on_the_seed(tiny_encoder):
             "rank 1000000000 is above the width of every layer",
         ),
         ({"method": "prefx"}, "adapter_method 'prefx' is not known; did you mean 'prefix'"),
-        ({"target_modules": ("classifier",)}, "llm.adapter.args: PEFT raises ValueError: No modules were targeted"),
+        ({"target_modules": ("classifier",)}, "llm.adapter.args: PEFT raises .*: No modules were targeted"),
         ({"target_modules": ("LayerNorm",)}, "llm.adapter.args: PEFT raises .*is not supported"),
         ({"target_modules": ("query",), "extra": {"init_lora_weights": "foo"}}, "llm.adapter.args: .*'foo'"),
         (
@@ -106,7 +106,7 @@ def test_lora_a_depends_only_on_the_seed(tiny_encoder):
             "rank_pattern: 'qury' is of no module with an adapter",
         ),
         ({"target_modules": ("query",), "extra": {"rank_pattern": {"(": 2}}}, r"rank_pattern: '\(' is not a regular"),
-        ({"target_modules": ("query",), "extra": {"foo": 1}}, "llm.adapter.args: 'foo' is no argument of .*LoraConfig"),
+        ({"target_modules": ("query",), "extra": {"foo": 1}}, "unknown key 'llm.adapter.args.0.foo'; there are: .*"),
     ],
 )
 def test_wrong_adapters_are_named(tiny_encoder, spec, message):
@@ -114,9 +114,8 @@ def test_wrong_adapters_are_named(tiny_encoder, spec, message):
         add_adapter(encoder(tiny_encoder), AdapterSpec(**spec), seed=0)
 
 
-@pytest.mark.parametrize("r", [40, 10**9])
-def test_a_rank_that_no_layer_takes_is_not_compared(tiny_encoder, r):
-    spec = AdapterSpec(r=r, target_modules=("query",), extra={"rank_pattern": {"query": 3}})
+def test_a_rank_that_no_layer_takes_is_not_compared_with_their_widths(tiny_encoder):
+    spec = AdapterSpec(r=40, target_modules=("query",), extra={"rank_pattern": {"query": 3}})
     model = add_adapter(encoder(tiny_encoder), spec, seed=0)
     assert {len(t) for t in named_tensors(model, ("lora_A",)).values()} == {3}
 
