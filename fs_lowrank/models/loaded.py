@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -85,36 +84,27 @@ def check_loaded(
     return sorted(new)
 
 
-def check_adapter(
-    file: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], model: Mapping[str, Tensor]
-) -> None:
-    """Check that ``file`` of a saved adapter has what its configuration asks for on this base, and nothing else.
+def difference(
+    given: Mapping[str, Tensor], expected: Mapping[str, Tensor], more: Mapping[str, Tensor] | None = None
+) -> str:
+    """Why the tensors of a file are not those of ``expected``, in words; empty if they are.
 
     Args:
-        tensors: of the file. expected: those of a new adapter, as PEFT would save it.
-        model: the tensors of the model with it. Of an adapted output layer, PEFT saves the weight of the base, too.
-    Raises:
-        UserError: a tensor is missing, is not expected, or has another shape.
+        more: tensors that the file may have as well.
     """
-    lacking = sorted(expected.keys() - tensors.keys())
-    strange = sorted(tensors.keys() - expected.keys() - model.keys())
+    known = {**(more or {}), **expected}
+    lacking, strange = sorted(expected.keys() - given.keys()), sorted(given.keys() - known.keys())
     if lacking:
-        raise UserError(
-            f"{file} lacks {len(lacking)} of the adapter's {len(expected)} tensors ({_some(lacking)}), which would be "
-            f"untrained{_instead(lacking, strange, '')}; {PUT_BACK}"
+        return (
+            f"it lacks {len(lacking)} of {len(expected)} tensors ({_some(lacking)}), which would be untrained"
+            f"{_instead(lacking, strange, '')}"
         )
     if strange:
-        raise UserError(
-            f"{file} has tensors that the adapter in adapter_config.json has no place for ({_some(strange)}); "
-            f"{PUT_BACK}"
-        )
-    for name, tensor in sorted(tensors.items()):
-        shape = tuple((expected[name] if name in expected else model[name]).shape)
-        if tuple(tensor.shape) != shape:
-            raise UserError(
-                f"{file}: {name} is {tuple(tensor.shape)} there, and by adapter_config.json and the base model "
-                f"{shape}; {PUT_BACK}"
-            )
+        return f"it has tensors that there is no place for ({_some(strange)})"
+    for name, tensor in sorted(given.items()):
+        if tensor.shape != known[name].shape:
+            return f"{name} is {tuple(tensor.shape)} there, expected {tuple(known[name].shape)}"
+    return ""
 
 
 def _new_module(model: Any, name: str) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import UserError, users_own
 from ..jobs.files import replacing
 from .adapters import without_deprecation
-from .loaded import PUT_BACK, check_adapter
+from .loaded import PUT_BACK, difference
 from .prompts import text_only
 
 if TYPE_CHECKING:
@@ -54,7 +54,9 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
         with users_own(f"{file}, read as an adapter of this model,", PUT_BACK):
             tensors = load_file(file)
         expected = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
-        check_adapter(file, tensors, expected, wrapped.state_dict())
+        # Of an adapted output layer, PEFT saves the weight of the base, too.
+        if wrong := difference(tensors, expected, wrapped.state_dict()):
+            raise UserError(f"{file}: not the adapter of {described.name} on this base model: {wrong}; {PUT_BACK}")
         set_peft_model_state_dict(wrapped, tensors)
     text_only(wrapped)
     return wrapped.eval()

@@ -39,6 +39,7 @@ from ..errors import UserError, nearest, say_once, users_own
 from ..jobs.files import read_json, replacing, write_text
 from ..settings import VISION_MODELS
 from .chain import allow_growth, resize
+from .loaded import difference
 
 __all__ = ["VisionModel", "VisionOptions", "build_vision", "load_vision", "load_weights"]
 
@@ -288,27 +289,20 @@ def load_weights(model: VisionModel, path: str | Path, new_head: bool = True) ->
     counters = {n for n in parameters if n.endswith("num_batches_tracked")}
     reshaped = sorted(n for n in head & given.keys() if given[n].shape != parameters[n].shape)
     if new_head and (reshaped or not head & given.keys()):
-        reason = f"{reshaped[0]} is {_shape(given[reshaped[0]])} there" if reshaped else "the file has none"
+        reason = f"{reshaped[0]} is {tuple(given[reshaped[0]].shape)} there" if reshaped else "the file has none"
         say_once(
             f"{path}: the head for {model.options.num_classes} classes is new ({', '.join(sorted(head))}): {reason}"
         )
         given = {n: t for n, t in given.items() if n not in head}
     else:
         head = set()
-    required, there = parameters.keys() - head - counters, given.keys() - counters
-    wrong = [f"no tensor {name!r}{nearest(name, given)}" for name in sorted(required - there)]
-    wrong += [f"a tensor {name!r} that it has not{nearest(name, required)}" for name in sorted(there - required)]
-    for name in sorted(required & there):
-        if given[name].shape != parameters[name].shape or not given[name].is_floating_point():
-            wrong.append(f"{name} as {given[name].dtype}, {_shape(given[name])} for {_shape(parameters[name])}")
-    if wrong:
+    required = {n: t for n, t in parameters.items() if n not in head | counters}
+    given = {n: t for n, t in given.items() if n not in counters}
+    whole = (f"{n} is {t.dtype}" for n, t in sorted(given.items()) if not t.is_floating_point())
+    if wrong := difference(given, required) or next(whole, ""):
         raise UserError(
-            f"{path}: not the weights of this {model.options.type}: it has {wrong[0]}; lowrank.norm, lowrank.width, "
+            f"{path}: not the weights of this {model.options.type}: {wrong}; lowrank.norm, lowrank.width, "
             "model.use_bias and the images' shape must be as when it was saved"
         )
-    model.load_state_dict({n: t for n, t in given.items() if n in required}, strict=False)
+    model.load_state_dict(given, strict=False)
     return sorted(head)
-
-
-def _shape(tensor: Tensor) -> str:
-    return " × ".join(map(str, tensor.shape)) or "a single number"
