@@ -36,7 +36,7 @@ $(VENV)/.installed: setup.py constraints.txt
 	$(PIP) setuptools wheel uv
 	@echo "== installing torch: PyTorch's build for this machine"
 	$(UV) --torch-backend auto torch || \
-	{ echo "== PyTorch's builds cannot be reached; taking the package index's torch"; $(UV) torch || $(PIP) torch; }
+	{ echo "== PyTorch's builds cannot be reached; taking the torch that pip finds"; $(PIP) torch; }
 	@echo "== installing fs-lowrank and the libraries it stands on"
 	$(UV) --no-build-isolation -e '.[dev,docs]' || $(PIP) --no-build-isolation -e '.[dev,docs]'
 	@echo "== installing curvlinops, alone: what it asks for would bring another torch"
