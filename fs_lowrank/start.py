@@ -189,7 +189,7 @@ def _pictures(given: Given) -> list[str]:
         f"dataloader: {{batch_size: {max(1, min(32, int(each)))}}}",
         "train:",
         "  local_update_steps: 10         # batches of a client in a round",
-        "  optimizer: {type: SGD, lr: 0.1, momentum: 0.9}   # `fs-lowrank hpo tune` searches it",
+        "  optimizer: {type: SGD, lr: 0.03, momentum: 0.9}   # `fs-lowrank hpo tune` searches it",
         *_EVALUATION,
     ]
 
@@ -246,6 +246,8 @@ def _clients(given: Given, raw: RawData) -> tuple[int, list[str]]:
         "# simulated clients: the rows of one table are dealt out. Or clients are files of their own: splitter: file;",
         f"# or the values of a column: splitter: field, splitter_args: [{_flow({'field': field})}]",
     ]
+    if raw.images is not None:
+        lines = ["# simulated clients: the pictures of one folder are dealt out"]
     if raw.label_names and rows * 0.8 / clients >= 40:
         lines += ["# guessed, since a client has 40 rows: its own mixture of classes; or iid, shards, quantity"]
         lines += ["splitter: dirichlet", "splitter_args: [{alpha: 1.0, min_size: 8}]   # smaller: more skewed"]
