@@ -9,7 +9,7 @@ class Mine(Transport):
 
 
 def run(config, resume=False, on_round=None, on_client=None, callbacks=()):
-    check_engine(config, "mine")
+    check_local(config)
     return run_over(Mine(), config, resume, on_round, on_client, callbacks)
 ```
 
