@@ -374,7 +374,7 @@ def _load_dataset(name: str, path: str, config: str | None):
     import datasets
 
     try:
-        with hub(), silent():
+        with hub(), silent(datasets):
             return sound(datasets.load_dataset(path, config) if config else datasets.load_dataset(path))
     except Exception as error:
         # ConnectionError and datasets' own "not found" are OSErrors; an unknown config is a ValueError, and so is what

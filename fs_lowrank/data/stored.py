@@ -6,6 +6,7 @@ Folders of ``save_to_disk``, ``.arrow`` files (streams, as ``datasets`` writes t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -244,35 +245,33 @@ def sound(dataset: Any) -> Any:
 
 
 @contextmanager
-def silent() -> Iterator[None]:
-    """Without the messages and progress bars of ``datasets``, which are as they were before after the block.
+def silent(library: Any, level: int = logging.CRITICAL) -> Iterator[None]:
+    """Without the progress bars of ``library``, datasets or transformers, and its messages below ``level``, which are
+    as they were before after the block.
 
-    It logs that a file is damaged before it raises the error.
+    datasets logs that a file is damaged before it raises the error.
     """
-    import datasets
-
-    shown, verbosity = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    said = library.logging
+    shown, verbosity = said.is_progress_bar_enabled(), said.get_verbosity()
+    said.disable_progress_bar()
+    said.set_verbosity(level)
     try:
         yield
     finally:
-        datasets.logging.set_verbosity(verbosity)
+        said.set_verbosity(verbosity)
         if shown:
-            datasets.enable_progress_bars()
+            said.enable_progress_bar()
 
 
-@silent()
 def _opened(path: Path) -> Any:
     import datasets
 
     try:
-        if is_saved(path):
-            return sound(datasets.load_from_disk(str(path)))
         if not path.exists():
             raise FileNotFoundError(f"no file {path}; check data.root and data.type")
-        reads = datasets.Dataset.from_parquet if path.suffix.lower() == ".parquet" else datasets.Dataset.from_file
-        return sound(reads(str(path)))
+        of_file = datasets.Dataset.from_parquet if path.suffix.lower() == ".parquet" else datasets.Dataset.from_file
+        with silent(datasets):
+            return sound((datasets.load_from_disk if is_saved(path) else of_file)(str(path)))
     except Exception as error:  # of arrow and of datasets, whose errors for damaged files have no common class
         refuse_pointer(path)
         if isinstance(error, FileNotFoundError):

@@ -8,12 +8,13 @@ everything else, so the report of transformers (``output_loading_info``) is chec
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
+from ..data.stored import silent
 from ..errors import ROWS_LOGGER, UserError, say_once
 
 _SHOWN = 3
@@ -21,20 +22,11 @@ _SHOWN = 3
 PUT_BACK = "put back the files of this folder as they were saved together, or train again"
 
 
-@contextmanager
-def transformers_silent() -> Iterator[None]:
+def transformers_silent() -> AbstractContextManager[None]:
     """Without the messages and progress bars of transformers, which are as they were before after the block."""
     import transformers
 
-    verbosity, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-        if bars:
-            transformers.logging.enable_progress_bar()
+    return silent(transformers, logging.ERROR)
 
 
 def check_loaded(
