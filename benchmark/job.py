@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from fs_lowrank import Config, UserError, load_config
 from fs_lowrank.data import own_files
@@ -78,10 +78,6 @@ class Job(ABC):
         """This job with the learning rate that it needs; None while the search of that rate is not finished."""
         return self
 
-    def on_device(self, options: Options) -> Self:
-        """This job with the ``overrides`` of a worker's options, such as its GPU."""
-        return replace(self, options=options)
-
     @property
     def revisions(self) -> dict[str, int]:
         """The revisions above 1 of its methods. A result of another revision does not belong to this job."""
@@ -145,9 +141,6 @@ class Trained(Job):
     setting: Mapping[str, str]
     config: Config
 
-    def on_device(self, options: Options) -> Self:
-        return replace(self, options=options, config=self.config.replace(options.overrides))
-
     @property
     def revisions(self) -> dict[str, int]:
         return revisions(self.config)
@@ -188,10 +181,6 @@ class Cell(Trained):
     def column(self) -> str:
         """The setting as the name of a table column: its labels, such as ``3 / 4``."""
         return " / ".join(self.setting.values())
-
-    def on_device(self, options: Options) -> Self:
-        config, search = self.config.replace(options.overrides), self.search and self.search.on_device(options)
-        return replace(self, options=options, config=config, search=search)
 
     def rated(self, store: Store) -> Cell | None:
         if self.search is None:

@@ -1,21 +1,26 @@
-"""``fs-lowrank benchmark run``: checks everything, starts the workers, and shows their progress."""
+"""``fs-lowrank benchmark run``: checks everything, hands the jobs to workers, writes their results, shows progress."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
+import math
+import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from filelock import FileLock
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from fs_lowrank import UserError
-from fs_lowrank.jobs.crew import run_workers, stop_signals
+from fs_lowrank.jobs.crew import CONTINUED, ON_ITS_GPU, check_gpus, make_crew, stop_signals
+from fs_lowrank.jobs.pool import Pool, Work
 from fs_lowrank.jobs.shell import make_console
 from fs_lowrank.runs.summary import for_people
 
@@ -26,6 +31,14 @@ from .store import Store
 
 #: seconds after which a worker that does not stop is killed; the next call continues from its checkpoint
 _PATIENCE = 15.0
+#: number of workers that may die while they run a job, before the job counts as failed
+_DEATHS = 2
+_DIED = {
+    "status": "failed",
+    "kind": "died",
+    "error": f"the process that ran it died {_DEATHS} times, out of memory perhaps; try fewer --workers, or a smaller "
+    "batch",
+}
 
 
 @dataclasses.dataclass
@@ -48,6 +61,7 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
         UserError: before any training, if something is wrong or missing.
         RunFailed: results cannot be written, or too many workers died.
     """
+    from . import worker
     from .check import check
 
     console = console or make_console(140)
@@ -55,7 +69,8 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
     def say(text: str) -> None:
         console.print(text, soft_wrap=True)
 
-    options = dataclasses.replace(options, since=time.time())
+    check_gpus(gpus)
+    options = dataclasses.replace(options, since=time.time(), overrides=ON_ITS_GPU if gpus else {})
     jobs, store = [cell_of(options)] if options.cell else plan(options), options.store
     board = Board(jobs, store)
     board.look()
@@ -72,7 +87,6 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
         f"{board.remaining} jobs to do, {skipped} done before; {workers} worker{'s' * (workers > 1)}; "
         f"their logs: {logs}"
     )
-    order = {"options": options, "jobs": [job for job in jobs if job.key in board.open]}
     shown = Live(board.table(), console=console, refresh_per_second=2) if console.is_terminal else None
 
     def look() -> None:
@@ -81,11 +95,57 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
         if shown:
             shown.update(board.table())
 
+    imports = [*dict.fromkeys(job.suite.imports for job in jobs)]
+    pool = make_crew(workers, [worker.__name__], lambda rank: [(worker.begin, imports)], gpus=gpus, logs=logs, say=say)
     with stop_signals() as stopped, shown or contextlib.nullcontext():
-        given = f"{__package__}.worker:main", order, workers, stopped
-        interrupted = run_workers(*given, gpus=gpus, logs=logs, patience=_PATIENCE, meanwhile=look, say=say)
+        hand_out(board, pool, stopped, look, say)
     look()
-    return Outcome(board.finished - skipped, board.failed, board.remaining, skipped, interrupted, store.damaged)
+    return Outcome(board.finished - skipped, board.failed, board.remaining, skipped, bool(stopped), store.damaged)
+
+
+def hand_out(
+    board: Board, pool: Pool, stopped: Sequence[int], look: Callable[[], None], say: Callable[[str], None]
+) -> None:
+    """Have the processes of ``pool`` run the jobs of ``board``, until all are done or a signal is in ``stopped``.
+
+    Raises:
+        RunFailed: results cannot be written, or too many workers died.
+    """
+    from . import worker
+
+    working: dict[Work, Job] = {}
+    idle, deaths, last = [*pool.processes], Counter[str](), math.inf
+    try:
+        while working or (board.remaining and not stopped):
+            look()
+            while idle and not stopped and (job := board.claim()):
+                working[pool.submit(idle.pop(), worker.work, job)] = job
+            if stopped and last == math.inf:
+                last = time.monotonic() + _PATIENCE
+                say("stopping" + CONTINUED)
+                for work in working:
+                    pool.processes[work.rank].terminate()
+            if time.monotonic() > last:
+                break
+            for work, job in [each for each in working.items() if each[0].future.done()]:
+                if died := bool(pool.died(work)):
+                    deaths[job.key] += 1
+                    if not stopped and deaths[job.key] < _DEATHS:
+                        pool.again(work)
+                        continue
+                found = _DIED if died and not stopped else {} if died else pool.result(work)
+                board.finish(working.pop(work), found)
+                if died and not stopped:
+                    pool.replace(work)
+                idle.append(work.rank)
+            time.sleep(0.2)
+    except KeyboardInterrupt:
+        if not stopped:
+            raise
+    finally:
+        pool.end()
+        for job in working.values():
+            board.finish(job, {})
 
 
 def cell_of(options: Options) -> Job:
@@ -136,6 +196,8 @@ class Board:
         self.jobs, self.store = list(jobs), store
         #: key -> job, for jobs that are not done; a cell that waits for a search has another key afterwards
         self.open = {job.key: job for job in self.jobs}
+        #: key -> a job that this process has claimed, its lock, and the time when it began
+        self.running: dict[str, tuple[Job, FileLock, float]] = {}
         self.failed: list[dict] = []
         self.finished = 0
         self.began = time.monotonic()
@@ -143,6 +205,56 @@ class Board:
     @property
     def remaining(self) -> int:
         return len(self.open)
+
+    def claim(self) -> Job | None:
+        """The next job that can run, whose lock this process then holds; None if there is none now."""
+        for job in self.open.values():
+            ready = job.rated(self.store)
+            if ready is None:
+                if (failed := self._failed_search(job)) and not job.done(self.store):
+                    error = f"the search of its learning rate failed: {failed['error']}"
+                    self._write(job, {"status": "failed", "kind": "search", "error": error})
+                continue
+            if ready.key in self.running or ready.done(self.store) or (lock := self.store.claim(ready.key)) is None:
+                continue
+            if ready.done(self.store):  # by another command, meanwhile
+                lock.release()
+                continue
+            if ready is not job:
+                self.store.forget_failure(job.key)  # its search had failed, and has succeeded since
+            self.store.unmark(ready.key)
+            self.running[ready.key] = ready, lock, time.time()
+            return ready
+        return None
+
+    def _failed_search(self, job: Job) -> dict | None:
+        """The failure of the search that a job needs, in this call."""
+        search = getattr(job, "search", None)
+        if search is None or not search.done(self.store):
+            return None
+        return self.store.read("failed", search.key) or {"error": "its record cannot be read"}
+
+    def finish(self, job: Job, found: Mapping) -> None:
+        """Write what ``work`` returned of a job that this process had claimed, and release its lock."""
+        _, lock, _ = self.running.pop(job.key)
+        try:
+            if found:
+                self._write(job, found)
+        finally:
+            self.store.unmark(job.key)
+            lock.release()
+
+    def _write(self, job: Job, found: Mapping) -> None:
+        record = {**job.identity(), **found, "finished": time.time()}
+        if found["status"] == "failed":
+            self.store.write("failed", {**record, "job": job.kind})
+            return
+        self.store.write(job.kind, record)
+        before = job.stale(self.store) if job.kind == "cells" else None
+        if before and self.store.path("cells", before["hash"]).exists():
+            self.store.supersede(before["hash"])
+        if not job.options.keep:
+            shutil.rmtree(job.folder, ignore_errors=True)
 
     def look(self) -> list[str]:
         """Remove the jobs that were done since the last call from ``open``; returns a line about each."""
@@ -165,16 +277,6 @@ class Board:
             )
         return news
 
-    def _progress(self, job: Job) -> dict | None:
-        """The progress of a job that runs now, or whose process died in this call; None of others."""
-        marker = self.store.marked(job.key)
-        return marker if marker and marker["since"] == job.options.since else None
-
-    def running(self) -> list[tuple[dict, Job]]:
-        """The progress of each job that runs now, and the job."""
-        jobs = [job.rated(self.store) or job for job in self.open.values()]
-        return [(marker, now) for now in jobs if (marker := self._progress(now))]
-
     def table(self) -> Table:
         table = Table(
             title=f"{self.finished} done, {len(self.failed)} failed, {self.remaining} remain; "
@@ -183,15 +285,11 @@ class Board:
         )
         for column in ("experiment", "cell", "at", "so far", "min"):
             table.add_column(column, overflow="fold")
-        for marker, now in self.running():
-            at = marker.get("doing") or (f"{marker['round']}/{marker['rounds']}" if "round" in marker else "starting")
-            table.add_row(
-                f"{marker['suite']}/{marker['experiment']}",
-                marker["label"],
-                at,
-                _headline(marker, now),
-                f"{(time.time() - marker['began']) / 60:.1f}",
-            )
+        for job, _, began in self.running.values():
+            now = self.store.marked(job.key)
+            at = now.get("doing") or (f"{now['round']}/{now['rounds']}" if "round" in now else "starting")
+            minutes = f"{(time.time() - began) / 60:.1f}"
+            table.add_row(f"{job.suite.name}/{job.experiment.name}", job.label, at, _headline(now, job), minutes)
         return table
 
 

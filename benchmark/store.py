@@ -2,8 +2,8 @@
 
 ``RESULTS/cells/HASH.json`` is the result of a cell or a script, ``searches/HASH.json`` that of a search of learning
 rates, ``failed/HASH.json`` the reason why a job failed, ``superseded/HASH.json`` the result of a cell of which there is
-one by a later revision of its method. The process that runs a job holds the lock
-``WORK/claims/HASH.lock``, which is released when the process ends, and writes its progress to ``HASH.json`` beside it.
+one by a later revision of its method. The command that has a job run holds the lock ``WORK/claims/HASH.lock``, which
+is released when its process ends, and alone writes the result; the worker writes its progress to ``HASH.json`` there.
 """
 
 from __future__ import annotations
@@ -11,21 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 
-from fs_lowrank.errors import DamagedFile
-from fs_lowrank.jobs.files import Fields, read_json, write_text
-from fs_lowrank.jobs.locks import claimed
-from fs_lowrank.versions import SCHEMA, NewerSchema, check_schema
+from filelock import FileLock
 
-#: what is used of the progress of a job
-_PROGRESS: Fields = {
-    **dict.fromkeys(("suite", "experiment", "label"), str),
-    **dict.fromkeys(("since", "began"), int | float),
-    "deaths": int,
-}
+from fs_lowrank.jobs.files import read_json, write_text
+from fs_lowrank.jobs.locks import take
+from fs_lowrank.versions import SCHEMA, NewerSchema, check_schema
 
 
 def digest(content: object) -> str:
@@ -110,20 +103,17 @@ class Store:
     def _claim_file(self, key: str, suffix: str) -> Path:
         return self.work / "claims" / f"{key}.{suffix}"
 
-    def claim(self, key: str) -> AbstractContextManager[bool]:
-        """A context that holds the lock on ``key``; its value is False if another process holds it."""
-        return claimed(self._claim_file(key, "lock"))
+    def claim(self, key: str) -> FileLock | None:
+        """The lock on the job ``key``, to be released; None if another command holds it."""
+        return take(self._claim_file(key, "lock"))
 
     def mark(self, key: str, content: Mapping) -> None:
         """Write the progress of the job ``key``."""
         write_text(self._claim_file(key, "json"), json.dumps(content), durable=False)
 
-    def marked(self, key: str) -> dict | None:
-        """The last progress of the job ``key``, perhaps of a process that died; None if there is none to read."""
-        try:
-            return read_json(self._claim_file(key, "json"), fields=_PROGRESS, missing=None)
-        except DamagedFile:
-            return None
+    def marked(self, key: str) -> dict:
+        """The last progress of the job ``key``."""
+        return read_json(self._claim_file(key, "json"), missing={})
 
     def unmark(self, key: str) -> None:
         self._claim_file(key, "json").unlink(missing_ok=True)

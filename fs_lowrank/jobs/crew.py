@@ -15,13 +15,17 @@ from typing import Any
 
 from ..errors import ROWS_LOGGER, RunFailed, UserError
 from .escaped import Formatter
-from .pool import Pool
+from .pool import Call, Pool
 from .shell import INTERRUPTED, message_of, names
 
 #: how many workers that died are replaced
 RESTARTS = 8
 #: a variable that is set in every worker, so that what runs there starts no processes of its own unless it is told to
 INSIDE = "FS_LOWRANK_WORKER"
+#: config keys of a worker that sees one GPU
+ON_ITS_GPU = {"use_gpu": True, "device": 0}
+#: what a user who stops a command reads
+CONTINUED = ": what runs ends now, and is continued next time; once more Ctrl-C kills it"
 
 
 @contextmanager
@@ -83,6 +87,30 @@ def threads_each(workers: int) -> int:
     return max(1, (os.cpu_count() or 1) // workers)
 
 
+def make_crew(
+    workers: int,
+    imports: Sequence[str],
+    prepare: Callable[[int], Sequence[Call]] = lambda rank: [],
+    *,
+    gpus: Sequence[str] = (),
+    logs: Path | None = None,
+    say: Callable[[str], object] = print,
+) -> Pool:
+    """Processes that share the cores, each with one of ``gpus`` as its device 0 (``ON_ITS_GPU``).
+
+    Args:
+        imports, prepare: as of ``Pool``. gpus: numbers of torch's. logs: a folder for their output. say: prints a line.
+    """
+
+    def variables(index: int) -> dict[str, str]:
+        gpu = {"CUDA_VISIBLE_DEVICES": visible(gpus[index % len(gpus)])} if gpus else {}
+        return {INSIDE: "1", "OMP_NUM_THREADS": str(threads_each(workers)), **os.environ, **gpu}
+
+    log = (lambda index: logs / f"worker_{index + 1}.log") if logs else None
+    name = "worker {}"
+    return Pool(workers, prepare, name=name, imports=imports, log=log, variables=variables, restarts=RESTARTS, say=say)
+
+
 def run_workers(
     target: str,
     options: Mapping[str, Any],
@@ -91,9 +119,7 @@ def run_workers(
     *,
     gpus: Sequence[str] = (),
     logs: Path | None = None,
-    patience: float | None = None,
     late: Callable[[], bool] = lambda: False,
-    meanwhile: Callable[[], object] = lambda: None,
     say: Callable[[str], object] = print,
 ) -> bool:
     """Run workers that each call one function until the store has no work left; one that dies is replaced.
@@ -107,9 +133,8 @@ def run_workers(
         gpus: numbers of torch's; each worker sees one of them, as device 0; the config keys for it are added to
             ``overrides`` in the options.
         logs: a folder for the workers' output; None: the output of this process.
-        patience: seconds that a worker may take to stop before it is killed; None: until the second signal.
         late: when it returns True, they are stopped too.
-        meanwhile: called a few times a second. say: prints a line.
+        say: prints a line.
     Returns:
         Whether any was stopped by a signal.
     Raises:
@@ -117,36 +142,19 @@ def run_workers(
     """
     options = dict(options)
     if gpus:
-        options["overrides"] = {**options.get("overrides", {}), "use_gpu": True, "device": 0}
-
-    def variables(index: int) -> dict[str, str]:
-        gpu = {"CUDA_VISIBLE_DEVICES": visible(gpus[index % len(gpus)])} if gpus else {}
-        return {INSIDE: "1", "OMP_NUM_THREADS": str(threads_each(workers)), **os.environ, **gpu}
-
-    pool = Pool(
-        workers,
-        name="worker {}",
-        imports=[target.partition(":")[0]],
-        log=(lambda index: logs / f"worker_{index + 1}.log") if logs else None,
-        variables=variables,
-        restarts=RESTARTS,
-        say=say,
-    )
-    stopping, interrupted = 0.0, False
+        options["overrides"] = {**options.get("overrides", {}), **ON_ITS_GPU}
+    pool = make_crew(workers, [target.partition(":")[0]], gpus=gpus, logs=logs, say=say)
+    stopping, interrupted = False, False
     error: Exception | None = None
     try:
         working = [pool.submit(i, serve, target, options, str(logs or "")) for i in range(workers)]
         while working:
-            meanwhile()
             if not stopping and (stopped or error or late()):
-                stopping = time.monotonic()
+                stopping = True
                 if not error:
-                    why = "stopping" if stopped else "time is up"
-                    say(f"{why}: what runs ends now, and is continued next time; once more Ctrl-C kills it")
+                    say(("stopping" if stopped else "time is up") + CONTINUED)
                 for work in working:
                     pool.processes[work.rank].terminate()
-            if stopping and patience and time.monotonic() - stopping > patience:
-                break
             for work in [work for work in working if work.future.done()]:
                 if pool.died(work) and not stopping:
                     pool.again(work)
@@ -171,13 +179,7 @@ def run_workers(
 
 def serve(target: str, options: Mapping[str, Any], logs: str) -> int:
     """In a worker: call the function that the supervisor names."""
-    import torch
-
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))  # it may be imported already
-    handler = logging.StreamHandler()
-    handler.setFormatter(Formatter("%(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logging.getLogger(ROWS_LOGGER).setLevel(logging.INFO)
+    settle()
     module, _, name = target.partition(":")
     try:
         code: int = getattr(import_module(module), name)(options)
@@ -186,3 +188,14 @@ def serve(target: str, options: Mapping[str, Any], logs: str) -> int:
         raise
     except Exception as error:  # of the package: one line, as in every command
         raise RunFailed(message_of(error, Path(logs) if logs else None)) from error
+
+
+def settle() -> None:
+    """In a worker: take its threads, and write the log as lines."""
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))  # it may be imported already
+    handler = logging.StreamHandler()
+    handler.setFormatter(Formatter("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger(ROWS_LOGGER).setLevel(logging.INFO)

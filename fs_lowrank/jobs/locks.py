@@ -22,17 +22,6 @@ def take(path: Path) -> FileLock | None:
 
 
 @contextmanager
-def claimed(path: Path) -> Iterator[bool]:
-    """Try to hold the lock during the block, without waiting; gives whether it is held."""
-    lock = take(path)
-    try:
-        yield lock is not None
-    finally:
-        if lock is not None:
-            lock.release()
-
-
-@contextmanager
 def exclusive(path: Path, stop: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Hold the lock during the block; wait for it until ``stop`` returns True.
 

@@ -137,6 +137,15 @@ class Pool:
         """Start another process in place of the one that has died of ``work``, to do it again.
 
         Raises:
+            RunFailed: as of ``replace``.
+        """
+        self.replace(work)
+        work.hand_to(self.executors[work.rank])
+
+    def replace(self, work: Work) -> None:
+        """Start another process in place of the one that has died of ``work``.
+
+        Raises:
             RunFailed: there were as many deaths before as are allowed.
         """
         ended = f"{self.name.format(work.rank + 1)} ended ({self.died(work)})"
@@ -147,7 +156,6 @@ class Pool:
         self.say(f"{ended}; another takes its place")
         for begun in self._start(work.rank):
             self.result(begun)
-        work.hand_to(self.executors[work.rank])
 
     def end(self) -> None:
         """End all processes, whatever they do, and what they have started."""

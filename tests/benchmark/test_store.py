@@ -67,19 +67,16 @@ def test_full_disk(store, monkeypatch):
 
 
 def test_claims_exclude_each_other_and_end_with_their_process(store):
-    with store.claim("k") as ours:
-        assert ours
-        with store.claim("k") as again:
-            assert not again
+    ours = store.claim("k")
+    assert ours and store.claim("k") is None
+    ours.release()
     code = (
         "import os, sys; from pathlib import Path; from benchmark.store import Store\n"
         f"store = Store(Path('x'), Path({str(store.work)!r}))\n"
-        "with store.claim('k') as ours:\n    print(ours, flush=True); sys.stdin.read(1); os.kill(os.getpid(), 9)\n"
+        "lock = store.claim('k'); print(bool(lock), flush=True); sys.stdin.read(1); os.kill(os.getpid(), 9)\n"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdout.readline() == "True\n"
-    with store.claim("k") as ours:
-        assert not ours
+    assert store.claim("k") is None
     child.communicate("x")
-    with store.claim("k") as ours:
-        assert ours
+    assert store.claim("k")

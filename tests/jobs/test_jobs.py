@@ -19,7 +19,7 @@ from fs_lowrank import RunFailed, UserError
 from fs_lowrank.errors import own_place
 from fs_lowrank.jobs import crew, shell
 from fs_lowrank.jobs.files import replacing, write_text
-from fs_lowrank.jobs.locks import claimed, exclusive
+from fs_lowrank.jobs.locks import exclusive, take
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,13 +43,11 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
 def test_waiting_for_a_lock_ends_when_the_caller_says_so(tmp_path):
     path, asked = tmp_path / "locks" / "one.lock", []
     with exclusive(path):
-        with claimed(path) as ours:
-            assert not ours
+        assert take(path) is None
         with pytest.raises(KeyboardInterrupt), exclusive(path, stop=lambda: bool(asked.append(1)) or len(asked) > 2):
             pass
     assert len(asked) == 3
-    with claimed(path) as ours:
-        assert ours
+    assert take(path) is not None
 
 
 def test_the_width_is_the_terminals_or_that_of_the_environment(monkeypatch):

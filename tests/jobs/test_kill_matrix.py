@@ -18,6 +18,7 @@ pytest.importorskip("optuna")
 
 from benchmark.job import Options  # noqa: E402
 from benchmark.plan import plan  # noqa: E402
+from benchmark.run import Board  # noqa: E402
 from benchmark.worker import work  # noqa: E402
 from fs_lowrank import load_config  # noqa: E402
 from hpo.search import kind  # noqa: E402
@@ -52,7 +53,7 @@ class Command:
             self.arguments = "-m hpo tune --cfg run.yaml --space space.yaml --dir hpo --confirm 0 --study s"
         else:
             del run["federate"]["method"]
-            search = {"space": {"train.optimizer.lr": {"grid": [0.01]}}}
+            search = {"space": {"train.optimizer.lr": {"grid": [0.01]}}, "seeds": 1}
             (folder / "one.yaml").write_text(
                 yaml.safe_dump(
                     {
@@ -112,7 +113,11 @@ class Command:
             assert ended.how == "done"
         else:
             options = Options(("one.yaml",), keep=True)
-            assert work(options, plan(options)) == 0
+            board = Board(plan(options), options.store)
+            while job := board.claim():
+                board.finish(job, work(job))
+                board.look()
+            assert not board.remaining and not board.failed
 
     def check_finished(self) -> None:
         if self.which == "hpo":

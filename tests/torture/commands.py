@@ -155,16 +155,20 @@ def _main(name: str, argv: list[str]) -> int:
     import benchmark.run
     from benchmark import cli as suites
 
-    benchmark.run.run_workers = _in_this_process
+    benchmark.run.make_crew = lambda *given, **others: None
+    benchmark.run.hand_out = _in_this_process
     return suites.main(argv)
 
 
-def _in_this_process(target: str, options: Mapping[str, Any], workers: int, stopped: Any, **others: Any) -> bool:
-    """In place of ``run_workers``: calls the function of its workers here."""
-    from benchmark.worker import main
+def _in_this_process(board: Any, *others: Any) -> None:
+    """In place of ``hand_out``: does the work of its processes here."""
+    from benchmark.worker import work
+    from fs_lowrank.jobs.kept import keeping
 
-    main(dict(options))
-    return False
+    with keeping():
+        while job := board.claim():
+            board.finish(job, work(job))
+            board.look()
 
 
 def figures(name: str, left: Path) -> dict[str, Any]:
