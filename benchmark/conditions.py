@@ -440,7 +440,7 @@ def _at_its_best(
     held: Mapping[float, Figure], curve: Mapping[float, Figure], by: str, method: str
 ) -> tuple[str, Figure | None]:
     """The figure of a method at the point that the other seeds choose, with a name that has the points."""
-    values: dict[int, float] = {}
+    values, right = dict[int, float](), {}
     failed, points, at_end = [], set(), False
     for seed in sorted({s for found in curve.values() for s in (*found.by_seed, *found.failed)}):
         worth = {}
@@ -453,6 +453,7 @@ def _at_its_best(
         points.add(point)
         if seed in curve[point].by_seed:
             values[seed] = curve[point].by_seed[seed]
+            right.update({seed: curve[point].right[seed]} if seed in curve[point].right else {})
         else:
             failed.append(seed)
     some = curve[min(points)] if points else next(iter(curve.values()))
@@ -461,6 +462,7 @@ def _at_its_best(
     return f"{method} at {' or '.join(f'{point:g}' for point in sorted(points))}", replace(
         some,
         **{name: getattr(figure, name) for name in ("mean", "std", "n", "by_seed")},
+        right=right,
         failed=tuple(failed),
         collapsed=tuple(sorted(value for value in values.values() if value in low)),
         majority=next((f.majority for f in curve.values() if f.majority is not None), None),

@@ -15,9 +15,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from operator import eq
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import fs_lowrank
@@ -30,8 +32,10 @@ from fs_lowrank.runs.environment import machine, versions
 from fs_lowrank.runs.records import flat_metrics
 from fs_lowrank.runs.summary import per_client_and_round, seconds
 from fs_lowrank.settings.metrics import larger_is_better
+from fs_lowrank.training.metrics import of_outputs
 
 from .beside import hpo, module_of
+from .intervals import right_rows
 from .job import Cell, Job, Search, decisive, next_point
 from .paths import quotient
 from .plan import command
@@ -89,9 +93,10 @@ def _cell(cell: Cell, progress: Progress) -> dict:
     result = train(config, cell.options.engine, progress)
     metrics = dict(result.final)
     repeats: dict[str, list[int]] = {}
+    right: dict[str, dict] = {}
     if cell.experiment.test == "once" and "client_test_acc" not in metrics:
         progress({"doing": "test set"})
-        tested, repeats = test_once(config, result)
+        tested, repeats, right = test_once(config, result)
         metrics.update(tested)
     scores = _scores(cell, config, result, progress)
     sent = per_client_and_round(result.history)
@@ -102,6 +107,7 @@ def _cell(cell: Cell, progress: Progress) -> dict:
         "engine": cell.options.engine,
         "metrics": metrics,
         "scores": scores,
+        **right,
         "test": cell.experiment.test,
         "learning_rate": dict(cell.rate),
         "rounds": len(result.history),
@@ -151,17 +157,18 @@ def train(config: Config, engine: str, progress: Progress) -> RunResult:
     return fs_lowrank.run(config, engine, progress=False, on_round=on_round, on_client=on_client)
 
 
-def test_once(config: Config, result: RunResult) -> tuple[dict[str, float], dict[str, list[int]]]:
+def test_once(config: Config, result: RunResult) -> tuple[dict[str, float], dict[str, list[int]], dict[str, dict]]:
     """Loss and accuracy of the final model on the test set, which the run did not use.
 
     ``test_rows_in_training`` has the number of test rows that are also in the training data (``data.duplicates``), and
-    the number of all test rows. The metrics include these rows.
+    the number of all test rows. The metrics include these rows. ``right`` has a bit for each test row, as
+    ``right_rows`` packs them; there is none of a language model or of numbers.
 
     The data are built for a single client, because the held-out rows do not depend on the clients.
     """
     from fs_lowrank.data import build_data
     from fs_lowrank.models.build import build_tokenizer
-    from fs_lowrank.training import evaluate
+    from fs_lowrank.training.evaluate import batch_scores, mean_scores
 
     lone = config.replace(
         {
@@ -177,10 +184,15 @@ def test_once(config: Config, result: RunResult) -> tuple[dict[str, float], dict
     data = build_data(lone, build_tokenizer(config))
     if data.test is None:
         raise UserError(f"data.splits = {list(config.data.splits)}: there is no test set; give the last one a share")
-    size = config.eval_batch_size
-    found = evaluate(result.model, data.test, size, metrics=config.metrics)
-    metrics = {f"test_{name}": value for name, value in found.items()}
-    return metrics, {"test_rows_in_training": [data.repeated["test"], len(data.test)]}
+    outputs = not config.is_language or bool(of_outputs(config.metrics))
+    scores = batch_scores(result.model, data.test, config.eval_batch_size, outputs=outputs)
+    metrics = {f"test_{name}": value for name, value in mean_scores(scores, config.metrics).items()}
+    right = {}
+    if not config.is_language and "test_acc" in metrics:
+        hits = np.array([hit for _, _, _, predicted, labels, _ in scores for hit in map(eq, predicted, labels)])
+        longest_first = np.argsort(-data.test.lengths, kind="stable")
+        right = {"right": right_rows(data.test.fingerprint(), hits[np.argsort(longest_first)])}
+    return metrics, {"test_rows_in_training": [data.repeated["test"], len(data.test)]}, right
 
 
 def _samples(history: Sequence[Mapping]) -> dict:

@@ -8,10 +8,12 @@ with two seeds of which one method's spread is far larger); ``conditions`` says 
 
 from __future__ import annotations
 
+import base64
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 LEVEL = 0.95
 #: relative to the figures; a smaller spread over seeds is due to rounding, in float32 perhaps, and gives no interval
@@ -31,6 +33,8 @@ class Figure:
             revision of the method.
         at_end: its learning rate is at the end of the grid that was searched.
         splits: by seed, a fingerprint of the clients' images, where figures are paired by seed.
+        right: of an accuracy, by seed the name of a test set and for each of its rows 1 or 0, float64 ``(n,)``, where
+            that is recorded.
         versions, processors: that the runs were made with; an empty processor is not known.
     """
 
@@ -46,6 +50,7 @@ class Figure:
     stale: tuple[int, ...] = ()
     at_end: bool = False
     splits: Mapping[int, str] = field(default_factory=dict, compare=False, repr=False)
+    right: Mapping[int, tuple[str, Any]] = field(default_factory=dict, compare=False, repr=False)
     versions: frozenset[str] = frozenset()
     processors: frozenset[str] = frozenset()
 
@@ -127,7 +132,8 @@ class Estimate:
 
 def estimate(parts: Sequence[tuple[float, Figure]], shift: float = 0.0) -> Estimate:
     """The sum of factors times figures, and of ``shift``: paired by seed if all figures have the same ``splits`` for at
-    least two seeds that they share, and otherwise by Welch's formula.
+    least two seeds that they share, and otherwise by Welch's formula. The variance over seeds and that over test rows
+    (``of_rows``) are added.
     """
     shift += sum(factor * figure.mean for factor, figure in parts if figure.exact)
     drawn = [(factor, figure) for factor, figure in parts if not figure.exact]
@@ -136,10 +142,11 @@ def estimate(parts: Sequence[tuple[float, Figure]], shift: float = 0.0) -> Estim
         return Estimate(shift, 0.0)
     first, *others = [figure for _, figure in drawn]
     common = [seed for seed in first.by_seed if all(seed in other.by_seed for other in others)]
-    paired = others and all(s in first.splits and first.splits[s] == f.splits.get(s) for f in others for s in common)
+    paired = others and len(common) > 1
+    paired = paired and all(s in first.splits and first.splits[s] == f.splits.get(s) for f in others for s in common)
     error: float | None = None
     degrees: float = 0.0
-    if paired and len(common) > 1:
+    if paired:
         sums = [sum(factor * figure.by_seed[seed] for factor, figure in drawn) for seed in common]
         centre, error, degrees = statistics.fmean(sums), statistics.stdev(sums) / math.sqrt(len(sums)), len(sums) - 1
     elif all(figure.std is not None for _, figure in drawn):
@@ -148,7 +155,42 @@ def estimate(parts: Sequence[tuple[float, Figure]], shift: float = 0.0) -> Estim
         degrees = error**4 / (sum(share**2 / (n - 1) for share, n in shares) or 1.0)
     if error is not None and error <= _ROUNDING * max(abs(factor * figure.mean) for factor, figure in drawn):
         error = None  # the seeds agree to rounding, which is no sign of the spread
+    if error:
+        rows = of_rows(drawn, common if paired else None)
+        error, degrees = math.hypot(error, math.sqrt(rows)), degrees * (1 + rows / error**2) ** 2  # Satterthwaite's
     return Estimate(centre + shift, error, degrees)
+
+
+def of_rows(parts: Sequence[tuple[float, Figure]], seeds: Sequence[int] | None = None) -> float:
+    """The variance of a sum of factors times accuracies by the draw of the test rows: that of the rows' sums, over their
+    number. Figures share the rows of one test set. 0 where it is not recorded which rows were right.
+
+    Args:
+        seeds: whose means the accuracies are; None: all.
+    """
+    sums: dict[str, Any] = {}
+    for factor, figure in parts:
+        of = figure.by_seed if seeds is None else seeds
+        if not of or not figure.right.keys() >= {*of}:
+            return 0.0
+        for test_set, right in (figure.right[seed] for seed in of):
+            sums[test_set] = sums.get(test_set, 0.0) + factor / len(of) * right
+    return float(sum(rows.var(ddof=1) / len(rows) for rows in sums.values()))
+
+
+def right_rows(test_set: str, right: Any) -> dict[str, str | int]:
+    """Whether each row of a test set was right, bool ``(n,)``, as an entry of a result: a bit a row."""
+    import numpy as np
+
+    return {"of": test_set, "rows": len(right), "bits": base64.b64encode(np.packbits(right)).decode()}
+
+
+def rows_of(entry: Mapping) -> tuple[str, Any]:
+    """The inverse of ``right_rows``."""
+    import numpy as np
+
+    bits = np.frombuffer(base64.b64decode(entry["bits"]), np.uint8)
+    return entry["of"], np.unpackbits(bits, count=entry["rows"]).astype(float)
 
 
 def pooled(estimates: Sequence[Estimate]) -> Estimate:

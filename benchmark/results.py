@@ -14,7 +14,7 @@ from fs_lowrank.runs.summary import human_bytes
 from fs_lowrank.settings.metrics import LANGUAGE, larger_is_better
 
 from .blocks import value_of
-from .intervals import Figure, figure_of
+from .intervals import Figure, figure_of, rows_of
 from .job import Cell, Job, Options, Script, Search, at_the_end
 from .metrics import BYTES, scale_of, to_a_target
 from .paths import quotients
@@ -112,6 +112,7 @@ class ExperimentResults:
             stale=tuple(sorted(self.old.get((method, column), ()))),
             at_end=any(r.get("at_end") for r in records),
             splits={r["seed"]: r["data"]["fingerprint"] for r in records if _of_images(r)},
+            right={r["seed"]: rows_of(r["right"]) for r in records if metric == "test_acc" and "right" in r},
             versions=frozenset(r["versions"]["fs-lowrank"] for r in records if "versions" in r),
             processors=frozenset(r.get("machine", {}).get("processor", "") for r in records),
         )
