@@ -8,29 +8,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from fs_lowrank import Config, UserError
 from fs_lowrank.engines import get_engine
-from fs_lowrank.jobs.crew import check_gpus
 from fs_lowrank.jobs.files import write_text
 from fs_lowrank.methods import RobustMean
 from fs_lowrank.rounds.site import method_of
 
 from .beside import hpo, module_of
 from .execute import permitted
-from .job import Cell, Job, Options, Search, Trained
+from .job import Cell, Job, Options, Search
 from .plan import make_training_file
 from .suite import import_all
 
-#: memory of a process besides the model: libraries, data, clients' tensors, activations
-_PROCESS_BYTES = 700e6
-#: copies of the weights: in memory, and while they are read
-_COPIES = 2.0
 
-
-def check(jobs: Sequence[Job], options: Options, workers: int, gpus: Sequence[str] = ()) -> None:
-    """Check data, models, scorers, scripts, memory and write access.
+def check(jobs: Sequence[Job], options: Options) -> None:
+    """Check data, models, scorers, scripts and write access.
 
     Raises:
         UserError: the message lists everything that is wrong or missing, and how to get it.
@@ -54,11 +46,6 @@ def check(jobs: Sequence[Job], options: Options, workers: int, gpus: Sequence[st
                 found[what, key] = look()
             except UserError as error:
                 note(where, error)
-    try:
-        _check_memory(jobs, workers, gpus)
-        check_gpus(gpus)
-    except UserError as error:
-        note("this machine", error)
     for folder in (options.results, options.work):
         try:
             probe = Path(folder) / ".writable"
@@ -216,35 +203,3 @@ def _check_script(module: str) -> None:
     needs = getattr(sys.modules[module], "NEEDS", ())
     if missing := [name for name in needs if resolve(name) is None]:
         raise UserError(f"script: {module} lacks its data; get them with: fs-lowrank fetch {' '.join(missing)}")
-
-
-def weights_bytes(config: Config) -> float:
-    """Bytes of the weights on disk if the model is a folder; 0 if unknown."""
-    from fs_lowrank.models.build import locate, model_name
-
-    if config.is_vision:
-        return 0.0
-    try:
-        place = Path(locate(model_name(config.model.type)))
-    except UserError:
-        return 0.0
-    if not place.is_dir():
-        return 0.0
-    return float(sum(p.stat().st_size for p in [*place.glob("*.safetensors")] or place.glob("pytorch_model*.bin")))
-
-
-def _check_memory(jobs: Sequence[Job], workers: int, gpus: Sequence[str]) -> None:
-    largest, name = 0.0, ""
-    for config in {j.config.model.type: j.config for j in jobs if isinstance(j, Trained)}.values():
-        size = weights_bytes(config)
-        if size > largest:
-            largest, name = size, config.model.type
-    needed = _PROCESS_BYTES + _COPIES * largest
-    free = float(psutil.virtual_memory().available)
-    if needed * workers > free:
-        fit = int(free // needed)
-        raise UserError(
-            f"memory: {workers} worker{'s' * (workers > 1)} with {name or 'these models'} need about "
-            f"{needed * workers / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; "
-            + (f"try --workers {fit}" if fit else "this machine is too small for it")
-        )

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Sequence, Sized
 from pathlib import Path
 
 from fs_lowrank import UserError
-from fs_lowrank.errors import RunFailed, hint, nearest
+from fs_lowrank.errors import RunFailed, hint
 from fs_lowrank.jobs import shell, tables
 
 from . import score
 from .job import Options, Search
 from .plan import check_only, chosen, jobs_of
 from .run import run, verify
-from .suite import SIZES, load_suite, shipped
+from .suite import SIZES, among, load_suite, shipped
 
 console = shell.make_console(140)
 
@@ -90,10 +90,7 @@ def _options(args: argparse.Namespace, suites: Sequence[str]) -> Options:
     from fs_lowrank import list_engines
 
     if args.engine not in list_engines():
-        raise UserError(
-            f"--engine {args.engine}: no such engine{nearest(args.engine, list_engines())}; "
-            f"there are: {', '.join(list_engines())}"
-        )
+        raise UserError(f"--engine {args.engine}: no such engine{among(list_engines(), args.engine)}")
     extra = {k: getattr(args, k) for k in ("work", "redo", "keep", "unsafe_code", "cell") if hasattr(args, k)}
     methods = shell.names(args.methods)
     if twice := next((name for name in methods if methods.count(name) > 1), None):

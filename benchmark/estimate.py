@@ -11,8 +11,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
 
 import torch
 
@@ -22,7 +20,7 @@ from fs_lowrank.jobs.crew import check_gpus, threads_each
 from fs_lowrank.runs.summary import human_bytes, human_time
 
 from .beside import hpo
-from .job import Cell, Job, Options, Search, decisive
+from .job import RATE, Cell, Job, Options, Search, decisive
 from .plan import make_training_file, plan
 from .samples import samples_of, within_budget
 from .suite import import_all
@@ -68,11 +66,11 @@ def table(options: Options, workers: int, say: Callable[[str], None], gpus: Sequ
     if gpus:
         options = replace(options, overrides={**options.overrides, "use_gpu": True, "device": int(gpus[0])})
     sums: dict[str, Sum] = {}
-    trained: set[str] = set()
+    trained, probed = set[str](), dict[str, Estimate]()
     with _as_a_worker(workers):
         for job in plan(options):
             if not (job.rated(options.store) or job).done(options.store):
-                sums.setdefault(job.where, Sum()).add(_of(job, say, trained))
+                sums.setdefault(job.where, Sum()).add(_of(job, say, trained, probed))
     whole = Sum()
     for found in sums.values():
         whole.add(found)
@@ -102,7 +100,7 @@ def _line(where: str, found: Sum) -> tuple[str, ...]:
     return (where, *counts, f"{found.samples:,}", human_time(found.seconds), *sizes, str(found.unknown or ""))
 
 
-def _of(job: Job, say: Callable[[str], None], trained: set[str]) -> Sum:
+def _of(job: Job, say: Callable[[str], None], trained: set[str], probed: dict[str, Estimate]) -> Sum:
     if not isinstance(job, Cell | Search):
         return Sum(cells=1, unknown=1)
     import_all(job.suite.imports)
@@ -110,8 +108,11 @@ def _of(job: Job, say: Callable[[str], None], trained: set[str]) -> Sum:
     config = within_budget(job)
     if config.federate.process_num == 0:  # auto: one in a worker of a suite
         config = config.replace({"federate.process_num": 1})
-    runs = _trials(job, config) * job.spec.get("seeds", 1) if isinstance(job, Search) else 1
-    found = _probed(_Alike(config, lambda: say(f"probing {job.where}  {job.label}")))
+    runs = _trials(job, config) * job.seeds if isinstance(job, Search) else 1
+    if (key := _alike(config)) not in probed:
+        say(f"probing {job.where}  {job.label}")
+        probed[key] = estimate(config)
+    found = probed[key]
     counts = {"searches": 1} if isinstance(job, Search) else {"cells": 1}
     device, memory, disk = (found.total(where) for where in ("device", "memory", "disk"))
     taken = Sum(**counts, runs=runs, device=device, memory=memory, disk=disk - found.kept)
@@ -129,29 +130,13 @@ def _of(job: Job, say: Callable[[str], None], trained: set[str]) -> Sum:
 
 
 def _trials(search: Search, config: Config) -> int:
-    """The points of a search's grid."""
+    """The points of a search's grid, and of its last step."""
     space = hpo.space_from(dict(search.spec["space"]))
-    return len(space.grid(config)) if space.all_grid else hpo.TRIALS
+    step = search.last_step({RATE: config.train.optimizer.lr})
+    return (len(space.grid(config)) if space.all_grid else hpo.TRIALS) + 2 * bool(step)
 
 
-class _Alike:
-    """A configuration; equal to others that cost the same."""
-
-    def __init__(self, config: Config, before: Callable[[], None]):
-        self.config, self.before = config, before
-        kept: dict[str, Any] = {
-            k: v for k, v in decisive(config).items() if k not in ("seed", "train.optimizer.lr", "lowrank.test_seed")
-        }
-        self._key = json.dumps(kept, sort_keys=True, default=str)
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Alike) and self._key == other._key
-
-
-@cache
-def _probed(alike: _Alike) -> Estimate:
-    alike.before()
-    return estimate(alike.config)
+def _alike(config: Config) -> str:
+    """A text that is the same for two configurations that cost the same."""
+    kept = {k: v for k, v in decisive(config).items() if k not in ("seed", RATE, "lowrank.test_seed")}
+    return json.dumps(kept, sort_keys=True, default=str)

@@ -9,6 +9,7 @@ import os
 import platform
 import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -35,7 +36,7 @@ from fs_lowrank.settings.metrics import larger_is_better
 from fs_lowrank.training.metrics import of_outputs
 
 from .beside import hpo, module_of
-from .intervals import right_rows
+from .intervals import LEVEL, right_rows
 from .job import Cell, Job, Search, decisive, next_point
 from .paths import quotient
 from .plan import command
@@ -252,7 +253,7 @@ def _search(search: Search, progress: Progress) -> dict:
     """Try the grid, then single points beyond its end if the winner is there (``open_ends``), until it is inside.
 
     There are at most ``grow`` further points, the same number for all methods; by default as many as the grid has. Each
-    goes beyond the end of one key.
+    goes beyond the end of one key. Then the rate takes a smaller step to both sides of the winner (``last_step``).
     """
     import_all(search.suite.imports)
     config = within_budget(search)
@@ -271,7 +272,11 @@ def _search(search: Search, progress: Progress) -> dict:
         grown.append(point)
         one = {key: {"grid": [value]} for key, value in point.items()}
         steps.append(_study(search, config, f"search-{len(steps)}", one, progress, diverges=True))
-    winner, trials = _best(steps), Counter[str]()
+    winner = _best(steps)
+    if not winner["nothing_learned"] and (around := search.last_step(winner["point"])):
+        steps.append(_study(search, config, f"search-{len(steps)}", around, progress, diverges=True))
+        winner = _best(steps)
+    trials = Counter[str]()
     for step in steps:
         trials.update(step["trials"])
     return {
@@ -282,6 +287,8 @@ def _search(search: Search, progress: Progress) -> dict:
         "winner": {"point": winner["point"], "values": winner["values"]},
         "nothing_learned": winner["nothing_learned"],
         "tried": [entry for step in steps for entry in step["tried"]],
+        "seeds": search.seeds,
+        "within_noise": _within_noise(steps, winner) if search.seeds > 1 else None,
         "grown": grown,
         "diverged": sum(len(step["failed"]) for step in steps),
         "budget": {key: sum(step["budget"][key] for step in steps) for key in steps[0]["budget"]},
@@ -305,7 +312,7 @@ def _study(
         objectives=(search.spec.get("objective", "val_acc"),),
         folder=search.folder,
         workers=0,
-        seeds=search.spec.get("seeds", 1),
+        seeds=search.seeds,
         confirm=0,
         engine=search.options.engine,
         retry_failed=True,
@@ -334,6 +341,22 @@ def _best(studies: Sequence[Mapping]) -> dict:
     return (max if larger_is_better(objective) else min)(winners, key=lambda winner: winner["values"][objective])
 
 
+def _within_noise(studies: Sequence[Mapping], winner: Mapping) -> list[dict]:
+    """The points that the seeds do not tell from the winner: nearer than half the 95 % interval of a difference.
+
+    The spread over seeds is that of the best point of each study.
+    """
+    from scipy.stats import t
+
+    ((objective, best),) = winner["values"].items()
+    found = [best_of["by_seed"][objective] for study in studies for best_of in study["winners"]]
+    seeds = len(found[0])
+    degrees = len(found) * (seeds - 1)
+    half = t.ppf((1 + LEVEL) / 2, degrees) * math.sqrt(2 * statistics.fmean(map(statistics.variance, found)) / seeds)
+    tried = [point for study in studies for point in study["tried"]]
+    return [p for p in tried if abs(p["value"] - best) <= half and not winner["point"].items() <= p.items()]
+
+
 # -- scripts -------------------------------------------------------------------------------------------
 
 
@@ -346,20 +369,10 @@ def _script(job: Job) -> dict:
     # The working folder comes last, so that a file of the user does not replace a package of the same name.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH"), os.getcwd()]))
     environment["PYTHONSAFEPATH"] = "1"
-    process = subprocess.Popen(
-        [sys.executable, "-m", module_of(job.experiment.script), *job.experiment.args, "--out", str(out)],
-        env=environment,
-        stdout=sys.stderr,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        _, errors = process.communicate()
-    except BaseException:
-        process.kill()
-        raise
+    argv = [sys.executable, "-m", module_of(job.experiment.script), *job.experiment.args, "--out", str(out)]
+    process = subprocess.run(argv, env=environment, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
     if process.returncode:
-        last = (errors.strip() or "nothing").splitlines()[-1]
+        last = (process.stderr.strip() or "nothing").splitlines()[-1]
         # A script that ends with a line of its own has told what is wrong, and written the traceback, if there is one.
         kind = RunFailed if last.startswith("error: ") else RuntimeError
         raise kind(f"{job.label} ended with {process.returncode}: {last.removeprefix('error: ')}")

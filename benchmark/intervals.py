@@ -162,8 +162,8 @@ def estimate(parts: Sequence[tuple[float, Figure]], shift: float = 0.0) -> Estim
 
 
 def of_rows(parts: Sequence[tuple[float, Figure]], seeds: Sequence[int] | None = None) -> float:
-    """The variance of a sum of factors times accuracies by the draw of the test rows: that of the rows' sums, over their
-    number. Figures share the rows of one test set. 0 where it is not recorded which rows were right.
+    """The variance of a sum of factors times accuracies by the draw of the test rows: that of the rows' sums, over
+    their number. Figures share the rows of one test set. 0 where it is not recorded which rows were right.
 
     Args:
         seeds: whose means the accuracies are; None: all.

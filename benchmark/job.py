@@ -18,6 +18,10 @@ from fs_lowrank.methods import revisions
 from .store import Store, digest
 from .suite import Experiment, MethodEntry, Suite
 
+#: the key of the learning rate
+RATE = "train.optimizer.lr"
+#: how many seeds a trial of a search averages
+SEEDS = 3
 #: options of scorers that do not affect a result
 _PERMISSIONS = ("run_unsafe_code",)
 
@@ -83,18 +87,32 @@ class Job(ABC):
         """The revisions above 1 of its methods. A result of another revision does not belong to this job."""
         return {}
 
+    @property
+    def contents(self) -> list[dict]:
+        """``content``, and what it was of earlier results that still count."""
+        return [self.content()]
+
+    def _keys(self, revisions: Mapping[str, int]) -> list[str]:
+        more = {"revisions": revisions} if revisions else {}
+        return [digest({**content, **more}) for content in self.contents]
+
     @cached_property
+    def keys(self) -> list[str]:
+        """``key``, and that of earlier results that still count."""
+        return self._keys(self.revisions)
+
+    @property
     def key(self) -> str:
-        return digest({**self.content(), **({"revisions": self.revisions} if self.revisions else {})})
+        return self.keys[0]
 
     def stale(self, store: Store) -> dict | None:
         """The result of an earlier revision of its method, which no longer belongs to this job."""
         for earlier in itertools.product(*(range(1, n + 1) for n in self.revisions.values())):
             then = {name: n for name, n in zip(self.revisions, earlier) if n != 1}
             if then != self.revisions:
-                key = digest({**self.content(), **({"revisions": then} if then else {})})
-                if record := store.read(self.kind, key) or store.read("superseded", key):
-                    return record
+                for key in self._keys(then):
+                    if record := store.read(self.kind, key) or store.read("superseded", key):
+                        return record
         return None
 
     @property
@@ -107,7 +125,7 @@ class Job(ABC):
         return Path(self.options.work) / self.key
 
     def result(self, store: Store) -> dict | None:
-        return store.read(self.kind, self.key)
+        return next(filter(None, (store.read(self.kind, key) for key in self.keys)), None)
 
     def done(self, store: Store) -> bool:
         """Whether the job is finished, or has failed since this call began."""
@@ -158,10 +176,29 @@ class Search(Trained):
         at = " ".join(f"{k}={v}" for k, v in self.setting.items())
         return f"learning rate of {self.method.label}" + (f" at {at}" if at else "")
 
+    @property
+    def seeds(self) -> int:
+        return self.spec.get("seeds", SEEDS)
+
     def content(self) -> dict:
+        return self.contents[0]
+
+    @property
+    def contents(self) -> list[dict]:
+        """Searches of before had one seed unless they said so, and no last step around the winner."""
         spec = {k: self.spec.get(k) for k in ("space", "seeds", "objective")}
         spec.update({"grow": self.spec["grow"]} if "grow" in self.spec else {})
-        return {"search": _own(self.config), "spec": spec, **_content(self), **_engine(self.options)}
+        now = {**spec, "seeds": self.seeds, "last_step": True} if self.seeds > 1 else spec
+        same = {"search": _own(self.config), **_content(self), **_engine(self.options)}
+        return [{**same, "spec": now}, {**same, "spec": spec}]
+
+    def last_step(self, winner: Mapping[str, Any]) -> dict[str, dict]:
+        """The space of a last step around the winning point, by √3 in the rate; empty where no rate was listed, or it
+        is within the noise of one seed."""
+        if self.seeds == 1 or "grid" not in self.spec["space"].get(RATE, {}):
+            return {}
+        around = [float(f"{winner[RATE] * factor:.3g}") for factor in (3**-0.5, 3**0.5)]
+        return {**{key: {"grid": [value]} for key, value in winner.items()}, RATE: {"grid": around}}
 
 
 @dataclass(frozen=True)
@@ -196,6 +233,7 @@ class Cell(Trained):
             "point": found["winner"]["point"],
             "validation": found["winner"]["values"],
             "budget": found["budget"],
+            "seeds": found.get("seeds", 1),
         }
         cell = replace(self, config=self.config.replace(found["winner"]["point"]), search=None, rate=rate)
         self.__dict__["_rated"] = cell  # the result of a finished search does not change

@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from fs_lowrank import Config, UserError, list_methods, load_config
-from fs_lowrank.errors import nearest
 from fs_lowrank.settings import Origin
 
 from .beside import hpo
-from .job import Cell, Job, Options, Script, Search
-from .suite import SHIPPED, Experiment, MethodEntry, Suite, flatten, import_all, lay, load_suite
-
-_RATE = "train.optimizer.lr"
+from .job import RATE, SEEDS, Cell, Job, Options, Script, Search
+from .suite import SHIPPED, Experiment, MethodEntry, Suite, among, flatten, import_all, lay, load_suite
 
 
 def plan(options: Options, extra: bool = False) -> list[Job]:
@@ -49,10 +46,8 @@ def check_only(suites: Sequence[Suite], options: Options) -> None:
     there = list(dict.fromkeys(name for suite in suites for name in suite.experiments))
     for name in options.only:
         if name not in there:
-            raise UserError(
-                f"--only {name}: {', '.join(dict.fromkeys(s.name for s in suites))} ({options.size}) has no such "
-                f"experiment{nearest(name, there)}; there are: {', '.join(there)}"
-            )
+            named = ", ".join(dict.fromkeys(s.name for s in suites))
+            raise UserError(f"--only {name}: {named} ({options.size}) has no such experiment{among(there, name)}")
 
 
 def chosen(suite: Suite, only: Sequence[str], extra: bool = False) -> list[Experiment]:
@@ -118,11 +113,9 @@ def _cell(
                     f"{', '.join(rates['table'])}; give it one, or a default, or a search"
                 )
             if (name := rates.get("found_by")) and name not in suite.experiments:
-                raise UserError(
-                    f"learning_rates: found_by = {name!r}: no such experiment{nearest(name, suite.experiments)}; "
-                    f"there are: {', '.join(suite.experiments)}"
-                )
-            keys[_RATE] = rates["table"].get(method.label, rates["table"].get("default"))
+                there = among(suite.experiments, name)
+                raise UserError(f"learning_rates: found_by = {name!r}: no such experiment{there}")
+            keys[RATE] = rates["table"].get(method.label, rates["table"].get("default"))
             rate = {"from": "table", "budget": rates["budget"], "found_by": rates.get("found_by", "")}
         elif rates:
             spec = rates["search"]
@@ -138,7 +131,7 @@ def _cell(
         where = f"{suite.size}: {experiment.name}: {method.label}"
         named = str(error).startswith(experiment.origin.file)
         raise UserError(f"{error} ({where})" if named else f"{suite.path.name}: {where}: {error}") from None
-    rate["point"] = {_RATE: config.train.optimizer.lr}
+    rate["point"] = {RATE: config.train.optimizer.lr}
     return Cell(suite, experiment, options, method, dict(setting), config, seed, search, rate)
 
 
@@ -147,14 +140,12 @@ def _place(experiment: Experiment, spec: Mapping[str, Any], setting: Mapping[str
     each, at = spec.get("each", []), {k: str(v) for k, v in spec.get("at", {}).items()}
     for name in (*each, *at):
         if name not in experiment.axes:
-            raise UserError(f"learning_rates: search: no axis {name!r}; there are: {', '.join(experiment.axes)}")
+            raise UserError(f"learning_rates: search: no axis {name!r}{among(experiment.axes, name)}")
     place = {}
     for name, labels in experiment.axes.items():
         place[name] = setting[name] if name in each else at.get(name, next(iter(labels)))
         if place[name] not in labels:
-            raise UserError(
-                f"learning_rates: search: at: {name} has no {place[name]!r}; there are: {', '.join(labels)}"
-            )
+            raise UserError(f"learning_rates: search: at: {name} has no {place[name]!r}{among(labels, place[name])}")
     return place
 
 
@@ -168,7 +159,7 @@ def _search(
 ) -> Search:
     keys = lay(_keys(experiment, options, method, place), {"eval.freq": 0, **flatten(spec.get("config", {}))})
     keys["seed"] = int(spec.get("seed", 100))
-    of_trials = range(keys["seed"], keys["seed"] + spec.get("seeds", 1))
+    of_trials = range(keys["seed"], keys["seed"] + spec.get("seeds", SEEDS))
     if both := sorted(set(of_trials) & set(experiment.seeds)):
         raise UserError(
             f"learning_rates: search: its seed {both[0]} is one of the cells' seeds; give it another "

@@ -219,25 +219,20 @@ def _setting(results: ExperimentResults) -> str:
         _repeats(records),
     ]
     line = "; ".join(p for p in parts if p) + "."
-    fingerprints = {
-        s: {r["data"]["fingerprint"] for r in records if (r["seed"], tuple(r["setting"].items())) == s}
-        for s in {(r["seed"], tuple(r["setting"].items())) for r in records}
-    }
-    if any(len(f) > 1 for f in fingerprints.values()):
-        line += " **The methods did not see the same data: their fingerprints differ within a setting and seed.**"
     if len(heads) > 1:
         line += " **The head is not treated alike by all methods.**"
-    for what, taken in (
-        ("rounds", lambda r: r["rounds"]),
-        ("samples", lambda r: r["samples"]),
-        ("local steps", lambda r: r["config"]["train.local_update_steps"]),
-        ("batches", lambda r: r["config"]["dataloader.batch_size"]),
-    ):
-        alike: dict[tuple, set] = {}
-        for r in records:
-            alike.setdefault((r["seed"], *r["setting"].items()), set()).add(taken(r))
-        if any(len(values) > 1 for values in alike.values()):
-            line += f" **The methods did not have the same {what}.**"
+    alike = pd.DataFrame(
+        {
+            "place": [str((r["seed"], r["setting"])) for r in records],
+            "data (their fingerprints differ within a setting and seed)": [r["data"]["fingerprint"] for r in records],
+            "rounds": [r["rounds"] for r in records],
+            "samples": [r["samples"] for r in records],
+            "local steps": [r["config"]["train.local_update_steps"] for r in records],
+            "batches": [r["config"]["dataloader.batch_size"] for r in records],
+        }
+    )
+    several = (alike.groupby("place").nunique() > 1).any()
+    line += "".join(f" **The methods did not have the same {what}.**" for what in several.index[several])
     line += f" Command: `{command(results.suite, results.experiment, first['engine'])}`."
     extra = [e.label for e in results.experiment.methods if e.extra and e.label in results.methods]
     return line + (f" {', '.join(extra)}: by the same with `--methods {','.join(extra)}`." if extra else "")
@@ -374,6 +369,16 @@ def _rates_table(results: ExperimentResults) -> list[Block]:
         )
     if results.unlike:
         blocks.append(f"**{'; '.join(results.unlike.values())}.**")
+    if once := sum(search.get("seeds", 1) == 1 for search in results.searches):
+        blocks.append(
+            f"{once} of {len(results.searches)} searches are with one seed; which of their rates is best is a draw, "
+            "too, which no interval counts."
+        )
+    for search in results.searches:
+        if points := [[value_of(v) for k, v in p.items() if k != "value"] for p in search.get("within_noise") or ()]:
+            name = search["label"].removeprefix("learning rate of ")
+            listed = "; ".join(map(", ".join, points))
+            blocks.append(f"Within the noise of its seeds the search of {name} could have chosen {listed} as well.")
     for search in results.searches:
         if search.get("nothing_learned"):
             name = search["label"].removeprefix("learning rate of ")

@@ -79,7 +79,7 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
     skipped = board.finished
     if not board.remaining:
         return Outcome(0, [], 0, skipped, damaged=store.damaged)
-    check([job for job in jobs if job.key in board.open], options, workers, gpus)
+    check([job for job in jobs if job.key in board.open], options)
     workers = max(1, min(workers, board.remaining))
     logs = Path(options.work) / "logs"
     logs.mkdir(parents=True, exist_ok=True)

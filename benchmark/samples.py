@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from fs_lowrank import Config, UserError
@@ -15,6 +14,9 @@ from fs_lowrank.rounds.site import method_of
 from fs_lowrank.training import samples_trained
 
 from .job import Cell, Search
+
+#: ``of_data`` -> the rows of each client
+_COUNTED: dict[str, list[int]] = {}
 
 
 def within_budget(job: Cell | Search) -> Config:
@@ -34,7 +36,7 @@ def within_budget(job: Cell | Search) -> Config:
             f"samples = {budget}: steps of dataloader.batch_tokens have no number of samples that is known before the "
             "run; give the number of rounds, or take dataloader.batch_size"
         )
-    sizes = _sizes(_Data(config))
+    sizes = _sizes(config)
     rounds, used = 0, 0
     for of_a_round in _by_round(config, sizes):
         if used + of_a_round > budget:
@@ -59,7 +61,7 @@ def samples_of(config: Config) -> int:
     """
     if config.dataloader.batch_tokens and config.train.batch_or_epoch == "batch":
         return 0
-    return sum(itertools.islice(_by_round(config, _sizes(_Data(config))), config.federate.total_round_num))
+    return sum(itertools.islice(_by_round(config, _sizes(config)), config.federate.total_round_num))
 
 
 def _by_round(config: Config, sizes: Sequence[int]) -> Iterator[int]:
@@ -70,26 +72,18 @@ def _by_round(config: Config, sizes: Sequence[int]) -> Iterator[int]:
         yield sum(samples_trained(sizes[k - 1], method.phases(round, k), config.of_client(k)) or 0 for k in clients)
 
 
-class _Data:
-    """A configuration; two that give the same clients are equal."""
-
-    def __init__(self, config: Config):
-        self.config = config
-        self._key = repr((config.seed, config.federate.client_num, config.data, config.llm.tok_len, config.model.type))
-        self._key += repr((config.lowrank.test_seed, config.model.task, config.own_settings))
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Data) and self._key == other._key
+def of_data(config: Config) -> str:
+    """A text that is the same for two configurations that give the same clients."""
+    key = config.seed, config.federate.client_num, config.data, config.llm.tok_len, config.model.type
+    return repr((key, config.lowrank.test_seed, config.model.task, config.own_settings))
 
 
-@lru_cache(maxsize=64)
-def _sizes(data: _Data) -> list[int]:
-    config = data.config
-    raw = load_raw(config.data, task=config.model.task)
-    return build_data(config, build_tokenizer(config), raw).partition.sizes().tolist()
+def _sizes(config: Config) -> list[int]:
+    """The rows of each client; those of a configuration are counted once."""
+    if (key := of_data(config)) not in _COUNTED:
+        raw = load_raw(config.data, task=config.model.task)
+        _COUNTED[key] = build_data(config, build_tokenizer(config), raw).partition.sizes().tolist()
+    return _COUNTED[key]
 
 
 def counted(record: Mapping[str, Any], config: Config) -> dict[str, Any]:

@@ -12,7 +12,7 @@ that share the rest. An inner config is merged into the outer one; any other key
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -137,6 +137,12 @@ class Suite:
     sized: bool = True
 
 
+def among(there: Iterable[str], name: object) -> str:
+    """For a message that ``name`` is not there: the nearest, and all that are."""
+    known = list(there)
+    return f"{nearest(str(name), known)}; there are: {', '.join(known) or 'none'}"
+
+
 def shipped() -> list[str]:
     """The names of the suites in this package."""
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
@@ -203,8 +209,7 @@ def _reference(given: dict | str | None, figures: Mapping[str, Any], origin: Ori
     """The papers' figures, given directly or by their name in ``figures``."""
     if isinstance(given, str):
         if given not in figures:
-            there = f"{nearest(given, figures)}; there are: {', '.join(figures) or 'none'}"
-            origin.fail(at, f"= {given!r}: there are no such figures{there}")
+            origin.fail(at, f"= {given!r}: there are no such figures{among(figures, given)}")
         given, at = figures[given], f"figures.{given}"
     return None if given is None else check_keys(given, REFERENCE, origin, at)
 
@@ -224,8 +229,7 @@ def _claims(given: Mapping, names: set[str], experiments: Mapping, origin: Origi
         claim["rule"] = [check_rule(c, origin, f"{at}.rule.{i}") for i, c in enumerate(claim["rule"])]
         for key in claim["experiments"]:
             if key not in names:
-                there = f"{nearest(str(key), names)}; there are: {', '.join(sorted(names))}"
-                origin.fail(f"{at}.experiments", f"= {key!r}: there is no such experiment{there}")
+                origin.fail(f"{at}.experiments", f"= {key!r}: there is no such experiment{among(sorted(names), key)}")
             for i, condition in enumerate(claim["rule"] if key in experiments else ()):
                 _check_axes(condition, experiments[key], origin, f"{at}.rule.{i}")
                 _check_metrics(condition, experiments[key], origin, f"{at}.rule.{i}")
@@ -241,12 +245,10 @@ def _cause(given: Mapping, names: set[str], origin: Origin, at: str) -> dict:
     for key in cause["experiments"]:
         suite, _, name = key.rpartition("/")
         if suite and suite not in shipped():
-            there = f"{nearest(suite, shipped())}; there are: {', '.join(shipped())}"
-            origin.fail(f"{at}.experiments", f"= {key!r}: there is no such suite{there}")
+            origin.fail(f"{at}.experiments", f"= {key!r}: there is no such suite{among(shipped(), suite)}")
         known = _names(read_yaml(SHIPPED / f"{suite}.yaml")[1]) if suite else names
         if name not in known:
-            there = f"{nearest(name, known)}; there are: {', '.join(sorted(known))}"
-            origin.fail(f"{at}.experiments", f"= {key!r}: there is no such experiment{there}")
+            origin.fail(f"{at}.experiments", f"= {key!r}: there is no such experiment{among(sorted(known), name)}")
     return cause
 
 
@@ -264,8 +266,7 @@ def _check_metrics(condition: Mapping, experiment: Experiment, origin: Origin, a
 def _check_axes(condition: Mapping, experiment: Experiment, origin: Origin, at: str) -> None:
     for axis in [*condition.get("where", {}), *([condition["along"]] if "along" in condition else [])]:
         if axis not in experiment.axes:
-            there = f"{nearest(str(axis), experiment.axes)}; there are: {', '.join(experiment.axes) or 'none'}"
-            origin.fail(at, f"names {axis!r}: {experiment.name} has no such axis{there}")
+            origin.fail(at, f"names {axis!r}: {experiment.name} has no such axis{among(experiment.axes, axis)}")
     asked = [
         *condition.get("where", {}).items(),
         *((condition["along"], condition[end]) for end in ("from", "to") if end in condition and "along" in condition),
@@ -273,11 +274,8 @@ def _check_axes(condition: Mapping, experiment: Experiment, origin: Origin, at: 
     ]
     for axis, label in asked:
         if str(label) not in experiment.axes[axis]:
-            origin.fail(
-                at,
-                f"names {axis} {str(label)!r}: {experiment.name} has no such label; there are: "
-                f"{', '.join(experiment.axes[axis])}",
-            )
+            there = among(experiment.axes[axis], label)
+            origin.fail(at, f"names {axis} {str(label)!r}: {experiment.name} has no such label{there}")
     fixed = {*condition.get("where", {}), condition.get("along")}
     if free := [axis for axis, labels in experiment.axes.items() if len(labels) > 1 and axis not in fixed]:
         origin.fail(
@@ -301,8 +299,7 @@ def _check_methods(rule: list[dict], experiments: list[Experiment], origin: Orig
         ]
         for name in [*named, *condition.get("methods", ()), *condition.get("than", ())]:
             if str(name) not in known:
-                there = f"{nearest(str(name), known)}; there are: {', '.join(sorted(known))}"
-                origin.fail(f"{at}.rule.{i}", f"names {name!r}: there is no such method{there}")
+                origin.fail(f"{at}.rule.{i}", f"names {name!r}: there is no such method{among(sorted(known), name)}")
 
 
 def _experiment(

@@ -292,15 +292,20 @@ def summary(rows: Sequence[Row]) -> list[Block]:
     """The section with the table of all claims."""
     if not rows:
         return []
+    runs = {r["hash"]: r for row in rows for found in row.runs.values() for r in found if "rounds" in r}
+    bare = sum("right" not in r for r in runs.values())
+    once = sum(r.get("learning_rate", {}).get("seeds") == 1 for r in runs.values())
     return [
         Heading("Claims", 2),
         "Every verdict comes from the rule in the suite. A condition has a p value against the nearer of its bounds, "
         "which is corrected for all conditions of this report together (Benjamini and Hochberg): at 0.05 or less it "
         "*holds*, or *does not hold*; otherwise, and with one seed, it is *inconclusive*. Intervals are Student's at "
-        "95 %, for text by Welch's formula, for images by seed. A gap over several settings is a random-effects mean; "
-        "settings of one task share its test rows, whose part is in no interval, nor is that of a rate that was "
-        "searched with one seed. The number of seeds is fixed in the suite before the run; where seeds were added to "
-        "runs of before version 0.2.0 after a look at them, nothing corrects for that. "
+        "95 %, for text by Welch's formula, for images by seed, with the part of the test rows. A gap over several "
+        "settings is a random-effects mean; settings of one task share its test rows, which it does not count. "
+        f"{bare} of {len(runs)} runs have not recorded which test rows they had right: intervals with one of them are "
+        f"of the seeds alone. The rates of {once} were searched with one seed, which no interval counts. The number of "
+        "seeds is fixed in the suite before the run; where seeds were added to runs of before version 0.2.0 after a "
+        "look at them, nothing corrects for that. "
         "Nothing holds in favour of a method with a collapsed or failed seed, and nothing is refuted in favour of one "
         "with a failed seed. The figures behind a verdict stand under the suite. Beside a claim that does "
         "not hold everywhere stands the most likely cause that was tested, with what tested it.",

@@ -22,7 +22,7 @@ from benchmark.conditions import (
     verdict,
     with_margins,
 )
-from benchmark.intervals import Estimate, Figure, estimate, figure_of, pooled
+from benchmark.intervals import Estimate, Figure, estimate, figure_of, pooled, right_rows, rows_of
 from benchmark.job import at_the_end, decisive
 from benchmark.metrics import of_test_data, scale_of
 from benchmark.results import ExperimentResults, shown, value
@@ -96,6 +96,50 @@ def test_a_spread_of_rounding_errors_gives_no_interval():
     equal = judged({"is": "value", "methods": ["a"], "at_least": 0.1}, lambda *place: by_seed([0.7, 0.7]))
     assert equal.verdict == INCONCLUSIVE and "the seeds agree to rounding" in equal.text
     assert estimate([(1, Figure(0.7, 0.0, 2, exact=True))]).error == 0.0
+
+
+def recorded(right, test_set="t"):
+    """The figure of runs, (seeds, rows) bool, that have recorded which rows were right."""
+    figure = figure_of(dict(enumerate(right.mean(axis=1))))
+    return dataclasses.replace(figure, right={s: rows_of(right_rows(test_set, row)) for s, row in enumerate(right)})
+
+
+def test_the_rows_are_a_part_of_an_interval_where_they_are_recorded():
+    """By hand: the variance over seeds and that of the rows' differences, over their numbers; the rows of other tests
+    are drawn by themselves."""
+    a = np.array([[1, 1, 1, 0, 1, 0, 1, 1, 1], [1, 1, 0, 0, 1, 0, 1, 1, 0]], bool)
+    b = np.array([[0, 1, 1, 0, 0, 0, 1, 1, 1], [0, 1, 1, 0, 1, 0, 0, 0, 1]], bool)
+    seeds = sum(x.mean(axis=1).var(ddof=1) / 2 for x in (a, b))
+    shared = (a.mean(axis=0) - b.mean(axis=0)).var(ddof=1) / 9
+    apart = sum(x.mean(axis=0).var(ddof=1) / 9 for x in (a, b))
+    for test_set, rows in (("t", shared), ("other", apart)):
+        found = estimate([(1, recorded(a)), (-1, recorded(b, test_set))])
+        assert found.error == pytest.approx(math.sqrt(seeds + rows))
+    assert estimate([(1, recorded(a))]).error ** 2 == pytest.approx(
+        a.mean(axis=1).var(ddof=1) / 2 + a.mean(axis=0).var(ddof=1) / 9
+    )
+    old = dataclasses.replace(recorded(b), right={0: recorded(b).right[0]})
+    assert estimate([(1, recorded(a)), (-1, old)]).error == pytest.approx(math.sqrt(seeds))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    "n, of_seeds, of_rows", [(3, 0.0, 1.0), (3, 0.02, 1.0), (5, 0.01, 0.5), (3, 0.02, 0.0), (2, 0.01, 1.0)]
+)
+def test_equal_methods_are_told_apart_in_5_percent_at_most_over_seeds_and_rows(n, of_seeds, of_rows):
+    """They are equal over all rows that could be drawn. Each has rows that suit it, and seeds move all its rows."""
+    rng, times, rows, told = np.random.default_rng(1), 2000, 400, 0
+    for _ in range(times):
+        ease = 1.0 + rng.normal(0, 1, rows)
+        runs = []
+        for _ in range(2):
+            own = ease + of_rows * rng.normal(0, 1, rows)
+            chance = stats.norm.cdf(own / math.sqrt(1 + of_rows**2))
+            moved = np.clip(chance + of_seeds * rng.normal(0, 1, (n, 1)), 0, 1)
+            runs.append(recorded(rng.random((n, rows)) < moved))
+        p = estimate([(1, runs[0]), (-1, runs[1])]).p(0, math.inf)
+        told += p is not None and p <= 0.05
+    assert told / times <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / times)
 
 
 def test_several_settings_together():

@@ -17,7 +17,7 @@ from benchmark.metrics import unknown
 from benchmark.plan import jobs_of, plan
 from benchmark.report import _setting, write_report
 from benchmark.results import find
-from benchmark.samples import _Data, counted, within_budget
+from benchmark.samples import counted, of_data, within_budget
 from benchmark.suite import SIZES, flatten, lay, load_suite, shipped
 from benchmark.verdicts import judged_claims
 from fs_lowrank import UserError, load_config
@@ -103,7 +103,7 @@ def test_budget_counts_what_small_clients_train_on(write):
     with pytest.raises(UserError, match=f"samples = 20 is less than one round takes, {sum(sizes)}"):
         within_budget(plan(options(write(text.replace("1000", "20"))))[0])
     own = {"lowrank.clients": [{"clients": 1, "tok_len": 4}]}  # which may leave out rows, so that sizes differ
-    assert _Data(allowed) == _Data(cells["6"].config) != _Data(allowed.replace(own))
+    assert of_data(allowed) == of_data(cells["6"].config) != of_data(allowed.replace(own))
 
 
 def test_samples_of_older_results_are_counted_from_what_they_hold(write):
