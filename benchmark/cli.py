@@ -154,26 +154,24 @@ def _run(args: argparse.Namespace) -> int:
         raise UserError(f"--table {args.table}: of --estimate; `fs-lowrank benchmark report` has the tables of results")
     if args.verify:
         return _verify(dataclasses.replace(_options(args, args.suites), cell=args.verify))
-    outcome = run(_options(args, args.suites), workers, gpus, console)
+    board = run(_options(args, args.suites), workers, gpus, console)
     console.print(
-        f"{outcome.finished} done, {len(outcome.failed)} failed, {outcome.remaining} remain, "
-        f"{outcome.skipped} were done before",
+        f"{board.finished} done, {len(board.failed)} failed, {board.remaining} remain, "
+        f"{board.skipped} were done before",
         soft_wrap=True,
     )
-    for failure in outcome.failed:
+    for failure in board.failed:
         console.print(
             f"failed: {failure['suite']}/{failure['experiment']}  {failure['label']}: {failure['error']}",
             soft_wrap=True,
         )
-    if outcome.interrupted:
+    if board.interrupted:
         console.print("interrupted; the same command continues")
         return shell.INTERRUPTED
-    if outcome.finished or outcome.skipped:
+    if board.finished or board.skipped:
         console.print(f"next: {hint('benchmark', 'report', *args.suites, *given_options(args))}", soft_wrap=True)
-    if outcome.failed:
-        raise RunFailed(
-            f"{len(outcome.failed)} of the runs failed, for the reasons above; the same command tries again"
-        )
+    if board.failed:
+        raise RunFailed(f"{len(board.failed)} of the runs failed, for the reasons above; the same command tries again")
     return shell.OK
 
 

@@ -11,6 +11,7 @@ import pandas as pd
 from fs_lowrank.jobs.files import write_text
 
 from .metrics import BYTES
+from .results import of_a_run
 from .store import Store
 
 _FIRST = ("hash", "suite", "size", "experiment", "method", "setting", "seed", "engine")
@@ -36,7 +37,7 @@ def write_csv(store: Store) -> Path:
 
 
 def _row(record: Mapping[str, Any]) -> dict[str, Any]:
-    machine, sent = record.get("machine", {}), record.get("bytes", {}).get("per_client_and_round", {})
+    of_run = of_a_run(record)
     scores = {
         f"{scorer}:{task}:{name}": value
         for scorer, tasks in record.get("scores", {}).items()
@@ -48,14 +49,11 @@ def _row(record: Mapping[str, Any]) -> dict[str, Any]:
         **{name: record.get(name) for name in _FIRST},
         "setting": "; ".join(f"{axis} {label}" for axis, label in record.get("setting", {}).items()),
         "rate": record.get("learning_rate", {}).get("point", {}).get("train.optimizer.lr"),
-        **{name: record.get(name) for name in ("rounds", "samples", "majority")},
-        **{name: sent.get(name) for name in BYTES},
-        "aggregation": record.get("seconds", {}).get("aggregation_median"),
-        "training": record.get("seconds", {}).get("training"),
-        "memory": record.get("peak_memory_bytes", {}).get("host"),
+        **{name: record.get(name) for name in ("rounds", "samples")},
+        **{name: of_run[name] for name in ("majority", *BYTES, "aggregation", "training", "memory")},
         "version": record.get("versions", {}).get("fs-lowrank"),
         "commit": record.get("commit"),
-        "processor": machine.get("processor"),
+        "processor": record.get("machine", {}).get("processor"),
         **record.get("metrics", {}),
         **scores,
     }

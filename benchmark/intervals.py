@@ -182,7 +182,7 @@ def right_rows(test_set: str, right: Any) -> dict[str, str | int]:
     """Whether each row of a test set was right, bool ``(n,)``, as an entry of a result: a bit a row."""
     import numpy as np
 
-    return {"of": test_set, "rows": len(right), "bits": base64.b64encode(np.packbits(right)).decode()}
+    return {"of": test_set, "rows": len(right), "bits": base64.b64encode(np.packbits(right).tobytes()).decode()}
 
 
 def rows_of(entry: Mapping) -> tuple[str, Any]:

@@ -350,12 +350,11 @@ def _rates_table(results: ExperimentResults) -> list[Block]:
     for (method, point, origin, values, cost), columns in merged.items():
         rows.append((method, ", ".join(c for c in columns if c), point, origin, values, cost))
     blocks: list[Block] = ["**Learning rates:**", PlainTable(rows)]
-    ends = [s for s in results.searches if at_the_end(s)]
-    if ends:
-        names = ", ".join(s["label"].removeprefix("learning rate of ") for s in ends)
+    searches = {s["label"].removeprefix("learning rate of "): s for s in results.searches}
+    if ends := [name for name, search in searches.items() if at_the_end(search)]:
         blocks.append(
-            f"{len(ends)} of {len(results.searches)} searches won at an end of their grid, so a better rate may lie "
-            f"beyond, and verdicts that rest on it are inconclusive: {names}."
+            f"{len(ends)} of {len(searches)} searches won at an end of their grid, so a better rate may lie "
+            f"beyond, and verdicts that rest on it are inconclusive: {', '.join(ends)}."
         )
     by_table = dict.fromkeys(
         method
@@ -369,19 +368,16 @@ def _rates_table(results: ExperimentResults) -> list[Block]:
         )
     if results.unlike:
         blocks.append(f"**{'; '.join(results.unlike.values())}.**")
-    if once := sum(search.get("seeds", 1) == 1 for search in results.searches):
+    if once := sum(search.get("seeds", 1) == 1 for search in searches.values()):
         blocks.append(
-            f"{once} of {len(results.searches)} searches are with one seed; which of their rates is best is a draw, "
+            f"{once} of {len(searches)} searches are with one seed; which of their rates is best is a draw, "
             "too, which no interval counts."
         )
-    for search in results.searches:
+    for name, search in searches.items():
         if points := [[value_of(v) for k, v in p.items() if k != "value"] for p in search.get("within_noise") or ()]:
-            name = search["label"].removeprefix("learning rate of ")
             listed = "; ".join(map(", ".join, points))
             blocks.append(f"Within the noise of its seeds the search of {name} could have chosen {listed} as well.")
-    for search in results.searches:
         if search.get("nothing_learned"):
-            name = search["label"].removeprefix("learning rate of ")
             blocks.append(f"The best trial of the search of {name}: {search['nothing_learned']}.")
     return blocks
 

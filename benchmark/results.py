@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fs_lowrank import Gathering, UserError, create_method, list_methods
 from fs_lowrank.data.files import file_digest
@@ -112,7 +113,7 @@ class ExperimentResults:
             stale=tuple(sorted(self.old.get((method, column), ()))),
             at_end=any(r.get("at_end") for r in records),
             splits={r["seed"]: r["data"]["fingerprint"] for r in records if _of_images(r)},
-            right={r["seed"]: rows_of(r["right"]) for r in records if metric == "test_acc" and "right" in r},
+            right={r["seed"]: rows_of(right) for r in records if (right := _right(r, metric))},
             versions=frozenset(r["versions"]["fs-lowrank"] for r in records if "versions" in r),
             processors=frozenset(r.get("machine", {}).get("processor", "") for r in records),
         )
@@ -301,26 +302,35 @@ def value(record: Mapping, metric: str) -> float | None:
     kind, _, rest = metric.partition(":")
     if metric in record["metrics"]:
         return record["metrics"][metric]
-    sent = record.get("bytes", {}).get("per_client_and_round", {})
-    if metric in BYTES:
-        return sent.get(metric)
-    if kind.startswith("traffic"):
-        bare = metric.removeprefix("traffic")
-        return sent[f"uplink{bare}"] + sent[f"downlink{bare}"] if sent else None
-    if metric == "formula":
-        return 2 * sent["uplink"] if sent else None
-    if metric == "majority":
-        return record.get("majority")
-    if metric == "memory":
-        return record.get("peak_memory_bytes", {}).get("host")
-    if metric in ("aggregation", "training"):
-        return record.get("seconds", {}).get({"aggregation": "aggregation_median"}.get(metric, metric))
+    if metric in (found := of_a_run(record)):
+        return found[metric]
     if to_a_target(metric):
         name, _, target = rest.partition(":")
         return _reaches(record["history"]["evaluated"], name, float(target), kind == "rounds_to")
     task, _, name = rest.rpartition(":")
-    found = record.get("scores", {}).get(kind, {}).get(task, {}).get(name)
-    return found if isinstance(found, (int, float)) else None
+    score = record.get("scores", {}).get(kind, {}).get(task, {}).get(name)
+    return score if isinstance(score, (int, float)) else None
+
+
+def of_a_run(record: Mapping) -> dict[str, Any]:
+    """What is measured of a run beside its metrics, by name; None of what a study has not."""
+    sent, seconds = record.get("bytes", {}).get("per_client_and_round", {}), record.get("seconds", {})
+    found = {name: sent.get(name) for name in BYTES}
+    if sent:
+        found |= {f"traffic{head}": sent[f"uplink{head}"] + sent[f"downlink{head}"] for head in ("", "_without_head")}
+        found["formula"] = 2 * sent["uplink"]
+    memory = record.get("peak_memory_bytes", {}).get("host")
+    times = {"aggregation": seconds.get("aggregation_median"), "training": seconds.get("training")}
+    return {**found, **times, "memory": memory, "majority": record.get("majority")}
+
+
+def _right(record: Mapping, metric: str) -> Mapping | None:
+    """Which rows were right, of the test set or of the task that a scorer scored; None where that is not recorded."""
+    if metric == "test_acc":
+        return record.get("right")
+    scorer, _, rest = metric.partition(":")
+    task, _, name = rest.rpartition(":")
+    return record.get("scores", {}).get(scorer, {}).get(task, {}).get(f"{name}_right")
 
 
 def _majority(record: Mapping, metric: str) -> float | None:

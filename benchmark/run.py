@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from filelock import FileLock
@@ -41,21 +41,8 @@ _DIED = {
 }
 
 
-@dataclasses.dataclass
-class Outcome:
-    """The number of jobs that this call finished, left unfinished, and skipped because they were done; the failures;
-    whether the user interrupted it; damaged files and the reasons."""
-
-    finished: int
-    failed: list[dict]
-    remaining: int
-    skipped: int
-    interrupted: bool = False
-    damaged: dict[str, str] = dataclasses.field(default_factory=dict)
-
-
-def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Console | None = None) -> Outcome:
-    """Run all jobs of the suites that are not done.
+def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Console | None = None) -> Board:
+    """Run all jobs of the suites that are not done; returns how they are afterwards.
 
     Raises:
         UserError: before any training, if something is wrong or missing.
@@ -74,17 +61,17 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
     jobs, store = [cell_of(options)] if options.cell else plan(options), options.store
     board = Board(jobs, store)
     board.look()
+    board.skipped, board.finished = board.finished, 0
     for path, why in store.damaged.items():
         say(f"damaged, and taken as missing: {path}: {why}")
-    skipped = board.finished
     if not board.remaining:
-        return Outcome(0, [], 0, skipped, damaged=store.damaged)
+        return board
     check([job for job in jobs if job.key in board.open], options)
     workers = max(1, min(workers, board.remaining))
     logs = Path(options.work) / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     say(
-        f"{board.remaining} jobs to do, {skipped} done before; {workers} worker{'s' * (workers > 1)}; "
+        f"{board.remaining} jobs to do, {board.skipped} done before; {workers} worker{'s' * (workers > 1)}; "
         f"their logs: {logs}"
     )
     shown = Live(board.table(), console=console, refresh_per_second=2) if console.is_terminal else None
@@ -100,7 +87,8 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
     with stop_signals() as stopped, shown or contextlib.nullcontext():
         hand_out(board, pool, stopped, look, say)
     look()
-    return Outcome(board.finished - skipped, board.failed, board.remaining, skipped, bool(stopped), store.damaged)
+    board.interrupted = bool(stopped)
+    return board
 
 
 def hand_out(
@@ -190,16 +178,22 @@ def verify(options: Options, progress: Callable[[dict], None]) -> list[tuple[str
 
 
 class Board:
-    """The state of all jobs: finished, failed, running, or not started."""
+    """The state of all jobs: finished, failed, running, or not started.
 
-    def __init__(self, jobs: Sequence[Job], store: Store):
-        self.jobs, self.store = list(jobs), store
+    Attributes:
+        skipped, finished: how many were done before, and in this call. failed: their records.
+        interrupted: whether the user did it.
+    """
+
+    def __init__(self, jobs: Iterable[Job], store: Store):
+        self.store = store
         #: key -> job, for jobs that are not done; a cell that waits for a search has another key afterwards
-        self.open = {job.key: job for job in self.jobs}
+        self.open = {job.key: job for job in jobs}
         #: key -> a job that this process has claimed, its lock, and the time when it began
         self.running: dict[str, tuple[Job, FileLock, float]] = {}
         self.failed: list[dict] = []
-        self.finished = 0
+        self.skipped = self.finished = 0
+        self.interrupted = False
         self.began = time.monotonic()
 
     @property

@@ -22,6 +22,7 @@ from fs_lowrank.data.tokenize import tokenize_causal
 from fs_lowrank.errors import UserError, nearest
 from fs_lowrank.training.generate import continue_prompts
 
+from ..intervals import right_rows
 from . import commonsense
 from .share import majority, share
 
@@ -55,7 +56,7 @@ def check(options: Options, root: Path) -> None:
 
 def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
     """Task → ``acc``, ``unparsed`` (fraction of replies without an answer), their standard errors, ``n``; ``majority``,
-    the accuracy of always giving the most frequent right answer.
+    the accuracy of always giving the most frequent right answer; ``acc_right``, which samples were right.
 
     ``version`` identifies the rules above; ``decoding`` and ``template`` describe the settings.
     """
@@ -72,8 +73,10 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
         )
         answers = [parse(_folder(task), reply) for reply in replies]
         chat = options.template != "alpaca" and getattr(tokenizer, "chat_template", None)
+        hits = [answer == row["answer"] for answer, row in zip(answers, rows)]
         result[task] = {
-            **share([answer == row["answer"] for answer, row in zip(answers, rows)], "acc"),
+            **share(hits, "acc"),
+            "acc_right": right_rows(f"first {len(hits)}", hits),
             **share([answer is None for answer in answers], "unparsed"),
             "majority": majority([row["answer"] for row in rows]),
             "n": len(rows),

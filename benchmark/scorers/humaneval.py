@@ -24,6 +24,7 @@ from fs_lowrank.errors import UserError
 from fs_lowrank.jobs.files import from_json
 from fs_lowrank.training.generate import continue_prompts
 
+from ..intervals import right_rows
 from .share import share
 
 #: asks the hub for the metric if it is not on this machine
@@ -69,8 +70,9 @@ def check(options: Options, root: Path) -> None:
 
 def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
     """``humaneval`` → ``pass@1`` of the greedy solution with its standard error, ``n``, ``version``; ``outcomes``, with
-    their counts; ``decoding``. With ``samples``: the unbiased ``sampled_pass@k`` with its standard error, and
-    ``sampling``."""
+    their counts; ``pass@1_right``, which were solved; ``decoding``. With ``samples``: the unbiased ``sampled_pass@k``
+    with its standard error, and ``sampling``.
+    """
     rows = problems(root)[: options.limit]
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
     write = partial(
@@ -82,8 +84,10 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
         stop=STOP,
     )
     verdicts = [verdict for (verdict,) in judged(root, rows, [[text] for text in write(prompts)], options.timeout)]
+    hits = [verdict == "passed" for verdict in verdicts]
     result = {
-        **share([verdict == "passed" for verdict in verdicts], "pass@1"),
+        **share(hits, "pass@1"),
+        "pass@1_right": right_rows(f"first {len(hits)}", hits),
         "n": len(rows),
         "version": VERSION,
         "outcomes": dict(Counter(verdicts)),

@@ -25,6 +25,7 @@ from typing import Any
 
 from fs_lowrank.errors import UserError, nearest
 
+from ..intervals import right_rows
 from . import local_data
 from .share import majority
 
@@ -123,6 +124,9 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
             if "," in key and isinstance(value, (int, float))
         }
         entry["version"] = found["versions"].get(name)
+        hits = [sample.get("acc") for sample in found["samples"].get(name, ())]
+        if hits and {*hits} <= {0, 1}:
+            entry["acc_right"] = right_rows(f"first {len(hits)}", list(map(bool, hits)))
         leaves = members.get(name, [name])
         if chosen.keys() >= set(leaves):
             entry["majority"] = majority([answer for leaf in leaves for answer in chosen[leaf]])

@@ -14,6 +14,7 @@ import torch
 
 import fs_lowrank
 from benchmark import scorers
+from benchmark.intervals import right_rows, rows_of
 from benchmark.scorers import commonsense, generate, lm_eval_tasks, local_data
 from fs_lowrank import cli
 from fs_lowrank.data.fetch import hub as fetch_hub
@@ -304,6 +305,7 @@ def test_all_eight_tasks_and_a_prompt_with_examples(tiny, root, no_hub):
     tasks = ["boolq", "piqa", "social_iqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa"]
     result = scorers.score(*tiny, {"scorer": "lm_eval", "tasks": tasks}, root)
     assert sorted(result) == sorted(tasks) and all(0 <= r["acc"] <= 1 and r["n"] == 2 for r in result.values())
+    assert all(rows_of(r["acc_right"])[1].mean() == r["acc"] for r in result.values())
     always = {"winogrande": 1.0, "openbookqa": 1.0}  # both rows have one right answer
     assert {task: r["majority"] for task, r in result.items()} == {task: always.get(task, 0.5) for task in tasks}
     result = scorers.score(*tiny, {"scorer": "lm_eval", "tasks": ["boolq", "mmlu_anatomy"], "num_fewshot": 1}, root)
@@ -437,6 +439,7 @@ def test_the_generate_scorer_counts_and_records(tiny, root):
     assert result["boolq"] == {
         "acc": 0.0,
         "acc_stderr": standard_error(0, 2),
+        "acc_right": right_rows("first 2", [False, False]),
         "unparsed": 1.0,
         "unparsed_stderr": standard_error(1, 2),
         "majority": 0.5,
