@@ -145,7 +145,9 @@ def _place(experiment: Experiment, spec: Mapping[str, Any], setting: Mapping[str
     for name, labels in experiment.axes.items():
         place[name] = setting[name] if name in each else at.get(name, next(iter(labels)))
         if place[name] not in labels:
-            raise UserError(f"learning_rates: search: at: {name} has no {place[name]!r}{among(labels, place[name])}")
+            raise UserError(
+                f"learning_rates: search: at: {name} has no {place[name]!r}; there are: {', '.join(labels)}"
+            )
     return place
 
 

@@ -274,8 +274,8 @@ def _check_axes(condition: Mapping, experiment: Experiment, origin: Origin, at: 
     ]
     for axis, label in asked:
         if str(label) not in experiment.axes[axis]:
-            there = among(experiment.axes[axis], label)
-            origin.fail(at, f"names {axis} {str(label)!r}: {experiment.name} has no such label{there}")
+            there = ", ".join(experiment.axes[axis])
+            origin.fail(at, f"names {axis} {str(label)!r}: {experiment.name} has no such label; there are: {there}")
     fixed = {*condition.get("where", {}), condition.get("along")}
     if free := [axis for axis, labels in experiment.axes.items() if len(labels) > 1 and axis not in fixed]:
         origin.fail(

@@ -126,7 +126,7 @@ def test_search_is_shared_over_seeds_and_settings(write):
     each = plan(options(write(text.replace("at: {clients: 6}", "each: [clients]"))))
     assert sum(isinstance(j, Search) for j in each) == 4
     assert searches[0].key in {j.key for j in each}  # the same search, whichever experiment needs it
-    with pytest.raises(UserError, match="no axis 'client'; there are: clients"):
+    with pytest.raises(UserError, match="no axis 'client'; did you mean 'clients'.; there are: clients"):
         plan(options(write(text.replace("at: {clients: 6}", "each: [client]"))))
 
 
