@@ -712,7 +712,7 @@ def test_initial_weights_that_are_missing_are_seen_before_anything_trains(tmp_pa
         """
     )
     options = Options(("start.yaml",), results="elsewhere")
-    with pytest.raises(UserError, match="1 thing to put right.*\n.*from nowhere/model.safetensors: there is no"):
+    with pytest.raises(UserError, match="1 thing to put right.*\n.*from nowhere/model.safetensors raises FileNotFound"):
         check.check(plan(options), options)
 
 
