@@ -316,7 +316,7 @@ def of_a_run(record: Mapping) -> dict[str, Any]:
     """What is measured of a run beside its metrics, by name; None of what a study has not."""
     sent, seconds = record.get("bytes", {}).get("per_client_and_round", {}), record.get("seconds", {})
     found = {name: sent.get(name) for name in BYTES}
-    if sent:
+    if sent.keys() >= {*BYTES}:
         found |= {f"traffic{head}": sent[f"uplink{head}"] + sent[f"downlink{head}"] for head in ("", "_without_head")}
         found["formula"] = 2 * sent["uplink"]
     memory = record.get("peak_memory_bytes", {}).get("host")
