@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -22,19 +21,6 @@ class TooFewClients(RuntimeError):
         super().__init__(what)
         fewer = ", or set a smaller lowrank.min_clients if no more clients can be had" if least > 1 else ""
         self.remedy = f"correct what made the clients fail{fewer}"
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """The updates of a round, sorted by client, or their mean as a single update.
-
-    Attributes:
-        updates: for ``Method.aggregate``.
-        clients: the number of clients.
-    """
-
-    updates: list[Update]
-    clients: int
 
 
 class Intake:
@@ -59,16 +45,15 @@ class Intake:
         """Take an update."""
         self.updates.append(update)
 
-    def close(self, without: Collection[int] = ()) -> Gathered:
-        """The updates, in an order that does not depend on the order of arrival.
+    def close(self, without: Collection[int] = ()) -> list[Update]:
+        """The updates for ``Method.aggregate``, sorted by client, or their mean as a single one.
 
         Args:
             without: clients whose updates are excluded after all.
         Raises:
             TooFewClients: the updates cannot be used without those that are missing.
         """
-        updates = sorted((u for u in self.updates if u.client not in without), key=lambda u: u.client)
-        return Gathered(updates, len(updates))
+        return sorted((u for u in self.updates if u.client not in without), key=lambda u: u.client)
 
 
 class RunningMean(Intake):
@@ -79,27 +64,27 @@ class RunningMean(Intake):
     """
 
     def __init__(self, uniform: bool = False) -> None:
-        self.uniform, self.weight, self.clients, self.samples = uniform, 0.0, 0, 0
+        self.uniform, self.weight, self.samples = uniform, 0.0, 0
         self._sums: dict[str, Tensor] = {}
 
     def add(self, update: Update) -> None:
         weight = 1 if self.uniform else update.num_samples
-        if not self.clients:
+        if not self.samples:
             self._sums = {name: tensor.to(wide(tensor.dtype)) * weight for name, tensor in update.tensors.items()}
             self._dtypes = {name: tensor.dtype for name, tensor in update.tensors.items()}
         else:
             for name, total in self._sums.items():
                 total.add_(update.tensors[name], alpha=weight)
         self.weight += weight
-        self.clients, self.samples = self.clients + 1, self.samples + update.num_samples
+        self.samples += update.num_samples
 
-    def close(self, without: Collection[int] = ()) -> Gathered:
+    def close(self, without: Collection[int] = ()) -> list[Update]:
         if without:
             raise ValueError(f"a running mean cannot leave out clients {sorted(without)} after adding them")
-        if not self.clients:
-            return Gathered([], 0)
+        if not self.samples:
+            return []
         means = {name: (total / self.weight).to(self._dtypes[name]) for name, total in self._sums.items()}
-        return Gathered([mean_as_update(means, self.samples)], self.clients)
+        return [mean_as_update(means, self.samples)]
 
 
 def mean_as_update(means: Mapping[str, Tensor], samples: int) -> Update:

@@ -327,13 +327,13 @@ class Round:
                 del by_client[client]
         ledger = self.ledger
         try:
-            gathered = self.intake.close(without=refused.keys())
-            if gathered.clients < ledger.min_clients or not gathered.updates:
-                raise TooFewClients(f"{gathered.clients} usable updates, lowrank.min_clients is {ledger.min_clients}")
+            updates, usable = self.intake.close(without=refused.keys()), len(self.losses)
+            if usable < ledger.min_clients:
+                raise TooFewClients(f"{usable} usable updates, lowrank.min_clients is {ledger.min_clients}")
         except TooFewClients as error:
             self.roll_back()
             raise TooFewClients(f"round {self.number}: {error}", ledger.min_clients) from None
-        state, message = self._step(gathered.updates, model)
+        state, message = self._step(updates, model)
         ledger.commit(self.number, state, message)
         return self._ended(message, self.trains - self.losses.keys())
 

@@ -262,7 +262,7 @@ def test_a_running_mean_keeps_float64():
     mean = RunningMean()
     for client, value in ((1, 1 + 1e-12), (2, 1 + 3e-12)):
         mean.add(Update(client, 1, {"x": torch.tensor([value], dtype=torch.float64)}))
-    (gathered,) = mean.close().updates
+    (gathered,) = mean.close()
     assert gathered.tensors["x"].item() == pytest.approx(1 + 2e-12, abs=1e-15)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...algebra import on_device
 from ...methods import Update
-from ...rounds.intake import Gathered, Intake, RunningMean, TooFewClients, mean_as_update
+from ...rounds.intake import Intake, RunningMean, TooFewClients, mean_as_update
 from ...rounds.site import Site
 
 #: fixed point: 2^-30 is below the rounding of a float32 between -64 and 64, and leaves 2^33 for the sum
@@ -83,12 +83,11 @@ class Shares(Intake):
         self.sums.append(update.tensors)
         self.samples += update.num_samples
 
-    def close(self, without: Collection[int] = ()) -> Gathered:
+    def close(self, without: Collection[int] = ()) -> list[Update]:
         if len(self.sums) < self.parties or without:
             raise TooFewClients("with federate.use_ss the shares of every client are needed")
         mean = recover(add_shares(self.sums), self.parties if self.uniform else self.samples, self._like)
-        update = mean_as_update(on_device(mean, self.device), self.samples)
-        return Gathered([update], self.parties)
+        return [mean_as_update(on_device(mean, self.device), self.samples)]
 
 
 def intake_of(cfg: Any, site: Site) -> Intake | None:
