@@ -121,31 +121,29 @@ def _not_plain(tensors: Mapping[str, object], device: torch.device | None) -> st
     return ""
 
 
+@dataclasses.dataclass
 class Admission:
     """The rules by which a run admits updates.
 
-    Args:
-        samples: client -> the size of its training set, as declared at the start.
-        max_samples: the largest accepted size.
+    Attributes:
+        max_samples: the largest accepted size of a training set.
         max_norm: the largest norm (``change_norm``) of an update; 0: no bound.
         norm_factor: the largest ratio of a norm to the median of its round (the lower of two middle ones); 0: no bound.
-        sizes: those of the clients 1, 2, … that are not in ``samples``. A client that is in neither may declare any
-            size up to ``max_samples``.
+        sizes: of the training sets of the clients 1, 2, …
+        samples: client -> the size of its training set that it has declared in place of that. A client that is in
+            neither may declare any size up to ``max_samples``.
     """
 
-    def __init__(
-        self,
-        samples: Mapping[int, int] | None = None,
-        max_samples: int = MAX_SAMPLES,
-        max_norm: float = 0.0,
-        norm_factor: float = 0.0,
-        sizes: Sequence[int] | np.ndarray = (),
-    ):
-        self.samples, self.sizes = dict(samples or {}), sizes
-        self.max_samples = max_samples
-        self.max_norm, self.norm_factor = max_norm, norm_factor
-        #: whether ``norm`` and ``outliers`` have a bound to check
-        self.bounds_norms = bool(max_norm or norm_factor)
+    max_samples: int = MAX_SAMPLES
+    max_norm: float = 0.0
+    norm_factor: float = 0.0
+    sizes: Sequence[int] | np.ndarray = ()
+    samples: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def bounds_norms(self) -> bool:
+        """Whether ``norm`` and ``outliers`` have a bound to check."""
+        return bool(self.max_norm or self.norm_factor)
 
     def declared(self, client: int) -> int | None:
         """The size of the training set that ``client`` has declared; None: it has not."""

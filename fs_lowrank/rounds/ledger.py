@@ -42,21 +42,16 @@ class Ledger:
     """State, participation and messages of one run.
 
     Args:
+        config: of the run.
         method: the federated method.
         state: its state before round 1.
-        num_clients: clients are numbered 1 … ``num_clients``.
-        per_round: the number of clients that take part in a round.
-        min_clients: the number of usable updates that a round needs.
-        seed: decides which clients take part.
-        drop_rate: probability that a selected client drops out.
+        sizes: of the clients' training sets, which updates must declare; a client beyond them may declare any.
         keep_messages: keep the values of messages, to bring late clients up to date. An engine whose clients share one
             model needs only their sizes.
-        admission: checks updates; by default any update that fits is admitted.
-        identity: distinguishes this run from others of the same method, in the stamps that copies keep.
-        config: says how long clients train; without it, samples trained on are not counted.
         heads: the modules that count as a head by their place (``names.is_head``).
 
     Attributes:
+        admission: checks updates.
         stood: the last round that was finished and not left out; a copy that has every message stands there.
         outbox: name -> (the round of the message, its value or a meta tensor of its shape).
         synced: client -> the round after which its copy stands; a missing client stands at 0.
@@ -70,24 +65,17 @@ class Ledger:
 
     def __init__(
         self,
+        config: Settings,
         method: Method,
         state: State,
-        num_clients: int,
-        per_round: int,
-        min_clients: int,
-        seed: int,
-        drop_rate: float = 0.0,
+        sizes: Sequence[int] | np.ndarray = (),
         keep_messages: bool = False,
-        admission: Admission | None = None,
-        identity: str = "",
-        config: Settings | None = None,
         heads: Sequence[str] = (),
     ):
-        self.method, self.state = method, state
-        self.num_clients, self.per_round, self.min_clients = num_clients, per_round, min_clients
-        self.seed, self.drop_rate, self.keep_messages, self.identity = seed, drop_rate, keep_messages, identity
-        self.admission, self.config, self.heads = admission or Admission(), config, tuple(heads)
-        self.schedule = schedule_of(config.train.scheduler, config.source) if config else None
+        self.config, self.method, self.state = config, method, state
+        self.keep_messages, self.heads, bounds = keep_messages, tuple(heads), config.lowrank
+        self.admission = Admission(bounds.max_samples, bounds.max_update_norm, bounds.max_update_norm_factor, sizes)
+        self.schedule = schedule_of(config.train.scheduler, config.source)
         self.stood = self.floor = self.horizon = 0
         self.outbox: dict[str, tuple[int, Tensor]] = {}
         self.unknown: set[int] = set()
@@ -96,59 +84,24 @@ class Ledger:
         self.tested: dict[int, int] = {}
         self.synced: dict[int, int] = {}
 
-    @classmethod
-    def of(
-        cls,
-        config: Settings,
-        method: Method,
-        state: State,
-        sizes: np.ndarray,
-        keep_messages: bool = False,
-        heads: Sequence[str] = (),
-    ) -> Ledger:
-        """The ledger for ``config``; ``sizes`` of the clients' training sets are what updates must declare."""
-        bounds = config.lowrank
-        return cls(
-            method,
-            state,
-            len(sizes),
-            config.sampled_per_round,
-            config.lowrank.min_clients,
-            config.seed,
-            drop_rate=config.lowrank.drop_rate,
-            keep_messages=keep_messages,
-            admission=Admission(
-                max_samples=bounds.max_samples,
-                max_norm=bounds.max_update_norm,
-                norm_factor=bounds.max_update_norm_factor,
-                sizes=sizes,
-            ),
-            identity=config.fingerprint(),
-            config=config,
-            heads=heads,
-        )
-
     def task(self, client: int, round: int) -> Task:
         """What ``client`` does in ``round``, which begins with the state as it is."""
-        settings = self.config.of_client(client) if self.config else None
-        return Task(self.method, client, round, self.state, settings, self.schedule)
+        return Task(self.method, client, round, self.state, self.config.of_client(client), self.schedule)
 
     # -- who takes part ----------------------------------------------------------------------------
 
     def select(self, round: int) -> list[int]:
         """The clients of ``round``, sorted."""
-        return clients_of_round(round, self.num_clients, self.per_round, self.seed)
+        config = self.config
+        return clients_of_round(round, config.taking_part, config.sampled_per_round, config.seed)
 
     def drops_out(self, client: int, round: int) -> bool:
         """Whether ``client`` drops out of ``round`` after it was sent the message."""
-        if not self.drop_rate:
-            return False
-        return np.random.default_rng(derive(self.seed, "dropout", round, client)).random() < self.drop_rate
+        rate = self.config.lowrank.drop_rate
+        return rate > 0 and np.random.default_rng(derive(self.config.seed, "dropout", round, client)).random() < rate
 
     def samples_trained(self, sizes: Mapping[int, int], round: int) -> int | None:
         """The number of samples that clients with so many samples of their own train on in ``round``, in all."""
-        if self.config is None:
-            return None
         method, config = self.method, self.config
         each = [
             samples_trained(size, method.phases(round, client), config.of_client(client))
@@ -161,7 +114,7 @@ class Ledger:
 
     def everyone_has(self) -> int:
         """The last round whose messages, and those before it, every client has."""
-        return min(self.synced.values()) if len(self.synced) == self.num_clients else 0
+        return min(self.synced.values()) if len(self.synced) == self.config.taking_part else 0
 
     def forget(self, clients: Iterable[int]) -> None:
         """Treat the copies of ``clients`` as unknown, as after a loss or in a new process: they are sent everything."""
@@ -186,7 +139,7 @@ class Ledger:
     def stamp(self, round: int) -> str | None:
         """The stamp of ``round``, a hash over the state and all stamps before it; None if no copy was given one."""
         if round == self.stood and round not in self.stamps:
-            seed = f"{self.identity}:{round}:{self.stamps.get(max(self.stamps, default=0), '')}"
+            seed = f"{self.config.fingerprint()}:{round}:{self.stamps.get(max(self.stamps, default=0), '')}"
             self.stamps[round] = digest(self.method.view(self.state), seed)[:16]
         return self.stamps.get(round)
 

@@ -59,7 +59,7 @@ class Loop:
             self.evaluator = Evaluator(self.site)
             self.evaluator.check_watched()
             parts = self.site.method, self.site.initial_state, self.site.sizes
-            self.ledger = Ledger.of(config, *parts, keep_messages=not transport.shares_model, heads=self.site.heads)
+            self.ledger = Ledger(config, *parts, keep_messages=not transport.shares_model, heads=self.site.heads)
             self.keeper = RecordKeeper(self.site, self.evaluator, self.ledger, outdir_of(config), callbacks, lock=lock)
         except BaseException:
             transport.end()

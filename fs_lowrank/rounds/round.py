@@ -327,12 +327,13 @@ class Round:
                 del by_client[client]
         ledger = self.ledger
         try:
+            least = ledger.config.lowrank.min_clients
             updates, usable = self.intake.close(without=refused.keys()), len(self.losses)
-            if usable < ledger.min_clients:
-                raise TooFewClients(f"{usable} usable updates, lowrank.min_clients is {ledger.min_clients}")
+            if usable < least:
+                raise TooFewClients(f"{usable} usable updates, lowrank.min_clients is {least}")
         except TooFewClients as error:
             self.roll_back()
-            raise TooFewClients(f"round {self.number}: {error}", ledger.min_clients) from None
+            raise TooFewClients(f"round {self.number}: {error}", least) from None
         state, message = self._step(updates, model)
         ledger.commit(self.number, state, message)
         return self._ended(message, self.trains - self.losses.keys())

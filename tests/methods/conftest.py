@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from fs_lowrank.methods import Client, Method, RefusedUpdate, Update, create_method, get_method_class
 from fs_lowrank.models.adapters import load_tensors
-from fs_lowrank.rounds.ledger import Ledger
 from fs_lowrank.rounds.parcel import Parcel
 from fs_lowrank.rounds.round import Round
 from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.training.local import set_trainable
+from tests.servers import ledger_of
 
 LAYERS = ("up", "conv", "down")
 ALPHA = 6
@@ -118,9 +118,7 @@ class Federation:
         self.method, self.sizes = method, sizes
         self.copies = {k: method.adapt(Toy.net()) for k in range(1, len(sizes) + 1)}
         self.model = method.adapt(Toy.net())
-        self.ledger = Ledger(
-            method, method.initial_state(self.model), len(sizes), len(sizes), min_clients, seed=0, keep_messages=True
-        )
+        self.ledger = ledger_of(method, method.initial_state(self.model), len(sizes), min_clients=min_clients)
         for client, copy in self.copies.items():
             load_tensors(copy, method.view(self.ledger.state, client))
         self.received: list[Update] = []

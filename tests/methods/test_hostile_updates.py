@@ -27,11 +27,11 @@ from fs_lowrank.methods import (
 from fs_lowrank.models.adapters import load_tensors
 from fs_lowrank.rounds.admission import Admission, change_norm, check_loss, check_update
 from fs_lowrank.rounds.codec import Uniform
-from fs_lowrank.rounds.ledger import Ledger
 from fs_lowrank.rounds.parcel import Parcel
 from fs_lowrank.rounds.round import BadRound, Round
 from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.training.local import set_trainable
+from tests.servers import ledger_of
 
 METHODS = list_methods()
 ONE_SHOT = ("fedfisher", "fisher_merge", "regmean", "otfusion", "pfnm", "dense")
@@ -158,7 +158,7 @@ def _prepared(name, params, options):
 
 def round_of(made, number=1, clients=(1, 2, 3), **bounds):
     """Round ``number``, whose ``clients`` have been asked."""
-    ledger = Ledger(made.method, dict(made.state), 3, 3, 1, 0, keep_messages=True, admission=Admission(SIZES, **bounds))
+    ledger = ledger_of(made.method, dict(made.state), 3, sizes=list(SIZES.values()), **bounds)
     one = Round(number, ledger, clients)
     for client in clients:
         one.delivered(one.ask(client))
@@ -497,7 +497,7 @@ def test_what_is_sent_beside_weights_must_be_possible(name, params, options, sta
 )
 def test_what_honest_clients_send_is_possible_after_quantisation(name, params, bits):
     made, codec = prepared(name, params), Uniform(bits)
-    ledger = Ledger(made.method, dict(made.state), 3, 3, 1, 0, keep_messages=True, admission=Admission(SIZES))
+    ledger = ledger_of(made.method, dict(made.state), 3, sizes=list(SIZES.values()))
     one = Round(1, ledger, SIZES, codec=codec)
     for client, update in made.updates.items():
         one.delivered(one.ask(client))
@@ -514,7 +514,7 @@ def test_running_variances_below_zero_are_refused():
 
     method = create_method("fedavg", rounds=1)
     model = method.adapt(Normed())
-    ledger = Ledger(method, method.initial_state(model), 2, 2, 1, 0, keep_messages=True)
+    ledger = ledger_of(method, method.initial_state(model), 2)
     one = Round(1, ledger, (1, 2))
     sent = {n: t.detach().clone() for n, t in method.upload(model, 1, Client(1, 5)).items()}
     for client in (1, 2):
@@ -621,7 +621,7 @@ def test_a_bound_on_the_norm(name):
     made = prepared(name)
     norms = {c: norm_of(made, c, u.tensors) for c, u in made.updates.items()}
     smallest, middle, largest = sorted(norms, key=norms.get)
-    one = round_of(made, max_norm=(norms[middle] + norms[largest]) / 2)
+    one = round_of(made, max_update_norm=(norms[middle] + norms[largest]) / 2)
     for client, update in made.updates.items():
         if client == largest:
             with pytest.raises(RefusedUpdate, match=f"client {client}: the norm of its update is .*max_update_norm is"):
@@ -638,7 +638,7 @@ def test_a_bound_on_the_norm(name):
 @given(exponent=st.floats(4, 38))
 def test_a_factor_over_the_rounds_median(name, exponent):
     made = prepared(name)
-    one = round_of(made, norm_factor=1000.0)
+    one = round_of(made, max_update_norm_factor=1000.0)
     for client, update in made.updates.items():
         tensors = {n: enlarged(t, 10.0**exponent, "constant", 1) for n, t in update.tensors.items()}
         take(one, dataclasses.replace(update, tensors=tensors) if client == 2 else update)

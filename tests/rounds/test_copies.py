@@ -10,7 +10,7 @@ from fs_lowrank.methods import Client, Update, create_method
 from fs_lowrank.models.names import named_tensors
 from fs_lowrank.rounds.codec import Codec, Uniform
 from fs_lowrank.rounds.copies import LostCopy, OwnCopy, answer, apology, changed_base, standing_in
-from fs_lowrank.rounds.ledger import Ledger, Standing
+from fs_lowrank.rounds.ledger import Standing
 from fs_lowrank.rounds.parcel import Parcel
 from fs_lowrank.rounds.personal import PersonalParts
 from fs_lowrank.rounds.round import Round
@@ -18,6 +18,7 @@ from fs_lowrank.runs.checkpoint import _meta_sum
 from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.training.local import set_trainable
 from fs_lowrank.versions import NewerSchema
+from tests.servers import ledger_of
 
 METHODS = {
     "rolora": {},
@@ -53,9 +54,7 @@ class Run:
         self.name, self.folder, self.codec = name, folder, codec or Codec()
         self.method = method_of(name)
         self.model = net_of(self.method)
-        self.ledger = Ledger(
-            self.method, self.method.initial_state(self.model), 3, 3, min_clients, 0, keep_messages=True, identity="run"
-        )
+        self.ledger = ledger_of(self.method, self.method.initial_state(self.model), 3, min_clients=min_clients)
         self.standings = dict.fromkeys((1, 2, 3), Standing())
 
     def base(self):
@@ -289,7 +288,7 @@ def test_a_server_that_ends_after_every_round(name, tmp_path):
         assert run.round(number, clients) == resumed.round(number, clients)
         parts, data = resumed.ledger.saved(number)
         before = resumed.ledger
-        resumed.ledger = Ledger(before.method, {}, 3, 3, 1, 0, keep_messages=True, identity="run")
+        resumed.ledger = ledger_of(before.method, {}, 3)
         resumed.ledger.restore(number, parts, json.loads(json.dumps(data)))
     for client in (1, 2, 3):
         check_same(resumed.evaluated(4, client)[0], run)

@@ -8,10 +8,11 @@ import torch
 
 from fs_lowrank.methods import create_method
 from fs_lowrank.rounds.codec import Codec
-from fs_lowrank.rounds.ledger import Ledger, Standing
+from fs_lowrank.rounds.ledger import Standing
 from fs_lowrank.rounds.parcel import Parcel
 from fs_lowrank.rounds.round import Round
 from fs_lowrank.settings import AdapterSpec
+from tests.servers import ledger_of
 
 A, B, HEAD = "m.lora_A.default.weight", "m.lora_B.default.weight", "classifier.weight"
 
@@ -20,9 +21,9 @@ def state():
     return {A: torch.ones(2, 7), B: torch.zeros(5, 2), HEAD: torch.zeros(3, 5)}
 
 
-def make_ledger(method="rolora", clients=4, per_round=4, min_clients=1, seed=0, **options):
+def make_ledger(method="rolora", clients=4, per_round=-1, **options):
     made = create_method(method, adapter=AdapterSpec(r=2, lora_alpha=4), rounds=9)
-    return Ledger(made, state(), clients, per_round, min_clients, seed, **options)
+    return ledger_of(made, state(), clients, per_round, **{"keep_messages": False, **options})
 
 
 def step(ledger, number, clients, order=list, base=None):
@@ -120,7 +121,7 @@ def test_a_message_that_a_client_lacks_is_kept():
 
 def test_messages_are_cut_to_the_clients_rank():
     made = create_method("flexlora", adapter=AdapterSpec(r=2, lora_alpha=4), ranks=(1, 2))
-    ledger = Ledger(made, state(), 2, 2, 1, 0)
+    ledger = ledger_of(made, state(), 2, keep_messages=False)
     step(ledger, 1, (1, 2))
     second = Round(2, ledger)
     assert second.ask(1).sizes == (4 * (7 + 5 + 15), 4 * (7 + 5))
@@ -179,8 +180,8 @@ def test_a_copy_that_lacks_messages_no_longer_kept_is_sent_everything():
 
 def test_a_stamp_is_of_this_run_and_this_history():
     stamps = set()
-    for identity, clients in (("one", (1, 2)), ("other", (1, 2)), ("one", (1, 3))):
-        ledger = make_ledger(keep_messages=True, identity=identity)
+    for seed, clients in ((1, (1, 2)), (2, (1, 2)), (1, (1, 3))):
+        ledger = make_ledger(keep_messages=True, seed=seed)
         step(ledger, 1, clients)
         stamps.add(ledger.stamp(1))
     assert len(stamps) == 3

@@ -8,22 +8,21 @@ import torch
 
 from fs_lowrank.errors import UserError
 from fs_lowrank.methods import Update, create_method
-from fs_lowrank.rounds.admission import Admission
 from fs_lowrank.rounds.codec import Uniform
 from fs_lowrank.rounds.intake import RunningMean, TooFewClients
-from fs_lowrank.rounds.ledger import Ledger
 from fs_lowrank.rounds.parcel import Parcel
 from fs_lowrank.rounds.round import BadRound, Round
 from fs_lowrank.settings import AdapterSpec
+from tests.servers import ledger_of
 
 A, B, HEAD = "m.lora_A.default.weight", "m.lora_B.default.weight", "classifier.weight"
 
 
-def ledger(method="fedlora", clients=4, min_clients=1, **options):
+def ledger(method="fedlora", clients=4, **options):
     made = create_method(method, adapter=AdapterSpec(r=2, lora_alpha=4), rounds=9)
     drawn = torch.Generator().manual_seed(0)
     state = {A: torch.randn(2, 7, generator=drawn), B: torch.zeros(5, 2), HEAD: torch.zeros(3, 5)}
-    return Ledger(made, state, clients, clients, min_clients, 0, **{"keep_messages": True, **options})
+    return ledger_of(made, state, clients, **options)
 
 
 def deliver(current, *clients):
@@ -65,7 +64,7 @@ def test_losses_on_a_device_are_read_at_the_end():
     does not count for the bound on the others'."""
     ends = []
     for on_device in (False, True):
-        current = Round(1, ledger(admission=Admission(norm_factor=5.0)), (1, 2, 3, 4))
+        current = Round(1, ledger(max_update_norm_factor=5.0), (1, 2, 3, 4))
         deliver(current, 1, 2, 3, 4)
         for client, size in ((1, 1.0), (2, 1.0), (3, 10.0), (4, 12.0)):
             expected = current.method.expected(current.ledger.state, 1, client)

@@ -66,7 +66,7 @@ class Server:
 
         e = self.engine
         e.site.load_global(e.site.initial_state)
-        return Ledger.of(e.config, e.method, e.site.initial_state, e.site.sizes)
+        return Ledger(e.config, e.method, e.site.initial_state, e.site.sizes)
 
 
 _SERVERS: dict[tuple[str, str], Server] = {}

@@ -88,7 +88,7 @@ class Session:
     @cached_property
     def ledger(self) -> Ledger:
         parts = self.site.method, self.site.initial_state, self.site.sizes
-        return Ledger.of(self.config, *parts, keep_messages=not self.shares_model, heads=self.site.heads)
+        return Ledger(self.config, *parts, keep_messages=not self.shares_model, heads=self.site.heads)
 
     @cached_property
     def keeper(self) -> RecordKeeper:
