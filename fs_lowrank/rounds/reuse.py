@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,18 +110,6 @@ class Reuse:
             "phases": [[sorted(phase.train), phase.steps] for phase in phases],
         }
         return hashlib.sha256(json.dumps(determined, sort_keys=True, default=repr).encode()).hexdigest()[:24]
-
-    @staticmethod
-    def keys_together(keys: Sequence[str | None]) -> list[str | None]:
-        """The keys of clients that train together, whose rounding and dropout depend on each other.
-
-        Args:
-            keys: of each as if it were trained alone.
-        """
-        return [
-            None if None in keys else hashlib.sha256(json.dumps([*keys, i]).encode()).hexdigest()[:24]
-            for i in range(len(keys))
-        ]
 
     def find(self, key: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The tensors and facts kept under ``key``; None if there are none, or they cannot be read."""

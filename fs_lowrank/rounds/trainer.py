@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -49,24 +48,6 @@ class Fitted:
     spent: Spent
 
 
-@dataclass(frozen=True)
-class _Trained:
-    """A client after its training: what the model does not hold yet, and under what to keep it for other runs."""
-
-    tensors: Mapping[str, Tensor]
-    result: LocalResult
-    seconds: float
-    key: str | None = None
-    reused: bool = False
-
-
-def _kept(found: tuple[dict[str, Tensor], dict[str, Any]] | None, device: torch.device) -> _Trained | None:
-    if found is None:
-        return None
-    tensors, facts = found
-    return _Trained(tensors, LocalResult.of(facts["result"], device), facts["seconds"], reused=True)
-
-
 class Trainer:
     """Trains clients on the data and the models of ``site``.
 
@@ -92,32 +73,34 @@ class Trainer:
         task = task or site.task(client.id, round)
         config, phases, lr, seed = task.settings, task.phases, task.lr, task.seed
         key = reuse.key(config, model, examples, phases, lr=lr, seed=seed) if reuse else None
-        trained = _kept(reuse.find(key), site.device) if reuse and key else None
-        if trained is None:
-            owner, reads = f"client {client.id}", site.reads_of(model)
-            result = train_client(
-                model, examples, phases, config, owner=owner, prefix=prefix, reads=reads, lr=lr, seed=seed
-            )
-            trained = _Trained({}, result, time.perf_counter() - started, key)
-        return self._fitted(task, client, model, trained)
+        if reuse and key and (found := reuse.find(key)):
+            tensors, facts = found
+            load_tensors(model, tensors)
+            result = LocalResult.of(facts["result"], site.device)
+            return self._fitted(task, client, model, result, facts["seconds"], reused=True)
+        owner, reads = f"client {client.id}", site.reads_of(model)
+        result = train_client(
+            model, examples, phases, config, owner=owner, prefix=prefix, reads=reads, lr=lr, seed=seed
+        )
+        seconds = time.perf_counter() - started
+        if reuse and key:
+            reuse.keep(key, model, phases, {"result": result.facts(), "seconds": seconds})
+        return self._fitted(task, client, model, result, seconds)
 
-    def _fitted(self, task: Task, client: Client, model: nn.Module, trained: _Trained) -> Fitted:
-        """The outcome of ``client``, with whose tensors ``model`` was loaded before it was trained."""
-        if trained.tensors:
-            load_tensors(model, trained.tensors)
-        if self.reuse and trained.key:
-            facts = {"result": trained.result.facts(), "seconds": trained.seconds}
-            self.reuse.keep(trained.key, model, task.phases, facts)
+    def _fitted(
+        self, task: Task, client: Client, model: nn.Module, result: LocalResult, seconds: float, reused: bool = False
+    ) -> Fitted:
+        """The outcome of ``client``, whose trained tensors ``model`` holds."""
         started, method, device = time.perf_counter(), self.site.method, self.site.device
         tensors = {n: t.detach().to(device) for n, t in method.upload(model, task.round, client).items()}
         if method.needs.own_upload:
             wait(device)
         spent: Spent = {
-            "training": trained.seconds,
+            "training": seconds,
             "upload": time.perf_counter() - started,
-            "reused": trained.reused,
+            "reused": reused,
         }
-        return Fitted(Update(client.id, client.num_samples, tensors), trained.result, spent)
+        return Fitted(Update(client.id, client.num_samples, tensors), result, spent)
 
     # -- clients that train together -------------------------------------------------------------------
 
@@ -132,8 +115,12 @@ class Trainer:
         size = size if config.train.cohort else evenly(size, config.sampled_per_round, places(site.model))
         if size < 2:
             return 1
-        asked = f"federate.method = {config.federate.method} asks for it" if site.method.needs.alone else ""
-        reason = asked or never_together(site.model, config, self._held, site.shortcuts.tried)
+        if site.method.needs.alone:
+            reason = f"federate.method = {config.federate.method} asks for it"
+        elif self.reuse:
+            reason = "lowrank.reuse_clients keeps clients that were trained alone"
+        else:
+            reason = never_together(site.model, config, self._held, site.shortcuts.tried)
         if reason:
             self._say_alone(reason)
         return 1 if reason else size
@@ -180,8 +167,10 @@ class Trainer:
             fitted: Fitted | Exception
             try:
                 load(task)
-                if trained := together.get(task.client):
-                    fitted = self._fitted(task, own, site.model, trained)
+                if task.client in together:
+                    result, tensors, seconds = together[task.client]
+                    load_tensors(site.model, tensors)
+                    fitted = self._fitted(task, own, site.model, result, seconds)
                 else:
                     fitted = self.fit(own, examples, task.round, site.model, site.prefix, task)
             except UserError:
@@ -191,29 +180,24 @@ class Trainer:
                 fitted = error
             yield task, fitted
 
-    def _fit_together(self, tasks: Sequence[Task], load: Callable[[Task], object]) -> dict[int, _Trained]:
-        """By client what one pass for all ``tasks`` gives; nothing if they have to be trained one by one."""
-        site, reuse, lr, started = self.site, self.reuse, tasks[0].lr, time.perf_counter()
-        clients = [task.client for task in tasks]
-        examples = [site.data.clients[client - 1] for client in clients]
-        members = [Member(f"client {t.client}", own, t.phases, t.seed, t.settings) for t, own in zip(tasks, examples)]
-        keys: list[str | None] = [None] * len(tasks)
+    def _fit_together(
+        self, tasks: Sequence[Task], load: Callable[[Task], object]
+    ) -> dict[int, tuple[LocalResult, Mapping[str, Tensor], float]]:
+        """By client the result of one pass for all ``tasks``, its tensors, and its share of the seconds.
+
+        Nothing if they have to be trained one by one.
+        """
+        site, started, clients = self.site, time.perf_counter(), [task.client for task in tasks]
+        data = site.data.clients
+        members = [Member(f"client {t.client}", data[t.client - 1], t.phases, t.seed, t.settings) for t in tasks]
         try:
-            if reuse:
-                for i, (task, own) in enumerate(zip(tasks, examples)):
-                    load(task)
-                    keys[i] = reuse.key(task.settings, site.model, own, task.phases, lr=lr, seed=task.seed)
-                keys = reuse.keys_together(keys)
-                kept = [_kept(reuse.find(key), site.device) if key else None for key in keys]
-                if all(kept):
-                    return {client: trained for client, trained in zip(clients, kept) if trained}
             found = train_cohort(
                 site.model,
                 members,
                 lambda i: load(tasks[i]),
                 self._held,
                 self.config,
-                lr=lr,
+                lr=tasks[0].lr,
                 prefix=site.prefix,
                 reads=site.reads,
             )
@@ -229,6 +213,6 @@ class Trainer:
             return {}
         seconds, samples = time.perf_counter() - started, sum(result.samples for result, _ in found)
         return {
-            client: _Trained(tensors, result, seconds * result.samples / max(samples, 1), key)
-            for client, key, (result, tensors) in zip(clients, keys, found)
+            client: (result, tensors, seconds * result.samples / max(samples, 1))
+            for client, (result, tensors) in zip(clients, found)
         }
