@@ -14,7 +14,8 @@ from ..data import Examples, ImageExamples
 from ..errors import UserError, nearest, say_once
 from ..methods import State
 from ..settings.metrics import chief, larger_is_better, measured, of_name
-from ..training import evaluate, predictions
+from ..training import evaluate
+from ..training.evaluate import batch_scores
 from ..training.schedule import evaluation_due
 from .site import Site
 
@@ -102,12 +103,15 @@ class Evaluator:
             ``confusion``, numbers of samples by true class (rows) and predicted class (columns); ``clients``: by
             client, ``acc`` of the same predictions on its share of the test set, and its number of ``samples``.
         """
-        site, test = self.site, self.site.held_out()["test"]
-        size = self.config.eval_batch_size
-        found = predictions(site.model, test, size, owner="test", prefix=site.prefix, reads=site.reads)
-        labels, classes = np.asarray(test.labels), len(self.site.data.label_names)
+        site, test, size = self.site, self.site.held_out()["test"], self.config.eval_batch_size
+        batches = batch_scores(
+            site.model, test, size, outputs=True, owner="test", prefix=site.prefix, reads=site.reads
+        )
+        found, labels = (np.concatenate([batch[of] for batch in batches]) for of in (3, 4))
+        classes, shares = len(site.data.label_names), site.data.test_shares
         pairs = np.bincount(labels * classes + found, minlength=classes**2)
-        right, shares = found == labels, site.data.test_shares
+        right = np.empty(len(test), dtype=bool)
+        right[np.argsort(-test.lengths, kind="stable")] = found == labels  # they come with the longest first
         return {
             "confusion": pairs.reshape(classes, classes).tolist(),
             "clients": {

@@ -6,10 +6,9 @@ results are those of ``train_client`` but for rounding. On a GPU dropout draws o
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -173,7 +172,7 @@ class _Training:
             # The others' steps would move a client that has ended, too, by momentum and weight decay.
             for i in set(range(len(ahead))) - now.keys() - ended.keys() if not pending else ():
                 ended[i] = {n: t.clone() for n, t in slots.of(i).items()}
-            self._add_gradients(now)
+            self.add_gradients(now)
             ahead = [None if batch is None else next(batches, None) for batch, batches in zip(ahead, coming)]
             pending += 1
             if pending == self.config.grad.grad_accum_count or all(batch is None for batch in ahead):
@@ -184,7 +183,7 @@ class _Training:
         for i, own in ended.items():
             slots.put(i, own)
 
-    def _add_gradients(self, batches: Mapping[int, np.ndarray]) -> None:
+    def add_gradients(self, batches: Mapping[int, np.ndarray]) -> None:
         """Add the gradients of one batch of each client, whose loss is the mean over the batch."""
         members = [self.members[i] for i in batches]
         indices, sizes = np.concatenate(list(batches.values())), [len(batch) for batch in batches.values()]
@@ -274,7 +273,7 @@ def never_together(model: nn.Module, config: Settings, held: Collection[str], ex
         return "images are not trained together"
     if not elementwise(config.train.optimizer):
         return f"train.optimizer.type = {config.train.optimizer.type} does not step each number by itself"
-    return differs(model, held, examples)
+    return differs(model, config, held, examples)
 
 
 def cohort_size(model: nn.Module, config: Settings, lengths: np.ndarray, depth: int) -> int:
@@ -341,7 +340,7 @@ def elementwise(optimizer: Optimizer) -> bool:
     return optimizer.type.lower() in _BY_NUMBER
 
 
-def differs(model: nn.Module, held: Collection[str], examples: Any) -> str:
+def differs(model: nn.Module, config: Settings, held: Collection[str], examples: Any) -> str:
     """Why a few of ``examples`` have other losses or gradients in one pass than client by client; empty if not.
 
     Three clients are tried, whose tensors are the model's with some noise; on a CPU, where each draws its own masks,
@@ -352,22 +351,39 @@ def differs(model: nn.Module, held: Collection[str], examples: Any) -> str:
     own = {n: model.get_parameter(n).detach().clone() for n in names}
     if not names:
         return "no tensor that it trains is that of a linear layer or a layer norm"
-    chosen = np.resize(rows_to_try(examples.lengths), TRIED)
-    batches = np.split(chosen, [1, 2])
+    batches = dict(enumerate(np.split(np.resize(rows_to_try(examples.lengths), TRIED), [1, 2])))
+    members = [Member("", examples, (), seed, config) for seed in batches]
     draw = torch.Generator().manual_seed(0)
     each = [{n: own[n] + 0.02 * torch.randn(own[n].shape, generator=draw).to(own[n]) for n in names} for _ in batches]
     asked, device = {p: p.requires_grad for p in model.parameters()}, input_device(model)
     try:
-        with keeping_modes(model):
+        with keeping_modes(model), torch.enable_grad():
             model.train(device.type == "cpu")
             if draws(model) and recomputes(model):
                 return "train.checkpointing computes layers again, and each client draws its dropout once"
-            plain = []
-            for seed, (tensors, rows) in enumerate(zip(each, batches)):
-                with drawing(seed):
-                    plain.append(_gradients(model, tensors, to_device(examples.batch(rows), device)))
-            ours = _gradients_together(model, each, held, examples, batches)
-            return _compared(plain, ours, rounding(model))
+            alone = [_of_one(model, m, tensors, rows) for m, tensors, rows in zip(members, each, batches.values())]
+            model.requires_grad_(False)
+            slots = Slots(model, each, [lora_scales(model)] * len(each), held)
+            slots.trainable(held)
+            training = _Training(model, members, slots, config, None, None)
+            training.blocks.whole = True
+            with slots.installed():
+                training.add_gradients(batches)
+        stacked = [slots.stacked[n].grad for n in names]
+        generators = training.draws or [torch.Generator().manual_seed(derive(m.seed, "dropout")) for m in members]
+        ours = [(g[i] for g in stacked if g is not None) for i in batches]
+        losses, gradients, numbers = zip(*alone)
+        # Those of all clients are compared together, because gradients of a client's samples may cancel out.
+        for what, a, b in (
+            ("losses", torch.stack(losses), training.losses),
+            ("gradients", _flat(gradients, training.losses), _flat(ours, training.losses)),
+            ("random numbers", torch.stack(numbers), torch.stack([torch.rand((), generator=g) for g in generators])),
+        ):
+            if a.shape != b.shape:
+                return f"other tensors have {what}"
+            if wrong := differing(what, a, b, rounding(model)):
+                return wrong
+        return ""
     except Apart as error:
         return str(error)
     except Exception as error:
@@ -378,62 +394,21 @@ def differs(model: nn.Module, held: Collection[str], examples: Any) -> str:
             parameter.requires_grad_(was)
 
 
-def _gradients(model: nn.Module, tensors: Mapping[str, Tensor], batch: dict[str, Tensor]) -> Gradients:
-    """The loss of one client's batch, its gradients for the client's ``tensors``, and the next random number."""
+def _of_one(model: nn.Module, member: Member, tensors: Mapping[str, Tensor], rows: np.ndarray) -> Gradients:
+    """The loss of a batch of a client with these ``tensors``, their gradients, and the next random number."""
     load_tensors(model, tensors)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in tensors)
-    with torch.enable_grad():
-        loss = loss_of(model, batch)
-        gradients = torch.autograd.grad(loss, [model.get_parameter(n) for n in tensors], allow_unused=True)
-    return loss, gradients, torch.rand(())
+    with drawing(derive(member.seed, "dropout")):
+        loss = loss_of(model, to_device(member.examples.batch(rows), input_device(model)))
+        step = loss / member.config.grad.grad_accum_count
+        gradients = torch.autograd.grad(step, [model.get_parameter(n) for n in tensors], allow_unused=True)
+        return loss.detach().float(), gradients, torch.rand(())
 
 
-def _gradients_together(
-    model: nn.Module,
-    each: Sequence[Mapping[str, Tensor]],
-    held: Collection[str],
-    examples: Any,
-    batches: Sequence[np.ndarray],
-) -> list[Gradients]:
-    """The same of all clients, from one pass."""
-    model.requires_grad_(False)
-    slots = Slots(model, each, [lora_scales(model)] * len(each), held)
-    slots.trainable(held)
-    rows, counts = np.concatenate(batches), [len(rows) for rows in batches]
-    batch = to_device(examples.batch(rows), input_device(model))
-    generators = [torch.Generator().manual_seed(seed) for seed in range(len(each))]
-    masks: contextlib.AbstractContextManager[object] = nullcontext()
-    if draws(model):
-        own = [examples.lengths[rows] for rows in batches]
-        masks = masks_of(examples.lengths[rows], np.arange(len(rows)), [], drawn_by_each(own, generators))()
-    with slots.installed(), slots.rows(counts), masks, torch.enable_grad():
-        logits, labels = label_logits(model, batch)
-        losses = losses_of(logits, labels)
-        means = [part.mean() for part in losses.split([int(examples.losses(rows).sum()) for rows in batches])]
-        stacked = torch.autograd.grad(torch.stack(means).sum(), [slots.stacked[n] for n in each[0]], allow_unused=True)
-    return [
-        (mean, [None if g is None else g[i] for g in stacked], torch.rand((), generator=generator))
-        for i, (mean, generator) in enumerate(zip(means, generators))
-    ]
-
-
-def _compared(plain: Sequence[Gradients], ours: Sequence[Gradients], eps: float) -> str:
-    """The difference beyond rounding, whose relative error is ``eps``, between losses, gradients and random numbers.
-
-    Those of all clients are compared together, because gradients of a client's samples may cancel out.
-    """
-    flat = []
-    for results in (plain, ours):
-        losses = torch.stack([loss.detach().float() for loss, _, _ in results])
-        gradients = [g.detach().flatten().to(losses).float() for _, each, _ in results for g in each if g is not None]
-        flat.append((losses, torch.cat([losses.new_zeros(1), *gradients]), torch.stack([n for _, _, n in results])))
-    for what, a, b in zip(("losses", "gradients", "random numbers"), *flat):
-        if a.shape != b.shape:
-            return f"other tensors have {what}"
-        if wrong := differing(what, a, b, eps):
-            return wrong
-    return ""
+def _flat(gradients: Iterable[Iterable[Tensor | None]], like: Tensor) -> Tensor:
+    every = [g.flatten().to(like) for each in gradients for g in each if g is not None]
+    return torch.cat([like.new_zeros(1), *every])
 
 
 def _slotted(model: nn.Module, name: str) -> bool:

@@ -89,23 +89,6 @@ def batch_scores(
     return scores
 
 
-def predictions(
-    model: nn.Module,
-    examples,
-    batch_size: int,
-    *,
-    owner: str = "",
-    prefix: FrozenPrefix | None = None,
-    reads: OnlyRead | None = None,
-) -> np.ndarray:
-    """The class that a classifier predicts for each of ``examples``, int64 ``(n,)``."""
-    outputs = _outputs(model, examples, batch_size, owner, prefix, reads)
-    found = [logits.argmax(-1).cpu().numpy() for logits, _ in outputs]
-    predicted = np.empty(len(examples), dtype=np.int64)
-    predicted[np.argsort(-examples.lengths, kind="stable")] = np.concatenate(found)
-    return predicted
-
-
 @torch.no_grad()
 def _outputs(
     model: nn.Module, examples, batch_size: int, owner: str, prefix: FrozenPrefix | None, reads: OnlyRead | None
