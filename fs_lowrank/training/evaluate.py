@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,7 @@ def mean_scores(scores: Iterable[BatchScore], metrics: Sequence[str] = ()) -> di
     return {"loss": loss / count, **({"acc": correct / count} if accurate else {}), **more}
 
 
+@torch.no_grad()
 def batch_scores(
     model: nn.Module,
     examples,
@@ -73,37 +74,25 @@ def batch_scores(
     reads: OnlyRead | None = None,
 ) -> list[BatchScore]:
     """The scores of each batch of ``batch_size``, the longest samples first; with predictions and labels if asked."""
-    scores: list[BatchScore] = []
-    for logits, labels in _outputs(model, examples, batch_size, owner, prefix, reads):
-        correct: int | None
-        if not labels.is_floating_point():
-            loss, predicted = float(nn.functional.cross_entropy(logits, labels, reduction="sum")), logits.argmax(-1)
-            correct = int((predicted == labels).sum())
-        else:
-            sets = labels.ndim == 2
-            loss = float(losses_of(logits, labels).sum())
-            predicted = (logits > 0).long() if sets else logits.squeeze(-1)
-            correct = int((predicted == labels).all(-1).sum()) if sets else None
-        lists = [predicted.tolist(), labels.tolist(), logits.shape[-1]] if outputs else []
-        scores.append((loss, correct, len(labels), *lists))
-    return scores
-
-
-@torch.no_grad()
-def _outputs(
-    model: nn.Module, examples, batch_size: int, owner: str, prefix: FrozenPrefix | None, reads: OnlyRead | None
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Logits in float32 and labels of what counts in each batch, the longest samples first."""
     model.eval()
-    device = input_device(model)
+    device, scores = input_device(model), list[BatchScore]()
     order = np.argsort(-examples.lengths, kind="stable")
     for start in range(0, len(order), batch_size):
         indices = order[start : start + batch_size]
         batch = examples.batch(indices)
         with shortcuts(prefix, reads, [(owner, examples, indices)], batch, device):
             logits, labels = label_logits(model, to_device(batch, device))
-        if labels.is_floating_point():
-            yield logits.float(), labels
-            continue
-        kept = labels != IGNORED_LABEL
-        yield logits[kept].float(), labels[kept]
+        correct: int | None
+        if not labels.is_floating_point():
+            labelled = labels != IGNORED_LABEL
+            logits, labels = logits[labelled].float(), labels[labelled]
+            loss, predicted = float(nn.functional.cross_entropy(logits, labels, reduction="sum")), logits.argmax(-1)
+            correct = int((predicted == labels).sum())
+        else:
+            logits, sets = logits.float(), labels.ndim == 2
+            loss = float(losses_of(logits, labels).sum())
+            predicted = (logits > 0).long() if sets else logits.squeeze(-1)
+            correct = int((predicted == labels).all(-1).sum()) if sets else None
+        lists = [predicted.tolist(), labels.tolist(), logits.shape[-1]] if outputs else []
+        scores.append((loss, correct, len(labels), *lists))
+    return scores
