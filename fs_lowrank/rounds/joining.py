@@ -1,16 +1,19 @@
-"""Whether a client's process may take part in a run: what it must have in common with the server."""
+"""What must be the same: in a client's process and the server's, and in a run and where it is continued."""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..algebra import digest
 from ..config import Config, load_config
 from ..data.tokenize import tokenizer_fingerprint
-from ..errors import UserError
-from ..methods import revisions
+from ..errors import ROWS_LOGGER, CannotContinue, UserError, say_once
+from ..methods import Method, revisions
+from ..runs.environment import versions
 from ..settings import flatten
 from .admission import Admission, is_whole
 from .ledger import Standing
@@ -27,6 +30,8 @@ _DATA_KEYS = (
     "data.subsample",
     "data.test_subsample",
 )
+#: keys that say where data and model are, whose contents are compared
+_PLACES = ("data.type", "data.root", "model.type", "lowrank.weights")
 
 
 def proof_of(site: Site) -> dict[str, str]:
@@ -73,18 +78,17 @@ def objection(
     try:
         if reason := _too_much(flatten(theirs), flatten(config.to_dict())):
             return reason
-        keys = differing(load_config(theirs), config, own_data)
+        keys = differing(load_config(theirs), config, ("distribute.", *(_DATA_KEYS if own_data else ())))
     except UserError as error:
         return f"its configuration is wrong: {error}"
     if keys:
         return f"it was started with another configuration than the server; they differ in {', '.join(keys)}"
-    own = revisions(config)
-    for name in sorted(own.keys() | their_revisions.keys()):
-        if own.get(name, 1) != their_revisions.get(name, 1):
-            return (
-                f"it has revision {their_revisions.get(name, 1)} of {name}, the server has revision "
-                f"{own.get(name, 1)}, which computes another result; install the same version of fs-lowrank on both"
-            )
+    if other := other_revision(their_revisions, revisions(config)):
+        name, theirs_is, ours = other
+        return (
+            f"it has revision {theirs_is} of {name}, the server has revision {ours}, which computes another result; "
+            "install the same version of fs-lowrank on both"
+        )
     wrong = sorted(n for n in proof.keys() | their_proof.keys() if proof.get(n) != their_proof.get(n))
     if wrong:
         return (
@@ -126,12 +130,91 @@ def samples_objection(client: int, samples: object, admission: Admission, own_da
     return ""
 
 
-def differing(theirs: Config, mine: Config, own_data: bool = False) -> list[str]:
-    """The dotted keys that affect the result and in which two processes of one run differ.
-
-    Args:
-        own_data: one of them is a client with data of its own, whose data keys may differ.
-    """
-    a, b = theirs.decisive(), mine.decisive()
-    free = ("distribute.", *(_DATA_KEYS if own_data else ()))
+def differing(then: Config, now: Config, free: tuple[str, ...]) -> list[str]:
+    """The dotted keys that affect the result and in which two configurations differ, but for those below ``free``."""
+    a, b = then.decisive(), now.decisive()
     return sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k) and not k.startswith(free))
+
+
+def other_revision(then: Mapping[str, int], now: Mapping[str, int]) -> tuple[str, int, int] | None:
+    """A part of the method whose revisions (``methods.revisions``) differ: its name, and its revision in both."""
+    names = sorted(then.keys() | now.keys())
+    return next(((n, then.get(n, 1), now.get(n, 1)) for n in names if then.get(n, 1) != now.get(n, 1)), None)
+
+
+# -- a run that is continued ---------------------------------------------------------------------------
+
+
+def begun_with(site: Site) -> dict[str, Any]:
+    """What a checkpoint says of its run, and ``check_continued`` compares. ``read`` is of the files beside the weights,
+    as this version of transformers reads them.
+    """
+    own = {} if site.tokenizer is None else {"tokenizer": tokenizer_fingerprint(site.tokenizer, saved=True)}
+    return {
+        "config": site.config.to_dict(),
+        "revisions": revisions(site.config),
+        "data": site.data.fingerprint,
+        "model": site.base_fingerprint,
+        "read": {"by": versions()["transformers"], "configuration of the model": site.configured, **own},
+    }
+
+
+def check_continued(meta: Mapping[str, Any], site: Site, outdir: Path) -> None:
+    """Compare what the checkpoint in ``outdir`` says of its run with ``site``, which is to continue it.
+
+    Raises:
+        CannotContinue: it is of other data, another model, configuration, or revision of the method.
+    """
+    here, read = begun_with(site), meta.get("read", {})
+    pairs = [(what, meta[what], here[what]) for what in ("data", "model")]
+    if read.get("by") == here["read"]["by"]:
+        pairs += [(what, read.get(what), now) for what, now in here["read"].items()]
+    for what, then, now in pairs:
+        if then != now:
+            raise CannotContinue(
+                f"the {what} is not what the run in {outdir} started with; it cannot be continued with another"
+            )
+    check_configuration(meta["config"], site.config, site.method, outdir)
+    if other := other_revision(meta.get("revisions", {}), here["revisions"]):
+        name, begun, ours = other
+        raise CannotContinue(
+            f"the run in {outdir} was begun with revision {begun} of {name}, and this version of fs-lowrank has "
+            f"revision {ours}, which computes something else from the same configuration (see CHANGELOG.md); start "
+            "again in another outdir, or continue it with the version that began it"
+        )
+
+
+def check_configuration(begun: Mapping[str, Any], config: Config, method: Method, outdir: Path) -> None:
+    """Raise ``CannotContinue`` if a run ``begun`` with another configuration cannot be continued with ``config``."""
+    try:
+        then = load_config(begun)
+    except UserError as error:
+        raise CannotContinue(f"the configuration of the run in {outdir} cannot be read: {error}") from error
+    # These may change; otherwise a run could never get past a round that failed.
+    free = ("lowrank.min_clients", "lowrank.on_bad_round", "lowrank.max_update_norm")
+    schedule = config.train.scheduler
+    if not (method.needs.rounds or schedule.type or schedule.warmup_ratio):
+        free += ("federate.total_round_num",)
+    keys, a, b = differing(then, config, free), then.decisive(), config.decisive()
+    moved = [key for key in keys if _kind(key, a.get(key)) == _kind(key, b.get(key))]
+    if moved:
+        say_once(
+            f"the run in {outdir} was started with another {', '.join(moved)}; the contents are the same, so it goes "
+            "on",
+            logging.INFO,
+            ROWS_LOGGER,
+        )
+    if others := [key for key in keys if key not in moved]:
+        raise CannotContinue(
+            f"the run in {outdir} was started with another {', '.join(others)}; "
+            "continue it with its own config.yaml, or choose another outdir"
+        )
+
+
+def _kind(key: str, value: Any) -> Any:
+    """What the value of a key says beside places: of a model its library, of ``data.args`` all but files."""
+    if key == "data.args":
+        return [{name: v for name, v in each.items() if name not in ("test", "validation")} for each in value or []]
+    if key == "model.type":
+        return value.rpartition("@")[2]
+    return "" if key in _PLACES else value

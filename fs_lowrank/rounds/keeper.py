@@ -14,12 +14,9 @@ from filelock import FileLock
 from torch import nn
 
 from ..algebra import nbytes
-from ..config import load_config
-from ..data.tokenize import tokenizer_fingerprint
-from ..errors import ROWS_LOGGER, CannotContinue, RunFailed, UserError, say_once, users_own
+from ..errors import CannotContinue, RunFailed, users_own
 from ..jobs.files import cannot_read, from_json, remove_unfinished, to_json, write_text
 from ..jobs.tables import write_tables
-from ..methods import revisions
 from ..models.adapters import load_tensors
 from ..models.build import hub_name
 from ..models.names import tags
@@ -34,16 +31,13 @@ from ..runs.tables import client_lines, result_lines
 from ..versions import SCHEMA
 from .evaluator import CLIENTS, Evaluator, average
 from .intake import TooFewClients
+from .joining import begun_with, check_continued
 from .ledger import Ledger
 from .record import Failure, extremes
 from .round import BadRound
 from .site import Site
 
 logger = logging.getLogger("fs_lowrank")
-
-
-#: keys that say where data and model are, whose contents ``restore`` compares
-_PLACES = ("data.type", "data.root", "model.type", "lowrank.weights")
 
 
 class Callback:
@@ -265,15 +259,7 @@ class RecordKeeper:
             self.outdir / "checkpoint",
             round,
             {n: p for n, p in parts.items() if p},
-            {
-                **known,
-                "records": self._records.digests if self._records else [],
-                "config": self.config.to_dict(),
-                "revisions": revisions(self.config),
-                "data": self.site.data.fingerprint,
-                "model": self.site.base_fingerprint,
-                "read": self._read(),
-            },
+            {**known, "records": self._records.digests if self._records else [], **begun_with(self.site)},
             keep=self.config.lowrank.keep_checkpoints,
         )
 
@@ -283,68 +269,13 @@ class RecordKeeper:
         Raises:
             CannotContinue: it is of other data, another model, configuration, or revision of the method.
         """
-        pairs = [("data", checkpoint.meta["data"], self.site.data.fingerprint)]
-        pairs.append(("model", checkpoint.meta["model"], self.site.base_fingerprint))
-        then, now = checkpoint.meta.get("read", {}), self._read()
-        if then.get("by") == now["by"]:
-            pairs += [(what, then.get(what), now[what]) for what in now]
-        for what, before, here in pairs:
-            if before != here:
-                raise CannotContinue(
-                    f"the {what} is not what the run in {self.outdir} started with; it cannot be continued with another"
-                )
-        self._check_same_run(checkpoint.meta["config"])
-        self._check_revisions(checkpoint.meta.get("revisions", {}))
-
+        check_continued(checkpoint.meta, self.site, self.outdir)
         self.ledger.restore(checkpoint.round, checkpoint.parts, checkpoint.meta)
         for key, tensor in checkpoint.parts.get("personal", {}).items():
             client, name = key.split("/", 1)
             self.site.personal.setdefault(int(client), {})[name] = tensor
         load_tensors(self.site.model, checkpoint.parts.get("base", {}))
         load_tensors(self.site.model, self.method.view(self.ledger.state))
-
-    def _read(self) -> dict[str, str]:
-        """What transformers has read beside the weights; only what the same version has read can be compared."""
-        site, tokenizer = self.site, self.site.tokenizer
-        own = {} if tokenizer is None else {"tokenizer": tokenizer_fingerprint(tokenizer, saved=True)}
-        return {"by": versions()["transformers"], "configuration of the model": site.configured, **own}
-
-    def _check_same_run(self, begun: Mapping[str, Any]) -> None:
-        try:
-            then, now = load_config(begun).decisive(), self.config.decisive()
-        except UserError as error:
-            raise CannotContinue(f"the configuration of the run in {self.outdir} cannot be read: {error}") from error
-        schedule = self.config.train.scheduler
-        if not (self.method.needs.rounds or schedule.type or schedule.warmup_ratio):
-            then["federate.total_round_num"] = now["federate.total_round_num"]
-        # These may change; otherwise a run could never get past a round that failed.
-        free = {"lowrank.min_clients", "lowrank.on_bad_round"}
-        free |= {"lowrank.max_update_norm", "lowrank.max_update_norm_factor"}
-        differing = {key for key in (then.keys() | now.keys()) - free if then.get(key) != now.get(key)}
-        moved = sorted(key for key in differing if _kind(key, then.get(key)) == _kind(key, now.get(key)))
-        if moved:
-            say_once(
-                f"the run in {self.outdir} was started with another {', '.join(moved)}; the contents are the same, so "
-                "it goes on",
-                logging.INFO,
-                ROWS_LOGGER,
-            )
-        if others := sorted(differing.difference(moved)):
-            raise CannotContinue(
-                f"the run in {self.outdir} was started with another {', '.join(others)}; "
-                "continue it with its own config.yaml, or choose another outdir"
-            )
-
-    def _check_revisions(self, then: dict[str, int]) -> None:
-        now = revisions(self.config)
-        for name in sorted(then.keys() | now.keys()):
-            if then.get(name, 1) != now.get(name, 1):
-                raise CannotContinue(
-                    f"the run in {self.outdir} was begun with revision {then.get(name, 1)} of {name}, and this version "
-                    f"of fs-lowrank has revision {now.get(name, 1)}, which computes something else from the same "
-                    "configuration (see CHANGELOG.md); start again in another outdir, or continue it with the "
-                    "version that began it"
-                )
 
     def _formula_bytes(self) -> int:
         """The papers' estimate of all traffic: twice the uplink of client 1 in each round, times the clients per round.
@@ -412,15 +343,6 @@ class RecordKeeper:
         write_text(self.outdir / "summary.json", to_json(summary, indent=1))
         checksums.seal_finished(self.outdir)
         return result
-
-
-def _kind(key: str, value: Any) -> Any:
-    """What the value of a key says beside places: of a model its library, of ``data.args`` all but files."""
-    if key == "data.args":
-        return [{name: v for name, v in each.items() if name not in ("test", "validation")} for each in value or []]
-    if key == "model.type":
-        return value.rpartition("@")[2]
-    return "" if key in _PLACES else value
 
 
 def _sizes(sizes: Sequence[int]) -> dict[str, int]:

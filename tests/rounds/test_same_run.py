@@ -2,13 +2,12 @@
 
 import logging
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 
 from fs_lowrank import load_config
 from fs_lowrank.errors import ROWS_LOGGER, UserError
-from fs_lowrank.rounds.keeper import RecordKeeper
+from fs_lowrank.rounds.joining import check_configuration
 from fs_lowrank.rounds.site import method_of
 from fs_lowrank.training.schedule import lr_at, schedule_of
 
@@ -20,12 +19,12 @@ def test_the_number_of_rounds_may_change_where_no_rate_depends_on_it(scheduler):
     schedule = schedule_of(longer.train.scheduler)
     same = all(lr_at(t, 2, 0.1, schedule) == lr_at(t, 4, 0.1, schedule) for t in (1, 2))
     assert same == (not scheduler)
-    keeper = SimpleNamespace(config=longer, method=method_of(longer), outdir="run")
+    given = short.to_dict(), longer, method_of(longer), "run"
     if same:
-        RecordKeeper._check_same_run(keeper, short.to_dict())
+        check_configuration(*given)
     else:
         with pytest.raises(UserError, match="started with another federate.total_round_num; continue it with its own"):
-            RecordKeeper._check_same_run(keeper, short.to_dict())
+            check_configuration(*given)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +42,7 @@ def test_data_and_model_may_lie_elsewhere(here, there, same, caplog):
     """Their contents have been compared; what else these keys say must be the same."""
     base = {"federate.client_num": 2, "federate.method": "fedavg", "data.type": "x.csv", "model.type": "m@transformers"}
     then, now = (load_config({**base, **keys}) for keys in (here, there))
-    keeper = SimpleNamespace(config=now, method=method_of(now), outdir="run")
     caplog.set_level(logging.INFO, ROWS_LOGGER)
     with nullcontext() if same else pytest.raises(UserError, match="started with another .*(args|type)"):
-        RecordKeeper._check_same_run(keeper, then.to_dict())
+        check_configuration(then.to_dict(), now, method_of(now), "run")
     assert ("the contents are the same, so it goes on" in caplog.text) == same
