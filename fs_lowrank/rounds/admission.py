@@ -72,10 +72,14 @@ def check_update(update: Update, expected: Mapping[str, Tensor], max_samples: in
     for name in sorted(expected.keys() - sent.keys()):
         raise RefusedUpdate(f"{who}: tensor {name!r} is missing")
     device = next((t.device for t in expected.values() if not t.is_meta), None)
-    if problem := _not_plain({name: sent[name] for name in expected}, device):
-        raise RefusedUpdate(f"{who}: {problem}")
     for name, want in expected.items():
         tensor = sent[name]
+        if not _is_plain(tensor, device):
+            came = f"{tensor.layout}, {tensor.dtype}, {tensor.device}" if isinstance(tensor, Tensor) else "no tensor"
+            where = f"on {device}" if device else "with values"
+            raise RefusedUpdate(
+                f"{who}: {name} is of the class {type(tensor).__name__} ({came}), expected a plain dense tensor {where}"
+            )
         if tensor.shape != want.shape:
             raise RefusedUpdate(f"{who}: {name} has shape {tuple(tensor.shape)}, expected {tuple(want.shape)}")
         if tensor.dtype != want.dtype:
@@ -102,23 +106,13 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n: t.detach().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
 
 
-def _not_plain(tensors: Mapping[str, object], device: torch.device | None) -> str:
-    """Which of ``tensors`` is not a plain dense tensor on ``device`` (None: any), and why; empty if all are."""
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) or type(tensor) not in _PLAIN:
-            return f"{name} is of the class {type(tensor).__name__}, expected a tensor"
-        if tensor.is_nested:
-            return f"{name} is a nested tensor, expected a dense one"
-        if tensor.layout is not torch.strided:
-            layout = str(tensor.layout).removeprefix("torch.")
-            return f"{name} is of the layout {layout}, expected a dense tensor"
-        if tensor.is_quantized:
-            return f"{name} is quantised ({str(tensor.dtype).removeprefix('torch.')}), expected plain numbers"
-        if tensor.is_meta or (device is not None and tensor.device != device):
-            return f"{name} is on the device {tensor.device}, expected {device or 'one with values'}"
-        if tensor.numel() and not tensor.untyped_storage().nbytes():
-            return f"{name} is a tensor without its values"
-    return ""
+def _is_plain(tensor: object, device: torch.device | None) -> bool:
+    """Whether ``tensor`` is dense, of numbers as they are, and with its values on ``device`` (None: any)."""
+    if not isinstance(tensor, Tensor) or type(tensor) not in _PLAIN or tensor.is_nested:
+        return False
+    dense = tensor.layout is torch.strided and not tensor.is_quantized
+    here = not tensor.is_meta and device in (None, tensor.device)
+    return dense and here and bool(tensor.untyped_storage().nbytes() or not tensor.numel())
 
 
 @dataclasses.dataclass

@@ -10,24 +10,17 @@ computed in float32 at least: 2^15 − 1 is not a number of bfloat16 or float16.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ..algebra import wide
-from ..models.names import is_head
+from .record import by_part
 
 Sizes = tuple[int, int]
 
 _QUANTISED, _SCALE, _KEPT = "quantised:", "scale:", "kept:"
 _WHOLE_NUMBERS = {8: torch.int8, 16: torch.int16}
-
-
-@lru_cache(maxsize=256)
-def _body(names: tuple[str, ...], heads: tuple[str, ...]) -> list[str]:
-    """The ``names`` that are not of the head (``names.is_head``), to which ``x:NAME`` belongs if ``NAME`` does."""
-    return [n for n in names if not is_head(n.rsplit(":", 1)[-1], heads)]
 
 
 class Codec:
@@ -46,7 +39,8 @@ class Codec:
     def sizes(self, tensors: Mapping[str, Tensor], heads: Sequence[str] = ()) -> Sizes:
         """Bytes of ``tensors`` when encoded, with and without the head (``names.is_head``); works on meta tensors."""
         each = self._each(tensors)
-        return sum(each.values()), sum(each[n] for n in _body(tuple(each), tuple(heads)))
+        total, head = sum(each.values()), by_part(tuple(each), tuple(heads)).get("head", ())
+        return total, total - sum(each[n] for n in head)
 
     def _each(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         return {n: t.numel() * t.element_size() for n, t in tensors.items()}

@@ -43,7 +43,7 @@ def norms(view: Mapping[str, Tensor], heads: Sequence[str] = ()) -> dict[str, fl
     Args:
         heads: see ``names.is_head``.
     """
-    groups = {g: [view[n] for n in names] for g, names in _groups(tuple(view), tuple(heads)).items()}
+    groups = {g: [view[n] for n in names] for g, names in by_part(tuple(view), tuple(heads)).items()}
     norms = {g: float(torch.stack([t.float().norm() for t in ts]).norm()) for g, ts in groups.items()}
     # The squares of large values overflow float32; the norm itself does not overflow float64.
     wide = {g: math.hypot(*(float(t.double().norm()) for t in groups[g])) for g, n in norms.items() if n == math.inf}
@@ -56,16 +56,17 @@ def changes(
     """Norm of the difference to ``reference`` in each of the groups of ``norms``, of tensors that both have."""
     both = {n: t for n, t in tensors.items() if n in reference and reference[n].shape == t.shape}
     each = change_norms(both, reference)
-    groups = _groups(tuple(each), tuple(heads))
+    groups = by_part(tuple(each), tuple(heads))
     return {group: math.sqrt(sum(each[n] ** 2 for n in names)) for group, names in groups.items()}
 
 
 @lru_cache(maxsize=256)
-def _groups(names: tuple[str, ...], heads: tuple[str, ...]) -> dict[str, list[str]]:
-    """The names by the part of the model that they are of, both in order."""
+def by_part(names: tuple[str, ...], heads: tuple[str, ...]) -> dict[str, list[str]]:
+    """The names by the part of the model that they are of, both in order; ``x:NAME`` is of the part of ``NAME``."""
     groups: dict[str, list[str]] = {}
     for name in names:
         kinds = ("lora_A", "lora_B", "adapter", "base")
-        kind = "head" if is_head(name, heads) else next((t for t in kinds if t in tags(name)), "other")
+        tensor = name.rpartition(":")[2]
+        kind = "head" if is_head(tensor, heads) else next((t for t in kinds if t in tags(tensor)), "other")
         groups.setdefault(kind, []).append(name)
     return dict(sorted(groups.items()))
