@@ -14,16 +14,25 @@ from torch import Tensor, nn
 from ..algebra import FlatTensors, change_norm
 from ..errors import nearest
 from ..methods import RefusedUpdate, Update
+from ..settings.origin import show
 
 #: default for the largest training set that an update may declare
 MAX_SAMPLES = 10**9
 #: characters of a client's text that an error message shows
 _SHOWN = 200
-#: the largest loss that is accepted: of float32, in which losses are computed
-_LARGEST_LOSS = torch.finfo(torch.float32).max
+#: the largest loss or time that is accepted: of float32, so that sums of them are finite
+LARGEST = torch.finfo(torch.float32).max
 
 #: the classes of tensors that are accepted
 _PLAIN = (Tensor, nn.Parameter)
+
+
+def number_of(value: object, least: float = -LARGEST, most: float = LARGEST) -> float | None:
+    """``value``, which a client reports, as a float; None if it is no number within the bounds, as NaN is not."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    # Compared before it is converted, as an int of 400 digits cannot become a float.
+    return float(value) if least <= value <= most else None
 
 
 def check_loss(client: int, loss: object) -> float:
@@ -32,13 +41,10 @@ def check_loss(client: int, loss: object) -> float:
     Raises:
         RefusedUpdate: it is not a number, not finite, or beyond float32.
     """
-    if isinstance(loss, bool) or not isinstance(loss, (int, float)):
-        raise RefusedUpdate(f"client {client}: its loss is {type(loss).__name__}, expected a number")
-    # Compared before it is converted, as an int of 400 digits cannot become a float.
-    if not -_LARGEST_LOSS <= loss <= _LARGEST_LOSS:
-        shown = loss if isinstance(loss, float) else f"a whole number of {loss.bit_length()} bits"
-        raise RefusedUpdate(f"client {client}: its loss is {shown}, expected a finite number")
-    return float(loss)
+    number = number_of(loss)
+    if number is None:
+        raise RefusedUpdate(f"client {client}: its loss is {show(loss)}, expected a finite number")
+    return number
 
 
 def is_whole(value: object) -> TypeGuard[int]:
@@ -86,9 +92,9 @@ def check_update(update: Update, expected: Mapping[str, Tensor], max_samples: in
             raise RefusedUpdate(f"{who}: {name} has dtype {tensor.dtype}, expected {want.dtype}")
     samples = update.num_samples
     if not is_whole(samples) or not 1 <= samples <= max_samples:
-        huge = is_whole(samples) and abs(samples) > 2**63  # it may have 400 digits
-        shown = f"2^{samples.bit_length() - 1} or more" if huge else repr(samples)[:_SHOWN]
-        raise RefusedUpdate(f"{who}: says it has {shown} samples, expected a whole number from 1 to {max_samples}")
+        raise RefusedUpdate(
+            f"{who}: says it has {show(samples)} samples, expected a whole number from 1 to {max_samples}"
+        )
     # A copy, because the tensors may be the parameters of a model, which the next client overwrites.
     one_dtype = len({t.dtype for t in sent.values()}) == 1
     copy: FlatTensors | dict[str, Tensor]

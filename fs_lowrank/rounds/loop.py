@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from filelock import FileLock
 
 from ..algebra import on_device
@@ -15,6 +14,7 @@ from ..config import Config
 from ..runs.folder import outdir_of
 from ..runs.result import RunResult
 from ..settings.metrics import measured
+from .admission import LARGEST, number_of
 from .ending import end_round, ending
 from .evaluator import CLIENTS, Evaluator
 from .keeper import Callback, RecordKeeper
@@ -26,9 +26,6 @@ from .site import Site
 from .transport import Lost, Transport
 
 logger = logging.getLogger("fs_lowrank")
-
-#: the largest loss or time that is accepted: of float32, so that sums of them are finite
-_LARGEST = torch.finfo(torch.float32).max
 
 
 class Loop:
@@ -204,7 +201,8 @@ def spent_by(facts: Mapping[str, Any]) -> Spent:
     """What a client spent on its training, by the facts of its answer."""
     match facts.get("spent"):
         case {"training": training, "upload": upload, "reused": bool(reused)}:
-            return {"training": _number(training, 0.0) or 0.0, "upload": _number(upload, 0.0) or 0.0, "reused": reused}
+            seconds = [number_of(value, least=0.0) or 0.0 for value in (training, upload)]
+            return {"training": seconds[0], "upload": seconds[1], "reused": reused}
     return {"training": 0.0, "upload": 0.0, "reused": False}
 
 
@@ -213,14 +211,6 @@ def scores_in(facts: Mapping[str, Any], metrics: Collection[str]) -> dict[str, f
     given = facts.get("scores")
     if not isinstance(given, dict):
         return {}
-    bounds = {"acc": (0.0, 1.0), "loss": (-_LARGEST, _LARGEST)}
-    found = {name: _number(given.get(name), *bounds[name]) for name in metrics}
+    bounds = {"acc": (0.0, 1.0), "loss": (-LARGEST, LARGEST)}
+    found = {name: number_of(given.get(name), *bounds[name]) for name in metrics}
     return {name: value for name, value in found.items() if value is not None} if None not in found.values() else {}
-
-
-def _number(value: object, least: float, largest: float = _LARGEST) -> float | None:
-    """``value`` as a float; None if it is no number within the bounds, as NaN is not."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    # Compared before it is converted, as an int of 400 digits cannot become a float.
-    return float(value) if least <= value <= largest else None
