@@ -263,19 +263,6 @@ def apart(model: nn.Module, phases: Sequence[Sequence[Phase]]) -> str:
     return ""
 
 
-def never_together(model: nn.Module, config: Settings, held: Collection[str], examples: Any | None) -> str:
-    """Why no clients can train together; empty if they can, as far as a trial shows.
-
-    Args:
-        held: tags of the tensors that may differ between clients. examples: for the trial; None of images.
-    """
-    if examples is None:
-        return "images are not trained together"
-    if not elementwise(config.train.optimizer):
-        return f"train.optimizer.type = {config.train.optimizer.type} does not step each number by itself"
-    return differs(model, config, held, examples)
-
-
 def cohort_size(model: nn.Module, config: Settings, lengths: np.ndarray, depth: int) -> int:
     """The number of clients that train together as ``train.cohort`` asks for; 1: each alone.
 
@@ -340,12 +327,20 @@ def elementwise(optimizer: Optimizer) -> bool:
     return optimizer.type.lower() in _BY_NUMBER
 
 
-def differs(model: nn.Module, config: Settings, held: Collection[str], examples: Any) -> str:
-    """Why a few of ``examples`` have other losses or gradients in one pass than client by client; empty if not.
+def never_together(model: nn.Module, config: Settings, held: Collection[str], examples: Examples | None) -> str:
+    """Why no clients can train together; empty if they can, as far as a trial shows.
 
-    Three clients are tried, whose tensors are the model's with some noise; on a CPU, where each draws its own masks,
-    with dropout. What the model holds, its modes and random numbers are restored.
+    Losses and gradients of one pass are compared with those client by client. Three clients are tried, whose tensors
+    are the model's with some noise; on a CPU, where each draws its own masks, with dropout. What the model holds, its
+    modes and random numbers are restored.
+
+    Args:
+        held: tags of the tensors that may differ between clients. examples: for the trial; None of images.
     """
+    if examples is None:
+        return "images are not trained together"
+    if not elementwise(config.train.optimizer):
+        return f"train.optimizer.type = {config.train.optimizer.type} does not step each number by itself"
     candidates = [n for n, p in model.named_parameters() if tags(n) & set(held) and "base" not in tags(n) and p.numel()]
     names = [n for n in candidates if _slotted(model, n)]
     own = {n: model.get_parameter(n).detach().clone() for n in names}
