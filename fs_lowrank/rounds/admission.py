@@ -140,11 +140,6 @@ class Admission:
     sizes: Sequence[int] | np.ndarray = ()
     samples: dict[int, int] = dataclasses.field(default_factory=dict)
 
-    @property
-    def bounds_norms(self) -> bool:
-        """Whether ``norm`` and ``outliers`` have a bound to check."""
-        return bool(self.max_norm or self.norm_factor)
-
     def declared(self, client: int) -> int | None:
         """The size of the training set that ``client`` has declared; None: it has not."""
         known = int(self.sizes[client - 1]) if 1 <= client <= len(self.sizes) else None

@@ -269,7 +269,7 @@ class Round:
             update = self.admission.admit(Update(client, samples, tensors), expected, check)
             loss = facts.get("loss")
             told = loss if isinstance(loss, Tensor) else check_loss(client, loss)
-            if self.admission.bounds_norms:
+            if self.admission.max_norm or self.admission.norm_factor:
                 self.norms[client] = self.admission.norm(update, task.view)
         except (RefusedUpdate, ValueError) as error:
             self.fail(client, "refused", _naming(client, str(error)))
