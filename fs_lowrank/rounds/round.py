@@ -99,7 +99,7 @@ class Round:
         uplink, downlink: by client, bytes with and without the head.
         evaluation_downlink: of the downlink, the bytes of orders to evaluate.
         losses, samples: by client, the training loss and the number of samples of the admitted updates. A loss that was
-            taken as a tensor is there from ``finish`` on.
+            taken as a tensor is one until ``finish``.
         norms: by client, the norms of the admitted updates, if the ledger's admission bounds them.
         drift: by client, how far its admitted update is from what it started with, by half of the pair.
         trains: the clients that were asked to train.
@@ -125,9 +125,7 @@ class Round:
         self.uplink: dict[int, Sizes] = {}
         self.downlink: dict[int, Sizes] = {}
         self.evaluation_downlink = 0
-        self.losses: dict[int, float] = {}
-        #: by client, the losses that are still on the device where it was trained
-        self._unread: dict[int, Tensor] = {}
+        self.losses: dict[int, Any] = {}
         self.samples: dict[int, int] = {}
         self.norms: dict[int, float] = {}
         self.drift: dict[int, dict[str, float]] = {}
@@ -268,7 +266,7 @@ class Round:
             samples: Any = facts.get("samples")  # of any type; admission refuses what is no number of samples
             update = self.admission.admit(Update(client, samples, tensors), expected, check)
             loss = facts.get("loss")
-            told = loss if isinstance(loss, Tensor) else check_loss(client, loss)
+            loss = loss if isinstance(loss, Tensor) else check_loss(client, loss)
             if self.admission.max_norm or self.admission.norm_factor:
                 self.norms[client] = self.admission.norm(update, task.view)
         except (RefusedUpdate, ValueError) as error:
@@ -277,11 +275,7 @@ class Round:
         self.drift[client] = changes(update.tensors, task.view, heads)
         self.intake.add(update)
         self.uplink[client] = sizes[0] * self.intake.copies, sizes[1] * self.intake.copies
-        if isinstance(told, Tensor):
-            self._unread[client] = told
-        else:
-            self.losses[client] = told
-        self.samples[client] = update.num_samples
+        self.losses[client], self.samples[client] = loss, update.num_samples
         self._waiting.discard(client)
         return True
 
@@ -341,13 +335,13 @@ class Round:
     def _read_losses(self) -> dict[int, str]:
         """Read the losses that are on a device, all at once; why those clients are refused whose loss is not finite."""
         refused: dict[int, str] = {}
-        for client, loss in zip(self._unread, values_of(self._unread.values())):
+        on_device = {client: loss for client, loss in self.losses.items() if isinstance(loss, Tensor)}
+        for client, loss in zip(on_device, values_of(on_device.values())):
             self.losses[client] = loss
             try:
                 check_loss(client, loss)
             except RefusedUpdate as error:
                 refused[client] = str(error)
-        self._unread = {}
         return refused
 
     def _step(self, updates: list[Update], model: nn.Module | None) -> tuple[State, Mapping[str, Tensor]]:
