@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..algebra import FlatTensors, change_norm
+from ..algebra import FlatTensors, change_norm, copies
 from ..errors import nearest
 from ..methods import RefusedUpdate, Update
 from ..settings.origin import show
@@ -96,9 +96,7 @@ def check_update(update: Update, expected: Mapping[str, Tensor], max_samples: in
             f"{who}: says it has {show(samples)} samples, expected a whole number from 1 to {max_samples}"
         )
     # A copy, because the tensors may be the parameters of a model, which the next client overwrites.
-    one_dtype = len({t.dtype for t in sent.values()}) == 1
-    copy: FlatTensors | dict[str, Tensor]
-    copy = FlatTensors.pack(sent) if one_dtype else _copies(sent)
+    copy = copies(sent)
     # A NaN or Inf makes the sum NaN or Inf too; only then it is searched for.
     if not (isinstance(copy, FlatTensors) and torch.isfinite(copy.flat.sum())):
         for name, tensor in copy.items():
@@ -106,10 +104,6 @@ def check_update(update: Update, expected: Mapping[str, Tensor], max_samples: in
             if bad:
                 raise RefusedUpdate(f"{who}: {name} holds {bad} value{'s' * (bad > 1)} that are NaN or Inf")
     return dataclasses.replace(update, tensors=copy)
-
-
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {n: t.detach().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
 
 
 def _is_plain(tensor: object, device: torch.device | None) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..algebra import FlatTensors, on_device
+from ..algebra import copies, on_device
 from ..errors import CannotContinue, UserError, described
 from ..methods import Method, Update
 from ..models.adapters import load_tensors
@@ -206,9 +206,7 @@ def changed_base(method: Method, model: nn.Module) -> dict[str, Tensor]:
 
 def answer(round: int, update: Update, loss: float, codec: Codec) -> Parcel:
     """The answer of a client that trained in ``round``; its tensors are copies, as the update holds the model's own."""
-    flat = len({t.dtype for t in update.tensors.values()}) == 1
-    tensors = FlatTensors.pack(update.tensors) if flat else {n: t.clone() for n, t in update.tensors.items()}
-    return Parcel(codec.encode(tensors), round=round, samples=update.num_samples, loss=loss)
+    return Parcel(codec.encode(copies(update.tensors)), round=round, samples=update.num_samples, loss=loss)
 
 
 def apology(round: int, error: Exception) -> Parcel:

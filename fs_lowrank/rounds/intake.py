@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
-from ..algebra import FlatTensors, wide
+from ..algebra import copies, wide
 from ..methods import Update
 
 
@@ -89,5 +89,4 @@ class RunningMean(Intake):
 
 def mean_as_update(means: Mapping[str, Tensor], samples: int) -> Update:
     """The mean of updates as a single update, for methods whose server step is a weighted sum."""
-    one_dtype = len({t.dtype for t in means.values()}) == 1
-    return Update(1, samples, FlatTensors.pack(means) if one_dtype else dict(means))
+    return Update(1, samples, copies(means))
