@@ -14,7 +14,6 @@ from ..data.tokenize import tokenizer_fingerprint
 from ..errors import ROWS_LOGGER, CannotContinue, UserError, say_once
 from ..methods import Method, revisions
 from ..runs.environment import versions
-from ..settings import flatten
 from .admission import Admission, is_whole
 from .ledger import Standing
 from .site import Site
@@ -30,6 +29,8 @@ _DATA_KEYS = (
     "data.subsample",
     "data.test_subsample",
 )
+#: so many keys are named that differ
+_NAMED = 20
 #: keys that say where data and model are, whose contents are compared
 _PLACES = ("data.type", "data.root", "model.type", "lowrank.weights")
 
@@ -72,42 +73,27 @@ def objection(
 
     Args:
         proof: the server's ``proof_of``.
-        theirs, their_revisions, their_proof: the process's configuration, revisions and ``proof_of``.
+        theirs, their_revisions, their_proof: what decides in the process's configuration (``Settings.decisive``), its
+            revisions and its ``proof_of``.
         own_data: its data are its own, so its data keys may differ.
     """
-    try:
-        if reason := _too_much(flatten(theirs), flatten(config.to_dict())):
-            return reason
-        keys = differing(load_config(theirs), config, ("distribute.", *(_DATA_KEYS if own_data else ())))
-    except UserError as error:
-        return f"its configuration is wrong: {error}"
-    if keys:
-        return f"it was started with another configuration than the server; they differ in {', '.join(keys)}"
-    if other := other_revision(their_revisions, revisions(config)):
-        name, theirs_is, ours = other
+    mine, free = config.decisive(), ("distribute.", *(_DATA_KEYS if own_data else ()))
+    if keys := differing(theirs, mine, free):
+        named = ", ".join(key if key in mine else repr(key)[:60] for key in keys[:_NAMED])
+        more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
+        return f"it was started with another configuration than the server; they differ in {named}{more}"
+    ours = revisions(config)
+    for name in differing(their_revisions, ours):
         return (
-            f"it has revision {theirs_is} of {name}, the server has revision {ours}, which computes another result; "
-            "install the same version of fs-lowrank on both"
+            f"it has revision {their_revisions.get(name, 1)} of {name}, the server has revision {ours.get(name, 1)}, "
+            "which computes another result; install the same version of fs-lowrank on both"
         )
-    wrong = sorted(n for n in proof.keys() | their_proof.keys() if proof.get(n) != their_proof.get(n))
-    if wrong:
+    if wrong := differing(their_proof, proof):
         return (
             f"its model is not the server's at the start: {wrong[0]} differs"
             + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")
             + "; the same seed, model files and versions of torch, transformers and peft give the same"
         )
-    return ""
-
-
-def _too_much(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> str:
-    """Why a stranger's configuration is not even read: it would take memory without bound, or name a file here."""
-    for name in ("federate.client_num", "lowrank.clients"):
-        given, wanted = theirs.get(name), own.get(name)
-        if given != wanted and not (name == "lowrank.clients" and isinstance(given, list)):
-            return (
-                f"it was started with another configuration than the server; they differ in {name}: "
-                f"{repr(given)[:60]}, expected {repr(wanted)[:60]}"
-            )
     return ""
 
 
@@ -130,16 +116,9 @@ def samples_objection(client: int, samples: object, admission: Admission, own_da
     return ""
 
 
-def differing(then: Config, now: Config, free: tuple[str, ...]) -> list[str]:
-    """The dotted keys that affect the result and in which two configurations differ, but for those below ``free``."""
-    a, b = then.decisive(), now.decisive()
-    return sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k) and not k.startswith(free))
-
-
-def other_revision(then: Mapping[str, int], now: Mapping[str, int]) -> tuple[str, int, int] | None:
-    """A part of the method whose revisions (``methods.revisions``) differ: its name, and its revision in both."""
-    names = sorted(then.keys() | now.keys())
-    return next(((n, then.get(n, 1), now.get(n, 1)) for n in names if then.get(n, 1) != now.get(n, 1)), None)
+def differing(then: Mapping[str, Any], now: Mapping[str, Any], free: tuple[str, ...] = ()) -> list[str]:
+    """The names whose values differ, but for those that begin with one of ``free``."""
+    return sorted(k for k in then.keys() | now.keys() if then.get(k) != now.get(k) and not k.startswith(free))
 
 
 # -- a run that is continued ---------------------------------------------------------------------------
@@ -175,19 +154,19 @@ def check_continued(meta: Mapping[str, Any], site: Site, outdir: Path) -> None:
                 f"the {what} is not what the run in {outdir} started with; it cannot be continued with another"
             )
     check_configuration(meta["config"], site.config, site.method, outdir)
-    if other := other_revision(meta.get("revisions", {}), here["revisions"]):
-        name, begun, ours = other
+    begun, ours = meta.get("revisions", {}), here["revisions"]
+    for name in differing(begun, ours):
         raise CannotContinue(
-            f"the run in {outdir} was begun with revision {begun} of {name}, and this version of fs-lowrank has "
-            f"revision {ours}, which computes something else from the same configuration (see CHANGELOG.md); start "
-            "again in another outdir, or continue it with the version that began it"
+            f"the run in {outdir} was begun with revision {begun.get(name, 1)} of {name}, and this version of "
+            f"fs-lowrank has revision {ours.get(name, 1)}, which computes something else from the same configuration "
+            "(see CHANGELOG.md); start again in another outdir, or continue it with the version that began it"
         )
 
 
 def check_configuration(begun: Mapping[str, Any], config: Config, method: Method, outdir: Path) -> None:
     """Raise ``CannotContinue`` if a run ``begun`` with another configuration cannot be continued with ``config``."""
     try:
-        then = load_config(begun)
+        then, now = load_config(begun).decisive(), config.decisive()
     except UserError as error:
         raise CannotContinue(f"the configuration of the run in {outdir} cannot be read: {error}") from error
     # These may change; otherwise a run could never get past a round that failed.
@@ -195,9 +174,8 @@ def check_configuration(begun: Mapping[str, Any], config: Config, method: Method
     schedule = config.train.scheduler
     if not (method.needs.rounds or schedule.type or schedule.warmup_ratio):
         free += ("federate.total_round_num",)
-    keys, a, b = differing(then, config, free), then.decisive(), config.decisive()
-    moved = [key for key in keys if _kind(key, a.get(key)) == _kind(key, b.get(key))]
-    if moved:
+    keys = differing(then, now, free)
+    if moved := [key for key in keys if _kind(key, then.get(key)) == _kind(key, now.get(key))]:
         say_once(
             f"the run in {outdir} was started with another {', '.join(moved)}; the contents are the same, so it goes "
             "on",

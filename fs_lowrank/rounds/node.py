@@ -63,7 +63,7 @@ class Node:
             {},
             client=client,
             own_data=self.own_data,
-            config=config.to_dict(),
+            config=config.decisive(),
             revisions=revisions(config),
             proof=self.proof,
             agreed=self.agreed,

@@ -23,6 +23,6 @@ def test_what_a_model_and_a_tokenizer_read_belongs_to_what_has_to_be_equal(setti
         (model / file).write_text(json.dumps({**json.loads(kept), key: value}))
         other = proof_of(Site(config))
         (model / file).write_text(kept)
-        reason = objection(config, proof, config.to_dict(), {}, other)
+        reason = objection(config, proof, config.decisive(), {}, other)
         assert f"its model is not the server's at the start: {what} differs" in reason
     assert proof_of(Site(config)) == proof
