@@ -137,8 +137,8 @@ class Round:
         self._waiting = set(self.selected)
         #: what the clients do that are asked, until their answers are taken
         self._tasks: dict[int, Task] = {}
-        #: client -> where its copy stood, and which round it had to undo, before this round
-        self._before: dict[int, tuple[int | None, int | None]] = {}
+        #: by client, where its copy was, and which round it had to undo, before this round
+        self._before = dict(ledger.synced), dict(ledger.undone)
         #: the changed base weights, and the round after which they were read
         self._base: tuple[int, Mapping[str, Tensor]] | None = None
 
@@ -209,7 +209,6 @@ class Round:
         ``ledger.forget``. A client that only follows in this round counts as dropped out of it.
         """
         client, ledger = order.client, self.ledger
-        self._before.setdefault(client, (ledger.synced.get(client), ledger.undone.get(client)))
         ledger.synced[client] = order.stands
         ledger.unknown.discard(client)
         ledger.undone.pop(client, None)
@@ -384,14 +383,7 @@ class Round:
 
     def roll_back(self) -> None:
         """Restore the ledger as it was before this round."""
-        for client, (stood, undo) in self._before.items():
-            if stood is None:
-                self.ledger.synced.pop(client, None)
-            else:
-                self.ledger.synced[client] = stood
-            if undo is not None:
-                self.ledger.undone[client] = undo
-        self._before = {}
+        self.ledger.synced, self.ledger.undone = map(dict, self._before)
 
     def record(
         self,
