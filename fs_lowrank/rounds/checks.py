@@ -125,10 +125,9 @@ def of_one_client(config: Config) -> Config:
             "lowrank.clients gives clients a tok_len: a client with data of its own learns its number after it has "
             "read them; leave tok_len out"
         )
-    keys = {"client_num": 1, "sample_client_num": -1, "sample_client_rate": -1.0}
+    one = {"federate.client_num": 1, "federate.sample_client_num": -1, "federate.sample_client_rate": -1.0}
     # The settings of single clients are found by the number that the server gives this one.
-    own: dict[str, Any] = {"lowrank.min_clients": 1, "lowrank.clients": []}
-    return config.replace({**own, **{f"federate.{name}": value for name, value in keys.items()}})
+    return config.replace({**one, "lowrank.min_clients": 1, "lowrank.clients": []})
 
 
 def check_tags(method: Method, model: nn.Module, state: State) -> None:
