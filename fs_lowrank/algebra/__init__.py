@@ -1,7 +1,7 @@
 """Pure functions on tensors. They do not depend on models, files or methods."""
 
 from .factorise import factor_matrices, factor_shapes, factorise, product_norm_squared
-from .flat import FlatTensors, change_norm, change_norms, copies, digest, nbytes, on_device, values_of
+from .flat import FlatTensors, change_norm, change_norms, digest, nbytes, on_device, values_of
 from .lowrank import low_rank_sum_svd, signed, stack_pairs, top_components
 from .match import exact_transport, move_inputs, move_outputs, nonparametric_matching
 from .mean import weighted_mean, wide
@@ -16,7 +16,6 @@ __all__ = [
     "change_norm",
     "change_norms",
     "conjugate_path",
-    "copies",
     "digest",
     "exact_transport",
     "factor_matrices",

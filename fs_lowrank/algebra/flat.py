@@ -95,10 +95,3 @@ class FlatTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._views)
-
-
-def copies(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Copies of ``tensors``, contiguous and without gradients; in one buffer if they share a dtype."""
-    if len({t.dtype for t in tensors.values()}) == 1:
-        return FlatTensors.pack(tensors)
-    return {n: t.detach().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}

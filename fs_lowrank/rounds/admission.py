@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..algebra import FlatTensors, change_norm, copies
+from ..algebra import FlatTensors, change_norm
 from ..errors import nearest
 from ..methods import RefusedUpdate, Update
 from ..settings.origin import show
+from .parcel import copies
 
 #: default for the largest training set that an update may declare
 MAX_SAMPLES = 10**9

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..algebra import copies, on_device
+from ..algebra import on_device
 from ..errors import CannotContinue, UserError, described
 from ..methods import Method, Update
 from ..models.adapters import load_tensors
@@ -18,7 +18,7 @@ from ..models.names import named_tensors
 from ..runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, saved_rounds
 from .codec import Codec
 from .ledger import Standing
-from .parcel import Parcel
+from .parcel import Parcel, copies
 from .personal import PersonalParts
 
 logger = logging.getLogger("fs_lowrank")

@@ -6,8 +6,9 @@ from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
-from ..algebra import copies, wide
+from ..algebra import wide
 from ..methods import Update
+from .parcel import copies
 
 
 class TooFewClients(RuntimeError):
