@@ -15,7 +15,6 @@ from ..algebra import FlatTensors, change_norm
 from ..errors import nearest
 from ..methods import RefusedUpdate, Update
 from ..settings.origin import show
-from .parcel import copies
 
 #: default for the largest training set that an update may declare
 MAX_SAMPLES = 10**9
@@ -105,6 +104,13 @@ def check_update(update: Update, expected: Mapping[str, Tensor], max_samples: in
             if bad:
                 raise RefusedUpdate(f"{who}: {name} holds {bad} value{'s' * (bad > 1)} that are NaN or Inf")
     return dataclasses.replace(update, tensors=copy)
+
+
+def copies(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Copies of ``tensors``, contiguous and without gradients; in one buffer if they share a dtype."""
+    if len({t.dtype for t in tensors.values()}) == 1:
+        return FlatTensors.pack(tensors)
+    return {n: t.detach().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
 
 
 def _is_plain(tensor: object, device: torch.device | None) -> bool:

@@ -16,9 +16,10 @@ from ..models.adapters import load_tensors
 from ..models.machine import input_device
 from ..models.names import named_tensors
 from ..runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, saved_rounds
+from .admission import copies
 from .codec import Codec
 from .ledger import Standing
-from .parcel import Parcel, copies
+from .parcel import Parcel
 from .personal import PersonalParts
 
 logger = logging.getLogger("fs_lowrank")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..algebra import wide
 from ..methods import Update
-from .parcel import copies
+from .admission import copies
 
 
 class TooFewClients(RuntimeError):

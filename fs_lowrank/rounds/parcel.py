@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import safetensors.torch
-import torch
 from torch import Tensor
 
-from ..algebra import FlatTensors, nbytes
+from ..algebra import nbytes
 
 #: bytes; the names of a model's tensors and a configuration take a hundredth of it
 _LONGEST_HEADER = 2**26
@@ -61,10 +60,3 @@ class Parcel:
         if not isinstance(facts, dict):
             raise ValueError("the content cannot be read: its facts are not a mapping")
         return cls(tensors, **facts)
-
-
-def copies(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Copies of ``tensors``, contiguous and without gradients; in one buffer if they share a dtype."""
-    if len({t.dtype for t in tensors.values()}) == 1:
-        return FlatTensors.pack(tensors)
-    return {n: t.detach().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}

@@ -31,7 +31,6 @@ from ..models.machine import autocast, check_half, device_of, enough_memory, inp
 from ..models.names import is_statistic, tags
 from ..models.placing import at_home
 from ..models.quantised import count, require_bitsandbytes
-from ..models.shortcuts.reads import OnlyRead
 from ..seeds import derive
 from ..settings import OPTIMIZERS_8BIT
 from ..training.schedule import schedule_of
@@ -214,10 +213,6 @@ class Site:
             self.in_batches(held_out.select(chosen), config.eval.batch_size),
             derive(config.seed, "workbench"),
         )
-
-    def reads_of(self, model: nn.Module) -> OnlyRead | None:
-        """``reads`` for ``model``: the site's own, or a copy of it."""
-        return self.reads if self.reads is None or model is self.model else self.reads.like(model)
 
     def held_out(self) -> dict[str, Examples | ImageExamples]:
         """The splits to evaluate on, by the names of ``eval.split``; an empty validation set is left out."""

@@ -15,13 +15,15 @@ from ..training.schedule import Schedule, lr_at
 
 
 class Task:
-    """What ``client`` does in ``round``; each part is computed once, when it is first asked for.
+    """What ``client`` does in ``round``; each part is computed once.
 
     Args:
         method: the federated method.
         state: at the start of the round; None in a client's process, where there are no ``view`` and ``expected``.
-        settings: by which the client trains; None: there are no ``lr`` and ``seed``.
-        schedule: of the learning rate.
+        settings: by which the client trains. schedule: of the learning rate.
+
+    Attributes:
+        lr: the learning rate. seed: for the order of the data, dropout, and augmentation of images.
     """
 
     def __init__(
@@ -30,11 +32,13 @@ class Task:
         client: int,
         round: int,
         state: State | Any,
-        settings: Settings | Any,
-        schedule: Schedule | None,
+        settings: Settings,
+        schedule: Schedule,
     ):
         self.client, self.round, self.settings = client, round, settings
-        self._method, self._state, self._schedule = method, state, schedule
+        self._method, self._state = method, state
+        self.lr = lr_at(round, settings.federate.total_round_num, settings.train.optimizer.lr, schedule)
+        self.seed = derive(settings.seed, "train", round, client)
 
     @cached_property
     def phases(self) -> Sequence[Phase]:
@@ -50,14 +54,3 @@ class Task:
     def expected(self) -> Mapping[str, Tensor]:
         """Names, shapes and dtypes of what the client must send."""
         return self._method.expected(self._state, self.round, self.client)
-
-    @cached_property
-    def lr(self) -> float:
-        """The learning rate."""
-        rounds, lr = self.settings.federate.total_round_num, self.settings.train.optimizer.lr
-        return lr_at(self.round, rounds, lr, self._schedule or Schedule())
-
-    @cached_property
-    def seed(self) -> int:
-        """For the order of the data, dropout, and augmentation of images."""
-        return derive(self.settings.seed, "train", self.round, self.client)

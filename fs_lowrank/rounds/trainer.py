@@ -22,6 +22,7 @@ from ..methods import Client, Update
 from ..models.adapters import load_tensors
 from ..models.machine import wait
 from ..models.shortcuts.frozen import FrozenPrefix
+from ..models.shortcuts.reads import OnlyRead
 from ..models.shortcuts.slots import Apart
 from ..training import train_client
 from ..training.cohort import Member, apart, cohort_size, evenly, never_together, parts_of, places, train_cohort
@@ -78,7 +79,7 @@ class Trainer:
             load_tensors(model, tensors)
             result = LocalResult.of(facts["result"], site.device)
             return self._fitted(task, client, model, result, facts["seconds"], reused=True)
-        owner, reads = f"client {client.id}", site.reads_of(model)
+        owner, reads = f"client {client.id}", self.reads_of(model)
         result = train_client(
             model, examples, phases, config, owner=owner, prefix=prefix, reads=reads, lr=lr, seed=seed
         )
@@ -86,6 +87,11 @@ class Trainer:
         if reuse and key:
             reuse.keep(key, model, phases, {"result": result.facts(), "seconds": seconds})
         return self._fitted(task, client, model, result, seconds)
+
+    def reads_of(self, model: nn.Module) -> OnlyRead | None:
+        """What computes the last layer of ``model`` for what is read alone: the site's, or a copy of it."""
+        reads = self.site.reads
+        return reads if reads is None or model is self.site.model else reads.like(model)
 
     def _fitted(
         self, task: Task, client: Client, model: nn.Module, result: LocalResult, seconds: float, reused: bool = False

@@ -73,7 +73,7 @@ class LowRankTrainer(GeneralTorchTrainer):
         size = config.eval_batch_size
         # The site's cache knows the whole held-out sets, not the clients' shares of them.
         prefix = self.session.site.prefix if self.number == 0 else None
-        reads = self.session.site.reads_of(self.ctx.model)
+        reads = self.session.trainer.reads_of(self.ctx.model)
         metrics = config.metrics if self.number == 0 else ()
         result = evaluate(self.ctx.model, examples, size, metrics=metrics, owner=split, prefix=prefix, reads=reads)
         self.results[split] = result
