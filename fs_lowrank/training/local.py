@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from ..models.shortcuts.frozen import FrozenPrefix
 from ..models.shortcuts.reads import OnlyRead
 from ..seeds import derive
 from ..settings import Settings
+from ..settings.sections import Dataloader
 from .blocks import Blocks
 from .optimizer import make_optimizer
 
@@ -57,28 +59,16 @@ class LocalResult:
         return cls(mean, facts["steps"], facts["samples"])
 
 
-def batch_indices(
-    size: int,
-    batch_size: int,
-    generator: np.random.Generator,
-    shuffle: bool = True,
-    drop_last: bool = False,
-    lengths: np.ndarray | None = None,
-    tokens: int = 0,
-) -> Iterator[np.ndarray]:
-    """One epoch of index batches. A client with fewer samples than a batch always gives one short batch.
-
-    Args:
-        lengths: of the samples in tokens. tokens: that a batch may have, with padding, instead of ``batch_size``
-            samples; 0: any.
-    """
-    order = generator.permutation(size) if shuffle else np.arange(size)
-    if tokens and lengths is not None:
-        yield from np.split(order, _ends(lengths[order], tokens))
+def batch_indices(examples: Any, loads: Dataloader, generator: np.random.Generator) -> Iterator[np.ndarray]:
+    """One epoch of index batches. A client with fewer samples than a batch always gives one short batch."""
+    size = len(examples)
+    order = generator.permutation(size) if loads.shuffle else np.arange(size)
+    if loads.batch_tokens:
+        yield from np.split(order, _ends(examples.lengths[order], loads.batch_tokens))
         return
-    for start in range(0, size, batch_size):
-        batch = order[start : start + batch_size]
-        if not (drop_last and start > 0 and len(batch) < batch_size):
+    for start in range(0, size, loads.batch_size):
+        batch = order[start : start + loads.batch_size]
+        if not (loads.drop_last and start > 0 and len(batch) < loads.batch_size):
             yield batch
 
 
@@ -95,25 +85,11 @@ def _ends(lengths: np.ndarray, most: int) -> list[int]:
 
 def batches_of(phase: Phase, examples: Any, config: Settings, generator: np.random.Generator) -> Iterator[np.ndarray]:
     """Index batches of a phase: its ``steps`` epochs, or ``steps`` optimizer steps over repeated epochs."""
-    loads = config.dataloader
     steps = config.train.local_update_steps if phase.steps is None else phase.steps
-    limit = None if config.train.batch_or_epoch == "epoch" else steps * config.grad.grad_accum_count
-    epoch, given = 0, 0
-    while (epoch < steps) if limit is None else (given < limit):
-        for batch in batch_indices(
-            len(examples),
-            loads.batch_size,
-            generator,
-            loads.shuffle,
-            loads.drop_last,
-            examples.lengths if loads.batch_tokens else None,
-            loads.batch_tokens,
-        ):
-            yield batch
-            given += 1
-            if given == limit:
-                return
-        epoch += 1
+    in_epochs = config.train.batch_or_epoch == "epoch"
+    epochs = range(steps) if in_epochs else itertools.count()
+    every = itertools.chain.from_iterable(batch_indices(examples, config.dataloader, generator) for _ in epochs)
+    return itertools.islice(every, None if in_epochs else steps * config.grad.grad_accum_count)
 
 
 def _batches(size: int, config: Settings) -> tuple[int, int]:

@@ -8,12 +8,14 @@ import torch
 from torch import nn
 
 from fs_lowrank import RunFailed, UserError, load_config
+from fs_lowrank.data import Examples
 from fs_lowrank.errors import say_once
 from fs_lowrank.estimate import kept_for_backward
 from fs_lowrank.models import machine, quantised
 from fs_lowrank.models.adapters import layer_stack
 from fs_lowrank.models.checkpointing import recompute
 from fs_lowrank.settings import OPTIMIZERS_8BIT, Optimizer
+from fs_lowrank.settings.sections import Dataloader
 from fs_lowrank.testing.bench import equal, state_of
 from fs_lowrank.training.cohort import elementwise
 from fs_lowrank.training.local import batch_indices, loss_of
@@ -162,16 +164,17 @@ def test_the_code_of_attention(make_engine):
 def test_batches_have_at_most_so_many_tokens_with_padding(most):
     draw = np.random.default_rng(0)
     lengths = draw.integers(3, 25, 50)
-    batches = list(batch_indices(50, 8, np.random.default_rng(1), lengths=lengths, tokens=most))
+    texts = Examples({"input_ids": [np.arange(n) for n in lengths]}, np.zeros(50, dtype=int))
+    loads = Dataloader(batch_tokens=most)
+    batches = list(batch_indices(texts, loads, np.random.default_rng(1)))
     assert sorted(np.concatenate(batches).tolist()) == list(range(50))
     for batch, following in zip(batches, [*batches[1:], []]):
         assert len(batch) == 1 or len(batch) * lengths[batch].max() <= most
         if len(following):  # no room for the next sample
             more = [*batch, following[0]]
             assert len(more) * lengths[more].max() > most
-    assert [b.tolist() for b in batches] != [
-        b.tolist() for b in batch_indices(50, 8, np.random.default_rng(2), lengths=lengths, tokens=most)
-    ]
+    others = batch_indices(texts, loads, np.random.default_rng(2))
+    assert [b.tolist() for b in batches] != [b.tolist() for b in others]
 
 
 @pytest.mark.parametrize("unit", ["batch", "epoch"])

@@ -18,6 +18,7 @@ from fs_lowrank.models.names import all_tensors
 from fs_lowrank.seeds import derive
 from fs_lowrank.settings import OPTIMIZERS as CONFIGURABLE
 from fs_lowrank.settings import AdapterSpec, Optimizer, Scheduler
+from fs_lowrank.settings.sections import Dataloader
 from fs_lowrank.training import evaluate, samples_trained, steps_taken, train_client
 from fs_lowrank.training.local import batch_indices, set_trainable
 from fs_lowrank.training.optimizer import check_optimizer, make_optimizer
@@ -231,12 +232,14 @@ def test_equal_seeds_give_equal_results(tiny_encoder, model):
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 11])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_an_epoch_of_batches(size, drop_last):
-    batches = list(batch_indices(size, 4, np.random.default_rng(0), True, drop_last))
+    loads = Dataloader(batch_size=4, drop_last=drop_last)
+    batches = list(batch_indices(range(size), loads, np.random.default_rng(0)))
     seen = np.concatenate(batches)
     assert len(set(seen.tolist())) == len(seen)
     assert len(seen) == (size if not drop_last or size < 4 else size // 4 * 4)
     assert all(len(b) == 4 for b in batches[:-1])
-    ordered = np.concatenate(list(batch_indices(size, 4, np.random.default_rng(0), False)))
+    loads = Dataloader(batch_size=4, shuffle=False)
+    ordered = np.concatenate(list(batch_indices(range(size), loads, np.random.default_rng(0))))
     assert ordered.tolist() == list(range(size))
 
 
