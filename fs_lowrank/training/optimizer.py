@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import UserError, nearest
+from ..errors import UserError
 from ..models.quantised import require_bitsandbytes
 from ..settings import OPTIMIZERS_8BIT, Optimizer, Origin, check_keys, keys_of
 
@@ -18,23 +17,18 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Create the optimizer ``torch.optim.<kind>``, or ``bitsandbytes.optim.<kind>`` with a state of 8 bits.
 
+    Args:
+        kind: a value of ``train.optimizer.type``.
     Raises:
-        UserError: an unknown optimizer or argument (the message suggests the nearest), or a value that it refuses.
+        UserError: an unknown argument (the message suggests the nearest), or a value that it refuses.
     """
-    known: dict[str, Any] = {
-        n.lower(): c
-        for n, c in vars(torch.optim).items()
-        if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
-    }
-    origin, name = origin or Origin(), str(kind).lower()
+    origin, package = origin or Origin(), torch.optim
     if kind in OPTIMIZERS_8BIT:
         require_bitsandbytes(f"train.optimizer.type = {kind}")
         import bitsandbytes
 
-        known[name] = getattr(bitsandbytes.optim, kind)
-    if name not in known:
-        raise UserError(f"train.optimizer.type = {kind!r}: torch.optim has none{nearest(kind, known)}")
-    optimizer = known[name]
+        package = bitsandbytes.optim
+    optimizer = getattr(package, kind)
     keys = keys_of(optimizer.__init__, 2)
     keys = {**keys, "lr": replace(keys["lr"], required=False)}  # some of bitsandbytes have no default, and it is given
     extra = check_keys(extra, keys, origin, "train.optimizer")
