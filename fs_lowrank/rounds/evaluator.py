@@ -104,9 +104,7 @@ class Evaluator:
             client, ``acc`` of the same predictions on its share of the test set, and its number of ``samples``.
         """
         site, test, size = self.site, self.site.held_out()["test"], self.config.eval_batch_size
-        batches = batch_scores(
-            site.model, test, size, outputs=True, owner="test", prefix=site.prefix, reads=site.reads
-        )
+        batches = batch_scores(site.model, test, size, outputs=True, owner="test", prefix=site.prefix, reads=site.reads)
         found, labels = (np.concatenate([batch[of] for batch in batches]) for of in (3, 4))
         classes, shares = len(site.data.label_names), site.data.test_shares
         pairs = np.bincount(labels * classes + found, minlength=classes**2)

@@ -314,7 +314,9 @@ def test_gradients_are_clipped(model):
 def test_optimizers_by_name():
     parameters = [nn.Parameter(torch.zeros(2))]
     assert isinstance(make_optimizer(parameters, "AdamW", 0.1, {"betas": [0.8, 0.9]}), torch.optim.AdamW)
-    with pytest.raises(UserError, match="train.optimizer.type = 'AdamWW': expected one of SGD, .*; did you mean 'AdamW'"):
+    with pytest.raises(
+        UserError, match="train.optimizer.type = 'AdamWW': expected one of SGD, .*; did you mean 'AdamW'"
+    ):
         config(**{"train.optimizer.type": "AdamWW"})
     with pytest.raises(UserError, match="unknown key 'train.optimizer.momentun'; did you mean 'momentum'"):
         make_optimizer(parameters, "SGD", 0.1, {"momentun": 0.9})
