@@ -78,14 +78,14 @@ def check_update(update: Update, expected: Mapping[str, Tensor], max_samples: in
     for name in sorted(expected.keys() - sent.keys()):
         raise RefusedUpdate(f"{who}: tensor {name!r} is missing")
     device = next((t.device for t in expected.values() if not t.is_meta), None)
+    for name, tensor in _not_plain({name: sent[name] for name in expected}, device):
+        came = f"{tensor.layout}, {tensor.dtype}, {tensor.device}" if isinstance(tensor, Tensor) else "no tensor"
+        where = f"on {device}" if device else "with values"
+        raise RefusedUpdate(
+            f"{who}: {name} is of the class {type(tensor).__name__} ({came}), expected a plain dense tensor {where}"
+        )
     for name, want in expected.items():
         tensor = sent[name]
-        if not _is_plain(tensor, device):
-            came = f"{tensor.layout}, {tensor.dtype}, {tensor.device}" if isinstance(tensor, Tensor) else "no tensor"
-            where = f"on {device}" if device else "with values"
-            raise RefusedUpdate(
-                f"{who}: {name} is of the class {type(tensor).__name__} ({came}), expected a plain dense tensor {where}"
-            )
         if tensor.shape != want.shape:
             raise RefusedUpdate(f"{who}: {name} has shape {tuple(tensor.shape)}, expected {tuple(want.shape)}")
         if tensor.dtype != want.dtype:
@@ -113,13 +113,17 @@ def copies(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return {n: t.detach().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
 
 
-def _is_plain(tensor: object, device: torch.device | None) -> bool:
-    """Whether ``tensor`` is dense, of numbers as they are, and with its values on ``device`` (None: any)."""
-    if not isinstance(tensor, Tensor) or type(tensor) not in _PLAIN or tensor.is_nested:
-        return False
-    dense = tensor.layout is torch.strided and not tensor.is_quantized
-    here = not tensor.is_meta and device in (None, tensor.device)
-    return dense and here and bool(tensor.untyped_storage().nbytes() or not tensor.numel())
+def _not_plain(tensors: Mapping[str, object], device: torch.device | None) -> list[tuple[str, object]]:
+    """Those that are not dense, of numbers as they are, and with their values on ``device`` (None: any)."""
+    return [
+        (name, t)
+        for name, t in tensors.items()
+        if not isinstance(t, Tensor)
+        or type(t) not in _PLAIN
+        or (t.is_nested or t.layout is not torch.strided or t.is_quantized or t.is_meta)
+        or device not in (None, t.device)
+        or (t.numel() and not t.untyped_storage().nbytes())
+    ]
 
 
 @dataclasses.dataclass

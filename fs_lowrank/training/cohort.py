@@ -366,7 +366,7 @@ def never_together(model: nn.Module, config: Settings, held: Collection[str], ex
                 training.add_gradients(batches)
         stacked = [slots.stacked[n].grad for n in names]
         generators = training.draws or [torch.Generator().manual_seed(derive(m.seed, "dropout")) for m in members]
-        ours = [(g[i] for g in stacked if g is not None) for i in batches]
+        ours = [[g[i] for g in stacked if g is not None] for i in batches]
         losses, gradients, numbers = zip(*alone)
         # Those of all clients are compared together, because gradients of a client's samples may cancel out.
         for what, a, b in (

@@ -74,7 +74,7 @@ def test_losses_on_a_device_are_read_at_the_end():
             assert current.take(client, Parcel(tensors, round=1, samples=client, loss=told)) == (
                 on_device or client != 2
             )
-        assert current.losses == ({} if on_device else {1: 1 / 3, 3: 1.0, 4: 4 / 3})
+        assert all(isinstance(loss, torch.Tensor) == on_device for loss in current.losses.values())
         finished = current.finish()
         assert finished.undone == {2} and current.losses == {1: 1 / 3, 3: 1.0, 4: 4 / 3}
         ends.append((finished.message, current.record({}, {"training": 1.0}, {})))
