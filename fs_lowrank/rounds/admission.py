@@ -78,11 +78,11 @@ def check_update(update: Update, expected: Mapping[str, Tensor], max_samples: in
     for name in sorted(expected.keys() - sent.keys()):
         raise RefusedUpdate(f"{who}: tensor {name!r} is missing")
     device = next((t.device for t in expected.values() if not t.is_meta), None)
-    for name, tensor in _not_plain({name: sent[name] for name in expected}, device):
-        came = f"{tensor.layout}, {tensor.dtype}, {tensor.device}" if isinstance(tensor, Tensor) else "no tensor"
+    for name, odd in _not_plain({name: sent[name] for name in expected}, device):
+        came = f"{odd.layout}, {odd.dtype}, {odd.device}" if isinstance(odd, Tensor) else "no tensor"
         where = f"on {device}" if device else "with values"
         raise RefusedUpdate(
-            f"{who}: {name} is of the class {type(tensor).__name__} ({came}), expected a plain dense tensor {where}"
+            f"{who}: {name} is of the class {type(odd).__name__} ({came}), expected a plain dense tensor {where}"
         )
     for name, want in expected.items():
         tensor = sent[name]

@@ -170,7 +170,7 @@ def check_configuration(begun: Mapping[str, Any], config: Config, method: Method
     except UserError as error:
         raise CannotContinue(f"the configuration of the run in {outdir} cannot be read: {error}") from error
     # These may change; otherwise a run could never get past a round that failed.
-    free = ("lowrank.min_clients", "lowrank.on_bad_round", "lowrank.max_update_norm")
+    free: tuple[str, ...] = ("lowrank.min_clients", "lowrank.on_bad_round", "lowrank.max_update_norm")
     schedule = config.train.scheduler
     if not (method.needs.rounds or schedule.type or schedule.warmup_ratio):
         free += ("federate.total_round_num",)

@@ -383,7 +383,7 @@ class Round:
 
     def roll_back(self) -> None:
         """Restore the ledger as it was before this round."""
-        self.ledger.synced, self.ledger.undone = map(dict, self._before)
+        self.ledger.synced, self.ledger.undone = (dict(of) for of in self._before)
 
     def record(
         self,
