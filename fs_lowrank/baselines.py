@@ -17,6 +17,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,8 @@ def run_row(
     site, outdir = Site(config), outdir_of(config)
     facts = {"method": "local", **facts_of(site), "formula_bytes": 0, "own_models": True}
     facts["client_majority"] = site.data.client_majority
-    with claim(outdir):
+    with ExitStack() as held:
+        held.callback(claim(outdir).release)
         ended = resume and _has_ended(outdir, facts)
         rounds = config.federate.total_round_num
         history = read_records(outdir / "rounds.jsonl", up_to=rounds, fields=SHOWN) if ended else []

@@ -168,7 +168,7 @@ def _pictures(given: Given) -> list[str]:
     resized = False
     try:
         raw = load_raw(config.data, origin=config.source)
-        resized = max(raw.images.shape[2:]) > LARGEST
+        resized = raw.images is not None and max(raw.images.shape[2:]) > LARGEST
     except UserError:  # pictures of unequal sizes; any other reason comes again
         resized = True
     if resized:

@@ -62,7 +62,10 @@ def figure(
     rows = [main] * bool(main) + [others[i : i + columns] for i in range(0, len(others), max(columns, 1))]
     heights = [max(panel.tall for panel in row) * (1.35 if row is main and others else 1.0) for row in rows] or [1.0]
     width = size[0] * max(columns, len(main) * (1 + bool(others)))
-    made = Shown(figsize=(width, size[1] * sum(heights) + 0.6), layout="constrained")
+    # A blank that does not break keeps the dot at the end of a line.
+    lines = [textwrap.wrap(line.replace(" · ", "\u00a0· "), int(12 * width)) for line in title.splitlines()]
+    above = 0.17 * sum(map(len, lines))  # inches; the legend and the margins take the rest
+    made = Shown(figsize=(width, size[1] * sum(heights) + above + 0.43), layout="constrained")
     places: Any = made.add_gridspec(len(heights), 1, height_ratios=heights)
     first = None
     for place, row in zip(places, rows):
@@ -72,9 +75,7 @@ def figure(
             if same:
                 axes.label_outer()
     _add_legend(made, [mark for panel in panels for mark in panel.marks])
-    # A blank that does not break keeps the dot at the end of a line.
-    lines = (textwrap.fill(line.replace(" · ", "\u00a0· "), int(12 * width)) for line in title.splitlines())
-    made.suptitle("\n".join(lines), fontsize=10)
+    made.suptitle("\n".join(part for line in lines for part in line), fontsize=10)
     _show_as_written(made)
     return made
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from filelock import FileLock
@@ -112,7 +112,8 @@ def remove_run(folder: Path) -> None:
     """
     if not folder.is_dir():
         return
-    with claim(folder):
+    with ExitStack() as held:
+        held.callback(claim(folder).release)
         try:
             for path in (*(folder / name for name in CONTENTS), *folder.glob(_LOGS)):
                 if path.is_dir() and not path.is_symlink():

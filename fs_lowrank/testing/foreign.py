@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import UserError
 
 
-def as_step(server: Any) -> Callable[..., Any]:
+def as_step(server: Any) -> Any:
     """``server`` as a function ``step(states, sizes, ranks, alphas)``.
 
     Args:
@@ -29,7 +29,7 @@ def as_step(server: Any) -> Callable[..., Any]:
             f"{type(server).__name__} came, expected a function step(states, sizes, ranks, alphas), a strategy of "
             "Flower with aggregate_train, or an aggregator of NVFlare or APPFL"
         )
-    return server  # type: ignore[no-any-return]
+    return server
 
 
 def _flower(strategy: Any, states: Sequence[dict], sizes: Sequence[int], *_: Any) -> Any:

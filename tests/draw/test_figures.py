@@ -61,6 +61,17 @@ def test_main_panels_are_larger_and_others_in_rows_of_equal_length():
     assert len({round(box.y0, 2) for box in boxes[2:]}) == 2
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("lines", [1, 4])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_low_panel_has_room_below_a_title_of_several_lines(lines, count):
+    mark = Line("met", [0], [0.1], [0.0], [0.2], style="", marker="o", band=False)
+    panel = Panel("a", "", "", "by how much it is met", [mark], ticks={0: "a condition"}, sideways=True, tall=4)
+    made = figures.figure([panel] * count, "\n".join(["a title"] * lines), size=(9.5, 0.26), in_a_row=1)
+    figures.drawn(made, "png")
+    assert all(axes.get_position().height * made.get_figheight() > 0.2 for axes in made.axes)
+
+
 def test_sideways_intervals_are_inside_the_axis():
     lines = [Line("far", [0], [0.1], [-40.0], [50.0], style="", band=False), Line("near", [1], [0.2], style="")]
     (axes,) = figures.figure([Panel("k", "", "", "points", lines, sideways=True, ticks={0: "a", 1: "b"})]).axes
