@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fs_lowrank import UserError
-from fs_lowrank.errors import RunFailed, hint
+from fs_lowrank.errors import RunFailed, counted, hint
 from fs_lowrank.jobs import shell, tables
 
 from . import score
-from .job import Options, Search
-from .plan import check_only, chosen, jobs_of
-from .run import run, verify
-from .suite import SIZES, among, load_suite, shipped
+from .suite_keys import SIZES
+
+if TYPE_CHECKING:
+    from .job import Options
 
 console = shell.make_console(140)
 
@@ -89,6 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _options(args: argparse.Namespace, suites: Sequence[str]) -> Options:
     from fs_lowrank import list_engines
 
+    from .job import Options
+    from .suite import among
+
     if args.engine not in list_engines():
         raise UserError(f"--engine {args.engine}: no such engine{among(list_engines(), args.engine)}")
     extra = {k: getattr(args, k) for k in ("work", "redo", "keep", "unsafe_code", "cell") if hasattr(args, k)}
@@ -110,19 +114,19 @@ def _options(args: argparse.Namespace, suites: Sequence[str]) -> Options:
     )
 
 
-def _count(experiments: Sized) -> str:
-    return f"{len(experiments)} experiment{'s' * (len(experiments) != 1)}"
-
-
 def _list(args: argparse.Namespace) -> None:
+    from .suite import load_suite, overview
+
     lines: list[tuple[str, ...]]
     if not args.suites:
         lines = [("suite", "what", "small", "paper")]
-        for name in shipped():
-            sizes = {size: load_suite(name, size) for size in SIZES}
-            lines.append((name, sizes["small"].title, *(_count(s.experiments) for s in sizes.values())))
+        for name, title, numbers in overview():
+            lines.append((name, title, *(counted(number, "experiment") for number in numbers)))
         tables.show(console, lines, args.table)
         return
+    from .job import Search
+    from .plan import check_only, chosen, jobs_of
+
     counts = ("searches", "cells", "done", "took")
     lines = [("suite", "experiment", "what", *counts)]
     for name in args.suites:
@@ -146,6 +150,8 @@ def _list(args: argparse.Namespace) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from .run import run
+
     gpus = shell.gpus(args.gpus)
     workers = max(1, len(gpus)) if args.workers is None else args.workers
     if args.estimate:
@@ -176,6 +182,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _verify(options: Options) -> int:
+    from .run import verify
+
     differ = verify(options, lambda news: None)
     if not differ:
         console.print(f"{options.cell}: every metric is the same again")

@@ -12,16 +12,18 @@ that share the rest. An inner config is merged into the outer one; any other key
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fs_lowrank import UserError, list_methods
+from fs_lowrank import UserError
+from fs_lowrank.declared import methods
 from fs_lowrank.errors import nearest
 from fs_lowrank.settings import Origin, check_keys, check_value, read_yaml, yaml_beside
 from fs_lowrank.settings import flatten as dotted
+from fs_lowrank.settings.reading import read_packaged
 
 from .beside import hpo
 from .conditions import check_rule
@@ -141,6 +143,14 @@ def among(there: Iterable[str], name: object) -> str:
     """For a message that ``name`` is not there: the nearest, and all that are."""
     known = list(there)
     return f"{nearest(str(name), known)}; there are: {', '.join(known) or 'none'}"
+
+
+def overview() -> Iterator[tuple[str, str, list[int]]]:
+    """The suites of this package: name, title and number of experiments at each of ``SIZES``; none is checked."""
+    for name in shipped():
+        tree = read_packaged(__package__, f"suites/{name}.yaml")
+        named = [(tree.get(size) or {}).get("experiments", tree.get("experiments")) for size in SIZES]
+        yield name, tree["title"], [len(given) if given else 1 for given in named]
 
 
 def shipped() -> list[str]:
@@ -289,7 +299,7 @@ def _check_methods(rule: list[dict], experiments: list[Experiment], origin: Orig
     """Check that every method of a rule is in an experiment of the claim, or can be added by ``--methods``."""
     if not experiments or any(e.every_method or e.script for e in experiments):
         return
-    known = {*list_methods(), *(entry.label for e in experiments for entry in e.methods)}
+    known = {*methods().list_methods(), *(entry.label for e in experiments for entry in e.methods)}
     for i, condition in enumerate(rule):
         named = [
             condition[k]

@@ -36,7 +36,7 @@ _LAZY = {
     "Requires": "methods",
     "Phase": "methods",
     "Update": "methods",
-    "RunResult": "runs",
+    "RunResult": "runs.result",
     "Callback": "callbacks",
 }
 __all__ = sorted(_LAZY)

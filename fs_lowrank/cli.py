@@ -463,17 +463,18 @@ def _compare(args: argparse.Namespace) -> None:
 def _methods(args: argparse.Namespace) -> None:
     import inspect
 
-    from .methods import Averaging, get_method_class, list_methods
+    from .declared import methods
 
     if args.name is None:
         lines = [("method", "source", "a client sends", "server step")]
-        for name in list_methods():
-            cls = get_method_class(name)
-            lines.append((name, cls.source, cls.sends, "weighted mean" if issubclass(cls, Averaging) else "its own"))
+        for name in methods().list_methods():
+            cls = methods().get_method_class(name)
+            step = "weighted mean" if issubclass(cls, methods().Averaging) else "its own"
+            lines.append((name, cls.source, cls.sends, step))
         tables.show(console, lines, args.table)
         return
     tables.only_of_a_list(args)
-    cls = get_method_class(args.name)
+    cls = methods().get_method_class(args.name)
     _say(inspect.cleandoc(inspect.getmodule(cls).__doc__ or cls.__doc__ or ""))
     fields = dataclasses.fields(cls.Params)
     console.print("\nhyperparameters (config section lowrank):" if fields else "\nno hyperparameters of its own")

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .declared import declared, methods
 from .errors import UserError, say_once
 from .settings import (
     OPTIMIZERS_8BIT,
@@ -204,9 +205,8 @@ def _build(tree: Mapping[str, Any], origin: Origin, overridden_params: Mapping[s
 def _check_optimizers(config: Config, origin: Origin) -> None:
     server = config.fedopt.optimizer
     if config.fedopt.use or server.extra:
-        from .methods.server_optimizer import ServerOptimizer
-
-        ServerOptimizer.from_config({"type": server.type, "lr": server.lr, **server.extra}, origin)
+        optimizer = declared("fs_lowrank.methods.server_optimizer").ServerOptimizer
+        optimizer.from_config({"type": server.type, "lr": server.lr, **server.extra}, origin)
     of_8_bits = config.train.optimizer.type in OPTIMIZERS_8BIT
     if not config.train.optimizer.extra and not of_8_bits:
         return
@@ -220,10 +220,8 @@ def _check_optimizers(config: Config, origin: Origin) -> None:
 
 
 def _method_class(name: str, origin: Origin) -> Any:
-    from .methods import get_method_class  # imports torch, which reading a config's schema should not
-
     try:
-        return get_method_class(name.lower())
+        return methods().get_method_class(name.lower())
     except UserError as error:
         raise UserError(f"{origin.where('federate.method')}{error}") from None
 

@@ -18,20 +18,18 @@ from typing import Any
 
 import yaml
 
-from .data.images import STEPS
-from .data.partition import PARTITIONERS
-from .data.sources import DataArgs
+from .declared import declared, methods
 from .errors import UserError, nearest
-from .methods import get_method_class, list_methods
-from .methods.server_optimizer import ServerOptimizer
-from .settings import AdapterSpec, Key, OfClient, Settings, framework, keys_of
+from .settings import AdapterSpec, DataArgs, Key, OfClient, Settings, framework, keys_of
 from .settings import json_schema as json_schemas
 from .settings.check import expected
 from .settings.effects import on_engine
-from .training.schedule import Schedule
 
-#: section → the dataclass that its further arguments belong to
-_MEANT: dict[str, type] = {"train.scheduler": Schedule, "fedopt.optimizer": ServerOptimizer}
+#: section → the module and the dataclass that its further arguments belong to
+_MEANT = {
+    "train.scheduler": ("fs_lowrank.training.schedule", "Schedule"),
+    "fedopt.optimizer": ("fs_lowrank.methods.server_optimizer", "ServerOptimizer"),
+}
 
 
 @dataclass(frozen=True)
@@ -61,17 +59,16 @@ def reference() -> list[Entry]:
     """Every key that a configuration may have, in the order of the schema."""
     entries = [*_section("", "general", Settings)]
     entries += _section("data.args.0.", "data.args", DataArgs)
-    for name, function in PARTITIONERS.items():
-        alias = next(n for n, f in PARTITIONERS.items() if f is function)
-        if alias == name:
-            names = [n for n, f in PARTITIONERS.items() if f is function]
-            entries += _section("data.splitter_args.0.", f"data.splitter: {' or '.join(names)}", function, skip=3)
-    for name, step in STEPS.items():
+    partitioners = declared("fs_lowrank.data.partition").PARTITIONERS
+    for function in dict.fromkeys(partitioners.values()):
+        names = [name for name, same in partitioners.items() if same is function]
+        entries += _section("data.splitter_args.0.", f"data.splitter: {' or '.join(names)}", function, skip=3)
+    for name, step in declared("fs_lowrank.data.images").STEPS.items():
         entries += _section("data.transform.N.1.", f"data.transform: {name}", step)
     entries += _section("llm.adapter.args.0.", "llm.adapter.args", AdapterSpec, leave_out=("method", "extra"))
     entries += _section("lowrank.clients.N.", "lowrank.clients", OfClient)
-    for name in list_methods():
-        cls = get_method_class(name)
+    for name in methods().list_methods():
+        cls = methods().get_method_class(name)
         if dataclasses.fields(cls.Params):
             entries += _section("lowrank.", f"federate.method: {name}", cls.Params)
     return entries
@@ -138,7 +135,7 @@ def json_schema() -> dict[str, Any]:
             known[name] = value | {"description": entry.meaning}
         elif value not in (known[name], *(alike := known[name].setdefault("anyOf", [dict(known[name])]))):
             known[name] = {"description": known[name]["description"], "anyOf": [*alike, value]}
-    at("federate")["properties"]["method"]["examples"] = list_methods()
+    at("federate")["properties"]["method"]["examples"] = methods().list_methods()
     for name in _OPEN:
         at(name)["additionalProperties"] = True
     at("lowrank.clients.N")["properties"] |= _OF_CLIENTS
@@ -206,8 +203,9 @@ def _section(prefix: str, group: str, what: Any, skip: int = 0, leave_out: Seque
             yield from _section(f"{prefix}{name}.", f"{prefix}{name}", key.hint)
         else:
             yield _entry(prefix, group, name, key, defaults, meanings)
-    if (meant := _MEANT.get(prefix.rstrip("."))) not in (None, what):
-        yield from _section(prefix, group, meant, leave_out=list(keys))
+    if not leave_out and prefix.rstrip(".") in _MEANT:
+        module, cls = _MEANT[prefix.rstrip(".")]
+        yield from _section(prefix, group, getattr(declared(module), cls), leave_out=list(keys))
 
 
 def _entry(prefix: str, group: str, name: str, key: Key, defaults: Mapping, meanings: Mapping[str, str]) -> Entry:

@@ -1,27 +1,30 @@
-"""Search of hyperparameters with Optuna, over any config: ``fs-lowrank hpo tune | status | best | plot``."""
+"""Search of hyperparameters with Optuna, over any config: ``fs-lowrank hpo tune | status | best | plot``.
 
-from .objectives import check_config, parse_objectives
-from .space import Space, accepts, at_an_end, load_space, space_from
+Modules are imported on first use: most need Optuna, which takes a second, and a suite can be read without it.
+"""
 
-try:
-    from .best import budget_text, read_header, results
-    from .tune import TRIALS, Search, tune
-except ModuleNotFoundError as error:  # the command says in one line that Optuna is missing
-    if error.name != "optuna":
-        raise
+from importlib import import_module
+from typing import Any
 
-__all__ = [
-    "TRIALS",
-    "Search",
-    "Space",
-    "accepts",
-    "at_an_end",
-    "budget_text",
-    "check_config",
-    "load_space",
-    "parse_objectives",
-    "read_header",
-    "results",
-    "space_from",
-    "tune",
-]
+_LAZY = {
+    "TRIALS": "start",
+    "Search": "start",
+    "Space": "space",
+    "accepts": "space",
+    "at_an_end": "space",
+    "budget_text": "best",
+    "check_config": "objectives",
+    "load_space": "space",
+    "parse_objectives": "objectives",
+    "read_header": "best",
+    "results": "best",
+    "space_from": "space",
+    "tune": "start",
+}
+__all__ = sorted(_LAZY)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)

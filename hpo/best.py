@@ -21,11 +21,11 @@ from fs_lowrank.runs.chance import Chance
 from fs_lowrank.runs.summary import for_people, human_bytes, shown_name
 from fs_lowrank.versions import SCHEMA, check_schema
 
+from .objectives import WATCHED, metric_of, one_test_set
 from .search import budget, drawn, failure_text, failures, front, kind, reason_of
 from .settings import settings_of, space_of
 from .space import at_an_end, decoded
 from .storage import CONFIRM, load_study, open_storage, quiet
-from .trial import WATCHED, metric_of, one_test_set
 
 _HEADER = "# hpo: "
 

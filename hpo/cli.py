@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,16 +14,12 @@ from fs_lowrank import UserError
 from fs_lowrank.errors import hint, nearest
 from fs_lowrank.jobs import shell, tables
 
-#: what is said where Optuna is missing
-NEEDS_OPTUNA = "error: hpo needs Optuna: pip install 'fs-lowrank[hpo]'"
 console = shell.make_console(140)
 _COSTS = ("rounds", "client-steps", "seconds")
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser]]:
-    from .objectives import OBJECTIVES
-    from .settings import PRUNERS, SAMPLERS
-    from .storage import FILE
+    from .objectives import FILE, OBJECTIVES, PRUNERS, SAMPLERS
 
     whole, some = shell.at_least(0), shell.at_least(1)
     names, costs = ", ".join(OBJECTIVES), "client-steps after which no trial of a study starts"
@@ -101,24 +96,21 @@ _ROUNDS: dict[str, Any] = {"default": (), "type": _rounds}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (0 success, 1 failure, 2 wrong use, 130 interrupted)."""
-    try:
-        from .storage import quiet
-
-        with quiet():
-            return shell.run(_parser, argv, console, folder=lambda args: args.folder)
-    except ImportError as error:
-        if (error.name or "").split(".")[0] != "optuna":
-            raise
-        print(NEEDS_OPTUNA, file=sys.stderr)
-        return shell.WRONG_USE
+    return shell.run(_parser, argv, console, folder=lambda args: args.folder)
 
 
 def _stored(command: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> int | None:
     """Run a command; an error of its storage is a ``UserError``."""
-    from .storage import FILE, storage_errors
+    from .objectives import FILE
 
+    try:
+        from .storage import quiet, storage_errors
+    except ModuleNotFoundError as error:
+        if error.name != "optuna":
+            raise
+        raise UserError("hpo needs Optuna: pip install 'fs-lowrank[hpo]'") from None
     args.where = args.storage or str(args.folder / FILE)
-    with storage_errors(args.where):
+    with quiet(), storage_errors(args.where):
         return command(args)
 
 
@@ -129,8 +121,8 @@ def _tune(args: argparse.Namespace) -> int:
     from .best import summary
     from .objectives import parse_objectives
     from .space import load_space
+    from .start import Search, tune
     from .storage import open_storage
-    from .tune import Search, tune
 
     config = load_config(args.cfg, **parse_overrides(args.overrides))
     asked = {"federate.method": shell.names(args.methods), "data.type": shell.names(args.data)}

@@ -1,4 +1,4 @@
-"""What a search goes by, and whether a config measures it. Nothing here needs Optuna."""
+"""What a search can be told, what it goes by, and whether a config measures it. Nothing here needs Optuna."""
 
 from __future__ import annotations
 
@@ -9,11 +9,31 @@ from fs_lowrank import Config, UserError
 from fs_lowrank.errors import nearest
 from fs_lowrank.settings.metrics import METRICS, measured
 
+SAMPLERS = ("grid", "tpe", "random", "cmaes", "gp")
+PRUNERS = ("none", "median", "halving", "hyperband")
+#: name of the storage in the folder of a search
+FILE = "study.db"
+#: the key of the metric that stops a run early
+WATCHED = "eval.best_res_update_round_wise_key"
 #: the objectives and their directions; none of them is of the test data
 OBJECTIVES: dict[str, Literal["minimize", "maximize"]] = {
     **{f"val_{name}": "maximize" if metric.larger else "minimize" for name, metric in METRICS.items()},
     **dict.fromkeys(("uplink_bytes", "downlink_bytes", "client_steps"), "minimize"),
 }
+
+
+def one_test_set(base: Config) -> Config:
+    """``base`` with one test set for all seeds (``lowrank.test_seed``), if the test set is split off the training rows.
+
+    With a test set by seed, rows that the search has chosen by would be in the test sets of the fresh seeds.
+    """
+    cut = base.data.splits[2] and base.lowrank.test_seed < 0
+    return base.replace({"lowrank.test_seed": base.seed}) if cut else base
+
+
+def metric_of(objectives: Sequence[str]) -> str:
+    """The first objective on validation data, by which a trial is pruned and its run stops early."""
+    return next(name for name in objectives if name.startswith("val"))
 
 
 def parse_objectives(text: str) -> tuple[str, ...]:

@@ -17,9 +17,7 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from fs_lowrank import Config, UserError
-from fs_lowrank.data import load_raw
-from fs_lowrank.data.stored import StoredFrame
-from fs_lowrank.methods import revisions
+from fs_lowrank.declared import methods
 from fs_lowrank.versions import SCHEMA
 
 from .objectives import OBJECTIVES
@@ -76,7 +74,8 @@ def _different(old: Mapping, new: Mapping) -> list[str]:
 
 def _revisions(settings: Settings) -> dict[str, int]:
     """The revisions above 1 of the methods and server optimizers of the base config, and of what it searches."""
-    base, found = settings.base, dict(revisions(settings.base))
+    revisions, base = methods().revisions, settings.base
+    found = dict(revisions(base))
     listed = [(k, v) for k, kinds in settings.space.items() for kind in ("grid", "choice") for v in kinds.get(kind, ())]
     for key, value in listed:
         with suppress(UserError):  # a value that is valid only beside others
@@ -89,6 +88,9 @@ def data_of(config: Config) -> str:
 
     The texts of arrow data stay on disk and are left out. Empty if the data cannot be read, which the trials report.
     """
+    from fs_lowrank.data import load_raw
+    from fs_lowrank.data.stored import StoredFrame
+
     try:
         raw = load_raw(config.data, origin=config.source, task=config.model.task)
     except UserError:

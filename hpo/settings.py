@@ -13,13 +13,10 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial
 
 from fs_lowrank import Config, UserError, load_config
-from fs_lowrank.rounds.site import method_of
 from fs_lowrank.versions import check_schema
 
 from .space import Space, space_from
 
-SAMPLERS = ("grid", "tpe", "random", "cmaes", "gp")
-PRUNERS = ("none", "median", "halving", "hyperband")
 #: the attribute of a study that holds its settings
 META = "fs_lowrank_hpo"
 
@@ -120,6 +117,8 @@ def make_sampler(settings: Settings, wanted: int, seed: int) -> optuna.samplers.
 
 def first_passes(config: Config) -> int:
     """The number of rounds after which everything that the method trains has been trained at least once."""
+    from fs_lowrank.rounds.site import method_of  # imports torch, which looking at a study needs not
+
     method, rounds = method_of(config), range(1, config.federate.total_round_num + 1)
     trained = [{tag for phase in method.phases(t) for tag in phase.train} for t in rounds]
     everything = set[str]().union(*trained)

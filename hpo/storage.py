@@ -16,8 +16,8 @@ from optuna.storages import BaseStorage, RDBStorage, RetryHeartbeatStaleTrialCal
 
 from fs_lowrank import RunFailed, UserError
 
-#: name of the storage in the folder of a search
-FILE = "study.db"
+from .objectives import FILE
+
 #: what a search of fs-lowrank 0.1 and 0.2.0.dev0 has in its folder instead
 OLD = "journal.log"
 #: seconds between two heartbeats of a worker, and without one until its trial is queued again

@@ -9,7 +9,7 @@ import socket
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,9 @@ from fs_lowrank.runs.records import flat_metrics, read_records
 from fs_lowrank.runs.split import read_split
 from fs_lowrank.training import steps_taken
 
+from .objectives import WATCHED, metric_of, one_test_set
 from .settings import Settings
 
-#: the key of the metric that stops a run early
-WATCHED = "eval.best_res_update_round_wise_key"
 _BYTES = ("uplink_bytes", "downlink_bytes")
 
 
@@ -52,20 +51,6 @@ def explain(error: BaseException) -> Failed:
     if any(word in low.replace(",", " ").replace(":", " ").split() for word in ("nan", "inf", "nans")):
         return Failed("nan", text)
     return Failed("error", text)
-
-
-def one_test_set(base: Config) -> Config:
-    """``base`` with one test set for all seeds (``lowrank.test_seed``), if the test set is split off the training rows.
-
-    With a test set by seed, rows that the search has chosen by would be in the test sets of the fresh seeds.
-    """
-    cut = base.data.splits[2] and base.lowrank.test_seed < 0
-    return base.replace({"lowrank.test_seed": base.seed}) if cut else base
-
-
-def metric_of(objectives: Sequence[str]) -> str:
-    """The first objective on validation data, by which a trial is pruned and its run stops early."""
-    return next(name for name in objectives if name.startswith("val"))
 
 
 def trial_config(base: Config, point: Mapping, metric: str, folder: Path, seed: int, test: bool = False) -> Config:

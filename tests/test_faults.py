@@ -28,7 +28,7 @@ from fs_lowrank.errors import RunFailed, UserError
 from fs_lowrank.models.names import named_tensors
 from fs_lowrank.rounds.ledger import Ledger
 from fs_lowrank.rounds.round import Round
-from fs_lowrank.runs import load_checkpoint
+from fs_lowrank.runs.checkpoint import load_checkpoint
 from fs_lowrank.runs.records import Records
 from fs_lowrank.settings import Settings
 from fs_lowrank.training import train_client

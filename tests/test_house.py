@@ -30,6 +30,7 @@ ROWS = (
     ("fs_lowrank.data",),
     ("fs_lowrank.models",),
     ("fs_lowrank.methods",),
+    ("fs_lowrank.declared",),
     ("fs_lowrank.training",),
     ("fs_lowrank.config",),
     ("fs_lowrank.draw",),
@@ -204,7 +205,7 @@ BUDGETS = {
 }
 #: rooms with one budget, by their names here
 TOGETHER = {
-    **dict.fromkeys(("fs_lowrank.settings", "fs_lowrank.config", "fs_lowrank.keys"), "settings, config, keys"),
+    **dict.fromkeys(("fs_lowrank.settings", "fs_lowrank.config", "fs_lowrank.declared", "fs_lowrank.keys"), "settings, config, keys"),
     **dict.fromkeys(
         (
             *("fs_lowrank", "fs_lowrank.__main__", "fs_lowrank.api", "fs_lowrank.baselines", "fs_lowrank.cli"),

@@ -59,13 +59,13 @@ def write(args: argparse.Namespace, out: Path | None) -> Path:
         UserError: see ``start.draft``; the file exists with another content. RunFailed: it cannot be written.
     """
     from ..data.own import stem_of
-    from ..methods import get_method_class
+    from ..declared import methods
     from ..start import Given, draft
 
     if args.clients < 0:
         raise UserError(f"--clients {args.clients}: expected a whole number above 0")
     said = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in _COLUMNS}
-    method = get_method_class(args.method).name if args.method else ""
+    method = methods().get_method_class(args.method).name if args.method else ""
     text = draft(Given(args.data, **said, model=args.model, method=method, clients=args.clients))
     out = out or Path(stem_of(args.data) + ".yaml")
     if out.exists() and out.read_text(encoding="utf-8", errors="replace") != text:

@@ -56,7 +56,6 @@ _OTHER_TEMPLATE = (
     "if it refuses system turns, put their text into the user's first turn; else take a tokenizer with another "
     "template, or name one with template in data.args"
 )
-LOSSES = ("answer", "all")
 #: settings of a tokenizer that say where it was read from; others end in ``_file``
 _PLACE = ("name_or_path", "is_local", "local_files_only")
 #: what is not used takes half of the time

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib import import_module
 from importlib.metadata import entry_points
 
 from ..errors import UserError, nearest
@@ -62,7 +61,7 @@ _OTHERWISE = {
 def _load(path: tuple[str, ...]) -> None:
     """Import what registers methods, once for each ``sys.path``: looking for packages takes time."""
     for module in _BUILT_IN:
-        import_module(f"{__package__}.{module}")
+        __import__(f"{__package__}.{module}")  # by name, as a copy of this module (``declared``) imports copies
     for point in entry_points(group=ENTRY_POINTS):
         try:
             point.load()

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ..settings.metrics import standard_error
-from .split import read_about
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,8 @@ class Chance:
         Args:
             split: ``validation`` or ``test``.
         """
+        from .split import read_about  # imports torch, which a verdict needs not
+
         return cls.of_data(read_about(folder), split)
 
     @classmethod

@@ -92,6 +92,52 @@ class Data:
     test_transform: list = key([])
 
 
+_COLUMN, _FILE = "the name of a column", "the name of a file"
+
+
+@dataclass(frozen=True)
+class DataArgs:
+    """All keys of ``data.args``. Each data set supports some of them."""
+
+    #: in tokens; None: ``llm.tok_len``
+    max_len: int | None = key(None, min=1)
+    #: form of an instruction: the tokenizer's chat template, Alpaca's, or the first of them that there is (of the sets
+    #: that FederatedScope knows by name, such as `gsm8k@llm`, Alpaca's); or a text with columns in braces, the answer
+    #: last: `"Question: {question} Answer: {output}"`
+    template: str = key("auto", words="auto, chat, alpaca, or a text with {column} fields")
+    #: tokens with a loss: those of the answer, or all
+    loss_on: str = key("answer", choices=("answer", "all"))
+    #: column of the text
+    text: str = key("text", words=_COLUMN)
+    #: column of the second sentence
+    text_pair: str | None = key(None, words=_COLUMN)
+    #: column of the class, of the number (`model.task: SequenceRegression`), or of a list of classes (`model.task:
+    #: MultiLabelClassification`), for which there may be a column of 0 and 1 for each class instead: `[insult, threat]`
+    label: str | list[str] = key("label", words=f"{_COLUMN}, or for sets of classes a list of columns of 0 and 1")
+    #: column of the instruction; None: `instruction`, `prompt`, `query` or `question`. Conversations need none of these
+    #: three: a column `messages` or `conversations`, a list of turns with `role` and `content`, of which the last is
+    #: the assistant's, or ShareGPT's with `from` and `value`, is read by its name
+    instruction: str | None = key(None, words=_COLUMN)
+    #: column of the instruction's input; None: `input` or `context`, if there is one
+    input: str | None = key(None, words=_COLUMN)
+    #: column of the answer; None: `output`, `response`, `completion` or `answer`
+    output: str | None = key(None, words=_COLUMN)
+    #: column that a splitter may use
+    category: str | None = key(None, words=_COLUMN)
+    #: whether double quotes enclose the fields of a table; None: in `.csv`, not in `.tsv`
+    quoting: bool | None = key(None)
+    #: file with validation data, in the folder of `data.type`; None: a share of the training rows, by `data.splits`
+    validation: str | None = key(None, words=_FILE)
+    #: file with test data, in the folder of `data.type`; None: a share of the rows, by `data.splits`
+    test: str | None = key(None, words=_FILE)
+    #: name of a configuration on the Hugging Face hub
+    config: str | None = key(None)
+    #: size of images in pixels, for both sides or as ``[height, width]``
+    size: int | tuple[int, int] | None = key(None, min=1, words="pixels, or [height, width]")
+    #: channels of images: 1 converts to gray, 3 repeats a gray channel; None: as they are
+    channels: int | None = key(None, choices=(1, 3))
+
+
 @dataclass(frozen=True)
 class Dataloader:
     #: samples of a client in one step

@@ -8,7 +8,7 @@ pytest.importorskip("optuna")
 
 from fs_lowrank import load_config  # noqa: E402
 from hpo.space import space_from  # noqa: E402
-from hpo.tune import Search, tune  # noqa: E402
+from hpo.start import Search, tune  # noqa: E402
 
 
 @pytest.fixture

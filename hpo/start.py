@@ -17,11 +17,11 @@ import optuna
 from fs_lowrank import Config, UserError
 from fs_lowrank.jobs.crew import check_gpus, run_workers, stop_signals
 
-from .objectives import check_config
+from .objectives import FILE, check_config
 from .search import create, data_of, enqueue, retry_failed
 from .settings import Settings, check_fit
 from .space import Space
-from .storage import CONFIRM, FILE, load_study, open_storage, quiet, storage_errors
+from .storage import CONFIRM, load_study, open_storage, quiet, storage_errors
 from .worker import work
 
 #: number of points of a study whose space is no grid, unless it is given

@@ -1,0 +1,79 @@
+"""Copies of this package's modules for looking things up: what a method or a data set takes, without importing torch.
+
+A module says in its docstring, its classes and its signatures what a reference shows, and only what they compute needs
+tensors. A copy has all of these; what it imports from other packages is absent in it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from functools import cache
+from importlib.machinery import SourceFileLoader
+from importlib.metadata import entry_points
+from importlib.util import resolve_name
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+#: rooms whose modules import nothing that takes long, so that a copy has them as they are
+_QUICK = ("fs_lowrank.errors", "fs_lowrank.seeds", "fs_lowrank.settings", "fs_lowrank.versions")
+_QUICK_PACKAGES = {*sys.stdlib_module_names, "yaml"}
+
+
+class _Absent:
+    """In place of a name of another package: a base of nothing, a decorator without effect, a part of a type."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        return given[0] if given and callable(given[0]) else self
+
+    def __mro_entries__(self, bases: tuple) -> tuple:
+        return ()
+
+    def __getitem__(self, item: Any) -> Any:
+        return self
+
+    __or__ = __ror__ = __getitem__
+
+
+def declared(name: str) -> Any:
+    """The module ``name`` of this package if it is imported already; else a copy that imports no other package.
+
+    A copy imports other modules of its own room as copies, and the rooms below ``algebra`` as they are.
+    """
+    return sys.modules.get(name) or _copy(name)
+
+
+@cache
+def _copy(name: str) -> ModuleType:
+    file = Path(__file__).parent.joinpath(*name.split(".")[1:])
+    file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
+    module = ModuleType(f"{name} (declared)")
+    sys.modules[module.__name__] = module  # where dataclasses and inspect look for it
+    room, package = name.split(".")[:2], name if file.name == "__init__.py" else name.rpartition(".")[0]
+
+    def import_(target: str, globals: Any = None, locals: Any = None, names: Any = (), level: int = 0) -> Any:
+        target = resolve_name("." * level + target, package)
+        if target.split(".")[0] in _QUICK_PACKAGES or target.startswith(_QUICK):
+            return builtins.__import__(target, globals, locals, names)
+        return declared(target) if target.split(".")[:2] == room else _Absent()
+
+    given = {"__file__": str(file), "__package__": package, "__builtins__": {**vars(builtins), "__import__": import_}}
+    vars(module).update(given)
+    exec(SourceFileLoader(name, str(file)).get_code(name), vars(module))  # noqa: S102
+    return module
+
+
+def methods() -> Any:
+    """``fs_lowrank.methods`` or its copy; not the copy where packages add methods, which import the room itself."""
+    added = entry_points(group=declared("fs_lowrank.methods.catalogue").ENTRY_POINTS)
+    if not added:
+        return declared("fs_lowrank.methods")
+    from . import methods as room
+
+    return room
