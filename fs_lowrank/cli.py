@@ -143,6 +143,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     def again(args: argparse.Namespace) -> str:
         if not hasattr(args, "resume"):
             return ""
+        outdir = getattr(args, "outdir", None)
+        if outdir is None or not any(outdir.rglob("checkpoint")):
+            return " before a round was saved, so there is nothing to continue; the same command begins anew"
         words = [word for word in given if word not in ("--overwrite", "--resume")]
         return f"; continue with: {hint(words[0], '--resume', *words[1:])}"
 
@@ -174,23 +177,23 @@ class _Live:
 
     def on_round(self, record: dict) -> None:
         from .runs.summary import for_people, human_bytes
+        from .settings.metrics import chief
 
-        shown = {split: for_people(of, self.language) for split, of in record["metrics"].items()}
-        held_out = "  ".join(
-            f"{split} " + " ".join(f"{n.replace('_', ' ')} {v:.3f}" for n, v in sorted(m.items()))
-            for split, m in shown.items()
-        )
-        held_out += "".join(f"  answers {n.replace('_', ' ')} {v:.3f}" for n, v in record.get("answers", {}).items())
-        clients = max(len(record["clients"]), 1)
+        chiefs = {split: {chief(of): of[chief(of)]} for split, of in record["metrics"].items()}
+        named = {split: for_people(of, self.language) for split, of in chiefs.items()}
+        shown = [(f"{split} {name}", value) for split, of in named.items() for name, value in of.items()]
+        shown += [(f"answers {name}", value) for name, value in record.get("answers", {}).items()]
         failed = f"  {len(record['failed'])} failed" if record["failed"] else ""
         left_out = "  left out" if record.get("skipped") else ""
+        cells = [f"loss {record['loss']:.3f}", *(f"{name.replace('_', ' ')} {value:.3f}" for name, value in shown)]
+        sent = f"  up {human_bytes(record['uplink_bytes'] / max(len(record['clients']), 1))}"
+        end = f"  {sum(record['seconds'].values()):.1f} s"
         line = Text.assemble(
-            f"round {record['round']:>3}/{self.rounds}  clients {len(record['clients'])}",
-            (failed + left_out, "yellow"),
-            f"  train loss {record['loss']:.3f}  {held_out}  up {human_bytes(record['uplink_bytes'] / clients)} "
-            f"down {human_bytes(record['downlink_bytes'] / max(len(record['selected']), 1))} a client  "
-            f"{sum(record['seconds'].values()):.1f} s",
+            f"round {record['round']:>3}/{self.rounds}", (failed + left_out, "yellow"), *(f"  {cell}" for cell in cells)
         )
+        if len(line) + len(sent + end) <= console.width:  # the table at the end has the bytes too
+            line.append(sent)
+        line.append(end)
         _say(line)
 
     def stop(self) -> None:

@@ -19,7 +19,7 @@ import yaml
 from torch import nn
 
 from .config import load_config
-from .data import CAUSAL_LM, LONGEST, RawData, load_raw
+from .data import CAUSAL_LM, IMAGE_CLASSIFICATION, LONGEST, RawData, load_raw
 from .data.own import look_at, refuse_tables, stem_of
 from .data.sources import data_args
 from .data.stored import is_saved
@@ -206,6 +206,7 @@ def _head(given: Given, raw: RawData, clients: int, method: str, share: float) -
         raise UserError(
             f"clients={clients}: {given.data} has {rows} rows, of which {rows * share:.0f} are for training"
         )
+    rounds = 20 if raw.task == IMAGE_CLASSIFICATION else 4  # from scratch, or from a model that knows texts
     classes = f"{raw.num_labels} classes ({', '.join(raw.label_names[:8])})"
     task = "instructions and answers" if raw.task == CAUSAL_LM else classes
     guessed = "" if given.clients else "guessed: "
@@ -218,7 +219,7 @@ def _head(given: Given, raw: RawData, clients: int, method: str, share: float) -
         f"  method: {given.method or method}                 # fs-lowrank methods lists them",
         f"  client_num: {clients}                 # {guessed}about {each:.0f} training rows each",
         "  sample_client_num: -1         # how many of them take part in a round; -1: all",
-        "  total_round_num: 20",
+        f"  total_round_num: {rounds}            # for a first look; raise it and add --resume to the same command to go on",
         "data:",
         f"  type: {_yaml(str(given.data))}",
     ], each

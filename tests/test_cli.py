@@ -64,7 +64,7 @@ def test_a_run_from_start_to_files(curves, command, config_file, tmp_path, caplo
     assert re.match(r"data: 300 rows read, \d+ for training by 3 clients \(\d+ to \d+ each\),.* 2 classes", said)
     lines = [line for line in out.splitlines() if line.startswith("round ")]
     assert len(lines) == 2 and "1/2" in lines[0] and "2/2" in lines[1]
-    assert all(part in lines[0] for part in ("clients 3", "train loss", "test acc", "up ", "down 0 B"))
+    assert all(part in lines[0] for part in ("  loss ", "test acc", "up ")) and len(lines[0]) <= 80
     text = squeeze(out)
     for part in (
         "rolora: 3 clients, 3 a round, 2 rounds",

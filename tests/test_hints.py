@@ -53,12 +53,17 @@ def test_what_init_offers_runs(tmp_path, monkeypatch, capsys, tiny_encoder):
 @pytest.mark.parametrize(
     "command", [["run", "--cfg", "a b.yaml", "seed", "1"], ["compare", "--cfg", "a.yaml", "--methods", "x,y"]]
 )
-def test_what_an_interrupted_run_offers_is_the_command_with_resume(command, monkeypatch, capsys):
+def test_what_an_interrupted_run_offers_is_the_command_with_resume(command, monkeypatch, capsys, tmp_path):
     def stop(args):
+        args.outdir = tmp_path
         raise KeyboardInterrupt
 
     stop.__name__ = f"_{command[0]}"
     monkeypatch.setattr(cli, stop.__name__, stop)
+    assert cli.main([*command, "--overwrite"]) == 130
+    out = capsys.readouterr().out
+    assert "nothing to continue" in out and "--resume" not in out, "no round has ended"
+    (tmp_path / "method" / "checkpoint").mkdir(parents=True)
     assert cli.main([*command, "--overwrite"]) == 130
     (again,) = offered(capsys.readouterr().out)
     assert sorted(again) == sorted([*command, "--resume"])

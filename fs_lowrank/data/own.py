@@ -50,12 +50,12 @@ _PATTERN = re.compile(r"[*?\[]")
 
 
 def under(root: Path, name: str) -> Path:
-    """The path called ``name``, below ``root`` or, if it is not there, below the working folder."""
+    """The path called ``name``, below ``root`` or, if it or ``root`` is not there, below the working folder."""
     path = Path(name).expanduser()
     below = path if path.is_absolute() else root / path
     if below.exists() or _matching(below):
         return below
-    return path if path.exists() or _matching(path) else below
+    return path if path.exists() or _matching(path) or not root.is_dir() else below
 
 
 def is_files(path: Path) -> bool:

@@ -436,7 +436,7 @@ def test_a_folder_of_tables_is_read_by_a_pattern(tmp_path):
 # Names
 
 
-def test_unknown_names_and_missing_files(tmp_path):
+def test_unknown_names_and_missing_files(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="unknown data.type 'sentimant'; did you mean 'sentiment'"):
         load("sentimant", home=tmp_path)
     with pytest.raises(UserError, match="unknown provider 'huggingface_dataset'.*did you mean 'huggingface_datasets'"):
@@ -446,8 +446,11 @@ def test_unknown_names_and_missing_files(tmp_path):
     write(tmp_path / "reviews.csv", "x")
     with pytest.raises(UserError, match="no file .*review.csv; did you mean 'reviews.csv'"):
         load("review.csv", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="no file review.csv; did you mean 'reviews.csv'"):
+        load("review.csv", "nowhere")
     with pytest.raises(UserError, match="there is no folder"):
-        load("a.csv", tmp_path / "nowhere")
+        load("no/review.csv", "nowhere")
     with pytest.raises(UserError, match="nothing is downloaded for alpaca@llm"):
         load("alpaca@llm", tmp_path)
 
