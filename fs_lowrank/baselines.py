@@ -27,7 +27,7 @@ from .config import Config
 from .data import build_data
 from .engines.local import LocalEngine
 from .errors import DamagedFile, RunFailed, UserError, say_once
-from .jobs.files import read_json, replacing, to_json, write_text
+from .jobs.files import read_json, to_json, write_text
 from .methods import requirements
 from .models.adapters import load_tensors
 from .models.names import all_tensors
@@ -180,8 +180,7 @@ def _written(site: Site, found: dict[str, Any], facts: Mapping[str, Any]) -> lis
     """Write the files of the row; returns its only record, as it is in the file."""
     outdir, record = outdir_of(site.config), found.pop("record")
     unseal(outdir)
-    with replacing(outdir / "config.yaml") as aside:
-        site.config.dump(aside)
+    site.config.dump(outdir / "config.yaml")
     write_environment(outdir / "environment.json", site.new_weights, None, site.device)
     write_split(outdir, site.data)
     records = Records(outdir / "rounds.jsonl")

@@ -24,8 +24,6 @@ from .declared import declared, methods
 from .errors import UserError, say_once
 from .settings import (
     OPTIMIZERS_8BIT,
-    VISION_MODELS,
-    AdapterSpec,
     Origin,
     Settings,
     as_overrides,
@@ -35,10 +33,8 @@ from .settings import (
     flatten,
     framework,
     infer_task,
-    known_keys,
     lookup,
     merge,
-    parse_overrides,
     read_section,
     read_yaml,
     show,
@@ -47,18 +43,6 @@ from .settings.adapter import OTHER_DEFAULTS, adapter_args, resolved_name, unsai
 from .settings.clients import read_clients
 from .settings.effects import not_honoured, without_effect
 from .settings.parameters import general_keys, params_defaults, params_fields, taken_keys, unknown_parameter
-
-__all__ = [
-    "VISION_MODELS",
-    "AdapterSpec",
-    "Config",
-    "check_local",
-    "check_method_params",
-    "known_keys",
-    "load_config",
-    "load_for",
-    "parse_overrides",
-]
 
 
 @dataclass(frozen=True)

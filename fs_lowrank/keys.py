@@ -1,7 +1,7 @@
 """The reference of all configuration keys, made from the schema: type, default, engines, and what a key means.
 
 What a key means is written once, where the key is defined: in the comment ``#:`` above a field, in the metadata
-``help`` of a hyperparameter, or in the docstring of a function that takes it as an argument.
+``help`` of a hyperparameter or of an argument of a function.
 """
 
 from __future__ import annotations
@@ -222,8 +222,7 @@ def _entry(prefix: str, group: str, name: str, key: Key, defaults: Mapping, mean
         elsewhere = {"federatedscope": there, "flower": on_engine(prefix + name, "flower")}
         differs = [f"{said} on {engine}" for engine, said in elsewhere.items() if said != "followed"]
         engines = ", ".join(differs) or "all"
-    meaning = _sentence(meta.get("help") or meanings.get(name, ""))
-    return Entry(prefix + name, group, _type(key), default, engines, meaning, key)
+    return Entry(prefix + name, group, _type(key), default, engines, meanings.get(name, ""), key)
 
 
 def _type(key: Key) -> str:
@@ -251,13 +250,11 @@ def shown(value: Any) -> str:
 
 def sentences(what: type | Callable[..., Any]) -> dict[str, str]:
     """What is written of each field of a dataclass, or of each argument of a function."""
-    if not isinstance(what, type):
-        return _documented(inspect.getdoc(what) or "", "Args")
     found: dict[str, str] = {}
-    for cls in reversed(what.__mro__):
+    for cls in reversed(what.__mro__) if isinstance(what, type) else ():
         if dataclasses.is_dataclass(cls):
-            found |= _documented(inspect.cleandoc(cls.__doc__ or ""), "Attributes") | _commented(cls)
-    found |= {f.name: f.metadata["help"] for f in dataclasses.fields(what) if "help" in f.metadata}
+            found |= _commented(cls)
+    found |= {name: key.meta["help"] for name, key in keys_of(what).items() if "help" in key.meta}
     return {name: _sentence(text) for name, text in found.items()}
 
 
@@ -277,18 +274,6 @@ def _commented(cls: type) -> dict[str, str]:
             above.insert(0, line.strip().removeprefix("#:").strip())
         if above:
             found[node.target.id] = " ".join(above)
-    return found
-
-
-def _documented(text: str, section: str) -> dict[str, str]:
-    """Name → text, of one section of a docstring in Google's style; ``a, b: …`` is said of both."""
-    match = re.search(rf"^{section}:\n((?:[ ].*\n?|\n)+)", text + "\n", re.MULTILINE)
-    if match is None:
-        return {}
-    found: dict[str, str] = {}
-    for item in re.split(r"\n(?=\S)", textwrap.dedent(match[1]).strip()):
-        names, _, said = " ".join(item.split()).partition(": ")
-        found |= {name.strip(): _sentence(said) for name in names.split(",") if said}
     return found
 
 

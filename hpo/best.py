@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial
 
 from fs_lowrank import Config, UserError, __version__
 from fs_lowrank.errors import hint
-from fs_lowrank.jobs.files import cannot_read, from_json, replacing
+from fs_lowrank.jobs.files import cannot_read, from_json, write_text
 from fs_lowrank.runs.chance import Chance
 from fs_lowrank.runs.summary import for_people, human_bytes, shown_name
 from fs_lowrank.versions import SCHEMA, check_schema
@@ -260,16 +260,10 @@ def write(path: str | Path, config: Config, text: str) -> Path:
     """Write the config to a file, below the header ``text``.
 
     Raises:
-        UserError: the file cannot be written.
+        RunFailed: the file cannot be written.
     """
-    path = Path(path)
-    try:
-        with replacing(path) as aside:
-            config.dump(aside)
-            aside.write_text(text + aside.read_text(encoding="utf-8"), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
-    return path
+    write_text(path, text + config.to_yaml())
+    return Path(path)
 
 
 def read_header(path: str | Path) -> dict[str, Any] | None:

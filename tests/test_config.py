@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 import fs_lowrank.training.optimizer  # noqa: F401  (what tries an optimizer, with the real methods)
-from fs_lowrank.config import Config, check_local, known_keys, load_config, parse_overrides
+from fs_lowrank.config import Config, check_local, load_config
 from fs_lowrank.errors import UserError, nearest, say_once
 from fs_lowrank.methods import Averaging
-from fs_lowrank.settings import AdapterSpec
+from fs_lowrank.settings import AdapterSpec, known_keys, parse_overrides
 
 
 class FedAvg(Averaging):
@@ -234,7 +234,7 @@ def test_an_index_in_a_key(write):
         ("seed: 1\n---\nseed: 2\n", ("invalid YAML",)),
         ("a: !!python/object:os.system {}\n", ("line 1", "invalid YAML")),
         ("on: 1\n", ("unknown key True",)),
-        ("a: &a {b: *a}\n", ("an alias that contains itself",)),
+        ("a: &a {b: *a}\n", ("an alias contains itself",)),
         ("", ("federate.client_num", "set it to the number of clients")),
     ],
 )

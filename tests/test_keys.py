@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from fs_lowrank import UserError, cli, load_config
-from fs_lowrank.config import known_keys
 from fs_lowrank.data import PARTITIONERS
 from fs_lowrank.keys import find, others, reference, sentences
+from fs_lowrank.settings import known_keys
 
 ROOT = Path(__file__).parents[1]
 
@@ -61,32 +61,18 @@ def test_a_section_a_name_and_a_method_are_found():
         find("train.optimiser.lr")
 
 
-def test_the_description_of_a_field_is_found_in_docstrings_and_comments():
+def test_the_description_of_a_field_is_the_comment_above_it_or_its_help():
     from dataclasses import dataclass, field
 
     @dataclass
     class Some:
-        """A class.
-
-        Attributes:
-            a, b: said of both,
-                on two lines.
-        """
-
-        a: int = 1
-        b: int = 2
         #: said above,
         #: on two lines
         c: int = 3
         d: int = field(default=4, metadata={"help": "said beside"})
         e: int = 5
 
-    assert sentences(Some) == {
-        "a": "Said of both, on two lines.",
-        "b": "Said of both, on two lines.",
-        "c": "Said above, on two lines.",
-        "d": "Said beside.",
-    }
+    assert sentences(Some) == {"c": "Said above, on two lines.", "d": "Said beside."}
 
 
 @pytest.mark.more

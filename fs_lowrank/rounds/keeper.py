@@ -23,7 +23,7 @@ from ..models.names import tags
 from ..runs import checksums
 from ..runs.checkpoint import Checkpoint, load_checkpoint, remove_old, save_checkpoint
 from ..runs.environment import versions, write_environment
-from ..runs.folder import check_outdir, claim, replaced
+from ..runs.folder import check_outdir, claim
 from ..runs.records import Records, flat_metrics, read_records
 from ..runs.result import RunResult
 from ..runs.split import write_split
@@ -196,8 +196,7 @@ class RecordKeeper:
         (self.outdir / "summary.json").unlink(missing_ok=True)  # so that a run which stops again has not ended
         self._records = Records(records, self.history)
         self.history = self._records.history
-        with replaced(self.outdir / self.config_name) as aside:
-            self.config.dump(aside)
+        self.config.dump(self.outdir / self.config_name)
         after = checkpoint.round if checkpoint else None
         write_environment(self.outdir / "environment.json", self.site.new_weights, after, self.site.device)
         write_split(self.outdir, self.site.data)

@@ -69,28 +69,24 @@ _PEFT_TYPES = {"prefix_tuning": "prefix", "prompt_tuning": "prompt", "p_tuning":
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """The adapter that ``llm.adapter.args`` asks for.
+    """The adapter that ``llm.adapter.args`` asks for."""
 
-    Attributes:
-        r: the rank.
-        lora_alpha: the pair counts `alpha / r` times.
-        use_rslora: the pair counts `alpha / √r` times instead.
-        method: ``lora``, ``lokr``, ``loha``, ``vera``, ``oft``, ``ia3``, ``prefix``, ``prompt``, ``p-tuning``.
-        lora_dropout: dropout of the adapter's input; for ``lokr`` and ``loha``, PEFT's ``rank_dropout``, for ``oft``
-            its ``module_dropout``.
-        target_modules: names of modules, ``all-linear``, a text that is a regular expression for whole names, or None
-            for PEFT's choice.
-        layers: indices from 0, or None for all.
-        extra: further arguments of PEFT's config, unchanged.
-    """
-
+    #: ``lora``, ``lokr``, ``loha``, ``vera``, ``oft``, ``ia3``, ``prefix``, ``prompt``, ``p-tuning``
     method: str = "lora"
+    #: the rank
     r: int = 8
+    #: the pair counts `alpha / r` times
     lora_alpha: float = 16
+    #: dropout of the adapter's input; for ``lokr`` and ``loha``, PEFT's ``rank_dropout``, for ``oft`` its
+    #: ``module_dropout``
     lora_dropout: float = 0.0
+    #: names of modules, ``all-linear``, a text that is a regular expression for whole names, or None for PEFT's choice
     target_modules: tuple[str, ...] | None = None
+    #: indices from 0, or None for all
     layers: tuple[int, ...] | None = None
+    #: the pair counts `alpha / √r` times instead
     use_rslora: bool = False
+    #: further arguments of PEFT's config, unchanged
     extra: dict = field(default_factory=dict)
 
     @property

@@ -7,24 +7,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..errors import UserError, nearest
-from .check import check_value, keys_of
+from .check import Key, check_value, keys_of
 from .origin import Origin
 from .sections import Lowrank
 
 
-def params_fields(cls: Any) -> dict[str, dataclasses.Field[Any]]:
-    params = getattr(cls, "Params", None)
-    return {f.name: f for f in dataclasses.fields(params) if f.init} if params is not None else {}
+def params_fields(cls: Any) -> dict[str, Key]:
+    """The hyperparameters of the class of a method."""
+    return keys_of(cls.Params)
 
 
 def params_defaults(cls: Any) -> dict[str, Any]:
-    defaults = {}
-    for name, f in params_fields(cls).items():
-        if f.default_factory is not dataclasses.MISSING:
-            defaults[name] = f.default_factory()
-        elif f.default is not dataclasses.MISSING:
-            defaults[name] = f.default
-    return defaults
+    fields = (f for f in dataclasses.fields(cls.Params) if f.init and not params_fields(cls)[f.name].required)
+    return {f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory() for f in fields}
 
 
 def general_keys() -> list[str]:
@@ -53,20 +48,15 @@ def unknown_parameter(key: str, classes: Sequence[Any], origin: Origin) -> NoRet
 
 def check_method_params(cls: Any, given: Mapping[str, Any], origin: Origin | None = None) -> dict[str, Any]:
     """All hyperparameters of the method: the given values, checked, and defaults for the others."""
-    fields, origin = params_fields(cls), origin or Origin()
-    keys = keys_of(cls.Params) if fields else {}
-    values = {}
+    keys, origin, values = params_fields(cls), origin or Origin(), {}
     for name, value in given.items():
         if name not in keys:
             unknown_parameter(name, [cls], origin)
         values[name] = check_value(f"lowrank.{name}", value, keys[name].hint, keys[name].meta, origin)
-    missing = [key for key in fields if key not in values and key not in params_defaults(cls)]
-    if missing:
+    if missing := [name for name, key in keys.items() if key.required and name not in values]:
         origin.fail(f"lowrank.{missing[0]}", f"is missing: federate.method = {cls.name} needs it")
-    if not fields:
-        return {}
     try:
         params = cls.Params(**values)
     except ValueError as error:
         raise UserError(f"{origin.where('lowrank')}lowrank ({cls.name}): {error}") from None
-    return {key: getattr(params, key) for key in fields}
+    return {name: getattr(params, name) for name in keys}

@@ -38,10 +38,6 @@ for _class in (Loader, Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
-#: a file of a few hundred bytes can stand for more values than any machine can hold
-_MOST_VALUES = 1_000_000
-
-
 def read_packaged(package: str, name: str) -> Any:
     """The content of a YAML file that is part of ``package``, such as a table; numbers need YAML 1.1's spelling."""
     fast = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, since this is read on every start
@@ -77,9 +73,7 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Origin, dict[str, Any]]:
         if not isinstance(node, yaml.MappingNode):
             kind = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
             raise UserError(f"{name} holds {kind}: expected sections and keys, such as `federate:`")
-        if _values(node, {}) > _MOST_VALUES:
-            raise UserError(f"{name}: its aliases stand for more than {_MOST_VALUES:,} values; write out what is meant")
-        _lines(node, "", lines, name, ())
+        _lines(node, "", lines, name)
         content = loader.construct_document(node)
         if not isinstance(content, dict):  # an explicit tag of another kind is on the whole
             raise UserError(f"{name} holds a {type(content).__name__}: expected sections and keys, such as `federate:`")
@@ -91,7 +85,9 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Origin, dict[str, Any]]:
     except UserError:
         raise
     except RecursionError:
-        raise UserError(f"{name}: nested too deep: expected a few levels of sections and keys") from None
+        raise UserError(
+            f"{name}: nested too deep, or an alias contains itself: expected a few levels of sections and keys"
+        ) from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:  # of constructors, for explicit tags
         raise UserError(f"{name}: invalid YAML: a value does not suit its tag, or is too long: {error}") from None
     finally:
@@ -100,25 +96,8 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Origin, dict[str, Any]]:
     return Origin(name, lines), content
 
 
-def _values(node: yaml.Node, counted: dict[int, int]) -> int:
-    """The number of values in ``node``, with every alias written out.
-
-    Args:
-        counted: node -> its number, of those that are known.
-    """
-    if id(node) not in counted:
-        counted[id(node)] = 1  # of an alias that contains itself, which _lines refuses
-        parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
-        if not isinstance(node, yaml.ScalarNode):
-            counted[id(node)] += sum(_values(part, counted) for part in parts)
-    return counted[id(node)]
-
-
-def _lines(node: yaml.Node, prefix: str, lines: dict[str, int], file: str, above: tuple[int, ...]) -> None:
+def _lines(node: yaml.Node, prefix: str, lines: dict[str, int], file: str) -> None:
     """Record the line of every key. A key given twice is an error; YAML would silently use the last one."""
-    if id(node) in above:
-        raise UserError(f"{file}, line {node.start_mark.line + 1}: an alias that contains itself")
-    above = (*above, id(node))
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if key.tag.endswith(":merge") or not isinstance(key, yaml.ScalarNode):
@@ -127,10 +106,10 @@ def _lines(node: yaml.Node, prefix: str, lines: dict[str, int], file: str, above
             if name in lines:
                 raise UserError(f"{file}, line {line}: {name} is given twice; first in line {lines[name]}")
             lines[name] = line
-            _lines(value, name + ".", lines, file, above)
+            _lines(value, name + ".", lines, file)
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            _lines(item, f"{prefix}{index}.", lines, file, above)
+            _lines(item, f"{prefix}{index}.", lines, file)
 
 
 def as_overrides(given: Mapping[str, Any] | Sequence[str] | None) -> dict[str, Any]:

@@ -6,15 +6,16 @@ import copy
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ..errors import UserError, nearest
+from ..jobs.files import write_text
 from . import framework
 from .adapter import AdapterSpec
 from .check import key
@@ -212,27 +213,18 @@ class Settings:
             assign(tree, name, plain(value))
         return tree
 
-    def dump(self, path: str | os.PathLike[str]) -> None:
-        """Write ``to_dict`` as YAML, whole or not at all.
+    def to_yaml(self) -> str:
+        """``to_dict`` as YAML."""
+        text: str = yaml.dump(self.to_dict(), None, Dumper, sort_keys=False, allow_unicode=True)
+        return text
+
+    def dump(self, path: str | Path) -> None:
+        """Write ``to_yaml``.
 
         Raises:
-            OSError: it cannot be written; names the file, which is unchanged.
+            RunFailed: as of ``write_text``.
         """
-        text = yaml.dump(self.to_dict(), None, Dumper, sort_keys=False, allow_unicode=True)
-        place = os.path.realpath(path)
-        is_file = os.path.isfile(place) or not os.path.lexists(path)
-        aside = os.path.join(os.path.dirname(place), f".{os.path.basename(place)}.{os.getpid()}.writing")
-        written = aside if is_file else place  # not a file: such as /dev/stdout
-        try:
-            with open(written, "w", encoding="utf-8") as file:
-                file.write(text)
-            if is_file:
-                os.replace(aside, place)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
-        finally:
-            if os.path.lexists(aside):
-                os.unlink(aside)
+        write_text(path, self.to_yaml())
 
     def fingerprint(self) -> str:
         """A hash of ``decisive()``, 12 hexadecimal digits."""

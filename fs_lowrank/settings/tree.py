@@ -10,18 +10,13 @@ from typing import Any
 from ..errors import UserError
 from .origin import show
 
-#: the deepest nesting of a configuration; FederatedScope's has six levels
-LEVELS = 50
 
-
-def flatten(tree: Mapping[str, Any], prefix: str = "", levels: int = LEVELS) -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Values by dotted key. Sections are flattened at all levels; lists are values.
 
     Raises:
-        UserError: a key that is not text, or more than ``levels`` levels.
+        UserError: a key that is not text, a table or an array.
     """
-    if not levels:
-        raise _too_deep(prefix)
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if not isinstance(key, str):
@@ -30,20 +25,19 @@ def flatten(tree: Mapping[str, Any], prefix: str = "", levels: int = LEVELS) -> 
                 "a truth value and digits as a number)"
             )
         if isinstance(value, Mapping) and value:
-            flat.update(flatten(value, f"{prefix}{key}.", levels - 1))
+            flat.update(flatten(value, f"{prefix}{key}."))
         else:
-            flat[prefix + key] = plain(value, levels, prefix + key)
+            flat[prefix + key] = plain(value, prefix + key)
     return flat
-
-
-def _too_deep(prefix: str) -> UserError:
-    at = f" at {show(prefix.rstrip('.'))}" if prefix else ""
-    return UserError(f"the configuration is nested too deep{at}: expected at most {LEVELS} levels")
 
 
 def merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
     """Merge ``changes`` into ``tree``: sections are merged, all other values replaced."""
-    for key, value in flatten(changes).items():
+    try:
+        flat = flatten(changes)
+    except RecursionError:
+        raise UserError("the configuration is nested too deep: expected a few levels of sections and keys") from None
+    for key, value in flat.items():
         if value == {} and isinstance(value, dict):
             if lookup(tree, key) is None:
                 assign(tree, key, {})
@@ -102,18 +96,16 @@ def lookup(tree: Mapping[str, Any], key: str) -> Any:
     return node
 
 
-def plain(value: Any, levels: int = LEVELS, name: str = "") -> Any:
+def plain(value: Any, name: str = "") -> Any:
     """``value`` in types that YAML can write: lists for tuples, Python numbers for NumPy's, text for paths.
 
     Raises:
-        UserError: more than ``levels`` levels; a table or an array.
+        UserError: a table or an array.
     """
-    if isinstance(value, (Mapping, list, tuple)) and not levels:
-        raise _too_deep(name)
     if isinstance(value, Mapping):
-        return {key: plain(item, levels - 1, name) for key, item in value.items()}
+        return {key: plain(item, name) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item, levels - 1, name) for item in value]
+        return [plain(item, name) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if hasattr(value, "dtype") and hasattr(value, "item") and math.prod(value.shape) == 1:

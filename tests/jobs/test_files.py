@@ -180,11 +180,9 @@ def test_a_configuration_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     before = path.read_bytes()
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", _full)
-        with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+        with pytest.raises(RunFailed, match=f"{path} cannot be written: No space left on device"):
             config.replace({"seed": 7}).dump(path)
     assert path.read_bytes() == before and [*tmp_path.iterdir()] == [path]
-    with pytest.raises(OSError, match=f"No such file or directory: '{tmp_path / 'no' / 'c.yaml'}'"):
-        config.dump(tmp_path / "no" / "c.yaml")
 
 
 def _full(*args):

@@ -10,10 +10,11 @@ from transformers.models.bert.modeling_bert import BertOutput
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import fs_lowrank
-from fs_lowrank.config import AdapterSpec, load_config
+from fs_lowrank.config import load_config
 from fs_lowrank.errors import UserError
 from fs_lowrank.models.adapters import add_adapter
 from fs_lowrank.models.names import all_tensors, named_tensors, tags
+from fs_lowrank.settings import AdapterSpec
 
 SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 

@@ -7,11 +7,11 @@ import pytest
 
 import fs_lowrank
 from fs_lowrank.callbacks.trackers import trackers_of
-from fs_lowrank.config import check_local, known_keys, load_config
+from fs_lowrank.config import check_local, load_config
 from fs_lowrank.engines.flower.keys import check
 from fs_lowrank.errors import UserError, say_once
 from fs_lowrank.models.vision import VISION_MODELS  # noqa: F401  (imports torch before the tests)
-from fs_lowrank.settings import Settings, flat_keys, framework
+from fs_lowrank.settings import Settings, flat_keys, framework, known_keys
 
 BASE = {"federate.client_num": 4, "federate.method": "fedlora", "model.type": "x@transformers", "data.type": "x.csv"}
 KEYS = known_keys()
