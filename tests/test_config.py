@@ -225,7 +225,7 @@ def test_an_index_in_a_key(write):
     [
         ("a: [1,\nb: 2\n", ("line", "column", "invalid YAML")),
         ("- 1\n- 2\n", ("holds a list",)),
-        ("hello", ("holds a single value",)),
+        ("hello", ("holds a str: expected sections and keys",)),
         ("!!set {a, b}", ("holds a set: expected sections and keys",)),
         (
             "seed: 1\nfederate:\n  client_num: 3\n  client_num: 4\n",
@@ -247,10 +247,10 @@ def test_no_file(tmp_path, write):
     write(FILE)
     with refused("runs.yaml: no such file; did you mean 'run.yaml'?"):
         load_config(tmp_path / "runs.yaml")
-    with refused("is a folder"):
+    with refused("cannot be read: Is a directory"):
         load_config(tmp_path)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    with refused("not UTF-8"):
+    with refused("cannot be read: 'utf-8' codec can't decode byte"):
         load_config(tmp_path / "binary.yaml")
 
 

@@ -47,7 +47,6 @@ def hints_of(cls: type) -> dict[str, Any]:
 def check_value(name: str, value: Any, hint: Any, meta: Mapping[str, Any], origin: Origin) -> Any:
     """``value``, converted to the type of the key and checked against its bounds and choices."""
     given = value
-    _check_representable(name, value, origin)
     for spelling, meant in meta.get("also", {}).items():
         folded = value.lower() if meta.get("fold") and isinstance(value, str) else value
         if type(folded) is type(spelling) and folded == spelling:
@@ -89,21 +88,6 @@ def check_value(name: str, value: Any, hint: Any, meta: Mapping[str, Any], origi
             )
             origin.wrong(name, given, f"{expected(hint, meta)}, {limits}")
     return value
-
-
-def _check_representable(name: str, value: Any, origin: Origin) -> None:
-    """Refuse text and whole numbers that files, tensors and other programs cannot hold, at any depth of ``value``."""
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            _check_representable(name, item, origin)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            _check_representable(name, key, origin)
-            _check_representable(name, item, origin)
-    elif isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
-        origin.wrong(name, value, "text without NUL and without halves of UTF-16 pairs (surrogates)")
-    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        origin.wrong(name, value, "a whole number of at most 64 bits")
 
 
 @dataclass(frozen=True)
@@ -221,6 +205,8 @@ class _Mismatch(Exception):
 def _coerce(value: Any, hint: Any) -> Any:
     """``value`` converted to ``hint`` if that is unambiguous: an int for a float, a number given as text."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:  # which neither files nor tensors hold
+        raise _Mismatch
     if hint is Any:
         return value
     if origin in (typing.Union, types.UnionType):

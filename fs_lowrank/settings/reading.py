@@ -57,11 +57,7 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Origin, dict[str, Any]]:
             text = file.read()
     except FileNotFoundError:
         raise UserError(f"{name}: no such file{nearest(os.path.basename(name), yaml_beside(name))}") from None
-    except IsADirectoryError:
-        raise UserError(f"{name} is a folder: expected a YAML file") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name} is not UTF-8 text (byte {error.start})") from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
         raise UserError(f"{name!r}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     lines: dict[str, int] = {}
     loader = None
@@ -70,12 +66,9 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Origin, dict[str, Any]]:
         node = loader.get_single_node()
         if node is None:
             return Origin(name), {}
-        if not isinstance(node, yaml.MappingNode):
-            kind = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
-            raise UserError(f"{name} holds {kind}: expected sections and keys, such as `federate:`")
         _lines(node, "", lines, name)
         content = loader.construct_document(node)
-        if not isinstance(content, dict):  # an explicit tag of another kind is on the whole
+        if not isinstance(content, dict):
             raise UserError(f"{name} holds a {type(content).__name__}: expected sections and keys, such as `federate:`")
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -139,14 +132,9 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
     for key, text in zip(pairs[::2], pairs[1::2]):
         try:
             parsed[key] = yaml.load(text, Loader) if text.strip() else ""
-        except (RecursionError, LookupError, TypeError, AttributeError) as error:
-            raise UserError(f"override {key} = {show(text)} is nested too deep, or does not suit its tag") from error
-        except yaml.YAMLError as error:
-            if text.lstrip()[:1] in tuple("[{"):
-                raise UserError(
-                    f"override {key} = {show(text)} is not valid YAML: {getattr(error, 'problem', None) or error}"
-                ) from None
+        except (yaml.YAMLError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+            if text.lstrip()[:1] in tuple("[{!"):
+                problem = getattr(error, "problem", None) or error
+                raise UserError(f"override {key} = {show(text)} is not valid YAML: {problem}") from None
             parsed[key] = text
-        except ValueError as error:
-            raise UserError(f"override {key} = {show(text)}: {error}") from None
     return parsed

@@ -100,8 +100,10 @@ def plain(value: Any, name: str = "") -> Any:
     """``value`` in types that YAML can write: lists for tuples, Python numbers for NumPy's, text for paths.
 
     Raises:
-        UserError: a table or an array.
+        UserError: a table or an array; text that neither files nor other programs hold.
     """
+    if isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
+        raise UserError(f"{name or 'a value'} = {show(value)}: expected text without NUL and halves of UTF-16 pairs")
     if isinstance(value, Mapping):
         return {key: plain(item, name) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -26,14 +26,14 @@ def refused(message):
         (HEAD + "".join(f"{' ' * i}k{i}:\n" for i in range(1000)), "run.yaml: nested too deep"),
         (
             HEAD + f"train: {{optimizer: {{lr: {DIGITS}}}}}",
-            "line 2: train.optimizer.lr = 9+.*whole number of at most 64",
+            "line 2: train.optimizer.lr = 9+.*expected a number",
         ),
-        (HEAD + f"train: {{optimizer: {{momentum: {DIGITS}}}}}", "train.optimizer.momentum = 9+.*at most 64 bits"),
+        (HEAD + f"train: {{optimizer: {{momentum: {DIGITS}}}}}", "train.optimizer.momentum = 9+.*expected a number"),
         (HEAD + f"train: {{optimizer: {{lr: {DIGITS}.0}}}}", "train.optimizer.lr = inf: expected a number"),
         (HEAD + "train: {optimizer: {lr: 1e400}}", "train.optimizer.lr = inf: expected a number"),
-        (HEAD + f"seed: {DIGITS}", "line 2: seed = 9+.*at most 64 bits"),
+        (HEAD + f"seed: {DIGITS}", "line 2: seed = 9+.*expected a whole number"),
         (HEAD + f"seed: {'9' * 5000}", "run.yaml: invalid YAML: .*is too long"),
-        (HEAD + 'expname: "\\udc80"', r"expname = '\\udc80': expected text without NUL and without halves of UTF-16"),
+        (HEAD + 'expname: "\\udc80"', r"expname = '\\udc80': expected text without NUL and halves of UTF-16"),
         (HEAD + 'outdir: "a\\0b"', r"outdir = 'a\\x00b': expected text without NUL"),
         (HEAD + 'data: {args: [{text: "a\\0b"}]}', "data.args = .*expected text without NUL"),
         (HEAD + "seed: !!int ''", "run.yaml: invalid YAML: a value does not suit its tag"),
@@ -52,11 +52,11 @@ def test_files(tmp_path, text, message):
 @pytest.mark.parametrize(
     "keys, message",
     [
-        (["data.args", "[" * 2000 + "]" * 2000], "override data.args = .*is nested too deep"),
-        (["seed", "9" * 5000], "override seed = .*Exceeds the limit"),
-        (["seed", DIGITS], "override: seed = 9+.*at most 64 bits"),
-        (["expname", "a\0b"], "override: expname = .*without NUL"),
-        (["expname", "\udcff"], "override: expname = .*without NUL"),
+        (["data.args", "[" * 2000 + "]" * 2000], "override data.args = .*is not valid YAML: maximum recursion depth"),
+        (["seed", "9" * 5000], "override: seed = .9+.*expected a whole number"),
+        (["seed", DIGITS], "override: seed = 9+.*expected a whole number"),
+        (["expname", "a\0b"], "expname = .*without NUL"),
+        (["expname", "\udcff"], "expname = .*without NUL"),
         ([f"data.args.{'9' * 5000}", "1"], "data.args is a list of 0; expected an index up to 0"),
         (["data.args.²", "1"], "data.args is a list of 0; expected an index up to 0"),
         ([".".join("a" * 5000), "1"], "unknown key 'a'"),
@@ -73,9 +73,9 @@ def test_python_values():
         nested = [nested]
     with refused("the configuration is nested too deep"):
         load_config({**BASE, "data.args": nested})
-    with refused("federate.total_round_num = .*at most 64 bits"):
+    with refused("federate.total_round_num = .*expected a whole number"):
         load_config({**BASE, "federate.total_round_num": 10**400})
-    with refused("seed = .int that is too large to be shown.: expected a whole number of at most 64 bits"):
+    with refused("seed = .int that is too large to be shown.: expected a whole number"):
         load_config({**BASE, "seed": 10**5000})
     with refused("'a.x00b.yaml': cannot be read: embedded null byte"):
         load_config("a\0b.yaml")
