@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fs_lowrank import UserError
-from fs_lowrank.errors import RunFailed, counted, hint
+from fs_lowrank.errors import RunFailed, hint
 from fs_lowrank.jobs import shell, tables
 
 from . import score
@@ -119,9 +119,7 @@ def _list(args: argparse.Namespace) -> None:
 
     lines: list[tuple[str, ...]]
     if not args.suites:
-        lines = [("suite", "what", "small", "paper")]
-        for name, title, numbers in overview():
-            lines.append((name, title, *(counted(number, "experiment") for number in numbers)))
+        lines = [("suite", "what", "small", "paper"), *overview()]
         tables.show(console, lines, args.table)
         return
     from .job import Search

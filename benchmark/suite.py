@@ -20,7 +20,7 @@ from typing import Any
 
 from fs_lowrank import UserError
 from fs_lowrank.declared import methods
-from fs_lowrank.errors import nearest
+from fs_lowrank.errors import counted, nearest
 from fs_lowrank.settings import Origin, check_keys, check_value, read_yaml, yaml_beside
 from fs_lowrank.settings import flatten as dotted
 from fs_lowrank.settings.reading import read_packaged
@@ -145,12 +145,12 @@ def among(there: Iterable[str], name: object) -> str:
     return f"{nearest(str(name), known)}; there are: {', '.join(known) or 'none'}"
 
 
-def overview() -> Iterator[tuple[str, str, list[int]]]:
+def overview() -> Iterator[tuple[str, ...]]:
     """The suites of this package: name, title and number of experiments at each of ``SIZES``; none is checked."""
     for name in shipped():
         tree = read_packaged(__package__, f"suites/{name}.yaml")
-        named = [(tree.get(size) or {}).get("experiments", tree.get("experiments")) for size in SIZES]
-        yield name, tree["title"], [len(given) if given else 1 for given in named]
+        named = [{**tree, **(tree.get(size) or {})}.get("experiments") or ["main"] for size in SIZES]
+        yield name, tree["title"], *(counted(len(experiments), "experiment") for experiments in named)
 
 
 def shipped() -> list[str]:

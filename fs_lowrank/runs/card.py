@@ -86,7 +86,7 @@ def model_card(
         text=_TEXT,
         shown=_SHOWN.get(config.model.task),
         example=facts.get("example", ""),
-        offline=_offline(given) if on_hub and what == "adapter" and not config.is_vision else "",
+        fetched=_fetched(given),
         again=shlex.quote((folder / "config.yaml").as_posix()),
     )
     return card
@@ -129,12 +129,6 @@ def _training(config: Settings) -> str:
 
 def _fetched(given: str) -> str:
     return f", as `fs-lowrank fetch {given}` gives it" if given in FETCHABLE and not Path(given).is_dir() else ""
-
-
-def _offline(given: str) -> str:
-    if given in FETCHABLE:
-        return f"Without a network, give the folder that `fs-lowrank fetch {given}` prints in place of the base's name."
-    return "Without a network, set `HF_HUB_OFFLINE=1`: the base is then read from the cache of the hub."
 
 
 _TEXT = "It was a good day."
