@@ -511,7 +511,6 @@ def test_scale():
         ({"layers": ["a"]}, ("whole numbers",)),
         ({"adapter_method": "lorra"}, ("did you mean 'lora'",)),
         ({"adapter_package": "other"}, ("one of peft",)),
-        ({"lora_aplha": 8}, ("args.0.lora_aplha", "did you mean 'lora_alpha'")),
         ({"use_rslora": "yes"}, ("True or False",)),
         (
             {"peft_type": "LOHA"},

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .check import check_value, misspelt
+from .check import check_value
 from .origin import Origin
 
 #: short spellings of PEFT's names
@@ -27,20 +27,6 @@ _LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules", "layers_to_tr
 FORMER = {"enable_lora": None, "merge_weights": False}
 #: what PEFT's configs say of an adapter that is saved, whatever its kind; here PEFT sets it itself
 OF_PEFT = tuple("peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode task_type".split())
-#: other names of PEFT, used only to tell a misspelling from an argument of a later version
-_PEFT_KEYS = """
-    alora_invocation_tokens alpha_pattern arrow_config bias corda_config decompose_both decompose_factor
-    ensure_weight_tying eva_config
-    exclude_modules fan_in_fan_out init_lora_weights init_weights kasa_config layer_replication layers_pattern
-    loftq_config lora_bias lora_ga_config megatron_config megatron_core module_dropout modules_to_save monteclora_config
-    qalora_group_size rank_dropout rank_dropout_scale rank_pattern runtime_config target_parameters
-    trainable_token_indices use_bdlora use_dora use_effective_conv2d use_qalora velora_config
-    block_share coft d_initial eps feedforward_modules init_ia3_weights num_cayley_neumann_terms oft_block_size
-    projection_prng_key save_projection use_cayley_neumann
-    encoder_dropout encoder_hidden_size encoder_num_layers encoder_reparameterization_type num_attention_heads
-    num_layers num_transformer_submodules num_virtual_tokens prefix_projection prompt_tuning_init
-    prompt_tuning_init_text token_dim tokenizer_kwargs tokenizer_name_or_path
-""".split()
 #: ``target_modules`` for every linear module but the head's
 ALL_LINEAR = ("all-linear",)
 #: adapters that are added to a weight
@@ -188,10 +174,6 @@ class AdapterSpec:
         )
         if spec.use_rslora and method != "lora":
             origin.fail(at + spelled["use_rslora"], f"is LoRA's, and adapter_method is {method}; leave it out")
-        known = ("adapter_package", "adapter_method", *SHORT, *_LORA_KEYS, *_PEFT_KEYS, *OF_PEFT, *FORMER)
-        for key in named:
-            if key not in known and (close := misspelt(key, known)):
-                origin.fail(at + key, f"is not an argument; did you mean {close!r}?")
         if method in PROMPTS:
             if "num_virtual_tokens" not in named:
                 origin.fail(at + "num_virtual_tokens", f"is missing; say how many {method} trains, such as 20")

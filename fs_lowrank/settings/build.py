@@ -38,9 +38,8 @@ def read_section(cls: type, raw: Any, prefix: str, origin: Origin, others: dict[
             unknown_key(name, origin)
         else:
             # The section accepts further keys, which are checked when it is used.
-            close = misspelt(key, fields) if rest == "extra" else None
-            if close and close == key.lower():
-                raise UserError(f"{origin.where(name)}unknown key {name!r}; did you mean {prefix + close!r}?")
+            if rest == "extra" and key.lower() in fields:
+                raise UserError(f"{origin.where(name)}unknown key {name!r}; did you mean {prefix + key.lower()!r}?")
             extra[key] = value
     return cls(**values, **({rest: extra} if rest else {}))
 

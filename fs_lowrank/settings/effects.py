@@ -119,7 +119,8 @@ def _of_what_is_trained(config: Settings, method: Any, needs: Any) -> Iterator[C
     trains = f"federate.method = {method.name} trains all weights without an adapter"
     whole = method.name in framework.WITH_ADAPTERS or needs.adapter == "optional"
     yield bool(config.llm.adapter.use) or not whole, trains, (_ADAPTER,)
-    yield from _of_adapter(config.adapter)
+    peft_sets = tuple(f"{_ADAPTER}.0.{name}" for name in OF_PEFT)
+    yield False, "PEFT sets it itself; it describes an adapter that is saved", peft_sets
     others = tuple(f"{_ADAPTER}.0.{name}" for name in config.llm.adapter.args[0] if name not in OF_LAYERS)
     yield not needs.layers, f"{method.name} adds no adapter, and takes the choice of layers alone from it", others
     larger = config.adapter.r > max(needs.ranks, default=0)
@@ -140,35 +141,6 @@ def _of_evaluation(config: Settings, engine: str) -> Iterator[Condition]:
     yield config.model.task == "CausalLM", answers, ("eval.generate",)
     further = ("split", "prompts", "max_tokens", "temperature", "score")
     yield config.eval.generate.freq > 0, "eval.generate.freq is 0", tuple(f"eval.generate.{name}" for name in further)
-
-
-def _of_adapter(spec: AdapterSpec) -> Iterator[Condition]:
-    """The same of the arguments of PEFT's configs that are used with another one only."""
-
-    def args(*names: str) -> tuple[str, ...]:
-        return tuple(f"{_ADAPTER}.0.{name}" for name in names)
-
-    given = spec.extra.get
-    yield False, "PEFT sets it itself; it describes an adapter that is saved", args(*OF_PEFT)
-    start = given("init_lora_weights", True)
-    for name in ("loftq", "eva", "corda", "lora_ga"):
-        yield start == name, f"init_lora_weights is {start}, not {name}", args(f"{name}_config")
-    yield bool(given("megatron_config")), "there is no megatron_config", args("megatron_core")
-    yield bool(given("use_qalora")), "use_qalora is False", args("qalora_group_size")
-    yield bool(spec.lora_dropout), "lora_dropout is 0", args("rank_dropout_scale")
-    yield bool(given("coft")), "coft is False", args("eps")
-    neumann = given("use_cayley_neumann", True)
-    yield bool(neumann), "use_cayley_neumann is False", args("num_cayley_neumann_terms")
-    projects = spec.method != "prefix" or bool(given("prefix_projection"))
-    yield projects, "prefix_projection is False", args("encoder_hidden_size")
-    embeds = spec.method in ("prompt", "p-tuning")
-    yield not embeds, f"{spec.method} puts nothing into the layers", args("num_layers", "num_attention_heads")
-    text = given("prompt_tuning_init", "RANDOM")
-    from_text = args("prompt_tuning_init_text", "tokenizer_name_or_path")
-    yield text == "TEXT", f"prompt_tuning_init is {text}, not TEXT", from_text
-    network = given("encoder_reparameterization_type", "MLP")
-    layers = args("encoder_num_layers", "encoder_dropout")
-    yield network == "LSTM", f"encoder_reparameterization_type is {network}, not LSTM", layers
 
 
 def _changed(config: Settings, method: Any = None) -> dict[str, tuple[Any, Mapping[str, Any]]]:
