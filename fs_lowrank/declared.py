@@ -65,7 +65,8 @@ def _copy(name: str) -> ModuleType:
 
     given = {"__file__": str(file), "__package__": package, "__builtins__": {**vars(builtins), "__import__": import_}}
     vars(module).update(given)
-    exec(SourceFileLoader(name, str(file)).get_code(name), vars(module))  # noqa: S102
+    code: Any = SourceFileLoader(name, str(file)).get_code(name)
+    exec(code, vars(module))
     return module
 
 

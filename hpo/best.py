@@ -6,7 +6,6 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,7 @@ def confirmation(storage: BaseStorage, study: optuna.Study, winner: FrozenTrial)
 def _at_an_end(point: Mapping[str, Any], study: optuna.Study) -> str:
     """A sentence that names the listed keys of a winning point whose value is the smallest or the largest tried."""
     listed = {p.key: p.values for p in space_of(study).parameters if p.values}
-    tried = [*(p.point for p in points_of(study)), *({key: v} for key, values in listed.items() for v in values)]
+    tried = [*points_of(study), *({key: v} for key, values in listed.items() for v in values)]
     ends = at_an_end({key: v for key, v in point.items() if key in listed}, tried, settings_of(study).base)
     said = [f"{key} {point[key]:g} is the {'largest' if end > 0 else 'smallest'}" for key, end in ends.items()]
     return f"{' and '.join(said)} that was tried, so a better value may lie beyond" if said else ""
@@ -106,21 +105,12 @@ def summary(storage: BaseStorage, name: str) -> dict[str, Any]:
         "points": drawn(trials),
         "budget": budget(trials),
         "winners": winners,
-        "tried": sorted(({**p.point, "value": p.value} for p in points_of(study)), key=json.dumps),
+        "tried": sorted(points_of(study), key=json.dumps),
         "failed": [reason_of(t) for t in failed],
         "failures": [
             (t.number, failure_text(t), decoded(t.params)) for t in trials if kind(t) == "failed" or t in failed
         ],
     }
-
-
-@dataclass(frozen=True)
-class Point:
-    """A trial with a value: its first objective, for a pruned trial the last value that it reported."""
-
-    number: int
-    point: dict
-    value: float
 
 
 def values_of(trial: FrozenTrial, objectives: Sequence[str]) -> list[float]:
@@ -135,14 +125,17 @@ def values_of(trial: FrozenTrial, objectives: Sequence[str]) -> list[float]:
     return trial.values or []
 
 
-def points_of(study: optuna.Study) -> list[Point]:
-    """The trials with a value; a point that was tried again counts once, by its last trial."""
+def points_of(study: optuna.Study) -> list[dict[str, Any]]:
+    """The points that have a value, each with that of its first objective as ``value``.
+
+    Of a pruned trial it is the last one measured. A point that was tried again counts once, by its last trial.
+    """
     objectives = settings_of(study).objectives
-    points: dict[str, Point] = {}
+    points: dict[str, dict[str, Any]] = {}
     for trial in study.get_trials(deepcopy=False):
         if values := values_of(trial, objectives):
             point = decoded(trial.params)
-            points[json.dumps(point)] = Point(trial.number, point, values[0])
+            points[json.dumps(point)] = {**point, "value": values[0]}
     return list(points.values())
 
 

@@ -109,12 +109,8 @@ def enqueue(study: optuna.Study, points: Sequence[Mapping[str, Any]]) -> None:
 
 def retry_failed(study: optuna.Study) -> None:
     """Queue each point again of which every trial has failed, once."""
-    trials = study.get_trials(deepcopy=False)
-    settled = {_point(t) for t in trials if t.state != TrialState.FAIL}
-    for trial in trials:
-        if trial.state == TrialState.FAIL and _point(trial) not in settled:
-            settled.add(_point(trial))
-            AGAIN(study, trial)
+    for trial in failures(study.get_trials(deepcopy=False)):
+        AGAIN(study, trial)
 
 
 def fresh_seeds(study: optuna.Study, storage: BaseStorage, trial: FrozenTrial) -> optuna.Study:
