@@ -72,9 +72,14 @@ def _copy(name: str) -> ModuleType:
 
 def methods() -> Any:
     """``fs_lowrank.methods`` or its copy; not the copy where packages add methods, which import the room itself."""
-    added = entry_points(group=declared("fs_lowrank.methods.catalogue").ENTRY_POINTS)
-    if not added:
+    if not _are_added(tuple(sys.path)):
         return declared("fs_lowrank.methods")
     from . import methods as room
 
     return room
+
+
+@cache
+def _are_added(path: tuple[str, ...]) -> bool:
+    """Whether packages add methods; looked for once for each ``sys.path``, since that takes time."""
+    return bool(entry_points(group=declared("fs_lowrank.methods.catalogue").ENTRY_POINTS))

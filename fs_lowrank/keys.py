@@ -10,8 +10,9 @@ import ast
 import dataclasses
 import functools
 import inspect
+import itertools
+import linecache
 import re
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -253,27 +254,29 @@ def sentences(what: type | Callable[..., Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for cls in reversed(what.__mro__) if isinstance(what, type) else ():
         if dataclasses.is_dataclass(cls):
-            found |= _commented(cls)
+            comments = _comments(inspect.getfile(cls))
+            found |= {name: comments.get(f"{cls.__qualname__}.{name}", "") for name in inspect.get_annotations(cls)}
     found |= {name: key.meta["help"] for name, key in keys_of(what).items() if "help" in key.meta}
-    return {name: _sentence(text) for name, text in found.items()}
+    return {name: _sentence(text) for name, text in found.items() if text}
 
 
-def _commented(cls: type) -> dict[str, str]:
-    """Field → the comment ``#:`` above it."""
-    source = textwrap.dedent(inspect.getsource(cls))
-    lines = source.splitlines()
-    body = next(node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)).body
+@functools.cache
+def _comments(file: str) -> dict[str, str]:
+    """The comments ``#:`` above the fields of all classes of a file, by the qualified name of the field."""
+    lines = [line.strip() for line in linecache.getlines(file)]
     found = {}
-    for node in body:
-        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-            continue
-        above: list[str] = []
-        for line in reversed(lines[: node.lineno - 1]):
-            if not line.strip().startswith("#:"):
-                break
-            above.insert(0, line.strip().removeprefix("#:").strip())
-        if above:
-            found[node.target.id] = " ".join(above)
+
+    def visit(body: Sequence[ast.stmt], place: str) -> None:
+        for node in body:
+            if isinstance(node, ast.ClassDef):
+                visit(node.body, f"{place}{node.name}.")
+            elif isinstance(node, ast.FunctionDef):
+                visit(node.body, f"{place}{node.name}.<locals>.")
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                above = itertools.takewhile(lambda line: line.startswith("#:"), lines[: node.lineno - 1][::-1])
+                found[place + node.target.id] = " ".join(line.removeprefix("#:").strip() for line in [*above][::-1])
+
+    visit(ast.parse("".join(linecache.getlines(file))).body, "")
     return found
 
 
