@@ -120,8 +120,7 @@ def _list(args: argparse.Namespace) -> None:
     lines: list[tuple[str, ...]]
     if not args.suites:
         lines = [("suite", "what", "small", "paper"), *overview()]
-        tables.show(console, lines, args.table)
-        return
+        return tables.show(console, lines, args.table)
     from .job import Search
     from .plan import check_only, chosen, jobs_of
 

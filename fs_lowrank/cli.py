@@ -176,20 +176,19 @@ class _Live:
             self.status.update(f"round {round}/{self.rounds}: client {done + 1} of {of}")
 
     def on_round(self, record: dict) -> None:
-        from .runs.summary import for_people, human_bytes
-        from .settings.metrics import chief
+        from .runs.progress import chief_scores
+        from .runs.summary import human_bytes
 
-        chiefs = {split: {chief(of): of[chief(of)]} for split, of in record["metrics"].items()}
-        named = {split: for_people(of, self.language) for split, of in chiefs.items()}
-        shown = [(f"{split} {name}", value) for split, of in named.items() for name, value in of.items()]
-        shown += [(f"answers {name}", value) for name, value in record.get("answers", {}).items()]
+        answers = (f"answers {n.replace('_', ' ')} {v:.3f}" for n, v in record.get("answers", {}).items())
+        cells = [f"loss {record['loss']:.3f}", chief_scores(record["metrics"], self.language), *answers]
         failed = f"  {len(record['failed'])} failed" if record["failed"] else ""
         left_out = "  left out" if record.get("skipped") else ""
-        cells = [f"loss {record['loss']:.3f}", *(f"{name.replace('_', ' ')} {value:.3f}" for name, value in shown)]
         sent = f"  up {human_bytes(record['uplink_bytes'] / max(len(record['clients']), 1))}"
         end = f"  {sum(record['seconds'].values()):.1f} s"
         line = Text.assemble(
-            f"round {record['round']:>3}/{self.rounds}", (failed + left_out, "yellow"), *(f"  {cell}" for cell in cells)
+            f"round {record['round']:>3}/{self.rounds}",
+            (failed + left_out, "yellow"),
+            *(f"  {cell}" for cell in cells if cell),
         )
         if len(line) + len(sent + end) <= console.width:  # the table at the end has the bytes too
             line.append(sent)

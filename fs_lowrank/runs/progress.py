@@ -43,7 +43,7 @@ def shown(
 
         def of_round(record: dict[str, Any]) -> object:
             nonlocal said
-            said = _figures(record["metrics"], language) or said
+            said = chief_scores(record["metrics"], language) or said
             bar.set_postfix_str(said, refresh=False)
             bar.update(record["round"] - bar.n)
             return on_round(record) if on_round else None
@@ -55,8 +55,8 @@ def shown(
         yield of_round, of_client
 
 
-def _figures(metrics: Mapping[str, Mapping[str, float]], language: bool) -> str:
-    split = "test" if "test" in metrics else next(iter(metrics), "")
-    main = chief(metrics[split]) if split else ""
-    shown = for_people({main: metrics[split][main]}, language) if split else {}
-    return " ".join(f"{split} {name.replace('_', ' ')} {value:.3f}" for name, value in shown.items())
+def chief_scores(metrics: Mapping[str, Mapping[str, float]], language: bool) -> str:
+    """The chief metric of each split, such as ``test acc 0.812  val acc 0.799``."""
+    chiefs = {split: {chief(of): of[chief(of)]} for split, of in metrics.items()}
+    shown = [(split, *item) for split, of in chiefs.items() for item in for_people(of, language).items()]
+    return "  ".join(f"{split} {name.replace('_', ' ')} {value:.3f}" for split, name, value in shown)

@@ -23,8 +23,8 @@ from benchmark.worker import work  # noqa: E402
 from fs_lowrank import load_config  # noqa: E402
 from hpo.search import kind  # noqa: E402
 from hpo.space import space_from  # noqa: E402
-from hpo.storage import load_study, open_storage  # noqa: E402
 from hpo.start import Search, tune  # noqa: E402
+from hpo.storage import load_study, open_storage  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("no_curves"),

@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 import fs_lowrank.runs.checkpoint as module
 from fs_lowrank.callbacks import best
 from fs_lowrank.errors import UserError
-from fs_lowrank.runs.checkpoint import load_checkpoint, save_checkpoint
-from fs_lowrank.runs.checkpoint import saved_rounds
+from fs_lowrank.runs.checkpoint import load_checkpoint, save_checkpoint, saved_rounds
 
 META = {"numbers": {"t": 3, "x": 0.1}, "synced": {1: 2, 10: 0}, "outbox": {"a": (1, [2, 3], "float32")}, "config": {}}
 
