@@ -150,7 +150,7 @@ def _changed(config: Settings, method: Any = None) -> dict[str, tuple[Any, Mappi
         method: whose hyperparameters' defaults are meant; None: they all differ.
     """
     defaults = {name: value for name, value, _ in flat_keys(Settings())}
-    defaults |= {f"lowrank.{name}": value for name, value in params_defaults(method).items()}
+    defaults |= {f"lowrank.{name}": value for name, value in (params_defaults(method) if method else {}).items()}
     usual = AdapterSpec().to_args()
     defaults[_ADAPTER] = [usual]
     changed = {
