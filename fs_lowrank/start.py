@@ -5,10 +5,9 @@ Nothing is decided silently: every line of the file that was guessed says so, an
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -206,6 +205,7 @@ def _head(given: Given, raw: RawData, clients: int, method: str, share: float) -
         raise UserError(
             f"clients={clients}: {given.data} has {rows} rows, of which {rows * share:.0f} are for training"
         )
+    about = f"{'' if given.clients else 'guessed: '}about {each:.0f}"
     rounds = 20 if raw.task == IMAGE_CLASSIFICATION else 4  # from scratch, or from a model that knows texts
     classes = f"{raw.num_labels} classes ({', '.join(raw.label_names[:8])})"
     task = "instructions and answers" if raw.task == CAUSAL_LM else classes
@@ -219,7 +219,7 @@ def _head(given: Given, raw: RawData, clients: int, method: str, share: float) -
         f"  method: {given.method or method}                 # fs-lowrank methods lists them",
         f"  client_num: {clients}                 # {guessed}about {each:.0f} training rows each",
         "  sample_client_num: -1         # how many of them take part in a round; -1: all",
-        f"  total_round_num: {rounds}            # for a first look; raise it and add --resume to the same command to go on",
+        f"  total_round_num: {rounds}            # to go on with more: raise it, and the same command with --resume",
         "data:",
         f"  type: {_yaml(str(given.data))}",
     ], each
@@ -414,8 +414,3 @@ def _yaml(text: str) -> str:
 
 def _flow(mapping: Mapping[str, str]) -> str:
     return "{" + ", ".join(f"{key}: {_yaml(value)}" for key, value in mapping.items()) + "}"
-
-
-def fields() -> Sequence[str]:
-    """The names of what a user can say, as options of a command."""
-    return [f.name for f in dataclasses.fields(Given)]
