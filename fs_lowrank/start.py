@@ -219,7 +219,7 @@ def _head(given: Given, raw: RawData, clients: int, method: str, share: float) -
         f"  method: {given.method or method}                 # fs-lowrank methods lists them",
         f"  client_num: {clients}                 # {guessed}about {each:.0f} training rows each",
         "  sample_client_num: -1         # how many of them take part in a round; -1: all",
-        f"  total_round_num: {rounds}            # to go on with more: raise it, and the same command with --resume",
+        f"  total_round_num: {rounds}            # to go on with more: raise it, and resume the run",
         "data:",
         f"  type: {_yaml(str(given.data))}",
     ], each

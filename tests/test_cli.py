@@ -318,7 +318,7 @@ def test_mistakes_in_the_file(command, config_file, tmp_path):
         assert code == 2 and message in squeeze(err)
     config_file.write_bytes(text.encode() + b"# \xff\n")
     code, _, err = command("run", "--cfg", config_file)
-    assert code == 2 and "UTF-8" in err
+    assert code == 2 and "utf-8" in err
     config_file.write_text("\n".join(f"# {i}" for i in range(9)) + "\n" + text + "\nsedd: 3\n")
     code, _, err = command("run", "--cfg", config_file)
     assert code == 2 and "seed" in err and "line " in err

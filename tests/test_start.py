@@ -50,7 +50,7 @@ def test_columns_length_modules_and_layers_are_found(at, tiny_encoder):
     assert args["modules"] == ["query", "value"] and args["layers"] == [2]
     longest = max(len(t.split()) for t in reviews["body of it"]) + 2
     assert longest - 3 <= tree["llm"]["tok_len"] <= longest + 8 and tree["llm"]["tok_len"] % 8 == 0
-    assert tree["federate"] == {"method": "rolora", "client_num": 4, "sample_client_num": -1, "total_round_num": 20}
+    assert tree["federate"] == {"method": "rolora", "client_num": 4, "sample_client_num": -1, "total_round_num": 4}
     assert load_config(tree).dataloader.batch_size == 16
     assert all("#" in line for line in text.splitlines() if "guessed" in line or "proposed" in line)
 
