@@ -205,7 +205,6 @@ def _head(given: Given, raw: RawData, clients: int, method: str, share: float) -
         raise UserError(
             f"clients={clients}: {given.data} has {rows} rows, of which {rows * share:.0f} are for training"
         )
-    about = f"{'' if given.clients else 'guessed: '}about {each:.0f}"
     rounds = 20 if raw.task == IMAGE_CLASSIFICATION else 4  # from scratch, or from a model that knows texts
     classes = f"{raw.num_labels} classes ({', '.join(raw.label_names[:8])})"
     task = "instructions and answers" if raw.task == CAUSAL_LM else classes
