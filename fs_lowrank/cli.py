@@ -181,13 +181,12 @@ class _Live:
 
         answers = (f"answers {n.replace('_', ' ')} {v:.3f}" for n, v in record.get("answers", {}).items())
         cells = [f"loss {record['loss']:.3f}", chief_scores(record["metrics"], self.language), *answers]
-        failed = f"  {len(record['failed'])} failed" if record["failed"] else ""
-        left_out = "  left out" if record.get("skipped") else ""
+        note = f"  {len(record['failed'])} failed" * bool(record["failed"]) + "  left out" * bool(record.get("skipped"))
         sent = f"  up {human_bytes(record['uplink_bytes'] / max(len(record['clients']), 1))}"
         end = f"  {sum(record['seconds'].values()):.1f} s"
         line = Text.assemble(
             f"round {record['round']:>3}/{self.rounds}",
-            (failed + left_out, "yellow"),
+            (note, "yellow"),
             *(f"  {cell}" for cell in cells if cell),
         )
         if len(line) + len(sent + end) <= console.width:  # the table at the end has the bytes too
