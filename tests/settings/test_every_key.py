@@ -59,7 +59,6 @@ def test_a_misspelt_key_of_every_section_is_refused(caplog):
 @pytest.mark.parametrize(
     "key, value, parts",
     [
-        ("llm.adapter.args", [{"lora_alfa": 3}], ("llm.adapter.args.0.lora_alfa", "'lora_alpha'")),
         ("data.args", [{"textt": "a"}], ("data.args.0.textt", "'text'")),
         ("data.splitter_args", [{"alhpa": 1}], ("data.splitter_args.0.alhpa", "'alpha'")),
         ("data.transform", [["RandomCrop", {"sise": 3}]], ("data.transform.0.1.sise", "'size'")),
