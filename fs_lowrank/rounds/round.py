@@ -287,10 +287,10 @@ class Round:
         if kind != "dropped":
             logger.warning("round %d: %s: %s", self.number, kind, _naming(client, reason))
 
-    def leave_unevaluated(self, client: int, reason: str, log: logging.Logger = logger) -> None:
+    def leave_unevaluated(self, client: int, reason: str) -> None:
         """Note that there are no metrics of ``client``, and why; said in the engine's ``log``."""
         self.unevaluated[client] = reason[:1000].removeprefix(f"client {client}: ")
-        log.warning("round %d: no evaluation of client %d: %s", self.number, client, self.unevaluated[client])
+        logger.warning("round %d: no evaluation of client %d: %s", self.number, client, self.unevaluated[client])
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from federatedscope.core.workers import Client
 from ...algebra import nbytes
 from ...errors import UserError
 from ...rounds.codec import codec_of
-from ...rounds.copies import LostCopy, OwnCopy, SharedCopy, answer, apology
+from ...rounds.copies import OwnCopy, SharedCopy, answer, apology
 from ...rounds.parcel import Parcel
 from . import wire
 from .config import evaluated_key, for_frameworks_workers
@@ -76,10 +76,9 @@ class LowRankClient(Client):
         """Bring the copy up to date, train if asked to, and send the update."""
         parcel = message.content
         self.state, round = message.state, parcel.facts["round"]
-        trains = parcel.facts["purpose"] == "train"
         try:
             self.copy.catch_up(parcel)
-            if not trains:
+            if parcel.facts["purpose"] == "follow":
                 return
             self.session.on_client(round, self.ID, self.session.config.sampled_per_round)
             update, samples = self._train(round)
@@ -89,8 +88,7 @@ class LowRankClient(Client):
             logger.warning("round %d: client %d failed: %s", round, self.ID, error)
             logger.debug("client %d", self.ID, exc_info=True)
             update, samples = apology(round, error), 0
-        if trains:
-            self._send(update, message, samples)
+        self._send(update, message, samples)
 
     def _train(self, round: int) -> tuple[Parcel, int]:
         """The answer, and the number of samples processed."""
@@ -109,13 +107,8 @@ class LowRankClient(Client):
     # -- evaluation and end ------------------------------------------------------------------------
 
     def callback_funcs_for_evaluate(self, message: Message):
-        evaluates = any(self.trainer.ctx.get(f"{split}_data") is not None for split in self._cfg.eval.split)
-        try:
-            self.copy.catch_up(message.content)
-        except LostCopy as error:
-            logger.warning("client %d does not evaluate: %s", self.ID, error)
-            evaluates = False
-        if not evaluates:
+        self.copy.catch_up(message.content)
+        if not any(self.trainer.ctx.get(f"{split}_data") is not None for split in self._cfg.eval.split):
             self.comm_manager.send(
                 wire.message("metrics", self.ID, [message.sender], "none", message.state, message.timestamp)
             )

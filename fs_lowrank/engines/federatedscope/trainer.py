@@ -5,7 +5,6 @@ from __future__ import annotations
 from federatedscope.core.trainers import GeneralTorchTrainer
 
 from ...methods import Update
-from ...models.adapters import load_tensors
 from ...models.names import all_tensors
 from ...training import evaluate
 from . import saved
@@ -78,12 +77,6 @@ class LowRankTrainer(GeneralTorchTrainer):
         result = evaluate(self.ctx.model, examples, size, metrics=metrics, owner=split, prefix=prefix, reads=reads)
         self.results[split] = result
         return named(split, result, len(examples), self.cfg)
-
-    def update(self, model_parameters, strict=False):
-        load_tensors(self.ctx.model, model_parameters)
-
-    def get_model_para(self):
-        return {n: t.detach() for n, t in self.session.method.view(self.session.ledger.state).items()}
 
     def save_model(self, path, cur_round=-1):
         names = self.session.method.view(self.session.ledger.state)

@@ -385,24 +385,6 @@ def test_metrics_of_a_process_that_lies_are_left_out(settings, cluster, tmp_path
         assert left_out["client"] == 2 and said in left_out["reason"]
 
 
-def test_a_client_that_sends_no_metrics_is_named(quick, monkeypatch):
-    """Its copy cannot follow; it has rows to evaluate on, so the means lack it."""
-    from fs_lowrank.rounds.copies import LostCopy, OwnCopy
-
-    catch_up = OwnCopy.catch_up
-
-    def lost(self, order):
-        if order.facts["purpose"] == "evaluate" and self.client == 2:
-            raise LostCopy("its copy stands elsewhere")
-        return catch_up(self, order)
-
-    monkeypatch.setattr(OwnCopy, "catch_up", lost)
-    keys = {"federate.method": "rolora", "federate.make_global_eval": False, "eval.split": ["test"], "eval.freq": 1}
-    (record,) = fs_lowrank.run(quick("run", {**keys, "federate.total_round_num": 1}), "federatedscope").history
-    assert record["unevaluated"] == [{"client": 2, "reason": "it has sent no metrics; its own log says why"}]
-    assert sorted(record["client_scores"]) == ["1", "3", "4", "5"]
-
-
 def test_a_client_that_has_not_joined_is_named_where_clients_evaluate(settings, cluster, tmp_path):
     more = {"federate.make_global_eval": False, "eval.split": ["test"], "eval.freq": 1, "lowrank.timeout": 8.0}
     started = cluster.launch(settings, 3, keys(tmp_path, **more), only=[0, 1, 2])
