@@ -143,7 +143,7 @@ class Processes(Transport):
                 update, personal = groups.get(f"view of {client}", {}), groups.get(f"personal of {client}", {})
                 if "error" not in facts:
                     site.personal.keep(client, round, personal)  # undone if the update does not count
-                yield asked[client], Parcel(update, **facts, round=round, followed=True)
+                yield asked[client], Parcel(self.codec.encode(update), **facts, round=round, followed=True)
 
     def evaluate(self, evaluator: Evaluator, state: State) -> dict[str, dict[str, Any]]:
         """As ``Evaluator.evaluate``, each split in as many parts as there are processes."""

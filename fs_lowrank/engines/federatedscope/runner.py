@@ -6,7 +6,7 @@ many GPUs, and a state dict of one shape in every message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from ...config import Config
@@ -14,8 +14,6 @@ from ...errors import UserError
 from ...rounds.codec import codec_of
 from ...rounds.intake import Intake
 from ...rounds.loop import Loop
-from ...rounds.parcel import Parcel
-from ...rounds.round import Order
 from ..pool import Processes, processes_of
 from ..program import check_others
 from .config import our_method
@@ -34,10 +32,6 @@ class Parallel(Processes):
     def intake(self) -> Intake | None:
         assert self.site is not None
         return intake_of(self.cfg, self.site)
-
-    def exchange(self, orders: Iterable[Order]) -> Iterator[tuple[Order, Parcel]]:
-        for order, answer in super().exchange(orders):
-            yield order, Parcel(self.codec.encode(answer.tensors), **answer.facts)
 
 
 class LoopRunner:
