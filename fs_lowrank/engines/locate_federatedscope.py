@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,17 +20,8 @@ VERSION = "0.3.0"
 BRANCH = "llm"
 #: a file that only this branch has
 BRANCH_FILE = "llm/trainer/trainer.py"
-#: what the framework imports during a run of our methods: module -> package to install
-NEEDS = {
-    "grpc": "grpcio",
-    "pydantic": "pydantic",
-    "google.protobuf": "protobuf",
-    "pympler": "pympler",
-    "scipy": "scipy",
-    "sklearn": "scikit-learn",
-    "pandas": "pandas",
-    "yaml": "pyyaml",
-}
+#: the packages of the extra federatedscope that this package itself does not need
+NEEDS = ("grpcio", "protobuf", "pydantic", "pympler")
 _HOW = (
     f"check out its branch {BRANCH} and set {ROOT} to that folder (or install it with "
     "`pip install --no-deps -e FOLDER`), then: pip install 'fs-lowrank[federatedscope]'; "
@@ -82,17 +74,9 @@ def require() -> Path:
             f"the FederatedScope in {folder} is version {named}; this plug-in is written for "
             f"{VERSION} of branch {BRANCH}"
         )
-    absent = [package for module, package in NEEDS.items() if not _has(module)]
-    if absent:
+    if absent := [package for package in NEEDS if not list(distributions(name=package))]:
         raise Unusable(
             f"FederatedScope is in {folder}, but packages that it needs are not installed",
             f"pip install {' '.join(absent)}",
         )
     return folder
-
-
-def _has(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # the parent package is missing
-        return False
