@@ -116,7 +116,7 @@ class Nodes(Members):
         new = sorted(connected - known)
         for first in range(0, len(new), AT_A_TIME):
             calls = {node: Parcel({}, kind="call") for node in new[first : first + AT_A_TIME]}
-            for node, reply in self._carried(calls, "call", 0):
+            for node, reply in self._carried(calls, work=False):
                 if reason := self._joined(node, reply, connected):
                     logger.warning("refused node %d: %s", node, reason)
                     self.refused[node] = reason
@@ -143,14 +143,11 @@ class Nodes(Members):
 
     def exchange(self, orders: Iterable[Order]) -> Iterator[tuple[Order, Parcel | Lost]]:
         of = {self.members[order.client].place: order for order in orders}
-        for purpose in sorted({KINDS[order.purpose] for order in of.values()}):
-            parcels = {node: order.parcel for node, order in of.items() if KINDS[order.purpose] == purpose}
-            number = max(order.round for order in of.values())
-            for node, answer in self._carried(parcels, purpose, number):
-                yield of[node], answer if isinstance(answer, Lost) else self.checked(of[node], answer)
+        for node, answer in self._carried({node: order.parcel for node, order in of.items()}, work=True):
+            yield of[node], answer if isinstance(answer, Lost) else self.checked(of[node], answer)
 
-    def _carried(self, parcels: Mapping[int, Parcel], kind: str, round: int) -> Iterator[tuple[int, Parcel | Lost]]:
-        """Send nodes their parcels; the replies, as they come, and at last those from whom there is none.
+    def _carried(self, parcels: Mapping[int, Parcel], work: bool) -> Iterator[tuple[int, Parcel | Lost]]:
+        """Send nodes their parcels, calls or ``work``; the replies, as they come, and at last those from whom there is none.
 
         The wait ends ``lowrank.timeout`` after the last reply, since nodes of a simulation take turns; meanwhile it is
         said for whom the server waits.
@@ -162,7 +159,8 @@ class Nodes(Members):
             content = packed(Parcel(parcel.tensors, **parcel.facts, **known))
             # A node that comes back later than the server waits is not to work on it any more.
             ttl = self.timeout * (len(parcels) + 2) + 600.0
-            message = Message(content, dst_node_id=node, message_type=KINDS[kind], ttl=ttl, group_id=str(round))
+            kind, group = KINDS[parcel.facts.get("purpose", "call")], str(parcel.facts.get("round", 0))
+            message = Message(content, dst_node_id=node, message_type=kind, ttl=ttl, group_id=group)
             if taken := [identity for identity in grid.push_messages([message]) if identity]:
                 sent[taken[0]] = node
             else:
@@ -176,7 +174,7 @@ class Nodes(Members):
             if not replies:
                 self._wait()
 
-        yield from Waiting(self.timeout, "node", work=kind != "call").replies(list(sent.values()), come)
+        yield from Waiting(self.timeout, "node", work).replies(list(sent.values()), come)
 
     def _wait(self) -> None:
         if self.stopped():

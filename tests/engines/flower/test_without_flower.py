@@ -145,7 +145,7 @@ asked.__dict__.update(timeout=0.5, pause=0.01, token="", simulated=False, stoppe
 asked.config = SimpleNamespace(to_dict=dict)
 asked.grid = SimpleNamespace(push_messages=lambda of: [str(id(of[0]))], pull_messages=lambda of: [])
 server.Message = lambda *args, **options: SimpleNamespace()
-for node, answer in asked._carried({7: server.Parcel({})}, "call", 0):
+for node, answer in asked._carried({7: server.Parcel({})}, work=False):
     print(node, answer.reason)
 """
 
