@@ -13,7 +13,8 @@ from ..rounds.transport import Lost
 logger = logging.getLogger("fs_lowrank")
 
 #: seconds without a reply after which the server says whom it waits for: processes that only have to introduce
-#: themselves, and those that train or evaluate; each further word comes when the wait has doubled
+#: themselves, and those that train or evaluate; half of the timeout at most; each further word comes when the wait has
+#: doubled
 FIRST_WORD, OF_WORK = 5.0, 30.0
 
 
@@ -32,7 +33,7 @@ class Waiting:
 
     def __init__(self, timeout: float, noun: str, work: bool, clock: Callable[[], float] = time.monotonic):
         self.timeout, self.noun, self.clock = timeout, noun, clock
-        self._first = OF_WORK if work else FIRST_WORD
+        self._first = min(OF_WORK if work else FIRST_WORD, timeout / 2)
         self.heard()
 
     def heard(self) -> None:

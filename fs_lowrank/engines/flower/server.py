@@ -147,7 +147,7 @@ class Nodes(Members):
             yield of[node], answer if isinstance(answer, Lost) else self.checked(of[node], answer)
 
     def _carried(self, parcels: Mapping[int, Parcel], work: bool) -> Iterator[tuple[int, Parcel | Lost]]:
-        """Send nodes their parcels, calls or ``work``; the replies, as they come, and at last those from whom there is none.
+        """Send nodes their parcels, calls or ``work``; the replies, as they come, and at last who has not replied.
 
         The wait ends ``lowrank.timeout`` after the last reply, since nodes of a simulation take turns; meanwhile it is
         said for whom the server waits.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import queue
 import runpy
@@ -130,13 +131,11 @@ class Cluster:
 
     def wait(self, process, answers, timeout=90.0):
         """The result of a worker: ``kind`` (ok, or an error class), ``said`` or ``history``, ``tensors``, ``code``."""
-        deadline, answer = time.monotonic() + timeout, None
-        while answer is None and time.monotonic() < deadline:
-            try:
+        deadline, answer, alive = time.monotonic() + timeout, None, True
+        while answer is None and alive and time.monotonic() < deadline:
+            alive = process.is_alive()  # before looking: what a process has answered is there once it has ended
+            with contextlib.suppress(queue.Empty):
                 answer = answers.get(timeout=0.1)
-            except queue.Empty:
-                if not process.is_alive():
-                    break
         process.join(max(deadline - time.monotonic(), 1))
         assert process.exitcode is not None, f"a process hangs; it said {answer and answer[:2]}"
         kind, said, arrays = answer or ("died", "", {})
