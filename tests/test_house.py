@@ -195,7 +195,7 @@ BUDGETS = {
     "fs_lowrank.training": 865,  # 700
     "fs_lowrank.rounds": 2197,  # 1,900
     "fs_lowrank.callbacks": 368,  # 400
-    "fs_lowrank.engines": 2300,  # 1,900
+    "fs_lowrank.engines": 2263,  # 1,900
     "fs_lowrank.runs": 914,  # 750
     "fs_lowrank.draw": 670,  # 450
     "fs_lowrank.jobs": 720,  # 300
