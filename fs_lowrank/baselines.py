@@ -82,9 +82,9 @@ def row_config(name: str, config: Config, outdir: str | Path) -> Config:
     if config.federate.process_num != 1:
         say_once(f"{name}: federate.process_num does not apply to it; it trains in one process")
     keys |= {"federate.use_ss": False, "federate.online_aggr": False, "federate.process_num": 1}
-    keys |= {"lowrank.drop_rate": 0.0, "lowrank.min_clients": 1, "lowrank.max_samples": Lowrank().max_samples}
-    keys |= {"lowrank.max_update_norm": 0.0, "lowrank.max_update_norm_factor": 0.0, "lowrank.reuse_clients": ""}
-    keys |= {"lowrank.robust": "none", "lowrank.robust_malicious": 1, "lowrank.robust_norm": 0.0}
+    of_several = ("drop_rate", "min_clients", "max_samples", "max_update_norm", "max_update_norm_factor", "drift")
+    of_several += ("drift_weight", "reuse_clients", "robust", "robust_malicious", "robust_norm")
+    keys |= {f"lowrank.{name}": getattr(Lowrank(), name) for name in of_several}
     # A row's method has one rank for all.
     own = {client: {k: v for k, v in of.items() if k != "rank"} for client, of in config.own_settings.items()}
     keys["lowrank.clients"] = grouped({client: of for client, of in own.items() if of})

@@ -562,7 +562,7 @@ def test_the_frameworks_method_names(method, use, args, resolved, used):
     [
         ("Local", "each client alone is the row `local` of `fs-lowrank compare`"),
         ("global", "all data in one place is the row `pooled` of `fs-lowrank compare`"),
-        ("fedprox", "the training loop has no such penalty"),
+        ("fedprox", "it is lowrank.drift fedprox, with an averaging method"),
     ],
 )
 def test_a_method_of_the_framework_that_is_none_here_says_what_there_is(monkeypatch, name, said):

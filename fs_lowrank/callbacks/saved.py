@@ -25,7 +25,7 @@ class Saved(Callback):
     def on_end(self, run: RecordKeeper, result: RunResult) -> None:
         last = run.history[-1]["round"] if run.history else 0
         result.saved |= save_trained(run, result, "", result.final, last)
-        if run.site.personal:
+        if run.site.personal and run.site.personal.of_model:
             with replaced(run.outdir / "personal") as folder:
                 folder.mkdir()
                 _save_personal(run, folder)
@@ -70,7 +70,7 @@ def _save_personal(run: RecordKeeper, folder: Path) -> None:
     for client in site.personal:
         site.load_client(run.ledger.state, client)
         outside = {n: tensor for n, tensor in site.personal[client].items() if tags(n) & {"head", "base"}}
-        for name in sorted({adapter_name(n) for n in site.personal[client] if n not in outside}) or ["default"]:
+        for name in sorted({adapter_name(n) for n in site.personal.of_model if n not in outside}) or ["default"]:
             config = copy.copy(model.peft_config[name])
             tensors = peft.get_peft_model_state_dict(model, adapter_name=name)
             own = {n: tensor for n, tensor in tensors.items() if "nested" not in tags(n)}

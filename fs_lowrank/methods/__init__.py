@@ -2,14 +2,27 @@
 
 from .base import Averaging, Gathering, Method, State
 from .catalogue import create_method, get_method_class, list_methods, requirements, revisions
+from .drift import DriftCorrection
 from .registry import register_method
 from .robust import RobustMean
-from .terms import Client, Phase, RefusedUpdate, Requires, Setting, Tensors, Update, Workbench, refuse_negative
+from .terms import (
+    Client,
+    Phase,
+    RefusedUpdate,
+    Requires,
+    Setting,
+    Tensors,
+    Update,
+    Workbench,
+    put_beside,
+    refuse_negative,
+)
 from .wrapper import Wrapper
 
 __all__ = [
     "Averaging",
     "Client",
+    "DriftCorrection",
     "Gathering",
     "Method",
     "Phase",
@@ -25,6 +38,7 @@ __all__ = [
     "create_method",
     "get_method_class",
     "list_methods",
+    "put_beside",
     "refuse_negative",
     "register_method",
     "requirements",

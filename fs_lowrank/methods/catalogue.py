@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 from ..errors import UserError, nearest
 from ..settings import AdapterSpec, Settings, check_method_params
 from .base import Averaging, Method
+from .drift import DriftCorrection, corrected
 from .registry import refuse_former, registered
 from .robust import RobustMean
 from .server_optimizer import ServerOptimizer
@@ -52,7 +53,7 @@ _OTHERWISE = {
     "federate.client_idx_for_local_train N",
     "global": _POOLED,
     "pooled": _POOLED,
-    "fedprox": "the training loop has no such penalty; take fedavg or fedlora",
+    **{n: f"it is lowrank.drift {n}, with an averaging method" for n in ("fedprox", "scaffold", "feddyn")},
     "fedopt": "a server optimizer is fedopt.use True, with any method whose server step is a mean",
 }
 
@@ -108,6 +109,7 @@ def create_method(
     own_steps: Mapping[int, int] | None = None,
     train_head: bool = True,
     personal: Sequence[str] = (),
+    drift: DriftCorrection | None = None,
     server_optimizer: Mapping[str, object] | None = None,
     robust: RobustMean | None = None,
     **params: object,
@@ -126,14 +128,15 @@ def create_method(
         own_steps: the same of the clients that have their own.
         train_head: a classifier's head is trained and shared, too.
         personal: tags of what stays with its client, beside what the method keeps there: ``head``.
+        drift: what is added to the clients' objective, so that they drift apart less; None: nothing.
         server_optimizer: ``{"type": "Adam", "lr": …}``; None is the plain mean.
         robust: a mean that a few malicious clients cannot move far; None is the weighted mean.
         params: the method's hyperparameters.
     Raises:
         UserError: unknown method or hyperparameter, a value out of range, something that the method requires and the
-            run does not have, or a server optimizer or a robust mean on a method whose server step is not a mean.
+            run does not have, or a server optimizer, a robust mean or a correction on a method that it is not for.
     """
-    cls = get_method_class(name)
+    cls = corrected(get_method_class(name), drift)
     steps = local_steps, dict(own_steps or {})
     of_run = rounds, seed, uniform, from_scratch, with_adapter, only_sums, *steps, train_head, tuple(personal)
     method = cls(cls.Params(**check_method_params(cls, params)), Setting(adapter or AdapterSpec(), *of_run))

@@ -94,11 +94,19 @@ class Phase:
         train: tags (``models.names``) of the parameters that train; all others are frozen.
         steps: length in units of ``train.batch_or_epoch``; None: ``train.local_update_steps``.
         penalty: a function of the model, returning a scalar, that is added to the loss of every step.
+        ended: a function of the model, the number of steps and the learning rate that is called after the last step. Of
+            ``grad.grad_accum_count`` batches, a last step of fewer counts as that share of one.
     """
 
     train: tuple[str, ...]
     steps: int | None = None
     penalty: Callable[[nn.Module], Tensor] | None = None
+    ended: Callable[[nn.Module, float, float], object] | None = None
+
+    @property
+    def has_code(self) -> bool:
+        """Whether functions of the method take part in the training: they cannot be hashed, and are for one client."""
+        return self.penalty is not None or self.ended is not None
 
     def __post_init__(self) -> None:
         """Raise ``UserError`` for tags that are no tuple, and a length that trains nothing."""
@@ -170,6 +178,15 @@ class Setting:
     def steps(self, client: int | None) -> int:
         """``train.local_update_steps`` of ``client``."""
         return self.local_steps if client is None else self.own_steps.get(client, self.local_steps)
+
+
+def put_beside(model: nn.Module, tensors: Tensors) -> None:
+    """Give ``model`` tensors called ``KIND:name`` that are no part of it: they move with it, and are not saved with it.
+
+    They are shared, sent, or stay with their client by the tag ``KIND``, as the model's own are by theirs.
+    """
+    for name, tensor in tensors.items():
+        model.register_buffer(name.replace(".", "|"), tensor, persistent=False)  # torch allows no dot in the name
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@
 ``rest``     any tensor of ``base`` without an adapter; trained only in a model from scratch
 ``nested``   a pair nested in the shared one (``models.nested``)
 ``factor``   a thin factor in place of a full weight (``models.factorised``)
-``x``        a name ``x:…`` is not a tensor of the model but an additional one that a method stores or sends
+``x``        a name ``x:…`` is not a tensor of the model but an additional one that a method stores or sends, or has put
+             beside the model (``methods.put_beside``), as a buffer whose name has ``|`` for every dot
 ``base``     everything else: the original weights of the model, and the running statistics of its norms
 ========== ==============================================================================
 """
@@ -134,8 +135,8 @@ def is_statistic(name: str) -> bool:
 
 
 def all_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters of the model and the running statistics of its norms, not copied."""
-    buffers = {n: b for n, b in model.named_buffers() if n.endswith(_STATISTICS)}
+    """The parameters of the model, the running statistics of its norms, and what is beside it; not copied."""
+    buffers = {n.replace("|", "."): b for n, b in model.named_buffers() if ":" in n or n.endswith(_STATISTICS)}
     return {**dict(model.named_parameters()), **buffers}
 
 
@@ -147,7 +148,7 @@ def with_owners(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[nn.Mo
     """
     found = {}
     for name in names:
-        path, _, last = name.rpartition(".")
+        path, _, last = ("", "", name.replace(".", "|")) if ":" in name else name.rpartition(".")
         try:
             owner = model.get_submodule(path)
             found[name] = owner, getattr(owner, last)

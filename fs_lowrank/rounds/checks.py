@@ -168,7 +168,7 @@ def trained_in(method: Method, client: int, rounds: int, model: nn.Module) -> se
                     "tensor of this model has"
                 )
     trained = {tag for train in seen for tag in train}
-    kept = select(names, method.personal)
+    kept = [n for n in select(names, method.personal) if ":" not in n]
     if kept and not {*kept}.intersection(select(names, trained)):
         raise UserError(
             f"federate.method = {method.name}: {kept[0]} stays with its client and is trained in no phase of client "

@@ -57,7 +57,7 @@ class Evaluator:
         """The names of the metrics that ``evaluate`` gives."""
         global_model = self.config.federate.make_global_eval
         asked = self.config.eval.client_scores or not global_model
-        clients = (self.site.personal.untrained or asked) and self.site.data.test is not None
+        clients = (self.site.personal.of_model or asked) and self.site.data.test is not None
         return [*(self.site.held_out() if global_model else ()), *([CLIENTS] if clients else ())]
 
     def evaluate(self, state: State) -> dict[str, dict[str, Any]]:
@@ -72,7 +72,7 @@ class Evaluator:
         """Whether a client's model is not the global one: it has a personal part, or ranks of its own."""
         whole = self.site.method.view(state)
         views = (self.site.method.view(state, client) for client in self.site.kinds())
-        return bool(self.site.personal.untrained) or any(
+        return bool(self.site.personal.of_model) or any(
             own.keys() != whole.keys()
             or any(t is not whole[n] and not torch.equal(t, whole[n]) for n, t in own.items())
             for own in views

@@ -17,6 +17,8 @@ class PersonalParts(dict[int, dict[str, Tensor]]):
     def __init__(self, untrained: Mapping[str, Tensor]):
         super().__init__()
         self.untrained = dict(untrained)
+        #: those by which clients' models differ; others are beside the model (``methods.put_beside``)
+        self.of_model = {n: t for n, t in self.untrained.items() if ":" not in n}
         #: client -> the last round in which it trained, and its tensors before that
         self.before: dict[int, tuple[int, dict[str, Tensor] | None]] = {}
 

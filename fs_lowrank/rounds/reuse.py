@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,20 +76,19 @@ class Reuse:
         config: Settings,
         model: nn.Module,
         examples: Examples | ImageExamples,
-        phases: Iterable[Phase],
+        phases: Sequence[Phase],
         *,
         lr: float,
         seed: int,
     ) -> str | None:
-        """The key of a training that is about to start; None for one with a penalty or a module of
-        the user's, whose code cannot be hashed.
+        """The key of a training that is about to start; None for one with code of the method's or a module of the
+        user's, which cannot be hashed.
 
         Args:
             model: with the tensors that training starts from.
             examples, phases, lr, seed: as for ``train_client``.
         """
-        phases = list(phases)
-        if any(phase.penalty is not None for phase in phases) or is_given(config):
+        if any(phase.has_code for phase in phases) or is_given(config):
             return None
         settings = {
             k: v

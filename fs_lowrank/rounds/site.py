@@ -21,7 +21,7 @@ from ..data import Examples, ImageExamples, build_data, load_raw
 from ..data.examples import rows_alike
 from ..data.ragged import Lazy
 from ..errors import UserError
-from ..methods import Client, Method, RobustMean, State, Workbench, create_method
+from ..methods import Client, DriftCorrection, Method, RobustMean, State, Workbench, create_method
 from ..models.adapters import load_tensors, start_at_zero
 from ..models.build import build_model, build_tokenizer
 from ..models.checkpointing import recompute
@@ -69,12 +69,11 @@ def method_of(config: Config) -> Method:
         only_sums=config.federate.use_ss or config.federate.online_aggr,
         local_steps=config.train.local_update_steps,
         own_steps={
-            client: own["local_update_steps"]
-            for client, own in config.own_settings.items()
-            if "local_update_steps" in own
+            c: own["local_update_steps"] for c, own in config.own_settings.items() if "local_update_steps" in own
         },
         train_head=config.lowrank.train_head,
         personal=config.lowrank.personal,
+        drift=DriftCorrection.of(config),
         robust=RobustMean.of(config.lowrank),
         server_optimizer={"type": server.type, "lr": server.lr, **server.extra} if config.fedopt.use else None,
         **config.method_params,
@@ -133,7 +132,7 @@ class Site:
         check_tags(self.method, self.model, self.initial_state)
         say_half(config, {**self.initial_state, **self.changed_base()})
         self.personal = PersonalParts(copied(self.model, self.method.personal))
-        check_personal(config, self.method, self.personal.untrained)
+        check_personal(config, self.method, self.personal.of_model)
         self.parameters = {"total": total, "trainable": max(map(self._trained_by, self.kinds()))}
         self.shortcuts = Shortcuts(config, self.data, self.method, self.held_out())
         if self.shortcuts.tried:

@@ -99,9 +99,8 @@ def _of_robust_means(config: Settings) -> Iterator[Conflict]:
     yield "lowrank.robust_malicious", malicious != 1 and needed == 1, unused
     bound = f"= {norm:g} is for norm_bound; lowrank.robust is {rule}"
     yield "lowrank.robust_norm", bool(norm) and rule != "norm_bound", bound
-    there = config.sampled_per_round
-    few = f"= {rule} with robust_malicious = {malicious} needs {needed} clients per round; there are {there}"
-    yield "lowrank.robust", there < needed, few
+    few = f"= {rule} with robust_malicious = {malicious} needs {needed} clients per round; there are "
+    yield "lowrank.robust", config.sampled_per_round < needed, f"{few}{config.sampled_per_round}"
 
 
 def _of_models(config: Settings) -> Iterator[Conflict]:

@@ -415,6 +415,11 @@ class Lowrank:
     robust_malicious: int = key(1, min=1)
     #: maximum norm of a client's change under norm_bound; 0: the median of the round
     robust_norm: float = key(0.0, min=0.0)
+    #: what is added to the clients' objective so that they drift apart less, under any averaging method
+    #: (``methods.drift``)
+    drift: str = key("none", choices=("none", "fedprox", "scaffold", "feddyn"))
+    #: mu of fedprox, alpha of feddyn
+    drift_weight: float = key(0.01, min=0.0)
     #: if the server step fails or its result is not finite: stop the run, or skip the round
     on_bad_round: str = key("stop", choices=("stop", "skip"))
     #: probability that a selected client drops out of a round, drawn with the seed; tests the robustness of a method

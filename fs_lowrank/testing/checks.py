@@ -58,7 +58,7 @@ def loads_with_the_plain_libraries(bench: Bench, engine: LocalEngine, task: str)
     result, folder = engine.run(), engine.keeper.outdir
     wanted = logits(result.model, engine.site.data.test)
     answers, state = wanted, engine.ledger.state
-    if engine.site.personal.untrained and torch.allclose(untrained, wanted, atol=1e-3):
+    if engine.site.personal.of_model and torch.allclose(untrained, wanted, atol=1e-3):
         # All that is learned may stay with the clients.
         engine.site.load_client(state, result.history[-1]["clients"][0])
         answers = logits(engine.model, engine.site.data.test)
@@ -119,7 +119,7 @@ def check_run(bench: Bench, method: str, task: str) -> None:
         assert not record["failed"], f"round {record['round']}: {record['failed']}"
         assert math.isfinite(record["loss"]), f"round {record['round']}: the training loss is {record['loss']}"
         assert record["selected"] == record["clients"] and len(record["clients"]) == 2, f"clients: {record['clients']}"
-        own = {"client_test"} if engine.site.personal.untrained else set()
+        own = {"client_test"} if engine.site.personal.of_model else set()
         assert record["metrics"].keys() == {"test", "val"} | own, f"evaluated: {sorted(record['metrics'])}"
         values = [v for m in record["metrics"].values() for v in m.values()]
         assert all(math.isfinite(v) for v in values), f"metrics: {record['metrics']}"

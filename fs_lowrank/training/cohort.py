@@ -245,7 +245,7 @@ def apart(model: nn.Module, phases: Sequence[Sequence[Phase]]) -> str:
     """Why clients with these ``phases`` cannot train together; empty if they can, as far as can be told from these."""
     if is_encoder_decoder(model):
         return "an encoder-decoder model has two stacks of layers"
-    if any(phase.penalty is not None for each in phases for phase in each):
+    if any(phase.has_code for each in phases for phase in each):
         return "a penalty is added to a client's loss"
     plans = {tuple((tuple(sorted(phase.train)), phase.steps) for phase in each) for each in phases}
     if len(plans) > 1:

@@ -165,16 +165,13 @@ def set_trainable(model: nn.Module, wanted: Sequence[str]) -> list[nn.Parameter]
 
     A norm that is frozen uses its running statistics and does not update them.
     """
-    chosen = []
+    model.zero_grad()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(bool(tags(name) & set(wanted)))
-        parameter.grad = None
-        if parameter.requires_grad:
-            chosen.append(parameter)
     for name, module in model.named_modules():
         if isinstance(module, _NORMS):
             module.train(model.training and bool(tags(f"{name}.running_mean") & set(wanted)))
-    return chosen
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 @contextlib.contextmanager
@@ -306,7 +303,7 @@ def train_client(
         for phase in phases:
             parameters = set_trainable(model, phase.train)
             optimizer = make_optimizer(parameters, settings.type, lr, settings.extra)
-            batches_per_step, pending = config.grad.grad_accum_count, 0
+            batches_per_step, pending, before = config.grad.grad_accum_count, 0, steps
             for indices in batches_of(phase, examples, config, order):
                 penalty = phase.penalty
                 for part, share, masks in blocks.of(examples, indices):
@@ -326,8 +323,10 @@ def train_client(
                     pending = 0
             if pending:
                 _step(optimizer, parameters, config)
-    for parameter in model.parameters():
-        parameter.grad = None
+            if phase.ended is not None:
+                with torch.no_grad():
+                    phase.ended(model, (steps - before) / batches_per_step, lr)
+    model.zero_grad()
     wait(device)
     return LocalResult(mean_of(total, torch.full_like(total, max(steps, 1))), steps, samples)
 

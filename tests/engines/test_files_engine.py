@@ -35,6 +35,8 @@ VARIANTS = [
     ("pmfedloru", {"lowrank.tau": 2, "lowrank.nested_ranks": [1, 0], "llm.adapter.args.0.r": 3}),
     ("pfedlora", {"lowrank.variant": 2}),
     ("rolora", {"lowrank.robust": "norm_bound"}),
+    ("rolora", {"lowrank.drift": "scaffold", "train.optimizer": {"type": "SGD", "lr": 0.1}}),
+    ("fedlora", {"lowrank.drift": "feddyn", "lowrank.drift_weight": 0.5}),
     ("rolora", {"eval.client_scores": True, "eval.before": True}),
     ("mfedloru", {"lowrank.robust": "median", "lowrank.nested_ranks": [1, 0], "llm.adapter.args.0.r": 3}),
     ("fedhm", {"lowrank.rank_factors": [2, 8, 4]}),

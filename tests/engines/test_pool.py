@@ -71,6 +71,13 @@ def test_the_clients_own_models_are_evaluated(few):
 
 
 @pytest.mark.slow
+def test_what_clients_keep_beside_the_model(few):
+    keys = {"lowrank.drift": "scaffold", "train.optimizer": {"type": "SGD", "lr": 0.1}}
+    keys |= {"federate.total_round_num": 3, "federate.sample_client_num": 3}
+    same(fs_lowrank.run(few("one", keys)), fs_lowrank.run(few("two", {**keys, "federate.process_num": 2})))
+
+
+@pytest.mark.slow
 def test_a_language_model(few, causal_settings):
     keys = {"federate.method": "fedloru", "lowrank.tau": 1}
     one = fs_lowrank.run(few("one", keys, causal_settings))

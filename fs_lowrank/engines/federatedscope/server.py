@@ -241,7 +241,7 @@ class LowRankServer(Server):
             }
             if of_clients and "test" in metrics:
                 metrics["test"]["clients"] = of_clients
-        own = (self.session.site.personal.untrained and metrics) or self.session.config.eval.client_scores
+        own = (self.session.site.personal.of_model and metrics) or self.session.config.eval.client_scores
         if own:
             metrics["client_test"] = self.session.evaluator.clients(self.ledger.state)
         self._close_round(metrics)

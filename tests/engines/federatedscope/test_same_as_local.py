@@ -83,6 +83,8 @@ def test_methods_for_images_alone(vision_settings, assert_same, tmp_path, no_cur
         {"eval.split": []},
         {"lowrank.robust": "norm_bound"},
         {"lowrank.robust": "trimmed_mean"},
+        {"lowrank.drift": "scaffold", "train.optimizer": {"type": "SGD", "lr": 0.1}},
+        {"lowrank.drift": "feddyn", "lowrank.drop_rate": 0.4, "seed": 5},
     ],
     ids=lambda k: next(iter(k)),
 )

@@ -33,6 +33,7 @@ VARIANTS = [
     ("fedloru", {"lowrank.tau": 2, "lowrank.merge": False, "federate.total_round_num": 3}),
     ("rolora", {"federate.make_global_eval": False}),
     ("rolora", {"model.device_map": "auto"}),
+    ("rolora", {"lowrank.drift": "scaffold", "train.optimizer": {"type": "SGD", "lr": 0.1}}),
 ]
 
 
