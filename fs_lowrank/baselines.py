@@ -82,8 +82,8 @@ def row_config(name: str, config: Config, outdir: str | Path) -> Config:
     if config.federate.process_num != 1:
         say_once(f"{name}: federate.process_num does not apply to it; it trains in one process")
     keys |= {"federate.use_ss": False, "federate.online_aggr": False, "federate.process_num": 1}
-    of_several = ("drop_rate", "min_clients", "max_samples", "max_update_norm", "max_update_norm_factor", "drift")
-    of_several += ("drift_weight", "reuse_clients", "robust", "robust_malicious", "robust_norm")
+    of_several = "drop_rate min_clients max_samples max_update_norm max_update_norm_factor drift drift_weight".split()
+    of_several += ["reuse_clients", "robust", "robust_malicious", "robust_norm"]
     keys |= {f"lowrank.{name}": getattr(Lowrank(), name) for name in of_several}
     # A row's method has one rank for all.
     own = {client: {k: v for k, v in of.items() if k != "rank"} for client, of in config.own_settings.items()}
