@@ -28,12 +28,12 @@ def path(settings, tmp_path):
 
 @pytest.mark.parametrize(
     "module",
-    ["fs_lowrank", *(f"fs_lowrank.{name}" for name in ("data", "finished", "runs", "runs.split")), "hpo"],
+    ["fs_lowrank", *(f"fs_lowrank.{name}" for name in ("data", "finished", "runs.checkpoint", "runs.split")), "hpo"],
 )
 def test_a_path_is_given_as_text_or_as_a_path(module):
     """Of all functions that these modules are imported for, and of the options of a search."""
     public = import_module(module)
-    names = getattr(public, "__all__", ["read_split"])
+    names = getattr(public, "__all__", ["read_split"] if module.endswith("split") else ["load_checkpoint"])
     functions = {name: f for name in names if inspect.isfunction(f := getattr(public, name))}
     functions |= {"Search": public.Search} if module == "hpo" else {}
     functions |= {n: f for n, f in inspect.getmembers(fs_lowrank.RunResult, inspect.isfunction) if n[0] != "_"}

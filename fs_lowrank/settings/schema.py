@@ -235,7 +235,7 @@ class Settings:
         values = {
             name: value
             for name, value, meta in flat_keys(self)
-            if meta.get("result", True) and (value or not meta.get("later"))  # the defaults of later keys are empty
+            if meta.get("result", True) and ("later" not in meta or value != meta["later"])
         }
         values.update(
             (name, value)

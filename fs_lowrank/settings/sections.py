@@ -417,9 +417,9 @@ class Lowrank:
     robust_norm: float = key(0.0, min=0.0)
     #: what is added to the clients' objective so that they drift apart less, under any averaging method
     #: (``methods.drift``)
-    drift: str = key("none", choices=("none", "fedprox", "scaffold", "feddyn"))
+    drift: str = key("none", choices=("none", "fedprox", "scaffold", "feddyn"), later="none")
     #: mu of fedprox, alpha of feddyn
-    drift_weight: float = key(0.01, min=0.0)
+    drift_weight: float = key(0.01, min=0.0, later=0.01)
     #: if the server step fails or its result is not finite: stop the run, or skip the round
     on_bad_round: str = key("stop", choices=("stop", "skip"))
     #: probability that a selected client drops out of a round, drawn with the seed; tests the robustness of a method
@@ -447,7 +447,7 @@ class Lowrank:
     train_head: bool = key(True)
     #: what stays with its client beside what the method keeps there: `[head]` gives every client a head of its own,
     #: which is never sent
-    personal: list[str] = key([], items=("head",), later=True)
+    personal: list[str] = key([], items=("head",), later=[])
     #: number of validation samples, at most, with which a method selects
     validation_samples: int = key(500, min=1)
     #: seed of the split into training and test data, for data without a test set; -1: the run's seed. A search and the
