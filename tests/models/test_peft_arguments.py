@@ -47,8 +47,10 @@ VALUES = {
     "trainable_token_indices": [1],
     "tokenizer_kwargs": {"revision": "main"},
 }
-#: what PEFT itself says, and what depends on a draw or on the sizes of the model
+#: what PEFT itself says, what depends on a draw or on the sizes of the model, and what another of PEFT's arguments
+#: switches on
 ELSEWHERE = ("fan_in_fan_out", "ensure_weight_tying", "decompose_both", "module_dropout", "target_parameters")
+ELSEWHERE += ("megatron_core", "loftq_config", "qalora_group_size")
 
 
 def build(kind):
