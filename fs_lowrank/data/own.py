@@ -208,6 +208,7 @@ def look_at(path: Path, rows: int) -> pd.DataFrame:
     if not is_files(path):
         raise UserError(
             f"{path}: expected a file that ends with {', '.join(SUFFIXES)}, a folder of save_to_disk, or a pattern"
+            + "; there is nothing of this name" * (not path.exists())
         )
     _, table = _tables(path, {}, partial(read_table, named_by="the name of the file"))["train"]
     if not isinstance(table, Stored):

@@ -24,6 +24,8 @@ from ..rounds.transport import Lost, Transport
 from .waiting import Waiting
 
 logger = logging.getLogger("fs_lowrank")
+#: characters of a refusal, which has words of the client's
+_SHOWN = 1000
 
 
 def memory_of(place: Path, identity: str, client: int) -> Path:
@@ -113,7 +115,7 @@ class Members(Transport):
         reason = reason or samples_objection(
             client, facts.get("samples"), self.ledger.admission, own_data, elsewhere=self.elsewhere
         )
-        return f"client {client}: {reason}" if reason else ""
+        return f"client {client}: {reason}"[:_SHOWN] if reason else ""
 
     def welcome(self, facts: Mapping[str, Any], place: Any) -> None:
         """Let a client take part for which there is no ``refusal``."""

@@ -21,6 +21,7 @@ samples. A client that has not taken part yet, whose own are zero, counts with t
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
@@ -149,9 +150,9 @@ class Corrected(Averaging):
         train = tuple(tag for tag in phase.train if tag not in self.beside)
         return replace(phase, train=train, penalty=penalty, ended=ended)
 
+    @abstractmethod
     def added(self, weight: Weight) -> Tensor:
         """What is added to the loss for one weight, a scalar."""
-        raise NotImplementedError
 
     def remember(self, weight: Weight, way: float) -> None:
         """After training, change in place what the client keeps and sends; ``way`` is ``T η``."""

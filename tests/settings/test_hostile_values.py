@@ -21,6 +21,10 @@ def refused(message):
 @pytest.mark.parametrize(
     "text, message",
     [
+        (
+            "a0: &a0 [1]\n" + "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 10)}]\n" for i in range(9)),
+            "run.yaml: its aliases stand for more than 1,000,000 values",
+        ),
         (HEAD + "data: " + "{a: " * 1000 + "1" + "}" * 1000, "run.yaml: nested too deep"),
         (HEAD + "data: {args: " + "[" * 3000 + "]" * 3000 + "}", "run.yaml: nested too deep"),
         (HEAD + "".join(f"{' ' * i}k{i}:\n" for i in range(1000)), "run.yaml: nested too deep"),
