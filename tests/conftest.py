@@ -21,6 +21,7 @@ MORE_CHECKS = {
     "test_it_learns_and_saves_only_the_files_of_its_configuration",
     "test_weights_by_samples_or_equal",
     "test_half_precision",
+    "test_a_repetition_is_the_run_to_the_bit",
     "test_another_seed_gives_another_split_and_start",
     "test_what_is_saved_loads_with_the_plain_libraries",
     "test_clients_that_drop_out",
@@ -82,8 +83,20 @@ FIRST_VARIANTS = {
     "test_training_in_blocks_is_training_on_the_batch": 4,
     "test_equal_to_the_plain_forward": 6,
 }
+#: the same for ``make test``; ``make test-more`` has the others
+FIRST_OF_ALL = {
+    "test_defaults_are_never_reported": 6,
+    "test_processes_evaluate_the_same_batches_as_one_process": 1,
+    "test_trained_parameters_against_the_papers_ratios": 4,
+    "test_clients_that_missed_rounds_catch_up_to_the_bit": 6,
+    "test_a_refused_update_has_no_effect": 10,
+    "test_any_list_of_ranks_and_any_subset": 12,
+    "test_its_error_is_the_users_with_file_and_line_and_the_run_goes_on": 0,
+    "test_rounds_are_those_of_the_algorithm_box": 9,
+    "test_several_rounds_against_the_reference": 12,
+}
 #: what ``make test`` runs with every method, on the first kind of model that it takes
-EVERY_METHOD = "test_a_run_its_files_and_a_repetition"
+EVERY_METHOD = "test_a_run_and_its_files"
 
 
 def _no_federatedscope() -> str:
@@ -152,10 +165,11 @@ def pytest_collection_modifyitems(items, config):
             item.add_marker(pytest.mark.more)
         if item.originalname in MORE_CHECKS and given.get("method") not in MORE_METHODS:
             item.add_marker(pytest.mark.slow)
-        if item.originalname in FIRST_VARIANTS:
-            variants[item.path, item.originalname] += 1
-            if variants[item.path, item.originalname] > FIRST_VARIANTS[item.originalname]:
-                item.add_marker(pytest.mark.slow)
+        for mark, first in (("slow", FIRST_VARIANTS), ("more", FIRST_OF_ALL)):
+            if item.originalname in first:
+                variants[item.path, item.originalname] += 1
+                if variants[item.path, item.originalname] > first[item.originalname]:
+                    item.add_marker(mark)
 
 
 @pytest.fixture(scope="session", autouse=True)

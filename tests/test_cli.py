@@ -139,23 +139,21 @@ def test_a_folder_that_holds_a_run(command, config_file, tmp_path):
 
 def test_compare(command, config_file, tmp_path):
     few = ["federate.total_round_num", "2", "train.local_update_steps", "1"]
-    arguments = ["compare", "--cfg", config_file, "--methods", "rolora, fedlora,fedavg", *few]
+    arguments = ["compare", "--cfg", config_file, "--methods", "rolora, fedlora", *few]
     code, out, _ = command(*arguments)
     assert code == 0
     found = json.loads((tmp_path / "run" / "comparison.json").read_text())
-    assert list(found) == ["rolora", "fedlora", "fedavg"]
+    assert list(found) == ["rolora", "fedlora"]
     for method, row in found.items():
         assert row["final"].keys() >= {"test_acc", "test_loss"} and 0 < row["majority"] < 1
         assert row["bytes_per_client_and_round"]["uplink"] > row["bytes_per_client_and_round"]["uplink_without_head"]
         assert row["seconds"]["training"] > 0 and (tmp_path / "run" / method / "rounds.jsonl").exists()
     bare = {m: row["bytes_per_client_and_round"]["uplink_without_head"] for m, row in found.items()}
-    assert bare["rolora"] == bare["fedlora"] / 2 < bare["fedavg"] / 10
+    assert bare["rolora"] == bare["fedlora"] / 2
     assert len({row["data"] for row in found.values()}) == 1, "the same data for every method"
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
     text = squeeze(out)
-    assert all(
-        part in text for part in (*found, "majority", "3 clients of", "for plain PEFT", "for plain transformers")
-    )
+    assert all(part in text for part in (*found, "majority", "3 clients of", "for plain PEFT"))
     assert command(*arguments)[0] == 2
     assert command(*arguments, "--resume")[0] == 0
 

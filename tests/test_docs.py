@@ -19,6 +19,7 @@ from fs_lowrank.methods import get_method_class
 from fs_lowrank.settings import parse_overrides
 from hpo.space import load_space
 
+pytestmark = pytest.mark.more
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md"), *ROOT.glob("examples/*"), ROOT / "Makefile"])
 #: commands with a command line of their own

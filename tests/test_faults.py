@@ -183,12 +183,12 @@ def test_killed_at_any_step_and_resumed(make, monkeypatch, run):
     with monkeypatch.context() as patch:
         count_steps(patch, lambda number, name: steps.append(name))
         reference.run()
-    # Every step from the second round's training to the end of its checkpoint for one of the methods, where each
-    # has something to lose; a few, spread over the run, for the others.
+    # Many steps from the second round's training to the end of its checkpoint for one of the methods, where each has
+    # something to lose; a few, spread over the run, for the others.
     moments = {len(steps) * i // 5 for i in (1, 2, 3)}
     if run == "rolora under FedAdam":
         ends = [i for i, name in enumerate(steps, start=1) if name == "after replace"]
-        moments = {3, len(steps)} | set(range(ends[1] + 1, ends[2] + 1, 3))
+        moments = {3, len(steps)} | set(range(ends[1] + 1, ends[2] + 1, 5))
     for moment in sorted(moments):
 
         def die(moment=moment):

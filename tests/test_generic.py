@@ -69,8 +69,13 @@ def make(bench):
 
 
 @pytest.mark.parametrize("method, task", EACH)
-def test_a_run_its_files_and_a_repetition(bench, method, task):
+def test_a_run_and_its_files(bench, method, task):
     checks.check_run(bench, method, task)
+
+
+@pytest.mark.parametrize("method, task", FIRST)
+def test_a_repetition_is_the_run_to_the_bit(bench, method, task):
+    checks.check_repetition(bench, method, task)
 
 
 @pytest.mark.parametrize("method, task", FIRST)
@@ -161,6 +166,7 @@ def test_bytes_are_those_of_the_tensors_that_were_sent(bench, method, keys):
     checks.check_bytes(bench, method, "encoder", keys, cut)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("task", ["encoder", pytest.param("causal", marks=pytest.mark.more)])
 def test_rolora_sends_half_of_fedlora(make, task):
     def uplink(method):

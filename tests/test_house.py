@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.more
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("fs_lowrank", "benchmark", "hpo", "studies")
 

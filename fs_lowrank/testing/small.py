@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-GOOD = "good great fine happy superb lovely bright clever".split()
+GOOD = "good great superb happy fine lovely bright clever".split()
 BAD = "bad poor awful sad dull broken grim silly".split()
 PLAIN = "the a film book day it was is very quite and story room walk tea".split()
 DOMAINS = ("films", "books", "tea")

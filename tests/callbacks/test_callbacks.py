@@ -72,6 +72,7 @@ def _rounds(*numbers):
     return [("round", number, number - 1) for number in numbers]
 
 
+@pytest.mark.more
 def test_a_resumed_run_tells_what_is_done_and_may_end_at_once(config):
     fs_lowrank.run(config, callbacks=[Noted(last=1)])
     again = Noted(last=1)

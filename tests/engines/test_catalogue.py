@@ -50,6 +50,7 @@ def test_the_built_in_engines():
         get_engine("locale")
 
 
+@pytest.mark.more
 def test_an_engine_of_another_package_runs_by_name(install, settings, tmp_path, no_curves, capsys):
     install("good_engine", GOOD, "elsewhere")
     assert list_engines()[-1] == "elsewhere"

@@ -116,9 +116,9 @@ TRAINED = {
 }
 
 
-@pytest.mark.parametrize("uniform", [False, True], ids=["by samples", "equal weights"])
 @pytest.mark.parametrize("method", TRAINED)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("uniform", [False, True], ids=["by samples", "equal weights"])
 def test_rounds_are_those_of_the_algorithm_box(toy, federation, kind, method, uniform):
     weight = 0.2
     drift = DriftCorrection(kind, weight, len(SIZES))

@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 import fs_lowrank
 from fs_lowrank import load_config
 from fs_lowrank.engines.local import LocalEngine
@@ -17,6 +19,7 @@ def changes(calls):
     return sum(one != other for one, other in zip(calls, calls[1:]))
 
 
+@pytest.mark.more
 def test_a_client_and_a_round_take_few_calls(settings, tmp_path, monkeypatch, no_curves):
     few = {"federate.client_num": 3, "federate.total_round_num": 2, "train.local_update_steps": 1, "train.cohort": 1}
     calls, marks, inside, real = [], [], 0, Loop._round

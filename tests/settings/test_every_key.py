@@ -103,6 +103,7 @@ def silent(caplog, other):
     return names_of
 
 
+@pytest.mark.more
 def test_a_key_of_the_framework_is_refused_or_reported(silent, other):
     followed = [n for n in framework.FOLLOWED["local"] if framework.off_switch(n, {}) is None]
     assert silent(check_local, sorted(framework.DEFAULTS)) == followed
@@ -112,6 +113,7 @@ def test_a_key_of_the_framework_is_refused_or_reported(silent, other):
     assert trackers_of(load_config({**BASE, "wandb.use": True})) == ["wandb"]
 
 
+@pytest.mark.more
 def test_a_key_of_the_framework_is_honoured_refused_or_reported_on_flower(silent):
     for name in silent(check, sorted(framework.DEFAULTS)):
         assert framework.word(name, "flower") == "followed", name
