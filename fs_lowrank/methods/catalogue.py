@@ -31,6 +31,7 @@ _BUILT_IN = (
     "frlora",
     "lora_fair",
     "fedsa_lora",
+    "la_lora",
     "fedpara",
     "ravan",
     "fedloru",

@@ -180,6 +180,14 @@ class FedProx(Corrected):
 class Scaffold(Corrected):
     beside = (CONTROL, OWN)
 
+    def __init__(self, params: Any, setting: Any):
+        super().__init__(params, setting)
+        if any(phase.turns for phase in self.phases(1)):
+            raise UserError(
+                f"lowrank.drift = scaffold takes a mean gradient over all steps, and {self.name} trains its halves by "
+                "turns; take fedprox or feddyn"
+            )
+
     def added(self, weight: Weight) -> Tensor:
         return ((weight.control - weight.own) * weight.now).sum()
 

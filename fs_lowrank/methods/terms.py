@@ -96,12 +96,16 @@ class Phase:
         penalty: a function of the model, returning a scalar, that is added to the loss of every step.
         ended: a function of the model, the number of steps and the learning rate that is called after the last step. Of
             ``grad.grad_accum_count`` batches, a last step of fewer counts as that share of one.
+        turns: tags in ``train`` of which one trains at a time: the first in the first step, the second in the next, and
+            so on in turn. The others change neither their values nor their state in the optimizer in that step. Empty:
+            all train in every step.
     """
 
     train: tuple[str, ...]
     steps: int | None = None
     penalty: Callable[[nn.Module], Tensor] | None = None
     ended: Callable[[nn.Module, float, float], object] | None = None
+    turns: tuple[str, ...] = ()
 
     @property
     def has_code(self) -> bool:
@@ -109,8 +113,10 @@ class Phase:
         return self.penalty is not None or self.ended is not None
 
     def __post_init__(self) -> None:
-        """Raise ``UserError`` for tags that are no tuple, and a length that trains nothing."""
+        """Raise ``UserError`` for tags that are no tuple, turns of what does not train, and a length of no step."""
         object.__setattr__(self, "train", tags_given(self.train, "Phase: train"))
+        if others := {*tags_given(self.turns, "Phase: turns")}.difference(self.train):
+            raise UserError(f"Phase: turns = {self.turns!r}: {min(others)} is not in train = {self.train!r}")
         if self.steps is not None and (type(self.steps) is not int or self.steps < 1):
             raise UserError(f"Phase: steps = {self.steps!r}: expected a whole number of 1 or more, or None")
 

@@ -106,7 +106,7 @@ class Reuse:
             "machine": machine(model),
             "versions": versions(),
             "adapter": config.adapter.to_args() if config.llm.adapter.use else None,
-            "phases": [[sorted(phase.train), phase.steps] for phase in phases],
+            "phases": [[sorted(phase.train), phase.steps, *phase.turns] for phase in phases],
         }
         return hashlib.sha256(json.dumps(determined, sort_keys=True, default=repr).encode()).hexdigest()[:24]
 

@@ -39,6 +39,7 @@ from .local import (
     loss_of,
     losses_of,
     mean_of,
+    resting_by_step,
     set_trainable,
     shortcuts,
     to_device,
@@ -164,6 +165,7 @@ class _Training:
         kind, slots = self.config.train.optimizer, self.slots
         parameters = slots.trainable(phase.train)
         optimizer = make_optimizer(parameters, kind.type, lr, kind.extra)
+        resting = resting_by_step(phase, slots.stacked.items())
         coming = [batches_of(phase, m.examples, m.config, order) for m, order in zip(self.members, self.orders)]
         ahead = [next(batches, None) for batches in coming]
         ended: dict[int, dict[str, Tensor]] = {}
@@ -176,6 +178,8 @@ class _Training:
             ahead = [None if batch is None else next(batches, None) for batch, batches in zip(ahead, coming)]
             pending += 1
             if pending == self.config.grad.grad_accum_count or all(batch is None for batch in ahead):
+                for parameter in next(resting):
+                    parameter.grad = None
                 _clip(parameters, self.config.grad.grad_clip)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
@@ -247,7 +251,7 @@ def apart(model: nn.Module, phases: Sequence[Sequence[Phase]]) -> str:
         return "an encoder-decoder model has two stacks of layers"
     if any(phase.has_code for each in phases for phase in each):
         return "a penalty is added to a client's loss"
-    plans = {tuple((tuple(sorted(phase.train)), phase.steps) for phase in each) for each in phases}
+    plans = {tuple((tuple(sorted(phase.train)), phase.turns, phase.steps) for phase in each) for each in phases}
     if len(plans) > 1:
         return "the clients train different tensors, or for different numbers of steps"
     if getattr(getattr(model, "config", None), "output_router_logits", False):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -303,6 +303,7 @@ def train_client(
         for phase in phases:
             parameters = set_trainable(model, phase.train)
             optimizer = make_optimizer(parameters, settings.type, lr, settings.extra)
+            resting = resting_by_step(phase, model.named_parameters())
             batches_per_step, pending, before = config.grad.grad_accum_count, 0, steps
             for indices in batches_of(phase, examples, config, order):
                 penalty = phase.penalty
@@ -319,10 +320,10 @@ def train_client(
                         (loss / batches_per_step if batches_per_step > 1 else loss).backward()
                 pending, steps, samples = pending + 1, steps + 1, samples + len(indices)
                 if pending == batches_per_step:
-                    _step(optimizer, parameters, config)
+                    _step(optimizer, parameters, next(resting), config)
                     pending = 0
             if pending:
-                _step(optimizer, parameters, config)
+                _step(optimizer, parameters, next(resting), config)
             if phase.ended is not None:
                 with torch.no_grad():
                     phase.ended(model, (steps - before) / batches_per_step, lr)
@@ -339,7 +340,17 @@ def mean_of(total: Tensor, steps: Tensor) -> Tensor:
     return total.double() / steps.double()
 
 
-def _step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], config: Settings) -> None:
+def resting_by_step(phase: Phase, named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[list[nn.Parameter]]:
+    """For one step after the other, the parameters whose turn it is not: without a gradient, they do not change."""
+    of_turns = [(parameter, tags(name).intersection(phase.turns)) for name, parameter in named]
+    return itertools.cycle([[p for p, own in of_turns if own and turn not in own] for turn in phase.turns or ("",)])
+
+
+def _step(
+    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], resting: list[nn.Parameter], config: Settings
+) -> None:
+    for parameter in resting:
+        parameter.grad = None
     if config.grad.grad_clip > 0:
         torch.nn.utils.clip_grad_norm_(parameters, config.grad.grad_clip)
     optimizer.step()

@@ -209,6 +209,7 @@ def test_every_method_takes_a_correction_or_says_why_not(kind):
     assert {"fedavg", "fedlora", "ffa_lora", "rolora", "fedsa_lora", "fedpara", "pfedlora"} <= taken
     assert not {"flora", "flexlora", "fedfisher", "otfusion"} & taken
     assert ("fedloru" in taken) == ("ravan" in taken) == (kind == "fedprox")
+    assert ("la_lora" in taken) == (kind != "scaffold")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 from fs_lowrank.errors import UserError
 from fs_lowrank.methods import create_method
 from fs_lowrank.settings import AdapterSpec
+from fs_lowrank.testing import Bench, quietly
 
 SIZES = (3, 10, 27)
 
@@ -342,3 +343,25 @@ def test_ravan_is_the_mean_of_its_clients_products(toy, federation):
 def test_ravan_refuses_a_start_that_moves_the_base():
     with pytest.raises(UserError, match="init_lora_weights = pissa moves a part of the base into the pair"):
         create_method("ravan", adapter=AdapterSpec(extra={"init_lora_weights": "pissa"}))
+
+
+# -- la_lora ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.more
+def test_la_loras_first_step_of_b_alone_is_that_of_ffa_lora_and_its_second_changes_a(tmp_path):
+    states = {}
+    with quietly(tmp_path):
+        bench = Bench(tmp_path, {"federate.total_round_num": 1})
+        for method, steps in (("ffa_lora", 1), ("la_lora", 1), ("la_lora", 2)):
+            first = {"lowrank.first": "b"} if method == "la_lora" else {}
+            engine = bench.make("encoder", method, {"train.local_update_steps": steps, **first})
+            start = dict(engine.ledger.state)
+            engine.run()
+            states[method, steps] = engine.ledger.state
+    one, two = states["la_lora", 1], states["la_lora", 2]
+    for n, t in states["ffa_lora", 1].items():
+        close(one[n], t, 1e-7)
+    halves = [n for n in start if "lora_A" in n]
+    assert all(torch.allclose(one[n], start[n], atol=1e-7) for n in halves), "but for rounding of the mean"
+    assert not any(torch.allclose(two[n], start[n], atol=1e-4) for n in halves)

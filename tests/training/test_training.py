@@ -1,5 +1,6 @@
 """Local training, evaluation and learning rates compared with plain loops."""
 
+import copy
 import math
 from types import SimpleNamespace
 
@@ -98,6 +99,39 @@ def test_no_optimizer_state_survives_a_switch_of_halves(model, monkeypatch):
     )
     assert len(made) == 3 and len({id(o) for _, o in made}) == 3
     assert [max(int(s["step"]) for s in o.state.values()) for _, o in made] == [2, 1, 2]
+
+
+@pytest.mark.parametrize("kind, extra", OPTIMIZERS)
+def test_turns_are_steps_of_one_optimizer_that_sees_one_half_at_a_time(model, kind, extra):
+    """As in LA-LoRA's code: what trains is set before each step; an optimizer passes over what has no gradient."""
+    for n, p in model.named_parameters():  # with B = 0, A has no gradient
+        if "lora_B" in n:
+            p.data.normal_()
+    halves = "lora_B", "lora_A"
+    whole = {"dataloader.batch_size": len(data()), "grad.grad_clip": 0.5}
+    cfg = config(**{"train.local_update_steps": 5, "train.optimizer": {"type": kind, **extra}, **whole})
+    other = copy.deepcopy(model)
+    train_client(model, data(), [Phase((*halves, "head"), turns=halves)], cfg, lr=0.05, seed=1)
+    own = set_trainable(other, (*halves, "head"))
+    optimizer, batch = make_optimizer(own, kind, 0.05, extra), data().batch(range(len(data())))
+    for step in range(5):
+        for name, parameter in other.named_parameters():
+            if "lora_" in name:
+                parameter.requires_grad_(halves[step % 2] in name)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(
+            other(**{n: t for n, t in batch.items() if n != "labels"}).logits, batch["labels"]
+        ).backward()
+        torch.nn.utils.clip_grad_norm_(own, 0.5)
+        optimizer.step()
+    wanted = dict(other.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, wanted[name], atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_turns_are_of_what_trains():
+    with pytest.raises(UserError, match="turns = .*: lora_A is not in train"):
+        Phase(("lora_B", "head"), turns=("lora_A", "lora_B"))
 
 
 def test_a_phase_without_the_head_does_not_change_it(model):
