@@ -24,6 +24,7 @@ _BUILT_IN = (
     "rolora",
     "flexlora",
     "flora",
+    "florist",
     "fedex_lora",
     "fedsvd",
     "raflora",

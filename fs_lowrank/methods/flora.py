@@ -15,7 +15,7 @@ adapter. Its rank grows by ``Σ r_k`` a round up to ``max_kept_rank``, beyond wh
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..algebra import stack_pairs
 from ..errors import say_once
@@ -64,12 +64,16 @@ class FLoRA(RankedMethod):
         weights, scale = self.weights(updates), self.adapter.scale
         for b, a in pairs(updates[0].tensors):
             ups, downs = [u.tensors[b] for u in updates], [u.tensors[a] for u in updates]
-            message[f"merge:{round}:{b}"], message[f"merge:{round}:{a}"] = stack_pairs(
+            message[f"merge:{round}:{b}"], message[f"merge:{round}:{a}"] = self.combined(
                 ups, downs, [p * scale(d.shape[0]) for p, d in zip(weights, downs)]
             )
             fresh[a] = self.draw_down(a, state[a].shape, round).to(state[a])
             fresh[b] = torch.zeros_like(state[b])
         return {**state, **fresh}, message
+
+    def combined(self, ups: list[Tensor], downs: list[Tensor], weights: list[float]) -> tuple[Tensor, Tensor]:
+        """``B (d_out, q)`` and ``A (q, d_in)`` of what every copy merges, from the clients' pairs and ``p_k s_k``."""
+        return stack_pairs(ups, downs, weights)
 
     def apply(self, model: nn.Module, message: Tensors, round: int) -> None:
         merges, rest = split_merges(message)

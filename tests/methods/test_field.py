@@ -110,6 +110,32 @@ def test_raflora_with_equal_ranks_is_flexlora(toy, federation):
     assert all((states[0][n] - states[1][n]).abs().max() < 1e-6 for n in states[0])
 
 
+# -- florist ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.9, 1.0])
+def test_florist_merges_the_fewest_components_that_hold_the_threshold(toy, federation, threshold):
+    fed = federation(toy.method("florist", ranks=(1, 3, 2), threshold=threshold), SIZES)
+    for round in (1, 2):
+        before = {layer: weight(fed.model, layer) for layer in toy.layers}
+        message = fed.round(round)
+        for layer in toy.layers:
+            mean = products(toy, fed.received, layer)
+            u, s, vh = np.linalg.svd(mean, full_matrices=False)
+            held = np.cumsum(s**2) / np.sum(s**2)
+            count = int(np.argmax(held >= threshold - 1e-12)) + 1
+            close(weight(fed.model, layer) - before[layer], u[:, :count] * s[:count] @ vh[:count], 2e-5)
+            if threshold < 1:
+                (sent,) = (t for n, t in message.items() if n.startswith(f"merge:{round}:") and f"{layer}.lora_A" in n)
+                assert len(sent) == count
+
+
+def test_florist_sends_one_component_of_a_layer_that_nobody_trained(toy):
+    method = toy.method("florist")
+    up, down = method.combined([torch.zeros(5, 2)], [torch.ones(2, 7)], [1.0])
+    assert up.shape == (5, 1) and down.shape == (1, 7) and not up.any()
+
+
 # -- fedrot_lora -----------------------------------------------------------------------------------------
 
 
