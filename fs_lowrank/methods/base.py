@@ -175,10 +175,12 @@ class Method(ABC):
         """The phases of local training in ``round``, in order, at ``client`` (None: for the global model)."""
         return [Phase(train=self.shared)]
 
-    def tailor(self, tensors: Tensors, client: int) -> Tensors:
+    def tailor(self, tensors: Tensors, client: int, state: State) -> Tensors:
         """The part of the shared tensors, or of a message, that ``client`` receives; by default all of it.
 
-        Meta tensors must be accepted, with which bytes are counted without data.
+        Args:
+            tensors: may be meta tensors, with which bytes are counted without data.
+            state: at the start of the round, for what is decided about single clients during the run.
         """
         return tensors
 
@@ -216,7 +218,7 @@ class Method(ABC):
     def view(self, state: State, client: int | None = None) -> dict[str, Tensor]:
         """The shared tensors of ``state``, of the global model or as ``client`` holds them."""
         tensors = tensors_of({n: state[n] for n in select(state, self.shared)})
-        return tensors if client is None else dict(self.tailor(tensors, client))
+        return tensors if client is None else dict(self.tailor(tensors, client, state))
 
     # -- what the server does ------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ _BUILT_IN = (
     "fedex_lora",
     "fedsvd",
     "raflora",
+    "hetlora",
     "fedrot_lora",
     "frlora",
     "lora_fair",

@@ -104,9 +104,9 @@ class FedHM(Averaging):
     def view(self, state, client=None):
         if client is None:
             return super().view(state)
-        return self.tailor({n: state[n] for n in select(state, (*self.shared, "svd"))}, client)
+        return self.tailor({n: state[n] for n in select(state, (*self.shared, "svd"))}, client, state)
 
-    def tailor(self, tensors, client):
+    def tailor(self, tensors, client, state):
         """The factors cut to the client's rank in place of the full weights; or the full weights only."""
         if self.factor(client) == 1:
             return {n: t for n, t in tensors.items() if ":" not in n}

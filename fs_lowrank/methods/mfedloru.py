@@ -95,7 +95,7 @@ class MFedLoRU(FedLoRU):
         nests = client is not None and self.ranks(client)[0] > 0
         return [Phase(train=("nested" if nests else "adapter", *self.whole))]
 
-    def tailor(self, tensors, client):
+    def tailor(self, tensors, client, state):
         nested = [layer for layer in adapted_layers(tensors) if layer.A_u is not None]
         return {**tensors, **cut_nested(nested, *self.ranks(client))}
 

@@ -9,7 +9,7 @@ from ..errors import UserError
 from ..models.layers import Layer, adapted_layers
 from ..models.merging import check_products
 from ..settings import AdapterSpec, key
-from .base import Gathering
+from .base import Gathering, State
 from .terms import Requires, Setting, Tensors
 
 T = TypeVar("T")
@@ -97,9 +97,13 @@ class RankedMethod(Gathering):
     def adapter(self) -> AdapterSpec:
         return dataclasses.replace(self.setting.adapter, r=self.rank())
 
-    def tailor(self, tensors: Tensors, client: int) -> Tensors:
+    def rank_now(self, client: int, state: State) -> int:
+        """The rank of ``client`` in the round that begins with ``state``."""
+        return self.rank(client)
+
+    def tailor(self, tensors: Tensors, client: int, state: State) -> Tensors:
         """The first ``r_k`` rows of A and columns of B, scaled such that ``s_k B_k A_k`` remains ``s B A``."""
-        rank = self.rank(client)
+        rank = self.rank_now(client, state)
         rescale = self.adapter.scale(self.rank()) / self.adapter.scale(rank)
         cut = dict(tensors)
         for layer in adapted_layers(tensors):

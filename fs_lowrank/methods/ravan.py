@@ -91,7 +91,7 @@ class Ravan(Averaging):
             return {n: t[:0] if n.endswith(".nested.H") else t for n, t in view.items()}
         return {**view, **entries_of("fixed", state)}
 
-    def tailor(self, tensors, client):
+    def tailor(self, tensors, client, state):
         return {n: t for n, t in tensors.items() if "lora_B" not in tags(n)}
 
     def phases(self, round, client=None):

@@ -172,7 +172,7 @@ class Round:
             task = self._tasks.setdefault(client, task)
         tensors: Mapping[str, Tensor] = {}
         if since is not None:
-            tensors = self.method.tailor(ledger.lacks(since), client)
+            tensors = self.method.tailor(ledger.lacks(since), client, ledger.state)
             sizes = self.codec.sizes(tensors, ledger.heads)
         if since is None or tensors and self.base is not None:
             whole = {**task.view, **self._changed_base()}

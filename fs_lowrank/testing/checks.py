@@ -200,7 +200,7 @@ def check_bytes(
     """
     few = {"federate.client_num": 5, "federate.sample_client_rate": 0.45, "federate.total_round_num": 6}
     engine = bench.make(task, method, {**few, **(keys or {})})
-    cut = cut or engine.method.tailor
+    states = {0: engine.ledger.state}
     sent: dict[tuple[int, int], dict[str, Tensor]] = {}
     messages: dict[int, dict[str, Tensor]] = {}
     wholes: dict[tuple[int, int], dict[str, Tensor]] = {}
@@ -216,6 +216,7 @@ def check_bytes(
         commit(round, state, message, *further)
 
     def spy_add(record):
+        states[record["round"]] = engine.ledger.state
         tensors = dict(engine.model.named_parameters())
         changed = {n: torch.empty_like(tensors[n]) for n in engine.method.changed_base(engine.model)}
         for client in range(1, 6):
@@ -244,7 +245,7 @@ def check_bytes(
                 lacks.update(messages[missed])
                 for merged in [n.split(":", 2)[2] for n in messages[missed] if n.startswith("merge:")]:
                     lacks.pop(merged, None)  # the merge says all that there is to say of the pair
-            got = cut(lacks, client)
+            got = cut(lacks, client) if cut else engine.method.tailor(lacks, client, states[round - 1])
             if got and size(wholes[round - 1, client]) < size(got):
                 got = wholes[round - 1, client]
             down[str(client)], bare = size(got), bare + size(got, head=False)
@@ -254,8 +255,7 @@ def check_bytes(
         assert record["downlink_bytes_without_head"] == bare, told
         assert round > 1 or not record["downlink_bytes"], "round 1 sends down what comes from the seed"
     assert len({tuple(r["selected"]) for r in result.history}) > 1
-    totals = result.bytes
-    assert all(totals[k] == sum(r[k] for r in result.history) for k in totals), f"totals: {totals}"
+    assert all(t == sum(r[k] for r in result.history) for k, t in result.bytes.items()), f"totals: {result.bytes}"
 
 
 def check_dropouts(bench: Bench, method: str, task: str) -> None:

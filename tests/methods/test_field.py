@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from fs_lowrank.errors import UserError
-from fs_lowrank.methods import create_method
+from fs_lowrank.methods import Update, create_method
+from fs_lowrank.models.names import named_tensors, pairs
 from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.testing import Bench, quietly
 
@@ -134,6 +135,74 @@ def test_florist_sends_one_component_of_a_layer_that_nobody_trained(toy):
     method = toy.method("florist")
     up, down = method.combined([torch.zeros(5, 2)], [torch.ones(2, 7)], [1.0])
     assert up.shape == (5, 1) and down.shape == (1, 7) and not up.any()
+
+
+# -- hetlora ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [(1, 3, 2), (2,)])
+def test_hetlora_weights_zero_padded_halves_by_the_norms_of_the_products(toy, federation, ranks):
+    method = toy.method("hetlora", ranks=ranks, prune=1.0)
+    fed = federation(method, SIZES)
+    for round in (1, 2):
+        fed.round(round)
+        for layer in toy.layers:
+            norms = np.array([np.linalg.norm(toy.change(u.tensors, layer)) for u in fed.received])
+            up, down = toy.pair(fed.ledger.state, layer)
+            padded_up, padded_down = np.zeros_like(up), np.zeros_like(down)
+            for w, update in zip(norms / norms.sum(), fed.received):
+                b, a = toy.pair(update.tensors, layer)
+                rank = len(a)
+                padded_up[:, :rank] += w * (toy.alpha / rank) / (toy.alpha / len(down)) * b
+                padded_down[:rank] += w * a
+            close(up, padded_up)
+            close(down, padded_down)
+
+
+def test_hetlora_with_equal_norms_and_ranks_is_fedlora_of_equal_weights(toy):
+    draw = torch.Generator().manual_seed(0)
+    results = []
+    for name, params in (("hetlora", {"prune": 1.0}), ("fedlora", {})):
+        method = toy.method(name, uniform=True, **params)
+        state = method.initial_state(method.adapt(toy.net()))
+        draw.manual_seed(0)
+        updates = []
+        for client in (1, 2, 3):
+            sent = {n: torch.randn(t.shape, generator=draw) for n, t in method.expected(state, 1, client).items()}
+            for n in [n for n in sent if "lora_B" in n]:
+                product = sent[n].flatten(1) @ sent[n.replace("lora_B", "lora_A")].flatten(1)
+                sent[n] = sent[n] / product.norm()
+            updates.append(Update(client, client, sent))
+        results.append(method.aggregate(updates, state, 1)[0])
+    for n, t in results[1].items():
+        close(results[0][n], t, 1e-6)
+
+
+def test_hetloras_clients_shrink_where_their_last_components_do(toy, federation):
+    fed = federation(toy.method("hetlora", ranks=(4, 3, 2), prune=0.5), SIZES)
+    assert fed.method.kept(4) == 2 and fed.method.kept(1) == 1
+    fed.round(1)
+    assert not [n for n in fed.ledger.state if n.startswith("x:rank")], "B was zero: all have grown"
+
+    def shrink(client, round):  # the last components of client 1 shrink, those of the others grow
+        tensors = named_tensors(fed.copies[client], ("adapter",))
+        for b, a in pairs(tensors):
+            for tail in (tensors[b].data[:, 2:], tensors[a].data[2:]):
+                tail.mul_(0.5 if client == 1 else 2.0)
+
+    fed.jump = shrink
+    message = fed.round(2)
+    state = fed.ledger.state
+    assert {n: v for n, v in state.items() if n.startswith("x:rank")} == {"x:rank:1": 2}
+    assert not [n for n in message if n.startswith("x:")], "ranks are not sent"
+    of_a = [n for n in state if "lora_A" in n]
+    assert {len(fed.method.expected(state, 3, 1)[n]) for n in of_a} == {2}
+    assert {len(fed.method.tailor(message, 1, state)[n]) for n in of_a} == {2}
+    fed.round(3)
+    assert {len(u.tensors[of_a[0]]) for u in fed.received} == {2, 3}
+    for layer in toy.layers:  # the function that a client of a smaller rank gets is the server's, cut
+        up, down = toy.pair(state, layer)
+        close(toy.change(fed.method.view(state, 1), layer), toy.alpha / 4 * up[:, :2] @ down[:2])
 
 
 # -- fedrot_lora -----------------------------------------------------------------------------------------
@@ -359,7 +428,11 @@ def test_ravan_is_the_mean_of_its_clients_products(toy, federation):
             up, down = toy.pair(fed.method.view(fed.ledger.state), layer)
             close(toy.alpha / 2 * up @ down, total[layer])
         close(toy.outputs(fed.model), toy.dense_outputs(total, toy.head(fed.ledger.state)), 1e-5)
-        assert {n.rpartition(".")[2] for n in fed.method.tailor(message, 1)} == {"H", "weight", "bias"}
+        assert {n.rpartition(".")[2] for n in fed.method.tailor(message, 1, fed.ledger.state)} == {
+            "H",
+            "weight",
+            "bias",
+        }
         assert all(torch.equal(before[n], t) for n, t in fed.ledger.state.items() if n.startswith("fixed:"))
     for client in fed.copies:  # also the one that missed a round
         fed.catch_up(client, 4)

@@ -14,11 +14,11 @@ from fs_lowrank.training.local import set_trainable
 
 SIZES = (3, 10, 27)
 #: compared with their papers' formulas in ``test_field``
-FIELD = ("fedex_lora", "fedsvd", "raflora", "fedrot_lora", "frlora", "lora_fair", "la_lora", "florist")
+FIELD = ("fedex_lora", "fedsvd", "raflora", "hetlora", "fedrot_lora", "frlora", "lora_fair", "la_lora", "florist")
 #: those that merge into the base
 MERGING = ("flora", "fedex_lora", "frlora", "florist")
 PAIRS = ("fedlora", "ffa_lora", "rolora", "flexlora", "flora", *FIELD)
-RANKED = ("flexlora", "flora", "raflora", "florist")
+RANKED = ("flexlora", "flora", "raflora", "florist", "hetlora")
 BUILT_IN = ("fedavg", *PAIRS)
 #: ``make test`` leaves the methods of the field to ``make test-more``
 EACH = [pytest.param(name, marks=pytest.mark.more if name in FIELD else ()) for name in BUILT_IN]

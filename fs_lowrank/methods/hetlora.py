@@ -1,0 +1,98 @@
+"""HetLoRA: clients of different ranks, which shrink while their last components do not grow.
+
+Cho et al., "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models", EMNLP 2024, section 3.
+
+    a client gets the first r_k rows of A and columns of B, and adds to its loss
+        λ Σ_layers ‖B_k[:, q:]‖ ‖A_k[q:, :]‖ ,   q = ⌊γ r_k⌋
+    B ← Σ_k w_k [B_k, 0],   A ← Σ_k w_k [A_k; 0],   w_k = s_k ‖B_k A_k‖_F / Σ_j s_j ‖B_j A_j‖_F  of the layer
+    r_k ← q, where the sum above is smaller than at the start of the round
+
+Inexact, as FedLoRA. The halves are weighted by the size of what a client has learned instead of its number of samples,
+so that a client of a small rank, which often has learned less, does not water down the components that it lacks.
+``B_k`` is padded in the scale of the server's pair. A layer that no client has changed gets the mean by samples.
+
+Where the paper leaves it open: a client has one rank for all layers, and the weights are a layer's own. The server
+decides whether a client's rank shrinks, from what it sent and what it was sent, so that the client sends its last
+components once more than if it decided alone. The authors' code is not public.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..algebra import product_norm_squared, weighted_mean
+from ..models.names import named_tensors, pairs
+from ..settings import key
+from .ranks import RankedMethod, RankedParams
+from .registry import register_method
+from .terms import Phase, Tensors
+
+
+def _padded(tensor: Tensor, like: Tensor) -> Tensor:
+    """``tensor`` in the shape of ``like``, with zeros behind it."""
+    whole = torch.zeros_like(like)
+    whole[tuple(map(slice, tensor.shape))] = tensor
+    return whole
+
+
+@register_method("hetlora")
+class HetLoRA(RankedMethod):
+    source = "Cho et al., EMNLP 2024"
+    sends = "A and B, at the client's rank of the round"
+
+    @dataclass(frozen=True)
+    class Params(RankedParams):
+        prune: float = key(0.99, above=0.0, max=1.0, help="the part γ of its rank that a client shrinks to; 1: never")
+        tail_penalty: float = key(1e-3, min=0.0, help="λ, the weight of the last components' norm in a client's loss")
+
+    params: Params
+
+    @classmethod
+    def requires(cls, params):
+        idle = {"lowrank.tail_penalty": "lowrank.prune = 1 leaves every rank as it is"} if params.prune == 1 else {}
+        return replace(super().requires(params), idle=idle)
+
+    def kept(self, rank: int) -> int:
+        """The components that a client of ``rank`` keeps if it shrinks, at least one."""
+        return max(1, int(self.params.prune * rank))
+
+    def tail(self, tensors: Tensors) -> Tensor:
+        """``Σ_layers ‖B[:, q:]‖ ‖A[q:, :]‖``, a scalar."""
+        norms = torch.zeros(())
+        for b, a in pairs(tensors):
+            kept = self.kept(len(tensors[a]))
+            norms = norms + tensors[b][:, kept:].norm() * tensors[a][kept:].norm()
+        return norms
+
+    def phases(self, round, client=None):
+        weight = self.params.tail_penalty if self.params.prune < 1 else 0.0
+        penalty = (lambda model: weight * self.tail(named_tensors(model, ("adapter",)))) if weight else None
+        return [Phase(train=self.shared, penalty=penalty)]
+
+    def rank_now(self, client, state):
+        return state.get(f"x:rank:{client}", self.rank(client))
+
+    def aggregate(self, updates, state, round):
+        new, by_samples, scale = self.mean_of(updates, self.averaged), self.weights(updates), self.adapter.scale
+        scales = [scale(self.rank_now(u.client, state)) for u in updates]
+        for b, a in pairs(state):
+            halves = [(u.tensors[b], u.tensors[a]) for u in updates]
+            sizes = [s * product_norm_squared(*(h.flatten(1) for h in own)).sqrt() for s, own in zip(scales, halves)]
+            learned = torch.stack(sizes).double()
+            weights = (learned / learned.sum()).tolist() if learned.any() else by_samples
+            padded = [
+                {b: _padded(s / scale(self.rank()) * up, state[b]), a: _padded(down, state[a])}
+                for s, (up, down) in zip(scales, halves)
+            ]
+            new |= weighted_mean(padded, weights)
+        return {**state, **new, **self.shrunk(updates, state)}, new
+
+    def shrunk(self, updates, state) -> dict[str, int]:
+        """The ranks of clients whose last components have not grown in the round."""
+        ranks = {}
+        for update in updates:
+            rank = self.rank_now(update.client, state)
+            if self.kept(rank) < rank and self.tail(update.tensors) < self.tail(self.view(state, update.client)):
+                ranks[f"x:rank:{update.client}"] = self.kept(rank)
+        return ranks
