@@ -42,10 +42,12 @@ SIZES = {
     **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
     **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "type_vocab_size"), 2),
     **{"attention_hidden_size": 32, "rotary_dim": 4, "max_position_embeddings": 128},
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size", "mamba_d_state"), 16),
 }
 #: further keys of some families: the state or the place that once made their results differ
 OWN = {
     "big_bird": {"block_size": 2, "num_random_blocks": 1},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
     "deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
     "phi3": {
         "original_max_position_embeddings": 16,
