@@ -68,6 +68,8 @@ def test_quantised_messages_keep_all_copies_equal(quick, assert_same, method):
         "quantization.method": "uniform",
         "quantization.nbits": 8,
     }
+    if "prune" in get_method_class(method).Params.__dataclass_fields__:
+        keys["lowrank.prune"] = 1.0  # the part that a client of a smaller rank gets is rounded by its own range
     own = fs_lowrank.run(quick("own", keys), "federatedscope")
     one = fs_lowrank.run(quick("one", {**keys, "federate.share_local_model": True}), "federatedscope")
     assert_same(own, one, atol=1e-4)
