@@ -11,7 +11,7 @@ from .metrics import METRICS
 from .origin import Origin, show
 from .parameters import params_fields
 from .schema import Settings
-from .sections import ROBUST, VISION_MODELS, robust_needs
+from .sections import ROBUST, robust_needs
 
 #: a key, whether its value is refused, and what the message says after the key
 Conflict = tuple[str, bool, str]
@@ -118,13 +118,8 @@ def _of_models(config: Settings) -> Iterator[Conflict]:
     yield "lowrank.personal", bool(own) and config.is_language, f"= {own}: {model.task} has no head of its own"
     images = _expected(model.task, f"ImageClassification, or nothing, with {model.type}")
     yield "model.task", vision and model.task != "ImageClassification", images
-    of_ours = {"norm": "batch", "width": 1.0, "weights": "", "base_init": "random"}
-    for key, default in of_ours.items():
-        value = getattr(lowrank, key)
-        ours = f"= {value!r} is for networks of ours ({', '.join(VISION_MODELS)}); model.type is {model.type!r}"
-        yield f"lowrank.{key}", not vision and value != default, ours
     wiped = "= 'zero' would wipe out the pre-trained weights of lowrank.weights; it is for training from scratch"
-    yield "lowrank.base_init", lowrank.base_init == "zero" and not config.from_scratch, wiped
+    yield "lowrank.base_init", lowrank.base_init == "zero" and vision and bool(lowrank.weights), wiped
 
 
 def _of_data(config: Settings) -> Iterator[Conflict]:

@@ -20,105 +20,68 @@ Condition = tuple[bool, str, tuple[str, ...]]
 _ADAPTER = "llm.adapter.args"
 #: said of the framework's keys that our methods do not use, on whatever engine
 UNUSED = "our methods do not use it"
-#: keys of the cache of frozen layers beside ``train.cache_frozen``
-_CACHE = tuple(f"train.cache_frozen_{name}" for name in ("bytes", "dir", "shared"))
 
 
 def _conditions(config: Settings, engine: str, method: Any) -> Iterator[Condition]:
-    """What decides whether keys have an effect on ``engine``, under the class ``method``; later reasons prevail."""
+    """What decides whether keys of a result have an effect on ``engine``, under the class ``method``; later reasons
+    prevail. Of keys of speed, memory and files nothing is said.
+    """
     needs = method.requires(method.Params(**config.lowrank.params))
-    yield from _of_run(config, engine)
-    yield from _of_server(config, method, needs)
+    yield config.use_gpu or config.device == "cpu", "use_gpu is False", ("device",)
+    rate = config.federate.sample_client_rate
+    yield rate <= 0, f"federate.sample_client_rate = {rate:g} takes precedence", ("federate.sample_client_num",)
+    rule = config.lowrank.robust
+    weighs = robust_weighs(rule) or needs.own_robust_mean  # which may weight what it adds to the mean
+    yield weighs, f"lowrank.robust = {rule} does not weight clients", ("federate.ignore_weight",)
+    yield needs.validation, f"{method.name} selects nothing by validation data", ("lowrank.validation_samples",)
+    yield from _of_optimizers(config)
     yield from _of_model(config)
-    yield from _of_training(config, needs)
-    yield from _of_frozen_layers(config, method)
     yield from _of_what_is_trained(config, method, needs)
     yield from _of_evaluation(config, engine)
     for name, reason in needs.idle.items():
         yield False, reason, (name,)
 
 
-def _of_run(config: Settings, engine: str) -> Iterator[Condition]:
-    yield engine != "local", "it is for FederatedScope's and Flower's messages", ("verbose",)
-    yield config.use_gpu or config.device == "cpu", "use_gpu is False", ("device",)
-    rate = config.federate.sample_client_rate
-    yield rate <= 0, f"federate.sample_client_rate = {rate:g} takes precedence", ("federate.sample_client_num",)
-    waits = config.federate.mode != "standalone" or config.federate.process_num != 1 or engine == "flower"
-    yield waits, "no process waits for another", ("lowrank.timeout",)
-    yield config.lowrank.checkpoint_freq > 0, "lowrank.checkpoint_freq is 0", ("lowrank.keep_checkpoints",)
-    own = "the code of a module of your own cannot be compared, and its clients are not kept"
-    yield not config.model.type.endswith("@object"), own, ("lowrank.reuse_clients",)
-
-
-def _of_server(config: Settings, method: Any, needs: Any) -> Iterator[Condition]:
+def _of_optimizers(config: Settings) -> Iterator[Condition]:
     server = config.fedopt.optimizer.type
     adaptive, is_server = ("fedopt.optimizer.betas", "fedopt.optimizer.tau"), f"and fedopt.optimizer.type is {server}"
     yield server == "SGD", f"it is for SGD, {is_server}", ("fedopt.optimizer.momentum",)
     yield server != "SGD", f"it is for the adaptive optimizers, {is_server}", adaptive
-    yield config.fedopt.use, "fedopt.use is False", ("fedopt.optimizer", "fedopt.annealing")
-    steps = ("fedopt.annealing_step_size", "fedopt.annealing_gamma")
-    rounds, every = config.federate.total_round_num, config.fedopt.annealing_step_size
-    yield every < rounds, f"the run has {rounds} rounds, and the first step is after {every}", ("fedopt.annealing",)
-    yield config.fedopt.annealing, "fedopt.annealing is False", steps
-    rule = config.lowrank.robust
-    weighs = robust_weighs(rule) or needs.own_robust_mean  # which may weight what it adds to the mean
-    yield weighs, f"lowrank.robust = {rule} does not weight clients", ("federate.ignore_weight",)
-    yield needs.validation, f"{method.name} selects nothing by validation data", ("lowrank.validation_samples",)
+    yield config.fedopt.use, "fedopt.use is False", ("fedopt.optimizer",)
+    decays = "train.optimizer.momentum is 0"
+    yield bool(config.train.optimizer.extra.get("momentum")), decays, ("train.optimizer.dampening",)
 
 
 def _of_model(config: Settings) -> Iterator[Condition]:
     """Of images, texts, and what the base model is."""
     model, vision = f"model.type is {config.model.type!r}", config.is_vision
     of_images = ("model.use_bias", "data.transform", "data.val_transform", "data.test_transform")
+    of_images += ("lowrank.width", "lowrank.weights", "lowrank.base_init")
     yield vision, f"it is for images, and {model}", of_images
-    of_text = ("llm.tok_len", "data.max_dropped", "model.attn_implementation")
-    of_layers = ("frozen_dropout", "only_read", "blocks", "checkpointing", "cohort", "cache_frozen")
-    yield not vision, f"it is for text, and {model}", (*of_text, *(f"train.{name}" for name in of_layers), *_CACHE)
+    yield not vision, f"it is for text, and {model}", ("llm.tok_len", "train.frozen_dropout")
     norms = f"it is for {', '.join(WITH_NORM)}, and {model}"
     yield config.model.type in WITH_NORM, norms, ("lowrank.norm",)
     length = one_mapping("data.args", config.data.args, config.source).get("max_len")
     yield vision or length is None, f"max_len = {length} of data.args takes precedence", ("llm.tok_len",)
-    spread = ("model.max_memory", "model.offload_folder")
-    yield bool(config.model.device_map), "model.device_map is empty", spread
     dtype = f"lowrank.dtype is {config.lowrank.dtype}"
     yield bool(config.quantised), dtype, ("lowrank.compute_dtype",)
     yield config.quantised == "nf4", dtype, ("lowrank.double_quant",)
 
 
-def _of_training(config: Settings, needs: Any) -> Iterator[Condition]:
-    decays = "train.optimizer.momentum is 0"
-    yield bool(config.train.optimizer.extra.get("momentum")), decays, ("train.optimizer.dampening",)
+def _of_what_is_trained(config: Settings, method: Any, needs: Any) -> Iterator[Condition]:
+    """Of batches, of the adapter, and of models that are trained without one."""
     most, held_out = config.dataloader.batch_tokens, config.eval.batch_size
     # Of a method's own kind of upload nothing is known; it may go through a client's data in batches.
     batches = not (most and held_out) or needs.own_upload or needs.validation
     both = f"dataloader.batch_tokens = {most} and eval.batch_size = {held_out} take precedence"
     yield batches, both, ("dataloader.batch_size",)
-
-
-def _of_frozen_layers(config: Settings, method: Any) -> Iterator[Condition]:
-    """Of what saves work in layers that are not trained."""
-    vision, of_cache = config.is_vision, ("train.cache_frozen", *_CACHE)
-    kept = (*of_cache, "train.frozen_dropout")
-    trained = "base" in method.shared and not config.llm.adapter.use
-    yield vision or not trained, f"{method.name} trains all weights, so that no layer is frozen", kept
-    paired, tokens = config.model.task == "Seq2SeqLM", config.llm.adapter.use and config.adapter.virtual_tokens
-    said = f"model.task is {config.model.task}" if paired else f"adapter_method is {config.adapter.method}"
-    yield vision or not (paired or tokens), f"{said}, which this is not for", (*kept, "train.only_read")
-    folder = config.train.cache_frozen_dir
-    yield vision or not folder, f"train.cache_frozen_dir = {folder!r} takes precedence", ("train.cache_frozen_shared",)
-    yield vision or config.train.cache_frozen != "off", "train.cache_frozen is off", _CACHE
-    yield vision or not config.train.frozen_dropout, "train.frozen_dropout is True", of_cache
-
-
-def _of_what_is_trained(config: Settings, method: Any, needs: Any) -> Iterator[Condition]:
-    """Of the adapter, and of models that are trained without one."""
-    own = not config.llm.adapter.use or needs.changes_base and needs.adapter != "optional"
-    changes = f"{method.name} changes the base, and its model is saved in any case"
-    yield not own or "base" in method.personal, changes, ("lowrank.save_merged",)
-    yield bool(config.llm.adapter.use), f"{method.name} trains without an adapter", ("lowrank.base_init",)
+    adapted = bool(config.llm.adapter.use)
+    frozen = config.is_vision or adapted or "base" not in method.shared
+    yield frozen, f"{method.name} trains all weights, so that no layer is frozen", ("train.frozen_dropout",)
+    yield adapted, f"{method.name} trains without an adapter", ("lowrank.base_init",)
     trains = f"federate.method = {method.name} trains all weights without an adapter"
     whole = method.name in framework.WITH_ADAPTERS or needs.adapter == "optional"
-    yield bool(config.llm.adapter.use) or not whole, trains, (_ADAPTER,)
+    yield adapted or not whole, trains, (_ADAPTER,)
     peft_sets = tuple(f"{_ADAPTER}.0.{name}" for name in OF_PEFT)
     yield False, "PEFT sets it itself; it describes an adapter that is saved", peft_sets
     others = tuple(f"{_ADAPTER}.0.{name}" for name in config.llm.adapter.args[0] if name not in OF_LAYERS)
@@ -139,8 +102,6 @@ def _of_evaluation(config: Settings, engine: str) -> Iterator[Condition]:
     yield whole, by_clients + ", by loss and accuracy", ("eval.metrics", "eval.split")
     answers = f"it is for causal language models, and model.type is {config.model.type!r}, for {config.model.task}"
     yield config.model.task == "CausalLM", answers, ("eval.generate",)
-    further = ("split", "prompts", "max_tokens", "temperature", "score")
-    yield config.eval.generate.freq > 0, "eval.generate.freq is 0", tuple(f"eval.generate.{name}" for name in further)
 
 
 def _changed(config: Settings, method: Any = None) -> dict[str, tuple[Any, Mapping[str, Any]]]:

@@ -363,6 +363,9 @@ class ServerOptimizer:
     extra: dict = key({}, open=True)
 
 
+_OF_FRAMEWORK = "it is for the framework's own server optimizer"
+
+
 @dataclass(frozen=True)
 class FedOpt:
     #: take a step of a server optimizer instead of the mean
@@ -371,9 +374,9 @@ class FedOpt:
     #: FederatedScope lowers the server's learning rate in steps
     annealing: bool = key(False, local=False)
     #: rounds between two steps of `annealing`
-    annealing_step_size: int = key(2000, min=1)
+    annealing_step_size: int = key(2000, min=1, idle=_OF_FRAMEWORK)
     #: factor of a step of `annealing`
-    annealing_gamma: float = key(0.5, above=0.0)
+    annealing_gamma: float = key(0.5, above=0.0, idle=_OF_FRAMEWORK)
 
 
 #: the values of ``lowrank.robust``

@@ -14,9 +14,7 @@ from fs_lowrank.methods import create_method, get_method_class, list_methods, re
 from fs_lowrank.methods.robust import RobustMean
 from fs_lowrank.methods.server_optimizer import ServerOptimizer
 from fs_lowrank.models.build import build_tokenizer
-from fs_lowrank.models.given import SUFFIX
 from fs_lowrank.models.kinds import further
-from fs_lowrank.models.names import tags
 from fs_lowrank.models.vision import VisionOptions, build_vision
 from fs_lowrank.rounds.checks import check_splits
 from fs_lowrank.settings import VISION_MODELS, keys_of
@@ -31,7 +29,6 @@ from fs_lowrank.training.schedule import Schedule, lr_at, schedule_of
 ROOT = Path(__file__).parents[2]
 BASE = {"federate.client_num": 5, "federate.method": "fedlora", "model.type": "x@transformers", "data.type": "x.csv"}
 ARGS = "llm.adapter.args.0"
-CAUSAL = {**BASE, "model.type": "x@huggingface_llm"}
 
 
 def told(keys, engine="local", base=BASE):
@@ -110,9 +107,7 @@ def test_what_a_method_has_no_use_for(method, tmp_path, keys_of):
     task = {"SequenceClassification": "encoder"}.get(needs.tasks[1 if len(needs.tasks) > 3 else 0], "vision")
     engine = Bench(tmp_path).make(task, method, keys_of(method))
     base = engine.config.to_dict()
-    changed = "base" in engine.method.shared or any("base" in tags(n) for n in engine.site.changed_base())
-    idle = told({"lowrank.save_merged": True, "lowrank.validation_samples": 3}, base=base)
-    assert ("lowrank.save_merged" in idle) == changed
+    idle = told({"lowrank.validation_samples": 3}, base=base)
     assert ("lowrank.validation_samples" in idle) == (engine.method.workbench is None)
 
 
@@ -138,27 +133,20 @@ def test_defaults_are_never_reported(method, keys_of):
 @pytest.mark.parametrize(
     "base, keys, idle",
     [
-        (BASE, {"verbose": 2}, "verbose"),
         (BASE, {"data.args": [{"max_len": 12}], "llm.tok_len": 50}, "llm.tok_len"),
         (BASE, {"eval.freq": 0, "early_stop.patience": 3}, "early_stop.patience"),
         (BASE, {"federate.make_global_eval": False, "eval.metrics": ["f1"]}, "eval.metrics"),
         (BASE, {"federate.make_global_eval": False, "eval.split": ["test"]}, "eval.split"),
         (BASE, {"train.optimizer.dampening": 0.5}, "train.optimizer.dampening"),
-        (BASE, {"federate.method": "fedavg", "train.cache_frozen_dir": "x"}, "train.cache_frozen_dir"),
         (BASE, {"federate.method": "fedavg", "train.frozen_dropout": True}, "train.frozen_dropout"),
         (BASE, {"federate.method": "fisher_merge", "llm.adapter.args": [{"r": 3}]}, "llm.adapter.args"),
-        (CAUSAL, {"model.task": "Seq2SeqLM", "train.cache_frozen_bytes": 1e6}, "train.cache_frozen_bytes"),
-        (CAUSAL, {"model.task": "Seq2SeqLM", "train.only_read": "off"}, "train.only_read"),
-        (
-            CAUSAL,
-            {"llm.adapter.args": [{"adapter_method": "prompt", "num_virtual_tokens": 3}], "train.cache_frozen": "off"},
-            "train.cache_frozen",
-        ),
         (
             BASE,
             {"model.type": "lenet", "federate.method": "fedavg", "lowrank.base_init": "zero"},
             "lowrank.base_init",
         ),
+        (BASE, {"lowrank.width": 0.5}, "lowrank.width"),
+        (BASE, {"lowrank.base_init": "zero"}, "lowrank.base_init"),
         (BASE, {"model.type": "lenet", "federate.method": "dense", "llm.adapter.args": [{"r": 3}]}, "llm.adapter.args"),
         (BASE, {"federate.method": "fedloru", "lowrank.tau": 3, "lowrank.schedule": [2, 4]}, "lowrank.tau"),
         (BASE, {"federate.method": "pmfedloru", "lowrank.tau": 3, "lowrank.schedule": [2, 4]}, "lowrank.tau"),
@@ -177,7 +165,6 @@ def test_defaults_are_never_reported(method, keys_of):
             {"dataloader.batch_tokens": 99, "lowrank.clients": [{"clients": 2, "batch_size": 4}]},
             "batch_size of lowrank.clients",
         ),
-        (BASE, {"model.type": "lenet", "federate.method": "fedavg", "data.max_dropped": 0.5}, "data.max_dropped"),
         (BASE, {"federate.method": "fedhm", "federate.ignore_weight": True}, "federate.ignore_weight"),
         *(
             (
@@ -235,12 +222,6 @@ def test_single_combinations(base, keys, idle):
 def test_keys_that_few_rounds_make_idle(keys, idle, fewest):
     assert idle in told({**keys, "federate.total_round_num": fewest - 1})
     assert idle not in told({**keys, "federate.total_round_num": fewest})
-
-
-def test_steps_of_the_server_that_come_after_the_run():
-    keys = {"fedopt.use": True, "fedopt.annealing": True, "fedopt.annealing_step_size": 5}
-    assert "fedopt.annealing" in told({**keys, "federate.total_round_num": 5}, "federatedscope")
-    assert not told({**keys, "federate.total_round_num": 6}, "federatedscope")
 
 
 @pytest.mark.parametrize(
@@ -354,12 +335,6 @@ def test_clients_with_a_penalty_are_not_kept():
         method = create_method("fedhm", **params)
         kept = [all(p.penalty is None for p in method.phases(1, client)) for client in (1, 2)]
         assert ("lowrank.reuse_clients" in method.needs.idle) == (not any(kept))
-
-
-def test_the_name_of_a_module_of_one_s_own():
-    config = load_config({**BASE, "model.task": "SequenceClassification", "model.type": f"Bag{SUFFIX}"})
-    said = without_effect(config.replace({"lowrank.reuse_clients": "x"}), "local", get_method_class("fedlora"))
-    assert [name for name, *_ in said] == ["lowrank.reuse_clients"]
 
 
 @pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl"])

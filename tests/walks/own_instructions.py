@@ -18,7 +18,9 @@ file("broken.jsonl", Path("instructions.jsonl").read_text()[:-40])
 
 refuses("fs-lowrank init instructions.jsonl --text input --output output --model causal", "give one of them")
 refuses("fs-lowrank init instructions.jsonl --output answer --model causal", "no such column", "there are: instruction")
-does("fs-lowrank init instructions.jsonl --model causal@transformers --out classes.yaml", "label: category")
+classes = "fs-lowrank init instructions.jsonl --model causal@transformers --out classes.yaml"
+refuses(classes, "which column is the text? say --text COLUMN")
+does(f"{classes} --text input --label category", "label: category")
 refuses("fs-lowrank init broken.jsonl --model causal", "broken.jsonl", "line 120")
 does("fs-lowrank init instructions.jsonl --model causal --clients 3", "output: output", "modules: [q_proj, v_proj]")
 

@@ -25,9 +25,7 @@ does("python make.py && cp my_model/tokenizer* rare")
 refuses("fs-lowrank init reviews.csv --model ./my_modle", "there is no folder './my_modle'")
 refuses("fs-lowrank init reviews.csv --model my_modle", "did you mean 'my_model'")
 refuses("fs-lowrank init reviews.csv --model no_tokenizer", "tokenizer", "no_tokenizer")
-does(
-    "fs-lowrank init reviews.csv --model my_model --clients 3", "proposed: queries and values of the last 1 of 3 layers"
-)
+does("fs-lowrank init reviews.csv --model my_model --clients 3", "modules: [query, value]", "in the last 1 of 3 layers")
 modules = "llm.adapter.args.0.modules"
 refuses(f"fs-lowrank run --cfg reviews.yaml {modules} '[qery]'", "qery", "query")
 refuses("fs-lowrank run --cfg reviews.yaml llm.adapter.args.0.layers '[7]'", "7")

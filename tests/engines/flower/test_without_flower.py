@@ -84,7 +84,6 @@ def test_keys_that_have_an_effect_here_and_not_on_the_embedded_engine(quick):
     method = get_method_class(config.federate.method)
     idle = {name for name, _, _ in without_effect(config, "flower", method)}
     assert "train.cohort" in idle and not idle & {"lowrank.timeout", "quantization.method"}
-    assert "lowrank.timeout" in {name for name, _, _ in without_effect(config, "local", method)}
 
 
 def test_what_is_said_of_keys_of_the_other_engines(quick):
