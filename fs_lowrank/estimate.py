@@ -1,7 +1,7 @@
 """What a run will take, before it starts: memory, disk and time, by arithmetic and a probed step (``run --dry-run``).
 
 The base is computed from the model's configuration, without its weights. If there is room for it, data and model are
-loaded, and one step of a client is taken with the largest batch that there can be; otherwise all is arithmetic.
+loaded, and a client takes a step with the largest batch that there can be; the rest is arithmetic.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from .algebra import digest, nbytes
 from .config import Config
 from .engines.pool import processes_of
 from .methods import State
-from .models.adapters import layer_stack
 from .models.build import build_skeleton
 from .models.machine import device_of, wait
 from .models.quantised import beside, to_quantise
@@ -40,14 +39,10 @@ from .runs.summary import human_bytes
 from .seeds import derive
 from .settings import Settings
 from .training import train_client
-from .training.cohort import bytes_a_token
 from .training.evaluate import batch_scores
 from .training.local import set_trainable
 from .training.optimizer import make_optimizer
 from .training.schedule import evaluation_due
-
-#: about how long a client is tried to find the seconds of a step
-_PROBED_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -120,12 +115,7 @@ def estimate(config: Config) -> Estimate:
     models = 1 if mapped else copies + (processes > 1)
     how = "arithmetic, from the model's configuration" + f", {models} times" * (models > 1)
     found.needs.append(Need("base", base * models, on, how))
-    if base > found.room[on] and not config.model.device_map:
-        tokens = config.dataloader.batch_tokens or config.dataloader.batch_size * _length(config)
-        layers = layer_stack(skeleton)
-        kept = 0.0 if config.is_vision or layers is None else bytes_a_token(skeleton, len(layers[1]), _length(config))
-        found.needs.append(Need("activations", copies * kept * tokens, on, "arithmetic, for a full batch"))
-    else:
+    if base <= found.room[on] or config.model.device_map:
         try:
             _probed(config, found, on, copies)
         except torch.OutOfMemoryError:
@@ -151,10 +141,6 @@ def _room(config: Config, device: torch.device) -> dict[str, float]:
     while not folder.exists():
         folder = folder.parent
     return {**room, "disk": float(shutil.disk_usage(folder).free)}
-
-
-def _length(config: Config) -> int:
-    return config.llm.tok_len if isinstance(config.llm.tok_len, int) else 512
 
 
 def _base(skeleton: nn.Module, config: Config) -> float:
@@ -234,32 +220,20 @@ def _alike(site: Site) -> str:
 
 def step(site: Site, examples: Any) -> float:
     """Bytes that a training step keeps for its backward pass."""
-    return max(_steps(site, lambda: kept_for_backward(site), examples, (1,)))
+    return _noted(site, lambda: kept_for_backward(site), examples)
 
 
-def _steps(
-    site: Site,
-    within: Callable[[], AbstractContextManager[list[float]]],
-    examples: Any,
-    counts: Sequence[int] = (1, 1),
-    **how: Any,
-) -> list[float]:
-    """What ``within`` notes of trainings of so many steps each, by default of a step and of the same once more; the
-    first also prepares what later ones find. Before and afterwards the model is as client 1 begins.
-    """
-    config = site.config.replace({"train.batch_or_epoch": "batch", "grad.grad_accum_count": 1})
+def _noted(site: Site, within: Callable[[], AbstractContextManager[list[float]]], examples: Any, **how: Any) -> float:
+    """What ``within`` notes of a training of one step, which begins and ends with the model as client 1 begins."""
+    keys = {"train.batch_or_epoch": "batch", "grad.grad_accum_count": 1, "train.local_update_steps": 1}
     phases = [replace(phase, steps=None) for phase in site.method.phases(1, 1)[:1]]
     before: State = {n: t.clone() if isinstance(t, Tensor) else t for n, t in site.initial_state.items()}
     site.load_client(before, 1)
-    options: dict[str, Any] = {"lr": config.train.optimizer.lr, "seed": derive(config.seed, "probe"), **how}
-    noted = []
-    for count in counts:
-        counted = config.replace({"train.local_update_steps": count})
-        with within() as found:
-            train_client(site.model, examples, phases, counted, reads=site.reads, **options)
-        noted += found
+    options: dict[str, Any] = {"lr": site.config.train.optimizer.lr, "seed": derive(site.config.seed, "probe"), **how}
+    with within() as found:
+        train_client(site.model, examples, phases, site.config.replace(keys), reads=site.reads, **options)
     site.load_client(before, 1)
-    return noted
+    return found[0]
 
 
 @contextmanager
@@ -313,29 +287,9 @@ def _optimizer_state(parameters: list[nn.Parameter], config: Config) -> float:
     return float(sum(t.nbytes for t in held))
 
 
-@dataclass(frozen=True)
-class _Pace:
-    """Seconds of a client's first training beyond a later one's, of a training beyond its steps, and of a step."""
-
-    first: float
-    training: float
-    step: float
-
-
-def _pace(site: Site, examples: Any, **how: Any) -> _Pace:
-    within = partial(_timed, site.device)
-    first, one = _steps(site, within, examples, **how)
-    more = min(20, int(_PROBED_SECONDS / one))
-    if not more:  # a step takes long, so what a training takes beside its steps does not count
-        return _Pace(max(first - one, 0.0), 0.0, one)
-    (several,) = _steps(site, within, examples, (1 + more,), **how)
-    a_step = max(several - one, 0.0) / more or one
-    return _Pace(first - one, max(one - a_step, 0.0), a_step)
-
-
 def _add_time(found: Estimate, site: Site, sizes: np.ndarray) -> None:
-    """Steps of the whole run, and its seconds with its evaluations, divided among its processes; clients one by one, of
-    which one was tried.
+    """Steps of the whole run, and its seconds with its evaluations, divided among its processes; clients one by one, by
+    a step of the one of median size. What is computed once of frozen layers is left out.
     """
     config, train, loads = site.config, site.config.train, site.config.dataloader
     processes = processes_of(config)
@@ -347,7 +301,6 @@ def _add_time(found: Estimate, site: Site, sizes: np.ndarray) -> None:
     phases = [phase for t in rounds for phase in site.method.phases(t, 1)]
     steps = sum(train.local_update_steps if phase.steps is None else phase.steps for phase in phases)
     found.steps = float(each * steps * config.sampled_per_round)
-    often = sum(evaluation_due(config, t) for t in rounds)
     size = config.eval_batch_size
     for split, name in SPLITS.items():
         if (examples := getattr(site.data, name)) is not None:
@@ -355,34 +308,34 @@ def _add_time(found: Estimate, site: Site, sizes: np.ndarray) -> None:
             with _timed(site.device) as seconds:
                 batch_scores(site.model, few, size, owner=f"{split} probed", reads=site.reads)
             found.scoring[split] = seconds[0] * math.ceil(len(examples) / size)
-    evaluated = {split: found.scoring[split] for split in site.held_out()}
-    client = int(np.argsort(sizes)[len(sizes) // 2])
-    examples = site.data.clients[client]
-    pace = _pace(site, examples, owner=f"client {client + 1}", prefix=site.prefix)
-    once, scored = 0.0, often * sum(evaluated.values())
-    if site.prefix is not None:
-        # States of all samples of a client are computed where it takes part the first time.
-        share = config.sampled_per_round / config.taking_part
-        once = (1 - (1 - share) ** len(rounds)) * len(site.data.train) * pace.first / len(examples)
-        below = site.prefix.depth / max(len(site.prefix.layers), 1)
-        again = sum(seconds for split, seconds in evaluated.items() if site.prefix.budget.get(split))
-        scored -= max(often - 1, 0) * below * again
-    trainings = len(phases) * config.sampled_per_round
-    found.training = (found.steps * pace.step + trainings * pace.training) / processes
-    found.seconds = found.training + (once + scored) / processes
+    client, timed = int(np.argsort(sizes)[len(sizes) // 2]), partial(_timed, site.device)
+    probe: dict[str, Any] = {
+        "examples": site.data.clients[client],
+        "owner": f"client {client + 1}",
+        "prefix": site.prefix,
+    }
+    _noted(site, timed, **probe)  # the first also prepares what later ones find
+    found.training = found.steps * _noted(site, timed, **probe) / processes
+    often = sum(evaluation_due(config, t) for t in rounds)
+    found.seconds = found.training + often * sum(found.scoring[split] for split in site.held_out()) / processes
 
 
 def _advice(config: Config, found: Estimate, on: str) -> list[str]:
-    """Keys to change, for what is largest first."""
+    """Keys to change, for what is largest where there is too little room."""
     said: list[str] = []
+    halved = f"dataloader.batch_size {max(1, config.dataloader.batch_size // 2)}"
+    if config.dataloader.batch_tokens:
+        halved = f"dataloader.batch_tokens {config.dataloader.batch_tokens // 2}"
+    smaller_step = ["train.checkpointing True", f"{halved} grad.grad_accum_count {2 * config.grad.grad_accum_count}"]
+    smaller_step += ["a smaller llm.tok_len", "train.cohort off"]
     for where in found.lacking:
         largest = max((n for n in found.needs if n.where == where), key=lambda n: n.size).what
         if where == "disk":
             said.append("lowrank.keep_checkpoints 1, or train.cache_frozen_shared 0; or another outdir")
         elif largest == "base":
-            said += _smaller_base(config)
+            said += ["a smaller lowrank.width"] if config.is_vision else ["lowrank.dtype nf4, or bfloat16", _SPREAD]
         elif largest in ("activations", "adapters and gradients", "optimizer"):
-            said += _smaller_step(config)
+            said += smaller_step[1:2] if config.is_vision else smaller_step
         else:
             said.append("train.cache_frozen_dir FOLDER on a disk, or a smaller train.cache_frozen_bytes")
         if where == on and config.federate.process_num != 1:
@@ -390,23 +343,4 @@ def _advice(config: Config, found: Estimate, on: str) -> list[str]:
     return list(dict.fromkeys(said))
 
 
-def _smaller_base(config: Config) -> list[str]:
-    if config.is_vision:
-        return ["a smaller lowrank.width"]
-    smaller = {"float32": "nf4, or bfloat16", "bfloat16": "nf4", "int8": "nf4"}.get(config.lowrank.dtype)
-    said = [f"lowrank.dtype {smaller}"] if smaller else ["lowrank.compute_dtype bfloat16, lowrank.double_quant True"]
-    return [*said, *([] if config.model.device_map else ["model.device_map auto: more GPUs, or memory and disk"])]
-
-
-def _smaller_step(config: Config) -> list[str]:
-    said = [] if config.train.checkpointing or config.is_vision else ["train.checkpointing True"]
-    loads, accum = config.dataloader, config.grad.grad_accum_count
-    if loads.batch_tokens:
-        said.append(f"dataloader.batch_tokens {loads.batch_tokens // 2} grad.grad_accum_count {2 * accum}")
-    elif loads.batch_size > 1:
-        said.append(f"dataloader.batch_size {loads.batch_size // 2} grad.grad_accum_count {2 * accum}")
-    if not config.is_vision:
-        said.append("a smaller llm.tok_len")
-    if config.train.cohort != 1:
-        said.append("train.cohort off")
-    return said
+_SPREAD = "model.device_map auto: more GPUs, or memory and disk"

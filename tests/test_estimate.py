@@ -100,8 +100,7 @@ def test_processes_that_share_a_gpu(processes, gpus, most):
 def test_memory_and_time_of_several_processes(causal_settings, monkeypatch):
     """The run's own process has a model, and trains nothing; on a CPU a base in the file's dtype is mapped."""
     config = load_config(causal_settings, {"federate.client_num": 4, "train.cache_frozen": "off"})
-    pace = estimate._Pace(0.0, 0.0, 1.0)
-    monkeypatch.setattr(estimate, "_pace", lambda *site, **how: pace)
+    monkeypatch.setattr(estimate, "_noted", lambda *site, **how: 1.0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
     def figures(processes, **keys):
