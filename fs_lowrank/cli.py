@@ -53,8 +53,6 @@ _EXAMPLES = {
     "check": "fs-lowrank check my_server.py:aggregate",
     "flower": "fs-lowrank flower app my_app --cfg reviews.yaml",
 }
-#: entries of the cache that are shown; a file has all of them
-_LISTED = 20
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser]]:
@@ -106,7 +104,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
         action="store_true",
         help="do not run: estimate memory, disk and time; exit code 1: it will not fit",
     )
-    tables.option(run, "with --dry-run: ")
+    tables.option(run)
     init.options(run)
     run.set_defaults(cfg=None)
     compare = add(_compare, "run a configuration with several methods; a table and a plot")
@@ -162,41 +160,32 @@ def _folder(args: argparse.Namespace) -> Path | None:
     return next(filter(None, (*named, *getattr(args, "runs", ()))), None)
 
 
-class _Live:
-    """Prints one line per round of a run, and shows progress within the round on a terminal."""
+def _each_round(config) -> Callable[[dict], None]:
+    """A function that prints one line for a round; above the bar, where ``fs_lowrank.run`` shows one."""
+    from tqdm import tqdm
 
-    def __init__(self, config):
-        self.rounds, self.language = config.federate.total_round_num, config.is_language
-        self.status = console.status("starting") if console.is_terminal else None
-        if self.status:
-            self.status.start()
+    from .runs.progress import chief_scores
+    from .runs.summary import human_bytes
 
-    def on_client(self, round: int, done: int, of: int) -> None:
-        if self.status:
-            self.status.update(f"round {round}/{self.rounds}: client {done + 1} of {of}")
-
-    def on_round(self, record: dict) -> None:
-        from .runs.progress import chief_scores
-        from .runs.summary import human_bytes
-
+    def on_round(record: dict) -> None:
         answers = (f"answers {n.replace('_', ' ')} {v:.3f}" for n, v in record.get("answers", {}).items())
-        cells = [f"loss {record['loss']:.3f}", chief_scores(record["metrics"], self.language), *answers]
+        scores = chief_scores(record["metrics"], config.is_language)
+        cells = [f"loss {record['loss']:.3f}", scores, *answers]
         note = f"  {len(record['failed'])} failed" * bool(record["failed"]) + "  left out" * bool(record.get("skipped"))
         sent = f"  up {human_bytes(record['uplink_bytes'] / max(len(record['clients']), 1))}"
         end = f"  {sum(record['seconds'].values()):.1f} s"
         line = Text.assemble(
-            f"round {record['round']:>3}/{self.rounds}",
+            f"round {record['round']:>3}/{config.federate.total_round_num}",
             (note, "yellow"),
             *(f"  {cell}" for cell in cells if cell),
         )
         if len(line) + len(sent + end) <= console.width:  # the table at the end has the bytes too
             line.append(sent)
         line.append(end)
-        _say(line)
+        with tqdm.external_write_mode():
+            _say(line)
 
-    def stop(self) -> None:
-        if self.status:
-            self.status.stop()
+    return on_round
 
 
 def _beginning() -> list:
@@ -219,11 +208,7 @@ def _beginning() -> list:
 def _overrides(args: argparse.Namespace) -> list[str]:
     """The overrides of the command line, with those that have an option of their own."""
     options = {"federate.process_num": args.workers, "lowrank.clients": args.client_cfg}
-    words = [*args.overrides, *(word for key, value in options.items() if value for word in (key, value))]
-    given = dict(zip(words[::2], words[1::2]))
-    for key in (key for key in given if words[::2].count(key) > 1):
-        _say(f"{key} is given more than once; the last, {given[key]}, is taken", style="yellow")
-    return words
+    return [*args.overrides, *(word for key, value in options.items() if value for word in (key, value))]
 
 
 def _announce(config, name: str) -> None:
@@ -249,28 +234,16 @@ def _figures(title: str | None, lines: Sequence[Sequence[str]]) -> Table:
 
 
 def _print_figures(title: str | None, lines: Sequence[Sequence[str]], file: Path | None = None) -> None:
-    """Print one row per method. If that is too wide, print one row per figure, with as many methods as fit.
-
-    Args:
-        file: as of ``tables.show``.
-    """
+    """Print one row per method or, if that is too wide, one row per figure; ``file``: as of ``tables.show``."""
     if file is tables.JSON:
         tables.show(console, lines, file)
         return
     if file:
         tables.write_tables(lines, file)
     table = _figures(title, lines)
-    if (table.width or 0) <= console.width:
-        console.print(table)
-        return
-    head, *rest = [[cell.replace("\n", " ") for cell in line] for line in lines]
-    while rest:
-        for count in range(len(rest), 0, -1):
-            table = _figures(title, list(zip(head, *rest[:count])))
-            if (table.width or 0) <= console.width:
-                break
-        console.print(table, crop=False)  # not truncated; a very narrow console wraps the lines
-        rest, title = rest[count:], None
+    if (table.width or 0) > console.width:
+        table = _figures(title, list(zip(*([cell.replace("\n", " ") for cell in line] for line in lines))))
+    console.print(table, crop=False)  # not truncated; a very narrow console wraps the lines
 
 
 def _print_results(results: dict, file: Path | None = None) -> None:
@@ -363,8 +336,6 @@ def _dry_run(config, engine: str, file: Path | None) -> int:
 def _run(args: argparse.Namespace) -> int | None:
     if (args.cfg is None) == (args.data is None):
         raise UserError("usage: run needs --cfg FILE, a configuration, or --data FILE, for which one is written")
-    if args.table not in (None, tables.JSON) and not args.dry_run:
-        raise UserError(f"--table {args.table}: of --dry-run; a run writes its table to summary.csv in its outdir")
     if args.data is not None:
         args.cfg = init.write(args, None)
         _say(f"{args.cfg}: written for {args.data}; its comments mark what was guessed")
@@ -382,20 +353,14 @@ def _run(args: argparse.Namespace) -> int | None:
     args.outdir = outdir_of(config)
     if args.resume and not (folder := args.outdir / "checkpoint").exists():
         _say(f"there is no {folder}: starting at round 1")
-    live = _Live(config)
-    try:
-        result = run(
-            config,
-            args.engine,
-            resume="auto" if args.resume else False,
-            overwrite=args.overwrite,
-            progress=False,
-            on_round=live.on_round,
-            on_client=live.on_client,
-            callbacks=_beginning(),
-        )
-    finally:
-        live.stop()
+    result = run(
+        config,
+        args.engine,
+        resume="auto" if args.resume else False,
+        overwrite=args.overwrite,
+        on_round=_each_round(config),
+        callbacks=_beginning(),
+    )
     if not result.history:  # a client process of a distributed run: the results are the server's
         _say(f"done; this client's log: {result.outdir}")
         return None
@@ -417,38 +382,28 @@ def _compare(args: argparse.Namespace) -> None:
     args.overrides = _overrides(args)
     config, _ = load_for(args.cfg, split_names(methods)[0], args.overrides)
     args.outdir = outdir_of(config)
-    live = _Live(config)
     if args.seeds is not None:
-        try:
-            lines, path = seeds.compare_seeds(
-                args,
-                methods,
-                lambda text: _say(text, style="bold"),
-                on_method=lambda name: console.print(name, style="bold"),
-                on_round=live.on_round,
-                on_client=live.on_client,
-            )
-        finally:
-            live.stop()
+        lines, path = seeds.compare_seeds(
+            args,
+            methods,
+            lambda text: _say(text, style="bold"),
+            on_method=lambda name: console.print(name, style="bold"),
+            on_round=_each_round(config),
+        )
         _print_figures(f"mean ± standard deviation over the seeds {args.seeds}", lines, args.table)
         _say(f"every value: {path}; the table and the curves over seeds are beside it")
         return
-    try:
-        results = compare(
-            config,
-            methods,
-            args.engine,
-            overrides=args.overrides,
-            resume=args.resume,
-            overwrite=args.overwrite,
-            progress=False,
-            on_method=lambda name: _announce(config, name),
-            on_round=live.on_round,
-            on_client=live.on_client,
-            callbacks=_beginning(),
-        )
-    finally:
-        live.stop()
+    results = compare(
+        config,
+        methods,
+        args.engine,
+        overrides=args.overrides,
+        resume=args.resume,
+        overwrite=args.overwrite,
+        on_method=lambda name: _announce(config, name),
+        on_round=_each_round(config),
+        callbacks=_beginning(),
+    )
     first = next(iter(results.values()))
     sizes = sorted(first.facts["clients"])
     _say(f"\ndata: {first.facts['source']}; {counted(len(sizes), 'client')} of {sizes[0]} to {sizes[-1]} samples")
@@ -490,8 +445,6 @@ def _cache(args: argparse.Namespace) -> None:
 
     states = SharedStates(shared_folder(), limit=0)
     if args.clear:
-        if args.table:
-            raise UserError(f"{tables.as_given(args.table)}: with --clear there is no table; leave one of them out")
         size = human_bytes(states.size())
         _say(f"removed {states.make_room(-1)} entries, {size}, from {states.folder}")
         return
@@ -503,15 +456,7 @@ def _cache(args: argparse.Namespace) -> None:
         tokens = "" if entry.tokens is None else f"{entry.tokens:,}"
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
         lines.append((entry.model, entry.layers, entry.samples, tokens, human_bytes(entry.size), used))
-    if args.table is tables.JSON:
-        tables.show(console, lines, args.table)
-        return
-    if found:
-        tables.show(console, lines[: _LISTED + 1], right=("samples", "tokens", "size"))
-    if len(found) > _LISTED:
-        console.print(f"and {len(found) - _LISTED} more")
-    if args.table:
-        tables.write_tables(lines, args.table)
+    tables.show(console, lines, args.table, right=("samples", "tokens", "size"))
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -23,7 +23,7 @@ from .declared import declared, methods
 from .errors import UserError, nearest
 from .settings import AdapterSpec, DataArgs, Key, OfClient, Settings, framework, keys_of
 from .settings import json_schema as json_schemas
-from .settings.check import expected
+from .settings.check import expected, limits
 from .settings.effects import on_engine
 
 #: section → the module and the dataclass that its further arguments belong to
@@ -140,7 +140,6 @@ def json_schema() -> dict[str, Any]:
     for name in _OPEN:
         at(name)["additionalProperties"] = True
     at("lowrank.clients.N")["properties"] |= _OF_CLIENTS
-    json_schemas.allow_dots(root)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "fs-lowrank", **root}
 
 
@@ -227,15 +226,11 @@ def _entry(prefix: str, group: str, name: str, key: Key, defaults: Mapping, mean
 
 
 def _type(key: Key) -> str:
-    words = [expected(key.hint, key.meta)]
-    for bound, said in (("min", "at least"), ("above", "above"), ("max", "at most"), ("below", "below")):
-        if key.meta.get(bound) is not None:
-            words.append(f"{said} {key.meta[bound]:g}" if key.meta[bound] != 10**9 else f"{said} 10⁹")
     choices = key.meta.get("choices") or key.meta.get("items")
     if choices:
         shape = "any of" if "items" in key.meta else "one of"
         return f"{shape} {', '.join(str(choice) or repr('') for choice in choices)}"
-    return ", ".join(words)
+    return ", ".join([expected(key.hint, key.meta), *limits(key.meta)])
 
 
 def shown(value: Any) -> str:

@@ -57,7 +57,7 @@ def compare_seeds(
         announce(f"seed {seed}")
         own = [*args.overrides, "seed", str(seed), "outdir", str(outdir / f"seed_{seed}"), "expname", ""]
         existing = {"resume": args.resume, "overwrite": args.overwrite}
-        results = compare(args.cfg, methods, args.engine, overrides=own, progress=False, **existing, **callbacks)
+        results = compare(args.cfg, methods, args.engine, overrides=own, **existing, **callbacks)
         facts = next(iter(results.values())).facts
         for name, result in results.items():
             histories.setdefault(name, []).append(result.history)

@@ -48,29 +48,22 @@ def unknown_key(name: str, origin: Origin, more: Sequence[str] = ()) -> NoReturn
     """Refuse the key ``name``; the message names the key that is probably meant, if one is likely enough."""
     known = [*known_keys(), *more]
     ours = [key for key in known if key not in framework.DEFAULTS]
-    section, _, last = name.rpartition(".")
-    close = _meant(section, last, ours, 0.6) or _meant(section, last, known, 0.8)  # FederatedScope's: if it is clear
+    close = _meant(name, ours, 0.6) or _meant(name, known, 0.8)  # FederatedScope's: if it is clear
     hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
     raise UserError(f"{origin.where(name)}unknown key {name!r}{hint}")
 
 
-def _meant(section: str, last: str, known: Sequence[str], cutoff: float) -> list[str]:
-    """The keys of ``known`` that ``section.last`` is probably meant to be; none is better than one that misleads.
-
-    One of the same section with a similar name, else those of that very name in other sections (three at most), else
-    one whose whole name hardly differs. That two keys are of one section does not make them alike.
+def _meant(name: str, known: Sequence[str], cutoff: float) -> list[str]:
+    """The keys or sections of ``known`` that ``name`` is probably meant to be: three of this very name in other
+    sections at most, else one of the same section. That two keys are of one section does not make them alike.
     """
+    section, _, last = name.rpartition(".")
     keys = {*known, *(key.rsplit(".", depth)[0] for key in known for depth in range(1, key.count(".") + 1))}
-    beside = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
-    if close := misspelt(last, beside):
-        return [beside[close]]
     same = sorted(key for key in keys if key.rpartition(".")[2] == last.lower())
     same = [key for key in same if key.startswith(f"{section}.")] or same
-    if 0 < len(same) <= 3:
-        return same
+    beside = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
     close = misspelt(last, beside, cutoff)
-    whole = misspelt(f"{section}.{last}", keys, 0.85)
-    return [beside[close]] if close else [whole] if whole else []
+    return same if 0 < len(same) <= 3 else [beside[close]] if close else []
 
 
 def _framework_key(name: str, value: Any, origin: Origin, others: dict[str, Any]) -> bool:

@@ -79,15 +79,17 @@ def check_value(name: str, value: Any, hint: Any, meta: Mapping[str, Any], origi
             if choices and item is not None and item not in choices:
                 listed = ", ".join(str(choice) or "''" for choice in choices)
                 origin.wrong(name, given, f"{shape} {listed}{nearest(item, choices)}")
-    bounds = [(meta[bound], holds, words) for bound, holds, words in _BOUNDS if meta.get(bound) is not None]
     for item in items:
         is_number = isinstance(item, (int, float)) and not isinstance(item, bool)
-        if is_number and not all(holds(item, limit) for limit, holds, _ in bounds):
-            limits = " and ".join(
-                f"{words} {limit if isinstance(limit, int) else f'{limit:g}'}" for limit, _, words in bounds
-            )
-            origin.wrong(name, given, f"{expected(hint, meta)}, {limits}")
+        if is_number and not all(holds(item, meta[bound]) for bound, holds, _ in _BOUNDS if bound in meta):
+            origin.wrong(name, given, f"{expected(hint, meta)}, {' and '.join(limits(meta))}")
     return value
+
+
+def limits(meta: Mapping[str, Any]) -> list[str]:
+    """The bounds of a number in words."""
+    given = [(meta[bound], words) for bound, _, words in _BOUNDS if bound in meta]
+    return [f"{words} {limit if isinstance(limit, int) else f'{limit:g}'}" for limit, words in given]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import types
 import typing
 from collections.abc import Mapping
@@ -53,8 +52,9 @@ def _of_items(origin: type, args: tuple[Any, ...], meta: Mapping[str, Any]) -> d
 
 
 def section() -> dict[str, Any]:
-    """The schema of a section without keys yet; an empty one is None in YAML."""
-    return {"type": ["object", "null"], "properties": {}, "additionalProperties": False}
+    """The schema of a section without keys yet; an empty one is None in YAML. Dotted names are not checked."""
+    dotted: dict[str, Any] = {r"\.": {}}
+    return {"type": ["object", "null"], "properties": {}, "patternProperties": dotted, "additionalProperties": False}
 
 
 def within(node: dict[str, Any], part: str) -> dict[str, Any]:
@@ -62,35 +62,15 @@ def within(node: dict[str, Any], part: str) -> dict[str, Any]:
     if part not in ("0", "N"):
         found: dict[str, Any] = node["properties"].setdefault(part, section())
         return found
-    items = next(_arrays(node, ""))[0]
+    items = next(_arrays(node))
     if "properties" not in items.get("items", {}):
         items["items"] = section()
     return within({"properties": items}, "items")
 
 
-def _arrays(node: Mapping[str, Any], place: str) -> typing.Iterator[tuple[dict[str, Any], str]]:
-    """The lists that a value may be, and where their schemas are."""
-    for number, one in enumerate(node.get("anyOf", ())):
-        yield from _arrays(one, f"{place}/anyOf/{number}")
+def _arrays(node: dict[str, Any]) -> typing.Iterator[dict[str, Any]]:
+    """The lists that a value may be."""
+    for one in node.get("anyOf", ()):
+        yield from _arrays(one)
     if node.get("type") == "array":
-        yield typing.cast(dict[str, Any], node), place
-
-
-def allow_dots(node: dict[str, Any], place: str = "#") -> list[tuple[str, dict[str, Any]]]:
-    """Let a section and all below it also have dotted names, as ``optimizer.lr`` in ``train``.
-
-    Returns:
-        The names of everything below the section as regular expressions, each with its schema, a reference.
-    """
-    names: list[tuple[str, dict[str, Any]]] = []
-    dotted: list[tuple[str, dict[str, Any]]] = []
-    for name, value in node["properties"].items():
-        at = f"{place}/properties/{name}"
-        inner = [(value, at, "")]
-        inner += [(listed.get("items", {}), f"{where}/items", r"\.\d+") for listed, where in _arrays(value, at)]
-        for part, where, index in inner:
-            if "properties" in part:
-                dotted += [(rf"{re.escape(name)}{index}\.{rest}", schema) for rest, schema in allow_dots(part, where)]
-        names.append((re.escape(name), {"$ref": at}))
-    node["patternProperties"] = {f"^{name}$": schema for name, schema in dotted}
-    return [*names, *dotted, *([(".+", {})] if node["additionalProperties"] else [])]
+        yield node
