@@ -275,7 +275,6 @@ WRONG = {
     "no clients": (["federate.client_num", "0"], "1 or more"),
     "more clients than samples": (["federate.client_num", "4000"], "4000"),
     "more clients a round than there are": (["federate.sample_client_num", "9"], "federate.client_num"),
-    "more survivors than clients": (["lowrank.min_clients", "9"], "lowrank.min_clients"),
     "a value out of range": (["train.optimizer.lr", "-1"], "train.optimizer.lr"),
     "a value of another type": (["federate.client_num", "many"], "federate.client_num"),
     "an override without a value": (["seed"], "has no value"),

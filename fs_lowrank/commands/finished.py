@@ -119,16 +119,13 @@ def _lines(scores: dict[str, Any], labelled: bool) -> list[tuple[str, str]]:
 def _predict(args: argparse.Namespace) -> None:
     from ..data.files import SUFFIXES
     from ..data.sources import data_args
-    from ..finished import check_column, check_table, predict_rows, write_table
+    from ..finished import check_table, predict_rows, write_table
 
     if args.tokens < 1:
         raise UserError(f"--tokens {args.tokens}: expected 1 or more")
     if args.data.suffix.lower() not in SUFFIXES:
         raise UserError(f"--data {args.data}: expected a file that ends with {', '.join(SUFFIXES)}")
     out = args.out or args.data.with_name(f"{args.data.stem}.predicted{args.data.suffix}")
-    check_column(args.column)
-    if not args.run.is_dir():  # said before an output that is there
-        raise UserError(f"{args.run}: no such folder; give the outdir of a finished run")
     check_table(out)
     run, rows = _read(args, labelled=False)
     table = predict_rows(run, rows, args.column, args.tokens)

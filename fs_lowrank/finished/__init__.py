@@ -1,6 +1,6 @@
 """What comes after a run: its model loaded again, evaluated on a file, or asked for predictions."""
 
-from .predictions import answers, check_column, check_table, predict_rows, write_table
+from .predictions import answers, check_table, predict_rows, write_table
 from .rows import Rows, read_rows
 from .run import FinishedRun, load_run
 from .scores import evaluate_rows
@@ -9,7 +9,6 @@ __all__ = [
     "FinishedRun",
     "Rows",
     "answers",
-    "check_column",
     "check_table",
     "evaluate_rows",
     "load_run",

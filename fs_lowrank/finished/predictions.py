@@ -71,7 +71,6 @@ def predict_rows(run: FinishedRun, rows: Rows, column: str = "prediction", token
     Raises:
         UserError: the table has such a column already.
     """
-    check_column(column)
     more = {CAUSAL_LM: [], REGRESSION: [], MULTI_LABEL: run.labels}.get(run.task, ["probability"])
     names = [column, *(f"{column}_{name}" for name in more)]
     for name in names:
@@ -97,14 +96,6 @@ def _predictions(run: FinishedRun, rows: Rows, tokens: int) -> list[Sequence[Any
         found = [[name for name, chance in zip(run.labels, row) if chance > 0.5] for row in chances]
         return [found, *chances.T.round(6).tolist()]
     return [[run.labels[i] for i in chances.argmax(axis=1)], chances.max(axis=1).round(6).tolist()]
-
-
-def check_column(name: str) -> None:
-    """Raise ``UserError`` if a column of this name cannot be written to a file."""
-    try:
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"column = {name!a}: a part of it is not UTF-8; choose another name") from error
 
 
 def check_table(path: str | Path) -> None:

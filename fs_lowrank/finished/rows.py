@@ -16,7 +16,17 @@ from ..data.files import SUFFIXES, as_texts, read_table
 from ..data.labels import from_flags, numbers, sets, without_label
 from ..data.objects import as_table
 from ..data.sources import data_args
-from ..data.tables import MULTI_LABEL, REGRESSION, instructions, label_text, require_columns, talks_in, text_columns
+from ..data.tables import (
+    MULTI_LABEL,
+    REGRESSION,
+    count_skipped,
+    drop_empty,
+    instructions,
+    label_text,
+    require_columns,
+    talks_in,
+    text_columns,
+)
 from ..data.template import SYNONYMS, is_own
 from ..data.tokenize import tokenize_causal, tokenize_classification, tokenize_pairs
 from ..errors import UserError, nearest
@@ -93,28 +103,25 @@ def _column(where: str, table: pd.DataFrame, role: str, name: str) -> pd.Series:
 def _labelled(
     run: FinishedRun, where: str, table: pd.DataFrame, names: dict[str, str | None], flags: list[str], labelled: bool
 ) -> Rows:
+    left_out: dict[str, int] = {}
     frame = pd.DataFrame({"text": _column(where, table, "text", str(names["text"]))})
     if names.get("text_pair"):
         frame["text_pair"] = _column(where, table, "text_pair", str(names["text_pair"]))
-    filled = frame.map(lambda value: bool(value.strip())).all(axis=1)
-    left_out = {"empty text": int((~filled).sum())} if not filled.all() else {}
-    given, name = pd.Series(0, index=table.index), "label"
+    name = "label" if flags else str(names["label"])
+    if labelled and flags:
+        require_columns(where, table, flags)
+        frame["label"] = from_flags(where, table, flags)["label"].map(lambda classes: [flags[i] for i in classes])
+    elif labelled:
+        frame["label"] = _column(where, table, "label", name)
+    frame = drop_empty(frame, ("text", "text_pair"), left_out)
     if labelled:
-        if flags:
-            require_columns(where, table, flags)
-            numbered = from_flags(where, table, flags)["label"]
-            given = numbered.map(lambda classes: [flags[i] for i in classes])
-        else:
-            name = str(names["label"])
-            given = _column(where, table, "label", name)
-        if (unlabelled := filled & without_label(given)).any():
-            left_out["empty label"] = int(unlabelled.sum())
-            filled &= ~unlabelled
-    kept = np.flatnonzero(filled.to_numpy())
-    if not len(kept):
+        unlabelled = without_label(frame["label"])
+        count_skipped(left_out, "empty label", int(unlabelled.sum()))
+        frame = frame[~unlabelled]
+    if not len(frame):
         raise UserError(f"{where}: every row has an empty text{' or no label' * labelled}")
-    frame, given = frame.iloc[kept], given.iloc[kept]
-    frame = frame.assign(label=_coded(run, where, name, given) if labelled else 0)
+    kept = frame.index.to_numpy()
+    frame = frame.assign(label=_coded(run, where, name, frame["label"]) if labelled else 0)
     examples = tokenize_classification(frame, run.tokenizer, run.tok_len)
     if run.task == MULTI_LABEL:
         examples.sets = len(run.labels)

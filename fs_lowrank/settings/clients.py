@@ -8,18 +8,17 @@ configuration has them as a list in one form, whatever they came from.
 from __future__ import annotations
 
 import csv
+import io
 import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from ..errors import UserError, nearest
 from .check import check_value, key, keys_of
 from .origin import Origin, show
-from .reading import Loader, read_yaml
+from .reading import read_text, read_value, read_yaml
 from .tree import flatten
 
 
@@ -112,7 +111,7 @@ def _entries(value: Any, origin: Origin) -> Iterable[tuple[Any, dict[str, Any], 
     if isinstance(value, str):
         kind = os.path.splitext(value)[1].lower()
         if kind in (".csv", ".tsv"):
-            return _table(value, "," if kind == ".csv" else "\t", origin)
+            return _table(value, "," if kind == ".csv" else "\t")
         if kind in (".yaml", ".yml"):
             file, content = read_yaml(value)
             return _frameworks(content, file)
@@ -140,34 +139,24 @@ def _frameworks(content: Mapping[str, Any], origin: Origin) -> list[tuple[Any, d
     return found
 
 
-def _table(file: str, delimiter: str, origin: Origin) -> list[tuple[Any, dict[str, Any], str, Origin]]:
+def _table(file: str, delimiter: str) -> list[tuple[Any, dict[str, Any], str, Origin]]:
     """The rows of a table, whose cells are read as YAML; an empty cell is not given."""
-    path = os.path.expanduser(file)
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as text:
-            reader = csv.reader(text, delimiter=delimiter)
-            header = [name.strip() for name in next(reader, [])]
-            rows = [(reader.line_num, row) for row in reader if row]
-    except FileNotFoundError:
-        folder = os.path.dirname(path) or "."
-        beside = os.listdir(folder) if os.path.isdir(folder) else []
-        origin.fail(_KEY, f"= {file!r}: no such file{nearest(os.path.basename(path), beside)}")
-    except (OSError, ValueError, csv.Error) as error:
-        raise UserError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    name, text = read_text(file, lambda path: os.listdir(os.path.dirname(path) or "."))
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    header = [column.strip() for column in next(reader, [])]
     if "client" not in header or len(set(header)) < len(header):
-        raise UserError(f"{file}, line 1: columns {', '.join(header) or 'none'}: expected client, and each column once")
+        raise UserError(f"{name}, line 1: columns {', '.join(header) or 'none'}: expected client, and each column once")
     found: list[tuple[Any, dict[str, Any], str, Origin]] = []
-    for line, row in rows:
+    for row in filter(None, reader):
+        at = f"{name}, line {reader.line_num}"
         if len(row) != len(header):
-            raise UserError(f"{file}, line {line}: {len(row)} columns came, the header has {len(header)}")
+            raise UserError(f"{at}: {len(row)} columns came, the header has {len(header)}")
         try:
-            cells = {name: yaml.load(cell, Loader) for name, cell in zip(header, row) if cell.strip()}
-        except (yaml.YAMLError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
-            raise UserError(
-                f"{file}, line {line}: a cell is not a value: {show(row)}: expected a number, text, or nothing"
-            ) from None
+            cells = {column: read_value(cell) for column, cell in zip(header, row) if cell.strip()}
+        except ValueError as error:
+            raise UserError(f"{at}: a cell is not a value: {show(row)}: {error}") from None
         who = cells.pop("client", None)
-        found.append((who, cells, f"client_{who}", Origin(file, {f"client_{who}": line})))
+        found.append((who, cells, f"client_{who}", Origin(name, {f"client_{who}": reader.line_num})))
     return found
 
 

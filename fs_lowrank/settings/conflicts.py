@@ -11,7 +11,7 @@ from .metrics import METRICS
 from .origin import Origin, show
 from .parameters import params_fields
 from .schema import Settings
-from .sections import ROBUST, robust_needs
+from .sections import robust_needs
 
 #: a key, whether its value is refused, and what the message says after the key
 Conflict = tuple[str, bool, str]
@@ -55,7 +55,7 @@ def _expected(value: Any, expected: str) -> str:
 
 
 def _of_clients(config: Settings) -> Iterator[Conflict]:
-    federate, a_round = config.federate, config.sampled_per_round
+    federate = config.federate
     count, drawn, rate = federate.client_num, federate.sample_client_num, federate.sample_client_rate
     yield "federate.client_num", count < 1, f"= {count}: set it to the number of clients, 1 or more"
     name = "federate.sample_client_num"
@@ -63,16 +63,9 @@ def _of_clients(config: Settings) -> Iterator[Conflict]:
     yield name, drawn > count, _expected(drawn, f"at most federate.client_num, which is {count}")
     shares = _expected(rate, "a share above 0 and at most 1; or -1 for all")
     yield "federate.sample_client_rate", rate <= 0 and rate != -1, shares
-    fewest = config.lowrank.min_clients
-    yield "lowrank.min_clients", fewest > a_round, _expected(fewest, f"at most the clients of a round, {a_round}")
-    factor = config.lowrank.max_update_norm_factor
-    below = _expected(factor, "1 or more, as half of the updates exceed their median; or 0 for no bound")
-    yield "lowrank.max_update_norm_factor", 0 < factor < 1, below
     given = {key for own in config.own_settings.values() for key in own}
     one_rank = f"gives clients a rank, and federate.method = {federate.method} has one for all; see lowrank.ranks"
     yield "lowrank.clients", "rank" in given and "ranks" not in config.lowrank.params, one_rank
-    images = f"gives clients a tok_len, and model.type = {config.model.type} is for images"
-    yield "lowrank.clients", "tok_len" in given and config.is_vision, images
 
 
 def _of_one_client(config: Settings) -> Iterator[Conflict]:
@@ -80,25 +73,18 @@ def _of_one_client(config: Settings) -> Iterator[Conflict]:
     name, alone, federate = "federate.client_idx_for_local_train", config.alone, config.federate
     number = f"the number of a client, 1 to {federate.client_num}; or 0 for all clients"
     yield name, not 0 <= alone <= federate.client_num, _expected(alone, number)
-    ranks = config.lowrank.params.get("ranks") or ()
-    for together, what in (
-        (federate.mode != "standalone", f"federate.mode = {federate.mode} is for clients that train together"),
-        (federate.use_ss, "federate.use_ss hides the updates of several clients from each other"),
-        (
-            bool(config.lowrank.clients) or len(ranks) > 1,
-            "lowrank.clients and lowrank.ranks are for clients that train together; give the file the client's values",
-        ),
+    own = bool(config.lowrank.clients) or len(config.lowrank.params.get("ranks") or ()) > 1
+    for key, together in (
+        ("federate.mode", federate.mode != "standalone"),
+        ("federate.use_ss", federate.use_ss),
+        ("lowrank.clients or lowrank.ranks", own),
     ):
-        yield name, bool(alone) and together, f"= {alone} trains one client alone, and {what}; leave one of the two out"
+        yield name, bool(alone) and together, f"= {alone} trains one client alone; leave {key} out"
 
 
 def _of_robust_means(config: Settings) -> Iterator[Conflict]:
-    rule, malicious, norm = config.lowrank.robust, config.lowrank.robust_malicious, config.lowrank.robust_norm
-    needed, users = robust_needs(rule, malicious), ", ".join(r for r in ROBUST if robust_needs(r, 1) > 1)
-    unused = f"= {malicious} is for {users}; lowrank.robust is {rule}"
-    yield "lowrank.robust_malicious", malicious != 1 and needed == 1, unused
-    bound = f"= {norm:g} is for norm_bound; lowrank.robust is {rule}"
-    yield "lowrank.robust_norm", bool(norm) and rule != "norm_bound", bound
+    rule, malicious = config.lowrank.robust, config.lowrank.robust_malicious
+    needed = robust_needs(rule, malicious)
     few = f"= {rule} with robust_malicious = {malicious} needs {needed} clients per round; there are "
     yield "lowrank.robust", config.sampled_per_round < needed, f"{few}{config.sampled_per_round}"
 
@@ -133,9 +119,10 @@ def _of_data(config: Settings) -> Iterator[Conflict]:
 
 
 def _of_place_and_scores(config: Settings) -> Iterator[Conflict]:
-    device, folder = config.device, PurePath(config.expname)
+    device = config.device
     nowhere = device != "cpu" if isinstance(device, str) else device < -1
     yield "device", nowhere, _expected(device, "the index of a GPU, -1 for any, or cpu")
+    folder = PurePath(config.expname)
     outside = ".." in folder.parts or folder.is_absolute()
     yield "expname", outside, _expected(config.expname, "a folder below outdir")
     task = config.model.task

@@ -13,7 +13,7 @@ from .adapter import OF_LAYERS, OF_PEFT, AdapterSpec
 from .check import one_mapping
 from .parameters import params_defaults
 from .schema import Settings, flat_keys
-from .sections import WITH_NORM, robust_weighs
+from .sections import WITH_NORM, robust_needs, robust_weighs
 
 #: whether keys or sections have an effect, the reason if they have none, and their names
 Condition = tuple[bool, str, tuple[str, ...]]
@@ -33,6 +33,8 @@ def _conditions(config: Settings, engine: str, method: Any) -> Iterator[Conditio
     rule = config.lowrank.robust
     weighs = robust_weighs(rule) or needs.own_robust_mean  # which may weight what it adds to the mean
     yield weighs, f"lowrank.robust = {rule} does not weight clients", ("federate.ignore_weight",)
+    yield robust_needs(rule, 1) > 1, f"lowrank.robust is {rule}", ("lowrank.robust_malicious",)
+    yield rule == "norm_bound", f"lowrank.robust is {rule}", ("lowrank.robust_norm",)
     yield needs.validation, f"{method.name} selects nothing by validation data", ("lowrank.validation_samples",)
     yield from _of_optimizers(config)
     yield from _of_model(config)

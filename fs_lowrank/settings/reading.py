@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -54,15 +54,26 @@ def yaml_beside(path: str | os.PathLike[str]) -> list[str]:
     return [f for f in os.listdir(folder) if f.endswith((".yaml", ".yml"))] if os.path.isdir(folder) else []
 
 
-def read_yaml(path: str | os.PathLike[str]) -> tuple[Origin, dict[str, Any]]:
+def read_text(path: str | os.PathLike[str], among: Callable[[str], Iterable[str]]) -> tuple[str, str]:
+    """The name of a file, with the user's folder for ``~``, and its text.
+
+    Args:
+        among: gives the names of files of which one may have been meant.
+    Raises:
+        UserError: it cannot be read.
+    """
     name = os.path.expanduser(os.fspath(path))
     try:
-        with open(name, encoding="utf-8-sig") as file:
-            text = file.read()
+        with open(name, encoding="utf-8-sig", newline="") as file:
+            return name, file.read()
     except FileNotFoundError:
-        raise UserError(f"{name}: no such file{nearest(os.path.basename(name), yaml_beside(name))}") from None
+        raise UserError(f"{name}: no such file{nearest(os.path.basename(name), among(name))}") from None
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
         raise UserError(f"{name!r}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def read_yaml(path: str | os.PathLike[str]) -> tuple[Origin, dict[str, Any]]:
+    name, text = read_text(path, yaml_beside)
     lines: dict[str, int] = {}
     loader = None
     try:
@@ -72,25 +83,42 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Origin, dict[str, Any]]:
             return Origin(name), {}
         _lines(node, "", lines, name, iter(range(_MOST_VALUES)))
         content = loader.construct_document(node)
-        if not isinstance(content, dict):
-            raise UserError(f"{name} holds a {type(content).__name__}: expected sections and keys, such as `federate:`")
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or error
-        raise UserError(f"{name}{at}: invalid YAML: {problem}") from None
     except UserError:
         raise
-    except RecursionError:
-        raise UserError(
-            f"{name}: nested too deep, or an alias contains itself: expected a few levels of sections and keys"
-        ) from None
-    except (ValueError, LookupError, TypeError, AttributeError) as error:  # of constructors, for explicit tags
-        raise UserError(f"{name}: invalid YAML: a value does not suit its tag, or is too long: {error}") from None
+    except _WRONG as error:
+        mark = getattr(error, "problem_mark", None)
+        at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise UserError(f"{name}{at}: invalid YAML: {_problem(error)}") from None
     finally:
         if loader is not None:
             loader.dispose()
+    if not isinstance(content, dict):
+        raise UserError(f"{name} holds a {type(content).__name__}: expected sections and keys, such as `federate:`")
     return Origin(name, lines), content
+
+
+#: what PyYAML raises; beside its own error those of constructors, for explicit tags and numbers that are too long
+_WRONG = (yaml.YAMLError, RecursionError, ValueError, LookupError, TypeError, AttributeError)
+
+
+def _problem(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deep, or an alias contains itself"
+    if not isinstance(error, yaml.YAMLError):
+        return f"a value does not suit its tag, or is too long: {error}"
+    return str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
+
+
+def read_value(text: str) -> Any:
+    """What YAML reads from ``text``.
+
+    Raises:
+        ValueError: nothing; the text says why.
+    """
+    try:
+        return yaml.load(text, Loader) if text.strip() else ""
+    except _WRONG as error:
+        raise ValueError(_problem(error)) from None
 
 
 def _lines(node: yaml.Node, prefix: str, lines: dict[str, int], file: str, left: Iterator[int]) -> None:
@@ -141,10 +169,9 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
     parsed: dict[str, Any] = {}
     for key, text in zip(pairs[::2], pairs[1::2]):
         try:
-            parsed[key] = yaml.load(text, Loader) if text.strip() else ""
-        except (yaml.YAMLError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+            parsed[key] = read_value(text)
+        except ValueError as error:
             if text.lstrip()[:1] in tuple("[{!"):
-                problem = getattr(error, "problem", None) or error
-                raise UserError(f"override {key} = {show(text)} is not valid YAML: {problem}") from None
+                raise UserError(f"override {key} = {show(text)} is not valid YAML: {error}") from None
             parsed[key] = text
     return parsed

@@ -445,7 +445,6 @@ def test_a_table_that_cannot_be_written_is_refused_before_anything_is_read(runs,
     monkeypatch.setattr("fs_lowrank.finished.load_run", None)
     folder, there = str(runs["classes"].outdir), sorted(test_rows.parent.iterdir())
     for arguments, said in (
-        (["--data", str(test_rows), "--column", "a\udcff"], "column = 'a\\udcff': a part of it is not UTF-8; choose"),
         (["--data", str(test_rows), "--out", str(test_rows.with_name("x.xlsx"))], "expected a file that ends with"),
         (["--data", "/"], "--data /: expected a file that ends with"),
     ):

@@ -129,8 +129,3 @@ def test_a_file_that_is_wrong_is_one_line_with_file_and_line(tmp_path, monkeypat
     with pytest.raises(UserError) as caught:
         load_config(BASE, {"lowrank.clients": name})
     assert said in str(caught.value) and "\n" not in str(caught.value), caught.value
-
-
-def test_lengths_are_for_text():
-    with pytest.raises(UserError, match="gives clients a tok_len, and model.type = lenet is for images"):
-        load_config({**BASE, "model.type": "lenet", "lowrank.clients": [{"clients": 1, "tok_len": 4}]})

@@ -25,9 +25,9 @@ def refused(message):
             "a0: &a0 [1]\n" + "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 10)}]\n" for i in range(9)),
             "run.yaml: its aliases stand for more than 1,000,000 values",
         ),
-        (HEAD + "data: " + "{a: " * 1000 + "1" + "}" * 1000, "run.yaml: nested too deep"),
-        (HEAD + "data: {args: " + "[" * 3000 + "]" * 3000 + "}", "run.yaml: nested too deep"),
-        (HEAD + "".join(f"{' ' * i}k{i}:\n" for i in range(1000)), "run.yaml: nested too deep"),
+        (HEAD + "data: " + "{a: " * 1000 + "1" + "}" * 1000, "run.yaml: invalid YAML: nested too deep"),
+        (HEAD + "data: {args: " + "[" * 3000 + "]" * 3000 + "}", "run.yaml: invalid YAML: nested too deep"),
+        (HEAD + "".join(f"{' ' * i}k{i}:\n" for i in range(1000)), "run.yaml: invalid YAML: nested too deep"),
         (
             HEAD + f"train: {{optimizer: {{lr: {DIGITS}}}}}",
             "line 2: train.optimizer.lr = 9+.*expected a number",
@@ -56,7 +56,7 @@ def test_files(tmp_path, text, message):
 @pytest.mark.parametrize(
     "keys, message",
     [
-        (["data.args", "[" * 2000 + "]" * 2000], "override data.args = .*is not valid YAML: maximum recursion depth"),
+        (["data.args", "[" * 2000 + "]" * 2000], "override data.args = .*is not valid YAML: nested too deep"),
         (["seed", "9" * 5000], "override: seed = .9+.*expected a whole number"),
         (["seed", DIGITS], "override: seed = 9+.*expected a whole number"),
         (["expname", "a\0b"], "expname = .*without NUL"),
@@ -99,9 +99,7 @@ def test_tables_and_arrays(value, form):
     assert load_config(BASE, seed=np.int64(3)).seed == 3
 
 
-@pytest.mark.parametrize(
-    "key, value, words", [("drop_rate", 1.0, "below 1"), ("max_update_norm_factor", 0.9, "1 or more, as half")]
-)
+@pytest.mark.parametrize("key, value, words", [("drop_rate", 1.0, "below 1")])
 def test_bounds_that_no_round_could_meet_are_refused(key, value, words):
     with pytest.raises(UserError, match=f"lowrank.{key} = {value}: expected .*{words}"):
         load_config({"federate.client_num": 2, f"lowrank.{key}": value})

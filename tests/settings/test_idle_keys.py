@@ -146,6 +146,8 @@ def test_defaults_are_never_reported(method, keys_of):
             "lowrank.base_init",
         ),
         (BASE, {"lowrank.width": 0.5}, "lowrank.width"),
+        (BASE, {"lowrank.robust": "median", "lowrank.robust_malicious": 2}, "lowrank.robust_malicious"),
+        (BASE, {"lowrank.robust": "krum", "lowrank.robust_norm": 3.0}, "lowrank.robust_norm"),
         (BASE, {"lowrank.base_init": "zero"}, "lowrank.base_init"),
         (BASE, {"model.type": "lenet", "federate.method": "dense", "llm.adapter.args": [{"r": 3}]}, "llm.adapter.args"),
         (BASE, {"federate.method": "fedloru", "lowrank.tau": 3, "lowrank.schedule": [2, 4]}, "lowrank.tau"),
