@@ -512,11 +512,6 @@ def test_scale():
         ({"adapter_method": "lorra"}, ("did you mean 'lora'",)),
         ({"adapter_package": "other"}, ("one of peft",)),
         ({"use_rslora": "yes"}, ("True or False",)),
-        (
-            {"peft_type": "LOHA"},
-            ("peft_type = 'LOHA', and adapter_method is lora; set that to the kind that is meant",),
-        ),
-        ({"adapter_method": "prefix", "peft_type": "P_TUNING"}, ("adapter_method is prefix",)),
         *(
             ({"adapter_method": kind, "use_rslora": True}, ("use_rslora", f"is LoRA's, and adapter_method is {kind}"))
             for kind in ("loha", "lokr", "ia3", "oft", "vera")

@@ -148,7 +148,8 @@ def check_blocks(name: str, module: nn.Module, config: peft.PeftConfig) -> None:
 
 def further(spec: AdapterSpec) -> dict[str, Any]:
     """The further arguments for PEFT's config, which changes lists, without what describes an adapter that is saved."""
-    return {name: copy.deepcopy(value) for name, value in spec.extra.items() if name not in (*OF_PEFT, *FORMER)}
+    idle = {*OF_PEFT, *(name for name, default in FORMER.items() if spec.extra.get(name) == default)}
+    return {name: copy.deepcopy(value) for name, value in spec.extra.items() if name not in idle}
 
 
 def say_idle(wrapped: peft.PeftModel, asked: Mapping[str, Any]) -> None:

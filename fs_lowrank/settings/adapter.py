@@ -49,8 +49,6 @@ OTHER_DEFAULTS = {
     "vera": ("r", "256 in PEFT"),
     "oft": ("r", "blocks of 32 (oft_block_size) in PEFT"),
 }
-#: ``peft_type`` of a saved adapter, where it is not called as our ``adapter_method``
-_PEFT_TYPES = {"prefix_tuning": "prefix", "prompt_tuning": "prompt", "p_tuning": "p-tuning"}
 
 
 @dataclass(frozen=True)
@@ -141,10 +139,6 @@ class AdapterSpec:
 
         take("adapter_package", "peft", str, choices=("peft",))
         method = take("adapter_method", "lora", str, choices=tuple(TRAINED), fold=True)
-        saved = str(named.get("peft_type") or method).lower()
-        if _PEFT_TYPES.get(saved, saved) != method:
-            meant = f"and adapter_method is {method}; set that to the kind that is meant, of {', '.join(TRAINED)}"
-            origin.fail(at + "peft_type", f"= {named['peft_type']!r}, {meant}")
         own = _LORA_KEYS if method in PROMPTS else ("r", "lora_alpha", "lora_dropout")
         other = [name for name in own if name in named and name not in TRAINED[method]]
         if other:
@@ -154,11 +148,6 @@ class AdapterSpec:
                 named[name] = [named[name]]
             if name in named and named[name] == []:
                 origin.fail(at + spelled[name], "is an empty list: nothing would train; name some, or leave it out")
-        for name, idle in FORMER.items():
-            if named.get(name, idle) != idle:
-                origin.fail(
-                    at + name, f"= {named[name]!r} is of PEFT's first versions, which others do not have; drop it"
-                )
         modules = take("target_modules", None, list[str] | None)
         layers = take("layers_to_transform", None, list[int] | None, min=0)
         alpha = take("lora_alpha", 16, float, above=0.0)

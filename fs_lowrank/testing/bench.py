@@ -14,26 +14,14 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from .. import list_methods, load_config
+from .. import load_config
 from ..config import Config
 from ..engines.local import LocalEngine
-from ..methods import get_method_class, requirements
 from ..models.machine import input_device
 from . import small
 
 #: the small models by the name that the checks have for them, and what ``model.task`` is
 TASKS = {"encoder": "SequenceClassification", "causal": "CausalLM", "vision": "ImageClassification"}
-
-
-def engine_cases(task: str = "encoder") -> list[tuple[str, dict[str, Any]]]:
-    """What the results of another engine are compared with those of the embedded one on: every method that takes
-    ``task``, and again with keys that change what it sends."""
-    methods = [m for m in list_methods() if TASKS[task] in requirements(m).tasks]
-    cases: list[tuple[str, dict[str, Any]]] = [(m, {}) for m in methods]
-    for name, value in (("ranks", [1, 3, 2]), ("tau", 2)):
-        takes = [m for m in methods if name in get_method_class(m).Params.__dataclass_fields__]
-        cases += [(m, {f"lowrank.{name}": value}) for m in takes]
-    return cases
 
 
 class Bench:

@@ -56,28 +56,6 @@ def save_causal(folder: str | Path) -> Path:
     return _save(folder, LlamaForCausalLM, LlamaConfig, num_key_value_heads=2, max_position_embeddings=128, **special)
 
 
-def save_qwen(folder: str | Path) -> Path:
-    """Write a Qwen2 of 3 layers and width 32 with its tokenizer."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
-    return _save(folder, Qwen2ForCausalLM, Qwen2Config, num_key_value_heads=2, max_position_embeddings=128, **special)
-
-
-def save_t5(folder: str | Path) -> Path:
-    """Write a T5 of two and two layers and width 32 with its tokenizer; its ``wi`` is 48 × 32."""
-    import torch
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    shape = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
-    special = {"pad_token_id": 0, "eos_token_id": 3, "decoder_start_token_id": 0}
-    config = T5Config(vocab_size=save_tokenizer(folder), **shape, **special)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        T5ForConditionalGeneration(config).save_pretrained(str(folder))
-    return Path(folder)
-
-
 def make_reviews(rows: int, seed: int = 0) -> pd.DataFrame:
     """Reviews whose label is determined by some of their words; columns text, label, domain."""
     draw = np.random.default_rng(seed)

@@ -12,6 +12,7 @@ from fs_lowrank import UserError, cli
 from fs_lowrank.finished import evaluate_rows, load_run, predict_rows, read_rows
 from fs_lowrank.runs.split import read_split
 from fs_lowrank.testing import small
+from tests.cases import save_t5
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def made(tiny_encoder, tmp_path_factory, instructions_jsonl):
     flags = {name: [int(name in own) for own in sets] for name in ("good", "tea")}
     frame[["text"]].assign(**flags).to_csv(folder / "flags.csv", index=False)
     (folder / "t5").mkdir()
-    small.save_t5(folder / "t5")
+    save_t5(folder / "t5")
     tasks = {
         "numbers": ("scores.csv", "SequenceRegression", {"data.args": [{"label": "stars"}]}),
         "sets": ("sets.jsonl", "MultiLabelClassification", {"eval.metrics": ["acc", "f1"]}),

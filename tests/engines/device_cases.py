@@ -26,8 +26,9 @@ from fs_lowrank.models.shortcuts.slots import Rows, Slots
 from fs_lowrank.rounds import admission, site, trainer
 from fs_lowrank.rounds import round as rounds
 from fs_lowrank.rounds.round import Round
-from fs_lowrank.testing import TASKS, Bench, checks, quietly, small
+from fs_lowrank.testing import TASKS, Bench, checks, quietly
 from fs_lowrank.testing.bench import without_seconds
+from tests.cases import save_t5
 
 aten = torch.ops.aten
 NAME = "labelled"
@@ -188,7 +189,7 @@ def bench(tmp_path_factory, keys_of):
 
 @pytest.fixture(scope="module")
 def t5(tmp_path_factory):
-    return small.save_t5(tmp_path_factory.mktemp("t5"))
+    return save_t5(tmp_path_factory.mktemp("t5"))
 
 
 CASES = [(m, task) for task in TASKS for m in list_methods() if TASKS[task] in requirements(m).tasks]

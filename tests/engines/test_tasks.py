@@ -18,6 +18,7 @@ from fs_lowrank.testing import small
 from fs_lowrank.training import evaluate
 from fs_lowrank.training.local import loss_of
 from fs_lowrank.training.metrics import measure
+from tests.cases import save_t5
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def files(tmp_path_factory):
     frame[["text", "domain"]].assign(label=sets).to_json(folder / "sets.jsonl", orient="records", lines=True)
     flags = {name: [int(name in own) for own in sets] for name in ("good", "tea")}
     frame[["text", "domain"]].assign(**flags).to_csv(folder / "flags.csv", index=False)
-    small.save_t5(folder)
+    save_t5(folder)
     return folder
 
 

@@ -26,6 +26,7 @@ from fs_lowrank.testing import Bench, quietly, small
 from fs_lowrank.testing.bench import equal, state_of
 from fs_lowrank.training.evaluate import evaluate
 from fs_lowrank.training.generate import continue_prompts
+from tests.cases import save_t5
 
 pytestmark = pytest.mark.more
 
@@ -135,7 +136,7 @@ def test_tokens_that_start_as_the_words_of_a_text(tiny_causal, language_model):
 
 @pytest.mark.parametrize("kind", ["prefix", *(pytest.param(kind, marks=pytest.mark.more) for kind in KINDS[1:])])
 def test_an_encoder_decoder_model(causal_settings, tmp_path, kind):
-    small.save_t5(tmp_path)
+    save_t5(tmp_path)
     keys = {"model.type": f"{tmp_path}@huggingface_llm", "model.task": "Seq2SeqLM", **args(kind)}
     keys |= {"federate.total_round_num": 2, "train.optimizer": {"type": "SGD", "lr": 0.5}, "eval.before": True}
     result = fs_lowrank.run(load_config(causal_settings, keys), progress=False)

@@ -11,7 +11,7 @@ import fs_lowrank
 from fs_lowrank import RunFailed, UserError
 from fs_lowrank.runs.folder import outdir_of
 from fs_lowrank.runs.given import with_model
-from fs_lowrank.testing import small
+from tests.cases import save_qwen
 
 
 class Bag(nn.Module):
@@ -58,7 +58,7 @@ def same(a, b):
 
 @pytest.mark.more
 def test_a_loaded_model_is_what_its_folder_would_be(few, causal_settings, tmp_path_factory):
-    folder = small.save_qwen(tmp_path_factory.mktemp("qwen"))
+    folder = save_qwen(tmp_path_factory.mktemp("qwen"))
     from_folder = fs_lowrank.run(few(causal_settings, "folder", {"model.type": f"{folder}@huggingface_llm"}))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -278,7 +278,7 @@ def test_what_cannot_be_used_is_one_line(own, tiny_encoder):
     ids=["safetensors", "tokenizers", "the system"],
 )
 def test_a_model_that_cannot_be_written_is_one_line(few, causal_settings, tmp_path_factory, monkeypatch, part, error):
-    folder = small.save_qwen(tmp_path_factory.mktemp("qwen"))
+    folder = save_qwen(tmp_path_factory.mktemp("qwen"))
     given = {"model": AutoModelForCausalLM.from_pretrained(folder), "tokenizer": AutoTokenizer.from_pretrained(folder)}
 
     def full(*args, **options):

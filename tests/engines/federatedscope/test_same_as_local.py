@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 import fs_lowrank
 from fs_lowrank.methods import get_method_class
-from fs_lowrank.testing.bench import engine_cases
+from tests.cases import engine_cases
 
 pytestmark = pytest.mark.federatedscope
 CASES = engine_cases()

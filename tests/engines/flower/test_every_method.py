@@ -16,7 +16,7 @@ import fs_lowrank
 from fs_lowrank.jobs.files import to_json, write_text
 from fs_lowrank.models.names import all_tensors
 from fs_lowrank.runs.environment import versions
-from fs_lowrank.testing.bench import engine_cases
+from tests.cases import engine_cases
 
 pytestmark = [pytest.mark.flower, pytest.mark.slow]
 

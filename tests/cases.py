@@ -1,0 +1,44 @@
+"""Models and cases that several tests take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fs_lowrank import list_methods
+from fs_lowrank.methods import get_method_class, requirements
+from fs_lowrank.testing import TASKS
+from fs_lowrank.testing.small import _save, save_tokenizer
+
+
+def save_qwen(folder: str | Path) -> Path:
+    """Write a Qwen2 of 3 layers and width 32 with its tokenizer."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    return _save(folder, Qwen2ForCausalLM, Qwen2Config, num_key_value_heads=2, max_position_embeddings=128, **special)
+
+
+def save_t5(folder: str | Path) -> Path:
+    """Write a T5 of two and two layers and width 32 with its tokenizer; its ``wi`` is 48 × 32."""
+    import torch
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    shape = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
+    special = {"pad_token_id": 0, "eos_token_id": 3, "decoder_start_token_id": 0}
+    config = T5Config(vocab_size=save_tokenizer(folder), **shape, **special)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        T5ForConditionalGeneration(config).save_pretrained(str(folder))
+    return Path(folder)
+
+
+def engine_cases(task: str = "encoder") -> list[tuple[str, dict[str, Any]]]:
+    """What the results of another engine are compared with those of the embedded one on: every method that takes
+    ``task``, and again with keys that change what it sends."""
+    methods = [m for m in list_methods() if TASKS[task] in requirements(m).tasks]
+    cases: list[tuple[str, dict[str, Any]]] = [(m, {}) for m in methods]
+    for name, value in (("ranks", [1, 3, 2]), ("tau", 2)):
+        takes = [m for m in methods if name in get_method_class(m).Params.__dataclass_fields__]
+        cases += [(m, {f"lowrank.{name}": value}) for m in takes]
+    return cases
