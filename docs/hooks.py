@@ -18,6 +18,7 @@ from mkdocs.structure.files import File
 import fs_lowrank.cli
 from fs_lowrank import keys
 from fs_lowrank.methods import get_method_class
+from fs_lowrank.settings import framework
 
 ROOT = Path(__file__).parents[1]
 #: files of the root that are pages
@@ -50,9 +51,48 @@ def on_files(files, config):
                 files.append(File.generated(config, f"{SHOWN}/{path}", abs_src_path=str(ROOT / path)))
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
-    files.append(File.generated(config, "reference/keys.md", content=keys.markdown()))
+    files.append(File.generated(config, "reference/keys.md", content=keys_page()))
     files.append(File.generated(config, "reference/command_line.md", content=command_line()))
     return files
+
+
+def keys_page():
+    """The page of all keys, from their reference."""
+
+    def listed(names):
+        return ", ".join(f"`{name}`" for name in names)
+
+    groups = {}
+    for entry in keys.reference():
+        groups.setdefault(entry.group, []).append(entry)
+    lines = [
+        "# Keys",
+        "",
+        "Every key that a configuration file or the command line may have; this page is made from the schema.",
+        "`fs-lowrank keys NAME` shows one key, or all of a section, in a terminal. A key without a word on",
+        "engines has the same meaning on every engine.",
+        "",
+    ]
+    for group, entries in groups.items():
+        lines += [f"## {group}", "", "| key | expected | default | meaning |", "| --- | --- | --- | --- |"]
+        for entry in entries:
+            note = "" if entry.engines == "all" else f" Engines: {entry.engines}."
+            cells = (f"`{entry.name}`", entry.type, f"`{entry.default}`" if entry.default else "", entry.meaning + note)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("")
+    lines += [
+        "## FederatedScope",
+        "",
+        "These keys are read, so that FederatedScope's files load. The table says what `--engine federatedscope` does",
+        "with a value that is not the default, under our methods. The other engines refuse it, unless it has no effect",
+        f"on a result; the embedded one follows {listed(framework.FOLLOWED['local'])}, and `--engine flower` follows",
+        f"{listed(framework.FOLLOWED['flower'])}.",
+        "",
+        "| key | default | with our methods |",
+        "| --- | --- | --- |",
+        *(f"| `{e.name}` | `{e.default}` | {e.engines} |" for e in keys.others()),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def command_line():

@@ -13,7 +13,7 @@ import inspect
 import itertools
 import linecache
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,49 +141,6 @@ def json_schema() -> dict[str, Any]:
         at(name)["additionalProperties"] = True
     at("lowrank.clients.N")["properties"] |= _OF_CLIENTS
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "fs-lowrank", **root}
-
-
-def markdown() -> str:
-    """The reference as a page of the documentation."""
-
-    def listed(names: Iterable[str]) -> str:
-        return ", ".join(f"`{name}`" for name in names)
-
-    lines = [
-        "# Keys",
-        "",
-        "Every key that a configuration file or the command line may have; this page is made from the schema.",
-        "`fs-lowrank keys NAME` shows one key, or all of a section, in a terminal. A key without a word on",
-        "engines has the same meaning on every engine.",
-        "",
-    ]
-    for group, entries in _groups(reference()):
-        lines += [f"## {group}", "", "| key | expected | default | meaning |", "| --- | --- | --- | --- |"]
-        for entry in entries:
-            note = "" if entry.engines == "all" else f" Engines: {entry.engines}."
-            cells = (f"`{entry.name}`", entry.type, f"`{entry.default}`" if entry.default else "", entry.meaning + note)
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        lines.append("")
-    lines += [
-        "## FederatedScope",
-        "",
-        "These keys are read, so that FederatedScope's files load. The table says what `--engine federatedscope` does",
-        "with a value that is not the default, under our methods. The other engines refuse it, unless it has no effect",
-        f"on a result; the embedded one follows {listed(framework.FOLLOWED['local'])}, and `--engine flower` follows",
-        f"{listed(framework.FOLLOWED['flower'])}.",
-        "",
-        "| key | default | with our methods |",
-        "| --- | --- | --- |",
-        *(f"| `{e.name}` | `{e.default}` | {e.engines} |" for e in others()),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _groups(entries: Iterable[Entry]) -> Iterator[tuple[str, list[Entry]]]:
-    by_group: dict[str, list[Entry]] = {}
-    for entry in entries:
-        by_group.setdefault(entry.group, []).append(entry)
-    return iter(by_group.items())
 
 
 def _section(prefix: str, group: str, what: Any, skip: int = 0, leave_out: Sequence[str] = ()) -> Iterator[Entry]:

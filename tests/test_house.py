@@ -188,7 +188,7 @@ NOT_CODE = {
 #: room -> the most lines of code that it may have, and beside it where it is to go. A room that needs more says what
 #: another gives up; one that has got smaller keeps what it won
 BUDGETS = {
-    "settings, config, keys": 2025,  # 1,300
+    "settings, config, keys": 1904,  # 1,300
     "fs_lowrank.algebra": 430,  # 420
     "fs_lowrank.data": 3205,  # 2,200
     "fs_lowrank.models": 3017,  # 2,750
@@ -200,7 +200,7 @@ BUDGETS = {
     "fs_lowrank.runs": 914,  # 750
     "fs_lowrank.draw": 670,  # 450
     "fs_lowrank.jobs": 720,  # 300
-    "front": 3121,  # 2,100
+    "front": 2814,  # 2,100
     "hpo": 1345,  # 950
     "benchmark": 4356,  # 2,550
     "studies": 2100,  # 2,100

@@ -25,7 +25,7 @@ logger = logging.getLogger("fs_lowrank")
 DRAWS = {
     "min": 0,
     "help": "labels drawn from the model for each sample, for the expectation in the Fisher; 0 computes it exactly, "
-    f"and so does None up to {LARGEST_EXACT} classes (one drawn label beyond)",
+    "and so does None up to 100 classes (one drawn label beyond)",
 }
 #: ``Requires.idle`` of those that train all weights whatever ``llm.adapter.use`` is
 WITHOUT_ADAPTER = {"llm.adapter.args": "the method trains all weights, without an adapter"}
