@@ -6,9 +6,11 @@ import argparse
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -160,10 +162,9 @@ def _folder(args: argparse.Namespace) -> Path | None:
     return next(filter(None, (*named, *getattr(args, "runs", ()))), None)
 
 
-def _each_round(config) -> Callable[[dict], None]:
-    """A function that prints one line for a round; above the bar, where ``fs_lowrank.run`` shows one."""
-    from tqdm import tqdm
-
+@contextmanager
+def _shown(config) -> Iterator[dict[str, Any]]:
+    """Arguments of a run: it prints one line per round, and shows progress within the round on a terminal."""
     from .runs.progress import chief_scores
     from .runs.summary import human_bytes
 
@@ -182,10 +183,15 @@ def _each_round(config) -> Callable[[dict], None]:
         if len(line) + len(sent + end) <= console.width:  # the table at the end has the bytes too
             line.append(sent)
         line.append(end)
-        with tqdm.external_write_mode():
-            _say(line)
+        _say(line)
 
-    return on_round
+    with console.status("starting") if console.is_terminal else nullcontext() as status:
+
+        def on_client(round: int, done: int, of: int) -> None:
+            if status:
+                status.update(f"round {round}/{config.federate.total_round_num}: client {done + 1} of {of}")
+
+        yield {"on_round": on_round, "on_client": on_client, "progress": False}
 
 
 def _beginning() -> list:
@@ -353,14 +359,9 @@ def _run(args: argparse.Namespace) -> int | None:
     args.outdir = outdir_of(config)
     if args.resume and not (folder := args.outdir / "checkpoint").exists():
         _say(f"there is no {folder}: starting at round 1")
-    result = run(
-        config,
-        args.engine,
-        resume="auto" if args.resume else False,
-        overwrite=args.overwrite,
-        on_round=_each_round(config),
-        callbacks=_beginning(),
-    )
+    with _shown(config) as told:
+        told |= {"resume": "auto" if args.resume else False, "overwrite": args.overwrite}
+        result = run(config, args.engine, callbacks=_beginning(), **told)
     if not result.history:  # a client process of a distributed run: the results are the server's
         _say(f"done; this client's log: {result.outdir}")
         return None
@@ -383,27 +384,16 @@ def _compare(args: argparse.Namespace) -> None:
     config, _ = load_for(args.cfg, split_names(methods)[0], args.overrides)
     args.outdir = outdir_of(config)
     if args.seeds is not None:
-        lines, path = seeds.compare_seeds(
-            args,
-            methods,
-            lambda text: _say(text, style="bold"),
-            on_method=lambda name: console.print(name, style="bold"),
-            on_round=_each_round(config),
-        )
+        bold = partial(_say, style="bold")
+        with _shown(config) as told:
+            lines, path = seeds.compare_seeds(args, methods, bold, on_method=bold, **told)
         _print_figures(f"mean ± standard deviation over the seeds {args.seeds}", lines, args.table)
         _say(f"every value: {path}; the table and the curves over seeds are beside it")
         return
-    results = compare(
-        config,
-        methods,
-        args.engine,
-        overrides=args.overrides,
-        resume=args.resume,
-        overwrite=args.overwrite,
-        on_method=lambda name: _announce(config, name),
-        on_round=_each_round(config),
-        callbacks=_beginning(),
-    )
+    existing = {"resume": args.resume, "overwrite": args.overwrite}
+    with _shown(config) as told:
+        told |= {"on_method": partial(_announce, config), "callbacks": _beginning()}
+        results = compare(config, methods, args.engine, overrides=args.overrides, **existing, **told)
     first = next(iter(results.values()))
     sizes = sorted(first.facts["clients"])
     _say(f"\ndata: {first.facts['source']}; {counted(len(sizes), 'client')} of {sizes[0]} to {sizes[-1]} samples")
