@@ -31,56 +31,44 @@ def _package(name: str, remedy: str, required: bool = False) -> Check:
         return Check(name, False, "not installed", remedy, required)
 
 
-def _framework() -> list[Check]:
-    """Import the framework; only that shows whether it can be used."""
+def _engines() -> list[Check]:
+    """All engines; each is imported, as only that shows whether it can be used."""
+    from .engines.catalogue import added_engines, get_engine, list_engines
     from .errors import UserError
 
-    try:
-        from .engines import locate_federatedscope as locate
-        from .engines.federatedscope import FRAMEWORK, compat
-    except UserError as error:
-        return [Check("engine federatedscope", False, getattr(error, "what", str(error)), getattr(error, "remedy", ""))]
-    except Exception as error:  # of the framework's code; the other engines work all the same
-        return [
-            Check(
-                "engine federatedscope",
-                False,
-                f"{type(error).__name__}: {error}",
-                "it does not import; see docs/guides/federatedscope.md for versions that work",
-            )
-        ]
-    found = f"{locate.version(FRAMEWORK)} (branch {locate.BRANCH}) in {FRAMEWORK.parent}"
-    mends = [Check(f"  mended: {m.name}", True, m.reason) for m in compat.applied()]
-    return [Check("engine federatedscope", True, found), *mends]
-
-
-def _flower() -> Check:
-    """Whether Flower is installed, in a version that the engine takes."""
-    from .engines import locate_flower as locate
-
-    try:
-        return Check("engine flower", True, f"flwr {locate.require(simulation=True)}")
-    except locate.Unusable as error:
-        return Check("engine flower", False, error.what, error.remedy)
-
-
-def _added_engines() -> list[Check]:
-    """The engines of other packages; each is imported, as only that shows whether it can be used."""
-    from .engines import added_engines, get_engine
-    from .errors import UserError
-
-    checks = []
     try:
         added = added_engines()
     except UserError as error:
         return [Check("engines of other packages", False, str(error), "until then no run starts")]
-    for name, module in added.items():
+    checks = []
+    for name in list_engines():
         try:
             get_engine(name)
-            checks.append(Check(f"engine {name}", True, f"added by another package ({module})"))
+            about = f"added by another package ({added[name]})" if name in added else _version(name)
+            checks.append(Check(f"engine {name}", True, about))
         except UserError as error:
-            checks.append(Check(f"engine {name}", False, str(error), "mend that package, or uninstall it"))
+            usual = "mend that package, or uninstall it" if name in added else "docs/guides has versions that work"
+            remedy = getattr(error, "remedy", usual)
+            checks.append(Check(f"engine {name}", False, getattr(error, "what", str(error)), remedy))
+    if any(check.ok and check.what == "engine federatedscope" for check in checks):
+        from .engines.federatedscope import compat
+
+        checks += [Check(f"  mended: {m.name}", True, m.reason) for m in compat.applied()]
     return checks
+
+
+def _version(name: str) -> str:
+    """What a built-in engine that can be used runs on."""
+    from .engines import locate_federatedscope, locate_flower
+
+    if name == "flower":
+        return f"flwr {locate_flower.require(simulation=True)}"
+    if name == "federatedscope":
+        from .engines.federatedscope import FRAMEWORK
+
+        branch = locate_federatedscope.BRANCH
+        return f"{locate_federatedscope.version(FRAMEWORK)} (branch {branch}) in {FRAMEWORK.parent}"
+    return "built in"
 
 
 def installed() -> list[Check]:
@@ -106,7 +94,7 @@ def examine() -> list[Check]:
         gpu = torch.cuda.is_available()
         found = torch.cuda.get_device_name() if gpu else "none"
         checks.append(Check("GPU", gpu, found, "none needed; with one, set use_gpu True"))
-    checks += [Check("engine local", True, "built in"), *_framework(), _flower(), *_added_engines()]
+    checks += _engines()
     checks += [
         Check(f"data {n}", bool(resolve(n)), str(resolve(n) or "not fetched"), f"fs-lowrank fetch {n}")
         for n in FETCHABLE
