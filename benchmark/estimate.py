@@ -1,8 +1,7 @@
 """``fs-lowrank benchmark run SUITE… --estimate``: what the open cells and searches will take, before anything trains.
 
 It is the sum of what ``fs-lowrank run --dry-run`` says of each (``fs_lowrank.estimate``). Runs that differ only in
-their seed or learning rate cost the same, so one of them is probed. Clients whom several runs share, because they train
-alike in the only round (``lowrank.reuse_clients``), are counted in the first of these runs.
+their seed or learning rate cost the same, so one of them is probed.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ class Sum:
     """Of the jobs of an experiment: how many, runs in all, samples trained on, seconds; the most bytes that one takes.
 
     Attributes:
-        kept: bytes on disk of trained clients, which stay there for the other runs.
         unknown: jobs of which nothing is known: scripts, and runs that do not fit in memory.
     """
 
@@ -43,11 +41,10 @@ class Sum:
     device: float = 0.0
     memory: float = 0.0
     disk: float = 0.0
-    kept: float = 0.0
     unknown: int = 0
 
     def add(self, other: Sum) -> None:
-        for name in ("cells", "searches", "runs", "samples", "seconds", "kept", "unknown"):
+        for name in ("cells", "searches", "runs", "samples", "seconds", "unknown"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("device", "memory", "disk"):
             setattr(self, name, max(getattr(self, name), getattr(other, name)))
@@ -66,11 +63,11 @@ def table(options: Options, workers: int, say: Callable[[str], None], gpus: Sequ
     if gpus:
         options = replace(options, overrides={**options.overrides, "use_gpu": True, "device": int(gpus[0])})
     sums: dict[str, Sum] = {}
-    trained, probed = set[str](), dict[str, Estimate]()
+    probed: dict[str, Estimate] = {}
     with _as_a_worker(workers):
         for job in plan(options):
             if not (job.rated(options.store) or job).done(options.store):
-                sums.setdefault(job.where, Sum()).add(_of(job, say, trained, probed))
+                sums.setdefault(job.where, Sum()).add(_of(job, say, probed))
     whole = Sum()
     for found in sums.values():
         whole.add(found)
@@ -96,11 +93,11 @@ def _as_a_worker(workers: int) -> Iterator[None]:
 
 def _line(where: str, found: Sum) -> tuple[str, ...]:
     counts = (str(n or "") for n in (found.cells, found.searches, found.runs))
-    sizes = (human_bytes(size) for size in (found.device, found.memory, found.disk + found.kept))
+    sizes = (human_bytes(size) for size in (found.device, found.memory, found.disk))
     return (where, *counts, f"{found.samples:,}", human_time(found.seconds), *sizes, str(found.unknown or ""))
 
 
-def _of(job: Job, say: Callable[[str], None], trained: set[str], probed: dict[str, Estimate]) -> Sum:
+def _of(job: Job, say: Callable[[str], None], probed: dict[str, Estimate]) -> Sum:
     if not isinstance(job, Cell | Search):
         return Sum(cells=1, unknown=1)
     import_all(job.suite.imports)
@@ -115,18 +112,13 @@ def _of(job: Job, say: Callable[[str], None], trained: set[str], probed: dict[st
     found = probed[key]
     counts = {"searches": 1} if isinstance(job, Search) else {"cells": 1}
     device, memory, disk = (found.total(where) for where in ("device", "memory", "disk"))
-    taken = Sum(**counts, runs=runs, device=device, memory=memory, disk=disk - found.kept)
+    taken = Sum(**counts, runs=runs, device=device, memory=memory, disk=disk)
     if found.seconds is None:
         return replace(taken, unknown=1)
-    samples, seconds, kept = runs * samples_of(config), runs * found.seconds, runs * found.kept
-    if isinstance(job, Cell):
-        if job.experiment.test == "once":
-            seconds += found.scoring.get("test", 0.0)
-        if found.alike:
-            if (key := f"{found.alike}, seed {config.seed}, lr {config.train.optimizer.lr}") in trained:
-                samples, seconds, kept = 0, seconds - (found.training or 0.0), 0.0
-            trained.add(key)
-    return replace(taken, samples=samples, seconds=seconds, kept=kept)
+    seconds = runs * found.seconds
+    if isinstance(job, Cell) and job.experiment.test == "once":
+        seconds += found.scoring.get("test", 0.0)
+    return replace(taken, samples=runs * samples_of(config), seconds=seconds)
 
 
 def _trials(search: Search, config: Config) -> int:

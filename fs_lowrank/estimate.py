@@ -7,7 +7,6 @@ loaded, and a client takes a step with the largest batch that there can be; the 
 from __future__ import annotations
 
 import gc
-import json
 import math
 import shutil
 import time
@@ -23,7 +22,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from .algebra import digest, nbytes
+from .algebra import nbytes
 from .config import Config
 from .engines.pool import processes_of
 from .methods import State
@@ -31,7 +30,6 @@ from .models.build import build_skeleton
 from .models.machine import device_of, wait
 from .models.quantised import beside, to_quantise
 from .rounds.checks import SPLITS
-from .rounds.reuse import Reuse
 from .rounds.site import Site
 from .rounds.trainer import Trainer
 from .runs.folder import outdir_of
@@ -61,10 +59,7 @@ class Estimate:
 
     Attributes:
         needs: of memory and disk. room: by place, the bytes that are free.
-        seconds: of the run; None if no step was probed. training: those of them that clients train, without what is
-            kept of frozen layers. scoring: by split, the seconds of scoring it once.
-        alike: equal for two runs of one round whose clients train alike (``rounds.reuse``); empty if trained clients
-            are not kept for other runs. kept: the bytes on disk of those that are.
+        seconds: of the run; None if no step was probed. scoring: by split, the seconds of scoring it once.
         steps: of all clients in all rounds; None if they are not known. together: how many clients train at once.
         advice: keys to change where something does not fit.
     """
@@ -72,10 +67,7 @@ class Estimate:
     needs: list[Need]
     room: dict[str, float]
     seconds: float | None = None
-    training: float | None = None
     scoring: dict[str, float] = field(default_factory=dict)
-    alike: str = ""
-    kept: float = 0.0
     steps: float | None = None
     together: int = 1
     advice: list[str] = field(default_factory=list)
@@ -166,7 +158,6 @@ def _probed(config: Config, found: Estimate, on: str, copies: int) -> None:
     widest = max(config.variants(), key=lambda own: own.dataloader.batch_size)
     examples = largest_batch(site.data.train, widest)
     together = found.together = Trainer(site).cohort
-    found.alike = _alike(site)
     kept = step(site, examples)
     trained = set_trainable(model, method.phases(1, 1)[0].train)
     numbers = sum(p.numel() for p in trained)
@@ -187,9 +178,6 @@ def _probed(config: Config, found: Estimate, on: str, copies: int) -> None:
             needs.append(Need("states for other runs", most, "disk", "the same, up to train.cache_frozen_shared"))
     shared, sent = nbytes(method.view(site.initial_state)), nbytes(method.expected(site.initial_state, 1, 1))
     needs.append(Need("updates of a round", config.sampled_per_round * sent, "memory", "arithmetic"))
-    if found.alike:
-        found.kept = float(config.sampled_per_round * sum(p.numel() * p.element_size() for p in trained))
-        needs.append(Need("clients for other runs", found.kept, "disk", "arithmetic"))
     personal = len(site.clients) * nbytes(site.personal.untrained)
     needs.append(Need("clients' own tensors", personal, "memory", "arithmetic"))
     if config.lowrank.checkpoint_freq:
@@ -206,16 +194,6 @@ def largest_batch(examples: Any, config: Settings) -> Any:
     if loads.batch_tokens:
         count = max(1, loads.batch_tokens // int(lengths[0]))
     return examples.select(np.argsort(-examples.lengths, kind="stable")[: min(count, len(examples))])
-
-
-def _alike(site: Site) -> str:
-    config, method = site.config, site.method
-    if not config.lowrank.reuse_clients or config.federate.total_round_num > 1:
-        return ""
-    rate, seed = config.train.optimizer.lr, derive(config.seed, "probe")
-    key = Reuse.key(config, site.model, site.data.clients[0], method.phases(1, 1), lr=rate, seed=seed)
-    held = [{n: list(t.shape) for n, t in method.view(site.initial_state, k).items()} for k in site.kinds()]
-    return "" if key is None else digest({}, json.dumps([key, site.data.fingerprint, held], sort_keys=True))
 
 
 def step(site: Site, examples: Any) -> float:
@@ -315,9 +293,9 @@ def _add_time(found: Estimate, site: Site, sizes: np.ndarray) -> None:
         "prefix": site.prefix,
     }
     _noted(site, timed, **probe)  # the first also prepares what later ones find
-    found.training = found.steps * _noted(site, timed, **probe) / processes
+    training = found.steps * _noted(site, timed, **probe)
     often = sum(evaluation_due(config, t) for t in rounds)
-    found.seconds = found.training + often * sum(found.scoring[split] for split in site.held_out()) / processes
+    found.seconds = (training + often * sum(found.scoring[split] for split in site.held_out())) / processes
 
 
 def _advice(config: Config, found: Estimate, on: str) -> list[str]:
