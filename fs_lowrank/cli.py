@@ -240,16 +240,28 @@ def _figures(title: str | None, lines: Sequence[Sequence[str]]) -> Table:
 
 
 def _print_figures(title: str | None, lines: Sequence[Sequence[str]], file: Path | None = None) -> None:
-    """Print one row per method or, if that is too wide, one row per figure; ``file``: as of ``tables.show``."""
+    """Print one row per method. If that is too wide, print one row per figure, with as many methods as fit.
+
+    Args:
+        file: as of ``tables.show``.
+    """
     if file is tables.JSON:
         tables.show(console, lines, file)
         return
     if file:
         tables.write_tables(lines, file)
     table = _figures(title, lines)
-    if (table.width or 0) > console.width:
-        table = _figures(title, list(zip(*([cell.replace("\n", " ") for cell in line] for line in lines))))
-    console.print(table, crop=False)  # not truncated; a very narrow console wraps the lines
+    if (table.width or 0) <= console.width:
+        console.print(table)
+        return
+    head, *rest = [[cell.replace("\n", " ") for cell in line] for line in lines]
+    while rest:
+        for count in range(len(rest), 0, -1):
+            table = _figures(title, list(zip(head, *rest[:count])))
+            if (table.width or 0) <= console.width:
+                break
+        console.print(table, crop=False)  # not truncated; a very narrow console wraps the lines
+        rest, title = rest[count:], None
 
 
 def _print_results(results: dict, file: Path | None = None) -> None:

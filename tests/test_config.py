@@ -363,7 +363,6 @@ def test_internal_keys_are_unknown():
         ("fedopt.optimizer.type", "adamm", ("did you mean 'Adam'",)),
         ("device", "gpu", ("cpu",)),
         ("device", -2, ("-1 for any",)),
-        ("lowrank.min_clients", 11, ("clients of a round, 10",)),
         ("lowrank.dtype", "float16", ("bfloat16",)),
         ("model.task", "CausalLLM", ("did you mean 'CausalLM'",)),
         ("fedprox.mu", "big", ("a number",)),

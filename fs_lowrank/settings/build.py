@@ -48,7 +48,7 @@ def unknown_key(name: str, origin: Origin, more: Sequence[str] = ()) -> NoReturn
     """Refuse the key ``name``; the message names the key that is probably meant, if one is likely enough."""
     known = [*known_keys(), *more]
     ours = [key for key in known if key not in framework.DEFAULTS]
-    close = _meant(name, ours, 0.6) or _meant(name, known, 0.8)  # FederatedScope's: if it is clear
+    close = _meant(name, ours, 0.6) or _meant(name, known, 0.75)  # FederatedScope's: if it is clear
     hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
     raise UserError(f"{origin.where(name)}unknown key {name!r}{hint}")
 

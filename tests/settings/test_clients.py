@@ -85,7 +85,7 @@ def test_a_method_that_computes_with_steps_has_those_of_the_client():
             for args in ("[5]", "[r]", "[[r]]", "[null]", "[]", "5")
         ),
         ("nobody.txt", "expected a list of mappings, a table (.csv, .tsv), or FederatedScope's file (.yaml)"),
-        ("nobody.csv", "f.yaml, line 2: lowrank.clients = 'nobody.csv': no such file"),
+        ("nobody.csv", "nobody.csv: no such file"),
     ],
 )
 def test_what_is_wrong_is_one_line_with_file_and_line(tmp_path, monkeypatch, text, said):
