@@ -200,7 +200,7 @@ BUDGETS = {
     "fs_lowrank.runs": 914,  # 750
     "fs_lowrank.draw": 670,  # 450
     "fs_lowrank.jobs": 720,  # 300
-    "front": 2814,  # 2,100
+    "front": 2787,  # 2,100
     "hpo": 1345,  # 950
     "benchmark": 4356,  # 2,550
     "studies": 2100,  # 2,100
