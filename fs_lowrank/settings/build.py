@@ -48,22 +48,25 @@ def unknown_key(name: str, origin: Origin, more: Sequence[str] = ()) -> NoReturn
     """Refuse the key ``name``; the message names the key that is probably meant, if one is likely enough."""
     known = [*known_keys(), *more]
     ours = [key for key in known if key not in framework.DEFAULTS]
-    close = _meant(name, ours, 0.6) or _meant(name, known, 0.75)  # FederatedScope's: if it is clear
+    close = _meant(name, ours, 0.6) or _meant(name, known, 0.8)  # FederatedScope's: if it is clear
     hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
     raise UserError(f"{origin.where(name)}unknown key {name!r}{hint}")
 
 
 def _meant(name: str, known: Sequence[str], cutoff: float) -> list[str]:
     """The keys or sections of ``known`` that ``name`` is probably meant to be: three of this very name in other
-    sections at most, else one of the same section. That two keys are of one section does not make them alike.
+    sections at most, else one of the same section, or one whose whole name hardly differs. That two keys are of one
+    section does not make them alike.
     """
     section, _, last = name.rpartition(".")
     keys = {*known, *(key.rsplit(".", depth)[0] for key in known for depth in range(1, key.count(".") + 1))}
     same = sorted(key for key in keys if key.rpartition(".")[2] == last.lower())
     same = [key for key in same if key.startswith(f"{section}.")] or same
     beside = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
-    close = misspelt(last, beside, cutoff)
-    return same if 0 < len(same) <= 3 else [beside[close]] if close else []
+    if 0 < len(same) <= 3:
+        return same
+    close, whole = misspelt(last, beside, cutoff), misspelt(name, keys, 0.85)
+    return [beside[close]] if close else [whole] if whole else []
 
 
 def _framework_key(name: str, value: Any, origin: Origin, others: dict[str, Any]) -> bool:

@@ -57,9 +57,9 @@ def _of_optimizers(config: Settings) -> Iterator[Condition]:
 def _of_model(config: Settings) -> Iterator[Condition]:
     """Of images, texts, and what the base model is."""
     model, vision = f"model.type is {config.model.type!r}", config.is_vision
-    of_images = ("model.use_bias", "data.transform", "data.val_transform", "data.test_transform")
-    of_images += ("lowrank.width", "lowrank.weights", "lowrank.base_init")
-    yield vision, f"it is for images, and {model}", of_images
+    of_data = ("data.transform", "data.val_transform", "data.test_transform")
+    of_networks = ("model.use_bias", "lowrank.width", "lowrank.weights", "lowrank.base_init")
+    yield vision, f"it is for images, and {model}", (*of_data, *of_networks)
     yield not vision, f"it is for text, and {model}", ("llm.tok_len", "train.frozen_dropout")
     norms = f"it is for {', '.join(WITH_NORM)}, and {model}"
     yield config.model.type in WITH_NORM, norms, ("lowrank.norm",)
