@@ -42,6 +42,9 @@ from .training.local import set_trainable
 from .training.optimizer import make_optimizer
 from .training.schedule import evaluation_due
 
+#: of a client's round so many steps are timed at most
+_MOST_STEPS = 10
+
 
 @dataclass(frozen=True)
 class Need:
@@ -201,9 +204,11 @@ def step(site: Site, examples: Any) -> float:
     return _noted(site, lambda: kept_for_backward(site), examples)
 
 
-def _noted(site: Site, within: Callable[[], AbstractContextManager[list[float]]], examples: Any, **how: Any) -> float:
-    """What ``within`` notes of a training of one step, which begins and ends with the model as client 1 begins."""
-    keys = {"train.batch_or_epoch": "batch", "grad.grad_accum_count": 1, "train.local_update_steps": 1}
+def _noted(
+    site: Site, within: Callable[[], AbstractContextManager[list[float]]], examples: Any, steps: int = 1, **how: Any
+) -> float:
+    """What ``within`` notes of a training of so many steps, which begins and ends with the model as client 1 begins."""
+    keys = {"train.batch_or_epoch": "batch", "grad.grad_accum_count": 1, "train.local_update_steps": steps}
     phases = [replace(phase, steps=None) for phase in site.method.phases(1, 1)[:1]]
     before: State = {n: t.clone() if isinstance(t, Tensor) else t for n, t in site.initial_state.items()}
     site.load_client(before, 1)
@@ -267,7 +272,7 @@ def _optimizer_state(parameters: list[nn.Parameter], config: Config) -> float:
 
 def _add_time(found: Estimate, site: Site, sizes: np.ndarray) -> None:
     """Steps of the whole run, and its seconds with its evaluations, divided among its processes; clients one by one, by
-    a step of the one of median size. What is computed once of frozen layers is left out.
+    a round of the one of median size. What is computed once of frozen layers is left out.
     """
     config, train, loads = site.config, site.config.train, site.config.dataloader
     processes = processes_of(config)
@@ -293,7 +298,8 @@ def _add_time(found: Estimate, site: Site, sizes: np.ndarray) -> None:
         "prefix": site.prefix,
     }
     _noted(site, timed, **probe)  # the first also prepares what later ones find
-    training = found.steps * _noted(site, timed, **probe)
+    a_round = max(1, min(_MOST_STEPS, round(each * steps / len(rounds))))
+    training = found.steps * _noted(site, timed, steps=a_round, **probe) / a_round
     often = sum(evaluation_due(config, t) for t in rounds)
     found.seconds = (training + often * sum(found.scoring[split] for split in site.held_out())) / processes
 
