@@ -179,7 +179,7 @@ def compare(
                 start_method_kept(),
                 shown(config, name, progress, *asked) as shown_to,
             ):
-                results[name] = run_row(name, configs[name], bool(resume), *shown_to)
+                results[name] = run_row(name, configs[name], bool(resume), *shown_to, divided=config)
     try:
         curves = _write_comparison(config, configs, results, outdir)
     except OSError as error:

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from .config import Config
+from .data import build_data
 from .engines.local import LocalEngine
 from .errors import DamagedFile, RunFailed, UserError, say_once
 from .jobs.files import read_json, to_json, write_text
@@ -117,11 +118,19 @@ def run_row(
     resume: bool = False,
     on_round: Callable[[dict[str, Any]], object] | None = None,
     on_client: Callable[[int, int, int], object] | None = None,
+    divided: Config | None = None,
 ) -> RunResult:
-    """Run a row whose configuration comes from ``row_config``; the result is like that of a run."""
+    """Run a row whose configuration comes from ``row_config``; the result is like that of a run.
+
+    Args:
+        divided: the configuration that it comes from; for ``pooled``, whose cached states are those of its clients.
+    """
     if name == "pooled":
         check_outdir(config, resume)
-        result = LocalEngine(config, on_round, on_client).run(resume)
+        engine = LocalEngine(config, on_round, on_client)
+        if divided is not None and engine.site.prefix is not None:
+            engine.site.prefix.pieces["client 1"] = _pieces(engine.site, divided)
+        result = engine.run(resume)
         # Nothing is sent where the data are in one place; the run's own records count the copy to its one client.
         none = {key: 0 for key in _BYTES}
         history = [{**r, **none, "client_uplink_bytes": {}, "client_downlink_bytes": {}} for r in result.history]
@@ -143,6 +152,16 @@ def run_row(
         on_round(record)
     final = flat_metrics(record["metrics"])
     return RunResult(history, final, outdir, site.model, True, {"records": outdir / "local.json"}, facts)
+
+
+def _pieces(site: Site, divided: Config) -> list[tuple[str, Any, int]]:
+    """For each sample of the only client of ``site``, which client has it in the divided data, and at which index."""
+    data = build_data(divided, site.tokenizer)
+    owners: dict[int, tuple[str, Any, int]] = {}
+    for k, rows in enumerate(data.partition.indices, start=1):
+        examples = data.clients[k - 1]
+        owners |= {row: (f"client {k}", examples, i) for i, row in enumerate(rows.tolist())}
+    return [owners[row] for row in site.data.partition.indices[0].tolist()]
 
 
 def _has_ended(outdir: Path, facts: Mapping[str, Any]) -> bool:

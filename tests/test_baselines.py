@@ -14,6 +14,7 @@ from fs_lowrank.baselines import split_names
 from fs_lowrank.commands.seeds import parse
 from fs_lowrank.draw.report import write_page
 from fs_lowrank.errors import say_once
+from fs_lowrank.models.shortcuts.states import SharedStates, shared_folder
 from fs_lowrank.runs.folder import claim
 from fs_lowrank.runs.shown import read_runs
 from fs_lowrank.runs.split import read_split
@@ -34,6 +35,22 @@ def test_with_one_client_the_method_and_both_rows_are_the_same_training(few):
         assert results[name].final["test_acc"] == results["fedlora"].final["test_acc"]
         assert results[name].final["test_loss"] == pytest.approx(results["fedlora"].final["test_loss"], abs=1e-6)
         assert not any(results[name].bytes.values())
+
+
+@pytest.mark.more
+def test_all_data_in_one_place_have_the_states_of_the_clients(few, no_curves, monkeypatch, tmp_path):
+    """What is cached of frozen layers for the clients is not computed and kept again."""
+    monkeypatch.setenv("FS_LOWRANK_FROZEN", str(tmp_path / "frozen"))
+    config = fs_lowrank.load_config(few, {"federate.total_round_num": 5})
+    fs_lowrank.run(config.replace({"outdir": str(tmp_path / "run")}))
+    states = SharedStates(shared_folder(), 1e9)
+    before = {entry.name for entry in states.entries()}
+    shared = fs_lowrank.compare(config, ["fedlora", "pooled"])["pooled"]
+    assert len(before) > 3 and {entry.name for entry in states.entries()} == before
+    row = baselines.row_config("pooled", config, tmp_path / "alone")
+    alone = baselines.run_row("pooled", row)
+    assert len(states.entries()) == len(before) + 1, "without the clients it has an entry of its own"
+    assert shared.final["test_loss"] == pytest.approx(alone.final["test_loss"], abs=1e-6)
 
 
 @pytest.mark.slow

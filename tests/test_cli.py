@@ -287,6 +287,7 @@ WRONG = {
     "no such model": (["model.type", "./nowhere@transformers"], "nowhere"),
     "no GPU": (["use_gpu", "True"], "no GPU"),
     "nothing to test on": (["data.splits", "[0.9, 0.1, 0.0]"], "eval.split"),
+    "more survivors than clients": (["lowrank.min_clients", "9"], "lowrank.min_clients"),
     "a server optimizer over stacks": (["federate.method", "flora", "fedopt.use", "True"], "not a weighted mean"),
     "an argument of the optimizer": (["train.optimizer.betta", "[0.9, 0.99]"], "betta"),
 }

@@ -63,6 +63,11 @@ def _of_clients(config: Settings) -> Iterator[Conflict]:
     yield name, drawn > count, _expected(drawn, f"at most federate.client_num, which is {count}")
     shares = _expected(rate, "a share above 0 and at most 1; or -1 for all")
     yield "federate.sample_client_rate", rate <= 0 and rate != -1, shares
+    fewest, a_round = config.lowrank.min_clients, config.sampled_per_round
+    yield "lowrank.min_clients", fewest > a_round, _expected(fewest, f"at most the clients of a round, {a_round}")
+    factor = config.lowrank.max_update_norm_factor
+    below = _expected(factor, "1 or more, as half of the updates exceed their median; or 0 for no bound")
+    yield "lowrank.max_update_norm_factor", 0 < factor < 1, below
     given = {key for own in config.own_settings.values() for key in own}
     one_rank = f"gives clients a rank, and federate.method = {federate.method} has one for all; see lowrank.ranks"
     yield "lowrank.clients", "rank" in given and "ranks" not in config.lowrank.params, one_rank

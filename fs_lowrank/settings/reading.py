@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from ..errors import UserError, nearest
+from ..errors import UserError, nearest, say_once
 from .origin import Origin, show
 
 
@@ -168,6 +168,8 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
         raise UserError(f"override {pairs[-1]!r} has no value: overrides come in pairs, `key value key value`")
     parsed: dict[str, Any] = {}
     for key, text in zip(pairs[::2], pairs[1::2]):
+        if key in parsed:
+            say_once(f"{key} is given more than once; the last, {show(text)}, is taken")
         try:
             parsed[key] = read_value(text)
         except ValueError as error:

@@ -7,6 +7,7 @@ import torch
 
 from fs_lowrank.config import load_config
 from fs_lowrank.errors import UserError
+from fs_lowrank.settings import parse_overrides
 
 BASE = {"federate.client_num": 3, "federate.method": "fedlora"}
 HEAD = "federate: {client_num: 3, method: fedlora}\n"
@@ -99,7 +100,14 @@ def test_tables_and_arrays(value, form):
     assert load_config(BASE, seed=np.int64(3)).seed == 3
 
 
-@pytest.mark.parametrize("key, value, words", [("drop_rate", 1.0, "below 1")])
+@pytest.mark.parametrize(
+    "key, value, words", [("drop_rate", 1.0, "below 1"), ("max_update_norm_factor", 0.9, "1 or more, as half")]
+)
 def test_bounds_that_no_round_could_meet_are_refused(key, value, words):
     with pytest.raises(UserError, match=f"lowrank.{key} = {value}: expected .*{words}"):
         load_config({"federate.client_num": 2, f"lowrank.{key}": value})
+
+
+def test_two_values_of_one_key(caplog):
+    assert parse_overrides(["seed", "1", "seed", "2"]) == {"seed": 2}
+    assert "seed is given more than once; the last, '2', is taken" in caplog.text

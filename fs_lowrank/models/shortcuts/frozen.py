@@ -118,6 +118,8 @@ class FrozenPrefix:
         self._below: dict[str, Any] | None = None
         #: owner -> states of all its samples, and the first row of each sample
         self.kept: dict[str, tuple[Tensor, np.ndarray]] = {}
+        #: owner -> whose states those of each of its samples are: another owner, its examples, and the sample's index
+        self.pieces: dict[str, list[tuple[str, Any, int]]] = {}
         #: owner -> whether its states are cached; a client that is not in it has none
         self.budget: dict[str, bool] = {}
         self.planned = 0.0  # bytes of all that is cached
@@ -202,7 +204,8 @@ class FrozenPrefix:
                 found = self._hidden(examples, indices).to(device, non_blocking=True)
                 rows += [row[: examples.lengths[i]] for row, i in zip(found, indices)]
                 continue
-            rows += [self._row(owner, examples, i) for i in indices]
+            pieces = self.pieces.get(owner)
+            rows += [self._row(*(pieces[i] if pieces else (owner, examples, i))) for i in indices]
         parts = self._padded(gathered(rows, device))
         with self._bypass([part.to(device, non_blocking=True) for part in parts]):
             yield
