@@ -138,8 +138,8 @@ def compare(
     Args:
         config: from ``load_config``, or the path of a YAML file. The hyperparameters of its own method also apply to
             the other methods that have them.
-        methods: names, as a list or as ``"rolora,fedlora"``; ``local`` and ``pooled`` are rows to compare them with
-            (``baselines``), in the embedded engine.
+        methods: names, as a list or as ``"rolora,fedlora"``; ``local``, ``pooled`` and ``relora`` are rows to compare
+            them with (``baselines``), in the embedded engine.
         overrides: values that take precedence, as for ``load_config``. A key in ``lowrank``, such as
             ``lowrank.ranks``, may belong to any of the methods, and applies to those that have it.
         data: as for ``run``; written once, for all methods.
@@ -205,7 +205,10 @@ def _configs_of(
         place = {"lowrank.reuse_clients": str(outdir / "clients")}
         idle = {n: requirements(c.federate.method, c.lowrank.params).idle for n, c in configs.items()}
         configs = {n: c if "lowrank.reuse_clients" in idle[n] else c.replace(place) for n, c in configs.items()}
-    return configs | {name: row_config(name, config, outdir / name) for name in rows}
+    of_schedule = configs.get("fedloru", config)  # with its own tau
+    return configs | {
+        name: row_config(name, of_schedule if name == "relora" else config, outdir / name) for name in rows
+    }
 
 
 def _write_comparison(

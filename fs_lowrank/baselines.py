@@ -1,13 +1,16 @@
-"""What federated training is compared with: each client alone (``local``), and all data in one place (``pooled``).
+"""What federated training is compared with: each client alone (``local``), and all data in one place (``pooled``,
+``relora``).
 
-Both train what ``fedlora`` trains (``fedavg`` without an adapter), from the same start, on the same split of the data,
-with the optimizer and the schedule of the configuration.
+The first two train what ``fedlora`` trains (``fedavg`` without an adapter). All have the same start, the same split of
+the data, and the optimizer and the schedule of the configuration.
 
 - ``local``: every client trains alone, for as many rounds as it takes part in on average. Nothing is sent. A client
   whose training diverges is left out of the means, and named in the record. The folder has the files of a run of one
   round, and ``local.json`` with the scores of each client; a row that has ended is read again, and not repeated.
 - ``pooled``: one client holds all training data and takes as many steps as all clients of a round together. Where
   training is counted in epochs, it passes over the data as often as a client does over its own.
+- ``relora``: as ``pooled``, with the accumulations of FedLoRU (``lowrank.tau``), of which it is the centralised form
+  (Lialin et al., "ReLoRA: High-Rank Training Through Low-Rank Updates", ICLR 2024).
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ from .versions import SCHEMA
 
 logger = logging.getLogger("fs_lowrank")
 
-ROWS = ("local", "pooled")
+ROWS = ("local", "pooled", "relora")
 _BYTES = [f"{direction}_bytes{bare}" for direction in ("uplink", "downlink") for bare in ("", "_without_head")]
 
 
@@ -74,10 +77,11 @@ def row_config(name: str, config: Config, outdir: str | Path) -> Config:
     """The configuration of a row; its method averages, over one client or none. What does not apply to it is said.
 
     Raises:
-        UserError: for ``pooled``, some clients train epochs and others steps.
+        UserError: for ``pooled`` and ``relora``, some clients train epochs and others steps.
     """
     needs = requirements(config.federate.method, config.method_params)
     method = "fedlora" if needs.adapts(config.llm.adapter.use) else "fedavg"
+    method = "fedloru" if name == "relora" else method
     keys: dict[str, Any] = {"federate.method": method, "outdir": str(outdir), "expname": "", "fedopt.use": False}
     if config.federate.process_num != 1:
         say_once(f"{name}: federate.process_num does not apply to it; it trains in one process")
@@ -88,13 +92,13 @@ def row_config(name: str, config: Config, outdir: str | Path) -> Config:
     # A row's method has one rank for all.
     own = {client: {k: v for k, v in of.items() if k != "rank"} for client, of in config.own_settings.items()}
     keys["lowrank.clients"] = grouped({client: of for client, of in own.items() if of})
-    if name == "pooled":
+    if name != "local":
         keys |= {"federate.client_num": 1, "federate.sample_client_num": -1, "federate.sample_client_rate": -1.0}
         keys |= {"lowrank.clients": [], "federate.client_idx_for_local_train": 0}
         keys |= {"data.splitter": "iid", "data.splitter_args": [], "federate.make_global_eval": True}
-        keys |= _in_one_place(config)
+        keys |= _in_one_place(name, config)
         if dropped := {k for of in own.values() for k in of} - {"local_update_steps", "batch_or_epoch"}:
-            say_once(f"pooled: {', '.join(sorted(dropped))} of single clients (lowrank.clients) do not apply to it")
+            say_once(f"{name}: {', '.join(sorted(dropped))} of single clients (lowrank.clients) do not apply to it")
     if name == "local" or watched(config)[0] == CLIENTS:
         if config.early_stop.patience:
             say_once(f"{name}: early_stop does not apply to it; it trains all its rounds")
@@ -102,11 +106,11 @@ def row_config(name: str, config: Config, outdir: str | Path) -> Config:
     return config.replace(keys)
 
 
-def _in_one_place(config: Config) -> dict[str, Any]:
+def _in_one_place(name: str, config: Config) -> dict[str, Any]:
     """How long one client with all data trains in a round, which is as long as the clients of a round do."""
     each = [config.of_client(client).train for client in range(1, config.taking_part + 1)]
     if len({train.batch_or_epoch for train in each}) > 1:
-        raise UserError("pooled: some clients train epochs and others steps (lowrank.clients); leave the row out")
+        raise UserError(f"{name}: some clients train epochs and others steps (lowrank.clients); leave the row out")
     together = config.sampled_per_round if each[0].batch_or_epoch == "batch" else 1
     steps = together * sum(train.local_update_steps for train in each) / len(each)
     return {"train.batch_or_epoch": each[0].batch_or_epoch, "train.local_update_steps": max(1, round(steps))}
@@ -123,9 +127,9 @@ def run_row(
     """Run a row whose configuration comes from ``row_config``; the result is like that of a run.
 
     Args:
-        divided: the configuration that it comes from; for ``pooled``, whose cached states are those of its clients.
+        divided: the configuration that it comes from, whose clients' cached states serve all data in one place.
     """
-    if name == "pooled":
+    if name != "local":
         check_outdir(config, resume)
         engine = LocalEngine(config, on_round, on_client)
         if divided is not None and engine.site.prefix is not None:

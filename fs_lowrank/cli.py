@@ -111,7 +111,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     run.set_defaults(cfg=None)
     compare = add(_compare, "run a configuration with several methods; a table and a plot")
     run_options(compare)
-    compare.add_argument("--methods", required=True, metavar="A,B,C", help="methods; also local, pooled")
+    compare.add_argument("--methods", required=True, metavar="A,B,C", help="methods; also local, pooled, relora")
     compare.add_argument("--seeds", metavar="0,1,2", help="one comparison for each seed; means and spreads")
     tables.option(compare)
     cache = add(_cache, "list what is kept of frozen layers for other runs, or remove it")

@@ -93,6 +93,21 @@ def test_all_data_in_one_place_train_as_long_as_the_clients_do(few, tmp_path, ca
         pooled({"clients": 1, "batch_or_epoch": "epoch"})
 
 
+@pytest.mark.more
+def test_relora_is_fedloru_of_one_client_with_all_data(few, tmp_path):
+    keys = {"federate.total_round_num": 3, "lowrank.tau": 1}
+    config = fs_lowrank.load_config(few, {"outdir": str(tmp_path / "both")})
+    compared = fs_lowrank.compare(config, ["fedloru", "relora"], overrides=keys)
+    row = fs_lowrank.load_config(tmp_path / "both" / "relora" / "config.yaml")
+    assert (row.federate.method, row.federate.client_num, row.lowrank.params["tau"]) == ("fedloru", 1, 1)
+    assert not any(compared["relora"].bytes.values())
+    alone = fs_lowrank.run(row.replace({"outdir": str(tmp_path / "alone")}))
+    wanted = dict(alone.model.named_parameters())
+    for name, tensor in compared["relora"].model.named_parameters():
+        torch.testing.assert_close(tensor, wanted[name], atol=1e-6, rtol=1e-5)
+    assert compared["relora"].base_changed, "every round adds the pair to the base"
+
+
 def test_what_a_row_cannot_follow_is_said_or_refused_before_anything_trains(few, caplog, monkeypatch):
     say_once.cache_clear()
     keys = {"federate.make_global_eval": False, "early_stop.patience": 2, "lowrank.max_samples": 3}

@@ -56,6 +56,7 @@ _OTHERWISE = {
     "federate.client_idx_for_local_train N",
     "global": _POOLED,
     "pooled": _POOLED,
+    "relora": "FedLoRU's schedule on all data in one place is the row `relora` of `fs-lowrank compare`",
     **{n: f"it is lowrank.drift {n}, with an averaging method" for n in ("fedprox", "scaffold", "feddyn")},
     "fedopt": "a server optimizer is fedopt.use True, with any method whose server step is a mean",
 }
