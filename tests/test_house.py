@@ -264,7 +264,7 @@ def test_json_files_are_read_by_one_function():
 WRITES_OF = {
     "fs_lowrank.jobs.files": "the writer itself",
     "fs_lowrank.jobs.shell": "a traceback, in a file of a new name",
-    "fs_lowrank.engines.federatedscope.distributed": "a token; one that is damaged is drawn anew",
+    "fs_lowrank.engines.federatedscope.distributed": "a token; the server refuses one that is damaged",
     "fs_lowrank.runs.result": "in a folder beside its place, which is renamed",
     "benchmark.execute": "no file: a switch of the kernel",
     "studies.speed.peers.case": "a log in a folder of its own for each call",

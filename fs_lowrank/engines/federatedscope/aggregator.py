@@ -21,6 +21,3 @@ class MethodAggregator(Aggregator):
 
     def save_model(self, path, cur_round=-1):
         """Do nothing, where the framework would save."""
-
-    def reset(self):
-        """Do nothing: the framework resets an online aggregator here, and every round of ours has a new intake."""

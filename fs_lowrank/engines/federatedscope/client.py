@@ -14,61 +14,39 @@ from ...rounds.codec import codec_of
 from ...rounds.copies import OwnCopy, SharedCopy, answer, apology
 from ...rounds.parcel import Parcel
 from . import wire
-from .config import evaluated_key, for_frameworks_workers
+from .config import for_frameworks_workers
 from .session import current
 
 logger = logging.getLogger("federatedscope.lowrank")
-
-
-def with_own_splits(config, data):
-    """``config`` of a client that evaluates the splits of which it has rows: the framework fails on any other.
-
-    Where the best result is of a split without rows, it is of the first split that has some.
-    """
-    own = [split for split in config.eval.split if data.get(split, {}).get("examples") is not None]
-    if not own or own == list(config.eval.split):
-        return config
-    config = config.clone()
-    config.defrost()
-    config.eval.split = own
-    config.eval.best_res_update_round_wise_key = evaluated_key(config.eval.best_res_update_round_wise_key, own)
-    config._immutable(True)
-    return config
 
 
 class LowRankClient(Client):
     """A client.
 
     Attributes:
-        copy: its copy of the model.
+        copy: its copy of the model. evaluates: it has held-out rows.
     """
 
+    #: the framework pickles the model that it sees here, to learn its size
+    model = None
+
     def __init__(self, config=None, **kwargs):
-        self.ready = False
         if config is None:  # the framework asks a worker without a configuration which messages it handles
             super().__init__(**kwargs)
             return
         self.session = current()
-        config = with_own_splits(config, kwargs["data"])
-        super().__init__(config=for_frameworks_workers(config), **kwargs)
-        self._cfg, self.ready = config, True
+        # The framework fails on a split of which the client has no rows.
+        own = [split for split in config.eval.split if kwargs["data"].get(split, {}).get("examples") is not None]
+        super().__init__(config=for_frameworks_workers(config, own), **kwargs)
+        self.evaluates = bool(own)
         self.codec = codec_of(config.quantization.method, config.quantization.nbits)
         site = self.session.site
-        parts = site.method, self._model, self.ID, site.personal
+        parts = site.method, kwargs["model"], self.ID, site.personal
         self.copy: SharedCopy = SharedCopy(*parts) if self.session.shares_model else OwnCopy(*parts, self.codec)
-        self.trainer.number, self.trainer.prefix = self.ID, self.session.prefix_for(self._model, self.ID)
+        self.trainer.number, self.trainer.prefix = self.ID, self.session.prefix_for(kwargs["model"], self.ID)
         # In kbit; the framework computes from it how long a message would take.
         sent = self.session.method.expected(self.session.ledger.state, 1, self.ID)
         self.model_size = nbytes(sent) * 8 / 1000
-
-    @property
-    def model(self):
-        # None during construction, when the framework would pickle the model to learn its size.
-        return self._model if self.ready else None
-
-    @model.setter
-    def model(self, value):
-        self._model = value
 
     # -- a round -----------------------------------------------------------------------------------
 
@@ -108,7 +86,7 @@ class LowRankClient(Client):
 
     def callback_funcs_for_evaluate(self, message: Message):
         self.copy.catch_up(message.content)
-        if not any(self.trainer.ctx.get(f"{split}_data") is not None for split in self._cfg.eval.split):
+        if not self.evaluates:
             self.comm_manager.send(
                 wire.message("metrics", self.ID, [message.sender], "none", message.state, message.timestamp)
             )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...config import Config, check_engine, load_config
-from ...errors import UserError, nearest, say_once
+from ...errors import UserError, nearest
 from ...methods import get_method_class, list_methods, requirements
 from ...rounds.codec import why_no_codec
 from ...settings import (
@@ -32,7 +32,7 @@ from ...settings import (
 )
 from ...settings.clients import read_clients
 from ...settings.metrics import METRICS
-from ...settings.parameters import general_keys, params_defaults, params_fields
+from ...settings.parameters import general_keys, params_fields
 from .resources import check_resources
 
 #: the prefix of a method of ours where the framework has a method of the same name
@@ -232,12 +232,6 @@ def from_framework(cfg) -> Config:
         if tree[name] == filled:
             tree.pop(name)  # the framework has set it
     config = load_config(tree)
-    best = cfg.eval.best_res_update_round_wise_key
-    if cfg.federate.mode == "distributed" and not cfg.federate.make_global_eval and "client_test" not in best:
-        say_once(
-            f"eval.best_res_update_round_wise_key = {best} has no effect: federate.make_global_eval is False, and "
-            "between processes clients report client_test_loss and client_test_acc"
-        )
     check_engine(config, "federatedscope", _excluded(cfg, method, needs.sums))
     check_resources(cfg)
     return config
@@ -279,19 +273,11 @@ def _excluded(cfg, method: str, sums: bool) -> list[str]:
         given = {name: value for name in keys if (value := operator.attrgetter(name)(cfg)) not in (0, "none")}
         found += [f"{name} = {value} and federate.{feature} together: {why}" for name, value in given.items()]
         if not sums:
-            found.append(
-                f"federate.{feature} = True: {method}'s server step is not a weighted sum of the updates; it applies "
-                f"to: {_additive()}"
-            )
+            found.append(f"federate.{feature} = True: {method}'s server step is not a weighted sum of the updates")
     together = (
         (
             federate.use_ss and not 2 <= federate.sample_client_num == federate.client_num,
             "federate.use_ss needs at least two clients, and every client in every round",
-        ),
-        (
-            between and list(federate.join_in_info),
-            f"federate.join_in_info = {list(federate.join_in_info)}: between processes a client says of itself what "
-            "the server needs",
         ),
         (
             "client_test_" in best and not between,
@@ -302,20 +288,12 @@ def _excluded(cfg, method: str, sums: bool) -> list[str]:
             f"eval.best_res_update_round_wise_key = {best!r} and federate.make_global_eval = False together: clients "
             "report loss and accuracy",
         ),
-        (federate.save_freq == 0, "federate.save_freq = 0: rounds between saved models, or -1 for none"),
         (
             trainer.lower() not in (TRAINER, *_REPLACED),
             f"trainer.type = {trainer!r}: it cannot train for {method}; leave it out",
         ),
     )
     return found + [why for wrong, why in together if wrong]
-
-
-def _additive() -> str:
-    """The names of the methods whose server step is a weighted sum, for a message."""
-    known = [(n, get_method_class(n)) for n in list_methods()]
-    complete = [n for n, cls in known if params_fields(cls).keys() == params_defaults(cls).keys()]
-    return ", ".join(n for n in complete if requirements(n).sums) + " (with their default hyperparameters)"
 
 
 def to_framework(config: Settings):
@@ -340,20 +318,15 @@ def to_framework(config: Settings):
     return cfg
 
 
-def evaluated_key(key: str, splits: Sequence[str]) -> str:
-    """``eval.best_res_update_round_wise_key`` where ``splits`` are evaluated: of the first of them if it names another.
-
-    The framework ends a run whose key names a split that is not evaluated, and its default is ``val_loss``.
-    """
-    split, _, metric = key.partition("_")
-    return f"{splits[0]}_{metric}" if splits and split in ("val", "test") and split not in splits else key
-
-
-def for_frameworks_workers(cfg):
-    """``cfg`` for the constructors of the framework's workers, without the features that our workers implement.
+def for_frameworks_workers(cfg, rows: Sequence[str]):
+    """``cfg`` for the framework's workers, without the features that our workers implement.
 
     With the method's name the framework would warn that it has no such aggregator; with the other keys it would set up
-    its own form of each feature.
+    its own form of each feature. It ends a run in which a split without rows is to be evaluated, or the key of the best
+    result names another; that is then of the first split.
+
+    Args:
+        rows: the splits of which the worker has rows.
     """
     plain = cfg.clone()
     plain.defrost()
@@ -365,8 +338,10 @@ def for_frameworks_workers(cfg):
     plain.early_stop.patience = 0  # callbacks stop a run, also by a global evaluation
     # Ours measure the other metrics, and choose by them.
     plain.eval.metrics = [name for name in cfg.eval.metrics if name in ("acc", "loss")]
-    split, _, metric = cfg.eval.best_res_update_round_wise_key.rpartition("_")
-    if metric in METRICS.keys() - {"acc", "loss"}:
-        plain.eval.best_res_update_round_wise_key = f"{split}_loss"
+    split, _, metric = cfg.eval.best_res_update_round_wise_key.partition("_")
+    metric = "loss" if metric in METRICS.keys() - {"acc", "loss"} else metric
+    if rows:
+        plain.eval.split, split = list(rows), rows[0] if split in {"val", "test"} - set(rows) else split
+    plain.eval.best_res_update_round_wise_key = f"{split}_{metric}"
     plain._immutable(True)
     return plain

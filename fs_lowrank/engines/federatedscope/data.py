@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from federatedscope.core.data import ClientData
 
-from .config import check_method_name, evaluated_key, our_method, use_client_cfgs
+from .config import check_method_name, our_method, use_client_cfgs
 from .session import Session, open_session
 
 
@@ -53,9 +53,6 @@ def worker_data(session: Session, config):
     """The data of the workers by number."""
     site = session.site
     held_out = {split: examples for split, examples in site.held_out().items() if len(examples)}
-    key = config.eval.best_res_update_round_wise_key
-    if (evaluated := evaluated_key(key, list(held_out))) != key:
-        config.eval.best_res_update_round_wise_key = evaluated
 
     def of_client(number: int) -> WorkerData:
         evaluated = {} if config.federate.make_global_eval else session.held_out_for(number)

@@ -36,10 +36,9 @@ def register_all() -> None:
 
 def _build_model(model_config, input_shape):
     """The adapted model for the next worker of the session; None leaves the model to the framework."""
-    from .session import session_for_model
+    from .session import next_model
 
-    session = session_for_model(model_config.type)
-    return None if session is None else session.next_model()
+    return next_model(model_config.type)
 
 
 def _choose_workers(method: str):

@@ -1,48 +1,38 @@
-"""What the framework's samplers have to know of the clients, checked before anything runs.
-
-All but ``uniform`` draw by how fast a client is, which the framework has from ``federate.resource_info_file``.
-"""
+"""The table of how fast clients are, by which the framework's samplers other than ``uniform`` draw."""
 
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
 from typing import Any
 
-from ...errors import UserError, nearest
-
-_SAMPLERS = ("uniform", "group", "responsiveness")
+from ...errors import UserError
 
 
 def check_resources(cfg: Any) -> None:
-    """Check ``federate.sampler`` of the framework's configuration, and what it needs.
+    """Check that the file ``federate.resource_info_file`` can be read, and that nothing in it runs.
+
+    The framework unpickles the file, whether it is used or not.
 
     Raises:
-        UserError: there is no such sampler, or this process has not got what it needs; or the file would run code.
+        UserError: it cannot be read, or would run code; or this run draws without the framework's samplers.
     """
     sampler, file = cfg.federate.sampler, cfg.federate.resource_info_file
-    if sampler not in _SAMPLERS:
-        raise UserError(
-            f"federate.sampler = {sampler!r}: expected one of {', '.join(_SAMPLERS)}{nearest(sampler, _SAMPLERS)}"
-        )
+    if sampler == "uniform" and not file:
+        return
     if sampler != "uniform" and cfg.federate.mode == "distributed":
         raise UserError(
             f"federate.sampler = {sampler!r} draws by how fast the clients are, in mode standalone; use the sampler "
             "uniform"
         )
-    if file and Path(file).is_file():  # the framework unpickles it, whether it is used or not
-        try:
-            with open(file, "rb") as opened:
-                _Plain(opened).load()
-        except Exception as error:  # what is no pickle makes it raise errors of many classes
-            reason = f"{type(error).__name__}: {str(error)[:200]}"
-            raise UserError(f"federate.resource_info_file = {file!r} cannot be read ({reason})") from None
-    elif file or sampler != "uniform" or "client_resource" in cfg.federate.join_in_info:
+    try:
+        with open(file, "rb") as opened:
+            _Plain(opened).load()
+    except Exception as error:  # what is no pickle makes it raise errors of many classes
         raise UserError(
-            f"federate.resource_info_file = {file!r}: there is no such file, and federate.sampler = {sampler!r} or "
-            "federate.join_in_info asks how fast the clients are; name a pickled table {number: {'computation': "
-            "milliseconds a sample, 'communication': kbit/s}}"
-        )
+            f"federate.resource_info_file = {file!r} cannot be read ({type(error).__name__}: {str(error)[:200]}); for "
+            f"federate.sampler = {sampler!r}, name a pickled table {{number: {{'computation': milliseconds a sample, "
+            "'communication': kbit/s}}"
+        ) from None
 
 
 class _Plain(pickle.Unpickler):

@@ -44,25 +44,16 @@ def read(path: str, device: torch.device | str) -> dict[str, Any]:
         method's name; ``state``, tensors and numbers by name; ``base``, changed weights of the base by name.
 
     Raises:
-        UserError: there is no such file, or it is damaged, or was not written by ``federate.save_to``.
+        ValueError: it is damaged. Others, by what its bytes lead to: it was not written by ``federate.save_to``.
     """
+    with zipfile.ZipFile(path) as archive:  # torch writes checksums and does not compare them
+        if damaged := archive.testzip():
+            raise ValueError(f"it is damaged: {damaged} has another checksum")
     try:
-        with zipfile.ZipFile(path) as archive:  # torch writes checksums and does not compare them
-            if damaged := archive.testzip():
-                raise ValueError(f"it is damaged: {damaged} has another checksum")
         content: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
-        content["cur_round"] = max(int(content["cur_round"]), 0)  # the framework writes -1 if it was not told the round
-        for name in ("model", "base"):
-            if not all(isinstance(value, Tensor) for value in content.get(name, content["model"]).values()):
-                raise ValueError(f"{name} has other values than tensors")
-    except Exception as error:  # of a damaged file torch lets through whatever its bytes lead to
-        reason = (str(error).splitlines() or [""])[0][:200]
-        if isinstance(error, UnpicklingError):  # torch advises to load such a file all the same
-            reason = "it holds other things than tensors and plain values"
-        raise UserError(
-            f"federate.restore_from: cannot read {path} ({type(error).__name__}: {reason}); expected what "
-            "federate.save_to writes, a dict of cur_round and model: restore the file"
-        ) from error
+    except UnpicklingError:  # torch advises to load such a file all the same
+        raise ValueError("it holds other things than tensors and plain values") from None
+    content["cur_round"] = max(int(content["cur_round"]), 0)  # the framework writes -1 if it was not told the round
     return content
 
 
@@ -119,20 +110,22 @@ def load_state(path: str, site: Site, ledger: Ledger) -> None:
     Raises:
         UserError: there is no such file, it is damaged, or it is of another method or model.
     """
-    content, method = read(path, site.device), site.method
-    if (of := content.get("method", method.name)) != method.name:
-        raise UserError(f"federate.restore_from: {path} is of method {str(of)[:60]!r}, this run's is {method.name!r}")
-    # A file that the framework itself has written has only the tensors.
-    state = dict(content.get("state") or {**ledger.state, **content["model"]})
+    method = site.method
     try:
+        content = read(path, site.device)
+        if (of := content.get("method", method.name)) != method.name:
+            raise ValueError(f"it is of method {str(of)[:60]!r}, this run's is {method.name!r}")
+        # A file that the framework itself has written has only the tensors.
+        state = dict(content.get("state") or {**ledger.state, **content["model"]})
         here, there = ({n: t.shape for n, t in method.view(of).items()} for of in (ledger.state, state))
         if differing := sorted(dict(here.items() ^ there.items())):
             raise ValueError(f"{differing[0]} differs ({len(differing)} tensors in all)")
         load_tensors(site.model, content.get("base", {}))
-    except (KeyError, ValueError) as error:
+    except Exception as error:  # of a damaged file torch lets through whatever its bytes lead to
+        reason = (str(error).splitlines() or [""])[0][:200]
         raise UserError(
-            f"federate.restore_from: {path} does not fit this method and model: {error.args[0]}; use the "
-            "configuration of the run that saved it"
+            f"federate.restore_from: cannot restore {path} ({type(error).__name__}: {reason}); expected what "
+            "federate.save_to writes, a dict of cur_round and model, of a run with this method and model"
         ) from error
     tensors = {n: v for n, v in state.items() if isinstance(v, Tensor)}
     numbers = {n: v for n, v in state.items() if n not in tensors}

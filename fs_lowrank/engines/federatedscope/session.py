@@ -136,13 +136,6 @@ class Session:
         }
         return {split: site.held_out()[split].select(share) for split, share in rows.items() if len(share)}
 
-    def conclude(self) -> RunResult:
-        """The result of a finished run; the first call writes the run's final files."""
-        if self.result is None:
-            self.site.load_global(self.ledger.state)
-            self.result = self.keeper.finish()
-        return self.result
-
     def client_result(self) -> RunResult:
         """The result of a client process, which keeps no records and no global model."""
         return RunResult(
@@ -188,9 +181,9 @@ def current() -> Session:
     return _current
 
 
-def session_for_model(model_type: str) -> Session | None:
-    """The current session, if it is for a model of this type."""
-    return _current if _current is not None and _current.config.model.type == model_type else None
+def next_model(model_type: str) -> nn.Module | None:
+    """The model for the next worker of the current session; None if there is no session for models of this type."""
+    return _current.next_model() if _current is not None and _current.config.model.type == model_type else None
 
 
 def close_session() -> None:

@@ -37,7 +37,7 @@ class Sharing:
         self._news = threading.Condition()
         self.listener = Listener(cfg.client_host, cfg.client_port, cfg, 8, self._take)
 
-    def _take(self, message: Message, token: str, process: str, context: grpc.ServicerContext) -> str:
+    def _take(self, message: Message, token: str, context: grpc.ServicerContext) -> str:
         with self._news:
             if token not in self._shares:
                 raise Unwelcome(grpc.StatusCode.UNAUTHENTICATED, "this process awaits no share with this token")

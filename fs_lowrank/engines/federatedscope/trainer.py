@@ -69,12 +69,11 @@ class LowRankTrainer(GeneralTorchTrainer):
         examples = self.ctx.get(f"{split}_data")
         if examples is None:
             return {}
-        size = config.eval_batch_size
-        # The site's cache knows the whole held-out sets, not the clients' shares of them.
-        prefix = self.session.site.prefix if self.number == 0 else None
-        reads = self.session.trainer.reads_of(self.ctx.model)
-        metrics = config.metrics if self.number == 0 else ()
-        result = evaluate(self.ctx.model, examples, size, metrics=metrics, owner=split, prefix=prefix, reads=reads)
+        if self.number == 0:
+            result = self.session.evaluator.score(examples, split, config.metrics)
+        else:  # the site's cache knows the whole held-out sets, not the clients' shares of them
+            reads = self.session.trainer.reads_of(self.ctx.model)
+            result = evaluate(self.ctx.model, examples, config.eval_batch_size, owner=split, reads=reads)
         self.results[split] = result
         return named(split, result, len(examples), self.cfg)
 

@@ -23,7 +23,9 @@ from ...rounds.parcel import Parcel
 logger = logging.getLogger("federatedscope.lowrank")
 
 #: what proves who sends a message between processes
-TOKEN, PROCESS = "fs-lowrank-token", "fs-lowrank-process"
+TOKEN = "fs-lowrank-token"
+#: either side notices that the network has lost a connection, or that the other process has stopped
+_ALIVE = (("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 10_000))
 _COMPRESSION = {"deflate": grpc.Compression.Deflate, "gzip": grpc.Compression.Gzip}
 
 
@@ -73,8 +75,8 @@ class Unwelcome(Exception):
         self.code, self.reason = code, reason
 
 
-#: gives the reply to a message, and is told the token and the process that came with it, and its connection
-Handle = Callable[[Message, str, str, grpc.ServicerContext], str]
+#: gives the reply to a message, and is told the token that came with it, and its connection
+Handle = Callable[[Message, str, grpc.ServicerContext], str]
 
 
 class Listener:
@@ -97,6 +99,7 @@ class Listener:
             ("grpc.so_reuseport", 0),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ("grpc.http2.max_ping_strikes", 0),
+            *_ALIVE,
         ]
         pool = ThreadPoolExecutor(threads, "gRPC")
         self.server = grpc.server(pool, options=options, compression=compression_of(cfg))
@@ -117,11 +120,11 @@ class Listener:
 
     def _take(self, received: bytes, context: grpc.ServicerContext) -> Any:
         """Whatever another process sends, it must not end this one."""
-        told = dict(context.invocation_metadata())
+        token = str(dict(context.invocation_metadata()).get(TOKEN, ""))
         try:
             read = Message()
             read.parse(protocol.MessageRequest.FromString(received).msg)
-            reply = self.handle(read, str(told.get(TOKEN, "")), str(told.get(PROCESS, "")), context)
+            reply = self.handle(read, token, context)
         except Unwelcome as error:
             context.abort(error.code, error.reason[:600])
         except Exception as error:
@@ -139,11 +142,11 @@ class Channel:
 
     Args:
         address: of the process. cfg: the framework's section ``distribute``.
-        token, process: that are sent with every message.
+        token: that is sent with every message.
     """
 
-    def __init__(self, address: str, cfg: Any, token: str, process: str = ""):
-        self.metadata = ((TOKEN, token), (PROCESS, process))
+    def __init__(self, address: str, cfg: Any, token: str):
+        self.metadata = ((TOKEN, token),)
         options = [
             ("grpc.enable_http_proxy", 0),
             ("grpc.max_send_message_length", cfg.grpc_max_send_message_length),
@@ -151,9 +154,7 @@ class Channel:
             ("grpc.initial_reconnect_backoff_ms", 200),
             ("grpc.min_reconnect_backoff_ms", 200),
             ("grpc.max_reconnect_backoff_ms", 1000),
-            # A connection that the network has lost is noticed, and made again.
-            ("grpc.keepalive_time_ms", 10_000),
-            ("grpc.keepalive_timeout_ms", 10_000),
+            *_ALIVE,
         ]
         self.channel = grpc.insecure_channel(address, options=options, compression=compression_of(cfg))
         self.stub = service.gRPCComServeFuncStub(self.channel)

@@ -50,10 +50,10 @@ def measure_waits(folder: Path) -> None:
             note("server", began)
             yield pair
 
-    def answers(client, order):
+    def answers(client, order, asked):
         if sent:
             note("client", sent.pop())
-        answer(client, order)
+        answer(client, order, asked)
         sent.append(time.monotonic())
 
     sent = []
@@ -142,10 +142,10 @@ try:
 
         received, answer_to = [], RemoteClient._answer
 
-        def counted(self, order):
+        def counted(self, order, asked):
             received.append(order.nbytes)
             Path(sabotage["counts_in"]).write_text(str(sum(received)))
-            answer_to(self, order)
+            answer_to(self, order, asked)
 
         RemoteClient._answer = counted
     time.sleep(sabotage.get("late", 0))

@@ -165,7 +165,6 @@ print(cfg.lowrank.mix, [m.name for m in compat.applied()])
         ("personalization.local_param", ["lora_B"], "our methods do not use it"),
         ("aggregator.robust_rule", "krum", "take lowrank.robust in place of it"),
         ("trainer.type", "graphminibatch_trainer", "cannot train for rolora"),
-        ("federate.save_freq", 0, "rounds between"),
         ("finetune.before_eval", True, "our methods do not use it"),
         ("llm.offsite_tuning.use", True, "our methods do not use it"),
     ],

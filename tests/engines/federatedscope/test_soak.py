@@ -164,7 +164,7 @@ def relay():
 CLIENT = f"{PLUGIN}.distributed.RemoteClient"
 CLIENT_PHASES = {
     "asks to join": (f"{CLIENT}._join", 1),
-    "has joined": (f"{CLIENT}._fetch", 1),
+    "has joined": (f"{CLIENT}._follow", 1),
     "is asked": (f"{CLIENT}._answer", 3),
     "follows": ("rounds.copies.OwnCopy.catch_up", 3),
     "trains": ("rounds.trainer.Trainer.fit", 2),
