@@ -273,18 +273,18 @@ class RemoteClient:
     Attributes:
         seen: the serial of the last order; -1 if there was none since it has joined.
         memory: the folder for what it remembers of the run. identity: of the run.
-        until: when it gives up a server that does not answer, by ``time.monotonic``.
+        until: when it gives up a server that does not answer, by ``time.monotonic``; None while it does.
     """
 
     seen: int
     memory: Path
-    identity: str
+    identity: str = ""
+    until: float | None = None
 
     def __init__(self, session: Session, cfg: Any):
         self.session, self.cfg, self.timeout = session, cfg, session.config.lowrank.timeout
         self.address = f"{cfg.distribute.server_host}:{cfg.distribute.server_port}"
-        self.number, self.until = max(session.index, 0), math.inf
-        self.said = False
+        self.number = max(session.index, 0)
 
     def run(self) -> None:
         """Carry out the server's orders until the run is over.
@@ -301,7 +301,6 @@ class RemoteClient:
         self.channel = Channel(self.address, to, token)
         uniform = session.method.setting.uniform
         self.sharing = Sharing(to, self.timeout, uniform) if self.cfg.federate.use_ss else None
-        self.until = time.monotonic() + 2 * self.timeout
         try:
             self._join()
             self._follow()
@@ -326,7 +325,7 @@ class RemoteClient:
         except grpc.RpcError as error:
             code, details = error.code(), str(error.details())
         else:
-            self.until, self.said = time.monotonic() + self.timeout, False
+            self.until = None
             return parcel_of(reply)
         if code in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.INVALID_ARGUMENT):
             raise UserError(f"the server refused this client: {details}")
@@ -338,15 +337,15 @@ class RemoteClient:
                 f"a message is too large ({details}); raise distribute.grpc_max_send_message_length and "
                 "distribute.grpc_max_receive_message_length, here and at the server"
             )
-        left = self.until - time.monotonic()
-        if left < 0:
+        if self.until is None:
+            patience = self.timeout if self.identity else 2 * self.timeout
+            self.until = time.monotonic() + patience
+            logger.warning("no server answers at %s yet; calling it for up to %.0f s more", self.address, patience)
+        if time.monotonic() > self.until:
             raise RunFailed(
                 f"no server answers at {self.address}, by lowrank.timeout = {self.timeout:g} ({details}); start it, or "
                 "correct distribute.server_host and distribute.server_port"
             )
-        if not self.said:
-            self.said = True
-            logger.warning("no server answers at %s yet; calling it for up to %.0f s more", self.address, left)
         time.sleep(_PAUSE)
         return None
 
@@ -388,7 +387,6 @@ class RemoteClient:
         if self.sharing and facts["purpose"] == "train" and "error" not in answer.facts:
             answer = self.sharing.summed(answer, self.number, others)
         answer.facts["agreed"] = self.node.agreed
-        self.until = time.monotonic() + self.timeout
         while not asked.done() and self._call("model_para", answer, facts["serial"]) is None:
             pass
 
