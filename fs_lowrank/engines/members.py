@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from ..rounds.parcel import Parcel
 from ..rounds.round import Order
 from ..rounds.site import Site
 from ..rounds.transport import Lost, Transport
-from .waiting import Waiting
 
 logger = logging.getLogger("fs_lowrank")
 #: characters of a refusal, which has words of the client's
@@ -67,17 +66,6 @@ class Members(Transport):
     def begin(self, site: Site, ledger: Ledger, resumed: bool) -> None:
         self.site, self.ledger, self.proof = site, ledger, proof_of(site)
         self.token = self.own_token(resumed, personal=bool(site.personal.untrained))
-
-    def gather(self, timeout: float, absent: Callable[[], Collection[int]]) -> None:
-        """Wait until every client has joined, but no longer than ``timeout`` seconds.
-
-        Args:
-            absent: lets those join that have come, and gives the others.
-        """
-        wait = Waiting(timeout, "client", work=False)
-        while (clients := absent()) and not wait.over:
-            if word := wait.word(clients):
-                logger.warning("%s", word)
 
     def own_token(self, resumed: bool, personal: bool) -> str:
         """The token of the run that is resumed, or a new one.

@@ -38,7 +38,7 @@ from ...rounds.site import Site
 from ...rounds.transport import Lost
 from ...runs.folder import claim
 from ..members import Members, memory_of
-from ..waiting import Waiting
+from ..waiting import replies
 from .session import Session
 from .sharing import Sharing
 from .sums import intake_of
@@ -122,12 +122,12 @@ class Clients(Members):
         # A client asks for an order while it answers another.
         self.listener = Listener(to.server_host, to.server_port, to, 2 * federate.client_num + 8, self._handle)
 
-        def absent() -> list[int]:
+        def joined() -> list[tuple[int, None]]:
             time.sleep(0.05)
-            return [client for client in range(1, federate.client_num + 1) if client not in self.members]
+            return [(client, None) for client in list(self.members)]
 
-        only_ends = ledger.stood >= federate.total_round_num
-        self.gather(min(self.timeout, _END) if only_ends else self.timeout, absent)
+        timeout = min(self.timeout, _END) if ledger.stood >= federate.total_round_num else self.timeout
+        list(replies(range(1, federate.client_num + 1), joined, timeout, "client", work=False))  # waits
 
     # -- in the listener's threads -----------------------------------------------------------------
 
@@ -235,9 +235,7 @@ class Clients(Members):
                 seat.serial += 1
                 seat.order = text_of(Parcel(order.parcel.tensors, **facts, serial=seat.serial))
             self.news.notify_all()
-        for client, answer in Waiting(self.timeout, "client", work=True).replies(
-            waiting, self._arrived, self._why_absent
-        ):
+        for client, answer in replies(waiting, self._arrived, self.timeout, "client", gone=self._why_absent):
             self.members[client].place.order, order = "", waiting[client]
             yield order, answer if isinstance(answer, Lost) else self.checked(order, answer)
 

@@ -41,7 +41,7 @@ def write_app(folder: Path, cfg: Path) -> list[Path]:
 
     Raises:
         UserError: the configuration is wrong, or has keys that the engine does not honour; the folder has other files
-            of these names.
+            of these names. OSError, RunFailed: they cannot be written.
     """
     check(load_config(cfg))
     content = {"pyproject.toml": _PROJECT, CONFIG: cfg.read_text(encoding="utf-8")}
@@ -49,10 +49,7 @@ def write_app(folder: Path, cfg: Path) -> list[Path]:
     for path, text in paths.items():
         if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
             raise UserError(f"{path} exists and says something else; remove it, or choose another folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path, text in paths.items():
-            write_text(path, text)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, text in paths.items():
+        write_text(path, text)
     return list(paths)

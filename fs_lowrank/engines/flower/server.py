@@ -26,9 +26,9 @@ from ...rounds.site import Site
 from ...rounds.transport import Lost
 from ...runs.folder import outdir_of
 from ..members import Members, memory_of
-from ..waiting import Silent, Waiting
+from ..waiting import Silent, replies
 from . import keys
-from .messages import ENCODING, packed, unpacked
+from .messages import packed, unpacked
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -78,14 +78,15 @@ class Nodes(Members):
         super().begin(site, ledger, resumed)
         wanted = range(1, self.config.federate.client_num + 1)
 
-        def absent() -> Collection[int]:
+        def joined() -> Iterable[tuple[int, None]]:
             present = self._present()
-            clients = [client for client in wanted if client not in present][self.simulated * len(self.refused) :]
-            if clients:
+            absent = [client for client in wanted if client not in present]
+            refused = absent[: self.simulated * len(self.refused)]
+            if len(refused) < len(absent):
                 self._wait()
-            return clients
+            return [(client, None) for client in (*present, *refused)]
 
-        self.gather(self.timeout, absent)
+        list(replies(wanted, joined, self.timeout, "client", work=False))  # waits
 
     def missing(self, clients: Collection[int]) -> Mapping[int, str]:
         if self.refused and not self.members:
@@ -167,14 +168,14 @@ class Nodes(Members):
                 yield node, Lost("absent", "Flower's SuperLink did not take the message for its node")
 
         def come() -> Iterator[tuple[int, Parcel | Lost]]:
-            replies = list(grid.pull_messages(list(sent)))
-            for reply in replies:
+            pulled = list(grid.pull_messages(list(sent)))
+            for reply in pulled:
                 if node := sent.pop(reply.metadata.reply_to_message_id, 0):
                     yield node, _answer(reply, self.simulated)
-            if not replies:
+            if not pulled:
                 self._wait()
 
-        yield from Waiting(self.timeout, "node", work).replies(list(sent.values()), come)
+        yield from replies(list(sent.values()), come, self.timeout, "node", work)
 
     def _wait(self) -> None:
         if self.stopped():
@@ -200,8 +201,6 @@ def client_folder(config: Config) -> Path:
 
 #: Flower's codes for a message or a reply that did not arrive, and for a node that is gone
 _NOT_THERE = (3, 4, 5)
-#: Flower's code for what one of its mods refuses, and words of what the others raise
-_OF_MODS, _WORDS_OF_MODS = 6, (ENCODING, "secagg")
 
 
 def _answer(reply: Message, simulated: bool) -> Parcel | Lost:
@@ -216,8 +215,6 @@ def _answer(reply: Message, simulated: bool) -> Parcel | Lost:
         reason = " ".join((reply.error.reason or "no reason given").split())[:500]
         if simulated and "ray.exceptions" in reason and "Actor" in reason:
             raise RunFailed(f"a process of Flower's simulation died ({reason:.200}); run again with resume=True")
-        if reply.error.code == _OF_MODS or any(word in reason for word in _WORDS_OF_MODS):
-            reason = f"a mod in the node's app does not take our messages (docs/guides/flower.md, Security): {reason}"
         return Lost("absent" if reply.error.code in _NOT_THERE else "failed", f"Flower: {reason}")
     try:
         return unpacked(reply.content)

@@ -13,7 +13,7 @@ from fs_lowrank.doctor import examine
 from fs_lowrank.engines import get_engine, list_engines, locate_flower
 from fs_lowrank.engines.flower.keys import check, codec
 from fs_lowrank.engines.flower.project import CONFIG
-from fs_lowrank.engines.waiting import Waiting
+from fs_lowrank.engines.waiting import listed, replies
 from fs_lowrank.methods import get_method_class
 from fs_lowrank.settings.effects import without_effect
 
@@ -96,33 +96,31 @@ def test_what_is_said_of_keys_of_the_other_engines(quick):
         assert said["federate.share_local_model"] == "the clients of a process use one model"
 
 
-@pytest.mark.parametrize("kind, at", [("call", [5, 10, 20, 40]), ("train", [30, 60, 120]), ("evaluate", [30, 60, 120])])
-def test_a_wait_says_for_whom_and_how_long(kind, at):
+@pytest.mark.parametrize("work, at", [(False, [5, 10, 20, 40, 80, 160]), (True, [30, 60, 120])])
+def test_a_wait_says_for_whom_and_how_long(caplog, work, at):
+    """From the last reply on, here after 59 seconds; none comes from nodes 7 and 8."""
     now = [1000.0]
-    wait, said = Waiting(200.0, "node", kind != "call", clock=lambda: now[0]), {}
-    for second in range(220):
-        now[0] = 1000.0 + second
-        assert wait.over == (second >= 200)
-        if word := wait.word([8, 7]):
-            said[second] = word
-    assert [*said][: len(at)] == at and max(said) < 200
-    first = at[0]
-    assert said[first] == (
-        f"waiting for nodes 7, 8: no answer for {first} s; for up to {200 - first} s more, by lowrank.timeout = 200"
-    )
+
+    def come():
+        now[0] += 1.0
+        return [(9, "reply"), (9, "once more")] if now[0] == 1059.0 else []
+
+    came = list(replies([9, 8, 7], come, 200.0, "node", work, clock=lambda: now[0]))
+    assert came[0] == (9, "reply") and [place for place, _ in came] == [9, 7, 8] and now[0] == 1259.0
+    assert {reply.reason for _, reply in came[1:]} == {"no answer within lowrank.timeout, 200 s"}
+    words = [record.message for record in caplog.records if "nodes 7, 8:" in record.message]
+    assert words == [
+        f"waiting for nodes 7, 8: no answer for {s} s; for up to {200 - s} s more, by lowrank.timeout = 200" for s in at
+    ]
 
 
-def test_a_reply_begins_the_wait_anew():
-    now = [0.0]
-    wait = Waiting(60.0, "node", False, clock=lambda: now[0])
-    now[0] = 59.0
-    assert wait.word(range(9)).startswith(
-        "waiting for nodes 0, 1, 2, 3, 4 and 4 more: no answer for 59 s; for up to 1 s"
-    )
-    wait.heard()
-    assert not wait.word([3]) and not wait.over
-    now[0] = 64.0
-    assert wait.word([3]).startswith("waiting for node 3: no answer for 5 s; for up to 55 s more")
+def test_of_many_five_are_named(caplog):
+    now = iter(range(100))
+    gone = {place: "gone" for place in range(8)}
+    came = list(replies(range(9), list, 60.0, "node", False, lambda p: gone.get(p, ""), clock=lambda: next(now)))
+    assert [reply.reason for _, reply in came] == ["gone"] * 8 + ["no answer within lowrank.timeout, 60 s"]
+    assert "waiting for node 8: no answer" in caplog.text
+    assert listed(range(9)) == "0, 1, 2, 3, 4 and 4 more"
 
 
 #: an exchange of the server with nodes that never answer; Flower's classes are stood in for
