@@ -37,6 +37,7 @@ class LowRankServer(Server):
 
     round: Round
     seconds: dict[str, float]
+    cur_timestamp: float
 
     def __init__(self, config=None, **kwargs):
         if config is None:  # the framework asks a worker without a configuration which messages it handles
