@@ -292,13 +292,13 @@ class RemoteClient:
             RunFailed: the server stopped, or is gone; or the same command runs already.
         """
         session, to = self.session, self.cfg.distribute
-        lock = claim(session.outdir)  # two processes of one client would share what it remembers
         token = own_token(session.outdir / f"token_{to.client_port}")
         codec = codec_of(self.cfg.quantization.method, self.cfg.quantization.nbits)
         self.node = Node(session.site, codec, session.has_own_data)
         self.channel = Channel(self.address, to, token)
         uniform = session.method.setting.uniform
         self.sharing = Sharing(to, self.timeout, uniform) if self.cfg.federate.use_ss else None
+        lock = claim(session.outdir)  # two processes of one client would share what it remembers
         try:
             self._join()
             self._follow()
