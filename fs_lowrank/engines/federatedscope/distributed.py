@@ -219,7 +219,7 @@ class Clients(Members):
         if client not in self.members:
             return "it has not joined"
         seat: Seat = self.members[client].place
-        late = f"it has not answered since lowrank.timeout, {self.timeout:g} s, was over"
+        late = f"no answer within lowrank.timeout, {self.timeout:g} s"
         return "its process is gone" if seat.gone else late * seat.late
 
     def exchange(self, orders: Iterable[Order]) -> Iterator[tuple[Order, Parcel | Lost]]:
