@@ -36,7 +36,8 @@ def _engines() -> list[Check]:
     from .engines.catalogue import added_engines, get_engine, list_engines
     from .errors import UserError
 
-    added, checks = added_engines(), []
+    added = added_engines()
+    checks = []
     for name in list_engines():
         try:
             get_engine(name)

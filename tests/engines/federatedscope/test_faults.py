@@ -137,9 +137,8 @@ def test_a_client_with_another_start_is_refused_by_name(settings, cluster, tmp_p
 
 
 def test_a_second_client_with_the_same_number_is_refused(settings, cluster, tmp_path):
-    workers = cluster.run(
-        settings, 2, keys(tmp_path, **{"lowrank.timeout": 6.0}), changed={2: {"distribute.data_idx": 1}}
-    )
+    same = {"distribute.data_idx": 1, "outdir": str(tmp_path / "elsewhere")}
+    workers = cluster.run(settings, 2, keys(tmp_path, **{"lowrank.timeout": 6.0}), changed={2: same})
     assert workers[0].code == 0, workers[0].said
     (refused,) = (workers[w] for w in (1, 2) if workers[w].code)
     assert refused.code == 2 and "client 1 has joined already" in refused.said
