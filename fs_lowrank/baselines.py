@@ -138,12 +138,12 @@ def run_row(
         # Nothing is sent where the data are in one place; the run's own records count the copy to its one client.
         none = {key: 0 for key in _BYTES}
         history = [{**r, **none, "client_uplink_bytes": {}, "client_downlink_bytes": {}} for r in result.history]
-        facts = {**result.facts, "method": name, "formula_bytes": 0}
+        facts = {**result.facts, "method": name}
         return dataclasses.replace(result, history=history, facts=facts)
     if not resume:
         check_outdir(config, resume)
     site, outdir = Site(config), outdir_of(config)
-    facts = {"method": "local", **facts_of(site), "formula_bytes": 0, "own_models": True}
+    facts = {"method": "local", **facts_of(site), "own_models": True}
     facts["client_majority"] = site.data.client_majority
     with ExitStack() as held:
         held.callback(claim(outdir).release)

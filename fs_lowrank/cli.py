@@ -277,11 +277,7 @@ def _print_results(results: dict, file: Path | None = None) -> None:
         scored = [r.facts for r in results.values() if any(n.startswith("client_test_") for n in r.final)]
         _print_figures(of_clients(scored), lines)
     for name, result in results.items():
-        total = result.bytes["uplink_bytes"] + result.bytes["downlink_bytes"]
-        _say(
-            f"  {name}: {human_bytes(total)} in all, measured; {human_bytes(result.facts['formula_bytes'])} "
-            "by the papers' 2 · clients a round · bytes sent · rounds"
-        )
+        _say(f"  {name}: {human_bytes(result.bytes['uplink_bytes'] + result.bytes['downlink_bytes'])} in all")
 
 
 def _print_notes(results: dict) -> None:
@@ -450,15 +446,11 @@ def _cache(args: argparse.Namespace) -> None:
         size = human_bytes(states.size())
         _say(f"removed {states.make_room(-1)} entries, {size}, from {states.folder}")
         return
-    found = states.contents()
-    size = human_bytes(sum(entry.size for entry in found))
-    _say(f"{len(found)} entries, {size}, in {states.folder}")
-    lines = [("model", "frozen layers", "samples", "tokens", "size", "last used")]
-    for entry in found:
-        tokens = "" if entry.tokens is None else f"{entry.tokens:,}"
-        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
-        lines.append((entry.model, entry.layers, entry.samples, tokens, human_bytes(entry.size), used))
-    tables.show(console, lines, args.table, right=("samples", "tokens", "size"))
+    found = [path.stat() for path in reversed(states.entries())]
+    _say(f"{len(found)} entries, {human_bytes(states.size())}, in {states.folder}")
+    lines = [("size", "last used")]
+    lines += [(human_bytes(of.st_size), time.strftime("%Y-%m-%d %H:%M", time.localtime(of.st_mtime))) for of in found]
+    tables.show(console, lines, args.table, right=("size",))
 
 
 def _doctor(args: argparse.Namespace) -> int:

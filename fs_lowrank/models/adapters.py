@@ -24,7 +24,6 @@ from ..settings.adapter import PROMPTS
 from .chain import resize
 from .kinds import (
     CLASSES,
-    check_blocks,
     further,
     heads_by_place,
     own_targets,
@@ -89,14 +88,12 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     if spec.virtual_tokens:
         text_only(wrapped)
         check_virtual_tokens(wrapped, spec.method)
-    for name, module in wrapped.named_modules():
-        check_blocks(name, module, config)
     _check_pairs(wrapped, "default")
     return wrapped
 
 
 def _check_pairs(model: nn.Module, adapter: str) -> None:
-    """Refuse pairs of a rank above the width of their layer, and on convolutions that PEFT's pairs do not fit."""
+    """Refuse pairs of a rank above the width of their layer, and on layers that give more than a product."""
     of = "" if adapter == "default" else f" of the {adapter} pair"
     for name, module in model.named_modules():
         if adapter not in getattr(module, "lora_A", ()):
@@ -113,12 +110,6 @@ def _check_pairs(model: nn.Module, adapter: str) -> None:
             raise UserError(
                 f"rank {len(down)}{of} is above the width of {name}: its weight is "
                 f"{up.shape[0]} × {down.flatten(1).shape[1]}; choose r ≤ {widest}"
-            )
-        wide = any(step > 1 and size > 1 for step, size in zip(getattr(base, "dilation", ()), down.shape[2:]))
-        if wide and base.padding != "same":
-            raise UserError(
-                f"llm.adapter.args: {name} is dilated while PEFT's pair is not, so their outputs differ in size; leave "
-                "it out of modules, or choose padding='same'"
             )
 
 
@@ -191,21 +182,11 @@ def _config(model: nn.Module, spec: AdapterSpec, seed: int = 0) -> peft.PeftConf
     if heads := heads_by_place(model):  # what the user names as well is there once
         own = {**own, "modules_to_save": list(dict.fromkeys([*(own.get("modules_to_save") or ()), *heads]))}
     if spec.method in PROMPTS:
-        if not hasattr(model, "get_input_embeddings"):
-            raise UserError(
-                f"llm.adapter.args: adapter_method = {spec.method} is for models of transformers, not "
-                f"{type(model).__name__}"
-            )
         with users_own(_BY_PEFT):
             return config_class(**given, **own)
     targets, layers = _targets(model, spec), _layers(model, spec)
     if spec.target_modules == ALL_LINEAR:
         layers = None  # the names are those of single modules
-    if layers is not None and spec.pattern:
-        raise UserError(
-            f"llm.adapter.args: target_modules = {spec.pattern!r} is a regular expression for whole names, which "
-            "chooses the layers, too; leave layers_to_transform out"
-        )
     towers = text_part(model)[0] and not spec.pattern and spec.target_modules != ALL_LINEAR
     if towers or layers is not None and "layers_to_transform" not in keys:
         targets, layers = _in_layers(model, targets or _usual_targets(model) or [], layers), None
@@ -216,6 +197,7 @@ def _config(model: nn.Module, spec: AdapterSpec, seed: int = 0) -> peft.PeftConf
     return config
 
 
+@users_own(_BY_PEFT)
 def _check_patterns(model: nn.Module, config: peft.PeftConfig) -> None:
     """Refuse a rank, a strength or an exclusion of modules that have no adapter in any case."""
     everything = copy.copy(cast("peft.LoraConfig", config))
@@ -224,8 +206,8 @@ def _check_patterns(model: nn.Module, config: peft.PeftConfig) -> None:
         value = getattr(config, name, None) or ()
         is_regex, among = isinstance(value, (str, Mapping)), _adapted(model, of)
         for part in [value] if isinstance(value, str) else value:
-            expression = _pattern(part, is_regex, f"{name}: ")
-            if not any(expression.fullmatch(module) for module in among):
+            expression = part if is_regex else re.escape(part)
+            if not any(re.fullmatch(rf"(.*\.)?({expression})", module) for module in among):
                 raise UserError(
                     f"llm.adapter.args: {name}: {part!r} is of no module with an adapter; there are: "
                     f"{', '.join(sorted({module.rpartition('.')[2] for module in among}))}"
@@ -258,6 +240,7 @@ def target_modules(model: nn.Module, spec: AdapterSpec) -> list[str]:
     return names
 
 
+@users_own(_BY_PEFT)
 def _adapted(model: nn.Module, config: peft.PeftConfig) -> list[str]:
     """Full names of the modules to which PEFT would add an adapter by ``config``."""
     from peft.tuners.tuners_utils import check_target_module_exists
@@ -287,12 +270,7 @@ def _targets(model: nn.Module, spec: AdapterSpec) -> list[str] | str | None:
     if spec.target_modules == ALL_LINEAR:
         return own or _all_linear(model, spec)
     if spec.pattern:
-        _check_named(model, spec.pattern, "target_modules: ", True)
-        if not any(re.fullmatch(spec.pattern, name) for name, _ in model.named_modules()):
-            raise UserError(
-                f"llm.adapter.args: target_modules = {spec.pattern!r} fits no whole name of a module; begin it with .*"
-            )
-        return spec.pattern
+        return spec.pattern  # PEFT refuses one that fits no whole name of a module
     for module in spec.target_modules:
         _check_named(model, module)
     return list(spec.target_modules)
@@ -320,24 +298,15 @@ def _all_linear(model: nn.Module, spec: AdapterSpec) -> list[str]:
     ]
 
 
-def _check_named(model: nn.Module, pattern: str, key: str = "", is_regex: bool = False) -> None:
-    """Refuse the end of a module's name, or a regular expression for it, that fits no module of ``model``."""
-    expression = _pattern(pattern, is_regex, key)
-    if any(expression.fullmatch(name) for name, _ in model.named_modules()):
+def _check_named(model: nn.Module, pattern: str, key: str = "") -> None:
+    """Refuse the end of a module's name that fits no module of ``model``."""
+    if any(f".{name}".endswith(f".{pattern}") for name, _ in model.named_modules()):
         return
     last_parts = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     raise UserError(
         f"llm.adapter.args: {key}this model has no module {pattern!r}{nearest(pattern, last_parts)}; "
         f"it has: {', '.join(_last_names(model))}"
     )
-
-
-def _pattern(part: str, is_regex: bool, key: str) -> re.Pattern[str]:
-    """What names the modules that end in ``part``, or in what it matches."""
-    try:
-        return re.compile(rf"(.*\.)?({part if is_regex else re.escape(part)})")
-    except re.error as error:
-        raise UserError(f"llm.adapter.args: {key}{part!r} is not a regular expression: {error}") from None
 
 
 def _last_names(model: nn.Module) -> list[str]:

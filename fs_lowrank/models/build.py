@@ -98,19 +98,15 @@ def _complaints(what: str, place: str) -> Iterator[None]:
     except Exception as error:  # damaged files raise various errors: of safetensors, JSON, torch, a model's code
         for path in sorted(Path(place).glob("*")):
             refuse_pointer(path)
-        if why := _known_cause(error):
-            raise UserError(f"model.type: cannot load the {what} of {place!r}: {why}") from error
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        first, here = (str(error).strip() or type(error).__name__).splitlines()[0], Path(place).is_dir()
         if not isinstance(error, (OSError, ValueError)):
             first = f"{type(error).__name__}: {first}"
-        if Path(place).is_dir():
-            reason = f" ({first})"
-        else:
+        why = _known_cause(error) or not here and isinstance(error, OSError) and silence() or first
+        if not here:
             folders = [path.name for path in Path().iterdir() if path.is_dir()]
             known = f"{', '.join(FETCHABLE)}){nearest(place, [*FETCHABLE, *folders])}"
-            why = isinstance(error, OSError) and silence() or first
-            reason = f"; it is neither a folder nor one of the models to fetch ({known}, and {why}"
-        raise UserError(f"model.type: cannot load the {what} of {place!r}{reason}") from error
+            why = f"it is neither a folder nor one of the models to fetch ({known}, and {why}"
+        raise UserError(f"model.type: cannot load the {what} of {place!r}: {why}") from error
 
 
 def _known_cause(error: Exception) -> str:
@@ -166,14 +162,13 @@ def build_tokenizer(config: Settings, folder: Path | None = None):
     taken = config.adapter.virtual_tokens if config.llm.adapter.use else 0
     room = None if room is None else room - taken
     of_it = f"{room} positions" + (f" left by {taken} virtual tokens" if taken else "")
-    own = max((of.get("tok_len", 0) for of in config.own_settings.values()), default=0)
-    if room is not None and own > room:
-        raise UserError(f"lowrank.clients: tok_len = {own}: the model at {place!r} has {of_it}; give less")
-    if room is not None and isinstance(length, int) and length > room:
-        raise UserError(
-            f"llm.tok_len = {length}: the model at {place!r} has {of_it}; set llm.tok_len (or max_len in "
-            f"data.args) to {room} or less"
-        )
+    asked = {"lowrank.clients: tok_len": max((of.get("tok_len", 0) for of in config.own_settings.values()), default=0)}
+    for key, tokens in {**asked, "llm.tok_len": length}.items():
+        if room is not None and isinstance(tokens, int) and tokens > room:
+            raise UserError(
+                f"{key} = {tokens}: the model at {place!r} has {of_it}; set {key} (or max_len in data.args) to {room} "
+                "or less"
+            )
     place = place if folder is None else str(folder)
     with _complaints("tokenizer", place):
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)

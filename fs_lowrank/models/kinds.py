@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..errors import UserError, say_once
+from ..errors import say_once
 from ..seeds import derive
 from ..settings import AdapterSpec, show
 from ..settings.adapter import FORMER, OF_PEFT, PROMPTS
@@ -133,17 +133,6 @@ def _widths(model: Any, spec: AdapterSpec) -> dict[str, int]:
     config: Any = getattr(getattr(model, "config", None), "get_text_config", dict)()
     found = {name: getattr(config, own, None) for name, own in names.items() if name not in spec.extra}
     return {name: value for name, value in found.items() if value is not None}
-
-
-def check_blocks(name: str, module: nn.Module, config: peft.PeftConfig) -> None:
-    """Refuse a number of OFT's blocks, or a size of them, that PEFT would take another for."""
-    blocks = getattr(module, "r", {}).get("default") if hasattr(module, "oft_R") else None
-    if blocks is None:
-        return
-    asked, width = cast("peft.OFTConfig", config), cast("Any", module).in_features
-    if asked.r and blocks != asked.r or asked.oft_block_size and blocks * asked.oft_block_size != width:
-        what = f"r = {asked.r}" if asked.r else f"oft_block_size = {asked.oft_block_size}"
-        raise UserError(f"llm.adapter.args: {what} does not divide the width of {name}, {width}; choose one that does")
 
 
 def further(spec: AdapterSpec) -> dict[str, Any]:

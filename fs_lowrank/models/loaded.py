@@ -62,7 +62,7 @@ def check_loaded(
     if lacking:
         raise UserError(
             f"model.type: {place!r} lacks {len(lacking)} of the model's {len(expected)} weights ({_some(lacking)}), "
-            f"which would be random{_instead(lacking, unexpected, model.base_model_prefix)}; the checkpoint is "
+            f"which would be random{_instead(unexpected)}; the checkpoint is "
             "incomplete, or its names are not this model's: save it again with save_pretrained, or take another"
         )
     if unexpected:
@@ -89,7 +89,7 @@ def difference(
     if lacking:
         return (
             f"it lacks {len(lacking)} of {len(expected)} tensors ({_some(lacking)}), which would be untrained"
-            f"{_instead(lacking, strange, '')}"
+            f"{_instead(strange)}"
         )
     if strange:
         return f"it has tensors that there is no place for ({_some(strange)})"
@@ -112,27 +112,18 @@ def _new_module(model: Any, name: str) -> str:
 
 def _check_shapes(mismatched: Iterable[tuple], place: str, classes: int | None) -> None:
     for name, saved, expected in sorted((n, tuple(a), tuple(b)) for n, a, b in mismatched):
+        wrong = f"{name} is {saved} in the checkpoint and {expected} by its config.json; they do not belong together"
         if classes is not None and expected[:1] == (classes,) and saved[1:] == expected[1:]:
-            raise UserError(
-                f"model.type: {place!r} is a classifier of {saved[0]} classes ({name} is {saved}), the data has "
-                f"{classes}; take data of {saved[0]} classes, or a checkpoint without a head"
+            wrong = (
+                f"it is a classifier of {saved[0]} classes ({name} is {saved}), the data has {classes}; take data of "
+                f"{saved[0]} classes, or a checkpoint without a head"
             )
-        raise UserError(
-            f"model.type: {place!r}: {name} is {saved} in the checkpoint, and by its config.json {expected}; the two "
-            "do not belong together"
-        )
+        raise UserError(f"model.type: {place!r}: {wrong}")
 
 
-def _instead(lacking: Collection[str], unexpected: Collection[str], base: str) -> str:
-    """What the checkpoint has instead of the missing weights: the names with another prefix, or other names."""
-    short = {n.removeprefix(f"{base}."): n for n in lacking}
-    for name in sorted(unexpected):
-        parts = name.split(".")
-        for i in range(1, len(parts)):
-            match = short.get(".".join(parts[i:]))
-            if match:
-                return f", and has {len(unexpected)} under other names: {name!r} for {match!r}"
-    return f", and has {len(unexpected)} that the model has not ({_some(unexpected)})" if unexpected else ""
+def _instead(unexpected: Collection[str]) -> str:
+    """What there is instead of the missing weights."""
+    return f", and has {len(unexpected)} of other names ({_some(unexpected)})" if unexpected else ""
 
 
 def _some(names: Iterable[str]) -> str:

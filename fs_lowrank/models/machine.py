@@ -110,18 +110,6 @@ def rounding(model: nn.Module) -> float:
     return torch.finfo(vars(model).get("autocast", weights)).eps
 
 
-def check_half(device: torch.device, key: str) -> None:
-    """Raise ``UserError`` if ``device`` cannot compute in bfloat16, which the configuration's ``key`` asks for."""
-    if device.type != "cuda":
-        return
-    with torch.cuda.device(device):  # torch answers for the current one
-        supported = torch.cuda.is_bf16_supported(including_emulation=False)
-    if not supported:
-        raise UserError(
-            f"{key}: {torch.cuda.get_device_name(device)} does not compute in bfloat16; take float32, or another GPU"
-        )
-
-
 def machine(model: nn.Module) -> dict[str, Any]:
     """Of this machine, of torch's settings and of the code of attention; for keys of what machines may share."""
     device = input_device(model)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,12 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import UserError
+from ..errors import users_own
 from ..settings import Settings
 from .kinds import heads_by_place
 from .names import tags
-
-_SIZE = re.compile(r"(\d+|cpu)=(\d+(?:\.\d+)?\s*(?:[KMG]i?B))", re.IGNORECASE)
 
 
 def placing(config: Settings, skeleton: Any) -> dict[str, Any]:
@@ -58,14 +55,13 @@ def placing(config: Settings, skeleton: Any) -> dict[str, Any]:
 
 
 def _sizes(config: Settings) -> dict[int | str, int | str]:
+    from accelerate.utils import convert_file_size_to_int
+
     found: dict[int | str, int | str] = {}
     for text in config.model.max_memory:
-        match = _SIZE.fullmatch(text.strip())
-        if match is None:
-            raise UserError(
-                f"model.max_memory: {text!r}; expected DEVICE=SIZE, such as 0=20GiB for the first GPU or cpu=60GiB"
-            )
-        found[int(match[1]) if match[1].isdigit() else "cpu"] = match[2]
+        with users_own(f"model.max_memory: {text!r}", "expected DEVICE=SIZE, such as 0=20GiB or cpu=60GiB"):
+            device, size = map(str.strip, text.split("="))
+            found["cpu" if device.lower() == "cpu" else int(device)] = convert_file_size_to_int(size)
     return found
 
 

@@ -19,39 +19,35 @@ from ..settings.origin import show
 
 #: name in ``eval.split`` -> attribute of the data
 SPLITS = {"test": "test", "val": "validation"}
-#: of labelled text, what is predicted, and the ``model.task`` for it
+#: of labelled text, what it has, and what to take for it
 _TASKS = {
-    "classification": ("classes", "SequenceClassification"),
-    "regression": ("numbers", "SequenceRegression"),
-    "multi_label": ("sets of classes", "MultiLabelClassification"),
+    "classification": ("classes to predict", "model.task SequenceClassification"),
+    "regression": ("numbers to predict", "model.task SequenceRegression"),
+    "multi_label": ("sets of classes to predict", "model.task MultiLabelClassification"),
 }
 
 
 def check_task(config: Config, raw: RawData) -> None:
     """Raise ``UserError`` unless the data have what the model needs: images, text with labels, or text with answers."""
+    model, data = config.model, config.data.type
     if (raw.images is not None) != config.is_vision:
         raise UserError(
-            f"model.type = {config.model.type} takes {'images' if config.is_vision else 'text'}, but "
-            f"data.type = {config.data.type} holds {'text' if config.is_vision else 'images'}"
+            f"model.type = {model.type} takes {'images' if config.is_vision else 'text'}, but "
+            f"data.type = {data} holds {'text' if config.is_vision else 'images'}"
         )
-    model, data = config.model, config.data.type
     labelled = model.task not in LANGUAGE
-    if raw.images is None and labelled and raw.task in _TASKS and raw.task != LABELS.get(model.task, CLASSIFICATION):
-        raise UserError(
-            f"data.type = {data} has {_TASKS[raw.task][0]} to predict, and model.task is {model.task}; set model.task "
-            f"{_TASKS[raw.task][1]}"
-        )
-    if raw.images is None and (raw.task in _TASKS) != labelled:
-        raise UserError(
-            f"model.type = {model.type} is "
-            + (
-                f"a classifier, but data.type = {data} has instructions and answers and no labels; take "
-                "NAME@huggingface_llm, or name the columns text and label in data.args"
-                if labelled
-                else f"a language model, but data.type = {data} has labels and no answers; take NAME@transformers, "
-                "or data with instruction and output"
-            )
-        )
+    what, advice = "labels and no answers", "NAME@transformers, or data with instruction and output"
+    if config.is_vision or labelled and raw.task == LABELS.get(model.task, CLASSIFICATION):
+        return
+    if raw.task not in _TASKS:
+        if not labelled:
+            return
+        what, advice = "answers and no labels", "NAME@huggingface_llm, or name the columns text and label in data.args"
+    elif labelled:
+        what, advice = _TASKS[raw.task]
+    raise UserError(
+        f"model.type = {model.type} is for model.task {model.task}, but data.type = {data} has {what}; take {advice}"
+    )
 
 
 def check_head(config: Config, model: nn.Module, heads: Sequence[str]) -> None:
@@ -69,17 +65,13 @@ def check_head(config: Config, model: nn.Module, heads: Sequence[str]) -> None:
             f"lowrank.train_head = False without an adapter would train {unknown[0]}, which is of the head; take an "
             "adapter, or leave the key out"
         )
-    if told:
-        return
-    if not config.lowrank.train_head:
+    if not told and not config.lowrank.train_head:
         raise UserError("lowrank.train_head = False: the model has no head that could be left as it is")
-    if config.llm.adapter.use and not config.is_language:
+    if not told and config.llm.adapter.use and not config.is_language:
         say_once(
             f"model.type = {config.model.type}: no module at its top is called {', '.join(HEAD_MODULES)}, or is a "
-            "trainable linear one that gives the logits under a name that no other module's ends with (nor PEFT's "
-            "lora_dropout and base_layer), so no head is trained beside the adapter; if the model has a new one, call "
-            "it classifier, or, if no other module's name ends with its own, name it in modules_to_save "
-            "(llm.adapter.args)"
+            "trainable linear one that gives the logits under a name that no other module's ends with, so no head is "
+            "trained beside the adapter; call a new one classifier, or name it in modules_to_save (llm.adapter.args)"
         )
 
 
@@ -89,28 +81,20 @@ def check_splits(config: Config, data: FederatedData) -> None:
         say_once(
             f"data.splits = {config.data.splits} has no effect: the data have validation and test rows of their own"
         )
-    if not config.federate.make_global_eval and data.test is None:
+    there = {split for split, name in SPLITS.items() if getattr(data, name) is not None}
+    asked = []
+    if data.test is None and not config.federate.make_global_eval:
+        asked.append("federate.make_global_eval = False evaluates every client on its share of the test set")
+    if data.test is None and config.eval.client_scores:
+        asked.append("eval.client_scores = True evaluates the model of every client on its share of the test set")
+    # The default is to evaluate the splits that exist.
+    needed = {"test"} if set(config.eval.split) == set(Eval().split) else set(config.eval.split)
+    asked += [f"eval.split asks for {split!r}" for split in sorted(needed - there)]
+    if asked:
         raise UserError(
-            "federate.make_global_eval = False evaluates every client on its share of the test set, "
-            "but there is no test set; give data.splits a share for it"
+            f"{asked[0]}, but none is held out; give data.splits a share for it (now {list(config.data.splits)}), or "
+            "leave the key out"
         )
-    if config.eval.client_scores and data.test is None:
-        raise UserError(
-            "eval.client_scores = True evaluates the model of every client on its share of the test set, but there "
-            f"is no test set; give data.splits a share for it (now {list(config.data.splits)})"
-        )
-    for split in config.eval.split:
-        if split == "train":
-            raise UserError(
-                "eval.split: held-out data is evaluated, test or val; a round's record has the training loss already"
-            )
-        # The default is to evaluate the splits that exist.
-        asked = split == "test" or set(config.eval.split) != set(Eval().split)
-        if asked and getattr(data, SPLITS[split]) is None:
-            raise UserError(
-                f"eval.split asks for {split!r}, but the data has none; give data.splits a share "
-                f"for it (now {list(config.data.splits)}) or take it out of eval.split"
-            )
 
 
 def of_one_client(config: Config) -> Config:

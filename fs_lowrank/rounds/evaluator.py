@@ -176,19 +176,12 @@ class Evaluator:
             clients_evaluate: with ``federate.make_global_eval`` False, clients evaluate validation data.
         """
         config = self.config
-        if config.eval.save_best is not True:
-            return
-        said = "eval.save_best = True: the best round is chosen by validation data, "
-        if self.site.data.validation is None:
+        there, evaluated = self.site.data.validation is not None, config.federate.make_global_eval or clients_evaluate
+        if config.eval.save_best is True and not (there and "val" in config.eval.split and evaluated):
             raise UserError(
-                f"{said}and there are none; give data.splits a share for them (now {list(config.data.splits)})"
-            )
-        if "val" not in config.eval.split:
-            raise UserError(f"{said}which are not evaluated; add val to eval.split (now {list(config.eval.split)})")
-        if not config.federate.make_global_eval and not clients_evaluate:
-            raise UserError(
-                f"{said}and with federate.make_global_eval = False only the clients' own models are evaluated; set it "
-                "True, or leave save_best out"
+                "eval.save_best = True: the best round is chosen by validation data, and none are evaluated; give "
+                f"data.splits a share for them (now {list(config.data.splits)}), have val in eval.split (now "
+                f"{list(config.eval.split)}), and leave federate.make_global_eval True; or leave save_best out"
             )
 
     def stalled(self, history: Iterable[Mapping[str, Any]]) -> bool:

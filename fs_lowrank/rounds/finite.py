@@ -43,21 +43,20 @@ def require_whole(given: Any, before: State, method: Method) -> tuple[State, Map
     if not isinstance(given, tuple) or len(given) != 2 or not all(isinstance(part, Mapping) for part in given):
         raise WrongStep(f"{said} {show(given)}, expected the new state and the message, two mappings")
     state, message = given
-    for name, value in state.items():
-        if not isinstance(value, Tensor) and (":" not in name or type(value) not in (bool, int, float)):
-            raise WrongStep(
-                f"{said} a state in which {name} is {show(value)} ({type(value).__name__}), expected a tensor; under a "
-                f"name with a colon, such as x:{name}, a bool, int or float may be, too"
-            )
-    for name, value in message.items():
-        if not isinstance(value, Tensor):
-            raise WrongStep(f"{said} a message in which {name} is {show(value)}, expected a tensor")
+    for where, tensors in (("state", state), ("message", message)):
+        for name, value in tensors.items():
+            number = where == "state" and ":" in name and type(value) in (bool, int, float)
+            if not (isinstance(value, Tensor) or number):
+                raise WrongStep(
+                    f"{said} a {where} in which {name} is {show(value)} ({type(value).__name__}), expected a tensor; "
+                    f"in the state, under a name with a colon, such as x:{name}, a bool, int or float may be, too"
+                )
     for name, old in before.items():
         if ":" in name or not isinstance(old, Tensor):
             continue
-        new: Any = state.get(name)
-        if new is None:
+        if name not in state:
             raise WrongStep(f"{said} a state without {name}, which was in the state before the round")
+        new: Any = state[name]
         other_rank = "adapter" in tags(name) and sum(a != b for a, b in zip(new.shape, old.shape)) == 1
         if new.dtype != old.dtype or "adapter" in tags(name) and new.shape != old.shape and not other_rank:
             raise WrongStep(

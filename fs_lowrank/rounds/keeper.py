@@ -13,9 +13,8 @@ import numpy as np
 from filelock import FileLock
 from torch import nn
 
-from ..algebra import nbytes
-from ..errors import CannotContinue, RunFailed, users_own
-from ..jobs.files import cannot_read, from_json, remove_unfinished, to_json, write_text
+from ..errors import CannotContinue, DamagedFile, RunFailed, users_own
+from ..jobs.files import read_json, remove_unfinished, to_json, write_text
 from ..jobs.tables import write_tables
 from ..models.adapters import load_tensors
 from ..models.build import hub_name
@@ -201,26 +200,19 @@ class RecordKeeper:
         write_environment(self.outdir / "environment.json", self.site.new_weights, after, self.site.device)
         write_split(self.outdir, self.site.data)
         if self.config.eval.before:
-            self._evaluate_before(checkpoint)
+            self._evaluate_before(resumed=checkpoint is not None)
         return checkpoint
 
-    def _evaluate_before(self, checkpoint: Checkpoint | None) -> None:
-        """Evaluate what the run starts from, or read what its start has written.
-
-        What cannot be read is evaluated again, unless the run has changed base weights or personal tensors since.
-        """
+    def _evaluate_before(self, resumed: bool) -> None:
+        """Evaluate what the run starts from, or read what its start has written."""
         path = self.outdir / "before.json"
-        if checkpoint is not None:
+        if resumed:
             try:
-                read = from_json(path.read_bytes())
+                read = read_json(path, remedy="the result lacks the metrics before round 1")
                 self.before = {n: math.nan if v is None else float(v) for n, v in read.items() if n != "schema"}
-                return
-            except (OSError, ValueError, TypeError) as error:
-                gone = checkpoint.parts.get("base") or self.site.personal.untrained
-                then = "the result lacks the metrics before round 1" if gone else "what the run began with is evaluated"
-                logger.warning("%s", cannot_read(path, error, then))
-                if gone:
-                    return
+            except DamagedFile as error:
+                logger.warning("%s", error)
+            return
         self.site.load_global(self.site.initial_state)
         self.before = flat_metrics(self.evaluator.evaluate(self.site.initial_state))
         self.site.load_global(self.ledger.state)
@@ -276,15 +268,6 @@ class RecordKeeper:
         load_tensors(self.site.model, checkpoint.parts.get("base", {}))
         load_tensors(self.site.model, self.method.view(self.ledger.state))
 
-    def _formula_bytes(self) -> int:
-        """The papers' estimate of all traffic: twice the uplink of client 1 in each round, times the clients per round.
-
-        It ignores that nothing is sent down in round 1, that late clients are sent more, and that ranks may differ.
-        """
-        state = self.ledger.state
-        sent = sum(nbytes(self.method.expected(state, record["round"], 1)) for record in self.history)
-        return 2 * self.config.sampled_per_round * sent
-
     def result(self) -> RunResult:
         """The result as far as the model and the records are; without figures."""
         return RunResult(
@@ -305,7 +288,6 @@ class RecordKeeper:
         if self._scored:  # the record in the file may have a part of them, if the run ended early
             self._scored[0]["client_scores"] = self._scored[1]
         history, result = self.history, self.result()
-        result.facts["formula_bytes"] = self._formula_bytes()
         if any(CLIENTS in r["metrics"] for r in history):
             result.facts["own_models"] = self.evaluator.differ(self.ledger.state)
             result.facts["client_majority"] = self.site.data.client_majority

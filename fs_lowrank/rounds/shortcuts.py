@@ -43,7 +43,7 @@ class Shortcuts:
         held_out: Mapping[str, Examples | ImageExamples],
     ):
         self.config, self.data, self.method, self.held_out = config, data, method, held_out
-        self.states = SharedStates(shared_folder(), config.train.cache_frozen_shared)
+        self.states = SharedStates(shared_folder(config.train.cache_frozen_dir), config.train.cache_frozen_shared)
         self.tried = samples_to_try(data.splits())
 
     def _stacked(self, model: nn.Module) -> bool:
@@ -74,7 +74,6 @@ class Shortcuts:
             model,
             {*self.method.shared, *self.method.personal},
             limit=train.cache_frozen_bytes * share if train.cache_frozen == "auto" else 0,
-            folder=train.cache_frozen_dir or None,
             shared=self.states,
             changing=self.method.changed_base(model),
         )

@@ -27,7 +27,7 @@ from ..models.build import build_model, build_tokenizer
 from ..models.checkpointing import recompute
 from ..models.fingerprints import configuration_fingerprint, fingerprint_of
 from ..models.kinds import heads_by_place
-from ..models.machine import autocast, check_half, device_of, enough_memory, input_device
+from ..models.machine import autocast, device_of, enough_memory, input_device
 from ..models.names import is_statistic, tags
 from ..models.placing import at_home
 from ..models.quantised import count, require_bitsandbytes
@@ -108,9 +108,6 @@ class Site:
             require_bitsandbytes(f"train.optimizer.type = {optimizer}")
         self.schedule = schedule_of(config.train.scheduler, config.source)
         self.device = device_of(config)
-        for name, asked in (("train.autocast", config.train.autocast), ("lowrank.dtype", config.dtype)):
-            if asked == "bfloat16":
-                check_half(self.device, f"{name} = {asked}")
         self.method = method_of(config)
         self.tokenizer = build_tokenizer(config)
         raw = load_raw(config.data, origin=config.source, task=config.model.task)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from ..data import Examples, ImageExamples
@@ -22,7 +23,7 @@ from ..models.adapters import load_tensors
 from ..models.machine import wait
 from ..models.shortcuts.frozen import FrozenPrefix
 from ..models.shortcuts.reads import OnlyRead
-from ..models.shortcuts.slots import Apart
+from ..models.shortcuts.trials import failure
 from ..training import train_client
 from ..training.cohort import Member, apart, cohort_size, evenly, never_together, parts_of, places, train_cohort
 from ..training.local import LocalResult
@@ -76,7 +77,9 @@ class Trainer:
         if reuse and key and (found := reuse.find(key)):
             tensors, facts = found
             load_tensors(model, tensors)
-            result = LocalResult.of(facts["result"], site.device)
+            of = facts["result"]
+            mean = torch.tensor(of["loss"], dtype=torch.float64, device=site.device)
+            result = LocalResult(mean, of["steps"], of["samples"])
             return self._fitted(task, client, model, result, facts["seconds"], reused=True)
         owner, reads = f"client {client.id}", self.reads_of(model)
         result = train_client(
@@ -84,7 +87,8 @@ class Trainer:
         )
         seconds = time.perf_counter() - started
         if reuse and key:
-            reuse.keep(key, model, phases, {"result": result.facts(), "seconds": seconds})
+            of = {"loss": result.loss, "steps": result.steps, "samples": result.samples}
+            reuse.keep(key, model, phases, {"result": of, "seconds": seconds})
         return self._fitted(task, client, model, result, seconds)
 
     def reads_of(self, model: nn.Module) -> OnlyRead | None:
@@ -208,13 +212,9 @@ class Trainer:
             )
         except UserError:
             raise
-        except Apart as error:
-            self._say_alone(str(error))
-            return {}
         except Exception as error:  # of one client or of all, such as a lack of memory; alone the others can go on
             logger.debug("clients %s", clients, exc_info=True)
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            say_once(f"train.cohort: clients are trained one by one where they fail together ({reason})")
+            self._say_alone(failure(error))
             return {}
         seconds, samples = time.perf_counter() - started, sum(result.samples for result, _ in found)
         return {

@@ -253,14 +253,14 @@ class Train:
     cache_frozen: str = key("auto", choices=("auto", "off"), also={False: "off", True: "auto"}, result=False)
     #: maximum size of the cache in bytes
     cache_frozen_bytes: float = key(4e9, min=0.0, result=False)
-    #: folder for memory-mapped files; empty: in memory
+    #: folder of the files that are kept for other runs; empty: the one that `fs-lowrank cache` shows
     cache_frozen_dir: str = key("", result=False)
     #: maximum size on disk, in bytes, of what is kept for other runs (``fs-lowrank cache``); 0: nothing is
     cache_frozen_shared: float = key(8e9, min=0.0, result=False)
     #: compute the last layer's queries and feed-forward only for the positions that the loss reads
     only_read: str = key("auto", choices=("auto", "off"), also={False: "off", True: "auto"}, result=False)
-    #: blocks of samples of similar length that a batch is computed in, against padding; 0, written ``auto``, is as many
-    #: as save more than they cost
+    #: blocks of samples of similar length that a cohort's batch is computed in, against padding; 0, written ``auto``,
+    #: is as many as save more than they cost
     blocks: int = key(0, min=0, also={"auto": 0}, words="a whole number or auto", result=False)
     #: clients of a round that are trained in one forward and backward pass; 1, written ``off``: one by one; 0, written
     #: ``auto``, is as many as a GPU's memory has room for, and on a CPU ``off`` unless batches have few tokens

@@ -27,11 +27,11 @@ from ..models.names import all_tensors, select, tags, with_owners
 from ..models.shortcuts.frozen import FrozenPrefix
 from ..models.shortcuts.masks import draws
 from ..models.shortcuts.reads import OnlyRead
-from ..models.shortcuts.slots import Apart, Slots, check_modules
-from ..models.shortcuts.trials import TRIED, differing, failure, keeping_modes, rows_to_try
+from ..models.shortcuts.slots import Slots, unslotted
+from ..models.shortcuts.trials import TRIED, Unfit, differing, failure, keeping_modes, rows_to_try
 from ..seeds import derive, drawing
 from ..settings import Optimizer, Settings
-from .blocks import Blocks, drawn_by_each, masks_of, overhead
+from .blocks import ClientMasks, divide, overhead
 from .local import (
     LocalResult,
     batches_of,
@@ -92,10 +92,10 @@ def train_cohort(
         load: loads the tensors of one member, by its index, into the model. The model is left with those of the last.
         held: tags of the tensors that may differ between clients.
     Raises:
-        Apart: the clients have to be trained one by one; the message says why.
+        Unfit: the clients have to be trained one by one; the message says why.
     """
     if reason := apart(model, [member.phases for member in members]):
-        raise Apart(reason)
+        raise Unfit(reason)
     phases = members[0].phases
     slots = _slots(model, len(members), load, held, {tag for phase in phases for tag in phase.train})
     torch.manual_seed(derive(members[0].seed, "dropout", *(member.seed for member in members[1:])))
@@ -150,10 +150,10 @@ class _Training:
         self.model, self.members, self.slots, self.config = model, members, slots, config
         self.prefix, self.reads = prefix, reads
         self.device = input_device(model)
-        self.blocks = Blocks(model, config.train.blocks)
+        self.blocks, self.overhead = config.train.blocks, overhead(model)
         #: for dropout, which on a GPU is drawn for all at once
         self.draws: list[torch.Generator] = []
-        if self.blocks.drops and self.device.type == "cpu":
+        if draws(model) and self.device.type == "cpu":
             seeds = [derive(member.seed, "dropout") for member in members]
             self.draws = [torch.Generator().manual_seed(seed) for seed in seeds]
         self.orders = [np.random.default_rng(member.seed) for member in members]
@@ -195,10 +195,9 @@ class _Training:
         slot = np.repeat(list(batches), sizes)
         losses = together.losses(np.arange(len(together)))
         shares = 1 / np.maximum(np.bincount(slot, losses, len(self.members)), 1)
-        drawn: list[Tensor] = []
         own = np.split(together.lengths, np.cumsum(sizes)[:-1])
-        each_draws = drawn_by_each(own, [self.draws[i] for i in batches]) if self.draws else None
-        for part in self.blocks.parts(together, np.arange(len(together))):
+        masks = ClientMasks(own, [self.draws[i] for i in batches]) if self.draws else None
+        for part in divide(together.lengths, self.overhead, self.blocks):
             part = np.sort(part)  # by client
             if not losses[part].sum():
                 continue
@@ -207,9 +206,8 @@ class _Training:
                 (m.owner, m.examples, indices[part][slot[part] == i]) for i, m in zip(batches, members) if counts[i]
             ]
             batch = together.batch(part)
-            masks = masks_of(together.lengths, part, drawn, each_draws)() if each_draws else nullcontext()
             near = shortcuts(self.prefix, self.reads, rows, batch, self.device)
-            with near, self.slots.rows(counts.tolist()), masks:
+            with near, self.slots.rows(counts.tolist()), masks.of(part) if masks else nullcontext():
                 logits, labels = label_logits(self.model, to_device(batch, self.device))
                 each = losses_of(logits, labels)
                 each = each * self._on_device(np.repeat(shares[slot[part]], losses[part]).astype(np.float32))
@@ -260,11 +258,7 @@ def apart(model: nn.Module, phases: Sequence[Sequence[Phase]]) -> str:
     trained = select(own, {tag for phase in phases[0] for tag in phase.train})
     if base := [n for n in trained if "base" in tags(n)]:
         return f"the method trains the base ({base[0]})"
-    try:
-        check_modules(model, [n for n in trained if own[n].numel()])
-    except Apart as error:
-        return str(error)
-    return ""
+    return unslotted(model, [n for n in trained if own[n].numel()])
 
 
 def cohort_size(model: nn.Module, config: Settings, lengths: np.ndarray, depth: int) -> int:
@@ -278,12 +272,10 @@ def cohort_size(model: nn.Module, config: Settings, lengths: np.ndarray, depth: 
         return config.train.cohort
     loads, stack = config.dataloader, layer_stack(model)
     tokens = loads.batch_tokens or loads.batch_size * float(lengths.mean())
-    if stack is None:
+    if stack is None or is_encoder_decoder(model):
         return 1
     if device.type == "cpu":
         cost = overhead(model)
-        if cost == math.inf:  # of an encoder with a decoder: no batch is taken apart, and none put together
-            return 1
         return max(1, min(_MOST, int(_TOGETHER * cost / tokens))) if tokens <= _FEW * cost else 1
     if device.type != "cuda":
         return 1
@@ -346,7 +338,7 @@ def never_together(model: nn.Module, config: Settings, held: Collection[str], ex
     if not elementwise(config.train.optimizer):
         return f"train.optimizer.type = {config.train.optimizer.type} does not step each number by itself"
     candidates = [n for n, p in model.named_parameters() if tags(n) & set(held) and "base" not in tags(n) and p.numel()]
-    names = [n for n in candidates if _slotted(model, n)]
+    names = [n for n in candidates if not unslotted(model, [n])]
     own = {n: model.get_parameter(n).detach().clone() for n in names}
     if not names:
         return "no tensor that it trains is that of a linear layer or a layer norm"
@@ -365,7 +357,7 @@ def never_together(model: nn.Module, config: Settings, held: Collection[str], ex
             slots = Slots(model, each, [lora_scales(model)] * len(each), held)
             slots.trainable(held)
             training = _Training(model, members, slots, config, None, None)
-            training.blocks.whole = True
+            training.blocks = 1
             with slots.installed():
                 training.add_gradients(batches)
         stacked = [slots.stacked[n].grad for n in names]
@@ -383,8 +375,6 @@ def never_together(model: nn.Module, config: Settings, held: Collection[str], ex
             if wrong := differing(what, a, b, rounding(model)):
                 return wrong
         return ""
-    except Apart as error:
-        return str(error)
     except Exception as error:
         return failure(error)
     finally:
@@ -408,11 +398,3 @@ def _of_one(model: nn.Module, member: Member, tensors: Mapping[str, Tensor], row
 def _flat(gradients: Iterable[Iterable[Tensor | None]], like: Tensor) -> Tensor:
     every = [g.flatten().to(like) for each in gradients for g in each if g is not None]
     return torch.cat([like.new_zeros(1), *every])
-
-
-def _slotted(model: nn.Module, name: str) -> bool:
-    try:
-        check_modules(model, [name])
-    except Apart:
-        return False
-    return True

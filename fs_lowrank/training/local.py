@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,7 +22,6 @@ from ..models.shortcuts.reads import OnlyRead
 from ..seeds import derive
 from ..settings import Settings
 from ..settings.sections import Dataloader
-from .blocks import Blocks
 from .optimizer import make_optimizer
 
 if TYPE_CHECKING:
@@ -47,16 +45,6 @@ class LocalResult:
     def loss(self) -> float:
         """``mean`` as a number; who asks for it waits for the device."""
         return float(self.mean)
-
-    def facts(self) -> dict[str, float]:
-        """For a JSON file, from which ``of`` makes the result again."""
-        return {"loss": self.loss, "steps": self.steps, "samples": self.samples}
-
-    @classmethod
-    def of(cls, facts: Mapping[str, Any], device: torch.device) -> LocalResult:
-        """The result with these ``facts``, on ``device``."""
-        mean = torch.tensor(facts["loss"], dtype=torch.float64, device=device)
-        return cls(mean, facts["steps"], facts["samples"])
 
 
 def batch_indices(examples: Any, loads: Dataloader, generator: np.random.Generator) -> Iterator[np.ndarray]:
@@ -92,10 +80,11 @@ def batches_of(phase: Phase, examples: Any, config: Settings, generator: np.rand
     return itertools.islice(every, None if in_epochs else steps * config.grad.grad_accum_count)
 
 
-def _batches(size: int, config: Settings) -> tuple[int, int]:
-    """Of an epoch of a client with ``size`` samples: the number of whole batches, and the size of the last, shorter."""
-    whole, rest = divmod(size, config.dataloader.batch_size)
-    return whole, 0 if config.dataloader.drop_last and whole else rest
+def _epoch(size: int, loads: Dataloader) -> tuple[int, int]:
+    """Of an epoch of a client with ``size`` samples: the number of batches, and of the samples in them."""
+    whole, rest = divmod(size, loads.batch_size)
+    rest = 0 if loads.drop_last and whole else rest
+    return whole + bool(rest), whole * loads.batch_size + rest
 
 
 def steps_taken(size: int, phases: Sequence[Phase], config: Settings) -> int:
@@ -106,9 +95,9 @@ def steps_taken(size: int, phases: Sequence[Phase], config: Settings) -> int:
     steps = [config.train.local_update_steps if p.steps is None else p.steps for p in phases]
     if config.train.batch_or_epoch == "batch":
         return sum(steps)
-    whole, rest = _batches(size, config)
+    batches, _ = _epoch(size, config.dataloader)
     # Gradients are accumulated from one epoch into the next; the last step may have fewer batches.
-    return sum(-(-epochs * (whole + bool(rest)) // config.grad.grad_accum_count) for epochs in steps)
+    return sum(-(-epochs * batches // config.grad.grad_accum_count) for epochs in steps)
 
 
 def samples_trained(size: int, phases: Sequence[Phase], config: Settings) -> int | None:
@@ -117,18 +106,15 @@ def samples_trained(size: int, phases: Sequence[Phase], config: Settings) -> int
     The last batch of an epoch is smaller than the others, and so is every batch of a client with less than a batch.
     None if the number depends on the order that is drawn: steps of ``dataloader.batch_tokens``.
     """
-    if config.dataloader.batch_tokens and config.train.batch_or_epoch == "batch":
+    steps = [config.train.local_update_steps if p.steps is None else p.steps for p in phases]
+    loads, in_epochs = config.dataloader, config.train.batch_or_epoch == "epoch"
+    if loads.batch_tokens and not in_epochs:
         return None
-    batch, (whole, rest) = config.dataloader.batch_size, _batches(size, config)
-    epoch, total = whole * batch + rest, 0
-    for phase in phases:
-        steps = config.train.local_update_steps if phase.steps is None else phase.steps
-        if config.train.batch_or_epoch == "epoch":
-            total += steps * epoch
-        else:
-            epochs, batches = divmod(steps * config.grad.grad_accum_count, whole + bool(rest))
-            total += epochs * epoch + batches * batch
-    return total
+    batches, samples = _epoch(size, loads)
+    if in_epochs:
+        return (size if loads.batch_tokens else samples) * sum(steps)
+    taken = (divmod(number * config.grad.grad_accum_count, batches) for number in steps)
+    return sum(epochs * samples + more * loads.batch_size for epochs, more in taken)
 
 
 def passes_of(config: Settings, sizes: np.ndarray, length: float) -> np.ndarray:
@@ -297,7 +283,7 @@ def train_client(
     model.train()
     if prefix is not None:
         prefix.eval_below()
-    settings, blocks = config.train.optimizer, Blocks(model, config.train.blocks)
+    settings = config.train.optimizer
     total, steps, samples = torch.zeros((), device=device), 0, 0
     with _same_counts(model):
         for phase in phases:
@@ -306,18 +292,14 @@ def train_client(
             resting = resting_by_step(phase, model.named_parameters())
             batches_per_step, pending, before = config.grad.grad_accum_count, 0, steps
             for indices in batches_of(phase, examples, config, order):
-                penalty = phase.penalty
-                for part, share, masks in blocks.of(examples, indices):
-                    batch = examples.batch(part, augment)
-                    near = shortcuts(prefix, reads, [(owner, examples, part)], batch, device)
-                    with near, masks() if masks else nullcontext():
-                        loss = loss_of(model, to_device(batch, device))
-                        loss = share * loss if share != 1 else loss
-                        total += loss.detach()
-                        if penalty is not None:
-                            loss, penalty = loss + penalty(model), None
-                        # Within the contexts, as it may compute layers again.
-                        (loss / batches_per_step if batches_per_step > 1 else loss).backward()
+                batch = examples.batch(indices, augment)
+                with shortcuts(prefix, reads, [(owner, examples, indices)], batch, device):
+                    loss = loss_of(model, to_device(batch, device))
+                    total += loss.detach()
+                    if phase.penalty is not None:
+                        loss = loss + phase.penalty(model)
+                    # Within the context, as it may compute layers again.
+                    (loss / batches_per_step if batches_per_step > 1 else loss).backward()
                 pending, steps, samples = pending + 1, steps + 1, samples + len(indices)
                 if pending == batches_per_step:
                     _step(optimizer, parameters, next(resting), config)

@@ -5,42 +5,9 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable
-from functools import partial
+from typing import Any
 
 import numpy as np
-
-
-def _f1(predicted: np.ndarray, labels: np.ndarray, classes: int) -> float:
-    """Of two classes that of the second, as in GLUE; of more, and of sets of classes, the mean over the classes."""
-    from sklearn.metrics import f1_score
-
-    average = "binary" if labels.ndim == 1 and classes == 2 else "macro"
-    return float(f1_score(labels, predicted, average=average, zero_division=0.0))
-
-
-def _matthews(predicted: np.ndarray, labels: np.ndarray) -> float:
-    from sklearn.metrics import matthews_corrcoef
-
-    return float(matthews_corrcoef(labels, predicted))
-
-
-def _pearson(predicted: np.ndarray, labels: np.ndarray) -> float:
-    from scipy.stats import pearsonr
-
-    return float(pearsonr(labels, predicted).statistic) if len(labels) > 1 else math.nan
-
-
-def _spearman(predicted: np.ndarray, labels: np.ndarray) -> float:
-    from scipy.stats import spearmanr
-
-    return float(spearmanr(labels, predicted).statistic) if len(labels) > 1 else math.nan
-
-
-_FUNCTIONS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
-    "matthews": _matthews,
-    "pearson": _pearson,
-    "spearman": _spearman,
-}
 
 
 def of_outputs(names: Iterable[str]) -> list[str]:
@@ -55,10 +22,18 @@ def measure(names: Iterable[str], predicted: np.ndarray, labels: np.ndarray, cla
         predicted, labels: classes or numbers, ``(n,)``; of sets of classes 0 and 1, ``(n, classes)``.
         classes: how many the model tells apart, also if some of them do not occur; 1 for numbers.
     """
-    functions: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
-        **_FUNCTIONS,
-        "f1": partial(_f1, classes=classes),
+    from scipy.stats import pearsonr, spearmanr
+    from sklearn.metrics import f1_score, matthews_corrcoef
+
+    # Of two classes F1 is that of the second, as in GLUE; of more, and of sets of classes, the mean over the classes.
+    average = "binary" if labels.ndim == 1 and classes == 2 else "macro"
+    several = len(labels) > 1
+    functions: dict[str, Callable[[], Any]] = {
+        "f1": lambda: f1_score(labels, predicted, average=average, zero_division=0.0),
+        "matthews": lambda: matthews_corrcoef(labels, predicted),
+        "pearson": lambda: pearsonr(labels, predicted).statistic if several else math.nan,
+        "spearman": lambda: spearmanr(labels, predicted).statistic if several else math.nan,
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of constant input, whose correlation is NaN
-        return {name: functions[name](predicted, labels) for name in names}
+        return {name: float(functions[name]()) for name in names}

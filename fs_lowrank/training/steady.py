@@ -7,9 +7,6 @@ from the first short batch on, and dynamically scaled positions depend on the lo
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -31,7 +28,7 @@ def check_steady(model: nn.Module, examples: Examples) -> None:
     Raises:
         UserError: their logits differ.
     """
-    rows, device, before = rows_to_try(examples.lengths, 3), input_device(model), _attributes(model)
+    rows, device, name = rows_to_try(examples.lengths, 3), input_device(model), type(unwrapped(model)).__name__
 
     def logits(*rows: int) -> Tensor:
         with drawing(0):
@@ -48,36 +45,14 @@ def check_steady(model: nn.Module, examples: Examples) -> None:
     for row in rows:
         # The same is computed again, so nothing is rounded otherwise.
         if first[row].numel() and (wrong := differing("logits", first[row], again[row], 0.0, least=1e-5)):
-            raise UserError(_refusal(model, before, f"{wrong} for a text of {examples.lengths[row]} tokens"))
+            raise UserError(
+                f"model.type: the results of {name} depend on the texts computed before: {wrong} for a text of "
+                f"{examples.lengths[row]} tokens. A resumed run or one of two processes would end elsewhere; cut texts "
+                "to a smaller llm.tok_len, or take another model"
+            )
     alone = torch.cat([first[row] for row in rows])
     if alone.numel() and (wrong := differing("logits", alone, beside, rounding(model), least=1e-3)):
         say_once(
-            f"model.type: the results of {type(unwrapped(model)).__name__} for a text depend on the texts of its "
-            f"batch: {wrong}; cut texts to a smaller llm.tok_len, or take batches of one (dataloader.batch_size, "
-            "eval.batch_size)"
+            f"model.type: the results of {name} for a text depend on the texts of its batch: {wrong}; cut texts to a "
+            "smaller llm.tok_len, or take batches of one (dataloader.batch_size, eval.batch_size)"
         )
-
-
-def _attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Attributes of all modules that are a number, also as a tensor, or a text, by the module's name and their own."""
-    return {
-        (place, name): value.item() if isinstance(value, Tensor) else value
-        for place, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, (bool, int, float, str)) or isinstance(value, Tensor) and value.ndim == 0
-    }
-
-
-def _refusal(model: nn.Module, before: dict[tuple[str, str], Any], wrong: str) -> str:
-    now, inner = _attributes(model), unwrapped(model)
-    said, way = "", "cut texts to a smaller llm.tok_len, or take another model"
-    for key, value in before.items():
-        if (new := now.get(key, value)) != value:
-            said = f", since its {key[1]} changed from {value!r} to {new!r}"
-            if hasattr(getattr(inner, "config", None), key[1]):
-                way = f'write "{key[1]}": {json.dumps(new)} into the config.json of a copy of the model'
-            break
-    return (
-        f"model.type: the results of {type(inner).__name__} depend on the texts computed before: {wrong}{said}. "
-        f"A resumed run or one of two processes would end elsewhere; {way}"
-    )

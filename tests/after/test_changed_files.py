@@ -68,7 +68,7 @@ def content(name, change):
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 DAMAGE = {
-    "prefixed": (tensors(lambda all: {f"x.{n}": t for n, t in all.items()}), FILE, "under other names: 'x.base_model"),
+    "prefixed": (tensors(lambda all: {f"x.{n}": t for n, t in all.items()}), FILE, r"of other names \(x.base_model"),
     "no lora_B": (tensors(lambda all: {n: t for n, t in all.items() if "lora_B" not in n}), FILE, "lora_B.weight"),
     "one more": (tensors(lambda all: {**all, "y": torch.ones(2)}), FILE, r"there is no place for \(y\)"),
     "shape": (

@@ -1,13 +1,10 @@
 """Runs with cached outputs of the frozen layers, compared with runs that compute them each time."""
 
 import logging
-import resource
 
 import pytest
 import torch
 from transformers import AutoTokenizer, FNetConfig, FNetModel
-
-from fs_lowrank import UserError
 
 pytestmark = pytest.mark.more
 
@@ -69,27 +66,8 @@ def test_in_memory_and_in_files(make, task, tmp_path):
     memory, files = make(task, {}), make(task, {"train.cache_frozen_dir": str(folder)})
     memory.run()
     files.run()
-    assert files.site.prefix.kept and folder.is_dir() and not list(folder.iterdir())
+    assert files.site.prefix.kept and list(folder.glob("*.safetensors"))
     assert all(torch.equal(memory.ledger.state[n], files.ledger.state[n]) for n in memory.ledger.state)
-
-
-def test_a_file_in_place_of_the_folder_is_an_error_before_training(make, tmp_path):
-    (tmp_path / "states").write_text("")
-    with pytest.raises(UserError, match="train.cache_frozen_dir: .*states cannot hold the states of frozen layers"):
-        make("encoder", {"train.cache_frozen_dir": str(tmp_path / "states")})
-
-
-def test_a_full_disk_is_an_error_before_anything_is_mapped(make, tmp_path):
-    """A limit on the size of files imitates a full disk: the system refuses the same call."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    engine = make("encoder", {"train.cache_frozen_dir": str(tmp_path / "states")})
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
-    try:
-        with pytest.raises(UserError, match="cache_frozen_dir: .*states cannot hold the states .* another folder"):
-            engine.run()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert not list((tmp_path / "states").iterdir())
 
 
 @pytest.mark.slow

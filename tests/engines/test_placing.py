@@ -71,5 +71,5 @@ def test_what_does_not_go_together_is_refused_in_one_line(settings, keys, words)
 
 
 def test_a_size_that_cannot_be_read(make_engine):
-    with pytest.raises(UserError, match="model.max_memory: 'cpu:2'; expected DEVICE=SIZE"):
+    with pytest.raises(UserError, match="model.max_memory: 'cpu:2' raises .*; expected DEVICE=SIZE"):
         make_engine("causal", {**SPREAD, "model.max_memory": ["cpu:2"]})

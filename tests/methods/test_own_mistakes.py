@@ -132,7 +132,7 @@ WRONG = {
     ),
     "a name": (lambda s, m: ({**s, "count": 3}, m), r"count is 3 \(int\).* such as x:count, a bool, int or float"),
     "a list": (lambda s, m: ({**s, "x:count": [1, 2]}, m), r"x:count is \[1, 2\] \(list\)"),
-    "a message": (lambda s, m: (s, {**m, "x:count": 3}), "a message in which x:count is 3, expected a tensor"),
+    "a message": (lambda s, m: (s, {**m, "x:count": 3}), r"a message in which x:count is 3 \(int\), expected a tensor"),
 }
 
 

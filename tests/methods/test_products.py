@@ -227,12 +227,6 @@ def test_factors_of_a_weight_that_is_another_layers_too_are_refused(toy):
         create_method("fedhm", adapter=AdapterSpec(r=2, target_modules=("down",)), rank_factors=(2,)).adapt(net)
 
 
-def test_a_dilated_layer_that_no_pair_of_peft_fits_is_refused():
-    with pytest.raises(UserError, match="conv is dilated while PEFT's pair is not, so their outputs differ in size"):
-        of_convolution("fedlora").adapt(Convolution(dilation=2))
-    of_convolution("fedlora").adapt(Convolution(dilation=2, padding="same"))
-
-
 def test_a_nested_client_computes_convolutions_of_one_axis():
     method, x = of_convolution("mfedloru", nested_ranks=(2,)), torch.randn(3, 4, 9)
     model, plain = method.adapt(Convolution(stride=2)), Convolution(stride=2)

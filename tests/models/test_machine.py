@@ -12,7 +12,7 @@ from fs_lowrank import UserError, load_config
 from fs_lowrank.finished import load_run
 from fs_lowrank.methods.one_shot.base import logits_of
 from fs_lowrank.models.curvature import count_classes
-from fs_lowrank.models.machine import autocast, check_half, device_of, input_device
+from fs_lowrank.models.machine import autocast, device_of, input_device
 from fs_lowrank.seeds import drawing
 from fs_lowrank.training.generate import continue_prompts
 
@@ -41,23 +41,6 @@ def test_a_gpu_that_is_not_there_is_refused(settings, gpus):
     gpus(0)
     with pytest.raises(UserError, match="torch finds no GPU"):
         asked(-1)
-
-
-def test_bfloat16_is_asked_of_the_gpu_of_the_run(monkeypatch):
-    current = []
-
-    @contextlib.contextmanager
-    def within(device):
-        current.append(device.index)
-        yield
-        current.pop()
-
-    monkeypatch.setattr(torch.cuda, "device", within)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: current == [0])
-    check_half(torch.device("cuda", 0), "lowrank.dtype")
-    with pytest.raises(UserError, match="lowrank.dtype: GPU 1 does not compute in bfloat16"):
-        check_half(torch.device("cuda", 1), "lowrank.dtype")
 
 
 def computed_in(model, do):

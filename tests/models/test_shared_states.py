@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import fs_lowrank
 from fs_lowrank.models.shortcuts.frozen import FrozenPrefix
-from fs_lowrank.models.shortcuts.states import Entry, SharedStates, shared_folder
+from fs_lowrank.models.shortcuts.states import SharedStates, shared_folder
 from fs_lowrank.rounds.site import Site
 
 
@@ -184,7 +183,7 @@ def test_entries_that_are_removed_or_replaced_while_they_are_mapped(folder, capl
     values = torch.arange(4000.0).reshape(100, 40)
     store.get("a", lambda: values)
     mapped = store.get("a", lambda: pytest.fail("it is there"))
-    SharedStates(folder, 1e6)._write("a", values + 1, {})  # another process has made it again
+    SharedStates(folder, 1e6)._write("a", values + 1)  # another process has made it again
     assert torch.equal(mapped, values)
     assert store.make_room(0) == 1 and torch.equal(mapped, values)
     (folder / ".b.safetensors.1.writing").write_bytes(b"of a process that was killed")
@@ -248,25 +247,6 @@ def test_a_full_disk_leaves_what_was_computed(folder, caplog):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert caplog.text.count("cannot be used") == 1 and not list(folder.glob("*.safetensors"))
     assert not list(folder.glob(".*.writing")), "nothing is left of it"
-
-
-def test_what_the_entries_are_of(folder):
-    store = SharedStates(folder, 1e6)
-    assert store.contents() == []
-    about = {"model": "BertForSequenceClassification", "layers": "2 of 3", "samples": "4"}
-    store.get("a", lambda: torch.ones(7, 3), about)
-    save_file({"states": torch.ones(5, 3)}, folder / "b.safetensors", {"crc32": "1"})  # as an earlier version wrote it
-    (folder / "c.safetensors").write_text("no")
-    save_file({"other": torch.ones(5, 3)}, folder / "d.safetensors")
-    for i, name in enumerate("cbad"):
-        os.utime(folder / f"{name}.safetensors", (i, i))
-    size = {name: (folder / f"{name}.safetensors").stat().st_size for name in "abcd"}
-    assert store.contents() == [
-        Entry("damaged", "", "", None, size["d"], 3),
-        Entry("BertForSequenceClassification", "2 of 3", "4", 7, size["a"], 2),
-        Entry("of an earlier version", "", "", 5, size["b"], 1),
-        Entry("damaged", "", "", None, 2, 0),
-    ]
 
 
 @pytest.mark.more

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fs_lowrank.models.shortcuts.slots import Apart, Rows, Slots, _products
+from fs_lowrank.models.shortcuts.slots import Rows, Slots, _products
+from fs_lowrank.models.shortcuts.trials import Unfit
 
 CPU = torch.device("cpu")
 
@@ -82,11 +83,11 @@ def test_slots_are_filled_up_where_products_are_batched():
 
 def test_an_input_without_the_batchs_rows(clients):
     slots = Slots(clients[0], [held(net) for net in clients], [{}] * 3, {"head"})
-    with slots.installed(), slots.rows((1, 1, 1)), pytest.raises(Apart, match="norm is computed for 2 rows of a"):
+    with slots.installed(), slots.rows((1, 1, 1)), pytest.raises(Unfit, match="norm is computed for 2 rows of a"):
         clients[0](torch.randn(2, 5, dtype=torch.float64))
 
 
 def test_other_modules_have_no_slots():
     net = nn.Sequential(nn.Conv1d(2, 2, 1))
-    with pytest.raises(Apart, match="0.weight is a tensor of Conv1d"):
+    with pytest.raises(Unfit, match="0.weight is a tensor of Conv1d"):
         Slots(net, [{"0.weight": torch.randn(2, 2, 1)} for _ in range(2)], [{}] * 2, ())

@@ -158,15 +158,10 @@ def test_off_or_nothing_to_choose_by(make):
 
 
 @pytest.mark.parametrize(
-    "keys, message",
-    [
-        ({"data.splits": [0.8, 0.0, 0.2]}, "and there are none; give data.splits a share for them"),
-        ({"eval.split": ["test"]}, r"which are not evaluated; add val to eval.split \(now \['test'\]\)"),
-        ({"federate.make_global_eval": False}, "only the clients' own models are evaluated; set it True, or leave"),
-    ],
+    "keys", [{"data.splits": [0.8, 0.0, 0.2]}, {"eval.split": ["test"]}, {"federate.make_global_eval": False}]
 )
-def test_it_is_refused_where_no_validation_data_are_evaluated(make, keys, message):
-    with pytest.raises(UserError, match=f"eval.save_best = True: .*{message}"):
+def test_it_is_refused_where_no_validation_data_are_evaluated(make, keys):
+    with pytest.raises(UserError, match="eval.save_best = True: .*none are evaluated; give data.splits a share"):
         fs_lowrank.run(make("refused", {**keys, "eval.save_best": True}))
     assert not list(Path(make("refused").outdir).glob("*.jsonl"))
 

@@ -131,5 +131,5 @@ def test_before_round_1(make):
 
 
 def test_without_a_test_set_it_is_refused(make):
-    with pytest.raises(UserError, match="eval.client_scores = True .* there is no test set; give data.splits a share"):
+    with pytest.raises(UserError, match="eval.client_scores = True .* but none is held out; give data.splits a share"):
         fs_lowrank.run(make("none", {"data.splits": [0.8, 0.2, 0.0]}))

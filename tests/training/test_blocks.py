@@ -1,4 +1,4 @@
-"""A batch in blocks of similar length gives the gradients of the whole batch."""
+"""A cohort's batch in blocks of similar length; that they give the gradients of the batch is in ``test_cohorts``."""
 
 import copy
 import itertools
@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from fs_lowrank.config import load_config
 from fs_lowrank.data import Examples
@@ -14,9 +14,10 @@ from fs_lowrank.methods import Phase
 from fs_lowrank.models.adapters import add_adapter
 from fs_lowrank.models.shortcuts.frozen import FrozenPrefix
 from fs_lowrank.models.shortcuts.reads import OnlyRead
+from fs_lowrank.models.shortcuts.trials import Unfit
 from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.training import train_client
-from fs_lowrank.training.blocks import Blocks, divide, overhead
+from fs_lowrank.training.blocks import ClientMasks, divide, overhead
 
 pytestmark = pytest.mark.more
 
@@ -56,39 +57,25 @@ def test_a_batch_that_is_not_divided_keeps_its_order():
     assert divide(np.array([5, 5, 5]), 0.0, 3)[0].tolist() == [0, 1, 2]
 
 
-def make(task, dropout):
+def make(dropout):
     torch.manual_seed(0)
-    if task == "opt":
-        sizes = {**SIZES, "word_embed_proj_dim": 32, "ffn_dim": 48}
-        config = AutoConfig.for_model("opt", **sizes, dropout=dropout, attention_dropout=dropout)
-        model, modules = AutoModelForCausalLM.from_config(config), ("q_proj", "v_proj")
-    elif task == "classes":
-        config = AutoConfig.for_model(
-            "bert", **SIZES, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout
-        )
-        model, modules = AutoModelForSequenceClassification.from_config(config), ("query", "value")
-    else:
-        config = AutoConfig.for_model("llama", **SIZES, num_key_value_heads=2, attention_dropout=dropout)
-        model, modules = AutoModelForCausalLM.from_config(config), ("q_proj", "v_proj")
-    spec = AdapterSpec(r=2, lora_alpha=4, lora_dropout=dropout, target_modules=modules, layers=(1, 2))
-    model = add_adapter(model, spec, seed=0)
+    config = AutoConfig.for_model("bert", **SIZES, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+    spec = AdapterSpec(r=2, lora_alpha=4, lora_dropout=dropout, target_modules=("query", "value"), layers=(1, 2))
+    model = add_adapter(AutoModelForSequenceClassification.from_config(config), spec, seed=0)
     for n, parameter in model.named_parameters():
         if "lora_B" in n:
             torch.nn.init.normal_(parameter, std=0.2)
     return model.double()
 
 
-def examples(task, count=11):
+def examples(count=11):
     draw = np.random.default_rng(3)
     rows = [draw.integers(4, 40, n) for n in draw.integers(3, 20, count)]
-    if task == "classes":
-        return Examples({"input_ids": rows}, draw.integers(0, 2, count))
-    answers = [np.where(np.arange(len(r)) < len(r) - draw.integers(1, len(r)), -100, r) for r in rows]
-    return Examples({"input_ids": rows, "labels": answers})
+    return Examples({"input_ids": rows}, draw.integers(0, 2, count))
 
 
-def trained(model, data, phase, shortcuts=True, **keys):
-    """All tensors that training changes, from the same start, and its mean loss."""
+def trained(model, data, phase, shortcuts=True):
+    """All tensors that training changes, from the same start."""
     model = copy.deepcopy(model)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     config = load_config(
@@ -99,7 +86,6 @@ def trained(model, data, phase, shortcuts=True, **keys):
             "train.local_update_steps": 3,
             "train.batch_or_epoch": "epoch",
             "train.optimizer": {"type": "SGD", "momentum": 0.9},
-            **keys,
         }
     )
     kept = {}
@@ -108,46 +94,8 @@ def trained(model, data, phase, shortcuts=True, **keys):
         prefix.plan({"a": (data, 9)})
         reads.check(data)
         kept = {"owner": "a", "prefix": prefix, "reads": reads}
-    result = train_client(model, data, [phase], config, lr=0.1, seed=4, **kept)
-    return {n: p.detach() for n, p in model.named_parameters() if not torch.equal(p, before[n])}, result
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("task", ["classes", "answers"])
-@pytest.mark.parametrize("keys", [{}, {"grad.grad_clip": 0.01}, {"grad.grad_accum_count": 2}], ids=str)
-def test_training_in_blocks_is_training_on_the_batch(task, dropout, keys):
-    model, data, phase = make(task, dropout), examples(task), Phase(("adapter", "head"))
-    plain, before = trained(model, data, phase, shortcuts=False, **{**keys, "train.blocks": 1})
-    # In the layers that only the plain training computes, dropout draws, too.
-    for shortcuts in (False, True) if dropout == 0 else (False,):
-        for blocks in (2, 20):
-            ours, result = trained(model, data, phase, shortcuts, **{**keys, "train.blocks": blocks})
-            assert (result.steps, result.samples) == (before.steps, before.samples)
-            assert result.loss == pytest.approx(before.loss, rel=1e-6)
-            assert ours.keys() == plain.keys() and ours
-            for name, value in plain.items():
-                torch.testing.assert_close(ours[name], value, atol=1e-7, rtol=1e-5)
-
-
-@pytest.mark.parametrize("task", ["classes", "answers"])
-def test_blocks_with_kept_states_and_dropout(task):
-    model, data, phase = make(task, 0.2), examples(task), Phase(("adapter", "head"))
-    whole, _ = trained(model, data, phase, **{"train.blocks": 1})
-    blocks, _ = trained(model, data, phase, **{"train.blocks": 4})
-    for name, value in whole.items():
-        torch.testing.assert_close(blocks[name], value, atol=1e-7, rtol=1e-5)
-
-
-def test_a_model_whose_dropout_would_be_another_is_trained_on_the_whole_batch(caplog):
-    """OPT draws a number of its own in every forward pass in training, so blocks would change what follows."""
-    model, data, phase = make("opt", 0.2), examples("answers"), Phase(("adapter", "head"))
-    plain, before = trained(model, data, phase, shortcuts=False, **{"train.blocks": 1})
-    ours, result = trained(model, data, phase, shortcuts=False, **{"train.blocks": 2})
-    assert result.loss == before.loss and ours.keys() == plain.keys()
-    assert all(torch.equal(ours[name], value) for name, value in plain.items())
-    assert (
-        "train.blocks: a batch of OPTForCausalLM is not divided (its blocks draw other random numbers)" in caplog.text
-    )
+    train_client(model, data, [phase], config, lr=0.1, seed=4, **kept)
+    return {n: p.detach() for n, p in model.named_parameters() if not torch.equal(p, before[n])}
 
 
 class Flat(torch.nn.Module):
@@ -162,38 +110,39 @@ class Flat(torch.nn.Module):
 
 
 def test_dropout_that_no_mask_fits(caplog):
-    model, data, phase = make("classes", 0.0), examples("classes"), Phase(("adapter", "head"))
+    model, data, phase = make(0.0), examples(), Phase(("adapter", "head"))
     layer = model.base_model.model.bert.encoder.layer[-1].intermediate
     layer.dense = Flat(layer.dense)
-    plain, _ = trained(model, data, phase, shortcuts=False, **{"train.blocks": 1})
-    whole, _ = trained(model, data, phase, **{"train.blocks": 1})
-    blocks, _ = trained(model, data, phase, shortcuts=False, **{"train.blocks": 2})
+    plain, ours = trained(model, data, phase, shortcuts=False), trained(model, data, phase)
     for name, value in plain.items():
-        assert torch.equal(blocks[name], value)
-        torch.testing.assert_close(whole[name], value, atol=1e-7, rtol=1e-5)
-    assert "train.blocks: a batch of BertForSequenceClassification is not divided" in caplog.text
+        torch.testing.assert_close(ours[name], value, atol=1e-7, rtol=1e-5)
     assert "train.only_read: the last layer of BertForSequenceClassification cannot be computed for some" in caplog.text
     assert "in training" in caplog.text
 
 
-def test_a_penalty_counts_once():
-    model, data = make("classes", 0.0), examples("classes")
-
-    def penalty(model):
-        return sum((p**2).sum() for p in model.parameters() if p.requires_grad)
-
-    phase = Phase(("adapter", "head"), penalty=penalty)
-    whole, before = trained(model, data, phase, **{"train.blocks": 1})
-    blocks, result = trained(model, data, phase, **{"train.blocks": 3})
-    assert result.loss == pytest.approx(before.loss, rel=1e-6)
-    for name, value in whole.items():
-        torch.testing.assert_close(blocks[name], value, atol=1e-7, rtol=1e-5)
+@pytest.mark.parametrize("part", [[0, 1, 2, 3, 4], [4, 0]])
+def test_each_client_draws_the_masks_that_it_draws_alone(part):
+    lengths, part = [np.array([3, 2]), np.array([4, 1, 2])], np.array(part)
+    masks = ClientMasks(lengths, [torch.Generator().manual_seed(seed) for seed in (0, 1)])
+    sides = (len(part), int(np.concatenate(lengths)[part].max()), 6)
+    with masks.of(part):
+        ours = torch.nn.functional.dropout(torch.ones(sides), 0.5)
+    alone = [
+        torch.empty(len(own), int(own.max()), 6).bernoulli_(0.5, generator=torch.Generator().manual_seed(seed)) * 2
+        for seed, own in enumerate(lengths)
+    ]
+    rows = [row for client in alone for row in client]
+    for mask, i in zip(ours, part):
+        both = min(len(mask), len(rows[i]))
+        assert torch.equal(mask[:both], rows[i][:both])
+    with pytest.raises(Unfit, match="is not drawn sample by sample"), masks.of(part):
+        torch.nn.functional.dropout(torch.ones(7, 6), 0.5)
 
 
 def test_auto_divides_where_layers_are_wide():
     """The decision follows from the sizes of the layers and the lengths."""
     lengths = np.array([8, 60, 9, 61, 8, 62, 9, 60])
-    assert len(divide(lengths, overhead(make("classes", 0.0)))) == 1, "a narrow layer costs nothing but its overhead"
+    assert len(divide(lengths, overhead(make(0.0)))) == 1, "a narrow layer costs nothing but its overhead"
     with torch.device("meta"):
         wide = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("bert", num_hidden_layers=2))
     assert len(divide(lengths, overhead(wide))) == 1, "an unknown device is taken for a GPU"
@@ -203,16 +152,3 @@ def test_auto_divides_where_layers_are_wide():
         [[8, 8, 9, 9], [60, 60, 61, 62]],
         [[60, 60, 61, 62], [8, 8, 9, 9]],
     )
-
-
-def test_a_loss_of_routers_is_not_divided():
-    model, data = make("answers", 0.0), examples("answers")
-    model.config.output_router_logits = True
-    assert len(Blocks(model, 4).of(data, np.arange(5))) == 1
-
-
-def test_a_sample_without_a_label_has_no_share():
-    data = examples("answers", 4)
-    data.columns["labels"][0][:] = -100
-    parts = Blocks(make("answers", 0.0), 4).of(data, np.arange(4))
-    assert sum(share for _, share, _ in parts) == pytest.approx(1) and 0 not in np.concatenate([p for p, _, _ in parts])

@@ -44,21 +44,10 @@ def texts(*lengths):
     return Examples({"input_ids": [draw.integers(4, 40, n) for n in lengths]}, np.zeros(len(lengths), dtype=int))
 
 
-@pytest.mark.parametrize(
-    "kind, keys, expected",
-    [
-        (
-            "big_bird",
-            BIG_BIRD,
-            "its attention_type changed from 'block_sparse' to 'original_full'.* elsewhere; "
-            'write "attention_type": "original_full" into the config.json',
-        ),
-        ("llama", DYNAMIC, "its max_seq_len_cached changed from 16 to 48.* elsewhere; cut texts to a smaller llm.tok"),
-    ],
-)
-def test_a_model_that_its_batches_change_is_refused(kind, keys, expected):
+@pytest.mark.parametrize("kind, keys", [("big_bird", BIG_BIRD), ("llama", DYNAMIC)])
+def test_a_model_that_its_batches_change_is_refused(kind, keys):
     model, data = model_of(kind, **keys), texts(40, 3, 6, 20, 48)
-    with pytest.raises(UserError, match=f"the results of .* depend on the texts computed before: .*{expected}"):
+    with pytest.raises(UserError, match="the results of .* depend on the texts computed before: .* elsewhere; cut"):
         check_steady(model.train(), data)
     assert model.training
 

@@ -21,7 +21,6 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,9 +34,9 @@ from ..kinds import unwrapped
 from ..machine import gathered, input_device, machine, rounding
 from ..names import tags
 from ..quantised import beside, own_tensors
-from .reads import Attending, Enough, Unused, giving, instead, outermost
-from .states import SharedStates, file_of_one_run
-from .trials import differing, failure, keeping_modes, rows_to_try, with_gradients
+from .reads import Attending, Enough, giving, instead, outermost
+from .states import SharedStates
+from .trials import Unfit, differing, failure, keeping_modes, rows_to_try, with_gradients
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -80,8 +79,7 @@ class FrozenPrefix:
         model: the adapted model.
         trainable: tags of all parameters that are trained in any phase.
         limit: maximum size of the cache in bytes; other states are computed each time.
-        folder: folder for memory-mapped files, instead of memory.
-        shared: where states are kept for other runs and processes, if its limit is not 0; without ``folder`` only.
+        shared: where states are kept for other runs and processes, if its limit is not 0; None: in memory.
         changing: names of the base weights that the method changes; None: only states are cached, no keys and values.
     """
 
@@ -90,12 +88,11 @@ class FrozenPrefix:
         model: nn.Module,
         trainable: set[str],
         limit: float,
-        folder: str | Path | None = None,
         shared: SharedStates | None = None,
         changing: Collection[str] | None = None,
     ):
         self.model, self.changing = model, changing
-        self.shared = shared if shared is not None and shared.limit > 0 and not folder else None
+        self.shared = shared if shared is not None and shared.limit > 0 else None
         stack = layer_stack(model)
         self.layers = list(stack[1]) if stack else []
         name = stack[0] + "." if stack else ""
@@ -111,7 +108,7 @@ class FrozenPrefix:
         self.parts: dict[str, int] = {}
         self.first = Attending(self.layers[self.depth]) if self.depth else None
         self.place = f"{name}{self.depth}."
-        self.limit, self.folder = limit, Path(folder) if folder else None
+        self.limit = limit
         self.below: list[nn.Module] = []
         #: number of outputs of each block that has run; 0 for a bare tensor
         self.outputs: dict[nn.Module, int] = {}
@@ -147,8 +144,6 @@ class FrozenPrefix:
                 not cached.
             clients: further owners, who come after those.
             trial: samples of lengths from the shortest to the longest of all owners; None: those of the first owner.
-        Raises:
-            UserError: the folder cannot be created or written to.
         """
         groups = [group for group in (Owners.of(owners), clients) if group is not None and len(group.names)]
         trial = groups[0].examples(0) if trial is None else trial
@@ -181,8 +176,6 @@ class FrozenPrefix:
                 wrong,
             )
             self.budget, remaining = dict.fromkeys(owners, False), self.limit
-        elif kept and self.folder:
-            file_of_one_run(self.folder, (1, 1), self.dtype)  # it can be written to
         self.planned = self.limit - remaining
 
     @contextlib.contextmanager
@@ -304,7 +297,7 @@ class FrozenPrefix:
                 stack.enter_context(module.register_forward_hook(note))
             try:
                 states = self._hidden(examples, np.arange(1))
-            except Unused:
+            except Unfit:
                 self.depth = 0
                 return
         self.width, self.dtype = states.shape[-1], states.dtype
@@ -364,7 +357,7 @@ class FrozenPrefix:
             use: called with the block's input and its other arguments.
 
         Raises:
-            Unused: that block does not run, or receives no ``hidden_states``.
+            Unfit: that block does not run, or receives no ``hidden_states``.
         """
         inputs: list[Tensor | None] = []
 
@@ -385,28 +378,18 @@ class FrozenPrefix:
         with hook, keeping_modes(self.model), contextlib.suppress(Enough):
             self.model.eval()(**batch)
         if not inputs or inputs[0] is None:
-            raise Unused("its first trained layer does not run")
+            raise Unfit("its first trained layer does not run")
         return inputs[0]
 
     def _compute(self, owner: str, examples) -> tuple[Tensor, np.ndarray]:
         """Hidden states of all samples, computed in fixed batches, so that they do not depend on earlier calls."""
-        lengths = examples.lengths
-        starts = np.concatenate([[0], np.cumsum(lengths)])
+        starts = np.concatenate([[0], np.cumsum(examples.lengths)])
         if self.shared is None:
             return self._filled(owner, examples, starts), starts
-        about = {
-            "model": type(unwrapped(self.model)).__name__,
-            "layers": f"{self.depth} of {len(self.layers)}",
-            "samples": str(len(lengths)),
-        }
-        return self.shared.get(self._key(examples), lambda: self._filled(owner, examples, starts), about), starts
+        return self.shared.get(self._key(examples), lambda: self._filled(owner, examples, starts)), starts
 
     def _filled(self, owner: str, examples, starts: np.ndarray) -> Tensor:
-        lengths, shape, dtype = examples.lengths, (int(starts[-1]), self.columns), self.dtype
-        if self.folder is None:
-            buffer = torch.empty(shape, dtype=dtype)
-        else:
-            buffer = file_of_one_run(self.folder, shape, dtype)
+        lengths, buffer = examples.lengths, torch.empty((int(starts[-1]), self.columns), dtype=self.dtype)
         order = np.argsort(-lengths, kind="stable")
         for first in range(0, len(order), COMPUTED_TOGETHER):
             indices = order[first : first + COMPUTED_TOGETHER]

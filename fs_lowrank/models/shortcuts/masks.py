@@ -3,7 +3,7 @@
 A mask is drawn in the shape that it has for the whole batch, and the rows and positions that are computed are taken
 from it. So the random numbers are the same, and results with dropout are equal but for rounding. The exception is the
 dropout of attention on a GPU, whose kernels draw in an order of their own: there it is equal in distribution only.
-Whether a model's dropout can be drawn so is tried before it is relied on (``OnlyRead.check``, ``training.blocks``).
+Whether a model's dropout can be drawn so is tried before it is relied on (``OnlyRead.check``, ``training.cohort``).
 """
 
 from __future__ import annotations

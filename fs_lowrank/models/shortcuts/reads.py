@@ -29,7 +29,7 @@ from ..adapters import layer_stack
 from ..kinds import unwrapped
 from ..machine import input_device, rounding
 from .masks import Masks, comparable, draw, draws
-from .trials import differing, failure, keeping_modes, rows_to_try
+from .trials import Unfit, differing, failure, keeping_modes, rows_to_try
 
 #: of a batch's positions so many may be read at most; with more, two passes save nothing
 _MOST = 0.75
@@ -118,13 +118,13 @@ class Attending:
         """The cache with keys and values of all positions.
 
         Raises:
-            Unused: the layer runs to its end without handing them out.
+            Unfit: the layer runs to its end without handing them out.
         """
         cache = Cache()
         with contextlib.suppress(Enough):
             self.layer.forward(states, **{**given, self.cache: cache})
         if cache.kept is None:
-            raise Unused("its layers hand keys and values to no cache")
+            raise Unfit("its layers hand keys and values to no cache")
         return cache
 
     def modules_on_the_way(self, states: Tensor, given: Mapping[str, Any]) -> tuple[dict[str, Tensor], Cache]:
@@ -221,7 +221,7 @@ class OnlyRead:
             def narrow(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
                 states, given = self.attending.arguments(args, kwargs)
                 if states.shape[:2] != (len(at.index), at.length):
-                    raise Unused(f"its layers have {states.shape[1]} positions for {at.length} tokens")
+                    raise Unfit(f"its layers have {states.shape[1]} positions for {at.length} tokens")
                 drops = draws(layer)
                 cache, outputs = self._first_pass(states, given, drops)
                 for name, output in outputs.items():
@@ -288,8 +288,6 @@ class OnlyRead:
         self.model.train(training)
         try:
             return self._differs(batches, device)
-        except Unused as error:
-            return str(error)
         except Exception as error:
             return failure(error)
 
@@ -345,7 +343,7 @@ class OnlyRead:
         with self.layer.register_forward_pre_hook(probe, with_kwargs=True), contextlib.suppress(Enough):
             self.model(**inputs)
         if not found:
-            raise Unused("its last layer does not run")
+            raise Unfit("its last layer does not run")
         needed, self.unneeded = found[0]
         self.shared = tuple(needed)
 
@@ -412,10 +410,6 @@ def _causal_mask(at: Positions, states: Tensor) -> Tensor:
 
 def _put_back(output: Any, at: Positions) -> Any:
     return (at.put_back(output[0]), *output[1:]) if isinstance(output, tuple) else at.put_back(output)
-
-
-class Unused(Exception):
-    """A layer does not run as a shortcut needs; the message says why."""
 
 
 class Enough(Exception):

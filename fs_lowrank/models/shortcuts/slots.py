@@ -21,10 +21,7 @@ from torch.nn import functional as F
 from ..adapters import lora_scales
 from ..names import all_tensors, tags
 from .reads import instead
-
-
-class Apart(Exception):
-    """The clients cannot share a forward pass; the message says why."""
+from .trials import Unfit
 
 
 class Rows:
@@ -95,7 +92,7 @@ class Slots:
         trained: tags of what is trained; these tensors are stacked in any case.
 
     Raises:
-        Apart: a module computes with tensors that differ, and there is no slot-wise form for it.
+        Unfit: a module computes with tensors that differ, and there is no slot-wise form for it.
     """
 
     def __init__(
@@ -109,7 +106,8 @@ class Slots:
         self._rows: Callable[[torch.device], Rows] | None = None
         apart = [n for n, first in held[0].items() if first.numel() or any(h[n].numel() for h in held)]
         apart = [n for n in apart if tags(n) & set(trained) or not all(_same(held[0][n], h[n]) for h in held[1:])]
-        check_modules(model, apart)
+        if reason := unslotted(model, apart):
+            raise Unfit(reason)
         self.modules = {path: model.get_submodule(path) for path in sorted({n.rpartition(".")[0] for n in apart})}
         own, here = all_tensors(model), lora_scales(model)
         self._shapes = [{n: tensors[n].shape for n in tensors} for tensors in held]
@@ -172,7 +170,7 @@ class Slots:
                 return type(module).forward(module, x)
             rows = self._rows(x.device)
             if x.ndim < 2 or len(x) != rows.total:
-                raise Apart(f"{path} is computed for {len(x)} rows of a batch of {rows.total}")
+                raise Unfit(f"{path} is computed for {len(x)} rows of a batch of {rows.total}")
             factor = self.factors.get(path)
             mine = weight if factor is None or weight is None else weight * factor
             return compute(module, rows, x, mine, bias)
@@ -197,13 +195,14 @@ def _layer_norm(module: Any, rows: Rows, x: Tensor, weight: Tensor | None, bias:
 _KINDS: dict[type, Callable[..., Tensor]] = {nn.Linear: _linear, nn.LayerNorm: _layer_norm}
 
 
-def check_modules(model: nn.Module, names: Collection[str]) -> None:
-    """Raise ``Apart`` if a module with one of the tensors ``names`` has no slot-wise form."""
+def unslotted(model: nn.Module, names: Collection[str]) -> str:
+    """Why one of the tensors ``names`` is of a module without a slot-wise form; empty if none is."""
     for name in names:
         path, _, part = name.rpartition(".")
         module = model.get_submodule(path)
         if type(module) not in _KINDS or part not in ("weight", "bias"):
-            raise Apart(f"{name} is a tensor of {type(module).__name__}, which is not computed for several clients")
+            return f"{name} is a tensor of {type(module).__name__}, which is not computed for several clients"
+    return ""
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -215,7 +214,7 @@ def _stack(name: str, each: Sequence[Tensor]) -> Tensor:
     if len({t.shape for t in each}) == 1:
         return torch.stack(list(each))
     if not {"lora_A", "lora_B"} & set(name.split(".")):
-        raise Apart(f"{name} has another shape at each client")
+        raise Unfit(f"{name} has another shape at each client")
     stacked = each[0].new_zeros(len(each), *(max(sides) for sides in zip(*(t.shape for t in each))))
     for slot, tensor in zip(stacked, each):
         slot[tuple(map(slice, tensor.shape))] = tensor

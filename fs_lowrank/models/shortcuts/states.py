@@ -1,6 +1,6 @@
-"""Hidden states of frozen layers in files: of one run, or kept and shared by the runs and processes of a machine.
+"""Hidden states of frozen layers in files, which the runs and processes of a machine share.
 
-What is shared is named by a hash of all that decides its values: the weights of the frozen layers, the samples, the
+An entry is named by a hash of all that decides its values: the weights of the frozen layers, the samples, the
 precision, the kind of attention, the device and its instructions, the number of threads, and the versions of the
 libraries. So a run gives the same numbers whether an earlier one has kept them or not.
 """
@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,8 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...data.fetch import home
-from ...errors import RunFailed, UserError
-from ...jobs.files import disk_error, replacing
+from ...jobs.files import replacing
 from ...jobs.locks import exclusive
 
 logger = logging.getLogger("fs_lowrank")
@@ -35,29 +32,10 @@ _PIECE = 1 << 24
 _ABANDONED = 3600.0
 
 
-def shared_folder() -> Path:
-    """Where the entries are: ``$FS_LOWRANK_FROZEN``, else ``frozen`` in the folder of fetched items."""
-    folder = os.environ.get("FS_LOWRANK_FROZEN")
+def shared_folder(given: str = "") -> Path:
+    """Where the entries are: ``given``, else ``$FS_LOWRANK_FROZEN``, else ``frozen`` in the folder of fetched items."""
+    folder = given or os.environ.get("FS_LOWRANK_FROZEN")
     return Path(folder).expanduser() if folder else home() / "frozen"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What stands in the header of a file.
-
-    Attributes:
-        model: the class of the model; in words if an earlier version wrote the file, or it cannot be read.
-        layers: how many layers are frozen below, of how many. samples: their number. All three are text.
-        tokens: rows of the states; None if the file cannot be read.
-        size: bytes on disk. used: when it was last used, in seconds since 1970.
-    """
-
-    model: str
-    layers: str
-    samples: str
-    tokens: int | None
-    size: int
-    used: float
 
 
 class SharedStates:
@@ -76,11 +54,7 @@ class SharedStates:
         """The files, the least recently used first."""
         return sorted(self.folder.glob("*.safetensors"), key=_used)
 
-    def contents(self) -> list[Entry]:
-        """What they are of, the last used first."""
-        return [entry for path in reversed(self.entries()) if (entry := _entry(path)) is not None]
-
-    def get(self, key: str, compute: Callable[[], Tensor], about: Mapping[str, str] | None = None) -> Tensor:
+    def get(self, key: str, compute: Callable[[], Tensor]) -> Tensor:
         """The states under ``key``, ``(tokens, width)``, memory-mapped from the disk; computed and kept if there are
         none.
 
@@ -89,7 +63,6 @@ class SharedStates:
 
         Args:
             compute: gives the states.
-            about: kept beside them for ``contents``: ``model``, ``layers`` and ``samples``.
         """
         if not self.usable:
             return compute()
@@ -105,7 +78,7 @@ class SharedStates:
                 return found
             states = compute()
             try:
-                self._write(key, states, about or {})
+                self._write(key, states)
             except OSError as error:
                 self._stop(error)
             written = self._read(key)
@@ -140,14 +113,14 @@ class SharedStates:
             os.utime(path)
         return states
 
-    def _write(self, key: str, states: Tensor, about: Mapping[str, str]) -> None:
+    def _write(self, key: str, states: Tensor) -> None:
         size = states.numel() * states.element_size()
         if size > self.limit:
             return
         self.make_room(self.limit - size)
         try:
             with replacing(self.folder / f"{key}.safetensors", durable=False) as aside:
-                save_file({"states": states}, aside, {**about, "crc32": str(_checksum(key, states))})
+                save_file({"states": states}, aside, {"crc32": str(_checksum(key, states))})
         except SafetensorError as error:  # a full disk
             raise OSError(str(error)) from error
 
@@ -174,22 +147,6 @@ class SharedStates:
         return sum(map(_size, self.entries()))
 
 
-def _entry(path: Path) -> Entry | None:
-    """What the file holds; None if another process has removed it."""
-    facts: Mapping[str, str] = {}
-    tokens, unknown = None, "of an earlier version"
-    try:
-        with safe_open(path, "np") as file:
-            tokens = int(file.get_slice("states").get_shape()[0])
-            facts = file.metadata() or {}
-    except FileNotFoundError:
-        return None
-    except (OSError, SafetensorError, IndexError):
-        unknown = "damaged"
-    model, layers, samples = facts.get("model", unknown), facts.get("layers", ""), facts.get("samples", "")
-    return Entry(model, layers, samples, tokens, _size(path), _used(path))
-
-
 def _checksum(key: str, states: Tensor) -> int:
     """Of the entry's key too, so that an entry under another's name is not taken for it."""
     values = states.flatten().view(torch.uint8).numpy().data
@@ -212,25 +169,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
-
-
-def file_of_one_run(folder: Path, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """A tensor of ``shape`` in a new file of ``folder`` that has no name, and is gone with the process.
-
-    Its disk space is allocated, as a full disk would later end the process at the mapping.
-
-    Raises:
-        UserError: the folder cannot be created or written to. RunFailed: the disk is full, broken or read-only.
-    """
-    numbers = shape[0] * shape[1]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".states") as file:
-            if numbers:
-                os.posix_fallocate(file.fileno(), 0, numbers * dtype.itemsize)
-            return torch.from_file(file.name, shared=True, size=numbers, dtype=dtype).view(shape)
-    except OSError as error:
-        raise (RunFailed if disk_error(error) else UserError)(
-            f"train.cache_frozen_dir: {folder} cannot hold the states of frozen layers ({error.strerror}); name "
-            "another folder, or leave the key out to keep them in memory"
-        ) from None

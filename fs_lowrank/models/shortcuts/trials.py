@@ -12,6 +12,11 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from ...data import Examples, ImageExamples
 
+
+class Unfit(Exception):
+    """A shortcut is of no use to a model or to clients; the message says why."""
+
+
 #: number of samples in a trial
 TRIED = 4
 
@@ -52,7 +57,7 @@ def differing(what: str, plain: Tensor, ours: Tensor, eps: float, least: float =
 
 def failure(error: Exception) -> str:
     """An error of a model's code, which may raise any for inputs that it does not expect, in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 @contextmanager
