@@ -10,6 +10,7 @@ from typing import Any
 
 from fs_lowrank import Config, UserError
 from fs_lowrank.engines import get_engine
+from fs_lowrank.errors import counted
 from fs_lowrank.jobs.files import write_text
 from fs_lowrank.methods import RobustMean
 from fs_lowrank.rounds.site import method_of
@@ -27,75 +28,50 @@ def check(jobs: Sequence[Job], options: Options) -> None:
     Raises:
         UserError: the message lists everything that is wrong or missing, and how to get it.
     """
-    problems: list[str] = []
-
-    def note(where: str, error: Exception) -> None:
-        text = f"{where}: {error}"
-        if text not in problems:
-            problems.append(text)
-
-    seen: set = set()
-    found: dict[tuple, Any] = {}
+    problems: dict[str, None] = {}
+    seen: set[tuple[str, str]] = set()
     for job in jobs:
-        where = f"{job.suite.name}: {job.experiment.name}"
-        for what, key, look in _looks(job, options, found):
-            if (what, key) in seen:
-                continue
-            seen.add((what, key))
-            try:
-                found[what, key] = look()
-            except UserError as error:
-                note(where, error)
+        for key, looks in _looks(job, options):
+            if key not in seen:
+                seen.add(key)
+                try:
+                    for look in looks:  # each needs what the one before has seen
+                        look()
+                except UserError as error:
+                    problems[f"{job.suite.name}: {job.experiment.name}: {error}"] = None
     for folder in (options.results, options.work):
         try:
-            probe = Path(folder) / ".writable"
-            write_text(probe, "")
+            write_text(probe := Path(folder) / ".writable", "")
             probe.unlink()
         except UserError as error:
-            note("writing", error)
+            problems[f"writing: {error}"] = None
     if problems:
         hint = "" if options.data else " (where data are missing: --data FOLDER, or FS_LOWRANK_DATA)"
         raise UserError(
-            f"nothing was started; {len(problems)} thing{'s' * (len(problems) > 1)} to put right{hint}:\n  "
-            + "\n  ".join(problems)
+            f"nothing was started; {counted(len(problems), 'thing')} to put right{hint}:\n  " + "\n  ".join(problems)
         )
 
 
-def _looks(job: Job, options: Options, found: dict[tuple, Any]) -> Iterator[tuple[str, object, Callable[[], object]]]:
-    """The checks for a job, as (kind, key, function); checks with the same kind and key are the same.
-
-    Args:
-        found: results of earlier successful checks, by kind and key. Some checks need the result of another.
-    """
+def _looks(job: Job, options: Options) -> Iterator[tuple[tuple[str, str], list[Callable[[], object]]]]:
+    """The checks for a job, with a key; checks with the same key are the same."""
     if not isinstance(job, Cell | Search):
-        yield "script", job.experiment.script, lambda: _check_script(job.experiment.script)
+        yield ("script", job.experiment.script), [lambda: _check_script(job.experiment.script)]
         return
-    config = job.config
-    made = "training file", repr(job.experiment.training_file)
-    if job.experiment.training_file is not None:
-        yield *made, lambda: make_training_file(job)
-    yield "engine", options.engine, lambda: get_engine(options.engine)  # an import may fail
-    method = repr(_of_method(config))
-    yield "method", method, lambda: method_of(config)
-    data = (config.data.type, config.data.root, repr(config.data.args))
-    if job.experiment.training_file is None or made in found:
-        yield "data", data, lambda: _facts(config)
+    config, made = job.config, job.experiment.training_file
+    yield ("engine", options.engine), [lambda: get_engine(options.engine)]  # an import may fail
     tested = isinstance(job, Cell) and job.experiment.test == "once" and not config.data.splits[2]
     scored = isinstance(job, Cell) and bool(job.experiment.evaluation)
-    if ("data", data) in found:
-        use = (*data, config.federate.client_num, tested, scored)
-        yield "use of the data", use, lambda: _check_use(job, found["data", data], tested, scored)
-    model = (config.model.type, config.model.task, config.lowrank.weights)
-    length = (config.llm.tok_len, repr(config.data.args))
-    yield "model", (*model, *length), lambda: _check_model(config)
-    if ("model", (*model, *length)) in found and ("method", method) in found:
-        shape = (repr(config.adapter), config.llm.adapter.use, config.lowrank.width, config.lowrank.norm)
-        yield "adapter", (*model, method, *shape), lambda: _check_adapter(config)
+    data = (made, config.data.type, config.data.root, config.data.args, config.federate.client_num, tested, scored)
+    yield ("data", repr(data)), [lambda: make_training_file(job), lambda: _check_data(job, tested, scored)]
+    model = (config.model.type, config.model.task, config.lowrank.weights, config.llm.tok_len, config.data.args)
+    yield ("model", repr(model)), [lambda: _check_model(config)]
+    shape = (*model, *_of_method(config), config.lowrank.width, config.lowrank.norm)
+    yield ("adapter", repr(shape)), [lambda: _check_adapter(config)]
     if isinstance(job, Search):
-        yield "search", job.key, lambda: _check_search(job)
-    if isinstance(job, Cell):
+        yield ("search", job.key), [lambda: _check_search(job)]
+    else:
         for spec in job.experiment.evaluation:
-            yield "evaluation", repr(spec), partial(_check_scorer, spec, options)
+            yield ("evaluation", repr(spec)), [partial(_check_scorer, spec, options)]
 
 
 def _of_method(config: Config) -> tuple[Any, ...]:
@@ -109,37 +85,38 @@ def _of_method(config: Config) -> tuple[Any, ...]:
 
 
 def _check_adapter(config: Config) -> None:
-    """Check that the model has the layers and modules for the adapter, and is wide enough."""
+    """Check that the method takes the configuration, and that the model has the layers for its adapter."""
     from fs_lowrank.models.build import build_skeleton
 
+    method = method_of(config)
     try:
-        method_of(config).adapt(build_skeleton(config))
+        skeleton = build_skeleton(config)
+    except UserError:  # ``_check_model`` says why there is none
+        return
+    try:
+        method.adapt(skeleton)
     except UserError as error:
         raise UserError(f"{config.federate.method} on {config.model.type}: {error}") from None
 
 
-def _facts(config: Config) -> tuple[int, bool, bool]:
-    """Number of training rows, whether there is an official test set, and whether the task is language modelling."""
+def _check_data(job: Cell | Search, tested: bool, scored: bool) -> None:
+    """Check that the data have rows for all clients, a test set if the job uses one, and text to continue if a scorer
+    needs it."""
     from fs_lowrank.data import CAUSAL_LM, load_raw
 
+    config = job.config
     raw = load_raw(config.data, task=config.model.task)
-    return len(raw.train), raw.test is not None, raw.task == CAUSAL_LM
-
-
-def _check_use(job: Cell | Search, facts: tuple[int, bool, bool], tested: bool, scored: bool) -> None:
-    """Check that the data of ``_facts`` have rows for all clients, a test set if the job uses one, and text to continue
-    if a scorer needs it."""
-    config, (rows, official, causal) = job.config, facts
-    if config.federate.client_num > rows:
+    if config.federate.client_num > len(raw.train):
         raise UserError(
-            f"federate.client_num = {config.federate.client_num}: {config.data.type} has only {rows} rows to train on"
+            f"federate.client_num = {config.federate.client_num}: {config.data.type} has only {len(raw.train)} rows to "
+            "train on"
         )
-    if tested and not official:
+    if tested and raw.test is None:
         raise UserError(
             f"data.splits = {list(config.data.splits)}: {config.data.type} has no test set of its own; "
             "give the last one a share, or say test: none"
         )
-    if scored and not causal:
+    if scored and raw.task != CAUSAL_LM:
         raise UserError(
             f"evaluation: {job.experiment.evaluation[0]['scorer']} needs a language model, and "
             f"{config.data.type} makes a classifier"

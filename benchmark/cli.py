@@ -181,7 +181,7 @@ def _run(args: argparse.Namespace) -> int:
 def _verify(options: Options) -> int:
     from .run import verify
 
-    differ = verify(options, lambda news: None)
+    differ = verify(options)
     if not differ:
         console.print(f"{options.cell}: every metric is the same again")
         return shell.OK

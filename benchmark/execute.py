@@ -14,8 +14,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from operator import eq
 from pathlib import Path
 from typing import Any
@@ -46,18 +46,15 @@ from .suite import import_all
 
 #: digits after the decimal point in a curve
 _DIGITS = 5
-Progress = Callable[[dict], None]
 
 
 class Interrupted(BaseException):
     """The user stops the run; the next call continues from the checkpoint."""
 
 
-def execute(job: Job, progress: Progress) -> dict:
+def execute(job: Job) -> dict:
     """Run a job.
 
-    Args:
-        progress: is called with ``round``, ``rounds`` and the like.
     Returns:
         the record for ``Store.write``, without ``finished``.
     Raises:
@@ -66,9 +63,9 @@ def execute(job: Job, progress: Progress) -> dict:
     """
     began = time.monotonic()
     if isinstance(job, Cell):
-        done = _cell(job, progress)
+        done = _cell(job)
     elif isinstance(job, Search):
-        done = _search(job, progress)
+        done = _search(job)
     else:
         done = _script(job)
     record = {**job.identity(), "status": "complete", **done}
@@ -85,21 +82,20 @@ def execute(job: Job, progress: Progress) -> dict:
 # -- cells ---------------------------------------------------------------------------------------------
 
 
-def _cell(cell: Cell, progress: Progress) -> dict:
+def _cell(cell: Cell) -> dict:
     import_all(cell.suite.imports)
     alone = {"outdir": str(cell.folder), "expname": "", "eval.save_best": False, "lowrank.pictures": False}
     config = within_budget(cell).replace(alone)
     device = device_of(config)
     _forget_peak(device)
-    result = train(config, cell.options.engine, progress)
+    result = train(config, cell.options.engine)
     metrics = dict(result.final)
     repeats: dict[str, list[int]] = {}
     right: dict[str, dict] = {}
     if cell.experiment.test == "once" and "client_test_acc" not in metrics:
-        progress({"doing": "test set"})
         tested, repeats, right = test_once(config, result)
         metrics.update(tested)
-    scores = _scores(cell, config, result, progress)
+    scores = _scores(cell, config, result)
     sent = per_client_and_round(result.history)
     record = {
         "method": cell.method.label,
@@ -137,25 +133,22 @@ def _cell(cell: Cell, progress: Progress) -> dict:
     return {**record, "head": head_of(record)}
 
 
-def train(config: Config, engine: str, progress: Progress) -> RunResult:
+def train(config: Config, engine: str) -> RunResult:
     """Run ``config``, from its checkpoint if there is one that can be used."""
-    rounds = config.federate.total_round_num
-
-    def on_client(round: int, done: int, of: int) -> None:
-        progress({"round": round - 1, "rounds": rounds, "client": done, "clients": of})
-
-    def on_round(record: dict) -> None:
-        metrics = flat_metrics(record["metrics"])
-        progress({"round": record["round"], "rounds": rounds, "loss": record["loss"], **metrics})
-
     folder = Path(config.outdir)
     if (folder / "checkpoint").exists():
         try:
-            return fs_lowrank.run(config, engine, resume="auto", progress=False, on_round=on_round, on_client=on_client)
+            return fs_lowrank.run(config, engine, resume="auto", progress=False, on_round=_say_round)
         except CannotContinue as error:  # after any other error the next call can continue from the checkpoint
             print(f"{folder.name}: cannot be continued, starts again: {error}", file=sys.stderr, flush=True)
     shutil.rmtree(folder, ignore_errors=True)
-    return fs_lowrank.run(config, engine, progress=False, on_round=on_round, on_client=on_client)
+    return fs_lowrank.run(config, engine, progress=False, on_round=_say_round)
+
+
+def _say_round(record: Mapping) -> None:
+    """A line in the worker's log."""
+    shown = {"loss": record["loss"], **flat_metrics(record["metrics"])}
+    print(f"round {record['round']}", *(f"{name} {value:.4g}" for name, value in shown.items()), flush=True)
 
 
 def test_once(config: Config, result: RunResult) -> tuple[dict[str, float], dict[str, list[int]], dict[str, dict]]:
@@ -222,7 +215,7 @@ def curve(history: list[dict]) -> dict:
     }
 
 
-def _scores(cell: Cell, config: Config, result: RunResult, progress: Progress) -> dict:
+def _scores(cell: Cell, config: Config, result: RunResult) -> dict:
     """The scores of the model: scorer -> task -> metrics."""
     if not cell.experiment.evaluation:
         return {}
@@ -233,7 +226,6 @@ def _scores(cell: Cell, config: Config, result: RunResult, progress: Progress) -
     tokenizer = build_tokenizer(config)
     found: dict[str, dict] = {}
     for spec in cell.experiment.evaluation:
-        progress({"doing": spec["scorer"]})
         spec = permitted(spec, cell.options.unsafe_code)
         found.setdefault(spec["scorer"], {}).update(
             scorers.score(result.model, tokenizer, spec, Path(cell.options.data or "."))
@@ -249,7 +241,7 @@ def permitted(spec: dict, unsafe_code: bool) -> dict:
 # -- searches ------------------------------------------------------------------------------------------
 
 
-def _search(search: Search, progress: Progress) -> dict:
+def _search(search: Search) -> dict:
     """Try the grid, then single points beyond its end if the winner is there (``open_ends``), until it is inside.
 
     There are at most ``grow`` further points, the same number for all methods; by default as many as the grid has. Each
@@ -257,9 +249,8 @@ def _search(search: Search, progress: Progress) -> dict:
     """
     import_all(search.suite.imports)
     config = within_budget(search)
-    progress({"doing": "search"})
     space: dict[str, Any] = dict(search.spec["space"])
-    steps = [_study(search, config, "search", space, progress)]
+    steps = [_study(search, config, "search", space)]
     listed = [{key: value} for key, kind in space.items() for value in kind.get("grid", ())]
     points = math.prod(len(kind.get("grid", ())) for kind in space.values())
     grown: list[dict] = []
@@ -271,10 +262,10 @@ def _search(search: Search, progress: Progress) -> dict:
             break
         grown.append(point)
         one = {key: {"grid": [value]} for key, value in point.items()}
-        steps.append(_study(search, config, f"search-{len(steps)}", one, progress, diverges=True))
+        steps.append(_study(search, config, f"search-{len(steps)}", one, diverges=True))
     winner = _best(steps)
     if not winner["nothing_learned"] and (around := search.last_step(winner["point"])):
-        steps.append(_study(search, config, f"search-{len(steps)}", around, progress, diverges=True))
+        steps.append(_study(search, config, f"search-{len(steps)}", around, diverges=True))
         winner = _best(steps)
     trials = Counter[str]()
     for step in steps:
@@ -298,9 +289,7 @@ def _search(search: Search, progress: Progress) -> dict:
     }
 
 
-def _study(
-    search: Search, config: Config, name: str, space: Mapping, progress: Progress, diverges: bool = False
-) -> dict:
+def _study(search: Search, config: Config, name: str, space: Mapping, diverges: bool = False) -> dict:
     """What one study of a search found.
 
     Args:
@@ -317,12 +306,7 @@ def _study(
         engine=search.options.engine,
         retry_failed=True,
     )
-    ended = hpo.tune(
-        config,
-        hpo.space_from(space),
-        options,
-        say=lambda text: progress({"doing": text.splitlines()[0][:60]}),
-    )
+    ended = hpo.tune(config, hpo.space_from(space), options, say=partial(print, flush=True))
     if ended.how != "done":
         raise Interrupted
     found = hpo.results(options.where, name)

@@ -12,12 +12,12 @@ from fs_lowrank.draw.figures import GREY, INK, drawn, figure
 from fs_lowrank.draw.panels import Line, Panel, columns
 from fs_lowrank.jobs.files import write_bytes
 
-from .conditions import FAILS, HOLDS, INCONCLUSIVE, STALE, UNTESTED, Condition
+from .conditions import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, Condition
 from .metrics import scale_of, title_of
 from .plan import settings
 from .results import ExperimentResults
 
-_OF_VERDICT = {HOLDS: "#2ca02c", FAILS: "#d62728", INCONCLUSIVE: "#7f7f7f", UNTESTED: "#bcbd22", STALE: "#bcbd22"}
+_OF_VERDICT = {HOLDS: "#2ca02c", FAILS: "#d62728", INCONCLUSIVE: "#7f7f7f", UNTESTED: "#bcbd22"}
 #: the most by which the lowest point is above the majority class where that is drawn
 _NEAR = 0.3
 #: what a hollow point means

@@ -13,20 +13,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib
-from matplotlib.figure import Figure
-
+from fs_lowrank.draw.figures import INK, PAPER, drawn, figure
+from fs_lowrank.draw.panels import Line, Panel
 from fs_lowrank.jobs import shell
 from fs_lowrank.jobs.files import read_json, write_text
 from fs_lowrank.runs.records import read_records
 
 ROUNDS = Path("results/demo/rounds.json")
 PICTURES = Path("docs/pictures")
-#: background: text, then the lines; the two sets of colours of Okabe and Ito that can be told apart on it
-_COLOURS = {
-    "light": ("#24292f", "#0072B2", "#D55E00", "#009E73", "#AA4499"),
-    "dark": ("#d0d7de", "#56B4E9", "#E69F00", "#2FC79A", "#E69FC8"),
-}
+#: background -> the colour of texts and axes, and the background's own
+_LOOKS = {"light": ("#24292f", "#ffffff"), "dark": ("#d0d7de", "#0d1117")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,22 +58,14 @@ def curve(records: Sequence[Mapping]) -> list[tuple[int, float]]:
 
 def draw(rounds: Mapping[str, Sequence[tuple[int, float]]]) -> None:
     """Write the picture for light and for dark pages, as SVG that is the same for the same data."""
-    with matplotlib.rc_context({"svg.hashsalt": "front", "svg.fonttype": "none", "font.size": 11}):
-        for name, (ink, *colours) in _COLOURS.items():
-            figure = Figure(figsize=(7.2, 3.4), layout="constrained")
-            axes = figure.subplots()
-            for (method, points), colour in zip(rounds.items(), colours, strict=True):
-                megabytes, accuracies = [sent / 1e6 for sent, _ in points], [acc for _, acc in points]
-                axes.plot(megabytes, accuracies, "o-", color=colour, markersize=4, label=method)
-            axes.legend(loc="lower right", frameon=False, labelcolor=ink)  # every curve has risen there
-            axes.set_xlabel("MB sent, up and down, by all clients", color=ink)
-            axes.set_ylabel("accuracy on held-out data", color=ink)
-            axes.tick_params(colors=ink)
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.spines[["left", "bottom"]].set_color(ink)
-            axes.grid(color=ink, alpha=0.15)
-            PICTURES.mkdir(exist_ok=True)
-            figure.savefig(PICTURES / f"demo-{name}.svg", transparent=True, metadata={"Date": None})
+    lines = [
+        Line(method, [sent / 1e6 for sent, _ in points], [accuracy for _, accuracy in points], colour=number)
+        for number, (method, points) in enumerate(rounds.items())
+    ]
+    panel = Panel("demo", "", "MB sent, up and down, by all clients", "accuracy on held-out data", lines)
+    text = drawn(figure([panel], size=(7.2, 3.4)), "svg").decode()
+    for name, (ink, paper) in _LOOKS.items():
+        write_text(PICTURES / f"demo-{name}.svg", text.replace(INK, ink).replace(PAPER, paper))
 
 
 if __name__ == "__main__":

@@ -105,15 +105,12 @@ class Job(ABC):
     def key(self) -> str:
         return self.keys[0]
 
-    def stale(self, store: Store) -> dict | None:
-        """The result of an earlier revision of its method, which no longer belongs to this job."""
-        for earlier in itertools.product(*(range(1, n + 1) for n in self.revisions.values())):
-            then = {name: n for name, n in zip(self.revisions, earlier) if n != 1}
-            if then != self.revisions:
-                for key in self._keys(then):
-                    if record := store.read(self.kind, key) or store.read("superseded", key):
-                        return record
-        return None
+    @property
+    def earlier_keys(self) -> list[str]:
+        """The keys of earlier revisions of its method, whose results no longer belong to this job."""
+        revisions = itertools.product(*(range(1, n + 1) for n in self.revisions.values()))
+        earlier = [{name: n for name, n in zip(self.revisions, of) if n != 1} for of in revisions]
+        return [key for then in earlier if then != self.revisions for key in self._keys(then)]
 
     @property
     def where(self) -> str:

@@ -12,8 +12,6 @@ from fs_lowrank.draw.figures import drawn, figure
 from fs_lowrank.draw.panels import Line, Panel
 from fs_lowrank.jobs.files import write_bytes
 
-from .blocks import PlainTable
-
 SENT = ["uplink_without_head", "downlink_without_head"]
 #: rows of tables: suite, method, take it if, exact, unequal ranks
 TEXT = (
@@ -64,7 +62,7 @@ def _times(found: pd.Series) -> str:
     return f"{low:g}×" if low == high else f"{low:g} to {high:g}×"
 
 
-def table(cells: pd.DataFrame, methods: Sequence[Sequence[str]], base: str) -> PlainTable:
+def table(cells: pd.DataFrame, methods: Sequence[Sequence[str]], base: str) -> list[tuple[str, ...]]:
     """By method the median gap to ``base`` with the worst and the best, the bytes, and the server's step."""
     head = ("method", "take it if", f"points against `{base}`", "bytes up, down", "server step")
     rows: list[tuple[str, ...]] = [(*head, "exact mean", "unequal ranks")]
@@ -76,7 +74,7 @@ def table(cells: pd.DataFrame, methods: Sequence[Sequence[str]], base: str) -> P
             gap = "{} ({} to {})".format(*spread) + f", ahead in {(found['gap'] > 0).sum()} of {len(found)} settings"
         sent = f"{_times(found['up'])}, {_times(found['down'])}"
         rows.append((f"`{method}`", reason, gap, sent, f"{found['server'].median():.2g}×", *more))
-    return PlainTable(rows)
+    return rows
 
 
 def draw(cells: pd.DataFrame, path: Path) -> None:

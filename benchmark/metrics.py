@@ -23,12 +23,14 @@ _AT_THE_END = re.compile("(val|test|client_test)_acc_last5|unseen_test_(acc|loss
 _LOWER = ("loss", "perplexity", "bits_per_byte", "brier_score", "unparsed", "_stderr")
 
 
-def unknown(metric: str, values: Collection[str] = ()) -> str:
+def unknown(metric: str, values: Collection[str] = (), of_a_script: bool = False) -> str:
     """Why there is no such metric, with the nearest one; empty if there is.
 
     Args:
-        values: those of a script.
+        values: those of a script. of_a_script: there are no others.
     """
+    if of_a_script and metric not in values:
+        return f"the script has no such figure; there are: {', '.join(values)}"
     kind, colon, rest = metric.partition(":")
     if metric in (*values, *_OF_A_RUN) or _BY_ROUND.fullmatch(metric) or _AT_THE_END.fullmatch(metric):
         return ""

@@ -14,10 +14,10 @@ from fs_lowrank.jobs.files import read_json
 from fs_lowrank.runs.summary import human_bytes
 from fs_lowrank.settings.metrics import LANGUAGE, larger_is_better
 
-from .blocks import value_of
 from .intervals import Figure, figure_of, rows_of
 from .job import Cell, Job, Options, Script, Search, at_the_end
 from .metrics import BYTES, scale_of, to_a_target
+from .page import value_of
 from .paths import quotients
 from .plan import jobs_of, settings
 from .samples import counted
@@ -39,10 +39,9 @@ class ExperimentResults:
     Attributes:
         records: (method, column) -> one result per seed. methods, columns: those that were run, also if all seeds have
             failed; the settings in order.
-        searches: results of searches. failed: failures. wanted: number of cells in the grid. stale: results of searches
-            and cells from earlier revisions of a method, which are not in ``records`` and ``searches``. lost: (method,
-            column) -> the seeds whose run failed. old: (method, column) -> the seeds whose only result is of an earlier
-            revision. unlike: method -> a sentence on its rate in a table, which no search of ``found_by`` has found.
+        searches: results of searches. failed: failures. wanted: number of cells in the grid. lost: (method, column) ->
+            the seeds whose run failed. unlike: method -> a sentence on its rate in a table, which no search of
+            ``found_by`` has found.
     """
 
     suite: Suite
@@ -50,9 +49,7 @@ class ExperimentResults:
     records: dict[tuple[str, str], list[dict]] = field(default_factory=dict)
     searches: list[dict] = field(default_factory=list)
     failed: list[dict] = field(default_factory=list)
-    stale: list[dict] = field(default_factory=list)
     lost: dict[tuple[str, str], set[int]] = field(default_factory=dict)
-    old: dict[tuple[str, str], set[int]] = field(default_factory=dict)
     unlike: dict[str, str] = field(default_factory=dict)
     wanted: int = 0
 
@@ -87,7 +84,7 @@ class ExperimentResults:
 
     @property
     def has_any(self) -> bool:
-        return bool(self.cells or self.failed or self.searches or self.stale)
+        return bool(self.cells or self.failed or self.searches)
 
     def figure(self, method: str, column: str, metric: str) -> Figure | None:
         """None if no seed has a value.
@@ -110,7 +107,6 @@ class ExperimentResults:
             majority=majority[0][0] if majority else None,
             failed=self.failed_seeds(method, column, metric),
             missed=self.missed_seeds(method, column, metric),
-            stale=tuple(sorted(self.old.get((method, column), ()))),
             at_end=any(r.get("at_end") for r in records),
             splits={r["seed"]: r["data"]["fingerprint"] for r in records if _of_images(r)},
             right={r["seed"]: rows_of(right) for r in records if (right := _right(r, metric))},
@@ -153,7 +149,7 @@ class ExperimentResults:
         return value(records[0], f"{metric}_stderr") if len(records) == 1 and metric.count(":") > 1 else None
 
     def look(self, method: str, labels: Mapping[str, str], metric: str) -> Figure | None:
-        """The figure at these labels, without a value if all seeds failed or are stale; None if there is no result, or
+        """The figure at these labels, without a value if all seeds failed; None if there is no result, or
         if the labels do not determine one setting.
         """
         column = self._column(labels)
@@ -162,9 +158,7 @@ class ExperimentResults:
         if (figure := self.figure(method, column, metric)) is not None:
             return figure
         failed, missed = (seeds(method, column, metric) for seeds in (self.failed_seeds, self.missed_seeds))
-        stale = tuple(sorted(self.old.get((method, column), ())))
-        there = failed or missed or stale
-        return Figure(math.nan, None, 0, failed=failed, missed=missed, stale=stale) if there else None
+        return Figure(math.nan, None, 0, failed=failed, missed=missed) if failed or missed else None
 
     def _column(self, labels: Mapping[str, str]) -> str | None:
         fitting = [s for s in settings(self.experiment) if all(s.get(k) == v for k, v in labels.items())]
@@ -194,8 +188,6 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
                 searches[job.key] = record
             elif failed := store.read("failed", job.key):
                 results.failed.append(failed)
-            elif stale := job.stale(store):
-                results.stale.append(stale)
             continue
         now = job.rated(store) or job
         record = now.result(store)
@@ -224,10 +216,6 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
             results.failed.append(failed)
             if isinstance(job, Cell):
                 results.lost.setdefault((job.method.label, column), set()).add(job.seed)
-        elif stale := now.stale(store):
-            results.stale.append(stale)
-            if isinstance(job, Cell):
-                results.old.setdefault((job.method.label, column), set()).add(job.seed)
         results.wanted += record is not None or not (isinstance(job, Cell) and job.method.extra)
     results.searches = list(searches.values())
     return results
@@ -250,7 +238,7 @@ def _of_other_methods(suite: Suite, experiment: Experiment, options: Options, st
         except UserError:  # this experiment cannot have it, so that it has no result
             continue
         rated = {cell.key: cell.rated(store) or cell for cell in cells if isinstance(cell, Cell)}
-        jobs += [c for c in cells if c.key in rated and (rated[c.key].result(store) or rated[c.key].stale(store))]
+        jobs += [c for c in cells if c.key in rated and rated[c.key].result(store)]
     return jobs
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -15,8 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
+from rich.text import Text
 
 from fs_lowrank import UserError
 from fs_lowrank.jobs.crew import CONTINUED, ON_ITS_GPU, check_gpus, make_crew, stop_signals
@@ -24,8 +22,8 @@ from fs_lowrank.jobs.pool import Pool, Work
 from fs_lowrank.jobs.shell import make_console
 from fs_lowrank.runs.summary import for_people
 
-from .blocks import value_of
 from .job import Job, Options, Search
+from .page import value_of
 from .plan import plan
 from .store import Store
 
@@ -74,17 +72,16 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
         f"{board.remaining} jobs to do, {board.skipped} done before; {workers} worker{'s' * (workers > 1)}; "
         f"their logs: {logs}"
     )
-    shown = Live(board.table(), console=console, refresh_per_second=2) if console.is_terminal else None
+    shown = console.status(Text(board.state))
 
     def look() -> None:
         for news in board.look():
             say(news)
-        if shown:
-            shown.update(board.table())
+        shown.update(Text(board.state))
 
     imports = [*dict.fromkeys(job.suite.imports for job in jobs)]
     pool = make_crew(workers, [worker.__name__], lambda rank: [(worker.begin, imports)], gpus=gpus, logs=logs, say=say)
-    with stop_signals() as stopped, shown or contextlib.nullcontext():
+    with stop_signals() as stopped, shown:
         hand_out(board, pool, stopped, look, say)
     look()
     board.interrupted = bool(stopped)
@@ -151,7 +148,7 @@ def cell_of(options: Options) -> Job:
     )
 
 
-def verify(options: Options, progress: Callable[[dict], None]) -> list[tuple[str, float | None, float | None]]:
+def verify(options: Options) -> list[tuple[str, float | None, float | None]]:
     """Run the cell of ``--cell`` again, in a folder of its own; its metrics that differ from those of its result.
 
     Raises:
@@ -170,7 +167,7 @@ def verify(options: Options, progress: Callable[[dict], None]) -> list[tuple[str
         threads = torch.get_num_threads()
         torch.set_num_threads(before.get("machine", {}).get("threads", threads))
         try:
-            again = json.loads(json.dumps(execute(job, progress)))
+            again = json.loads(json.dumps(execute(job)))
         finally:
             torch.set_num_threads(threads)
     names = [name for name in before["metrics"] if before["metrics"][name] != again["metrics"].get(name)]
@@ -216,7 +213,6 @@ class Board:
                 continue
             if ready is not job:
                 self.store.forget_failure(job.key)  # its search had failed, and has succeeded since
-            self.store.unmark(ready.key)
             self.running[ready.key] = ready, lock, time.time()
             return ready
         return None
@@ -235,7 +231,6 @@ class Board:
             if found:
                 self._write(job, found)
         finally:
-            self.store.unmark(job.key)
             lock.release()
 
     def _write(self, job: Job, found: Mapping) -> None:
@@ -244,9 +239,8 @@ class Board:
             self.store.write("failed", {**record, "job": job.kind})
             return
         self.store.write(job.kind, record)
-        before = job.stale(self.store) if job.kind == "cells" else None
-        if before and self.store.path("cells", before["hash"]).exists():
-            self.store.supersede(before["hash"])
+        if job.kind == "cells":
+            self.store.supersede(job.earlier_keys)
         if not job.options.keep:
             shutil.rmtree(job.folder, ignore_errors=True)
 
@@ -271,32 +265,27 @@ class Board:
             )
         return news
 
-    def table(self) -> Table:
-        table = Table(
-            title=f"{self.finished} done, {len(self.failed)} failed, {self.remaining} remain; "
-            f"{(time.monotonic() - self.began) / 60:.1f} min",
-            title_justify="left",
+    @property
+    def state(self) -> str:
+        """A line about all jobs, and those that run here."""
+        running = ", ".join(
+            f"{job.label} ({(time.time() - began) / 60:.0f} min)" for job, _, began in self.running.values()
         )
-        for column in ("experiment", "cell", "at", "so far", "min"):
-            table.add_column(column, overflow="fold")
-        for job, _, began in self.running.values():
-            now = self.store.marked(job.key)
-            at = now.get("doing") or (f"{now['round']}/{now['rounds']}" if "round" in now else "starting")
-            minutes = f"{(time.time() - began) / 60:.1f}"
-            table.add_row(f"{job.suite.name}/{job.experiment.name}", job.label, at, _headline(now, job), minutes)
-        return table
+        counts = f"{self.finished} done, {len(self.failed)} failed, {self.remaining} remain"
+        return f"{counts}; {(time.monotonic() - self.began) / 60:.1f} min; running: {running or 'nothing yet'}"
 
 
 def _headline(record: dict, job: Job) -> str:
-    """A few figures of a result, or of the progress of ``job``."""
+    """A few figures of a result of ``job``."""
     config = getattr(job, "config", None)  # a script has none
     language = config is not None and config.is_language
     if "winner" in record:
-        return (
-            ", ".join(f"{k.rpartition('.')[2]} {value_of(v)}" for k, v in record["winner"]["point"].items())
-            + " "
-            + ", ".join(f"{k} {v:.3f}" for k, v in for_people(record["winner"]["values"], language).items())
-        )
-    found = {**record, **record.get("metrics", {})}
-    shown = {k: found[k] for k in ("loss", "val_acc", "val_loss", "test_acc", "test_loss") if k in found}
-    return " ".join(f"{k} {v:.3f}" for k, v in for_people(dict(list(shown.items())[-2:]), language).items())
+        point = ", ".join(f"{k.rpartition('.')[2]} {value_of(v)}" for k, v in record["winner"]["point"].items())
+        return f"{point} {_figures(record['winner']['values'], language)}"
+    found = record["metrics"]
+    shown = [k for k in ("val_acc", "val_loss", "test_acc", "test_loss") if k in found][-2:]
+    return _figures({k: found[k] for k in shown}, language)
+
+
+def _figures(values: Mapping[str, float], language: bool) -> str:
+    return " ".join(f"{name} {value:.3f}" for name, value in for_people(values, language).items())

@@ -15,7 +15,7 @@ from fs_lowrank.jobs.files import replacing, write_text
 from fs_lowrank.runs.environment import versions
 from fs_lowrank.versions import SCHEMA
 
-from .blocks import value_of
+from .page import value_of
 
 
 def script(

@@ -3,14 +3,14 @@
 ``RESULTS/cells/HASH.json`` is the result of a cell or a script, ``searches/HASH.json`` that of a search of learning
 rates, ``failed/HASH.json`` the reason why a job failed, ``superseded/HASH.json`` the result of a cell of which there is
 one by a later revision of its method. The command that has a job run holds the lock ``WORK/claims/HASH.lock``, which
-is released when its process ends, and alone writes the result; the worker writes its progress to ``HASH.json`` there.
+is released when its process ends, and alone writes the result.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def digest(content: object) -> str:
 
 
 class Store:
-    """The results below the folder ``results``, and the locks and progress of running jobs below ``work``."""
+    """The results below the folder ``results``, and the locks of running jobs below ``work``."""
 
     def __init__(self, results: Path, work: Path):
         self.results, self.work = Path(results), Path(work)
@@ -90,30 +90,16 @@ class Store:
             self.forget_failure(record["hash"])
         return path
 
-    def supersede(self, key: str) -> None:
-        """Put the result of a cell aside, since there is one by a later revision of its method."""
-        self.path("superseded", key).parent.mkdir(exist_ok=True)
-        self.path("cells", key).replace(self.path("superseded", key))
+    def supersede(self, keys: Iterable[str]) -> None:
+        """Put results of a cell aside, since there is one by a later revision of its method."""
+        for path in (self.path("cells", key) for key in keys):
+            if path.exists():
+                self.path("superseded", "").parent.mkdir(exist_ok=True)
+                path.replace(self.path("superseded", path.stem))
 
     def forget_failure(self, key: str) -> None:
         self.path("failed", key).unlink(missing_ok=True)
 
-    # -- claims --------------------------------------------------------------------------------------
-
-    def _claim_file(self, key: str, suffix: str) -> Path:
-        return self.work / "claims" / f"{key}.{suffix}"
-
     def claim(self, key: str) -> FileLock | None:
         """The lock on the job ``key``, to be released; None if another command holds it."""
-        return take(self._claim_file(key, "lock"))
-
-    def mark(self, key: str, content: Mapping) -> None:
-        """Write the progress of the job ``key``."""
-        write_text(self._claim_file(key, "json"), json.dumps(content), durable=False)
-
-    def marked(self, key: str) -> dict:
-        """The last progress of the job ``key``."""
-        return read_json(self._claim_file(key, "json"), missing={})
-
-    def unmark(self, key: str) -> None:
-        self._claim_file(key, "json").unlink(missing_ok=True)
+        return take(self.work / "claims" / f"{key}.lock")

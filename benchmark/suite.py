@@ -26,7 +26,7 @@ from fs_lowrank.settings import flatten as dotted
 from fs_lowrank.settings.reading import read_packaged
 
 from .beside import hpo
-from .conditions import check_rule
+from .conditions import PAPER, check_rule, judge
 from .metrics import unknown
 from .scorers import check_options
 from .suite_keys import (
@@ -88,7 +88,6 @@ class Experiment:
 
     name: str
     title: str
-    note: str
     config: dict
     methods: tuple[MethodEntry, ...]
     every_method: bool
@@ -98,18 +97,19 @@ class Experiment:
     evaluation: tuple[dict, ...]
     metrics: tuple[str, ...]
     reference: dict | None
-    samples: int | None
-    evaluations: int | None
-    test: str
-    script: str
-    args: tuple[str, ...]
-    values: dict
-    by_seed: dict
-    plots: bool
     training_file: dict | None
-    extra: bool
+    args: tuple[str, ...]
     origin: Origin
     places: tuple[str, ...]
+    note: str = ""
+    samples: int | None = None
+    evaluations: int | None = None
+    test: str = "once"
+    script: str = ""
+    values: dict = field(default_factory=dict)
+    by_seed: dict = field(default_factory=dict)
+    plots: bool = True
+    extra: bool = False
 
     def lines(self, method: MethodEntry, setting: Mapping[str, str]) -> dict[str, int]:
         """The lines that set the config keys of a method in a setting, by dotted key."""
@@ -240,12 +240,13 @@ def _claims(given: Mapping, names: set[str], experiments: Mapping, origin: Origi
         for key in claim["experiments"]:
             if key not in names:
                 origin.fail(f"{at}.experiments", f"= {key!r}: there is no such experiment{among(sorted(names), key)}")
-            for i, condition in enumerate(claim["rule"] if key in experiments else ()):
-                _check_axes(condition, experiments[key], origin, f"{at}.rule.{i}")
-                _check_metrics(condition, experiments[key], origin, f"{at}.rule.{i}")
+        of_claim = [experiments[key] for key in claim["experiments"] if key in experiments]
+        known = {*methods().list_methods(), *(entry.label for e in of_claim for entry in e.methods)}
+        for i, condition in enumerate(claim["rule"]):
+            for experiment in of_claim:
+                _check_names(condition, experiment, known, origin, f"{at}.rule.{i}")
         if "cause" in claim:
             claim["cause"] = _cause(claim["cause"], names, origin, f"{at}.cause")
-        _check_methods(claim["rule"], [experiments[e] for e in claim["experiments"] if e in experiments], origin, at)
     return claims
 
 
@@ -262,54 +263,34 @@ def _cause(given: Mapping, names: set[str], origin: Origin, at: str) -> dict:
     return cause
 
 
-def _check_metrics(condition: Mapping, experiment: Experiment, origin: Origin, at: str) -> None:
-    given = {key: condition[key] for key in ("metric", "chosen_by") if key in condition}
-    for key, metric in {"metric": "test_acc", **given}.items():
-        if experiment.script and metric not in experiment.values:
-            why = f"the script has no such figure; there are: {', '.join(experiment.values)}"
-        else:
-            why = unknown(metric, experiment.values)
-        if why:
-            origin.fail(f"{at}.{key}", f"= {metric!r}: {why} ({experiment.name})")
+def _check_names(condition: Mapping, experiment: Experiment, known: set[str], origin: Origin, at: str) -> None:
+    """Check that an experiment has what a condition names: by looking up its figures.
 
+    Args:
+        known: the methods that it may name.
+    """
+    name, axes = experiment.name, experiment.axes
 
-def _check_axes(condition: Mapping, experiment: Experiment, origin: Origin, at: str) -> None:
-    for axis in [*condition.get("where", {}), *([condition["along"]] if "along" in condition else [])]:
-        if axis not in experiment.axes:
-            origin.fail(at, f"names {axis!r}: {experiment.name} has no such axis{among(experiment.axes, axis)}")
-    asked = [
-        *condition.get("where", {}).items(),
-        *((condition["along"], condition[end]) for end in ("from", "to") if end in condition and "along" in condition),
-        *((condition["along"], point) for point in condition.get("points", ())),
-    ]
-    for axis, label in asked:
-        if str(label) not in experiment.axes[axis]:
-            there = ", ".join(experiment.axes[axis])
-            origin.fail(at, f"names {axis} {str(label)!r}: {experiment.name} has no such label; there are: {there}")
-    fixed = {*condition.get("where", {}), condition.get("along")}
-    if free := [axis for axis, labels in experiment.axes.items() if len(labels) > 1 and axis not in fixed]:
-        origin.fail(
-            at,
-            f"fits several settings of {experiment.name}: 'where' has to give a label of {', '.join(free)}; if the "
-            "experiment has that axis at one size only, give it another name there",
-        )
+    def look(method: str, labels: Mapping[str, str], metric: str) -> None:
+        for axis, label in labels.items():
+            if axis not in axes:
+                origin.fail(at, f"names {axis!r}: {name} has no such axis{among(axes, axis)}")
+            if label not in axes[axis]:
+                there = ", ".join(axes[axis])
+                origin.fail(at, f"names {axis} {label!r}: {name} has no such label; there are: {there}")
+        if free := [axis for axis, there in axes.items() if len(there) > 1 and axis not in labels]:
+            origin.fail(
+                at,
+                f"fits several settings of {name}: 'where' has to give a label of {', '.join(free)}; if the "
+                "experiment has that axis at one size only, give it another name there",
+            )
+        if why := unknown(metric, experiment.values, of_a_script=bool(experiment.script)):
+            key = "chosen_by" if metric == condition.get("chosen_by") else "metric"
+            origin.fail(f"{at}.{key}", f"= {metric!r}: {why} ({name})")
+        if not experiment.script and method not in known:
+            origin.fail(at, f"names {method!r}: there is no such method{among(sorted(known), method)}")
 
-
-def _check_methods(rule: list[dict], experiments: list[Experiment], origin: Origin, at: str) -> None:
-    """Check that every method of a rule is in an experiment of the claim, or can be added by ``--methods``."""
-    if not experiments or any(e.every_method or e.script for e in experiments):
-        return
-    known = {*methods().list_methods(), *(entry.label for e in experiments for entry in e.methods)}
-    for i, condition in enumerate(rule):
-        named = [
-            condition[k]
-            for k in ("better", "to", "of")
-            if condition["is"] in ("above", "best", "close", "ratio") and k in condition
-            if k != "to" or "along" not in condition
-        ]
-        for name in [*named, *condition.get("methods", ()), *condition.get("than", ())]:
-            if str(name) not in known:
-                origin.fail(f"{at}.rule.{i}", f"names {name!r}: there is no such method{among(sorted(known), name)}")
+    judge([{**condition, "within": 0} if condition.get("within") == PAPER else condition], look)
 
 
 def _experiment(
@@ -342,10 +323,10 @@ def _experiment(
         if why := unknown(metric, values):
             origin.fail(at["metrics"], f"has {metric!r}: {why}")
     made = given.get("training_file")
+    as_given = ("note", "samples", "evaluations", "test", "script", "values", "by_seed", "plots", "extra")
     return Experiment(
         name,
         title=given.get("title") or name.replace("_", " "),
-        note=given.get("note") or "",
         config=config,
         methods=methods,
         every_method=every,
@@ -355,18 +336,11 @@ def _experiment(
         evaluation=tuple(_evaluation(given.get("evaluation") or [], origin, at["evaluation"])),
         metrics=metrics,
         reference=_reference(given.get("reference"), figures, origin, at["reference"]),
-        samples=given.get("samples"),
-        evaluations=given.get("evaluations"),
-        test=given.get("test", "once"),
-        script=script,
-        args=tuple(str(a) for a in given.get("args", [])),
-        values=values,
-        by_seed=given.get("by_seed", {}),
-        plots=given.get("plots", True),
         training_file=None if made is None else check_keys(made, TRAINING_FILE, origin, at["training_file"]),
-        extra=given.get("extra", False),
+        args=tuple(str(a) for a in given.get("args", [])),
         origin=origin,
         places=(*(f"{place}.config".lstrip(".") for place, _ in layers), at["grid"]),
+        **{key: given[key] for key in as_given if given.get(key) is not None},
     )
 
 

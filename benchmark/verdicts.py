@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .blocks import Block, Findings, Heading, Image, PlainTable, range_of, value_of
 from .conditions import (
     FAILS,
     HOLDS,
     INCONCLUSIVE,
     PAPER,
-    STALE,
     UNTESTED,
     Condition,
     adjust,
@@ -27,6 +25,8 @@ from .conditions import (
 )
 from .intervals import Estimate, pooled
 from .metrics import scale_of
+from .page import range_of
+from .plan import command
 from .results import ExperimentResults
 from .suite import Suite
 
@@ -64,7 +64,7 @@ class Judged:
         tested = [v for v in self.verdicts if v != UNTESTED]
         if len(set(tested)) < 2:
             return tested[0] if tested else UNTESTED
-        first, *others = [f"{v} in {tested.count(v)}" for v in (HOLDS, FAILS, INCONCLUSIVE, STALE) if v in tested]
+        first, *others = [f"{v} in {tested.count(v)}" for v in (HOLDS, FAILS, INCONCLUSIVE) if v in tested]
         return ", ".join([f"{first} of {len(tested)} experiments", *others])
 
     @property
@@ -149,6 +149,44 @@ class Row:
         there = [c.adjusted for listed in self.judged.by_experiment.values() for c in listed]
         return ", ".join(f"{p:.2g}" for p in there if p is not None) or _NOTHING
 
+    def ran(self, experiment: str) -> str:
+        """What was run for the claim in an experiment."""
+        records, seeds = self.runs[experiment], self.seeds.get(experiment, ())
+        parts = [_number(records)] if records else []
+        parts += [f"{lost} failed"] if (lost := self.lost.get(experiment, 0)) else []
+        models = sorted({r["model"]["type"] for r in records if "type" in r.get("model", {})})
+        parts += [f"model {', '.join(f'`{m}`' for m in models)}"] if models else []
+        for key, word in (("rounds", "rounds"), ("samples", "samples trained on")):
+            if counts := sorted({r[key] for r in records if r.get(key)}):
+                parts.append(f"{range_of(counts)} {word}")
+        parts += [_said(seeds)] if seeds else []
+        return f" — {'; '.join(parts)}" if parts else ""
+
+    @property
+    def absent(self) -> list[str]:
+        return [e for e in self.claim["experiments"] if not self.runs.get(e)]
+
+    @property
+    def anchor(self) -> str:
+        return f"{self.suite.name}-{self.name}"
+
+    @property
+    def verdict_here(self) -> str:
+        """The verdict; what does not hold in a smaller setting does not hold *here*."""
+        return self.verdict.replace(FAILS, f"{FAILS} here") if self.suite.sized else self.verdict
+
+    @property
+    def command(self) -> str:
+        """The command that runs what the verdict is from."""
+        experiments = [e for e in self.claim["experiments"] if e not in self.absent] or self.claim["experiments"][:1]
+        first = self.suite.experiments.get(experiments[0])
+        if first is None:
+            return f"fs-lowrank benchmark run {self.suite.name} --size paper --only {experiments[0]} --data FOLDER"
+        if first.script.startswith("studies."):
+            return f"python -m {first.script} {' '.join(first.args)}".strip()
+        whole = command(self.suite, first, "local").replace(f"--only {first.name}", f"--only {','.join(experiments)}")
+        return f"{whole} --data FOLDER --workers 2"
+
 
 def _inside(found: Estimate, condition: Condition) -> float:
     return min(found.centre - condition.low, condition.high - found.centre)
@@ -197,7 +235,7 @@ def _others(rule: Sequence[Mapping], results: ExperimentResults) -> dict[str, st
             methods = [m for m in results.methods if m not in named]
             for method in methods:
                 (one,) = judge([{**condition, "methods": [method]}], results.look)
-                if one.verdict not in (UNTESTED, STALE):
+                if one.verdict != UNTESTED:
                     found[method] = one.verdict
     return found
 
@@ -273,46 +311,6 @@ def _seeds(rule: Sequence[Mapping], records: Sequence[Mapping]) -> list[int]:
     return sorted({s for seeds in studied for s in seeds} if studied else {r["seed"] for r in records if "rounds" in r})
 
 
-def _ran_in_words(records: Sequence[Mapping], seeds: Sequence[int], lost: int) -> str:
-    """What was run for a claim in an experiment."""
-    if not records and not lost:
-        return ""
-    parts = [_number(records)] if records else []
-    parts += [f"{lost} failed"] if lost else []
-    models = sorted({r["model"]["type"] for r in records if "type" in r.get("model", {})})
-    parts += [f"model {', '.join(f'`{m}`' for m in models)}"] if models else []
-    for key, word in (("rounds", "rounds"), ("samples", "samples trained on")):
-        if counts := sorted({r[key] for r in records if r.get(key)}):
-            parts.append(f"{range_of(counts)} {word}")
-    parts += [_said(seeds)] if seeds else []
-    return f" — {'; '.join(parts)}"
-
-
-def summary(rows: Sequence[Row]) -> list[Block]:
-    """The section with the table of all claims."""
-    if not rows:
-        return []
-    runs = {r["hash"]: r for row in rows for found in row.runs.values() for r in found if "rounds" in r}
-    bare = sum("right" not in r for r in runs.values())
-    once = sum(r.get("learning_rate", {}).get("seeds") == 1 for r in runs.values())
-    return [
-        Heading("Claims", 2),
-        "Every verdict comes from the rule in the suite. A condition has a p value against the nearer of its bounds, "
-        "which is corrected for all conditions of this report together (Benjamini and Hochberg): at 0.05 or less it "
-        "*holds*, or *does not hold*; otherwise, and with one seed, it is *inconclusive*. Intervals are Student's at "
-        "95 %, for text by Welch's formula, for images by seed, with the part of the test rows. A gap over several "
-        "settings is a random-effects mean; settings of one task share its test rows, which it does not count. "
-        f"{bare} of {len(runs)} runs have not recorded which test rows they had right: intervals with one of them are "
-        f"of the seeds alone. The rates of {once} were searched with one seed, which no interval counts. The number of "
-        "seeds is fixed in the suite before the run; where seeds were added to runs of before version 0.2.0 after a "
-        "look at them, nothing corrects for that. "
-        "Nothing holds in favour of a method with a collapsed or failed seed, and nothing is refuted in favour of one "
-        "with a failed seed. The figures behind a verdict stand under the suite. Beside a claim that does "
-        "not hold everywhere stands the most likely cause that was tested, with what tested it.",
-        PlainTable(claims_table(rows), claims=True),
-    ]
-
-
 def claims_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """All claims with their verdicts, below a header."""
     head = ("claim", "suite", "size", "verdict", "gap", "p", "seeds", "what it takes", "tested cause")
@@ -331,49 +329,3 @@ def claims_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
         for row in rows
     ]
     return [head, *lines]
-
-
-def said_of_claims(rows: Sequence[Row], drawn: Mapping[str, str]) -> list[Block]:
-    """The section of each claim: its rule, what is known of it, and by experiment what was run and how it was decided.
-
-    Args:
-        drawn: claim -> its figure, as the report names it.
-    """
-    blocks: list[Block] = []
-    for row in rows:
-        blocks.append(Heading(f"Claim: {row.claim['says']}", 3, row.verdict))
-        rules = "; ".join(", ".join(f"{k} {_plain(v)}" for k, v in c.items()) for c in row.claim["rule"])
-        needs = [f"What it takes to see it: {row.needs}"] if "needs" in row.claim else []
-        blocks += [f"Rule: {rules}.", *needs, *said_of(row)]
-        if row.name in drawn:
-            title = f"{row.claim['says']}: by how much each condition is met, 95 % intervals"
-            blocks.append(Image(title, drawn[row.name]))
-        for experiment, conditions in row.judged.by_experiment.items():
-            ran = _ran_in_words(row.runs[experiment], row.seeds.get(experiment, ()), row.lost.get(experiment, 0))
-            blocks.append(Findings(experiment, verdict(conditions), ran, [(c.text, c.verdict) for c in conditions]))
-    return blocks
-
-
-def said_of(row: Row) -> list[Block]:
-    """The source of a claim, its comparisons, who else meets it, the cause that was tested, and what was not run."""
-    judged, claim = row.judged, row.claim
-    gaps = [f"- {said_of_gap(what, *gap)}; asked: {gap[2].asked}" for what, gap in judged.gaps.items()]
-    others = [f"{e}: {', '.join(f'{m} {v}' for m, v in found.items())}" for e, found in judged.others.items() if found]
-    shared = [", ".join(group) for group in judged.groups if len(group) > 1]
-    absent = [e for e in claim["experiments"] if not row.runs.get(e)]
-    return [
-        " ".join(filter(None, (claim.get("source"), claim.get("remark")))),
-        "\n".join(gaps),
-        f"The same rule on the other methods: {'; '.join(others)}." if others else "",
-        f"The most likely cause that was tested: {row.cause}." if row.cause else "",
-        f"Sharing cells and so counted as one experiment: {'; '.join(shared)}." if shared else "",
-        f"Not run: {', '.join(absent)}; `--estimate` says what they take." if absent else "",
-    ]
-
-
-def _plain(value) -> str:
-    if isinstance(value, dict):
-        return " ".join(f"{k}={v}" for k, v in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return value_of(value)

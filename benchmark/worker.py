@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import time
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Any
 
 from fs_lowrank import RunFailed
 from fs_lowrank.jobs import crew
@@ -20,8 +17,6 @@ from .execute import Interrupted, execute
 from .job import Job
 from .suite import import_all
 
-#: seconds between two writes of the progress
-_BEAT = 0.5
 #: open as long as the process runs
 _opened = ExitStack()
 
@@ -52,7 +47,7 @@ def work(job: Job) -> dict:
         RunFailed: the disk is full or broken, so that no other job could run either.
     """
     try:
-        return execute(job, _Progress(job))
+        return execute(job)
     except Interrupted:
         return {}
     except Exception as error:  # the failure of a cell must not end the others; it is recorded
@@ -60,17 +55,3 @@ def work(job: Job) -> dict:
             raise RunFailed(f"{job.where}: {job.label}: {broken}") from error
         logging.getLogger("fs_lowrank").error("%s: %s failed: %s", job.where, job.label, message_of(error, job.folder))
         return {"status": "failed", "kind": type(error).__name__, "error": str(error)}
-
-
-class _Progress:
-    """Writes the progress of a job to the store, at most twice a second."""
-
-    def __init__(self, job: Job):
-        self.job, self.content, self.written = job, dict[str, Any](pid=os.getpid()), 0.0
-        self({})
-
-    def __call__(self, news: dict) -> None:
-        self.content.update(news)
-        if time.monotonic() - self.written > _BEAT:
-            self.written = time.monotonic()
-            self.job.options.store.mark(self.job.key, self.content)

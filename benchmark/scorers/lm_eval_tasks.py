@@ -15,7 +15,6 @@ The result of a group names its tasks. If one subject of a group has no data, th
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -94,7 +93,7 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
     from lm_eval import evaluator
 
     places: dict[str, str] = {}
-    with _local_first(root, places), _quiet(evaluator):
+    with _local_first(root, places):
         found = evaluator.simple_evaluate(
             model=_wrap(model, tokenizer, options),
             tasks=options.tasks,
@@ -161,27 +160,6 @@ def _places(samples: Sequence[Mapping[str, Any]], name: str, built: Callable[[],
     return places
 
 
-@contextmanager
-def _quiet(evaluator):
-    """A context without progress bars of tqdm, which would disturb the live view of the benchmark, and without git.
-
-    Warnings are shown. lm-eval has no setting for its bars, and tqdm reads ``TQDM_DISABLE`` only when it is imported.
-    lm-eval asks git for a commit, which prints "fatal" outside a repository and is not used here.
-    """
-    from tqdm import tqdm
-
-    original, commit = tqdm.__init__, evaluator.get_git_commit_hash
-
-    def hidden(self, *args, **kwargs):
-        original(self, *args, **{**kwargs, "disable": True})
-
-    tqdm.__init__, evaluator.get_git_commit_hash = hidden, lambda: None
-    try:
-        yield
-    finally:
-        tqdm.__init__, evaluator.get_git_commit_hash = original, commit
-
-
 @cache
 def _manager():
     """lm-eval's index of its tasks; it takes seconds to build."""
@@ -204,11 +182,6 @@ def _local_first(root: Path, places: dict[str, str] | None = None):
     from lm_eval.api.task import ConfigurableTask
 
     places, original = {} if places is None else places, ConfigurableTask.download
-    logs = {
-        logging.getLogger("lm_eval"): logging.ERROR,  # a line for every task
-        logging.getLogger("lm_eval.models"): logging.WARNING,
-    }  # prompts that are cut
-    levels = {log: log.level for log in logs}
 
     def download(self, dataset_kwargs=None, **kwargs):
         name, where = self.config.task, (self.DATASET_PATH, self.DATASET_NAME)
@@ -228,14 +201,10 @@ def _local_first(root: Path, places: dict[str, str] | None = None):
         places[name] = f"data set {'/'.join(filter(None, where))}"
 
     ConfigurableTask.download = download
-    for log, level in logs.items():
-        log.setLevel(level)
     try:
         yield
     finally:
         ConfigurableTask.download = original
-        for log, level in levels.items():
-            log.setLevel(level)
 
 
 def _wrap(model, tokenizer, options: Options):

@@ -14,7 +14,6 @@ from benchmark.conditions import (
     FAILS,
     HOLDS,
     INCONCLUSIVE,
-    STALE,
     UNTESTED,
     adjust,
     check_rule,
@@ -210,14 +209,6 @@ def test_who_falls_by_less():
     assert judged({**rule, "better": "lora", "than": ["rolora"]}).verdict == FAILS
     with pytest.raises(UserError, match="expected all of along, from and to"):
         check_rule({"is": "above", "better": "a", "than": ["b"], "by": 0, "along": "x"}, Origin(), "here")
-
-
-def test_a_stale_figure_reads_stale():
-    def look_at(method, labels, metric):
-        return Figure(math.nan, None, 0, stale=(0, 1)) if method == "b" else by_seed([0.8, 0.81])
-
-    found = judged({"is": "above", "better": "a", "than": ["b"], "by": 0}, look_at)
-    assert found.verdict == STALE == verdict([found]) and "earlier revision" in found.text
 
 
 def test_versions_and_processors_are_said():

@@ -1,18 +1,18 @@
-"""The report is blocks, which are written as Markdown and as an HTML page."""
+"""The report is Markdown by a template, and an HTML page of it."""
 
 from html.parser import HTMLParser
 
 import PIL.Image
 import pytest
 
-from benchmark.blocks import Findings, Heading, Image, PlainTable, markdown, page
 from benchmark.conditions import HOLDS, INCONCLUSIVE, UNTESTED, Condition
 from benchmark.figures import along_axis, claim_panels, draw_claim, learning_curves
 from benchmark.intervals import Estimate, Figure
 from benchmark.metrics import title_of
-from benchmark.report import _tables
+from benchmark.page import html
 from benchmark.results import ExperimentResults
 from benchmark.suite import load_suite
+from benchmark.template import markdown
 from fs_lowrank.draw.figures import figure
 
 
@@ -30,30 +30,27 @@ class Text(HTMLParser):
 
 def test_the_page_has_all_that_the_markdown_has():
     rows = [("method", "a | b"), ("**rolora**", "0.5 ± 0.1"), ("<script>", "`x_y_z`")]
-    blocks = [Heading("R", 1), Heading("T & <T>", 2), PlainTable(rows), Image("Curves, 2 clients", "report/x.png")]
-    blocks += ["**Failed:**\n- a: 1 < 2", Findings("one", "holds", "", [("because 3 > 2", "holds")])]
+    text = f"# R\n\n## T & <T>\n\n{markdown('table', rows)}\n![Curves, 2 clients](report/x.png)\n\n"
     read = Text()
-    read.feed(page(blocks))
+    read.feed(html(text + "**Failed:**\n- a: 1 < 2\n\n- one: **holds**\n  - because 3 > 2: holds\n"))
     tags = [tag for tag, _ in read.tags]
     assert tags.count("th") == 2 and tags.count("td") == 4 and tags.count("script") == 1
-    assert {"h2", "strong", "code", "ul", "figure", "figcaption"} <= set(tags) and tags.count("li") == 3
+    assert {"h2", "strong", "code", "ul"} <= set(tags) and tags.count("li") == 3
     assert dict(read.tags)["img"] == {"src": "report/x.png", "alt": "Curves, 2 clients"}
-    for words in ("T & <T>", "a | b", "<script>", "x_y_z", "a: 1 < 2", "because 3 > 2: "):
+    for words in ("T & <T>", "a | b", "<script>", "x_y_z", "a: 1 < 2", "because 3 > 2: holds"):
         assert words in read.words, words
-    assert read.words.count("Curves, 2 clients") == 1
 
 
 def test_a_vertical_bar_in_a_cell_does_not_end_the_cell():
-    assert markdown([PlainTable([("a|b", 1)])]) == "| a\\|b | 1 |\n| --- | --- |\n"
+    assert markdown("table", [("a|b", 1)]) == "| a\\|b | 1 |\n| --- | --- |\n"
 
 
 def test_the_page_needs_no_other_file(tmp_path):
     PIL.Image.new("RGB", (40, 30), "white").save(tmp_path / "glue-small-sst2-curves.png")
-    text = page([Heading("R", 1), Image("Learning curves", "glue-small-sst2-curves.png")], tmp_path)
+    text = html("# R\n\n![Learning curves](glue-small-sst2-curves.png)\n", tmp_path)
     read = Text()
     read.feed(text)
     assert dict(read.tags)["img"]["src"].startswith("data:image/png;base64,")
-    assert dict(read.tags)["figure"] == {"id": "glue-small-sst2-curves"}
     assert [v for _, a in read.tags for k, v in a.items() if k in ("src", "href") and "data:" not in v] == []
 
 
@@ -70,22 +67,13 @@ VERDICTS = {
 
 @pytest.mark.parametrize("verdict", VERDICTS)
 def test_verdicts_are_coloured_and_claims_are_links(verdict):
-    blocks = [Heading("Benchmark report", 1), Heading("Claims", 2)]
-    blocks += [PlainTable([("claim", "verdict"), ("A holds", verdict), ("B", verdict)], claims=True)]
-    blocks += [
-        Heading("Suite", 2),
-        Heading("Claim: A holds", 3, verdict),
-        Findings("one", "holds", "", [("so", "holds")]),
-    ]
-    blocks += [Heading("Claim: A holds", 3, verdict), Heading("An experiment", 3)]
-    text = page(blocks)
-    assert f"| A holds | **{verdict}** |" in markdown(blocks) and f"### Claim: A holds — {verdict}\n" in markdown(
-        blocks
+    claims = markdown(
+        "table", [("claim", "verdict"), ("A holds", verdict), ("A holds", verdict), ("B", verdict)], "verdict"
     )
-    name = VERDICTS[verdict]
-    assert text.count(f'<strong class="{name}">{verdict}</strong>') >= 2
-    assert text.count(f'<span class="{name}">{verdict}</span></h3>') == 2
-    assert '<span class="holds">holds</span>' in text
+    assert f"| A holds | **{verdict}** |" in claims
+    claim = f"### Claim: A holds — {verdict}\n\n- one: **{verdict}**\n  - so: holds\n\n"
+    text = html(f"# Benchmark report\n\n## Claims\n\n{claims}\n## Suite\n\n{claim}{claim}### An experiment\n")
+    assert text.count(f'<strong class="{VERDICTS[verdict]}">{verdict}</strong>') == 5
     read = Text()
     read.feed(text)
     ids = [a["id"] for _, a in read.tags if "id" in a]
@@ -206,7 +194,7 @@ def test_two_metrics_of_one_task_are_two_columns():
     scores = {"pass@1": 0.1, "pass@1_stderr": 0.1, "sampled_pass@1": 0.2, "sampled_pass@10": 0.5}
     found = {"seed": 0, "hash": "a", "metrics": {"val_loss": 1.5}, "scores": {"humaneval": {"humaneval": scores}}}
     records = {("rolora", ""): [found], ("fedlora", ""): [{**found, "hash": "b"}]}
-    text = markdown(_tables(ExperimentResults(suite, suite.experiments["main"], records)))
+    text = markdown("tables", ExperimentResults(suite, suite.experiments["main"], records))
     names = " | ".join(f"humaneval:{name}" for name in ("pass@1", "sampled_pass@1", "sampled_pass@10"))
     assert f"| method | {names} | paper: humaneval |" in text
     assert "| rolora | 10.00 (s.e. 10.00) | 20.00 | 50.00 | 13.45 ± 0.28 |" in text

@@ -8,11 +8,11 @@ import pandas as pd
 import pytest
 
 from benchmark import suite as suites
-from benchmark.blocks import markdown
 from benchmark.conditions import FAILS
 from benchmark.job import Options
 from benchmark.methods_table import FRONT, IMAGES, TEXT, against, table
 from benchmark.suite import SIZES, shipped
+from benchmark.template import markdown
 
 load_suite = cache(suites.load_suite)
 ROOT = Path(__file__).parents[2]
@@ -61,9 +61,9 @@ def test_the_tables_of_methods_are_those_of_the_committed_cells():
     from benchmark.frame import frame
 
     cells = frame(Options((), results=str(RESULTS)).store)
-    assert markdown([table(cells, FRONT, "fedlora")]) in README, "make report"
+    assert markdown("table", table(cells, FRONT, "fedlora")) in README, "make report"
     for methods, base in ((TEXT, "fedlora"), (IMAGES, "fedavg")):
-        assert markdown([table(cells, methods, base)]) in PAGE, "make report"
+        assert markdown("table", table(cells, methods, base)) in PAGE, "make report"
 
 
 def test_what_is_said_of_the_searches_is_what_they_hold():

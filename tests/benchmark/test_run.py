@@ -21,18 +21,17 @@ from PIL import Image
 from scipy import stats
 
 import benchmark.execute
-from benchmark.blocks import markdown
 from benchmark.cli import main
 from benchmark.execute import execute, permitted, train
 from benchmark.intervals import rows_of
 from benchmark.job import Options, at_the_end
 from benchmark.paths import dig, quotient, quotients
 from benchmark.plan import plan
-from benchmark.report import _rates_table, _setting
 from benchmark.results import find
 from benchmark.run import _headline
 from benchmark.store import Store, digest
 from benchmark.suite import import_all, load_suite
+from benchmark.template import markdown
 from fs_lowrank import UserError, list_methods, load_config, register_method
 from fs_lowrank.jobs.files import disk_error
 from fs_lowrank.methods import registry
@@ -264,16 +263,16 @@ def test_a_search_with_a_failed_trial_fails_and_is_completed_by_the_next_run(pla
     (place / "sick.yaml").write_text(text.replace("imports: [own_methods]", "") + rates)
     search, cell, _ = plan(Options(("sick.yaml",), results="sick_results", work="sick_work"))
     with pytest.raises(UserError, match="1 of its trials failed.*it is sick"):  # it selects none of the others
-        execute(search, lambda news: None)
+        execute(search)
     store = search.options.store
     store.write("failed", {**search.identity(), "error": "it is sick", "finished": 1.0})
     assert cell.rated(store) is None  # and no cell runs without its learning rate
     sick["from"] = 99
-    record = execute(search, lambda news: None)
+    record = execute(search)
     assert len(record["tried"]) == 2 and record["diverged"] == 0
     store.write("searches", {**record, "finished": 2.0})
     assert store.read("failed", search.key) is None
-    done = {**execute(cell.rated(store), lambda news: None), "finished": 3.0}
+    done = {**execute(cell.rated(store)), "finished": 3.0}
     store.write("cells", done)
     found = find(search.suite, search.experiment, search.options, store)
     assert found.methods == ["shown as"] and found.cells == 1
@@ -300,7 +299,7 @@ def test_a_grid_grows_until_the_winner_is_inside_or_the_budget_ends(
     (place / "growing.yaml").write_text(text.replace("imports: [own_methods]", "") + rates)
     work = f"growing_work_{grow}_{at_end}"
     search = plan(Options(("growing.yaml",), results="growing_results", work=work))[0]
-    found = execute(search, lambda news: None)
+    found = execute(search)
     assert sorted(p["train.optimizer.lr"] for p in found["tried"]) == pytest.approx(expected)
     assert [p["train.optimizer.lr"] for p in found["grown"]] == pytest.approx(
         [*(v for v in expected if v not in eval(grid)), *diverged]
@@ -317,7 +316,7 @@ class _Studies:
     def __init__(self, value, learned=lambda value: True):
         self.value, self.tried, self.learned = value, [], learned
 
-    def __call__(self, search, config, name, space, progress, diverges=False):
+    def __call__(self, search, config, name, space, diverges=False):
         points = [dict(zip(space, values)) for values in itertools.product(*(kind["grid"] for kind in space.values()))]
         self.tried += points
         scored = [{**point, "value": self.value(point)} for point in points]
@@ -358,7 +357,7 @@ def test_a_grid_ends_inside_where_nothing_lies_beyond(searched):
     search, _, studies = searched(
         "{llm.adapter.args.0.r: {grid: [1, 2]}}", lambda p: -p["llm.adapter.args.0.r"], "ranks"
     )
-    found = execute(search, lambda news: None)
+    found = execute(search)
     assert found["winner"]["point"] == {"llm.adapter.args.0.r": 1} and found["grown"] == [] and not at_the_end(found)
 
 
@@ -366,14 +365,14 @@ def test_a_search_that_can_try_nothing_beyond_its_end_is_done(searched):
     """The next value would be 1.62, which is no dropout; 0.95 would be one, so a better value may lie beyond."""
     dropout = "llm.adapter.args.0.lora_dropout"
     search, _, _ = searched(f"{{{dropout}: {{grid: [0.5, 0.9]}}}}", lambda p: p[dropout], "dropout")
-    found = execute(search, lambda news: None)
+    found = execute(search)
     assert found["winner"]["point"] == {dropout: 0.9} and found["grown"] == [] and at_the_end(found)
 
 
 def test_a_grid_grows_where_a_point_at_its_end_is_as_good(searched):
     """0.1 is as good as 0.01, and 1 is worse: then the winner is inside."""
     search, _, _ = searched(f"{{{RATE}: {{grid: [1e-3, 1e-2, 1e-1]}}}}", lambda p: p[RATE] in (1e-2, 1e-1), "level")
-    found = execute(search, lambda news: None)
+    found = execute(search)
     assert [p[RATE] for p in found["grown"]] == [1] and found["winner"]["point"] == {RATE: 1e-2}
     assert not at_the_end(found)
 
@@ -385,7 +384,7 @@ def test_a_grid_of_which_nothing_is_learned_grows_at_both_ends(searched, rate):
     search, _, _ = searched(
         space, lambda p: 0.5 + 0.4 * np.isclose(p[RATE], rate), f"flat_{rate}", learned=lambda value: value > 0.5
     )
-    found = execute(search, lambda news: None)
+    found = execute(search)
     tried = [p[RATE] for p in found["grown"]]
     assert tried == pytest.approx([1e-3, 10, *([100] if rate == 10 else [1e-4])])
     assert found["winner"]["point"] == {RATE: pytest.approx(rate)} and at_the_end(found) == (rate < 1)
@@ -395,7 +394,7 @@ def test_a_grid_grows_beyond_one_key_at_a_time(searched):
     """The winner of the grid is in a corner; that of all lies beyond the end of one key alone."""
     space = f"{{{RATE}: {{grid: [1e-3, 1e-2]}}, {DECAY}: {{grid: [1e-2, 1e-1]}}}}"
     search, _, studies = searched(space, lambda p: -abs(np.log10(p[RATE]) + 1) - abs(np.log10(p[DECAY]) + 1), "corner")
-    found = execute(search, lambda news: None)
+    found = execute(search)
     assert found["winner"]["point"] == {RATE: pytest.approx(0.1), DECAY: 0.1} and not at_the_end(found)
     assert {(p[RATE], p[DECAY]) for p in found["grown"]} >= {(0.1, 0.1), (0.1, 1.0)} and len(found["grown"]) <= 4
 
@@ -404,7 +403,7 @@ def test_a_search_ends_with_a_step_around_its_winner_and_says_what_is_within_noi
     """By hand: with a standard deviation of 0.01 over three seeds, in two studies, half an interval is 0.0227."""
     scores = {0.03: 0.80, 0.1: 0.85, 0.3: 0.82, 0.0577: 0.83, 0.173: 0.86}
     search, cells, studies = searched(f"{{{RATE}: {{grid: [0.03, 0.1, 0.3]}}}}", lambda p: scores[p[RATE]], "fine", 3)
-    found = execute(search, lambda news: None)
+    found = execute(search)
     assert [p[RATE] for p in studies.tried] == [0.03, 0.1, 0.3, 0.0577, 0.173] and not at_the_end(found)
     assert found["winner"]["point"] == {RATE: 0.173} and found["seeds"] == 3
     assert [p[RATE] for p in found["within_noise"]] == [0.1]
@@ -413,7 +412,7 @@ def test_a_search_ends_with_a_step_around_its_winner_and_says_what_is_within_noi
     store = search.options.store
     store.write("searches", {**found, "finished": 1.0})
     assert cells[0].rated(store).rate["seeds"] == 3
-    said = markdown(_rates_table(find(search.suite, search.experiment, search.options, store)) or [""])
+    said = markdown("rates", find(search.suite, search.experiment, search.options, store))
     assert "with one seed" not in said
 
 
@@ -426,7 +425,7 @@ def test_a_search_of_one_seed_from_before_still_counts(searched):
     search = dataclasses.replace(search, spec=spec)
     before = digest({**search.content(), "spec": {"space": search.spec["space"], "seeds": None, "objective": None}})
     store = search.options.store
-    found = {**execute(once, lambda news: None), **search.identity(), "hash": before, "finished": 1.0}
+    found = {**execute(once), **search.identity(), "hash": before, "finished": 1.0}
     del found["seeds"], found["within_noise"]
     assert before not in (search.key, once.key) and not search.done(store)
     store.write("searches", found)
@@ -476,7 +475,7 @@ def test_a_rate_is_at_the_end_of_the_grid_of_its_own_experiment(place, monkeypat
     for name in ("main", "other", "third", "fourth"):
         found = find(suite, suite.experiments[name], options, store)
         assert found.cells == 4
-        ends[name], unlike[name] = found.figure("fedlora", "2", "test_acc").at_end, markdown(_rates_table(found))
+        ends[name], unlike[name] = found.figure("fedlora", "2", "test_acc").at_end, markdown("rates", found)
     assert ends == {"main": False, "other": True, "third": True, "fourth": False} and len(store.all("cells")) == 8
     said = "The table's rate of fedlora, 0.03, won in no finished search of `other`."
     assert said in unlike.pop("fourth") and not any("won in no" in text for text in unlike.values())
@@ -766,10 +765,10 @@ def test_the_report_names_differences_between_the_methods(place, done, monkeypat
     (place / "alike.yaml").write_text((place / "tiny.yaml").read_text().replace("imports: [own_methods]", ""))
     suite, options = load_suite("alike.yaml", "small"), Options(("alike.yaml",))
     found = find(suite, suite.experiments["main"], options, options.store)
-    assert "did not have the same" not in _setting(found) and "not treated alike" not in _setting(found)
+    assert "did not have the same" not in (line := markdown("setting", found)) and "not treated alike" not in line
     record = found.records["fedlora", "2"][0]
     record["rounds"], record["config"] = 9, {**record["config"], "federate.method": "regmean"}
-    line = _setting(found)
+    line = markdown("setting", found)
     assert "did not have the same rounds" in line and "did not have the same samples" not in line
     assert "not treated alike" in line and "combined as the other layers are" in line
 
@@ -785,14 +784,18 @@ def test_a_checkpoint_is_given_up_only_if_it_cannot_be_used(settings, tmp_path, 
     config = load_config(settings, **{"outdir": str(tmp_path / "cell"), "federate.total_round_num": 2})
 
     def round_of(config):
-        seen = []
-        train(config, "local", seen.append)
-        return [entry["round"] for entry in seen if "metrics" in entry or "loss" in entry]
+        capsys.readouterr()
+        train(config, "local")
+        out, err = capsys.readouterr()
+        said.append(err)
+        return [int(n) for n in re.findall(r"^round (\d+) loss", out, flags=re.MULTILINE)]
+
+    said = []
 
     assert round_of(config) == [1, 2] and round_of(config) == []
-    assert "starts again" not in capsys.readouterr().err
+    assert not any("starts again" in err for err in said)
     with pytest.raises(UserError, match="no file"):
-        train(config.replace({"data.type": "missing.csv"}), "local", print)
+        train(config.replace({"data.type": "missing.csv"}), "local")
     (meta,) = (tmp_path / "cell" / "checkpoint").glob("*2/meta.json")
     before = meta.read_text()
     content = json.loads(before)
@@ -800,11 +803,11 @@ def test_a_checkpoint_is_given_up_only_if_it_cannot_be_used(settings, tmp_path, 
     content["schema"] += 1
     meta.write_text(json.dumps({"sha256": _meta_sum(content), **content}))
     with pytest.raises(NewerSchema):
-        train(config, "local", print)
+        train(config, "local")
     meta.write_text(before)
     assert round_of(config) == [], "the checkpoint is there as it was"
     assert round_of(config.replace({"train.optimizer.lr": 0.02})) == [1, 2]
-    assert "was started with another train.optimizer.lr" in capsys.readouterr().err
+    assert "was started with another train.optimizer.lr" in said[-1]
 
 
 def test_full_disk_is_recognised_below_other_errors():

@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -282,21 +281,6 @@ def test_the_hub_is_asked_once_and_then_its_cache_only(tiny, root, monkeypatch):
     assert offline == [True, True] and not datasets.config.HF_HUB_OFFLINE
     monkeypatch.setattr(fetch_hub, "_failure", None)
     scorers.check({"scorer": "generate", "tasks": ["boolq"]}, root)
-
-
-@pytest.mark.more
-def test_warnings_are_shown_and_progress_bars_are_not(tiny, root, no_hub, monkeypatch, capfd):
-    pytest.importorskip("lm_eval")
-    wrap = lm_eval_tasks._wrap
-    monkeypatch.setattr(lm_eval_tasks, "_wrap", lambda *a: print("careful", file=sys.stderr) or wrap(*a))
-    capfd.readouterr()
-    scorers.score(*tiny, {"scorer": "lm_eval", "tasks": ["arc_easy"]}, root)
-    said = capfd.readouterr().err
-    assert "careful" in said and "it/s" not in said and "%|" not in said
-    from tqdm import tqdm
-
-    list(tqdm(range(3)))
-    assert "3/3" in capfd.readouterr().err
 
 
 @pytest.mark.more

@@ -237,33 +237,31 @@ def test_unknown_suite():
 
 
 @pytest.mark.more
-def test_a_result_of_an_earlier_revision_is_stale(write, tmp_path, monkeypatch):
+def test_a_result_of_an_earlier_revision_does_not_count(write, tmp_path, monkeypatch):
     def jobs(text=FIVE_LINES, **changes):
         return plan(options(write(text), results=str(tmp_path / "results"), **changes))
 
     first, other = jobs()[0], jobs(methods=("fedlora",))[0]
     store = first.options.store
     store.write("cells", {**first.identity(), "method": "rolora", "status": "complete", "finished": 1.0})
-    assert first.result(store) and first.stale(store) is None
+    assert first.result(store) and not first.earlier_keys
     monkeypatch.setattr(get_method_class("rolora"), "revision", 3)
     again = jobs()[0]
     assert again.config == first.config and again.key != first.key and not again.done(store)
-    assert again.stale(store)["hash"] == first.key and jobs(methods=("fedlora",))[0].key == other.key
+    assert first.key in again.earlier_keys and jobs(methods=("fedlora",))[0].key == other.key
     found = find(again.suite, again.experiment, again.options, store)
-    assert not found.records and [r["hash"] for r in found.stale] == [first.key]
-    write_report(again.options)
-    said = (tmp_path / "results" / "report.md").read_text()
-    assert "**Stale results: 1**" in said and "rolora (1)" in said
+    assert not found.records
     for job, accuracy in ((first, 0.70), (again, 0.75)):
         record = {**job.identity(), "method": "rolora", "status": "complete", "finished": 1.0, "seed": 0, "rounds": 1}
         record |= {"metrics": {"test_acc": accuracy}, "samples": 8, "samples_counted": True}
         store.write("cells", record)
     found = find(again.suite, again.experiment, again.options, store)
-    store.supersede(first.key)
+    write_report(again.options)
+    said = (tmp_path / "results" / "report.md").read_text()
+    assert "\n1 more results in `cells/` belong to no cell" in said
+    store.supersede(again.earlier_keys)
     assert [record["hash"] for record in store.all("cells")] == [again.key]
     assert len(pd.read_csv(write_csv(store))) == 1
-    found = find(again.suite, again.experiment, again.options, store)
-    assert not found.stale
     monkeypatch.setattr(get_method_class("rolora"), "revision", 1)
     assert jobs()[0].key == first.key
 
@@ -274,7 +272,7 @@ def test_a_result_of_an_earlier_revision_is_stale(write, tmp_path, monkeypatch):
     before = jobs(adagrad)[0]
     store.write("cells", {**before.identity(), "method": "rolora", "status": "complete", "finished": 1.0})
     monkeypatch.undo()
-    assert before.key != now.key and jobs(adagrad)[0].stale(store)["hash"] == before.key
+    assert before.key != now.key and before.key in jobs(adagrad)[0].earlier_keys
 
 
 @pytest.mark.parametrize(
@@ -333,7 +331,7 @@ def study(write, tmp_path, monkeypatch):
     def study(text, size="small"):
         given = options(write(text), results=str(tmp_path / "results"), work=str(tmp_path / "work"), size=size)
         for job in plan(given, extra=True):
-            given.store.write("cells", {**execute(job, lambda said: None), "finished": 1.0})
+            given.store.write("cells", {**execute(job), "finished": 1.0})
         return given
 
     return study
@@ -415,8 +413,6 @@ def test_a_cell_of_a_method_that_experiments_share_is_in_each(write, tmp_path, m
         "two": (["rolora"], 2),
         "wide": (["rolora"], 5),  # of its own method four cells, and the one that is there
     }
-    monkeypatch.setattr(get_method_class("rolora"), "revision", 3)
-    assert [len(each.stale) for each in found().values()] == [1, 1, 1]
 
 
 def test_a_method_of_an_experiment_with_all_methods_is_given_to_no_other(write, tmp_path):

@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmark.blocks import Heading, markdown, page
 from benchmark.conditions import FAILS, HOLDS, INCONCLUSIVE, UNTESTED
+from benchmark.page import html
 from benchmark.results import ExperimentResults
 from benchmark.suite import SIZES, load_suite, shipped
-from benchmark.verdicts import judged_claims, rows_of, said_of_claims, summary
+from benchmark.template import markdown
+from benchmark.verdicts import claims_table, judged_claims, rows_of
 
 RULE = [{"is": "above", "better": "a", "than": ["b"], "by": 0}]
 CAUSE = {"says": "Too few rounds.", "experiments": ["longer", "analysis/why"]}
@@ -30,7 +31,8 @@ def rows(claim, found, elsewhere=lambda suite, experiment: []):
     suite = SimpleNamespace(claims={"c": claim}, name="mine", size="small", sized=True)
     judged = judged_claims(suite, found)
     of_suite = rows_of(suite, judged, found, elsewhere)
-    return of_suite[0], markdown(said_of_claims(of_suite, {})), markdown(summary(of_suite)[-1:])
+    (row,) = of_suite
+    return row, markdown("claim", row), markdown("table", claims_table(of_suite), "verdict")
 
 
 BEHIND = results(
@@ -68,7 +70,7 @@ def test_experiments_that_lack_a_figure_are_counted():
     row, said, table = rows({"experiments": ["one", "two"]}, {"one": AHEAD, "two": results("two", a=[record(0, 0.9)])})
     assert row.verdict == "holds, not tested in 1" and "| **holds, not tested in 1** |" in table and row.cause == ""
     assert "Claim: A is ahead — holds, not tested in 1" in said
-    coloured = page([Heading("R", 1), Heading("Claim: A", 3, row.verdict), Heading("Claim: B", 3, UNTESTED)])
+    coloured = html(f"# R\n\n- a: **{row.verdict}**\n- b: **{UNTESTED}**\n")
     assert coloured.count('class="holds"') == 1 and coloured.count('class="untested"') == 1
     assert rows({"experiments": ["one", "two"]}, {"one": AHEAD, "two": results("two")})[0].verdict == HOLDS
 

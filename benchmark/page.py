@@ -1,0 +1,103 @@
+"""Markdown as one HTML page, and values as text."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .conditions import FAILS, HOLDS, UNTESTED
+
+if TYPE_CHECKING:
+    from markdown_it.token import Token
+
+_CLASSES = {HOLDS: "holds", FAILS: "fails", UNTESTED: "untested"}
+_COLOURS_OF_A_FIGURE = 96
+
+
+def html(text: str, root: Path | None = None) -> str:
+    """Markdown as one HTML page with a list of contents, that needs no other file.
+
+    Claims in the table of all claims are links to the figures behind them, verdicts are coloured, tables can be sorted.
+
+    Args:
+        text: begins with a heading, which is the title.
+        root: the folder that the images' paths start in; images that are there become part of the page.
+    """
+    from markdown_it import MarkdownIt
+    from markupsafe import Markup
+
+    from fs_lowrank.draw.page import document
+
+    reader = MarkdownIt("commonmark", {"html": False}).enable("table")
+    title, *tokens = (token for token in reader.parse(text) if token.level or token.tag != "h1")
+    seen, claims, here = Counter[str](), dict[str, list[str]](), "report"
+    nav = Markup()
+    for number, (token, content) in enumerate(zip(tokens, tokens[1:])):
+        if token.type == "heading_open":
+            here = re.sub(r"[^\w]+", "-", content.content.casefold()).strip("-")
+            seen[here] += 1
+            here += f"-{seen[here]}" * (seen[here] > 1)
+            token.attrSet("id", here)
+            claim = content.content.partition("Claim: ")[2].rpartition(" — ")[0]
+            if claim:
+                claims.setdefault(claim, []).append(here)
+            else:
+                nav += Markup('<a class="{}" href="#{}">{}</a>\n').format(token.tag, here, content.content)
+        elif token.type == "table_open":
+            token.attrSet("data-name", f"{here[:60]}-{number}")
+    for token in tokens:
+        if token.content in claims and claims[token.content]:
+            token.children = _linked(token, claims[token.content].pop(0))
+        for child, content in zip(token.children or (), (token.children or ())[1:]):
+            if child.type == "strong_open":
+                child.attrSet("class", _CLASSES.get(content.content.partition(", not tested in")[0], "open"))
+        for child in token.children or ():
+            if child.type == "image":
+                child.attrSet("src", _embedded(root, str(child.attrs["src"])))
+    body = reader.renderer.render(tokens, reader.options, {})
+    return document(title.content, body=body, nav=f'<nav class="contents">{nav}</nav>')
+
+
+def _linked(token: Token, key: str) -> list[Token]:
+    """The content of ``token`` as a link to the heading ``key``."""
+    from markdown_it.token import Token
+
+    inner = token.children or []
+    return [Token("link_open", "a", 1, attrs={"href": f"#{key}"}), *inner, Token("link_close", "a", -1)]
+
+
+def _embedded(root: Path | None, path: str) -> str:
+    """A picture as an address that holds it, with as many colours as a plot needs; its path if it is not there."""
+    from PIL import Image as Pictures
+
+    if root is None or not (root / path).is_file():
+        return path
+    content = io.BytesIO()
+    with Pictures.open(root / path) as image:
+        image.convert("RGB").quantize(_COLOURS_OF_A_FIGURE).save(content, "PNG", optimize=True)
+    return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
+
+
+# -- values ----------------------------------------------------------------------------------------------
+
+
+def value_of(value: Any) -> str:
+    """A setting as text: a number as short as it goes."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def plain(value: Any) -> str:
+    """A value of a suite as text."""
+    if isinstance(value, Mapping):
+        return " ".join(f"{k}={v}" for k, v in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else value_of(value)
+
+
+def range_of(values: Sequence) -> str:
+    """Ascending numbers as text, by the first and the last."""
+    return f"{values[0]:,}" if len(values) == 1 else f"{values[0]:,} to {values[-1]:,}"
