@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+import pandas as pd
 import torch
 
 from fs_lowrank import Config
@@ -25,29 +26,11 @@ from .samples import samples_of, within_budget
 from .suite import import_all
 
 
-@dataclass
-class Sum:
-    """Of the jobs of an experiment: how many, runs in all, samples trained on, seconds; the most bytes that one takes.
-
-    Attributes:
-        unknown: jobs of which nothing is known: scripts, and runs that do not fit in memory.
-    """
-
-    cells: int = 0
-    searches: int = 0
-    runs: int = 0
-    samples: int = 0
-    seconds: float = 0.0
-    device: float = 0.0
-    memory: float = 0.0
-    disk: float = 0.0
-    unknown: int = 0
-
-    def add(self, other: Sum) -> None:
-        for name in ("cells", "searches", "runs", "samples", "seconds", "unknown"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("device", "memory", "disk"):
-            setattr(self, name, max(getattr(self, name), getattr(other, name)))
+#: of the jobs of an experiment: how many, runs in all, samples trained on, seconds, and jobs of which nothing is known:
+#: scripts, and runs that do not fit in memory
+_SUMMED = ("cells", "searches", "runs", "samples", "seconds", "unknown")
+#: the most bytes that one takes
+_LARGEST = ("device", "memory", "disk")
 
 
 def table(options: Options, workers: int, say: Callable[[str], None], gpus: Sequence[str] = ()) -> list[Sequence[str]]:
@@ -62,21 +45,24 @@ def table(options: Options, workers: int, say: Callable[[str], None], gpus: Sequ
     check_gpus(gpus)
     if gpus:
         options = replace(options, overrides={**options.overrides, "use_gpu": True, "device": int(gpus[0])})
-    sums: dict[str, Sum] = {}
     probed: dict[str, Estimate] = {}
     with _as_a_worker(workers):
-        for job in plan(options):
-            if not (job.rated(options.store) or job).done(options.store):
-                sums.setdefault(job.where, Sum()).add(_of(job, say, probed))
-    whole = Sum()
-    for found in sums.values():
-        whole.add(found)
-    several = replace(whole, seconds=whole.seconds / workers, memory=workers * whole.memory, disk=workers * whole.disk)
+        rows = [
+            {"where": job.where, **_of(job, say, probed)}
+            for job in plan(options)
+            if not (job.rated(options.store) or job).done(options.store)
+        ]
+    frame = pd.DataFrame(rows, columns=["where", *_SUMMED, *_LARGEST]).fillna(0)
+    how = {**dict.fromkeys(_SUMMED, "sum"), **dict.fromkeys(_LARGEST, "max")}
+    whole = frame.agg(how).fillna(0)
+    whole["seconds"] /= workers
+    whole[["memory", "disk"]] *= workers
     if gpus:
-        several.device *= fullest(workers, [int(gpu) for gpu in gpus])
+        whole["device"] *= fullest(workers, [int(gpu) for gpu in gpus])
     head = ("experiment", "cells", "searches", "runs", "samples", "time", "GPU memory", "memory", "disk", "not known")
-    lines: list[Sequence[str]] = [head, *(_line(where, found) for where, found in sums.items())]
-    lines += [(), _line(f"in all, by {workers} workers", several)]
+    lines: list[Sequence[str]] = [head]
+    lines += [_line(str(where), found) for where, found in frame.groupby("where", sort=False).agg(how).iterrows()]
+    lines += [(), _line(f"in all, by {workers} workers", whole)]
     return lines if gpus else [(*line[:6], *line[7:]) for line in lines]
 
 
@@ -91,15 +77,16 @@ def _as_a_worker(workers: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _line(where: str, found: Sum) -> tuple[str, ...]:
-    counts = (str(n or "") for n in (found.cells, found.searches, found.runs))
-    sizes = (human_bytes(size) for size in (found.device, found.memory, found.disk))
-    return (where, *counts, f"{found.samples:,}", human_time(found.seconds), *sizes, str(found.unknown or ""))
+def _line(where: str, found: pd.Series) -> tuple[str, ...]:
+    cells, searches, runs, unknown = (str(int(found[name]) or "") for name in ("cells", "searches", "runs", "unknown"))
+    sizes = (human_bytes(found[name]) for name in _LARGEST)
+    return (where, cells, searches, runs, f"{int(found['samples']):,}", human_time(found["seconds"]), *sizes, unknown)
 
 
-def _of(job: Job, say: Callable[[str], None], probed: dict[str, Estimate]) -> Sum:
+def _of(job: Job, say: Callable[[str], None], probed: dict[str, Estimate]) -> dict[str, float]:
+    """What a job adds to the sums of its experiment."""
     if not isinstance(job, Cell | Search):
-        return Sum(cells=1, unknown=1)
+        return {"cells": 1, "unknown": 1}
     import_all(job.suite.imports)
     make_training_file(job)
     config = within_budget(job)
@@ -110,15 +97,14 @@ def _of(job: Job, say: Callable[[str], None], probed: dict[str, Estimate]) -> Su
         say(f"probing {job.where}  {job.label}")
         probed[key] = estimate(config)
     found = probed[key]
-    counts = {"searches": 1} if isinstance(job, Search) else {"cells": 1}
-    device, memory, disk = (found.total(where) for where in ("device", "memory", "disk"))
-    taken = Sum(**counts, runs=runs, device=device, memory=memory, disk=disk)
+    taken = {"searches" if isinstance(job, Search) else "cells": 1, "runs": runs}
+    taken |= {where: found.total(where) for where in _LARGEST}
     if found.seconds is None:
-        return replace(taken, unknown=1)
+        return {**taken, "unknown": 1}
     seconds = runs * found.seconds
     if isinstance(job, Cell) and job.experiment.test == "once":
         seconds += found.scoring.get("test", 0.0)
-    return replace(taken, samples=runs * samples_of(config), seconds=seconds)
+    return {**taken, "samples": runs * samples_of(config), "seconds": seconds}
 
 
 def _trials(search: Search, config: Config) -> int:

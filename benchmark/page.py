@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .conditions import FAILS, HOLDS, UNTESTED
+from .conditions import FAILS, HOLDS, INCONCLUSIVE, UNTESTED
 
 if TYPE_CHECKING:
     from markdown_it.token import Token
@@ -54,7 +54,7 @@ def html(text: str, root: Path | None = None) -> str:
         if token.content in claims and claims[token.content]:
             token.children = _linked(token, claims[token.content].pop(0))
         for child, content in zip(token.children or (), (token.children or ())[1:]):
-            if child.type == "strong_open":
+            if child.type == "strong_open" and content.content.startswith((HOLDS, FAILS, INCONCLUSIVE, UNTESTED)):
                 child.attrSet("class", _CLASSES.get(content.content.partition(", not tested in")[0], "open"))
         for child in token.children or ():
             if child.type == "image":

@@ -131,7 +131,7 @@ def _drawn(rows: Sequence[Row], root: Path) -> dict[str, str]:
 
 def _pictures(results: ExperimentResults, root: Path) -> dict[str, str]:
     """The figures of an experiment below ``root``, by title."""
-    if not (results.cells and results.experiment.plots) or results.experiment.script:
+    if results.experiment.script or not results.cells:
         return {}
     return {title: path.relative_to(root).as_posix() for title, path in draw_all(results, root / "report").items()}
 

@@ -108,7 +108,6 @@ class Experiment:
     script: str = ""
     values: dict = field(default_factory=dict)
     by_seed: dict = field(default_factory=dict)
-    plots: bool = True
     extra: bool = False
 
     def lines(self, method: MethodEntry, setting: Mapping[str, str]) -> dict[str, int]:
@@ -323,7 +322,7 @@ def _experiment(
         if why := unknown(metric, values):
             origin.fail(at["metrics"], f"has {metric!r}: {why}")
     made = given.get("training_file")
-    as_given = ("note", "samples", "evaluations", "test", "script", "values", "by_seed", "plots", "extra")
+    as_given = ("note", "samples", "evaluations", "test", "script", "values", "by_seed", "extra")
     return Experiment(
         name,
         title=given.get("title") or name.replace("_", " "),

@@ -27,7 +27,6 @@ EXPERIMENT = {
     "args": Key(list),
     "values": Key(dict),
     "by_seed": Key(dict),
-    "plots": _SWITCH,
     "training_file": _MAPPING,
     "extra": _SWITCH,
 }

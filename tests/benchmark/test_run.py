@@ -588,7 +588,7 @@ def test_a_run_is_probed_with_the_threads_of_a_worker(place, monkeypatch, worker
     monkeypatch.syspath_prepend(str(place))
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     before, probed = torch.get_num_threads(), []
-    monkeypatch.setattr(estimate, "_of", lambda *job: probed.append(torch.get_num_threads()) or estimate.Sum(cells=1))
+    monkeypatch.setattr(estimate, "_of", lambda *job: probed.append(torch.get_num_threads()) or {"cells": 1})
     torch.set_num_threads(4)
     try:
         estimate.table(Options(("tiny.yaml",), results="probed", only=("main",)), workers, print)
