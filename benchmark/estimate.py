@@ -25,7 +25,6 @@ from .plan import make_training_file, plan
 from .samples import samples_of, within_budget
 from .suite import import_all
 
-
 #: of the jobs of an experiment: how many, runs in all, samples trained on, seconds, and jobs of which nothing is known:
 #: scripts, and runs that do not fit in memory
 _SUMMED = ("cells", "searches", "runs", "samples", "seconds", "unknown")

@@ -15,10 +15,11 @@ from benchmark.frame import write_csv
 from benchmark.job import Cell, Options, Search, decisive
 from benchmark.metrics import unknown
 from benchmark.plan import jobs_of, plan
-from benchmark.report import _setting, write_report
+from benchmark.report import write_report
 from benchmark.results import find
 from benchmark.samples import counted, of_data, within_budget
 from benchmark.suite import SIZES, flatten, lay, load_suite, shipped
+from benchmark.template import markdown
 from benchmark.verdicts import judged_claims
 from fs_lowrank import UserError, load_config
 from fs_lowrank.data import build_data
@@ -474,7 +475,7 @@ def test_the_setting_of_a_report_has_the_values_of_all_cells(write, tmp_path):
                 **{"data": {"source": "x", "fingerprint": "f"}, "test": "once", "engine": "local", "majority": 0.5},
             }
         )
-    line = _setting(found)
+    line = markdown("setting", found)
     assert "4 / 20 local steps" in line and "split `iid` / `dirichlet`" in line and "model `m`;" in line
 
 
