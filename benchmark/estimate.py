@@ -96,7 +96,7 @@ def _of(job: Job, say: Callable[[str], None], probed: dict[str, Estimate]) -> di
         say(f"probing {job.where}  {job.label}")
         probed[key] = estimate(config)
     found = probed[key]
-    taken = {"searches" if isinstance(job, Search) else "cells": 1, "runs": runs}
+    taken: dict[str, float] = {"searches" if isinstance(job, Search) else "cells": 1, "runs": runs}
     taken |= {where: found.total(where) for where in _LARGEST}
     if found.seconds is None:
         return {**taken, "unknown": 1}
