@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..data.examples import IGNORED_LABEL
+from ..errors import UserError
 from ..methods import Phase
-from ..models.kinds import is_encoder_decoder
+from ..models.kinds import is_encoder_decoder, unwrapped
 from ..models.machine import input_device, wait
 from ..models.names import tags
 from ..models.shortcuts.frozen import FrozenPrefix
@@ -189,9 +190,16 @@ def label_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torc
     labels, rows = (t.to(batch["input_ids"].device, non_blocking=True) for t in (following[rows], rows))
     head: nn.Module = cast("PreTrainedModel", model).get_output_embeddings()
     length = batch["input_ids"].shape[1]  # virtual tokens may stand before the text
-    hook = head.register_forward_pre_hook(
-        lambda _, args: (args[0][:, -length:].flatten(0, 1).index_select(0, rows.to(args[0].device)),)
-    )
+
+    def labelled(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        if args[0].ndim != 3:
+            raise UserError(
+                f"model.type: the head of {type(unwrapped(model)).__name__} reads {args[0].ndim} axes, expected 3: "
+                "texts, tokens, width; take a model that predicts one token after each"
+            )
+        return (args[0][:, -length:].flatten(0, 1).index_select(0, rows.to(args[0].device)),)
+
+    hook = head.register_forward_pre_hook(labelled)
     try:
         return model(**inputs, use_cache=False).logits, labels  # keys and values serve only to generate text
     finally:

@@ -26,7 +26,7 @@ def check_steady(model: nn.Module, examples: Examples) -> None:
     Samples of three lengths are computed one by one, the longest first, again, the shortest first, and in one batch.
 
     Raises:
-        UserError: their logits differ.
+        UserError: their logits differ, or are not of one token after each.
     """
     rows, device, name = rows_to_try(examples.lengths, 3), input_device(model), type(unwrapped(model)).__name__
 
@@ -40,6 +40,8 @@ def check_steady(model: nn.Module, examples: Examples) -> None:
             first = {row: logits(row) for row in rows[::-1]}
             again = {row: logits(row) for row in rows}
             beside = logits(*rows)
+        except UserError:
+            raise
         except Exception:  # of a model that cannot compute these texts, which training will say
             return
     for row in rows:
