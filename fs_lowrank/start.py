@@ -18,7 +18,7 @@ from torch import nn
 
 from .config import load_config
 from .data import CAUSAL_LM, IMAGE_CLASSIFICATION, RawData, load_raw
-from .data.own import look_at, refuse_tables, stem_of
+from .data.own import look_at, stem_of
 from .data.sources import data_args
 from .data.stored import is_saved
 from .data.tables import talks_in
@@ -41,8 +41,6 @@ _SITE = re.compile(r"(site|client|hospital|user|institution)s?([ _-]?(id|name))?
 _ROLES = ("text", "text_pair", "label", "instruction", "input", "output")
 #: pixels; larger pictures are resized, as are those of unequal sizes
 LARGEST = 64
-#: rows that are looked at, at most, of data that stay on disk
-LOOKED_AT = 2000
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ def draft(given: Given) -> str:
 
 def _texts(given: Given) -> list[str]:
     """The lines for labelled texts, or for instructions with answers."""
-    columns, causal = _columns(given, look_at(given.data, LOOKED_AT))
+    columns, causal = _columns(given, look_at(given.data))
     kind = "huggingface_llm" if causal else "transformers"
     model = given.model or ("smollm2" if causal else "minilm")
     model += "" if "@" in model else f"@{kind}"
@@ -125,17 +123,13 @@ def _pictures(given: Given) -> list[str]:
     for role in _ROLES:
         if column := getattr(given, role):
             raise UserError(f"{role}={column!r}: {given.data} is a folder of pictures, which have no columns")
-    refuse_tables(given.data, str(given.data))
     model = given.model or "resnet10"
     probe = {
         "data": {"type": str(given.data)},
         "model": {"type": model},
         "federate": {"client_num": 1, "method": "fedavg"},
     }
-    if not (config := load_config(probe)).is_vision:
-        raise UserError(
-            f"model={model!r} reads texts, and {given.data} has pictures; name one of {', '.join(VISION_MODELS)}"
-        )
+    config = load_config(probe)
     args: list[str] = []
     try:
         raw = load_raw(config.data, origin=config.source)
@@ -145,6 +139,10 @@ def _pictures(given: Given) -> list[str]:
     if resized:
         raw = load_raw(config.replace({"data.args": [{"size": LARGEST}]}).data, origin=config.source)
         args = [f"  args: [{{size: {LARGEST}}}]           # guessed: height and width of each"]
+    if not config.is_vision:
+        raise UserError(
+            f"model={model!r} reads texts, and {given.data} has pictures; name one of {', '.join(VISION_MODELS)}"
+        )
     llm = ["llm: {adapter: {args: [{r: 16, alpha: 16}]}}"]
     return _file(given, raw, args, model, llm, "fedlora", 32, "SGD, lr: 0.03, momentum: 0.9")
 

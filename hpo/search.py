@@ -86,19 +86,14 @@ def _revisions(settings: Settings) -> dict[str, int]:
 def data_of(config: Config) -> str:
     """A hash of the rows that the config reads, before they are split; it is the same for every seed and machine.
 
-    The texts of arrow data stay on disk and are left out. Empty if the data cannot be read, which the trials report.
+    Empty if the data cannot be read, which the trials report.
     """
     from fs_lowrank.data import load_raw
-    from fs_lowrank.data.stored import StoredFrame
 
     try:
-        raw = load_raw(config.data, origin=config.source, task=config.model.task)
+        return load_raw(config.data, origin=config.source, task=config.model.task).fingerprint
     except UserError:
         return ""
-    parts = {name: getattr(raw, name) for name in ("train", "validation", "test")}
-    stored = {name: part.kept.reset_index() for name, part in parts.items() if isinstance(part, StoredFrame)}
-    # The fingerprint of arrow data is by the times of files, which differ between machines.
-    return dataclasses.replace(raw, **stored, fingerprint="").fingerprint if stored else raw.fingerprint
 
 
 def enqueue(study: optuna.Study, points: Sequence[Mapping[str, Any]]) -> None:

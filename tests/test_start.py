@@ -92,9 +92,7 @@ def test_whatever_data_type_reads(at, tiny_encoder, tiny_causal, capsys):
     out = capsys.readouterr().out
     assert "written to cc.yaml" in out and "client_num: 3 " in out and "  splitter: file\n" in out
     assert cli.main(["init", "cc", *options]) == 2
-    assert "a folder of 3 files such as client_1.csv; name the file, or several by a pattern: cc/*.csv" in (
-        capsys.readouterr().err
-    )
+    assert "files of tables are named, or several by a pattern: cc/*.csv" in capsys.readouterr().err
     talk = [{"from": "human", "value": "is it good"}, {"from": "gpt", "value": "it is good"}]
     (folder / "talks.json").write_text(json.dumps([{"conversations": talk}] * 50))
     tree, text = made(folder / "talks.json", tiny_causal)

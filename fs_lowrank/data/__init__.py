@@ -8,7 +8,8 @@ from fs_lowrank.data.federated import FederatedData, rows_said
 from fs_lowrank.data.fetch import FETCHABLE, fetch, home, resolve
 from fs_lowrank.data.images import ImageExamples
 from fs_lowrank.data.partition import PARTITIONERS, Partition, Rows, partition, register_partitioner
-from fs_lowrank.data.sources import CAUSAL_LM, CLASSIFICATION, IMAGE_CLASSIFICATION, RawData, load_raw, own_files
+from fs_lowrank.data.sources import load_raw, own_files
+from fs_lowrank.data.tables import CAUSAL_LM, CLASSIFICATION, IMAGE_CLASSIFICATION, RawData
 
 __all__ = [
     "CAUSAL_LM",

@@ -7,7 +7,6 @@ import logging
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,18 +20,16 @@ from fs_lowrank.data.labels import as_classes, edges
 from fs_lowrank.data.partition import Partition, Rows, matching_shares, partition
 from fs_lowrank.data.ragged import Ragged
 from fs_lowrank.data.sources import CAUSAL_LM, RawData, data_args, load_raw
-from fs_lowrank.data.stored import StoredFrame
 from fs_lowrank.data.tables import MULTI_LABEL, REGRESSION, count_skipped
 from fs_lowrank.data.tokenize import (
     check_vocabulary,
-    cut_alike,
     tokenize_causal,
     tokenize_classification,
     tokenize_pairs,
     tokenizer_fingerprint,
+    uncut,
 )
 from fs_lowrank.errors import ROWS_LOGGER, UserError, say_once
-from fs_lowrank.jobs.files import cannot_write
 from fs_lowrank.jobs.kept import kept
 from fs_lowrank.settings import Settings, one_mapping
 from fs_lowrank.settings.sections import Data
@@ -62,15 +59,8 @@ def build_data(cfg: Settings, tokenizer: Any = None, raw: RawData | None = None)
     if raw is None:
         raw = load_raw(cfg.data, origin=cfg.source, task=cfg.model.task)
     given = cfg, tokenizer, raw
-    data, cut = kept(
-        "data",
-        lambda: _decides(*given),
-        lambda: (_built(*given), _cutting(tokenizer)),
-        size=lambda pair: sum(
-            p.nbytes for p in (pair[0].train, pair[0].validation, pair[0].test) if isinstance(p, Examples)
-        ),
-    )
-    _cut_alike(tokenizer, cut)
+    data = kept("data", lambda: _decides(*given), lambda: _built(*given), size=lambda made: made.nbytes)
+    uncut(tokenizer)
     say_once(data.describe(), logging.WARNING if any(data.repeated.values()) else logging.INFO, ROWS_LOGGER)
     return data
 
@@ -89,18 +79,6 @@ def _decides(cfg: Settings, tokenizer: Any, raw: RawData) -> dict[str, Any] | No
     }
 
 
-def _cutting(tokenizer: Any) -> tuple[Any, Any]:
-    """How a tokenizer was last told to cut and to pad, which is saved with it."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return (backend.truncation, backend.padding) if backend is not None else (None, None)
-
-
-def _cut_alike(tokenizer: Any, cut: tuple[Any, Any]) -> None:
-    """Tell ``tokenizer`` to cut and to pad as another one was told."""
-    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None and _cutting(tokenizer) != cut:
-        cut_alike(backend, *cut)
-
-
 def _built(cfg: Settings, tokenizer: Any, raw: RawData) -> FederatedData:
     args = data_args(cfg.data, cfg.source)
     frames = _frames(cfg, raw)
@@ -113,7 +91,7 @@ def _built(cfg: Settings, tokenizer: Any, raw: RawData) -> FederatedData:
             examples[split], frames[split] = texts.examples(frames[split], split)
     else:
         examples = _images(cfg, raw, frames)
-        image_shape = _image_shape(examples)
+        image_shape = examples["train"].shape
     keys = {split: row_keys(frame, raw.task, raw.images) for split, frame in frames.items()}
     parts, shares = _partitioned(cfg, raw, frames, examples)
     if texts is not None:
@@ -185,7 +163,6 @@ class _Texts:
         self.cfg, self.tokenizer, self.raw = cfg, tokenizer, raw
         self.options = {key: args[key] for key in ("template", "loss_on") if key in args}
         self.paired = cfg.model.task == "Seq2SeqLM"
-        self.folder = _folder(cfg) if isinstance(raw.train, StoredFrame) else None
         self.skipped, self.truncated = dict(raw.skipped), dict[str, int]()
         asked = args.get("max_len", None) or cfg.llm.tok_len
         self.length: int = self._fitting_length(train) if asked == "auto" else asked
@@ -200,8 +177,8 @@ class _Texts:
         """The rows of ``frame`` as examples, and which of them were kept."""
         if self.raw.task == CAUSAL_LM:
             tokenize = tokenize_pairs if self.paired else tokenize_causal
-            return tokenize(frame, self.tokenizer, length, **self.options, folder=self.folder)
-        examples = tokenize_classification(frame, self.tokenizer, length, self.folder)
+            return tokenize(frame, self.tokenizer, length, **self.options)
+        examples = tokenize_classification(frame, self.tokenizer, length)
         if self.raw.task == MULTI_LABEL:
             examples.sets = self.raw.num_labels
         return examples, np.ones(len(frame), dtype=bool)
@@ -254,7 +231,7 @@ class _Texts:
             _check_dropped(self.cfg, int((~fit).sum()), len(fit), which, "raise it")
             parts.indices = Ragged.of(indices)
             count_skipped(self.skipped, "prompt too long", int((~fit).sum()))
-        replaced = examples.replaced(rows[fit], own, self.folder)
+        replaced = examples.replaced(rows[fit], own)
         # Those that were counted when these were made with the usual length.
         replaced.truncated -= self._encoded(train.iloc[rows], self.length)[0].truncated
         return replaced
@@ -322,17 +299,7 @@ def _check_dropped(cfg: Settings, dropped: int, rows: int, why: str, remedy: str
         )
 
 
-def _folder(cfg: Settings) -> Path:
-    """Where the tokens of data that stay on disk are kept: the run's folder."""
-    folder = Path(cfg.outdir, cfg.expname)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
-    return folder
-
-
-def _images(cfg: Settings, raw: RawData, frames: dict[str, pd.DataFrame]) -> dict[str, Examples | ImageExamples]:
+def _images(cfg: Settings, raw: RawData, frames: dict[str, pd.DataFrame]) -> dict[str, Any]:
     """The rows of each split as images, with the transforms of the split."""
     usual = [["Normalize", {"mean": list(raw.mean), "std": list(raw.std)}]]
     pipelines = {"train": Pipeline(cfg.data.transform or usual, "data.transform", cfg.source)}
@@ -341,18 +308,6 @@ def _images(cfg: Settings, raw: RawData, frames: dict[str, pd.DataFrame]) -> dic
         pipelines[split] = Pipeline(steps, f"data.{key}", cfg.source) if steps else pipelines["train"]
     images: Any = raw.images
     return {s: ImageExamples(images, f["image"], f["label"], pipelines[s]) for s, f in frames.items()}
-
-
-def _image_shape(examples: dict[str, Any]) -> tuple[int, int, int]:
-    """The shape of the training images, with and without random steps, and of all others."""
-    channels, height, width = examples["train"].batch([0], _rng(0, "shape"))["pixel_values"].shape[1:]
-    for part in examples.values():
-        if part.shape != (channels, height, width):
-            raise UserError(
-                f"{part.pipeline.key} makes images of shape {part.shape}, in training they are "
-                f"{(channels, height, width)}"
-            )
-    return channels, height, width
 
 
 def _rng(seed: int, purpose: str) -> np.random.Generator:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from fs_lowrank.data.stored import CHUNK
 from fs_lowrank.data.tables import CAUSAL_LM, ROLES
 
 
@@ -31,8 +30,7 @@ def row_keys(frame: Any, task: str, images: np.ndarray | None = None) -> np.ndar
         return np.array([_hash(images[i].tobytes()) for i in frame["image"]], dtype=np.int64)
     language = task == CAUSAL_LM
     names = [name for name in (ROLES if language else ("text", "text_pair")) if name in frame]
-    parts = (frame.iloc[start : start + CHUNK][names] for start in range(0, len(frame), CHUNK))
-    return np.array([_hash(_read(row, language)) for part in parts for row in part.to_dict("records")], dtype=np.int64)
+    return np.array([_hash(_read(row, language)) for row in frame[names].to_dict("records")], dtype=np.int64)
 
 
 def _read(row: dict[Any, Any], language: bool) -> bytes:

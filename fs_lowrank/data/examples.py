@@ -6,13 +6,12 @@ import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from fs_lowrank.data.labels import bits
-from fs_lowrank.data.ragged import Growing, Ragged
+from fs_lowrank.data.ragged import Ragged
 
 __all__ = ["IGNORED_LABEL", "Examples", "rows_alike"]
 
@@ -59,14 +58,9 @@ class Examples:
             for name, rows in self.columns.items()
         }
         self._lengths = self.columns["input_ids"].lengths
-        for name, rows in self.columns.items():
-            if not np.array_equal(rows.lengths, self._lengths) and not (self.paired and name == "labels"):
-                raise ValueError(f"column {name!r} does not have the shape of 'input_ids'")
         if self.labels is not None:
             self.labels = np.asarray(self.labels)
             self.labels = self.labels.astype(np.float32 if self.labels.dtype.kind == "f" else np.int64)
-            if self.labels.shape != self._lengths.shape:
-                raise ValueError(f"{len(self._lengths)} examples came with labels of shape {self.labels.shape}")
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -93,23 +87,12 @@ class Examples:
             paired=self.paired,
         )
 
-    def replaced(self, rows: np.ndarray, others: Examples, folder: Path | None = None) -> Examples:
-        """A copy with ``others`` in the place of the examples at ``rows``; classes stay.
-
-        Args:
-            folder: as for ``Growing``.
-        """
+    def replaced(self, rows: np.ndarray, others: Examples) -> Examples:
+        """A copy with ``others`` in the place of the examples at ``rows``; classes stay."""
         order = np.arange(len(self))
         order[rows] = len(self) + np.arange(len(rows))
-        columns = {}
-        for name in self.columns:
-            growing = Growing(folder)
-            for examples in (self, others):
-                for start in range(0, len(examples), _CHUNK):
-                    growing.append(examples.columns[name][start : start + _CHUNK])
-            columns[name] = growing.joined().select(order)
-        truncated = self.truncated + others.truncated
-        return dataclasses.replace(self, columns=columns, truncated=truncated)
+        joined = {name: Ragged.join([own, others.columns[name]]).select(order) for name, own in self.columns.items()}
+        return dataclasses.replace(self, columns=joined, truncated=self.truncated + others.truncated)
 
     @classmethod
     def together(cls, parts: Iterable[tuple[Examples, np.ndarray]]) -> Examples:

@@ -135,6 +135,11 @@ class FederatedData:
         """The training, validation and test examples that there are."""
         return [part for part in (self.train, self.validation, self.test) if part is not None]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tokens."""
+        return sum(part.nbytes for part in self.splits() if isinstance(part, Examples))
+
     @cached_property
     def clients(self) -> Sequence[Examples | ImageExamples]:
         """The training examples of each client, selected when they are asked for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import hashlib
@@ -16,10 +17,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fs_lowrank.errors import UserError, nearest
+from fs_lowrank.errors import UserError, nearest, say_once, users_own
 from fs_lowrank.settings import show
-
-__all__ = ["NESTED", "SUFFIXES", "as_text", "as_texts", "natural", "read_bytes", "read_table", "read_text", "read_tsv"]
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json")
 #: values of a table that hold others
@@ -71,20 +70,13 @@ def read_bytes(path: Path, named_by: str = "data.root and data.type") -> bytes:
     """
     try:
         raw = path.read_bytes()
-    except FileNotFoundError as error:
-        folder = path.parent
-        try:
-            names = [entry.name for entry in folder.iterdir()]
-        except OSError:
-            raise UserError(f"no file {path}: there is no folder {folder}; check {named_by}") from error
-        raise UserError(f"no file {path}{nearest(path.name, names)}; check {named_by}") from error
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-    refuse_pointer(path, raw)
-    try:
+        refuse_pointer(path, raw)
         return gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+    except FileNotFoundError as error:
+        names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise UserError(f"no file {path}{nearest(path.name, names)}; check {named_by}") from error
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{path}: not a whole gzip file: {error}") from error
+        raise UserError(f"cannot read {path}: {error}") from error
 
 
 def read_text(path: Path, named_by: str = "data.root and data.type") -> str:
@@ -94,17 +86,15 @@ def read_text(path: Path, named_by: str = "data.root and data.type") -> str:
         named_by: as for ``read_bytes``.
 
     Raises:
-        UserError: no such file, an empty file, or a byte that is not UTF-8 (the message has its offset and line).
+        UserError: no such file, an empty file, or a byte that is not UTF-8 (the message has its line).
     """
-    raw = read_bytes(path, named_by)
+    raw = read_bytes(path, named_by).removeprefix(codecs.BOM_UTF8)
     try:
-        text = raw.decode("utf-8-sig")
+        text = raw.decode()
     except UnicodeDecodeError as error:
-        # The decoder does not count the byte order mark.
-        start = error.start + (3 if raw.startswith(b"\xef\xbb\xbf") else 0)
-        line = raw.count(b"\n", 0, start) + 1
+        line = raw.count(b"\n", 0, error.start) + 1
         raise UserError(
-            f"{path}: not UTF-8: byte 0x{raw[start]:02x} at offset {start}, line {line}; save the file as UTF-8"
+            f"{path}, line {line}: not UTF-8: byte 0x{raw[error.start]:02x}; save the file as UTF-8"
         ) from error
     if not text.strip():
         raise UserError(f"{path}: the file is empty")
@@ -144,7 +134,7 @@ def read_table(path: Path, quoting: bool | None = None, named_by: str = "data.ro
 
     Args:
         quoting: whether double quotes enclose fields; by default True for ``.csv`` and False for ``.tsv``.
-        named_by: as for ``read_text``.
+        named_by: as for ``read_bytes``.
 
     Raises:
         UserError: the file is unreadable, truncated or invalid (the message names the line), or has no row.
@@ -152,15 +142,11 @@ def read_table(path: Path, quoting: bool | None = None, named_by: str = "data.ro
     text = read_text(path, named_by)
     suffix = (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
     if suffix in (".csv", ".tsv"):
-        rows = _delimited(
-            path, text, "\t" if suffix == ".tsv" else ",", suffix == ".csv" if quoting is None else quoting
-        )
-    elif suffix == ".jsonl":
-        rows = _json_lines(path, text)
-    elif suffix == ".json":
-        rows = _json_objects(path, text) if text.lstrip().startswith("{") else _json(path, text)
+        rows = _delimited(path, text, suffix, suffix == ".csv" if quoting is None else quoting)
     else:
-        raise UserError(f"{path}: unknown file type {suffix!r}; expected one of {', '.join(SUFFIXES)}")
+        rows = _json(path, text, suffix == ".json" and text.lstrip().startswith("["))
+        if quoting is not None:
+            say_once(f"data.args.0.quoting = {quoting} has no effect on {path.name}: it is for .csv and .tsv")
     if not rows:
         raise UserError(f"{path}: the file has no rows")
     columns = list(dict.fromkeys(name for row in rows for name in row))
@@ -168,95 +154,50 @@ def read_table(path: Path, quoting: bool | None = None, named_by: str = "data.ro
     return pd.DataFrame({name: pd.Series([row.get(name) for row in rows], dtype=object) for name in columns})
 
 
-def _delimited(path: Path, text: str, delimiter: str, quoting: bool) -> list[dict[str, Any]]:
-    reader = csv.reader(
-        io.StringIO(text, newline=""),
-        delimiter=delimiter,
-        quoting=csv.QUOTE_MINIMAL if quoting else csv.QUOTE_NONE,
-        strict=quoting,
-    )
+def _delimited(path: Path, text: str, suffix: str, quoting: bool) -> list[dict[str, Any]]:
+    delimiter = "\t" if suffix == ".tsv" else ","
+    form: Any = {"delimiter": delimiter, "quoting": csv.QUOTE_MINIMAL if quoting else csv.QUOTE_NONE, "strict": quoting}
+    reader = csv.reader(io.StringIO(text, newline=""), **form)
     rows: list[dict[str, Any]] = []
-    header: list[str] | None = None
     start = 1
     limit = csv.field_size_limit(len(text) + 1)  # long texts are valid; the limit is global
     try:
+        header = [cell.strip() for cell in next(reader)]
+        if len(header) == 1 and (other := next((d for d in (";", "\t", ",") if d in header[0]), None)):
+            raise UserError(
+                f"{path}: the header is one column, {show(header[0])}: separated by {other!r}? expected {delimiter!r}"
+            )
+        if len(set(header)) < len(header):
+            raise UserError(f"{path}: the header names a column twice: {', '.join(header)}")
+        start = reader.line_num + 1
         for cells in reader:
-            if header is None:
-                header = [cell.strip() for cell in cells]
-                _check_delimiter(path, header, delimiter)
-                if len(set(header)) < len(header):
-                    raise UserError(f"{path}: the header names a column twice: {', '.join(header)}")
-            elif cells:
-                if len(cells) != len(header):
-                    raise UserError(f"{path}, line {start}: {len(cells)} columns came, the header has {len(header)}")
-                rows.append(dict(zip(header, cells, strict=True)))
+            if cells and len(cells) != len(header):
+                raise UserError(f"{path}, line {start}: {len(cells)} columns came, the header has {len(header)}")
+            if cells:
+                rows.append(dict(zip(header, cells)))
             start = reader.line_num + 1
     except csv.Error as error:
-        raise UserError(
-            f"{path}, line {start}: {error}; a quotation may not be closed, or the file is truncated"
-        ) from error
+        raise UserError(f"{path}, line {start}: {error}; a quotation may not be closed, or the file is cut") from error
     finally:
         csv.field_size_limit(limit)
     return rows
 
 
-def _check_delimiter(path: Path, header: list[str], delimiter: str) -> None:
-    """Refuse a header of one column in which there is what separates columns in other files."""
-    other = next((d for d in (";", "\t", ",") if len(header) == 1 and d != delimiter and d in header[0]), None)
-    if other:
-        write = "name it .tsv" if other == "\t" else f"write it with {delimiter!r}"
-        raise UserError(
-            f"{path}: the header is one column, {show(header[0])}: separated by {other!r}? expected {delimiter!r}; "
-            f"{write}"
-        )
-
-
-def _json(path: Path, text: str) -> list[dict[str, Any]]:
-    data = _loads(path, text)
-    if not isinstance(data, list):
-        raise UserError(f"{path}: expected a list of objects, got {type(data).__name__}")
-    return [_object(path, f"entry {number}", row) for number, row in enumerate(data, start=1)]
-
-
-def _json_objects(path: Path, text: str) -> list[dict[str, Any]]:
-    """Read a ``.json`` file of one object per line. A single object must be a row, not a table of columns."""
-    try:
-        row = json.loads(text, object_pairs_hook=_once)
-    except (ValueError, RecursionError):
-        return _json_lines(path, text)
-    if not {"messages", "conversations"} & row.keys() and any(
-        isinstance(value, (list, dict)) for value in row.values()
-    ):
-        keys = ", ".join(map(repr, list(row)[:10]))
-        raise UserError(
-            f"{path}: expected a list of objects, or one object a line; got one object with "
-            f"{'keys' if len(row) > 1 else 'key'} {keys}"
-        )
-    return [_object(path, "line 1", row)]
-
-
-def _json_lines(path: Path, text: str) -> list[dict[str, Any]]:
-    return [
-        _object(path, f"line {number}", _loads(path, line, number))
-        for number, line in enumerate(text.split("\n"), start=1)
-        if line.strip()
-    ]
-
-
-def _loads(path: Path, text: str, line: int | None = None) -> Any:
-    """The JSON value in ``text``, which is line ``line`` of the file, or all of it."""
-    try:
-        return json.loads(text, object_pairs_hook=_once)
-    except json.JSONDecodeError as error:
-        truncated = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated")
-        raise UserError(
-            f"{path}, line {line or error.lineno}: invalid JSON: {error.msg}"
-            f"{'; the file may be truncated' if truncated else ''}"
-        ) from error
-    except RecursionError as error:
-        raise UserError(f"{path}, line {line or 1}: nested too deep: expected objects of texts and numbers") from error
-    except ValueError as error:  # a key given twice, or a number of more digits than Python converts
-        raise UserError(f"{path}{f', line {line}' if line else ''}: invalid JSON: {error}") from error
+def _json(path: Path, text: str, whole: bool) -> list[dict[str, Any]]:
+    """The objects of a list that is the ``whole`` text, or one of each line."""
+    rows: list[dict[str, Any]] = []
+    for line, part in enumerate([text] if whole else text.split("\n"), start=1):
+        if not part.strip():
+            continue
+        where = str(path) if whole else f"{path}, line {line}"
+        with users_own(f"{where}: reading it as JSON"):
+            value = json.loads(part, object_pairs_hook=_once)
+            json.dumps(value, ensure_ascii=False).encode()  # half of a UTF-16 pair is no character
+        found = value if whole else [value]
+        rows += found
+        if not all(isinstance(row, dict) for row in found):
+            raise UserError(f"{where}: expected objects, as a list of them, or one a line; got {show(value)}")
+    return rows
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -265,17 +206,4 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(row) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"an object has the key {next(n for n in names if names.count(n) > 1)!r} twice")
-    return row
-
-
-def _object(path: Path, where: str, row: Any) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise UserError(f"{path}, {where}: expected an object, got {type(row).__name__}")
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"{path}, {where}: {error.object[error.start : error.end]!a} is half of a UTF-16 pair (a surrogate), which "
-            "is not a character; correct the text"
-        ) from error
     return row

@@ -14,12 +14,7 @@ a folder            ``train/CLASS/FILE``, optionally ``test/…``, ``val/…``; 
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-import math
 import os
-import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,23 +24,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
-from fs_lowrank.data.fetch import home as cache_home
 from fs_lowrank.data.fetch import usable
 from fs_lowrank.data.files import read_bytes, read_text, refuse_pointer
 from fs_lowrank.data.tables import IMAGE_CLASSIFICATION, RawData, count_skipped, several_classes
 from fs_lowrank.errors import UserError, nearest, say_once, users_own
-from fs_lowrank.jobs.files import from_json, replacing
 from fs_lowrank.settings.reading import read_packaged
 
 __all__ = ["IMAGE_SETS", "read_folder", "read_image_set"]
 
-logger = logging.getLogger("fs_lowrank")
-
-#: counts the ways in which files have been decoded, since decoded images are kept
-_DECODING = 4
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".webp", ".tif", ".tiff")
 
@@ -76,73 +63,38 @@ def _raw(images: np.ndarray, splits: Mapping[str, Mapping[str, np.ndarray]], nam
 
 
 def _find(name: str, folders: Sequence[Path], files: Sequence[str]) -> list[Path]:
-    """The paths of ``files`` in the first folder that has all of them.
-
-    Raises:
-        UserError: no folder has all; the message names what is missing in the one that has most.
-    """
-    lacking = []
+    """The paths of ``files`` in the first folder that has all of them."""
     for folder in folders:
-        found = {file: [folder / n for n in _spellings(file) if (folder / n).is_file()] for file in files}
-        missing = [file for file, paths in found.items() if not paths]
-        if not missing:
-            return [paths[0] for paths in found.values()]
-        lacking.append((len(missing), folder, missing[0]))
-    count, folder, first = min(lacking, key=lambda item: item[0])
-    if count < len(files):
-        raise UserError(f"data.type {name}: {folder} has no {first}")
+        found = [path for file in files if (path := next(filter(Path.is_file, _spellings(folder, file)), None))]
+        if len(found) == len(files):
+            return found
     where = ", ".join(map(str, folders))
-    raise UserError(f"data.type {name}: no {files[0]} in any of: {where}; {IMAGE_SETS[name]['hint']}")
+    raise UserError(
+        f"data.type {name}: no folder has {', '.join(files)}; looked in: {where}; {IMAGE_SETS[name]['hint']}"
+    )
 
 
-def _spellings(file: str) -> list[str]:
+def _spellings(folder: Path, file: str) -> list[Path]:
     """How a file may be called: IDX files are compressed or not, and some have a dot in their name."""
-    return [file, f"{file}.gz", file.replace("-idx", ".idx"), f"{file}.gz".replace("-idx", ".idx")]
-
-
-def _check_labels(path: Path, labels: np.ndarray, count: int, classes: int) -> None:
-    if labels.shape != (count,):
-        raise UserError(f"{path}: {labels.shape} labels came for {count} images")
-    if count and not 0 <= labels.min() <= labels.max() < classes:
-        bad = labels[(labels < 0) | (labels >= classes)][0]
-        raise UserError(f"{path}: label {bad} is none of 0 … {classes - 1}")
-
-
-def _sized(path: Path, raw: bytes, expected: int) -> None:
-    if len(raw) != expected:
-        raise UserError(f"{path}: truncated or too long: {len(raw)} bytes came, expected {expected}")
+    return [folder / f"{name}{end}" for name in (file, file.replace("-idx", ".idx")) for end in ("", ".gz")]
 
 
 def _idx(path: Path, axes: int) -> np.ndarray:
     """The bytes in an IDX file, the format of MNIST, plain or gzipped: uint8 with so many axes."""
-    raw, start = read_bytes(path, "data.root"), 4 + 4 * axes
-    if raw[:4] != bytes([0, 0, 8, axes]) or len(raw) < start:
-        raise UserError(f"{path}: not an IDX file of bytes with {axes} axes: it begins with {raw[:4].hex(' ')}")
-    shape = np.frombuffer(raw, ">u4", axes, offset=4).tolist()
-    _sized(path, raw, start + math.prod(shape))
-    return np.frombuffer(raw, np.uint8, offset=start).reshape(shape)
+    raw = read_bytes(path, "data.root")
+    shape = np.frombuffer(raw, ">u4", axes, offset=4)
+    return np.frombuffer(raw, np.uint8, offset=4 + 4 * axes).reshape(shape.tolist())
 
 
 def _read_idx(paths: Sequence[Path], about: Mapping[str, Any], count: int) -> _Part:
-    images, labels = _idx(paths[0], 3), _idx(paths[1], 1)
-    _check_labels(paths[1], labels, len(images), len(about["names"]))
-    return _Part(images[:, None], {"label": labels})
-
-
-def _records(path: Path, ahead: int, count: int) -> np.ndarray:
-    """CIFAR's binary records, ``ahead`` bytes and an image each: uint8 ``(count, ahead + 3072)``."""
-    raw = read_bytes(path, "data.root")
-    _sized(path, raw, count * (ahead + 3072))
-    return np.frombuffer(raw, np.uint8).reshape(count, -1)
+    return _Part(_idx(paths[0], 3)[:, None], {"label": _idx(paths[1], 1)})
 
 
 def _read_cifar(paths: Sequence[Path], about: Mapping[str, Any], count: int) -> _Part:
+    """CIFAR's binary records: a byte for each kind of label, and an image."""
     fields: dict[str, int] = about["labels"]
-    batches = [_records(path, len(fields), count) for path in paths]
-    for path, batch in zip(paths, batches):
-        for column, classes in enumerate(fields.values()):
-            _check_labels(path, batch[:, column], len(batch), classes)
-    rows = np.concatenate(batches)
+    raw = b"".join(read_bytes(path, "data.root") for path in paths)
+    rows = np.frombuffer(raw, np.uint8).reshape(len(paths) * count, len(fields) + 3072)
     values = {field: rows[:, column] for column, field in enumerate(fields)}
     return _Part(rows[:, len(fields) :].reshape(-1, 3, 32, 32), values)
 
@@ -150,15 +102,9 @@ def _read_cifar(paths: Sequence[Path], about: Mapping[str, Any], count: int) -> 
 def _read_svhn(paths: Sequence[Path], about: Mapping[str, Any], count: int) -> _Part:
     from scipy.io import loadmat
 
-    path = paths[0]
-    with users_own(f"{path}: reading it as SVHN's 32x32 file"):
-        content = loadmat(path, variable_names=["X", "y"])
-        pixels, labels = content["X"], content["y"].reshape(-1)
-    if pixels.ndim != 4 or pixels.shape[:3] != (32, 32, 3) or pixels.dtype != np.uint8:
-        raise UserError(f"{path}: X is {pixels.dtype} {pixels.shape}, expected uint8 (32, 32, 3, n)")
-    labels = labels.astype(np.int64) % 10  # zero is written as 10
-    _check_labels(path, labels, pixels.shape[3], 10)
-    return _Part(np.ascontiguousarray(pixels.transpose(3, 2, 0, 1)), {"label": labels})
+    content = loadmat(paths[0], variable_names=["X", "y"])
+    labels = content["y"].reshape(-1).astype(np.int64) % 10  # zero is written as 10
+    return _Part(np.ascontiguousarray(content["X"].transpose(3, 2, 0, 1)), {"label": labels})
 
 
 #: name -> format, files, folders, names of classes, mean and std, and what to do if files are missing
@@ -183,10 +129,15 @@ def read_image_set(name: str, root: Path, home: str | Path | None = None) -> Raw
     paths, parts = iter(found), {}
     for split, files in listed.items():
         count = about.get("records", {}).get(split, 0)
-        parts[split] = _READERS[about["format"]](list(islice(paths, len(files))), about, count)
-    names = about.get("names")
-    if names is None:
-        names = _names(found[0].with_name(about["names_file"]), about["labels"]["label"])
+        of_split = list(islice(paths, len(files)))
+        with users_own(f"{of_split[0]}: reading it as a file of {name}"):
+            parts[split] = part = _READERS[about["format"]](of_split, about, count)
+        classes = {"label": len(about.get("names", ())), **about.get("labels", {})}
+        for kind, labels in part.values.items():
+            if labels.shape != (len(part.images),) or labels.max() >= classes[kind]:
+                came, expected = f"{len(labels)} labels up to {labels.max()}", f"{len(part.images)} of 0 … "
+                raise UserError(f"{of_split[-1]}: {came} came; expected {expected}{classes[kind] - 1}")
+    names = about.get("names") or _names(found[0].with_name(about["names_file"]), about["labels"]["label"])
     images = np.concatenate([part.images for part in parts.values()])
     mean, std = tuple(about["mean"]), tuple(about["std"])
     return _raw(images, {s: p.values for s, p in parts.items()}, names, source=about["source"], mean=mean, std=std)
@@ -194,14 +145,9 @@ def read_image_set(name: str, root: Path, home: str | Path | None = None) -> Raw
 
 def _names(path: Path, count: int) -> list[str]:
     """The names of ``count`` classes, one a line; their numbers if there is no such file."""
-    if not path.exists():
-        return [str(i) for i in range(count)]
-    names = read_text(path, "data.root").split()
-    if len(set(names)) != count or len(names) != count:
-        raise UserError(
-            f"{path}: {len(names)} names of classes, {len(set(names))} of them different, expected {count}; unpack the "
-            "archive again, or remove the file and the classes are called by their numbers"
-        )
+    names = read_text(path, "data.root").split() if path.exists() else list(map(str, range(count)))
+    if len(set(names)) != count:
+        raise UserError(f"{path}: expected the names of {count} classes; without the file they are called by number")
     return names
 
 
@@ -211,10 +157,8 @@ FOLDER_ARGS = ("size", "channels")
 _SPLIT_NAMES = {TRAIN: TRAIN, "val": VALIDATION, "valid": VALIDATION, VALIDATION: VALIDATION, TEST: TEST}
 
 
-def read_folder(folder: Path, args: Mapping[str, Any], home: str | Path | None = None) -> RawData:
+def read_folder(folder: Path, args: Mapping[str, Any]) -> RawData:
     """Read the images below ``folder``, which has one subfolder per class, sorted by name.
-
-    Decoded images are cached under ``home``. They are decoded again if a file is added, removed or changed.
 
     Args:
         args: ``size``, to which images of different sizes are resized (``[height, width]`` or a number for both);
@@ -230,7 +174,8 @@ def read_folder(folder: Path, args: Mapping[str, Any], home: str | Path | None =
     if len(names) < 2:
         raise UserError(
             f"{folder}: found {len(names)} folder(s) with images ({', '.join(names) or 'none'}); expected "
-            "one for each class, or train/ and test/ with one for each class in them"
+            "one for each class, or train/ and test/ with one for each class in them; files of tables are named, or "
+            f"several by a pattern: {folder}/*.csv"
         )
     files: list[Path] = []
     splits: dict[str, dict[str, np.ndarray]] = {}
@@ -241,7 +186,9 @@ def read_folder(folder: Path, args: Mapping[str, Any], home: str | Path | None =
         of_class = [classes.get(kind, []) for kind in names]
         files += [path for paths in of_class for path in paths]
         splits[split] = {"label": np.repeat(np.arange(len(names)), list(map(len, of_class)))}
-    images = _decoded(folder, files, size, channels, home)
+    images, said = _decode(files, size, channels)
+    if said:
+        say_once(f"{folder}: {said}")
     middle, source = (0.5,) * images.shape[1], f"the user's images in {folder.name}"
     return _raw(images, splits, names, source=source, skipped=skipped, mean=middle, std=middle)
 
@@ -261,8 +208,6 @@ def _listing(folder: Path) -> tuple[dict[str, dict[str, list[Path]]], dict[str, 
         splits = {}
         for name, split in _SPLIT_NAMES.items() if (folder / TRAIN).is_dir() else [(".", TRAIN)]:
             if (folder / name).is_dir():
-                if split in splits:
-                    raise UserError(f"{folder}: {name} is a second folder of {split} images")
                 splits[split] = classes(folder / name)
         taken = {path for found in splits.values() for paths in found.values() for path in paths}
         within = {path.parent for path in taken}
@@ -280,56 +225,6 @@ def _is_image(path: Path) -> bool:
     return path.name.lower().endswith(SUFFIXES) and not path.name.startswith(".") and path.is_file()
 
 
-def _decoded(
-    folder: Path, files: list[Path], size: tuple[int, int] | None, channels: int | None, home: str | Path | None
-) -> np.ndarray:
-    digest = hashlib.sha256(json.dumps([str(folder.resolve()), size, channels, _DECODING]).encode())
-    for path in files:
-        info = path.stat()
-        digest.update(f"{path.relative_to(folder)}\0{info.st_size}\0{info.st_mtime_ns}\n".encode())
-    kept = cache_home(home) / "images" / f"{digest.hexdigest()[:24]}.safetensors"
-    images = _kept(kept, len(files), folder)
-    if images is not None:
-        return images
-    images, said = _decode(files, size, channels)
-    _say(folder, said)
-    try:
-        with replacing(kept) as aside:
-            about = json.dumps({"crc32": _checksum(kept.stem, images), "said": said})
-            save_file({"images": images}, aside, {"about": about})  # one entry, since several have no order
-    except (OSError, SafetensorError) as error:
-        logger.warning("could not keep the decoded images in %s: %s", kept.parent, error)
-    return images
-
-
-def _kept(path: Path, count: int, folder: Path) -> np.ndarray | None:
-    """The ``count`` decoded images of ``folder`` in ``path``; None if there are none, or if the file is damaged."""
-    if not path.is_file():
-        return None
-    try:
-        with safe_open(path, "np") as file:
-            images: np.ndarray = file.get_tensor("images")
-            about = from_json(file.metadata()["about"])
-        wrong = images.dtype != np.uint8 or images.ndim != 4 or len(images) != count
-        if wrong or _checksum(path.stem, images) != about["crc32"]:
-            raise ValueError("its checksum does not match")
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        logger.warning("%s is damaged (%s); the images are decoded again", path, error)
-        return None
-    _say(folder, about["said"])
-    return images
-
-
-def _say(folder: Path, said: str) -> None:
-    if said:
-        say_once(f"{folder}: {said}")
-
-
-def _checksum(key: str, images: np.ndarray) -> int:
-    """Of the file's key too, so that images under another's name are not taken for its own."""
-    return zlib.crc32(np.ascontiguousarray(images).data, zlib.crc32(repr((key, images.shape)).encode()))
-
-
 def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | None) -> tuple[np.ndarray, str]:
     """uint8 ``(n, channels, height, width)``, as the pictures are shown, and what of the files is not in it.
 
@@ -339,24 +234,20 @@ def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | Non
     from PIL import Image, ImageOps
 
     def read(path: Path) -> tuple[np.ndarray, list[str]]:
-        try:
-            with Image.open(path) as image:
-                deep = image.mode.startswith("I;16") or image.mode == "I" and image.format == "PNG"
-                if image.mode in ("I", "F") and not deep:
-                    kind = "whole" if image.mode == "I" else "floating-point"
-                    raise ValueError(f"its pixels are {kind} numbers of 32 bits, of unknown range; save 8 or 16 bits")
-                lost = ["several frames, of which the first is read"] * (getattr(image, "n_frames", 1) > 1)
-                lost += ["transparency, which is not read"] * ("A" in image.mode or "transparency" in image.info)
-                shown = ImageOps.exif_transpose(image)
-                gray = shown.mode in ("1", "L", "LA")
-                mode = "I" if deep else "L" if channels == 1 or channels is None and gray else "RGB"
-                converted = shown if shown.mode == mode else shown.convert(mode)
-                if size is not None and converted.size != size[::-1]:
-                    converted = converted.resize(size[::-1], Image.Resampling.BILINEAR)
-                return np.asarray(converted), lost
-        except Exception as error:  # Pillow raises various errors for damaged files
-            refuse_pointer(path)
-            raise UserError(f"{path}: cannot be read as an image: {error}") from error
+        refuse_pointer(path)
+        with users_own(f"{path}: reading it as an image"), Image.open(path) as image:
+            deep = image.mode.startswith("I;16") or image.mode == "I" and image.format == "PNG"
+            if image.mode in ("I", "F") and not deep:
+                raise UserError(f"{path}: its pixels are numbers of 32 bits, of unknown range; save 8 or 16 bits")
+            lost = ["several frames, of which the first is read"] * (getattr(image, "n_frames", 1) > 1)
+            lost += ["transparency, which is not read"] * ("A" in image.mode or "transparency" in image.info)
+            shown = ImageOps.exif_transpose(image)
+            gray = shown.mode in ("1", "L", "LA")
+            mode = "I" if deep else "L" if channels == 1 or channels is None and gray else "RGB"
+            converted = shown if shown.mode == mode else shown.convert(mode)
+            if size is not None and converted.size != size[::-1]:
+                converted = converted.resize(size[::-1], Image.Resampling.BILINEAR)
+            return np.asarray(converted), lost
 
     with ThreadPoolExecutor(max_workers=min(8, 2 * (os.cpu_count() or 1))) as pool:
         decoded, lost = zip(*pool.map(read, files))

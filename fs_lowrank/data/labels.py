@@ -74,50 +74,48 @@ def numbers(where: str, column: str, labels: pd.Series) -> pd.Series:
     return pd.Series(values, index=labels.index, dtype=np.float64)
 
 
-def sets(
-    where: str, column: str, labels: pd.Series, index: Mapping[str, int] | None
-) -> tuple[pd.Series, dict[str, int]]:
-    """Sets of classes as whole numbers, and the class of each bit.
-
-    Args:
-        labels: lists of classes. index: class → its bit; None: all that there are, in order.
-    Raises:
-        UserError: a label is no list, a class is not in ``index``, or there are more than ``MOST_IN_SETS``.
-    """
+def check_lists(where: str, column: str, labels: pd.Series) -> None:
+    """Raise ``UserError`` if a label is no list of classes."""
     for row, value in labels.items():
         if isinstance(value, (str, Mapping)) or not hasattr(value, "__iter__"):
             raise UserError(
                 f"{where}, row {row + 1}: label {value!r} in column {column!r}: expected a list of classes; columns of "
                 "0 and 1 are named by data.args [{label: [COLUMN, …]}]"
             )
-    if index is None:
-        index = {str(kind): i for i, kind in enumerate(kinds_of(kind for value in labels for kind in value))}
-        say_near(where, column, list(index))
+
+
+def sets(where: str, column: str, labels: pd.Series, index: Mapping[str, int]) -> pd.Series:
+    """Sets of classes as whole numbers.
+
+    Args:
+        labels: lists of classes. index: class → its bit.
+    Raises:
+        UserError: a label is no list, a class is not in ``index``, or there are more than ``MOST_IN_SETS``.
+    """
+    check_lists(where, column, labels)
     if not 1 < (count := len(set(index.values()))) <= MOST_IN_SETS:
         raise UserError(f"{where}: column {column!r} has {count} classes in all; expected 2 to {MOST_IN_SETS}")
     coded = []
     for row, value in labels.items():
-        for kind in value:
-            if label_text(kind) not in index:
-                known = ", ".join(list(index)[:10])
-                raise UserError(
-                    f"{where}, row {row + 1}: class {kind!r} does not occur in training"
-                    f"{nearest(str(kind), index)}; its classes are {known}"
-                )
-        coded.append(sum(1 << bit for bit in {index[label_text(kind)] for kind in value}))
-    return pd.Series(coded, index=labels.index, dtype=np.int64), dict(index)
+        places = [index.get(kind, index.get(label_text(kind))) for kind in value]
+        if None in places:
+            kind = list(value)[places.index(None)]
+            raise UserError(
+                f"{where}, row {row + 1}: class {kind!r} does not occur in training{nearest(str(kind), index)}; its "
+                f"classes are {', '.join(list(index)[:10])}"
+            )
+        coded.append(sum(1 << place for place in set(places) if place is not None))
+    return pd.Series(coded, index=labels.index, dtype=np.int64)
 
 
-def from_flags(where: str, table: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    """``table`` with a column ``label``, from a column of 0 and 1 for each class: lists of their indices.
+def from_flags(where: str, table: pd.DataFrame, columns: Sequence[str]) -> pd.Series:
+    """Lists of the classes of each row, from a column of 0 and 1 for each class.
 
     Raises:
-        UserError: another value, or a column is named twice.
+        UserError: another value.
     """
     flags = {}
     for name in columns:
-        if name in flags:
-            raise UserError(f"data.args: label = {list(columns)} names the column {name!r} twice; name it once")
         texts = table[name].map(label_text)
         if len(wrong := texts[~texts.isin(_FLAGS)]):
             raise UserError(
@@ -125,8 +123,8 @@ def from_flags(where: str, table: pd.DataFrame, columns: Sequence[str]) -> pd.Da
                 "expected 0 or 1"
             )
         flags[name] = texts.map(_FLAGS).to_numpy(bool)
-    lists = [[number for number, name in enumerate(columns) if flags[name][i]] for i in range(len(table))]
-    return table.drop(columns=list(columns)).assign(label=pd.Series(lists, index=table.index, dtype=object))
+    lists = [[name for name in columns if flags[name][i]] for i in range(len(table))]
+    return pd.Series(lists, index=table.index, dtype=object)
 
 
 def bits(coded: np.ndarray, classes: int) -> np.ndarray:

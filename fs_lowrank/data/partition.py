@@ -133,8 +133,6 @@ def partition(
         origin.fail("data.splitter", f"= {name!r}: there is no such splitter{hint}")
     function = PARTITIONERS[name]
     args = check_keys(args or {}, keys_of(function, 3), origin, "data.splitter_args.0")
-    if num_clients < 1:
-        raise UserError(f"the number of clients (federate.client_num) must be a positive integer, got {num_clients!r}")
     if num_clients > rows.size:
         raise UserError(
             f"{num_clients} clients cannot share {rows.size} training rows: every client needs at least one; "

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Generic, TypeVar
 
 import numpy as np
 
-__all__ = ["Growing", "Lazy", "Ragged"]
+__all__ = ["Lazy", "Ragged"]
 
 T = TypeVar("T")
 
@@ -104,36 +101,3 @@ class Ragged(Sequence[np.ndarray]):
         if self.values.size and not bounds.min <= self.values.min() <= self.values.max() <= bounds.max:
             return self
         return Ragged(self.values.astype(np.int32, copy=False), self.lengths, self.starts)
-
-
-class Growing:
-    """Rows of whole numbers of 32 bits that are appended one after the other.
-
-    Args:
-        folder: they are written to a file there that has no name and is gone with the process, and are read from it as
-            mapped memory; None: they stay in memory.
-    """
-
-    def __init__(self, folder: Path | None = None):
-        self._file = None if folder is None else tempfile.TemporaryFile(dir=folder)
-        if self._file is not None:
-            weakref.finalize(self, self._file.close)
-        self._parts: list[Ragged] = []
-
-    def append(self, rows: Ragged) -> None:
-        """Append ``rows``, of which no more than the lengths stay in memory if there is a file."""
-        if self._file is not None:
-            self._file.write(np.ascontiguousarray(rows.flat(), dtype=np.int32).data)
-            rows = Ragged(np.empty(0, np.int32), rows.lengths, rows.starts)
-        self._parts.append(rows)
-
-    def joined(self) -> Ragged:
-        """All rows; nothing may be appended after it."""
-        if self._file is None:
-            return Ragged.join(self._parts)
-        lengths = np.concatenate([np.empty(0, np.int64), *(part.lengths for part in self._parts)])
-        with self._file:  # what is mapped stays when the file is closed
-            self._file.flush()
-            empty = not lengths.sum()  # of which nothing can be mapped
-            values = np.empty(0, np.int32) if empty else np.asarray(np.memmap(self._file, np.int32, "r"))
-        return Ragged(values, lengths)

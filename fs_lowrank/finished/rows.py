@@ -12,17 +12,17 @@ import pandas as pd
 
 from ..data import CAUSAL_LM, Examples
 from ..data.duplicates import row_keys
-from ..data.files import SUFFIXES, as_texts, read_table
-from ..data.labels import from_flags, numbers, sets, without_label
+from ..data.files import as_texts
+from ..data.labels import from_flags, without_label
 from ..data.objects import as_table
+from ..data.own import SUFFIXES, read_file
 from ..data.sources import data_args
 from ..data.tables import (
     MULTI_LABEL,
-    REGRESSION,
+    coded,
     count_skipped,
     drop_empty,
     instructions,
-    label_text,
     require_columns,
     talks_in,
     text_columns,
@@ -58,7 +58,7 @@ def read_rows(run: FinishedRun, data: Any, columns: dict[str, str] | None = None
     """Read a file, or a table in memory, as the run read its data.
 
     Args:
-        data: the path of a CSV, TSV, JSON or JSON Lines file; or a ``DataFrame``, a ``datasets.Dataset`` or a torch
+        data: the path of a file as ``data.type`` names one; or a ``DataFrame``, a ``datasets.Dataset`` or a torch
             dataset, as ``fs_lowrank.run`` takes them.
         columns: names of columns by role (``text``, ``label``, …) that differ from those of the run's data.
         labelled: the classes, numbers or answers are needed.
@@ -70,9 +70,9 @@ def read_rows(run: FinishedRun, data: Any, columns: dict[str, str] | None = None
     args = data_args(run.config.data, Origin())
     if isinstance(data, (str, os.PathLike)):
         where = os.fspath(data)
-        if Path(data).suffix.lower() not in SUFFIXES:
+        if not where.lower().endswith(SUFFIXES):
             raise UserError(f"{where}: expected a file that ends with {', '.join(SUFFIXES)}")
-        table = read_table(Path(data), args.get("quoting"), "data")
+        table = read_file(Path(data), args.get("quoting"), "data")["train"]
     else:
         where, table = "data", as_table(data)
     wanted = {k: v for k, v in (columns or {}).items() if v}
@@ -110,7 +110,7 @@ def _labelled(
     name = "label" if flags else str(names["label"])
     if labelled and flags:
         require_columns(where, table, flags)
-        frame["label"] = from_flags(where, table, flags)["label"].map(lambda classes: [flags[i] for i in classes])
+        frame["label"] = from_flags(where, table, flags)
     elif labelled:
         frame["label"] = _column(where, table, "label", name)
     frame = drop_empty(frame, ("text", "text_pair"), left_out)
@@ -121,28 +121,11 @@ def _labelled(
     if not len(frame):
         raise UserError(f"{where}: every row has an empty text{' or no label' * labelled}")
     kept = frame.index.to_numpy()
-    frame = frame.assign(label=_coded(run, where, name, frame["label"]) if labelled else 0)
+    frame = frame.assign(label=coded(run.task, where, name, frame["label"], run.labels) if labelled else 0)
     examples = tokenize_classification(frame, run.tokenizer, run.tok_len)
     if run.task == MULTI_LABEL:
         examples.sets = len(run.labels)
     return Rows(table, examples, kept, left_out, examples.truncated, _trained_on(run, frame))
-
-
-def _coded(run: FinishedRun, where: str, name: str, given: pd.Series) -> pd.Series:
-    """The labels as the run coded them: numbers, classes by their index, or sets of them as bits."""
-    if run.task == REGRESSION:
-        return numbers(where, name, given)
-    index = {label: i for i, label in enumerate(run.labels)}
-    if run.task == MULTI_LABEL:
-        return sets(where, name, given, index)[0]
-    found = given.map(lambda value: index.get(label_text(value)))
-    unknown = given[found.isna()]
-    if len(unknown):
-        raise UserError(
-            f"{where}, row {unknown.index[0] + 1}: class {label_text(unknown.iloc[0])!r} is none of those that the run "
-            f"learned ({', '.join(run.labels[:10])}); {len(unknown)} rows have such a class"
-        )
-    return found.astype(np.int64)
 
 
 def _instructed(run: FinishedRun, where: str, table: pd.DataFrame, args: dict[str, Any], labelled: bool) -> Rows:

@@ -83,7 +83,10 @@ def test_a_table_in_memory_is_read_as_the_file_is(runs, test_rows):
         (3, "data = int: expected a datasets.Dataset, a DataFrame"),
         (pd.DataFrame({"text": [], "label": []}), "no rows"),
         (pd.DataFrame({"texts": ["good"], "label": [1]}), "no column 'text', which is the text; did you mean 'texts'"),
-        (pd.DataFrame({"text": ["good"], "label": [7]}), "data, row 1: class '7' is none of those"),
+        (
+            pd.DataFrame({"text": ["good"], "label": [7]}),
+            "data, row 1: label 7 does not occur in training",
+        ),
     ],
 )
 def test_a_table_in_memory_that_does_not_fit_is_refused(runs, data, words):
@@ -346,7 +349,7 @@ def test_the_commands(runs, test_rows, reviews_csv, tmp_path, capsys):
         ),
         (
             ["evaluate", "{run}", "--data", "{data}", "--label", "domain"],
-            "is none of those that the run learned (0, 1)",
+            "does not occur in training; its labels are 0, 1",
         ),
         (["evaluate", "{run}", "--data", "{data}", "--output", "text"], "--output: "),
         (["predict", "{run}", "--data", "{data}", "--out", "{data}"], "exists; remove it"),

@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 import torch
 
 from fs_lowrank.data.examples import Examples
@@ -45,15 +44,3 @@ def test_fingerprint_depends_only_on_the_contents():
         Examples({"input_ids": [[5, 6], [7], [8, 9, 10]]}, [1, 1, 1]).fingerprint(),
     }
     assert len(different) == 5
-
-
-@pytest.mark.parametrize(
-    "columns, labels",
-    [
-        ({"input_ids": [[1, 2]], "token_type_ids": [[0]]}, None),
-        ({"input_ids": [[1, 2]]}, [0, 1]),
-    ],
-)
-def test_columns_that_do_not_fit_are_refused(columns, labels):
-    with pytest.raises(ValueError):
-        Examples(columns, labels)

