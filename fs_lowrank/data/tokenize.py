@@ -148,6 +148,8 @@ def tokenize_causal(
     max_len = _limit(tokenizer, max_len)
     own, has_chat = is_own(template), bool(getattr(tokenizer, "chat_template", None))
     talks = "messages" in frame or "before" in frame and not own
+    if talks and template == "alpaca":
+        raise UserError("data.args: template = alpaca has no place for conversations, nor for system and history")
     chat = talks or template == "chat" or template == "auto" and has_chat
     start = [] if chat else _start(tokenizer)  # a chat template contains the first token
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]

@@ -390,6 +390,8 @@ def test_system_and_history_are_turns_before_those_of_a_row(tmp_path, kind, capl
         assert [[(t["role"], t["content"]) for t in turns] for turns in _turns(part)] == expected
         tokens = tokenize_causal(raw.train, chat_tokenizer, 64)[0].columns["input_ids"]
         texts.append(chat_tokenizer.decode(tokens[0]))
+        with pytest.raises(UserError, match="template = alpaca has no place for conversations"):
+            tokenize_causal(raw.train, chat_tokenizer, 64, "alpaca")
     # the words of each, without the marks of the template
     assert [[w for w in text.split() if w.isalpha()] for text in texts] == [[*"eab"], [*"ecdab"]]
     assert [r.getMessage().split(": ")[-1] for r in caplog.records] == ["the column 'tools' is not read"]
