@@ -113,8 +113,8 @@ def test_glue_errors(tmp_path):
     with pytest.raises(UserError, match="train.tsv.*check data.root"):
         load("sst2@glue", tmp_path)
     for file in ("train.tsv", "dev.tsv"):
-        write(tmp_path / "SST-2" / file, "sentence\tlabel\na\t1\nb\tpositive\n")
-    with pytest.raises(UserError, match="row 2: label 'positive' does not occur in training; its labels"):
+        write(tmp_path / "SST-2" / file, "sentence\tlabel\na\t1\nb\tgood\n")
+    with pytest.raises(UserError, match="row 2: label 'good' does not occur in training; its labels"):
         load("sst2@glue", tmp_path)
     write(tmp_path / "SST-2/train.tsv", "sentence\tlable\na\t1\n")
     with pytest.raises(UserError, match="no column 'label'; did you mean 'lable'.*there are: sentence, lable"):
