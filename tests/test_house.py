@@ -190,19 +190,11 @@ NOT_CODE = {
 BUDGETS = {
     "settings, config, keys": 1913,  # 1,300
     "fs_lowrank.algebra": 430,  # 420
-<<<<<<< HEAD
-    "fs_lowrank.data": 3205,  # 2,200
+    "fs_lowrank.data": 2595,  # 2,200
     "fs_lowrank.models": 2906,  # 2,750
     "fs_lowrank.methods": 2430,  # 1,850, and 1,500 more for the methods of the field
     "fs_lowrank.training": 761,  # 700
     "fs_lowrank.rounds": 2157,  # 1,900
-=======
-    "fs_lowrank.data": 2595,  # 2,200
-    "fs_lowrank.models": 3017,  # 2,750
-    "fs_lowrank.methods": 2429,  # 1,850, and 1,500 more for the methods of the field
-    "fs_lowrank.training": 875,  # 700
-    "fs_lowrank.rounds": 2197,  # 1,900
->>>>>>> 96eaa996 (Read arrow data as tables; code labels in one place; decode pictures in each run; let libraries say what is wrong with a file)
     "fs_lowrank.callbacks": 368,  # 400
     "fs_lowrank.engines": 2104,  # 1,900
     "fs_lowrank.runs": 914,  # 750
