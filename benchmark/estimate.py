@@ -16,7 +16,7 @@ import torch
 
 from fs_lowrank import Config
 from fs_lowrank.estimate import Estimate, estimate, fullest
-from fs_lowrank.jobs.crew import check_gpus, threads_each
+from fs_lowrank.jobs.crew import threads_each
 from fs_lowrank.runs.summary import human_bytes, human_time
 
 from .beside import hpo
@@ -41,7 +41,6 @@ def table(options: Options, workers: int, say: Callable[[str], None], gpus: Sequ
     Raises:
         UserError: a suite, its data, a model or a GPU are wrong or missing.
     """
-    check_gpus(gpus)
     if gpus:
         options = replace(options, overrides={**options.overrides, "use_gpu": True, "device": int(gpus[0])})
     probed: dict[str, Estimate] = {}

@@ -169,7 +169,7 @@ def _search(
         )
     origin = replace(experiment.origin, lines=experiment.lines(method, place))
     config = _config(keys, origin, spec.get("samples", experiment.samples), None, "none", options.work)
-    hpo.check_config(config, [spec.get("objective", "val_acc")], options.engine)
+    hpo.check_config(config, [spec.get("objective", "val_acc")])
     if any(key.startswith("early_stop.") for key in spec["space"]):
         _check_stop(config, origin, stops=True)
     return Search(suite, experiment, options, method, dict(place), config, spec)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import shutil
 import tempfile
 import time
@@ -17,8 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fs_lowrank import UserError
-from fs_lowrank.jobs.crew import CONTINUED, ON_ITS_GPU, check_gpus, make_crew, stop_signals
-from fs_lowrank.jobs.pool import Pool, Work
+from fs_lowrank.jobs.crew import ON_ITS_GPU, hand_out, make_crew, stop_signals
 from fs_lowrank.jobs.shell import make_console
 from fs_lowrank.runs.summary import for_people
 
@@ -27,8 +25,6 @@ from .page import value_of
 from .plan import plan
 from .store import Store
 
-#: seconds after which a worker that does not stop is killed; the next call continues from its checkpoint
-_PATIENCE = 15.0
 #: number of workers that may die while they run a job, before the job counts as failed
 _DEATHS = 2
 _DIED = {
@@ -54,7 +50,6 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
     def say(text: str) -> None:
         console.print(text, soft_wrap=True)
 
-    check_gpus(gpus)
     options = dataclasses.replace(options, since=time.time(), overrides=ON_ITS_GPU if gpus else {})
     jobs, store = [cell_of(options)] if options.cell else plan(options), options.store
     board = Board(jobs, store)
@@ -80,57 +75,12 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
         shown.update(Text(board.state))
 
     imports = [*dict.fromkeys(job.suite.imports for job in jobs)]
-    pool = make_crew(workers, [worker.__name__], lambda rank: [(worker.begin, imports)], gpus=gpus, logs=logs, say=say)
+    pool = make_crew(workers, [worker.__name__], [(worker.begin, imports)], gpus=gpus, logs=logs, say=say)
     with stop_signals() as stopped, shown:
-        hand_out(board, pool, stopped, look, say)
+        hand_out(board, worker.work, pool, lambda: "stopping" * bool(stopped), say, look)
     look()
     board.interrupted = bool(stopped)
     return board
-
-
-def hand_out(
-    board: Board, pool: Pool, stopped: Sequence[int], look: Callable[[], None], say: Callable[[str], None]
-) -> None:
-    """Have the processes of ``pool`` run the jobs of ``board``, until all are done or a signal is in ``stopped``.
-
-    Raises:
-        RunFailed: results cannot be written, or too many workers died.
-    """
-    from . import worker
-
-    working: dict[Work, Job] = {}
-    idle, deaths, last = [*pool.processes], Counter[str](), math.inf
-    try:
-        while working or (board.remaining and not stopped):
-            look()
-            while idle and not stopped and (job := board.claim()):
-                working[pool.submit(idle.pop(), worker.work, job)] = job
-            if stopped and last == math.inf:
-                last = time.monotonic() + _PATIENCE
-                say("stopping" + CONTINUED)
-                for work in working:
-                    pool.processes[work.rank].terminate()
-            if time.monotonic() > last:
-                break
-            for work, job in [each for each in working.items() if each[0].future.done()]:
-                if died := bool(pool.died(work)):
-                    deaths[job.key] += 1
-                    if not stopped and deaths[job.key] < _DEATHS:
-                        pool.again(work)
-                        continue
-                found = _DIED if died and not stopped else {} if died else pool.result(work)
-                board.finish(working.pop(work), found)
-                if died and not stopped:
-                    pool.replace(work)
-                idle.append(work.rank)
-            time.sleep(0.2)
-    except KeyboardInterrupt:
-        if not stopped:
-            raise
-    finally:
-        pool.end()
-        for job in working.values():
-            board.finish(job, {})
 
 
 def cell_of(options: Options) -> Job:
@@ -189,6 +139,7 @@ class Board:
         #: key -> a job that this process has claimed, its lock, and the time when it began
         self.running: dict[str, tuple[Job, FileLock, float]] = {}
         self.failed: list[dict] = []
+        self._deaths = Counter[str]()
         self.skipped = self.finished = 0
         self.interrupted = False
         self.began = time.monotonic()
@@ -224,9 +175,15 @@ class Board:
             return None
         return self.store.read("failed", search.key) or {"error": "its record cannot be read"}
 
-    def finish(self, job: Job, found: Mapping) -> None:
-        """Write what ``work`` returned of a job that this process had claimed, and release its lock."""
+    def finish(self, job: Job, found: Mapping | None) -> None:
+        """Write what ``work`` returned of a job that this process had claimed, and release its lock.
+
+        A job during which a worker died, which None says, is run once more; if that one dies too, the job has failed.
+        """
         _, lock, _ = self.running.pop(job.key)
+        if found is None:
+            self._deaths[job.key] += 1
+            found = _DIED if self._deaths[job.key] == _DEATHS else {}
         try:
             if found:
                 self._write(job, found)

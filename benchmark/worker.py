@@ -5,20 +5,15 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Iterable
-from contextlib import ExitStack
 
 from fs_lowrank import RunFailed
-from fs_lowrank.jobs import crew
 from fs_lowrank.jobs.files import disk_error
-from fs_lowrank.jobs.kept import keeping
 from fs_lowrank.jobs.shell import message_of
 
 from .execute import Interrupted, execute
 from .job import Job
 from .suite import import_all
 
-#: open as long as the process runs
-_opened = ExitStack()
 
 
 def begin(imports: Iterable[tuple[str, ...]]) -> None:
@@ -27,9 +22,7 @@ def begin(imports: Iterable[tuple[str, ...]]) -> None:
     Args:
         imports: of the suites.
     """
-    crew.settle()
     signal.signal(signal.SIGTERM, _interrupt)
-    _opened.enter_context(keeping())  # most cells of a suite start from the same model and data
     for modules in imports:
         import_all(modules)
 

@@ -42,7 +42,7 @@ from .rounds.site import Site
 from .runs.checksums import check_finished, seal_finished, unseal
 from .runs.environment import write_environment
 from .runs.folder import check_outdir, claim, outdir_of
-from .runs.records import SHOWN, Records, flat_metrics, read_records
+from .runs.records import Records, flat_metrics, read_records
 from .runs.result import RunResult
 from .runs.split import write_split
 from .seeds import derive
@@ -149,7 +149,7 @@ def run_row(
         held.callback(claim(outdir).release)
         ended = resume and _has_ended(outdir, facts)
         rounds = config.federate.total_round_num
-        history = read_records(outdir / "rounds.jsonl", up_to=rounds, fields=SHOWN) if ended else []
+        history = read_records(outdir / "rounds.jsonl", up_to=rounds) if ended else []
         history = history or _written(site, _alone(site, on_client), facts)
     record = history[-1]
     if on_round:

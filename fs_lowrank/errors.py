@@ -16,7 +16,6 @@ __all__ = [
     "ROWS_LOGGER",
     "CannotContinue",
     "DamagedFile",
-    "RaisedElsewhere",
     "RunFailed",
     "UserError",
     "counted",
@@ -50,18 +49,6 @@ class DamagedFile(UserError):
     """A file that a program wrote for others to read cannot be read; the message names it, and says what to do."""
 
 
-class RaisedElsewhere(RuntimeError):
-    """An error of another process that is none for the user; its text is the traceback there.
-
-    Args:
-        place: ``own_place`` there.
-    """
-
-    def __init__(self, text: str, place: str):
-        super().__init__(text)
-        self.place = place
-
-
 def nearest(name: str, choices: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` for the closest of ``choices``, or ``""`` if none is close or an abbreviation."""
     by_lower, given = {str(choice).lower(): str(choice) for choice in choices}, str(name).lower()
@@ -73,11 +60,10 @@ def nearest(name: str, choices: Iterable[str]) -> str:
 def own_place(error: BaseException) -> str:
     """Where ``error`` was raised in code of the user, such as a method of their own; empty if it was not.
 
-    That is the innermost line of its traceback that is neither of this package nor of an installed one.
+    That is the innermost line of its traceback that is neither of this package nor of an installed one. An error of
+    another process brings its ``place`` along.
     """
-    if isinstance(error, RaisedElsewhere):
-        return error.place
-    place = ""
+    place: str = getattr(error, "place", "")
     for frame, line in traceback.walk_tb(error.__traceback__):
         file, module = Path(frame.f_code.co_filename), str(frame.f_globals.get("__name__", ""))
         installed = file.is_relative_to(_STANDARD) or _PACKAGES.intersection(file.parts)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import optuna
 from optuna.storages import BaseStorage
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
 from fs_lowrank import Config, UserError, __version__
 from fs_lowrank.errors import hint
-from fs_lowrank.jobs.files import cannot_read, from_json, write_text
+from fs_lowrank.jobs.files import cannot_read, from_json
 from fs_lowrank.runs.chance import Chance
 from fs_lowrank.runs.summary import for_people, human_bytes, shown_name
 from fs_lowrank.versions import SCHEMA, check_schema
@@ -97,7 +98,6 @@ def summary(storage: BaseStorage, name: str) -> dict[str, Any]:
         "language": settings.base.is_language,
         "sampler": settings.sampler,
         "pruner": settings.pruner,
-        "rungs": list(settings.rungs),
         "seeds": settings.seeds,
         "space": settings.space,
         "config": settings.base.fingerprint(),
@@ -113,29 +113,17 @@ def summary(storage: BaseStorage, name: str) -> dict[str, Any]:
     }
 
 
-def values_of(trial: FrozenTrial, objectives: Sequence[str]) -> list[float]:
-    """The values of a complete trial, and those last measured in a pruned one; empty for others.
-
-    What a pruned trial has reported, which Optuna takes for its value, may be the level of chance instead.
-    """
-    if kind(trial) == "pruned":
-        metrics, told = trial.user_attrs.get("metrics", {}), trial.values or [None] * len(objectives)
-        values = [metrics.get(name, value) for name, value in zip(objectives, told)]
-        return [] if None in values else values
-    return trial.values or []
-
-
 def points_of(study: optuna.Study) -> list[dict[str, Any]]:
     """The points that have a value, each with that of its first objective as ``value``.
 
-    Of a pruned trial it is the last one measured. A point that was tried again counts once, by its last trial.
+    Of a pruned trial it is the last one measured, not what it has reported, which may be the level of chance. A point
+    that was tried again counts once, by its last trial.
     """
-    objectives = settings_of(study).objectives
-    points: dict[str, dict[str, Any]] = {}
-    for trial in study.get_trials(deepcopy=False):
-        if values := values_of(trial, objectives):
-            point = decoded(trial.params)
-            points[json.dumps(point)] = {**point, "value": values[0]}
+    first, points = settings_of(study).objectives[0], dict[str, dict[str, Any]]()
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
+        point, metrics = decoded(trial.params), trial.user_attrs.get("metrics", {})
+        if first in metrics:
+            points[json.dumps(point)] = {**point, "value": metrics[first]}
     return list(points.values())
 
 
@@ -173,40 +161,31 @@ def choose(found: dict, trial: int | None = None, unconfirmed: bool = False, unl
         UserError: there is no winner, there are several, or it was not run on fresh seeds, or has learned nothing.
     """
     winners, name = found["winners"], found["study"]
-    numbers = ", ".join(str(w["trial"]) for w in winners)
-    fits = [w for w in winners if trial in (None, w["trial"])]
-    winner: dict[str, Any] = fits[0] if fits else {"nothing_learned": "", "confirmed": None}
-    check = winner["confirmed"] or {"failed": [], "open": 1}
-    failed = len(check["failed"])
-    rows = (
-        (
-            not winners,
+    if not winners:
+        raise UserError(
             f"the study {name} has no complete trial yet ({_counts(found['trials'])}); continue the search with the "
-            "command that began it",
-        ),
-        (not fits, f"--trial {trial} is not on the front of {name}; there are: {numbers}"),
-        (
-            len(fits) > 1,
-            f"the study {name} has {len(winners)} trials on its Pareto front; choose one with --trial: {numbers}",
-        ),
-        (
-            winner["nothing_learned"] and not unlearned,
+            "command that began it"
+        )
+    fits: list[dict[str, Any]] = [w for w in winners if trial in (None, w["trial"])]
+    if len(fits) != 1:
+        numbers = ", ".join(str(w["trial"]) for w in winners)
+        raise UserError(f"choose one of the trials on the Pareto front of {name} with --trial: {numbers}")
+    winner, check = fits[0], fits[0]["confirmed"] or {"failed": [], "open": 1}
+    if winner["nothing_learned"] and not unlearned:
+        raise UserError(
             f"the best trial of {name}: {winner['nothing_learned']}; search other values, more rounds or more data, or "
-            "write it as it is with --unlearned",
-        ),
-        (
-            failed and not unconfirmed,
-            f"the best trial of {name} failed on {failed} of its fresh seeds: {''.join(check['failed'][:1])}; run "
-            "these again with --retry-failed, search safer values, or write it as it is with --unconfirmed",
-        ),
-        (
-            check["open"] and not unconfirmed,
+            "write it as it is with --unlearned"
+        )
+    if check["failed"] and not unconfirmed:
+        raise UserError(
+            f"the best trial of {name} failed on {len(check['failed'])} of its fresh seeds: {check['failed'][0]}; run "
+            "these again with --retry-failed, search safer values, or write it as it is with --unconfirmed"
+        )
+    if check["open"] and not unconfirmed:
+        raise UserError(
             f"the best trial of {name} was not yet run on all of its fresh seeds, so it may be luck; continue the "
-            "search with the command that began it, or write it as it is with --unconfirmed",
-        ),
-    )
-    if wrong := [sentence for refused, sentence in rows if refused]:
-        raise UserError(wrong[0])
+            "search with the command that began it, or write it as it is with --unconfirmed"
+        )
     return winner
 
 
@@ -243,20 +222,10 @@ def header(found: dict, winner: dict) -> str:
     lines += [f"# {winner[said]}" for said in ("nothing_learned", "at_end") if winner[said]]
     lines.append(f"# cost of the search: {budget_text(found['budget'])} ({_counts(found['trials'])})")
     plain = {"schema": SCHEMA} | {
-        k: found[k] for k in ("study", "objectives", "sampler", "pruner", "rungs", "seeds", "budget", "trials")
+        k: found[k] for k in ("study", "objectives", "sampler", "pruner", "seeds", "budget", "trials")
     }
     plain.update({k: winner[k] for k in ("trial", "point", "values", "confirmed")})
     return "\n".join([*lines, _HEADER + json.dumps(plain), ""])
-
-
-def write(path: str | Path, config: Config, text: str) -> Path:
-    """Write the config to a file, below the header ``text``.
-
-    Raises:
-        RunFailed: the file cannot be written.
-    """
-    write_text(path, text + config.to_yaml())
-    return Path(path)
 
 
 def read_header(path: str | Path) -> dict[str, Any] | None:
@@ -267,13 +236,12 @@ def read_header(path: str | Path) -> dict[str, Any] | None:
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
-        said = next((line for line in lines if line.startswith(_HEADER)), None)
-        if said is None or not all(line.startswith("#") for line in lines[: lines.index(said)]):
-            return None
-        header: dict[str, Any] = from_json(said.removeprefix(_HEADER))
+        at_top = itertools.takewhile(lambda line: line.startswith("#"), lines)
+        said = next((line for line in at_top if line.startswith(_HEADER)), None)
+        header: dict[str, Any] | None = from_json(said.removeprefix(_HEADER)) if said else None
     except (OSError, ValueError) as error:
         raise cannot_read(path, error, f"write it again with: {hint('hpo', 'best')}") from error
-    check_schema(header, path)
+    check_schema(header or {}, path)
     return header
 
 

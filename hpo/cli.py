@@ -13,6 +13,7 @@ from typing import Any
 from fs_lowrank import UserError
 from fs_lowrank.errors import hint, nearest
 from fs_lowrank.jobs import shell, tables
+from fs_lowrank.jobs.files import write_text
 
 console = shell.make_console(140)
 _COSTS = ("rounds", "client-steps", "seconds")
@@ -43,7 +44,6 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
         ("--sampler", None, "default: grid where all keys are, else tpe", {"choices": SAMPLERS, "default": ""}),
         ("--sampler-seed", "N", "seed of the sampler", {"type": int, "default": 0}),
         ("--pruner", None, "default: median, and none for a grid", {"choices": PRUNERS, "default": ""}),
-        (*("--rungs", "4,8,16", "rounds at which the better part continues from its checkpoint"), _ROUNDS),
         (
             *("--objective", "NAMES", f"one or more of {names}; several give a Pareto front (default: val_acc)"),
             {"default": "val_acc"},
@@ -83,15 +83,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     return parser, commands.choices.values()
 
 
-def _rounds(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(map(int, shell.names(text)))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: expected numbers of rounds, such as 4,8,16") from None
-
-
 _FOLDER: dict[str, Any] = {"default": Path("runs/hpo"), "type": Path, "dest": "folder"}
-_ROUNDS: dict[str, Any] = {"default": (), "type": _rounds}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -158,14 +150,12 @@ def _chosen(args: argparse.Namespace) -> tuple:
     """The storage, and the names of the studies that ``--study`` selects."""
     from .storage import open_storage, study_names
 
-    storage = open_storage(args.where)
+    storage, wanted = open_storage(args.where), args.study or ""
     names = study_names(storage)
-    if not names:
-        raise UserError(f"{args.where} holds no study yet; start one with fs-lowrank hpo tune")
-    wanted = args.study or ""
     chosen = [n for n in names if n == wanted] or [n for n in names if not wanted or n.startswith(f"{wanted}.")]
     if not chosen:
-        raise UserError(f"no study {wanted!r}{nearest(wanted, names)}; there are: {', '.join(names)}")
+        there = ", ".join(names) or "none yet; start one with fs-lowrank hpo tune"
+        raise UserError(f"{args.where}: no study {wanted!r}{nearest(wanted, names)}; there are: {there}")
     return storage, chosen
 
 
@@ -206,15 +196,14 @@ def _status(args: argparse.Namespace) -> None:
     found = [summary(storage, n) for n in names]
     _print_table(found, args.table)
     for f in found:
-        rungs = f", rungs {','.join(map(str, f['rungs']))}" if f["rungs"] else ""
         cost = f"{f['points']} points; {budget_text(f['budget'])}"
-        _say(f"{f['study']}: {f['sampler']}, pruner {f['pruner']}{rungs}, {cost}")
+        _say(f"{f['study']}: {f['sampler']}, pruner {f['pruner']}, {cost}")
         for number, (said, report), point in f["failures"]:
             _say(f"  #{number} {said} at {point}{report}")
 
 
 def _best(args: argparse.Namespace) -> None:
-    from .best import choose, config_of, header, summary, write
+    from .best import choose, config_of, header, summary
 
     storage, names = _chosen(args)
     found = [summary(storage, n) for n in names]
@@ -227,7 +216,8 @@ def _best(args: argparse.Namespace) -> None:
             "--out 'best-{study}.yaml'"
         )
     for f, winner in [(f, choose(f, args.trial, args.unconfirmed, args.unlearned)) for f in found]:
-        path = write(args.out.replace("{study}", f["study"]), config_of(storage, f, winner), header(f, winner))
+        path = args.out.replace("{study}", f["study"])
+        write_text(path, header(f, winner) + config_of(storage, f, winner).to_yaml())
         _say(f"{path}: run it with: {hint('run', '--cfg', path)}")
 
 

@@ -45,22 +45,15 @@ def create(storage: BaseStorage, name: str, settings: Settings, data: str = "") 
     """
     directions = [OBJECTIVES[n] for n in settings.objectives]
     study = optuna.create_study(study_name=name, storage=storage, directions=directions, load_if_exists=True)
-    begun: dict[str, Any]
     if META not in study.user_attrs and not study.get_trials(deepcopy=False):
         study.set_metric_names(list(settings.objectives))
         begun = {REVISIONS: _revisions(settings), DATA: data, "schema": SCHEMA, META: settings.to_dict()}
         for key, value in begun.items():
             study.set_user_attr(key, value)
     then, known = settings_of(study), study.user_attrs
-    options = [f.name for f in dataclasses.fields(Settings) if f.name not in ("config", "space")]
-    differ = {
-        "space": then.space != settings.to_dict()["space"],
-        **{key: True for key in _different(then.base.decisive(), settings.base.decisive())},
-        **{option: getattr(then, option) != getattr(settings, option) for option in options},
-        "data": bool(data and known.get(DATA)) and data != known[DATA],
-        **{f"revision of {n}": True for n in _different(known.get(REVISIONS, {}), _revisions(settings))},
-    }
-    if changed := [what for what, differs in differ.items() if differs]:
+    old = {"data": data and known.get(DATA), **_named(known.get(REVISIONS, {})), **then.decisive()}
+    new = {"data": known.get(DATA) and data, **_named(_revisions(settings)), **settings.decisive()}
+    if changed := [what for what in {**old, **new} if old.get(what) != new.get(what)]:
         raise UserError(
             f"the study {name} was started with another {', '.join(changed)}, so new values cannot be compared with "
             "its own; name another study"
@@ -68,8 +61,8 @@ def create(storage: BaseStorage, name: str, settings: Settings, data: str = "") 
     return study
 
 
-def _different(old: Mapping, new: Mapping) -> list[str]:
-    return sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
+def _named(revisions: Mapping[str, int]) -> dict[str, int]:
+    return {f"revision of {name}": number for name, number in revisions.items()}
 
 
 def _revisions(settings: Settings) -> dict[str, int]:
@@ -118,11 +111,11 @@ def fresh_seeds(study: optuna.Study, storage: BaseStorage, trial: FrozenTrial) -
 
 
 def kind(trial: FrozenTrial) -> str:
-    """``complete``, ``pruned``, ``running``, ``waiting``, ``failed``, ``interrupted``, ``lost`` or ``surplus``."""
+    """``complete``, ``pruned``, ``running``, ``waiting``, ``failed``, ``interrupted`` or ``lost``."""
+    if trial.state != TrialState.FAIL:
+        return trial.state.name.lower()
     said = str(trial.user_attrs.get("kind") or "lost")
-    if said == "surplus" or trial.state == TrialState.FAIL:
-        return {"disk": "interrupted"}.get(said, said if said in ("interrupted", "lost", "surplus") else "failed")
-    return trial.state.name.lower()
+    return {"disk": "interrupted"}.get(said, said if said in ("interrupted", "lost") else "failed")
 
 
 def reason_of(trial: FrozenTrial) -> tuple[str, str]:
@@ -152,7 +145,7 @@ def _point(trial: FrozenTrial) -> str:
 
 def drawn(trials: Sequence[FrozenTrial]) -> int:
     """The number of points of a study: its trials without those that repeat another one."""
-    return sum("failed_trial" not in t.system_attrs and kind(t) != "surplus" for t in trials)
+    return sum("failed_trial" not in t.system_attrs for t in trials)
 
 
 def failures(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
@@ -164,7 +157,7 @@ def failures(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
 
 def budget(trials: Sequence[FrozenTrial]) -> dict[str, float]:
     """What the trials cost, including those that were pruned, failed or interrupted."""
-    started = [t for t in trials if kind(t) not in ("waiting", "surplus")]
+    started = [t for t in trials if kind(t) != "waiting"]
     spent = [t.user_attrs.get("budget", {}) for t in started]
     return {"trials": len(started), **{key: sum(each.get(key, 0) for each in spent) for key in BUDGET}}
 

@@ -7,10 +7,9 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import optuna
-from optuna.study import StudyDirection
-from optuna.trial import FrozenTrial
 
 from fs_lowrank import Config, UserError, load_config
 from fs_lowrank.versions import check_schema
@@ -31,7 +30,6 @@ class Settings:
     sampler: str = "tpe"
     sampler_seed: int = 0
     pruner: str = "none"
-    rungs: tuple[int, ...] = ()
     #: number of runs of a trial, at the config's seed and the following ones
     seeds: int = 1
     engine: str = "local"
@@ -51,56 +49,41 @@ class Settings:
     def to_dict(self) -> dict:
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
+    def decisive(self) -> dict[str, Any]:
+        """All that decides the values of trials, by name."""
+        plain = self.to_dict()
+        del plain["config"]
+        return plain | self.base.decisive()
+
     @classmethod
     def from_dict(cls, plain: Mapping) -> Settings:
-        return cls(**{**plain, "objectives": tuple(plain["objectives"]), "rungs": tuple(plain["rungs"])})
+        known = {f.name: plain[f.name] for f in dataclasses.fields(cls)}  # earlier versions had more
+        return cls(**{**known, "objectives": tuple(plain["objectives"])})
 
 
 def check_fit(settings: Settings, space: Space) -> None:
-    """Refuse a sampler, a pruner or rungs that do not fit the space or the config.
+    """Refuse a sampler or a pruner that does not fit the space or the config.
 
     Raises:
         UserError: names the setting and what fits.
     """
-    several, base, rungs, pruner = len(settings.objectives) > 1, settings.base, settings.rungs, settings.pruner
-    searched, prunes = {p.key for p in space.parameters}, bool(rungs) or pruner != "none"
-    asked = f"rungs {','.join(map(str, rungs))}" if rungs else f"pruner {pruner}"
-    freq, rounds, passes = base.eval.freq, base.federate.total_round_num, first_passes(base) if rungs else 0
+    several, searched, pruner = len(settings.objectives) > 1, {p.key for p in space.parameters}, settings.pruner
     ranges = [p for p in space.parameters if not p.values and not any(k in searched for k, _ in p.when)]
-    rows = (
-        (
-            settings.sampler == "cmaes" and (several or len(ranges) < max(2, len(space.parameters))),
-            "the sampler cmaes needs one objective and two or more ranges that always apply; use tpe or gp",
-        ),
-        (prunes and several, f"{asked}: several objectives cannot be pruned by rounds; leave it out"),
-        (bool(rungs) and pruner != "none", f"{asked}: rungs prune by themselves; leave pruner out"),
-        (
-            bool(rungs) and (len(rungs) < 2 or list(rungs) != sorted({*rungs}) or rungs[0] < 1 or rungs[-1] != rounds),
-            f"{asked}: expected two or more growing numbers of rounds, such as 4,8,16, of which the last is "
-            f"federate.total_round_num, {rounds}",
-        ),
-        (
-            prunes and (freq < 1 or any(r % freq for r in rungs[:-1])),
-            f"{asked}: it needs evaluations between the rounds, and eval.freq = {freq}; set eval.freq 1",
-        ),
-        (
-            bool(rungs) and rungs[0] < passes,
-            f"{asked}: {base.federate.method} has trained everything that it trains only after {passes} rounds, and no "
-            f"trial is pruned before; begin with {passes} or more",
-        ),
-        (
-            prunes and "federate.method" in searched,
+    if settings.sampler == "cmaes" and (several or len(ranges) < max(2, len(space.parameters))):
+        raise UserError("the sampler cmaes needs one objective and two or more ranges that always apply; use tpe or gp")
+    if pruner == "none":
+        return
+    if several:
+        raise UserError(f"pruner {pruner}: several objectives cannot be pruned by rounds; leave it out")
+    if settings.base.eval.freq < 1:
+        raise UserError(f"pruner {pruner}: it needs evaluations between the rounds; set eval.freq 1")
+    if "federate.method" in searched:
+        raise UserError(
             "federate.method is searched, and a method is not pruned by the curves of another; give each method a "
-            "study (studies: {federate.method: [...]}), or leave pruner and rungs out",
-        ),
-        (
-            prunes and "federate.total_round_num" in searched,
-            "federate.total_round_num is searched, so rounds cannot decide what is pruned; leave pruner and rungs out",
-        ),
-    )
-    for wrong, sentence in rows:
-        if wrong:
-            raise UserError(sentence)
+            "study (studies: {federate.method: [...]}), or leave the pruner out"
+        )
+    if "federate.total_round_num" in searched:
+        raise UserError("federate.total_round_num is searched, so rounds cannot decide what to prune; leave pruner out")
 
 
 def make_sampler(settings: Settings, wanted: int, seed: int) -> optuna.samplers.BaseSampler:
@@ -125,32 +108,8 @@ def first_passes(config: Config) -> int:
     return next(t for t in rounds if everything == set[str]().union(*trained[:t]))
 
 
-class Rungs(optuna.pruners.BasePruner):
-    """Successive halving at given rounds (Li et al., 2020, "A system for massively parallel hyperparameter tuning").
-
-    Of the trials that have reached a rung, the share that its rounds are of the next rung's go on. Optuna's pruner has
-    rungs at powers of one factor.
-    """
-
-    def __init__(self, rungs: tuple[int, ...]):
-        self.rungs = rungs
-
-    def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
-        step = trial.last_step
-        if step is None or step not in self.rungs[:-1]:
-            return False
-        trials = study.get_trials(deepcopy=False)
-        values = sorted(t.intermediate_values[step] for t in trials if step in t.intermediate_values)
-        go_on = max(1, len(values) * step // self.rungs[self.rungs.index(step) + 1])
-        if study.direction == StudyDirection.MAXIMIZE:
-            return trial.intermediate_values[step] < values[-go_on]
-        return trial.intermediate_values[step] > values[go_on - 1]
-
-
 def make_pruner(settings: Settings) -> optuna.pruners.BasePruner:
     """The pruner; its steps are rounds. None of them prunes before ``first_passes``."""
-    if settings.rungs:
-        return Rungs(settings.rungs)
     if settings.pruner == "none":
         return optuna.pruners.NopPruner()
     rounds, freq = settings.base.federate.total_round_num, max(settings.base.eval.freq, 1)

@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +25,19 @@ from fs_lowrank.errors import nearest
 from fs_lowrank.settings import Key, Origin, check_keys, check_value, read_yaml, yaml_beside
 
 _VALUES = Key(list, {"filled": True, "once": True, "words": "a list of values"})
-_WHEN = Key(dict | None, {"words": "keys and their values, such as {federate.method: [fedloru]}"})
-_RANGE, _STEP = Key(tuple[float, float], {"words": "[low, high]"}), {"above": 0}
-#: kind -> its own key and its options
-KINDS = {
-    "grid": {"grid": _VALUES, "when": _WHEN},
-    "choice": {"choice": _VALUES, "when": _WHEN},
-    "loguniform": {"loguniform": _RANGE, "when": _WHEN},
-    "uniform": {"uniform": _RANGE, "step": Key(float | None, _STEP), "when": _WHEN},
-    "int": {
-        "int": Key(tuple[int, int], {"words": "[low, high], two whole numbers"}),
-        "step": Key(int | None, _STEP),
-        "log": Key(bool),
-        "when": _WHEN,
-    },
+_RANGE = Key(tuple[float, float], {"words": "[low, high]"})
+_KEYS = {
+    "grid": _VALUES,
+    "choice": _VALUES,
+    "loguniform": _RANGE,
+    "uniform": _RANGE,
+    "int": Key(tuple[int, int], {"words": "[low, high], two whole numbers"}),
+    "step": Key(float | None, {"above": 0}),
+    "log": Key(bool),
+    "when": Key(dict | None, {"words": "keys and their values, such as {federate.method: [fedloru]}"}),
 }
-#: keys that cannot be searched, and the reason or the alternative
-_NOT_SEARCHED = {
-    "seed": "average over seeds by the search's seeds",
-    "eval": "it would change how trials are measured",
-    "outdir": "every trial has a folder of its own",
-    "expname": "every trial has a folder of its own",
-}
-_LARGEST_GRID = 10_000
+#: kind -> its options
+KINDS = {"grid": (), "choice": (), "loguniform": (), "uniform": ("step",), "int": ("step", "log")}
 
 
 @dataclass(frozen=True)
@@ -62,22 +53,12 @@ class Parameter:
     log: bool = False
     when: tuple[tuple[str, tuple], ...] = ()
 
-    def listed(self) -> tuple:
-        """All values if they can be listed, otherwise none."""
-        if self.values:
-            return self.values
-        if self.kind == "int" and not self.log:
-            return tuple(range(int(self.low), int(self.high) + 1, int(self.step or 1)))
-        if self.kind == "uniform" and self.step:
-            count = int(math.floor((self.high - self.low) / self.step + 1e-9)) + 1
-            return tuple(round(self.low + i * self.step, 12) for i in range(count))
-        return ()
-
-    def suggest(self, trial) -> Any:
+    def suggest(self, trial: Any) -> Any:
+        """The value that an Optuna trial suggests."""
         if self.values:
             return decode(trial.suggest_categorical(self.key, [encode(v) for v in self.values]))
         if self.kind == "int":
-            return trial.suggest_int(self.key, self.low, self.high, step=self.step or 1, log=self.log)
+            return trial.suggest_int(self.key, self.low, self.high, step=int(self.step or 1), log=self.log)
         return trial.suggest_float(self.key, self.low, self.high, step=self.step, log=self.log)
 
 
@@ -152,52 +133,20 @@ class Space:
         """The space without the keys that never apply to ``base``.
 
         Raises:
-            UserError: an unknown key, a value that the config does not accept, or a key that does not change a result.
+            UserError: an unknown key, or a range or a value that Optuna or the config does not accept.
         """
         applies: dict[str, Parameter] = {}
         for p in self.parameters:  # of a key that does not apply, the config's own value counts
-            if all(key in applies or self._base_value(base, key) in values for key, values in p.when):
+            if all(key in applies or base.get(key) in values for key, values in p.when):
                 applies[p.key] = p
         if not applies:
             raise UserError(f"{self.source}: no key of this space applies to {base.federate.method}")
-        space = Space(tuple(applies.values()), {}, self.source)
-        for parameter in space.parameters:
-            space._check(parameter, base)
-        return space
-
-    def _check(self, parameter: Parameter, base: Config) -> None:
-        context = self._context(parameter)
-        prints = set()
-        values = parameter.values or (parameter.low, parameter.high)
-        for value in values:
-            try:
-                config = base.replace({**context, parameter.key: value})
-            except UserError as error:
-                raise UserError(f"{self.source}: {error}") from None
-            prints.add(config.fingerprint())
-        if len(prints) < len(values):
-            raise UserError(
-                f"{self.source}: {parameter.key} does not decide the result of a run, "
-                "or two of its values mean the same; there is nothing to search"
-            )
-
-    def _context(self, parameter: Parameter) -> dict[str, Any]:
-        """Values of other searched keys with which this key applies."""
-        searched = {p.key: p for p in self.parameters}
-        context: dict[str, Any] = {}
-        for key, values in parameter.when:
-            if key in searched:
-                context.update(self._context(searched[key]), **{key: values[0]})
-        return context
+        for parameter in applies.values():
+            _check(parameter, _context(parameter, applies), base, self.source)
+        return Space(tuple(applies.values()), {}, self.source)
 
     def active(self, point: Mapping[str, Any], base: Config, parameter: Parameter) -> bool:
-        return all((point[k] if k in point else self._base_value(base, k)) in v for k, v in parameter.when)
-
-    def _base_value(self, base: Config, key: str) -> Any:
-        try:
-            return base.get(key)
-        except UserError as error:
-            raise UserError(f"{self.source}: {error}") from None
+        return all((point[k] if k in point else base.get(k)) in v for k, v in parameter.when)
 
     def suggest(self, trial, base: Config) -> dict[str, Any]:
         """A point that the sampler proposes: the values of the keys that apply."""
@@ -211,31 +160,48 @@ class Space:
         """All points.
 
         Raises:
-            UserError: the values of a key cannot be listed, or there are more than 10,000 points.
+            UserError: a key has a range, not a list of values.
         """
         points: list[dict[str, Any]] = [{}]
         for p in self.parameters:
-            values = p.listed()
-            if not values:
+            if not p.values:
                 raise UserError(
                     f"{self.source}: {p.key} is a {p.kind}, which a grid cannot list; "
                     "give it `grid: [...]`, or use the sampler tpe or random"
                 )
-            if len(points) * len(values) > _LARGEST_GRID:
-                raise UserError(
-                    f"{self.source}: a grid of up to {len(points) * len(values)} points; remove keys or "
-                    "values, or use the sampler tpe or random"
-                )
             points = [
                 {**point, **more}
                 for point in points
-                for more in ([{p.key: value} for value in values] if self.active(point, base, p) else [{}])
+                for more in ([{p.key: value} for value in p.values] if self.active(point, base, p) else [{}])
             ]
         return points
 
     @property
     def all_grid(self) -> bool:
         return all(p.kind == "grid" for p in self.parameters)
+
+
+def _context(parameter: Parameter, searched: Mapping[str, Parameter]) -> dict[str, Any]:
+    """Values of other searched keys with which a key applies."""
+    context: dict[str, Any] = {}
+    for key, values in parameter.when:
+        if key in searched:
+            context.update(_context(searched[key], searched), **{key: values[0]})
+    return context
+
+
+def _check(parameter: Parameter, context: Mapping[str, Any], base: Config, source: str) -> None:
+    from optuna.trial import FixedTrial
+
+    try:
+        for value in parameter.values or (parameter.low, parameter.high):
+            base.replace({**context, parameter.key: value})
+        if not parameter.values:  # Optuna checks the range
+            parameter.suggest(FixedTrial({parameter.key: parameter.low}))
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
+    except ValueError as error:
+        raise UserError(f"{source}: {parameter.key}: {error}") from None
 
 
 def load_space(path: str | Path, studies: Mapping[str, list] | None = None) -> Space:
@@ -287,57 +253,35 @@ def space_from(content: Any, source: str | Origin = "space", studies: Mapping[st
 
 def _parameters(content: Mapping, prefix: str, origin: Origin) -> Iterator[Parameter]:
     for key, entry in content.items():
-        name = f"{prefix}{key}"
-        if entry and isinstance(entry, Mapping) and not entry.keys() & KINDS and _all_mappings(entry.values()):
-            yield from _parameters(entry, name + ".", origin)
+        nested = isinstance(entry, Mapping) and entry and all(isinstance(value, Mapping) for value in entry.values())
+        if nested and not entry.keys() & KINDS:
+            yield from _parameters(entry, f"{prefix}{key}.", origin)
         else:
-            yield _parameter(name, entry, origin)
-
-
-def _all_mappings(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, Mapping) for value in values)
+            yield _parameter(f"{prefix}{key}", entry, origin)
 
 
 def _parameter(key: str, entry: Any, origin: Origin) -> Parameter:
-    first = key.split(".")[0]
-    if first in _NOT_SEARCHED:
-        origin.fail(key, f"is not searched; {_NOT_SEARCHED[first]}")
-    one_of = f"one of {', '.join(KINDS)}, such as {{grid: [1, 2]}}"
-    if not isinstance(entry, Mapping):
-        origin.wrong(key, entry, one_of)
-    kinds = [k for k in entry if k in KINDS]
+    if key.split(".")[0] in ("seed", "eval", "outdir", "expname"):
+        origin.fail(key, "is not searched: how trials are measured, and where, is the search's own; see its seeds")
+    kinds = [k for k in entry if k in KINDS] if isinstance(entry, Mapping) else []
     if len(kinds) != 1:
-        hint = nearest(str(next(iter(entry), "")), KINDS) if not kinds else ""
-        origin.wrong(key, dict(entry), f"exactly {one_of}{hint}")
+        near = nearest(str(next(iter(entry), "")), KINDS) if isinstance(entry, Mapping) and not kinds else ""
+        origin.wrong(key, entry, f"exactly one of {', '.join(KINDS)}, such as {{grid: [1, 2]}}{near}")
     kind = kinds[0]
-    at = f"{key}.{kind}"
-    checked = check_keys(entry, KINDS[kind], origin, key)
-    when = tuple((k, tuple(v) if isinstance(v, list) else (v,)) for k, v in (checked.get("when") or {}).items())
-    if kind in ("grid", "choice"):
-        return Parameter(key, kind, values=tuple(checked[kind]), when=when)
-    low, high = checked[kind]
-    log, step = kind == "loguniform" or checked.get("log", False), checked.get("step")
-    if low >= high:
-        wrong = "empty" if low == high else "the wrong way round"
-        origin.wrong(at, entry[kind], f"[low, high]; the range is {wrong}")
-    if log and low <= 0:
-        origin.wrong(at, entry[kind], "a low end above 0: a logarithmic range starts above 0")
-    if log and step is not None:
-        origin.fail(f"{key}.step", "does not go with a logarithmic range; take one of them out")
-    return Parameter(key, kind, low=low, high=high, step=step, log=log, when=when)
+    given = check_keys(entry, _KEYS, origin, key, (kind, *KINDS[kind], "when"))
+    when = tuple((k, tuple(v) if isinstance(v, list) else (v,)) for k, v in (given.get("when") or {}).items())
+    if _KEYS[kind] is _VALUES:
+        return Parameter(key, kind, values=tuple(given[kind]), when=when)
+    log = kind == "loguniform" or given.get("log", False)
+    return Parameter(key, kind, low=given[kind][0], high=given[kind][1], step=given.get("step"), log=log, when=when)
 
 
-def _ordered(parameters: dict[str, Parameter], origin: Origin) -> tuple[Parameter, ...]:
+def _ordered(parameters: Mapping[str, Parameter], origin: Origin) -> tuple[Parameter, ...]:
     """The parameters, each after those that its condition names."""
-    ordered: dict[str, Parameter] = {}
-    while len(ordered) < len(parameters):
-        ready = [
-            p
-            for k, p in parameters.items()
-            if k not in ordered and all(w not in parameters or w in ordered for w, _ in p.when)
-        ]
-        if not ready:
-            left = ", ".join(k for k in parameters if k not in ordered)
-            raise UserError(f"{origin.file}: {left} depend on each other through `when`")
-        ordered[ready[0].key] = ready[0]
-    return tuple(ordered.values())
+    order: TopologicalSorter[str] = TopologicalSorter({name: () for name in parameters})
+    for name, parameter in parameters.items():
+        order.add(name, *(key for key, _ in parameter.when if key in parameters))
+    try:
+        return tuple(parameters[name] for name in order.static_order())
+    except CycleError as error:
+        raise UserError(f"{origin.file}: {', '.join(error.args[1][1:])} depend on each other through `when`") from None

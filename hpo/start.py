@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
@@ -15,14 +15,16 @@ from typing import Any
 import optuna
 
 from fs_lowrank import Config, UserError
-from fs_lowrank.jobs.crew import check_gpus, run_workers, stop_signals
+from fs_lowrank.jobs.crew import ON_ITS_GPU, hand_out, make_crew, stop_signals
+from fs_lowrank.jobs.kept import keeping
 
+from . import worker
 from .objectives import FILE, check_config
 from .search import create, data_of, enqueue, retry_failed
 from .settings import Settings, check_fit
 from .space import Space
 from .storage import CONFIRM, load_study, open_storage, quiet, storage_errors
-from .worker import work
+from .worker import Searches, in_this_process
 
 #: number of points of a study whose space is no grid, unless it is given
 TRIALS = 20
@@ -34,7 +36,8 @@ class Search:
 
     Attributes:
         name: of the study, or the first part of the names of several.
-        trials: number of points of a study, including pruned and failed ones; 0: the whole grid, or ``TRIALS``.
+        trials: number of points of a study, including pruned and failed ones, of a grid the first ones; 0: the whole
+            grid, or ``TRIALS``.
         limit: client-steps after which no trial of a study starts.
         timeout: seconds for this call.
         workers: number of processes; 0 runs the trials in this one.
@@ -48,7 +51,6 @@ class Search:
     sampler: str = ""
     sampler_seed: int = 0
     pruner: str = ""
-    rungs: tuple[int, ...] = ()
     trials: int = 0
     limit: float | None = None
     timeout: float | None = None
@@ -82,7 +84,6 @@ def tune(config: Config, space: Space, options: Search, say: Callable[[str], Non
         UserError: config, space, options and storage do not fit together; the message names the conflict.
     """
     plans = _plans(config, space, options)
-    check_gpus(options.gpus)
     with storage_errors(options.where):
         storage = open_storage(options.where, create=True)
         data: dict[str, str] = {}  # most studies search with the same data
@@ -95,31 +96,25 @@ def tune(config: Config, space: Space, options: Search, say: Callable[[str], Non
                 confirmed = [n for n in optuna.get_all_study_names(storage) if n.startswith(name + CONFIRM)]
                 for each in (name, *confirmed):
                     retry_failed(load_study(storage, each))
-    order: dict[str, Any] = {
-        "where": options.where,
-        "wanted": {name: plan[2] for name, plan in plans.items()},
-        "folder": str(options.folder),
-        "confirm": options.confirm,
-        "limit": options.limit,
-        "alone": options.workers <= 1,
-    }
-    ended = False
-    deadline = time.monotonic() + options.timeout if options.timeout else None
-    with stop_signals() as stopped:
+        deadline = time.monotonic() + options.timeout if options.timeout else math.inf
+        device = dict(ON_ITS_GPU) if options.gpus else {}
+        if options.workers == 0 and options.gpus:
+            device["device"] = int(options.gpus[0])
+        wanted = {name: plan[2] for name, plan in plans.items()}
+        given: dict[str, Any] = {"confirm": options.confirm, "limit": options.limit, "overrides": device, "say": say}
+        searches = Searches(storage, wanted, options.folder, **given)
+        with stop_signals() as stopped, searches.beating():
 
-        def late() -> bool:
-            return deadline is not None and time.monotonic() > deadline
+            def stop() -> str:
+                return "stopping" if stopped else "time is up" if time.monotonic() > deadline else ""
 
-        if options.workers == 0:
-            try:
-                device = {"use_gpu": True, "device": int(options.gpus[0])} if options.gpus else {}
-                work(**order, overrides=device, stopping=lambda: bool(stopped) or late(), say=say)
-            except KeyboardInterrupt:
-                stopped.append(signal.SIGINT)
-        else:
-            given = order, options.workers, stopped
-            ended = run_workers(f"{work.__module__}:main", *given, gpus=options.gpus, late=late, say=say) and not late()
-        how = "interrupted" if stopped or ended else "timeout" if late() else "done"
+            if options.workers == 0:
+                with suppress(KeyboardInterrupt), keeping():
+                    in_this_process(searches, stop)
+            elif not stop():
+                pool = make_crew(options.workers, [worker.__name__], gpus=options.gpus, say=say)
+                hand_out(searches, worker.work, pool, stop, say)
+            how = "interrupted" if stopped else "timeout" if searches.remaining else "done"
     return Ended(how, list(plans))
 
 
@@ -142,10 +137,10 @@ def _plans(config: Config, space: Space, options: Search) -> dict[str, tuple[Set
 
 def _plan(base: Config, space: Space, options: Search) -> tuple[Settings, list | None, int]:
     """The settings of the study around ``base``, its grid if it has one, and its number of points."""
-    check_config(base, options.objectives, options.engine)
+    check_config(base, options.objectives)
     mine = space.for_config(base)
     sampler = options.sampler or ("grid" if mine.all_grid else "tpe")
-    free = sampler != "grid" and len(options.objectives) == 1 and not options.rungs and base.eval.freq > 0
+    free = sampler != "grid" and len(options.objectives) == 1 and base.eval.freq > 0
     fixed = {"federate.total_round_num", "federate.method"}.isdisjoint(p.key for p in mine.parameters)
     decided = {"sampler": sampler, "pruner": options.pruner or ("median" if free and fixed else "none")}
     given = {f.name: getattr(options, f.name) for f in fields(Settings) if hasattr(options, f.name)}
@@ -153,15 +148,5 @@ def _plan(base: Config, space: Space, options: Search) -> tuple[Settings, list |
     check_fit(settings, mine)
     if sampler != "grid":
         return settings, None, options.trials or TRIALS
-    points = mine.grid(base)
-    if 0 < options.trials < len(points):
-        raise UserError(
-            f"{space.source}: a grid of {len(points)} points is too large for trials = "
-            f"{options.trials}; give it {len(points)}, or the sampler tpe or random"
-        )
-    for point in points:
-        try:
-            base.replace(point)
-        except UserError as error:
-            raise UserError(f"{space.source}: the point {point}: {error}") from None
+    points = mine.grid(base)[: options.trials or None]
     return settings, points, len(points)

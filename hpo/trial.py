@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import socket
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.trial import TrialState
 
 import fs_lowrank
 from fs_lowrank import Config, UserError
@@ -34,23 +37,12 @@ from .settings import Settings
 _BYTES = ("uplink_bytes", "downlink_bytes")
 
 
-class Failed(Exception):
-    """The trial has no value; ``kind`` is ``nan``, ``memory``, ``error``, ``interrupted`` or ``disk``."""
-
-    def __init__(self, kind: str, reason: str):
-        super().__init__(reason)
-        self.kind = kind
-
-
-def explain(error: BaseException) -> Failed:
-    """The exception of a run as a kind of failure and a reason."""
+def explained(error: Exception) -> tuple[str, str]:
+    """The kind of an error of a run (``nan``, ``memory`` or ``error``), and the reason."""
     text = str(error) if isinstance(error, UserError) else in_one_line(error)
-    low = text.lower()
-    if isinstance(error, MemoryError) or "out of memory" in low or "outofmemory" in low or "can't allocate" in low:
-        return Failed("memory", text)
-    if any(word in low.replace(",", " ").replace(":", " ").split() for word in ("nan", "inf", "nans")):
-        return Failed("nan", text)
-    return Failed("error", text)
+    if isinstance(error, MemoryError) or re.search("out ?of ?memory|can't allocate", text, re.IGNORECASE):
+        return "memory", text
+    return "nan" if re.search(r"(?<![\w.])(nans?|inf)(?![\w.])", text, re.IGNORECASE) else "error", text
 
 
 def trial_config(base: Config, point: Mapping, metric: str, folder: Path, seed: int, test: bool = False) -> Config:
@@ -82,125 +74,113 @@ def history_of(folder: Path) -> list[dict[str, Any]]:
     return read_records(folder / "rounds.jsonl", up_to=max(saved)) if saved else []
 
 
-class Runner:
-    """Runs the trials of one study.
+@dataclass
+class Job:
+    """A trial that a process is to run, and all that it has to know.
 
-    Args:
+    Attributes:
         settings: of the study.
         folder: of the study; each run has a folder of its own in its ``trials``.
-        stopping: called often; True ends the running trial.
-        overrides: config keys of this worker's device.
+        trial: Optuna's, with its study and storage.
+        point: the values of the searched keys.
+        seed: one of a winner's fresh seeds, for which the test data are evaluated after the last round; None: the seeds
+            over which the study averages, of which the first one's evaluations are reported to the trial.
+        overrides: config keys of the process's device.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        folder: Path,
-        stopping: Callable[[], bool] = lambda: False,
-        overrides: Mapping | None = None,
-    ):
-        self.settings, self.folder, self.stopping = settings, folder, stopping
-        self.base = settings.base.replace(overrides or {})
-        self.metric = metric_of(settings.objectives)
+    settings: Settings
+    folder: Path
+    trial: optuna.Trial
+    point: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
 
-    def run(
-        self,
-        trial: optuna.Trial,
-        point: Mapping,
-        *,
-        report: bool = True,
-        seeds: list[int] | None = None,
-        test: bool = False,
-    ) -> dict[str, float]:
-        """Run the config at ``point``, once for each of ``seeds``; returns the means of its metrics by name.
+    def run(self, stopping: Callable[[], object] = lambda: False) -> tuple[TrialState, list[float] | None]:
+        """Run the config at the point for each seed; returns how the trial ends, with its values if it is complete.
+
+        The trial's attributes have its metrics and cost; of a failed one the kind and the reason, and the file with the
+        traceback of an error that no user can cause.
 
         Args:
-            report: report each evaluation of the first seed's run to the trial, and let the pruner stop it.
-            seeds: default: as many as the study averages, from the config's own on.
-            test: evaluate the test data after the last round.
-
-        Raises:
-            Failed: the trial has no value, or ``stopping`` returned True, or the disk is full or broken. The trial's
-                attributes have the kind and the reason, and the file with the traceback of an error that no user can
-                cause.
-            optuna.TrialPruned: the pruner has stopped it.
+            stopping: called often; True ends the run.
         """
-        seeds = seeds or [self.settings.base.seed + i for i in range(self.settings.seeds)]
-        cost, by_seed, pruned = _Cost(trial), dict[str, list[float]](), False
+        self.stopping, self.metric, trial = stopping, metric_of(self.settings.objectives), self.trial
+        self.base = self.settings.base.replace(self.overrides)
+        self.began, self.cost = time.perf_counter(), Counter(dict.fromkeys(("rounds", "client_steps", *_BYTES), 0))
+        seeds = [self.base.seed + i for i in range(self.settings.seeds)] if self.seed is None else [self.seed]
+        by_seed, pruned = dict[str, list[float]](), False
         trial.set_user_attr("kind", "")  # of the trial that this one repeats
         trial.set_user_attr("worker", f"{socket.gethostname()}:{os.getpid()}")
+        self._spend()
         try:
             for seed in seeds:
-                metrics, pruned = self._one(trial, point, seed, report and seed == seeds[0], test, cost)
+                metrics, pruned = self._one(seed, self.seed is None and seed == seeds[0])
                 for name, value in metrics.items():
                     by_seed.setdefault(name, []).append(value)
                 if pruned:
                     break
         except (Exception, KeyboardInterrupt) as error:
-            raise self._failure(trial, error) from error
+            self._failed(error)
+            return TrialState.FAIL, None
         finally:
-            cost.save()
+            self._spend()
         means = {n: statistics.fmean(v) for n, v in by_seed.items()}
         trial.set_user_attr("metrics", means)
         trial.set_user_attr("by_seed", by_seed)
         if pruned:
-            raise optuna.TrialPruned
-        return means
+            return TrialState.PRUNED, None
+        return TrialState.COMPLETE, [
+            means[n] for n in (self.settings.objectives if self.seed is None else (self.metric,))
+        ]
 
-    def _failure(self, trial: optuna.Trial, error: BaseException) -> Failed:
-        """The error to raise for one of a run; the trial keeps its kind and reason."""
-        disk = disk_error(error) if isinstance(error, Exception) else None
-        if disk:
-            failure = Failed("disk", str(disk))
-        elif isinstance(error, KeyboardInterrupt):
-            failure = Failed("interrupted", "the search was stopped")
+    def _failed(self, error: BaseException) -> None:
+        """Note the kind and the reason of an error of a run."""
+        if isinstance(error, KeyboardInterrupt):
+            kind, reason = "interrupted", "the search was stopped"
+        elif disk := disk_error(error):
+            kind, reason = "disk", str(disk)
         else:
-            failure = error if isinstance(error, Failed) else explain(error)
-        trial.set_user_attr("kind", failure.kind)
-        trial.set_user_attr("reason", str(failure))
-        if failure.kind == "error" and not isinstance(error, (UserError, Failed)):
-            trial.set_user_attr("traceback", str(write_traceback(error, self.folder)))
-        return failure
+            kind, reason = explained(error)
+            if kind == "error" and not isinstance(error, UserError):
+                self.trial.set_user_attr("traceback", str(write_traceback(error, self.folder)))
+        self.trial.set_user_attr("kind", kind)
+        self.trial.set_user_attr("reason", reason)
 
-    def _one(self, trial, point, seed, report, test, cost) -> tuple[dict[str, float], bool]:
+    def _one(self, seed: int, reports: bool) -> tuple[dict[str, float], bool]:
         """The metrics of one run, and whether it is pruned; it continues an earlier one in its folder."""
-        config = trial_config(self.base, point, self.metric, self.folder / "trials", seed, test)
+        config = trial_config(self.base, self.point, self.metric, self.folder / "trials", seed, self.seed is not None)
         folder, rounds = Path(config.outdir), config.federate.total_round_num
         with exclusive(folder.parent / f"{folder.name}.lock", self.stopping):
             history, pruned = history_of(folder), False
             for record in list(history):  # of a run that continues: the pruner sees all its rounds
-                if pruned := self._see(trial, record, report, folder):
+                if pruned := self.prunes(record, folder, reports):
                     history = history[: record["round"]]
                     break
+            steps = _Steps(config)
             if len(history) < rounds and not pruned:
-                pruned = self._train(trial, config, history, report, cost)
+                pruned = self._train(config, history, steps, reports)
         last = next((r["metrics"] for r in reversed(history) if "val" in r["metrics"]), None)
         metrics = flat_metrics(last or {})
         if self.metric not in metrics:
-            raise Failed("error", f"the run gives no {self.metric}, but {', '.join(sorted(metrics)) or 'nothing'}")
-        steps = _Steps(config)
-        metrics.update(
-            client_steps=sum(map(steps, history)),
-            rounds=len(history),
-            **{k: sum(r[k] for r in history) for k in _BYTES},
-        )
-        return metrics, pruned
+            raise UserError(f"the run gives no {self.metric}, but {', '.join(sorted(metrics)) or 'nothing'}")
+        metrics.update(client_steps=sum(map(steps, history)), rounds=len(history))
+        return metrics | {k: sum(r[k] for r in history) for k in _BYTES}, pruned
 
-    def _train(self, trial, config, history, report, cost) -> bool:
+    def _train(self, config: Config, history: list[dict[str, Any]], steps: _Steps, reports: bool) -> bool:
         """Run to the end, or until the trial is pruned, which it returns; new records are appended to ``history``."""
-        steps, rounds, pruned = _Steps(config), config.federate.total_round_num, False
+        pruned = False
 
-        def on_client(*_) -> None:
+        def on_client(*_: object) -> None:
             if self.stopping():
                 raise KeyboardInterrupt
 
-        def on_round(record: dict) -> bool:
+        def on_round(record: dict[str, Any]) -> bool:
             nonlocal pruned
             history.append(record)
-            cost.add(record, steps(record))
-            pruned = self._see(trial, record, report, Path(config.outdir))
-            if self.stopping() and record["round"] < rounds and not pruned:
-                raise KeyboardInterrupt
+            self._spend({"rounds": 1, "client_steps": steps(record), **{k: record[k] for k in _BYTES}})
+            pruned = self.prunes(record, Path(config.outdir), reports)
+            if record["round"] < config.federate.total_round_num and not pruned:
+                on_client()
             return pruned
 
         try:
@@ -211,23 +191,29 @@ class Runner:
                 shutil.rmtree(Path(config.outdir) / name, ignore_errors=True)
         return pruned
 
-    def _see(self, trial: optuna.Trial, record: dict, report: bool, folder: Path) -> bool:
-        """Report a round's metric; returns whether the trial is to be pruned."""
-        metrics = record["metrics"].get("val", {})
+    def prunes(self, record: dict[str, Any], folder: Path, reports: bool = True) -> bool:
+        """Report a round's metric to the trial; returns whether it is to be pruned."""
+        trial, metrics = self.trial, record["metrics"].get("val", {})
         for name, value in metrics.items():
             if not math.isfinite(value):
-                raise Failed("nan", f"val_{name} is {value} after round {record['round']}")
-        name = self.metric.removeprefix("val_")
-        if not report or name not in metrics:
+                raise UserError(f"val_{name} is {value} after round {record['round']}")
+        name = metric_of(self.settings.objectives).removeprefix("val_")
+        if not reports or name not in metrics:
             return False
         if "chance" not in trial.user_attrs and (chance := Chance.of_run(folder)):
             trial.set_user_attr("chance", chance.to_dict())
         if len(self.settings.objectives) > 1:
             return False
-        prunes, known = self.settings.rungs or self.settings.pruner != "none", trial.user_attrs.get("chance")
-        trial.report(Chance(**known).reported(name, metrics) if known and prunes else metrics[name], record["round"])
+        known = trial.user_attrs.get("chance") if self.settings.pruner != "none" else None
+        trial.report(Chance(**known).reported(name, metrics) if known else metrics[name], record["round"])
         # A run that is complete stays so.
-        return record["round"] < self.base.federate.total_round_num and trial.should_prune()
+        return record["round"] < self.settings.base.federate.total_round_num and trial.should_prune()
+
+    def _spend(self, more: Mapping[str, int] | None = None) -> None:
+        """Store the cost of the trial, with ``more``; after every round, so that a killed trial is counted too."""
+        self.cost.update(more or {})
+        seconds = round(time.perf_counter() - self.began, 2)
+        self.trial.set_user_attr("budget", {**self.cost, "seconds": seconds})
 
 
 class _Steps:
@@ -237,7 +223,7 @@ class _Steps:
         self.config, self.method = config, method_of(config)
         self.sizes: list[int] | None = None
 
-    def __call__(self, record: dict) -> int:
+    def __call__(self, record: dict[str, Any]) -> int:
         steps = 0
         for client in record["clients"]:
             config, phases = self.config.of_client(client), self.method.phases(record["round"], client)
@@ -245,20 +231,3 @@ class _Steps:
                 self.sizes = read_split(Path(self.config.outdir))["sizes"].tolist()
             steps += steps_taken(self.sizes[client - 1] if self.sizes else 0, phases, config)
         return steps
-
-
-class _Cost:
-    """The cost of a trial, stored after every round, so that a killed trial is counted too."""
-
-    def __init__(self, trial: optuna.Trial):
-        self.trial, self.started = trial, time.perf_counter()
-        self.total = Counter(dict.fromkeys(("rounds", "client_steps", *_BYTES), 0))
-        self.save()
-
-    def add(self, record: dict, steps: int) -> None:
-        self.total.update({"rounds": 1, "client_steps": steps, **{k: record[k] for k in _BYTES}})
-        self.save()
-
-    def save(self) -> None:
-        seconds = round(time.perf_counter() - self.started, 2)
-        self.trial.set_user_attr("budget", {**self.total, "seconds": seconds})

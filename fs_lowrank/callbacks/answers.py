@@ -13,7 +13,7 @@ import numpy as np
 
 from ..data.examples import IGNORED_LABEL, Examples
 from ..errors import UserError, say_once, users_own
-from ..jobs.files import cannot_read, cannot_write, check_fields, from_json, sync, to_json, write_text
+from ..jobs.files import cannot_read, cannot_write, from_json, sync, to_json, write_text
 from ..rounds.keeper import Callback, RecordKeeper
 from ..seeds import derive
 from ..settings import Settings
@@ -108,11 +108,9 @@ class Answers(Callback):
         kept = []
         for number, line in enumerate(lines, start=1):
             try:
-                record = from_json(line)
-                check_fields(record, {"round": int, "answers": list})
-                if record["round"] <= keep:
+                if from_json(line)["round"] <= keep:
                     kept.append(line.decode())
-            except ValueError as error:
+            except (ValueError, KeyError, TypeError) as error:
                 said = "%s: line %d is not the answers of a round (%s); it is left out"
                 logger.warning(said, self.path, number, error)
         return kept

@@ -9,13 +9,12 @@ from typing import Any
 
 import peft
 
-from ..jobs.files import write_text
+from ..jobs.files import replaced, write_text
 from ..models.adapters import adapter_name
 from ..models.names import tags
 from ..models.saved import save_adapter
 from ..rounds.keeper import Callback, RecordKeeper
 from ..runs.card import example, model_card
-from ..runs.folder import replaced
 from ..runs.result import RunResult, sort_configs
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..jobs.files import cannot_write, replacing
+from ..jobs.files import write_bytes
 from .panels import Bars, Line, Matrix, Panel
 
 if TYPE_CHECKING:
@@ -198,11 +198,7 @@ def save(made: Figure, path: Path) -> Path:
     # The PNG last, so that where it is, the PDF is, too.
     for target in (path.with_suffix(".pdf"), path):
         content = drawn(made, target.suffix[1:])  # on a full disk matplotlib would raise other errors than the disk's
-        try:
-            with replacing(target, durable=False) as aside:
-                aside.write_bytes(content)
-        except OSError as error:
-            raise cannot_write(target, error) from error
+        write_bytes(target, content, durable=False)
     return path
 
 

@@ -76,8 +76,8 @@ class Members(Transport):
         path = self.folder / "run.json"
         if resumed:
             try:
-                return str(read_json(path, fields={"run": str}, remedy="")["run"])
-            except DamagedFile as error:
+                return str(read_json(path, remedy="")["run"])
+            except (DamagedFile, KeyError) as error:
                 lost = str(error)
             if personal:
                 raise UserError(

@@ -25,9 +25,6 @@ from ..runs.checksums import KINDS, check_finished
 from ..runs.environment import changed_since
 from ..runs.records import read_records
 
-#: what is used of a summary
-_USED = {"final": dict, "labels": list | None, "best": dict | None, "rows": dict | None, "rows.tok_len": int | None}
-
 #: what is read of its folder beside what was trained
 _READ = ("config.yaml", "summary.json", "rounds.jsonl", "environment.json")
 
@@ -148,7 +145,7 @@ def load_run(folder: str | Path, best: bool = False, base: str = "") -> Finished
         if not (folder / name).is_file():
             what = "no run" if not (folder / "config.yaml").is_file() else "a run that has not ended"
             raise UserError(f"{folder} holds {what}: there is no {name}; give the outdir of a finished run")
-    summary = read_json(folder / "summary.json", fields=_USED)
+    summary = read_json(folder / "summary.json")
     check_finished(folder, _READ)
     config = load_config(folder / "config.yaml")
     if config.is_vision:

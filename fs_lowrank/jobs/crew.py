@@ -1,25 +1,31 @@
-"""Worker processes that take their work from a common store, and their supervisor."""
+"""Worker processes of a suite or a search: the command hands them its jobs one by one, and alone writes results."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from importlib import import_module
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import ROWS_LOGGER, RunFailed, UserError
+from ..errors import ROWS_LOGGER
 from .escaped import Formatter
-from .pool import Call, Pool
-from .shell import INTERRUPTED, message_of, names
+from .kept import keeping
+from .pool import Call, Pool, Work
+from .shell import names
 
 #: how many workers that died are replaced
 RESTARTS = 8
+#: seconds between two looks for jobs, and those after which a worker that does not stop is killed
+PAUSE, PATIENCE = 0.5, 15.0
+#: open as long as a worker runs
+_opened = ExitStack()
 #: a variable that is set in every worker, so that what runs there starts no processes of its own unless it is told to
 INSIDE = "FS_LOWRANK_WORKER"
 #: config keys of a worker that sees one GPU
@@ -52,27 +58,6 @@ def stop_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def check_gpus(gpus: Sequence[str]) -> None:
-    """Check the numbers of GPUs, which are torch's: of those that ``CUDA_VISIBLE_DEVICES`` names, if it is set.
-
-    Raises:
-        UserError: one is not a number, or not one of a GPU that torch finds.
-    """
-    if not gpus:
-        return
-    import torch
-
-    count = torch.cuda.device_count()
-    for gpu in gpus:
-        if not gpu.isdigit():
-            raise UserError(f"gpus={gpu!r}: expected numbers, such as 0,1; or all")
-        if int(gpu) >= count:
-            raise UserError(
-                f"gpus={gpu!r}: torch finds {count} GPU{'' if count == 1 else 's'} here"
-                + (f", numbered from 0 to {count - 1}" if count else "")
-            )
-
-
 def visible(gpu: str) -> str:
     """What ``CUDA_VISIBLE_DEVICES`` has to be for a process that is to see GPU number ``gpu`` of this one alone.
 
@@ -90,7 +75,7 @@ def threads_each(workers: int) -> int:
 def make_crew(
     workers: int,
     imports: Sequence[str],
-    prepare: Callable[[int], Sequence[Call]] = lambda rank: [],
+    begin: Sequence[Call] = (),
     *,
     gpus: Sequence[str] = (),
     logs: Path | None = None,
@@ -99,7 +84,8 @@ def make_crew(
     """Processes that share the cores, each with one of ``gpus`` as its device 0 (``ON_ITS_GPU``).
 
     Args:
-        imports, prepare: as of ``Pool``. gpus: numbers of torch's. logs: a folder for their output. say: prints a line.
+        imports: as of ``Pool``. begin: the first calls in each. gpus: numbers of torch's. logs: a folder for their
+            output. say: prints a line.
     """
 
     def variables(index: int) -> dict[str, str]:
@@ -107,91 +93,65 @@ def make_crew(
         return {INSIDE: "1", "OMP_NUM_THREADS": str(threads_each(workers)), **os.environ, **gpu}
 
     log = (lambda index: logs / f"worker_{index + 1}.log") if logs else None
-    name = "worker {}"
-    return Pool(workers, prepare, name=name, imports=imports, log=log, variables=variables, restarts=RESTARTS, say=say)
+    options: dict[str, Any] = {"log": log, "variables": variables, "restarts": RESTARTS, "say": say}
+    return Pool(workers, lambda rank: [(settle,), *begin], name="worker {}", imports=imports, **options)
 
 
-def run_workers(
-    target: str,
-    options: Mapping[str, Any],
-    workers: int,
-    stopped: Sequence[int],
-    *,
-    gpus: Sequence[str] = (),
-    logs: Path | None = None,
-    late: Callable[[], bool] = lambda: False,
+def hand_out(
+    board: Any,
+    work: Callable[[Any], Any],
+    pool: Pool,
+    stop: Callable[[], str],
     say: Callable[[str], object] = print,
-) -> bool:
-    """Run workers that each call one function until the store has no work left; one that dies is replaced.
+    look: Callable[[], object] = lambda: None,
+) -> None:
+    """Have the processes of ``pool`` do the jobs of ``board``, until none is left or ``stop`` says that time is over.
 
     Args:
-        target: ``module:function``, called in each worker with ``options``. It returns an exit code: 0 if no work is
-            left, 130 if it was stopped by a signal. An error of it ends all workers.
-        options: plain data.
-        workers: number of processes; they share the cores.
-        stopped: from ``stop_signals``; when a signal is in it, the workers are stopped.
-        gpus: numbers of torch's; each worker sees one of them, as device 0; the config keys for it are added to
-            ``overrides`` in the options.
-        logs: a folder for the workers' output; None: the output of this process.
-        late: when it returns True, they are stopped too.
-        say: prints a line.
-    Returns:
-        Whether any was stopped by a signal.
+        board: ``claim()`` gives the next job, or None if there is none now; ``finish(job, found)`` is told what
+            ``work`` returned, None if its process died, ``{}`` if it was stopped; ``remaining``: whether any is left.
+        work: a function of a module; it is called in a process with a job. SIGTERM asks it to end.
+        stop: gives the reason to stop, such as "time is up"; empty: go on.
+        say: prints a line. look: is called a few times a second.
     Raises:
-        UserError: a worker raised it; all workers have been stopped. RunFailed: too many workers died.
+        UserError, RuntimeError: ``work`` raised it. RunFailed: too many processes died.
     """
-    options = dict(options)
-    if gpus:
-        options["overrides"] = {**options.get("overrides", {}), **ON_ITS_GPU}
-    pool = make_crew(workers, [target.partition(":")[0]], gpus=gpus, logs=logs, say=say)
-    stopping, interrupted = False, False
-    error: Exception | None = None
+    working: dict[Work, Any] = {}
+    idle, last = [*pool.processes], math.inf
     try:
-        working = [pool.submit(i, serve, target, options, str(logs or "")) for i in range(workers)]
-        while working:
-            if not stopping and (stopped or error or late()):
-                stopping = True
-                if not error:
-                    say(("stopping" if stopped else "time is up") + CONTINUED)
-                for work in working:
-                    pool.processes[work.rank].terminate()
-            for work in [work for work in working if work.future.done()]:
-                if pool.died(work) and not stopping:
-                    pool.again(work)
-                    continue
-                working.remove(work)
-                if not pool.died(work):
-                    try:
-                        interrupted |= pool.result(work) == INTERRUPTED
-                    except (UserError, RuntimeError) as raised:
-                        error = error or raised
-            time.sleep(0.1)
+        while working or (board.remaining and not stop()):
+            look()
+            while idle and not stop() and (job := board.claim()):
+                working[pool.submit(idle.pop(), work, job)] = job
+            if stop() and last == math.inf:
+                last = time.monotonic() + PATIENCE
+                say(stop() + CONTINUED)
+                for each in working:
+                    pool.processes[each.rank].terminate()
+            if time.monotonic() > last:
+                break
+            if working:
+                wait([each.future for each in working], PAUSE, FIRST_COMPLETED)
+            else:
+                time.sleep(PAUSE)
+            for each in [each for each in working if each.future.done()]:
+                died = bool(pool.died(each))
+                found = pool.result(each) if not died else {} if stop() else None
+                board.finish(working.pop(each), found)
+                if died and not stop():
+                    pool.replace(each)
+                idle.append(each.rank)
     except KeyboardInterrupt:
-        if not stopped:
+        if not stop():
             raise
-        return True
     finally:
         pool.end()
-    if error and not stopped:
-        raise error
-    return interrupted or bool(stopped)
-
-
-def serve(target: str, options: Mapping[str, Any], logs: str) -> int:
-    """In a worker: call the function that the supervisor names."""
-    settle()
-    module, _, name = target.partition(":")
-    try:
-        code: int = getattr(import_module(module), name)(options)
-        return code
-    except UserError:
-        raise
-    except Exception as error:  # of the package: one line, as in every command
-        raise RunFailed(message_of(error, Path(logs) if logs else None)) from error
+        for job in working.values():
+            board.finish(job, {})
 
 
 def settle() -> None:
-    """In a worker: take its threads, and write the log as lines."""
+    """In a worker: take its threads, write the log as lines, and load models and data once for all jobs."""
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))  # it may be imported already
@@ -199,3 +159,4 @@ def settle() -> None:
     handler.setFormatter(Formatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger(ROWS_LOGGER).setLevel(logging.INFO)
+    _opened.enter_context(keeping())

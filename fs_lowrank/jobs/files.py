@@ -12,10 +12,10 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args
+from typing import Any
 
 from ..errors import DamagedFile, RunFailed, UserError
 from ..versions import check_schema
@@ -23,6 +23,7 @@ from ..versions import check_schema
 #: the folders of names of open streams, which are written to even where they lead to a file
 _STREAMS = ("/dev", "/dev/fd", "/proc/self/fd")
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+_NO_ROOM, _NOT_ALLOWED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def sync(path: Path) -> None:
@@ -90,11 +91,7 @@ def to_json(value: Any, **layout: Any) -> str:
     return json.dumps(plain(value), allow_nan=False, **layout)
 
 
-_WORDS = {dict: "a mapping", list: "a list", str: "a text", int: "a whole number", float: "a number"}
-
-#: by name of an entry the type of its value; with ``| None``, it may be missing. ``"a.b"`` is of the entry ``a``, which
-#: stands before it
-Fields = Mapping[str, type | UnionType]
+_WORDS = {dict: "a mapping", list: "a list"}
 
 
 def from_json(text: str | bytes, kind: type | UnionType = dict) -> Any:
@@ -114,36 +111,10 @@ def from_json(text: str | bytes, kind: type | UnionType = dict) -> Any:
     except ValueError as error:
         raise ValueError(f"invalid JSON: {error}") from error
     if not isinstance(content, kind):
-        raise ValueError(f"{_shown(content)} came, expected {_words(kind)}")
+        text = json.dumps(content)
+        came = text if len(text) <= 60 else f"{text[:57]}…"
+        raise ValueError(f"{came} came, expected {_WORDS.get(kind, 'a mapping or a list')}")
     return content
-
-
-def check_fields(content: Mapping[str, Any], fields: Fields) -> None:
-    """Check the types of the entries that a reader uses.
-
-    Raises:
-        ValueError: names the first that is missing or of another type.
-    """
-    for name, expected in fields.items():
-        *above, last = name.split(".")
-        node: Any = content
-        for part in above:
-            node = None if node is None else node.get(part)
-        if node is None:
-            continue
-        value = node.get(last)
-        if not isinstance(value, expected) or isinstance(value, bool):
-            came = f"{name} = {_shown(value)}" if last in node else f"there is no {name}"
-            raise ValueError(f"{came}, expected {_words(expected)}")
-
-
-def _words(kind: type | UnionType) -> str:
-    return " or ".join(_WORDS[one] for one in get_args(kind) or (kind,) if one in _WORDS)
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"
 
 
 #: of ``read_json``: a file that is missing is an error
@@ -153,7 +124,6 @@ _ERROR: Any = object()
 def read_json(
     path: str | Path,
     kind: type | UnionType = dict,
-    fields: Fields | None = None,
     missing: Any = _ERROR,
     remedy: str = "restore the file",
 ) -> Any:
@@ -161,7 +131,6 @@ def read_json(
 
     Args:
         kind: as of ``from_json``.
-        fields: the types of the entries that the reader uses; its schema is checked before them.
         missing: what is returned if there is no such file.
         remedy: for the message, what the user can do, or what is done without the file; may be empty.
     Raises:
@@ -169,9 +138,8 @@ def read_json(
     """
     try:
         content = from_json(Path(path).read_bytes(), kind)
-        if fields:
+        if isinstance(content, dict):
             check_schema(content, path)
-            check_fields(content, fields)
         return content
     except UserError:
         raise
@@ -197,40 +165,46 @@ def write_text(path: str | Path, text: str, durable: bool = True) -> None:
     Raises:
         RunFailed: it cannot be written, for instance on a full disk; the file is unchanged.
     """
-    with _written(path, durable) as place:
-        place.write_text(text, encoding="utf-8")
+    write_bytes(path, text.encode(), durable)
 
 
 def write_bytes(path: str | Path, content: bytes, durable: bool = True) -> None:
     """As ``write_text``, of bytes."""
-    with _written(path, durable) as place:
-        place.write_bytes(content)
+    path = Path(path)
+    with writing(path):
+        if str(path.parent) in _STREAMS or path.exists() and not (path.is_file() or path.is_dir()):
+            path.write_bytes(content)
+        else:
+            with replacing(os.path.realpath(path), durable) as aside:
+                aside.write_bytes(content)
 
 
 @contextlib.contextmanager
-def _written(path: str | Path, durable: bool) -> Iterator[Path]:
-    """The place to write to; its errors are those of ``write_text``."""
-    path = Path(path)
+def replaced(path: Path, durable: bool = True) -> Iterator[Path]:
+    """As ``replacing``; an error of writing is a ``RunFailed``, as of ``writing``."""
+    with writing(path), replacing(path, durable) as aside:
+        yield aside
+
+
+@contextlib.contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Raise ``cannot_write`` in place of errors of writing in the block, also those of libraries on a full disk."""
     try:
-        if str(path.parent) in _STREAMS or path.exists() and not (path.is_file() or path.is_dir()):
-            yield path
-        else:
-            with replacing(os.path.realpath(path), durable) as aside:
-                yield aside
-    except OSError as error:
-        raise RunFailed(
-            f"{path} cannot be written: {error.strerror or error}; {remedy_of(error)} or write elsewhere, and give the "
-            "same command again"
-        ) from error
+        yield
+    except Exception as error:
+        # safetensors raises its own error if it cannot write, tokenizers a bare Exception.
+        if isinstance(error, OSError) or _is_any_of(error, (*_OF_THE_DISK, *_NO_ROOM, *_NOT_ALLOWED)):
+            raise cannot_write(path, error) from error
+        raise
 
 
-def remedy_of(error: BaseException) -> str:
+def _remedy_of(error: BaseException) -> str:
     """What to do about an error of writing, as a part of a sentence."""
-    if _is_any_of(error, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
+    if _is_any_of(error, _NO_ROOM):
         return "make room"
     if _is_any_of(error, (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY)):
         return "move away what is in its place"
-    return "make it writable" if _is_any_of(error, (errno.EACCES, errno.EPERM, errno.EROFS)) else "mend that"
+    return "make it writable" if _is_any_of(error, _NOT_ALLOWED) else "mend that"
 
 
 def _is_any_of(error: BaseException, numbers: Iterable[int]) -> bool:
@@ -246,19 +220,14 @@ def disk_error(error: BaseException) -> RunFailed | None:
     Nothing else can be written then either, so that what runs many jobs ends, and goes on when there is room.
     """
     cause: BaseException | None = error
-    while cause is not None:
-        if _is_any_of(cause, _OF_THE_DISK):
-            break
+    while cause is not None and not _is_any_of(cause, _OF_THE_DISK):
         cause = cause.__cause__ or cause.__context__
     if cause is None:
         return None
-    if isinstance(error, RunFailed):
-        return error
-    path, reason = getattr(cause, "filename", None) or "a file", getattr(cause, "strerror", None) or cause
-    return RunFailed(f"{path} cannot be written: {reason}; {remedy_of(cause)}, and give the same command again")
+    return error if isinstance(error, RunFailed) else cannot_write(getattr(cause, "filename", None) or "a file", cause)
 
 
-def cannot_write(path: str | Path, error: Exception) -> RunFailed:
-    """The error to raise if a file of a run cannot be written; names file and reason."""
+def cannot_write(path: str | Path, error: BaseException) -> RunFailed:
+    """The error to raise if a file cannot be written; names file and reason."""
     reason = getattr(error, "strerror", None) or error
-    return RunFailed(f"{path} cannot be written: {reason}; {remedy_of(error)}, and run again with resume=True")
+    return RunFailed(f"{path} cannot be written: {reason}; {_remedy_of(error)}, and run again, a run with resume=True")

@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -27,14 +26,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from ..errors import RaisedElsewhere, RunFailed, UserError, own_place
+from ..errors import RunFailed, own_place
 
 logger = logging.getLogger("fs_lowrank")
 
 #: what every process of a run imports, beside its own code
 LIBRARIES = ("peft", "transformers.modeling_utils", "transformers.models.auto.modeling_auto", __name__)
-#: errors that are raised here as they were there, subclasses first
-_FOR_USERS = (RunFailed, UserError)
 #: a function of a module, and its arguments
 Call = tuple[Any, ...]
 
@@ -111,15 +108,12 @@ class Pool:
         """What the call returns; waits for it.
 
         Raises:
-            UserError: the call raised it. RuntimeError: the call raised another error.
-            RunFailed: its process died, and no other may take its place.
+            RunFailed: its process died, and no other may take its place. Exception: the call raised it.
         """
         while self.died(work):
-            self.again(work)
-        kind, *result = work.future.result()
-        if not kind:
-            return result[0]
-        raise next((k(result[0]) for k in _FOR_USERS if k.__name__ == kind), RaisedElsewhere(*result))
+            self.replace(work)
+            work.hand_to(self.executors[work.rank])
+        return work.future.result()
 
     def died(self, work: Work) -> str:
         """How the process ended that was to do ``work``; empty if it did not. Waits for the work."""
@@ -132,15 +126,6 @@ class Pool:
         code = self.processes[work.rank].exitcode or 0
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         return how + ": out of memory, perhaps" * (code == -signal.SIGKILL)
-
-    def again(self, work: Work) -> None:
-        """Start another process in place of the one that has died of ``work``, to do it again.
-
-        Raises:
-            RunFailed: as of ``replace``.
-        """
-        self.replace(work)
-        work.hand_to(self.executors[work.rank])
 
     def replace(self, work: Work) -> None:
         """Start another process in place of the one that has died of ``work``.
@@ -234,10 +219,10 @@ def _enter(environment: Mapping[str, str], folder: str, log: str) -> None:
     threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
 
 
-def _told(function: Callable[..., Any], *given: Any) -> tuple[Any, ...]:
-    """An empty text and what ``function`` returns, or the kind of its error, its text, and where it was raised."""
+def _told(function: Callable[..., Any], *given: Any) -> Any:
+    """What ``function`` returns; an error of it knows where it was raised, which its traceback says here alone."""
     try:
-        return "", function(*given)
+        return function(*given)
     except Exception as error:
-        kind = next((k.__name__ for k in _FOR_USERS if isinstance(error, k)), "Exception")
-        return kind, traceback.format_exc() if kind == "Exception" else str(error), own_place(error)
+        error.place = own_place(error)  # type: ignore[attr-defined]
+        raise

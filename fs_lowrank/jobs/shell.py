@@ -168,10 +168,7 @@ def _shortened(line: str) -> str:
 
 def in_one_line(error: BaseException) -> str:
     """The type and the text of an error, in one line of at most 500 characters."""
-    text = f"{type(error).__name__}: {error}".strip()
-    # The text may itself be the traceback of another process, whose last line is the reason.
-    traced = "Traceback (most" in text.splitlines()[0]
-    return " ".join((text.splitlines()[-1] if traced else text).split())[:500]
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 
 def write_traceback(error: BaseException, folder: Path | None) -> Path | None:
@@ -306,13 +303,18 @@ def at_least(lowest: int) -> Callable[[str], int]:
 def gpus(text: str | None) -> tuple[str, ...]:
     """The numbers of the GPUs in a list such as ``0,1``, or of all of them for ``all``.
 
+    They are torch's: of those that ``CUDA_VISIBLE_DEVICES`` names, if it is set.
+
     Raises:
-        UserError: torch finds no GPU.
+        UserError: torch finds no such GPU.
     """
-    if text != "all":
-        return names(text)
+    if not text:
+        return ()
     import torch
 
-    if not torch.cuda.device_count():
-        raise UserError("--gpus all: torch finds no GPU here")
-    return tuple(map(str, range(torch.cuda.device_count())))
+    found = tuple(map(str, range(torch.cuda.device_count())))
+    given = found if text == "all" else names(text)
+    if not given or not {*given} <= {*found}:
+        there = ", ".join(found) or "none"
+        raise UserError(f"--gpus {text}: expected all, or numbers such as 0,1; the GPUs that torch finds here: {there}")
+    return given

@@ -250,7 +250,7 @@ def load_vision(folder: str | Path) -> VisionModel:
     """
     folder = Path(folder)
     with users_own(f"{folder / OPTIONS}: reading it as a network's options"):
-        values = read_json(folder / OPTIONS, fields={"image_shape": list})
+        values = read_json(folder / OPTIONS)
         grown = dict(values.pop("grown", {}))
         options = VisionOptions(**{**values, "image_shape": tuple(values["image_shape"])})
         model = build_vision(options)

@@ -17,15 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..algebra import on_device
 from ..data.files import file_digest
-from ..errors import CannotContinue, RunFailed
-from ..jobs.files import read_json, replacing
-from ..versions import SCHEMA, NewerSchema, check_schema
+from ..errors import CannotContinue
+from ..jobs.files import read_json, replaced
+from ..versions import SCHEMA, NewerSchema
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -53,22 +52,15 @@ def save_checkpoint(
     """
     folder = Path(folder)
     final = folder / folder_of(round)
-    try:
-        with replacing(final) as aside:
-            aside.mkdir()
-            sums = {}
-            for part, tensors in parts.items():
-                path = aside / f"{part}.safetensors"
-                save_file({n: t.detach().contiguous().cpu() for n, t in tensors.items()}, path)
-                sums[path.name] = file_digest(path)
-            content = {"schema": SCHEMA, "round": round, "files": sums, **meta}
-            (aside / "meta.json").write_text(json.dumps({"sha256": _meta_sum(content), **content}))
-    except (OSError, SafetensorError) as error:  # safetensors raises its own error on a full disk
-        kept = [folder_of(saved) for saved in saved_rounds(folder)]
-        raise RunFailed(
-            f"could not save the checkpoint of round {round} in {folder}: {error}; "
-            f"last good: {kept[-1] if kept else 'none'}. Make room and run again with resume=True"
-        ) from error
+    with replaced(final) as aside:
+        aside.mkdir()
+        sums = {}
+        for part, tensors in parts.items():
+            path = aside / f"{part}.safetensors"
+            save_file({n: t.detach().contiguous().cpu() for n, t in tensors.items()}, path)
+            sums[path.name] = file_digest(path)
+        content = {"schema": SCHEMA, "round": round, "files": sums, **meta}
+        (aside / "meta.json").write_text(json.dumps({"sha256": _meta_sum(content), **content}))
     remove_old(folder, keep)
     return final
 
@@ -99,7 +91,6 @@ def _read(path: Path, device: torch.device | str) -> Checkpoint:
     meta = read_json(path / "meta.json", remedy="")
     if meta.pop("sha256") != _meta_sum(meta):
         raise ValueError("meta.json is damaged: its checksum does not match")
-    check_schema(meta, path / "meta.json")
     for name, expected in meta["files"].items():
         if file_digest(path / name) != expected:
             raise ValueError(f"{name} is damaged: its checksum does not match")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..jobs.files import cannot_read, check_fields, from_json, to_json, write_text
+from ..jobs.files import cannot_read, from_json, to_json, write_text
 from ..versions import SCHEMA, __version__
 
 logger = logging.getLogger("fs_lowrank")
@@ -86,7 +86,6 @@ def changed_since(path: Path, device: torch.device) -> list[str]:
 def _before(path: Path, now: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The content of the ``environment.json`` at ``path``, and how ``now`` differs from where its run ended."""
     content = from_json(path.read_bytes())
-    check_fields(content, {"resumed": list | None})
     return content, _differences([content, *content.get("resumed", [])][-1], now)
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 from filelock import FileLock
-from safetensors import SafetensorError
 
 from ..errors import CannotContinue, RunFailed, UserError
-from ..jobs.files import cannot_write, replacing
+from ..jobs.files import cannot_write
 from ..jobs.locks import take
 from ..settings import Settings
 from . import checksums
@@ -56,23 +54,6 @@ def claim(folder: Path) -> FileLock:
     if lock is None:
         raise RunFailed(f"another run is writing into {folder}; wait for it, or choose another outdir")
     return lock
-
-
-@contextmanager
-def replaced(path: Path) -> Iterator[Path]:
-    """As ``jobs.files.replacing``, for what libraries write, which have errors of their own on a full disk.
-
-    Raises:
-        RunFailed: it cannot be written; names file and reason, and the file is unchanged.
-    """
-    try:
-        with replacing(path) as aside:
-            yield aside
-    except Exception as error:
-        # safetensors raises its own error if it cannot write, tokenizers a bare Exception.
-        if isinstance(error, (OSError, SafetensorError)) or type(error) is Exception:
-            raise cannot_write(path, error) from error
-        raise
 
 
 def _no_folder(folder: Path, why: str) -> UserError:

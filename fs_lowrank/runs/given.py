@@ -14,7 +14,7 @@ from ..config import Config
 from ..data.objects import store
 from ..data.tokenize import tokenizer_fingerprint
 from ..errors import UserError
-from ..jobs.files import Fields, cannot_write, read_json, to_json
+from ..jobs.files import read_json, replaced, to_json, writing
 from ..models.build import loads
 from ..models.fingerprints import configuration_fingerprint
 from ..models.given import SUFFIX
@@ -23,12 +23,11 @@ from ..models.loaded import transformers_silent
 from ..settings import one_mapping
 from ..settings.metrics import LANGUAGE, TASKS
 from ..versions import SCHEMA
-from .folder import check_outdir, claim, outdir_of, replaced
+from .folder import check_outdir, claim, outdir_of
 
 #: the folders of the data and of the model, and in each the file that says what it is
 DATA, MODEL, ABOUT = "given_data", "given_model", "about.json"
-#: what ``about.json`` of data holds; what that of a model does, as a message says it
-_OF_DATA: Fields = {"digest": str, "train": str, "clients": int, "validation": str | None, "test": str | None}
+#: what ``about.json`` of a model holds, as a message says it
 NAMES = {"digest": "model", "config": "model.config", "tokenizer": "tokenizer"}
 
 
@@ -39,9 +38,8 @@ def _locked(config: Config, name: str, resume: bool) -> Iterator[Path]:
     lock = claim(folder.parent)
     try:
         check_outdir(config, resume)
-        yield folder
-    except OSError as error:
-        raise cannot_write(folder, error) from error
+        with writing(folder):
+            yield folder
     finally:
         lock.release()
 
@@ -124,7 +122,7 @@ def with_model(config: Config, model: Any, tokenizer: Any, resume: bool) -> tupl
     about = _digests(model, tokenizer)
     with _locked(config, MODEL, resume) as folder:
         if resume and folder.exists():
-            began = _about(folder, dict.fromkeys(NAMES, str | None))
+            began = _about(folder)
             others = [what for what, value in about.items() if began.get(what, value) != value]
             if others:
                 raise UserError(
@@ -154,15 +152,15 @@ def _digests(model: Any, tokenizer: Any) -> dict[str, str]:
     return {"digest": digest(model.state_dict()), **about}
 
 
-def _about(folder: Path, fields: Fields) -> dict[str, Any]:
+def _about(folder: Path) -> dict[str, Any]:
     """What ``folder`` says of what is in it."""
-    about: dict[str, Any] = read_json(folder / ABOUT, fields=fields, remedy="start again with overwrite=True")
+    about: dict[str, Any] = read_json(folder / ABOUT, remedy="start again with overwrite=True")
     return about
 
 
 def _same(folder: Path, data: Any) -> dict[str, Any]:
     """What ``folder`` says of its data, if they are ``data``."""
-    about = _about(folder, _OF_DATA)
+    about = _about(folder)
     with TemporaryDirectory(".writing", f".{DATA}.", folder.parent) as aside:
         now = store(data, Path(aside))["digest"]
     if now != about["digest"]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CannotContinue
-from ..jobs.files import Fields, cannot_write, check_fields, from_json, sync, to_json, write_text
+from ..jobs.files import from_json, sync, to_json, write_text, writing
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -46,47 +46,32 @@ class Records:
             RunFailed: it cannot be written.
         """
         line = to_json(record)
-        try:
+        with writing(self.path):
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
             sync(self.path)
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
         self.digests.append(_digest(line))
         self.history.append(_parsed(line))  # so that the history is the same as in a resumed run
-
-
-#: what every reader of a record uses; what those use that show a run
-_FIELDS: Fields = {"round": int, "metrics": dict, "client_scores": dict | None}
-SHOWN: Fields = {
-    "loss": int | float | None,
-    **dict.fromkeys(("clients", "selected", "failed"), list),
-    **dict.fromkeys(("uplink_bytes", "downlink_bytes"), int),
-    **dict.fromkeys(("client_uplink_bytes", "seconds"), dict),
-    **dict.fromkeys(("seconds.training", "seconds.aggregation", "seconds.evaluation"), int | float),
-}
 
 
 def _digest(line: str) -> str:
     return hashlib.sha256(line.encode()).hexdigest()[:12]
 
 
-def _parsed(line: str | bytes, fields: Fields | None = None) -> Record:
+def _parsed(line: str | bytes) -> Record:
     record: Record = from_json(line)
-    check_fields(record, {**_FIELDS, **(fields or {})})
     for values in (*record["metrics"].values(), *record.get("client_scores", {}).values()):
         values.update({name: math.nan for name, value in values.items() if value is None})
     return record
 
 
-def read_records(path: Path, up_to: int, digests: Sequence[str] = (), fields: Fields | None = None) -> list[Record]:
+def read_records(path: Path, up_to: int, digests: Sequence[str] = ()) -> list[Record]:
     """The records of rounds 1 … ``up_to``; none if there is no file.
 
     A last line without its end was cut by a crash or a full disk: it is left out, with a warning.
 
     Args:
         digests: of the first lines, as ``Records`` has them; without them, changed figures are not noticed.
-        fields: the types of entries that the reader uses, beside the number of the round and the metrics.
     Raises:
         CannotContinue: a line is not a record of a round, or not the one that was written; names file and line.
     """
@@ -94,14 +79,14 @@ def read_records(path: Path, up_to: int, digests: Sequence[str] = (), fields: Fi
     *lines, rest = path.read_bytes().split(b"\n") if path.exists() else [b""]
     if rest:
         try:
-            _parsed(rest, fields)
+            _parsed(rest)
             lines.append(rest)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             logger.warning("%s: line %d was cut off while it was written; it is left out", path, len(lines) + 1)
     remedy = "restore the file, or start the run anew with overwrite=True or in another outdir"
     for number, line in enumerate(lines, start=1):
         try:
-            record = _parsed(line, fields)
+            record = _parsed(line)
             wanted = record["round"] <= up_to
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             reason = f"{type(error).__name__}: {error}"[:200]

@@ -13,19 +13,10 @@ from ..errors import UserError
 from ..jobs.files import cannot_read, read_json
 from .chance import Chance, run_verdict
 from .checksums import check_finished
-from .records import SHOWN, flat_metrics, read_records
+from .records import flat_metrics, read_records
 from .split import read_split
 from .summary import for_people, per_client_and_round, seconds
 
-#: what the page uses of a summary
-_USED = {
-    "final": dict,
-    "best": dict | None,
-    "labels": list | None,
-    "on_test": dict | None,
-    "on_test.clients": dict,
-    "on_test.confusion": list,
-}
 #: what it reads of a run that has ended
 _READ = ("config.yaml", "summary.json", "rounds.jsonl", "data.json", "rows.npz")
 
@@ -46,7 +37,7 @@ def read_runs(folders: Iterable[str | Path]) -> list[Shown]:
 
 def _inside(given: Path) -> list[Path]:
     """The folders of the runs of a comparison, in its order; ``given`` itself, if it is of none."""
-    if seeds := read_json(given / "seeds.json", fields={"seeds": list, "values": dict}, missing={}):
+    if seeds := read_json(given / "seeds.json", missing={}):
         return [given / f"seed_{seed}" / name for name in seeds["values"] for seed in seeds["seeds"]]
     return [given / name for name in read_json(given / "comparison.json", missing={})] or [given]
 
@@ -72,10 +63,10 @@ def _compared(folder: Path) -> dict[str, Any]:
 
 
 def _read(name: str, label: str, folder: Path, config: Config) -> Shown:
-    summary: dict[str, Any] = read_json(folder / "summary.json", fields=_USED, missing={})
+    summary: dict[str, Any] = read_json(folder / "summary.json", missing={})
     check_finished(folder, _READ)
     data, language = read_split(folder), config.is_language
-    history = read_records(folder / "rounds.jsonl", up_to=10**9, fields=SHOWN)
+    history = read_records(folder / "rounds.jsonl", up_to=10**9)
     if summary and not history:
         raise cannot_read(folder / "rounds.jsonl", ValueError("it has no round, and the run has ended"))
     for record in history:

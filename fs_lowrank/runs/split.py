@@ -22,20 +22,11 @@ from ..data import FederatedData
 from ..data.partition import client_record
 from ..data.ragged import Lazy, Ragged
 from ..errors import UserError
-from ..jobs.files import Fields, cannot_write, read_json, replacing, to_json, write_text
+from ..jobs.files import read_json, replaced, to_json, write_text
 from ..versions import SCHEMA
 
 ABOUT, ROWS = "data.json", "rows.npz"
 _REMEDY = "restore the file, or resume the run, which writes it again"
-#: what is used of ``data.json`` for what chance reaches, and for the split
-_HELD_OUT: Fields = {f"{name}{entry}": dict | None for name in ("validation", "test") for entry in ("", ".labels")}
-_SPLIT: Fields = {
-    "source": str,
-    "clients": int | list,
-    "classes": list | None,
-    "skipped": dict | None,
-    "truncated": dict | None,
-}
 
 
 def write_split(folder: Path, data: FederatedData) -> dict[str, Any]:
@@ -45,11 +36,8 @@ def write_split(folder: Path, data: FederatedData) -> dict[str, Any]:
         RunFailed: a file cannot be written.
     """
     about, arrays = {"schema": SCHEMA, **data.record()}, data.arrays()
-    try:
-        with replacing(folder / ROWS) as aside, aside.open("wb") as file:
-            np.savez_compressed(file, **{name: _compact(array) for name, array in arrays.items()})  # type: ignore[arg-type]
-    except OSError as error:
-        raise cannot_write(folder / ROWS, error) from error
+    with replaced(folder / ROWS) as aside, aside.open("wb") as file:
+        np.savez_compressed(file, **{name: _compact(array) for name, array in arrays.items()})  # type: ignore[arg-type]
     write_text(folder / ABOUT, to_json(about, indent=1))
     return _whole(about, arrays)
 
@@ -59,17 +47,13 @@ def _compact(numbers: np.ndarray) -> np.ndarray:
     return numbers.astype(np.min_scalar_type(int(numbers.max(initial=0))))
 
 
-def read_about(folder: Path, fields: Fields | None = None) -> dict[str, Any]:
+def read_about(folder: Path) -> dict[str, Any]:
     """The content of ``data.json`` of the run in ``folder``, of any schema; empty if the run has not written it.
 
-    Args:
-        fields: the types of entries that the reader uses, beside the classes of what is held out.
     Raises:
         DamagedFile: it cannot be read. NewerSchema: a newer version wrote it.
     """
-    about: dict[str, Any] = read_json(
-        folder / ABOUT, fields={**_HELD_OUT, **(fields or {})}, missing={}, remedy=_REMEDY
-    )
+    about: dict[str, Any] = read_json(folder / ABOUT, missing={}, remedy=_REMEDY)
     return about
 
 
@@ -86,16 +70,16 @@ def read_split(folder: str | Path) -> dict[str, Any]:
         UserError: a file is missing or damaged, or of a newer version.
     """
     folder = Path(folder)
-    about = read_about(folder, _SPLIT)
+    about = read_about(folder)
     if not about:
         return {}
-    if isinstance(about["clients"], list):  # schema 1
-        return {**about, "sizes": np.array([client["size"] for client in about["clients"]])}
     path = folder / ROWS
     try:
+        if isinstance(about["clients"], list):  # schema 1
+            return {**about, "sizes": np.array([client["size"] for client in about["clients"]])}
         with np.load(path, allow_pickle=False) as file:
             return _whole(about, {name: file[name].astype(np.int64) for name in file.files})
-    except (OSError, EOFError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, EOFError, ValueError, LookupError, TypeError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{path} cannot be read: {error}; it belongs to {ABOUT} beside it") from error
 
 

@@ -18,7 +18,7 @@ from hpo import cli, read_header
 from hpo import trial as trial_module
 from hpo.search import kind
 from hpo.storage import load_study, open_storage
-from hpo.worker import work
+from hpo.worker import Searches, in_this_process
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 
@@ -148,8 +148,8 @@ def test_the_methods_of_a_search_share_a_time_limit(search, monkeypatch):
     rates = {"train.optimizer.lr": {"uniform": [1e-3, 1e-1]}, "studies": {"federate.method": list(costs)}}
     options, ended, _ = search(rates, sampler="random", pruner="none", trials=100, timeout=1e-6)
     wanted = dict.fromkeys(ended.studies, 100)
-    work(options.where, wanted, options.folder, confirm=0, stopping=lambda: now[0] > 90)
     storage = open_storage(options.where)
+    in_this_process(Searches(storage, wanted, options.folder, confirm=0), lambda: "time is up" * (now[0] > 90))
     spent = [hpo.results(options.where, name)["budget"]["seconds"] for name in ended.studies]
     assert sum(spent) == pytest.approx(now[0]) and max(spent) - min(spent) <= 10
     counts = [len(load_study(storage, name).get_trials(states=None)) for name in ended.studies]

@@ -95,7 +95,7 @@ def test_grid_runs_each_point_once_confirms_the_winner_and_writes_it(search, con
     assert cli.main(["plot", "--dir", str(options.folder)]) == 0
     for name in ("history.png", "slices-s.png", "rounds-s.png"):
         assert (options.folder / "plots" / name).stat().st_size > 1000
-    assert (options.folder / "plots" / "trials.csv").read_text().count(",complete,") == 2
+    assert (options.folder / "plots" / "trials.csv").read_text().count(",COMPLETE,") == 2
     assert cli.main(["status", "--dir", str(options.folder)]) == 0
     assert "2 complete" in capsys.readouterr().out
 
@@ -236,29 +236,21 @@ def test_the_dashboard_opens_on_our_storage(search):
 
 
 @pytest.mark.more
+def test_of_a_grid_the_first_points_are_tried(search):
+    options, ended, _ = search(timeout=1e-6, trials=1)
+    assert ended.how == "timeout" and len(trials(options)) == 1
+    options, _, _ = search(timeout=1e-6)
+    rates = [t.system_attrs["fixed_params"]["train.optimizer.lr"] for t in trials(options)]
+    assert rates == [1e-3, 1e-2]
+
+
+@pytest.mark.more
 def test_random_points_continue_after_an_interruption(search):
     space = {"train.optimizer.lr": {"loguniform": [1e-3, 1e-1]}}
     options, _, _ = search(space, sampler="random", trials=1, pruner="none")
     search(space, sampler="random", trials=2, pruner="none")
     rates = [t.params["train.optimizer.lr"] for t in trials(options)]
     assert len(set(rates)) == 2
-
-
-@pytest.mark.more
-def test_rungs_stop_all_but_the_better_half_of_those_that_reached_them(search, monkeypatch):
-    def run(config, *args, on_round, **kwargs):
-        for number in (1, 2):
-            metrics = {"val": {"acc": 0.9, "loss": config.train.optimizer.lr}}
-            record = {"round": number, "clients": [1], "uplink_bytes": 1, "downlink_bytes": 1, "metrics": metrics}
-            if on_round(record):
-                return
-
-    monkeypatch.setattr(fs_lowrank, "run", run)
-    space = {"train.optimizer.lr": {"grid": [0.2, 0.3, 0.1, 0.15, 0.25]}}
-    options, _, _ = search(space, rungs=(1, 2), objectives=("val_loss",))
-    # of 1, 2, 3, 4 and 5 trials at the first rung the best 1, 1, 1, 2 and 2 go on
-    assert [len(t.intermediate_values) for t in trials(options)] == [2, 1, 2, 2, 1]
-    assert [kind(t) for t in trials(options)] == ["complete", "pruned", "complete", "complete", "pruned"]
 
 
 @pytest.mark.more
@@ -306,12 +298,6 @@ def test_a_point_that_gives_an_invalid_config_is_a_failed_trial(search, config):
     failed = [t for t in trials(options) if kind(t) == "failed"]
     assert ended.how == "done" and kinds == {"complete", "failed"}
     assert all(t.params["federate.sample_client_num"] > t.params["federate.client_num"] for t in failed)
-
-
-def test_a_search_ends_if_all_trials_fail_in_the_same_way(search, config):
-    base = config.replace({"model.type": "/no/such/model@transformers"})
-    with pytest.raises(UserError, match="all 3 trials failed in the same way"):
-        search({"train.optimizer.lr": {"grid": [1e-3, 1e-2, 2e-2, 5e-2]}}, base=base)
 
 
 @pytest.mark.more
@@ -391,7 +377,7 @@ def test_pareto_front_of_accuracy_and_bytes(search, tmp_path, capsys):
     )
     plots.draw(store, ["s"], tmp_path / "plots")
     lines = (tmp_path / "plots" / "trials.csv").read_text().splitlines()
-    assert lines[0].startswith("study,trial,state") and len(lines) == 1 + len(study.trials)
+    assert lines[0].startswith("study,number,state") and len(lines) == 1 + len(study.trials)
     assert (tmp_path / "plots" / "pareto-s.png").exists()
     for winner in front:
         assert [kind(t) for t in trials(options, f"s{CONFIRM}{winner.number}")] == ["complete"]
@@ -547,22 +533,11 @@ def test_a_revision_of_any_point_that_ran_is_compared(search, config, monkeypatc
 def test_options_that_do_not_fit(search, config):
     rates = {"train.optimizer.lr": {"loguniform": [1e-3, 1e-1]}}
     for change, message in (
-        ({"trials": 1}, "a grid of 2 points is too large for trials = 1"),
         ({"space": rates, "sampler": "grid"}, "which a grid cannot list"),
         ({"space": rates, "sampler": "cmaes"}, "two or more ranges"),
-        ({"space": rates, "rungs": (1, 3)}, "the last is federate.total_round_num, 2"),
-        ({"space": rates, "rungs": (2, 1)}, "growing numbers"),
-        (
-            {"space": rates, "rungs": (1, 2), "base": config.replace({"federate.method": "rolora"})},
-            "rolora has trained everything that it trains only after 2 rounds",
-        ),
-        ({"space": rates, "rungs": (1, 2), "pruner": "median"}, "leave pruner out"),
         ({"space": rates, "pruner": "median", "objectives": ("val_acc", "uplink_bytes")}, "cannot be pruned"),
         ({"space": rates, "pruner": "median", "base": config.replace({"eval.freq": 0})}, "set eval.freq 1"),
-        ({"base": config.replace({"eval.split": ["test"]})}, "never by the test data"),
         ({"base": config.replace({"data.splits": [0.8, 0.0, 0.2]})}, "needs validation data"),
-        ({"base": config.replace({"federate.make_global_eval": False})}, "set federate.make_global_eval True"),
-        ({"gpus": ("7",)}, "torch finds"),
         ({"name": "a/b"}, "study 'a/b'"),
         ({"space": {**rates, "studies": {"federate.method": ["rolorra"]}}}, "did you mean"),
     ):

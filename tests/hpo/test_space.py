@@ -63,9 +63,8 @@ RATES = {"grid": [0.1, 0.2]}
 WRONG = [
     ({"train.optimiser.lr": {"grid": [1, 2]}}, "unknown key .*did you mean 'train.optimizer'"),
     ({"lowrank.tau": {"grid": [1, 2]}}, "unknown key 'lowrank.tau'.*the method fedlora"),
-    ({"train.optimizer.lr": {"loguniform": [0.1, 0.01]}}, "the wrong way round"),
-    ({"train.optimizer.lr": {"uniform": [0.1, 0.1]}}, "the range is empty"),
-    ({"train.optimizer.lr": {"loguniform": [0, 0.01]}}, "starts above 0"),
+    ({"train.optimizer.lr": {"loguniform": [0.1, 0.01]}}, "train.optimizer.lr: The `low` value must be smaller"),
+    ({"train.optimizer.lr": {"loguniform": [0, 0.01]}}, "larger than 0 for a log distribution"),
     (
         {"train.optimizer.lr": {"logunifrom": [1e-3, 1e-2]}},
         "lr = {'logunifrom'.*: expected exactly one of .*did you mean 'loguniform'",
@@ -74,7 +73,7 @@ WRONG = [
     ({"train.optimizer.lr": {"grid": [0.01, 0.01]}}, "0.01 twice"),
     ({"train.optimizer.lr": {"grid": []}}, "train.optimizer.lr.grid = ..: expected a list of values that is not empty"),
     ({"train.optimizer.lr": {"grid": [0.1, -1.0]}}, "train.optimizer.lr = -1.0"),
-    ({"train.optimizer.lr": [0.1, 0.2]}, "expected one of grid"),
+    ({"train.optimizer.lr": [0.1, 0.2]}, "expected exactly one of grid"),
     (
         {"train.optimizer.lr": {"uniform": [1e-3, 1e-2], "stepp": 1}},
         "unknown key 'train.optimizer.lr.stepp'; did you mean 'step'",
@@ -85,7 +84,6 @@ WRONG = [
     ),
     ({"seed": {"int": [0, 4]}}, "seeds"),
     ({"eval.freq": {"int": [1, 4]}}, "is not searched"),
-    ({"train.cache_frozen": {"choice": ["auto", "off"]}}, "does not decide the result"),
     ({"train.optimizer.lr": {**RATES, "when": {"federate.metod": "rolora"}}}, "unknown key 'federate.metod'"),
     ({"train.optimizer.lr": {**RATES, "when": {"federate.method": "rolora"}}}, "no key .* applies to fedlora"),
     ({"a": {"grid": [1, 2], "when": {"b": 1}}, "b": {"grid": [1, 2], "when": {"a": 1}}}, "depend on each other"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import logging
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,8 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
         aside.write_text("two")
         1 / 0  # noqa: B018
     with pytest.raises(
-        RunFailed, match="a.txt/b.txt cannot be written: File exists; move away what is in its place or"
+        RunFailed,
+        match="a.txt/b.txt cannot be written: (File exists|Not a directory); move away what is in its place, and",
     ):
         write_text(tmp_path / "new" / "a.txt" / "b.txt", "three")
     assert (tmp_path / "new" / "a.txt").read_text() == "one"
@@ -157,73 +158,102 @@ def test_a_traceback_goes_to_the_folder_for_temporary_files_if_the_run_has_none(
     assert str(tmp_path / "run") in shell.message_of(error, tmp_path / "other")
 
 
-def broken(options):
-    """The function that the worker runs."""
-    raise ZeroDivisionError("division by zero")
+class Board:
+    """Jobs of which two at most are handed out at a time."""
+
+    def __init__(self, *jobs):
+        self.waiting, self.running, self.found = [*jobs], 0, []
+
+    @property
+    def remaining(self):
+        return len(self.waiting) + self.running
+
+    def claim(self):
+        if self.waiting and self.running < 2:
+            self.running += 1
+            return self.waiting.pop(0)
+
+    def finish(self, job, found):
+        self.running -= 1
+        self.found.append(found)
+        if found is None:
+            self.waiting.append(job)
 
 
-@pytest.mark.more
-def test_a_worker_with_a_bug_ends_the_crew_with_one_line(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    with pytest.raises(RunFailed) as raised:
-        crew.run_workers("test_jobs:broken", {}, 1, [], logs=tmp_path)
-    (line,) = str(raised.value).splitlines()
-    (file,) = tmp_path.glob("traceback*")
-    assert "ZeroDivisionError: division by zero" in line and str(file) in line and "in broken" in file.read_text()
-
-
-def dies(options):
-    """The function that the worker runs: it dies as often as ``options`` say, and counts."""
-    folder = Path(options["folder"])
-    (folder / str(len(list(folder.iterdir())))).touch()
-    if len(list(folder.iterdir())) <= options["deaths"]:
+def die_as_often(folder):
+    """What a worker does: it dies as often as the name of the folder says."""
+    deaths = len(list(folder.iterdir()))
+    (folder / str(deaths)).touch()
+    if deaths < int(folder.name):
         os.kill(os.getpid(), signal.SIGKILL)
-    return shell.OK
+    return "done"
+
+
+@pytest.fixture
+def crew_of(monkeypatch):
+    """``crew_of(number, **options)`` makes a crew whose workers find this module."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    return lambda number, **options: crew.make_crew(number, ["test_jobs"], **options)
 
 
 @pytest.mark.more
-def test_workers_that_die_are_replaced_so_many_times(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+def test_workers_that_die_are_replaced_so_many_times(tmp_path, monkeypatch, crew_of):
     monkeypatch.setattr(crew, "RESTARTS", 2)
     said: list[str] = []
     for deaths in (2, 9):
         (folder := tmp_path / str(deaths)).mkdir()
-        options = {"folder": str(folder), "deaths": deaths}
+        board = Board(folder)
         if deaths == 2:
-            assert not crew.run_workers("test_jobs:dies", options, 1, [], say=said.append)
+            crew.hand_out(board, die_as_often, crew_of(1, say=said.append), lambda: "", said.append)
+            assert board.found == [None, None, "done"] and not board.remaining
         else:
             with pytest.raises(RunFailed, match="worker 1 ended .*run again"):
-                crew.run_workers("test_jobs:dies", options, 1, [], say=said.append)
+                crew.hand_out(board, die_as_often, crew_of(1, say=said.append), lambda: "", said.append)
         assert len(list(folder.iterdir())) == 3
     assert said == ["worker 1 ended (signal 9: out of memory, perhaps); another takes its place"] * 4
 
 
-def tell(options):
-    """The function that the worker runs: it leaves a file, named by what it sees, of what it is."""
-    seen = os.environ["CUDA_VISIBLE_DEVICES"]
-    Path(options["folder"], seen).write_text(json.dumps([os.getppid(), options["overrides"]]))
-    return shell.OK
+@pytest.mark.more
+def test_jobs_that_run_when_time_is_up_are_stopped_and_the_others_not_begun(crew_of):
+    board, said, began = Board("0.1", "60", "60", "0.1"), [], time.monotonic()
+    crew.hand_out(board, wait_as_long, crew_of(2), lambda: "time is up" * ("done" in board.found), said.append)
+    assert board.found[0] == "done" and board.found[1:] in ([{}], [{}, {}])
+    assert said == ["time is up" + crew.CONTINUED] and board.waiting and time.monotonic() - began < 50
+
+
+def wait_as_long(text):
+    """What a worker does."""
+    time.sleep(float(text))
+    return "done"
+
+
+def look_around(folder):
+    """What a worker does: it leaves a file, named by the GPU that it sees, of its parent."""
+    Path(folder, os.environ["CUDA_VISIBLE_DEVICES"]).write_text(str(os.getppid()))
+    time.sleep(1)  # the other one takes the next job
+    return "done"
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("given, seen", [(None, {"0", "1"}), ("4,5", {"4", "5"}), ("GPU-a, GPU-b", {"GPU-a", "GPU-b"})])
-def test_workers_see_one_gpu_each_of_those_that_the_command_sees(tmp_path, monkeypatch, given, seen):
+@pytest.mark.parametrize(
+    "given, names", [(None, {"0", "1"}), ("4,5", {"4", "5"}), ("GPU-a, GPU-b", {"GPU-a", "GPU-b"})]
+)
+def test_workers_see_one_gpu_each_of_those_that_the_command_sees(tmp_path, monkeypatch, crew_of, given, names):
     """Also where they cannot be forked."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "bitsandbytes.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     if given:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     else:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    gpus, told = shell.gpus("all"), tmp_path / "told"
+    told = tmp_path / "told"
     told.mkdir()
-    crew.check_gpus(gpus)
-    assert not crew.run_workers("test_jobs:tell", {"folder": str(told)}, 2, [], gpus=gpus)
-    found = {path.name: json.loads(path.read_text()) for path in told.iterdir()}
-    assert found == dict.fromkeys(seen, [os.getpid(), {"use_gpu": True, "device": 0}])
+    crew.hand_out(Board(*[told] * 6), look_around, crew_of(2, gpus=shell.gpus("all")), lambda: "")
+    assert {path.name: path.read_text() for path in told.iterdir()} == dict.fromkeys(names, str(os.getpid()))
+    with pytest.raises(UserError, match="--gpus 1,2: expected all, or numbers such as 0,1; the GPUs .* here: 0, 1"):
+        shell.gpus("1,2")
 
 
 @pytest.mark.parametrize("package, others", [("benchmark", ("fs_lowrank", "hpo")), ("hpo", ("fs_lowrank",))])

@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
 
 from fs_lowrank import RunFailed, UserError
-from fs_lowrank.errors import RaisedElsewhere
+from fs_lowrank.errors import own_place
 from fs_lowrank.jobs import pool as pools
 from fs_lowrank.jobs.pool import Pool
 
@@ -121,11 +122,12 @@ def test_processes_that_die_while_they_are_prepared_end_the_run(made):
 
 def test_errors_are_raised_here(made):
     pool = made(1)
-    for kind, raised in (("user", UserError), ("run", RunFailed), ("other", RaisedElsewhere)):
+    for kind, raised in (("user", UserError), ("run", RunFailed), ("other", KeyError)):
         with pytest.raises(raised, match="said") as caught:
             pool.result(pool.submit(0, fail, kind))
         assert type(caught.value) is raised
-    assert "in fail" in str(caught.value) and caught.value.place.startswith("test_pool.py, line ")
+    assert "in fail" in "".join(traceback.format_exception(caught.value))
+    assert own_place(caught.value).startswith("test_pool.py, line ")
 
 
 def test_a_process_that_works_is_ended(made):
