@@ -63,8 +63,8 @@ RATES = {"grid": [0.1, 0.2]}
 WRONG = [
     ({"train.optimiser.lr": {"grid": [1, 2]}}, "unknown key .*did you mean 'train.optimizer'"),
     ({"lowrank.tau": {"grid": [1, 2]}}, "unknown key 'lowrank.tau'.*the method fedlora"),
-    ({"train.optimizer.lr": {"loguniform": [0.1, 0.01]}}, "train.optimizer.lr: The `low` value must be smaller"),
-    ({"train.optimizer.lr": {"loguniform": [0, 0.01]}}, "larger than 0 for a log distribution"),
+    ({"train.optimizer.lr": {"loguniform": [0.1, 0.01]}}, "train.optimizer.lr: `low <= high` must hold"),
+    ({"train.optimizer.lr": {"loguniform": [0, 0.01]}}, "lr = 0.0: expected a number, above 0"),
     (
         {"train.optimizer.lr": {"logunifrom": [1e-3, 1e-2]}},
         "lr = {'logunifrom'.*: expected exactly one of .*did you mean 'loguniform'",
