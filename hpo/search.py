@@ -92,7 +92,7 @@ def data_of(config: Config) -> str:
 def enqueue(study: optuna.Study, points: Sequence[Mapping[str, Any]]) -> None:
     """Queue each point that the study does not have yet."""
     for point in points:
-        study.enqueue_trial({key: encode(value) for key, value in point.items()}, {"queued": True}, skip_if_exists=True)
+        study.enqueue_trial({key: encode(value) for key, value in point.items()}, skip_if_exists=True)
 
 
 def retry_failed(study: optuna.Study) -> None:

@@ -14,46 +14,19 @@ from typing import Any, TypeVar
 
 Value = TypeVar("Value")
 
-_current: Keep | None = None
-
-
-class Keep:
-    """Values by what decides them; the least recently used are dropped where they exceed the limit.
-
-    Attributes:
-        limit: bytes, a sixteenth of the machine's memory.
-    """
-
-    def __init__(self) -> None:
-        self.limit: float = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 16
-        #: key -> the value, which nobody changes, and its bytes; the least recently used first
-        self.values: dict[str, tuple[Any, int]] = {}
-
-    def value(
-        self, key: str, make: Callable[[], Value], copy: Callable[[Value], Value], size: Callable[[Value], int]
-    ) -> Value:
-        """A copy of the value for ``key``, which ``make`` gives if it is not kept yet."""
-        if key not in self.values:
-            made = make()
-            room = self.limit - size(made)
-            if room < 0:
-                return made
-            while sum(taken for _, taken in self.values.values()) > room:
-                del self.values[next(iter(self.values))]
-            self.values[key] = made, size(made)
-        else:
-            gc.collect()  # frees what the run before has left, whose model and the hooks on it refer to each other
-        self.values[key] = self.values.pop(key)
-        kept: Value = self.values[key][0]
-        return copy(kept)
+#: bytes of all values together: a sixteenth of the machine's memory
+LIMIT = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 16
+#: by what decides them, the values, which nobody changes, and their bytes; the least recently used first
+Values = dict[str, tuple[Any, int]]
+_current: Values | None = None
 
 
 @contextmanager
-def keeping() -> Iterator[Keep]:
+def keeping() -> Iterator[Values]:
     """Within the block, ``kept`` keeps values. In a block inside another, the outer one's values are used."""
     global _current
     outer = _current
-    _current = outer or Keep()
+    _current = {} if outer is None else outer
     try:
         yield _current
     finally:
@@ -69,6 +42,8 @@ def kept(
 ) -> Value:
     """What ``make`` gives; within ``keeping``, a copy of what it gave before where the same decides it.
 
+    Where the values exceed ``LIMIT``, the least recently used are dropped.
+
     Args:
         what: the kind of value. decides: gives all that decides it, as plain data; None: not known, so it is not kept.
         copy: of a value that its user may change. size: of a value, in bytes.
@@ -76,4 +51,17 @@ def kept(
     known = None if _current is None else decides()
     if _current is None or known is None:
         return make()
-    return _current.value(json.dumps([what, known], sort_keys=True, default=str), make, copy, size)
+    key = json.dumps([what, known], sort_keys=True, default=str)
+    if key in _current:
+        gc.collect()  # frees what the run before has left, whose model and the hooks on it refer to each other
+        _current[key] = _current.pop(key)
+    else:
+        made = make()
+        room = LIMIT - size(made)
+        if room < 0:
+            return made
+        while sum(taken for _, taken in _current.values()) > room:
+            del _current[next(iter(_current))]
+        _current[key] = made, size(made)
+    value: Value = _current[key][0]
+    return copy(value)

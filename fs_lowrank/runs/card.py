@@ -49,36 +49,20 @@ def model_card(
         header |= {"base_model": base} if on_hub else {}
         header |= {"pipeline_tag": _PIPELINES.get(config.model.task, "text-classification")}
     header["tags"] = ["federated-learning", "fs-lowrank", facts["method"], *(["lora"] if what == "adapter" else [])]
-    sizes, labels = sorted(facts["clients"]), facts.get("labels") or []
-    rows = [
-        ("base model", f"`{base}`" + (f", revision `{revision}`" if revision else "") + _fetched(given)),
-        ("fingerprint of its weights", f"`{facts['model']}`"),
-        ("method", f"`{facts['method']}`" + _params(config)),
-        ("data", facts["source"]),
-        _predicted(config, labels),
-        ("clients", f"{len(sizes)}, of {sizes[0]} to {sizes[-1]} samples; {config.sampled_per_round} in a round"),
-        ("rounds", str(config.federate.total_round_num)),
-        ("client's training", _training(config)),
-        ("seed", str(config.seed)),
-        ("written by", f"fs-lowrank {__version__}"),
-    ]
-    rows.append(("round", f"{round}, " + (f"the best by {best}" if best else "the last")))
-    shown = for_people(figures, config.is_language)
-    measured = [(name, f"{value:.4g}") for name, value in sorted(shown.items())]
-    if facts.get("majority") is not None:
-        measured.append(("majority class of the test set", f"{facts['majority']:.4g}"))
+    labels = facts.get("labels") or []
     card: str = _template().render(
         header=yaml.safe_dump(header, sort_keys=False, allow_unicode=True).strip(),
         config=config,
         facts=facts,
         what=what,
         best=best,
+        round=round,
         base=base,
         loaded=base if on_hub else locate(given),
         revision=revision,
-        clients=counted(len(sizes), "client"),
-        rows=rows,
-        measured=measured,
+        fetched=f", as `fs-lowrank fetch {given}` gives it" if given in FETCHABLE and not Path(given).is_dir() else "",
+        clients=counted(len(facts["clients"]), "client"),
+        figures=for_people(figures, config.is_language),
         labels=labels,
         names=json.dumps(labels, ensure_ascii=False),
         folder=(folder / (f"{what}_best" if best else what)).as_posix(),
@@ -86,8 +70,8 @@ def model_card(
         text=_TEXT,
         shown=_SHOWN.get(config.model.task),
         example=facts.get("example", ""),
-        fetched=_fetched(given),
         again=shlex.quote((folder / "config.yaml").as_posix()),
+        version=__version__,
     )
     return card
 
@@ -104,31 +88,6 @@ def _template() -> Any:
 
 def _plain(text: str) -> str:
     return html.escape(text, quote=False)
-
-
-def _predicted(config: Settings, labels: list[str]) -> tuple[str, str]:
-    if config.model.task == "SequenceRegression":
-        return "a number", ", ".join(labels)
-    return "classes", ", ".join(map(str, labels)) if labels else "none: a language model"
-
-
-def _params(config: Settings) -> str:
-    given = ", ".join(f"{name} = {value}" for name, value in config.lowrank.params.items())
-    return f" ({given})" if given else ""
-
-
-def _training(config: Settings) -> str:
-    train = config.train
-    unit = "steps" if train.batch_or_epoch == "batch" else "epochs"
-    loads = config.dataloader
-    batch = f"{loads.batch_tokens} tokens" if loads.batch_tokens else f"{loads.batch_size} samples"
-    return f"{train.local_update_steps} {unit} of {batch} a round, {train.optimizer.type} at {train.optimizer.lr:g}" + (
-        f"; {len(config.own_settings)} clients by settings of their own" if config.own_settings else ""
-    )
-
-
-def _fetched(given: str) -> str:
-    return f", as `fs-lowrank fetch {given}` gives it" if given in FETCHABLE and not Path(given).is_dir() else ""
 
 
 _TEXT = "It was a good day."

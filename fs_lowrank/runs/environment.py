@@ -86,11 +86,10 @@ def changed_since(path: Path, device: torch.device) -> list[str]:
 def _before(path: Path, now: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The content of the ``environment.json`` at ``path``, and how ``now`` differs from where its run ended."""
     content = from_json(path.read_bytes())
-    return content, _differences([content, *content.get("resumed", [])][-1], now)
+    then, here = _decisive([content, *content.get("resumed", [])][-1]), _decisive(now)
+    return content, [f"{name} {then.get(name)} → {here[name]}" for name in here if then.get(name) != here[name]]
 
 
-def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What differs in two environments and affects results, in words."""
-    pairs = [(name, before["versions"].get(name), now["versions"][name]) for name in now["versions"]]
-    pairs += [(name, before[name], now[name]) for name in ("cpus", "threads", "gpu")]
-    return [f"{name} {then} → {here}" for name, then, here in pairs if then != here]
+def _decisive(environment: dict[str, Any]) -> dict[str, Any]:
+    """What of an environment affects results."""
+    return {**environment["versions"], **{name: environment[name] for name in ("cpus", "threads", "gpu")}}

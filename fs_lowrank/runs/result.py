@@ -186,12 +186,9 @@ class RunResult:
             UserError: no evaluated round has the metric; names those that there are.
         """
         evaluated = [flat_metrics(record["metrics"]) for record in self.history]
-        there = sorted(set[str]().union(*evaluated))
-        if metric not in there:
-            measured = (
-                f"measured are: {', '.join(there)}" if there else "no round was evaluated (eval.freq, eval.split)"
-            )
-            raise UserError(f"metric = {metric!r}: no round of the run has it{nearest(str(metric), there)}; {measured}")
+        if metric not in (there := sorted(set[str]().union(*evaluated))):
+            measured = ", ".join(there) or "none (eval.freq, eval.split)"
+            raise UserError(f"metric = {metric!r}: no round has it{nearest(metric, there)}; measured are: {measured}")
         sign, total = (1 if larger_is_better(metric) else -1), 0
         for record, metrics in zip(self.history, evaluated):
             total += int(record["uplink_bytes"] + record["downlink_bytes"])

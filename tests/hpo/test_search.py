@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -172,9 +173,10 @@ def test_a_pruned_trial_ends_at_once_and_its_cost_counts(search, monkeypatch):
 
 @pytest.mark.parametrize("name", ["median", "halving", "hyperband"])
 @pytest.mark.parametrize("sampler", ["tpe", "gp", "cmaes", "random"])
-def test_every_sampler_and_pruner_can_be_made(config, name, sampler):
+def test_every_sampler_and_pruner_can_be_made_and_sent_to_a_process(config, name, sampler):
     settings = Settings(config.to_dict(), {}, sampler=sampler, pruner=name)
-    assert make_pruner(settings) is not None and make_sampler(settings, 10, 0) is not None
+    made = make_sampler(settings, 10, 0), make_pruner(settings)
+    assert [type(of) for of in pickle.loads(pickle.dumps(made))] == [type(of) for of in made]
 
 
 @pytest.mark.more

@@ -14,6 +14,7 @@ from torch import nn
 
 import fs_lowrank
 from fs_lowrank import data
+from fs_lowrank.jobs import kept as memo
 from fs_lowrank.jobs.kept import keeping, kept
 from fs_lowrank.models import build
 from fs_lowrank.rounds.site import Site
@@ -44,21 +45,21 @@ def test_a_value_is_made_once_and_every_copy_is_its_own():
 
 def test_what_is_too_large_or_not_known_is_made_each_time(monkeypatch):
     made = []
-    with keeping() as keep:
-        keep.limit = 500
+    monkeypatch.setattr(memo, "LIMIT", 500)
+    with keeping():
         for _ in range(2):
             keep_one("large", made, size=501)
             assert kept("unknown", lambda: None, lambda: made.append("unknown")) is None
     assert made == ["large", "unknown"] * 2
 
 
-def test_the_least_recently_used_gives_way():
+def test_the_least_recently_used_gives_way(monkeypatch):
     made = []
+    monkeypatch.setattr(memo, "LIMIT", 1000)  # room for two
     with keeping() as keep:
-        keep.limit = 1000  # room for two
         for name in ("a", "b", "a", "c", "a", "b"):
             keep_one(name, made)
-        assert len(keep.values) == 2
+        assert len(keep) == 2
     assert made == ["a", "b", "c", "b"]
 
 

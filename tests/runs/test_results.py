@@ -110,17 +110,17 @@ def test_bytes_until_a_target_is_reached():
     assert result.bytes_to(0.5) == sent[0] and result.bytes_to(0.6) == sum(sent) and result.bytes_to(0.9) is None
     assert result.bytes_to(0.9, "test_loss") == sent[0] and result.bytes_to(0.4, "test_loss") == sum(sent)
     for wrong, said in (
-        ("nonsense", "metric = 'nonsense': no round of the run has it; measured are: test_acc, test_loss"),
+        ("nonsense", "metric = 'nonsense': no round has it; measured are: test_acc, test_loss"),
         ("test_los", "did you mean 'test_loss'?; measured are: test_acc, test_loss"),
-        ("test_acc_last5", "no round of the run has it; did you mean 'test_acc'"),
-        ("best_round", "no round of the run has it"),
-        ("test_", "no round of the run has it"),
+        ("test_acc_last5", "no round has it; did you mean 'test_acc'"),
+        ("best_round", "no round has it"),
+        ("test_", "no round has it"),
     ):
         with pytest.raises(UserError, match=re.escape(said)):
             result.bytes_to(0.5, wrong)
     for none in ([], [evaluated(1, None, None)]):
         result = RunResult(none, {}, Path(), torch.nn.Linear(1, 1), base_changed=False)
-        with pytest.raises(UserError, match="'test_acc': no round of the run has it; no round was evaluated"):
+        with pytest.raises(UserError, match="'test_acc': no round has it; measured are: none"):
             result.bytes_to(0.5)
     of_clients = [
         {**record(i), "metrics": {"val": {"perplexity": p}, "client_test": {"acc_mean": 1 / p}}}
