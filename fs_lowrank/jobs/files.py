@@ -191,6 +191,8 @@ def writing(path: str | Path) -> Iterator[None]:
     """Raise ``cannot_write`` in place of errors of writing in the block, also those of libraries on a full disk."""
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
         # safetensors raises its own error if it cannot write, tokenizers a bare Exception.
         if isinstance(error, OSError) or _is_any_of(error, (*_OF_THE_DISK, *_NO_ROOM, *_NOT_ALLOWED)):

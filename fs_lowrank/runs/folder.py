@@ -10,7 +10,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from ..errors import CannotContinue, RunFailed, UserError
-from ..jobs.files import cannot_write
+from ..jobs.files import writing
 from ..jobs.locks import take
 from ..settings import Settings
 from . import checksums
@@ -43,21 +43,13 @@ def claim(folder: Path) -> FileLock:
     """Lock the folder of a run; the lock ends when it is released, or with this process.
 
     Raises:
-        RunFailed: another run writes to it, or the disk is full. UserError: it cannot be made.
+        RunFailed: another run writes to it, or it cannot be written.
     """
-    try:
+    with writing(folder):
         lock = take(folder / ".lock")
-    except OSError as error:
-        if isinstance(error, (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError)):
-            raise _no_folder(folder, str(error.strerror)) from error
-        raise cannot_write(folder, error) from error
     if lock is None:
         raise RunFailed(f"another run is writing into {folder}; wait for it, or choose another outdir")
     return lock
-
-
-def _no_folder(folder: Path, why: str) -> UserError:
-    return UserError(f"outdir: the folder {folder} cannot be made ({why}); choose another outdir")
 
 
 def check_outdir(config: Settings, resume: bool) -> None:
@@ -70,7 +62,8 @@ def check_outdir(config: Settings, resume: bool) -> None:
     folder = outdir_of(config)
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise _no_folder(folder, f"{there} is {'no folder' if not there.is_dir() else 'not writable'}")
+        why = "not writable" if there.is_dir() else "no folder"
+        raise UserError(f"outdir: the folder {folder} cannot be made ({there} is {why}); choose another outdir")
     records = folder / "rounds.jsonl"
     checkpoint, finished = (folder / "checkpoint").exists(), (folder / "summary.json").exists()
     if not resume and (checkpoint or finished or (records.exists() and records.stat().st_size)):
@@ -93,13 +86,10 @@ def remove_run(folder: Path) -> None:
     """
     if not folder.is_dir():
         return
-    with ExitStack() as held:
+    with writing(folder), ExitStack() as held:
         held.callback(claim(folder).release)
-        try:
-            for path in (*(folder / name for name in CONTENTS), *folder.glob(_LOGS)):
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink(missing_ok=True)
-        except OSError as error:
-            raise RunFailed(f"the run in {folder} cannot be removed: {error}") from error
+        for path in (*(folder / name for name in CONTENTS), *folder.glob(_LOGS)):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)

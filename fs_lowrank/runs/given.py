@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -35,13 +35,10 @@ NAMES = {"digest": "model", "config": "model.config", "tokenizer": "tokenizer"}
 def _locked(config: Config, name: str, resume: bool) -> Iterator[Path]:
     """The folder ``name`` in that of the run, which is locked during the block."""
     folder = outdir_of(config) / name
-    lock = claim(folder.parent)
-    try:
+    with writing(folder), ExitStack() as held:
+        held.callback(claim(folder.parent).release)
         check_outdir(config, resume)
-        with writing(folder):
-            yield folder
-    finally:
-        lock.release()
+        yield folder
 
 
 def with_data(config: Config, data: Any, resume: bool) -> Config:
