@@ -130,8 +130,6 @@ def _plans(config: Config, space: Space, options: Search) -> dict[str, tuple[Set
             raise UserError(f"studies: {error}") from None
         label = "".join("." + re.sub(r"[^\w.+-]+", "_", str(v)) for v in values)
         plans[options.name + label] = _plan(base, space, options)
-    if len(plans) < math.prod(map(len, space.studies.values())):
-        raise UserError("studies: two of the values give studies of one name; change one")
     return plans
 
 

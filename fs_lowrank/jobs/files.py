@@ -91,7 +91,7 @@ def to_json(value: Any, **layout: Any) -> str:
     return json.dumps(plain(value), allow_nan=False, **layout)
 
 
-_WORDS = {dict: "a mapping", list: "a list"}
+_WORDS: dict[Any, str] = {dict: "a mapping", list: "a list"}
 
 
 def from_json(text: str | bytes, kind: type | UnionType = dict) -> Any:

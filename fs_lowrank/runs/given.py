@@ -55,8 +55,6 @@ def with_data(config: Config, data: Any, resume: bool) -> Config:
             f"data=… is for text, and model.type = {config.model.type} for images: name them by data.type, such as a "
             "folder with one subfolder for each class"
         )
-    if config.federate.mode != "standalone":
-        raise UserError("data=… is for runs in one place; with federate.mode distributed each process names its files")
     with _locked(config, DATA, resume) as folder:
         if resume and folder.exists():
             about = _same(folder, data)

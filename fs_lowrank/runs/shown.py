@@ -10,7 +10,7 @@ from typing import Any
 from ..config import Config, load_config
 from ..draw.report import Shown
 from ..errors import UserError
-from ..jobs.files import cannot_read, read_json
+from ..jobs.files import read_json
 from .chance import Chance, run_verdict
 from .checksums import check_finished
 from .records import flat_metrics, read_records
@@ -67,8 +67,6 @@ def _read(name: str, label: str, folder: Path, config: Config) -> Shown:
     check_finished(folder, _READ)
     data, language = read_split(folder), config.is_language
     history = read_records(folder / "rounds.jsonl", up_to=10**9)
-    if summary and not history:
-        raise cannot_read(folder / "rounds.jsonl", ValueError("it has no round, and the run has ended"))
     for record in history:
         record["metrics"] = {split: for_people(of, language) for split, of in record["metrics"].items()}
         if _compared(folder).get("bytes_per_client_and_round", {}).get("uplink") == 0:  # the record counts a copy

@@ -88,9 +88,6 @@ def _whole(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[s
     if rows is None or len(rows) != about["clients"] or rows.lengths.sum() != len(rows.values):
         raise ValueError(f"it does not have the rows of {about['clients']} clients")
 
-    if labels is not None and labels.values.max(initial=-1) >= len(about["classes"] or ()):
-        raise ValueError("it has classes without a name")
-
     def client(i: int) -> dict[str, Any]:
         record = client_record(i, len(rows[i]), None if labels is None else labels[i], about["classes"])
         return {**record, "rows": rows[i].tolist()}

@@ -206,8 +206,3 @@ def test_images_are_named_as_files(vision_settings):
     rows = datasets.Dataset.from_dict({"image": [[[0]]], "label": [1]})
     with pytest.raises(UserError, match="data=… is for text, and model.type = resnet10 for images: name them by data"):
         fs_lowrank.run(fs_lowrank.load_config(vision_settings), data=rows)
-
-
-def test_processes_of_their_own_name_their_files(few):
-    with pytest.raises(UserError, match="with federate.mode distributed each process names its files"):
-        fs_lowrank.run(few("run", {"federate.mode": "distributed"}), data=FRAME)
