@@ -78,7 +78,7 @@ class Members(Transport):
             try:
                 return str(read_json(path, remedy="")["run"])
             except (DamagedFile, KeyError) as error:
-                lost = str(error)
+                lost = str(error) if isinstance(error, DamagedFile) else f"{path} cannot be read: there is no {error}"
             if personal:
                 raise UserError(
                     f"{lost}; without it the clients' personal parts are not found again: restore the file, or start "

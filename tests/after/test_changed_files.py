@@ -157,7 +157,7 @@ def test_an_adapted_output_layer_loads_although_its_file_has_the_weight_of_the_b
 def test_a_damaged_summary_is_one_line(runs, tmp_path, content):
     folder = shutil.copytree(runs["classes"].outdir, tmp_path / "run")
     (folder / "summary.json").write_text(content)
-    with pytest.raises(UserError, match="run/summary.json (cannot be read|is not what a run writes)"):
+    with pytest.raises(UserError, match="run/summary.json (cannot be read|is not what the run left there)"):
         load_run(folder)
 
 
