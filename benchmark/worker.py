@@ -15,7 +15,6 @@ from .job import Job
 from .suite import import_all
 
 
-
 def begin(imports: Iterable[tuple[str, ...]]) -> None:
     """The first call in a worker process.
 

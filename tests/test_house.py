@@ -197,12 +197,12 @@ BUDGETS = {
     "fs_lowrank.rounds": 2157,  # 1,900
     "fs_lowrank.callbacks": 368,  # 400
     "fs_lowrank.engines": 2104,  # 1,900
-    "fs_lowrank.runs": 914,  # 750
+    "fs_lowrank.runs": 807,  # 750
     "fs_lowrank.draw": 647,  # 450
-    "fs_lowrank.jobs": 720,  # 300
+    "fs_lowrank.jobs": 662,  # 300
     "front": 2806,  # 2,100
-    "hpo": 1345,  # 950
-    "benchmark": 4016,  # 2,550
+    "hpo": 1148,  # 950
+    "benchmark": 3978,  # 2,550
     "studies": 2100,  # 2,100
 }
 #: rooms with one budget, by their names here
