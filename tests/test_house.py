@@ -201,7 +201,7 @@ BUDGETS = {
     "fs_lowrank.draw": 647,  # 450
     "fs_lowrank.jobs": 662,  # 300
     "front": 2806,  # 2,100
-    "hpo": 1148,  # 950
+    "hpo": 1145,  # 950
     "benchmark": 3978,  # 2,550
     "studies": 2100,  # 2,100
 }
