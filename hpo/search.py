@@ -6,7 +6,6 @@ named after its configuration, so it continues from the checkpoint there.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
