@@ -25,7 +25,7 @@ from .intervals import LEVEL, Estimate, Figure, estimate, figure_of
 from .metrics import better, of_test_data, scale_of, unknown
 
 HOLDS, FAILS, INCONCLUSIVE = "holds", "does not hold", "inconclusive"
-UNTESTED = "not tested at this size"
+UNTESTED, STALE = "not tested at this size", "stale"
 #: by how much an accuracy on images differs between processors with and without AVX-512
 _PROCESSORS = 0.002
 
@@ -137,6 +137,8 @@ class Condition:
     def verdict(self) -> str:
         if len(self.there) < len(self.figures):
             return UNTESTED
+        if any(figure.stale and not figure.n for figure in self.there.values()):
+            return STALE
         p = self.p if self.adjusted is None else self.adjusted
         decided = p is not None and p <= 1 - LEVEL and not self.bars.get(self.towards)
         result = self.towards if decided else INCONCLUSIVE
@@ -194,11 +196,11 @@ def shown(found: Estimate, form: str = ".4g", factor: float = 1.0) -> str:
 
 def verdict(conditions: Sequence[Condition]) -> str:
     """The verdict on all conditions together."""
-    for ground in (UNTESTED, INCONCLUSIVE):
+    for ground in (STALE, UNTESTED, INCONCLUSIVE):
         if any(c.first and c.verdict == ground for c in conditions):
             return ground
     verdicts = {c.verdict for c in conditions}
-    return next((v for v in (FAILS, UNTESTED, INCONCLUSIVE, HOLDS) if v in verdicts), UNTESTED)
+    return next((v for v in (FAILS, STALE, UNTESTED, INCONCLUSIVE, HOLDS) if v in verdicts), UNTESTED)
 
 
 def adjust(conditions: Sequence[Condition]) -> list[Condition]:

@@ -29,7 +29,8 @@ class Figure:
         exact: it is counted or computed, not measured, so that it has no spread.
         collapsed: the values at or below the ``majority`` class. failed: the seeds whose run failed or diverged, which
             have no value; with ``n`` = 0 no seed has one. missed: the seeds that did not reach the target of
-            ``bytes_to`` or ``rounds_to``, which have no value either.
+            ``bytes_to`` or ``rounds_to``, which have no value either. stale: the seeds whose only run is of an earlier
+            revision of the method.
         at_end: its learning rate is at the end of the grid that was searched.
         splits: by seed, a fingerprint of the clients' images, where figures are paired by seed.
         right: of an accuracy, by seed the name of a test set and for each of its rows 1 or 0, float64 ``(n,)``, where
@@ -46,6 +47,7 @@ class Figure:
     majority: float | None = None
     failed: tuple[int, ...] = ()
     missed: tuple[int, ...] = ()
+    stale: tuple[int, ...] = ()
     at_end: bool = False
     splits: Mapping[int, str] = field(default_factory=dict, compare=False, repr=False)
     right: Mapping[int, tuple[str, Any]] = field(default_factory=dict, compare=False, repr=False)
@@ -76,6 +78,8 @@ class Figure:
             notes.append(f"{len(self.failed)} of {seeds} seeds failed")
         if self.missed:
             notes.append(f"{len(self.missed)} of {seeds} seeds did not reach the target")
+        if self.stale:
+            notes.append(f"{len(self.stale)} seeds are of an earlier revision of the method and left out")
         if self.at_end and not self.exact:
             notes.append("its rate won at the end of the grid")
         return notes

@@ -40,8 +40,9 @@ class ExperimentResults:
         records: (method, column) -> one result per seed. methods, columns: those that were run, also if all seeds have
             failed; the settings in order.
         searches: results of searches. failed: failures. wanted: number of cells in the grid. lost: (method, column) ->
-            the seeds whose run failed. unlike: method -> a sentence on its rate in a table, which no search of
-            ``found_by`` has found.
+            the seeds whose run failed. stale: (method, column) -> the seeds whose only result is of an earlier
+            revision of the method. unlike: method -> a sentence on its rate in a table, which no search of ``found_by``
+            has found.
     """
 
     suite: Suite
@@ -50,6 +51,7 @@ class ExperimentResults:
     searches: list[dict] = field(default_factory=list)
     failed: list[dict] = field(default_factory=list)
     lost: dict[tuple[str, str], set[int]] = field(default_factory=dict)
+    stale: dict[tuple[str, str], set[int]] = field(default_factory=dict)
     unlike: dict[str, str] = field(default_factory=dict)
     wanted: int = 0
 
@@ -84,7 +86,7 @@ class ExperimentResults:
 
     @property
     def has_any(self) -> bool:
-        return bool(self.cells or self.failed or self.searches)
+        return bool(self.cells or self.failed or self.searches or self.stale)
 
     def figure(self, method: str, column: str, metric: str) -> Figure | None:
         """None if no seed has a value.
@@ -107,6 +109,7 @@ class ExperimentResults:
             majority=majority[0][0] if majority else None,
             failed=self.failed_seeds(method, column, metric),
             missed=self.missed_seeds(method, column, metric),
+            stale=tuple(sorted(self.stale.get((method, column), ()))),
             at_end=any(r.get("at_end") for r in records),
             splits={r["seed"]: r["data"]["fingerprint"] for r in records if _of_images(r)},
             right={r["seed"]: rows_of(right) for r in records if (right := _right(r, metric))},
@@ -149,7 +152,7 @@ class ExperimentResults:
         return value(records[0], f"{metric}_stderr") if len(records) == 1 and metric.count(":") > 1 else None
 
     def look(self, method: str, labels: Mapping[str, str], metric: str) -> Figure | None:
-        """The figure at these labels, without a value if all seeds failed; None if there is no result, or
+        """The figure at these labels, without a value if all seeds failed or are stale; None if there is no result, or
         if the labels do not determine one setting.
         """
         column = self._column(labels)
@@ -158,7 +161,9 @@ class ExperimentResults:
         if (figure := self.figure(method, column, metric)) is not None:
             return figure
         failed, missed = (seeds(method, column, metric) for seeds in (self.failed_seeds, self.missed_seeds))
-        return Figure(math.nan, None, 0, failed=failed, missed=missed) if failed or missed else None
+        stale = tuple(sorted(self.stale.get((method, column), ())))
+        there = failed or missed or stale
+        return Figure(math.nan, None, 0, failed=failed, missed=missed, stale=stale) if there else None
 
     def _column(self, labels: Mapping[str, str]) -> str | None:
         fitting = [s for s in settings(self.experiment) if all(s.get(k) == v for k, v in labels.items())]
@@ -216,6 +221,10 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
             results.failed.append(failed)
             if isinstance(job, Cell):
                 results.lost.setdefault((job.method.label, column), set()).add(job.seed)
+        elif isinstance(job, Cell) and any(
+            store.read(of, k) for k in now.earlier_keys for of in ("cells", "superseded")
+        ):
+            results.stale.setdefault((job.method.label, column), set()).add(job.seed)
         results.wanted += record is not None or not (isinstance(job, Cell) and job.method.extra)
     results.searches = list(searches.values())
     return results

@@ -14,6 +14,7 @@ from .conditions import (
     HOLDS,
     INCONCLUSIVE,
     PAPER,
+    STALE,
     UNTESTED,
     Condition,
     adjust,
@@ -64,7 +65,7 @@ class Judged:
         tested = [v for v in self.verdicts if v != UNTESTED]
         if len(set(tested)) < 2:
             return tested[0] if tested else UNTESTED
-        first, *others = [f"{v} in {tested.count(v)}" for v in (HOLDS, FAILS, INCONCLUSIVE) if v in tested]
+        first, *others = [f"{v} in {tested.count(v)}" for v in (HOLDS, FAILS, INCONCLUSIVE, STALE) if v in tested]
         return ", ".join([f"{first} of {len(tested)} experiments", *others])
 
     @property
@@ -235,7 +236,7 @@ def _others(rule: Sequence[Mapping], results: ExperimentResults) -> dict[str, st
             methods = [m for m in results.methods if m not in named]
             for method in methods:
                 (one,) = judge([{**condition, "methods": [method]}], results.look)
-                if one.verdict != UNTESTED:
+                if one.verdict not in (UNTESTED, STALE):
                     found[method] = one.verdict
     return found
 

@@ -6,11 +6,14 @@ They are drawn on matplotlib's ``Figure`` objects, so nothing global is changed:
 from __future__ import annotations
 
 import io
+import logging
 import re
 import textwrap
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +23,8 @@ from .panels import Bars, Line, Matrix, Panel
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+logger = logging.getLogger("fs_lowrank")
 
 COLOURS = "#1f77b4 #d62728 #2ca02c #9467bd #ff7f0e #17becf #8c564b #e377c2 #bcbd22 #000080".split()
 MARKERS = "osD^vP*X<>"
@@ -46,7 +51,6 @@ def figure(
         in_a_row: the most panels in a row, of those that are not ``main``.
     """
     from matplotlib.figure import Figure
-    from matplotlib.text import Text
 
     class Shown(Figure):
         def _repr_png_(self) -> bytes:
@@ -72,8 +76,7 @@ def figure(
                 axes.label_outer()
     _add_legend(made, [mark for panel in panels for mark in panel.marks])
     made.suptitle("\n".join(part for line in lines for part in line), fontsize=10)
-    for text in made.findobj(Text):  # as they are, also those with two ``$``
-        text.set_parse_math(False)
+    _show_as_written(made)
     return made
 
 
@@ -186,6 +189,37 @@ def _add_legend(made: Figure, marks: Iterable[Line | Bars | Matrix]) -> None:
             text.set_text(name)
 
 
+def _show_as_written(made: Figure) -> None:
+    """Show texts as they are, also those with two ``$``, and in fonts that have their characters."""
+    from matplotlib import font_manager
+    from matplotlib.text import Text
+
+    for text in made.findobj(Text):
+        text.set_parse_math(False)
+        if not text.get_text().isascii():
+            usual = font_manager.get_font(font_manager.findfont(text.get_fontproperties())).get_charmap()
+            lacking = sorted({c for c in text.get_text() if c.isprintable() and ord(c) not in usual})
+            text.set_fontfamily([*text.get_fontfamily(), *_fonts_with("".join(lacking))])
+
+
+@cache
+def _fonts_with(characters: str) -> list[str]:
+    """Installed fonts that together have the characters; a warning says which of them none has."""
+    from matplotlib import font_manager
+
+    left, found = set(map(ord, characters)), []
+    for font in font_manager.fontManager.ttflist:
+        if font.name.startswith("Last Resort"):  # of matplotlib: it has a box for every character
+            continue
+        if left and (has := left & font_manager.get_font(font.fname).get_charmap().keys()):
+            found.append(font.name)
+            left -= has
+    if left:
+        lacking = "".join(map(chr, sorted(left)))
+        logger.warning("no installed font has %s, so PNG and PDF pictures show boxes; install one that has", lacking)
+    return found
+
+
 def save(made: Figure, path: Path) -> Path:
     """Write a figure as PNG, and as PDF beside it; returns ``path``.
 
@@ -223,7 +257,8 @@ def drawn(made: Figure, kind: str) -> bytes:
 def _as_we_draw() -> Iterator[None]:
     import matplotlib
 
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fs-lowrank"}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fs-lowrank"}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # _fonts_with has said it in other words
         yield
 
 

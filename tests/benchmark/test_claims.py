@@ -14,6 +14,7 @@ from benchmark.conditions import (
     FAILS,
     HOLDS,
     INCONCLUSIVE,
+    STALE,
     UNTESTED,
     adjust,
     check_rule,
@@ -938,3 +939,11 @@ def test_points_are_ascending_numbers(points):
     }
     with pytest.raises(UserError, match="points"):
         check_rule(rule, Origin(), "here")
+
+
+def test_a_stale_figure_reads_stale():
+    def look_at(method, labels, metric):
+        return Figure(math.nan, None, 0, stale=(0, 1)) if method == "b" else by_seed([0.8, 0.81])
+
+    found = judged({"is": "above", "better": "a", "than": ["b"], "by": 0}, look_at)
+    assert found.verdict == STALE == verdict([found]) and "earlier revision" in found.text

@@ -238,7 +238,7 @@ def test_unknown_suite():
 
 
 @pytest.mark.more
-def test_a_result_of_an_earlier_revision_does_not_count(write, tmp_path, monkeypatch):
+def test_a_result_of_an_earlier_revision_is_stale(write, tmp_path, monkeypatch):
     def jobs(text=FIVE_LINES, **changes):
         return plan(options(write(text), results=str(tmp_path / "results"), **changes))
 
@@ -251,9 +251,10 @@ def test_a_result_of_an_earlier_revision_does_not_count(write, tmp_path, monkeyp
     assert again.config == first.config and again.key != first.key and not again.done(store)
     assert first.key in again.earlier_keys and jobs(methods=("fedlora",))[0].key == other.key
     found = find(again.suite, again.experiment, again.options, store)
-    assert not found.records
-    with pytest.raises(UserError, match="holds no result"):
-        write_report(again.options)
+    assert not found.records and [*found.stale.values()] == [{again.seed}]
+    write_report(again.options)
+    said = " ".join((tmp_path / "results" / "report.md").read_text().split())
+    assert "**Stale results: 1**" in said and "run again: rolora." in said
     for job, accuracy in ((first, 0.70), (again, 0.75)):
         record = {**job.identity(), "method": "rolora", "status": "complete", "finished": 1.0, "seed": 0, "rounds": 1}
         record |= {"metrics": {"test_acc": accuracy}, "samples": 8, "samples_counted": True}

@@ -1,8 +1,12 @@
 """Panels as matplotlib draws them: names, fonts, legends, and pictures for pages."""
 
+import logging
 import re
 
 import pytest
+from fontTools.fontBuilder import FontBuilder
+from fontTools.pens.ttGlyphPen import TTGlyphPen
+from matplotlib import font_manager
 
 from fs_lowrank.draw import figures
 from fs_lowrank.draw.panels import Bars, Line, Matrix, Panel
@@ -89,3 +93,37 @@ def test_a_panel_in_words():
     panel = Panel("k", "the title", "round", "accuracy", [line, flat, Bars({"n": [1, 2]}), Matrix([[1, 2]], "s")])
     said = "the title: accuracy against round. a dashed: 0.5 at 1, 0.75 at 2. 1 at 0 to 1 at 19. n: 1, 2. "
     assert str(panel) == said + "1 rows and 2 columns, s"
+
+
+@pytest.fixture
+def font(tmp_path):
+    """A font that has one character, which no other has: one for private use."""
+    pen = TTGlyphPen(None)
+    pen.moveTo((0, 0)), pen.lineTo((0, 500)), pen.lineTo((500, 500)), pen.closePath()
+    builder = FontBuilder(1000, isTTF=True)
+    builder.setupGlyphOrder([".notdef", "own"])
+    builder.setupCharacterMap({0x10FFFD: "own"})
+    builder.setupGlyf({".notdef": pen.glyph(), "own": pen.glyph()})
+    builder.setupHorizontalMetrics({".notdef": (600, 0), "own": (600, 0)})
+    builder.setupHorizontalHeader(ascent=800, descent=-200)
+    builder.setupNameTable({"familyName": "Own font", "styleName": "Regular"})
+    builder.setupOS2(), builder.setupPost()
+    builder.save(tmp_path / "own.ttf")
+    before = [*font_manager.fontManager.ttflist]
+    font_manager.fontManager.addfont(tmp_path / "own.ttf")
+    figures._fonts_with.cache_clear()
+    yield "Own font"
+    font_manager.fontManager.ttflist = before
+    figures._fonts_with.cache_clear()
+
+
+@pytest.mark.filterwarnings("error")
+def test_characters_that_the_usual_font_lacks_are_in_another(font, tmp_path, caplog):
+    figures._fonts_with.cache_clear()
+    panel = Panel("k", "own \U0010fffd", "x", "y", [Line("a", [1, 2], [1, 2]), Line("\U0010fffe", [1], [1])])
+    monkey = "\U0010fffd"
+    assert figures._fonts_with(monkey) == [font] and not caplog.records
+    with caplog.at_level(logging.WARNING, logger="fs_lowrank"):
+        assert figures._fonts_with(monkey + "\U0010fffb") == [font]
+        assert "no installed font has \U0010fffb" in caplog.text
+        figures.save(figures.figure([panel]), tmp_path / "own.png")
