@@ -100,6 +100,12 @@ def _dataset(held: Any, where: str) -> datasets.Dataset:
             dataset = datasets.Dataset(pa.Table.from_pandas(plain, preserve_index=False).replace_schema_metadata(None))
     elif isinstance(held, torch.utils.data.Dataset) and hasattr(held, "__len__"):
         rows = [_row(held, i, where) for i in range(len(held))]
+        for i, row in enumerate(rows):  # from_list would drop what the first item lacks
+            if row.keys() != rows[0].keys():
+                raise UserError(
+                    f"{where}, item {i}: it has the columns {', '.join(sorted(row))}, and the first item has "
+                    f"{', '.join(sorted(rows[0]))}; give every item the same, with None where there is nothing"
+                )
         with users_own(f"{where}: making arrow data of it"):
             dataset = datasets.Dataset.from_list(rows)
     else:

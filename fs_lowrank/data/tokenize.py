@@ -189,14 +189,18 @@ def tokenize_pairs(
         frame: as for ``tokenize_causal``.
         template: ``auto``: the instruction, and its input on a line of its own; ``alpaca``, or a template of the
             user's.
-        loss_on: not used, since the decoder writes nothing but the answer.
+        loss_on: ``answer``; the decoder writes nothing else.
     Raises:
-        UserError: ``chat`` or conversations.
+        UserError: ``chat`` or conversations, or ``loss_on: all``.
     """
     if "messages" in frame or "before" in frame or template == "chat":
         raise UserError(
             "conversations, the columns system and history, and chat templates are for decoders; an encoder-decoder "
             "model has data.args: template"
+        )
+    if loss_on != "answer":
+        raise UserError(
+            f"data.args: loss_on = {loss_on}: an encoder-decoder model writes the answer alone; leave it out"
         )
     max_len, own = _limit(tokenizer, max_len), is_own(template)
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]

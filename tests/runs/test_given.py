@@ -160,6 +160,7 @@ class Endless(torch.utils.data.IterableDataset):
         (FRAME.assign(n=pd.arrays.SparseArray([1] * 120)), "data: making arrow data of it raises "),
         (Of(("a\ud800", 1)), "data: making arrow data of it raises "),
         (Of(("a", 2**70)), "data: making arrow data of it raises "),
+        (Of({"text": "a", "label": 1}, {"text": "a", "label": 1, "history": "b"}), "data, item 1: it has the columns"),
         (torch.utils.data.TensorDataset(torch.ones(4, 2)), "data, item 0 = tuple: expected a mapping of columns, "),
     ],
 )
