@@ -121,16 +121,16 @@ def test_on_the_framework(few, from_file):
 
 
 class Of(torch.utils.data.Dataset):
-    """A PyTorch dataset of one item."""
+    """A PyTorch dataset of these items."""
 
-    def __init__(self, item):
-        self.item = item
+    def __init__(self, *items):
+        self.items = items
 
     def __len__(self):
-        return 1
+        return len(self.items)
 
     def __getitem__(self, i):
-        return self.item
+        return self.items[i]
 
 
 class Endless(torch.utils.data.IterableDataset):
