@@ -38,12 +38,12 @@ def write_pages(root: Path, store: Store, rows: Sequence[Row]) -> list[Path]:
         front: {"methods": markdown("table", table(cells, FRONT, "fedlora"))},
     }
     for path, of_page in parts.items():
-        before = text = path.read_text(encoding="utf-8")
+        before = page = path.read_text(encoding="utf-8")
         for name, part in of_page.items():
-            head, mark, rest = text.partition(f"<!-- {name} -->\n")
+            head, mark, rest = page.partition(f"<!-- {name} -->\n")
             _, end, tail = rest.partition(f"<!-- /{name} -->")
             if mark and end:
-                text = head + mark + part + end + tail
-        if text != before:
-            write_text(path, text)
+                page = head + mark + part + end + tail
+        if page != before:
+            write_text(path, page)
     return [here, front]

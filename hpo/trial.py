@@ -37,7 +37,7 @@ from .settings import Settings
 _BYTES = ("uplink_bytes", "downlink_bytes")
 
 
-def explained(error: Exception) -> tuple[str, str]:
+def explained(error: BaseException) -> tuple[str, str]:
     """The kind of an error of a run (``nan``, ``memory`` or ``error``), and the reason."""
     text = str(error) if isinstance(error, UserError) else in_one_line(error)
     if isinstance(error, MemoryError) or re.search("out ?of ?memory|can't allocate", text, re.IGNORECASE):

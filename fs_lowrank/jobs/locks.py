@@ -22,11 +22,11 @@ def take(path: Path) -> FileLock | None:
 
 
 @contextmanager
-def exclusive(path: Path, stop: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Hold the lock during the block; wait for it until ``stop`` returns True.
+def exclusive(path: Path, stop: Callable[[], object] = lambda: False) -> Iterator[None]:
+    """Hold the lock during the block; wait for it until ``stop`` returns something true.
 
     Raises:
-        KeyboardInterrupt: ``stop`` returned True.
+        KeyboardInterrupt: ``stop`` did.
     """
     while (lock := take(path)) is None:
         if stop():

@@ -28,6 +28,7 @@ AVERAGING = {
     "fedsvd": {"period": 2},  # the first round ends with the mean
     "fedrot_lora": {},
     "fedsa_lora": {},
+    "la_lora": {},
     "fedpara": {},
     "ravan": {"heads": 2},
     "mfedloru": {"nested_ranks": (1, 0)},
