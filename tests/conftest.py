@@ -85,15 +85,21 @@ FIRST_VARIANTS = {
 }
 #: the same for ``make test``; ``make test-more`` has the others
 FIRST_OF_ALL = {
-    "test_defaults_are_never_reported": 6,
-    "test_processes_evaluate_the_same_batches_as_one_process": 1,
-    "test_trained_parameters_against_the_papers_ratios": 4,
-    "test_clients_that_missed_rounds_catch_up_to_the_bit": 6,
-    "test_a_refused_update_has_no_effect": 10,
+    "test_a_refused_update_has_no_effect": 6,
+    "test_an_update_that_is_wrong_is_refused_and_changes_nothing": 1,
     "test_any_list_of_ranks_and_any_subset": 12,
+    "test_clients_are_drawn_by_class": 1,
+    "test_clients_that_missed_rounds_catch_up_to_the_bit": 6,
+    "test_defaults_are_never_reported": 6,
+    "test_fedprox_with_mu_0_is_the_method_to_the_bit": 2,
     "test_its_error_is_the_users_with_file_and_line_and_the_run_goes_on": 0,
-    "test_rounds_are_those_of_the_algorithm_box": 9,
-    "test_several_rounds_against_the_reference": 12,
+    "test_processes_evaluate_the_same_batches_as_one_process": 1,
+    "test_rounds_are_those_of_the_algorithm_box": 6,
+    "test_several_rounds_against_the_reference": 6,
+    "test_the_frozen_half_does_not_change": 4,
+    "test_the_frozen_half_keeps_every_bit_in_a_run": 1,
+    "test_trained_parameters_against_the_papers_ratios": 4,
+    "test_wrong_usage_is_one_line_and_exit_code_2": 14,
 }
 #: what ``make test`` runs with every method, on the first kind of model that it takes
 EVERY_METHOD = "test_a_run_and_its_files"

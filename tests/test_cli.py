@@ -156,7 +156,6 @@ def test_compare(command, config_file, tmp_path):
     text = squeeze(out)
     assert all(part in text for part in (*found, "majority", "3 clients of", "for plain PEFT"))
     assert command(*arguments)[0] == 2
-    assert command(*arguments, "--resume")[0] == 0
 
 
 @pytest.mark.slow

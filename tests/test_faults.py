@@ -188,7 +188,7 @@ def test_killed_at_any_step_and_resumed(make, monkeypatch, run):
     moments = {len(steps) * i // 5 for i in (1, 2, 3)}
     if run == "rolora under FedAdam":
         ends = [i for i, name in enumerate(steps, start=1) if name == "after replace"]
-        moments = {3, len(steps)} | set(range(ends[1] + 1, ends[2] + 1, 5))
+        moments = {3, len(steps)} | set(range(ends[1] + 1, ends[2] + 1, 8))
     for moment in sorted(moments):
 
         def die(moment=moment):

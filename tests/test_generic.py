@@ -105,6 +105,7 @@ def test_a_resumed_run_is_the_run_to_the_bit(bench, method, task):
     checks.check_resume(bench, method, task)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "method, task",
     [

@@ -145,6 +145,7 @@ def test_wrong_use_is_named():
         check_method("rolora", {"mixx": 1})
 
 
+@pytest.mark.more
 def test_hyperparameters_and_keys_reach_the_runs():
     assert check_method("flora", {"ranks": (1, 3, 2)}, keys={"train.optimizer.lr": 0.01}, only="bytes")
 

@@ -623,6 +623,7 @@ def test_a_pointer_of_git_lfs_is_called_one(tmp_path, name):
         load("a" if name.endswith("png") else name, tmp_path, home=tmp_path / "home")
 
 
+@pytest.mark.more
 def test_thousands_of_columns_are_read_in_one_piece(tmp_path, recwarn):
     rows = [f"t{i},{i % 2}," + ",".join(["7"] * 3000) for i in range(4)]
     write(tmp_path / "a.csv", "text,label," + ",".join(f"c{i}" for i in range(3000)) + "\n" + "\n".join(rows))

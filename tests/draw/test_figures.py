@@ -21,6 +21,7 @@ def shown(texts):
     return [text for text, _ in read]
 
 
+@pytest.mark.more
 @pytest.mark.filterwarnings("error")
 def test_names_are_shown_as_they_are_written(tmp_path):
     ticks = dict(enumerate(NAMES))

@@ -53,6 +53,7 @@ def test_what_is_too_large_or_not_known_is_made_each_time(monkeypatch):
     assert made == ["large", "unknown"] * 2
 
 
+@pytest.mark.more
 def test_the_least_recently_used_gives_way(monkeypatch):
     made = []
     monkeypatch.setattr(memo, "LIMIT", 1000)  # room for two

@@ -300,6 +300,7 @@ def test_lora_fairs_frobenius_correction_is_the_minimum(toy, federation, lam):
             close(up, mean_up)
 
 
+@pytest.mark.more
 def test_lora_fairs_cosine_correction_turns_the_product_towards_the_mean(toy, federation):
     fed = federation(toy.method("lora_fair", lam=0.0, server_steps=3000, server_lr=0.05), SIZES)
     fed.round(1)
