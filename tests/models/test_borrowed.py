@@ -108,7 +108,8 @@ BORROWED = {
     # the version of the framework is pinned, and checked when it is imported (engines/locate_federatedscope.py)
     # a value of a new key is read as yacs reads all others
     "fs_lowrank/engines/federatedscope/config.py": {"_decode_cfg_value", "_immutable"},
-    "fs_lowrank/engines/federatedscope/client.py": {"_immutable"},
+    # the process of an executor of one, whose exit code says how it died
+    "fs_lowrank/jobs/pool.py": {"_processes"},
     # the type that argparse's add_subparsers returns has no public name; it is used as a type hint only
     "fs_lowrank/commands/__init__.py": {"_SubParsersAction"},
     # the commands of a parser with their help, for the overview; the options that it has
