@@ -25,7 +25,7 @@ def examine(settings, tmp_path, *calls):
     assert done.stdout.splitlines()[-1:] == [f"unchanged by {', '.join(calls)}"]
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_run_a_comparison_a_search_and_their_pages(settings, tmp_path):
     pytest.importorskip("optuna")
     examine(settings, tmp_path, "run", "compare", "report", "tune", "figures")
