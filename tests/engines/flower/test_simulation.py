@@ -43,7 +43,7 @@ def test_the_result_is_that_of_the_embedded_engine(quick, method, keys):
 
 
 def test_a_wrong_configuration_is_said_before_anything_starts(quick):
-    with pytest.raises(fs_lowrank.UserError, match="there are none"):
+    with pytest.raises(fs_lowrank.UserError, match="none are evaluated"):
         fs_lowrank.run(
             quick("wrong", {"federate.method": "rolora", "eval.save_best": True, "data.splits": [0.8, 0.0, 0.2]}),
             "flower",
