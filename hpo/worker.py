@@ -120,7 +120,9 @@ class Searches:
             return None
         study.sampler = make_sampler(settings, wanted, (settings.sampler_seed * 1_000_003 + len(trials)) % 2**32)
         study.pruner = make_pruner(settings)
-        trial = study.ask()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Heartbeat of storage", UserWarning)  # _beat gives it
+            trial = study.ask()
         self._beat(trial._trial_id)
         self.running.add(trial._trial_id)
         return trial

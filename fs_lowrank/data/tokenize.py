@@ -45,8 +45,8 @@ _OTHER_TEMPLATE = (
 )
 #: settings of a tokenizer that say where it was read from; others end in ``_file``
 _PLACE = ("name_or_path", "is_local", "local_files_only")
-#: what is not used takes half of the time
-_IDS_ALONE = {"padding": False, "return_attention_mask": False, "return_token_type_ids": False}
+#: what is not used takes half of the time; a warning of long texts is for models without truncation
+_IDS_ALONE = {"padding": False, "return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
 
 
 def check_vocabulary(frame: pd.DataFrame, tokenizer: Any) -> None:
@@ -114,7 +114,7 @@ def tokenize_classification(frame: pd.DataFrame, tokenizer: Any, max_len: int) -
                 columns.setdefault(name, []).append(Ragged.of(encoded[name]).narrowed())
         full = [i for i, row in enumerate(encoded["input_ids"]) if len(row) == max_len]
         if full:
-            complete = tokenizer(*([each[i] for i in full] for each in texts), **_IDS_ALONE, verbose=False)
+            complete = tokenizer(*([each[i] for i in full] for each in texts), **_IDS_ALONE)
             truncated += sum(len(row) > max_len for row in complete["input_ids"])
     types, labels = getattr(tokenizer, "pad_token_type_id", 0) or 0, frame["label"].to_numpy()
     return Examples(_joined(columns), labels, pad_id(tokenizer), types, truncated)
