@@ -115,6 +115,7 @@ FIRST_OF_ALL = {
     "test_processes_evaluate_the_same_batches_as_one_process": 1,
     "test_rounds_are_those_of_the_algorithm_box": 6,
     "test_several_rounds_against_the_reference": 6,
+    "test_sites_in_a_column_are_clients": 2,
     "test_the_frozen_half_does_not_change": 4,
     "test_the_frozen_half_keeps_every_bit_in_a_run": 1,
     "test_trained_parameters_against_the_papers_ratios": 4,

@@ -58,6 +58,7 @@ def test_they_are_called_in_order_and_what_they_add_is_written(config, engine):
     assert json.loads((result.outdir / "summary.json").read_text())["final"]["noted"] == 0.5
 
 
+@pytest.mark.more
 def test_one_ends_the_run_and_nothing_else_changes(config, engine):
     apart = config.replace(outdir=f"{config.outdir}_plain")
     plain = fs_lowrank.run(apart, engine, on_round=lambda record: record["round"] == 2)

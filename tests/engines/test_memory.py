@@ -77,6 +77,7 @@ def test_clients_with_dropout_of_their_own_train_one_by_one(make_engine, caplog)
     assert caplog.text.count("clients are trained one by one: train.checkpointing computes layers again") == 1
 
 
+@pytest.mark.more
 def test_a_model_that_cannot_is_refused(make_engine):
     model = make_engine("causal", {}).model
     model.get_base_model().supports_gradient_checkpointing = False  # as of models without such layers

@@ -30,6 +30,7 @@ def mean(scores, metric, clients):
     return sum(scores[c][metric] * scores[c]["samples"] for c in clients) / sum(scores[c]["samples"] for c in clients)
 
 
+@pytest.mark.more
 def test_every_client_is_scored_on_its_share_of_the_test_set(make):
     engine = LocalEngine(make("run"))
     result = engine.run()

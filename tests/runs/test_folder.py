@@ -171,6 +171,7 @@ def test_a_record_is_on_the_disk_before_the_checkpoint_that_includes_its_round(c
     assert order == [("record", 1), ("checkpoint", 1), ("record", 2), ("checkpoint", 2)]
 
 
+@pytest.mark.more
 def test_a_record_that_was_changed_by_hand_is_named_on_resume(config):
     folder = stopped(config)
     lines = (folder / "rounds.jsonl").read_text()

@@ -98,6 +98,7 @@ def test_a_run_with_a_loaded_model_goes_on_with_the_same(few, settings, tiny_enc
     same(whole, fs_lowrank.run(config, model=model, tokenizer=tokenizer, resume=True))
 
 
+@pytest.mark.more
 def test_a_module_of_ones_own(own, tiny_encoder):
     tokenizer, model = AutoTokenizer.from_pretrained(tiny_encoder), Bag()
     whole = fs_lowrank.run(own("whole", {"federate.method": "rolora"}), model=model, tokenizer=tokenizer)

@@ -131,6 +131,7 @@ def used_names():
     return names
 
 
+@pytest.mark.more
 def test_every_key_of_ours_is_used_or_declared_idle():
     """A key that no module reads must have the metadata ``local`` or ``idle``."""
     names = used_names()
