@@ -93,7 +93,7 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
     from lm_eval import evaluator
 
     places: dict[str, str] = {}
-    with _local_first(root, places):
+    with _local_first(root, places), _without_git(evaluator):
         found = evaluator.simple_evaluate(
             model=_wrap(model, tokenizer, options),
             tasks=options.tasks,
@@ -158,6 +158,17 @@ def _places(samples: Sequence[Mapping[str, Any]], name: str, built: Callable[[],
             target = choices.index(target) if target in choices else f"none, in sample {number}"
         places.append(str(target))
     return places
+
+
+@contextmanager
+def _without_git(evaluator):
+    """A context in which lm-eval asks git for no commit: git prints "fatal" outside a repository."""
+    original = evaluator.get_git_commit_hash
+    evaluator.get_git_commit_hash = lambda: None
+    try:
+        yield
+    finally:
+        evaluator.get_git_commit_hash = original
 
 
 @cache
