@@ -26,9 +26,10 @@ help:
 
 # torch goes first and pinned, so that nothing else can pull another build of it. uv knows where PyTorch keeps its builds
 # and takes the one for this machine: without a GPU the CPU's, not gigabytes of CUDA. It needs half of pip's time; where it
-# does not reach the packages that pip is configured for, pip installs them.
+# does not reach the packages that pip is configured for, pip installs them. Both compile the
+# modules, which the first test would do otherwise.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-UV := UV_HTTP_RETRIES=1 $(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt
+UV := UV_HTTP_RETRIES=1 $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt
 $(VENV)/.installed: setup.py constraints.txt
 	@echo "== setting up $(VENV): about a minute and 2 GB, once"
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed, this is " + sys.version.split()[0])'
