@@ -26,8 +26,8 @@ help:
 
 # torch goes first and pinned, so that nothing else can pull another build of it. uv knows where PyTorch keeps its builds
 # and takes the one for this machine: without a GPU the CPU's, not gigabytes of CUDA. It needs half of pip's time; where it
-# does not reach the packages that pip is configured for, pip installs them. Both compile the
-# modules, which the first test would do otherwise.
+# does not reach the packages that pip is configured for, pip installs them. Both compile
+# the modules, which the first test would do otherwise.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 UV := UV_HTTP_RETRIES=1 $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt
 $(VENV)/.installed: setup.py constraints.txt

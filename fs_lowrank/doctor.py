@@ -36,7 +36,10 @@ def _engines() -> list[Check]:
     from .engines.catalogue import added_engines, get_engine, list_engines
     from .errors import UserError
 
-    added = added_engines()
+    try:
+        added = added_engines()
+    except UserError as error:
+        return [Check("engines of other packages", False, str(error), "until then no run starts")]
     checks = []
     for name in list_engines():
         try:

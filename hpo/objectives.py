@@ -59,11 +59,11 @@ def parse_objectives(text: str) -> tuple[str, ...]:
     return names
 
 
-def check_config(config: Config, objectives: Sequence[str] = ()) -> None:
+def check_config(config: Config, objectives: Sequence[str] = (), engine: str = "local") -> None:
     """Refuse a config that cannot be searched by validation, or does not measure ``objectives``.
 
     Raises:
-        UserError: the config has no validation data, or its steps are not known.
+        UserError: the config has no validation data, or does not evaluate them; or its steps are not known.
     """
     metrics = measured(config.model.task, config.eval.metrics)
     for name in objectives:
@@ -72,6 +72,16 @@ def check_config(config: Config, objectives: Sequence[str] = ()) -> None:
                 f"objective {name}: it is not measured with model.task = {config.model.task} and eval.metrics = "
                 f"{list(config.eval.metrics)}; measured are: {', '.join(f'val_{m}' for m in metrics)}"
             )
+    if "val" not in config.eval.split:
+        raise UserError(
+            f"eval.split = {list(config.eval.split)}: a search goes by validation data, never by the test data; add "
+            "val, such as: eval.split '[val, test]'"
+        )
+    if not config.federate.make_global_eval and engine != "federatedscope":  # whose clients evaluate validation data
+        raise UserError(
+            "federate.make_global_eval = False: only the clients' own models are evaluated, on test data, and a search "
+            "goes by the global model on validation data; set federate.make_global_eval True"
+        )
     if config.dataloader.batch_tokens and config.train.batch_or_epoch == "epoch":
         raise UserError(
             f"dataloader.batch_tokens = {config.dataloader.batch_tokens}: a search counts the steps of clients, which "

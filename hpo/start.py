@@ -135,7 +135,7 @@ def _plans(config: Config, space: Space, options: Search) -> dict[str, tuple[Set
 
 def _plan(base: Config, space: Space, options: Search) -> tuple[Settings, list | None, int]:
     """The settings of the study around ``base``, its grid if it has one, and its number of points."""
-    check_config(base, options.objectives)
+    check_config(base, options.objectives, options.engine)
     mine = space.for_config(base)
     sampler = options.sampler or ("grid" if mine.all_grid else "tpe")
     free = sampler != "grid" and len(options.objectives) == 1 and base.eval.freq > 0

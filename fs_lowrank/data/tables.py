@@ -101,6 +101,7 @@ def labelled(
         flags, columns["label"] = columns["label"], "label"
     texts = {role: columns[role] for role in ("text", "text_pair") if columns[role]}
     column = columns["label"]
+    distinct([*texts.items(), *(("label", name) for name in flags or [column])])
     frames: dict[str, pd.DataFrame] = {}
     for role, (where, table) in tables.items():
         require_columns(where, table, [*texts.values(), *(flags or [column])])
@@ -238,6 +239,7 @@ def instructions(
         used = {talks}
     else:
         chosen = {role: _role(where, table, args, role) for role in SYNONYMS if answered or role != "output"}
+        distinct(chosen.items())
         texts = {role: "" if name is None else as_texts(where, name, table[name]) for role, name in chosen.items()}
         frame = pd.DataFrame({**texts, "output": texts.get("output", "x")}, index=table.index)
         if any(earlier):
@@ -336,6 +338,16 @@ def drop_empty(frame: pd.DataFrame, columns: tuple[str, ...], skipped: dict[str,
 def count_skipped(skipped: dict[str, int], reason: str, count: int) -> None:
     if count:
         skipped[reason] = skipped.get(reason, 0) + count
+
+
+def distinct(columns: Iterable[tuple[str, str | None]]) -> None:
+    """Refuse one column for two roles, each with its column, such as ``text`` and ``label``."""
+    roles: dict[str, str] = {}
+    for role, column in columns:
+        if column in roles:
+            raise UserError(f"data.args: {roles[column]} and {role} are the same column {column!r}; name one for each")
+        if column is not None:
+            roles[column] = role
 
 
 def require_columns(where: str | Path, table: pd.DataFrame, columns: list[str]) -> None:

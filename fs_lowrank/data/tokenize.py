@@ -14,7 +14,7 @@ import pandas as pd
 from fs_lowrank.algebra import digest
 from fs_lowrank.data.examples import IGNORED_LABEL, Examples
 from fs_lowrank.data.ragged import Ragged
-from fs_lowrank.data.template import ends, is_own
+from fs_lowrank.data.template import ends, is_own, prompted
 from fs_lowrank.errors import UserError, say_once, users_own
 
 BATCH = 1000
@@ -203,6 +203,11 @@ def tokenize_pairs(
             f"data.args: loss_on = {loss_on}: an encoder-decoder model writes the answer alone; leave it out"
         )
     max_len, own = _limit(tokenizer, max_len), is_own(template)
+    if own and not prompted(template):
+        raise UserError(
+            f"data.args: template = {template!r}: nothing is before the answer, and an encoder-decoder model reads "
+            "that; put the column of the prompt there"
+        )
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     if not end:
         _check_end(template)

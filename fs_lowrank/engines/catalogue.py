@@ -24,7 +24,16 @@ _BUILT_IN = {
 @cache
 def _added(path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
     """The engines of other packages; searched once for each ``sys.path``, as that takes time."""
-    return {point.name: point for point in entry_points(group=ENTRY_POINTS) if point.name not in _BUILT_IN}
+    added: dict[str, EntryPoint] = {}
+    for point in entry_points(group=ENTRY_POINTS):
+        taken = _BUILT_IN.get(point.name) or (point.name in added and added[point.name].value)
+        if taken and taken != point.value:
+            raise UserError(
+                f"a package adds an engine {point.name!r} ({point.value}), but there is one of this name already "
+                f"({taken}); uninstall one of the two packages, or give its engine another name"
+            )
+        added[point.name] = point
+    return added
 
 
 def added_engines() -> Mapping[str, str]:

@@ -11,6 +11,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -220,9 +221,17 @@ def _enter(environment: Mapping[str, str], folder: str, log: str) -> None:
 
 
 def _told(function: Callable[..., Any], *given: Any) -> Any:
-    """What ``function`` returns; an error of it knows where it was raised, which its traceback says here alone."""
+    """What ``function`` returns. An error of it knows where it was raised, which its traceback says here alone.
+
+    One that cannot be sent to another process would end this one; there are its words instead.
+    """
     try:
         return function(*given)
     except Exception as error:
-        error.place = own_place(error)  # type: ignore[attr-defined]
-        raise
+        place = own_place(error)
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # of a class of the user's, such as one whose __init__ takes two arguments
+            error = RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
+        error.place = place  # type: ignore[attr-defined]
+        raise error

@@ -10,6 +10,7 @@ Cho et al., "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundatio
 Inexact, as FedLoRA. The halves are weighted by the size of what a client has learned instead of its number of samples,
 so that a client of a small rank, which often has learned less, does not water down the components that it lacks.
 ``B_k`` is padded in the scale of the server's pair. A layer that no client has changed gets the mean by samples.
+A client's weight grows with its update: ``lowrank.max_update_norm`` bounds it for clients that may send anything.
 
 Where the paper leaves it open: a client has one rank for all layers, and the weights are a layer's own. The server
 decides whether a client's rank shrinks, from what it sent and what it was sent, so that the client sends its last

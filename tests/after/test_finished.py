@@ -9,6 +9,8 @@ import warnings
 import datasets
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -74,6 +76,21 @@ def test_a_table_in_memory_is_read_as_the_file_is(runs, test_rows):
     features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=run.labels)})
     stored = datasets.Dataset.from_pandas(named[["text", "label"]], features=features, preserve_index=False)
     assert evaluate_rows(run, read_rows(run, stored)) == wanted
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("kind", ["rows.parquet", "rows.arrow"])
+def test_files_of_arrow_data_are_read_as_the_table_is(runs, test_rows, tmp_path, kind):
+    run, whole, path = load_run(runs["classes"].outdir), pd.read_csv(test_rows), tmp_path / kind
+    table = pa.Table.from_pandas(whole, preserve_index=False)
+    if kind == "rows.parquet":
+        pq.write_table(table, path, row_group_size=7)
+    else:
+        with pa.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table)
+    assert evaluate_rows(run, read_rows(run, path)) == evaluate_rows(run, read_rows(run, test_rows))
+    said = predict_rows(run, read_rows(run, path, labelled=False)).astype({"label": str})  # as a CSV file has it
+    pd.testing.assert_frame_equal(said, predict_rows(run, read_rows(run, test_rows, labelled=False)))
 
 
 @pytest.mark.more

@@ -536,6 +536,18 @@ def test_files_that_cannot_be_data(tmp_path, name, text, message):
     assert "\n" not in str(caught.value)
 
 
+def test_one_column_for_two_roles(tmp_path):
+    write(tmp_path / "a.csv", "label,b\nx,1\ny,0\n")
+    with pytest.raises(UserError, match="data.args: text and label are the same column 'label'"):
+        load("a.csv", tmp_path, [{"text": "label", "label": "label"}])
+    write(tmp_path / "flags.csv", "text,good,bad\nx,1,0\ny,0,1\n")
+    with pytest.raises(UserError, match="data.args: label and label are the same column 'good'"):
+        load("flags.csv", tmp_path, [{"label": ["good", "good"]}])
+    write(tmp_path / "b.csv", "instruction,output\nx,1\ny,0\n")
+    with pytest.raises(UserError, match="data.args: instruction and output are the same column 'output'"):
+        load("b.csv@llm", tmp_path, [{"instruction": "output"}])
+
+
 def test_unknown_arg(tmp_path):
     write(tmp_path / "a.csv", "text,label\na,1\nb,0\n")
     with pytest.raises(UserError, match="unknown key 'data.args.0.lable'; did you mean 'label'"):

@@ -7,6 +7,7 @@ from fs_lowrank.data.tokenize import (
     check_vocabulary,
     tokenize_causal,
     tokenize_classification,
+    tokenize_pairs,
 )
 from fs_lowrank.errors import UserError, say_once
 
@@ -78,6 +79,8 @@ def test_a_template_without_a_prompt_is_plain_text_that_is_learned_whole(causal_
     assert skipped == {"empty output": 1} and kept.tolist() == [True, True]
     assert [row.tolist() for row in examples.columns["input_ids"]] == [begin + ids("a b c </s>"), begin + ids("d </s>")]
     assert [row.tolist() for row in examples.columns["labels"]] == [hidden + ids("a b c </s>"), hidden + ids("d </s>")]
+    with pytest.raises(UserError, match="nothing is before the answer, and an encoder-decoder model reads"):
+        tokenize_pairs(frame, causal_tokenizer, 64, template="{text}")
 
 
 def test_conversation_takes_the_last_answer(chat_tokenizer):

@@ -89,9 +89,19 @@ def test_an_error_in_an_engine_names_its_package(install, settings, code, messag
     assert not broken.required and get_engine("local")
 
 
-def test_a_built_in_engine_stays_where_another_has_its_name(install):
+def test_an_engine_may_not_have_the_name_of_a_built_in_one(install):
     install("good_engine", GOOD, "local")
-    assert list_engines().count("local") == 1 and get_engine("local").__name__ == "fs_lowrank.engines.local"
+    for ask in (list_engines, lambda: get_engine("elsewhere")):
+        with pytest.raises(UserError, match=r"'local' \(good_engine\).*already \(fs_lowrank.engines.local\)"):
+            ask()
+    assert not check("engines of other packages").ok
+
+
+def test_two_packages_with_one_name(install):
+    install("one_engine", GOOD, "elsewhere")
+    install("other_engine", GOOD, "elsewhere")
+    with pytest.raises(UserError, match="uninstall one of the two packages"):
+        list_engines()
 
 
 @pytest.mark.parametrize("command", ["run", "compare"])

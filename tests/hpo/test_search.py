@@ -174,9 +174,16 @@ def test_a_pruned_trial_ends_at_once_and_its_cost_counts(search, monkeypatch):
 @pytest.mark.parametrize("name", ["median", "halving", "hyperband"])
 @pytest.mark.parametrize("sampler", ["tpe", "gp", "cmaes", "random"])
 def test_every_sampler_and_pruner_can_be_made_and_sent_to_a_process(config, name, sampler):
+    """There it is the same: it draws the same points, and prunes by the same rule."""
     settings = Settings(config.to_dict(), {}, sampler=sampler, pruner=name)
     made = make_sampler(settings, 10, 0), make_pruner(settings)
-    assert [type(of) for of in pickle.loads(pickle.dumps(made))] == [type(of) for of in made]
+    sent = pickle.loads(pickle.dumps(made))
+    drawn = [
+        [(t.suggest_float("a", 0, 1), t.suggest_float("b", 0, 1)) for t in (study.ask(), study.ask())]
+        for study in (optuna.create_study(sampler=sampler, pruner=pruner) for sampler, pruner in (made, sent))
+    ]
+    assert drawn[0] == drawn[1] and drawn[0][0] != drawn[0][1]
+    assert type(sent[1]) is type(made[1]) and vars(sent[1]) == vars(made[1])
 
 
 @pytest.mark.more
@@ -540,6 +547,8 @@ def test_options_that_do_not_fit(search, config):
         ({"space": rates, "pruner": "median", "objectives": ("val_acc", "uplink_bytes")}, "cannot be pruned"),
         ({"space": rates, "pruner": "median", "base": config.replace({"eval.freq": 0})}, "set eval.freq 1"),
         ({"base": config.replace({"data.splits": [0.8, 0.0, 0.2]})}, "needs validation data"),
+        ({"base": config.replace({"eval.split": ["test"]})}, "never by the test data"),
+        ({"base": config.replace({"federate.make_global_eval": False})}, "set federate.make_global_eval True"),
         ({"name": "a/b"}, "study 'a/b'"),
         ({"space": {**rates, "studies": {"federate.method": ["rolorra"]}}}, "did you mean"),
     ):

@@ -77,6 +77,17 @@ def fail(kind):
     raise {"user": UserError, "run": RunFailed, "other": KeyError}[kind]("said")
 
 
+class OfTwo(Exception):
+    """It can be pickled, and not unpickled."""
+
+    def __init__(self, what, number):
+        super().__init__(f"{what} {number}")
+
+
+def fail_with_two():
+    raise OfTwo("number", 2)
+
+
 def sleep():
     time.sleep(60)
 
@@ -128,6 +139,14 @@ def test_errors_are_raised_here(made):
         assert type(caught.value) is raised
     assert "in fail" in "".join(traceback.format_exception(caught.value))
     assert own_place(caught.value).startswith("test_pool.py, line ")
+
+
+def test_an_error_that_cannot_be_sent_is_told(made):
+    pool = made(1, restarts=0)
+    with pytest.raises(RuntimeError, match="OfTwo: number 2") as caught:
+        pool.result(pool.submit(0, fail_with_two))
+    assert own_place(caught.value).startswith("test_pool.py, line ")
+    assert pool.result(pool.submit(0, told, "a")) == ["a"]
 
 
 def test_a_process_that_works_is_ended(made):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...config import Config, check_engine, load_config
-from ...errors import UserError, nearest
+from ...errors import UserError, nearest, say_once
 from ...methods import get_method_class, list_methods, requirements
 from ...rounds.codec import why_no_codec
 from ...settings import (
@@ -232,6 +232,12 @@ def from_framework(cfg) -> Config:
         if tree[name] == filled:
             tree.pop(name)  # the framework has set it
     config = load_config(tree)
+    best = cfg.eval.best_res_update_round_wise_key
+    if cfg.federate.mode == "distributed" and not cfg.federate.make_global_eval and "client_test" not in best:
+        say_once(
+            f"eval.best_res_update_round_wise_key = {best} has no effect: federate.make_global_eval is False, and "
+            "between processes clients report client_test_loss and client_test_acc"
+        )
     check_engine(config, "federatedscope", _excluded(cfg, method, needs.sums))
     check_resources(cfg)
     return config
