@@ -89,6 +89,11 @@ def draw(cells: pd.DataFrame, path: Path) -> None:
             marks.append(Line(method, [float(found["up"].median())], [middle], [low], [high], **look))
         panels.append(Panel(suite, "", f"bytes up, as a multiple of {base}'s", "points of accuracy", marks))
     made = figure(panels, "median and middle half of the settings", size=(4.5, 3.4), in_a_row=2)
-    ground = b'<g id="figure_1">\n'  # white below it, for dark pages
+    save_on_white(made, path)
+
+
+def save_on_white(made: Any, path: Path) -> None:
+    """Write a figure of matplotlib as SVG with a white ground, for dark pages."""
+    ground = b'<g id="figure_1">\n'
     content = drawn(made, "svg").replace(ground, b'<rect width="100%" height="100%" fill="white"/>' + ground, 1)
     write_bytes(path, content, durable=False)

@@ -16,6 +16,7 @@ from fs_lowrank.errors import hint
 from .figures import draw_all, draw_claim
 from .frame import write_csv
 from .job import Options
+from .leaderboard import LEADERBOARD, write_leaderboard
 from .page import html
 from .plan import check_only, chosen
 from .results import ExperimentResults, find
@@ -99,9 +100,12 @@ def write_report(options: Options) -> list[Path]:
     write_text(root / "report.html", html(text, root))
     head, *claims = claims_table(rows)
     write_text(root / "claims.csv", pd.DataFrame(claims, columns=head).to_csv(index=False, lineterminator="\n"))
+    board = [
+        path for suite, results, *_ in found if suite.name == LEADERBOARD for path in write_leaderboard(results, root)
+    ]
     whole = not (options.suites or options.only or options.methods) and options.size not in SIZES
     pages = write_pages(root, store, rows) if whole and options.engine == "local" else []
-    return [root / "report.md", root / "report.html", root / "claims.csv", write_csv(store), *pages]
+    return [root / "report.md", root / "report.html", root / "claims.csv", write_csv(store), *board, *pages]
 
 
 def _has(name: str, size: str, options: Options, first: str) -> bool:

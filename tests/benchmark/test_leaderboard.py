@@ -1,0 +1,69 @@
+"""The leaderboard: measured exactness, and a page from cells of a small suite."""
+
+import textwrap
+
+import pytest
+
+from benchmark.cli import main
+from benchmark.leaderboard import HEAD, exactness
+from benchmark.suite import load_suite
+from fs_lowrank import list_methods
+
+pytestmark = pytest.mark.more
+SUITE = """
+    config:
+      model: {type: MODEL@transformers}
+      data: {type: DATA, splits: [0.7, 0.1, 0.2]}
+      llm: {tok_len: 24, adapter: {args: [{r: 2, alpha: 6, modules: [query], layers: [2]}]}}
+      dataloader: {batch_size: 8}
+      train: {local_update_steps: 1, optimizer: {type: AdamW, lr: 1e-2}}
+      federate: {client_num: 2, total_round_num: 4}
+    methods: [ffa_lora, fedlora]
+    seeds: [0, 1]
+    grid: {federate.client_num: [2, 3]}
+    experiments:
+      main: {title: Two methods}
+      ranks: {title: Unequal ranks, methods: [flora], config: {lowrank: {ranks: [1, 2]}}}
+"""
+
+
+@pytest.mark.parametrize("method", ["ffa_lora", "rolora", "flora", "fedex_lora", "fedsvd", "ravan"])
+def test_these_methods_keep_the_mean_of_the_products(method):
+    assert exactness(method, {}) < 1e-5
+
+
+def test_the_mean_of_factors_is_away_from_the_mean_of_products():
+    lora, cut = exactness("fedlora", {}), exactness("flexlora", {})
+    assert 0.01 < cut < lora < 1
+
+
+def test_the_page_has_a_row_for_each_method(tmp_path, tiny_encoder, reviews_csv, monkeypatch, capsys):
+    text = textwrap.dedent(SUITE).replace("MODEL", str(tiny_encoder)).replace("DATA", str(reviews_csv))
+    (tmp_path / "leaderboard.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "leaderboard.yaml"]) == 0
+    assert main(["report", "leaderboard.yaml"]) == 0
+    page = (tmp_path / "results" / "leaderboard.md").read_text()
+    assert (tmp_path / "results" / "leaderboard.svg").stat().st_size > 5000
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+    assert tuple(rows[0]) == HEAD
+    of = {row[0]: dict(zip(HEAD, row)) for row in rows[2:4]}
+    assert of.keys() == {"`fedlora`", "`ffa_lora`"} and of["`fedlora`"][HEAD[2]] == "0"
+    up = {method: float(row["kB up, down"].split(",")[0]) for method, row in of.items()}
+    assert up["`ffa_lora`"] == pytest.approx(up["`fedlora`"] / 2, rel=0.05)
+    assert of["`ffa_lora`"][HEAD[-1]] == "exact" and of["`fedlora`"]["settings, runs"] == "2, 4"
+    assert "## Unequal ranks" in page and "flora" in page
+
+
+#: they train all weights, or networks of their own
+NO_ADAPTER = {"dense", "fedavg", "fedfisher", "fedhm", "fedpara", "fisher_merge", "otfusion", "pfnm", "regmean"}
+#: they are scored by client
+PERSONAL = {"fedsa_lora", "pfedlora", "pfedloru", "pmfedloru"}
+#: clients hold nested pairs, which need ranks of their own
+NESTED = {"mfedloru"}
+
+
+def test_the_suite_has_every_method_that_fits():
+    suite = load_suite("leaderboard", "small")
+    there = {entry.method for each in suite.experiments.values() for entry in each.methods}
+    assert there == set(list_methods()) - NO_ADAPTER - PERSONAL - NESTED
