@@ -222,8 +222,8 @@ def _responses(model: nn.Module) -> dict[str, Tensor]:
     found = {}
     with torch.no_grad():
         for name, layer in layers.items():
-            units = torch.eye(layer.get_base_layer().in_features)  # type: ignore[operator, union-attr]
-            found[name] = (layer(units) - layer(torch.zeros_like(units))).double()  # type: ignore[operator]
+            units = torch.eye(layer.get_base_layer().in_features)
+            found[name] = (layer(units) - layer(torch.zeros_like(units))).double()
     return found
 
 
