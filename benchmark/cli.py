@@ -23,9 +23,8 @@ console = shell.make_console(140)
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser]]:
-    parser = shell.Parser(
-        prog="fs-lowrank benchmark", description="Run suites of experiments and report their results."
-    )
+    parser = shell.Parser(prog="fs-lowrank benchmark", description="Run suites of experiments and report on them.")
+    parser.example = "fs-lowrank benchmark run glue"
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def common(command: argparse.ArgumentParser, size: str = "small") -> None:
@@ -47,16 +46,13 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     listing.add_argument("suites", nargs="*", metavar="SUITE")
     common(listing)
     tables.option(listing)
+    listing.example = "fs-lowrank benchmark list glue"
     listing.set_defaults(do=_list)
     runs = commands.add_parser("run", help="run the cells that are not finished")
     runs.add_argument("suites", nargs="+", metavar="SUITE", help="a name from `list`, or the path of a .yaml file")
     common(runs)
-    runs.add_argument(
-        "--workers",
-        type=shell.at_least(1),
-        metavar="N",
-        help="number of worker processes (default: 1, or one for each GPU)",
-    )
+    runs.example = "fs-lowrank benchmark run glue --only sst2 --workers 2"
+    runs.add_argument("--workers", type=shell.at_least(1), metavar="N", help="default: 1, or one for each GPU")
     runs.add_argument("--gpus", default="", metavar="0,1", help="GPUs, one for each worker; or all")
     runs.add_argument("--redo", action="store_true", help="repeat cells that are finished (searches are kept)")
     runs.add_argument("--cell", default="", metavar="HASH", help="only the cell of this hash, as its result has it")
@@ -74,6 +70,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     report = commands.add_parser("report", help="write results/report.md, report.html and their figures")
     report.add_argument("suites", nargs="*", metavar="SUITE", help="default: all that have results")
     common(report, "all")
+    report.example = "fs-lowrank benchmark report glue"
     report.set_defaults(do=_report)
     score.add(commands)
     return parser, commands.choices.values()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fs_lowrank.draw.figures import GREY, INK, drawn, figure
-from fs_lowrank.draw.panels import Line, Panel, columns
+from fs_lowrank.draw.panels import Line, Panel
 from fs_lowrank.jobs.files import write_bytes
 
 from .conditions import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, Condition
@@ -125,7 +125,7 @@ def _along(results: ExperimentResults, name: str, title: str, columns: Mapping[s
 
 def _hollow(points: Sequence[tuple[float, float]], index: int) -> list[Line]:
     """Points of the method with this number that are not of whole seeds, over its line."""
-    return [Line("", *columns(points), colour=index, style="", hollow=True, means=_NOT_WHOLE)] if points else []
+    return [Line("", *zip(*points), colour=index, style="", hollow=True, means=_NOT_WHOLE)] if points else []
 
 
 def _majority(results: ExperimentResults) -> float | None:

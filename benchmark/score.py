@@ -18,6 +18,7 @@ console = shell.make_console(120)
 def add(commands: Any) -> None:
     """Give ``score`` a parser below ``commands``."""
     parser = commands.add_parser("score", help="score a finished run of a language model on lm-eval's tasks")
+    parser.example = "fs-lowrank benchmark score runs/smollm2 --tasks arc_easy"
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a finished run")
     parser.add_argument("--tasks", required=True, metavar="A,B", help="tasks, groups or tags of lm-eval")
     parser.add_argument(

@@ -44,10 +44,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
         ("--sampler", None, "default: grid where all keys are, else tpe", {"choices": SAMPLERS, "default": ""}),
         ("--sampler-seed", "N", "seed of the sampler", {"type": int, "default": 0}),
         ("--pruner", None, "default: median, and none for a grid", {"choices": PRUNERS, "default": ""}),
-        (
-            *("--objective", "NAMES", f"one or more of {names}; several give a Pareto front (default: val_acc)"),
-            {"default": "val_acc"},
-        ),
+        ("--objective", "NAMES", f"of {names}; several give a Pareto front (default: val_acc)", {"default": "val_acc"}),
         ("--seeds", "K", "runs averaged in a trial", {"type": some, "default": 1}),
         ("--confirm", "K", "fresh seeds for the winner (default: 3)", {"type": whole, "default": 3}),
         ("--engine", "NAME", "what runs the trials (default: local)", {"default": "local"}),
@@ -69,8 +66,11 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     )
     parser = shell.Parser(prog="fs-lowrank hpo", description="Search hyperparameters over any config.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.example = f"{parser.prog} tune --cfg reviews.yaml --space rolora_lr"
+    examples = {"tune": parser.example, "best": f"{parser.prog} best --out best.yaml"}
     for name, about, do, options in rows:
         command = commands.add_parser(name, help=about)
+        command.example = examples.get(name, command.prog)
         command.set_defaults(do=partial(_stored, do))
         for option, metavar, text, *more in options:
             if metavar is ...:

@@ -13,7 +13,9 @@ import pytest
 import torch
 import yaml
 
+import benchmark.cli
 import fs_lowrank
+import hpo.cli
 from fs_lowrank import cli, list_methods
 from fs_lowrank.__main__ import main
 from fs_lowrank.errors import ROWS_LOGGER, RunFailed, UserError, say_once
@@ -475,6 +477,14 @@ def test_help(command, arguments):
     assert code == 0 and "usage: fs-lowrank" in out
     if not arguments:
         assert all(name in out for name in ("run", "compare", "methods", "doctor", "fetch"))
+
+
+@pytest.mark.parametrize("program, words", [(cli, 1), (hpo.cli, 2), (benchmark.cli, 2)])
+def test_every_help_begins_with_an_example_that_can_be_given(program, words):
+    whole, commands = program._parser()
+    for parser in commands:
+        assert parser.format_help().startswith(f"Example: {parser.prog}")
+        whole.parse_args(parser.example.split()[words:])
 
 
 def test_version(command):

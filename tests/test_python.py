@@ -11,6 +11,7 @@ import yaml
 
 import fs_lowrank
 from fs_lowrank import UserError, cli, load_config
+from fs_lowrank.draw.panels import digits
 from fs_lowrank.jobs.shell import as_options
 from fs_lowrank.runs import progress
 
@@ -154,7 +155,7 @@ def test_a_bar_where_somebody_looks_on(config, monkeypatch, capsys):
 def test_a_result_shows_itself_and_has_tables(config):
     result = fs_lowrank.run(config.replace({"federate.total_round_num": 3}))
     text = repr(result)
-    assert text.startswith("<fedlora, 3 rounds: ") and f"test_acc {result.final['test_acc']:.4g}" in text
+    assert text.startswith("<fedlora, 3 rounds: ") and f"test_acc {digits(result.final['test_acc'])}" in text
     assert f"best round by val_loss {result.best['round']}" in text and len(text) < 400 and str(result.outdir) in text
     assert "<table>" in result._repr_html_() and "<th>test_loss</th>" in result._repr_html_()
     assert result.plot()._repr_png_().startswith(b"\x89PNG")

@@ -51,6 +51,7 @@ def figure(
         in_a_row: the most panels in a row, of those that are not ``main``.
     """
     from matplotlib.figure import Figure
+    from matplotlib.text import Text
 
     class Shown(Figure):
         def _repr_png_(self) -> bytes:
@@ -63,9 +64,10 @@ def figure(
     heights = [max(panel.tall for panel in row) * (1.35 if row is main and others else 1.0) for row in rows] or [1.0]
     width = size[0] * max(columns, len(main) * (1 + bool(others)))
     # A blank that does not break keeps the dot at the end of a line.
-    lines = [textwrap.wrap(line.replace(" · ", "\u00a0· "), int(12 * width)) for line in title.splitlines()]
-    above = 0.17 * sum(map(len, lines))  # inches; the legend and the margins take the rest
-    made = Shown(figsize=(width, size[1] * sum(heights) + above + 0.43), layout="constrained")
+    wrapped = (textwrap.wrap(line.replace(" · ", "\u00a0· "), int(12 * width)) for line in title.splitlines())
+    lines = [part for line in wrapped for part in line]
+    # In inches: the title; the legend and the margins take the rest.
+    made = Shown(figsize=(width, size[1] * sum(heights) + 0.17 * len(lines) + 0.43), layout="constrained")
     places: Any = made.add_gridspec(len(heights), 1, height_ratios=heights)
     first = None
     for place, row in zip(places, rows):
@@ -75,8 +77,12 @@ def figure(
             if same:
                 axes.label_outer()
     _add_legend(made, [mark for panel in panels for mark in panel.marks])
-    made.suptitle("\n".join(part for line in lines for part in line), fontsize=10)
-    _show_as_written(made)
+    made.suptitle("\n".join(lines), fontsize=10)
+    texts = made.findobj(Text)
+    others = _fonts_with(frozenset(c for t in texts for c in t.get_text() if c.isprintable() and not c.isascii()))
+    for text in texts:
+        text.set_parse_math(False)  # a text with two "$" is shown as it is
+        text.set_fontfamily([*text.get_fontfamily(), *others])
     return made
 
 
@@ -139,15 +145,10 @@ def _draw_line(axes: Axes, line: Line, sideways: bool) -> None:
         axes.errorbar(x, y, **spread, fmt="none", ecolor=look["color"], alpha=0.7, capsize=3)
 
 
-def _part(index: int) -> tuple[str, float]:
-    """The colour of a part of bars; beyond the palette it begins anew, paler."""
-    return COLOURS[index % len(COLOURS)], 1.0 if index < len(COLOURS) else 0.5
-
-
 def _draw_bars(axes: Axes, bars: Bars) -> None:
     below = [0.0] * max(map(len, bars.parts.values()))
-    for index, sizes in enumerate(bars.parts.values()):
-        axes.bar(range(len(sizes)), sizes, bottom=below, color=_part(index))
+    for colour, sizes in zip(COLOURS, bars.parts.values()):
+        axes.bar(range(len(sizes)), sizes, bottom=below, color=colour)
         below = [end + size for end, size in zip(below, sizes)]
 
 
@@ -173,7 +174,7 @@ def _add_legend(made: Figure, marks: Iterable[Line | Bars | Matrix]) -> None:
     meanings: dict[str, Any] = {}
     for mark in marks:
         if isinstance(mark, Bars):
-            names |= {name: Patch(color=_part(index)) for index, name in enumerate(mark.parts)}
+            names |= {name: Patch(color=colour) for colour, name in zip(COLOURS, mark.parts)}
         elif isinstance(mark, Line):
             names.setdefault(mark.name, Line2D([], [], **_look(mark)))
             alike = replace(mark, colour=GREY, marker="o" if mark.hollow else "")
@@ -189,29 +190,18 @@ def _add_legend(made: Figure, marks: Iterable[Line | Bars | Matrix]) -> None:
             text.set_text(name)
 
 
-def _show_as_written(made: Figure) -> None:
-    """Show texts as they are, also those with two ``$``, and in fonts that have their characters."""
-    from matplotlib import font_manager
-    from matplotlib.text import Text
-
-    for text in made.findobj(Text):
-        text.set_parse_math(False)
-        if not text.get_text().isascii():
-            usual = font_manager.get_font(font_manager.findfont(text.get_fontproperties())).get_charmap()
-            lacking = sorted({c for c in text.get_text() if c.isprintable() and ord(c) not in usual})
-            text.set_fontfamily([*text.get_fontfamily(), *_fonts_with("".join(lacking))])
-
-
 @cache
-def _fonts_with(characters: str) -> list[str]:
-    """Installed fonts that together have the characters; a warning says which of them none has."""
+def _fonts_with(characters: Iterable[str]) -> list[str]:
+    """Installed fonts that together have what the usual one lacks; a warning says which characters none has."""
     from matplotlib import font_manager
 
-    left, found = set(map(ord, characters)), []
+    usual = font_manager.get_font(font_manager.findfont(font_manager.FontProperties())).get_charmap()
+    left, found = {*map(ord, characters)} - usual.keys(), []
     for font in font_manager.fontManager.ttflist:
-        if font.name.startswith("Last Resort"):  # of matplotlib: it has a box for every character
-            continue
-        if left and (has := left & font_manager.get_font(font.fname).get_charmap().keys()):
+        if not left:
+            break
+        has = left & font_manager.get_font(font.fname).get_charmap().keys()
+        if has and not font.name.startswith("Last Resort"):  # of matplotlib: a box for every character
             found.append(font.name)
             left -= has
     if left:

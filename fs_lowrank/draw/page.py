@@ -1,5 +1,7 @@
 """HTML pages of ours: one file that needs no other, for wide and narrow screens, light and dark.
 
+Sections, tables and paragraphs that are empty are left out.
+
 Tables are sorted by a click (or Enter) on a header, and saved as CSV or LaTeX by the buttons below them.
 """
 
@@ -13,7 +15,7 @@ from typing import Any
 
 from ..versions import __version__
 from .figures import svg
-from .panels import Panel
+from .panels import Panel, digits
 
 
 @dataclass(frozen=True)
@@ -23,13 +25,14 @@ class PageTable:
     Attributes:
         name: of the file that it is saved as. head: the names of the columns.
         rows: of cells: a text, a number, or a pair of a text and the number to sort by.
-        cards: on a narrow screen a row is a list of its cells with their names, so that none is out of sight.
     """
 
     name: str
     head: Sequence[str]
     rows: Sequence[Sequence[Any]]
-    cards: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
 
 
 @dataclass(frozen=True)
@@ -39,25 +42,23 @@ class Note:
     text: str
     look: str = "note"
 
-
-@dataclass(frozen=True)
-class Folded:
-    """What a click on ``name`` opens."""
-
-    name: str
-    items: Sequence[PageTable | Note | Panel]
-
-
-Item = PageTable | Note | Panel | Folded
+    def __bool__(self) -> bool:
+        return bool(self.text)
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page under a heading; one without items is left out."""
+    """A part of a page under a heading, or in another section what a click on its ``name`` opens."""
 
     key: str
     name: str
-    items: Sequence[Item]
+    items: Sequence[PageTable | Note | Panel | Section]
+
+    def __bool__(self) -> bool:
+        return any(self.items)
+
+
+Item = PageTable | Note | Panel | Section
 
 
 def document(
@@ -75,9 +76,8 @@ def document(
         lead: lines below the title. body, nav: HTML before the sections, and in place of the list of them.
         renew: seconds after which a browser loads the page again; 0: never.
     """
-    shown = [section for section in sections if section.items]
     given = {"title": title, "lead": lead, "body": body, "nav": nav, "renew": math.ceil(renew)}
-    text: str = _template().render(sections=shown, version=__version__, **given)
+    text: str = _template().render(sections=[*filter(None, sections)], version=__version__, **given)
     return text
 
 
@@ -95,6 +95,4 @@ def _cell(value: Any) -> tuple[str, str]:
     text, by = value if isinstance(value, tuple) else (value, value)
     if not isinstance(by, (int, float)) or isinstance(by, bool):
         return str(text), ""
-    if isinstance(text, float):
-        text = f"{text:,.0f}" if abs(text) >= 1e4 else f"{text:.4g}"
-    return str(text), repr(by)
+    return text if isinstance(text, str) else digits(text), repr(by)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 
-def columns(points: Iterable[tuple[float, float]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """The ``x`` and the ``y`` of some points, for a ``Line``."""
-    points = list(points)
-    return tuple(x for x, _ in points), tuple(y for _, y in points)
+def digits(value: float) -> str:
+    """A figure with three digits, as people are shown it: ``0.650``, ``27.7``, ``1,936``; a whole number as it is."""
+    whole = isinstance(value, int) or not value or abs(value) >= 999.5
+    return f"{value:,.0f}" if whole else f"{value:#.3g}".removesuffix(".")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Bars:
-    """Bars at the places 0, 1, …; ``parts`` has by name the sizes of those that are on top of each other."""
+    """Bars at the places 0, 1, …; ``parts`` has by name the sizes of at most ten that are on top of each other."""
 
     parts: Mapping[str, Sequence[float]]
 

@@ -1,8 +1,10 @@
-"""The page of a run, or of several side by side: the result, then curves, clients, data and settings."""
+"""The page of a run, or of several side by side: the result, then curves, clients, data and settings.
+
+What is seen without a click answers a question; all figures, other curves and each client are folded.
+"""
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -15,8 +17,8 @@ from ..config import Config, load_config
 from ..errors import counted
 from ..jobs.files import write_text
 from ..settings.metrics import larger_is_better, standard_error
-from .page import Folded, Item, Note, PageTable, Section, document
-from .panels import Panel
+from .page import Item, Note, PageTable, Section, document
+from .panels import digits
 from .runs import (
     MOST_CLIENTS,
     band_of,
@@ -79,7 +81,6 @@ def write_page(runs: Sequence[Shown], out: str | Path, renew: float = 0.0) -> Pa
         groups.setdefault(run.label, []).append(run)
     going = [f"{r.name}, round {len(r.history)} of {r.config.federate.total_round_num}" for r in runs if not r.ended]
     state = f"still running, or ended early: {'; '.join(going)}; read at {time.strftime('%H:%M:%S')}"
-    lead = [setting_of(of[0].config, seeds=[run.config.seed for run in of]) for of in groups.values()]
     sections = [
         Section("result", "Result", _result(groups)),
         Section("curves", "Curves", _curves(groups)),
@@ -88,8 +89,9 @@ def write_page(runs: Sequence[Shown], out: str | Path, renew: float = 0.0) -> Pa
         Section("data", "Data", _data(runs)),
         Section("settings", "Settings", _settings(runs)),
     ]
-    lead = [*dict.fromkeys(lead), *([state] if going else [])]
-    write_text(Path(out), document(_title(groups), sections, lead=lead, renew=renew if going else 0.0))
+    lead = dict.fromkeys(setting_of(of[0].config, seeds=[run.config.seed for run in of]) for of in groups.values())
+    lead |= {state: None} if going else {}
+    write_text(Path(out), document(_title(groups), sections, lead=[*lead], renew=renew if going else 0.0))
     return Path(out)
 
 
@@ -106,10 +108,6 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
 
 
-def _spoken(name: str) -> str:
-    return name.replace("_", " ")
-
-
 # -- result ----------------------------------------------------------------------------------------------
 
 
@@ -120,6 +118,7 @@ class _Score:
     Attributes:
         by_seed: the values. mean: of them. error: their standard deviation; of one run the standard error of an
             accuracy; None: not known. behind: by how much the mean is worse than the best.
+        price: means over the runs of the kB that a client sends and receives in a round, MB in all, training seconds.
         sure: half of the interval of 95 % of ``behind``; None: not known.
     """
 
@@ -128,19 +127,12 @@ class _Score:
     by_seed: Mapping[int, float]
     mean: float
     error: float | None
+    price: Sequence[float]
     behind: float = 0.0
     sure: float | None = None
 
     def __str__(self) -> str:
         return f"{self.mean:.3f}" + (f" ± {self.error:.3f}" if self.error is not None else "")
-
-    def mean_of(self, way: str) -> float:
-        """kB that a client sends (``uplink``) or receives (``downlink``) in a round, over the runs."""
-        return fmean(run.sent[way] for run in self.runs) / 1e3
-
-    @property
-    def megabytes(self) -> float:
-        return fmean(run.megabytes for run in self.runs)
 
 
 def _scores(groups: Mapping[str, Sequence[Shown]], split: str, metric: str) -> list[_Score]:
@@ -150,7 +142,9 @@ def _scores(groups: Mapping[str, Sequence[Shown]], split: str, metric: str) -> l
         if by_seed := {run.config.seed: run.last[key] for run in runs if (key := f"{split}_{metric}") in run.last}:
             values, size = [*by_seed.values()], runs[0].held_out.get(split, 0) if metric == "acc" else 0
             error = stdev(values) if len(values) > 1 else standard_error(values[0], size) if size else None
-            found.append(_Score(label, runs, by_seed, fmean(values), error))
+            sent = ([r.sent["uplink"] / 1e3, r.sent["downlink"] / 1e3, r.megabytes] for r in runs)
+            price = [*map(fmean, zip(*sent)), fmean(r.seconds.get("training", 0.0) for r in runs)]
+            found.append(_Score(label, runs, by_seed, fmean(values), error, price))
     found.sort(key=lambda score: -sign * score.mean)
     return [_against(score, found[0], sign) for score in found]
 
@@ -170,29 +164,28 @@ def _against(score: _Score, best: _Score, sign: int) -> _Score:
 
 
 def _result(groups: Mapping[str, Sequence[Shown]]) -> list[Item]:
-    """What came out: which method, by how much, how sure, at what price; or the figures of the only one."""
+    """What came out: which method, by how much, how sure, at what price."""
     runs = [run for of in groups.values() for run in of]
     split, metric = main_metric({run.name: [run.history] for run in runs}, _majority(runs))
     scores = _scores(groups, split, metric)
     if not scores:
         return [Note("No round has been evaluated yet.")]
     several = len(runs) > len(groups)
-    about = [
-        "± is one standard deviation over the seeds"
-        if several
-        else f"± is one standard error of {runs[0].held_out.get(split, 0):,} {split} samples"
-    ] * any(score.error is not None for score in scores)
+    rows = f"standard error of {runs[0].held_out.get(split, 0):,} {split} samples"
+    spread = f"± is one {'standard deviation over the seeds' if several else rows}"
+    about = [spread] * any(score.error is not None for score in scores)
     about += ["metrics are those of the last evaluated round", "the best round is the best by validation data"]
     if len(groups) > 1:
         by = "the differences of equal seeds" if several else "the samples alone: another seed may change more"
         about.append(f"behind the best: the difference and its interval of 95 %, by {by}")
-    figures = _figures(runs)
+    low = [run for run in runs if run.verdict]
+    said = low[0].verdict if len(runs) == len(low) == 1 else "not above the most frequent class by two standard errors"
     return [
         Note(_answer(scores, words(split, metric)), "answer"),
-        *([_ranking(scores, words(split, metric))] if len(groups) > 1 else [figures]),
-        *(Note(f"{run.name}: {run.verdict}.", "fails") for run in runs if run.verdict),
+        _ranking(scores, words(split, metric)),
+        Note(f"{_listed([run.name for run in low])}: {said}." if low else "", "fails"),
         Note("; ".join(about).capitalize() + "."),
-        *([Folded("All figures", [figures])] if len(groups) > 1 else []),
+        Section("figures", "All figures", [_figures(runs)]),
     ]
 
 
@@ -214,43 +207,41 @@ def _answer(scores: Sequence[_Score], name: str) -> str:
         said.append(f"the difference to {_listed([score.label for score in unsure])} may be chance")
     if len(clear) + len(unsure) < len(others):
         said.append("how sure that is, one run of each cannot tell: compare with several seeds")
-    equal = [score for score in (best, *unsure) if score.megabytes]
+    equal = [score for score in (best, *unsure) if any(score.price[:3])]
     if equal:
-        cheap = min(equal, key=lambda score: score.megabytes)
+        cheap = min(equal, key=lambda score: score.price[2])
         all_of_them = f"of {_listed([score.label for score in equal])}, {cheap.label} sends least"
-        price = f"{cheap.mean_of('uplink'):.4g} kB up and {cheap.mean_of('downlink'):.4g} kB down per client and round"
         who = all_of_them if len(equal) > 1 else f"the price of {cheap.label}"
-        said.append(f"{who}: {price}, {cheap.megabytes:.4g} MB in all")
+        up, down, in_all, _ = map(digits, cheap.price)
+        said.append(f"{who}: {up} kB up and {down} kB down per client and round, {in_all} MB in all")
     return " ".join(f"{line[0].upper() if i else line[0]}{line[1:]}." for i, line in enumerate(said))
 
 
 def _ranking(scores: Sequence[_Score], name: str) -> PageTable:
-    """The methods from the best to the worst."""
+    """The methods from the best to the worst; nothing of a single one."""
     rows = []
-    for score in scores:
+    for score in scores * (len(scores) > 1):
         behind = f"{score.behind:.3f}"
         if score.sure is not None:
             behind += f" ({score.behind - score.sure:.3f} to {score.behind + score.sure:.3f})".replace("-", "−")
-        training = fmean(run.seconds.get("training", 0.0) for run in score.runs)
-        price = score.mean_of("uplink"), score.mean_of("downlink"), score.megabytes, training
         cell = ("the best" if score is scores[0] else behind, score.behind)
-        rows.append([score.label, (str(score), score.mean), cell, *price])
+        rows.append([score.label, (str(score), score.mean), cell, *score.price])
     head = ["method", name, "behind the best", "kB up, client and round", "kB down", "MB in all", "training s"]
-    return PageTable("result", head, rows, cards=True)
+    return PageTable("result", head, rows)
 
 
 def _figures(runs: Sequence[Shown]) -> PageTable:
     """Every metric, bytes and seconds."""
     columns = []
     for run in runs:
-        figures: dict[str, Any] = {_spoken(name): value for name, value in run.last.items()}
+        figures: dict[str, Any] = dict(run.last)
         if run.best:
-            figures["best round"] = f"{run.best['round']} by {_spoken(run.best['by'])}"
-            figures |= {f"{_spoken(name)} in it": run.best[name] for name in run.last.keys() & run.best.keys()}
+            figures["best round"] = f"{run.best['round']} by {run.best['by']}"
+            figures |= {f"{name} in it": value for name, value in run.best.items() if name in run.last}
         figures |= {} if run.majority is None else {"majority class": run.majority}
         figures |= {f"{way}, kB per client and round": run.sent[way] / 1e3 for way in ("uplink", "downlink")}
         figures |= {"sent in all, MB": run.megabytes, **{f"{what}, s": spent for what, spent in run.seconds.items()}}
-        columns.append(figures)
+        columns.append({name.replace("_", " "): value for name, value in figures.items()})
     return _facts("figures", runs, columns)
 
 
@@ -258,7 +249,8 @@ def _facts(name: str, runs: Sequence[Shown], columns: Sequence[Mapping[str, Any]
     """A row for each fact that some run has, and a column for each run, or one for all that do not differ."""
     names = ["all runs"] if len(runs) > 1 and all(c == columns[0] for c in columns) else [run.name for run in runs]
     keys = dict.fromkeys(key for column in columns for key, value in column.items() if value != "")
-    return PageTable(name, ["", *names], [[key, *(c.get(key, "") for c in columns[: len(names)])] for key in keys])
+    rows = [[key, *(c.get(key, "") for c in columns[: len(names)])] for key in keys]
+    return PageTable(name, ["", *names], rows)
 
 
 # -- curves and clients ----------------------------------------------------------------------------------
@@ -272,38 +264,48 @@ def _curves(groups: Mapping[str, Sequence[Shown]]) -> list[Item]:
     if not panels:
         return [Note("No round has ended yet.")]
     about = Note(
-        f"{band_of(*given)}. ".lstrip(". ").capitalize() + "The training loss is that of the clients on their own data "
-        "while they train: with skewed classes it falls within a round even if the global model learns nothing."
+        "The training loss is that of the clients on their own data while they train: with skewed classes it falls "
+        "within a round even if the global model learns nothing."
     )
-    others = [panel for panel in panels if not panel.main]
-    folded = [Folded("Other metrics, seconds, training loss, norms", others)] if others else []
-    return [*(panel for panel in panels if panel.main), about, *folded]
+    bands, others = band_of(*given), [panel for panel in panels if not panel.main]
+    name = "Other metrics, seconds, training loss, norms"
+    return [
+        *(panel for panel in panels if panel.main),
+        Note(f"{bands.capitalize()}." if bands else ""),
+        Section("other-curves", name, [*others, about] if others else []),
+    ]
 
 
 def _clients(runs: Sequence[Shown]) -> list[Item]:
     """The clients' classes, their scores, the confusion matrix, and what each client took part in."""
-    panels: list[Panel] = []
-    for run in runs:
-        if run.data and (panel := client_panel(run.data)).marks not in [other.marks for other in panels]:
-            panels.append(panel)  # mostly all runs have the same clients
-    scores = {f"{r.name}, {whose}" if len(runs) > 1 else whose: of for r in runs for whose, of in _by_client(r).items()}
+    several, by_client = len(runs) > 1, {run.name: _by_client(run) for run in runs}
+    drawn = [client_panel(run.data) for run in runs if run.data]
+    panels = [panel for i, panel in enumerate(drawn) if panel.marks not in [other.marks for other in drawn[:i]]]
+    panels = [replace(panel, key=f"clients-{i + 1}") for i, panel in enumerate(panels)]  # mostly all runs have the same
+    scores = {f"{run}, {whose}" if several else whose: of for run, by in by_client.items() for whose, of in by.items()}
     panels += [score_panel(scores, _majority(runs))] if scores else []
-    for run in runs:
-        if run.on_test:
-            panel = confusion_panel(run.on_test["confusion"], run.labels)
-            panels.append(replace(panel, title=f"{panel.title}: {run.name}") if len(runs) > 1 else panel)
-    kinds = dict.fromkeys(whose for run in runs for whose in _by_client(run))
+    tested = [(run.name, confusion_panel(run.on_test["confusion"], run.labels)) for run in runs if run.on_test]
+    confusions = [replace(panel, key=f"confusion-{name}", title=f"{panel.title}: {name}") for name, panel in tested]
+    kinds = dict.fromkeys(whose for by in by_client.values() for whose in by)
     rows = []
     for run in runs:
-        by_client = _by_client(run)
         for client in run.data["clients"][:MOST_CLIENTS] if run.data else ():
             key, own = str(client["client"]), [r for r in run.history if client["client"] in r["clients"]]
             sent = sum(r["client_uplink_bytes"].get(key, 0) for r in own) / 1e3
-            of = [by_client.get(whose, {}).get(key, {}).get("acc", "") for whose in kinds]
+            of = [by_client[run.name].get(whose, {}).get(key, {}).get("acc", "") for whose in kinds]
             rows.append([run.name, client["client"], client["size"], len(own), sent, *of])
     head = ["run", "client", "samples", "rounds that count", "kB sent up", *(f"test acc of {kind}" for kind in kinds)]
-    numbered = [replace(panel, key=f"{panel.key}-{i + 1}") for i, panel in enumerate(panels)]
-    return [*numbered, Folded("Each client", [PageTable("clients", head, rows)])] if rows else []
+    return [
+        *panels,
+        *(confusions if not several else [Section("predictions", "Predictions for the test set", confusions)]),
+        Section("each-client", "Each client", [_by_run("clients", head, rows)]),
+    ]
+
+
+def _by_run(name: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> PageTable:
+    """A table whose first column is the run, which is left out where all rows are of the same one."""
+    first = len({row[0] for row in rows}) == 1
+    return PageTable(name, head[first:], [row[first:] for row in rows])
 
 
 def _by_client(run: Shown) -> dict[str, dict[str, dict[str, float]]]:
@@ -327,7 +329,7 @@ def _failures(runs: Sequence[Shown]) -> list[Item]:
             rows += [[run.name, r["round"], f["client"], f["kind"], f["reason"]] for f in r["failed"]]
             if r.get("skipped"):
                 rows.append([run.name, r["round"], "", "left out", r["skipped"]])
-    return [PageTable("failures", ["run", "round", "client", "what", "reason"], rows)] if rows else []
+    return [_by_run("failures", ["run", "round", "client", "what", "reason"], rows)]
 
 
 def _data(runs: Sequence[Shown]) -> list[Item]:
@@ -336,23 +338,27 @@ def _data(runs: Sequence[Shown]) -> list[Item]:
     for data in (run.data for run in runs):
         sizes, cut = data["sizes"], data.get("truncated") or {}
         facts = {"source": data["source"], "rows read": data.get("read", ""), "training rows": int(sizes.sum())}
-        facts["clients"] = f"{len(sizes)}, of {sizes.min()} to {sizes.max()} rows"
+        facts["clients"] = f"{len(sizes)}, of " + " to ".join(map(str, sorted({sizes.min(), sizes.max()}))) + " rows"
         facts["held out"] = ", ".join(f"{len(data[s]['rows'])} {s}" for s in ("validation", "test") if s in data)
         facts["left out"] = "; ".join(f"{count} ({why})" for why, count in data["skipped"].items() if count)
         facts[f"cut to {data.get('tok_len')} tokens"] = "; ".join(f"{n} of {s}" for s, n in cut.items() if n)
         again = (data.get("repeated") or {}).items()
         facts["also in training"] = "; ".join(f"{n} of {s}" for s, n in again if n)
         columns.append(facts)
-    return [_facts("data", runs, columns)] if runs else []
+    return [_facts("data", runs, columns)]
 
 
 def _settings(runs: Sequence[Shown]) -> list[Item]:
-    """The keys that are not at their default; those in which the runs differ come first."""
+    """The keys that are not at their default: those in which the runs differ, and then the others."""
     given = [run.config.decisive() for run in runs]
-    plain = load_config({"federate.client_num": 1}).decisive()
-    keys = sorted(k for k in {k for g in given for k in g} if any(g.get(k) != plain.get(k) for g in given))
-    differ = {k for k in keys if len({json.dumps(g.get(k), sort_keys=True, default=str) for g in given}) > 1}
-    keys.sort(key=lambda k: (k not in differ, k))
-    rows = [[("≠ " if k in differ else "") + k, *("" if g.get(k) is None else str(g[k]) for g in given)] for k in keys]
-    note = "Keys at their default are left out." + " ≠: the runs differ." * (len(runs) > 1)
-    return [PageTable("settings", ["key", *(run.name for run in runs)], rows), Note(note)]
+    methods = {run.config.federate.method for run in runs}
+    plain = {m: load_config({"federate.client_num": 1, "federate.method": m}).decisive() for m in methods}
+    pairs = [(g, plain[g["federate.method"]]) for g in given]
+    keys = {k for g, usual in pairs for k in g if k == "federate.method" or g[k] != usual.get(k)}
+    texts = [{k: "" if g.get(k) is None else str(g[k]) for k in sorted(keys)} for g in given]
+    differ = {k for k in keys if len({of[k] for of in texts}) > 1}
+    return [
+        _facts("differences", runs, [{k: v for k, v in of.items() if k in differ} for of in texts]),
+        _facts("settings", runs, [{k: v for k, v in of.items() if k not in differ} for of in texts]),
+        Note("Keys at their default are left out."),
+    ]

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import counted
 from ..settings.metrics import METRICS, wilson
-from .figures import GREY, figure, save
+from .figures import COLOURS, GREY, figure, save
 from .panels import Bars, Line, Matrix, Panel
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ Histories = Mapping[str, Sequence[History]]
 #: of clients that are drawn; the others are counted in the title
 MOST_CLIENTS = 100
 #: of classes that are drawn as stacked bars, or with numbers in a confusion matrix
-MOST_CLASSES = 12
+MOST_CLASSES = len(COLOURS)
 _PARTS = {
     "lora_A": ("matrix A", "-"),
     "lora_B": ("matrix B", "--"),
@@ -41,17 +41,17 @@ SPLITS = ("test", "val", "client_test")
 _PLACES = {"round": "round", "bytes": "MB sent so far by all clients, up and down", "seconds": "seconds so far"}
 
 
-def setting_of(config: Settings, *, seeds: Sequence[int] = (), rate: bool = True) -> str:
+def setting_of(config: Settings, *, seeds: Sequence[int] = ()) -> str:
     """What is compared, in one line: data, model, clients, split, rate and seeds; a picture's title."""
     args = config.data.splitter_args[0] if config.data.splitter_args else {}
-    how = ", ".join(f"{key} {value}" for key, value in args.items())
+    how = f" ({', '.join(f'{key} {value}' for key, value in args.items())})" if args else ""
     seeds = seeds or [config.seed]
     parts = [
         Path(config.data.type.partition("@")[0]).name,
         Path(config.model.type.partition("@")[0]).name,
         f"{counted(config.taking_part, 'client')}, {config.sampled_per_round} a round",
-        f"{config.data.splitter} split" + f" ({how})" * bool(how),
-        *([f"lr {config.train.optimizer.lr:g}"] if rate else []),
+        f"{config.data.splitter} split{how}",
+        f"lr {config.train.optimizer.lr:g}",
         f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}",
     ]
     return " · ".join(parts)

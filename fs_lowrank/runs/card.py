@@ -14,11 +14,13 @@ import torch
 import yaml
 
 from ..data.fetch import FETCHABLE
+from ..draw.panels import digits
 from ..errors import counted
 from ..models.build import locate, model_name
 from ..models.machine import input_device
 from ..seeds import drawing
 from ..settings import Settings
+from ..settings.metrics import standard_error
 from ..versions import __version__
 from .folder import outdir_of
 from .summary import for_people
@@ -50,6 +52,10 @@ def model_card(
         header |= {"pipeline_tag": _PIPELINES.get(config.model.task, "text-classification")}
     header["tags"] = ["federated-learning", "fs-lowrank", facts["method"], *(["lora"] if what == "adapter" else [])]
     labels = facts.get("labels") or []
+    shown = {name: digits(value) for name, value in for_people(figures, config.is_language).items()}
+    if facts.get("majority") is not None:  # otherwise an accuracy is one of tokens or of labels
+        sizes = {name: size for split, size in facts["held_out"].items() if (name := f"{split}_acc") in figures}
+        shown |= {name: f"{shown[name]} ± {digits(standard_error(figures[name], n))}" for name, n in sizes.items()}
     card: str = _template().render(
         header=yaml.safe_dump(header, sort_keys=False, allow_unicode=True).strip(),
         config=config,
@@ -62,7 +68,7 @@ def model_card(
         revision=revision,
         fetched=f", as `fs-lowrank fetch {given}` gives it" if given in FETCHABLE and not Path(given).is_dir() else "",
         clients=counted(len(facts["clients"]), "client"),
-        figures=for_people(figures, config.is_language),
+        figures=shown,
         labels=labels,
         names=json.dumps(labels, ensure_ascii=False),
         folder=(folder / (f"{what}_best" if best else what)).as_posix(),
@@ -73,15 +79,13 @@ def model_card(
         again=shlex.quote((folder / "config.yaml").as_posix()),
         version=__version__,
     )
-    return card
+    return f"{card}\n"
 
 
 def _template() -> Any:
     from jinja2 import Environment, PackageLoader
 
-    pages = Environment(
-        loader=PackageLoader(__package__), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
+    pages = Environment(loader=PackageLoader(__package__), trim_blocks=True, lstrip_blocks=True)
     pages.filters |= {"plain": _plain, "cell": lambda text: _plain(text).replace("|", "\\|").replace("\n", " ")}
     return pages.get_template("card.md")
 

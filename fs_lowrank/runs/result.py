@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors.torch import save_model
 from torch import nn
 
+from ..draw.panels import digits
 from ..draw.runs import curves
 from ..errors import UserError, counted, nearest
 from ..jobs.files import read_json
@@ -101,10 +102,10 @@ class RunResult:
     def _figures(self) -> list[tuple[str, str]]:
         """What is shown of the result: name and value."""
         shown = for_people(self.final, self.language)
-        rows = [(name, f"{value:.4g}") for name, value in shown.items() if name != "best_round"]
+        rows = [(name, digits(value)) for name, value in shown.items() if name != "best_round"]
         if self.best:
             best = for_people({n: v for n, v in self.best.items() if n.startswith("test_")}, self.language)
-            of_best = ", ".join(f"{n} {v:.4g}" for n, v in best.items())
+            of_best = ", ".join(f"{n} {digits(v)}" for n, v in best.items())
             rows.append((f"best round by {self.best['by']}", f"{self.best['round']}" + (of_best and f": {of_best}")))
         return rows
 

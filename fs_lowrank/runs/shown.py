@@ -75,9 +75,7 @@ def _read(name: str, label: str, folder: Path, config: Config) -> Shown:
     final = {n: v for n, v in summary.get("final", {}).items() if n != "best_round"}
     last = flat_metrics(next((r["metrics"] for r in reversed(history) if r["metrics"]), {}))
     best, chance = dict(summary.get("best") or {}), Chance.of_data(data, "test")
-    held_out = {
-        split: (data.get(rows) or {}).get("labels") for split, rows in (("test", "test"), ("val", "validation"))
-    }
+    held_out = {"test": data.get("test") or {}, "val": data.get("validation") or {}}
     spent = seconds(history) if history else {}
     return Shown(
         name,
@@ -92,7 +90,7 @@ def _read(name: str, label: str, folder: Path, config: Config) -> Shown:
         on_test=summary.get("on_test") or {},
         verdict=run_verdict(data, last, summary.get("best") or {}),
         majority=chance.share if chance else None,
-        held_out={split: sum(labels.values()) for split, labels in held_out.items() if labels},
+        held_out={split: sum(of["labels"].values()) for split, of in held_out.items() if of.get("labels")},
         sent=per_client_and_round(history),
         seconds={what: spent[what] for what in ("training", "aggregation", "evaluation") if spent.get(what)},
     )

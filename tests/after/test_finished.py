@@ -21,6 +21,7 @@ import fs_lowrank
 from fs_lowrank import UserError, cli
 from fs_lowrank.config import load_config
 from fs_lowrank.data.files import SUFFIXES
+from fs_lowrank.draw.panels import digits
 from fs_lowrank.errors import say_once
 from fs_lowrank.finished import answers, evaluate_rows, load_run, predict_rows, read_rows, write_table
 from fs_lowrank.finished import run as finished_run
@@ -404,7 +405,8 @@ def test_the_adapter_has_a_card(runs, tiny_encoder, capsys):
     assert about["library_name"] == "peft" and "base_model" not in about, "a folder of this machine"
     assert str(tiny_encoder) not in header and f"`{tiny_encoder.name}`" in body and result.facts["model"] in body
     assert about["pipeline_tag"] == "text-classification" and {"rolora", "lora"} <= set(about["tags"])
-    assert f"| test_acc | {result.final['test_acc']:.4g} |" in body and "| clients | 5, of " in body
+    acc, error = result.final["test_acc"], standard_error(result.final["test_acc"], result.facts["held_out"]["test"])
+    assert f"| test_acc | {digits(acc)} ± {digits(error)} |" in body and "| clients | 5, of " in body
     code, shown = body.split("```python\n")[1].split("```")[0].rsplit("# ", 1)
     scope: dict = {}
     exec(code, scope)

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from fs_lowrank import UserError, cli
+from fs_lowrank.draw.panels import digits
 from fs_lowrank.draw.report import write_page
 from fs_lowrank.runs.shown import read_runs
 from fs_lowrank.settings.metrics import standard_error
@@ -46,15 +47,15 @@ def test_the_page_is_one_file_and_has_every_part(page, runs):
     assert [key for key in read.ids if key in (*parts, "failures")] == parts, "the same order everywhere"
     shown = " ".join(read.texts)
     for result in runs.values():
-        assert f"{result.final['test_loss']:.4g}" in shown
+        assert digits(result.final["test_loss"]) in shown
     assert {"test-loss-round", "test-next-token-accuracy-round", "test-perplexity-round"} <= set(read.ids)
     best = runs["classes"].best
-    assert "best round" in read.texts and f"{best['test_loss']:.4g}" in read.texts
+    assert "best round" in read.texts and digits(best["test_loss"]) in read.texts
     assert any("5 clients, 5 a round" in text for text in read.texts), "the setting"
     assert f"{runs['classes'].facts['rows']['read']}" in read.texts
-    assert f"{math.exp(runs['instructions'].final['test_loss']):.4g}" in shown and "test perplexity" in shown
+    assert digits(math.exp(runs["instructions"].final["test_loss"])) in shown and "test perplexity" in shown
     assert "test_perplexity" in runs["instructions"]._repr_html_()
-    assert "≠ data.type" in shown and "<meta http-equiv" not in page
+    assert "differences" in page and "<meta http-equiv" not in page
 
 
 def test_every_picture_has_a_text_alternative(page):
@@ -69,7 +70,7 @@ def test_the_result_of_one_run_is_said_first(runs, tmp_path):
     assert read.texts[0].strip() == "rolora on reviews.csv, 5 clients"
     said = next(text for text in read.texts if text.startswith("rolora has a"))
     assert f"rolora has a test accuracy of {final:.3f} ± {standard_error(final, size):.3f}" in said
-    assert f"{shown.majority:.3f}" in said and f"{shown.megabytes:.4g} MB in all" in said
+    assert f"{shown.majority:.3f}" in said and f"{digits(shown.megabytes)} MB in all" in said
     assert shown.megabytes == sum(runs["classes"].bytes[f"{way}link_bytes"] for way in ("up", "down")) / 1e6
 
 
@@ -137,3 +138,15 @@ def test_the_scores_of_clients_own_models(runs, tmp_path):
     shown.history[-1]["client_scores"] = {"1": {"acc": 0.125, "loss": 1.0, "samples": 8}}
     text = write_page([shown], tmp_path / "report.html").read_text(encoding="utf-8")
     assert "test acc of own models" in text and ">0.125<" in text
+
+
+def test_what_one_sees_first(runs, tmp_path):
+    """The sentence, then the curve by bytes; all figures, other curves and each client after a click."""
+    (shown,) = read_runs([runs["classes"].outdir])
+    text = write_page([shown], tmp_path / "report.html").read_text(encoding="utf-8")
+    order = ["a test accuracy of", "<details", 'data-name="figures"', "</details>", 'id="test-accuracy-round"']
+    order += ['id="test-accuracy-bytes"', 'id="other-curves"', 'id="clients-1"', 'data-name="data"']
+    places = [text.index(part) for part in order]
+    assert places == sorted(places)
+    clients = text[text.index('data-name="clients"') :]
+    assert clients.index("<th>client</th>") < clients.index("</thead>") and "<th>run</th>" not in text

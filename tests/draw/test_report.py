@@ -7,6 +7,7 @@ import scipy.stats
 
 from fs_lowrank.config import load_config
 from fs_lowrank.draw import report
+from fs_lowrank.draw.panels import digits
 from fs_lowrank.draw.report import Shown
 from fs_lowrank.runs.shown import _named
 from fs_lowrank.settings.metrics import standard_error
@@ -50,7 +51,8 @@ def test_one_seed_of_each_is_compared_by_the_test_rows():
     assert "first has the best test accuracy of 0.820 ± 0.038; the most frequent class alone gives 0.500." in said
     assert "Behind by more than chance explains: far. The difference to near may be chance." in said
     assert (
-        "Of first and near, near sends least: 0.5 kB up and 0.5 kB down per client and round, 0.004 MB in all." in said
+        "Of first and near, near sends least: 0.500 kB up and 0.500 kB down per client and round, 0.00400 MB in all."
+        in said
     )
 
 
@@ -87,3 +89,26 @@ def test_runs_that_differ_in_their_seed_have_one_label(tmp_path):
     assert names == [("fedavg, seed 0", "fedavg"), ("fedavg, seed 1", "fedavg")]
     names = [(name, label) for name, label, *_ in _named([seeds[0], (tmp_path / "other", other)])]
     assert names == [("run_0", "run_0"), ("other", "other")]
+
+
+def test_settings_differ_by_what_was_written_and_not_by_what_a_method_has(tmp_path):
+    runs = [shown(name, 0.9) for name in ("fedavg", "flora")]
+    runs[1].config = CONFIG.replace({"federate.method": "flora", "train.optimizer.lr": 0.5})
+    text = texts(runs, tmp_path)
+    differ = text[text.index('data-name="differences"') : text.index('data-name="settings"')]
+    assert "federate.method" in differ and "train.optimizer.lr" in differ and "lowrank." not in text
+
+
+def test_verdicts_of_several_runs_are_one_line(tmp_path):
+    said = "nothing was learned: test_acc 0.5, while always predicting the majority class gives 0.5"
+    text = texts([shown(name, 0.5, verdict=said) for name in "ab"] + [shown("c", 0.9)], tmp_path)
+    assert "a, seed 0 and b, seed 0: not above the most frequent class" in text and said not in text
+    assert said in texts([shown("a", 0.5, verdict=said)], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [(0.65, "0.650"), (1.0, "1.00"), (27.66, "27.7"), (109.1, "109"), (999.7, "1,000"), (0.0, "0"), (4, "4")],
+)
+def test_figures_have_three_digits(value, text):
+    assert digits(value) == text

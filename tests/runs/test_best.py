@@ -12,6 +12,7 @@ import yaml
 
 import fs_lowrank
 from fs_lowrank import UserError, cli, load_config
+from fs_lowrank.draw.panels import digits
 from fs_lowrank.finished import evaluate_rows, load_run, read_rows
 from fs_lowrank.rounds.evaluator import Evaluator
 from fs_lowrank.runs.split import read_split
@@ -72,9 +73,11 @@ def test_it_is_what_a_run_that_ends_there_saves(make, kind, keys):
         assert files(result.saved[f"{name}_best"]) == files(ended.saved[name]) != files(result.saved[name])
     assert json.loads((result.outdir / "summary.json").read_text())["best"] == result.best
     card, last = ((result.saved[name] / "README.md").read_text() for name in (f"{kind}_best", kind))
-    assert f"| round | {round}, the best by {by} |" in card and f"| test_acc | {result.best['test_acc']:.4g} |" in card
+    assert (
+        f"| round | {round}, the best by {by} |" in card and f"| test_acc | {digits(result.best['test_acc'])} " in card
+    )
     assert f'"{result.outdir}/{kind}_best"' in card
-    assert "| round | 4, the last |" in last and f"| test_loss | {result.final['test_loss']:.4g} |" in last
+    assert "| round | 4, the last |" in last and f"| test_loss | {digits(result.final['test_loss'])} |" in last
 
 
 @pytest.mark.more
