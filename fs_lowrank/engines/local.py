@@ -48,7 +48,7 @@ class SharedModel(Transport):
                     update = fitted.update
                     if site.personal.untrained:  # undone at the end of the round if the update does not count
                         site.personal.keep(client, round, copied(site.model, site.method.personal))
-                    facts = {"samples": update.num_samples, "loss": fitted.result.mean, "spent": fitted.spent}
+                    facts = {"samples": update.num_samples, "loss": fitted.result.loss, "spent": fitted.spent}
                     answer = Parcel(update.tensors, round=round, **facts)
                 yield asked[client], answer
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..algebra import on_device, values_of
+from ..algebra import on_device
 from ..config import Config, load_config
 from ..data import Examples, ImageExamples
 from ..errors import described
@@ -252,7 +252,6 @@ class _Clients:
         site, given = self.site, divided(item, self.site.device)
         groups: dict[str, Mapping[str, Tensor]] = {}
         answers: list[dict[str, Any]] = []
-        means: dict[int, Tensor] = {}  # by place in the answers
         tasks = [site.task(client, item.facts["round"]) for client in item.facts["clients"]]
         for task, fitted in self.trainer.fit_all(tasks, lambda task: self._load(given, task.client)):
             client = task.client
@@ -263,10 +262,7 @@ class _Clients:
             groups[f"view of {client}"] = {n: t.clone() for n, t in update.tensors.items()}
             if site.personal.untrained:
                 groups[f"personal of {client}"] = copied(site.model, site.method.personal)
-            means[len(answers)] = fitted.result.mean
-            answers.append({"samples": update.num_samples, "spent": fitted.spent})
-        for place, loss in zip(means, values_of(means.values())):
-            answers[place]["loss"] = loss
+            answers.append({"samples": update.num_samples, "spent": fitted.spent, "loss": fitted.result.loss})
         return Parcel(joined(groups), clients=answers)
 
     def score(self, item: Parcel) -> Parcel:

@@ -330,7 +330,7 @@ def _built(
         model.config.pad_token_id = tokenizer.pad_token_id
     vars(model)["configured"] = configuration_fingerprint(model)
     if tokenizer is not None:
-        settle_ends(model, tokenizer, place)
+        settle_ends(model, tokenizer)
     if label_names and classifies:
         model.config.id2label = dict(enumerate(label_names))
         model.config.label2id = {name: i for i, name in enumerate(label_names)}

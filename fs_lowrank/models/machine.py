@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import RunFailed, UserError
 from ..settings import Settings
@@ -46,15 +46,6 @@ def wait(device: torch.device) -> None:
     """Return when a GPU has computed all that it was given, so that the time it takes can be measured."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def gathered(rows: list[Tensor], device: torch.device) -> list[Tensor]:
-    """``rows``, all on ``device`` if some are: the others travel in one piece, and nothing waits for the device."""
-    away = [row for row in rows if row.device != device]
-    if len(away) in (0, len(rows)):
-        return rows
-    sent = iter(torch.cat(away).to(device, non_blocking=True).split([len(row) for row in away]))
-    return [row if row.device == device else next(sent) for row in rows]
 
 
 @contextlib.contextmanager

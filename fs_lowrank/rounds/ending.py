@@ -11,10 +11,11 @@ from safetensors import SafetensorError
 
 from ..algebra import nbytes
 from ..errors import RunFailed
+from .finite import BadRound
 from .intake import TooFewClients
 from .keeper import RecordKeeper
 from .personal import PersonalParts
-from .round import BadRound, Finished, Round
+from .round import Finished, Round
 
 logger = logging.getLogger("fs_lowrank")
 

@@ -26,8 +26,10 @@ class WrongStep(UserError):
     """The server's step of a method gave what no server's step may give; it is not the clients' fault."""
 
 
-class NotFinite(ArithmeticError):
-    """The result of the server step has a NaN or Inf, or leads to one in the model."""
+class BadRound(RuntimeError):
+    """The server step failed on updates that were admitted; state and outbox are those before the round."""
+
+    remedy = "set lowrank.on_bad_round to skip, or bound lowrank.max_update_norm or lowrank.max_update_norm_factor"
 
 
 def require_whole(given: Any, before: State, method: Method) -> tuple[State, Mapping[str, Tensor]]:
@@ -73,7 +75,7 @@ def require_finite(
     round: int,
     model: nn.Module | None,
 ) -> None:
-    """Raise ``NotFinite`` if the changed part of the state, the message, or the model that applies it is not finite.
+    """Raise ``BadRound`` if the changed part of the state, the message, or the model that applies it is not finite.
 
     Args:
         model: a copy at the end of the previous round, which is not changed; None: the model is not checked.
@@ -82,7 +84,7 @@ def require_finite(
     for name, value in {**changed, **message}.items():
         size = _magnitude(value)
         if not math.isfinite(size):
-            raise NotFinite(f"the server's step gave a {name} that is not finite")
+            raise BadRound(f"round {round}: the server's step gave a {name} that is not finite")
         largest = max(largest, size)
     if model is None:
         return
@@ -93,7 +95,7 @@ def require_finite(
         for name, tensor in trial.state_dict().items():
             was_finite = name not in before or math.isfinite(_magnitude(before[name]))  # a mask's buffer may hold -Inf
             if was_finite and not math.isfinite(_magnitude(tensor)):
-                raise NotFinite(f"with the message, {name} of the model would not be finite")
+                raise BadRound(f"round {round}: with the message, {name} of the model would not be finite")
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str | None:

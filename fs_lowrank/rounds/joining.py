@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from ..algebra import digest
 from ..config import Config, load_config
 from ..data.tokenize import tokenizer_fingerprint
-from ..errors import ROWS_LOGGER, CannotContinue, UserError, say_once
+from ..errors import CannotContinue, UserError
 from ..methods import Method, revisions
 from ..runs.environment import versions
 from .admission import Admission, is_whole
@@ -175,14 +174,7 @@ def check_configuration(begun: Mapping[str, Any], config: Config, method: Method
     if not (method.needs.rounds or schedule.type or schedule.warmup_ratio):
         free += ("federate.total_round_num",)
     keys = differing(then, now, free)
-    if moved := [key for key in keys if _kind(key, then.get(key)) == _kind(key, now.get(key))]:
-        say_once(
-            f"the run in {outdir} was started with another {', '.join(moved)}; the contents are the same, so it goes "
-            "on",
-            logging.INFO,
-            ROWS_LOGGER,
-        )
-    if others := [key for key in keys if key not in moved]:
+    if others := [key for key in keys if _kind(key, then.get(key)) != _kind(key, now.get(key))]:
         raise CannotContinue(
             f"the run in {outdir} was started with another {', '.join(others)}; "
             "continue it with its own config.yaml, or choose another outdir"

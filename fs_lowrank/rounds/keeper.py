@@ -29,11 +29,11 @@ from ..runs.split import write_split
 from ..runs.tables import client_lines, result_lines
 from ..versions import SCHEMA
 from .evaluator import CLIENTS, Evaluator, average
+from .finite import BadRound
 from .intake import TooFewClients
 from .joining import begun_with, check_continued
 from .ledger import Ledger
 from .record import Failure, extremes
-from .round import BadRound
 from .site import Site
 
 logger = logging.getLogger("fs_lowrank")
@@ -128,8 +128,7 @@ class RecordKeeper:
 
     def add(self, record: dict[str, Any]) -> None:
         """Call the callbacks, and write the record of a round, and a checkpoint if one is due."""
-        if self._records is None:
-            raise RuntimeError(f"round {record['round']} cannot be recorded before start() has opened {self.outdir}")
+        assert self._records is not None
         self._call("after_round", record)
         scores, last = record.get("client_scores"), record["round"] == self.config.federate.total_round_num
         self._records.add(

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from ..algebra import digest
 from ..data import Examples, ImageExamples
-from ..errors import RunFailed, UserError
-from ..jobs.files import disk_error, from_json, replacing
+from ..errors import RunFailed
+from ..jobs.files import from_json, replacing
 from ..methods import Phase
 from ..models.fingerprints import configuration_fingerprint
 from ..models.given import is_given
@@ -57,19 +57,10 @@ def _pixels(examples: Examples | ImageExamples) -> str:
 
 
 class Reuse:
-    """A folder of trained tensors.
-
-    Raises:
-        UserError: the folder cannot be made. RunFailed: the disk is full, broken or read-only.
-    """
+    """A folder of trained tensors."""
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder).expanduser()
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            told = UserError(f"lowrank.reuse_clients = {folder}: cannot be used as a folder: {error}")
-            raise disk_error(error) or told from error
 
     @staticmethod
     def key(
@@ -139,6 +130,7 @@ class Reuse:
         tensors = {n: named[n].detach().cpu().contiguous().clone() for n in sorted(names)}
         path = self.folder / f"{key}.safetensors"
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             with replacing(path, durable=False) as aside:
                 save_file(tensors, aside, {"facts": json.dumps({**facts, "key": key, "digest": digest(tensors)})})
         except (OSError, SafetensorError) as error:

@@ -18,12 +18,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..algebra import values_of
 from ..errors import described
 from ..methods import RefusedUpdate, State, Update
 from .admission import check_loss
 from .codec import Codec, Sizes
-from .finite import NotFinite, WrongStep, require_finite, require_whole
+from .finite import BadRound, WrongStep, require_finite, require_whole
 from .intake import Intake, TooFewClients
 from .ledger import Ledger, Standing
 from .parcel import Parcel
@@ -33,12 +32,6 @@ from .task import Task
 logger = logging.getLogger("fs_lowrank")
 
 Purpose = Literal["train", "follow", "evaluate"]
-
-
-class BadRound(RuntimeError):
-    """The server step failed on updates that were admitted; state and outbox are those before the round."""
-
-    remedy = "set lowrank.on_bad_round to skip, or bound lowrank.max_update_norm or lowrank.max_update_norm_factor"
 
 
 @dataclass(frozen=True)
@@ -98,8 +91,7 @@ class Round:
             ``kind`` (``absent``, ``dropped``, ``failed`` or ``refused``) and ``reason``.
         uplink, downlink: by client, bytes with and without the head.
         evaluation_downlink: of the downlink, the bytes of orders to evaluate.
-        losses, samples: by client, the training loss and the number of samples of the admitted updates. A loss that was
-            taken as a tensor is one until ``finish``.
+        losses, samples: by client, the training loss and the number of samples of the admitted updates.
         norms: by client, the norms of the admitted updates, if the ledger's admission bounds them.
         drift: by client, how far its admitted update is from what it started with, by half of the pair.
         trains: the clients that were asked to train.
@@ -125,7 +117,7 @@ class Round:
         self.uplink: dict[int, Sizes] = {}
         self.downlink: dict[int, Sizes] = {}
         self.evaluation_downlink = 0
-        self.losses: dict[int, Any] = {}
+        self.losses: dict[int, float] = {}
         self.samples: dict[int, int] = {}
         self.norms: dict[int, float] = {}
         self.drift: dict[int, dict[str, float]] = {}
@@ -227,10 +219,8 @@ class Round:
         It has tensors and the facts ``round``, ``samples`` and ``loss`` (``copies.answer``). If the client could not
         train, it has the fact ``error``, and ``lost`` if its copy could not follow (``copies.apology``).
 
-        The loss of a client that trained in this process may be a tensor: a scalar in float64 on its device. ``finish``
-        reads those of all clients together, and refuses who has none that is finite. What is read of each client, and
-        waits for the device: whether its update is finite, what ``Method.check`` reads of it, and a norm for each entry
-        of ``drift``, and for bounds of norms.
+        What is read of an update, and waits for the device: whether it is finite, what ``Method.check`` reads of it,
+        and norms for ``drift`` and for bounds of norms.
 
         Returns:
             Whether the update counts. An answer that is late, repeated or was not asked for is ignored and logged; a
@@ -264,8 +254,7 @@ class Round:
                 tensors = {**tensors, **{n: t.to(device) for n, t in come.items()}}
             samples: Any = facts.get("samples")  # of any type; admission refuses what is no number of samples
             update = self.admission.admit(Update(client, samples, tensors), expected, check)
-            loss = facts.get("loss")
-            loss = loss if isinstance(loss, Tensor) else check_loss(client, loss)
+            loss = check_loss(client, facts.get("loss"))
             if self.admission.max_norm or self.admission.norm_factor:
                 self.norms[client] = self.admission.norm(update, task.view)
         except (RefusedUpdate, ValueError) as error:
@@ -311,8 +300,7 @@ class Round:
             raise RuntimeError(
                 f"round {self.number} waits for clients {sorted(self._waiting)}; take or fail them first"
             )
-        refused = self._read_losses()
-        refused |= self.admission.outliers({c: norm for c, norm in self.norms.items() if c not in refused})
+        refused = self.admission.outliers(self.norms)
         for client, reason in refused.items():
             self._waiting.add(client)
             self.fail(client, "refused", reason)
@@ -331,18 +319,6 @@ class Round:
         ledger.commit(self.number, state, message)
         return self._ended(message, self.trains - self.losses.keys())
 
-    def _read_losses(self) -> dict[int, str]:
-        """Read the losses that are on a device, all at once; why those clients are refused whose loss is not finite."""
-        refused: dict[int, str] = {}
-        on_device = {client: loss for client, loss in self.losses.items() if isinstance(loss, Tensor)}
-        for client, loss in zip(on_device, values_of(on_device.values())):
-            self.losses[client] = loss
-            try:
-                check_loss(client, loss)
-            except RefusedUpdate as error:
-                refused[client] = str(error)
-        return refused
-
     def _step(self, updates: list[Update], model: nn.Module | None) -> tuple[State, Mapping[str, Tensor]]:
         before = self.ledger.state
         message: Mapping[str, Tensor]
@@ -360,10 +336,8 @@ class Round:
                     message = decoded
                 changed = {n: v for n, v in state.items() if v is not before.get(n)}
                 require_finite(changed, message, self.method, self.number, model)
-        except (OSError, WrongStep):  # of this machine, such as a full disk, or the method's: of no client's values
+        except (OSError, WrongStep, BadRound):  # the first two are of no client's values: of a full disk, or the method
             raise
-        except NotFinite as error:
-            raise BadRound(f"round {self.number}: {error}") from None
         except Exception as error:  # clients' values can cause any error, and it must not end the run
             logger.debug("round %d", self.number, exc_info=True)
             reason = (str(error).splitlines() or [""])[0]

@@ -9,11 +9,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from ..data import Examples, ImageExamples
@@ -77,18 +76,14 @@ class Trainer:
         if reuse and key and (found := reuse.find(key)):
             tensors, facts = found
             load_tensors(model, tensors)
-            of = facts["result"]
-            mean = torch.tensor(of["loss"], dtype=torch.float64, device=site.device)
-            result = LocalResult(mean, of["steps"], of["samples"])
-            return self._fitted(task, client, model, result, facts["seconds"], reused=True)
+            return self._fitted(task, client, model, LocalResult(**facts["result"]), facts["seconds"], reused=True)
         owner, reads = f"client {client.id}", self.reads_of(model)
         result = train_client(
             model, examples, phases, config, owner=owner, prefix=prefix, reads=reads, lr=lr, seed=seed
         )
         seconds = time.perf_counter() - started
         if reuse and key:
-            of = {"loss": result.loss, "steps": result.steps, "samples": result.samples}
-            reuse.keep(key, model, phases, {"result": of, "seconds": seconds})
+            reuse.keep(key, model, phases, {"result": asdict(result), "seconds": seconds})
         return self._fitted(task, client, model, result, seconds)
 
     def reads_of(self, model: nn.Module) -> OnlyRead | None:

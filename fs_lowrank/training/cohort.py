@@ -28,7 +28,7 @@ from ..models.shortcuts.frozen import FrozenPrefix
 from ..models.shortcuts.masks import draws
 from ..models.shortcuts.reads import OnlyRead
 from ..models.shortcuts.slots import Slots, unslotted
-from ..models.shortcuts.trials import TRIED, Unfit, differing, failure, keeping_modes, rows_to_try
+from ..models.shortcuts.trials import TRIED, Unfit, differing, failure, keeping_modes, rows_to_try, with_gradients
 from ..seeds import derive, drawing
 from ..settings import Optimizer, Settings
 from .blocks import ClientMasks, divide, overhead
@@ -109,11 +109,11 @@ def train_cohort(
             training.run(phase, lr)
     for phase in phases[-1:]:
         set_trainable(model, phase.train)  # as after the training of one client
-    means = training.means()
+    losses = training.mean_losses()
     wait(training.device)
     return [
-        (LocalResult(mean, steps, samples), {n: t.clone() for n, t in slots.of(i).items()})
-        for i, (mean, steps, samples) in enumerate(zip(means, training.steps, training.samples))
+        (LocalResult(loss, steps, samples), {n: t.clone() for n, t in slots.of(i).items()})
+        for i, (loss, steps, samples) in enumerate(zip(losses, training.steps, training.samples))
     ]
 
 
@@ -220,9 +220,9 @@ class _Training:
             self.steps[i] += 1
             self.samples[i] += size
 
-    def means(self) -> tuple[Tensor, ...]:
+    def mean_losses(self) -> list[float]:
         """Of each client the mean loss of its batches."""
-        return mean_of(self.losses, self._on_device(np.maximum(self.steps, 1))).unbind()
+        return mean_of(self.losses, self._on_device(np.maximum(self.steps, 1))).tolist()
 
     def _on_device(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
@@ -346,10 +346,9 @@ def never_together(model: nn.Module, config: Settings, held: Collection[str], ex
     members = [Member("", examples, (), seed, config) for seed in batches]
     draw = torch.Generator().manual_seed(0)
     each = [{n: own[n] + 0.02 * torch.randn(own[n].shape, generator=draw).to(own[n]) for n in names} for _ in batches]
-    asked, device = {p: p.requires_grad for p in model.parameters()}, input_device(model)
     try:
-        with keeping_modes(model), torch.enable_grad():
-            model.train(device.type == "cpu")
+        with keeping_modes(model), with_gradients(model, names), torch.enable_grad():
+            model.train(input_device(model).type == "cpu")
             if draws(model) and recomputes(model):
                 return "train.checkpointing computes layers again, and each client draws its dropout once"
             alone = [_of_one(model, m, tensors, rows) for m, tensors, rows in zip(members, each, batches.values())]
@@ -379,15 +378,11 @@ def never_together(model: nn.Module, config: Settings, held: Collection[str], ex
         return failure(error)
     finally:
         load_tensors(model, own)
-        for parameter, was in asked.items():
-            parameter.requires_grad_(was)
 
 
 def _of_one(model: nn.Module, member: Member, tensors: Mapping[str, Tensor], rows: np.ndarray) -> Gradients:
     """The loss of a batch of a client with these ``tensors``, their gradients, and the next random number."""
     load_tensors(model, tensors)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in tensors)
     with drawing(derive(member.seed, "dropout")):
         loss = loss_of(model, to_device(member.examples.batch(rows), input_device(model)))
         step = loss / member.config.grad.grad_accum_count

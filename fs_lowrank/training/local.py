@@ -34,18 +34,13 @@ class LocalResult:
     """The result of local training.
 
     Attributes:
-        mean: the mean loss of a batch, a scalar in float64 on the device of the model.
+        loss: the mean loss of a batch.
         steps: the number of batches. samples: the number of samples processed.
     """
 
-    mean: Tensor
+    loss: float
     steps: int
     samples: int
-
-    @property
-    def loss(self) -> float:
-        """``mean`` as a number; who asks for it waits for the device."""
-        return float(self.mean)
 
 
 def batch_indices(examples: Any, loads: Dataloader, generator: np.random.Generator) -> Iterator[np.ndarray]:
@@ -319,7 +314,7 @@ def train_client(
                     phase.ended(model, (steps - before) / batches_per_step, lr)
     model.zero_grad()
     wait(device)
-    return LocalResult(mean_of(total, torch.full_like(total, max(steps, 1))), steps, samples)
+    return LocalResult(float(mean_of(total, torch.full_like(total, max(steps, 1)))), steps, samples)
 
 
 def mean_of(total: Tensor, steps: Tensor) -> Tensor:

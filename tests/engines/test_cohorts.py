@@ -299,7 +299,7 @@ def test_a_client_that_diverges_does_not_take_the_others(make_engine, trained, m
 @pytest.mark.more
 @pytest.mark.parametrize("size", [3, "off"])
 def test_a_loss_that_is_not_finite_costs_the_update(make_engine, trained, monkeypatch, size):
-    """It is read when the round ends; the client's personal tensors are set back then."""
+    """The client's personal tensors are set back when the round ends."""
     keys = {**SGD, "federate.method": "pfedloru", "train.cohort": size}
     ours, plain = make_engine("encoder", keys), make_engine("encoder", keys)
     take = Round.take

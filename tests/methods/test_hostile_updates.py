@@ -27,8 +27,9 @@ from fs_lowrank.methods import (
 from fs_lowrank.models.adapters import load_tensors
 from fs_lowrank.rounds.admission import Admission, change_norm, check_loss, check_update
 from fs_lowrank.rounds.codec import Uniform
+from fs_lowrank.rounds.finite import BadRound
 from fs_lowrank.rounds.parcel import Parcel
-from fs_lowrank.rounds.round import BadRound, Round
+from fs_lowrank.rounds.round import Round
 from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.training.local import set_trainable
 from tests.servers import ledger_of

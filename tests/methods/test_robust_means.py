@@ -17,7 +17,7 @@ from fs_lowrank.methods import (
     register_method,
     registry,
 )
-from fs_lowrank.rounds.round import BadRound
+from fs_lowrank.rounds.finite import BadRound
 from fs_lowrank.rounds.site import method_of
 from fs_lowrank.settings.sections import ROBUST
 

@@ -71,7 +71,7 @@ def test_whatever_reading_raises_is_a_refusal(monkeypatch):
 
     data = Parcel({"a": torch.ones(2)}, round=1).to_bytes()
     long = (2**40).to_bytes(8, "little") + data[8:]
-    with pytest.raises(ValueError, match="its header is said to have 1099511627776 bytes"):
+    with pytest.raises(ValueError, match="the content cannot be read"):
         Parcel.of(long)
     for error in (MemoryError("full"), RecursionError("deep"), AssertionError("odd"), OverflowError("large")):
 

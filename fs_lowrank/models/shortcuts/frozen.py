@@ -31,7 +31,7 @@ from ...algebra import digest
 from ...seeds import drawing
 from ..adapters import layer_stack
 from ..kinds import unwrapped
-from ..machine import gathered, input_device, machine, rounding
+from ..machine import input_device, machine, rounding
 from ..names import tags
 from ..quantised import beside, own_tensors
 from .reads import Attending, Enough, giving, instead, outermost
@@ -199,8 +199,9 @@ class FrozenPrefix:
                 continue
             pieces = self.pieces.get(owner)
             rows += [self._row(*(pieces[i] if pieces else (owner, examples, i))) for i in indices]
-        parts = self._padded(gathered(rows, device))
-        with self._bypass([part.to(device, non_blocking=True) for part in parts]):
+        if len({row.device for row in rows}) > 1:
+            rows = [row.to(device, non_blocking=True) for row in rows]
+        with self._bypass([part.to(device, non_blocking=True) for part in self._padded(rows)]):
             yield
 
     def _row(self, owner: str, examples, index: int) -> Tensor:
