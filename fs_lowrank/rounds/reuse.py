@@ -10,29 +10,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..algebra import digest
 from ..data import Examples, ImageExamples
 from ..errors import RunFailed
-from ..jobs.files import from_json, replacing
+from ..jobs.files import from_json
 from ..methods import Phase
 from ..models.fingerprints import configuration_fingerprint
 from ..models.given import is_given
 from ..models.machine import machine
 from ..models.names import all_tensors, is_statistic, select
 from ..models.quantised import beside
+from ..models.shortcuts.entries import read_entry, write_entry
 from ..runs.environment import versions
 from ..settings import Settings
-
-logger = logging.getLogger("fs_lowrank")
 
 #: sections of the configuration that the training loop reads; the learning rate of the round is hashed separately
 _SECTIONS = ("train.", "dataloader.", "grad.", "model.", "llm.", "data.transform")
@@ -103,21 +99,13 @@ class Reuse:
 
     def find(self, key: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The tensors and facts kept under ``key``; None if there are none, or they cannot be read."""
-        path = self.folder / f"{key}.safetensors"
-        if not path.exists():
-            return None
-        try:
-            with safe_open(path, "pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
-                facts = from_json(file.metadata()["facts"])
-            if facts.pop("key", None) != key:
-                raise ValueError("it does not say that it is the training of this name")
-            if digest(tensors) != facts.pop("digest"):
-                raise ValueError("its checksum does not match")
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-            logger.warning("%s cannot be used (%s); training anew", path, error)
-            return None
-        return tensors, facts
+
+        def intact(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> bool:
+            facts = from_json(about["facts"])
+            return bool(facts["key"] == key and facts["digest"] == digest(tensors))
+
+        found = read_entry(self.folder / f"{key}.safetensors", intact)
+        return None if found is None else (found[0], from_json(found[1]["facts"]))
 
     def keep(self, key: str, model: nn.Module, phases: Iterable[Phase], facts: Mapping[str, Any]) -> None:
         """Keep the tensors of ``model`` that were trained, and its running statistics.
@@ -128,12 +116,10 @@ class Reuse:
         named = all_tensors(model)
         names = {*select(named, {t for phase in phases for t in phase.train}), *filter(is_statistic, named)}
         tensors = {n: named[n].detach().cpu().contiguous().clone() for n in sorted(names)}
-        path = self.folder / f"{key}.safetensors"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with replacing(path, durable=False) as aside:
-                save_file(tensors, aside, {"facts": json.dumps({**facts, "key": key, "digest": digest(tensors)})})
-        except (OSError, SafetensorError) as error:
+            about = {"facts": json.dumps({**facts, "key": key, "digest": digest(tensors)})}
+            write_entry(self.folder / f"{key}.safetensors", tensors, about)
+        except OSError as error:
             raise RunFailed(
                 f"lowrank.reuse_clients: could not keep a client in {self.folder}: {error}; "
                 "make room, or leave the key out"

@@ -16,18 +16,14 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ...data.fetch import home
-from ...jobs.files import replacing
 from ...jobs.locks import exclusive
+from .entries import read_entry, write_entry
 
 logger = logging.getLogger("fs_lowrank")
 
-#: an entry's values are read and checked in pieces of so many bytes
-_PIECE = 1 << 24
 #: seconds after which a file that is being written has been left by a process that was killed
 _ABANDONED = 3600.0
 
@@ -52,7 +48,7 @@ class SharedStates:
 
     def entries(self) -> list[Path]:
         """The files, the least recently used first."""
-        return sorted(self.folder.glob("*.safetensors"), key=_used)
+        return sorted(self.folder.glob("*.safetensors"), key=_used_and_size)
 
     def get(self, key: str, compute: Callable[[], Tensor]) -> Tensor:
         """The states under ``key``, ``(tokens, width)``, memory-mapped from the disk; computed and kept if there are
@@ -96,33 +92,19 @@ class SharedStates:
 
     def _read(self, key: str) -> Tensor | None:
         path = self.folder / f"{key}.safetensors"
-        if not path.exists():
-            return None
-        try:
-            with safe_open(path, "pt") as file:
-                states: Tensor = file.get_tensor("states")
-                expected = int(file.metadata()["crc32"])
-            if _checksum(key, states) != expected:
-                raise ValueError("its checksum does not match")
-        except FileNotFoundError:  # another process has made room meanwhile
-            return None
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-            logger.warning("%s is damaged (%s) and is made again", path, error)
+        found = read_entry(path, lambda tensors, about: int(about["crc32"]) == _checksum(key, tensors["states"]))
+        if found is None:
             return None
         with suppress(OSError):  # in a folder that is only read, the order of use is not kept
             os.utime(path)
-        return states
+        return found[0]["states"]
 
     def _write(self, key: str, states: Tensor) -> None:
         size = states.numel() * states.element_size()
         if size > self.limit:
             return
         self.make_room(self.limit - size)
-        try:
-            with replacing(self.folder / f"{key}.safetensors", durable=False) as aside:
-                save_file({"states": states}, aside, {"crc32": str(_checksum(key, states))})
-        except SafetensorError as error:  # a full disk
-            raise OSError(str(error)) from error
+        write_entry(self.folder / f"{key}.safetensors", {"states": states}, {"crc32": str(_checksum(key, states))})
 
     def make_room(self, limit: float) -> int:
         """Remove the least recently used entries until they have ``limit`` bytes at most; returns how many went.
@@ -131,10 +113,10 @@ class SharedStates:
         stays on the disk until that process ends.
         """
         for path in self.folder.glob(".*.writing"):
-            if time.time() - _used(path) > _ABANDONED:
+            if time.time() - _used_and_size(path)[0] > _ABANDONED:
                 path.unlink(missing_ok=True)
         entries = self.entries()
-        sizes = [_size(path) for path in entries]
+        sizes = [_used_and_size(path)[1] for path in entries]
         removed, total = 0, sum(sizes)
         while removed < len(entries) and total > limit:
             entries[removed].unlink(missing_ok=True)
@@ -144,28 +126,18 @@ class SharedStates:
 
     def size(self) -> int:
         """Bytes of all entries."""
-        return sum(map(_size, self.entries()))
+        return sum(_used_and_size(path)[1] for path in self.entries())
 
 
 def _checksum(key: str, states: Tensor) -> int:
     """Of the entry's key too, so that an entry under another's name is not taken for it."""
-    values = states.flatten().view(torch.uint8).numpy().data
-    crc = zlib.crc32(key.encode())
-    for start in range(0, len(values), _PIECE):
-        crc = zlib.crc32(values[start : start + _PIECE], crc)
-    return crc
+    return zlib.crc32(states.flatten().view(torch.uint8).numpy().data, zlib.crc32(key.encode()))
 
 
-def _used(path: Path) -> float:
-    """When an entry was last used; another process may have removed it meanwhile."""
+def _used_and_size(path: Path) -> tuple[float, int]:
+    """When an entry was last used, and its bytes; another process may have removed it meanwhile."""
     try:
-        return path.stat().st_mtime
+        state = path.stat()
+        return state.st_mtime, state.st_size
     except FileNotFoundError:
-        return time.time()
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
+        return time.time(), 0
