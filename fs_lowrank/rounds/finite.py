@@ -18,8 +18,6 @@ from ..settings.origin import show
 #: Up to this magnitude, merging a message into the base cannot overflow: a product of four of its values (LoHa), summed
 #: over any rank, is far from the limit of float32. Beyond it, the merge is tried on a copy first.
 _HARMLESS = 1e8
-#: the same where weights are in float16, which ends at 65,504
-_HARMLESS_IN_FLOAT16 = 4.0
 
 
 class WrongStep(UserError):
@@ -86,10 +84,7 @@ def require_finite(
         if not math.isfinite(size):
             raise BadRound(f"round {round}: the server's step gave a {name} that is not finite")
         largest = max(largest, size)
-    if model is None:
-        return
-    half = any(t.dtype == torch.float16 for t in model.state_dict().values())
-    if largest > (_HARMLESS_IN_FLOAT16 if half else _HARMLESS):
+    if model is not None and largest > _HARMLESS:
         trial, before = copy.deepcopy(model), model.state_dict()
         method.apply(trial, message, round)
         for name, tensor in trial.state_dict().items():

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..algebra import on_device
 from ..errors import described
 from ..methods import RefusedUpdate, State, Update
 from .admission import check_loss
@@ -249,9 +250,7 @@ class Round:
             sizes = self.codec.sizes(expected, heads)
             device = next((t.device for t in expected.values()), torch.device("cpu"))
             if device.type not in ("cpu", "meta") and isinstance(tensors, Mapping):
-                # What came over a transport is on the CPU; anything but a tensor is refused by its name.
-                come = {n: t for n, t in tensors.items() if isinstance(t, Tensor) and t.device.type == "cpu"}
-                tensors = {**tensors, **{n: t.to(device) for n, t in come.items()}}
+                tensors = on_device(tensors, device)  # what came over a transport is on the CPU
             samples: Any = facts.get("samples")  # of any type; admission refuses what is no number of samples
             update = self.admission.admit(Update(client, samples, tensors), expected, check)
             loss = check_loss(client, facts.get("loss"))
