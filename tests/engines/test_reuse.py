@@ -79,7 +79,7 @@ def test_a_training_under_another_s_name_is_not_taken(tmp_path, caplog):
         reuse.keep(name, model, [Phase(train=("head",))], {"loss": 1.0})
     assert reuse.find("b") is not None
     (tmp_path / "b.safetensors").write_bytes((tmp_path / "a.safetensors").read_bytes())
-    assert reuse.find("b") is None and "b.safetensors cannot be used" in caplog.text
+    assert reuse.find("b") is None and "b.safetensors is damaged" in caplog.text
 
 
 @pytest.mark.parametrize(
