@@ -135,13 +135,11 @@ def _cell(cell: Cell) -> dict:
 
 def train(config: Config, engine: str) -> RunResult:
     """Run ``config``, from its checkpoint if there is one that can be used."""
-    folder = Path(config.outdir)
-    if (folder / "checkpoint").exists():
-        try:
-            return fs_lowrank.run(config, engine, resume="auto", progress=False, on_round=_say_round)
-        except CannotContinue as error:  # after any other error the next call can continue from the checkpoint
-            print(f"{folder.name}: cannot be continued, starts again: {error}", file=sys.stderr, flush=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        return fs_lowrank.run(config, engine, resume="auto", progress=False, on_round=_say_round)
+    except CannotContinue as error:  # after any other error the next call can continue from the checkpoint
+        print(f"{config.outdir}: cannot be continued, starts again: {error}", file=sys.stderr, flush=True)
+    shutil.rmtree(config.outdir)
     return fs_lowrank.run(config, engine, progress=False, on_round=_say_round)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 import re
 from collections.abc import Collection
 
@@ -16,39 +14,28 @@ from .scorers import SCORERS
 BYTES = ("uplink", "downlink", "uplink_without_head", "downlink_without_head")
 #: of a run, besides what is measured on held-out data
 _OF_A_RUN = (*BYTES, "traffic", "traffic_without_head", "formula", "majority", "memory", "aggregation", "training")
-#: of each evaluated round, and of the run as a whole
-_BY_ROUND = re.compile(rf"(val|test)_({'|'.join(METRICS)})|client_test_(acc|loss)(_mean|_std|_worst_decile)?")
-_AT_THE_END = re.compile("(val|test|client_test)_acc_last5|unseen_test_(acc|loss)|best_round")
+_BY_ROUND = rf"((val|test)_({'|'.join(METRICS)})|client_test_(acc|loss)(_mean|_std|_worst_decile)?)"
+#: of each evaluated round, of the run as a whole, and until a target is reached
+_FORMS = (
+    re.compile(_BY_ROUND),
+    re.compile("(val|test|client_test)_acc_last5|unseen_test_(acc|loss)|best_round"),
+    re.compile(rf"(bytes|rounds)_to:{_BY_ROUND}:[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"),
+)
 #: endings of metrics of scorers that are better when smaller
 _LOWER = ("loss", "perplexity", "bits_per_byte", "brier_score", "unparsed", "_stderr")
 
 
-def unknown(metric: str, values: Collection[str] = (), of_a_script: bool = False) -> str:
+def unknown(metric: str, values: Collection[str] = ()) -> str:
     """Why there is no such metric, with the nearest one; empty if there is.
 
     Args:
-        values: those of a script. of_a_script: there are no others.
+        values: those of a script.
     """
-    if of_a_script and metric not in values:
-        return f"the script has no such figure; there are: {', '.join(values)}"
-    kind, colon, rest = metric.partition(":")
-    if metric in (*values, *_OF_A_RUN) or _BY_ROUND.fullmatch(metric) or _AT_THE_END.fullmatch(metric):
+    there, scorer = (*values, *_OF_A_RUN), metric.partition(":")[0]
+    if metric in there or any(form.fullmatch(metric) for form in _FORMS) or scorer in SCORERS and metric.count(":") > 1:
         return ""
-    if to_a_target(metric):
-        name, _, target = rest.partition(":")
-        with contextlib.suppress(ValueError):  # no number
-            if _BY_ROUND.fullmatch(name) and math.isfinite(float(target)):
-                return ""
-        return f"expected {kind}:METRIC:NUMBER, such as {kind}:val_acc:0.7"
-    if colon and kind in SCORERS and ":" in rest:
-        return ""
-    there = [
-        *values,
-        *_OF_A_RUN,
-        *(f"{split}_{name}" for split in ("test", "val") for name in METRICS),
-        "client_test_acc",
-    ]
-    return f"there is no such metric{nearest(metric, there)}; docs/guides/benchmark.md lists them"
+    near = nearest(metric, [*there, *(f"{split}_{name}" for split in ("test", "val") for name in METRICS)])
+    return f"there is no such metric{near}; docs/guides/benchmark.md lists them"
 
 
 def of_test_data(metric: str) -> bool:

@@ -1,4 +1,8 @@
-"""Numbers at dotted paths in the JSON files that a script wrote."""
+"""Numbers at dotted paths in the JSON files that a script wrote.
+
+A path is ``file.key.0.key``; ``*`` takes all of a list or mapping, ``-10:`` the last ten entries, and
+``LIST?key=value&key=value`` those entries of a list that have these values. Two paths are a quotient: ``A / B``.
+"""
 
 from __future__ import annotations
 
@@ -11,84 +15,73 @@ from fs_lowrank import UserError
 
 
 def quotient(found: Mapping, path: str) -> float:
-    """The number at a path, or the quotient of two: ``A / B``."""
-    first, _, second = path.partition(" / ")
-    return dig(found, first) / dig(found, second) if second else dig(found, first)
-
-
-def dig(found: Mapping, path: str) -> float:
-    """The number at ``file.key.0.key``; ``*`` means over a list or mapping, ``-10:`` over the last ten entries.
+    """The mean of the numbers at a path, or the quotient of two.
 
     Raises:
         UserError: the path does not exist, or its value is not a number.
     """
-    nodes: list[Any] = [found]
-    for part in path.split("."):
-        step = []
-        for node in nodes:
-            items = node if isinstance(node, dict) else dict(enumerate(node)) if isinstance(node, list) else {}
-            by_name = {str(k): v for k, v in items.items()}
-            if re.fullmatch(r"-\d+:", part):
-                step += list(items.values())[int(part[:-1]) :]
-                continue
-            if part != "*" and part not in by_name:
-                raise UserError(
-                    f"values: {path}: there is no {part!r}, only {', '.join(list(by_name)[:12]) or 'a value'}"
-                )
-            step += list(by_name.values()) if part == "*" else [by_name[part]]
-        nodes = step
-    if not nodes or not all(isinstance(n, (int, float)) for n in nodes):
-        raise UserError(f"values: {path}: expected a number there")
-    return float(sum(nodes) / len(nodes))
+    first, _, second = path.partition(" / ")
+    return _mean(_numbers(found, first)) / (_mean(_numbers(found, second)) if second else 1)
 
 
 def quotients(found: Mapping, path: str) -> dict[int, float]:
-    """The numbers by seed at a path, or the quotients of two paths, ``A / B``.
+    """The numbers by seed at a path, or the quotients of two paths, each the mean of those of a seed.
 
-    A seed that only one of them has, or where ``B`` is 0, has no number (NaN), as one that has failed.
-
-    In a path, ``LIST?key=value&key=value`` chooses entries of a list, each with its ``seed``. In a single entry without
-    a seed, and in a path without a choice, the first ``*`` runs over the seeds. Any other path is a constant.
+    A seed that only one of them has, or where ``B`` is 0, has no number (NaN), as one that has failed. Entries that
+    ``?`` chooses have their own ``seed``; without them, the first ``*`` runs over the seeds. A path that has neither is
+    a constant.
 
     Raises:
         UserError: the path does not exist, or has no seeds.
     """
     first, _, second = path.partition(" / ")
-    values, below = _by_seed(found, first), _by_seed(found, second) if second else 1.0
-    if not isinstance(values, dict):
+    values, below = _by_seed(found, first), _by_seed(found, second) if second else {None: 1.0}
+    if None in values:
         raise UserError(f"by_seed: {path}: expected entries with a seed, or a * that runs over the seeds")
-    if not isinstance(below, dict):
-        return {seed: value / below for seed, value in values.items()}
+    constant = below.pop(None, None)
     return {
-        seed: values[seed] / below[seed] if seed in values and below.get(seed) else math.nan
-        for seed in sorted(values.keys() | below.keys())
+        seed: values[seed] / of if seed in values and (of := below.get(seed, constant)) else math.nan
+        for seed in sorted(values.keys() | below.keys(), key=int)
     }
 
 
-def _by_seed(found: Mapping, path: str) -> dict[int, float] | float:
-    above, mark, rest = path.partition("?")
-    if mark:
-        chosen, _, path = rest.partition(".")
-        wanted = dict(part.split("=", 1) for part in chosen.split("&"))
-        entries = [e for e in _at(found, above) if all(str(e.get(key)) == value for key, value in wanted.items())]
-        if entries and all("seed" in entry for entry in entries):
-            seeds = [int(entry["seed"]) for entry in entries]
-            if twice := [seed for seed in seeds if seeds.count(seed) > 1]:
-                raise UserError(f"by_seed: {above}: {seeds.count(twice[0])} entries with seed {twice[0]} have {chosen}")
-            return {seed: dig(entry, path) for seed, entry in zip(seeds, entries)}
-        if len(entries) != 1:
-            raise UserError(f"by_seed: {above}: {len(entries)} entries have {chosen}, and not each has a seed")
-        found = entries[0]
-    above, mark, path = path.partition(".*.")
-    if not mark:
-        return dig(found, above)
-    return {seed: dig({"entry": entry}, f"entry.{path}") for seed, entry in enumerate(_at(found, above))}
+def _by_seed(found: Mapping, path: str) -> dict[Any, float]:
+    numbers = _numbers(found, path)
+    return {seed: _mean([number for number in numbers if number[0] == seed]) for seed in dict(numbers)}
 
 
-def _at(found: Any, path: str) -> list:
-    """The list at a path without ``*``."""
+def _mean(numbers: list[tuple[int | None, float]]) -> float:
+    return float(sum(value for _, value in numbers) / len(numbers))
+
+
+def _numbers(found: Mapping, path: str) -> list[tuple[int | None, float]]:
+    """The numbers at a path, each with its seed if it has one."""
+    nodes: list[tuple[int | None, Any]] = [(None, found)]
     for part in path.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    if not isinstance(found, list):
-        raise UserError(f"by_seed: {path}: expected a list there")
-    return found
+        name, chooses, wanted = part.partition("?")
+        step = []
+        for seed, node in nodes:
+            items = node if isinstance(node, dict) else dict(enumerate(node)) if isinstance(node, list) else {}
+            by_name = {str(key): value for key, value in items.items()}
+            if re.fullmatch(r"-\d+:", name):
+                step += [(seed, value) for value in list(items.values())[int(name[:-1]) :]]
+            elif name == "*":
+                step += [(at if seed is None else seed, value) for at, value in enumerate(items.values())]
+            elif name not in by_name:
+                there = ", ".join(list(by_name)[:12]) or "a value"
+                raise UserError(f"values: {path}: there is no {name!r}, only {there}")
+            else:
+                step += _chosen(by_name[name], part, wanted) if chooses else [(seed, by_name[name])]
+        nodes = step
+    if not nodes or not all(isinstance(value, (int, float)) for _, value in nodes):
+        raise UserError(f"values: {path}: expected a number there")
+    return nodes
+
+
+def _chosen(entries: list[dict], part: str, wanted: str) -> list[tuple[int | None, Any]]:
+    """The entries that have ``wanted``, each with its seed, or a single one without."""
+    keys = dict(pair.split("=", 1) for pair in wanted.split("&"))
+    chosen = [(e.get("seed"), e) for e in entries if all(str(e.get(key)) == value for key, value in keys.items())]
+    if not chosen or len(dict(chosen)) < len(chosen):
+        raise UserError(f"by_seed: {part}: {len(chosen)} entries have that, and not each has a seed of its own")
+    return chosen

@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fs_lowrank import Config, UserError, list_methods, load_config
-from fs_lowrank.settings import Origin
 
 from .beside import hpo
 from .job import RATE, SEEDS, Cell, Job, Options, Script, Search
@@ -89,7 +87,7 @@ def methods_of(experiment: Experiment, options: Options, extra: bool = True) -> 
     by_label = {e.label: e for e in experiment.methods}
     names = options.methods or (list_methods() if experiment.every_method else ())
     if names:
-        return [by_label.get(name, MethodEntry(name, name)) for name in names]
+        return [by_label.get(name, MethodEntry(name, name, extra=not experiment.every_method)) for name in names]
     return [e for e in experiment.methods if extra or not e.extra]
 
 
@@ -123,14 +121,13 @@ def _cell(
             at = method.label, tuple(place.items())
             search = searches.get(at) or _search(suite, experiment, options, method, place, spec)
             searches[at] = search
-        origin = replace(experiment.origin, lines=experiment.lines(method, setting))
         config = _config(
-            {**keys, "seed": seed}, origin, experiment.samples, experiment.evaluations, experiment.test, options.work
+            {**keys, "seed": seed}, experiment.samples, experiment.evaluations, experiment.test, options.work
         )
+        if experiment.evaluation and not config.is_language:
+            raise UserError(f"evaluation: {experiment.evaluation[0]['scorer']} needs a language model")
     except UserError as error:
-        where = f"{suite.size}: {experiment.name}: {method.label}"
-        named = str(error).startswith(experiment.origin.file)
-        raise UserError(f"{error} ({where})" if named else f"{suite.path.name}: {where}: {error}") from None
+        raise UserError(f"{suite.path.name}: {suite.size}: {experiment.name}: {method.label}: {error}") from None
     rate["point"] = {RATE: config.train.optimizer.lr}
     return Cell(suite, experiment, options, method, dict(setting), config, seed, search, rate)
 
@@ -167,11 +164,10 @@ def _search(
             f"learning_rates: search: its seed {both[0]} is one of the cells' seeds; give it another "
             "'seed', since otherwise the search would select by a run that is reported"
         )
-    origin = replace(experiment.origin, lines=experiment.lines(method, place))
-    config = _config(keys, origin, spec.get("samples", experiment.samples), None, "none", options.work)
+    config = _config(keys, spec.get("samples", experiment.samples), None, "none", options.work)
     hpo.check_config(config, [spec.get("objective", "val_acc")])
     if any(key.startswith("early_stop.") for key in spec["space"]):
-        _check_stop(config, origin, stops=True)
+        _check_stop(config, stops=True)
     return Search(suite, experiment, options, method, dict(place), config, spec)
 
 
@@ -215,27 +211,25 @@ def make_training_file(job: Job) -> None:
         )
 
 
-def _check_stop(config: Config, origin: Origin, stops: bool) -> None:
+def _check_stop(config: Config, stops: bool) -> None:
     """Refuse to stop runs by the test set; ``stops``: whether runs stop early, also if by a searched key."""
     best = config.eval.best_res_update_round_wise_key
     if stops and "test" in best.rpartition(".")[2].split("_"):
-        origin.fail(
-            "early_stop.patience",
-            f"= {config.early_stop.patience or 'searched'} with eval.best_res_update_round_wise_key = {best}: a suite "
-            "does not stop runs by the test set; choose val_loss or val_acc",
+        raise UserError(
+            f"early_stop.patience = {config.early_stop.patience or 'searched'} with "
+            f"eval.best_res_update_round_wise_key = {best}: a suite does not stop runs by the test set; choose "
+            "val_loss or val_acc"
         )
 
 
-def _config(
-    keys: Mapping[str, Any], origin: Origin, samples: int | None, evaluations: int | None, test: str, work: str
-) -> Config:
+def _config(keys: Mapping[str, Any], samples: int | None, evaluations: int | None, test: str, work: str) -> Config:
     """The checked config, with the number of rounds for the budget of samples, and the evaluation schedule.
 
     The sizes of the clients are not known here, so every batch counts as full; ``samples.within_budget`` corrects it.
     In a run of one round, clients do not depend on the method, so they are trained once for all methods.
     """
-    config = load_config(keys, origin=origin)
-    _check_stop(config, origin, stops=config.early_stop.patience > 0)
+    config = load_config(keys)
+    _check_stop(config, stops=config.early_stop.patience > 0)
     changes: dict[str, Any] = {"lowrank.keep_checkpoints": 1}
     rounds = config.federate.total_round_num
     if samples:
@@ -245,12 +239,6 @@ def _config(
                 "federate.total_round_num instead"
             )
         batches = config.sampled_per_round * config.train.local_update_steps * config.grad.grad_accum_count
-        if batches > samples:
-            raise UserError(
-                f"samples = {samples} is less than one round takes, which has {batches} batches: "
-                f"{config.sampled_per_round} clients × {config.train.local_update_steps} steps"
-                + (f" × {config.grad.grad_accum_count}" if config.grad.grad_accum_count > 1 else "")
-            )
         rounds = max(1, samples // (batches * config.dataloader.batch_size))
         changes["federate.total_round_num"] = rounds
     if evaluations:

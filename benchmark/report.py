@@ -24,7 +24,7 @@ from .results_page import write_pages
 from .store import Store, write_text
 from .suite import SIZES, Suite, load_suite, shipped, sizes_of
 from .template import markdown
-from .verdicts import Judged, Row, adjust_all, claims_table, judged_claims, rows_of
+from .verdicts import Row, adjust_all, cause_of, claims_table, judged_claims
 
 Results = dict[str, ExperimentResults]
 
@@ -53,7 +53,7 @@ def write_report(options: Options) -> list[Path]:
         suite, everything = load_suite(name, size), dataclasses.replace(sized(name, size), methods=())
         return suite, {e.name: find(suite, e, everything, store) for e in suite.experiments.values()}
 
-    found: list[tuple[Suite, Results, Results, dict[str, Judged]]] = []
+    found: list[tuple[Suite, Results, Results, list[Row]]] = []
     used: set[str] = set()
     for name, size in [(name, size) for name in names for size in sizes if _has(name, size, options, sizes[0])]:
         suite, results = planned(name, size)
@@ -63,16 +63,16 @@ def write_report(options: Options) -> list[Path]:
             for e in chosen(suite, options.only, extra=True)
         }
         if any(each.has_any for each in shown.values()):
-            judged = {
-                claim: result
-                for claim, result in judged_claims(suite, results).items()
-                if not options.only or not shown.keys().isdisjoint(suite.claims[claim]["experiments"])
-            }
+            judged = [
+                row
+                for row in judged_claims(suite, results).values()
+                if not options.only or not shown.keys().isdisjoint(row.claim["experiments"])
+            ]
             found.append((suite, results, shown, judged))
     if not found:
         raise _without_results(options, names)
-    adjust_all([claim for *_, judged in found for claim in judged.values()])
-    rows: list[Row] = []
+    rows = [row for *_, judged in found for row in judged]
+    adjust_all(rows)
     suites = []
     for suite, results, shown, judged in found:
 
@@ -80,10 +80,10 @@ def write_report(options: Options) -> list[Path]:
             there = planned(name, size)[1].get(experiment)  # it may be of the other size
             return there.all_records if there else []
 
-        of_suite = rows_of(suite, judged, results, elsewhere)
-        rows += of_suite
+        for row in judged:
+            row.cause = cause_of(row, results, elsewhere)
         experiments = [(each, _pictures(each, root)) for each in shown.values() if each.has_any]
-        suites.append((suite, of_suite, _drawn(of_suite, root), experiments))
+        suites.append((suite, judged, _drawn(judged, root), experiments))
     runs = {r["hash"]: r for row in rows for of in row.runs.values() for r in of if "rounds" in r}
     text = markdown(
         "report",
@@ -128,7 +128,7 @@ def _drawn(rows: Sequence[Row], root: Path) -> dict[str, str]:
         if f"report/{file}.png" in drawn.values():
             file += f"-{len(drawn)}"  # names may differ in what a file's cannot hold
         path = root / "report" / f"{file}.png"
-        if draw_claim(str(row.claim["says"]), row.judged.by_experiment, path):
+        if draw_claim(str(row.claim["says"]), row.by_experiment, path):
             drawn[row.name] = path.relative_to(root).as_posix()
     return drawn
 

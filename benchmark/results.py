@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -231,23 +232,12 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
 
 
 def _of_other_methods(suite: Suite, experiment: Experiment, options: Options, store: Store) -> list[Job]:
-    """The jobs of methods that ``--methods`` gave to the experiment, and the cells with a result of those that it gave
-    to another one of the suite: experiments that share a cell run it once.
-    """
-    given: dict[str, set[str]] = {}
-    for (name, size, of), methods in store.methods.items():
-        at = suite.experiments.get(of) if (name, size) == (suite.name, suite.size) else None
-        if at is not None and not at.every_method:
-            given[of] = methods & set(list_methods()) - {entry.label for entry in at.methods}
-    own = given.get(experiment.name, set())
-    jobs = jobs_of(suite, experiment, replace(options, methods=tuple(sorted(own)))) if own else []
-    for name in sorted(set().union(*given.values()) - own - {entry.label for entry in experiment.methods}):
-        try:
-            cells = jobs_of(suite, experiment, replace(options, methods=(name,)))
-        except UserError:  # this experiment cannot have it, so that it has no result
-            continue
-        rated = {cell.key: cell.rated(store) or cell for cell in cells if isinstance(cell, Cell)}
-        jobs += [c for c in cells if c.key in rated and rated[c.key].result(store)]
+    """The jobs of methods that ``--methods`` gave to the suite: experiments that share a cell run it once."""
+    jobs: list[Job] = []
+    given = store.methods.get((suite.name, suite.size), set()) & set(list_methods())
+    for name in sorted(given - {entry.label for entry in experiment.methods}):
+        with suppress(UserError):  # this experiment cannot have it, so that it has no result
+            jobs += jobs_of(suite, experiment, replace(options, methods=(name,)))
     return jobs
 
 

@@ -20,7 +20,7 @@ from fs_lowrank.jobs.crew import ON_ITS_GPU, hand_out, make_crew, stop_signals
 from fs_lowrank.jobs.shell import make_console
 from fs_lowrank.runs.summary import for_people
 
-from .job import Job, Options, Search
+from .job import Job, Options, Search, Trained
 from .page import value_of
 from .plan import plan
 from .store import Store
@@ -234,15 +234,8 @@ class Board:
 
 def _headline(record: dict, job: Job) -> str:
     """A few figures of a result of ``job``."""
-    config = getattr(job, "config", None)  # a script has none
-    language = config is not None and config.is_language
-    if "winner" in record:
-        point = ", ".join(f"{k.rpartition('.')[2]} {value_of(v)}" for k, v in record["winner"]["point"].items())
-        return f"{point} {_figures(record['winner']['values'], language)}"
-    found = record["metrics"]
-    shown = [k for k in ("val_acc", "val_loss", "test_acc", "test_loss") if k in found][-2:]
-    return _figures({k: found[k] for k in shown}, language)
-
-
-def _figures(values: Mapping[str, float], language: bool) -> str:
-    return " ".join(f"{name} {value:.3f}" for name, value in for_people(values, language).items())
+    found = record.get("winner", {"point": {}, "values": record.get("metrics", {})})
+    point = [f"{key.rpartition('.')[2]} {value_of(value)}" for key, value in found["point"].items()]
+    shown = {name: value for name, value in found["values"].items() if name in ("val_acc", "val_loss", "test_acc")}
+    language = isinstance(job, Trained) and job.config.is_language
+    return ", ".join([*point, *(f"{name} {value:.3f}" for name, value in for_people(shown, language).items())])

@@ -96,10 +96,6 @@ def _said(action: argparse.Action, value: Any) -> str:
     return " ".join([*action.option_strings[:1], *(["DIR"] if isinstance(value, Path) else words)])
 
 
-def short(value, digits: int = 6):
-    """Round floats to ``digits`` significant digits, recursively in lists and dictionaries."""
-    if isinstance(value, float):
-        return float(f"{value:.{digits}g}")
-    if isinstance(value, dict):
-        return {k: short(v, digits) for k, v in value.items()}
-    return [short(v, digits) for v in value] if isinstance(value, (list, tuple)) else value
+def short(value: Any, digits: int = 6) -> Any:
+    """Plain data with its floats rounded to ``digits`` significant digits."""
+    return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.{digits}g}"))

@@ -35,15 +35,14 @@ HEAD_BYTES = 4 * (WIDTH * WIDTH + WIDTH + WIDTH * CLASSES + CLASSES)
 
 
 class Layers(nn.Module):
-    """``modules`` linear layers, ``(d_out, d_in)`` each."""
+    """``layers`` layers with two linear modules, ``(width, width)`` each."""
 
-    def __init__(self, modules: int, d_out: int, d_in: int):
+    def __init__(self, layers: int, width: int):
         super().__init__()
+        names = ("q", "v")
         self.layers = nn.ModuleList(
-            nn.ModuleDict({"q": nn.Linear(d_in, d_out, bias=False), "v": nn.Linear(d_in, d_out, bias=False)})
-            for _ in range(modules // 2)
+            nn.ModuleDict({name: nn.Linear(width, width, bias=False) for name in names}) for _ in range(layers)
         )
-        self.last = nn.ModuleDict({"q": nn.Linear(d_in, d_out, bias=False)} if modules % 2 else {})
 
 
 def measure(
@@ -56,7 +55,7 @@ def measure(
         layers: of the model; two square modules are adapted in each.
     """
     method = create_method(name, adapter=AdapterSpec(r=rank, lora_alpha=16, target_modules=("q", "v")), seed=0)
-    state = method.initial_state(method.adapt(Layers(2 * layers, width, width)))
+    state = method.initial_state(method.adapt(Layers(layers, width)))
     draw = torch.Generator().manual_seed(0)
     up, down, seconds = [], [], []
     for round in (1, 2):

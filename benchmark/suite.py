@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from fs_lowrank import UserError
-from fs_lowrank.declared import methods
 from fs_lowrank.errors import counted, nearest
 from fs_lowrank.settings import Origin, check_keys, check_value, read_yaml, yaml_beside
 from fs_lowrank.settings import flatten as dotted
 from fs_lowrank.settings.reading import read_packaged
 
 from .beside import hpo
-from .conditions import PAPER, check_rule, judge
+from .conditions import check_rule
 from .metrics import unknown
 from .scorers import check_options
 from .suite_keys import (
@@ -51,7 +50,7 @@ class MethodEntry:
     """A row of the grid: a method, additional config keys, and keys for single labels of an axis.
 
     Attributes:
-        where: axis -> label -> dotted keys. extra: runs only if ``--methods`` names it. at: its place in the file.
+        where: axis -> label -> dotted keys. extra: runs only if ``--methods`` names it.
     """
 
     label: str
@@ -59,7 +58,6 @@ class MethodEntry:
     config: dict = field(default_factory=dict)
     where: dict[str, dict[str, dict]] = field(default_factory=dict)
     extra: bool = False
-    at: str = ""
 
     def keys(self, setting: Mapping[str, str]) -> dict:
         """The additional config in a setting, by dotted key."""
@@ -83,7 +81,6 @@ class Experiment:
         extra: runs only if ``--only`` names it.
         script: a module to run instead of a grid, with ``args``; values: metric -> dotted path in its JSON;
             by_seed: metric -> path to its values by seed.
-        origin, places: the lines of the file, and where in the file config keys are given, in order of precedence.
     """
 
     name: str
@@ -99,8 +96,6 @@ class Experiment:
     reference: dict | None
     training_file: dict | None
     args: tuple[str, ...]
-    origin: Origin
-    places: tuple[str, ...]
     note: str = ""
     samples: int | None = None
     evaluations: int | None = None
@@ -109,16 +104,6 @@ class Experiment:
     values: dict = field(default_factory=dict)
     by_seed: dict = field(default_factory=dict)
     extra: bool = False
-
-    def lines(self, method: MethodEntry, setting: Mapping[str, str]) -> dict[str, int]:
-        """The lines that set the config keys of a method in a setting, by dotted key."""
-        grid = self.places[-1]
-        labels = [f"{grid}.{axis}.{label}" for axis, label in setting.items()]
-        own = [f"{method.at}.config", *(f"{method.at}.where.{axis}.{label}" for axis, label in setting.items())]
-        lines: dict[str, int] = {}
-        for place in (*self.places, *labels, *own):
-            lines.update(self.origin.below(place).lines)
-        return lines
 
 
 @dataclass(frozen=True)
@@ -197,7 +182,7 @@ def load_suite(name: str, size: str) -> Suite:
         tree.get("source", ""),
         tuple(tree.get("imports", [])),
         experiments,
-        _claims(tree.get("claims", {}), _names(tree), experiments, origin),
+        _claims(tree.get("claims", {}), tree, origin),
         any(s in tree for s in SIZES),
     )
 
@@ -223,14 +208,10 @@ def _reference(given: dict | str | None, figures: Mapping[str, Any], origin: Ori
     return None if given is None else check_keys(given, REFERENCE, origin, at)
 
 
-def _names(tree: Mapping) -> set[str]:
-    """The names of the experiments of all sizes."""
+def _claims(given: Mapping, tree: Mapping, origin: Origin) -> dict[str, dict]:
+    """The claims, whose experiments may be of any size."""
     named = [tree.get("experiments"), *((tree.get(s) or {}).get("experiments") for s in SIZES)]
-    return {str(name) for given in named if isinstance(given, Mapping) for name in given} or {"main"}
-
-
-def _claims(given: Mapping, names: set[str], experiments: Mapping, origin: Origin) -> dict[str, dict]:
-    """The claims, with their rules checked against the axes and methods of the experiments at this size."""
+    names = {str(name) for of_size in named if isinstance(of_size, Mapping) for name in of_size} or {"main"}
     claims = {}
     for name, claim in given.items():
         at = f"claims.{name}"
@@ -239,57 +220,9 @@ def _claims(given: Mapping, names: set[str], experiments: Mapping, origin: Origi
         for key in claim["experiments"]:
             if key not in names:
                 origin.fail(f"{at}.experiments", f"= {key!r}: there is no such experiment{among(sorted(names), key)}")
-        of_claim = [experiments[key] for key in claim["experiments"] if key in experiments]
-        known = {*methods().list_methods(), *(entry.label for e in of_claim for entry in e.methods)}
-        for i, condition in enumerate(claim["rule"]):
-            for experiment in of_claim:
-                _check_names(condition, experiment, known, origin, f"{at}.rule.{i}")
         if "cause" in claim:
-            claim["cause"] = _cause(claim["cause"], names, origin, f"{at}.cause")
+            claim["cause"] = check_keys(claim["cause"], CAUSE, origin, f"{at}.cause")
     return claims
-
-
-def _cause(given: Mapping, names: set[str], origin: Origin, at: str) -> dict:
-    """The cause of a claim, tested by experiments of this suite or, as SUITE/EXPERIMENT, of another of the package."""
-    cause = check_keys(given, CAUSE, origin, at)
-    for key in cause["experiments"]:
-        suite, _, name = key.rpartition("/")
-        if suite and suite not in shipped():
-            origin.fail(f"{at}.experiments", f"= {key!r}: there is no such suite{among(shipped(), suite)}")
-        known = _names(read_yaml(SHIPPED / f"{suite}.yaml")[1]) if suite else names
-        if name not in known:
-            origin.fail(f"{at}.experiments", f"= {key!r}: there is no such experiment{among(sorted(known), name)}")
-    return cause
-
-
-def _check_names(condition: Mapping, experiment: Experiment, known: set[str], origin: Origin, at: str) -> None:
-    """Check that an experiment has what a condition names: by looking up its figures.
-
-    Args:
-        known: the methods that it may name.
-    """
-    name, axes = experiment.name, experiment.axes
-
-    def look(method: str, labels: Mapping[str, str], metric: str) -> None:
-        for axis, label in labels.items():
-            if axis not in axes:
-                origin.fail(at, f"names {axis!r}: {name} has no such axis{among(axes, axis)}")
-            if label not in axes[axis]:
-                there = ", ".join(axes[axis])
-                origin.fail(at, f"names {axis} {label!r}: {name} has no such label; there are: {there}")
-        if free := [axis for axis, there in axes.items() if len(there) > 1 and axis not in labels]:
-            origin.fail(
-                at,
-                f"fits several settings of {name}: 'where' has to give a label of {', '.join(free)}; if the "
-                "experiment has that axis at one size only, give it another name there",
-            )
-        if why := unknown(metric, experiment.values, of_a_script=bool(experiment.script)):
-            key = "chosen_by" if metric == condition.get("chosen_by") else "metric"
-            origin.fail(f"{at}.{key}", f"= {metric!r}: {why} ({name})")
-        if not experiment.script and method not in known:
-            origin.fail(at, f"names {method!r}: there is no such method{among(sorted(known), method)}")
-
-    judge([{**condition, "within": 0} if condition.get("within") == PAPER else condition], look)
 
 
 def _experiment(
@@ -316,7 +249,7 @@ def _experiment(
             for label in labels if axis in axes else [None]:
                 if label not in axes.get(axis, {}):
                     lacks = f"{axis} {label!r}" if axis in axes else f"axis {axis!r}"
-                    origin.fail(f"{entry.at}.where", f"of {entry.label}: the grid has no {lacks}")
+                    origin.fail(at["methods"], f": where of {entry.label}: the grid has no {lacks}")
     metrics, values = tuple(given.get("metrics", ["test_acc"])), given.get("values", {})
     for metric in metrics:
         if why := unknown(metric, values):
@@ -337,8 +270,6 @@ def _experiment(
         reference=_reference(given.get("reference"), figures, origin, at["reference"]),
         training_file=None if made is None else check_keys(made, TRAINING_FILE, origin, at["training_file"]),
         args=tuple(str(a) for a in given.get("args", [])),
-        origin=origin,
-        places=(*(f"{place}.config".lstrip(".") for place, _ in layers), at["grid"]),
         **{key: given[key] for key in as_given if given.get(key) is not None},
     )
 
@@ -355,7 +286,7 @@ def _methods(given: list | str, origin: Origin, at: str) -> tuple[MethodEntry, .
         entry = check_keys(entry, METHOD, origin, here)
         config, where = flatten(entry.get("config") or {}), _axes(entry.get("where") or {}, origin, f"{here}.where")
         name = entry.get("name", entry["method"])
-        entries.append(MethodEntry(name, entry["method"], config, where, entry.get("extra", False), here))
+        entries.append(MethodEntry(name, entry["method"], config, where, entry.get("extra", False)))
     labels = [e.label for e in entries]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice:
@@ -404,23 +335,12 @@ def _rates(given: Mapping | None, origin: Origin, at: str) -> dict | None:
     if "search" in rates:
         search = rates["search"] = check_keys(rates["search"], SEARCH, origin, f"{at}.search")
         hpo.space_from(search["space"], origin.below(f"{at}.search.space"))
-        _check_objective(search.get("objective", "val_acc"), origin, f"{at}.search.objective")
+        objective = search.get("objective", "val_acc")
+        if len(hpo.parse_objectives(objective)) > 1:
+            origin.wrong(f"{at}.search.objective", objective, "one: with two objectives there is no single best trial")
     elif "budget" not in rates:
         origin.fail(f"{at}.budget", "is missing: a table says what the search that found it cost")
     return rates
-
-
-def _check_objective(given: str, origin: Origin, at: str) -> None:
-    try:
-        objectives = hpo.parse_objectives(given)
-    except UserError as error:
-        raise UserError(f"{origin.where(at)}{at.removesuffix('.objective')}: {error}") from None
-    if len(objectives) > 1:
-        origin.wrong(
-            at,
-            given,
-            "one, val_acc or val_loss: a suite takes the best trial, and with two objectives there is no single best",
-        )
 
 
 def _evaluation(given: list | Mapping, origin: Origin, at: str) -> list[dict]:

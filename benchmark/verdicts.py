@@ -13,7 +13,6 @@ from .conditions import (
     FAILS,
     HOLDS,
     INCONCLUSIVE,
-    PAPER,
     STALE,
     UNTESTED,
     Condition,
@@ -37,18 +36,28 @@ _NOTHING = "–"
 
 
 @dataclass
-class Judged:
-    """The conditions of a claim by experiment, and the groups of experiments that share cells.
+class Row:
+    """A claim with its conditions by experiment and what was run for them: a row of the table of all claims.
 
     Attributes:
-        groups: of experiments; those of a group share cells and count as one. ran: the experiments that have runs for
-            the claim. others: experiment -> the verdicts of a rule of ``keeps`` or ``close`` on the other methods.
+        groups: of experiments; those of a group share cells and count as one. runs: experiment -> the results that the
+            rule has looked at. lost: experiment -> the number of runs that have failed. others: experiment -> the
+            verdicts of a rule of ``keeps`` or ``close`` on the other methods. cause: the cause that was tested, with
+            what tested it; empty for a claim that holds, or of which nothing was run.
     """
 
+    suite: Suite
+    name: str
     by_experiment: dict[str, list[Condition]]
     groups: list[list[str]]
-    ran: set[str]
+    runs: dict[str, list[dict]]
+    lost: dict[str, int]
     others: dict[str, dict[str, str]]
+    cause: str = ""
+
+    @property
+    def claim(self) -> dict:
+        return self.suite.claims[self.name]
 
     @property
     def verdicts(self) -> list[str]:
@@ -61,7 +70,8 @@ class Judged:
         return found
 
     @property
-    def verdict(self) -> str:
+    def decided(self) -> str:
+        """The verdict of the experiments that have all figures."""
         tested = [v for v in self.verdicts if v != UNTESTED]
         if len(set(tested)) < 2:
             return tested[0] if tested else UNTESTED
@@ -69,10 +79,11 @@ class Judged:
         return ", ".join([f"{first} of {len(tested)} experiments", *others])
 
     @property
-    def said(self) -> str:
+    def verdict(self) -> str:
         """The verdict, with the experiments that have runs and yet not all figures, while others decide."""
-        open_ones = [v for v, group in zip(self.verdicts, self.groups) if v == UNTESTED and self.ran & {*group}]
-        return self.verdict + (f", not tested in {len(open_ones)}" if open_ones and self.verdict != UNTESTED else "")
+        ran = [any(self.runs[name] for name in group) for group in self.groups]
+        lacking = sum(v == UNTESTED and there for v, there in zip(self.verdicts, ran))
+        return self.decided + (f", not tested in {lacking}" if lacking and self.decided != UNTESTED else "")
 
     @property
     def gaps(self) -> dict[str, tuple[Estimate, int, Condition]]:
@@ -94,36 +105,14 @@ class Judged:
             gaps[what] = (*together, known[0][1])
         return gaps
 
-
-@dataclass(frozen=True)
-class Row:
-    """A claim as a row of the table of all claims.
-
-    Attributes:
-        runs: experiment -> the results that the rule has looked at. seeds: experiment -> their seeds. cause: the cause
-            that was tested, with what tested it; empty for a claim that holds, or of which nothing was run. lost:
-            experiment -> the number of runs that have failed.
-    """
-
-    suite: Suite
-    name: str
-    judged: Judged
-    runs: dict[str, list[dict]]
-    seeds: dict[str, list[int]]
-    cause: str
-    lost: dict[str, int]
-
-    @property
-    def claim(self) -> dict:
-        return self.suite.claims[self.name]
-
-    @property
-    def verdict(self) -> str:
-        return self.judged.said
-
     @property
     def needs(self) -> str:
         return str(self.claim.get("needs") or _NOTHING)
+
+    @property
+    def seeds(self) -> dict[str, list[int]]:
+        """Experiment -> the seeds of its runs."""
+        return {e: _seeds(self.claim["rule"], records) for e, records in self.runs.items() if records}
 
     @property
     def seeded(self) -> str:
@@ -138,7 +127,7 @@ class Row:
     @property
     def gap(self) -> str:
         """The comparison that is met by the least, with its interval; over the settings, if there are several."""
-        gaps = self.judged.gaps
+        gaps = self.gaps
         if not gaps:
             return _NOTHING
         what = min(gaps, key=lambda name: _inside(*gaps[name][::2]))
@@ -147,7 +136,7 @@ class Row:
     @property
     def p(self) -> str:
         """The p values of its conditions, corrected for all conditions of the report."""
-        there = [c.adjusted for listed in self.judged.by_experiment.values() for c in listed]
+        there = [c.adjusted for listed in self.by_experiment.values() for c in listed]
         return ", ".join(f"{p:.2g}" for p in there if p is not None) or _NOTHING
 
     def ran(self, experiment: str) -> str:
@@ -205,26 +194,27 @@ def said_of_gap(what: str, found: Estimate, settings: int, condition: Condition)
     return f"{what}: " + number.replace("-", "−") + unit + (f", {settings} settings" if settings > 1 else "")
 
 
-def judged_claims(suite: Suite, results: Mapping[str, ExperimentResults]) -> dict[str, Judged]:
-    """Claim -> its conditions, by its rule in each experiment with results."""
+def judged_claims(suite: Suite, results: Mapping[str, ExperimentResults]) -> dict[str, Row]:
+    """The claims by name, judged by their rules in each experiment with results."""
     judged = {}
     for name, claim in suite.claims.items():
         there = {e: results[e] for e in claim["experiments"] if e in results}
         rules = {e: with_margins(claim["rule"], found.experiment.reference) for e, found in there.items()}
         by_experiment = {e: judge(rule, there[e].look) for e, rule in rules.items()}
-        hashes = {e: {r["hash"] for r in there[e].at(used(rule, there[e].look))} for e, rule in rules.items()}
-        ran = {e for e, found in hashes.items() if found}
-        others = {e: _others(rules[e], there[e]) for e in there if e in ran}
-        judged[name] = Judged(by_experiment, _sharing(hashes), ran, others)
+        looked = {e: used(claim["rule"], found.look) for e, found in there.items()}
+        runs = {e: there[e].at(places) for e, places in looked.items()}
+        lost = {e: there[e].lost_at(places) for e, places in looked.items()}
+        others = {e: _others(rules[e], there[e]) for e in there if runs[e]}
+        judged[name] = Row(suite, name, by_experiment, _sharing(runs), runs, lost, others)
     return judged
 
 
-def adjust_all(judged: Sequence[Judged]) -> None:
+def adjust_all(rows: Sequence[Row]) -> None:
     """Correct the p values of all conditions of a report together."""
-    places = [(claim, e) for claim in judged for e in claim.by_experiment]
-    corrected = iter(adjust([c for claim, e in places for c in claim.by_experiment[e]]))
-    for claim, e in places:
-        claim.by_experiment[e] = [next(corrected) for _ in claim.by_experiment[e]]
+    places = [(row, e) for row in rows for e in row.by_experiment]
+    corrected = iter(adjust([c for row, e in places for c in row.by_experiment[e]]))
+    for row, e in places:
+        row.by_experiment[e] = [next(corrected) for _ in row.by_experiment[e]]
 
 
 def _others(rule: Sequence[Mapping], results: ExperimentResults) -> dict[str, str]:
@@ -241,8 +231,9 @@ def _others(rule: Sequence[Mapping], results: ExperimentResults) -> dict[str, st
     return found
 
 
-def _sharing(hashes: Mapping[str, set[str]]) -> list[list[str]]:
+def _sharing(runs: Mapping[str, Sequence[Mapping]]) -> list[list[str]]:
     """The experiments in groups: two that share a cell, directly or through others, are in one group."""
+    hashes = {e: {r["hash"] for r in records} for e, records in runs.items()}
     groups: list[list[str]] = []
     for name, own in hashes.items():
         near = [group for group in groups if any(own & hashes[other] for other in group)]
@@ -250,28 +241,15 @@ def _sharing(hashes: Mapping[str, set[str]]) -> list[list[str]]:
     return groups
 
 
-def rows_of(
-    suite: Suite, judged: Mapping[str, Judged], results: Mapping[str, ExperimentResults], elsewhere: Elsewhere
-) -> list[Row]:
-    """The claims as rows; ``elsewhere`` gives the results of an experiment of another suite."""
-    rows = []
-    for name, result in judged.items():
-        rule = [{**c, "within": 0} if c.get("within") == PAPER else c for c in suite.claims[name]["rule"]]
-        runs = {e: results[e].at(used(rule, results[e].look)) for e in result.by_experiment}
-        seeds = {e: _seeds(rule, records) for e, records in runs.items() if records}
-        asked = result.verdict != HOLDS and any(runs.values())
-        cause = _cause(suite, name, result, results, elsewhere) if asked else ""
-        lost = {e: results[e].lost_at(used(rule, results[e].look)) for e in result.by_experiment}
-        rows.append(Row(suite, name, result, runs, seeds, cause, lost))
-    return rows
+def cause_of(row: Row, results: Mapping[str, ExperimentResults], elsewhere: Elsewhere) -> str:
+    """The cause named in the suite, with the runs that tested it; ``none`` for a claim that fails without one.
 
-
-def _cause(
-    suite: Suite, name: str, judged: Judged, results: Mapping[str, ExperimentResults], elsewhere: Elsewhere
-) -> str:
-    """The cause named in the suite, with the runs that tested it; ``none`` for a claim that fails without one."""
-    tested = []
-    cause = suite.claims[name].get("cause") or {}
+    Args:
+        elsewhere: gives the results of an experiment of another suite.
+    """
+    if row.decided == HOLDS or not any(row.runs.values()):
+        return ""
+    tested, cause = [], row.claim.get("cause") or {}
     for place in cause.get("experiments", ()):
         other, _, experiment = str(place).rpartition("/")
         if other:
@@ -283,7 +261,7 @@ def _cause(
             tested.append(f"{place}: {_number(records)}" + (f", {_said(seeds)}" if seeds else ""))
     if tested:
         return f"{cause['says'].rstrip('.')} ({'; '.join(tested)})"
-    return "none" if FAILS in judged.verdicts else ""
+    return "none" if FAILS in row.verdicts else ""
 
 
 def _said(seeds: Sequence[int]) -> str:

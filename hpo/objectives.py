@@ -63,7 +63,7 @@ def check_config(config: Config, objectives: Sequence[str] = (), engine: str = "
     """Refuse a config that cannot be searched by validation, or does not measure ``objectives``.
 
     Raises:
-        UserError: the config has no validation data, or does not evaluate them; or its steps are not known.
+        UserError: the config has no validation data, or does not evaluate the global model; or its steps are not known.
     """
     metrics = measured(config.model.task, config.eval.metrics)
     for name in objectives:
@@ -72,11 +72,6 @@ def check_config(config: Config, objectives: Sequence[str] = (), engine: str = "
                 f"objective {name}: it is not measured with model.task = {config.model.task} and eval.metrics = "
                 f"{list(config.eval.metrics)}; measured are: {', '.join(f'val_{m}' for m in metrics)}"
             )
-    if "val" not in config.eval.split:
-        raise UserError(
-            f"eval.split = {list(config.eval.split)}: a search goes by validation data, never by the test data; add "
-            "val, such as: eval.split '[val, test]'"
-        )
     if not config.federate.make_global_eval and engine != "federatedscope":  # whose clients evaluate validation data
         raise UserError(
             "federate.make_global_eval = False: only the clients' own models are evaluated, on test data, and a search "

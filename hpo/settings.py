@@ -68,15 +68,11 @@ def check_fit(settings: Settings, space: Space) -> None:
         UserError: names the setting and what fits.
     """
     several, searched, pruner = len(settings.objectives) > 1, {p.key for p in space.parameters}, settings.pruner
-    ranges = [p for p in space.parameters if not p.values and not any(k in searched for k, _ in p.when)]
+    ranges = [p for p in space.parameters if not p.values and not any(k in searched for k in p.when)]
     if settings.sampler == "cmaes" and (several or len(ranges) < max(2, len(space.parameters))):
         raise UserError("the sampler cmaes needs one objective and two or more ranges that always apply; use tpe or gp")
     if pruner == "none":
         return
-    if several:
-        raise UserError(f"pruner {pruner}: several objectives cannot be pruned by rounds; leave it out")
-    if settings.base.eval.freq < 1:
-        raise UserError(f"pruner {pruner}: it needs evaluations between the rounds; set eval.freq 1")
     if "federate.method" in searched:
         raise UserError(
             "federate.method is searched, and a method is not pruned by the curves of another; give each method a "

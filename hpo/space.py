@@ -42,24 +42,33 @@ KINDS = {"grid": (), "choice": (), "loguniform": (), "uniform": ("step",), "int"
 
 @dataclass(frozen=True)
 class Parameter:
-    """One searched key: listed ``values``, or the range from ``low`` to ``high``."""
+    """One searched key.
+
+    Attributes:
+        entry: of the file, checked: listed values or the two bounds under ``kind``, and its options.
+    """
 
     key: str
     kind: str
-    values: tuple = ()
-    low: float = 0.0
-    high: float = 0.0
-    step: float | None = None
-    log: bool = False
-    when: tuple[tuple[str, tuple], ...] = ()
+    entry: Mapping[str, Any]
+
+    @property
+    def values(self) -> list:
+        """The listed values; none of a range."""
+        return self.entry[self.kind] if _KEYS[self.kind] is _VALUES else []
+
+    @property
+    def when(self) -> Mapping[str, list]:
+        return self.entry.get("when", {})
 
     def suggest(self, trial: Any) -> Any:
         """The value that an Optuna trial suggests."""
+        given, step = self.entry[self.kind], self.entry.get("step")
         if self.values:
-            return decode(trial.suggest_categorical(self.key, [encode(v) for v in self.values]))
+            return decode(trial.suggest_categorical(self.key, [encode(v) for v in given]))
         if self.kind == "int":
-            return trial.suggest_int(self.key, self.low, self.high, step=int(self.step or 1), log=self.log)
-        return trial.suggest_float(self.key, self.low, self.high, step=self.step, log=self.log)
+            return trial.suggest_int(self.key, *given, step=int(step or 1), log=self.entry.get("log", False))
+        return trial.suggest_float(self.key, *given, step=step, log=self.kind == "loguniform")
 
 
 def at_an_end(
@@ -120,14 +129,7 @@ class Space:
 
     def to_dict(self) -> dict[str, Any]:
         """The space as plain data, which is equal for two files of the same meaning."""
-        plain: dict[str, Any] = {}
-        for p in self.parameters:
-            entry: dict[str, Any] = {p.kind: list(p.values) or [p.low, p.high]}
-            entry.update({"step": p.step} if p.step is not None else {})
-            entry.update({"log": True} if p.kind == "int" and p.log else {})
-            entry.update({"when": {k: list(v) for k, v in p.when}} if p.when else {})
-            plain[p.key] = entry
-        return plain
+        return {p.key: dict(p.entry) for p in self.parameters}
 
     def for_config(self, base: Config) -> Space:
         """The space without the keys that never apply to ``base``.
@@ -137,7 +139,7 @@ class Space:
         """
         applies: dict[str, Parameter] = {}
         for p in self.parameters:  # of a key that does not apply, the config's own value counts
-            if all(key in applies or base.get(key) in values for key, values in p.when):
+            if all(key in applies or base.get(key) in values for key, values in p.when.items()):
                 applies[p.key] = p
         if not applies:
             raise UserError(f"{self.source}: no key of this space applies to {base.federate.method}")
@@ -146,7 +148,7 @@ class Space:
         return Space(tuple(applies.values()), {}, self.source)
 
     def active(self, point: Mapping[str, Any], base: Config, parameter: Parameter) -> bool:
-        return all((point[k] if k in point else base.get(k)) in v for k, v in parameter.when)
+        return all((point[k] if k in point else base.get(k)) in v for k, v in parameter.when.items())
 
     def suggest(self, trial, base: Config) -> dict[str, Any]:
         """A point that the sampler proposes: the values of the keys that apply."""
@@ -184,7 +186,7 @@ class Space:
 def _context(parameter: Parameter, searched: Mapping[str, Parameter]) -> dict[str, Any]:
     """Values of other searched keys with which a key applies."""
     context: dict[str, Any] = {}
-    for key, values in parameter.when:
+    for key, values in parameter.when.items():
         if key in searched:
             context.update(_context(searched[key], searched), **{key: values[0]})
     return context
@@ -194,10 +196,10 @@ def _check(parameter: Parameter, context: Mapping[str, Any], base: Config, sourc
     from optuna.trial import FixedTrial
 
     try:
-        for value in parameter.values or (parameter.low, parameter.high):
+        for value in parameter.entry[parameter.kind]:
             base.replace({**context, parameter.key: value})
         if not parameter.values:  # Optuna checks the range
-            parameter.suggest(FixedTrial({parameter.key: parameter.low}))
+            parameter.suggest(FixedTrial({parameter.key: parameter.entry[parameter.kind][0]}))
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
     except ValueError as error:
@@ -269,18 +271,17 @@ def _parameter(key: str, entry: Any, origin: Origin) -> Parameter:
         origin.wrong(key, entry, f"exactly one of {', '.join(KINDS)}, such as {{grid: [1, 2]}}{near}")
     kind = kinds[0]
     given = check_keys(entry, _KEYS, origin, key, (kind, *KINDS[kind], "when"))
-    when = tuple((k, tuple(v) if isinstance(v, list) else (v,)) for k, v in (given.get("when") or {}).items())
-    if _KEYS[kind] is _VALUES:
-        return Parameter(key, kind, values=tuple(given[kind]), when=when)
-    log = kind == "loguniform" or given.get("log", False)
-    return Parameter(key, kind, low=given[kind][0], high=given[kind][1], step=given.get("step"), log=log, when=when)
+    entry = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items() if value}
+    if "when" in entry:
+        entry["when"] = {k: v if isinstance(v, list) else [v] for k, v in entry["when"].items()}
+    return Parameter(key, kind, entry)
 
 
 def _ordered(parameters: Mapping[str, Parameter], origin: Origin) -> tuple[Parameter, ...]:
     """The parameters, each after those that its condition names."""
     order: TopologicalSorter[str] = TopologicalSorter({name: () for name in parameters})
     for name, parameter in parameters.items():
-        order.add(name, *(key for key, _ in parameter.when if key in parameters))
+        order.add(name, *(key for key in parameter.when if key in parameters))
     try:
         return tuple(parameters[name] for name in order.static_order())
     except CycleError as error:

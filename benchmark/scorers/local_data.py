@@ -10,13 +10,12 @@ before the last sentence, and lm-eval's prompt joins them again (in HellaSwag it
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections.abc import Callable
 from pathlib import Path
 
-from fs_lowrank.data.files import read_text
+import pandas as pd
+
 from fs_lowrank.errors import UserError
 
 from . import commonsense
@@ -127,39 +126,20 @@ def _mmlu(root: Path, subject: str):
 
 def _mmlu_rows(path: Path, subject: str) -> list[dict]:
     """Six columns: question, four choices, and the answer as a letter or a number from 0; a header is optional."""
-    lines = _lines(path)
-    if lines and lines[0][:1] == ["question"]:
-        lines = lines[1:]
-    rows = []
-    for i, line in enumerate(lines, start=1):
-        if len(line) != 6 or line[5].strip() not in {*"ABCD", *"0123"}:
-            raise UserError(f"{path}: row {i} should be a question, four choices and A-D or 0-3, got {line!r}")
-        answer = line[5].strip()
-        rows.append(
-            {
-                "question": line[0],
-                "subject": subject,
-                "choices": line[1:5],
-                "answer": int(answer) if answer.isdigit() else "ABCD".index(answer),
-            }
-        )
-    if not rows:
-        raise UserError(f"{path} has no rows")
-    return rows
-
-
-def _lines(path: Path) -> list[list[str]]:
-    """The rows of a file with columns.
-
-    Raises:
-        UserError: the file cannot be read, is not UTF-8, or is empty.
-    """
-    text = read_text(path, "--data")
-    limit = csv.field_size_limit(len(text) + 1)  # long texts are valid; the limit is global
     try:
-        return list(csv.reader(io.StringIO(text, newline="")))
-    finally:
-        csv.field_size_limit(limit)
+        read = pd.read_csv(path, header=None, dtype=str, keep_default_na=False, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    rows = read.iloc[1:] if read[0][0] == "question" else read
+    wrong = rows if rows.shape[1] != 6 else rows[~rows[5].str.strip().isin([*"ABCD", *"0123"])]
+    if len(wrong) or not len(rows):
+        raise UserError(
+            f"{path}: row {wrong.index[0] + 1 if len(wrong) else 0} should be a question, four choices and A-D or 0-3"
+        )
+    return [
+        {"question": row[0], "subject": subject, "choices": row[1:5], "answer": "0123ABCD".index(row[5].strip()) % 4}
+        for row in rows.values.tolist()
+    ]
 
 
 def _datasets(rows: dict[str, list[dict]], full: str) -> dict:

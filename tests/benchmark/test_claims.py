@@ -777,6 +777,9 @@ def test_experiments_that_share_cells_count_once():
             assert set(m for m, _ in places) == {"a", "b"}
             return [{"hash": name} for name in self.own]
 
+        def lost_at(self, places):
+            return 0
+
     class Suite:
         rule = [{"is": "above", "better": "a", "than": ["b"], "by": 0}]
         claims = {"c": {"experiments": ["one", "two", "three", "absent"], "rule": rule}}
@@ -926,8 +929,8 @@ def test_best_is_each_at_its_own_point(monkeypatch):
     assert flat.verdict == INCONCLUSIVE and ": its rate won at the end of the grid" in flat.text
 
 
-@pytest.mark.parametrize("points", [[1], [2, 1], [1, 1], [0, 1], ["a", 1], 3])
-def test_points_are_ascending_numbers(points):
+@pytest.mark.parametrize("points", [[], [1, 1], 3])
+def test_points_are_a_list_of_different_values(points):
     rule = {
         "is": "best",
         "better": "a",

@@ -9,7 +9,7 @@ from benchmark.page import html
 from benchmark.results import ExperimentResults
 from benchmark.suite import SIZES, load_suite, shipped
 from benchmark.template import markdown
-from benchmark.verdicts import claims_table, judged_claims, rows_of
+from benchmark.verdicts import cause_of, claims_table, judged_claims
 
 RULE = [{"is": "above", "better": "a", "than": ["b"], "by": 0}]
 CAUSE = {"says": "Too few rounds.", "experiments": ["longer", "analysis/why"]}
@@ -29,10 +29,9 @@ def results(experiment, **by_method):
 def rows(claim, found, elsewhere=lambda suite, experiment: []):
     claim = {"says": "A is ahead", "source": "a paper", "experiments": ["one"], "rule": RULE, **claim}
     suite = SimpleNamespace(claims={"c": claim}, name="mine", size="small", sized=True)
-    judged = judged_claims(suite, found)
-    of_suite = rows_of(suite, judged, found, elsewhere)
-    (row,) = of_suite
-    return row, markdown("claim", row), markdown("table", claims_table(of_suite), "verdict")
+    (row,) = judged_claims(suite, found).values()
+    row.cause = cause_of(row, found, elsewhere)
+    return row, markdown("claim", row), markdown("table", claims_table([row]), "verdict")
 
 
 BEHIND = results(
@@ -89,7 +88,7 @@ def test_several_settings_are_taken_together_and_shared_runs_once():
     experiments = {"experiments": ["one", "two", "three"]}
     apart = results("two", a=[record(s, 0.9 + s / 50) for s in (2, 3)], b=[record(s, 0.6) for s in (2, 3)])
     row, said, table = rows(experiments, {"one": AHEAD, "two": apart, "three": AHEAD})
-    assert row.judged.groups == [["one", "three"], ["two"]] or row.judged.groups == [["two"], ["one", "three"]]
+    assert row.groups == [["one", "three"], ["two"]] or row.groups == [["two"], ["one", "three"]]
     assert "2 settings" in row.gap and f"- {row.gap}; asked: more than 0" in said and row.gap in table
 
 
@@ -98,7 +97,7 @@ def test_a_margin_that_anything_meets_names_who_meets_it():
     found = results("one", **{method: [record(s, acc + s / 100) for s in (0, 1, 2)] for method, acc in at.items()})
     close = {"is": "close", "methods": ["a"], "to": "c", "within": 0.05}
     row, said, _ = rows({"rule": [close]}, {"one": found})
-    assert row.judged.others == {"one": {"b": INCONCLUSIVE, "d": FAILS}}
+    assert row.others == {"one": {"b": INCONCLUSIVE, "d": FAILS}}
     assert "The same rule on the other methods: one: b inconclusive, d does not hold." in said
 
 

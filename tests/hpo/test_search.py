@@ -544,10 +544,7 @@ def test_options_that_do_not_fit(search, config):
     for change, message in (
         ({"space": rates, "sampler": "grid"}, "which a grid cannot list"),
         ({"space": rates, "sampler": "cmaes"}, "two or more ranges"),
-        ({"space": rates, "pruner": "median", "objectives": ("val_acc", "uplink_bytes")}, "cannot be pruned"),
-        ({"space": rates, "pruner": "median", "base": config.replace({"eval.freq": 0})}, "set eval.freq 1"),
         ({"base": config.replace({"data.splits": [0.8, 0.0, 0.2]})}, "needs validation data"),
-        ({"base": config.replace({"eval.split": ["test"]})}, "never by the test data"),
         ({"base": config.replace({"federate.make_global_eval": False})}, "set federate.make_global_eval True"),
         ({"name": "a/b"}, "study 'a/b'"),
         ({"space": {**rates, "studies": {"federate.method": ["rolorra"]}}}, "did you mean"),

@@ -121,7 +121,7 @@ def test_wrong_files(tmp_path):
 
 def test_numbers_are_read_as_configs_read_them(tmp_path):
     (tmp_path / "s.yaml").write_text("train.optimizer.lr: {loguniform: [5e-4, 1e-1]}")
-    assert load_space(tmp_path / "s.yaml").parameters[0].low == 5e-4
+    assert load_space(tmp_path / "s.yaml").parameters[0].entry["loguniform"][0] == 5e-4
 
 
 def test_a_winner_at_an_end_of_the_values_that_were_tried():
