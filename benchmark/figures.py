@@ -106,7 +106,7 @@ def _along(results: ExperimentResults, name: str, title: str, columns: Mapping[s
     at, scale = _numbers([*columns]) or [*range(len(columns))], scale_of(metric)[0]
     marks, lowest = [], math.inf
     for index, method in enumerate(results.methods):
-        points = [(x, f) for x, c in zip(at, columns.values()) if (f := results.figure(method, c, metric)) is not None]
+        points = [(x, f) for x, c in zip(at, columns.values()) if (f := results.figure(method, c, metric)) and f.n]
         if not points:
             continue
         x, means = [x for x, _ in points], [f.mean * scale for _, f in points]
@@ -171,7 +171,7 @@ def learning_curves(results: ExperimentResults) -> list[Panel]:
             low, high = ([end(value for _, value in of) for of in points] for end in (min, max))
             marks.append(Line(method, x, y, low, high, colour=index))
             end = results.figure(method, column, judged)
-            if results.failed_seeds(method, column, judged) or end and end.collapsed:
+            if end and (end.failed or end.collapsed):
                 marks += _hollow([(x[-1], y[-1])], index)
         name = title_of(metric, results.language)
         panels.append(Panel("curves", _axis_title(results, column), "round" + cut, name, marks, whole=True))

@@ -1,12 +1,11 @@
-"""The picture of the README: ``python -m benchmark.front``, after a demo with ``--demo runs/demo``.
+"""The picture of the README: ``python -m benchmark.front``, after a demo ``python -m benchmark.front runs/demo``.
 
-It is drawn from ``results/demo/rounds.json``, which ``--demo`` writes anew, together with the other files of
-``results/demo``.
+It is drawn from ``results/demo/rounds.json``, which is written anew from the folder of a demo, together with the other
+files of ``results/demo``.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -15,7 +14,6 @@ from pathlib import Path
 
 from fs_lowrank.draw.figures import INK, PAPER, drawn, figure
 from fs_lowrank.draw.panels import Line, Panel
-from fs_lowrank.jobs import shell
 from fs_lowrank.jobs.files import read_json, write_text
 from fs_lowrank.runs.records import read_records
 
@@ -25,14 +23,10 @@ PICTURES = Path("docs/pictures")
 _LOOKS = {"light": ("#24292f", "#ffffff"), "dark": ("#d0d7de", "#0d1117")}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.front", description=__doc__.split("\n")[0])
-    parser.add_argument("--demo", type=Path, metavar="FOLDER", help="the folder of a demo that has ended")
-    args = parser.parse_args(argv)
-    if args.demo:
-        take(args.demo)
+def main(folders: Sequence[str]) -> None:
+    for folder in folders:
+        take(Path(folder))
     draw(read_json(ROUNDS))
-    return shell.OK
 
 
 def take(folder: Path) -> None:
@@ -69,4 +63,4 @@ def draw(rounds: Mapping[str, Sequence[tuple[int, float]]]) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main(sys.argv[1:])

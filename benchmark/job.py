@@ -58,7 +58,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Job(ABC):
-    """A job. ``key`` is the hash of ``content``, which is everything that affects its result.
+    """A job. ``key`` is the hash of the first of its ``contents``, which is everything that affects its result.
 
     Attributes:
         kind: the folder of its result.
@@ -74,9 +74,10 @@ class Job(ABC):
     def label(self) -> str:
         """How the job is called in messages."""
 
+    @property
     @abstractmethod
-    def content(self) -> dict:
-        """Everything that affects the result, as plain data."""
+    def contents(self) -> list[dict]:
+        """Everything that affects the result, as plain data, and what that was of earlier results that still count."""
 
     def rated(self, store: Store) -> Job | None:
         """This job with the learning rate that it needs; None while the search of that rate is not finished."""
@@ -86,11 +87,6 @@ class Job(ABC):
     def revisions(self) -> dict[str, int]:
         """The revisions above 1 of its methods. A result of another revision does not belong to this job."""
         return {}
-
-    @property
-    def contents(self) -> list[dict]:
-        """``content``, and what it was of earlier results that still count."""
-        return [self.content()]
 
     def _keys(self, revisions: Mapping[str, int]) -> list[str]:
         more = {"revisions": revisions} if revisions else {}
@@ -126,16 +122,11 @@ class Job(ABC):
 
     def done(self, store: Store) -> bool:
         """Whether the job is finished, or has failed since this call began."""
-        redo = self.options.redo and self.kind == "cells"
         finished = self.result(store)
-        if finished and (not redo or finished["finished"] >= self.options.since):
+        if finished and not (self.options.redo and self.kind == "cells"):
             return True
-        return self._failed(store)
-
-    def _failed(self, store: Store) -> bool:
-        """Whether it has failed since this call began."""
-        failed = store.read("failed", self.key)
-        return failed is not None and failed["finished"] >= self.options.since
+        records = finished, store.read("failed", self.key)
+        return any(record is not None and record["finished"] >= self.options.since for record in records)
 
     def identity(self) -> dict:
         """The entries of a result file that identify the job."""
@@ -176,9 +167,6 @@ class Search(Trained):
     @property
     def seeds(self) -> int:
         return self.spec.get("seeds", SEEDS)
-
-    def content(self) -> dict:
-        return self.contents[0]
 
     @property
     def contents(self) -> list[dict]:
@@ -236,7 +224,8 @@ class Cell(Trained):
         self.__dict__["_rated"] = cell  # the result of a finished search does not change
         return cell
 
-    def content(self) -> dict:
+    @property
+    def contents(self) -> list[dict]:
         """While the search is not finished: the contents of the search and of the cell."""
         evaluation = [{k: v for k, v in e.items() if k not in _PERMISSIONS} for e in self.experiment.evaluation]
         content = {
@@ -246,7 +235,7 @@ class Cell(Trained):
             **_content(self),
             **_engine(self.options),
         }
-        return content if self.search is None else {**content, "waits_for": self.search.key}
+        return [content if self.search is None else {**content, "waits_for": self.search.key}]
 
 
 @dataclass(frozen=True)
@@ -259,9 +248,10 @@ class Script(Job):
     def label(self) -> str:
         return f"python -m {self.experiment.script} {' '.join(self.experiment.args)}".strip()
 
-    def content(self) -> dict:
-        values = dict(self.experiment.values)
-        return {"script": self.experiment.script, "args": list(self.experiment.args), "values": values}
+    @property
+    def contents(self) -> list[dict]:
+        of = self.experiment
+        return [{"script": of.script, "args": list(of.args), "values": dict(of.values)}]
 
 
 def at_the_end(search: Mapping) -> bool:

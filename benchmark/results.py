@@ -90,46 +90,37 @@ class ExperimentResults:
         return bool(self.cells or self.failed or self.searches or self.stale)
 
     def figure(self, method: str, column: str, metric: str) -> Figure | None:
-        """None if no seed has a value.
+        """The figure at a setting; without a value if all seeds failed, missed their target or are stale, and None if
+        there is no result.
 
         A seed that did not reach the target of ``bytes_to`` or ``rounds_to`` is ``missed``: the mean of the others
         favours a method that rarely does. A seed whose value is infinite or not a number has diverged, and counts as
         failed.
         """
-        records, values = self.records.get((method, column), ()), self._by_seed(method, column, metric)
-        figure = figure_of({seed: v for seed, v in values.items() if math.isfinite(v)})
-        if figure is None:
+        place = method, column
+        records, found = self.records.get(place, ()), self._by_seed(method, column, metric)
+        values = {seed: v for seed, v in found.items() if math.isfinite(v)}
+        aimed = metric.split(":")[1] if to_a_target(metric) else None
+        missed = [r["seed"] for r in records if aimed and _measured(r, aimed) and value(r, metric) is None]
+        failed, stale = self.lost.get(place, set()) | found.keys() - values.keys(), self.stale.get(place, ())
+        if not (values or failed or missed or stale):
             return None
-        values = {seed: v for seed, v in values.items() if math.isfinite(v)}
+        figure = figure_of(values) or Figure(math.nan, None, 0)
         majority = [(m, values[r["seed"]]) for r in records if (m := _majority(r, metric)) and r["seed"] in values]
-        collapsed = sorted(v for m, v in majority if v <= m + _ROUNDING)
         return replace(
             figure,
             exact=metric in _EXACT and figure.std == 0,
-            collapsed=tuple(collapsed),
+            collapsed=tuple(sorted(v for m, v in majority if v <= m + _ROUNDING)),
             majority=majority[0][0] if majority else None,
-            failed=self.failed_seeds(method, column, metric),
-            missed=self.missed_seeds(method, column, metric),
-            stale=tuple(sorted(self.stale.get((method, column), ()))),
+            failed=tuple(sorted(failed)),
+            missed=tuple(sorted(missed)),
+            stale=tuple(sorted(stale)),
             at_end=any(r.get("at_end") for r in records),
             splits={r["seed"]: r["data"]["fingerprint"] for r in records if _of_images(r)},
             right={r["seed"]: rows_of(right) for r in records if (right := _right(r, metric))},
             versions=frozenset(r["versions"]["fs-lowrank"] for r in records if "versions" in r),
             processors=frozenset(r.get("machine", {}).get("processor", "") for r in records),
         )
-
-    def failed_seeds(self, method: str, column: str, metric: str) -> tuple[int, ...]:
-        """The seeds whose run failed, or whose metric diverged."""
-        found = self._by_seed(method, column, metric)
-        diverged = {seed for seed, v in found.items() if not math.isfinite(v)}
-        return tuple(sorted(self.lost.get((method, column), set()) | diverged))
-
-    def missed_seeds(self, method: str, column: str, metric: str) -> tuple[int, ...]:
-        """The seeds that did not reach the target of the metric, if it has one and they were measured by it."""
-        if not to_a_target(metric):
-            return ()
-        measured = [r for r in self.records.get((method, column), ()) if _measured(r, metric.split(":")[1])]
-        return tuple(sorted(r["seed"] for r in measured if value(r, metric) is None))
 
     def _by_seed(self, method: str, column: str, metric: str) -> dict[int, float]:
         """The values of the seeds that have one, of a study those in its ``by_seed``."""
@@ -139,13 +130,15 @@ class ExperimentResults:
 
     def cell(self, method: str, column: str, metric: str) -> str:
         """The figure as text for a table."""
-        figure, missed = self.figure(method, column, metric), len(self.missed_seeds(method, column, metric))
-        lost, collapsed = len(self.failed_seeds(method, column, metric)), len(figure.collapsed) if figure else 0
-        notes = [f"{collapsed} collapsed"] * bool(collapsed) + [f"{lost} failed"] * bool(lost)
-        text = shown(figure, metric)
+        figure = self.figure(method, column, metric)
+        if figure is None:
+            return "–"
+        text, missed = shown(figure, metric), len(figure.missed)
         if missed:
-            text = f"reached by {figure.n} of {figure.n + missed}" if figure else "not reached"
-        return text + (f" ({', '.join(notes)})" if notes else "")
+            text = f"reached by {figure.n} of {figure.n + missed}" if figure.n else "not reached"
+        counts = {"collapsed": len(figure.collapsed), "failed": len(figure.failed)}
+        notes = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        return text + (f" ({notes})" if notes else "")
 
     def error(self, method: str, column: str, metric: str) -> float | None:
         """The standard error from the scorer, if there is only one seed."""
@@ -153,18 +146,9 @@ class ExperimentResults:
         return value(records[0], f"{metric}_stderr") if len(records) == 1 and metric.count(":") > 1 else None
 
     def look(self, method: str, labels: Mapping[str, str], metric: str) -> Figure | None:
-        """The figure at these labels, without a value if all seeds failed or are stale; None if there is no result, or
-        if the labels do not determine one setting.
-        """
+        """The figure at these labels; None if they do not determine one setting."""
         column = self._column(labels)
-        if column is None:
-            return None
-        if (figure := self.figure(method, column, metric)) is not None:
-            return figure
-        failed, missed = (seeds(method, column, metric) for seeds in (self.failed_seeds, self.missed_seeds))
-        stale = tuple(sorted(self.stale.get((method, column), ())))
-        there = failed or missed or stale
-        return Figure(math.nan, None, 0, failed=failed, missed=missed, stale=stale) if there else None
+        return None if column is None else self.figure(method, column, metric)
 
     def _column(self, labels: Mapping[str, str]) -> str | None:
         fitting = [s for s in settings(self.experiment) if all(s.get(k) == v for k, v in labels.items())]
@@ -232,9 +216,12 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
 
 
 def _of_other_methods(suite: Suite, experiment: Experiment, options: Options, store: Store) -> list[Job]:
-    """The jobs of methods that ``--methods`` gave to the suite: experiments that share a cell run it once."""
-    jobs: list[Job] = []
-    given = store.methods.get((suite.name, suite.size), set()) & set(list_methods())
+    """The jobs of methods that ``--methods`` gave to experiments of the suite; those that share a cell run it once."""
+    given, jobs = set[str](), list[Job]()
+    for (name, size, of), methods in store.methods.items():
+        at = suite.experiments.get(of) if (name, size) == (suite.name, suite.size) else None
+        if at is not None and not at.every_method:
+            given |= methods & set(list_methods()) - {entry.label for entry in at.methods}
     for name in sorted(given - {entry.label for entry in experiment.methods}):
         with suppress(UserError):  # this experiment cannot have it, so that it has no result
             jobs += jobs_of(suite, experiment, replace(options, methods=(name,)))
@@ -358,15 +345,14 @@ def head_of(record: Mapping) -> str:
     return "trained, sent and averaged"
 
 
-def shown(figure: Figure | None, metric: str) -> str:
-    """Mean ± standard deviation in the unit of the metric; ``–`` for none."""
-    if figure is None:
+def shown(figure: Figure, metric: str) -> str:
+    """Mean ± standard deviation in the unit of the metric; ``–`` for no value."""
+    if not figure.n:
         return "–"
     scale, digits = scale_of(metric)
-    if scale == 0:
-        return human_bytes(figure.mean) + (f" ± {human_bytes(figure.std)}" if figure.std else "")
-    text = f"{figure.mean * scale:.{digits}f}"
-    return text + (f" ± {figure.std * scale:.{digits}f}" if figure.std is not None else "")
+    spread = figure.std if scale else figure.std or None  # bytes that agree have none
+    numbers = [figure.mean] if spread is None else [figure.mean, spread]
+    return " ± ".join(f"{number * scale:.{digits}f}" if scale else human_bytes(number) for number in numbers)
 
 
 def _of_images(record: Mapping) -> bool:

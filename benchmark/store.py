@@ -69,11 +69,11 @@ class Store:
         return [record for path in paths if (record := self.read(kind, path.stem))]
 
     @cached_property
-    def methods(self) -> dict[tuple[str, str], set[str]]:
-        """(suite, size) -> the methods that have cells; read once."""
-        found: dict[tuple[str, str], set[str]] = {}
+    def methods(self) -> dict[tuple[str, str, str], set[str]]:
+        """(suite, size, experiment) -> the methods that have cells; read once."""
+        found: dict[tuple[str, str, str], set[str]] = {}
         for r in self.all("cells"):
-            found.setdefault((r["suite"], r["size"]), set()).add(r["method"])
+            found.setdefault((r["suite"], r["size"], r["experiment"]), set()).add(r["method"])
         return found
 
     def write(self, kind: str, record: Mapping) -> Path:

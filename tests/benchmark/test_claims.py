@@ -714,7 +714,7 @@ def test_a_seed_that_diverged_has_failed(nothing):
     assert (figure.n, figure.failed, figure.mean) == (2, (1,), pytest.approx(0.35))
     assert found.cell("a", "", "test_loss").endswith("(1 failed)") and found.figure("a", "", "test_acc").n == 3
     found.all_records[0]["metrics"]["test_loss"] = found.all_records[2]["metrics"]["test_loss"] = nothing
-    assert found.figure("a", "", "test_loss") is None and found.cell("a", "", "test_loss") == "– (3 failed)"
+    assert found.figure("a", "", "test_loss").n == 0 and found.cell("a", "", "test_loss") == "– (3 failed)"
 
 
 def search(winner, values, grid=(), **more):
@@ -827,7 +827,7 @@ def test_a_seed_that_missed_the_target_holds_nothing_and_is_no_missing_figure(mo
     found = results_of(**{m: [record(s, n) for s, n in enumerate(sent)] for m, sent in methods.items()})
     metric = "bytes_to:val_acc:0.7"
     figure = found.figure("a", "", metric)
-    assert (figure.mean, figure.missed, figure.whole) == (10.5, (2,), False) and found.figure("c", "", metric) is None
+    assert (figure.mean, figure.missed, figure.whole) == (10.5, (2,), False) and found.figure("c", "", metric).n == 0
     assert [found.cell(m, "", metric) for m in "abcd"] == ["reached by 2 of 3", "21 B ± 1 B", "not reached", "–"]
     assert found.cell("a", "", "bytes_to:val_f1:0.7") == "–" and found.look("a", {}, "bytes_to:val_f1:0.7") is None
 
@@ -871,7 +871,7 @@ def test_figures_of_a_result():
     assert value(record, "generate:boolq:acc") == 0.5 and value(record, "generate:boolq:version") is None
     assert value(record, "lm_eval:boolq:acc") is None  # results of different scorers are never mixed
     assert shown(by_seed([0.7, 0.8]), "test_acc") == "75.00 ± 7.07" and shown(by_seed([2048]), "uplink") == "2.0 kB"
-    assert shown(None, "test_acc") == "–" and scale_of("aggregation")[0] == 1000
+    assert shown(Figure(math.nan, None, 0), "test_acc") == "–" and scale_of("aggregation")[0] == 1000
 
 
 RATES = [0.01, 0.1, 1, 10]

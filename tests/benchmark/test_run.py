@@ -423,7 +423,7 @@ def test_a_search_of_one_seed_from_before_still_counts(searched):
     search, cells, _ = searched(space, lambda p: p[RATE] == 0.1, "now", 3)
     spec = {key: value for key, value in search.spec.items() if key != "seeds"}
     search = dataclasses.replace(search, spec=spec)
-    before = digest({**search.content(), "spec": {"space": search.spec["space"], "seeds": None, "objective": None}})
+    before = digest({**search.contents[0], "spec": {"space": search.spec["space"], "seeds": None, "objective": None}})
     store = search.options.store
     found = {**execute(once), **search.identity(), "hash": before, "finished": 1.0}
     del found["seeds"], found["within_noise"]

@@ -414,6 +414,19 @@ def test_a_cell_of_a_method_that_experiments_share_is_in_each(write, tmp_path, m
     }
 
 
+def test_a_method_of_an_experiment_with_all_methods_is_given_to_no_other(write, tmp_path):
+    images = """
+        config: {model: {type: lenet}, data: {type: mnist, splits: [0.8, 0.2, 0.0]}, federate: {client_num: 3}}
+        experiments: {one: {methods: all}, two: {methods: [fedavg]}}
+    """
+    given = options(write(images), results=str(tmp_path / "results"))
+    for job in plan(dataclasses.replace(given, only=("one",), methods=("fedavg", "fedhm"))):
+        record = {**job.identity(), "method": job.method.label, "seed": 0, "rounds": 1, "finished": 1.0, "metrics": {}}
+        given.store.write("cells", record | {"samples": 8, "samples_counted": True})
+    two = load_suite(given.suites[0], "small").experiments["two"]
+    assert find(load_suite(given.suites[0], "small"), two, given, given.store).methods == ["fedavg"]
+
+
 @pytest.mark.parametrize(
     "metric",
     "test_acc val_perplexity test_acc_last5 client_test_loss_worst_decile unseen_test_acc best_round traffic majority "
