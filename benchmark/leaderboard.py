@@ -50,7 +50,7 @@ Place = tuple[ExperimentResults, str]
 def write_leaderboard(results: Mapping[str, ExperimentResults], root: Path) -> list[Path]:
     """Write ``leaderboard.md`` and its picture below ``root``; nothing without results of ``fedlora``."""
     places = [(each, column) for each in results.values() for column in each.columns]
-    shared = [place for place in places if place[0].figure(BASE, place[1], "test_acc")]
+    shared = [place for place in places if place[0].has(BASE, place[1], "test_acc")]
     methods = dict.fromkeys(method for each, _ in shared for method in each.methods)
     entries = [entry for method in methods if (entry := Entry(method, shared)).places]
     if not entries:
@@ -77,7 +77,7 @@ class Entry:
     @cached_property
     def places(self) -> list[Place]:
         """The settings that have results of the method, too."""
-        return [(each, column) for each, column in self.shared if each.figure(self.method, column, "test_acc")]
+        return [(each, column) for each, column in self.shared if each.has(self.method, column, "test_acc")]
 
     def records(self, method: str = "") -> list[list[dict]]:
         """By setting the results of the method, or of another."""

@@ -122,6 +122,11 @@ class ExperimentResults:
             processors=frozenset(r.get("machine", {}).get("processor", "") for r in records),
         )
 
+    def has(self, method: str, column: str, metric: str) -> bool:
+        """Whether a seed has a value."""
+        figure = self.figure(method, column, metric)
+        return figure is not None and figure.n > 0
+
     def _by_seed(self, method: str, column: str, metric: str) -> dict[int, float]:
         """The values of the seeds that have one, of a study those in its ``by_seed``."""
         records = self.records.get((method, column), ())

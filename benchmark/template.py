@@ -209,7 +209,7 @@ def _sent(results: ExperimentResults) -> Table:
     without_head = ("uplink_without_head", "downlink_without_head")
     metrics = (*without_head, "uplink", "downlink", "traffic", "formula", "aggregation", "memory")
     column = results.fullest
-    if column is None or not any(f.n for m in results.methods if (f := results.figure(m, column, "uplink"))):
+    if column is None or not any(results.has(m, column, "uplink") for m in results.methods):
         return []
     rows = [("method", *(title_of(m) for m in metrics))]
     return rows + [(m, *(results.cell(m, column, k) for k in metrics)) for m in results.methods]
