@@ -12,6 +12,7 @@ from fs_lowrank.engines import get_engine
 from fs_lowrank.errors import counted
 from fs_lowrank.jobs.files import write_text
 
+from . import scorers
 from .beside import module_of
 from .execute import permitted
 from .job import Cell, Job, Options, Search
@@ -62,7 +63,8 @@ def _looks(job: Job, options: Options) -> Iterator[tuple[tuple[str, str], list[C
     model = (config.model.type, config.model.task, config.lowrank.weights, config.llm.tok_len)
     yield ("model", repr(model)), [lambda: _check_model(config)]
     for spec in job.experiment.evaluation if isinstance(job, Cell) else ():
-        yield ("evaluation", repr(spec)), [partial(_check_scorer, spec, options)]
+        allowed = permitted(spec, options.unsafe_code)
+        yield ("evaluation", repr(spec)), [partial(scorers.check, allowed, options.data or ".")]
 
 
 def _check_data(config: Config, tested: bool) -> None:
@@ -87,17 +89,6 @@ def _check_model(config: Config) -> None:
         build_tokenizer(config)
     elif config.lowrank.weights:
         read_weights(config.lowrank.weights)
-
-
-def _check_scorer(spec: dict, options: Options) -> None:
-    from . import scorers
-
-    if spec["scorer"] == "humaneval" and not permitted(spec, options.unsafe_code).get("run_unsafe_code"):
-        raise UserError(
-            "HumanEval executes code that the model writes, with your rights; give --unsafe-code to allow it, in a "
-            "container or a virtual machine"
-        )
-    scorers.check(permitted(spec, options.unsafe_code), Path(options.data or "."))
 
 
 def _check_script(module: str) -> None:

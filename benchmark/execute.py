@@ -246,44 +246,47 @@ def _search(search: Search) -> dict:
     goes beyond the end of one key. Then the rate takes a smaller step to both sides of the winner (``last_step``).
     """
     import_all(search.suite.imports)
-    config = within_budget(search)
-    space: dict[str, Any] = dict(search.spec["space"])
+    config, space = within_budget(search), dict(search.spec["space"])
     steps = [_study(search, config, "search", space)]
-    listed = [{key: value} for key, kind in space.items() for value in kind.get("grid", ())]
-    points = math.prod(len(kind.get("grid", ())) for kind in space.values())
+    grids = [kind.get("grid", ()) for kind in space.values()]
     grown: list[dict] = []
-    while listed and len(grown) < search.spec.get("grow", points):
-        winner = _best(steps)
-        made = {"winner": winner, "tried": [entry for step in steps for entry in step["tried"]], "grown": grown}
-        point = next_point({**made, "space": space, "nothing_learned": winner["nothing_learned"]}, config)
+    while any(grids) and len(grown) < search.spec.get("grow", math.prod(map(len, grids))):
+        point = next_point(_found(steps, grown, space), config)
         if point is None:
             break
         grown.append(point)
         one = {key: {"grid": [value]} for key, value in point.items()}
         steps.append(_study(search, config, f"search-{len(steps)}", one, diverges=True))
-    winner = _best(steps)
-    if not winner["nothing_learned"] and (around := search.last_step(winner["point"])):
+    found = _found(steps, grown, space)
+    if not found["nothing_learned"] and (around := search.last_step(found["winner"]["point"])):
         steps.append(_study(search, config, f"search-{len(steps)}", around, diverges=True))
-        winner = _best(steps)
-    trials = Counter[str]()
-    for step in steps:
-        trials.update(step["trials"])
+        found = _found(steps, grown, space)
     return {
         "method": search.method.label,
         "setting": dict(search.setting),
         "engine": search.options.engine,
         "objective": steps[0]["objectives"][0],
-        "winner": {"point": winner["point"], "values": winner["values"]},
-        "nothing_learned": winner["nothing_learned"],
-        "tried": [entry for step in steps for entry in step["tried"]],
+        **found,
         "seeds": search.seeds,
-        "within_noise": _within_noise(steps, winner) if search.seeds > 1 else None,
-        "grown": grown,
+        "within_noise": _within_noise(steps, found["winner"]) if search.seeds > 1 else None,
         "diverged": sum(len(step["failed"]) for step in steps),
         "budget": {key: sum(step["budget"][key] for step in steps) for key in steps[0]["budget"]},
-        "trials": dict(trials),
-        "space": search.spec["space"],
+        "trials": dict(sum((Counter(step["trials"]) for step in steps), Counter())),
         "config": decisive(config),
+    }
+
+
+def _found(steps: Sequence[Mapping], grown: list[dict], space: Mapping) -> dict[str, Any]:
+    """What the studies of a search have found together."""
+    objective = steps[0]["objectives"][0]
+    winners = [winner for step in steps for winner in step["winners"]]
+    best = (max if larger_is_better(objective) else min)(winners, key=lambda winner: winner["values"][objective])
+    return {
+        "winner": {"point": best["point"], "values": best["values"]},
+        "nothing_learned": best["nothing_learned"],
+        "tried": [entry for step in steps for entry in step["tried"]],
+        "grown": grown,
+        "space": space,
     }
 
 
@@ -314,13 +317,6 @@ def _study(search: Search, config: Config, name: str, space: Mapping, diverges: 
         reason = found["failed"][0][1] if found["failed"] else "none was started"
         raise UserError(f"no trial of the search completed: {reason}")
     return found
-
-
-def _best(studies: Sequence[Mapping]) -> dict:
-    """The best winner of several studies with the same objective."""
-    objective = studies[0]["objectives"][0]
-    winners = [winner for study in studies for winner in study["winners"]]
-    return (max if larger_is_better(objective) else min)(winners, key=lambda winner: winner["values"][objective])
 
 
 def _within_noise(studies: Sequence[Mapping], winner: Mapping) -> list[dict]:

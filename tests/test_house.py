@@ -201,8 +201,8 @@ BUDGETS = {
     "fs_lowrank.draw": 664,  # 450
     "fs_lowrank.jobs": 667,  # 300
     "front": 2775,  # 2,100
-    "hpo": 1157,  # 950
-    "benchmark": 4154,  # 2,550, and the leaderboard
+    "hpo": 1142,  # 950
+    "benchmark": 3927,  # 2,550, and the leaderboard
     "studies": 2100,  # 2,100
 }
 #: rooms with one budget, by their names here

@@ -59,8 +59,8 @@ def check(options: Options, root: Path) -> None:
     """
     if not options.run_unsafe_code:
         raise UserError(
-            "HumanEval runs the code that the model writes, with your rights; set run_unsafe_code: true to allow it, "
-            "in a container or a virtual machine"
+            "HumanEval runs the code that the model writes, with your rights; give --unsafe-code, or in Python "
+            "run_unsafe_code: true, to allow it, in a container or a virtual machine"
         )
     if max(options.k) > max(options.samples, 1):
         raise UserError(f"evaluation.k = {options.k}: pass@{max(options.k)} needs as many samples; give samples: N")

@@ -356,7 +356,7 @@ def test_a_group_with_a_missing_task_is_an_error(tiny, root, no_hub, tmp_path, m
         ({"scorer": "lm_eval", "tasks": ["piqa"], "num_fewshot": 2}, "piqa with num_fewshot 2 needs examples"),
         ({"scorer": "lm_eval", "tasks": ["humaneval"]}, "runs generated code; for HumanEval"),
         ({"scorer": "lm_eval", "tasks": ["rte"]}, "no local copy of it is known, and no hub"),
-        ({"scorer": "humaneval"}, "set run_unsafe_code: true"),
+        ({"scorer": "humaneval"}, "run_unsafe_code: true, to allow it"),
         ({"scorer": "humaneval", "run_unsafe_code": "yes"}, "run_unsafe_code = 'yes': expected True or False"),
         ({"scorer": "humaneval", "run_unsafe_code": True}, "there is no .*HumanEval.jsonl.gz"),
     ],

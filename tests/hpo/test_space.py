@@ -15,8 +15,8 @@ from hpo.space import at_an_end, load_space, space_from
 def test_the_shipped_spaces_are_valid_and_have_the_values_of_the_papers():
     folder = Path(hpo.__file__).parent / "spaces"
     spaces = {p.stem: load_space(p) for p in folder.glob("*.yaml")}
-    assert spaces["rolora_lr"].parameters[0].values == (5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1)
-    assert spaces["fedloru"].parameters[0].values == (0.3, 0.2, 0.1, 0.05, 0.01)
+    assert spaces["rolora_lr"].parameters[0].values == [5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1]
+    assert spaces["fedloru"].parameters[0].values == [0.3, 0.2, 0.1, 0.05, 0.01]
     assert load_space("rolora_lr").to_dict() == spaces["rolora_lr"].to_dict()
 
 
