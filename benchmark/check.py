@@ -29,12 +29,11 @@ def check(jobs: Sequence[Job], options: Options) -> None:
     problems: dict[str, None] = {}
     seen: set[tuple[str, str]] = set()
     for job in jobs:
-        for key, looks in _looks(job, options):
+        for key, look in _looks(job, options):
             if key not in seen:
                 seen.add(key)
                 try:
-                    for look in looks:  # each needs what the one before has seen
-                        look()
+                    look()
                 except UserError as error:
                     problems[f"{job.suite.name}: {job.experiment.name}: {error}"] = None
     for folder in (options.results, options.work):
@@ -50,32 +49,33 @@ def check(jobs: Sequence[Job], options: Options) -> None:
         )
 
 
-def _looks(job: Job, options: Options) -> Iterator[tuple[tuple[str, str], list[Callable[[], object]]]]:
+def _looks(job: Job, options: Options) -> Iterator[tuple[tuple[str, str], Callable[[], object]]]:
     """The checks for a job, with a key; checks with the same key are the same."""
     if not isinstance(job, Cell | Search):
-        yield ("script", job.experiment.script), [lambda: _check_script(job.experiment.script)]
+        yield ("script", job.experiment.script), lambda: _check_script(job.experiment.script)
         return
     config, made = job.config, job.experiment.training_file
-    yield ("engine", options.engine), [lambda: get_engine(options.engine)]  # an import may fail
+    yield ("engine", options.engine), lambda: get_engine(options.engine)  # an import may fail
     tested = isinstance(job, Cell) and job.experiment.test == "once" and not config.data.splits[2]
     data = (made, config.data.type, config.data.root, config.data.args, tested)
-    yield ("data", repr(data)), [lambda: make_training_file(job), lambda: _check_data(config, tested)]
+    yield ("data", repr(data)), lambda: _check_data(job, tested)
     model = (config.model.type, config.model.task, config.lowrank.weights, config.llm.tok_len)
-    yield ("model", repr(model)), [lambda: _check_model(config)]
+    yield ("model", repr(model)), lambda: _check_model(config)
     for spec in job.experiment.evaluation if isinstance(job, Cell) else ():
         allowed = permitted(spec, options.unsafe_code)
-        yield ("evaluation", repr(spec)), [partial(scorers.check, allowed, options.data or ".")]
+        yield ("evaluation", repr(spec)), partial(scorers.check, allowed, options.data or ".")
 
 
-def _check_data(config: Config, tested: bool) -> None:
+def _check_data(job: Cell | Search, tested: bool) -> None:
     """Check that the data are there, and have a test set if the job uses one: it is scored after the last round."""
     from fs_lowrank.data import load_raw
 
-    raw = load_raw(config.data, task=config.model.task)
-    if tested and raw.test is None:
+    make_training_file(job)
+    data = job.config.data
+    if load_raw(data, task=job.config.model.task).test is None and tested:
         raise UserError(
-            f"data.splits = {list(config.data.splits)}: {config.data.type} has no test set of its own; "
-            "give the last one a share, or say test: none"
+            f"data.splits = {list(data.splits)}: {data.type} has no test set of its own; give the last one a share, or "
+            "say test: none"
         )
 
 
@@ -92,19 +92,9 @@ def _check_model(config: Config) -> None:
 
 
 def _check_script(module: str) -> None:
-    from importlib.util import find_spec
-
     from fs_lowrank.data.fetch import resolve
 
     module = module_of(module)
-    try:
-        found = find_spec(module)
-    except ImportError:
-        found = None
-    if found is None:
-        raise UserError(
-            f"script: there is no module {module!r}; a module of studies is in a clone of the repository only"
-        )
     import_all((module,))
     needs = getattr(sys.modules[module], "NEEDS", ())
     if missing := [name for name in needs if resolve(name) is None]:

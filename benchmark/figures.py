@@ -125,7 +125,8 @@ def _along(results: ExperimentResults, name: str, title: str, columns: Mapping[s
 
 def _hollow(points: Sequence[tuple[float, float]], index: int) -> list[Line]:
     """Points of the method with this number that are not of whole seeds, over its line."""
-    return [Line("", *zip(*points), colour=index, style="", hollow=True, means=_NOT_WHOLE)] if points else []
+    x, y = ([point[i] for point in points] for i in (0, 1))
+    return [Line("", x, y, colour=index, style="", hollow=True, means=_NOT_WHOLE)] if points else []
 
 
 def _majority(results: ExperimentResults) -> float | None:

@@ -48,12 +48,10 @@ class Store:
             record = read_json(path, missing=None, remedy="")
             if record is None:
                 return None
-            if "hash" not in record:
-                raise ValueError("it holds no result")
             if record.pop("sha256", "") != digest(record):
                 raise ValueError("its checksum does not match; it was cut short or changed by hand")
-            if record["hash"] != key:
-                raise ValueError(f"it is the result of {record['hash']}")
+            if record.get("hash") != key:
+                raise ValueError(f"it is the result of {record.get('hash', 'nothing')}")
             check_schema(record, path)
             record.pop("schema", None)
         except NewerSchema:  # an intact file: if it counted as missing, it would be overwritten
