@@ -88,37 +88,29 @@ def find(root: Path, dataset_path: str, dataset_name: str | None) -> tuple[dict,
     Raises:
         UserError: a file is damaged.
     """
-    key = (dataset_path, dataset_name)
-    if key in _COMMONSENSE:
-        task, scored, convert = _COMMONSENSE[key]
-        return _commonsense(root, task, scored, convert)
-    if dataset_path in MMLU and dataset_name:
-        return _mmlu(root, dataset_name)
-    return None
-
-
-def expected(root: Path, dataset_path: str, dataset_name: str | None) -> str:
-    """A description of the file that ``find`` needs; empty for an unknown data set."""
+    file = expected(root, dataset_path, dataset_name)
+    if file is None or not file.is_file():
+        return None
     if (dataset_path, dataset_name) in _COMMONSENSE:
-        return f"{commonsense.path(root, _COMMONSENSE[dataset_path, dataset_name][0], 'test')}"
-    if dataset_path in MMLU and dataset_name:
-        return f"{root / 'mmlu' / 'test' / f'{dataset_name}_test.csv'}"
-    return ""
+        return _commonsense(root, *_COMMONSENSE[dataset_path, dataset_name])
+    return _mmlu(root, file, str(dataset_name))
+
+
+def expected(root: Path, dataset_path: str, dataset_name: str | None) -> Path | None:
+    """The file that ``find`` needs; None for an unknown data set."""
+    if (dataset_path, dataset_name) in _COMMONSENSE:
+        return commonsense.path(root, _COMMONSENSE[dataset_path, dataset_name][0], "test")
+    return root / "mmlu" / "test" / f"{dataset_name}_test.csv" if dataset_path in MMLU and dataset_name else None
 
 
 def _commonsense(root, task, scored, convert):
-    if not commonsense.path(root, task, "test").is_file():
-        return None
     rows = {scored: [convert(q) for q in commonsense.questions(root, task, "test")], "train": []}
     if commonsense.path(root, task, "train").is_file():
         rows["train"] = [convert(q) for q in commonsense.questions(root, task, "train")]
     return _datasets(rows, scored), f"commonsense/{task}, instruction form"
 
 
-def _mmlu(root: Path, subject: str):
-    test = root / "mmlu" / "test" / f"{subject}_test.csv"
-    if not test.is_file():
-        return None
+def _mmlu(root: Path, test: Path, subject: str):
     dev = root / "mmlu" / "dev" / f"{subject}_dev.csv"
     rows = {"test": _mmlu_rows(test, subject), "dev": _mmlu_rows(dev, subject) if dev.is_file() else []}
     return _datasets(rows, "test"), f"mmlu/test/{test.name}"
