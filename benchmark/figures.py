@@ -125,8 +125,10 @@ def _along(results: ExperimentResults, name: str, title: str, columns: Mapping[s
 
 def _hollow(points: Sequence[tuple[float, float]], index: int) -> list[Line]:
     """Points of the method with this number that are not of whole seeds, over its line."""
-    x, y = ([point[i] for point in points] for i in (0, 1))
-    return [Line("", x, y, colour=index, style="", hollow=True, means=_NOT_WHOLE)] if points else []
+    if not points:
+        return []
+    x, y = zip(*points)
+    return [Line("", x, y, colour=index, style="", hollow=True, means=_NOT_WHOLE)]
 
 
 def _majority(results: ExperimentResults) -> float | None:
