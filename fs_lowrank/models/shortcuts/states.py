@@ -7,7 +7,6 @@ libraries. So a run gives the same numbers whether an earlier one has kept them 
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 import zlib
@@ -19,10 +18,9 @@ import torch
 from torch import Tensor
 
 from ...data.fetch import home
+from ...errors import say_once
 from ...jobs.locks import exclusive
 from .entries import read_entry, write_entry
-
-logger = logging.getLogger("fs_lowrank")
 
 #: seconds after which a file that is being written has been left by a process that was killed
 _ABANDONED = 3600.0
@@ -43,8 +41,6 @@ class SharedStates:
 
     def __init__(self, folder: Path, limit: float):
         self.folder, self.limit = folder, limit
-        #: after an error of the disk nothing more is written; the states are computed as without the folder
-        self.usable = limit > 0
 
     def entries(self) -> list[Path]:
         """The files, the least recently used first."""
@@ -60,15 +56,13 @@ class SharedStates:
         Args:
             compute: gives the states.
         """
-        if not self.usable:
-            return compute()
         if (found := self._read(key)) is not None:
             return found
         with ExitStack() as held:
             try:
                 held.enter_context(exclusive(self.folder / "locks" / f"{key[:2]}.lock"))
             except OSError as error:
-                self._stop(error)
+                self._say_unusable(error)
                 return compute()
             if (found := self._read(key)) is not None:  # another process may have written it meanwhile
                 return found
@@ -76,19 +70,15 @@ class SharedStates:
             try:
                 self._write(key, states)
             except OSError as error:
-                self._stop(error)
+                self._say_unusable(error)
             written = self._read(key)
             return states if written is None else written
 
-    def _stop(self, error: OSError) -> None:
-        if self.usable:
-            logger.warning(
-                "%s cannot be used (%s): the states of frozen layers are not kept for other runs; make room there, or "
-                "set train.cache_frozen_shared 0",
-                self.folder,
-                error,
-            )
-        self.usable = False
+    def _say_unusable(self, error: OSError) -> None:
+        say_once(
+            f"{self.folder} cannot be used ({error.strerror or error}): the states of frozen layers are not kept for "
+            "other runs; make room there, or set train.cache_frozen_shared 0"
+        )
 
     def _read(self, key: str) -> Tensor | None:
         path = self.folder / f"{key}.safetensors"
