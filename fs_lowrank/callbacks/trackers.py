@@ -20,8 +20,8 @@ from ..rounds.keeper import Callback, RecordKeeper
 
 logger = logging.getLogger("fs_lowrank")
 
-#: seconds that a tracker may take for a round's record, since it may have to ask a server; and until this is said
-LIMIT, PATIENCE = 60.0, 5.0
+#: seconds that a tracker may take for a round's record, since it may have to ask a server
+LIMIT = 60.0
 #: what has a number for each client, which a page of curves does not show
 _BY_CLIENT = ("selected", "clients", "failed", "robust", "reused")
 
@@ -55,7 +55,6 @@ class _Own:
     """
 
     def __init__(self, name: str):
-        self.name = name
         self._asked: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name=f"tracker {name}", daemon=True).start()
 
@@ -76,13 +75,7 @@ class _Own:
         future: Future[Any] = Future()
         self._asked.put((future, work))
         try:
-            return future.result(PATIENCE)
-        except TimeoutError:
-            if future.done():
-                raise
-            logger.info("waiting for %s, for at most %g s", self.name, LIMIT)
-        try:
-            return future.result(LIMIT - PATIENCE)
+            return future.result(LIMIT)
         except TimeoutError as error:
             if future.done():
                 raise
