@@ -6,28 +6,26 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from .baselines import row_config, run_row, split_names
-from .callbacks import Callback
 from .config import Config, load_config, load_for
-from .draw.runs import plot_curves, setting_of
 from .engines import get_engine
 from .engines.kept import start_method_kept
 from .errors import RunFailed, UserError
 from .jobs.files import replacing, to_json
 from .jobs.kept import keeping
+from .jobs.pool import import_ahead
 from .jobs.shell import names
 from .jobs.tables import write_tables
 from .methods import requirements
-from .models.given import holding
 from .runs.folder import check_outdir, holds_run, outdir_of, remove_run
-from .runs.given import with_data, with_model
 from .runs.progress import shown
-from .runs.result import RunResult
-from .runs.tables import client_lines, result_lines
 from .seeds import generators_kept
 from .versions import SCHEMA
+
+if TYPE_CHECKING:  # they take seconds, as what ``run`` and ``compare`` import does
+    from .callbacks import Callback
+    from .runs.result import RunResult
 
 Resume = bool | Literal["auto", "overwrite"]
 
@@ -73,6 +71,12 @@ def run(
     _check_config(config)
     resume, overwrite = _how(resume, overwrite)
     config = config if isinstance(config, Config) else load_config(config)
+    if config.federate.process_num > 1 and engine == "local":
+        import_ahead("fs_lowrank.engines.pool")  # while this process does
+    from .callbacks import Callback
+    from .models.given import holding
+    from .runs.given import with_data, with_model
+
     module, folder = get_engine(engine), outdir_of(config)
     if not isinstance(callbacks, Sequence) or not all(isinstance(callback, Callback) for callback in callbacks):
         raise UserError(f"callbacks = {callbacks!r}: expected a list of objects derived from fs_lowrank.Callback")
@@ -150,6 +154,9 @@ def compare(
         UserError: an unknown method, or an override that none of the methods has (raised before anything runs); and
             the errors of ``run``. RunFailed: the comparison cannot be written.
     """
+    from .baselines import row_config, run_row, split_names
+    from .runs.given import with_data
+
     _check_config(config)
     get_engine(engine)  # before anything is announced or written
     resume, overwrite = _how(resume, overwrite)
@@ -161,7 +168,9 @@ def compare(
         for name in () if resume or overwrite else (*keys_of, *rows):
             check_outdir(config.replace({"outdir": str(outdir / name), "expname": ""}), False)
         config = with_data(config, data, bool(resume))
-    configs = _configs_of(config, keys_of, rows, outdir)
+    configs = _configs_of(config, keys_of, outdir)
+    of_schedule = configs.get("fedloru", config)  # with its own tau
+    configs |= {name: row_config(name, of_schedule if name == "relora" else config, outdir / name) for name in rows}
     results = {}
     with keeping():  # the model and the data are loaded once
         for name in keys_of:
@@ -192,10 +201,8 @@ def compare(
     return results
 
 
-def _configs_of(
-    config: Config, keys_of: Mapping[str, Mapping[str, Any]], rows: Sequence[str], outdir: Path
-) -> dict[str, Config]:
-    """The configuration of each method, with its own ``keys_of``, and of each row, each with a folder of its own."""
+def _configs_of(config: Config, keys_of: Mapping[str, Mapping[str, Any]], outdir: Path) -> dict[str, Config]:
+    """The configuration of each method, with its own ``keys_of`` and a folder of its own."""
     configs = {
         name: config.replace({**keys, "federate.method": name, "outdir": str(outdir / name), "expname": ""})
         for name, keys in keys_of.items()
@@ -205,18 +212,17 @@ def _configs_of(
         place = {"lowrank.reuse_clients": str(outdir / "clients")}
         idle = {n: requirements(c.federate.method, c.lowrank.params).idle for n, c in configs.items()}
         configs = {n: c if "lowrank.reuse_clients" in idle[n] else c.replace(place) for n, c in configs.items()}
-    of_schedule = configs.get("fedloru", config)  # with its own tau
-    return configs | {
-        name: row_config(name, of_schedule if name == "relora" else config, outdir / name) for name in rows
-    }
+    return configs
 
 
 def _write_comparison(
     config: Config, configs: Mapping[str, Config], results: Mapping[str, RunResult], outdir: Path
 ) -> Path:
     """Write the curves, the tables and ``comparison.json``, and return where the curves are."""
+    from .draw.runs import plot_curves, setting_of
     from .runs.environment import versions
     from .runs.summary import per_client_and_round, seconds
+    from .runs.tables import client_lines, result_lines
 
     first = next(iter(results.values()))
     majority = first.facts["majority"]

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 import fs_lowrank
-import fs_lowrank.api as api
+import fs_lowrank.draw.runs as curves
 from fs_lowrank import UserError, load_config, register_method
 from fs_lowrank.errors import RunFailed
 from fs_lowrank.methods import Method, get_method_class, registry
@@ -215,7 +215,7 @@ def test_a_disk_that_is_full_at_the_end(path, runs, monkeypatch, where):
     def full(*args, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(*((api, where) if where == "plot_curves" else (Path, where)), full)
+    monkeypatch.setattr(*((curves, where) if where == "plot_curves" else (Path, where)), full)
     with pytest.raises(RunFailed, match="No space left on device"):
         fs_lowrank.compare(path, ["rolora"])
 

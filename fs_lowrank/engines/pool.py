@@ -39,7 +39,6 @@ from ..rounds.trainer import Trainer
 from ..rounds.transport import Transport
 from ..runs.folder import outdir_of
 from ..settings import Settings
-from ..spin import bound_spin
 from ..training.evaluate import BatchScore, batch_scores, mean_scores
 from ..training.metrics import of_outputs
 
@@ -88,7 +87,6 @@ class Processes(Transport):
         self.site: Site | None = None
         folder = outdir_of(config)
         folder.mkdir(parents=True, exist_ok=True)
-        bound_spin()
         self.pool = Pool(
             count,
             self._prepare,

@@ -21,6 +21,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RunFailed, own_place
+from ..spin import bound_spin
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -86,7 +88,7 @@ class Pool:
     ):
         self.prepare, self.name, self.log, self.variables = prepare, name, log, variables
         self.restarts, self.say = restarts, say
-        self.context = _context((*imports, *LIBRARIES))
+        self.context = import_ahead(*imports)
         self.executors: dict[int, ProcessPoolExecutor] = {}
         self.processes: dict[int, BaseProcess] = {}
         self.prepared = [work for rank in range(count) for work in self._start(rank)]
@@ -159,12 +161,21 @@ def _kill_family(process: BaseProcess) -> None:
         process.kill()
 
 
-def _context(imports: Sequence[str]) -> BaseContext:
-    """How processes start: forked from one that has imported ``imports``, or each by itself where that cannot be."""
+def import_ahead(*imports: str) -> BaseContext:
+    """Begin to import ``imports`` and ``LIBRARIES`` in the process from which all others are forked, and do not wait.
+
+    A second call changes nothing. Where nothing can be forked, each process will import them by itself.
+
+    Returns:
+        How processes start.
+    """
     if _imports_ask_cuda():
         return multiprocessing.get_context("spawn")
+    bound_spin()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(imports))
+    context.set_forkserver_preload([*imports, *LIBRARIES])
+    with _starting():
+        forkserver.ensure_running()
     return context
 
 

@@ -164,7 +164,7 @@ def test_nothing_is_forked_from_what_has_asked_cuda(monkeypatch, installed, gpus
     """PEFT imports bitsandbytes where it is installed, and that asks for GPUs."""
     monkeypatch.setattr(pools, "find_spec", lambda name: object() if installed else None)
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    assert pools._context([]).get_start_method() == how
+    assert pools.import_ahead().get_start_method() == how
 
 
 @pytest.mark.more
