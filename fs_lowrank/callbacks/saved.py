@@ -14,7 +14,7 @@ from ..models.adapters import adapter_name
 from ..models.names import tags
 from ..models.saved import save_adapter
 from ..rounds.keeper import Callback, RecordKeeper
-from ..runs.card import example, model_card
+from ..runs.card import model_card
 from ..runs.result import RunResult, sort_configs
 
 
@@ -48,9 +48,8 @@ def save_trained(
     if result.base_changed or run.config.lowrank.save_merged:
         saving["model"] = result.save_model
     folder = run.outdir / place
-    facts = {**result.facts, "example": example(run.site.model, run.site.tokenizer, run.config)}
     for kind, save in saving.items():
-        card = model_card(run.config, facts, figures, kind, best, round)
+        card = model_card(run.config, result.facts, figures, kind, best, round)
         with replaced(folder / kind) as aside:
             aside.mkdir()
             save(aside)

@@ -13,6 +13,7 @@ import math
 import os
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -105,7 +106,7 @@ class Processes(Transport):
         assert self.site is not None
         site = self.site
         tensors = {**site.method.view(self.ledger.state), **site.personal.untrained, **site.changed_base()}
-        return _do, "stand", Parcel(tensors, round=self.ledger.stood).to_bytes()
+        return _do, "stand", self.ledger.stood, packed(tensors)
 
     def begin(self, site: Site, ledger: Ledger, resumed: bool) -> None:
         """See ``Transport``.
@@ -120,7 +121,7 @@ class Processes(Transport):
         self._everywhere(*self._stand())
 
     def follow(self, message: Mapping[str, Tensor], round: int) -> None:
-        self._everywhere(_do, "follow", Parcel(message, round=round).to_bytes())
+        self._everywhere(_do, "follow", round, packed(message))
 
     def _everywhere(self, *call: Any) -> None:
         for work in [self.pool.submit(rank, *call) for rank in range(self.count)]:
@@ -133,44 +134,47 @@ class Processes(Transport):
         yield from ((order, Parcel({})) for order in asked.values() if order.purpose == "follow")
         round = max(order.round for order in asked.values())
         cohorts = self.trainer.cohorts([order.task for order in asked.values() if order.purpose == "train"])
-        parcels = (_parcel(site, {task.client: task.view for task in cohort}, round=round) for cohort in cohorts)
+        calls = (("train", round, [self._client(task.client, task.view) for task in cohort]) for cohort in cohorts)
         ranks = spread([cohort[0].client // self.trainer.cohort for cohort in cohorts], self.count)
-        for cohort, answer in zip(cohorts, self._done("train", ranks, parcels)):
-            groups = divided(answer, site.device)
-            for client, facts in zip((task.client for task in cohort), answer.facts["clients"]):
-                update, personal = groups.get(f"view of {client}", {}), groups.get(f"personal of {client}", {})
+        for cohort, answers in zip(cohorts, self._done(ranks, calls)):
+            for client, (facts, update, personal) in zip((task.client for task in cohort), answers):
                 if "error" not in facts:
-                    site.personal.keep(client, round, personal)  # undone if the update does not count
-                yield asked[client], Parcel(self.codec.encode(update), **facts, round=round, followed=True)
+                    site.personal.keep(client, round, unpacked(personal, site.device))  # undone if it does not count
+                tensors = self.codec.encode(unpacked(update, site.device))
+                yield asked[client], Parcel(tensors, **facts, round=round, followed=True)
+
+    def _client(self, client: int, view: Mapping[str, Tensor]) -> tuple[int, bytes]:
+        """A client, and the tensors of its model beside the base: the shared ones of ``view`` and its own."""
+        assert self.site is not None
+        return client, packed({**view, **self.site.personal.of(client)})
 
     def evaluate(self, evaluator: Evaluator, state: State) -> dict[str, dict[str, Any]]:
         """As ``Evaluator.evaluate``, each split in as many parts as there are processes."""
         assert self.site is not None
         site, count, splits = self.site, self.count, evaluator.splits()
-        held_out = [split for split in site.held_out() if split in splits]
+        held_out = [(split, part) for split in site.held_out() if split in splits for part in range(count)]
         sizes = {client: len(examples) for client, examples in site.tested()} if CLIENTS in splits else {}
-        of: list[str | int] = [split for split in held_out for _ in range(count)] + list(sizes)
-        parts = [Parcel({}, split=split, part=part, parts=count) for split in held_out for part in range(count)]
-        ranks = [part.facts["part"] for part in parts] + [client % count for client in sizes]
-        parcels = chain(parts, (_parcel(site, {client: site.method.view(state, client)}) for client in sizes))
-        scores: dict[str | int, list[BatchScore]] = {key: [] for key in of}
-        for key, answer in zip(of, self._done("score", ranks, parcels)):
-            scores[key] += map(tuple, answer.facts["scores"])
+        ranks = [part for _, part in held_out] + [client % count for client in sizes]
+        parts = (("score_part", split, part, count) for split, part in held_out)
+        clients = (("score_client", *self._client(client, site.method.view(state, client))) for client in sizes)
+        scores: dict[str | int, list[BatchScore]] = {}
+        for key, found in zip([*(split for split, _ in held_out), *sizes], self._done(ranks, chain(parts, clients))):
+            scores.setdefault(key, []).extend(found)
         metrics: dict[str, dict[str, Any]]
-        metrics = {split: mean_scores(scores[split], self.config.metrics) for split in held_out}
+        metrics = {split: mean_scores(scores[split], self.config.metrics) for split, part in held_out if not part}
         if sizes:
             metrics[CLIENTS] = evaluator.combined({client: mean_scores(scores[client]) for client in sizes}, sizes)
         return metrics
 
-    def _done(self, kind: str, ranks: Sequence[int], parcels: Iterable[Parcel]) -> Iterator[Parcel]:
-        """What the processes ``ranks`` answer to ``parcels``, in their order; a few are given out ahead."""
+    def _done(self, ranks: Sequence[int], calls: Iterable[Call]) -> Iterator[Any]:
+        """What the processes ``ranks`` answer to ``calls``, in their order; a few are given out ahead."""
         waiting: deque[Work] = deque()
-        for rank, parcel in zip(ranks, parcels):
-            waiting.append(self.pool.submit(rank, _do, kind, parcel.to_bytes()))
+        for rank, call in zip(ranks, calls):
+            waiting.append(self.pool.submit(rank, _do, *call))
             if len(waiting) > AHEAD * self.count:
-                yield Parcel.of(self.pool.result(waiting.popleft()))
+                yield self.pool.result(waiting.popleft())
         while waiting:
-            yield Parcel.of(self.pool.result(waiting.popleft()))
+            yield self.pool.result(waiting.popleft())
 
     def end(self, error: BaseException | None = None) -> None:
         """End all processes, whatever they do."""
@@ -191,27 +195,14 @@ def spread(homes: Sequence[int], count: int) -> list[int]:
     return ranks
 
 
-def _parcel(site: Site, views: Mapping[int, Mapping[str, Tensor]], /, **facts: Any) -> Parcel:
-    """The tensors of the models of some clients beside the base, by client the shared ones; the fact ``clients``."""
-    groups = {}
-    for client, view in views.items():
-        groups[f"view of {client}"] = view
-        groups[f"personal of {client}"] = site.personal.of(client)
-    return Parcel(joined(groups), clients=list(views), **facts)
+def packed(tensors: Mapping[str, Tensor]) -> bytes:
+    """``tensors`` as they go to another process."""
+    return Parcel(tensors).to_bytes()
 
 
-def joined(groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """All tensors of ``groups``, under ``GROUP/NAME``."""
-    return {f"{group}/{n}": t for group, tensors in groups.items() for n, t in tensors.items()}
-
-
-def divided(parcel: Parcel, device: torch.device | str = "cpu") -> dict[str, dict[str, Tensor]]:
-    """The groups of which ``joined`` made the parcel's tensors; a group without tensors is missing."""
-    groups: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in parcel.tensors.items():
-        group, _, rest = name.partition("/")
-        groups.setdefault(group, {})[rest] = tensor.to(device)
-    return groups
+def unpacked(data: bytes, device: torch.device) -> Mapping[str, Tensor]:
+    """What ``packed`` was given, on ``device``."""
+    return on_device(Parcel.of(data).tensors, device)
 
 
 # -- in a process --------------------------------------------------------------------------------------
@@ -224,52 +215,58 @@ class _Clients:
         self.site, self.trainer = site, Trainer(site)
         self.round, self.standing = 0, copied(site.model, site.method.shared)
 
-    def stand(self, item: Parcel) -> Parcel:
-        load_tensors(self.site.model, on_device(item.tensors, self.site.device))
-        self.round, self.standing = item.facts["round"], copied(self.site.model, self.site.method.shared)
-        return Parcel({})
+    def stand(self, round: int, data: bytes) -> None:
+        load_tensors(self.site.model, unpacked(data, self.site.device))
+        self.round, self.standing = round, copied(self.site.model, self.site.method.shared)
 
-    def follow(self, item: Parcel) -> Parcel:
-        site, round = self.site, item.facts["round"]
+    def follow(self, round: int, data: bytes) -> None:
         if round == self.round:  # this process has been started after the end of the round
-            return Parcel({})
+            return
+        site = self.site
         self._load_global()
         with torch.no_grad():
-            site.method.apply(site.model, on_device(item.tensors, site.device), round)
+            site.method.apply(site.model, unpacked(data, site.device), round)
         self.round, self.standing = round, copied(site.model, site.method.shared)
-        return Parcel({})
 
     def _load_global(self) -> None:
         load_tensors(self.site.model, {**self.standing, **self.site.personal.untrained})
 
-    def _load(self, groups: Mapping[str, Mapping[str, Tensor]], client: int) -> None:
-        for of in ("view of", "personal of"):
-            load_tensors(self.site.model, groups.get(f"{of} {client}", {}))
-
-    def train(self, item: Parcel) -> Parcel:
-        site, given = self.site, divided(item, self.site.device)
-        groups: dict[str, Mapping[str, Tensor]] = {}
-        answers: list[dict[str, Any]] = []
-        tasks = [site.task(client, item.facts["round"]) for client in item.facts["clients"]]
-        for task, fitted in self.trainer.fit_all(tasks, lambda task: self._load(given, task.client)):
-            client = task.client
+    def train(self, round: int, clients: Sequence[tuple[int, bytes]]) -> list[tuple[dict[str, Any], bytes, bytes]]:
+        """Of each client the facts of its answer, its update, and its personal tensors."""
+        site, given = self.site, dict(clients)
+        answers: list[tuple[dict[str, Any], bytes, bytes]] = []
+        tasks = [site.task(client, round) for client in given]
+        load = partial(load_tensors, site.model)
+        for _, fitted in self.trainer.fit_all(tasks, lambda task: load(unpacked(given[task.client], site.device))):
             if isinstance(fitted, Exception):
-                answers.append({"error": described(fitted)})
+                answers.append(({"error": described(fitted)}, packed({}), packed({})))
                 continue
-            update = fitted.update
-            groups[f"view of {client}"] = {n: t.clone() for n, t in update.tensors.items()}
-            if site.personal.untrained:
-                groups[f"personal of {client}"] = copied(site.model, site.method.personal)
-            answers.append({"samples": update.num_samples, "spent": fitted.spent, "loss": fitted.result.loss})
-        return Parcel(joined(groups), clients=answers)
+            personal = copied(site.model, site.method.personal) if site.personal.untrained else {}
+            facts = {"samples": fitted.update.num_samples, "spent": fitted.spent, "loss": fitted.result.loss}
+            answers.append((facts, packed(fitted.update.tensors), packed(personal)))
+        return answers
 
-    def score(self, item: Parcel) -> Parcel:
-        if "clients" in item.facts:
-            (client,) = item.facts["clients"]
-            self._load(divided(item, self.site.device), client)
-        else:
-            self._load_global()
-        return Parcel({}, scores=scores_of(self.site, item.facts))
+    def score_client(self, client: int, data: bytes) -> list[BatchScore]:
+        """The scores of a client's model on its test data."""
+        load_tensors(self.site.model, unpacked(data, self.site.device))
+        examples = self.site.data.client_tests[client - 1]
+        assert examples is not None
+        return self._scores(examples, f"client {client} test")
+
+    def score_part(self, split: str, part: int, parts: int) -> list[BatchScore]:
+        """The scores of the global model on part number ``part`` of ``parts`` of a split."""
+        self._load_global()
+        site, owner = self.site, f"{split} {part + 1} of {parts}"  # a part of a file's name, too
+        examples = part_of(site.held_out()[split], part, parts, site.config.eval_batch_size)
+        if site.prefix is not None:
+            site.prefix.budget[owner] = site.prefix.budget.get(split, False)
+        return self._scores(examples, owner, outputs=bool(of_outputs(site.config.metrics))) if len(examples) else []
+
+    def _scores(self, examples: Examples | ImageExamples, owner: str, outputs: bool = False) -> list[BatchScore]:
+        site, size = self.site, self.site.config.eval_batch_size
+        return batch_scores(
+            site.model, examples, size, outputs=outputs, owner=owner, prefix=site.prefix, reads=site.reads
+        )
 
 
 _here: _Clients
@@ -282,32 +279,9 @@ def _load(config: dict[str, Any], rank: int, threads: int) -> None:
     _here = _Clients(Site(on_a_gpu(load_config(config), rank), serves=False))
 
 
-def _do(kind: str, data: bytes) -> bytes:
-    """Do what a parcel asks for; the answer."""
-    answer: Parcel = getattr(_here, kind)(Parcel.of(data))
-    return answer.to_bytes()
-
-
-def scores_of(site: Site, facts: Mapping[str, Any]) -> list[BatchScore]:
-    """The scores of the model of ``site``, as it is, on what ``facts`` name: a client's test data (``clients``), or a
-    part of a split (``split``, ``part``, ``parts``)."""
-    config = site.config
-    size = config.eval_batch_size
-    examples: Examples | ImageExamples | None
-    if "clients" in facts:
-        (client,) = facts["clients"]
-        owner = f"client {client} test"
-        examples = site.data.client_tests[client - 1]
-    else:
-        owner = f"{facts['split']} {facts['part'] + 1} of {facts['parts']}"  # a part of a file's name, too
-        examples = part_of(site.held_out()[facts["split"]], facts["part"], facts["parts"], size)
-        if site.prefix is not None:
-            site.prefix.budget[owner] = site.prefix.budget.get(facts["split"], False)
-    assert examples is not None
-    if not len(examples):
-        return []
-    outputs = bool(of_outputs(config.metrics)) and "clients" not in facts
-    return batch_scores(site.model, examples, size, outputs=outputs, owner=owner, prefix=site.prefix, reads=site.reads)
+def _do(kind: str, *given: Any) -> Any:
+    """Do one of the things that ``_Clients`` does."""
+    return getattr(_here, kind)(*given)
 
 
 def part_of(examples: Examples | ImageExamples, part: int, parts: int, size: int) -> Examples | ImageExamples:

@@ -29,8 +29,6 @@ from .tables import output_of
 
 #: exit codes: success; a valid command could not continue; wrong use; Ctrl-C
 OK, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
-#: the longest line of a message, in characters; paths have at most 4,096
-LONGEST_LINE = 10_000
 
 
 class Parser(argparse.ArgumentParser):
@@ -150,20 +148,12 @@ def message_of(error: Exception, folder: Path | None = None) -> str:
         folder: where to write; None, or one that cannot be written to: the folder for temporary files.
     """
     if isinstance(error, (UserError, OSError)):
-        return "\n".join(map(_shortened, str(error).split("\n")))
+        return str(error)
     place = write_traceback(error, getattr(error, "run_folder", folder)) or "that --debug shows"
     shown = place if isinstance(place, str) else f"in {place}"
     if own := own_place(error):
         return f"{in_one_line(error)} (in {own}, which is not of fs-lowrank; the traceback is {shown})"
     return f"{in_one_line(error)} (an error in fs-lowrank; please report it, with the traceback {shown})"
-
-
-def _shortened(line: str) -> str:
-    """``line``, without its middle if it is too long to be read, as with a value of a million characters in it."""
-    if len(line) <= LONGEST_LINE:
-        return line
-    half = LONGEST_LINE // 2
-    return f"{line[:half]} … ({len(line) - 2 * half:,} characters left out) … {line[-half:]}"
 
 
 def in_one_line(error: BaseException) -> str:

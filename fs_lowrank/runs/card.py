@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import html
 import json
-import logging
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from ..data.fetch import FETCHABLE
 from ..draw.panels import digits
 from ..errors import counted
 from ..models.build import locate, model_name
-from ..models.machine import input_device
-from ..seeds import drawing
 from ..settings import Settings
 from ..settings.metrics import standard_error
 from ..versions import __version__
 from .folder import outdir_of
 from .summary import for_people
-
-logger = logging.getLogger("fs_lowrank")
 
 _PIPELINES = {"CausalLM": "text-generation", "Seq2SeqLM": "text2text-generation"}
 _LOADERS = {"CausalLM": "AutoModelForCausalLM", "Seq2SeqLM": "AutoModelForSeq2SeqLM"}
@@ -37,7 +31,7 @@ def model_card(
     """The card as Markdown.
 
     Args:
-        config: the run's configuration. facts: of its ``RunResult``, and ``example``. figures: metrics of the round.
+        config: the run's configuration. facts: of its ``RunResult``. figures: metrics of the round.
         what: ``adapter``, for PEFT over the base model, or ``model``, a whole model.
         best: of the best round, the metric by which it is; empty for the last round.
         round: its number.
@@ -75,7 +69,6 @@ def model_card(
         loader=_LOADERS.get(config.model.task, "AutoModelForSequenceClassification"),
         text=_TEXT,
         shown=_SHOWN.get(config.model.task),
-        example=facts.get("example", ""),
         again=shlex.quote((folder / "config.yaml").as_posix()),
         version=__version__,
     )
@@ -94,6 +87,7 @@ def _plain(text: str) -> str:
     return html.escape(text, quote=False)
 
 
+#: no text of the data, which may be private
 _TEXT = "It was a good day."
 _GENERATED = "tokenizer.decode(model.generate(**inputs, max_new_tokens=8, do_sample=False)[0])"
 #: what the card prints for a text, by task
@@ -104,20 +98,3 @@ _SHOWN = {
     "MultiLabelClassification": "[model.config.id2label[i] for i, x in enumerate(model(**inputs).logits[0]) if x > 0]",
     "SequenceClassification": "model.config.id2label[model(**inputs).logits.argmax().item()]",
 }
-
-
-def example(model: Any, tokenizer: Any, config: Settings) -> str:
-    """What the last line of the card's code prints of ``model``; empty where it has none.
-
-    The text is no text of the data, which may be private.
-    """
-    if tokenizer is None or config.model.task not in _SHOWN or not hasattr(model, "config"):
-        return ""
-    inputs = tokenizer(_TEXT, return_tensors="pt", return_token_type_ids=False).to(input_device(model))
-    model.eval()
-    try:
-        with torch.no_grad(), drawing(0):
-            return str(eval(_SHOWN[config.model.task], {"model": model, "tokenizer": tokenizer, "inputs": inputs}))
-    except Exception as error:  # a model that needs more than a text; the run has ended well all the same
-        logger.debug("the card shows no prediction: %s", error)
-        return ""

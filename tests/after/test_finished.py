@@ -407,10 +407,9 @@ def test_the_adapter_has_a_card(runs, tiny_encoder, capsys):
     assert about["pipeline_tag"] == "text-classification" and {"rolora", "lora"} <= set(about["tags"])
     acc, error = result.final["test_acc"], standard_error(result.final["test_acc"], result.facts["held_out"]["test"])
     assert f"| test_acc | {digits(acc)} ± {digits(error)} |" in body and "| clients | 5, of " in body
-    code, shown = body.split("```python\n")[1].split("```")[0].rsplit("# ", 1)
     scope: dict = {}
-    exec(code, scope)
-    assert capsys.readouterr().out == shown and shown.strip() in result.facts["labels"]
+    exec(body.split("```python\n")[1].split("```")[0], scope)
+    assert capsys.readouterr().out.strip() in result.facts["labels"]
     assert type(scope["model"]).__name__.startswith("PeftModel")
     classes = result.facts["labels"]
     assert scope["model"].config.id2label == dict(enumerate(classes)) and len(classes) > 1
@@ -426,11 +425,10 @@ def test_the_card_of_a_fetched_model_names_its_place_on_the_hub(runs):
     result = runs["instructions"]
     config = load_config(result.outdir / "config.yaml", **{"model.type": "smollm2@huggingface_llm", "outdir": "out"})
     hub = hub_name(config)
-    facts = {**result.facts, "hub": hub, "source": "<img src=x> a|b", "example": "it was\nso"}
+    facts = {**result.facts, "hub": hub, "source": "<img src=x> a|b"}
     card = model_card(config, facts, {}, "adapter")
     assert f'from_pretrained("{hub[0]}")' in card and f"base_model: {hub[0]}\n" in card
     assert "as `fs-lowrank fetch smollm2` gives it" in card and "&lt;img src=x&gt; a\\|b" in card
-    assert "\n# it was\n# so\n```" in card
     assert 'from_pretrained(base, "out/adapter")' in card and "--cfg out/config.yaml outdir again" in card
 
 

@@ -19,7 +19,6 @@ from fs_lowrank.engines import pool
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.jobs.pool import Pool
 from fs_lowrank.methods import get_method_class, requirements
-from fs_lowrank.rounds.parcel import Parcel
 
 METHODS = [m for m in fs_lowrank.list_methods() if "SequenceClassification" in requirements(m).tasks]
 #: run by ``make test``; ``make test-slow`` runs the others, which start many processes
@@ -99,8 +98,9 @@ def killing(monkeypatch, when):
 
     def submitted(self, rank, function, *given):
         work = submit(self, rank, function, *given)
-        if function is pool._do and when(given[0], Parcel.of(given[1]).facts, killed):
-            killed.append(given[0])
+        kind = given[0].partition("_")[0] if function is pool._do else ""
+        if kind and when(kind, {} if kind == "score" else {"round": given[1]}, killed):
+            killed.append(kind)
             os.kill(self.processes[rank].pid, signal.SIGKILL)
         return work
 

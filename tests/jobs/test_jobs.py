@@ -265,14 +265,3 @@ def test_packages_use_only_what_others_declare_public(package, others):
                 names = [*node.module.split("."), *(alias.name for alias in node.names)]
                 found += [f"{path.name}: {node.module}: {n}" for n in names if n.startswith("_") and n != "__version__"]
     assert not found
-
-
-def test_a_line_of_a_million_characters_is_shortened():
-    """As the name of a module that a file gives can be; what is before and after the value is still there."""
-    from fs_lowrank.errors import UserError
-    from fs_lowrank.jobs.shell import LONGEST_LINE, message_of
-
-    said = message_of(UserError(f"this model has no module '{'a' * 10**6}'; it has: query\n  a second line"))
-    first, second = said.split("\n")
-    assert first.startswith("this model has no module 'aaa") and first.endswith("aaa'; it has: query")
-    assert "characters left out" in first and len(first) < LONGEST_LINE + 100 and second == "  a second line"

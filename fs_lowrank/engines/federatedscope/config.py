@@ -32,7 +32,7 @@ from ...settings import (
 )
 from ...settings.clients import read_clients
 from ...settings.metrics import METRICS
-from ...settings.parameters import general_keys, params_fields
+from ...settings.parameters import general_keys
 from .resources import check_resources
 
 #: the prefix of a method of ours where the framework has a method of the same name
@@ -145,16 +145,9 @@ def _node(cfg, name: str, create=None):
 def check(cfg) -> None:
     """Adapt the framework's defaults to our methods; the framework calls this on every merge.
 
-    A file is merged before the command line, so the configuration may be incomplete here: nothing but a key of
-    ``lowrank`` that no method has is refused before ``check_method_name`` and ``from_framework``, when the framework
-    asks for the data.
+    A file is merged before the command line, so the configuration may be incomplete here: nothing is refused before
+    ``check_method_name`` and ``from_framework``, when the framework asks for the data.
     """
-    unknown = cfg.lowrank.keys() - {*general_keys(), *_BOOKKEEPING}
-    classes = [get_method_class(name) for name in list_methods()] if unknown else []
-    params = {name for cls in classes for name in params_fields(cls)}
-    for key in sorted(unknown - params):
-        known = [f"lowrank.{name}" for name in (*general_keys(), *params)]
-        raise UserError(f"unknown key 'lowrank.{key}'{nearest(f'lowrank.{key}', known)}; no method has it")
     if our_method(cfg.federate.method) is None:
         return
     if cfg.trainer.type.lower() in _REPLACED:

@@ -150,8 +150,8 @@ class Clients(Members):
                 try:
                     parcel = parcel_of(message.content)
                     member.standing = reported_standing(parcel.facts)
-                except ValueError as error:
-                    parcel = Lost("refused", str(error))
+                except (ValueError, TypeError) as error:
+                    parcel = Lost("refused", f"its answer cannot be read: {error}"[:300])
                 self.inbox.put((client, serial, parcel))
             else:
                 logger.warning("ignored a message %.40r of client %d: nobody waits for it", message.msg_type, client)

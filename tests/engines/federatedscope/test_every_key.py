@@ -143,11 +143,12 @@ def test_what_has_no_effect_says_why(cfg, name, value, reason, caplog):
 
 
 def test_a_misspelt_hyperparameter_in_a_users_own_launcher(cfg, tmp_path):
-    with pytest.raises(UserError, match="unknown key 'lowrank.tua'; did you mean 'lowrank.tau'"):
-        cfg.clone().merge_from_list(["lowrank.tua", 3])
     (tmp_path / "run.yaml").write_text("lowrank: {tua: 3}\n")
-    with pytest.raises(UserError, match="unknown key 'lowrank.tua'; did you mean 'lowrank.tau'"):
-        cfg.clone().merge_from_file(str(tmp_path / "run.yaml"))
+    for merge, given in (("merge_from_list", ["lowrank.tua", 3]), ("merge_from_file", str(tmp_path / "run.yaml"))):
+        mine = cfg.clone()
+        getattr(mine, merge)(given)
+        with pytest.raises(UserError, match="unknown key 'lowrank.tua'"):
+            resolved(mine)
 
 
 def test_an_argument_of_the_optimizer_on_the_command_line(cfg):

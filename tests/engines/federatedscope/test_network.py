@@ -248,7 +248,7 @@ def test_no_invalid_message_ends_the_server(quick, settings, assert_same, cluste
     history = workers[0].history
     assert [r["clients"] for r in history] == [[1, 2], [1, 2, 3], [1, 2], [1, 2]]
     first, last = history[0]["failed"][0], history[2]["failed"][0]
-    assert first["kind"] == last["kind"] == "refused" and "the content cannot be read" in first["reason"]
+    assert first["kind"] == last["kind"] == "refused" and "cannot be read" in first["reason"]
     assert "another configuration or base model" in last["reason"]
     (left_out,) = history[0]["unevaluated"]
     assert left_out == {"client": 3, "reason": "its answer has no loss and acc that it can be"}
