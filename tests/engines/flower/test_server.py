@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import fs_lowrank
-from fs_lowrank.engines.flower import messages
 from fs_lowrank.engines.flower.client import _node
 from fs_lowrank.engines.flower.keys import check
 from fs_lowrank.engines.flower.messages import packed, unpacked
@@ -91,42 +90,10 @@ def test_quantised_messages(quick, federation):
     assert not any(r["failed"] for r in small.history)
 
 
-@pytest.fixture
-def pieces(monkeypatch):
-    """``pieces(tensors)``: the content of a message whose parcel travels in pieces of 1000 bytes."""
-    monkeypatch.setattr(messages, "PIECE", 1000)
-    return lambda **tensors: packed(Parcel(tensors, round=3))
-
-
-def test_a_parcel_travels_in_pieces(pieces, quick, federation):
+def test_a_parcel_in_a_message_keeps_its_types():
     tensors = {"a": torch.randn(40, 50).to(torch.bfloat16), "b": torch.arange(7)}
-    content = pieces(**tensors)
-    assert len(content["parcel"]) > 4 and max(len(a.data) for a in content["parcel"].values()) == 1000
-    back = unpacked(content)
+    back = unpacked(packed(Parcel(tensors, round=3)))
     assert back.facts == {"round": 3} and all(torch.equal(back.tensors[n], t) for n, t in tensors.items())
-    keys = {"federate.method": "rolora"}
-    same(fs_lowrank.run(quick("local", keys)), serve(quick("flower", keys), federation().grid))
-
-
-def test_pieces_that_do_not_make_a_parcel(pieces):
-    """One that is missing, too many or cut."""
-    from flwr.app import Array
-
-    def refused(change, reason):
-        content = pieces(a=torch.arange(400.0))
-        change(content["parcel"])
-        with pytest.raises(ValueError, match=reason):
-            unpacked(content)
-
-    def too_many(arrays):
-        arrays["piece 3 of 2"] = arrays["piece 1 of 2"]
-
-    def cut(arrays):
-        arrays["piece 2 of 2"] = Array("uint8", (9,), "safetensors", arrays["piece 2 of 2"].data[:9])
-
-    refused(lambda arrays: arrays.pop("piece 2 of 2"), "the message holds 1 pieces, one of which is 'piece 1 of 2'")
-    refused(too_many, "the message holds 3 pieces, one of which is 'piece 1 of 2'")
-    refused(cut, "cannot be read")
 
 
 def test_a_message_without_a_parcel_is_refused():
