@@ -6,12 +6,11 @@ and model. The server is in a thread of this process.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -68,7 +67,12 @@ def run(
         found.append(loop.run(resume))
 
     gpus = torch.cuda.device_count() if config.torch_device != "cpu" else 0
-    with settings_kept(), _quietly(config.verbose):
+    # Flower says on the console what it does, and that its function for simulations is to become a command.
+    logger = logging.getLogger("flwr")
+    level = logger.level
+    if config.verbose < 2:
+        logger.setLevel(logging.ERROR)
+    with settings_kept():
         os.environ.update({**_QUIET, **os.environ})
         try:
             run_simulation(
@@ -88,6 +92,7 @@ def run(
         finally:
             ended.set()
             torch.set_num_threads(before)
+            logger.setLevel(level)
     if not found:
         raise RunFailed("Flower's simulation ended before the run did; run again with resume=True")
     return found[0]
@@ -99,16 +104,3 @@ def gpus_each(gpus: int, count: int) -> float:
     Ray takes no other number above 1, and a process whose share no single GPU has left would never start.
     """
     return gpus // count or (1 / math.ceil(count / gpus) if gpus else 0.0)
-
-
-@contextlib.contextmanager
-def _quietly(verbose: int) -> Iterator[None]:
-    """Flower says on the console what it does, and that its function for simulations is to become a command."""
-    logger = logging.getLogger("flwr")
-    level = logger.level
-    if verbose < 2:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
