@@ -4,7 +4,7 @@
     python -m fs_lowrank.engines.federatedscope --cfg FILE [key value …]      # or with this package's launcher
 
 ``federate.method: rolora`` then runs RoLoRA, standalone or distributed. No file of the framework is changed. Importing
-this package a second time, or after the framework has built its configuration, has the same effect.
+this package after the framework has built its configuration has the same effect.
 
 Raises (on import):
     UserError: the framework is not found, incomplete, damaged or another version, or lacks packages; see

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import operator
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,10 +26,8 @@ from ...settings import (
     flat_keys,
     framework,
     known_keys,
-    read_yaml,
     unknown_key,
 )
-from ...settings.clients import read_clients
 from ...settings.metrics import METRICS
 from ...settings.parameters import general_keys
 from .resources import check_resources
@@ -234,17 +231,6 @@ def from_framework(cfg) -> Config:
     check_engine(config, "federatedscope", _excluded(cfg, method, needs.sums))
     check_resources(cfg)
     return config
-
-
-def use_client_cfgs(cfg, client_cfgs: Mapping[str, Any]) -> None:
-    """Set ``lowrank.clients`` in ``cfg`` to what the framework has read from its ``--client_cfg``.
-
-    Raises:
-        UserError: see ``settings.clients``; the lines are those of the file on this process's command line.
-    """
-    file = next((value for option, value in zip(sys.argv, sys.argv[1:]) if option == "--client_cfg"), None)
-    origin = Origin() if file is None else read_yaml(file)[0]
-    cfg.lowrank.clients = read_clients(client_cfgs, cfg.federate.client_num, origin)
 
 
 def _extra(name: str) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 from federatedscope.core.data import ClientData
 
-from .config import check_method_name, our_method, use_client_cfgs
+from ...settings import Origin
+from ...settings.clients import read_clients
+from .config import check_method_name, our_method
 from .session import Session, open_session
 
 
@@ -37,7 +39,7 @@ def load(config, client_cfgs=None):
     if our_method(config.federate.method) is None:
         return None
     if client_cfgs:
-        use_client_cfgs(config, client_cfgs)
+        config.lowrank.clients = read_clients(client_cfgs, config.federate.client_num, Origin())
     session = open_session(config)
     if session.role != "standalone" or config.federate.process_num > 1:  # processes read their data themselves
         return WorkerData(config), config

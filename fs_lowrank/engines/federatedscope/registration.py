@@ -11,25 +11,25 @@ _KEY = "lowrank"
 
 
 def register_all() -> None:
-    """Register everything; a second call changes nothing."""
+    """Register everything."""
     from federatedscope import register
 
     from .config import extend
 
     # The keys come first: if the framework has not been imported yet, its import builds the configuration from them.
-    _once(register.register_config, register.config_dict, extend)
+    register.register_config(_KEY, extend)
     from federatedscope.core.configs.config import global_cfg
 
     extend(global_cfg)  # if it had been imported before
     from . import data, trainer
 
-    _once(register.register_data, register.data_dict, data.load)
-    _once(register.register_model, register.model_dict, _build_model)
+    register.register_data(_KEY, data.load)
+    register.register_model(_KEY, _build_model)
     # The framework takes the first function that returns a model, and one of its own fails on every name with "resnet"
     # in it, so ours is moved to the front.
     register.model_dict.update({key: register.model_dict.pop(key) for key in list(register.model_dict) if key != _KEY})
-    _once(register.register_trainer, register.trainer_dict, trainer.choose)
-    _once(register.register_worker, register.worker_dict, _choose_workers)
+    register.register_trainer(_KEY, trainer.choose)
+    register.register_worker(_KEY, _choose_workers)
     compat.mend(locate_federatedscope.require(), late=True)
     logging.getLogger("federatedscope.lowrank").setLevel(logging.INFO)
 
@@ -48,10 +48,3 @@ def _choose_workers(method: str):
     from .server import LowRankServer
 
     return None if our_method(method) is None else {"client": LowRankClient, "server": LowRankServer}
-
-
-def _once(register, registered: dict, function) -> None:
-    # The framework warns about a key that is registered a second time.
-    if registered.get(_KEY) is not function:
-        registered.pop(_KEY, None)
-        register(_KEY, function)
