@@ -228,7 +228,7 @@ def from_framework(cfg) -> Config:
             f"eval.best_res_update_round_wise_key = {best} has no effect: federate.make_global_eval is False, and "
             "between processes clients report client_test_loss and client_test_acc"
         )
-    check_engine(config, "federatedscope", _excluded(cfg, method, needs.sums))
+    check_engine(config, "federatedscope", _excluded(cfg, method))
     check_resources(cfg)
     return config
 
@@ -248,8 +248,8 @@ _ALONE = {
 }
 
 
-def _excluded(cfg, method: str, sums: bool) -> list[str]:
-    """The combinations that do not work with ``method``, in words; ``sums``: its server step is a sum."""
+def _excluded(cfg, method: str) -> list[str]:
+    """The combinations that do not work with ``method``, in words."""
     federate, between = cfg.federate, cfg.federate.mode == "distributed"
     best, trainer = cfg.eval.best_res_update_round_wise_key, cfg.trainer.type
     found = why_no_codec(cfg.quantization.method, cfg.quantization.nbits)
@@ -257,8 +257,6 @@ def _excluded(cfg, method: str, sums: bool) -> list[str]:
         keys, why = _ALONE[feature]
         given = {name: value for name in keys if (value := operator.attrgetter(name)(cfg)) not in (0, "none")}
         found += [f"{name} = {value} and federate.{feature} together: {why}" for name, value in given.items()]
-        if not sums:
-            found.append(f"federate.{feature} = True: {method}'s server step is not a weighted sum of the updates")
     together = (
         (
             federate.use_ss and not 2 <= federate.sample_client_num == federate.client_num,
