@@ -26,7 +26,7 @@ from ..config import Config, load_config
 from ..data import Examples, ImageExamples
 from ..errors import described
 from ..jobs.crew import INSIDE
-from ..jobs.pool import Call, Pool, Work
+from ..jobs.pool import Call, Pool, Work, print_to
 from ..methods import State
 from ..models.adapters import load_tensors
 from ..models.shortcuts.frozen import COMPUTED_TOGETHER
@@ -86,20 +86,14 @@ class Processes(Transport):
         self.threads = max(1, self._threads_before // count)
         torch.set_num_threads(self.threads)
         self.site: Site | None = None
-        folder = outdir_of(config)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.pool = Pool(
-            count,
-            self._prepare,
-            name=NAME,
-            imports=[__name__],
-            log=lambda rank: folder / f"process_{rank + 1}.log",
-        )
+        outdir_of(config).mkdir(parents=True, exist_ok=True)
+        self.pool = Pool(count, self._prepare, name=NAME, imports=[__name__])
 
     def _prepare(self, rank: int) -> Sequence[Call]:
         """Load the run's data and model; while the run goes on, take it up where it is."""
+        log: Call = (print_to, outdir_of(self.config) / f"process_{rank + 1}.log")
         load: Call = (_load, self.config.to_dict(), rank, self.threads)
-        return [load, self._stand()] if self.site else [load]
+        return [log, load, self._stand()] if self.site else [log, load]
 
     def _stand(self) -> Call:
         """Sets every tensor of the model that may differ from the start's to what it is at the server."""

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import ROWS_LOGGER
 from .escaped import Formatter
 from .kept import keeping
-from .pool import Call, Pool, Work
+from .pool import Call, Pool, Work, print_to
 from .shell import names
 
 #: how many workers that died are replaced
@@ -92,9 +92,11 @@ def make_crew(
         gpu = {"CUDA_VISIBLE_DEVICES": visible(gpus[index % len(gpus)])} if gpus else {}
         return {INSIDE: "1", "OMP_NUM_THREADS": str(threads_each(workers)), **os.environ, **gpu}
 
-    log = (lambda index: logs / f"worker_{index + 1}.log") if logs else None
-    options: dict[str, Any] = {"log": log, "variables": variables, "restarts": RESTARTS, "say": say}
-    return Pool(workers, lambda rank: [(settle,), *begin], name="worker {}", imports=imports, **options)
+    def prepare(index: int) -> list[Call]:
+        log: list[Call] = [(print_to, logs / f"worker_{index + 1}.log")] if logs else []
+        return [*log, (settle, variables(index)), *begin]
+
+    return Pool(workers, prepare, name="worker {}", imports=imports, restarts=RESTARTS, say=say)
 
 
 def hand_out(
@@ -150,8 +152,9 @@ def hand_out(
             board.finish(job, {})
 
 
-def settle() -> None:
-    """In a worker: take its threads, write the log as lines, and load models and data once for all jobs."""
+def settle(variables: Mapping[str, str]) -> None:
+    """In a worker: take its GPU and threads, write the log as lines, and load models and data once for all jobs."""
+    os.environ.update(variables)
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))  # it may be imported already

@@ -66,8 +66,6 @@ class Pool:
         prepare: gives the calls by which process number ``rank`` is brought up to date when it starts, also anew.
         name: of a process in messages, such as "process {} of federate.process_num", with its number from 1.
         imports: modules that every process imports.
-        log: gives the file to which process number ``rank`` prints; None: where this process does.
-        variables: give those of the environment of process number ``rank``, in addition to those of this process.
         restarts: how many of the processes may be started anew. say: is told of each.
 
     Attributes:
@@ -81,13 +79,10 @@ class Pool:
         *,
         name: str = "process {}",
         imports: Sequence[str] = (),
-        log: Callable[[int], Path] | None = None,
-        variables: Callable[[int], Mapping[str, str]] = lambda rank: {},
         restarts: int = 1,
         say: Callable[[str], object] = logger.warning,
     ):
-        self.prepare, self.name, self.log, self.variables = prepare, name, log, variables
-        self.restarts, self.say = restarts, say
+        self.prepare, self.name, self.restarts, self.say = prepare, name, restarts, say
         self.context = import_ahead(*imports)
         self.executors: dict[int, ProcessPoolExecutor] = {}
         self.processes: dict[int, BaseProcess] = {}
@@ -95,7 +90,7 @@ class Pool:
 
     def _start(self, rank: int) -> list[Work]:
         executor = self.executors[rank] = ProcessPoolExecutor(1, self.context)
-        given = {**os.environ, **self.variables(rank)}, os.getcwd(), str(self.log(rank)) if self.log else ""
+        given = dict(os.environ), os.getcwd()
         with _starting():
             entered = self.submit(rank, _enter, *given)
         (self.processes[rank],) = executor._processes.values()
@@ -215,20 +210,23 @@ def _starting() -> Iterator[None]:
 # -- in a process --------------------------------------------------------------------------------------
 
 
-def _enter(environment: Mapping[str, str], folder: str, log: str) -> None:
+def _enter(environment: Mapping[str, str], folder: str) -> None:
     """What every process does first: take the environment of the one that started it, and end with it."""
     gc.freeze()  # else the first collection would copy every object of the process from which this one was forked
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     os.setsid()  # so that Ctrl-C does not reach it
-    if log:
-        with open(log, "a") as printed:
-            os.dup2(printed.fileno(), 1)
-            os.dup2(printed.fileno(), 2)
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
+
+
+def print_to(path: Path) -> None:
+    """From now on, append what this process prints to the file at ``path``."""
+    with path.open("a") as printed:
+        os.dup2(printed.fileno(), 1)
+        os.dup2(printed.fileno(), 2)
 
 
 def _told(function: Callable[..., Any], *given: Any) -> Any:

@@ -16,7 +16,7 @@ import pytest
 from fs_lowrank import RunFailed, UserError
 from fs_lowrank.errors import own_place
 from fs_lowrank.jobs import pool as pools
-from fs_lowrank.jobs.pool import Pool
+from fs_lowrank.jobs.pool import Pool, print_to
 
 ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
 
@@ -97,21 +97,15 @@ def sleep():
 
 def test_a_process_takes_over_what_it_was_started_in_and_keeps_what_it_loads(made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    pool = made(2, lambda rank: [(note, f"loaded {rank}")], log=lambda rank: tmp_path / f"{rank}.log", variables=_born)
-    assert [pool.result(work) for work in pool.prepared] == [None] * 4
-    assert [pool.result(pool.submit(rank, about)) for rank in (0, 1)] == [
-        {"leads": True, "folder": str(tmp_path), "born": name, "path": True, "safe": False, "reads": ""}
-        for name in ("here", "there")
-    ]
+    monkeypatch.setenv("BORN", "here")
+    pool = made(2, lambda rank: [(print_to, tmp_path / f"{rank}.log"), (note, f"loaded {rank}")])
+    assert [pool.result(work) for work in pool.prepared] == [None] * 6
+    known = {"leads": True, "folder": str(tmp_path), "born": "here", "path": True, "safe": False, "reads": ""}
+    assert [pool.result(pool.submit(rank, about)) for rank in (0, 1)] == [known, known]
     works = [pool.submit(1, told, text) for text in "ab"]
     assert [pool.result(work) for work in works] == [["loaded 1", "a"], ["loaded 1", "b"]]
     pool.end()
     assert (tmp_path / "1.log").read_text() == "a is told\nb is told\n"
-    assert "BORN" not in os.environ
-
-
-def _born(rank):
-    return {"BORN": ("here", "there")[rank]}
 
 
 def test_work_of_a_process_that_dies_is_done_again_by_one_in_its_place(made, tmp_path):

@@ -80,8 +80,11 @@ def test_the_error_of_a_process_is_reported(quick, monkeypatch, tmp_path):
     prepare = Processes._prepare
 
     def elsewhere(processes, rank):
-        ((load, config, *given),) = prepare(processes, rank)
-        return [(load, {**config, "data": {**config["data"], "root": str(tmp_path), "type": "missing@file"}}, *given)]
+        log, (load, config, *given) = prepare(processes, rank)
+        return [
+            log,
+            (load, {**config, "data": {**config["data"], "root": str(tmp_path), "type": "missing@file"}}, *given),
+        ]
 
     monkeypatch.setattr(Processes, "_prepare", elsewhere)
     with pytest.raises(UserError, match="missing@file"):
