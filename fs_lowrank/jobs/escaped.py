@@ -10,21 +10,14 @@ import logging
 import re
 
 #: control characters but tab and line feed, the separators of lines and paragraphs, and what turns the order of text
-_CONTROLS = [
-    *range(9),
-    *range(11, 32),
-    *range(127, 160),
-    0x2028,
-    0x2029,
-    *range(0x202A, 0x202F),
-    *range(0x2066, 0x206A),
-]
-_ESCAPES = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in _CONTROLS}
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
     """``text`` with escapes such as ``\\x1b`` in place of characters that control a terminal; lines stay lines."""
-    return text.translate(_ESCAPES)
+    return _CONTROLS.sub(
+        lambda found: f"\\x{ord(found[0]):02x}" if found[0] < "\u0100" else f"\\u{ord(found[0]):04x}", text
+    )
 
 
 def message(text: str) -> str:
