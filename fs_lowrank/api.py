@@ -12,6 +12,7 @@ from .config import Config, load_config, load_for
 from .engines import get_engine
 from .engines.kept import start_method_kept
 from .errors import RunFailed, UserError
+from .jobs.crew import INSIDE
 from .jobs.files import replacing, to_json
 from .jobs.kept import keeping
 from .jobs.pool import import_ahead
@@ -71,7 +72,8 @@ def run(
     _check_config(config)
     resume, overwrite = _how(resume, overwrite)
     config = config if isinstance(config, Config) else load_config(config)
-    if config.federate.process_num > 1 and engine == "local":
+    several = config.federate.process_num != 1 and config.sampled_per_round > 1 and INSIDE not in os.environ
+    if several and engine == "local":
         import_ahead("fs_lowrank.engines.pool")  # while this process does
     from .callbacks import Callback
     from .models.given import holding

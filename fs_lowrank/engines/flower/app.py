@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ...config import load_config
 from ...errors import UserError
 from ...jobs.escaped import Formatter
 from ...runs.folder import holds_run, outdir_of, remove_run
+from ...runs.progress import chief_scores
 from ..locate_flower import require
 from ..transport import run_over
 from .client import client_app
@@ -47,7 +49,7 @@ def serve(grid: Grid, context: Context) -> None:
         raise UserError(f"{folder.absolute()} holds no run to continue; leave out resume=true")
     if asked["overwrite"] and not resume:
         remove_run(folder)
-    result = run_over(Nodes(config, grid), config, resume, _told)
+    result = run_over(Nodes(config, grid), config, resume, partial(_told, config.is_language))
     logger.info("finished: %s", result.outdir.absolute())
 
 
@@ -59,9 +61,7 @@ def _in_the_app(name: str) -> Path:
     raise UserError(f"the app has no file {name}; fs-lowrank flower app writes one that has")
 
 
-def _told(record: dict[str, Any]) -> None:
-    held_out = " ".join(
-        f"{split} {n} {v:.4f}" for split, of in record["metrics"].items() for n, v in sorted(of.items())
-    )
+def _told(language: bool, record: dict[str, Any]) -> None:
+    scores = chief_scores(record["metrics"], language)
     failed = "".join(f"; client {f['client']} {f['kind']}: {f['reason']}" for f in record["failed"])
-    logger.info("round %d: loss %.4f %s%s", record["round"], record["loss"], held_out, failed)
+    logger.info("round %d: loss %.4f %s%s", record["round"], record["loss"], scores, failed)
