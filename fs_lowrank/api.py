@@ -72,6 +72,9 @@ def run(
     _check_config(config)
     resume, overwrite = _how(resume, overwrite)
     config = config if isinstance(config, Config) else load_config(config)
+    folder = outdir_of(config)
+    if resume is True and config.federate.mode == "standalone" and not holds_run(folder):
+        raise UserError(f"{folder} holds no run to continue; resume='auto' starts one where there is none")
     several = config.federate.process_num != 1 and config.sampled_per_round > 1 and INSIDE not in os.environ
     if several and engine == "local":
         import_ahead("fs_lowrank.engines.pool")  # while this process does
@@ -79,11 +82,9 @@ def run(
     from .models.given import holding
     from .runs.given import with_data, with_model
 
-    module, folder = get_engine(engine), outdir_of(config)
+    module = get_engine(engine)
     if not isinstance(callbacks, Sequence) or not all(isinstance(callback, Callback) for callback in callbacks):
         raise UserError(f"callbacks = {callbacks!r}: expected a list of objects derived from fs_lowrank.Callback")
-    if resume is True and config.federate.mode == "standalone" and not holds_run(folder):
-        raise UserError(f"{folder} holds no run to continue; resume='auto' starts one where there is none")
     if overwrite:
         remove_run(folder)
     if data is not None:
