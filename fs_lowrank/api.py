@@ -89,9 +89,7 @@ def run(
         remove_run(folder)
     if data is not None:
         config = with_data(config, data, bool(resume))
-    held = False
-    if model is not None:
-        config, held = with_model(config, model, tokenizer, bool(resume))
+    config, held = (config, False) if model is None else with_model(config, model, tokenizer, bool(resume))
     try:
         with (
             holding(model, tokenizer) if held else nullcontext(),

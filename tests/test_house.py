@@ -199,7 +199,7 @@ BUDGETS = {
     "fs_lowrank.engines": 2066,  # 1,900
     "fs_lowrank.runs": 794,  # 750
     "fs_lowrank.draw": 664,  # 450
-    "fs_lowrank.jobs": 657,  # 300
+    "fs_lowrank.jobs": 650,  # 300
     "front": 2775,  # 2,100
     "hpo": 1142,  # 950
     "benchmark": 3912,  # 2,550, and the leaderboard
