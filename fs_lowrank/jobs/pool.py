@@ -21,7 +21,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -169,6 +168,8 @@ def import_ahead(*imports: str) -> BaseContext:
     bound_spin()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*imports, *LIBRARIES])
+    from multiprocessing import forkserver  # where there is none, nothing is imported in vain
+
     with _starting():
         forkserver.ensure_running()
     return context
