@@ -132,7 +132,7 @@ def test_an_unknown_method_ends_the_launcher(tmp_path):
     [
         (
             {"federate.method": "rolora", "lowrank.timout": 9},
-            "unknown key 'lowrank.timout'; did you mean 'lowrank.timeout'",
+            "unknown key 'lowrank.timout'; did you mean 'timeout'",
         ),
         ({"federate.metod": "rolora"}, "unknown key 'federate.metod'; did you mean 'federate.method'"),
         ({"federate.client_num": "many"}, "Type mismatch"),
