@@ -7,6 +7,7 @@ what is shared with the embeddings stays as it is: heads, the output layer of a 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import UserError
+from ..errors import UserError, say_once
 from ..settings import Settings
 from .kinds import heads_by_place, unwrapped
 from .names import tags
@@ -91,7 +92,7 @@ def to_quantise(skeleton: nn.Module, config: Settings) -> set[str]:
 
 
 def settle(model: Any, config: Settings, place: str) -> None:
-    """Check what was loaded from ``place``, and let it compute in the run's dtype.
+    """Check what was loaded from ``place``, and say once which matrices are quantised.
 
     Raises:
         UserError: the checkpoint is quantised otherwise than the configuration says, or nothing could be quantised.
@@ -110,12 +111,21 @@ def settle(model: Any, config: Settings, place: str) -> None:
         module.compute_dtype, module.compute_type_is_set = getattr(torch, config.dtype), True
         # For inference on some processors, it would change the weights for good and fetch code from a hub.
         module.support_avx512bf16_for_cpu = False
-    if not quantised:
-        matrices = sorted(n.rpartition(".")[0] for n, p in model.named_parameters() if p.ndim > 1)
+    inside = set(quantised)
+    left = {
+        n.rpartition(".")[0] for n, p in model.named_parameters() if p.ndim > 1 and n.rpartition(".")[0] not in inside
+    }
+    if not inside:
         raise UserError(
             f"lowrank.dtype = {asked}: {type(model).__name__} has no matrix that bitsandbytes quantises (its matrices: "
-            f"{', '.join(matrices[:3])}, …); take lowrank.dtype bfloat16"
+            f"{', '.join(sorted(left)[:3])}, …); take lowrank.dtype bfloat16"
         )
+    held = sum(t.nbytes for t in [*model.parameters(), *beside(model).values()])
+    say_once(
+        f"lowrank.dtype = {asked}: {len(inside)} matrices are quantised, and the base takes {held / 1e6:,.0f} MB; in "
+        f"{config.dtype} stay: {', '.join(sorted(left))}, and vectors",
+        logging.INFO,
+    )
 
 
 def _kind(model: Any) -> str:
