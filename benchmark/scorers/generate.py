@@ -19,7 +19,8 @@ import pandas as pd
 
 from fs_lowrank.data.examples import IGNORED_LABEL
 from fs_lowrank.data.tokenize import tokenize_causal
-from fs_lowrank.errors import UserError, nearest
+from fs_lowrank.errors import UserError
+from fs_lowrank.settings import Origin, check_value
 from fs_lowrank.training.generate import continue_prompts
 
 from ..intervals import right_rows
@@ -118,10 +119,5 @@ def prompts(rows: list[dict], tokenizer, template: str = "auto") -> list[list[in
 
 
 def _folder(task: str) -> str:
-    folder = ALIASES.get(task, task)
-    if folder not in commonsense.FORMS:
-        raise UserError(
-            f"scorer generate has no task {task!r}{nearest(task, [*commonsense.FORMS, *ALIASES])}; "
-            f"there are: {', '.join(commonsense.FORMS)}"
-        )
-    return folder
+    known = check_value("evaluation.tasks", task, str, {"choices": (*commonsense.FORMS, *ALIASES)}, Origin())
+    return ALIASES.get(known, known)

@@ -622,7 +622,7 @@ def test_a_training_file_that_is_not_made_yet_is_made_for_the_estimate(tmp_path,
     # Where it cannot be made, that is the one thing to put right, and not the missing file as well.
     (tmp_path / "none").mkdir()
     code, said = bench("run", str(suite), "--data", str(tmp_path / "none"), "--work", str(tmp_path / "other"))
-    assert code == 2 and "1 thing to put right" in said and "boolq has no training file" in said, said
+    assert code == 2 and "1 thing to put right" in said and "boolq: there is no" in said, said
 
 
 def test_everything_that_is_missing_is_reported_before_training(place, monkeypatch, capsys):
