@@ -69,7 +69,6 @@ def run(
     Raises:
         UserError: an error that the user can correct. RunFailed: a valid run could not continue.
     """
-    _check_config(config)
     resume, overwrite = _how(resume, overwrite)
     config = config if isinstance(config, Config) else load_config(config)
     folder = outdir_of(config)
@@ -78,13 +77,10 @@ def run(
     several = config.federate.process_num != 1 and config.sampled_per_round > 1 and INSIDE not in os.environ
     if several and engine == "local":
         import_ahead("fs_lowrank.engines.pool")  # while this process does
-    from .callbacks import Callback
     from .models.given import holding
     from .runs.given import with_data, with_model
 
     module = get_engine(engine)
-    if not isinstance(callbacks, Sequence) or not all(isinstance(callback, Callback) for callback in callbacks):
-        raise UserError(f"callbacks = {callbacks!r}: expected a list of objects derived from fs_lowrank.Callback")
     if overwrite:
         remove_run(folder)
     if data is not None:
@@ -114,11 +110,6 @@ def _how(resume: Resume, overwrite: bool) -> tuple[bool | Literal["auto"], bool]
     if resume and overwrite:
         raise UserError("resume continues a run and overwrite removes it; choose one of them")
     return resume, overwrite
-
-
-def _check_config(config: object) -> None:
-    if not isinstance(config, (Config, str, os.PathLike)):
-        raise UserError(f"config = {config!r}: expected a Config from load_config, or the path of a YAML file")
 
 
 def compare(
@@ -158,7 +149,6 @@ def compare(
     from .baselines import row_config, run_row, split_names
     from .runs.given import with_data
 
-    _check_config(config)
     get_engine(engine)  # before anything is announced or written
     resume, overwrite = _how(resume, overwrite)
     existing: dict[str, Any] = {"resume": "auto" if resume else False, "overwrite": overwrite, "progress": progress}

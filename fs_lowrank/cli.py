@@ -130,7 +130,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     for name, example in _EXAMPLES.items():
         commands.choices[name].example = example
     parser.groups = _GROUPS
-    for name, point in extensions(commands.choices).items():
+    for name, point in extensions().items():
         about = _OURS.get(name) or f"added by {point.dist.name if point.dist else point.value}"
         commands.add_parser(name, help=f"{about}; has its own --help")
     return parser, own
@@ -149,10 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = [word for word in given if word not in ("--overwrite", "--resume")]
         return f"; continue with: {hint(words[0], '--resume', *words[1:])}"
 
-    try:
-        added = extensions().get(given[0]) if given else None
-    except UserError as error:
-        return shell.explain(error)
+    added = extensions().get(given[0]) if given else None
     return run_extension(added, given[1:]) if added else shell.run(_parser, given, console, again, _folder)
 
 

@@ -27,7 +27,6 @@ from .settings import (
     Origin,
     Settings,
     as_overrides,
-    assign,
     check_method_params,
     check_together,
     flatten,
@@ -137,8 +136,8 @@ def load_for(
         if not any(taken_keys(cls, [key]) for cls in classes):
             unknown_parameter(key.split(".")[1], classes, Origin(overridden=frozenset(params)))
     shared = {key: value for key, value in flat.items() if key not in params}
-    config = path.replace(shared) if isinstance(path, Config) else _build(*_content(path, shared), params)
-    return config, {cls.name: {key: params[key] for key in taken_keys(cls, params)} for cls in classes}
+    own = {cls.name: {key: params[key] for key in taken_keys(cls, params)} for cls in classes}
+    return load_config(path, shared), own
 
 
 def _content(path: Any, *changes: Mapping[str, Any], origin: Origin | None = None) -> tuple[dict[str, Any], Origin]:
@@ -152,20 +151,15 @@ def _content(path: Any, *changes: Mapping[str, Any], origin: Origin | None = Non
     return tree, origin
 
 
-def _build(tree: Mapping[str, Any], origin: Origin, overridden_params: Mapping[str, Any] | None = None) -> Config:
-    """The checked config. Of ``overridden_params``, keys of ``lowrank``, only those that its method has are applied."""
+def _build(tree: Mapping[str, Any], origin: Origin) -> Config:
+    """The checked config."""
     others: dict[str, Any] = {}
     config = read_section(Config, tree, "", origin, others)
     named = lookup(tree, "federate.method") is not None
     method = _resolve_method(config, named, origin)
     federate = dataclasses.replace(config.federate, method=method.name)
     task = config.model.task or infer_task(config.model.type)
-    params = dict(config.lowrank.params)
-    given = overridden_params or {}
-    for key in taken_keys(method, given):
-        assign(params, key.removeprefix("lowrank."), given[key])
-        origin = dataclasses.replace(origin, overridden=origin.overridden | {key})
-    params = check_method_params(method, params, origin)
+    params = check_method_params(method, config.lowrank.params, origin)
     needs = method.requires(method.Params(**params))
     args = config.llm.adapter.args
     origin = dataclasses.replace(origin, adapter=config.llm.adapter.use, unsaid=unsaid(args[0] if args else {}))

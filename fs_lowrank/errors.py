@@ -12,21 +12,6 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
-__all__ = [
-    "ROWS_LOGGER",
-    "CannotContinue",
-    "DamagedFile",
-    "RunFailed",
-    "UserError",
-    "counted",
-    "described",
-    "hint",
-    "nearest",
-    "own_place",
-    "say_once",
-    "users_own",
-]
-
 #: the packages of this repository
 _OURS = ("fs_lowrank", "benchmark", "hpo")
 #: where Python's own modules are, and the names of folders of installed ones, of which there may be several
@@ -49,10 +34,14 @@ class DamagedFile(UserError):
     """A file that a program wrote for others to read cannot be read; the message names it, and says what to do."""
 
 
-def nearest(name: str, choices: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` for the closest of ``choices``, or ``""`` if none is close or an abbreviation."""
+def nearest(name: str, choices: Iterable[str], cutoff: float = 0.55) -> str:
+    """``"; did you mean 'x'?"`` for the closest of ``choices``, or ``""`` if none is close or an abbreviation.
+
+    Args:
+        cutoff: how much alike they have to be, 0 to 1 (``difflib.get_close_matches``).
+    """
     by_lower, given = {str(choice).lower(): str(choice) for choice in choices}, str(name).lower()
-    close = difflib.get_close_matches(given, list(by_lower), n=1, cutoff=0.55)
+    close = difflib.get_close_matches(given, list(by_lower), n=1, cutoff=cutoff)
     close = close or [c for c in by_lower if len(c) >= 3 and given.startswith(c)]
     return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
 

@@ -120,9 +120,6 @@ def _texts(given: Given) -> list[str]:
 
 def _pictures(given: Given) -> list[str]:
     """The lines for a folder of class folders: a network for images, from scratch."""
-    for role in _ROLES:
-        if column := getattr(given, role):
-            raise UserError(f"{role}={column!r}: {given.data} is a folder of pictures, which have no columns")
     model = given.model or "resnet10"
     probe = {
         "data": {"type": str(given.data)},

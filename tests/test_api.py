@@ -92,13 +92,6 @@ def test_a_path_in_place_of_a_configuration(path, runs, as_text):
         fs_lowrank.run(path.with_name("runn.yaml"))
 
 
-@pytest.mark.parametrize("wrong", [None, 3, {"seed": 3}])
-def test_other_values_in_place_of_a_configuration(wrong):
-    for call in (lambda: fs_lowrank.run(wrong), lambda: fs_lowrank.compare(wrong, ["rolora"])):
-        with pytest.raises(UserError, match="(?s)config = .*: expected a Config from load_config, or the path"):
-            call()
-
-
 # -- the keys of each method ---------------------------------------------------------------------------
 
 

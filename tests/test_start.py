@@ -262,10 +262,9 @@ def test_init_writes_once_and_run_runs_it(at, tiny_encoder, capsys):
         (["run", "--cfg", "a.yaml", "--text", "x"], "--text: options of --data FILE"),
         (["init", "no.csv"], "no file no.csv"),
         (["init", "."], ".: found 0 folder(s) with images (none); expected one for each class"),
-        (["init", ".", "--label", "x"], "--label x: . is a folder of pictures, which have no columns"),
         (["init", "a.txt"], "expected a file that ends with .csv"),
         (["init", "nowhere"], "a folder of save_to_disk, or a pattern; there is nothing of this name"),
-        (["init", "no.csv", "--clients", "-3"], "--clients -3: expected a whole number above 0"),
+        (["init", "no.csv", "--clients", "-3"], "--clients: '-3': expected a whole number, 1 or more"),
         (["init", "no.csv", "--method", "rolorra"], "did you mean 'rolora'"),
     ],
 )

@@ -44,8 +44,6 @@ def _examples(args: argparse.Namespace) -> None:
         console.print(f"copy one with: {hint('examples', next(iter(there)))}")
         return
     tables.only_of_a_list(args)
-    if args.to.exists() and not args.to.is_dir():
-        raise UserError(f"--to {args.to} is a file, so that nothing can be written into it; name a folder")
     chosen = []
     for name in args.names:
         stem = Path(name).stem if Path(name).suffix in SUFFIXES else Path(name).name

@@ -7,7 +7,7 @@ An entry point names a function ``main(argv)`` that returns an exit code: ``hpo 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
@@ -20,29 +20,12 @@ ENTRY_POINTS = "fs_lowrank.commands"
 @cache
 def _found(path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
     """The entry points by name; looked for once for each ``sys.path``, since that takes time."""
-    found: dict[str, EntryPoint] = {}
-    for point in entry_points(group=ENTRY_POINTS):
-        other = found.setdefault(point.name, point)
-        if other.value != point.value:
-            raise UserError(
-                f"two packages add a command {point.name!r} ({other.value}, {point.value}); uninstall one of them"
-            )
-    return dict(sorted(found.items()))
+    return {point.name: point for point in sorted(entry_points(group=ENTRY_POINTS))}
 
 
-def extensions(built_in: Collection[str] = ()) -> Mapping[str, EntryPoint]:
-    """The added commands: name → entry point.
-
-    Raises:
-        UserError: two packages add the same name, or one adds a name that is ``built_in``.
-    """
-    found = _found(tuple(sys.path))
-    for name in sorted(found.keys() & set(built_in)):
-        raise UserError(
-            f"a package adds a command {name!r} ({found[name].value}), but fs-lowrank has one of this name; "
-            "uninstall the package"
-        )
-    return found
+def extensions() -> Mapping[str, EntryPoint]:
+    """The added commands: name → entry point."""
+    return _found(tuple(sys.path))
 
 
 def run_extension(point: EntryPoint, argv: Sequence[str]) -> int:

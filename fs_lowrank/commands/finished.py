@@ -9,7 +9,6 @@ from typing import Any
 from ..errors import UserError
 from ..jobs import shell, tables
 from ..jobs.files import to_json, write_text
-from ..settings.metrics import METRICS
 from .extensions import extensions, run_extension
 
 console = shell.make_console(120)
@@ -26,11 +25,12 @@ def add(commands) -> None:
     evaluate.add_argument("--json", metavar="FILE", type=Path, help="write the scores to a file, too")
     tables.option(evaluate)
     evaluate.set_defaults(do=_evaluate)
+    some = shell.at_least(1)
     predict = commands.add_parser("predict", help="add a column with the predictions of a finished run to a file")
     _common(predict, tuple(role for role in _ROLES if role not in ("label", "output")), required=True)
     predict.add_argument("--out", metavar="FILE", type=Path, help="default: NAME.predicted beside --data, as --data is")
     predict.add_argument("--column", default="prediction", metavar="NAME", help="default: prediction")
-    predict.add_argument("--tokens", type=int, default=64, metavar="N", help="most tokens of an answer (default: 64)")
+    predict.add_argument("--tokens", type=some, default=64, metavar="N", help="most tokens of an answer (default: 64)")
     predict.set_defaults(do=_predict)
 
 
@@ -102,6 +102,8 @@ def _evaluate(args: argparse.Namespace) -> int | None:
 
 def _lines(scores: dict[str, Any], labelled: bool) -> list[tuple[str, str]]:
     """The scores as a table."""
+    from ..settings.metrics import METRICS
+
     lines = [("score", "value")]
     if "acc" in scores:
         lines += [("acc" if labelled else "token acc", f"{scores['acc']:.4f} ± {scores['acc_error']:.4f}")]
@@ -121,8 +123,6 @@ def _predict(args: argparse.Namespace) -> None:
     from ..data.sources import data_args
     from ..finished import check_table, predict_rows, write_table
 
-    if args.tokens < 1:
-        raise UserError(f"--tokens {args.tokens}: expected 1 or more")
     if args.data.suffix.lower() not in SUFFIXES:
         raise UserError(f"--data {args.data}: expected a file that ends with {', '.join(SUFFIXES)}")
     out = args.out or args.data.with_name(f"{args.data.stem}.predicted{args.data.suffix}")

@@ -42,7 +42,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model", default="", metavar="MODEL", help="folder or name (default: minilm, smollm2 or resnet10)"
     )
-    group.add_argument("--clients", type=int, default=0, metavar="N", help="number of clients (default: by the rows)")
+    some, clients = shell.at_least(1), "number of clients (default: by the rows)"
+    group.add_argument("--clients", type=some, default=0, metavar="N", help=clients)
     group.add_argument("--method", default="", metavar="NAME", help="default: rolora; for pictures fedlora")
 
 
@@ -62,8 +63,6 @@ def write(args: argparse.Namespace, out: Path | None) -> Path:
     from ..declared import methods
     from ..start import Given, draft
 
-    if args.clients < 0:
-        raise UserError(f"--clients {args.clients}: expected a whole number above 0")
     said = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in _COLUMNS}
     method = methods().get_method_class(args.method).name if args.method else ""
     text = draft(Given(args.data, **said, model=args.model, method=method, clients=args.clients))

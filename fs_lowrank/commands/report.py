@@ -32,10 +32,8 @@ def _report(args: argparse.Namespace) -> None:
     from ..runs.shown import read_runs
 
     out = args.out or args.runs[0] / "report.html"
-    if out.is_dir() or out.suffix.lower() not in (".html", ".htm"):
+    if out.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"--out {out}: expected a file that ends with .html")
-    if args.out and not out.parent.is_dir():
-        raise UserError(f"--out {out}: there is no folder {out.parent}")
     said = False
     while True:
         runs = read_runs(args.runs)

@@ -13,8 +13,6 @@ import torch
 from fs_lowrank.data.labels import bits
 from fs_lowrank.data.ragged import Ragged
 
-__all__ = ["IGNORED_LABEL", "Examples", "rows_alike"]
-
 _CHUNK = 1 << 12
 
 IGNORED_LABEL = -100

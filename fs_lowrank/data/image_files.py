@@ -15,7 +15,6 @@ a folder            ``train/CLASS/FILE``, optionally ``test/…``, ``val/…``; 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -30,8 +29,6 @@ from fs_lowrank.data.files import read_bytes, read_text, refuse_pointer
 from fs_lowrank.data.tables import IMAGE_CLASSIFICATION, RawData, count_skipped, several_classes
 from fs_lowrank.errors import UserError, nearest, say_once, users_own
 from fs_lowrank.settings.reading import read_packaged
-
-__all__ = ["IMAGE_SETS", "read_folder", "read_image_set"]
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".webp", ".tif", ".tiff")
@@ -186,9 +183,7 @@ def read_folder(folder: Path, args: Mapping[str, Any]) -> RawData:
         of_class = [classes.get(kind, []) for kind in names]
         files += [path for paths in of_class for path in paths]
         splits[split] = {"label": np.repeat(np.arange(len(names)), list(map(len, of_class)))}
-    images, said = _decode(files, size, channels)
-    if said:
-        say_once(f"{folder}: {said}")
+    images = _decode(files, size, channels)
     middle, source = (0.5,) * images.shape[1], f"the user's images in {folder.name}"
     return _raw(images, splits, names, source=source, skipped=skipped, mean=middle, std=middle)
 
@@ -225,32 +220,30 @@ def _is_image(path: Path) -> bool:
     return path.name.lower().endswith(SUFFIXES) and not path.name.startswith(".") and path.is_file()
 
 
-def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | None) -> tuple[np.ndarray, str]:
-    """uint8 ``(n, channels, height, width)``, as the pictures are shown, and what of the files is not in it.
+def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | None) -> np.ndarray:
+    """uint8 ``(n, channels, height, width)``, as the pictures are shown: the first frame, without transparency.
 
     They are decoded in threads, as the decoders release the GIL. Of gray values of 16 bits the upper 8 are taken of
     those bits that the largest value of all files needs, since files of 16 bits often hold 10 or 12.
     """
     from PIL import Image, ImageOps
 
-    def read(path: Path) -> tuple[np.ndarray, list[str]]:
+    def read(path: Path) -> np.ndarray:
         refuse_pointer(path)
         with users_own(f"{path}: reading it as an image"), Image.open(path) as image:
             deep = image.mode.startswith("I;16") or image.mode == "I" and image.format == "PNG"
             if image.mode in ("I", "F") and not deep:
                 raise UserError(f"{path}: its pixels are numbers of 32 bits, of unknown range; save 8 or 16 bits")
-            lost = ["several frames, of which the first is read"] * (getattr(image, "n_frames", 1) > 1)
-            lost += ["transparency, which is not read"] * ("A" in image.mode or "transparency" in image.info)
             shown = ImageOps.exif_transpose(image)
             gray = shown.mode in ("1", "L", "LA")
             mode = "I" if deep else "L" if channels == 1 or channels is None and gray else "RGB"
             converted = shown if shown.mode == mode else shown.convert(mode)
             if size is not None and converted.size != size[::-1]:
                 converted = converted.resize(size[::-1], Image.Resampling.BILINEAR)
-            return np.asarray(converted), lost
+            return np.asarray(converted)
 
     with ThreadPoolExecutor(max_workers=min(8, 2 * (os.cpu_count() or 1))) as pool:
-        decoded, lost = zip(*pool.map(read, files))
+        decoded = list(pool.map(read, files))
     first = decoded[0].shape[:2]
     for path, image in zip(files, decoded):
         if image.shape[:2] != first:
@@ -264,7 +257,4 @@ def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | Non
     for row, image in zip(out, decoded):
         eight = image if image.dtype == np.uint8 else image >> max(bits - 8, 0)
         row[:] = eight if image.ndim == 2 else eight.transpose(2, 0, 1)
-    counts = Counter(reason for reasons in lost for reason in reasons)
-    said = [f"{count} files have {reason}" for reason, count in counts.items()]
-    said += [f"gray values of {bits} bits are read as their upper 8"] * (bits > 8)
-    return out, "; ".join(said)
+    return out

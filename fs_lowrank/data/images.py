@@ -14,8 +14,6 @@ from torch import Tensor
 from fs_lowrank.errors import UserError
 from fs_lowrank.settings import Origin, check_keys, check_value, keys_of
 
-__all__ = ["STEPS", "ImageExamples", "Pipeline"]
-
 _CHUNK = 4096
 
 

@@ -20,8 +20,6 @@ from fs_lowrank.data.ragged import Ragged
 from fs_lowrank.errors import UserError, nearest, say_once
 from fs_lowrank.settings import Origin, check_keys, keys_of
 
-__all__ = ["PARTITIONERS", "Partition", "Rows", "matching_shares", "partition", "register_partitioner"]
-
 #: values of ``data.splitter`` by which the data say whose a row is; by others, clients are simulated
 BY_SITE = ("field", "file", "meta")
 DRAWS = 50  # from the Dirichlet distribution, before rows are moved to reach min_size
@@ -50,7 +48,7 @@ class Rows:
 class Partition:
     """The rows of each client: ``indices[c]`` are the sorted int64 rows of client ``c``.
 
-    ``summary`` uses ``labels`` and ``label_names`` to count classes. ``files`` are the clients' files, where each has
+    ``labels`` and ``label_names`` are the classes of all rows. ``files`` are the clients' files, where each has
     one.
     """
 
@@ -74,17 +72,9 @@ class Partition:
             return None
         return self.label_names or [str(value) for value in range(int(self.labels.max(initial=-1)) + 1)]
 
-    def summary(self) -> list[dict[str, Any]]:
-        """One record per client: ``client`` (from 1), ``size`` and, for classes, ``labels`` (counts by name)."""
-        names = self.classes()
-        return [
-            client_record(i, len(rows), None if self.labels is None else self.labels[rows], names)
-            for i, rows in enumerate(self.indices)
-        ]
-
 
 def client_record(index: int, size: int, labels: np.ndarray | None, names: Sequence[str] | None) -> dict[str, Any]:
-    """What ``Partition.summary`` says of the client at ``index``.
+    """One client: ``client`` (from 1), ``size`` and, for classes, ``labels`` (counts by name).
 
     Args:
         labels: the classes of its rows; None: there are none. names: of the classes.

@@ -7,8 +7,6 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-__all__ = ["Lazy", "Ragged"]
-
 T = TypeVar("T")
 
 

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from ..errors import UserError
+from ..errors import UserError, nearest
 from . import framework
-from .check import check_value, hints_of, misspelt
+from .check import check_value, hints_of
 from .origin import Origin
 from .schema import known_keys
 
@@ -45,28 +45,15 @@ def read_section(cls: type, raw: Any, prefix: str, origin: Origin, others: dict[
 
 
 def unknown_key(name: str, origin: Origin, more: Sequence[str] = ()) -> NoReturn:
-    """Refuse the key ``name``; the message names the key that is probably meant, if one is likely enough."""
-    known = [*known_keys(), *more]
-    ours = [key for key in known if key not in framework.DEFAULTS]
-    close = _meant(name, ours, 0.6) or _meant(name, known, 0.8)  # FederatedScope's: if it is clear
-    hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
-    raise UserError(f"{origin.where(name)}unknown key {name!r}{hint}")
-
-
-def _meant(name: str, known: Sequence[str], cutoff: float) -> list[str]:
-    """The keys or sections of ``known`` that ``name`` is probably meant to be: three of this very name in other
-    sections at most, else one of the same section, or one whose whole name hardly differs. That two keys are of one
-    section does not make them alike.
-    """
-    section, _, last = name.rpartition(".")
-    keys = {*known, *(key.rsplit(".", depth)[0] for key in known for depth in range(1, key.count(".") + 1))}
-    same = sorted(key for key in keys if key.rpartition(".")[2] == last.lower())
+    """Refuse the key ``name``; the message names our keys with this last part, or a key or section spelled alike."""
+    known, (section, _, last) = [*known_keys(), *more], name.lower().rpartition(".")
+    same = [key for key in known if key.rpartition(".")[2] == last and key not in framework.DEFAULTS]
     same = [key for key in same if key.startswith(f"{section}.")] or same
-    beside = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
+    sections = {key.rpartition(".")[0] for key in known}
+    hint = nearest(name, [*known, *(of for of in sections if of.count(".") == name.count("."))], 0.8)
     if 0 < len(same) <= 3:
-        return same
-    close, whole = misspelt(last, beside, cutoff), misspelt(name, keys, 0.85)
-    return [beside[close]] if close else [whole] if whole else []
+        hint = f"; did you mean {' or '.join(map(repr, same))}?"
+    raise UserError(f"{origin.where(name)}unknown key {name!r}{hint}")
 
 
 def _framework_key(name: str, value: Any, origin: Origin, others: dict[str, Any]) -> bool:

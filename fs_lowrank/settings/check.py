@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import inspect
 import itertools
 import math
@@ -207,8 +206,6 @@ class _Mismatch(Exception):
 def _coerce(value: Any, hint: Any) -> Any:
     """``value`` converted to ``hint`` if that is unambiguous: an int for a float, a number given as text."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:  # which neither files nor tensors hold
-        raise _Mismatch
     if hint is Any:
         return value
     if origin in (typing.Union, types.UnionType):
@@ -250,13 +247,6 @@ def _coerce(value: Any, hint: Any) -> Any:
     elif not isinstance(hint, type) or isinstance(value, hint):
         return value
     raise _Mismatch
-
-
-def misspelt(key: str, known: Any, cutoff: float = 0.8) -> str | None:
-    """The known name of which ``key`` is very likely a misspelling, or None."""
-    lower = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(key.lower(), list(lower), n=1, cutoff=cutoff)
-    return lower[close[0]] if close else None
 
 
 def rounds_of(share: float, rounds: int) -> int:

@@ -11,7 +11,7 @@ import csv
 import io
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,8 @@ _KEY = "lowrank.clients"
 _NUMBERS = "a client's number, a span such as '3-10', or a list of them"
 #: the settings of one client, each with the place where it was given: a dotted key, and its origin
 Given = dict[str, tuple[Any, str, Origin]]
+#: which clients, their settings, the dotted key that names the clients, and where it is from
+Entry = tuple[Any, dict[str, Any], str, Origin]
 
 
 def read_clients(value: Any, clients: int, origin: Origin) -> list[dict[str, Any]]:
@@ -104,8 +106,7 @@ def by_client(entries: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]]
     return of
 
 
-def _entries(value: Any, origin: Origin) -> Iterable[tuple[Any, dict[str, Any], str, Origin]]:
-    """Which clients, their settings, the dotted key that names the clients, and where it is from."""
+def _entries(value: Any, origin: Origin) -> Iterator[Entry]:
     if isinstance(value, Mapping):
         return _frameworks(value, origin)
     if isinstance(value, str):
@@ -116,7 +117,10 @@ def _entries(value: Any, origin: Origin) -> Iterable[tuple[Any, dict[str, Any], 
             file, content = read_yaml(value)
             return _frameworks(content, file)
         origin.wrong(_KEY, value, "a list of mappings, a table (.csv, .tsv), or FederatedScope's file (.yaml)")
-    found = []
+    return _listed(value, origin)
+
+
+def _listed(value: Sequence[Any], origin: Origin) -> Iterator[Entry]:
     for i, entry in enumerate(value):
         at = f"{_KEY}.{i}"
         if not isinstance(entry, Mapping) or "clients" not in entry:
@@ -124,29 +128,25 @@ def _entries(value: Any, origin: Origin) -> Iterable[tuple[Any, dict[str, Any], 
         settings = flatten({name: item for name, item in entry.items() if name != "clients"})
         if not settings:
             origin.wrong(at, entry, f"settings beside clients: {', '.join(keys_of(OfClient))}")
-        found.append((entry["clients"], settings, f"{at}.clients", origin))
-    return found
+        yield entry["clients"], settings, f"{at}.clients", origin
 
 
-def _frameworks(content: Mapping[str, Any], origin: Origin) -> list[tuple[Any, dict[str, Any], str, Origin]]:
+def _frameworks(content: Mapping[str, Any], origin: Origin) -> Iterator[Entry]:
     """The entries of a file of FederatedScope's ``--client_cfg``."""
-    found: list[tuple[Any, dict[str, Any], str, Origin]] = []
     for name, settings in content.items():
         number = re.fullmatch(r"client_([0-9]{1,9})", str(name))
         if number is None or not isinstance(settings, Mapping):
             origin.wrong(str(name), settings, "client_N with a section of keys, N from 1")
-        found.append((int(number[1]), flatten(settings), name, origin))
-    return found
+        yield int(number[1]), flatten(settings), name, origin
 
 
-def _table(file: str, delimiter: str) -> list[tuple[Any, dict[str, Any], str, Origin]]:
+def _table(file: str, delimiter: str) -> Iterator[Entry]:
     """The rows of a table, whose cells are read as YAML; an empty cell is not given."""
     name, text = read_text(file, lambda path: os.listdir(os.path.dirname(path) or "."))
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
     header = [column.strip() for column in next(reader, [])]
     if "client" not in header or len(set(header)) < len(header):
         raise UserError(f"{name}, line 1: columns {', '.join(header) or 'none'}: expected client, and each column once")
-    found: list[tuple[Any, dict[str, Any], str, Origin]] = []
     for row in filter(None, reader):
         at = f"{name}, line {reader.line_num}"
         if len(row) != len(header):
@@ -156,8 +156,7 @@ def _table(file: str, delimiter: str) -> list[tuple[Any, dict[str, Any], str, Or
         except ValueError as error:
             raise UserError(f"{at}: a cell is not a value: {show(row)}: {error}") from None
         who = cells.pop("client", None)
-        found.append((who, cells, f"client_{who}", Origin(name, {f"client_{who}": reader.line_num})))
-    return found
+        yield who, cells, f"client_{who}", Origin(name, {f"client_{who}": reader.line_num})
 
 
 def _numbers(who: Any, clients: int | None, at: str, origin: Origin) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -36,10 +36,6 @@ Loader.yaml_implicit_resolvers = {
 }
 for _class in (Loader, Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
-
-
-#: a file of a few hundred bytes can stand for more values than any machine can hold
-_MOST_VALUES = 1_000_000
 
 
 def read_packaged(package: str, name: str) -> Any:
@@ -75,13 +71,11 @@ def read_text(path: str | os.PathLike[str], among: Callable[[str], Iterable[str]
 def read_yaml(path: str | os.PathLike[str]) -> tuple[Origin, dict[str, Any]]:
     name, text = read_text(path, yaml_beside)
     lines: dict[str, int] = {}
-    loader = None
     try:
         loader = Loader(text)
-        node = loader.get_single_node()
-        if node is None:
+        if (node := loader.get_single_node()) is None:
             return Origin(name), {}
-        _lines(node, "", lines, name, iter(range(_MOST_VALUES)))
+        _lines(node, "", lines, name)
         content = loader.construct_document(node)
     except UserError:
         raise
@@ -89,23 +83,16 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Origin, dict[str, Any]]:
         mark = getattr(error, "problem_mark", None)
         at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise UserError(f"{name}{at}: invalid YAML: {_problem(error)}") from None
-    finally:
-        if loader is not None:
-            loader.dispose()
     if not isinstance(content, dict):
         raise UserError(f"{name} holds a {type(content).__name__}: expected sections and keys, such as `federate:`")
     return Origin(name, lines), content
 
 
-#: what PyYAML raises; beside its own error those of constructors, for explicit tags and numbers that are too long
-_WRONG = (yaml.YAMLError, RecursionError, ValueError, LookupError, TypeError, AttributeError)
+#: what PyYAML raises: its own errors, and those of Python for values that do not suit an explicit tag
+_WRONG = (yaml.YAMLError, RecursionError, ValueError)
 
 
 def _problem(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "nested too deep, or an alias contains itself"
-    if not isinstance(error, yaml.YAMLError):
-        return f"a value does not suit its tag, or is too long: {error}"
     return str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
 
 
@@ -121,14 +108,8 @@ def read_value(text: str) -> Any:
         raise ValueError(_problem(error)) from None
 
 
-def _lines(node: yaml.Node, prefix: str, lines: dict[str, int], file: str, left: Iterator[int]) -> None:
-    """Record the line of every key. A key given twice is an error; YAML would silently use the last one.
-
-    Args:
-        left: has one item for each value that may follow, with every alias written out.
-    """
-    if next(left, None) is None:
-        raise UserError(f"{file}: its aliases stand for more than {_MOST_VALUES:,} values; write out what is meant")
+def _lines(node: yaml.Node, prefix: str, lines: dict[str, int], file: str) -> None:
+    """Record the line of every key. A key given twice is an error; YAML would silently use the last one."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if key.tag.endswith(":merge") or not isinstance(key, yaml.ScalarNode):
@@ -137,10 +118,10 @@ def _lines(node: yaml.Node, prefix: str, lines: dict[str, int], file: str, left:
             if name in lines:
                 raise UserError(f"{file}, line {line}: {name} is given twice; first in line {lines[name]}")
             lines[name] = line
-            _lines(value, name + ".", lines, file, left)
+            _lines(value, name + ".", lines, file)
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            _lines(item, f"{prefix}{index}.", lines, file, left)
+            _lines(item, f"{prefix}{index}.", lines, file)
 
 
 def as_overrides(given: Mapping[str, Any] | Sequence[str] | None) -> dict[str, Any]:

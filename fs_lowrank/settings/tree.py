@@ -33,11 +33,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
     """Merge ``changes`` into ``tree``: sections are merged, all other values replaced."""
-    try:
-        flat = flatten(changes)
-    except RecursionError:
-        raise UserError("the configuration is nested too deep: expected a few levels of sections and keys") from None
-    for key, value in flat.items():
+    for key, value in flatten(changes).items():
         if value == {} and isinstance(value, dict):
             if lookup(tree, key) is None:
                 assign(tree, key, {})
@@ -49,11 +45,9 @@ def assign(tree: Any, key: str, value: Any) -> None:
     """Set a dotted key. A number is an index into a list; the index after the last item appends.
 
     Raises:
-        UserError: an empty part of the key, an index beyond the list, or a value where a section is expected.
+        UserError: an index beyond the list, or a value where a section is expected.
     """
     parts = key.split(".")
-    if "" in parts:
-        raise UserError(f"unknown key {key!r}: a name is missing beside a dot")
     node = tree
     for depth, part in enumerate(parts):
         last = depth == len(parts) - 1
@@ -84,7 +78,7 @@ def assign(tree: Any, key: str, value: Any) -> None:
 
 def _index(part: str) -> int | None:
     """``part`` of a key as an index into a list; None if it is a name."""
-    return int(part) if part.isascii() and part.isdigit() and len(part) < 10 else None
+    return int(part) if part.isdecimal() else None
 
 
 def lookup(tree: Mapping[str, Any], key: str) -> Any:
@@ -100,10 +94,8 @@ def plain(value: Any, name: str = "") -> Any:
     """``value`` in types that YAML can write: lists for tuples, Python numbers for NumPy's, text for paths.
 
     Raises:
-        UserError: a table or an array; text that neither files nor other programs hold.
+        UserError: a table or an array.
     """
-    if isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
-        raise UserError(f"{name or 'a value'} = {show(value)}: expected text without NUL and halves of UTF-16 pairs")
     if isinstance(value, Mapping):
         return {key: plain(item, name) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -113,10 +105,6 @@ def plain(value: Any, name: str = "") -> Any:
     if hasattr(value, "dtype") and hasattr(value, "item") and math.prod(value.shape) == 1:
         return value.item()
     if hasattr(value, "shape"):
-        kind, size = type(value).__name__, " × ".join(map(str, value.shape))
-        raise UserError(
-            f"{name or 'a value'} is a {kind} of {size}: expected text, a number, a list or a mapping; data "
-            "come from a file: write them to one, such as with frame.to_csv('data.csv', index=False), and name it in "
-            "data.type"
-        )
+        what = f"{name or 'a value'} is a {type(value).__name__}"
+        raise UserError(f"{what}: expected text, a number or a list; data go to run(data=…)")
     return value

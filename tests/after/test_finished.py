@@ -376,7 +376,10 @@ def test_the_commands(runs, test_rows, reviews_csv, tmp_path, capsys):
         (["predict", "{run}", "--data", "/"], "--data /: expected a file that ends with .csv"),
         (["predict", "{run}", "--data", "."], "--data .: expected a file that ends with .csv"),
         (["predict", "{run}", "--data", "{data}", "--out", "{empty}/no/x.csv"], "x.csv cannot be written: there is no"),
-        (["predict", "{run}", "--data", "{data}", "--tokens", "0"], "--tokens 0: expected 1 or more"),
+        (
+            ["predict", "{run}", "--data", "{data}", "--tokens", "0"],
+            "--tokens: '0': expected a whole number",
+        ),
         (["evaluate", "{run}", "--data", "{run}"], "expected a file that ends with"),
         (["evaluate", "{run}"], "--data is missing: evaluate needs a file or --tasks"),
         (["predict", "{run}"], "--data"),

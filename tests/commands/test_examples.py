@@ -51,10 +51,6 @@ def test_without_a_list_there_is_no_table(tmp_path, arguments, capsys):
     [
         (["demoo"], "no example 'demoo'; did you mean 'demo'?"),
         (["demo", "own_data"], "own_data.yaml exists; remove it"),
-        (
-            ["demo", "--to", "own_data.yaml"],
-            "own_data.yaml is a file, so that nothing can be written into it; name a folder",
-        ),
     ],
 )
 def test_wrong_use(tmp_path, monkeypatch, capsys, arguments, said):

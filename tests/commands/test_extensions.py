@@ -102,7 +102,6 @@ def test_the_processes_of_a_command_find_its_package_too(tmp_path):
     [
         ("own = own_tool.cli:main", "import no_such_module_at_all", "failed to import: ModuleNotFoundError"),
         ("own = own_tool.cli:absent", "main = 3", "failed to import: AttributeError"),
-        ("run = own_tool.cli:main", "main = print", "adds a command 'run' .* has one of this name"),
     ],
 )
 def test_an_error_in_a_package_is_one_line_that_names_it(tmp_path, monkeypatch, capsys, entry_points, content, said):
@@ -115,14 +114,6 @@ def test_an_error_in_a_package_is_one_line_that_names_it(tmp_path, monkeypatch, 
     assert len(told.splitlines()) == 1 and re.search(said, told), told
     for name in ("own_tool", "own_tool.cli"):
         sys.modules.pop(name, None)
-
-
-def test_two_packages_with_one_name_are_named(tmp_path, monkeypatch, capsys):
-    package(tmp_path, "one", "own = one.cli:main", cli="main = print")
-    package(tmp_path, "two", "own = two.cli:main", cli="main = print")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert cli.main(["own"]) == 2
-    assert "two packages add a command 'own'" in capsys.readouterr().err
 
 
 def test_no_text_says_to_run_a_command_by_its_module():

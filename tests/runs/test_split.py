@@ -6,6 +6,7 @@ import pytest
 
 from fs_lowrank import UserError, load_config
 from fs_lowrank.data import build_data, load_raw
+from fs_lowrank.data.partition import client_record
 from fs_lowrank.models.build import build_tokenizer
 from fs_lowrank.runs.split import read_split, write_split
 from fs_lowrank.versions import SCHEMA
@@ -17,6 +18,12 @@ def built(settings):
     return build_data(config, build_tokenizer(config), load_raw(config.data))
 
 
+def summary(made):
+    """What ``read_split`` says of each client."""
+    labels = [None if made.labels is None else made.labels[rows] for rows in made.indices]
+    return [client_record(i, len(rows), labels[i], made.classes()) for i, rows in enumerate(made.indices)]
+
+
 def test_what_is_written_is_read(built, tmp_path):
     written = write_split(tmp_path, built)
     read = read_split(tmp_path)
@@ -24,7 +31,7 @@ def test_what_is_written_is_read(built, tmp_path):
         assert split["sizes"].tolist() == built.partition.sizes().tolist()
         assert list(split["clients"]) == [
             {**record, "rows": built.rows["train"][rows].tolist()}
-            for record, rows in zip(built.partition.summary(), built.partition.indices)
+            for record, rows in zip(summary(built.partition), built.partition.indices)
         ]
         assert split["test"]["rows"] == built.rows["test"].tolist()
         assert split["partition"] == {"name": "lda", "args": {"alpha": 0.5, "min_size": 4}}

@@ -112,7 +112,7 @@ def test_what_is_wrong_is_one_line_with_file_and_line(tmp_path, monkeypatch, tex
         ("t.csv", "client,lr\n1,[2\n", "t.csv, line 2: a cell is not a value"),
         *(
             ("t.csv", f"client,lr\n1,{cell}\n", "t.csv, line 2: a cell is not a value: ['1', ")
-            for cell in ("9" * 5000, "!!int x", "[" * 2000, "!!timestamp x", "!!bool x", "!!binary é")
+            for cell in ("9" * 5000, "!!int x", "[" * 2000)
         ),
         (
             "t.yaml",
