@@ -46,7 +46,7 @@ from .runs.records import Records, flat_metrics, read_records
 from .runs.result import RunResult
 from .runs.split import write_split
 from .seeds import derive
-from .settings import grouped
+from .settings.clients import grouped
 from .settings.sections import Lowrank
 from .training import train_client
 from .training.schedule import lr_at

@@ -22,26 +22,16 @@ from typing import Any
 
 from .declared import declared, methods
 from .errors import UserError, say_once
-from .settings import (
-    OPTIMIZERS_8BIT,
-    Origin,
-    Settings,
-    as_overrides,
-    check_method_params,
-    check_together,
-    flatten,
-    framework,
-    infer_task,
-    lookup,
-    merge,
-    read_section,
-    read_yaml,
-    show,
-)
+from .settings import OPTIMIZERS_8BIT, Origin, Settings, check_method_params, flatten, framework, read_yaml, show
 from .settings.adapter import OTHER_DEFAULTS, adapter_args, resolved_name, unsaid
+from .settings.build import read_section
 from .settings.clients import read_clients
+from .settings.conflicts import check_together
 from .settings.effects import not_honoured, without_effect
 from .settings.parameters import general_keys, params_defaults, params_fields, taken_keys, unknown_parameter
+from .settings.reading import as_overrides
+from .settings.schema import infer_task
+from .settings.tree import lookup, merge
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ import yaml
 
 from .declared import declared, methods
 from .errors import UserError, nearest
-from .settings import AdapterSpec, DataArgs, Key, OfClient, Settings, framework, keys_of
+from .settings import AdapterSpec, DataArgs, Key, Settings, framework, keys_of
 from .settings import json_schema as json_schemas
 from .settings.check import expected, limits
+from .settings.clients import OfClient
 from .settings.effects import on_engine
 
 #: section → the module and the dataclass that its further arguments belong to

@@ -6,14 +6,12 @@ engines, and does not import torch.
 
 from . import framework
 from .adapter import ADDED, ALL_LINEAR, AdapterSpec
-from .build import read_section, unknown_key
+from .build import unknown_key
 from .check import Key, check_keys, check_value, key, keys_of, one_mapping
-from .clients import OfClient, grouped
-from .conflicts import check_together
 from .origin import Origin, show
 from .parameters import check_method_params
-from .reading import as_overrides, parse_overrides, read_yaml, yaml_beside
-from .schema import Settings, flat_keys, infer_task, known_keys
+from .reading import parse_overrides, read_yaml, yaml_beside
+from .schema import Settings, flat_keys, known_keys
 from .sections import (
     OPTIMIZERS,
     OPTIMIZERS_8BIT,
@@ -27,7 +25,7 @@ from .sections import (
     robust_needs,
     server_lr,
 )
-from .tree import assign, flatten, lookup, merge
+from .tree import flatten
 
 __all__ = [
     "ADDED",
@@ -42,29 +40,20 @@ __all__ = [
     "Key",
     "Lowrank",
     "Optimizer",
-    "OfClient",
     "Origin",
     "Scheduler",
     "Settings",
-    "as_overrides",
-    "assign",
     "check_keys",
     "check_method_params",
-    "check_together",
     "check_value",
     "flat_keys",
     "flatten",
     "framework",
-    "grouped",
-    "infer_task",
     "key",
     "keys_of",
     "known_keys",
-    "lookup",
-    "merge",
     "one_mapping",
     "parse_overrides",
-    "read_section",
     "read_yaml",
     "yaml_beside",
     "robust_needs",

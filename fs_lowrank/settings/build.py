@@ -49,7 +49,7 @@ def unknown_key(name: str, origin: Origin, more: Sequence[str] = ()) -> NoReturn
     known, (section, _, last) = [*known_keys(), *more], name.lower().rpartition(".")
     same = [key for key in known if key.rpartition(".")[2] == last and key not in framework.DEFAULTS]
     same = [key for key in same if key.startswith(f"{section}.")] or same
-    sections = {key.rpartition(".")[0] for key in known}
+    sections = {key.rpartition(".")[0] for key in known if "." in key}
     hint = nearest(name, [*known, *(of for of in sections if of.count(".") == name.count("."))], 0.8)
     if 0 < len(same) <= 3:
         hint = f"; did you mean {' or '.join(map(repr, same))}?"
