@@ -31,7 +31,7 @@ from .settings.effects import not_honoured, without_effect
 from .settings.parameters import general_keys, params_defaults, params_fields, taken_keys, unknown_parameter
 from .settings.reading import as_overrides
 from .settings.schema import infer_task
-from .settings.tree import lookup, merge
+from .settings.tree import assign, lookup, merge
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ def load_for(
         if not any(taken_keys(cls, [key]) for cls in classes):
             unknown_parameter(key.split(".")[1], classes, Origin(overridden=frozenset(params)))
     shared = {key: value for key, value in flat.items() if key not in params}
-    own = {cls.name: {key: params[key] for key in taken_keys(cls, params)} for cls in classes}
-    return load_config(path, shared), own
+    config = path.replace(shared) if isinstance(path, Config) else _build(*_content(path, shared), params)
+    return config, {cls.name: {key: params[key] for key in taken_keys(cls, params)} for cls in classes}
 
 
 def _content(path: Any, *changes: Mapping[str, Any], origin: Origin | None = None) -> tuple[dict[str, Any], Origin]:
@@ -141,15 +141,20 @@ def _content(path: Any, *changes: Mapping[str, Any], origin: Origin | None = Non
     return tree, origin
 
 
-def _build(tree: Mapping[str, Any], origin: Origin) -> Config:
-    """The checked config."""
+def _build(tree: Mapping[str, Any], origin: Origin, overridden_params: Mapping[str, Any] | None = None) -> Config:
+    """The checked config. Of ``overridden_params``, keys of ``lowrank``, only those that its method has are applied."""
     others: dict[str, Any] = {}
     config = read_section(Config, tree, "", origin, others)
     named = lookup(tree, "federate.method") is not None
     method = _resolve_method(config, named, origin)
     federate = dataclasses.replace(config.federate, method=method.name)
     task = config.model.task or infer_task(config.model.type)
-    params = check_method_params(method, config.lowrank.params, origin)
+    params = dict(config.lowrank.params)
+    given = overridden_params or {}
+    for key in taken_keys(method, given):
+        assign(params, key.removeprefix("lowrank."), given[key])
+        origin = dataclasses.replace(origin, overridden=origin.overridden | {key})
+    params = check_method_params(method, params, origin)
     needs = method.requires(method.Params(**params))
     args = config.llm.adapter.args
     origin = dataclasses.replace(origin, adapter=config.llm.adapter.use, unsaid=unsaid(args[0] if args else {}))

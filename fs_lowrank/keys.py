@@ -66,7 +66,7 @@ def reference() -> list[Entry]:
         names = [name for name, same in partitioners.items() if same is function]
         entries += _section("data.splitter_args.0.", f"data.splitter: {' or '.join(names)}", function, skip=3)
     for name, step in declared("fs_lowrank.data.images").STEPS.items():
-        entries += _section("data.transform.N.1.", f"data.transform: {name}", step)
+        entries += _section("data.transform.N.1.", f"data.transform: {name}", step, skip=2)
     entries += _section("llm.adapter.args.0.", "llm.adapter.args", AdapterSpec, leave_out=("method", "extra"))
     entries += _section("lowrank.clients.N.", "lowrank.clients", OfClient)
     for name in methods().list_methods():

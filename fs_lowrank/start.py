@@ -151,8 +151,6 @@ def _file(
     clients, splitter = _clients(given, raw)
     rows = len(raw.train)
     each = rows * 0.8 / clients
-    if each < 1:
-        raise UserError(f"clients={clients}: {given.data} has {rows} rows, of which {rows * 0.8:.0f} are for training")
     rounds = 20 if raw.task == IMAGE_CLASSIFICATION else 4  # from scratch, or from a model that knows texts
     classes = f"{raw.num_labels} classes ({', '.join(raw.label_names[:8])})"
     return [

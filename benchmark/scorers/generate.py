@@ -18,7 +18,7 @@ from pathlib import Path
 import pandas as pd
 
 from fs_lowrank.data.examples import IGNORED_LABEL
-from fs_lowrank.data.tokenize import tokenize_causal
+from fs_lowrank.data.tokenize import tokenize_instructions
 from fs_lowrank.errors import UserError
 from fs_lowrank.settings import Origin, check_value
 from fs_lowrank.training.generate import continue_prompts
@@ -105,7 +105,7 @@ def prompts(rows: list[dict], tokenizer, template: str = "auto") -> list[list[in
         UserError: a prompt is longer than the tokenizer's limit.
     """
     frame = pd.DataFrame(rows, columns=["instruction", "input", "output"])
-    examples, kept = tokenize_causal(frame, tokenizer, 1 << 20, template)
+    examples, kept = tokenize_instructions(frame, tokenizer, 1 << 20, template)
     if not kept.all():
         raise UserError(
             f"{int((~kept).sum())} of {len(rows)} prompts are longer than the model's limit of "

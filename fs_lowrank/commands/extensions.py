@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
-from ..errors import UserError
 from ..jobs import shell
 
 ENTRY_POINTS = "fs_lowrank.commands"
@@ -30,9 +29,4 @@ def extensions() -> Mapping[str, EntryPoint]:
 
 def run_extension(point: EntryPoint, argv: Sequence[str]) -> int:
     """Run an added command with the arguments after its name; returns the exit code."""
-    try:
-        main = point.load()
-    except Exception as error:
-        why = f"failed to import: {type(error).__name__}: {error}"
-        return shell.explain(UserError(f"the command {point.name!r} ({point.value}) {why}"))
-    return main(list(argv)) or shell.OK
+    return point.load()(list(argv)) or shell.OK

@@ -23,9 +23,8 @@ from fs_lowrank.data.sources import CAUSAL_LM, RawData, data_args, load_raw
 from fs_lowrank.data.tables import MULTI_LABEL, REGRESSION, count_skipped
 from fs_lowrank.data.tokenize import (
     check_vocabulary,
-    tokenize_causal,
     tokenize_classification,
-    tokenize_pairs,
+    tokenize_instructions,
     tokenizer_fingerprint,
     uncut,
 )
@@ -170,8 +169,7 @@ class _Texts:
     def _encoded(self, frame: pd.DataFrame, length: int) -> tuple[Examples, np.ndarray]:
         """The rows of ``frame`` as examples, and which of them were kept."""
         if self.raw.task == CAUSAL_LM:
-            tokenize = tokenize_pairs if self.paired else tokenize_causal
-            return tokenize(frame, self.tokenizer, length, **self.options)
+            return tokenize_instructions(frame, self.tokenizer, length, **self.options, paired=self.paired)
         examples = tokenize_classification(frame, self.tokenizer, length)
         if self.raw.task == MULTI_LABEL:
             examples.sets = self.raw.num_labels

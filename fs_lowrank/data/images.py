@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -18,10 +19,10 @@ _CHUNK = 4096
 
 
 # Steps. Each takes a batch (n, channels, height, width) of bytes or floats, and a generator; without one, flips are
-# skipped, and crops are of the middle. Arguments and defaults are torchvision's, so that a configuration has the same
-# meaning.
+# skipped, and crops are of the middle. Further arguments and defaults are torchvision's, so that a configuration has
+# the same meaning.
 
-
+Rng = np.random.Generator | None
 Size = Annotated[
     int | tuple[int, int], {"min": 1, "words": "a size in pixels, or [height, width]", "help": "height and width"}
 ]
@@ -42,109 +43,74 @@ def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else size
 
 
-def _to_tensor() -> Callable:
-    return lambda x, rng: _floats(x)
-
-
-def _floats(x: Tensor) -> Tensor:
+def _to_tensor(x: Tensor, rng: Rng) -> Tensor:
     return x if x.is_floating_point() else x.float() / 255
 
 
-def _normalize(mean: Numbers, std: Deviations) -> Callable:
+def _normalize(x: Tensor, rng: Rng, mean: Numbers, std: Deviations) -> Tensor:
     shift, scale = (torch.tensor(of if isinstance(of, list) else [of])[:, None, None] for of in (mean, std))
-
-    def apply(x: Tensor, rng) -> Tensor:
-        if not {len(shift), len(scale)} <= {1, x.shape[1]}:
-            raise ValueError(
-                f"mean and std have {len(shift)} and {len(scale)} numbers, the images {x.shape[1]} channel(s)"
-            )
-        return (_floats(x) - shift) / scale
-
-    return apply
+    if not {len(shift), len(scale)} <= {1, x.shape[1]}:
+        raise ValueError(f"mean and std have {len(shift)} and {len(scale)} numbers, the images {x.shape[1]} channel(s)")
+    return (_to_tensor(x, rng) - shift) / scale
 
 
-def _flip(axis: int, p: float) -> Callable:
-    def apply(x: Tensor, rng: np.random.Generator | None) -> Tensor:
-        if rng is None:
-            return x
-        chosen = torch.from_numpy(rng.random(len(x)) < p)
-        return torch.where(chosen[:, None, None, None], x.flip(axis), x)
-
-    return apply
+def _flip(x: Tensor, rng: Rng, axis: int, p: float) -> Tensor:
+    if rng is None:
+        return x
+    chosen = torch.from_numpy(rng.random(len(x)) < p)
+    return torch.where(chosen[:, None, None, None], x.flip(axis), x)
 
 
-def _padded(x: Tensor, padding: int, mode: str) -> Tensor:
+def _random_horizontal_flip(x: Tensor, rng: Rng, p: Chance = 0.5) -> Tensor:
+    return _flip(x, rng, 3, p)
+
+
+def _random_vertical_flip(x: Tensor, rng: Rng, p: Chance = 0.5) -> Tensor:
+    return _flip(x, rng, 2, p)
+
+
+def _pad(x: Tensor, rng: Rng, padding: Padding, padding_mode: PaddingMode = "constant") -> Tensor:
     if not padding:
         return x
-    if mode == "constant" or x.is_floating_point():
-        return torch.nn.functional.pad(x, [padding] * 4, mode=mode)
-    return torch.nn.functional.pad(x.float(), [padding] * 4, mode=mode).to(x.dtype)
+    if padding_mode == "constant" or x.is_floating_point():
+        return torch.nn.functional.pad(x, [padding] * 4, mode=padding_mode)
+    return torch.nn.functional.pad(x.float(), [padding] * 4, mode=padding_mode).to(x.dtype)
 
 
-def _random_crop(size: Size, padding: Padding = 0, padding_mode: PaddingMode = "constant") -> Callable:
+def _random_crop(
+    x: Tensor, rng: Rng, size: Size, padding: Padding = 0, padding_mode: PaddingMode = "constant"
+) -> Tensor:
     height, width = _pair(size)
-
-    def apply(x: Tensor, rng: np.random.Generator | None) -> Tensor:
-        x = _padded(x, padding, padding_mode)
-        windows = x.unfold(2, height, 1).unfold(3, width, 1)
-        free = windows.shape[2:4]
-        starts = (np.full(len(x), f // 2) if rng is None else rng.integers(0, f, len(x)) for f in free)
-        tops, lefts = map(torch.from_numpy, starts)
-        return windows[torch.arange(len(x)), :, tops, lefts].contiguous()
-
-    return apply
+    windows = _pad(x, rng, padding, padding_mode).unfold(2, height, 1).unfold(3, width, 1)
+    free = windows.shape[2:4]
+    starts = (np.full(len(x), f // 2) if rng is None else rng.integers(0, f, len(x)) for f in free)
+    tops, lefts = map(torch.from_numpy, starts)
+    return windows[torch.arange(len(x)), :, tops, lefts].contiguous()
 
 
-def _center_crop(size: Size) -> Callable:
+def _center_crop(x: Tensor, rng: Rng, size: Size) -> Tensor:
     height, width = _pair(size)
-
-    def apply(x: Tensor, rng) -> Tensor:
-        if height > x.shape[2] or width > x.shape[3]:
-            raise ValueError(f"cannot cut {height} × {width} out of {x.shape[2]} × {x.shape[3]}")
-        top, left = round((x.shape[2] - height) / 2), round((x.shape[3] - width) / 2)
-        return x[:, :, top : top + height, left : left + width]
-
-    return apply
+    if height > x.shape[2] or width > x.shape[3]:
+        raise ValueError(f"cannot cut {height} × {width} out of {x.shape[2]} × {x.shape[3]}")
+    top, left = round((x.shape[2] - height) / 2), round((x.shape[3] - width) / 2)
+    return x[:, :, top : top + height, left : left + width]
 
 
-def _pad(padding: Padding, padding_mode: PaddingMode = "constant") -> Callable:
-    return lambda x, rng: _padded(x, padding, padding_mode)
+def _resize(x: Tensor, rng: Rng, size: Size) -> Tensor:
+    # one number is that of the shorter side
+    target = size if isinstance(size, tuple) else tuple(size * s // min(x.shape[2:]) for s in x.shape[2:])
+    out = torch.nn.functional.interpolate(x.float(), target, mode="bilinear", antialias=True)
+    return out if x.is_floating_point() else out.round().clamp(0, 255).to(x.dtype)
 
 
-def _resize(size: Size) -> Callable:
-    def apply(x: Tensor, rng) -> Tensor:
-        if isinstance(size, int):  # the shorter side
-            target = tuple(size * s // min(x.shape[2:]) for s in x.shape[2:])
-        else:
-            target = tuple(size)
-        out = torch.nn.functional.interpolate(x.float(), target, mode="bilinear", antialias=True)
-        return out if x.is_floating_point() else out.round().clamp(0, 255).to(x.dtype)
-
-    return apply
+def _grayscale(x: Tensor, rng: Rng, num_output_channels: Channels = 1) -> Tensor:
+    if x.shape[1] > 1:
+        gray = (x.float() * torch.tensor([0.299, 0.587, 0.114])[:, None, None]).sum(1, keepdim=True)
+        x = gray if x.is_floating_point() else gray.round().to(x.dtype)
+    return x.expand(-1, num_output_channels, -1, -1)
 
 
-def _grayscale(num_output_channels: Channels = 1) -> Callable:
-    def apply(x: Tensor, rng) -> Tensor:
-        gray = (
-            x
-            if x.shape[1] == 1
-            else (x.float() * torch.tensor([0.299, 0.587, 0.114])[:, None, None]).sum(1, keepdim=True)
-        )
-        gray = gray if x.is_floating_point() else gray.round().to(x.dtype)
-        return gray.expand(-1, num_output_channels, -1, -1)
-
-    return apply
-
-
-def _random_horizontal_flip(p: Chance = 0.5) -> Callable:
-    return _flip(3, p)
-
-
-def _random_vertical_flip(p: Chance = 0.5) -> Callable:
-    return _flip(2, p)
-
-
-STEPS: dict[str, Callable[..., Callable]] = {
+STEPS: dict[str, Callable[..., Tensor]] = {
     "ToTensor": _to_tensor,
     "Normalize": _normalize,
     "Resize": _resize,
@@ -178,9 +144,9 @@ class Pipeline:
             if not isinstance(parts, (list, tuple)) or not 1 <= len(parts) <= 2:
                 origin.wrong(at, step, "[NAME] or [NAME, {ARGUMENT: VALUE}]")
             name = check_value(f"{at}.0", parts[0], str, {"choices": tuple(STEPS)}, origin)
-            make = STEPS[name]
-            args = check_keys(parts[1] if len(parts) == 2 else {}, keys_of(make), origin, f"{at}.1")
-            self.steps.append((name, make(**args)))
+            takes = keys_of(STEPS[name], 2)
+            args = check_keys(parts[1] if len(parts) == 2 else {}, takes, origin, f"{at}.1")
+            self.steps.append((name, partial(STEPS[name], **args)))
 
     def __call__(self, x: Tensor, rng: np.random.Generator | None = None) -> Tensor:
         """Transform bytes ``(n, channels, height, width)`` to float32 of that form.
@@ -193,7 +159,7 @@ class Pipeline:
                 x = step(x, rng)
             except (ValueError, RuntimeError) as error:  # of torch, where a size does not fit
                 raise UserError(f"{self.key}: {name}: {error}") from None
-        return _floats(x).contiguous()
+        return _to_tensor(x, rng).contiguous()
 
 
 @dataclass

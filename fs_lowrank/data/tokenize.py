@@ -120,12 +120,13 @@ def tokenize_classification(frame: pd.DataFrame, tokenizer: Any, max_len: int) -
     return Examples(_joined(columns), labels, pad_id(tokenizer), types, truncated)
 
 
-def tokenize_causal(
+def tokenize_instructions(
     frame: pd.DataFrame,
     tokenizer: Any,
     max_len: int,
     template: str = "auto",
     loss_on: str = "answer",
+    paired: bool = False,
 ) -> tuple[Examples, np.ndarray]:
     """Tokenize prompt, answer and end-of-sequence token of each row, truncated on the right to ``max_len`` tokens.
 
@@ -137,30 +138,36 @@ def tokenize_causal(
         template: ``chat`` for the tokenizer's chat template, ``alpaca``, or ``auto``: ``chat`` if it has one. With any
             other, ``instruction`` is the prompt as it stands (``data.template``).
         loss_on: ``answer`` (and its end-of-sequence token) or ``all`` tokens.
+        paired: for an encoder-decoder model: prompt and answer are two texts, each of which is cut and ends with the
+            end-of-sequence token; ``auto`` is the instruction, and its input on a line of its own.
 
     Returns:
         the examples, and a bool array over the rows of ``frame``: False for rows left out because the prompt alone
         fills ``max_len``.
 
     Raises:
-        UserError: a chat template that is missing or refuses a row, nothing that ends an answer, or no row left.
+        UserError: a chat template that is missing or refuses a row, nothing that ends an answer, or no row left; of
+            ``paired``, a chat, a loss on ``all``, or nothing before the answer.
     """
-    max_len = _limit(tokenizer, max_len)
-    own, has_chat = is_own(template), bool(getattr(tokenizer, "chat_template", None))
+    max_len, own = _limit(tokenizer, max_len), is_own(template)
     talks = "messages" in frame or "before" in frame and not own
-    if talks and template == "alpaca":
+    if paired:
+        _check_pairs(frame, template, loss_on)
+    elif talks and template == "alpaca":
         raise UserError("data.args: template = alpaca has no place for conversations, nor for system and history")
-    chat = talks or template == "chat" or template == "auto" and has_chat
-    start = [] if chat else _start(tokenizer)  # a chat template contains the first token
+    chats = template == "chat" or template == "auto" and bool(getattr(tokenizer, "chat_template", None))
+    chat = not paired and (talks or chats)
+    start = [] if chat or paired else _start(tokenizer)  # a chat template contains the first token
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    form: Form = _filled_in if own else partial(_chats, tokenizer) if chat else _alpaca
+    usual = _plain if paired and template == "auto" else _alpaca
+    form: Form = _filled_in if own else partial(_chats, tokenizer) if chat else usual
     if not end and len(frame):
         first = frame.iloc[:BATCH]
         contents = [turns[-1]["content"].rstrip() for turns in _turns(first)] if chat else []
         answers = (answer.rstrip() for _, answer in form(first))
         _check_end(template, any(not answer.endswith(content) for content, answer in zip(contents, answers)))
 
-    def encode(prompt: list[int], answer: list[int]) -> Encoded | None:
+    def in_one(prompt: list[int], answer: list[int]) -> Encoded | None:
         prompt, answer = start + prompt, answer if answer[-1:] == end else answer + end
         ids = (prompt + answer)[:max_len]
         if len(ids) <= len(prompt):
@@ -168,31 +175,19 @@ def tokenize_causal(
         labels = [IGNORED_LABEL] * len(prompt) + ids[len(prompt) :] if loss_on == "answer" else ids
         return ids, labels, len(prompt) + len(answer) > max_len
 
-    examples, kept = _encoded(frame, tokenizer, form, encode)
+    def as_pair(prompt: list[int], answer: list[int]) -> Encoded:
+        sides = [ids[:-1] if end and ids[-1:] == end else ids for ids in (prompt, answer)]
+        read, written = (ids[: max_len - len(end)] + end for ids in sides)
+        return read, written, any(len(ids) + len(end) > max_len for ids in sides)
+
+    examples, kept = _encoded(frame, tokenizer, form, as_pair if paired else in_one, paired)
     if len(frame) and not kept.any():
         raise UserError(f"all {len(frame)} prompts fill llm.tok_len {max_len} without an answer token; raise it")
     return examples, kept
 
 
-def tokenize_pairs(
-    frame: pd.DataFrame,
-    tokenizer: Any,
-    max_len: int,
-    template: str = "auto",
-    loss_on: str = "answer",
-) -> tuple[Examples, np.ndarray]:
-    """Tokenize the prompt and the answer of each row as two texts, for an encoder-decoder model.
-
-    Each ends with the end-of-sequence token and has at most ``max_len`` tokens; a prompt that is longer is cut.
-
-    Args:
-        frame: as for ``tokenize_causal``.
-        template: ``auto``: the instruction, and its input on a line of its own; ``alpaca``, or a template of the
-            user's.
-        loss_on: ``answer``; the decoder writes nothing else.
-    Raises:
-        UserError: ``chat`` or conversations, or ``loss_on: all``.
-    """
+def _check_pairs(frame: pd.DataFrame, template: str, loss_on: str) -> None:
+    """Refuse what an encoder-decoder model cannot read or learn."""
     if "messages" in frame or "before" in frame or template == "chat":
         raise UserError(
             "conversations, the columns system and history, and chat templates are for decoders; an encoder-decoder "
@@ -202,23 +197,11 @@ def tokenize_pairs(
         raise UserError(
             f"data.args: loss_on = {loss_on}: an encoder-decoder model writes the answer alone; leave it out"
         )
-    max_len, own = _limit(tokenizer, max_len), is_own(template)
-    if own and not prompted(template):
+    if is_own(template) and not prompted(template):
         raise UserError(
             f"data.args: template = {template!r}: nothing is before the answer, and an encoder-decoder model reads "
             "that; put the column of the prompt there"
         )
-    end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    if not end:
-        _check_end(template)
-
-    def encode(prompt: list[int], answer: list[int]) -> Encoded:
-        sides = [ids[:-1] if end and ids[-1:] == end else ids for ids in (prompt, answer)]
-        read, written = (ids[: max_len - len(end)] + end for ids in sides)
-        return read, written, any(len(ids) + len(end) > max_len for ids in sides)
-
-    form: Form = _filled_in if own else _alpaca if template == "alpaca" else _plain
-    return _encoded(frame, tokenizer, form, encode, paired=True)
 
 
 def _encoded(
@@ -226,7 +209,7 @@ def _encoded(
     tokenizer: Any,
     form: Form,
     encode: Callable[[list[int], list[int]], Encoded | None],
-    paired: bool = False,
+    paired: bool,
 ) -> tuple[Examples, np.ndarray]:
     """The examples, and which of the rows of ``frame`` are in them.
 

@@ -28,7 +28,7 @@ from ..data.tables import (
     text_columns,
 )
 from ..data.template import SYNONYMS, is_own
-from ..data.tokenize import tokenize_causal, tokenize_classification, tokenize_pairs
+from ..data.tokenize import tokenize_classification, tokenize_instructions
 from ..errors import UserError, nearest
 from ..runs.split import read_split
 from ..settings import Origin
@@ -137,8 +137,7 @@ def _instructed(run: FinishedRun, where: str, table: pd.DataFrame, args: dict[st
     kept = frame.index.to_numpy()
     # Without answers the labels say where the prompt ends.
     options = {key: args[key] for key in ("template", *(["loss_on"] if labelled else [])) if key in args}
-    tokenize = tokenize_pairs if run.paired else tokenize_causal
-    examples, whole = tokenize(frame, run.tokenizer, run.tok_len, **options)
+    examples, whole = tokenize_instructions(frame, run.tokenizer, run.tok_len, **options, paired=run.paired)
     if not whole.all():
         left_out["prompt too long"] = int((~whole).sum())
     trained_on = _trained_on(run, frame[whole])

@@ -47,10 +47,11 @@ def read_section(cls: type, raw: Any, prefix: str, origin: Origin, others: dict[
 def unknown_key(name: str, origin: Origin, more: Sequence[str] = ()) -> NoReturn:
     """Refuse the key ``name``; the message names our keys with this last part, or a key or section spelled alike."""
     known, (section, _, last) = [*known_keys(), *more], name.lower().rpartition(".")
-    same = [key for key in known if key.rpartition(".")[2] == last and key not in framework.DEFAULTS]
+    known += {key.rpartition(".")[0] for key in known if key.count(".") == name.count(".") + 1}
+    ours = [key for key in known if key not in framework.DEFAULTS]
+    same = [key for key in ours if key.rpartition(".")[2] == last]
     same = [key for key in same if key.startswith(f"{section}.")] or same
-    sections = {key.rpartition(".")[0] for key in known if "." in key}
-    hint = nearest(name, [*known, *(of for of in sections if of.count(".") == name.count("."))], 0.8)
+    hint = nearest(name, ours, 0.75) or nearest(name, known, 0.8)
     if 0 < len(same) <= 3:
         hint = f"; did you mean {' or '.join(map(repr, same))}?"
     raise UserError(f"{origin.where(name)}unknown key {name!r}{hint}")

@@ -47,8 +47,7 @@ def check_value(name: str, value: Any, hint: Any, meta: Mapping[str, Any], origi
     """``value``, converted to the type of the key and checked against its bounds and choices."""
     given = value
     for spelling, meant in meta.get("also", {}).items():
-        folded = value.lower() if meta.get("fold") and isinstance(value, str) else value
-        if type(folded) is type(spelling) and folded == spelling:
+        if type(value) is type(spelling) and value == spelling:
             value = meant
     try:
         value = _coerce(plain(value), hint)

@@ -444,7 +444,7 @@ def test_a_model_that_learnt_the_answers_scores_one(root, tmp_path):
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    from fs_lowrank.data.tokenize import ALPACA_NO_INPUT, tokenize_causal
+    from fs_lowrank.data.tokenize import ALPACA_NO_INPUT, tokenize_instructions
 
     rows = pd.DataFrame([row(*r) for r in ROWS["boolq"]])
     text = " ".join([ALPACA_NO_INPUT, *rows["instruction"], *rows["output"]])
@@ -466,7 +466,7 @@ def test_a_model_that_learnt_the_answers_scores_one(root, tmp_path):
             eos_token_id=2,
         )
     )
-    examples, _ = tokenize_causal(rows, tokenizer, 256, "alpaca")
+    examples, _ = tokenize_instructions(rows, tokenizer, 256, "alpaca")
     batch = {k: torch.as_tensor(v) for k, v in examples.batch([0, 1]).items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     spec = {"scorer": "generate", "tasks": ["boolq"], "max_new_tokens": 8}

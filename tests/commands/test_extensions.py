@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from fs_lowrank import cli
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -95,25 +93,6 @@ def test_the_processes_of_a_command_find_its_package_too(tmp_path):
     assert done.returncode == 0 and "the process says hello ['a', '--b']" in done.stdout, done.stderr
     listed = command("--help", path=(tmp_path / "site", ROOT), cwd=tmp_path).stdout
     assert "own-tool" in listed and "added by own_tool" in listed
-
-
-@pytest.mark.parametrize(
-    "entry_points, content, said",
-    [
-        ("own = own_tool.cli:main", "import no_such_module_at_all", "failed to import: ModuleNotFoundError"),
-        ("own = own_tool.cli:absent", "main = 3", "failed to import: AttributeError"),
-    ],
-)
-def test_an_error_in_a_package_is_one_line_that_names_it(tmp_path, monkeypatch, capsys, entry_points, content, said):
-    package(tmp_path, "own_tool", entry_points, __init__="", cli=content)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("own_tool", "own_tool.cli"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    assert cli.main(["own"]) == 2
-    told = capsys.readouterr().err
-    assert len(told.splitlines()) == 1 and re.search(said, told), told
-    for name in ("own_tool", "own_tool.cli"):
-        sys.modules.pop(name, None)
 
 
 def test_no_text_says_to_run_a_command_by_its_module():

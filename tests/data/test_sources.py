@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fs_lowrank.data.sources import data_args, load_raw, own_files
-from fs_lowrank.data.tokenize import _turns, tokenize_causal
+from fs_lowrank.data.tokenize import _turns, tokenize_instructions
 from fs_lowrank.errors import UserError
 
 
@@ -388,10 +388,10 @@ def test_system_and_history_are_turns_before_those_of_a_row(tmp_path, kind, capl
         raw = load(path.name, tmp_path)
         part = raw.train.iloc[[0, 1]]
         assert [[(t["role"], t["content"]) for t in turns] for turns in _turns(part)] == expected
-        tokens = tokenize_causal(raw.train, chat_tokenizer, 64)[0].columns["input_ids"]
+        tokens = tokenize_instructions(raw.train, chat_tokenizer, 64)[0].columns["input_ids"]
         texts.append(chat_tokenizer.decode(tokens[0]))
         with pytest.raises(UserError, match="template = alpaca has no place for conversations"):
-            tokenize_causal(raw.train, chat_tokenizer, 64, "alpaca")
+            tokenize_instructions(raw.train, chat_tokenizer, 64, "alpaca")
     # the words of each, without the marks of the template
     assert [[w for w in text.split() if w.isalpha()] for text in texts] == [[*"eab"], [*"ecdab"]]
     assert [r.getMessage().split(": ")[-1] for r in caplog.records] == ["the column 'tools' is not read"]

@@ -5,9 +5,8 @@ from fs_lowrank.data.tables import instructions as as_instructions
 from fs_lowrank.data.tokenize import (
     ALPACA_NO_INPUT,
     check_vocabulary,
-    tokenize_causal,
     tokenize_classification,
-    tokenize_pairs,
+    tokenize_instructions,
 )
 from fs_lowrank.errors import UserError, say_once
 
@@ -47,7 +46,7 @@ def test_no_room_for_text(encoder_tokenizer):
 
 
 def test_alpaca_prompt_and_answer_only_labels(causal_tokenizer):
-    examples, kept = tokenize_causal(instructions(("is it", "", "it is fine")), causal_tokenizer, 64)
+    examples, kept = tokenize_instructions(instructions(("is it", "", "it is fine")), causal_tokenizer, 64)
     prompt = [ID["<s>"], *ids(ALPACA_NO_INPUT.format(instruction="is it"))]
     answer = ids("it is fine </s>")
     assert kept.tolist() == [True]
@@ -56,15 +55,15 @@ def test_alpaca_prompt_and_answer_only_labels(causal_tokenizer):
 
 
 def test_chat_template_by_hand(chat_tokenizer):
-    examples, _ = tokenize_causal(instructions(("a b", "c", "good")), chat_tokenizer, 64)
+    examples, _ = tokenize_instructions(instructions(("a b", "c", "good")), chat_tokenizer, 64)
     assert examples.columns["input_ids"][0].tolist() == ids("<|user|> a b c <|bot|> good </s>")
     assert examples.columns["labels"][0].tolist() == [-100] * 5 + ids("good </s>")
-    alpaca, _ = tokenize_causal(instructions(("a b", "c", "good")), chat_tokenizer, 64, template="alpaca")
+    alpaca, _ = tokenize_instructions(instructions(("a b", "c", "good")), chat_tokenizer, 64, template="alpaca")
     assert alpaca.lengths[0] > 20
 
 
 def test_loss_on_all(chat_tokenizer):
-    examples, _ = tokenize_causal(instructions(("a", "", "b")), chat_tokenizer, 64, loss_on="all")
+    examples, _ = tokenize_instructions(instructions(("a", "", "b")), chat_tokenizer, 64, loss_on="all")
     assert examples.columns["labels"][0].tolist() == examples.columns["input_ids"][0].tolist()
 
 
@@ -74,19 +73,19 @@ def test_a_template_without_a_prompt_is_plain_text_that_is_learned_whole(causal_
         causal_tokenizer.add_bos_token, causal_tokenizer.bos_token = False, None
     table = pd.DataFrame({"text": ["a b c", " ", "d"]})
     frame, _, skipped = as_instructions(table, "t", {"template": "{text}", "output": "text"})
-    examples, kept = tokenize_causal(frame, causal_tokenizer, 64, template="{text}")
+    examples, kept = tokenize_instructions(frame, causal_tokenizer, 64, template="{text}")
     begin, hidden = ([ID["<s>"]], [-100]) if start else ([], [])
     assert skipped == {"empty output": 1} and kept.tolist() == [True, True]
     assert [row.tolist() for row in examples.columns["input_ids"]] == [begin + ids("a b c </s>"), begin + ids("d </s>")]
     assert [row.tolist() for row in examples.columns["labels"]] == [hidden + ids("a b c </s>"), hidden + ids("d </s>")]
     with pytest.raises(UserError, match="nothing is before the answer, and an encoder-decoder model reads"):
-        tokenize_pairs(frame, causal_tokenizer, 64, template="{text}")
+        tokenize_instructions(frame, causal_tokenizer, 64, template="{text}", paired=True)
 
 
 def test_conversation_takes_the_last_answer(chat_tokenizer):
     talk = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
     frame = pd.DataFrame({"messages": [[{"role": role, "content": content} for role, content in talk]]})
-    examples, _ = tokenize_causal(frame, chat_tokenizer, 64)
+    examples, _ = tokenize_instructions(frame, chat_tokenizer, 64)
     labels = examples.columns["labels"][0]
     assert labels[labels >= 0].tolist() == ids("d </s>")
 
@@ -103,7 +102,7 @@ def test_what_a_template_opens_an_answer_with_is_there_once(chat_tokenizer, answ
     """As templates of reasoning models open an answer with <think>, and leave reasoning out of what was said."""
     say_once.cache_clear()
     chat_tokenizer.chat_template = THINKING
-    examples, _ = tokenize_causal(instructions(("a", "", answer)), chat_tokenizer, 64)
+    examples, _ = tokenize_instructions(instructions(("a", "", answer)), chat_tokenizer, 64)
     assert examples.columns["input_ids"][0].tolist() == ids(f"<|user|> a <|bot|> {learned}")
     assert examples.columns["labels"][0].tolist() == [-100] * 3 + ids(learned)
     assert "opens answers with 'question'" in caplog.text
@@ -126,25 +125,25 @@ def test_a_chat_template_that_fails_is_the_users(chat_tokenizer, template, said)
     chat_tokenizer.chat_template = template
     rows = instructions(("c", "", "good")).set_axis([6])
     with pytest.raises(UserError, match=f"^row 7: the model's chat template .*{said}.*another template"):
-        tokenize_causal(rows, chat_tokenizer, 64)
+        tokenize_instructions(rows, chat_tokenizer, 64)
 
 
 def test_truncation_keeps_an_answer_token_or_drops_the_row(chat_tokenizer):
     frame = instructions(("a", "", "b c d"), ("a b c d e", "", "f"))
-    examples, kept = tokenize_causal(frame, chat_tokenizer, 4)
+    examples, kept = tokenize_instructions(frame, chat_tokenizer, 4)
     assert kept.tolist() == [True, False]
     assert examples.columns["input_ids"][0].tolist() == ids("<|user|> a <|bot|> b")
     with pytest.raises(UserError, match="all 2 prompts fill llm.tok_len 3"):
-        tokenize_causal(frame, chat_tokenizer, 3)
+        tokenize_instructions(frame, chat_tokenizer, 3)
 
 
 def test_unknown_choices(causal_tokenizer):
     frame = instructions(("a", "", "b"))
     with pytest.raises(UserError, match="row 1: the model's chat template .*chat_template is not set"):
-        tokenize_causal(frame, causal_tokenizer, 64, template="chat")
+        tokenize_instructions(frame, causal_tokenizer, 64, template="chat")
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(UserError, match="chat_template is not set"):
-        tokenize_causal(pd.DataFrame({"messages": [talk]}), causal_tokenizer, 64)
+        tokenize_instructions(pd.DataFrame({"messages": [talk]}), causal_tokenizer, 64)
 
 
 @pytest.mark.parametrize("columns", [("text", "text_pair"), ("instruction", "output"), ("messages",)])
