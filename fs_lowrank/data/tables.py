@@ -119,12 +119,13 @@ def labelled(
         frames[role] = drop_empty(frame, ("text", "text_pair"), skipped)
         if not len(frames[role]):
             raise UserError(f"{where}: every row has an empty text")
+    known = bool(names)
     names = names or flags or train.attrs.get("classes", {}).get(column)
     if task == REGRESSION or not names:
         names = [column] if task == REGRESSION else _names(task, first, column, frames["train"]["label"])
     for role, frame in frames.items():
         frames[role] = frame.assign(label=coded(task, tables[role][0], column, frame["label"], names))
-    if task == CLASSIFICATION:
+    if task == CLASSIFICATION and not known:
         several_classes(frames["train"]["label"], first)
     fixed = {"text", "text_pair", "label"}
     # Which file a row is from divides training rows alone where held-out rows are in files of their own.

@@ -12,21 +12,10 @@ import pandas as pd
 
 from ..data import CAUSAL_LM, Examples
 from ..data.duplicates import row_keys
-from ..data.files import as_texts
-from ..data.labels import from_flags, without_label
 from ..data.objects import as_table
 from ..data.own import SUFFIXES, read_file
 from ..data.sources import data_args
-from ..data.tables import (
-    MULTI_LABEL,
-    coded,
-    count_skipped,
-    drop_empty,
-    instructions,
-    require_columns,
-    talks_in,
-    text_columns,
-)
+from ..data.tables import MULTI_LABEL, REGRESSION, instructions, labelled, talks_in, text_columns
 from ..data.template import SYNONYMS, is_own
 from ..data.tokenize import tokenize_classification, tokenize_instructions
 from ..errors import UserError, nearest
@@ -90,48 +79,41 @@ def read_rows(run: FinishedRun, data: Any, columns: dict[str, str] | None = None
     return replace(rows, table=data) if isinstance(data, pd.DataFrame) else rows
 
 
-def _column(where: str, table: pd.DataFrame, role: str, name: str) -> pd.Series:
+def _require(where: str, table: pd.DataFrame, role: str, name: str) -> None:
     if name not in table:
         there = [str(c) for c in table]
         raise UserError(
             f"{where}: no column {name!r}, which is the {role.replace('_', ' ')}{nearest(name, there)}; "
             f"name it with {role}='COLUMN'; there are: {', '.join(there)}"
         )
-    return as_texts(where, name, table[name]) if role != "label" else table[name]
 
 
 def _labelled(
-    run: FinishedRun, where: str, table: pd.DataFrame, names: dict[str, str | None], flags: list[str], labelled: bool
+    run: FinishedRun, where: str, table: pd.DataFrame, names: dict[str, str | None], flags: list[str], answered: bool
 ) -> Rows:
-    left_out: dict[str, int] = {}
-    frame = pd.DataFrame({"text": _column(where, table, "text", str(names["text"]))})
-    if names.get("text_pair"):
-        frame["text_pair"] = _column(where, table, "text_pair", str(names["text_pair"]))
-    name = "label" if flags else str(names["label"])
-    if labelled and flags:
-        require_columns(where, table, flags)
-        frame["label"] = from_flags(where, table, flags)
-    elif labelled:
-        frame["label"] = _column(where, table, "label", name)
-    frame = drop_empty(frame, ("text", "text_pair"), left_out)
-    if labelled:
-        unlabelled = without_label(frame["label"])
-        count_skipped(left_out, "empty label", int(unlabelled.sum()))
-        frame = frame[~unlabelled]
-    if not len(frame):
-        raise UserError(f"{where}: every row has an empty text{' or no label' * labelled}")
-    kept = frame.index.to_numpy()
-    frame = frame.assign(label=coded(run.task, where, name, frame["label"], run.labels) if labelled else 0)
-    examples = tokenize_classification(frame, run.tokenizer, run.tok_len)
+    texts = {role: name for role in ("text", "text_pair") if (name := names.get(role))}
+    label = "label" if flags else str(names["label"])
+    for role, name in (texts | ({} if flags or not answered else {"label": label})).items():
+        _require(where, table, role, name)
+    wanted = {*texts.values(), *(flags or [label])} if answered else {*texts.values()}
+    read = table[[name for name in table if name in wanted]]
+    if not answered:  # a stand-in, which no column that is read has as its name
+        some = {REGRESSION: 0.0, MULTI_LABEL: run.labels[:1]}.get(run.task, run.labels[0])
+        label = "".join(texts.values()) + "label"
+        read = read.assign(**{label: pd.Series([some] * len(table), index=table.index, dtype=object)})
+    columns = {**texts, "label": flags if flags and answered else label}
+    raw = labelled({"train": (where, read)}, columns, where, run.task, run.labels)
+    examples = tokenize_classification(raw.train, run.tokenizer, run.tok_len)
     if run.task == MULTI_LABEL:
         examples.sets = len(run.labels)
-    return Rows(table, examples, kept, left_out, examples.truncated, _trained_on(run, frame))
+    trained_on = _trained_on(run, raw.train)
+    return Rows(table, examples, raw.train.index.to_numpy(), raw.skipped, examples.truncated, trained_on)
 
 
 def _instructed(run: FinishedRun, where: str, table: pd.DataFrame, args: dict[str, Any], labelled: bool) -> Rows:
     if not is_own(args.get("template", "auto")) and not talks_in(table):
         for role in ("instruction", "output")[: 1 + labelled]:
-            _column(where, table, role, args.get(role) or next((n for n in SYNONYMS[role] if n in table), role))
+            _require(where, table, role, args.get(role) or next((n for n in SYNONYMS[role] if n in table), role))
     columns = {name: value for name, value in args.items() if name != "category"}
     frame, _, left_out = instructions(table, where, columns, answered=labelled)
     kept = frame.index.to_numpy()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .check import check_value
+from .check import Key, check_value, key, keys_of
 from .origin import Origin
 
 #: short spellings of PEFT's names
@@ -23,6 +23,9 @@ SHORT = {
 #: the arguments that choose layers
 OF_LAYERS = ("target_modules", "layers_to_transform", "layers_pattern", "exclude_modules")
 _LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules", "layers_to_transform", "use_rslora")
+#: PEFT's names of the arguments that are checked here -> ours
+_CHECKED = {"adapter_package": "adapter_package", "adapter_method": "method", "layers_to_transform": "layers"}
+_CHECKED |= {name: name for name in ("target_modules", "lora_alpha", "r", "lora_dropout", "use_rslora")}
 #: arguments of PEFT's first versions, with the only values that mean what later ones do without them
 FORMER = {"enable_lora": None, "merge_weights": False}
 #: what PEFT's configs say of an adapter that is saved, whatever its kind; here PEFT sets it itself
@@ -56,18 +59,18 @@ class AdapterSpec:
     """The adapter that ``llm.adapter.args`` asks for."""
 
     #: ``lora``, ``lokr``, ``loha``, ``vera``, ``oft``, ``ia3``, ``prefix``, ``prompt``, ``p-tuning``
-    method: str = "lora"
+    method: str = key("lora", choices=tuple(TRAINED), fold=True)
     #: the rank
-    r: int = 8
+    r: int = key(8, min=1)
     #: the pair counts `alpha / r` times
-    lora_alpha: float = 16
+    lora_alpha: float = key(16, above=0.0)
     #: dropout of the adapter's input; for ``lokr`` and ``loha``, PEFT's ``rank_dropout``, for ``oft`` its
     #: ``module_dropout``
-    lora_dropout: float = 0.0
+    lora_dropout: float = key(0.0, min=0.0, below=1.0)
     #: names of modules, ``all-linear``, a text that is a regular expression for whole names, or None for PEFT's choice
     target_modules: tuple[str, ...] | None = None
     #: indices from 0, or None for all
-    layers: tuple[int, ...] | None = None
+    layers: tuple[int, ...] | None = key(None, min=0)
     #: the pair counts `alpha / √r` times instead
     use_rslora: bool = False
     #: further arguments of PEFT's config, unchanged
@@ -126,46 +129,33 @@ class AdapterSpec:
         origin, at = origin or Origin(), "llm.adapter.args.0."
         named: dict[str, Any] = {}
         spelled: dict[str, str] = {}
-        for key, value in args.items():
-            name = SHORT.get(key, key)
+        for given, value in args.items():
+            name = SHORT.get(given, given)
             if name in spelled:
-                origin.fail(at + key, f"and {spelled[name]!r} are two spellings of one argument; keep one")
-            named[name], spelled[name] = value, key
-
-        def take(name: str, default: Any, hint: Any, **meta: Any) -> Any:
-            if name not in named:
-                return default
-            return check_value(at + spelled[name], named.pop(name), hint, meta, origin)
-
-        take("adapter_package", "peft", str, choices=("peft",))
-        method = take("adapter_method", "lora", str, choices=tuple(TRAINED), fold=True)
-        own = _LORA_KEYS if method in PROMPTS else ("r", "lora_alpha", "lora_dropout")
-        other = [name for name in own if name in named and name not in TRAINED[method]]
-        if other:
-            origin.fail(at + spelled[other[0]], f"is no argument of adapter_method {method}; leave it out")
+                origin.fail(at + given, f"and {spelled[name]!r} are two spellings of one argument; keep one")
+            named[name], spelled[name] = value, given
         for name in ("target_modules", "layers_to_transform"):
             if name in named and isinstance(named[name], (str, int)) and not isinstance(named[name], bool):
                 named[name] = [named[name]]
             if name in named and named[name] == []:
                 origin.fail(at + spelled[name], "is an empty list: nothing would train; name some, or leave it out")
-        modules = take("target_modules", None, list[str] | None)
-        layers = take("layers_to_transform", None, list[int] | None, min=0)
-        alpha = take("lora_alpha", 16, float, above=0.0)
-        spec = cls(
-            method=method,
-            r=take("r", 8, int, min=1),
-            lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
-            lora_dropout=take("lora_dropout", 0.0, float, min=0.0, below=1.0),
-            target_modules=None if modules is None else tuple(modules),
-            layers=None if layers is None else tuple(layers),
-            use_rslora=take("use_rslora", False, bool),
-            extra=named,
-        )
-        if spec.use_rslora and method != "lora":
-            origin.fail(at + spelled["use_rslora"], f"is LoRA's, and adapter_method is {method}; leave it out")
-        if method in PROMPTS:
+        keys, values = {"adapter_package": Key(str, {"choices": ("peft",)}), **keys_of(cls)}, {}
+        for name, ours in _CHECKED.items():
+            if name in named:
+                of = keys[ours]
+                values[ours] = check_value(at + spelled[name], named.pop(name), of.hint, of.meta, origin)
+        values.pop("adapter_package", None)
+        if (alpha := values.get("lora_alpha", 16)) == int(alpha):
+            values["lora_alpha"] = int(alpha)
+        spec = cls(**values, extra=named)
+        own = _LORA_KEYS if spec.method in PROMPTS else ("r", "lora_alpha", "lora_dropout")
+        if other := [name for name in own if name in spelled and name not in TRAINED[spec.method]]:
+            origin.fail(at + spelled[other[0]], f"is no argument of adapter_method {spec.method}; leave it out")
+        if spec.use_rslora and spec.method != "lora":
+            origin.fail(at + spelled["use_rslora"], f"is LoRA's, and adapter_method is {spec.method}; leave it out")
+        if spec.method in PROMPTS:
             if "num_virtual_tokens" not in named:
-                origin.fail(at + "num_virtual_tokens", f"is missing; say how many {method} trains, such as 20")
+                origin.fail(at + "num_virtual_tokens", f"is missing; say how many {spec.method} trains, such as 20")
             check_value(at + "num_virtual_tokens", named["num_virtual_tokens"], int, {"min": 1}, origin)
         return spec
 
@@ -173,7 +163,7 @@ class AdapterSpec:
 def unsaid(args: Mapping[str, Any]) -> str:
     """The argument that ``args`` leave to a default which is not PEFT's; empty if there is none."""
     name, _ = OTHER_DEFAULTS.get(str(args.get("adapter_method", "lora")).lower(), ("", ""))
-    return "" if name in (SHORT.get(key, key) for key in args) or "oft_block_size" in args else name
+    return "" if name in (SHORT.get(given, given) for given in args) or "oft_block_size" in args else name
 
 
 def resolved_name(key: str) -> str:
