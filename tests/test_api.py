@@ -161,8 +161,8 @@ def test_a_key_without_a_default(path, runs, monkeypatch):
     [
         (
             {"lowrank.rankss": [1, 2]},
-            "override: unknown key 'lowrank.rankss'; did you mean 'ranks'?; the methods rolora, "
-            "flexlora have the keys mix, ranks, split",
+            "override: unknown key 'lowrank.rankss'; did you mean 'ranks'?; keys of rolora, "
+            "flexlora: mix, ranks, split",
         ),
         ({"lowrank.tau": 3}, "override: unknown key 'lowrank.tau'"),
         ({"lowrank.min_client": 3}, "did you mean 'min_clients'?"),
@@ -181,7 +181,7 @@ def test_an_override_that_no_method_has(path, runs, overrides, message, as_confi
 
 
 def test_methods_without_keys_of_their_own(path, runs):
-    with pytest.raises(UserError, match="the methods fedavg, ffa_lora have no keys of their own"):
+    with pytest.raises(UserError, match="keys of fedavg, ffa_lora: none"):
         fs_lowrank.compare(path, ["fedavg", "ffa_lora"], overrides={"lowrank.ranks": [1]})
 
 

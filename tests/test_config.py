@@ -583,7 +583,7 @@ def test_method_params():
         "ranks [2,0]": ("lowrank.ranks = [2, 0]", "at least 1"),
         "ranks 3": ("a list of whole numbers",),
         "split c": ("lowrank.split", "one of b, sqrt"),
-        "mix 0.5": ("lowrank.mix", "ranked has the keys ranks"),
+        "mix 0.5": ("lowrank.mix", "keys of ranked: ranks"),
         "ranks [1,1,1,1]": ("lowrank (ranked): ranks: at most three",),
         "min_client 1": ("'min_clients'",),
     }.items():
@@ -592,7 +592,7 @@ def test_method_params():
             make(["federate.method", "ranked", f"lowrank.{key}", value])
     with refused("lowrank.size is missing", "needy"):
         make(federate__method="needy")
-    with refused("fedlora has no keys of its own"):
+    with refused("keys of fedlora: none"):
         make(lowrank__tau=1)
 
 

@@ -35,15 +35,9 @@ def taken_keys(cls: Any, keys: Iterable[str]) -> list[str]:
 
 def unknown_parameter(key: str, classes: Sequence[Any], origin: Origin) -> NoReturn:
     name, fields = f"lowrank.{key}", list(dict.fromkeys(field for cls in classes for field in params_fields(cls)))
-    has = (
-        f"the method {classes[0].name} has"
-        if len(classes) == 1
-        else f"the methods {', '.join(cls.name for cls in classes)} have"
-    )
-    raise UserError(
-        f"{origin.where(name)}unknown key {name!r}{nearest(key, [*general_keys(), *fields])}; {has} "
-        + (f"the keys {', '.join(fields)}" if fields else f"no keys of {'its' if len(classes) == 1 else 'their'} own")
-    )
+    hint = nearest(key, [*general_keys(), *fields])
+    has = f"keys of {', '.join(cls.name for cls in classes)}: {', '.join(fields) or 'none'}"
+    raise UserError(f"{origin.where(name)}unknown key {name!r}{hint}; {has}")
 
 
 def check_method_params(cls: Any, given: Mapping[str, Any], origin: Origin | None = None) -> dict[str, Any]:

@@ -201,7 +201,7 @@ def test_the_registry(monkeypatch):
         ("rolora", {"mix": 0.5}, "number of rounds"),
         ("flexlora", {"ranks": (2, 0)}, "lowrank.ranks.*at least 1"),
         ("flexlora", {"split": "c"}, "one of b, sqrt"),
-        ("fedlora", {"ranks": (2,)}, "has no keys of its own"),
+        ("fedlora", {"ranks": (2,)}, "keys of fedlora: none"),
     ],
 )
 def test_hyperparameters_are_checked(name, params, message):

@@ -61,7 +61,7 @@ def test_a_key_of_another_method(cfg):
     from fs_lowrank.engines.federatedscope.config import from_framework
 
     cfg.merge_from_list(["lowrank.tau", "3"])
-    with pytest.raises(UserError, match="unknown key 'lowrank.tau'.*the method rolora has the keys mix"):
+    with pytest.raises(UserError, match="unknown key 'lowrank.tau'.*keys of rolora: mix"):
         from_framework(cfg)
     cfg.lowrank.pop("mix", None)
     cfg.merge_from_list(["federate.method", "fedloru", "lowrank.tau", "2.5"])
