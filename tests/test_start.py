@@ -184,7 +184,6 @@ def test_a_configuration_that_says_another_column_is_refused(monkeypatch, at, ti
         ),
         (make_reviews(60).assign(review="x"), {}, "which column is the text. say text='COLUMN', of text, label"),
         (make_reviews(60), {"label": "label", "output": "text"}, "label is of a classification, output of instr"),
-        (make_reviews(60), {"clients": 55}, "clients=55: .* has 60 rows"),
         (make_reviews(60), {"instruction": "text"}, "which column is the output. say output='COLUMN'"),
     ],
 )
