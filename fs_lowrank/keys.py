@@ -6,11 +6,9 @@ What a key means is written once, where the key is defined: in the comment ``#:`
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
 import inspect
-import itertools
 import linecache
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -216,20 +214,16 @@ def sentences(what: type | Callable[..., Any]) -> dict[str, str]:
 @functools.cache
 def _comments(file: str) -> dict[str, str]:
     """The comments ``#:`` above the fields of all classes of a file, by the qualified name of the field."""
-    lines = [line.strip() for line in linecache.getlines(file)]
-    found = {}
-
-    def visit(body: Sequence[ast.stmt], place: str) -> None:
-        for node in body:
-            if isinstance(node, ast.ClassDef):
-                visit(node.body, f"{place}{node.name}.")
-            elif isinstance(node, ast.FunctionDef):
-                visit(node.body, f"{place}{node.name}.<locals>.")
-            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                above = itertools.takewhile(lambda line: line.startswith("#:"), lines[: node.lineno - 1][::-1])
-                found[place + node.target.id] = " ".join(line.removeprefix("#:").strip() for line in [*above][::-1])
-
-    visit(ast.parse("".join(linecache.getlines(file))).body, "")
+    found: dict[str, str] = {}
+    said: list[str] = []
+    place: list[str] = []
+    for line in linecache.getlines(file):
+        if opened := re.match(r"( *)(class|def) (\w+)", line):
+            place = [*place[: len(opened[1]) // 4], opened[3] + ".<locals>" * (opened[2] == "def")]
+        elif field := re.match(r"( *)(\w+):", line):
+            found[".".join([*place[: len(field[1]) // 4], field[2]])] = " ".join(said)
+        comment = line.strip()
+        said = [*said, comment.removeprefix("#:").strip()] if comment.startswith("#:") else []
     return found
 
 
