@@ -59,11 +59,8 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_bytes(path: Path, named_by: str = "data.root and data.type") -> bytes:
+def read_bytes(path: Path) -> bytes:
     """What is in a file; of one that is compressed by gzip, by its first bytes and not its name, what it holds.
-
-    Args:
-        named_by: the config keys that give the path, for messages.
 
     Raises:
         UserError: no such file, or it cannot be read.
@@ -74,21 +71,18 @@ def read_bytes(path: Path, named_by: str = "data.root and data.type") -> bytes:
         return gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
     except FileNotFoundError as error:
         names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise UserError(f"no file {path}{nearest(path.name, names)}; check {named_by}") from error
+        raise UserError(f"no file {path}{nearest(path.name, names)}") from error
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"cannot read {path}: {error}") from error
 
 
-def read_text(path: Path, named_by: str = "data.root and data.type") -> str:
+def read_text(path: Path) -> str:
     """The text of a UTF-8 file, without a byte order mark; of a file compressed by gzip, what it holds.
-
-    Args:
-        named_by: as for ``read_bytes``.
 
     Raises:
         UserError: no such file, an empty file, or a byte that is not UTF-8 (the message has its line).
     """
-    raw = read_bytes(path, named_by).removeprefix(codecs.BOM_UTF8)
+    raw = read_bytes(path).removeprefix(codecs.BOM_UTF8)
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
@@ -129,17 +123,16 @@ def read_tsv(path: Path, header: list[str] | None = None) -> tuple[pd.DataFrame,
     return pd.DataFrame(whole, columns=header, dtype=object), len(lines) - len(whole)
 
 
-def read_table(path: Path, quoting: bool | None = None, named_by: str = "data.root and data.type") -> pd.DataFrame:
+def read_table(path: Path, quoting: bool | None = None) -> pd.DataFrame:
     """Read a table by the suffix of its file. Text is ``str``; a missing value of a JSON row is None.
 
     Args:
         quoting: whether double quotes enclose fields; by default True for ``.csv`` and False for ``.tsv``.
-        named_by: as for ``read_bytes``.
 
     Raises:
         UserError: the file is unreadable, truncated or invalid (the message names the line), or has no row.
     """
-    text = read_text(path, named_by)
+    text = read_text(path)
     suffix = (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
     if suffix in (".csv", ".tsv"):
         rows = _delimited(path, text, suffix, suffix == ".csv" if quoting is None else quoting)

@@ -23,18 +23,16 @@ _LANGUAGES = ("python", "javascript", "java", "ruby", "php", "go")
 _LEFT_OUT = "X86-64 Assembly"
 
 
-def read_set(
-    name: str, splitter: str, path: Path, quoting: bool | None = None, *named_by: str
-) -> dict[str, pd.DataFrame]:
+def read_set(name: str, splitter: str, path: Path, quoting: bool | None = None) -> dict[str, pd.DataFrame]:
     """The table of the set called ``name``, changed as FederatedScope changes it.
 
     Args:
         splitter: ``data.splitter``; with ``meta`` the smallest language of RosettaAlpaca is left out.
-        path, quoting, named_by: as for ``read_table``; of CodeSearchNet, any path in the folder of the languages.
+        path, quoting: as for ``read_table``; of CodeSearchNet, any path in the folder of the languages.
     """
     if name == "code_search_net":
         return {"train": _code_search_net(path.parent)}
-    table = read_table(path, quoting, *named_by)
+    table = read_table(path, quoting)
     if name == "gsm8k":
         table["answer"] = [str(answer).replace("####", "The answer is") for answer in table["answer"]]
     if name == "rosetta_alpaca" and splitter == "meta" and "input" in table:

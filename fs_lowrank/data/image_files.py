@@ -78,7 +78,7 @@ def _spellings(folder: Path, file: str) -> list[Path]:
 
 def _idx(path: Path, axes: int) -> np.ndarray:
     """The bytes in an IDX file, the format of MNIST, plain or gzipped: uint8 with so many axes."""
-    raw = read_bytes(path, "data.root")
+    raw = read_bytes(path)
     shape = np.frombuffer(raw, ">u4", axes, offset=4)
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * axes).reshape(shape.tolist())
 
@@ -90,7 +90,7 @@ def _read_idx(paths: Sequence[Path], about: Mapping[str, Any], count: int) -> _P
 def _read_cifar(paths: Sequence[Path], about: Mapping[str, Any], count: int) -> _Part:
     """CIFAR's binary records: a byte for each kind of label, and an image."""
     fields: dict[str, int] = about["labels"]
-    raw = b"".join(read_bytes(path, "data.root") for path in paths)
+    raw = b"".join(read_bytes(path) for path in paths)
     rows = np.frombuffer(raw, np.uint8).reshape(len(paths) * count, len(fields) + 3072)
     values = {field: rows[:, column] for column, field in enumerate(fields)}
     return _Part(rows[:, len(fields) :].reshape(-1, 3, 32, 32), values)
@@ -142,7 +142,7 @@ def read_image_set(name: str, root: Path, home: str | Path | None = None) -> Raw
 
 def _names(path: Path, count: int) -> list[str]:
     """The names of ``count`` classes, one a line; their numbers if there is no such file."""
-    names = read_text(path, "data.root").split() if path.exists() else list(map(str, range(count)))
+    names = read_text(path).split() if path.exists() else list(map(str, range(count)))
     if len(set(names)) != count:
         raise UserError(f"{path}: expected the names of {count} classes; without the file they are called by number")
     return names

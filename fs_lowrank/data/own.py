@@ -70,7 +70,7 @@ def _matching(path: Path) -> list[Path]:
     return sorted(there, key=lambda path: natural(str(path)))
 
 
-def _files(path: Path, named_by: str) -> list[Path]:
+def _files(path: Path) -> list[Path]:
     """The file ``path``, or all files that it matches.
 
     Raises:
@@ -79,7 +79,7 @@ def _files(path: Path, named_by: str) -> list[Path]:
     if not _is_pattern(path):
         return [path]
     if not (found := _matching(path)):
-        raise UserError(f"no file matches {path}, of those that end with {', '.join(SUFFIXES)}; check {named_by}")
+        raise UserError(f"no file matches {path}, of those that end with {', '.join(SUFFIXES)}")
     return found
 
 
@@ -107,9 +107,9 @@ def digests(path: Path, args: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def read_file(path: Path, quoting: bool | None = None, named_by: str = "data.root and data.type") -> dict[str, Any]:
+def read_file(path: Path, quoting: bool | None = None) -> dict[str, Any]:
     """The tables in a file, or a folder of ``save_to_disk``, by split; ``train`` is all that has no splits."""
-    return read_stored(path) if is_stored(path) else {"train": read_table(path, quoting, named_by)}
+    return read_stored(path) if is_stored(path) else {"train": read_table(path, quoting)}
 
 
 def read_own(
@@ -162,12 +162,11 @@ def _tables(
     tables: dict[str, tuple[str, pd.DataFrame]] = {}
     trained = set[Path]()
     for role, place in roles(path, args).items():
-        named_by = "data.root and data.type" if role == "train" else f"data.args: {role}"
-        files = _files(place, named_by)
+        files = _files(place)
         trained = trained or {file.resolve() for file in files}  # training is the first
         if role != "train" and (same := next((file for file in files if file.resolve() in trained), None)):
             raise UserError(f"data.args: {role}: {same} is a file of the training rows; name one with other rows")
-        parts = [(read if role == "train" else read_file)(file, args.get("quoting"), named_by) for file in files]
+        parts = [(read if role == "train" else read_file)(file, args.get("quoting")) for file in files]
         frames = [part["train"] for part in parts]
         if len(files) > 1:
             folder = os.path.commonpath([file.parent for file in files])
@@ -191,7 +190,7 @@ def look_at(path: Path) -> pd.DataFrame:
             f"{path}: expected a file that ends with {', '.join(SUFFIXES)}, a folder of save_to_disk, or a pattern"
             + "; there is nothing of this name" * (not path.exists())
         )
-    return _tables(path, {}, lambda file, *_: read_file(file, named_by="the name of the file"))["train"][1]
+    return _tables(path, {})["train"][1]
 
 
 def stem_of(path: Path) -> str:

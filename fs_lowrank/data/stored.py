@@ -63,7 +63,7 @@ def read_stored(path: Path) -> dict[str, pd.DataFrame]:
     from pyarrow.parquet import ParquetFile
 
     if not path.exists():
-        raise UserError(f"no file {path}; check data.root and data.type")
+        raise UserError(f"no file {path}")
     refuse_pointer(path)
     with silent(datasets), users_own(f"{path}: reading it", "write or copy it again"):
         if is_saved(path):

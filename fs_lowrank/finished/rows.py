@@ -61,7 +61,7 @@ def read_rows(run: FinishedRun, data: Any, columns: dict[str, str] | None = None
         where = os.fspath(data)
         if not where.lower().endswith(SUFFIXES):
             raise UserError(f"{where}: expected a file that ends with {', '.join(SUFFIXES)}")
-        table = read_file(Path(data), args.get("quoting"), "data")["train"]
+        table = read_file(Path(data), args.get("quoting"))["train"]
     else:
         where, table = "data", as_table(data)
     wanted = {k: v for k, v in (columns or {}).items() if v}
