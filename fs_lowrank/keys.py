@@ -216,13 +216,15 @@ def _comments(file: str) -> dict[str, str]:
     """The comments ``#:`` above the fields of all classes of a file, by the qualified name of the field."""
     found: dict[str, str] = {}
     said: list[str] = []
-    place: list[str] = []
+    around: dict[int, str] = {}  # indentation -> the class or function
     for line in linecache.getlines(file):
-        if opened := re.match(r"( *)(class|def) (\w+)", line):
-            place = [*place[: len(opened[1]) // 4], opened[3] + ".<locals>" * (opened[2] == "def")]
-        elif field := re.match(r"( *)(\w+):", line):
-            found[".".join([*place[: len(field[1]) // 4], field[2]])] = " ".join(said)
         comment = line.strip()
+        indent = len(line) - len(line.lstrip())
+        if opened := re.match(r"(class|def) (\w+)", comment):
+            around = {depth: name for depth, name in around.items() if depth < indent}
+            around[indent] = opened[2] + ".<locals>" * (opened[1] == "def")
+        elif field := re.match(r"(\w+):", comment):
+            found[".".join([*(name for depth, name in around.items() if depth < indent), field[1]])] = " ".join(said)
         said = [*said, comment.removeprefix("#:").strip()] if comment.startswith("#:") else []
     return found
 

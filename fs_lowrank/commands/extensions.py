@@ -19,7 +19,7 @@ ENTRY_POINTS = "fs_lowrank.commands"
 @cache
 def _found(path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
     """The entry points by name; looked for once for each ``sys.path``, since that takes time."""
-    return {point.name: point for point in sorted(entry_points(group=ENTRY_POINTS))}
+    return {point.name: point for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name)}
 
 
 def extensions() -> Mapping[str, EntryPoint]:

@@ -139,7 +139,8 @@ class AdapterSpec:
                 named[name] = [named[name]]
             if name in named and named[name] == []:
                 origin.fail(at + spelled[name], "is an empty list: nothing would train; name some, or leave it out")
-        keys, values = {"adapter_package": Key(str, {"choices": ("peft",)}), **keys_of(cls)}, {}
+        keys = {"adapter_package": Key(str, {"choices": ("peft",)}), **keys_of(cls)}
+        values: dict[str, Any] = {}
         for name, ours in _CHECKED.items():
             if name in named:
                 of = keys[ours]
