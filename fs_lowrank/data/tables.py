@@ -85,6 +85,7 @@ def labelled(
     task: str = CLASSIFICATION,
     names: list[str] | None = None,
     skipped: dict[str, int] | None = None,
+    trained: bool = True,
 ) -> RawData:
     """Labelled text from tables with named columns.
 
@@ -92,7 +93,7 @@ def labelled(
         tables: by role, what it is called and the table.
         args: of ``data.args``, with the columns. task: ``CLASSIFICATION``, ``REGRESSION`` or ``MULTI_LABEL``.
         names: the classes in order; None: those of a ``ClassLabel``, else those of the training labels, sorted.
-        skipped: rows left out so far, by reason.
+        skipped: rows left out so far, by reason. trained: a model is trained on them, which needs two classes.
     """
     skipped = dict(skipped or {})
     first, train = tables["train"]
@@ -119,13 +120,12 @@ def labelled(
         frames[role] = drop_empty(frame, ("text", "text_pair"), skipped)
         if not len(frames[role]):
             raise UserError(f"{where}: every row has an empty text")
-    known = bool(names)
     names = names or flags or train.attrs.get("classes", {}).get(column)
     if task == REGRESSION or not names:
         names = [column] if task == REGRESSION else _names(task, first, column, frames["train"]["label"])
     for role, frame in frames.items():
         frames[role] = frame.assign(label=coded(task, tables[role][0], column, frame["label"], names))
-    if task == CLASSIFICATION and not known:
+    if task == CLASSIFICATION and trained:
         several_classes(frames["train"]["label"], first)
     fixed = {"text", "text_pair", "label"}
     # Which file a row is from divides training rows alone where held-out rows are in files of their own.

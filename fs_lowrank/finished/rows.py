@@ -102,7 +102,7 @@ def _labelled(
         label = "".join(texts.values()) + "label"
         read = read.assign(**{label: pd.Series([some] * len(table), index=table.index, dtype=object)})
     columns = {**texts, "label": flags if flags and answered else label}
-    raw = labelled({"train": (where, read)}, columns, where, run.task, run.labels)
+    raw = labelled({"train": (where, read)}, columns, where, run.task, run.labels, trained=False)
     examples = tokenize_classification(raw.train, run.tokenizer, run.tok_len)
     if run.task == MULTI_LABEL:
         examples.sets = len(run.labels)

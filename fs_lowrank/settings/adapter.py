@@ -139,7 +139,7 @@ class AdapterSpec:
                 named[name] = [named[name]]
             if name in named and named[name] == []:
                 origin.fail(at + spelled[name], "is an empty list: nothing would train; name some, or leave it out")
-        keys = {"adapter_package": Key(str, {"choices": ("peft",)}), **keys_of(cls)}
+        keys = {"adapter_package": Key(str, {"choices": ("peft",)}), **keys_of(cls)}  # type: ignore[arg-type]  # classes are hashable
         values: dict[str, Any] = {}
         for name, ours in _CHECKED.items():
             if name in named:
