@@ -188,9 +188,9 @@ NOT_CODE = {
 #: room -> the most lines of code that it may have, and beside it where it is to go. A room that needs more says what
 #: another gives up; one that has got smaller keeps what it won
 BUDGETS = {
-    "settings, config, keys": 1913,  # 1,300
+    "settings, config, keys": 1847,  # 1,300
     "fs_lowrank.algebra": 427,  # 420
-    "fs_lowrank.data": 2616,  # 2,200
+    "fs_lowrank.data": 2546,  # 2,200
     "fs_lowrank.models": 2886,  # 2,750
     "fs_lowrank.methods": 2430,  # 1,850, and 1,500 more for the methods of the field
     "fs_lowrank.training": 753,  # 700
@@ -200,7 +200,7 @@ BUDGETS = {
     "fs_lowrank.runs": 794,  # 750
     "fs_lowrank.draw": 664,  # 450
     "fs_lowrank.jobs": 650,  # 300
-    "front": 2775,  # 2,100
+    "front": 2712,  # 2,100
     "hpo": 1142,  # 950
     "benchmark": 3905,  # 2,550, and the leaderboard
     "studies": 2100,  # 2,100
