@@ -151,9 +151,10 @@ class Processes(Transport):
         ranks = [part for _, part in held_out] + [client % count for client in sizes]
         parts = (("score_part", split, part, count) for split, part in held_out)
         clients = (("score_client", *self._client(client, site.method.view(state, client))) for client in sizes)
-        scores: dict[str | int, list[BatchScore]] = {}
-        for key, found in zip([*(split for split, _ in held_out), *sizes], self._done(ranks, chain(parts, clients))):
-            scores.setdefault(key, []).extend(found)
+        of: list[str | int] = [*(split for split, _ in held_out), *sizes]
+        scores: dict[str | int, list[BatchScore]] = {key: [] for key in of}
+        for key, found in zip(of, self._done(ranks, chain(parts, clients))):
+            scores[key] += found
         metrics: dict[str, dict[str, Any]]
         metrics = {split: mean_scores(scores[split], self.config.metrics) for split, part in held_out if not part}
         if sizes:
