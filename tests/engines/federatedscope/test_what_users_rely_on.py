@@ -139,7 +139,7 @@ def test_restoring_from_another_run_is_refused(quick, tmp_path):
     for keys, said in (
         ({"federate.method": "fedlora"}, "is of method 'rolora'"),
         ({"federate.method": "rolora", "llm.adapter.args.0.r": 3}, "weight differs"),
-        ({"federate.restore_from": str(tmp_path / "none")}, "there is no file"),
+        ({"federate.restore_from": str(tmp_path / "none")}, "No such file"),
     ):
         with pytest.raises(UserError, match=said):
             fs_lowrank.run(quick("b", {"federate.restore_from": str(saved), **keys}), "federatedscope")
