@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 
 import fs_lowrank.benchmark.cli
 import fs_lowrank.hpo.cli
+import yaml
 from mkdocs.structure.files import File
 
 import fs_lowrank.cli
@@ -62,7 +63,19 @@ def keys_page():
     def listed(names):
         return ", ".join(f"`{name}`" for name in names)
 
-    groups = {}
+    def example(entry):
+        """A value that is not the default: of the files that ship, else the first other choice."""
+        kind, _, choices = entry.type.partition(" of ")
+        others = [c for c in choices.split(", ") if c not in ("''", entry.default)] if kind in ("one", "any") else []
+        others += [{"true": "False"}.get(entry.default, "True")] if entry.type.startswith("True") else []
+        value = used.get(entry.name, others[0] if others else None)
+        if isinstance(value, list):
+            value = f"'{yaml.safe_dump(value, default_flow_style=True, width=1000).strip()}'"
+        return "" if str(value) in ("None", entry.default) else f"`{entry.name} {value}`"
+
+    used, groups = {}, {}
+    for path in sorted((ROOT / "examples").glob("*.yaml")):
+        used |= flat(yaml.safe_load(path.read_text(encoding="utf-8")))
     for entry in keys.reference():
         groups.setdefault(entry.group, []).append(entry)
     lines = [
@@ -70,14 +83,16 @@ def keys_page():
         "",
         "Every key that a configuration file or the command line may have; this page is made from the schema.",
         "`fs-lowrank keys NAME` shows one key, or all of a section, in a terminal. A key without a word on",
-        "engines has the same meaning on every engine.",
+        "engines has the same meaning on every engine. An example is written as on the command line, `KEY VALUE`; in a",
+        "file a dot begins a level.",
         "",
     ]
     for group, entries in groups.items():
-        lines += [f"## {group}", "", "| key | expected | default | meaning |", "| --- | --- | --- | --- |"]
+        lines += [f"## {group}", "", "| key | expected | default | example | meaning |", f"|{' --- |' * 5}"]
         for entry in entries:
             note = "" if entry.engines == "all" else f" Engines: {entry.engines}."
-            cells = (f"`{entry.name}`", entry.type, f"`{entry.default}`" if entry.default else "", entry.meaning + note)
+            default = f"`{entry.default}`" if entry.default else ""
+            cells = (f"`{entry.name}`", entry.type, default, example(entry), entry.meaning + note)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")
     lines += [
@@ -93,6 +108,19 @@ def keys_page():
         *(f"| `{e.name}` | `{e.default}` | {e.engines} |" for e in keys.others()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def flat(content, above=""):
+    """Values by dotted key; of a list of mappings also those of the first."""
+    found = {}
+    for name, value in content.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{above}{name}.")
+            continue
+        found[f"{above}{name}"] = value
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            found |= flat(value[0], f"{above}{name}.0.")
+    return found
 
 
 def command_line():

@@ -63,12 +63,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def run_options(command: argparse.ArgumentParser) -> None:
-        command.add_argument(
-            "--cfg",
-            required=command.prog.endswith("compare"),
-            metavar="FILE",
-            help="configuration (YAML, FederatedScope's keys)",
-        )
+        command.add_argument("--cfg", required="compare" in command.prog, metavar="FILE", help="configuration (YAML)")
         command.add_argument("--engine", default="local", metavar="NAME", help="engine of the run (default: local)")
         command.add_argument(
             "--workers",
@@ -287,7 +282,10 @@ def _print_notes(results: dict) -> None:
         if "test_acc" in result.final and rows and not result.language:
             score = result.final["test_acc"]
             error = f"{standard_error(score, rows):.3f} (one standard error of {rows:,} samples)"
-            _say(f"  {name}: test accuracy {score:.3f} ± {error}")
+            best, share = result.best.get("test_acc"), result.facts["majority"]
+            also = f"; in the best round {best:.3f}" if best is not None else ""
+            also += f"; the most frequent class alone gives {share:.3f}" if share is not None else ""
+            _say(f"  {name}: test accuracy {score:.3f} ± {error}{also}")
         if result.before:
             shown = for_people({n: v for n, v in result.before.items() if n.count("_") == 1}, result.language)
             began = ", ".join(f"{n.replace('_', ' ')} {v:.3f}" for n, v in shown.items())
@@ -373,8 +371,10 @@ def _run(args: argparse.Namespace) -> int | None:
     _print_results({result.facts["method"]: result}, args.table)
     _print_notes({result.facts["method"]: result})
     _print_saved(result)
-    for words in (("report",), ("evaluate", "--data", "FILE"), ("predict", "--data", "FILE")):
-        _say(f"  next: {hint(words[0], result.outdir, *words[1:])}")
+    further = ("--cfg", result.outdir / "config.yaml", "--resume", "federate.total_round_num", 2 * len(result.history))
+    nexts = [("run", *further)] * bool(result.verdict) + [("report", result.outdir)]
+    for words in (*nexts, *((name, result.outdir, "--data", "FILE") for name in ("evaluate", "predict"))):
+        _say(f"  next: {hint(*words)}")
     return None
 
 

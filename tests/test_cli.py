@@ -80,6 +80,7 @@ def test_a_run_from_start_to_files(curves, command, config_file, tmp_path, caplo
         str(tmp_path / "run" / "adapter"),
         str(tmp_path / "run" / "curves.png"),
         "(one standard error of ",
+        "; the most frequent class alone gives ",
         " weights (",
         f"results go to {tmp_path / 'run'}",
         f"next: fs-lowrank report {tmp_path / 'run'}",

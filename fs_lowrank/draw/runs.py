@@ -199,20 +199,24 @@ def plot_curves(
 # -- clients and classes ---------------------------------------------------------------------------------
 
 
+def _ticks(clients: Sequence[str]) -> dict[int, str]:
+    """As many clients as there is room for, by their places."""
+    step = -(-len(clients) // 15)
+    return {i: client for i, client in enumerate(clients) if i % step == 0}
+
+
 def client_panel(data: Mapping[str, Any]) -> Panel:
     """The training samples of each client by class, from the content of ``data.json``."""
     count = len(data["clients"])
     clients = data["clients"][:MOST_CLIENTS]
-    names, step = [*clients[0].get("labels", {})], -(-len(clients) // 20)
-    title = "training samples of " + (
-        f"the first {len(clients)} of {count} clients" if count > len(clients) else "each client"
-    )
-    ticks = {i: str(client["client"]) for i, client in enumerate(clients) if i % step == 0}
+    names, ticks = [*clients[0].get("labels", {})], _ticks([str(client["client"]) for client in clients])
+    whose = f"the first {len(clients)} of {count} clients" if count > len(clients) else "each client"
+    title = f"training samples of {whose}" + " by class" * bool(names)
     counts = {name: [client["labels"][name] for client in clients] for name in names}
     if len(names) > MOST_CLASSES:
         return Panel("clients", title, "client", "class", [Matrix([*counts.values()], "training samples")], ticks=ticks)
     bars = Bars(counts or {"": [client["size"] for client in clients]})
-    return Panel("clients", title + " by class" * bool(names), "client", "training samples", [bars], ticks=ticks)
+    return Panel("clients", title, "client", "training samples", [bars], ticks=ticks)
 
 
 def plot_clients(data: Mapping[str, Any], path: Path, title: str = "") -> Path:
@@ -253,10 +257,9 @@ def score_panel(scores: Mapping[str, Mapping[str, Mapping[str, float]]], majorit
     if majority is not None:
         ends = [-0.5, len(clients) - 0.5]
         marks.append(Line("majority class of the test set", ends, [majority] * 2, colour=GREY, style=":"))
-    ticks = {i: client for i, client in enumerate(clients)} if len(clients) <= 30 else {len(clients) - 1: ""}
     along = "client, by the accuracy" + f" of {next(iter(scores))}" * (len(scores) > 1)
     title = "accuracy on each client's share of the test set"
-    return Panel("client-scores", title, along, "accuracy", marks, share=True, ticks=ticks)
+    return Panel("client-scores", title, along, "accuracy", marks, share=True, ticks=_ticks(clients))
 
 
 def plot_test(

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..draw.panels import digits
 from ..settings.metrics import perplexity
 
 
@@ -70,9 +71,8 @@ def human_bytes(n: float) -> str:
 
 
 def human_percent(share: float) -> str:
-    """A share in percent, with one digit at least that is not 0: ``12.3 %``, ``0.004 %``."""
-    percent = 100 * share
-    return f"{percent:.1f} %" if percent >= 0.1 or not percent else f"{percent:.1g} %"
+    """A share in percent, with three digits: ``12.3 %``, ``0.0575 %``."""
+    return f"{digits(100 * share)} %"
 
 
 def human_time(seconds: float) -> str:

@@ -154,7 +154,7 @@ def test_figures_of_a_run():
     times = (0, 0.04, 3.2, 45.4, 119, 130, 5400, 7300)
     assert list(map(human_time, times)) == ["0 s", "0.04 s", "3 s", "45 s", "119 s", "2 min", "90 min", "2.0 h"]
     shares = (0, 0.00004321, 0.0009, 0.12345, 1)
-    assert list(map(human_percent, shares)) == ["0.0 %", "0.004 %", "0.09 %", "12.3 %", "100.0 %"]
+    assert list(map(human_percent, shares)) == ["0 %", "0.00432 %", "0.0900 %", "12.3 %", "100 %"]
 
 
 def test_a_fingerprint_sees_names_shapes_dtypes_and_values():
