@@ -71,7 +71,7 @@ def keys_page():
         value = used.get(entry.name, others[0] if others else None)
         if isinstance(value, list):
             value = f"'{yaml.safe_dump(value, default_flow_style=True, width=1000).strip()}'"
-        return "" if str(value) in ("None", entry.default) else f"`{entry.name} {value}`"
+        return "" if str(value) in ("None", entry.default) else f"example: `{entry.name} {value}`"
 
     used, groups = {}, {}
     for path in sorted((ROOT / "examples").glob("*.yaml")):
@@ -88,11 +88,12 @@ def keys_page():
         "",
     ]
     for group, entries in groups.items():
-        lines += [f"## {group}", "", "| key | expected | default | example | meaning |", f"|{' --- |' * 5}"]
+        lines += [f"## {group}", "", "| key | meaning | expected |", "| --- | --- | --- |"]
         for entry in entries:
             note = "" if entry.engines == "all" else f" Engines: {entry.engines}."
-            default = f"`{entry.default}`" if entry.default else ""
-            cells = (f"`{entry.name}`", entry.type, default, example(entry), entry.meaning + note)
+            default = f"default: `{entry.default}`" if entry.default else ""
+            expected = "<br>".join(filter(None, (entry.type, default, example(entry))))
+            cells = (f"`{entry.name}`", entry.meaning + note, expected)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")
     lines += [

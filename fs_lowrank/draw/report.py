@@ -268,7 +268,7 @@ def _curves(groups: Mapping[str, Sequence[Shown]]) -> list[Item]:
         "within a round even if the global model learns nothing."
     )
     bands, others = band_of(*given), [panel for panel in panels if not panel.main]
-    name = "Other metrics, seconds, training loss, norms"
+    name = "Other metrics, training loss, norms"
     return [
         *(panel for panel in panels if panel.main),
         Note(f"{bands.capitalize()}." if bands else ""),

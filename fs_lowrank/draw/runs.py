@@ -38,7 +38,7 @@ _PARTS = {
 _WORDS = {"acc": "accuracy", "token_acc": "next-token accuracy", "f1": "F1", "matthews": "Matthews' correlation"}
 SPLITS = ("test", "val", "client_test")
 #: what a curve goes along
-_PLACES = {"round": "round", "bytes": "MB sent so far by all clients, up and down", "seconds": "seconds so far"}
+_PLACES = {"round": "round", "bytes": "MB sent so far by all clients, up and down"}
 
 
 def setting_of(config: Settings, *, seeds: Sequence[int] = ()) -> str:
@@ -82,7 +82,7 @@ def curve_panels(
     sizes: Mapping[str, int] | None = None,
     splits: Sequence[str] = SPLITS,
 ) -> list[Panel]:
-    """The metric that counts by round, bytes and seconds; other metrics, training loss, norms and drift by round.
+    """The metric that counts by round and by bytes; other metrics, training loss, norms and drift by round.
 
     With several runs of a label, lines are means, and bands one standard deviation over the runs; with one, the band of
     an accuracy is one standard error of the held-out data.
@@ -103,8 +103,7 @@ def curve_panels(
                 ends = [end(x for line in lines for x in line.x) for end in (min, max)]
                 lines.append(Line("majority class", ends, [majority] * 2, colour=GREY, style=":"))
             least = max(0.1, 8 * math.sqrt(0.25 / size) if size else 0) if shares else None
-            main = (split, metric) == counts and place != "seconds"
-            panels.append(_curve(name, place, lines, least, share=shares, main=main))
+            panels.append(_curve(name, place, lines, least, share=shares, main=(split, metric) == counts))
     panels.append(_curve("training loss, clients' own data", "round", _lines(histories, "round", ("loss",))))
     for key, name in (("adapter_norm", "norm of what is trained"), ("drift", "mean norm of a client's change")):
         lines = [line for part in _PARTS for line in _lines(histories, "round", (key, part))]
@@ -149,15 +148,14 @@ def _lines(histories: Histories, place: str, keys: Sequence[str], size: int = 0)
 
 def _points(history: History, place: str, keys: Sequence[str]) -> list[tuple[float, float]]:
     """Of every record that has a value under ``keys``: its place, and the value."""
-    points, sent, spent = [], 0.0, 0.0
+    points, sent = [], 0.0
     for record in history:
         sent += (record["uplink_bytes"] + record["downlink_bytes"]) / 1e6
-        spent += sum(record["seconds"].values())
         value: Any = record
         for key in keys:
             value = (value or {}).get(key)
         if value is not None:
-            points.append(({"round": record["round"], "bytes": sent, "seconds": spent}[place], value))
+            points.append((record["round"] if place == "round" else sent, value))
     return points
 
 

@@ -31,12 +31,13 @@ def result_lines(results: Mapping[str, RunResult]) -> list[list[str]]:
 
 
 def client_lines(results: Mapping[str, RunResult]) -> list[list[str]]:
-    """A line for each run: the scores on the clients' shares of the test set; empty if there are none."""
+    """A line for each run that has scores on the clients' shares of the test set; empty if none has."""
     metrics = [n for n in _metrics(results) if n.startswith("client_test_")]
     head = ["method", *(n.removeprefix("client_test_").replace("_", "\n") for n in metrics)]
     main = "acc" if any("acc" in name for name in metrics) else "loss"
     head += [f"worst client\nand its {main}", f"best client\nand its {main}"]
-    lines = [[name, *_values(_final(result), metrics), *_ends(result)] for name, result in results.items()]
+    scored = [(name, run) for name, run in results.items() if any(n.startswith("client_test_") for n in run.final)]
+    lines = [[name, *_values(_final(result), metrics), *_ends(result)] for name, result in scored]
     return [head, *lines] if metrics else []
 
 

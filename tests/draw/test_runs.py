@@ -48,8 +48,8 @@ def panels_of(histories, *given, **more):
 def test_every_panel_shows_the_records():
     history = [record(1), record(2, acc=0.62)]
     panels = panels_of({"rolora": [history]}, 0.5, {"test": 100})
-    by_round, by_bytes, by_seconds, loss, train, norms, drift = panels.values()
-    assert [panel.main for panel in panels.values()] == [True, True, False, False, False, False, False]
+    by_round, by_bytes, loss, train, norms, drift = panels.values()
+    assert [panel.main for panel in panels.values()] == [True, True, False, False, False, False]
     score, majority = by_round.marks
     assert (score.name, score.x, score.y) == ("rolora", [1, 2], [0.6, 0.62])
     assert (score.low, score.high) == (
@@ -57,7 +57,7 @@ def test_every_panel_shows_the_records():
         pytest.approx([wilson(y, 100)[1] for y in score.y]),
     )
     assert (majority.name, majority.x, majority.y) == ("majority class", [1, 2], [0.5, 0.5])
-    assert by_bytes.marks[0].x == [1, 2] and by_seconds.marks[0].x == [2.5, 5]
+    assert by_bytes.marks[0].x == [1, 2]
     assert (by_round.y, loss.y, by_bytes.x) == (
         "test accuracy",
         "test loss",
