@@ -65,17 +65,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     def run_options(command: argparse.ArgumentParser) -> None:
         command.add_argument("--cfg", required="compare" in command.prog, metavar="FILE", help="configuration (YAML)")
         command.add_argument("--engine", default="local", metavar="NAME", help="engine of the run (default: local)")
-        command.add_argument(
-            "--workers",
-            metavar="P",
-            help="processes that train the clients of a round: a number, or auto; on FederatedScope the run's own "
-            "process, which trains none, is one of them (federate.process_num)",
-        )
-        command.add_argument(
-            "--client_cfg",
-            metavar="FILE",
-            help="settings of single clients, as FederatedScope's option, or a table (lowrank.clients)",
-        )
+        command.add_argument("--workers", metavar="P", help="processes that train, or auto (federate.process_num)")
+        command.add_argument("--client_cfg", metavar="FILE", help="settings of single clients (lowrank.clients)")
         existing = command.add_mutually_exclusive_group()
         existing.add_argument("--resume", action="store_true", help="continue from the last checkpoint in outdir")
         existing.add_argument("--overwrite", action="store_true", help="remove the run that outdir holds, start anew")
@@ -93,14 +84,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
 
     run = add(_run, "run a configuration", "Run a configuration: prints a line per round, then the files.")
     run_options(run)
-    run.add_argument(
-        "--data", metavar="FILE", type=Path, help="in place of --cfg: write a configuration for FILE, run it"
-    )
-    run.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="do not run: estimate memory, disk and time; exit code 1: it will not fit",
-    )
+    run.add_argument("--data", metavar="FILE", type=Path, help="in place of --cfg: write a configuration, run it")
+    run.add_argument("--dry-run", action="store_true", help="estimate memory, disk and time; exit code 1: too little")
     tables.option(run)
     init.options(run)
     run.set_defaults(cfg=None)

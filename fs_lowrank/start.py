@@ -236,9 +236,10 @@ def _columns(given: Given, table: pd.DataFrame) -> tuple[dict[str, str], bool]:
                 "; for plain text write the configuration by hand, with data.args [{template: '{COLUMN}', output: "
                 "COLUMN}]"
             )
-            raise UserError(
-                f"{given.data}: which column is the {role}? say {role}='COLUMN', of {listed}{more * causal}"
-            )
+            if not causal:
+                asked = usual["instruction"] or usual["output"]
+                more = "; of instructions with answers, instruction='COLUMN' and output='COLUMN'" if asked else ""
+            raise UserError(f"{given.data}: which column is the {role}? say {role}='COLUMN', of {listed}{more}")
     return columns, causal
 
 
