@@ -198,7 +198,7 @@ BUDGETS = {
     "fs_lowrank.callbacks": 359,  # 400
     "fs_lowrank.engines": 2066,  # 1,900
     "fs_lowrank.runs": 794,  # 750
-    "fs_lowrank.draw": 664,  # 450
+    "fs_lowrank.draw": 662,  # 450
     "fs_lowrank.jobs": 650,  # 300
     "front": 2712,  # 2,100
     "hpo": 1142,  # 950
