@@ -356,10 +356,11 @@ def _run(args: argparse.Namespace) -> int | None:
     _print_results({result.facts["method"]: result}, args.table)
     _print_notes({result.facts["method"]: result})
     _print_saved(result)
-    further = ("--cfg", result.outdir / "config.yaml", "--resume", "federate.total_round_num", 2 * len(result.history))
-    nexts = [("run", *further)] * bool(result.verdict) + [("report", result.outdir)]
-    for words in (*nexts, *((name, result.outdir, "--data", "FILE") for name in ("evaluate", "predict"))):
-        _say(f"  next: {hint(*words)}")
+    if result.verdict:
+        more = ("--resume", "federate.total_round_num", 2 * len(result.history))
+        _say(f"  next, for more rounds: {hint('run', '--cfg', result.outdir / 'config.yaml', *more)}")
+    for words in (("report",), ("evaluate", "--data", "FILE"), ("predict", "--data", "FILE")):
+        _say(f"  next: {hint(words[0], result.outdir, *words[1:])}")
     return None
 
 
