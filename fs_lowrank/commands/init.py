@@ -38,7 +38,7 @@ def add(commands) -> None:
 
 def options(parser: argparse.ArgumentParser) -> None:
     """The options of what a configuration is made from, for ``init`` and ``run``."""
-    group = parser.add_argument_group("a file of your own (what is not said is guessed)")
+    group = parser.add_argument_group("a file of your own (options that you leave out are guessed)")
     for name, about in _COLUMNS.items():
         group.add_argument(f"--{name}", default="", metavar="COLUMN", help=about)
     group.add_argument(
