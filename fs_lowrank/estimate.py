@@ -31,6 +31,7 @@ from .models.machine import device_of, wait
 from .models.quantised import beside, to_quantise
 from .rounds.checks import SPLITS
 from .rounds.site import Site
+from .rounds.task import Task
 from .rounds.trainer import Trainer
 from .runs.folder import outdir_of
 from .runs.summary import human_bytes
@@ -179,7 +180,9 @@ def _probed(config: Config, found: Estimate, on: str, copies: int) -> None:
         if not config.train.cache_frozen_dir:
             most = min(site.prefix.planned, config.train.cache_frozen_shared)
             needs.append(Need("states for other runs", most, "disk", "the same, up to train.cache_frozen_shared"))
-    shared, sent = nbytes(method.view(site.initial_state)), nbytes(method.expected(site.initial_state, 1, 1))
+    shared, first = nbytes(method.view(site.initial_state)), (method, 1, 1, site.initial_state, config, site.schedule)
+    exchanges = method.exchanges(site.initial_state, 1)
+    sent = max(nbytes(Task(*first, exchange=exchange).expected) for exchange in exchanges)
     needs.append(Need("updates of a round", config.sampled_per_round * sent, "memory", "arithmetic"))
     personal = len(site.clients) * nbytes(site.personal.untrained)
     needs.append(Need("clients' own tensors", personal, "memory", "arithmetic"))

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..callbacks import Callback, callbacks_of
 from ..config import Config, check_local
-from ..rounds.copies import apology, copied
+from ..rounds.copies import apology, own_tensors
 from ..rounds.ledger import Ledger
 from ..rounds.loop import Loop
 from ..rounds.parcel import Parcel
@@ -39,15 +39,15 @@ class SharedModel(Transport):
         site, asked = self.site, {order.client: order for order in orders}
         yield from ((order, Parcel({})) for order in asked.values() if order.purpose == "follow")
         for cohort in self.trainer.cohorts([order.task for order in asked.values() if order.purpose == "train"]):
-            for task, fitted in self.trainer.fit_all(cohort, lambda task: site.load(task.view, task.client)):
+            for task, fitted in self.trainer.fit_all(cohort, lambda task: site.load(task.view, task.client, task.told)):
                 client, round = task.client, task.round
                 if isinstance(fitted, Exception):
                     answer = apology(round, fitted)
                     answer.facts["followed"] = True
                 else:
                     update = fitted.update
-                    if site.personal.untrained:  # undone at the end of the round if the update does not count
-                        site.personal.keep(client, round, copied(site.model, site.method.personal))
+                    if site.personal.untrained or not task.alone:  # undone if the update does not count in the end
+                        site.personal.keep(client, round, own_tensors(site.method, site.model, task))
                     facts = {"samples": update.num_samples, "loss": fitted.result.loss, "spent": fitted.spent}
                     answer = Parcel(update.tensors, round=round, **facts)
                 yield asked[client], answer

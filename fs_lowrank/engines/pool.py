@@ -30,12 +30,13 @@ from ..jobs.pool import Call, Pool, Work, print_to
 from ..methods import State
 from ..models.adapters import load_tensors
 from ..models.shortcuts.frozen import COMPUTED_TOGETHER
-from ..rounds.copies import copied
+from ..rounds.copies import copied, load_told, own_tensors
 from ..rounds.evaluator import CLIENTS, Evaluator
 from ..rounds.ledger import Ledger
 from ..rounds.parcel import Parcel
 from ..rounds.round import Order
 from ..rounds.site import Site
+from ..rounds.task import Task
 from ..rounds.trainer import Trainer
 from ..rounds.transport import Transport
 from ..runs.folder import outdir_of
@@ -47,6 +48,8 @@ from ..training.metrics import of_outputs
 NAME = "process {} of federate.process_num"
 #: pieces of work that a process is given ahead
 AHEAD = 2
+#: a client, its tensors, the facts of its order beside the round, and what it is told, both of an exchange
+Ordered = tuple[int, bytes, dict[str, Any], bytes]
 
 
 def processes_of(config: Settings) -> int:
@@ -128,7 +131,7 @@ class Processes(Transport):
         yield from ((order, Parcel({})) for order in asked.values() if order.purpose == "follow")
         round = max(order.round for order in asked.values())
         cohorts = self.trainer.cohorts([order.task for order in asked.values() if order.purpose == "train"])
-        calls = (("train", round, [self._client(task.client, task.view) for task in cohort]) for cohort in cohorts)
+        calls = (("train", round, [self._order(task) for task in cohort]) for cohort in cohorts)
         ranks = spread([cohort[0].client // self.trainer.cohort for cohort in cohorts], self.count)
         for cohort, answers in zip(cohorts, self._done(ranks, calls)):
             for client, (facts, update, personal) in zip((task.client for task in cohort), answers):
@@ -136,6 +139,10 @@ class Processes(Transport):
                     site.personal.keep(client, round, unpacked(personal, site.device))  # undone if it does not count
                 tensors = self.codec.encode(unpacked(update, site.device))
                 yield asked[client], Parcel(tensors, **facts, round=round, followed=True)
+
+    def _order(self, task: Task) -> Ordered:
+        facts = {"exchange": task.exchange, "goes_on": task.goes_on, "further": task.further}
+        return *self._client(task.client, task.view), facts, packed(task.told)
 
     def _client(self, client: int, view: Mapping[str, Tensor]) -> tuple[int, bytes]:
         """A client, and the tensors of its model beside the base: the shared ones of ``view`` and its own."""
@@ -226,17 +233,25 @@ class _Clients:
     def _load_global(self) -> None:
         load_tensors(self.site.model, {**self.standing, **self.site.personal.untrained})
 
-    def train(self, round: int, clients: Sequence[tuple[int, bytes]]) -> list[tuple[dict[str, Any], bytes, bytes]]:
-        """Of each client the facts of its answer, its update, and its personal tensors."""
-        site, given = self.site, dict(clients)
+    def train(self, round: int, clients: Sequence[Ordered]) -> list[tuple[dict[str, Any], bytes, bytes]]:
+        """Of each client the facts of its answer, its update, and the tensors that stay with it."""
+        site, given = self.site, {client: data for client, data, *_ in clients}
         answers: list[tuple[dict[str, Any], bytes, bytes]] = []
-        tasks = [site.task(client, round) for client in given]
-        load = partial(load_tensors, site.model)
-        for _, fitted in self.trainer.fit_all(tasks, lambda task: load(unpacked(given[task.client], site.device))):
+        tasks = [
+            site.task(client, round, facts, unpacked(told, site.device) if facts["further"] else None)
+            for client, _, facts, told in clients
+        ]
+
+        def load(task: Task) -> None:
+            load_tensors(site.model, unpacked(given[task.client], site.device))
+            load_told(site.model, task.told)
+
+        for task, fitted in self.trainer.fit_all(tasks, load):
             if isinstance(fitted, Exception):
                 answers.append(({"error": described(fitted)}, packed({}), packed({})))
                 continue
-            personal = copied(site.model, site.method.personal) if site.personal.untrained else {}
+            kept = site.personal.untrained or not task.alone
+            personal = own_tensors(site.method, site.model, task) if kept else {}
             facts = {"samples": fitted.update.num_samples, "spent": fitted.spent, "loss": fitted.result.loss}
             answers.append((facts, packed(fitted.update.tensors), packed(personal)))
         return answers

@@ -6,6 +6,7 @@ from .drift import DriftCorrection
 from .registry import register_method
 from .robust import RobustMean
 from .terms import (
+    TRAIN,
     Client,
     Phase,
     RefusedUpdate,
@@ -20,6 +21,7 @@ from .terms import (
 from .wrapper import Wrapper
 
 __all__ = [
+    "TRAIN",
     "Averaging",
     "Client",
     "DriftCorrection",

@@ -14,6 +14,9 @@ A method answers five questions; an engine asks them and does everything else.
 There are two base classes. In ``Averaging``, the server's step is a mean (``mean``), which server optimizers may change
 before the method uses it (``settle``). In ``Gathering``, the server's step gets the update of each client.
 
+A round may have more than one exchange: ``exchanges(state, round)`` names them, and ``tell(updates, state, round,
+exchange)`` is what the server makes of the answers to one for the next.
+
 Engines also call ``initial_state``, ``view``, ``expected``, ``tailor`` and ``changed_base``. Their defaults follow from
 the five answers: the initial state is the ``shared`` tensors of the adapted model; the view of a client is that part of
 the state, as ``tailor`` cuts it for the client; a client is expected to send those tensors of its view that ``phases``
@@ -47,6 +50,7 @@ from ..settings import ADDED, AdapterSpec
 from ..settings.parameters import params_defaults
 from .robust import RobustMean
 from .terms import (
+    TRAIN,
     Client,
     NoParams,
     Phase,
@@ -197,8 +201,12 @@ class Method(ABC):
         tensors = all_tensors(model)
         return {n: tensors[n] for n in self.sent(tensors, round, client.id)}
 
-    def expected(self, state: State, round: int, client: int) -> dict[str, Tensor]:
-        """Names, shapes and dtypes of what ``client`` must send, as tensors whose values have no meaning."""
+    def expected(self, state: State, round: int, client: int, exchange: str = TRAIN) -> dict[str, Tensor]:
+        """Names, shapes and dtypes of what ``client`` must send, as tensors whose values have no meaning.
+
+        Args:
+            exchange: given where it is not ``train``.
+        """
         view = self.view(state, client)
         return {n: view[n] for n in self.sent(view, round, client)}
 
@@ -245,6 +253,30 @@ class Method(ABC):
         Returns:
             The new state, and the message for the clients.
         """
+
+    # -- rounds of more than one exchange ------------------------------------------------------------
+
+    def exchanges(self, state: State, round: int) -> Sequence[str]:
+        """The exchanges of ``round`` in order, by names of the method's own; in the one called ``train`` clients train.
+
+        In each, the clients answer with ``upload``, which finds the name in ``client.exchange``, and the model as the
+        client left it in the exchange before. A client that is lost on the way is left out of the round.
+
+        Args:
+            state: at the start of the round.
+        """
+        return (TRAIN,)
+
+    def tell(self, updates: Sequence[Update], state: State, round: int, exchange: str) -> dict[str, Tensor]:
+        """What the clients of ``round`` are told after an ``exchange`` that is not its last.
+
+        Tensors of the model are loaded into it, and are part of the round's message to all copies; tensors of other
+        names are in ``client.told`` of the next exchange alone. Both are in the state until the round ends.
+
+        Args:
+            updates, state: as for ``aggregate``, which takes the step after the last exchange.
+        """
+        raise NotImplementedError(f"{self.name} has rounds of several exchanges, and no tell")
 
     # -- what every copy does with the message -------------------------------------------------------
 

@@ -36,23 +36,26 @@ class FlexLoRA(RankedMethod):
 
     def aggregate(self, updates, state, round):
         message, columns = self.mean_of(updates, self.averaged), self.columns(updates)
-        rank, scale = self.rank(), self.adapter.scale
         for b, a in pairs(updates[0].tensors):
-            u, s, vh = low_rank_sum_svd(
+            svd = low_rank_sum_svd(
                 [u.tensors[b].flatten(1) for u in updates],
                 [u.tensors[a].flatten(1) for u in updates],
-                [[w * scale(len(own)) for w in own] for own in columns],
-                rank,
+                [[w * self.adapter.scale(len(own)) for w in own] for own in columns],
+                self.rank(),
             )
-            u, s, vh = top_components(u, s / scale(rank), vh, rank, fill=state[a].flatten(1))
-            of_b, of_a = self._halves(s, max(u.shape[0], vh.shape[1]))
-            message[b] = (u * of_b).reshape(state[b].shape)
-            message[a] = (of_a[:, None] * vh).reshape(state[a].shape)
+            message[b], message[a] = self.halves(*svd, state[b], state[a])
         return {**state, **message}, message
 
     def columns(self, updates) -> list[list[float]]:
         """Of each client, the weights of the components of its pair."""
         return [[p] * self.rank(u.client) for p, u in zip(self.weights(updates), updates)]
+
+    def halves(self, u: Tensor, s: Tensor, vh: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        """B and A, in the shapes of ``b`` and ``a``, those before the round, with the product ``u s vh / scale``."""
+        rank = self.rank()
+        u, s, vh = top_components(u, s / self.adapter.scale(rank), vh, rank, fill=a.flatten(1))
+        of_b, of_a = self._halves(s, max(u.shape[0], vh.shape[1]))
+        return (u * of_b).reshape(b.shape), (of_a[:, None] * vh).reshape(a.shape)
 
     def _halves(self, s: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """The parts of the singular values ``s`` that go to B and to A; ``size``: of the longer side of the matrix."""

@@ -13,7 +13,7 @@ pair of rank ``heads · r``: A, and the columns ``B_h H_h``.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,12 @@ from torch.nn import functional as F
 from ..errors import UserError
 from ..models.adapters import load_tensors, module_of
 from ..models.merging import check_products
-from ..models.names import all_tensors, entries, entries_of, named_tensors, pairs, tags
+from ..models.names import all_tensors, entries, entries_of, named_tensors, pairs
 from ..settings import key
 from .base import Averaging
 from .ranks import check_one_rank
 from .registry import register_method
-from .terms import Phase
+from .terms import Phase, Tensors
 
 
 @register_method("ravan")
@@ -41,6 +41,8 @@ class Ravan(Averaging):
         heads: int = key(4, min=1, help="number of heads; the rank of each is the adapter's r")
 
     params: Params
+    #: whether each head has a weight that trains
+    weighted: ClassVar[bool] = True
 
     @classmethod
     def requires(cls, params):
@@ -49,6 +51,7 @@ class Ravan(Averaging):
     def __init__(self, params, setting):
         super().__init__(params, setting)
         check_one_rank(setting.adapter, self.name)
+        self.heads = getattr(params, "heads", 1)
         if start := setting.adapter.moves_base:
             raise UserError(
                 f"llm.adapter.args: init_lora_weights = {start} moves a part of the base into the pair, which starts "
@@ -57,7 +60,7 @@ class Ravan(Averaging):
 
     @property
     def adapter(self):
-        own, rank = self.setting.adapter, self.params.heads * self.setting.adapter.r
+        own, rank = self.setting.adapter, self.heads * self.setting.adapter.r
         return replace(own, r=rank, lora_alpha=own.scale() * rank, use_rslora=False)
 
     def adapt(self, model):
@@ -66,7 +69,7 @@ class Ravan(Averaging):
         for a, down in named_tensors(model, ("lora_A",)).items():
             load_tensors(model, {a: self.frame(a, down.shape)})
             layer = model.get_submodule(module_of(a))
-            layer.nested = Heads(layer.lora_A["default"], self.params.heads)
+            layer.nested = Heads(layer.lora_A["default"], self.heads, self.weighted)
         return model
 
     def frame(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -74,25 +77,22 @@ class Ravan(Averaging):
         drawn = self.draw_down(name, shape, 0).flatten(1).double()
         return torch.cat([torch.linalg.qr(rows.T)[0].T for rows in drawn.split(drawn.shape[1])]).reshape(shape)
 
-    # -- the global model is a pair, (A, B H); a client's has A, B, H and s --------------------------------
+    # -- a client's model has A, B, H and s; the global one is a pair, A and the fold B H ------------------
 
     def initial_state(self, model):
         state: dict[str, Any] = dict(super().initial_state(model))
-        fixed = {}
         for b, a in pairs(state):
-            up, rank, small = state[b], len(state[a]), _small(a, "H")
-            fixed[b] = self.frame(b, (rank, len(up))).T.reshape(up.shape).to(up).contiguous()
-            state[b], state[small] = torch.zeros_like(up), up.new_zeros(self.params.heads, *state[small].shape[1:])
-        return state | entries("fixed", fixed)
+            up, rank, small = state[b], len(state[a]), small_of(a, "H")
+            state[b] = self.frame(b, (rank, len(up))).T.reshape(up.shape).to(up).contiguous()
+            state[f"fold:{b}"], state[small] = torch.zeros_like(up), up.new_zeros(self.heads, *state[small].shape[1:])
+        return state
 
     def view(self, state, client=None):
         view = super().view(state)
-        if client is None:
-            return {n: t[:0] if n.endswith(".nested.H") else t for n, t in view.items()}
-        return {**view, **entries_of("fixed", state)}
+        return view if client is not None else folded({**view, **entries("fold", entries_of("fold", state))})
 
     def tailor(self, tensors, client, state):
-        return {n: t for n, t in tensors.items() if "lora_B" not in tags(n)}
+        return {n: t for n, t in tensors.items() if not n.startswith("fold:")}
 
     def phases(self, round, client=None):
         return [Phase(train=("nested", *self.whole))]
@@ -106,43 +106,51 @@ class Ravan(Averaging):
         return {n: t * weights[n][:, None, None] if n in weights else t for n, t in sent.items()}
 
     def settle(self, mean, state, round):
-        folded = {}
+        fold = {}
         for b, a in pairs(state):
-            up = state[f"fixed:{b}"]
-            folded[b] = (up.flatten(1) @ torch.block_diag(*state[_small(a, "H")])).reshape(up.shape)
-        return {**state, **folded}, {**mean, **folded}
+            fold[f"fold:{b}"] = (state[b].flatten(1) @ torch.block_diag(*state[small_of(a, "H")])).reshape(
+                state[b].shape
+            )
+        return {**state, **fold}, {**mean, **fold}
 
     def apply(self, model, message, round):
-        of_pairs = any("lora_B" in tags(n) for n in message)  # the global model's message
-        load_tensors(model, {n: t[:0] if of_pairs and n.endswith(".nested.H") else t for n, t in message.items()})
+        load_tensors(model, folded(message))
         with torch.no_grad():
-            for a in named_tensors(model, ("lora_A",)):
-                all_tensors(model)[_small(a, "s")].fill_(1)
+            for n, weights in named_tensors(model, ("nested",)).items():
+                if n.endswith(".nested.s"):
+                    weights.fill_(1)
 
 
-def _small(a: str, part: str) -> str:
+def folded(tensors: Tensors) -> dict[str, Tensor]:
+    """The global model's pairs, if ``tensors`` have folds, which clients do not receive; else the tensors."""
+    folds = entries_of("fold", tensors)
+    own = {n: t for n, t in tensors.items() if not n.startswith("fold:")}
+    return {**{n: t[:0] if folds and n.endswith(".nested.H") else t for n, t in own.items()}, **folds}
+
+
+def small_of(a: str, part: str) -> str:
     """The name of ``H`` or ``s`` in the layer whose A is called ``a``."""
     return a.replace("lora_A.default.weight", f"nested.{part}")
 
 
 class Heads(nn.Module):
-    """``H`` ``(heads, r, r)`` and ``s`` ``(heads,)`` between A and B, by a hook on ``lora_A``, which is ``down``.
+    """``H`` ``(heads, r, r)`` and, if ``weighted``, ``s`` ``(heads,)`` between A and B, by a hook on ``down``, A.
 
     Without heads, ``(0, r, r)``, the pair is what it is without the hook.
     """
 
-    def __init__(self, down: Any, heads: int):
+    def __init__(self, down: Any, heads: int, weighted: bool):
         super().__init__()
         rank = len(down.weight) // heads
         self.H = nn.Parameter(down.weight.new_empty(0, rank, rank))
-        self.s = nn.Parameter(down.weight.new_ones(heads))
+        self.s = nn.Parameter(down.weight.new_ones(heads)) if weighted else None
         # A bound method, so that a deep copy of the model uses its own hook.
         down.register_forward_hook(self.between)
 
     def between(self, down: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         if not len(self.H):
             return output
-        core = torch.block_diag(*(self.s[:, None, None] * self.H))
+        core = torch.block_diag(*(self.H if self.s is None else self.s[:, None, None] * self.H))
         if isinstance(down, nn.Linear):
             return F.linear(output, core)
         convolve = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[down.weight.ndim]

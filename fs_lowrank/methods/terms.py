@@ -14,6 +14,8 @@ from ..settings import AdapterSpec
 from ..settings.metrics import TASKS
 
 Tensors = Mapping[str, Tensor]
+#: the exchange of a round in which clients train
+TRAIN = "train"
 #: which tensors are shared (``Requires.adapter``)
 Shares = Literal["none", "any", "every", "lora", "optional"]
 
@@ -131,11 +133,15 @@ class Client:
         batches: yields the client's training data once, without padding, as model inputs (for Fisher and Gram
             matrices); None
             where nothing is computed from data.
+        exchange: the name of the exchange that it takes part in (``Method.exchanges``).
+        told: what it was told with that (``Method.tell``); empty in the first of a round.
     """
 
     id: int
     num_samples: int
     batches: Callable[[], Iterable[dict[str, Tensor]]] | Any = field(default=None, compare=False)
+    exchange: str = TRAIN
+    told: Tensors = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)

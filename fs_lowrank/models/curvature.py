@@ -117,6 +117,26 @@ def _gradients(logits: Tensor, tensors: Sequence[Tensor], scalars: Scalars) -> I
         yield torch.autograd.grad(scalar, tensors, retain_graph=scalar is not of_batch[-1], allow_unused=True)
 
 
+# -- the mean ------------------------------------------------------------------------------------------
+
+
+def mean_gradients(model: nn.Module, batches: Batches, names: Iterable[str], samples: int) -> dict[str, Tensor]:
+    """The gradients of the mean loss of the first ``samples`` of the data, float32, by the ``names`` of weights."""
+    with _only(model, names) as weights:
+        sums, seen = {n: torch.zeros_like(w, dtype=torch.float32) for n, w in weights.items()}, 0
+        for batch in _on(model, batches):
+            own = {n: t[: samples - seen] for n, t in batch.items()}
+            size = len(own["labels"])
+            found = torch.autograd.grad(unwrapped(model)(**own).loss * size, list(weights.values()), allow_unused=True)
+            for total, gradient in zip(sums.values(), found):
+                if gradient is not None:
+                    total += gradient.float()
+            seen += size
+            if seen == samples:
+                break
+    return {n: total / seen for n, total in sums.items()}
+
+
 # -- the diagonal --------------------------------------------------------------------------------------
 
 

@@ -5,22 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..algebra import on_device
 from ..errors import CannotContinue, UserError, described
-from ..methods import Method, Update
+from ..methods import Method, Tensors, Update
 from ..models.adapters import load_tensors
 from ..models.machine import input_device
-from ..models.names import named_tensors
+from ..models.names import all_tensors, named_tensors
 from ..runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, saved_rounds
 from .admission import copies
 from .codec import Codec
 from .ledger import Standing
 from .parcel import Parcel
 from .personal import PersonalParts
+from .task import Task
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -42,22 +44,33 @@ class SharedCopy:
     def __init__(self, method: Method, model: nn.Module, client: int, personal: PersonalParts):
         self.method, self.model, self.client, self.personal = method, model, client, personal
 
-    def catch_up(self, parcel: Parcel) -> None:
-        """Load the client's tensors into the model; the parcel holds all shared ones."""
-        load_tensors(self.model, parcel.tensors)
-        self._load_personal(parcel)
+    def catch_up(self, parcel: Parcel) -> Tensors | None:
+        """Load the client's tensors into the model; the parcel holds all shared ones. Returns what the client is told.
 
-    def _load_personal(self, parcel: Parcel) -> None:
-        facts = parcel.facts
+        Raises:
+            LostCopy: the client is to go on in a round, and has not what it did in it before.
+        """
+        told, names = parcel.tensors, parcel.facts.get("told", ())
+        load_tensors(self.model, {n: t for n, t in told.items() if n not in names})
+        return self._load_own(parcel.facts, {n: told[n] for n in names})
+
+    def _load_own(self, facts: Mapping[str, Any], told: Tensors) -> Tensors | None:
         if "undo" in facts:
             self.personal.undo(self.client, facts["undo"])
-        if facts["purpose"] == "train":
+        if "told" in facts:
+            if self.personal.before.get(self.client, (0, None))[0] != facts["round"]:
+                raise LostCopy(f"it does not have what it did in round {facts['round']} before")
+        elif facts["purpose"] == "train":
             self.personal.undo(self.client, facts["round"])  # a resumed server repeats the round
         load_tensors(self.model, self.personal.of(self.client))
+        if told:
+            load_told(self.model, told)
+        return told if "told" in facts else None
 
-    def keep_personal(self, round: int) -> None:
-        """Note the personal tensors of the model after training in ``round``."""
-        self.personal.keep(self.client, round, copied(self.model, self.method.personal))
+    def keep(self, task: Task) -> None:
+        """Note what stays with the client after ``task``, which the model has just done."""
+        if self.personal.untrained or not task.alone:
+            self.personal.keep(self.client, task.round, own_tensors(self.method, self.model, task))
 
 
 class OwnCopy(SharedCopy):
@@ -93,16 +106,18 @@ class OwnCopy(SharedCopy):
         self.shared = copied(model, method.shared)
         self._saved = 0
 
-    def catch_up(self, parcel: Parcel) -> None:
-        """Apply a message, up to the end of its round ``stands``.
+    def catch_up(self, parcel: Parcel) -> Tensors | None:
+        """Apply a message, up to the end of its round ``stands``, or load what the client is told; returns that.
 
         Raises:
-            LostCopy: the message continues from another round than the copy's.
+            LostCopy: the message continues from another round than the copy's, or the round goes on without its part.
         """
         facts = parcel.facts
         load_tensors(self.model, self.shared)
         stands = facts["stands"]
         tensors: Mapping[str, Tensor] = on_device(parcel.tensors, input_device(self.model))
+        if "told" in facts and facts.get("encoded"):
+            tensors = self.codec.decode(tensors, self.shared)
         if facts.get("whole"):
             load_tensors(self.model, tensors)
         elif stands != self.standing.round:
@@ -118,7 +133,7 @@ class OwnCopy(SharedCopy):
         if facts.get("whole") or stands != self.standing.round:
             self.shared = copied(self.model, self.method.shared)
         self.standing = Standing(stands, facts.get("stamp") or "")
-        self._load_personal(parcel)
+        return self._load_own(facts, tensors if "told" in facts else {})
 
     def save(self, folder: Path) -> None:
         """Write what the client must remember; ``restore`` in another process continues from it.
@@ -197,6 +212,23 @@ def _saved(folder: Path, client: int, identity: str, device: torch.device | str 
 def copied(model: nn.Module, tagged: Iterable[str]) -> dict[str, Tensor]:
     """A copy of the model's tensors that have one of the tags ``tagged``."""
     return {n: p.detach().clone() for n, p in named_tensors(model, tagged).items()}
+
+
+def load_told(model: nn.Module, told: Tensors) -> None:
+    """Load those tensors of ``told`` into ``model`` that it has."""
+    load_tensors(model, {n: told[n] for n in told.keys() & all_tensors(model).keys()})
+
+
+def own_tensors(method: Method, model: nn.Module, task: Task) -> dict[str, Tensor]:
+    """A copy of what stays with the client of ``task`` once ``model`` has done it.
+
+    These are its personal tensors, and while the round goes on what it trains in it, or was told.
+    """
+    if not task.goes_on:
+        return copied(model, method.personal)
+    trained = {tag for phase in task.phases for tag in phase.train}
+    told = {n: t.detach().clone() for n, t in all_tensors(model).items() if n in task.told}
+    return copied(model, {*method.personal, *trained}) | told
 
 
 def changed_base(method: Method, model: nn.Module) -> dict[str, Tensor]:

@@ -20,8 +20,10 @@ from .round import Finished, Round
 logger = logging.getLogger("fs_lowrank")
 
 
-def end_round(round: Round, keeper: RecordKeeper) -> Finished:
+def end_round(round: Round, keeper: RecordKeeper) -> Finished | None:
     """Finish ``round``, apply its message to the model of the keeper's site, and undo training that does not count.
+
+    None: the round goes on with another exchange, for which the clients in ``round.waiting`` are to be asked.
 
     Raises:
         RunFailed: too few clients, or the server step failed and ``lowrank.on_bad_round`` is stop. The state before the
@@ -30,6 +32,9 @@ def end_round(round: Round, keeper: RecordKeeper) -> Finished:
     site, ledger = keeper.site, round.ledger
     site.load_global(ledger.state)  # the model may hold the tensors of the last client
     try:
+        if round.goes_on:
+            round.go_on()
+            return None
         finished = round.finish(site.model)
     except (TooFewClients, BadRound) as error:
         if isinstance(error, TooFewClients) or keeper.config.lowrank.on_bad_round == "stop":

@@ -84,9 +84,10 @@ class Ledger:
         self.tested: dict[int, int] = {}
         self.synced: dict[int, int] = {}
 
-    def task(self, client: int, round: int) -> Task:
-        """What ``client`` does in ``round``, which begins with the state as it is."""
-        return Task(self.method, client, round, self.state, self.config.of_client(client), self.schedule)
+    def task(self, client: int, round: int, state: State | None = None, **exchange: Any) -> Task:
+        """What ``client`` does in an ``exchange`` (see ``Task``) of ``round``, from ``state``; None: the ledger's."""
+        own = self.config.of_client(client), self.schedule
+        return Task(self.method, client, round, self.state if state is None else state, *own, **exchange)
 
     # -- who takes part ----------------------------------------------------------------------------
 

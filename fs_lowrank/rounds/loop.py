@@ -20,7 +20,7 @@ from .evaluator import CLIENTS, Evaluator
 from .keeper import Callback, RecordKeeper
 from .ledger import Ledger
 from .parcel import Parcel
-from .record import Spent
+from .record import Spent, added
 from .round import Order, Purpose, Round
 from .site import Site
 from .transport import Lost, Transport
@@ -100,26 +100,29 @@ class Loop:
         return keeper.finish()
 
     def _round(self, number: int) -> dict[str, Any]:
-        started = time.perf_counter()
         transport, base = self.transport, self.site.changed_base
-        round = Round(number, self.ledger, intake=transport.intake(), codec=transport.codec, base=base)
-        spent = self._train(round)
-        trained = time.perf_counter()
-        message = end_round(round, self.keeper).message
-        if message is not None:
-            self.transport.follow(message, number)
-        aggregated = time.perf_counter()
-        metrics = self._evaluate(round) if self.evaluator.due(number) else {}
-        seconds = {
-            "training": trained - started,
-            "aggregation": aggregated - trained,
-            "evaluation": time.perf_counter() - aggregated,
-        }
-        return round.record(metrics, seconds, spent)
-
-    def _train(self, round: Round) -> dict[int, Spent]:
-        """Train the clients of ``round``; what each has spent on it."""
+        round = Round(number, self.ledger, intake=transport.intake, codec=transport.codec, base=base)
         spent: dict[int, Spent] = {}
+        seconds = {"training": 0.0, "aggregation": 0.0}
+        finished = None
+        while finished is None:
+            started = time.perf_counter()
+            self._train(round, spent)
+            trained = time.perf_counter()
+            finished = end_round(round, self.keeper)
+            if finished is not None and finished.message is not None:
+                self.transport.follow(finished.message, number)
+            ended = time.perf_counter()
+            seconds = {
+                "training": seconds["training"] + trained - started,
+                "aggregation": seconds["aggregation"] + ended - trained,
+            }
+        metrics = self._evaluate(round) if self.evaluator.due(number) else {}
+        seconds["evaluation"] = time.perf_counter() - ended
+        return round.record(metrics, seconds, dict(sorted(spent.items())))
+
+    def _train(self, round: Round, spent: dict[int, Spent]) -> None:
+        """Have the clients for which ``round`` waits train or answer, and add what each has spent to ``spent``."""
         for client, reason in self.transport.missing(round.selected).items():
             round.fail(client, "absent", reason)
         asked = sorted(round.waiting)
@@ -134,12 +137,12 @@ class Loop:
             elif order.purpose == "train":
                 round.take(order.client, answer)
                 if "spent" in answer.facts:
-                    spent[order.client] = spent_by(answer.facts)
+                    new, before = spent_by(answer.facts), spent.get(order.client)
+                    spent[order.client] = added(new, before) if before else new
             elif "error" in answer.facts:
                 round.fail(order.client, "failed", str(answer.facts["error"])[:1000])
         for client in round.waiting:
             round.fail(client, "failed", "its answer is not of this round")
-        return dict(sorted(spent.items()))
 
     def _exchange(
         self, round: Round, clients: Collection[int], purpose: Purpose
@@ -148,7 +151,7 @@ class Loop:
 
         A client that has lost its copy of the model is asked again, with everything.
         """
-        asked, again = list(clients), True
+        asked, again = list(clients), not round.exchange  # of a further exchange it has lost its part, too
         while asked:
             lost = []
             orders = [round.ask(client, self.transport.standing(client), purpose) for client in asked]

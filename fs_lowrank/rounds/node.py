@@ -105,13 +105,14 @@ class Node:
         copy.restore(memory)
         before, reply = list(copy.standing), Parcel({}, round=round)
         try:
-            copy.catch_up(order)
+            told = copy.catch_up(order)
             try:
                 if purpose == "train":
-                    fitted = self.trainer.fit(own, examples, round, site.model, site.prefix)
+                    task = site.task(client, round, order.facts, told)
+                    fitted = self.trainer.fit(own, examples, round, site.model, site.prefix, task)
                     reply = answer(round, fitted.update, fitted.result.loss, self.codec)
                     reply.facts["spent"] = fitted.spent
-                    copy.keep_personal(round)
+                    copy.keep(task)
                 elif purpose == "evaluate" and tests is not None:
                     reply.facts["scores"] = Evaluator(site).score(tests, f"client {client} test")
             except Exception as error:  # must not end the round of the others; the server records it

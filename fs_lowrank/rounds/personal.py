@@ -27,10 +27,13 @@ class PersonalParts(dict[int, dict[str, Tensor]]):
         return self.get(client, self.untrained)
 
     def keep(self, client: int, round: int, tensors: Mapping[str, Tensor]) -> None:
-        """Note the ``tensors`` of ``client`` after it trained in ``round``; nothing if the method has none."""
-        if self.untrained:
+        """Note the ``tensors`` that ``client`` has after an exchange of ``round``."""
+        if self.before.get(client, (0, None))[0] != round:
             self.before[client] = round, self.get(client)
+        if tensors:
             self[client] = dict(tensors)
+        else:
+            self.pop(client, None)
 
     def undo(self, client: int, round: int) -> None:
         """Reset the tensors of ``client`` to those before its last training, if that was in ``round`` or later."""
@@ -39,7 +42,7 @@ class PersonalParts(dict[int, dict[str, Tensor]]):
             return
         del self.before[client]
         if before is None:
-            del self[client]
+            self.pop(client, None)
         else:
             self[client] = before
 

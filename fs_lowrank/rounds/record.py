@@ -20,6 +20,13 @@ MANY, EXTREME = 100, 10
 Spent = dict[str, float | bool]
 
 
+def added(spent: Spent, before: Spent) -> Spent:
+    """What was spent in one exchange of a round and in those ``before`` it."""
+    return {"reused": bool(spent["reused"] or before["reused"])} | {
+        name: spent[name] + before[name] for name in ("training", "upload")
+    }
+
+
 class Failure(TypedDict):
     """A client that could not be counted on: ``absent``, ``dropped``, ``failed`` or ``refused``, and why."""
 

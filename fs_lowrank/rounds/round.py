@@ -1,8 +1,8 @@
 """One round at the server, the same for every engine.
 
 An engine asks clients (``ask``), reports what was delivered (``delivered``), and passes on each answer (``take``) or
-that there will be none (``fail``). When ``waiting`` is empty, it ends the round (``finish``) and writes the record
-(``record``).
+that there will be none (``fail``). When ``waiting`` is empty, it has the same clients asked once more where the round
+``goes_on`` (``go_on``), or ends the round (``finish``) and writes the record (``record``).
 
 Nothing here waits, reads a clock, or depends on a transport, a process or a model. Answers may come in any order.
 """
@@ -42,12 +42,13 @@ class Order:
     Attributes:
         purpose: ``train``; ``evaluate``; ``follow`` for a client that drops out, whose copy is kept up to date.
         since: the round after which the client's copy stands now. None: the client is sent everything, changed base
-            weights included, because it is unknown or because that is less.
+            weights included, because it is unknown or because that is less. In a further exchange it is ``stands``.
         stands: the round after which its copy stands when it has followed the order.
         parcel: the tensors that the copy lacks, and the facts ``round``, ``purpose``, ``since``, ``stands``. Further
             facts: ``whole`` if the tensors are values to load instead of a message to apply; ``encoded`` if they went
             through the codec; ``undo``, a round whose training does not count; ``stamp`` for a copy that reports its
-            standing.
+            standing. In a round of several exchanges ``exchange`` is the name of this one, and ``goes_on`` whether
+            others follow. In all but the first the tensors are what the client is told; ``told`` are their names.
         sizes: bytes of the tensors as they travel, with and without the head.
         task: what the client does in the round, for a transport whose clients are in this process.
     """
@@ -82,18 +83,21 @@ class Round:
         number: from 1.
         ledger: what is known from earlier rounds; it is updated on delivery and at the end.
         selected: the clients that take part; None: those that the ledger draws.
-        intake: where updates go, one object per round. By default they are kept.
+        intake: gives where updates go, for each exchange. By default they are kept.
         codec: how tensors travel, in both directions.
         base: gives the base weights that the method has changed, as the server's own copy has them
             (``Site.changed_base``), for clients that must be sent everything. None: they are not known, and not sent.
 
     Attributes:
+        exchange: the number of the exchange, from 0. goes_on: another is to follow in this round.
+        told: what the clients were told in this round. state: with that.
+        counted: the clients whose updates of this exchange were admitted.
         failed: the clients that could not be counted on, in the order in which that became known. Each has ``client``,
             ``kind`` (``absent``, ``dropped``, ``failed`` or ``refused``) and ``reason``.
         uplink, downlink: by client, bytes with and without the head.
         evaluation_downlink: of the downlink, the bytes of orders to evaluate.
         losses, samples: by client, the training loss and the number of samples of the admitted updates.
-        norms: by client, the norms of the admitted updates, if the ledger's admission bounds them.
+        norms: by client, the norms of the exchange's admitted updates, if the ledger's admission bounds them.
         drift: by client, how far its admitted update is from what it started with, by half of the pair.
         trains: the clients that were asked to train.
         skipped: why the round was left out; empty if it was not.
@@ -106,13 +110,20 @@ class Round:
         ledger: Ledger,
         selected: Iterable[int] | None = None,
         *,
-        intake: Intake | None = None,
+        intake: Callable[[], Intake | None] = Intake,
         codec: Codec | None = None,
         base: Callable[[], Mapping[str, Tensor]] | None = None,
     ):
         self.number, self.ledger, self.method = number, ledger, ledger.method
         self.selected = sorted(ledger.select(number) if selected is None else selected)
-        self.intake, self.codec = intake or Intake(), codec or Codec()
+        self._intake, self.codec = intake, codec or Codec()
+        self.intake = intake() or Intake()
+        self.state = ledger.state
+        self.exchanges, self.exchange = tuple(self.method.exchanges(self.state, number)), 0
+        self.goes_on = len(self.exchanges) > 1
+        self.told: dict[str, Tensor] = {}
+        self._news: dict[str, Tensor] = {}  # what they are told in this exchange
+        self.counted: set[int] = set()
         self.admission, self.base = ledger.admission, base
         self.failed: list[Failure] = []
         self.uplink: dict[int, Sizes] = {}
@@ -160,24 +171,32 @@ class Round:
             raise ValueError(f"round {self.number} does not wait for client {client}, so it cannot ask it to {purpose}")
         if purpose == "train" and ledger.drops_out(client, self.number):
             purpose = "follow"
-        task, since = ledger.task(client, self.number), ledger.since(client, standing)
-        if waits:
-            task = self._tasks.setdefault(client, task)
+        task = self._tasks.get(client) if waits else ledger.task(client, self.number)
+        if task is None:
+            told = self.method.tailor(self._news, client, self.state) if self.exchange else None
+            exchange = {"exchange": self.exchanges[self.exchange], "goes_on": self.goes_on, "told": told}
+            task = self._tasks[client] = ledger.task(client, self.number, self.state, **exchange)
+        # In a further exchange its copy was brought up to date by the first.
+        since = ledger.stood if task.further else ledger.since(client, standing)
         tensors: Mapping[str, Tensor] = {}
         if since is not None:
-            tensors = self.method.tailor(ledger.lacks(since), client, ledger.state)
+            tensors = task.told if task.further else self.method.tailor(ledger.lacks(since), client, ledger.state)
             sizes = self.codec.sizes(tensors, ledger.heads)
-        if since is None or tensors and self.base is not None:
+        if since is None or tensors and self.base is not None and not task.further:
             whole = {**task.view, **self._changed_base()}
             of_whole = Codec().sizes(whole, ledger.heads)
             if since is None or of_whole[0] < sizes[0]:
                 since, tensors, sizes = None, whole, of_whole
-        facts: dict[str, int | str | None] = {
+        facts: dict[str, Any] = {
             "round": self.number,
             "purpose": purpose,
             "since": since,
             "stands": ledger.stood,
         }
+        if not task.alone:
+            facts |= {"exchange": task.exchange, "goes_on": task.goes_on}
+        if task.further:
+            facts["told"] = sorted(tensors)
         if client in ledger.undone:
             facts["undo"] = ledger.undone[client]
         if standing is not None:
@@ -253,16 +272,20 @@ class Round:
                 tensors = on_device(tensors, device)  # what came over a transport is on the CPU
             samples: Any = facts.get("samples")  # of any type; admission refuses what is no number of samples
             update = self.admission.admit(Update(client, samples, tensors), expected, check)
-            loss = check_loss(client, facts.get("loss"))
+            loss = check_loss(client, facts.get("loss")) if task.trains else 0.0
             if self.admission.max_norm or self.admission.norm_factor:
                 self.norms[client] = self.admission.norm(update, task.view)
         except (RefusedUpdate, ValueError) as error:
             self.fail(client, "refused", _naming(client, str(error)))
             return False
-        self.drift[client] = changes(update.tensors, task.view, heads)
+        before = self.uplink.get(client, (0, 0))
+        self.drift[client] = {**self.drift.get(client, {}), **changes(update.tensors, task.view, heads)}
         self.intake.add(update)
-        self.uplink[client] = sizes[0] * self.intake.copies, sizes[1] * self.intake.copies
-        self.losses[client], self.samples[client] = loss, update.num_samples
+        self.uplink[client] = before[0] + sizes[0] * self.intake.copies, before[1] + sizes[1] * self.intake.copies
+        self.samples[client] = update.num_samples
+        if task.trains:
+            self.losses[client] = loss
+        self.counted.add(client)
         self._waiting.discard(client)
         return True
 
@@ -271,6 +294,8 @@ class Round:
         if client not in self._waiting:
             return
         self._waiting.discard(client)
+        for by_client in (self.losses, self.samples, self.drift):  # of an exchange before
+            by_client.pop(client, None)
         self.failed.append({"client": client, "kind": kind, "reason": reason})
         if kind != "dropped":
             logger.warning("round %d: %s: %s", self.number, kind, _naming(client, reason))
@@ -295,6 +320,30 @@ class Round:
             OSError: a file could not be read or written during the step.
             WrongStep: the method gave what no server's step may give.
         """
+        state, message = self._step(self._updates(), model)
+        told = {n: t for n, t in self.told.items() if n in self.ledger.state}
+        state = {n: value for n, value in state.items() if n in told or n not in self.told}
+        message = {**told, **message}
+        self.ledger.commit(self.number, state, message)
+        return self._ended(message, self.trains - self.counted)
+
+    def go_on(self) -> None:
+        """Begin the next exchange: the clients whose updates were admitted are told what the server makes of them.
+
+        Raises:
+            As ``finish``.
+        """
+        _, self._news = self._step(self._updates(), None)
+        self.told |= self._news
+        self.state = {**self.state, **self._news}
+        self.exchange += 1
+        self.goes_on = self.exchange + 1 < len(self.exchanges)
+        self._waiting, self.counted = self.counted, set()
+        self.intake, self.norms = self._intake() or Intake(), {}
+        self._tasks.clear()
+
+    def _updates(self) -> list[Update]:
+        """The updates of this exchange, or their mean as a single one."""
         if self._waiting:
             raise RuntimeError(
                 f"round {self.number} waits for clients {sorted(self._waiting)}; take or fail them first"
@@ -303,27 +352,29 @@ class Round:
         for client, reason in refused.items():
             self._waiting.add(client)
             self.fail(client, "refused", reason)
-            for by_client in (self.uplink, self.losses, self.samples, self.drift):
-                del by_client[client]
-        ledger = self.ledger
+            self.counted.discard(client)
+            del self.uplink[client]
         try:
-            least = ledger.config.lowrank.min_clients
-            updates, usable = self.intake.close(without=refused.keys()), len(self.losses)
+            least = self.ledger.config.lowrank.min_clients
+            updates, usable = self.intake.close(without=refused.keys()), len(self.counted)
             if usable < least:
                 raise TooFewClients(f"{usable} usable updates, lowrank.min_clients is {least}")
         except TooFewClients as error:
             self.roll_back()
             raise TooFewClients(f"round {self.number}: {error}", least) from None
-        state, message = self._step(updates, model)
-        ledger.commit(self.number, state, message)
-        return self._ended(message, self.trains - self.losses.keys())
+        return updates
 
     def _step(self, updates: list[Update], model: nn.Module | None) -> tuple[State, Mapping[str, Tensor]]:
-        before = self.ledger.state
+        before = self.state
         message: Mapping[str, Tensor]
         try:
             with torch.no_grad():
-                given = self.method.aggregate(updates, before, self.number)
+                given: Any
+                if self.goes_on:
+                    message = self.method.tell(updates, before, self.number, self.exchanges[self.exchange])
+                    given = {**before, **message}, message
+                else:
+                    given = self.method.aggregate(updates, before, self.number)
                 state, message = require_whole(given, before, self.method)
                 self.notes = dict(self.method.notes)
                 if not self.codec.exact:
@@ -389,7 +440,7 @@ class Round:
         robust, unevaluated = _listed(notes), _listed(self.unevaluated)
         reused = sum(s["training"] for s in spent.values() if s["reused"])
         losses = sorted(self.losses.items())  # in a fixed order, as updates come in any
-        samples = sum(self.samples.values())
+        samples = sum(self.samples[client] for client in self.losses)
         trained = self.ledger.samples_trained({} if self.skipped else self.samples, self.number)
         scores: Mapping[int, Mapping[str, float]]
         scores = next((values["clients"] for values in metrics.values() if "clients" in values), {})
@@ -403,12 +454,12 @@ class Round:
             "round": self.number,
             **({"skipped": self.skipped} if self.skipped else {}),
             "selected": self.selected,
-            "clients": [] if self.skipped else sorted(self.losses),
+            "clients": [] if self.skipped else sorted(self.counted),
             "failed": sorted(self.failed, key=lambda failure: failure["client"]),
             **({"robust": robust} if robust else {}),
             **({"unevaluated": unevaluated} if unevaluated else {}),
             **({} if trained is None else {"samples": trained}),
-            "loss": sum(loss * self.samples[client] for client, loss in losses) / samples,
+            "loss": sum(loss * self.samples[client] for client, loss in losses) / samples if samples else math.nan,
             "metrics": {
                 split: {n: v if math.isfinite(v) else math.nan for n, v in values.items() if n != "clients"}
                 for split, values in metrics.items()

@@ -10,6 +10,7 @@ one would have drawn, on every engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from ..data import Examples, ImageExamples, build_data, load_raw
 from ..data.examples import rows_alike
 from ..data.ragged import Lazy
 from ..errors import UserError
-from ..methods import Client, DriftCorrection, Method, RobustMean, State, Workbench, create_method
+from ..methods import Client, DriftCorrection, Method, RobustMean, State, Tensors, Workbench, create_method
 from ..models.adapters import load_tensors, start_at_zero
 from ..models.build import build_model, build_tokenizer
 from ..models.checkpointing import recompute
@@ -46,7 +47,7 @@ from .checks import (
     say_half,
     trained_in,
 )
-from .copies import changed_base, copied
+from .copies import changed_base, copied, load_told
 from .personal import PersonalParts
 from .shortcuts import Shortcuts
 from .task import Task
@@ -219,17 +220,27 @@ class Site:
         """The base weights of the model that the method has changed; not copied."""
         return changed_base(self.method, self.model)
 
-    def task(self, client: int, round: int) -> Task:
-        """What ``client`` does in ``round``, as far as its own side knows."""
-        return Task(self.method, client, round, None, self.config.of_client(client), self.schedule)
+    def task(
+        self, client: int, round: int, order: Mapping[str, Any] | None = None, told: Tensors | None = None
+    ) -> Task:
+        """What ``client`` does in ``round``, as far as its own side knows.
+
+        Args:
+            order: the facts of its order, by which this is an exchange of several. told: what it was told with that.
+        """
+        exchange = {n: value for n, value in (order or {}).items() if n in ("exchange", "goes_on")}
+        own = self.config.of_client(client), self.schedule
+        return Task(self.method, client, round, None, *own, **exchange, told=told)
 
     def load_client(self, state: State, client: int) -> None:
         """Load the tensors of ``client`` into the model."""
         self.load(self.method.view(state, client), client)
 
-    def load(self, view: Mapping[str, Tensor], client: int) -> None:
-        """Load the shared tensors ``view`` and the personal ones of ``client`` into the model."""
+    def load(self, view: Mapping[str, Tensor], client: int, told: Tensors | None = None) -> None:
+        """Load the shared tensors ``view``, those of ``client`` alone and what it was ``told`` into the model."""
         load_tensors(self.model, {**view, **self.personal.get(client, self.personal.untrained)})
+        if told:
+            load_told(self.model, told)
 
     def load_global(self, state: State) -> None:
         """Load the global tensors of ``state`` into the model."""

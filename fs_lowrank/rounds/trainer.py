@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -71,6 +71,8 @@ class Trainer:
         """Train ``model`` as ``client`` in ``round``."""
         site, reuse, started = self.site, self.reuse, time.perf_counter()
         task = task or site.task(client.id, round)
+        if not task.trains:
+            return self._fitted(task, client, model, LocalResult(0.0, 0, 0), 0.0)
         config, phases, lr, seed = task.settings, task.phases, task.lr, task.seed
         key = reuse.key(config, model, examples, phases, lr=lr, seed=seed) if reuse else None
         if reuse and key and (found := reuse.find(key)):
@@ -96,6 +98,7 @@ class Trainer:
     ) -> Fitted:
         """The outcome of ``client``, whose trained tensors ``model`` holds."""
         started, method, device = time.perf_counter(), self.site.method, self.site.device
+        client = replace(client, exchange=task.exchange, told=task.told)
         tensors = {n: t.detach().to(device) for n, t in method.upload(model, task.round, client).items()}
         if method.needs.own_upload:
             wait(device)
@@ -165,7 +168,7 @@ class Trainer:
             for each what ``fit`` gives, or why it failed; while that is in use the model holds the client's tensors.
         """
         site = self.site
-        together = self._fit_together(tasks, load) if len(tasks) > 1 else {}
+        together = self._fit_together(tasks, load) if len(tasks) > 1 and tasks[0].trains else {}
         for task in tasks:
             own, examples = site.client(task.client), site.data.clients[task.client - 1]
             fitted: Fitted | Exception

@@ -60,6 +60,8 @@ def _digest(line: str) -> str:
 
 def _parsed(line: str | bytes) -> Record:
     record: Record = from_json(line)
+    if record.get("loss", 0.0) is None:  # of a round that was left out before anybody trained
+        record["loss"] = math.nan
     for values in (*record["metrics"].values(), *record.get("client_scores", {}).values()):
         values.update({name: math.nan for name, value in values.items() if value is None})
     return record

@@ -25,6 +25,7 @@ from ..models.adapters import ACCUMULATED, load_tensors
 from ..models.names import all_tensors, tags
 from ..models.saved import load_adapter
 from ..rounds import trainer
+from ..rounds.copies import load_told
 from ..seeds import derive
 from ..training import train_client
 from ..training.cohort import train_cohort
@@ -204,12 +205,21 @@ def check_bytes(
     sent: dict[tuple[int, int], dict[str, Tensor]] = {}
     messages: dict[int, dict[str, Tensor]] = {}
     wholes: dict[tuple[int, int], dict[str, Tensor]] = {}
-    upload, commit, add = engine.method.upload, engine.ledger.commit, engine.keeper.add
+    news: dict[int, dict[int, dict[str, Tensor]]] = {}
+    upload, commit, add, tell = engine.method.upload, engine.ledger.commit, engine.keeper.add, engine.method.tell
 
     def spy_upload(model, round, client):
         tensors = upload(model, round, client)
-        sent[round, client.id] = {n: t.detach().clone() for n, t in tensors.items()}
+        of_all = sent.setdefault((round, client.id), {})
+        of_all.update({f"{client.exchange}:{n}": t.detach().clone() for n, t in tensors.items()})
         return tensors
+
+    def spy_tell(updates, state, round, exchange):
+        message = tell(updates, state, round, exchange)
+        for client in range(1, 6):
+            own = cut(message, client) if cut else engine.method.tailor(message, client, {**state, **message})
+            news.setdefault(round, {}).setdefault(client, {}).update({f"{exchange}:{n}": t for n, t in own.items()})
+        return message
 
     def spy_commit(round, state, message, *further):
         messages[round] = {n: t.clone() for n, t in message.items()}
@@ -225,6 +235,7 @@ def check_bytes(
 
     with (
         mock.patch.object(engine.method, "upload", spy_upload),
+        mock.patch.object(engine.method, "tell", spy_tell),
         mock.patch.object(engine.ledger, "commit", spy_commit),
         mock.patch.object(engine.keeper, "add", spy_add),
     ):
@@ -248,12 +259,13 @@ def check_bytes(
             got = cut(lacks, client) if cut else engine.method.tailor(lacks, client, states[round - 1])
             if got and size(wholes[round - 1, client]) < size(got):
                 got = wholes[round - 1, client]
+            got = {**got, **news.get(round, {}).get(client, {})}
             down[str(client)], bare = size(got), bare + size(got, head=False)
             stands_at[client] = round - 1
         told = f"round {round}: downlink {record['client_downlink_bytes']}, counted by hand {down}"
         assert record["client_downlink_bytes"] == down and record["downlink_bytes"] == sum(down.values()), told
         assert record["downlink_bytes_without_head"] == bare, told
-        assert round > 1 or not record["downlink_bytes"], "round 1 sends down what comes from the seed"
+        assert round > 1 or news or not record["downlink_bytes"], "round 1 sends down what comes from the seed"
     assert len({tuple(r["selected"]) for r in result.history}) > 1
     assert all(t == sum(r[k] for r in result.history) for k, t in result.bytes.items()), f"totals: {result.bytes}"
 
@@ -317,8 +329,16 @@ def check_one_client(bench: Bench, method: str, task: str) -> None:
         "train.local_update_steps": 3,
     }
     alone, engine = (bench.make(task, method, keys) for _ in range(2))
-    engine.run()
     load_tensors(alone.model, alone.method.view(alone.ledger.state, 1))
+    tell = engine.method.tell
+
+    def spy(updates, state, round, exchange):
+        told = tell(updates, state, round, exchange)
+        load_told(alone.model, told)
+        return told
+
+    with mock.patch.object(engine.method, "tell", spy):
+        engine.run()
     before = logits(alone.model, alone.site.data.test)
     train_client(
         alone.model,
@@ -455,7 +475,11 @@ def check_server_optimizer(bench: Bench, method: str, task: str) -> None:
             means.append(mean)
             return settle(mean, state, round)
 
-        with mock.patch.object(each.method, "settle", spy):
+        def told(*given, tell=each.method.tell):
+            start.update(news := tell(*given))  # from which clients went on
+            return news
+
+        with mock.patch.object(each.method, "settle", spy), mock.patch.object(each.method, "tell", told):
             each.run()
     # The same change, another step: FedAdam's first is lr · 0.1 Δ / (√(0.01 Δ² + 0.99 τ²) + τ).
     names = sorted(means[0].keys() & start.keys())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from fs_lowrank.methods import Client, Method, RefusedUpdate, Update, create_method, get_method_class
 from fs_lowrank.models.adapters import load_tensors
+from fs_lowrank.rounds.copies import load_told
 from fs_lowrank.rounds.parcel import Parcel
 from fs_lowrank.rounds.round import Round
 from fs_lowrank.settings import AdapterSpec
@@ -29,10 +31,11 @@ class Net(nn.Module):
         self.up, self.conv, self.down = nn.Linear(7, 12), nn.Conv2d(3, 5, (1, 2)), nn.Linear(15, 6)
         self.classifier = nn.Linear(6, 3)
 
-    def forward(self, x):
+    def forward(self, x, labels=None):
         x = torch.tanh(self.up(x)).view(-1, 3, 1, 4)
         x = torch.tanh(self.conv(x)).flatten(1)
-        return self.classifier(torch.tanh(self.down(x)))
+        logits = self.classifier(torch.tanh(self.down(x)))
+        return logits if labels is None else SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels))
 
 
 class Toy:
@@ -165,23 +168,40 @@ class Federation:
                 with torch.no_grad():
                     parameter.add_(size * torch.randn(parameter.shape, generator=generator))
 
-    def update(self, client: int, round: int) -> Update:
+    def update(
+        self, client: int, round: int, exchange: str = "train", told: Mapping[str, Tensor] | None = None
+    ) -> Update:
         size = self.sizes[client - 1]
-        sent = self.method.upload(self.copies[client], round, Client(client, size))
+        own = Client(client, size, lambda: self.batches(client), exchange, told or {})
+        sent = self.method.upload(self.copies[client], round, own)
         return Update(client, size, {n: t.detach().clone() for n, t in sent.items()})
 
     def round(self, round: int, clients: Iterable[int] | None = None, order=None) -> dict[str, Tensor]:
-        """One round; ``received`` holds its updates afterwards."""
-        self.received = []
-        for client in clients or self.copies:
-            self.catch_up(client, round)
-            self.jump(client, round)
-            self.received.append(self.update(client, round))
-        for update in (order or list)(self.received):
-            self.receive(update, round)
+        """One round; ``received`` holds the updates of its last exchange afterwards."""
+        exchanges = self.at(round).exchanges
+        for exchange in exchanges:
+            self.received = []
+            for client in clients or self.copies:
+                told = self.catch_up(client, round) if exchange == exchanges[0] else self.downlink(client, round)
+                if exchange != exchanges[0]:
+                    load_told(self.copies[client], told)
+                if exchange == "train":
+                    self.jump(client, round)
+                self.received.append(self.update(client, round, exchange, told))
+            for update in (order or list)(self.received):
+                self.receive(update, round)
+            if exchange != exchanges[-1]:
+                self.at(round).go_on()
         message = self.finish(round)
         self.method.apply(self.model, message, round)
         return message
+
+    def batches(self, client: int) -> Iterator[dict[str, Tensor]]:
+        """The client's data, in batches of two."""
+        draw = torch.Generator().manual_seed(client)
+        for first in range(0, self.sizes[client - 1], 2):
+            size = min(2, self.sizes[client - 1] - first)
+            yield {"x": torch.randn(size, 7, generator=draw), "labels": torch.randint(3, (size,), generator=draw)}
 
     def everything(self, client: int | None = None) -> dict[str, Tensor]:
         """All parameters of a client's copy, or of the global model."""

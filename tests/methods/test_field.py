@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from fs_lowrank.errors import UserError
-from fs_lowrank.methods import Update, create_method
+from fs_lowrank.methods import RobustMean, Update, create_method
 from fs_lowrank.models.names import named_tensors, pairs
+from fs_lowrank.rounds.intake import RunningMean
+from fs_lowrank.rounds.round import Round
 from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.testing import Bench, quietly
 
@@ -135,6 +137,70 @@ def test_florist_sends_one_component_of_a_layer_that_nobody_trained(toy):
     method = toy.method("florist")
     up, down = method.combined([torch.zeros(5, 2)], [torch.ones(2, 7)], [1.0])
     assert up.shape == (5, 1) and down.shape == (1, 7) and not up.any()
+
+
+# -- fedask ----------------------------------------------------------------------------------------------
+
+
+def best(matrix, rank):
+    """Its best approximation of this rank."""
+    u, s, vh = np.linalg.svd(matrix, full_matrices=False)
+    return u[:, :rank] * s[:rank] @ vh[:rank]
+
+
+def trained(fed, toy, layer):
+    """``Σ p_k s_k B_k A_k`` of what the clients' copies hold."""
+    p = toy.weights(fed.sizes)
+    return sum(w * toy.change(dict(copy.named_parameters()), layer) for w, copy in zip(p, fed.copies.values()))
+
+
+@pytest.mark.parametrize("ranks, split", [((), "sqrt"), ((1, 3, 2), "sqrt"), ((1, 3, 2), "b")])
+def test_fedask_takes_the_mean_of_the_products(toy, federation, ranks, split):
+    """With as many columns as the ranks add up to; the server, as large as that, loses nothing."""
+    fed = federation(toy.method("fedask", 6, ranks=ranks, split=split, sketch=18), SIZES)
+    for round in (1, 2):
+        message = fed.round(round)
+        assert not [n for n in (*message, *fed.ledger.state) if ":" in n], "sketches stay in their round"
+        for layer in toy.layers:
+            wanted = trained(fed, toy, layer)
+            close(toy.change(fed.ledger.state, layer), best(wanted, 6), 2e-5)
+            if ranks:
+                close(toy.change(fed.ledger.state, layer), wanted, 2e-5)
+
+
+def test_fedask_with_a_narrow_sketch_takes_the_part_in_its_span(toy, federation):
+    method = toy.method("fedask", 2, sketch=2)
+    fed = federation(method, SIZES)
+    fed.round(1)
+    misses = []
+    for layer in toy.layers:
+        wanted = trained(fed, toy, layer)
+        (name,) = (n for n in fed.ledger.state if f".{layer}.lora_B." in n)
+        q, _ = np.linalg.qr(wanted @ method.omega(name, wanted.shape[1], 2).double().numpy())
+        close(toy.change(fed.ledger.state, layer), q @ q.T @ wanted, 2e-5)
+        misses.append(np.linalg.norm(q @ q.T @ wanted - wanted) / np.linalg.norm(best(wanted, 2) - wanted))
+    assert max(misses) > 1.2, "it is further from the mean than the best pair of this rank"
+
+
+def test_fedasks_server_needs_the_sums_of_the_sketches_alone(toy, federation):
+    states = []
+    for intake in (None, RunningMean):
+        fed = federation(toy.method("fedask", 6, ranks=(1, 3, 2), only_sums=intake is not None), SIZES)
+        fed.current = Round(1, fed.ledger, intake=intake or (lambda: None))
+        fed.round(1)
+        states.append(fed.ledger.state)
+    assert all((states[0][n] - t).abs().max() < 1e-5 for n, t in states[1].items())
+
+
+def test_fedask_that_trains_b_is_exact_with_any_sketch_and_leaves_a(toy, federation):
+    fed = federation(toy.method("fedask", 2, sketch=2, trains="b"), SIZES)
+    downs = {layer: toy.pair(fed.ledger.state, layer)[1] for layer in toy.layers}
+    fed.round(1)
+    for layer in toy.layers:
+        assert all(
+            np.array_equal(toy.pair(dict(c.named_parameters()), layer)[1], downs[layer]) for c in fed.copies.values()
+        )
+        close(toy.change(fed.ledger.state, layer), trained(fed, toy, layer), 2e-5)
 
 
 # -- hetlora ---------------------------------------------------------------------------------------------
@@ -434,10 +500,84 @@ def test_ravan_is_the_mean_of_its_clients_products(toy, federation):
             "weight",
             "bias",
         }
-        assert all(torch.equal(before[n], t) for n, t in fed.ledger.state.items() if n.startswith("fixed:"))
+        assert all(
+            torch.equal(before[n], t)
+            for n, t in fed.ledger.state.items()
+            if n.startswith("base_model") and ".lora_" in n
+        )
     for client in fed.copies:  # also the one that missed a round
         fed.catch_up(client, 4)
         close(toy.outputs(fed.copies[client]), toy.outputs(fed.model), 1e-5)
+
+
+# -- fed_sb ----------------------------------------------------------------------------------------------
+
+
+def test_fed_sb_starts_with_the_first_step_and_is_the_mean_of_its_clients_products(toy, federation):
+    step = 0.01
+    fed = federation(toy.method("fed_sb", 2, samples=4, first_step=step), SIZES)
+    close(toy.outputs(fed.model), toy.dense_outputs({}), 1e-6)
+    exchanges = []
+    sums = {layer: 0.0 for layer in toy.layers}
+    for client, w in zip(fed.copies, toy.weights(SIZES)):
+        net, seen = toy.net().double(), 0
+        for batch in fed.batches(client):
+            size = min(4 - seen, len(batch["labels"]))
+            (net(batch["x"][:size].double(), batch["labels"][:size]).loss * size).backward()
+            seen += size
+            if seen == 4:
+                break
+        for layer in toy.layers:
+            gradient = getattr(net, layer).weight.grad.numpy() / seen
+            sums[layer] = sums[layer] + w * gradient.reshape(len(gradient), -1)
+    jump, starts = fed.jump, {}
+
+    def first_look(client, round):
+        starts.setdefault(round, {n: t.double().numpy() for n, t in fed.everything(client).items()})
+        jump(client, round)
+
+    fed.jump = first_look
+    for round, present in enumerate(((1, 2, 3), (3, 1), (1, 2, 3)), start=1):
+        exchanges.append(fed.method.exchanges(fed.ledger.state, round))
+        message = fed.round(round, present)
+        total = dict.fromkeys(toy.layers, 0)
+        for w, update in zip(toy.weights(u.num_samples for u in fed.received), fed.received):
+            own = fed.everything(update.client)
+            assert {n.rpartition(".")[2] for n in update.tensors} == {"H", "weight", "bias"}
+            for layer in toy.layers:
+                up, down = toy.pair(own, layer)
+                (r,) = (t[0].double().numpy() for n, t in own.items() if n.endswith(f".{layer}.nested.H"))
+                total[layer] = total[layer] + w * toy.alpha / 2 * up @ r @ down
+        for layer in toy.layers:
+            up, down = toy.pair(fed.method.view(fed.ledger.state), layer)
+            close(toy.alpha / 2 * up @ down, total[layer])
+        close(toy.outputs(fed.model), toy.dense_outputs(total, toy.head(fed.ledger.state)), 1e-5)
+        sent = {n.rpartition(".")[2] for n in fed.method.tailor(message, 2, fed.ledger.state) if ".lora_" not in n}
+        assert sent == {"H", "weight", "bias"} and any(".lora_" in n for n in message if ":" not in n) == (round == 1)
+    assert exchanges == [("gradients", "train"), ("train",), ("train",)]
+    for layer in toy.layers:
+        (small,) = (t[0] for n, t in starts[1].items() if n.endswith(f".{layer}.nested.H"))
+        up, down = (next(t for n, t in starts[1].items() if f".{layer}.lora_{half}." in n) for half in "BA")
+        up, down = up.reshape(len(up), -1), down.reshape(len(down), -1)
+        close(toy.alpha / 2 * up @ small @ down, best(-step * np.sign(sums[layer]), 2), 1e-6)
+        close(up.T @ up, np.eye(2))
+    for client in fed.copies:  # also the one that missed a round
+        fed.catch_up(client, 4)
+        close(toy.outputs(fed.copies[client]), toy.outputs(fed.model), 1e-5)
+
+
+@pytest.mark.parametrize("robust", [None, RobustMean("median")])
+def test_fed_sb_starts_with_a_robust_mean_of_the_gradients_if_one_is_asked_for(toy, robust):
+    method = toy.method("fed_sb", 2, robust=robust)
+    state = method.initial_state(method.adapt(toy.net()))
+    draw = torch.Generator().manual_seed(1)
+    expected = method.expected(state, 1, 1, "gradients")
+    honest = {n: torch.randn(t.shape, generator=draw) for n, t in expected.items()}
+    sent = [honest, {n: 1.01 * t for n, t in honest.items()}, {n: -1e6 * t for n, t in honest.items()}]
+    wanted = toy.method("fed_sb", 2).tell([Update(1, 1, honest)], state, 1, "gradients")
+    found = method.tell([Update(k, 5, tensors) for k, tensors in enumerate(sent, 1)], state, 1, "gradients")
+    ups = [n for n in found if "lora_B" in n]
+    assert all(torch.allclose(found[n], wanted[n], atol=1e-5) for n in ups) == (robust is not None)
 
 
 def test_ravan_refuses_a_start_that_moves_the_base():

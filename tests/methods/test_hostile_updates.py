@@ -27,6 +27,7 @@ from fs_lowrank.methods import (
 from fs_lowrank.models.adapters import load_tensors
 from fs_lowrank.rounds.admission import Admission, change_norm, check_loss, check_update
 from fs_lowrank.rounds.codec import Uniform
+from fs_lowrank.rounds.copies import load_told
 from fs_lowrank.rounds.finite import BadRound
 from fs_lowrank.rounds.parcel import Parcel
 from fs_lowrank.rounds.round import Round
@@ -143,24 +144,38 @@ def _prepared(name, params, options):
     model = method.adapt(copy.deepcopy(plain))
     state = method.initial_state(model)
     method.workbench = Workbench(copy.deepcopy(model), lambda: iter(data(10, 99)), 7)
-    updates = {}
-    for client, size in SIZES.items():
-        own = method.adapt(copy.deepcopy(plain))
-        load_tensors(own, method.view(state, client))
-        draw = torch.Generator().manual_seed(client)
-        for phase in method.phases(1, client):
-            for parameter in set_trainable(own, phase.train):
-                with torch.no_grad():
-                    parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw))
-        sent = method.upload(own, 1, Client(client, size, batches=lambda c=client, n=size: iter(data(n, c))))
-        updates[client] = Update(client, size, {n: t.detach().clone() for n, t in sent.items()})
-    return SimpleNamespace(method=method, model=model, state=state, updates=updates)
+    copies = {client: method.adapt(copy.deepcopy(plain)) for client in SIZES}
+    exchanges, sent, now, told = method.exchanges(state, 1), [], state, {}
+    for exchange in exchanges:
+        updates = {}
+        for client, size in SIZES.items():
+            own = copies[client]
+            load_tensors(own, method.view(now, client) if exchange == exchanges[0] else {})
+            load_told(own, method.tailor(told, client, now))
+            draw = torch.Generator().manual_seed(client)
+            for phase in method.phases(1, client) if exchange == "train" else ():
+                for parameter in set_trainable(own, phase.train):
+                    with torch.no_grad():
+                        parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw))
+            rows = lambda c=client, n=size: iter(data(n, c))  # noqa: E731
+            tensors = method.upload(own, 1, Client(client, size, rows, exchange, method.tailor(told, client, now)))
+            updates[client] = Update(client, size, {n: t.detach().clone() for n, t in tensors.items()})
+        sent.append(updates)
+        if exchange != exchanges[-1]:
+            told = method.tell(list(updates.values()), now, 1, exchange)
+            now = {**now, **told}
+    return SimpleNamespace(method=method, model=model, state=state, updates=sent[-1], earlier=sent[:-1])
 
 
 def round_of(made, number=1, clients=(1, 2, 3), **bounds):
-    """Round ``number``, whose ``clients`` have been asked."""
+    """Round ``number``, whose ``clients`` have been asked for its last exchange."""
     ledger = ledger_of(made.method, dict(made.state), 3, sizes=list(SIZES.values()), **bounds)
     one = Round(number, ledger, clients)
+    for updates in made.earlier:
+        for client in clients:
+            one.delivered(one.ask(client))
+            take(one, updates[client])
+        one.go_on()
     for client in clients:
         one.delivered(one.ask(client))
     return one

@@ -159,7 +159,8 @@ def test_the_frozen_half_is_the_same_tensor_everywhere(toy, federation, name):
     "name, params",
     [
         *((n, {}) for n in BUILT_IN),
-        *((n, {"ranks": (1, 3, 2)}) for n in RANKED),
+        *((n, {"ranks": (1, 3, 2)}) for n in (*RANKED, "fedask")),
+        ("fedask", {}),
         *(("fedloru", {"tau": 2, "init": init}) for init in ("random", "momentum") if "fedloru" in list_methods()),
     ],
 )

@@ -83,7 +83,7 @@ class Run:
                 for parameter in set_trainable(copy.model, phase.train):
                     with torch.no_grad():
                         parameter.add_(0.1 * torch.randn(parameter.shape, generator=drawn))
-            copy.keep_personal(round)
+            copy.keep(self.ledger.task(client, round))
             sent = copy.method.upload(copy.model, round, Client(client, client))
             reply = answer(round, Update(client, client, sent), 1.0, self.codec).to_bytes()
         copy.save(self.folder / str(client))

@@ -76,7 +76,7 @@ def test_the_norm_of_a_client_without_a_finite_loss_does_not_count_for_the_bound
 
 def test_the_mean_is_that_of_a_dense_sum():
     for intake in (None, RunningMean()):
-        current = Round(1, ledger(), (1, 2, 4), intake=intake)
+        current = Round(1, ledger(), (1, 2, 4), intake=lambda kept=intake: kept)
         deliver(current, 1, 2, 4)
         parcels = {c: sent(current, c) for c in (4, 1, 2)}
         for client, parcel in parcels.items():
@@ -155,7 +155,7 @@ def test_a_round_with_too_few_updates_changes_nothing():
     first.finish()
     before = server.state, dict(server.synced), dict(server.undone), dict(server.outbox), server.stood
     for intake in (None, RunningMean()):
-        current = Round(2, server, (1, 3, 4), intake=intake)
+        current = Round(2, server, (1, 3, 4), intake=lambda kept=intake: kept)
         deliver(current, 1, 3, 4)
         assert server.synced != before[1] and not server.undone
         current.take(1, sent(current, 1))

@@ -16,7 +16,7 @@ class MethodAggregator(Aggregator):
         self.session, self.model = session, session.site.model
 
     def aggregate(self, agg_info):
-        """Finish the round ``agg_info["round"]``; returns its ``Finished``."""
+        """End an exchange of the round ``agg_info["round"]``; returns its ``Finished``, or None if it goes on."""
         return end_round(agg_info["round"], self.session.keeper)
 
     def save_model(self, path, cur_round=-1):

@@ -13,6 +13,7 @@ from ...errors import UserError
 from ...rounds.codec import codec_of
 from ...rounds.copies import OwnCopy, SharedCopy, answer, apology
 from ...rounds.parcel import Parcel
+from ...rounds.task import Task
 from . import wire
 from .config import for_frameworks_workers
 from .session import current
@@ -55,11 +56,11 @@ class LowRankClient(Client):
         parcel = message.content
         self.state, round = message.state, parcel.facts["round"]
         try:
-            self.copy.catch_up(parcel)
+            told = self.copy.catch_up(parcel)
             if parcel.facts["purpose"] == "follow":
                 return
             self.session.on_client(round, self.ID, self.session.config.sampled_per_round)
-            update, samples = self._train(round)
+            update, samples = self._train(self.session.site.task(self.ID, round, parcel.facts, told))
         except UserError:
             raise
         except Exception as error:  # this client has failed; the server records it and continues with the others
@@ -68,14 +69,14 @@ class LowRankClient(Client):
             update, samples = apology(round, error), 0
         self._send(update, message, samples)
 
-    def _train(self, round: int) -> tuple[Parcel, int]:
+    def _train(self, task: Task) -> tuple[Parcel, int]:
         """The answer, and the number of samples processed."""
         trainer = self.trainer
-        trainer.round = round
+        trainer.task = task
         samples, _, results = trainer.train()
-        self.copy.keep_personal(round)
+        self.copy.keep(task)
         logger.info(self._monitor.format_eval_res(results, rnd=self.state, role=f"Client #{self.ID}", return_raw=True))
-        return answer(round, trainer.outcome, trainer.loss, self.codec), samples
+        return answer(task.round, trainer.outcome, trainer.loss, self.codec), samples
 
     def _send(self, parcel: Parcel, message: Message, samples: int) -> None:
         timestamp = self._gen_timestamp(init_timestamp=message.timestamp, instance_number=samples)

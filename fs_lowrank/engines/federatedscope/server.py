@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 
 from federatedscope.core.message import Message
 from federatedscope.core.workers import Server
@@ -80,7 +81,7 @@ class LowRankServer(Server):
             self.state + 1,
             self.ledger,
             None if drawn is None else map(int, drawn),
-            intake=intake_of(self.session.cfg, self.session.site),
+            intake=partial(intake_of, self.session.cfg, self.session.site),
             codec=self.codec,
             base=self.session.site.changed_base,
         )
@@ -101,7 +102,8 @@ class LowRankServer(Server):
         if self.session.shares_model:
             # The shared model already contains the merges of the message, so the client loads the state.
             view = self.session.method.view(self.ledger.state, client)
-            parcel = Parcel(view, **{**parcel.facts, "whole": True})
+            told = {n: parcel.tensors[n] for n in parcel.facts.get("told", ())}
+            parcel = Parcel({**view, **told}, **{**parcel.facts, "whole": True})
         self.comm_manager.send(wire.message(kind, self.ID, [client], parcel, state, self.cur_timestamp))
         self._monitor.track_upload_bytes(order.sizes[0])
         self.round.delivered(order)
@@ -120,9 +122,12 @@ class LowRankServer(Server):
         round, session, started = self.round, self.session, time.perf_counter()
         if round.waiting:
             return
+        if self.aggregator.aggregate({"round": round}) is None:  # the same clients are asked once more
+            self.to_ask = sorted(round.waiting)
+            self._ask(1 if self.online else len(self.to_ask))
+            return
         # Also those that have not answered, else the framework's samplers would never draw them again.
         self.sampler.change_state(round.selected, "idle")
-        self.aggregator.aggregate({"round": round})
         self.state += 1
         self.evaluation_started = time.perf_counter()
         self.seconds = {"training": started - self.round_started, "aggregation": self.evaluation_started - started}

@@ -6,6 +6,8 @@ from federatedscope.core.trainers import GeneralTorchTrainer
 
 from ...methods import Update
 from ...models.names import all_tensors
+from ...rounds.record import added
+from ...rounds.task import Task
 from ...training import evaluate
 from . import saved
 from .config import TRAINER
@@ -29,7 +31,7 @@ class LowRankTrainer(GeneralTorchTrainer):
     """A trainer, of whatever model.
 
     Attributes:
-        number: of the client; 0 on the server. round: from 1. Both, and ``prefix``, are set before training.
+        number: of the client; 0 on the server. task: what it does. Both, and ``prefix``, are set before training.
         prefix: the cache of the frozen layers' outputs, or None.
         outcome: the update of the last training. loss: its mean loss.
         results: the last evaluation of each split: mean loss and accuracy.
@@ -37,7 +39,8 @@ class LowRankTrainer(GeneralTorchTrainer):
 
     def __init__(self, *args, **kwargs):
         self.session = current()
-        self.number, self.round, self.prefix = 0, 0, None
+        self.number, self.prefix = 0, None
+        self.task: Task | None = None
         self.outcome: Update | None = None
         self.loss = 0.0
         self.results: dict[str, dict[str, float]] = {}
@@ -53,12 +56,13 @@ class LowRankTrainer(GeneralTorchTrainer):
         return parsed
 
     def train(self, target_data_split_name="train", hooks_set=None):
-        """Train client ``number`` in ``round``; returns the samples processed, the tensors to send, and metrics."""
-        session = self.session
+        """Do ``task``; returns the samples processed, the tensors to send, and metrics."""
+        session, task = self.session, self.task
         fitted = session.trainer.fit(
-            session.site.clients[self.number - 1], self.ctx.train_data, self.round, self.ctx.model, self.prefix
+            session.site.clients[self.number - 1], self.ctx.train_data, task.round, self.ctx.model, self.prefix, task
         )
-        session.spent[self.number] = fitted.spent
+        before = session.spent.get(self.number)
+        session.spent[self.number] = added(fitted.spent, before) if before else fitted.spent
         self.outcome, self.loss, samples = fitted.update, fitted.result.loss, fitted.result.samples
         metrics = {"train_loss": self.loss * samples, "train_avg_loss": self.loss, "train_total": samples}
         return samples, dict(fitted.update.tensors), metrics

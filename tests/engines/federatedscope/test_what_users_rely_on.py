@@ -30,9 +30,12 @@ def test_secret_sharing_gives_the_same_mean(quick, assert_same, method):
     assert shared.history[0]["uplink_bytes"] == local.history[0]["uplink_bytes"], "nothing is hidden in one process"
 
 
-def test_secret_sharing_between_processes(quick, settings, assert_same, cluster, tmp_path):
+@pytest.mark.parametrize(
+    "own", [{"federate.method": "rolora"}, {"federate.method": "fedask", "lowrank.ranks": [1, 3, 2]}]
+)
+def test_secret_sharing_between_processes(quick, settings, assert_same, cluster, tmp_path, own):
     keys = {
-        "federate.method": "rolora",
+        **own,
         "federate.client_num": 3,
         "federate.total_round_num": 2,
         "train.local_update_steps": 2,

@@ -1,0 +1,167 @@
+"""Rounds of several exchanges, by a method that does in three what FedLoRA does in one."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fs_lowrank import Averaging, Phase, RunFailed, register_method
+from fs_lowrank.engines.local import LocalEngine
+from fs_lowrank.methods import registry
+from fs_lowrank.models.names import entries, entries_of, tags
+from fs_lowrank.testing import Bench, quietly
+from fs_lowrank.testing.bench import equal, state_of, without_seconds
+
+FEW = {"federate.total_round_num": 2, "train.local_update_steps": 2}
+
+
+@pytest.fixture
+def thrice(monkeypatch):
+    """The method ``thrice``: clients send how large they are, are told to start with another A, and train; they say how
+    far they went, are told by how much to scale, and send what they had trained."""
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+
+    @register_method("thrice")
+    class Thrice(Averaging):
+        source, sends = "a test", "A and B, and what they weigh"
+
+        @classmethod
+        def requires(cls, params):
+            return replace(super().requires(params), own_upload=False)
+
+        def phases(self, round, client=None):
+            return [Phase(train=("lora_A", "lora_B", "head"))]
+
+        def exchanges(self, state, round):
+            return ("weigh", "train", "send")
+
+        def upload(self, model, round, client):
+            own = super().upload(model, round, client)
+            if client.exchange == "weigh":
+                assert not client.told
+                return {"x:size": torch.tensor([float(client.num_samples)])}
+            if client.exchange == "train":
+                assert client.told["x:mean"] > 0
+                return entries("x", {n: t.norm() for n, t in own.items()})
+            assert {*client.told} == {"x:scale"}
+            return {n: t * client.told["x:scale"] for n, t in own.items()}
+
+        def expected(self, state, round, client, exchange="train"):
+            own = super().expected(state, round, client)
+            if exchange == "weigh":
+                return {"x:size": torch.empty(1)}
+            return own if exchange == "send" else entries("x", {n: torch.empty(()) for n in own})
+
+        def tell(self, updates, state, round, exchange):
+            mean = self.mean_of(updates)
+            if exchange == "weigh":
+                return {"x:mean": mean["x:size"]} | {n: 2 * t for n, t in state.items() if "lora_A" in tags(n)}
+            assert entries_of("x", state)["mean"] > 0 and min(mean.values()) > 0
+            return {"x:scale": torch.tensor(0.5)}
+
+    return Thrice
+
+
+@pytest.fixture
+def bench(tmp_path):
+    with quietly(tmp_path):
+        yield Bench(tmp_path / "bench")
+
+
+def test_the_model_is_what_the_client_left_and_was_told(bench, thrice):
+    """Twice the A at the start of every round, and half of what was trained at its end."""
+    engine = bench.make("encoder", "thrice", {**FEW, "federate.sample_client_num": 2})
+    plain = bench.make("encoder", "fedlora", {**FEW, "federate.sample_client_num": 2})
+    start = state_of(plain)
+
+    def begin_with_twice(record=None):
+        for name in [n for n in plain.ledger.state if "lora_A" in n]:
+            plain.ledger.state[name] = 2 * plain.ledger.state[name]
+
+    def halve(record):
+        for name, value in list(plain.ledger.state.items()):
+            plain.ledger.state[name] = value / 2
+        begin_with_twice()
+
+    begin_with_twice()
+    plain.on_round = halve
+    history, wanted = engine.run().history, plain.run().history
+    assert [r["loss"] for r in history] == [r["loss"] for r in wanted]
+    assert not any(r["failed"] for r in history) and {*engine.ledger.state} == {*start}
+    for name, value in engine.ledger.state.items():
+        factor = 2 if "lora_A" in name else 1
+        torch.testing.assert_close(factor * value, plain.ledger.state[name], rtol=0, atol=0)
+
+
+def test_bytes_of_all_exchanges_count(bench, thrice):
+    engine = bench.make("encoder", "thrice", FEW)
+    record = engine.run().history[0]
+    whole = sum(4 * t.numel() for t in engine.ledger.state.values())
+    downs = sum(4 * t.numel() for n, t in engine.ledger.state.items() if "lora_A" in n)
+    assert set(record["client_uplink_bytes"].values()) == {4 + 4 * len(engine.ledger.state) + whole}
+    assert set(record["client_downlink_bytes"].values()) == {4 + downs + 4}
+
+
+@pytest.mark.parametrize("fails_in", ["weigh", "train", "send"])
+def test_a_client_that_is_lost_on_the_way_is_left_out(bench, thrice, fails_in):
+    engine = bench.make("encoder", "thrice", {**FEW, "lowrank.personal": ["head"]})
+    upload, heads = engine.method.upload, {}
+
+    def broken(model, round, client):
+        if (round, client.id, client.exchange) == (2, 2, fails_in):
+            raise RuntimeError("it broke")
+        return upload(model, round, client)
+
+    engine.method.upload = broken
+    engine.on_round = lambda record: heads.update({record["round"]: engine.site.personal.of(2)})
+    first, second = engine.run().history
+    assert first["clients"] == [1, 2, 3] and second["clients"] == [1, 3]
+    (failure,) = second["failed"]
+    assert failure["client"] == 2 and "it broke" in failure["reason"] and math.isfinite(second["loss"])
+    assert equal(heads[1], heads[2]), "its training does not count, so its head is that of the round before"
+    assert not [n for n in engine.site.personal.of(1) if "lora" in n], "nothing of the round stays with a client"
+
+
+def test_too_few_clients_between_two_exchanges_stop_the_run_which_resumes_to_the_bit(bench, thrice):
+    keys = {**FEW, "lowrank.min_clients": 3, "lowrank.checkpoint_freq": 1}
+    whole = bench.make("encoder", "thrice", keys)
+    wanted = whole.run().history
+    engine = bench.make("encoder", "thrice", keys)
+    upload = engine.method.upload
+
+    def broken(model, round, client):
+        if (round, client.id, client.exchange) == (2, 3, "train"):
+            raise RuntimeError("it broke")
+        return upload(model, round, client)
+
+    engine.method.upload = broken
+    with pytest.raises(RunFailed, match="round 2: 2 usable updates"):
+        engine.run()
+    resumed = LocalEngine(engine.config)
+    assert without_seconds(resumed.run(resume=True).history) == without_seconds(wanted)
+    assert equal(state_of(resumed), state_of(whole))
+
+
+def test_a_bad_step_between_two_exchanges_leaves_the_round_out(bench, thrice):
+    engine = bench.make("encoder", "thrice", {**FEW, "lowrank.on_bad_round": "skip"})
+    tell, start = engine.method.tell, state_of(engine)
+
+    def bad(updates, state, round, exchange):
+        told = tell(updates, state, round, exchange)
+        return {**told, "x:mean": told["x:mean"] / 0} if exchange == "weigh" and round == 1 else told
+
+    engine.method.tell = bad
+    states = []
+    engine.on_round = lambda record: states.append(state_of(engine))
+    first, second = engine.run().history
+    assert "x:mean that is not finite" in first["skipped"] and equal(states[0], start)
+    assert second["clients"] == [1, 2, 3] and "skipped" not in second
+
+
+def test_norms_are_bounded_in_every_exchange(bench, thrice):
+    engine = bench.make("encoder", "thrice", {**FEW, "lowrank.max_update_norm": 25.0})
+    sizes = engine.site.sizes
+    assert (sizes > 25).any() and not (sizes > 25).all(), "what they send first is their size"
+    (first, _) = engine.run().history
+    assert [f["client"] for f in first["failed"]] == [i + 1 for i, size in enumerate(sizes) if size > 25]
