@@ -23,7 +23,7 @@ from ..models.adapters import base_weight_name, module_of
 from ..models.curvature import mean_gradients
 from ..models.names import all_tensors, named_tensors, pairs
 from ..settings import key
-from .base import Averaging
+from .base import Averaging, State
 from .ravan import Ravan, small_of
 from .registry import register_method
 from .terms import TRAIN
@@ -73,7 +73,8 @@ class FedSB(Ravan):
         return {f"grad:{b}": state[b].new_empty(len(state[b]), state[a][0].numel()) for b, a in pairs(state)}
 
     def tell(self, updates, state, round, exchange):
-        zero, told = {n: torch.zeros_like(t) for n, t in updates[0].tensors.items()}, {}
+        zero: State = {n: torch.zeros_like(t) for n, t in updates[0].tensors.items()}
+        told = {}
         mean = self.robust_mean(self.robust, updates, zero) if self.robust else self.mean_of(updates)
         for b, a in pairs(state):
             down = state[a].flatten(1)

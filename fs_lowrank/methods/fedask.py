@@ -23,7 +23,6 @@ from ..models.names import entries_of, named_tensors, pairs, select
 from ..seeds import derive
 from ..settings import key
 from .flexlora import FlexLoRA
-from .ranks import RankedParams
 from .registry import register_method
 from .terms import TRAIN, Phase
 
@@ -34,7 +33,7 @@ class FedASK(FlexLoRA):
     sends = "two sketches of its product, of `sketch` columns each"
 
     @dataclass(frozen=True)
-    class Params(RankedParams):
+    class Params(FlexLoRA.Params):
         split: str = key("sqrt", choices=("sqrt", "b"), help="sqrt: B and A share the singular values; b: all in B")
         sketch: int = key(
             0, min=0, help="columns of a sketch; 0: four times the largest rank, as in the authors' example"

@@ -40,7 +40,6 @@ class Ravan(Averaging):
     class Params:
         heads: int = key(4, min=1, help="number of heads; the rank of each is the adapter's r")
 
-    params: Params
     #: whether each head has a weight that trains
     weighted: ClassVar[bool] = True
 

@@ -122,7 +122,7 @@ class Round:
         self.exchanges, self.exchange = tuple(self.method.exchanges(self.state, number)), 0
         self.goes_on = len(self.exchanges) > 1
         self.told: dict[str, Tensor] = {}
-        self._news: dict[str, Tensor] = {}  # what they are told in this exchange
+        self._news: Mapping[str, Tensor] = {}  # what they are told in this exchange
         self.counted: set[int] = set()
         self.admission, self.base = ledger.admission, base
         self.failed: list[Failure] = []

@@ -191,6 +191,8 @@ class Federation:
             for update in (order or list)(self.received):
                 self.receive(update, round)
             if exchange != exchanges[-1]:
+                for client in self.at(round).waiting:
+                    self.at(round).fail(client, "absent", "it did not take part")
                 self.at(round).go_on()
         message = self.finish(round)
         self.method.apply(self.model, message, round)

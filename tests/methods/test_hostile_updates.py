@@ -375,7 +375,7 @@ def test_values_other_than_plain_tensors_are_refused_by_name(name, kind, which, 
     spoilt = {**update.tensors, tensor: JUNK[kind](update.tensors[tensor])}
     with pytest.raises(RefusedUpdate, match=f"^client {client}: ") as refusal:
         take(one, dataclasses.replace(update, tensors=spoilt))
-    assert tensor in str(refusal.value) and not one.samples
+    assert tensor in str(refusal.value) and not one.counted
     assert not one.take(client, parcel_of(update)), "it has had its turn"
 
 
@@ -573,7 +573,7 @@ def test_a_client_must_be_one_that_was_asked(name):
     one = round_of(made)
     for client in (True, False, 1.0, "1", None, [1], {}, float("nan"), 0, 4, -1, 10**400, b"1"):
         assert not one.take(client, parcel_of(made.updates[1]))
-    assert not one.samples and not one.failed and one.waiting == {1, 2, 3}
+    assert not one.counted and not one.failed and one.waiting == {1, 2, 3}
 
 
 def test_only_clients_asked_in_this_round_count():
@@ -627,7 +627,8 @@ def test_a_bound_on_the_norm(name):
     made = prepared(name)
     norms = {c: norm_of(made, c, u.tensors) for c, u in made.updates.items()}
     smallest, middle, largest = sorted(norms, key=norms.get)
-    one = round_of(made, max_update_norm=(norms[middle] + norms[largest]) / 2)
+    one = round_of(made)
+    one.admission.max_norm = (norms[middle] + norms[largest]) / 2
     for client, update in made.updates.items():
         if client == largest:
             with pytest.raises(RefusedUpdate, match=f"client {client}: the norm of its update is .*max_update_norm is"):

@@ -15,7 +15,7 @@ from ...models.machine import input_device
 from ...models.names import entries, select
 from ...seeds import derive
 from ..base import Gathering, State
-from ..terms import Client, RefusedUpdate, Tensors, Update, Workbench, refuse_negative
+from ..terms import TRAIN, Client, RefusedUpdate, Tensors, Update, Workbench, refuse_negative
 from .compress import Budget
 
 logger = logging.getLogger("fs_lowrank")
@@ -133,7 +133,7 @@ class OneShot(Gathering):
         beside = self.beside(model, own, round, client)
         return Budget(own, self.parameters, beside).compress() if self.compresses else {**own, **beside}
 
-    def expected(self, state, round, client):
+    def expected(self, state, round, client, exchange=TRAIN):
         own = super().expected(state, round, client)
         beside = self.beside_shapes(own)
         return Budget(own, self.parameters, beside).shapes() if self.compresses else {**own, **beside}
