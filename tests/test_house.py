@@ -195,7 +195,7 @@ BUDGETS = {
     "fs_lowrank.methods": 2545,  # 1,850, and 1,500 more for the methods of the field
     "fs_lowrank.training": 753,  # 700
     "fs_lowrank.rounds": 2191,  # 1,900
-    "fs_lowrank.callbacks": 359,  # 400
+    "fs_lowrank.callbacks": 358,  # 400
     "fs_lowrank.engines": 2062,  # 1,900
     "fs_lowrank.runs": 796,  # 750
     "fs_lowrank.draw": 662,  # 450
