@@ -79,10 +79,10 @@ def figure(
     _add_legend(made, [mark for panel in panels for mark in panel.marks])
     made.suptitle("\n".join(lines), fontsize=10)
     texts = made.findobj(Text)
-    others = _fonts_with(frozenset(c for t in texts for c in t.get_text() if c.isprintable() and not c.isascii()))
+    fallbacks = _fonts_with(frozenset(c for t in texts for c in t.get_text() if c.isprintable() and not c.isascii()))
     for text in texts:
         text.set_parse_math(False)  # a text with two "$" is shown as it is
-        text.set_fontfamily([*text.get_fontfamily(), *others])
+        text.set_fontfamily([*text.get_fontfamily(), *fallbacks])
     return made
 
 

@@ -220,7 +220,7 @@ def _answer(scores: Sequence[_Score], name: str) -> str:
 def _ranking(scores: Sequence[_Score], name: str) -> PageTable:
     """The methods from the best to the worst; nothing of a single one."""
     rows = []
-    for score in scores * (len(scores) > 1):
+    for score in scores if len(scores) > 1 else ():
         behind = f"{score.behind:.3f}"
         if score.sure is not None:
             behind += f" ({score.behind - score.sure:.3f} to {score.behind + score.sure:.3f})".replace("-", "−")
