@@ -47,7 +47,8 @@ def check_value(name: str, value: Any, hint: Any, meta: Mapping[str, Any], origi
     """``value``, converted to the type of the key and checked against its bounds and choices."""
     given = value
     for spelling, meant in meta.get("also", {}).items():
-        if type(value) is type(spelling) and value == spelling:
+        folded = value.lower() if meta.get("fold") and isinstance(value, str) else value
+        if type(folded) is type(spelling) and folded == spelling:
             value = meant
     try:
         value = _coerce(plain(value), hint)
@@ -205,6 +206,8 @@ class _Mismatch(Exception):
 def _coerce(value: Any, hint: Any) -> Any:
     """``value`` converted to ``hint`` if that is unambiguous: an int for a float, a number given as text."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:  # which neither files nor tensors hold
+        raise _Mismatch
     if hint is Any:
         return value
     if origin in (typing.Union, types.UnionType):

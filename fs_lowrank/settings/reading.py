@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -36,6 +36,10 @@ Loader.yaml_implicit_resolvers = {
 }
 for _class in (Loader, Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+#: a file of a few hundred bytes can stand for more values than any machine can hold
+_MOST_VALUES = 1_000_000
 
 
 def read_packaged(package: str, name: str) -> Any:
@@ -75,7 +79,7 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Origin, dict[str, Any]]:
         loader = Loader(text)
         if (node := loader.get_single_node()) is None:
             return Origin(name), {}
-        _lines(node, "", lines, name)
+        _lines(node, "", lines, name, iter(range(_MOST_VALUES)))
         content = loader.construct_document(node)
     except UserError:
         raise
@@ -89,7 +93,7 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Origin, dict[str, Any]]:
 
 
 #: what PyYAML raises: its own errors, and those of Python for values that do not suit an explicit tag
-_WRONG = (yaml.YAMLError, RecursionError, ValueError)
+_WRONG = (yaml.YAMLError, RecursionError, ValueError, LookupError, TypeError, AttributeError)
 
 
 def _problem(error: Exception) -> str:
@@ -108,8 +112,14 @@ def read_value(text: str) -> Any:
         raise ValueError(_problem(error)) from None
 
 
-def _lines(node: yaml.Node, prefix: str, lines: dict[str, int], file: str) -> None:
-    """Record the line of every key. A key given twice is an error; YAML would silently use the last one."""
+def _lines(node: yaml.Node, prefix: str, lines: dict[str, int], file: str, left: Iterator[int]) -> None:
+    """Record the line of every key. A key given twice is an error; YAML would silently use the last one.
+
+    Args:
+        left: has one item for each value that may follow, with every alias written out.
+    """
+    if next(left, None) is None:
+        raise UserError(f"{file}: its aliases stand for more than {_MOST_VALUES:,} values; write out what is meant")
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if key.tag.endswith(":merge") or not isinstance(key, yaml.ScalarNode):
@@ -118,10 +128,10 @@ def _lines(node: yaml.Node, prefix: str, lines: dict[str, int], file: str) -> No
             if name in lines:
                 raise UserError(f"{file}, line {line}: {name} is given twice; first in line {lines[name]}")
             lines[name] = line
-            _lines(value, name + ".", lines, file)
+            _lines(value, name + ".", lines, file, left)
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            _lines(item, f"{prefix}{index}.", lines, file)
+            _lines(item, f"{prefix}{index}.", lines, file, left)
 
 
 def as_overrides(given: Mapping[str, Any] | Sequence[str] | None) -> dict[str, Any]:

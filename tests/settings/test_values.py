@@ -26,6 +26,12 @@ def refused(message):
         (HEAD + "train: {optimizer: {lr: 1e400}}", "train.optimizer.lr = inf: expected a number"),
         (HEAD + "use_gpu: !!int x", "run.yaml: invalid YAML: "),
         (HEAD + "data: {args: " + "[" * 3000 + "]" * 3000 + "}", "run.yaml: invalid YAML: maximum recursion"),
+        (
+            "a0: &a0 [1]\n" + "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 10)}]\n" for i in range(9)),
+            "run.yaml: its aliases stand for more than 1,000,000 values",
+        ),
+        (HEAD + f"train: {{optimizer: {{lr: {DIGITS}}}}}", "train.optimizer.lr = 9+.*expected a number"),
+        (HEAD + "use_gpu: !!bool maybe", "run.yaml: invalid YAML: "),
         ("seed: 1\0", "run.yaml: invalid YAML: special characters"),
     ],
 )
