@@ -282,8 +282,8 @@ def test_a_client_that_diverges_does_not_take_the_others(make_engine, trained, m
     ours, plain = (make_engine("encoder", {**keys, "train.cohort": n}) for n in (3, "off"))
     for engine in (ours, plain):
 
-        def load(view, client, engine=engine, real=engine.site.load):
-            real(view, client)
+        def load(view, client, *told, engine=engine, real=engine.site.load):
+            real(view, client, *told)
             if client == 2:
                 with torch.no_grad():
                     next(t for n, t in all_tensors(engine.model).items() if "modules_to_save" in n).fill_(torch.nan)
