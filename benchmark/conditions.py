@@ -64,6 +64,8 @@ def check_rule(condition: Any, origin: Origin, at: str) -> dict:
         origin.wrong(f"{at}.within", checked["within"], f"a number, or of keeps and close {PAPER!r}")
     if kind == "above" and 0 < len({"along", "from", "to"} & checked.keys()) < 3:
         origin.fail(at, "compares changes along an axis: expected all of along, from and to")
+    if not all(isinstance(point, (int, float)) for point in checked.get("points", ())):
+        origin.wrong(f"{at}.points", checked["points"], "numbers")
     if "chosen_by" in checked and not better(checked["chosen_by"]):
         origin.wrong(f"{at}.chosen_by", checked["chosen_by"], "a metric that is better larger or smaller")
     if kind == "value" and not {"at_least", "at_most"} & checked.keys():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fs_lowrank.draw.figures import figure
 from fs_lowrank.draw.panels import Line, Panel
+from fs_lowrank.errors import counted
 from fs_lowrank.jobs.files import write_text
 from fs_lowrank.testing.bench import Bench, quietly
 
@@ -97,21 +98,23 @@ class Entry:
             ours, base = (each.figure(method, column, "test_acc") for method in (self.method, BASE))
             if ours and base and self.method != BASE:
                 gaps.append(estimate([(1, ours), (-1, base)]))
-        known = [gap for gap in gaps if gap.error]
-        if len(known) > 1:
-            return pooled(known)
-        return gaps[0] if len(gaps) == 1 else Estimate(statistics.fmean([0.0, *(g.centre for g in gaps)]), None)
+        if len(gaps) > 1 and all(gap.error for gap in gaps):
+            return pooled(gaps)
+        return gaps[0] if len(gaps) == 1 else Estimate(statistics.fmean([g.centre for g in gaps] or [0.0]), None)
 
     @property
-    def gap_of_bytes(self) -> float | None:
-        """The accuracy on validation data above that of the base when both have sent half of what the base sends."""
+    def gap_of_bytes(self) -> str:
+        """The accuracy on validation data above that of the base when both have sent half of what the base sends, and
+        in how many settings that is known, if not in all.
+        """
         gaps = []
         for ours, base in zip(self.records(), self.records(BASE)):
             budget = statistics.fmean(_sent(record["history"]["evaluated"][-1]) for record in base) / 2
             at = [[_until(record, budget) for record in records] for records in (ours, base)]
             if None not in (*at[0], *at[1]):
                 gaps.append(statistics.fmean(at[0]) - statistics.fmean(at[1]))  # type: ignore[arg-type]
-        return statistics.fmean(gaps) if gaps else None
+        some = f" in {counted(len(gaps), 'setting')}" if len(gaps) < len(self.places) else ""
+        return signed(100 * statistics.fmean(gaps)) + some if gaps else "–"
 
     @property
     def bytes_to_target(self) -> str:
@@ -119,8 +122,7 @@ class Entry:
         quotients, reached = [], 0
         for ours, base in zip(self.records(), self.records(BASE)):
             target = TARGET * statistics.fmean(record["metrics"]["val_acc"] for record in base)
-            found = [value(record, f"bytes_to:val_acc:{target}") for record in ours]
-            theirs = [value(record, f"bytes_to:val_acc:{target}") for record in base]
+            found, theirs = ([_reached(record, target) for record in records] for records in (ours, base))
             reached += sum(sent is not None for sent in found)
             if None not in (*found, *theirs):
                 quotients.append(statistics.fmean(found) / statistics.fmean(theirs))  # type: ignore[arg-type]
@@ -132,15 +134,17 @@ class Entry:
 
     def cells(self) -> tuple[str, ...]:
         """A row of the table."""
-        of_bytes, runs = self.gap_of_bytes, [record for of in self.records() for record in of]
+        runs = [record for of in self.records() for record in of]
+        figures = [each.figure(self.method, column, "test_acc") for each, column in self.shared]
+        lost = sum(len(found.failed) for found in figures if found)
         trained = [r["seconds"]["training"] / max(1, r["rounds"]) / _clients(r) for r in runs]
-        away = exactness(self.method, runs[0]["config"])
+        away = exactness(runs[0]["config"]["federate.method"], runs[0]["config"])
         return (
             f"`{self.method}`",
             _points(self.accuracy, plus=False),
             _points(self.gap) if self.method != BASE else "0",
-            "–" if of_bytes is None else signed(100 * of_bytes),
-            f"{len(self.places)}, {len(runs)}",
+            self.gap_of_bytes,
+            f"{len(self.places)}, {len(runs)}" + (f" ({lost} failed)" if lost else ""),
             f"{self.median('uplink_without_head') / 1e3:.3g}, {self.median('downlink_without_head') / 1e3:.3g}",
             self.bytes_to_target,
             f"{statistics.median(trained):.2g}",
@@ -166,6 +170,11 @@ def _until(record: Mapping[str, Any], budget: float) -> float | None:
     return next((p["val_acc"] for p in reversed(record["history"]["evaluated"]) if _sent(p) <= budget), None)
 
 
+def _reached(record: Mapping[str, Any], target: float) -> float | None:
+    """The bytes that were sent when the validation accuracy first was ``target``."""
+    return next((_sent(p) for p in record["history"]["evaluated"] if p["val_acc"] >= target), None)
+
+
 def _points(found: Estimate, plus: bool = True) -> str:
     """An accuracy in percent, or a difference in points, with its interval."""
     shown = signed if plus else "{:.1f}".format
@@ -181,9 +190,9 @@ def exactness(method: str, keys: Mapping[str, Any]) -> float:
     layer computes is read by its answer to unit vectors, whatever the method makes of it.
 
     Args:
-        keys: of a configuration, of which those of the method below ``lowrank`` are taken.
+        keys: of a configuration, of which ``lowrank.tau`` is taken.
     """
-    own = {name: given for name, given in keys.items() if name in ("lowrank.tau",)}
+    own = {name: given for name, given in keys.items() if name == "lowrank.tau"}
     with tempfile.TemporaryDirectory() as folder, quietly(folder):
         engine = Bench(folder).make("encoder", method, {"train.local_update_steps": 4, **own})
         before: dict[str, Tensor] = {}

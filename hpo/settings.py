@@ -73,6 +73,11 @@ def check_fit(settings: Settings, space: Space) -> None:
         raise UserError("the sampler cmaes needs one objective and two or more ranges that always apply; use tpe or gp")
     if pruner == "none":
         return
+    if several or settings.base.eval.freq < 1:
+        raise UserError(
+            f"pruner {pruner}: it needs one objective, and evaluations between the rounds; leave it out, or set "
+            "eval.freq 1"
+        )
     if "federate.method" in searched:
         raise UserError(
             "federate.method is searched, and a method is not pruned by the curves of another; give each method a "

@@ -929,8 +929,8 @@ def test_best_is_each_at_its_own_point(monkeypatch):
     assert flat.verdict == INCONCLUSIVE and ": its rate won at the end of the grid" in flat.text
 
 
-@pytest.mark.parametrize("points", [[], [1, 1], 3])
-def test_points_are_a_list_of_different_values(points):
+@pytest.mark.parametrize("points", [[], [1, 1], ["a", 1], 3])
+def test_points_are_a_list_of_different_numbers(points):
     rule = {
         "is": "best",
         "better": "a",

@@ -1,11 +1,13 @@
 """The leaderboard: measured exactness, and a page from cells of a small suite."""
 
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 
 from benchmark.cli import main
-from benchmark.leaderboard import HEAD, exactness
+from benchmark.intervals import figure_of
+from benchmark.leaderboard import HEAD, Entry, exactness
 from benchmark.suite import load_suite
 from fs_lowrank import list_methods
 
@@ -53,6 +55,37 @@ def test_the_page_has_a_row_for_each_method(tmp_path, tiny_encoder, reviews_csv,
     assert up["`ffa_lora`"] == pytest.approx(up["`fedlora`"] / 2, rel=0.05)
     assert of["`ffa_lora`"][HEAD[-1]] == "exact" and of["`fedlora`"]["settings, runs"] == "2, 4"
     assert "## Unequal ranks" in page and "flora" in page
+
+
+def test_gaps_without_a_spread_have_their_mean():
+    accuracies = [{"fedlora": 0.5, "flora": 0.6}, {"fedlora": 0.4, "flora": 0.7}]
+    places = [
+        SimpleNamespace(has=lambda *_: True, figure=lambda method, *_, accs=accs: figure_of([accs[method]]))
+        for accs in accuracies
+    ]
+    gap = Entry("flora", [(place, "") for place in places]).gap
+    assert gap.centre == pytest.approx(0.2) and gap.ends is None
+
+
+def run_of(*points):
+    """A result whose rounds sent so many bytes, of the head as many again, and had these scores."""
+    sent = ("uplink", "downlink", "uplink_without_head", "downlink_without_head")
+    evaluated = [
+        {**dict.fromkeys(sent[:2], 2 * half), **dict.fromkeys(sent[2:], half), "val_acc": acc} for half, acc in points
+    ]
+    return {"history": {"evaluated": evaluated}, "metrics": {"val_acc": points[-1][1]}}
+
+
+def test_bytes_are_without_the_head_and_settings_without_a_score_are_counted():
+    base, dear = run_of((10, 0.5), (20, 0.8)), run_of((15, 0.8), (20, 0.9))
+    records = [{"fedlora": [base], "flora": [of]} for of in (run_of((5, 0.6), (10, 0.8)), dear)]
+    places = [
+        SimpleNamespace(has=lambda *_: True, records={(method, ""): of for method, of in by_method.items()})
+        for by_method in records
+    ]
+    entry = Entry("flora", [(place, "") for place in places])
+    assert entry.gap_of_bytes == "+30.0 in 1 setting"
+    assert entry.bytes_to_target == "0.62×, reached by 2 of 2"
 
 
 #: they train all weights, or networks of their own

@@ -544,6 +544,8 @@ def test_options_that_do_not_fit(search, config):
     for change, message in (
         ({"space": rates, "sampler": "grid"}, "which a grid cannot list"),
         ({"space": rates, "sampler": "cmaes"}, "two or more ranges"),
+        ({"space": rates, "pruner": "median", "objectives": ("val_acc", "uplink_bytes")}, "needs one objective"),
+        ({"space": rates, "pruner": "median", "base": config.replace({"eval.freq": 0})}, "or set eval.freq 1"),
         ({"base": config.replace({"data.splits": [0.8, 0.0, 0.2]})}, "needs validation data"),
         ({"base": config.replace({"federate.make_global_eval": False})}, "set federate.make_global_eval True"),
         ({"name": "a/b"}, "study 'a/b'"),
