@@ -133,6 +133,8 @@ def load_for(
 def _content(path: Any, *changes: Mapping[str, Any], origin: Origin | None = None) -> tuple[dict[str, Any], Origin]:
     """The content of ``path`` with ``changes`` applied in order, and the origin of every value."""
     tree: dict[str, Any] = {}
+    if not (path is None or isinstance(path, (Mapping, str, os.PathLike))):
+        raise UserError(f"config = {show(path)}: expected the path of a YAML file, a mapping, or a Config")
     origin, content = (origin or Origin(), path or {}) if path is None or isinstance(path, Mapping) else read_yaml(path)
     merge(tree, content)
     for mapping in changes:

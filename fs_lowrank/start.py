@@ -120,6 +120,9 @@ def _texts(given: Given) -> list[str]:
 
 def _pictures(given: Given) -> list[str]:
     """The lines for a folder of class folders: a network for images, from scratch."""
+    for role in _ROLES:
+        if column := getattr(given, role):
+            raise UserError(f"{role}={column!r}: {given.data} is a folder of pictures, which have no columns")
     model = given.model or "resnet10"
     probe = {
         "data": {"type": str(given.data)},
@@ -151,6 +154,8 @@ def _file(
     clients, splitter = _clients(given, raw)
     rows = len(raw.train)
     each = rows * 0.8 / clients
+    if each < 1:
+        raise UserError(f"clients={clients}: {given.data} has {rows} rows, of which {rows * 0.8:.0f} are for training")
     rounds = 20 if raw.task == IMAGE_CLASSIFICATION else 4  # from scratch, or from a model that knows texts
     classes = f"{raw.num_labels} classes ({', '.join(raw.label_names[:8])})"
     return [

@@ -92,6 +92,13 @@ def test_a_path_in_place_of_a_configuration(path, runs, as_text):
         fs_lowrank.run(path.with_name("runn.yaml"))
 
 
+@pytest.mark.parametrize("wrong", [3, ["run.yaml"]])
+def test_other_values_in_place_of_a_configuration(wrong):
+    for call in (lambda: fs_lowrank.run(wrong), lambda: fs_lowrank.compare(wrong, ["rolora"])):
+        with pytest.raises(UserError, match="config = .*: expected the path of a YAML file, a mapping, or a Config"):
+            call()
+
+
 # -- the keys of each method ---------------------------------------------------------------------------
 
 

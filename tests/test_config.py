@@ -840,6 +840,10 @@ def test_default_config_is_a_schema():
         ("eval.freqency", "'eval.freq'"),
         ("federat.client_num", "'federate'"),
         ("outputdir", "'outdir'"),
+        ("gpu", "'use_gpu'"),
+        ("optimizer", "'fedopt.optimizer' or 'train.optimizer'"),
+        ("federate.rounds", ""),
+        ("train.epochs", ""),
     ],
 )
 def test_a_key_that_is_not_alike_is_not_named(key, meant):

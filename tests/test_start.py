@@ -184,6 +184,7 @@ def test_a_configuration_that_says_another_column_is_refused(monkeypatch, at, ti
         ),
         (make_reviews(60).assign(review="x"), {}, "which column is the text. say text='COLUMN', of text, label"),
         (make_reviews(60), {"label": "label", "output": "text"}, "label is of a classification, output of instr"),
+        (make_reviews(60), {"clients": 55}, "clients=55: .* has 60 rows"),
         (make_reviews(60), {"instruction": "text"}, "which column is the output. say output='COLUMN'"),
     ],
 )
@@ -277,6 +278,7 @@ def test_init_writes_once_and_run_runs_it(at, tiny_encoder, capsys):
         (["run", "--cfg", "a.yaml", "--text", "x"], "--text: options of --data FILE"),
         (["init", "no.csv"], "no file no.csv"),
         (["init", "."], ".: found 0 folder(s) with images (none); expected one for each class"),
+        (["init", ".", "--label", "x"], "--label x: . is a folder of pictures, which have no columns"),
         (["init", "a.txt"], "expected a file that ends with .csv"),
         (["init", "nowhere"], "a folder of save_to_disk, or a pattern; there is nothing of this name"),
         (["init", "no.csv", "--clients", "-3"], "--clients: '-3': expected a whole number, 1 or more"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ..config import Config
+from ..errors import UserError
 from ..rounds.keeper import Callback
 from .answers import Answers
 from .best import Best
@@ -16,14 +17,18 @@ from .trackers import Trackers, trackers_of
 __all__ = ["Callback", "callbacks_of"]
 
 
-def callbacks_of(config: Config, own: Iterable[Callback] = (), trackers: Sequence[str] | None = None) -> list[Callback]:
+def callbacks_of(config: Config, own: Sequence[Callback] = (), trackers: Sequence[str] | None = None) -> list[Callback]:
     """The callbacks of a run: those that its configuration asks for, and the user's ``own``.
 
     What adds to a round's record comes before the trackers, which are told all of it.
 
     Args:
         trackers: their names; None: those that the configuration asks for.
+    Raises:
+        UserError: ``own`` is no list of callbacks.
     """
+    if not isinstance(own, Sequence) or not all(isinstance(callback, Callback) for callback in own):
+        raise UserError(f"callbacks = {own!r}: expected a list of objects derived from fs_lowrank.Callback")
     answers = [Answers()] if config.eval.generate.freq and config.model.task == "CausalLM" else []
     told = Trackers(trackers_of(config) if trackers is None else trackers)
     pictures = [Pictures()] if config.lowrank.pictures else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -45,15 +46,18 @@ def read_section(cls: type, raw: Any, prefix: str, origin: Origin, others: dict[
 
 
 def unknown_key(name: str, origin: Origin, more: Sequence[str] = ()) -> NoReturn:
-    """Refuse the key ``name``; the message names our keys with this last part, or a key or section spelled alike."""
+    """Refuse the key ``name``; the message names our keys and sections with this last part, or one of the same section
+    that is spelled alike. That two keys are of one section does not make them alike.
+    """
     known, (section, _, last) = [*known_keys(), *more], name.lower().rpartition(".")
-    known += {key.rpartition(".")[0] for key in known if key.count(".") == name.count(".") + 1}
     ours = [key for key in known if key not in framework.DEFAULTS]
+    ours += sorted({key.rsplit(".", depth)[0] for key in ours for depth in range(1, key.count(".") + 1)})
     same = [key for key in ours if key.rpartition(".")[2] == last]
     same = [key for key in same if key.startswith(f"{section}.")] or same
-    hint = nearest(name, ours, 0.75) or nearest(name, known, 0.8)
-    if 0 < len(same) <= 3:
-        hint = f"; did you mean {' or '.join(map(repr, same))}?"
+    if not 0 < len(same) <= 3:
+        beside = {key.rpartition(".")[2]: key for key in ours if key.rpartition(".")[0] == section}
+        same = [beside[close] for close in difflib.get_close_matches(last, beside, n=1)]
+    hint = f"; did you mean {' or '.join(map(repr, same))}?" if same else nearest(name, known, 0.8)
     raise UserError(f"{origin.where(name)}unknown key {name!r}{hint}")
 
 

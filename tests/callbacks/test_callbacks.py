@@ -106,6 +106,12 @@ def test_what_json_has_no_word_for_is_named(config):
         fs_lowrank.run(config, callbacks=[Mine()])
 
 
+@pytest.mark.parametrize("given", [Noted, [Noted], Noted(), [print]])
+def test_what_is_no_callback_is_refused(config, given):
+    with pytest.raises(UserError, match="callbacks = .*: expected a list of objects derived from fs_lowrank.Callback"):
+        fs_lowrank.run(config, callbacks=given)
+
+
 def test_the_example_of_the_page(config, tmp_path, monkeypatch, capsys):
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
     config.dump(tmp_path / "demo.yaml")
