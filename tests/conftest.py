@@ -71,6 +71,8 @@ FIRST_VARIANTS = {
     "test_the_command_writes_json_and_png": 0,
     "test_another_configuration_is_named": 2,
     "test_own_objects_run": 0,
+    "test_all_data_in_one_place_have_the_states_of_the_clients": 0,
+    "test_methods_whose_clients_train_alike_share_them": 0,
     "test_finite_values_of_any_size": 6,
     "test_finite_values_of_any_size_in_variants": 12,
     "test_every_averaging_method_against_the_definition": 12,

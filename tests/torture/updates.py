@@ -43,13 +43,18 @@ _KEYS: dict[str, dict[str, Any]] = {
 }
 
 
+#: their rounds have several exchanges, whose refusals are in ``tests/rounds/test_exchanges.py``
+_SEVERAL = ("fed_sb", "fedask")
+
+
 @cache
 def targets() -> list[tuple[str, str]]:
-    """Every method with every kind of model that it supports."""
+    """Every method of one exchange a round with every kind of model that it supports."""
     from fs_lowrank.methods import list_methods, requirements
 
     kinds = {"encoder": "SequenceClassification", "causal": "CausalLM", "vision": "ImageClassification"}
-    return [(m, kind) for m in list_methods() for kind, task in kinds.items() if task in requirements(m).tasks]
+    methods = [method for method in list_methods() if method not in _SEVERAL]
+    return [(m, kind) for m in methods for kind, task in kinds.items() if task in requirements(m).tasks]
 
 
 @dataclass
