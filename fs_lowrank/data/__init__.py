@@ -6,7 +6,7 @@ from fs_lowrank.data.build import build_data
 from fs_lowrank.data.examples import Examples
 from fs_lowrank.data.federated import FederatedData, rows_said
 from fs_lowrank.data.images import ImageExamples
-from fs_lowrank.data.partition import PARTITIONERS, register_partitioner
+from fs_lowrank.data.partition import PARTITIONERS, Rows, register_partitioner
 from fs_lowrank.data.sources import load_raw, own_files
 from fs_lowrank.data.tables import CAUSAL_LM, CLASSIFICATION, IMAGE_CLASSIFICATION, RawData
 
@@ -19,6 +19,7 @@ __all__ = [
     "FederatedData",
     "ImageExamples",
     "RawData",
+    "Rows",
     "build_data",
     "load_raw",
     "own_files",

@@ -31,6 +31,7 @@ from fs_lowrank.data.tokenize import (
 from fs_lowrank.errors import ROWS_LOGGER, UserError, say_once
 from fs_lowrank.jobs.kept import kept
 from fs_lowrank.settings import Settings, one_mapping
+from fs_lowrank.settings.sections import Data
 
 #: the longest text that ``llm.tok_len: auto`` accepts from a model without a limit, in tokens
 LONGEST = 1 << 15
@@ -127,6 +128,11 @@ def _frames(cfg: Settings, raw: RawData) -> dict[str, pd.DataFrame]:
     seed, test_seed, of_test = cfg.seed, cfg.lowrank.test_seed, cfg.data.test_subsample
     test_seed = seed if test_seed < 0 else test_seed
     train, validation, test = _split(raw, list(cfg.data.splits), seed, test_seed)
+    if raw.test is not None and test_seed != seed and of_test == 1:
+        say_once(
+            f"lowrank.test_seed = {test_seed} has no effect: the data have test rows of their own, and "
+            "data.test_subsample = 1 takes all of them"
+        )
     train = _subsample(train, "subsample", cfg.data.subsample, seed)
     test = None if test is None else _subsample(test, "test_subsample", of_test, test_seed)
     found = {"train": train, "validation": validation, "test": test}
@@ -312,6 +318,12 @@ def _split(
 ) -> tuple[pd.DataFrame, pd.DataFrame | None, pd.DataFrame | None]:
     train, validation, test = raw.train, raw.validation, raw.test
     validation_share = shares[1]
+    own = [which for which, part in (("test", test), ("validation", validation)) if part is not None]
+    if len(own) == 1:  # of both, the run says it of data.splits as a whole
+        at = 2 if own == ["test"] else 1
+        if shares[at] not in (0, Data().splits[at]):
+            share = f"the share of {shares[at]:g} for {own[0]} rows (data.splits = {shares})"
+            say_once(f"{share} has no effect: the data have {own[0]} rows of their own")
     if test is None:
         train, test = _divide(train, shares[2], _rng(test_seed, "split/test"))
         validation_share = shares[1] / (1 - shares[2]) if shares[2] < 1 else 0.0

@@ -307,6 +307,30 @@ def test_splits_of_data_with_sets_of_their_own(settings, reviews_csv, caplog):
     assert said(**own) and not said(test=own["test"]) and not said()
 
 
+@pytest.mark.more
+@pytest.mark.parametrize("own", ["test", "validation"])
+def test_the_share_and_the_seed_of_rows_that_the_data_have(settings, reviews_csv, caplog, own):
+    make_reviews(60, seed=1).to_csv(reviews_csv.with_name("others.csv"), index=False)
+
+    def built(seed=-1, splits=(0.5, 0.2, 0.3), subsample=1.0):
+        keys = {"data.args": [{own: "others.csv"}], "data.splits": list(splits), "lowrank.test_seed": seed}
+        config = load_config(settings, {**keys, "data.test_subsample": subsample})
+        say_once.cache_clear()
+        caplog.clear()
+        data = build_data(config, build_tokenizer(config))
+        of_seed = "lowrank.test_seed = 5 has no effect: the data have test rows" in caplog.text
+        return data.fingerprint, of_seed, "data.splits = " in caplog.text and f"for {own} rows" in caplog.text
+
+    plain, _, said = built()
+    assert said, "of a share that is not the default"
+    other = (0.8, 0.2, 0.0) if own == "test" else (0.7, 0.0, 0.3)
+    same, _, said = built(splits=other)
+    assert (same == plain) and not said, "0 says what is so"
+    for subsample in (1.0, 0.5):
+        (before, *_), (after, said, _) = built(subsample=subsample), built(5, subsample=subsample)
+        assert said == (before == after)
+
+
 def test_clients_with_a_penalty_are_not_kept():
     """``Reuse.key`` gives None for those of fedhm that have one; what is said goes by the hyperparameters."""
     for params in ({}, {"decay": 0.0}, {"rank_factors": (1.0,)}, {"rank_factors": (1.0, 4.0)}):
