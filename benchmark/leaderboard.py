@@ -23,13 +23,13 @@ from fs_lowrank.testing.bench import Bench, quietly
 from .intervals import Estimate, estimate, pooled
 from .methods_table import save_on_white, signed
 from .results import ExperimentResults, value
+from .suite import Suite
 from .template import markdown
 
 #: the suite
 LEADERBOARD = "leaderboard"
 #: what the others are compared with
 BASE = "fedlora"
-PICTURE = "leaderboard.svg"
 #: of the base's accuracy in a setting: the accuracy to which bytes are counted
 TARGET = 0.98
 HEAD = (
@@ -48,8 +48,12 @@ HEAD = (
 Place = tuple[ExperimentResults, str]
 
 
-def write_leaderboard(results: Mapping[str, ExperimentResults], root: Path) -> list[Path]:
-    """Write ``leaderboard.md`` and its picture below ``root``; nothing without results of ``fedlora``."""
+def write_leaderboard(suite: Suite, results: Mapping[str, ExperimentResults], root: Path) -> list[Path]:
+    """Write ``leaderboard.md``, for a size for a GPU ``leaderboard_paper.md``, and its picture below ``root``.
+
+    Nothing is written without results of ``fedlora``.
+    """
+    page = root / f"{LEADERBOARD}{'_paper' if suite.size == 'paper' else ''}.md"
     places = [(each, column) for each in results.values() for column in each.columns]
     shared = [place for place in places if place[0].has(BASE, place[1], "test_acc")]
     methods = dict.fromkeys(method for each, _ in shared for method in each.methods)
@@ -57,11 +61,11 @@ def write_leaderboard(results: Mapping[str, ExperimentResults], root: Path) -> l
     if not entries:
         return []
     entries.sort(key=lambda entry: -entry.gap.centre)
-    _draw(entries, root / PICTURE)
+    _draw(entries, page.with_suffix(".svg"))
     table = [HEAD, *(entry.cells() for entry in entries)]
     shown = [each for each in results.values() if each.cells]
-    write_text(root / "leaderboard.md", markdown("leaderboard", table, shown, PICTURE))
-    return [root / "leaderboard.md", root / PICTURE]
+    write_text(page, markdown("leaderboard", table, shown, page.with_suffix(".svg").name))
+    return [page, page.with_suffix(".svg")]
 
 
 @dataclass

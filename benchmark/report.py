@@ -100,9 +100,8 @@ def write_report(options: Options) -> list[Path]:
     write_text(root / "report.html", html(text, root))
     head, *claims = claims_table(rows)
     write_text(root / "claims.csv", pd.DataFrame(claims, columns=head).to_csv(index=False, lineterminator="\n"))
-    board = [
-        path for suite, results, *_ in found if suite.name == LEADERBOARD for path in write_leaderboard(results, root)
-    ]
+    boards = [(suite, results) for suite, results, *_ in found if suite.name == LEADERBOARD]
+    board = [path for each in boards for path in write_leaderboard(*each, root)]
     whole = not (options.suites or options.only or options.methods) and options.size not in SIZES
     pages = write_pages(root, store, rows) if whole and options.engine == "local" else []
     return [root / "report.md", root / "report.html", root / "claims.csv", write_csv(store), *board, *pages]
