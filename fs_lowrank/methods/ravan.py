@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import UserError
+from ..errors import CannotContinue, UserError
 from ..models.adapters import load_tensors, module_of
 from ..models.merging import check_products
 from ..models.names import all_tensors, entries, entries_of, named_tensors, pairs
@@ -87,8 +87,10 @@ class Ravan(Averaging):
         return state
 
     def view(self, state, client=None):
-        view = super().view(state)
-        return view if client is not None else folded({**view, **entries("fold", entries_of("fold", state))})
+        view, folds = super().view(state), entries_of("fold", state)
+        if not folds:
+            raise CannotContinue(f"an earlier version of fs-lowrank began this run of {self.name}; start it anew")
+        return view if client is not None else folded({**view, **entries("fold", folds)})
 
     def tailor(self, tensors, client, state):
         return {n: t for n, t in tensors.items() if not n.startswith("fold:")}

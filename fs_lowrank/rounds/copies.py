@@ -60,8 +60,10 @@ class SharedCopy:
         if "told" in facts:
             if self.personal.before.get(self.client, (0, None))[0] != facts["round"]:
                 raise LostCopy(f"it does not have what it did in round {facts['round']} before")
-        elif facts["purpose"] == "train":
-            self.personal.undo(self.client, facts["round"])  # a resumed server repeats the round
+        else:
+            if facts["purpose"] == "train":
+                self.personal.undo(self.client, facts["round"])  # a resumed server repeats the round
+            self.personal.leave_part(self.client)  # it may have been stopped between two exchanges
         load_tensors(self.model, self.personal.of(self.client))
         if told:
             load_told(self.model, told)

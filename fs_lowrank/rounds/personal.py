@@ -46,6 +46,11 @@ class PersonalParts(dict[int, dict[str, Tensor]]):
         else:
             self[client] = before
 
+    def leave_part(self, client: int) -> None:
+        """Undo what ``client`` keeps of a round that was to go on with another exchange, and has not."""
+        if self.of(client).keys() != self.untrained.keys():
+            self.undo(client, 0)
+
     def settle(self) -> None:
         """Forget what is needed to undo the round, which is over."""
         self.before.clear()

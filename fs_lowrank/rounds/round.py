@@ -248,7 +248,7 @@ class Round:
         """
         facts = parcel.facts
         invited = type(client) is int and client in self._waiting and client in self.trains
-        if not invited or facts.get("round") != self.number:
+        if not invited or client not in self._tasks or facts.get("round") != self.number:
             logger.info(
                 "left out what client %.60r sent for round %.60r: nobody waits for it in round %d",
                 client,

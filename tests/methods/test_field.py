@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fs_lowrank.errors import UserError
+from fs_lowrank.errors import CannotContinue, UserError
 from fs_lowrank.methods import RobustMean, Update, create_method
 from fs_lowrank.models.names import named_tensors, pairs
 from fs_lowrank.rounds.intake import RunningMean
@@ -578,6 +578,14 @@ def test_fed_sb_starts_with_a_robust_mean_of_the_gradients_if_one_is_asked_for(t
     found = method.tell([Update(k, 5, tensors) for k, tensors in enumerate(sent, 1)], state, 1, "gradients")
     ups = [n for n in found if "lora_B" in n]
     assert all(torch.allclose(found[n], wanted[n], atol=1e-5) for n in ups) == (robust is not None)
+
+
+def test_ravan_does_not_go_on_from_a_state_of_an_earlier_version(toy, federation):
+    """Its B was the fold, and the fixed one had another name."""
+    fed = federation(toy.method("ravan", 2, heads=2), SIZES)
+    before = {n.replace("fold:", "fixed:"): t for n, t in fed.ledger.state.items()}
+    with pytest.raises(CannotContinue, match="an earlier version"):
+        fed.method.view(before)
 
 
 def test_ravan_refuses_a_start_that_moves_the_base():

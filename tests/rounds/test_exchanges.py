@@ -8,10 +8,15 @@ import torch
 
 from fs_lowrank import Averaging, Phase, RunFailed, register_method
 from fs_lowrank.engines.local import LocalEngine
-from fs_lowrank.methods import registry
-from fs_lowrank.models.names import entries, entries_of, tags
+from fs_lowrank.methods import list_methods, registry
+from fs_lowrank.models.names import entries, entries_of, named_tensors, tags
+from fs_lowrank.rounds.ledger import Standing
+from fs_lowrank.rounds.node import Node
+from fs_lowrank.rounds.parcel import Parcel
+from fs_lowrank.rounds.round import Round
 from fs_lowrank.testing import Bench, quietly
 from fs_lowrank.testing.bench import equal, state_of, without_seconds
+from tests.servers import ledger_of
 
 FEW = {"federate.total_round_num": 2, "train.local_update_steps": 2}
 
@@ -20,6 +25,7 @@ FEW = {"federate.total_round_num": 2, "train.local_update_steps": 2}
 def thrice(monkeypatch):
     """The method ``thrice``: clients send how large they are, are told to start with another A, and train; they say how
     far they went, are told by how much to scale, and send what they had trained."""
+    list_methods()  # else those built in would be registered for this test alone
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
 
     @register_method("thrice")
@@ -165,3 +171,37 @@ def test_norms_are_bounded_in_every_exchange(bench, thrice):
     assert (sizes > 25).any() and not (sizes > 25).all(), "what they send first is their size"
     (first, _) = engine.run().history
     assert [f["client"] for f in first["failed"]] == [i + 1 for i, size in enumerate(sizes) if size > 25]
+
+
+def test_what_a_client_did_between_two_exchanges_is_nothing_to_a_server_that_starts_anew(bench, thrice, tmp_path):
+    """The server was killed while the client waited for the next exchange; then it has the client evaluated, or leaves
+    it out of the round and has it train in the next."""
+    site = bench.make("encoder", "thrice", FEW).site
+    node, start, standing = Node(site), site.method.view(site.initial_state), Standing()
+    first, again = (Round(r, ledger_of(site.method, site.initial_state, 3), (1,)) for r in (1, 2))
+
+    def has_the_start():
+        own = named_tensors(site.model, site.method.shared)
+        return equal({n: own[n].detach() for n in start}, start)
+
+    for _ in range(2):
+        order = first.ask(1, standing)
+        answer = node.obey(order.parcel, 1, tmp_path, "run")
+        first.delivered(order)
+        assert first.take(1, answer)
+        first.go_on()
+    assert not has_the_start(), "it has trained"
+    for purpose in ("evaluate", "train"):
+        node.obey(again.ask(1, standing, purpose).parcel, 1, tmp_path, "run")
+        assert has_the_start()
+
+
+def test_an_answer_to_an_exchange_that_a_client_was_not_asked_for_is_left_out(bench, thrice):
+    engine = bench.make("encoder", "thrice", FEW)
+    current = Round(1, engine.ledger, (1,))
+    order = current.ask(1)
+    current.delivered(order)
+    answer = Parcel({"x:size": torch.ones(1)}, round=1, samples=int(engine.site.sizes[0]), loss=0.0)
+    assert current.take(1, answer)
+    current.go_on()
+    assert not current.take(1, answer) and current.waiting == {1} and not current.failed

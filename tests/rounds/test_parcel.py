@@ -73,6 +73,9 @@ def test_whatever_reading_raises_is_a_refusal(monkeypatch):
     long = (2**40).to_bytes(8, "little") + data[8:]
     with pytest.raises(ValueError, match="the content cannot be read"):
         Parcel.of(long)
+    vast = (10**8 + 1).to_bytes(8, "little") + b"[" * (10**8 + 1)
+    with pytest.raises(ValueError, match="the content cannot be read: .*[Hh]eader"):
+        Parcel.of(vast)
     for error in (MemoryError("full"), RecursionError("deep"), AssertionError("odd"), OverflowError("large")):
 
         def fail(data, error=error):
