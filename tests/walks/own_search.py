@@ -19,7 +19,6 @@ refuses(f"{tune} spac.yaml", "did you mean 'space.yaml'")
 refuses(f"{tune} misspelt.yaml", "did you mean 'train.optimizer'")
 refuses(f"{tune} wrong.yaml", "did you mean 'grid'")
 refuses(f"{tune} space.yaml --samplr grid", "--sampler")
-refuses(f"{tune} space.yaml eval.split '[test]'", "val")
 search = f"{tune} space.yaml --workers 1 --confirm 1 {few}"
 is_killed(search, after="#0 (lr")
 ended = does(search, "next: fs-lowrank hpo best")
