@@ -372,7 +372,7 @@ class Round:
                 given: Any
                 if self.goes_on:
                     message = self.method.tell(updates, before, self.number, self.exchanges[self.exchange])
-                    given = {**before, **message}, message
+                    given = ({**before, **message}, message) if isinstance(message, Mapping) else message
                 else:
                     given = self.method.aggregate(updates, before, self.number)
                 state, message = require_whole(given, before, self.method)
@@ -386,6 +386,8 @@ class Round:
                     message = decoded
                 changed = {n: v for n, v in state.items() if v is not before.get(n)}
                 require_finite(changed, message, self.method, self.number, model)
+        except NotImplementedError as error:
+            raise WrongStep(described(error)) from error
         except (OSError, WrongStep, BadRound):  # the first two are of no client's values: of a full disk, or the method
             raise
         except Exception as error:  # clients' values can cause any error, and it must not end the run

@@ -10,6 +10,7 @@ from fs_lowrank import Averaging, Phase, RunFailed, register_method
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.methods import list_methods, registry
 from fs_lowrank.models.names import entries, entries_of, named_tensors, tags
+from fs_lowrank.rounds.finite import WrongStep
 from fs_lowrank.rounds.ledger import Standing
 from fs_lowrank.rounds.node import Node
 from fs_lowrank.rounds.parcel import Parcel
@@ -205,3 +206,13 @@ def test_an_answer_to_an_exchange_that_a_client_was_not_asked_for_is_left_out(be
     assert current.take(1, answer)
     current.go_on()
     assert not current.take(1, answer) and current.waiting == {1} and not current.failed
+
+
+@pytest.mark.parametrize(
+    "tell, words",
+    [(lambda self, *given: None, "gave None, expected"), (Averaging.tell, "several exchanges, and no tell")],
+)
+def test_a_wrong_tell_is_the_methods_mistake_whatever_is_said_of_bad_rounds(bench, thrice, monkeypatch, tell, words):
+    monkeypatch.setattr(thrice, "tell", tell)
+    with pytest.raises(WrongStep, match=words):
+        bench.make("encoder", "thrice", {**FEW, "lowrank.on_bad_round": "skip"}).run()
