@@ -15,6 +15,7 @@ a folder            ``train/CLASS/FILE``, optionally ``test/…``, ``val/…``; 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -183,7 +184,9 @@ def read_folder(folder: Path, args: Mapping[str, Any]) -> RawData:
         of_class = [classes.get(kind, []) for kind in names]
         files += [path for paths in of_class for path in paths]
         splits[split] = {"label": np.repeat(np.arange(len(names)), list(map(len, of_class)))}
-    images = _decode(files, size, channels)
+    images, said = _decode(files, size, channels)
+    if said:
+        say_once(f"{folder}: {said}")
     middle, source = (0.5,) * images.shape[1], f"the user's images in {folder.name}"
     return _raw(images, splits, names, source=source, skipped=skipped, mean=middle, std=middle)
 
@@ -220,30 +223,32 @@ def _is_image(path: Path) -> bool:
     return path.name.lower().endswith(SUFFIXES) and not path.name.startswith(".") and path.is_file()
 
 
-def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | None) -> np.ndarray:
-    """uint8 ``(n, channels, height, width)``, as the pictures are shown: the first frame, without transparency.
+def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | None) -> tuple[np.ndarray, str]:
+    """uint8 ``(n, channels, height, width)``, as the pictures are shown, and what of the files is not in it.
 
     They are decoded in threads, as the decoders release the GIL. Of gray values of 16 bits the upper 8 are taken of
     those bits that the largest value of all files needs, since files of 16 bits often hold 10 or 12.
     """
     from PIL import Image, ImageOps
 
-    def read(path: Path) -> np.ndarray:
+    def read(path: Path) -> tuple[np.ndarray, list[str]]:
         refuse_pointer(path)
         with users_own(f"{path}: reading it as an image"), Image.open(path) as image:
             deep = image.mode.startswith("I;16") or image.mode == "I" and image.format == "PNG"
             if image.mode in ("I", "F") and not deep:
                 raise UserError(f"{path}: its pixels are numbers of 32 bits, of unknown range; save 8 or 16 bits")
+            lost = ["several frames, of which the first is read"] * (getattr(image, "n_frames", 1) > 1)
+            lost += ["transparency, which is not read"] * ("A" in image.mode or "transparency" in image.info)
             shown = ImageOps.exif_transpose(image)
             gray = shown.mode in ("1", "L", "LA")
             mode = "I" if deep else "L" if channels == 1 or channels is None and gray else "RGB"
             converted = shown if shown.mode == mode else shown.convert(mode)
             if size is not None and converted.size != size[::-1]:
                 converted = converted.resize(size[::-1], Image.Resampling.BILINEAR)
-            return np.asarray(converted)
+            return np.asarray(converted), lost
 
     with ThreadPoolExecutor(max_workers=min(8, 2 * (os.cpu_count() or 1))) as pool:
-        decoded = list(pool.map(read, files))
+        decoded, lost = zip(*pool.map(read, files))
     first = decoded[0].shape[:2]
     for path, image in zip(files, decoded):
         if image.shape[:2] != first:
@@ -257,4 +262,7 @@ def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | Non
     for row, image in zip(out, decoded):
         eight = image if image.dtype == np.uint8 else image >> max(bits - 8, 0)
         row[:] = eight if image.ndim == 2 else eight.transpose(2, 0, 1)
-    return out
+    counts = Counter(reason for reasons in lost for reason in reasons)
+    said = [f"{count} files have {reason}" for reason, count in counts.items()]
+    said += [f"gray values of {bits} bits are read as their upper 8"] * (bits > 8)
+    return out, "; ".join(said)

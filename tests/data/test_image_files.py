@@ -256,13 +256,22 @@ def test_pictures_are_read_as_they_are_shown(folder, tmp_path):
         assert (found == shown).all(axis=(1, 2)).sum() == 1
 
 
-def test_12_bits_in_files_of_16_are_not_16_values(folder, tmp_path):
+def test_12_bits_in_files_of_16_are_not_16_values(folder, tmp_path, caplog):
     deep = (np.arange(30, dtype=np.uint16) * 141).reshape(5, 6)  # up to 4089
     Image.fromarray(deep).save(folder / "train" / "cat" / "deep.png")
     Image.fromarray(deep // 2).save(folder / "test" / "cat" / "deep.png")
     images = load(folder, "", tmp_path / "home").images[:, 0]
     for values in (deep // 16, deep // 2 // 16):  # one scale for all files
         assert (images == values).all(axis=(1, 2)).sum() == 1
+    assert "gray values of 12 bits are read as their upper 8" in caplog.text
+
+
+def test_what_of_a_file_is_not_read_is_said(folder, tmp_path, caplog):
+    frames = [Image.fromarray(np.full((5, 6), value, np.uint8)) for value in (40, 90)]
+    frames[0].save(folder / "train" / "cat" / "two.gif", save_all=True, append_images=frames[1:])
+    picture(folder / "train" / "dog" / "clear.png", 50, mode="RGBA")
+    load(folder, "", tmp_path / "home")
+    assert "1 files have several frames, of which the first is read; 1 files have transparency" in caplog.text
 
 
 def test_every_picture_that_is_left_out_is_counted(folder, tmp_path, caplog):
