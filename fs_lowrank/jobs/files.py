@@ -23,7 +23,7 @@ from ..versions import check_schema
 #: the folders of names of open streams, which are written to even where they lead to a file
 _STREAMS = ("/dev", "/dev/fd", "/proc/self/fd")
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-_OF_WRITING = (*_OF_THE_DISK, errno.EFBIG, errno.EACCES, errno.EPERM)
+_NO_ROOM, _NOT_ALLOWED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def sync(path: Path) -> None:
@@ -195,9 +195,18 @@ def writing(path: str | Path) -> Iterator[None]:
         raise
     except Exception as error:
         # safetensors raises its own error if it cannot write, tokenizers a bare Exception.
-        if isinstance(error, OSError) or _is_any_of(error, _OF_WRITING):
+        if isinstance(error, OSError) or _is_any_of(error, (*_OF_THE_DISK, *_NO_ROOM, *_NOT_ALLOWED)):
             raise cannot_write(path, error) from error
         raise
+
+
+def _remedy_of(error: BaseException) -> str:
+    """What to do about an error of writing, as a part of a sentence."""
+    if _is_any_of(error, _NO_ROOM):
+        return "make room"
+    if _is_any_of(error, (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY)):
+        return "move away what is in its place"
+    return "make it writable" if _is_any_of(error, _NOT_ALLOWED) else "mend that"
 
 
 def _is_any_of(error: BaseException, numbers: Iterable[int]) -> bool:
@@ -223,4 +232,4 @@ def disk_error(error: BaseException) -> RunFailed | None:
 def cannot_write(path: str | Path, error: BaseException) -> RunFailed:
     """The error to raise if a file cannot be written; names file and reason."""
     reason = getattr(error, "strerror", None) or error
-    return RunFailed(f"{path} cannot be written: {reason}; mend that, and run again, a run with resume=True")
+    return RunFailed(f"{path} cannot be written: {reason}; {_remedy_of(error)}, and run again, a run with resume=True")

@@ -59,7 +59,7 @@ def test_full_disk(store, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match="cannot be written: No space left on device; mend that"):
+    with pytest.raises(UserError, match="cannot be written: No space left on device; make room"):
         store.write("cells", {**RECORD, "metrics": {}})
     monkeypatch.undo()
     assert store.read("cells", "abc") == RECORD

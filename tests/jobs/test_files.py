@@ -1,5 +1,6 @@
 """JSON that was written for others to read: what comes to harm is one error, which names the file."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -96,7 +97,7 @@ def test_on_a_full_disk_the_old_file_stays(tmp_path, full, write, content):
         file.write("old")
     link.symlink_to("a.json")
     for name in (path, link):
-        with pytest.raises(RunFailed, match=f"^{name} cannot be written: No space left on device; mend that"):
+        with pytest.raises(RunFailed, match=f"^{name} cannot be written: No space left on device; make room"):
             write(name, content)
     assert path.read_text() == "old" and {p.name for p in tmp_path.iterdir()} == {"a.json", "link.json"}
     full[0] = True
@@ -166,9 +167,13 @@ def _full(*args):
     raise OSError(28, "No space left on device")
 
 
-def test_what_could_not_be_written_and_why(tmp_path):
+def test_what_to_do_follows_from_the_error(tmp_path):
     (tmp_path / "a.json").mkdir()
     with pytest.raises(IsADirectoryError) as error:
         (tmp_path / "a.json").write_text("x")
-    said = "a.json cannot be written: Is a directory; mend that, and run again"
+    said = "a.json cannot be written: Is a directory; move away what is in its place, and run again"
     assert str(cannot_write("a.json", error.value)) == f"{said}, a run with resume=True"
+    for number, advice in ((errno.EACCES, "make it writable"), (errno.ENOSPC, "make room"), (errno.EIO, "mend that")):
+        assert f"; {advice}, and" in str(cannot_write("x", OSError(number, os.strerror(number))))
+    denied = RuntimeError("I/O error: Permission denied (os error 13)")
+    assert "; make it writable, and" in str(cannot_write("x", denied))

@@ -31,7 +31,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
         1 / 0  # noqa: B018
     with pytest.raises(
         RunFailed,
-        match="a.txt/b.txt cannot be written: (File exists|Not a directory); mend that, and",
+        match="a.txt/b.txt cannot be written: (File exists|Not a directory); move away what is in its place, and",
     ):
         write_text(tmp_path / "new" / "a.txt" / "b.txt", "three")
     assert (tmp_path / "new" / "a.txt").read_text() == "one"

@@ -163,7 +163,7 @@ def test_a_write_that_fails_leaves_the_last_checkpoint(tmp_path, monkeypatch, ca
             patch.setattr(module, call, full)
         with pytest.raises(
             UserError,
-            match="round_000003 cannot be written: No space left.*; mend that, and run again, a run with resume=True",
+            match="round_000003 cannot be written: No space left.*; make room, and run again, a run with resume=True",
         ):
             save(tmp_path, 3)
     check(load_checkpoint(tmp_path), 2)

@@ -288,6 +288,6 @@ def test_a_model_that_cannot_be_written_is_one_line(few, causal_settings, tmp_pa
     monkeypatch.setattr(given[part], "save_pretrained", full)
     config = few(causal_settings, "full")
     place = outdir_of(config) / "given_model"
-    with pytest.raises(RunFailed, match=f"^{place} cannot be written: .*No space left on device.*; mend that, and run"):
+    with pytest.raises(RunFailed, match=f"^{place} cannot be written: .*No space left on device.*; make room, and run"):
         with_model(config, **given, resume=False)
     assert not place.exists() and not [*place.parent.glob(".given*")]

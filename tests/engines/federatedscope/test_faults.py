@@ -113,7 +113,7 @@ def test_a_full_disk(quick, tmp_path):
     folder.mkdir(parents=True)
     (folder / "exp_print.log").symlink_to("/dev/full")
     (folder / "eval_results.log").symlink_to("/dev/full")
-    with pytest.raises(RunFailed, match="cannot be written: No space left on device; mend that"):
+    with pytest.raises(RunFailed, match="cannot be written: No space left on device; make room"):
         fs_lowrank.run(config, "federatedscope")
     (folder / "eval_results.log").unlink()
     assert len(fs_lowrank.run(config, "federatedscope", resume=True).history) == 2

@@ -77,13 +77,13 @@ def test_a_full_disk_leaves_the_file_of_before(saved, tmp_path):
     path = tmp_path / "x.ckpt"
     saved.write(str(path), CONTENT)
     before = path.read_bytes()
-    with no_room(), pytest.raises(RunFailed, match=r"x.ckpt cannot be written: File too large; mend that") as error:
+    with no_room(), pytest.raises(RunFailed, match=r"x.ckpt cannot be written: File too large; make room") as error:
         saved.write(str(path), {**CONTENT, "base": {"w": torch.zeros(100_000)}})
     assert one_line(error) and path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_folder_or_a_device_is_not_replaced(saved, tmp_path):
-    for place, said in ((tmp_path, "Is a directory; mend that"), ("/dev/full", "No space left on device; mend that")):
+    for place, said in ((tmp_path, "Is a directory; move away"), ("/dev/full", "No space left on device; make room")):
         with pytest.raises(RunFailed, match=f"cannot be written: {said}"):
             saved.write(str(place), CONTENT)
 
