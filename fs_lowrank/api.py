@@ -77,9 +77,12 @@ def run(
     several = config.federate.process_num != 1 and config.sampled_per_round > 1 and INSIDE not in os.environ
     if several and engine == "local":
         import_ahead("fs_lowrank.engines.pool")  # while this process does
+    from .callbacks import Callback
     from .models.given import holding
     from .runs.given import with_data, with_model
 
+    if not isinstance(callbacks, Sequence) or not all(isinstance(callback, Callback) for callback in callbacks):
+        raise UserError(f"callbacks = {callbacks!r}: expected a list of objects derived from fs_lowrank.Callback")
     module = get_engine(engine)
     if overwrite:
         remove_run(folder)

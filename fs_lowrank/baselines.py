@@ -83,6 +83,8 @@ def row_config(name: str, config: Config, outdir: str | Path) -> Config:
     method = "fedlora" if needs.adapts(config.llm.adapter.use) else "fedavg"
     method = "fedloru" if name == "relora" else method
     keys: dict[str, Any] = {"federate.method": method, "outdir": str(outdir), "expname": "", "fedopt.use": False}
+    if config.federate.process_num != 1:
+        say_once(f"{name}: federate.process_num does not apply to it; it trains in one process")
     keys |= {"federate.use_ss": False, "federate.online_aggr": False, "federate.process_num": 1}
     of_several = "drop_rate min_clients max_samples max_update_norm max_update_norm_factor drift drift_weight".split()
     of_several += ["reuse_clients", "robust", "robust_malicious", "robust_norm"]

@@ -160,9 +160,13 @@ def test_a_client_that_diverges_alone_is_left_out_and_named(few, no_curves, seco
     assert len(scores) == 2 and result.final["test_acc"] == pytest.approx(sum(scores) / 2)
 
 
-def test_the_row_local_tells_training_from_evaluation(few, no_curves, tmp_path):
+def test_the_row_local_says_that_it_trains_in_one_process_and_tells_training_from_evaluation(
+    few, no_curves, caplog, tmp_path
+):
+    say_once.cache_clear()
     config = fs_lowrank.load_config(few, {"federate.process_num": 2})
     row = baselines.row_config("local", config, tmp_path / "local")
+    assert "local: federate.process_num does not apply to it" in caplog.text
     seconds = baselines.run_row("local", row).history[0]["seconds"]
     assert seconds["training"] > 0 and seconds["evaluation"] > 0 and seconds["aggregation"] == 0
 

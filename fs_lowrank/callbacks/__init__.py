@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..config import Config
-from ..errors import UserError
 from ..rounds.keeper import Callback
 from .answers import Answers
 from .best import Best
@@ -24,11 +23,7 @@ def callbacks_of(config: Config, own: Sequence[Callback] = (), trackers: Sequenc
 
     Args:
         trackers: their names; None: those that the configuration asks for.
-    Raises:
-        UserError: ``own`` is no list of callbacks.
     """
-    if not isinstance(own, Sequence) or not all(isinstance(callback, Callback) for callback in own):
-        raise UserError(f"callbacks = {own!r}: expected a list of objects derived from fs_lowrank.Callback")
     answers = [Answers()] if config.eval.generate.freq and config.model.task == "CausalLM" else []
     told = Trackers(trackers_of(config) if trackers is None else trackers)
     pictures = [Pictures()] if config.lowrank.pictures else []

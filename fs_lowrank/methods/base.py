@@ -276,7 +276,7 @@ class Method(ABC):
         Args:
             updates, state: as for ``aggregate``, which takes the step after the last exchange.
         """
-        raise NotImplementedError(f"{self.name} has rounds of several exchanges, and no tell")
+        raise NotImplementedError  # ``register_method`` refuses a class that would get here
 
     # -- what every copy does with the message -------------------------------------------------------
 

@@ -34,7 +34,7 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
     Raises:
         UserError: the name belongs to another class; a hyperparameter has the name of a key that ``lowrank`` has for
             every method; the class derives from neither ``Averaging`` nor ``Gathering``, or lacks an abstract method;
-            it has an attribute of the former contract, which nothing would read.
+            it has ``exchanges`` and no ``tell``, or an attribute of the former contract, which nothing would read.
     """
 
     def register(cls: type[Method]) -> type[Method]:
@@ -54,6 +54,8 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
                 f"method {name!r}: {cls.__qualname__} does not define its server step; derive it from Averaging (a "
                 "weighted mean, to which server optimizers apply), or from Gathering and define aggregate"
             )
+        if cls.exchanges is not Method.exchanges and cls.tell is Method.tell:
+            raise UserError(f"method {name!r}: {cls.__qualname__} has rounds of several exchanges; define tell, too")
         cls.name = name
         _METHODS[name] = cls
         return cls

@@ -386,8 +386,6 @@ class Round:
                     message = decoded
                 changed = {n: v for n, v in state.items() if v is not before.get(n)}
                 require_finite(changed, message, self.method, self.number, model)
-        except NotImplementedError as error:
-            raise WrongStep(described(error)) from error
         except (OSError, WrongStep, BadRound):  # the first two are of no client's values: of a full disk, or the method
             raise
         except Exception as error:  # clients' values can cause any error, and it must not end the run

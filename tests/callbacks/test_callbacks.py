@@ -112,6 +112,13 @@ def test_what_is_no_callback_is_refused(config, given):
         fs_lowrank.run(config, callbacks=given)
 
 
+def test_a_wrong_callback_does_not_cost_the_run_that_was_to_be_overwritten(config):
+    folder = fs_lowrank.run(config).outdir
+    with pytest.raises(UserError, match="callbacks = "):
+        fs_lowrank.run(config, resume="overwrite", callbacks=[print])
+    assert (folder / "summary.json").is_file()
+
+
 def test_the_example_of_the_page(config, tmp_path, monkeypatch, capsys):
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
     config.dump(tmp_path / "demo.yaml")
