@@ -469,6 +469,19 @@ def test_fedpara_has_the_factors_of_loha(own):
 # -- ravan -----------------------------------------------------------------------------------------------
 
 
+def nested_products_are_averaged(fed, toy, product):
+    """The global pair is the weighted mean of ``alpha / 2 · product(tensors, layer)`` of the clients of the round."""
+    total = dict.fromkeys(toy.layers, 0)
+    for w, update in zip(toy.weights(u.num_samples for u in fed.received), fed.received):
+        assert {n.rpartition(".")[2] for n in update.tensors} == {"H", "weight", "bias"}
+        for layer in toy.layers:
+            total[layer] = total[layer] + w * toy.alpha / 2 * product(fed.everything(update.client), layer)
+    for layer in toy.layers:
+        up, down = toy.pair(fed.method.view(fed.ledger.state), layer)
+        close(toy.alpha / 2 * up @ down, total[layer])
+    close(toy.outputs(fed.model), toy.dense_outputs(total, toy.head(fed.ledger.state)), 1e-5)
+
+
 def test_ravan_is_the_mean_of_its_clients_products(toy, federation):
     fed = federation(toy.method("ravan", 2, heads=2), SIZES)
     close(toy.outputs(fed.model), toy.dense_outputs({}), 1e-6)  # the function at the start
@@ -479,22 +492,16 @@ def test_ravan_is_the_mean_of_its_clients_products(toy, federation):
     for round, present in enumerate(((1, 2, 3), (3, 1), (1, 2, 3)), start=1):
         before = dict(fed.ledger.state)
         message = fed.round(round, present)
-        total = dict.fromkeys(toy.layers, 0)
-        for w, update in zip(toy.weights(u.num_samples for u in fed.received), fed.received):
-            own = fed.everything(update.client)
-            assert {n.rpartition(".")[2] for n in update.tensors} == {"H", "weight", "bias"}
-            for layer in toy.layers:
-                up, down = fixed[layer]
-                assert all(np.array_equal(x, y) for x, y in zip(toy.pair(own, layer), fixed[layer]))
-                (h,) = (t.double().numpy() for n, t in own.items() if n.endswith(f".{layer}.nested.H"))
-                (s,) = (t.double().numpy() for n, t in own.items() if n.endswith(f".{layer}.nested.s"))
-                assert (s != 1).all() and h.shape == (2, 2, 2)
-                parts = (s[i] * up[:, 2 * i : 2 * i + 2] @ h[i] @ down[2 * i : 2 * i + 2] for i in range(2))
-                total[layer] = total[layer] + w * toy.alpha / 2 * sum(parts)
-        for layer in toy.layers:
-            up, down = toy.pair(fed.method.view(fed.ledger.state), layer)
-            close(toy.alpha / 2 * up @ down, total[layer])
-        close(toy.outputs(fed.model), toy.dense_outputs(total, toy.head(fed.ledger.state)), 1e-5)
+
+        def product(own, layer):
+            up, down = fixed[layer]
+            assert all(np.array_equal(x, y) for x, y in zip(toy.pair(own, layer), fixed[layer]))
+            (h,) = (t.double().numpy() for n, t in own.items() if n.endswith(f".{layer}.nested.H"))
+            (s,) = (t.double().numpy() for n, t in own.items() if n.endswith(f".{layer}.nested.s"))
+            assert (s != 1).all() and h.shape == (2, 2, 2)
+            return sum(s[i] * up[:, 2 * i : 2 * i + 2] @ h[i] @ down[2 * i : 2 * i + 2] for i in range(2))
+
+        nested_products_are_averaged(fed, toy, product)
         assert {n.rpartition(".")[2] for n in fed.method.tailor(message, 1, fed.ledger.state)} == {
             "H",
             "weight",
@@ -540,18 +547,13 @@ def test_fed_sb_starts_with_the_first_step_and_is_the_mean_of_its_clients_produc
     for round, present in enumerate(((1, 2, 3), (3, 1), (1, 2, 3)), start=1):
         exchanges.append(fed.method.exchanges(fed.ledger.state, round))
         message = fed.round(round, present)
-        total = dict.fromkeys(toy.layers, 0)
-        for w, update in zip(toy.weights(u.num_samples for u in fed.received), fed.received):
-            own = fed.everything(update.client)
-            assert {n.rpartition(".")[2] for n in update.tensors} == {"H", "weight", "bias"}
-            for layer in toy.layers:
-                up, down = toy.pair(own, layer)
-                (r,) = (t[0].double().numpy() for n, t in own.items() if n.endswith(f".{layer}.nested.H"))
-                total[layer] = total[layer] + w * toy.alpha / 2 * up @ r @ down
-        for layer in toy.layers:
-            up, down = toy.pair(fed.method.view(fed.ledger.state), layer)
-            close(toy.alpha / 2 * up @ down, total[layer])
-        close(toy.outputs(fed.model), toy.dense_outputs(total, toy.head(fed.ledger.state)), 1e-5)
+
+        def product(own, layer):
+            up, down = toy.pair(own, layer)
+            (r,) = (t[0].double().numpy() for n, t in own.items() if n.endswith(f".{layer}.nested.H"))
+            return up @ r @ down
+
+        nested_products_are_averaged(fed, toy, product)
         sent = {n.rpartition(".")[2] for n in fed.method.tailor(message, 2, fed.ledger.state) if ".lora_" not in n}
         assert sent == {"H", "weight", "bias"} and any(".lora_" in n for n in message if ":" not in n) == (round == 1)
     assert exchanges == [("gradients", "train"), ("train",), ("train",)]
