@@ -19,7 +19,7 @@ TEXT = (
     ("glue", "rolora", "bytes matter", "yes", "no"),
     ("glue", "ffa_lora", "only one matrix of the pair may change", "yes", "no"),
     ("glue", "flexlora", "clients need unequal ranks", "but for the cut to the rank", "yes"),
-    ("glue", "flora", "the same, with an exact mean, and downloads cost little", "yes", "yes"),
+    ("glue", "flora", "the same, with an exact mean, where downlink is cheap", "yes", "yes"),
 )
 IMAGES = (
     ("vision", "fedavg", "you can send all weights", "yes", "no"),
