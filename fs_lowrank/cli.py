@@ -6,11 +6,9 @@ import argparse
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -139,9 +137,8 @@ def _folder(args: argparse.Namespace) -> Path | None:
     return next(filter(None, (*named, *getattr(args, "runs", ()))), None)
 
 
-@contextmanager
-def _shown(config) -> Iterator[dict[str, Any]]:
-    """Arguments of a run: it prints one line per round, and shows progress within the round on a terminal."""
+def _on_round(config) -> Callable[[dict], None]:
+    """A function that prints one line per round."""
     from .runs.progress import chief_scores
     from .runs.summary import human_bytes
 
@@ -162,13 +159,7 @@ def _shown(config) -> Iterator[dict[str, Any]]:
         line.append(end)
         _say(line)
 
-    with console.status("starting") if console.is_terminal else nullcontext() as status:
-
-        def on_client(round: int, done: int, of: int) -> None:
-            if status:
-                status.update(f"round {round}/{config.federate.total_round_num}: client {done + 1} of {of}")
-
-        yield {"on_round": on_round, "on_client": on_client, "progress": False}
+    return on_round
 
 
 def _beginning() -> list:
@@ -347,9 +338,8 @@ def _run(args: argparse.Namespace) -> int | None:
     args.outdir = outdir_of(config)
     if args.resume and not (folder := args.outdir / "checkpoint").exists():
         _say(f"there is no {folder}: starting at round 1")
-    with _shown(config) as told:
-        told |= {"resume": "auto" if args.resume else False, "overwrite": args.overwrite}
-        result = run(config, args.engine, callbacks=_beginning(), **told)
+    existing = {"resume": "auto" if args.resume else False, "overwrite": args.overwrite}
+    result = run(config, args.engine, callbacks=_beginning(), **existing, on_round=_on_round(config))
     if not result.history:  # a client process of a distributed run: the results are the server's
         _say(f"done; this client's log: {result.outdir}")
         return None
@@ -376,15 +366,13 @@ def _compare(args: argparse.Namespace) -> None:
     args.outdir = outdir_of(config)
     if args.seeds is not None:
         bold = partial(_say, style="bold")
-        with _shown(config) as told:
-            lines, path = seeds.compare_seeds(args, methods, bold, on_method=bold, **told)
+        lines, path = seeds.compare_seeds(args, methods, bold, on_method=bold, on_round=_on_round(config))
         _print_figures(f"mean ± standard deviation over the seeds {args.seeds}", lines, args.table)
         _say(f"every value: {path}; the table and the curves over seeds are beside it")
         return
     existing = {"resume": args.resume, "overwrite": args.overwrite}
-    with _shown(config) as told:
-        told |= {"on_method": partial(_announce, config), "callbacks": _beginning()}
-        results = compare(config, methods, args.engine, overrides=args.overrides, **existing, **told)
+    told = {"on_method": partial(_announce, config), "on_round": _on_round(config), "callbacks": _beginning()}
+    results = compare(config, methods, args.engine, overrides=args.overrides, **existing, **told)
     first = next(iter(results.values()))
     sizes = sorted(first.facts["clients"])
     _say(f"\ndata: {first.facts['source']}; {counted(len(sizes), 'client')} of {sizes[0]} to {sizes[-1]} samples")

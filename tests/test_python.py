@@ -12,8 +12,8 @@ import yaml
 import fs_lowrank
 from fs_lowrank import UserError, cli, load_config
 from fs_lowrank.draw.panels import digits
+from fs_lowrank.jobs import progress
 from fs_lowrank.jobs.shell import as_options
-from fs_lowrank.runs import progress
 
 ROOT = Path(__file__).parents[1]
 #: files of the command line, whose messages are about options
@@ -131,11 +131,11 @@ def test_a_bar_where_somebody_looks_on(config, monkeypatch, capsys):
     result = fs_lowrank.run(config, progress=True, on_round=lambda r: told.append(r["round"]), on_client=lambda *_: 0)
     shown = capsys.readouterr()
     assert not shown.out and "fedlora: " in shown.err and "client 2 of 2" in shown.err and told == [1, 2]
-    assert "2/2 " in shown.err and f"test acc {result.final['test_acc']:.3f}" in shown.err
+    assert "2 of 2, " in shown.err and f"test acc {result.final['test_acc']:.3f}" in shown.err
     fs_lowrank.run(config, overwrite=True)
     assert "fedlora: " not in capsys.readouterr().err, "nobody looks on here"
     fs_lowrank.run(config, overwrite=True, progress=True, on_round=lambda r: True)
-    assert "1/2 " in capsys.readouterr().err
+    assert "1 of 2, " in capsys.readouterr().err
 
     class Terminal(io.StringIO):
         def isatty(self):

@@ -29,6 +29,7 @@ from fs_lowrank.data.fetch import usable
 from fs_lowrank.data.files import read_bytes, read_text, refuse_pointer
 from fs_lowrank.data.tables import IMAGE_CLASSIFICATION, RawData, count_skipped, several_classes
 from fs_lowrank.errors import UserError, nearest, say_once, users_own
+from fs_lowrank.jobs.progress import steps
 from fs_lowrank.settings.reading import read_packaged
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
@@ -248,7 +249,8 @@ def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | Non
             return np.asarray(converted), lost
 
     with ThreadPoolExecutor(max_workers=min(8, 2 * (os.cpu_count() or 1))) as pool:
-        decoded, lost = zip(*pool.map(read, files))
+        reading = [pool.submit(read, path) for path in files]
+        decoded, lost = zip(*(each.result() for each in steps(reading, "reading images")))
     first = decoded[0].shape[:2]
     for path, image in zip(files, decoded):
         if image.shape[:2] != first:

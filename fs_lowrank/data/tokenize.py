@@ -16,6 +16,7 @@ from fs_lowrank.data.examples import IGNORED_LABEL, Examples
 from fs_lowrank.data.ragged import Ragged
 from fs_lowrank.data.template import ends, is_own, prompted
 from fs_lowrank.errors import UserError, say_once, users_own
+from fs_lowrank.jobs.progress import steps
 
 BATCH = 1000
 
@@ -103,7 +104,7 @@ def tokenize_classification(frame: pd.DataFrame, tokenizer: Any, max_len: int) -
         raise UserError(f"llm.tok_len {max_len} leaves no room for text beside {special} special tokens")
     columns: dict[str, list[Ragged]] = {}
     truncated = 0
-    for start in range(0, len(frame), BATCH):
+    for start in steps(range(0, len(frame), BATCH), f"tokenising {len(frame):,} rows"):
         part = frame.iloc[start : start + BATCH]
         texts = [part["text"].tolist()]
         if pair:
@@ -218,7 +219,7 @@ def _encoded(
     """
     columns: dict[str, list[Ragged]] = {"input_ids": [], "labels": []}
     kept, truncated = np.zeros(len(frame), dtype=bool), 0
-    for start in range(0, len(frame), BATCH):
+    for start in steps(range(0, len(frame), BATCH), f"tokenising {len(frame):,} rows"):
         rows = slice(start, start + BATCH)
         prompts, answers = zip(*form(frame.iloc[rows]))
         made = [encode(*ids) for ids in zip(_ids(tokenizer, prompts), _ids(tokenizer, answers), strict=True)]

@@ -9,6 +9,7 @@ import torch
 
 from ..data import CAUSAL_LM, CLASSIFICATION, Examples
 from ..data.tables import MULTI_LABEL
+from ..jobs.progress import steps
 from ..models.machine import input_device
 from ..settings.metrics import extras, perplexity, standard_error
 from ..training.evaluate import batch_scores, mean_scores
@@ -64,7 +65,7 @@ def outputs(run: FinishedRun, examples: Examples) -> np.ndarray:
     """The logits of labelled text, float64 ``(n, classes)``; of a regression ``(n, 1)``, the numbers."""
     device = input_device(run.model)
     parts = []
-    for start in range(0, len(examples), run.config.eval_batch_size):
+    for start in steps(range(0, len(examples), run.config.eval_batch_size), "predicting"):
         batch = examples.batch(range(start, min(start + run.config.eval_batch_size, len(examples))))
         batch.pop("labels")
         parts.append(run.model(**{name: tensor.to(device) for name, tensor in batch.items()}).logits.double().cpu())

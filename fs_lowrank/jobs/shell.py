@@ -25,6 +25,7 @@ from rich.text import Text
 
 from ..errors import ROWS_LOGGER, RunFailed, UserError, nearest, own_place
 from .escaped import Formatter, message, printable
+from .progress import above_lines, showing, watched
 from .tables import output_of
 
 #: exit codes: success; a valid command could not continue; wrong use; Ctrl-C
@@ -75,6 +76,10 @@ class _Console(Console):
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
+    def print(self, *objects: Any, **options: Any) -> None:
+        with above_lines():
+            super().print(*objects, **options)
+
 
 def make_console(width: int | None = None, **options: Any) -> Console:
     """A console, ``width`` columns wide if the output is no terminal and ``COLUMNS`` is not set (rich would assume 80).
@@ -119,7 +124,7 @@ def run(
         args = _arguments(parser, commands, argv)
         args.again = shlex.join([*parser.prog.split(), *argv])
         _log(args, console)
-        with output_of(getattr(args, "table", None)):
+        with output_of(getattr(args, "table", None)), showing(live=watched()):
             return args.do(args) or OK
     except KeyboardInterrupt:
         console.print(f"\ninterrupted{again(args) if args else ''}", soft_wrap=True)

@@ -1,27 +1,18 @@
-"""Progress of a run on one line, for whoever looks on."""
+"""Progress of a run: its rounds, its clients and its scores on one line."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from tqdm import tqdm
-
+from ..jobs.progress import line, showing, watched
 from ..settings import Settings
 from ..settings.metrics import chief
 from .summary import for_people
 
 OnRound = Callable[[dict[str, Any]], object]
 OnClient = Callable[[int, int, int], object]
-
-
-def watched() -> bool:
-    """Whether somebody looks on: standard error is a terminal, or this process is the kernel of a notebook."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    return "IPKernelApp" in (getattr(shell, "config", None) or ()) or bool(sys.stderr and sys.stderr.isatty())
 
 
 @contextmanager
@@ -32,24 +23,28 @@ def shown(
 
     Args:
         config: of the run. name: before the bar.
-        show: None: if somebody looks on.
+        show: None: if somebody looks on; else as the command does of which this is a part, if any.
     """
-    if not (watched() if show is None else show):
-        yield on_round, on_client
-        return
     rounds, language = config.federate.total_round_num, config.is_language
-    with tqdm(total=rounds, desc=name, unit="round", dynamic_ncols=True) as bar:
+    live = watched() if show is None else show
+    with showing(live=True) if live else nullcontext(), line(name, rounds) as bar:
+        if bar is None:
+            yield on_round, on_client
+            return
         said = ""
+
+        def move(to: float, text: str) -> None:
+            bar.set_postfix_str(text, refresh=live)
+            bar.update(round(to, 1) - bar.n)
 
         def of_round(record: dict[str, Any]) -> object:
             nonlocal said
             said = chief_scores(record["metrics"], language) or said
-            bar.set_postfix_str(said, refresh=False)
-            bar.update(record["round"] - bar.n)
+            move(record["round"], said)
             return on_round(record) if on_round else None
 
         def of_client(round: int, done: int, of: int) -> object:
-            bar.set_postfix_str(", ".join(filter(None, (said, f"client {done + 1} of {of}"))))
+            move(round - 1 + done / of, ", ".join(filter(None, (said, f"client {done + 1} of {of}"))))
             return on_client(round, done, of) if on_client else None
 
         yield of_round, of_client

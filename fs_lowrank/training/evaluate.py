@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..data.examples import IGNORED_LABEL
+from ..jobs.progress import steps
 from ..models.machine import input_device
 from ..models.shortcuts.frozen import FrozenPrefix
 from ..models.shortcuts.reads import OnlyRead
@@ -77,7 +78,7 @@ def batch_scores(
     model.eval()
     device, scores = input_device(model), list[BatchScore]()
     order = np.argsort(-examples.lengths, kind="stable")
-    for start in range(0, len(order), batch_size):
+    for start in steps(range(0, len(order), batch_size), "evaluating"):
         indices = order[start : start + batch_size]
         batch = examples.batch(indices)
         with shortcuts(prefix, reads, [(owner, examples, indices)], batch, device):

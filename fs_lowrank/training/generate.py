@@ -9,6 +9,7 @@ from itertools import groupby
 import torch
 
 from ..data.tokenize import pad_id
+from ..jobs.progress import steps
 from ..models.ends import ends_of
 from ..models.kinds import is_encoder_decoder, unwrapped
 from ..models.machine import input_device
@@ -84,7 +85,8 @@ def continue_prompts(
     try:
         with generating(), drawing(seed) if temperature else nullcontext():
             alike = prompted or batch_size > 1 and not paired and padding_matters(inner, pad, first, left=True)
-            for rows in _batches(order, batch_size, [len(p) for p in prompts] if alike else None):
+            batches = [*_batches(order, batch_size, [len(p) for p in prompts] if alike else None)]
+            for rows in steps(batches, "writing answers"):
                 width = len(prompts[rows[0]])
                 start = 0 if paired else width  # a decoder beside an encoder does not repeat the prompt
                 padding = [width - len(prompts[i]) for i in rows]

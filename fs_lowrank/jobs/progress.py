@@ -1,0 +1,73 @@
+"""Progress of long work, by tqdm: a live line on a terminal and in a notebook, a line every 30 seconds in a log."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+
+Item = TypeVar("Item")
+
+#: seconds until work has a live line, and between two lines of a log
+SOON, LOG_EVERY = 1.0, 30.0
+#: options of the bars of this program; None: it shows none
+_LOOK: ContextVar[dict[str, Any] | None] = ContextVar("look", default=None)
+
+
+class _Log:
+    """Standard error, on which a bar is a line of its own each time."""
+
+    def write(self, text: str) -> None:
+        if line := text.strip("\r\n\x1b[A "):
+            print(line, file=sys.stderr)
+
+    def flush(self) -> None:
+        """Lines are written at once."""
+
+
+def watched() -> bool:
+    """Whether somebody looks on: standard error is a terminal, or this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return "IPKernelApp" in (getattr(shell, "config", None) or ()) or bool(sys.stderr and sys.stderr.isatty())
+
+
+@contextmanager
+def showing(live: bool) -> Iterator[None]:
+    """During the block ``steps`` and ``line`` show what is done: ``live``, or as lines of a log."""
+    look: dict[str, Any] = {"leave": False, "dynamic_ncols": True}
+    text = "{n:g} of {total}, {remaining} left{postfix}"
+    if live:
+        look |= {"delay": SOON, "bar_format": f"{{desc}}: {{bar:20}} {text}"}
+    else:
+        look |= {"delay": LOG_EVERY, "mininterval": LOG_EVERY, "miniters": 0, "file": _Log()}
+        look["bar_format"] = f"{{desc}}: {text}"
+    token = _LOOK.set(look)
+    try:
+        yield
+    finally:
+        _LOOK.reset(token)
+
+
+def line(what: str, total: int, **options: Any) -> AbstractContextManager[tqdm | None]:
+    """A bar of ``total`` parts, which the caller moves; None where nothing is shown."""
+    look = _LOOK.get()
+    return nullcontext() if look is None else tqdm(total=total, desc=what, **{**look, **options})
+
+
+def steps(items: Collection[Item], what: str) -> Iterator[Item]:
+    """The items, which are the parts of long work: a line says how many of how many are done, and the time left."""
+    with line(what, len(items)) as bar:
+        for item in items:
+            yield item
+            if bar is not None:
+                bar.update()
+
+
+def above_lines() -> AbstractContextManager[None]:
+    """What is printed during the block is above the live lines."""
+    return tqdm.external_write_mode(file=sys.stderr) if getattr(tqdm, "_instances", ()) else nullcontext()
