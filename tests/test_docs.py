@@ -119,11 +119,43 @@ def test_options_in_sentences_and_tables(path):
     assert named <= known | FOREIGN, named - known - FOREIGN
 
 
+def built_in():
+    return [name for name in list_methods() if get_method_class(name).__module__.startswith("fs_lowrank.")]
+
+
 def test_every_method_has_a_page():
-    built_in = {name for name in list_methods() if get_method_class(name).__module__.startswith("fs_lowrank.")}
-    for name in sorted(built_in):
+    for name in built_in():
         page = read(ROOT / "docs" / "methods" / f"{name}.md")
         assert f"<!-- from the code: {name} -->" in page and f"methods/{name}.md" in read(ROOT / "mkdocs.yml"), name
+
+
+def with_ranks(method):
+    return {"ranks", "nested_ranks", "rank_factors"} & set(method.Params.__dataclass_fields__)
+
+
+def with_sums(method):
+    return method.requires(method.Params()).sums
+
+
+@pytest.mark.parametrize("page", ["guides/unequal_ranks.md", "guides/scale.md", "compare.md"])
+def test_lists_of_methods_are_those_of_the_registry(page):
+    (has, part), *more = re.findall(r"<!-- all with (\w+) -->(.*?)<!-- end -->", read(ROOT / "docs" / page), re.S)
+    listed = set(re.findall(r"`(\w+)`", part)) & set(built_in())
+    declares = {"ranks": with_ranks, "sums": with_sums}[has]
+    assert not more and listed == {n for n in built_in() if declares(get_method_class(n))}
+
+
+def test_the_number_of_methods():
+    table = read(ROOT / "docs" / "methods" / "index.md").split("## All methods")[1].split("\n\n")[1]
+    number = len(set(re.findall(r"\[`(\w+)`\]", table)) - {"fedavg", "fedlora"})
+    assert f"| {number}, tested against" in read(ROOT / "README.md")
+    assert f"| [{number}](methods/index.md#all-methods), tested against" in read(ROOT / "docs" / "compare.md")
+
+
+@pytest.mark.parametrize("path", [p for p in PAGES if p.suffix == ".md"], ids=lambda p: p.name)
+def test_files_that_a_page_names_are_there(path):
+    named = re.findall(r"`((?:tests|examples|fs_lowrank|studies|benchmark|hpo)/[\w./-]+)`", read(path))
+    assert path.name == "CHANGELOG.md" or all((ROOT / name).exists() for name in named), named
 
 
 def test_the_commands_are_found():
