@@ -17,7 +17,7 @@ help:
 	@echo "make flower   the tests of the engine on Flower, in an environment of its own; make flower-all compares every method"
 	@echo "            with the embedded engine (results/flower.md), make flower-slow has the federation of docs/guides/flower.md"
 	@echo "make test-quant   the tests of quantised bases, with bitsandbytes in an environment of its own"
-	@echo "make walks  the first hour of a new user in six ways and as a notebook, and the tutorials, from an installed wheel"
+	@echo "make walks  a first hour as a notebook, work that is killed and goes on, and the tutorials, from an installed wheel"
 	@echo "make torture NUMBER=100 SEED=0   kill, damage, poison and break runs, at most ten minutes at a time; KINDS=kills,damage"
 	@echo "make soak   distributed runs with something wrong, and the longest waits in them (below ten minutes); ONLY=drops"
 	@echo "make check  look at the code without running it: style, format, types, and the documentation, built into site/"

@@ -65,6 +65,8 @@ def test_pairs_instructions_and_conversations(at, tiny_encoder, tiny_causal, ins
     assert tree["model"]["type"].endswith("@huggingface_llm") and tree["data"]["splitter"] == "iid"
     (args,) = tree["llm"]["adapter"]["args"]
     assert args["modules"] == ["q_proj", "v_proj"] and load_config(tree).model.task == "CausalLM"
+    tree, text = made(instructions_jsonl, f"{tiny_causal}@transformers", text="input", label="category")
+    assert tree["data"]["args"] == [{"text": "input", "label": "category"}] and "3 classes" in text
     tree, _ = made(instructions_jsonl, tiny_encoder, text="input", label="output")
     assert tree["data"]["args"] == [{"text": "input", "label": "output"}] and tree["model"]["type"].endswith(
         "transformers"
@@ -289,6 +291,19 @@ def test_wrong_use_is_one_line(at, capsys, arguments, said):
     assert cli.main(arguments) == 2
     told = capsys.readouterr().err
     assert said in told and len(told.splitlines()) == 1, told
+
+
+def test_a_file_or_model_that_is_not_here_is_one_line(at, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("FS_LOWRANK_HOME", str(tmp_path / "home"))
+    at("reviews.csv", make_reviews(60))
+    for arguments, said in (
+        (["review.csv"], "did you mean 'reviews.csv'"),
+        (["reviews.csv"], "fs-lowrank fetch minilm"),
+        (["reviews.csv", "--model", "./my_modle"], "there is no folder './my_modle'"),
+    ):
+        assert cli.main(["init", *arguments]) == 2
+        told = capsys.readouterr().err
+        assert said in told and len(told.splitlines()) == 1, told
 
 
 def test_names_are_quoted_in_yaml_if_necessary(at, tiny_encoder):

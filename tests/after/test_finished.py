@@ -370,6 +370,8 @@ def test_the_commands(runs, test_rows, reviews_csv, tmp_path, capsys):
             "does not occur in training; its labels are 0, 1",
         ),
         (["evaluate", "{run}", "--data", "{data}", "--output", "text"], "--output: "),
+        (["evaluate", "{asked}", "--data", "{data}", "--label", "domain"], "is a run over instructions"),
+        (["evaluate", "{asked}", "--data", "{data}"], "no column 'instruction'"),
         (["predict", "{run}", "--data", "{data}", "--out", "{data}"], "exists; remove it"),
         (["predict", "{run}", "--data", "{data}", "--out", "{empty}/x.xlsx"], "expected a file that ends with .csv"),
         (["predict", "{run}", "--data", "{data}", "--column", "text", "--out", "{empty}/x.csv"], "'text' already"),
@@ -387,7 +389,8 @@ def test_the_commands(runs, test_rows, reviews_csv, tmp_path, capsys):
 )
 def test_wrong_use_is_one_line(runs, test_rows, tmp_path, capsys, arguments, said):
     (tmp_path / "empty").mkdir()
-    places = {"run": runs["classes"].outdir, "data": test_rows, "empty": tmp_path / "empty"}
+    places = {name: runs[task].outdir for name, task in (("run", "classes"), ("asked", "instructions"))}
+    places |= {"data": test_rows, "empty": tmp_path / "empty"}
     assert cli.main([a.format(**places) for a in arguments]) == 2
     told = capsys.readouterr().err
     lines = [line for line in told.splitlines() if "Warning" not in line and not line.startswith("  ")]

@@ -694,7 +694,7 @@ def test_wrong_use(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     for args, words in (
         (["run", "gleu"], "did you mean 'glue'"),
-        (["report", "analysis", "--results", "none"], "holds no result"),
+        (["report", "analysis", "--results", "none"], "run a suite first: fs-lowrank benchmark run analysis"),
         (["run", "glue", "--only", "sst"], "no such experiment; did you mean 'sst2'"),
         (["report", "glue", "--methods", "rolora,fedlora,rolora"], "rolora is named twice; its runs would count twice"),
         (["run", "glue", "--workers", "0"], "--workers: '0'"),

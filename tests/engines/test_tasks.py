@@ -254,6 +254,7 @@ def test_what_does_not_fit_classes_is_refused(few, keys, said, files):
             {"data.args": [{"template": "chat"}]},
             "and chat templates are for decoders",
         ),
+        ({"data.args": [{"template": "alpca"}]}, "did you mean 'alpaca'"),
         ({"data.args": [{"loss_on": "all"}]}, "loss_on = all: an encoder-decoder model writes the answer alone"),
         ({"federate.method": "fedfisher"}, "fedfisher is not for model.type = .* \\(Seq2SeqLM\\)"),
     ],

@@ -115,6 +115,8 @@ def test_wrong_files(tmp_path):
         (tmp_path / "s.yaml").write_text(text)
         with pytest.raises(UserError, match=message):
             load_space(tmp_path / "s.yaml")
+    with pytest.raises(UserError, match="ss.yaml: no such file; did you mean 's.yaml'"):
+        load_space(tmp_path / "ss.yaml")
     with pytest.raises(UserError, match="did you mean 'rolora_lr'"):
         load_space("rolora_rl")
 

@@ -4,9 +4,8 @@ import sys
 
 import nbformat
 from nbclient import NotebookClient
-from steps import does, exists, refuses
+from steps import does, exists
 
-refuses("fs-lowrank examples first_our", "did you mean 'first_hour'")
 does("fs-lowrank examples first_hour", "first_hour.ipynb")
 notebook = nbformat.read("first_hour.ipynb", as_version=4)
 NotebookClient(notebook, timeout=300, kernel_name="python3").execute()

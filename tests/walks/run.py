@@ -22,8 +22,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 #: walk -> its script and arguments, the longest first, so that two at a time end together
 WALKS = {
-    **{name: (f"{name}.py",) for name in ("own_csv", "own_method", "own_search", "own_suite", "own_instructions")},
-    **{name: (f"{name}.py",) for name in ("own_model", "first_hour")},
+    **{name: (f"{name}.py",) for name in ("first_hour", "own_search", "own_csv", "own_suite")},
     **{page.stem: ("tutorial.py", page) for page in sorted((ROOT / "docs" / "tutorials").glob("*.md"))},
 }
 # `make flower-slow` walks through this one, and the framework is needed for the other
