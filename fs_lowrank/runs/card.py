@@ -6,6 +6,7 @@ import html
 import json
 import shlex
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ def model_card(
     return f"{card}\n"
 
 
+@cache  # compiling it takes a tenth of a small run
 def _template() -> Any:
     from jinja2 import Environment, PackageLoader
 

@@ -193,7 +193,7 @@ def t5(tmp_path_factory):
 
 CASES = [(m, task) for task in TASKS for m in list_methods() if TASKS[task] in requirements(m).tasks]
 #: what ``make test-more`` runs; ``make test-slow`` runs the others
-QUICK = ("fedhm", "mfedloru")
+QUICK = ("mfedloru",)
 
 
 def values_of(engine):

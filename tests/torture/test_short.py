@@ -56,8 +56,9 @@ def torture(tmp_path, kinds, number):
     assert ended.returncode == 0
 
 
-#: kinds whose cases start no process of their own
-QUICK = ("damage", "inputs", "updates")
+#: kinds of which `make test-more` has a case; tests/methods/test_hostile_updates.py, tests/data, tests/hpo and
+#: tests/benchmark have what the others damage
+QUICK = ("damage",)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ QUICK = ("damage", "inputs", "updates")
         # a slow hub takes a minute: test_silent_server has one
         pytest.param([k for k in driver.KINDS if k not in (*QUICK, "hub")], marks=pytest.mark.slow),
     ],
-    ids=("in this process", "in others"),
+    ids=("damage", "others"),
 )
 def test_a_case_of_every_kind(tmp_path, kinds):
     torture(tmp_path, kinds, 1)
