@@ -6,7 +6,7 @@ import html
 import json
 import shlex
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from .folder import outdir_of
 from .summary import for_people
 
 _PIPELINES = {"CausalLM": "text-generation", "Seq2SeqLM": "text2text-generation"}
+_plain = partial(html.escape, quote=False)
 _LOADERS = {"CausalLM": "AutoModelForCausalLM", "Seq2SeqLM": "AutoModelForSeq2SeqLM"}
 
 
@@ -83,10 +84,6 @@ def _template() -> Any:
     pages = Environment(loader=PackageLoader(__package__), trim_blocks=True, lstrip_blocks=True)
     pages.filters |= {"plain": _plain, "cell": lambda text: _plain(text).replace("|", "\\|").replace("\n", " ")}
     return pages.get_template("card.md")
-
-
-def _plain(text: str) -> str:
-    return html.escape(text, quote=False)
 
 
 #: no text of the data, which may be private
