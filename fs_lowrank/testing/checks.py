@@ -148,7 +148,7 @@ def check_repetition(bench: Bench, method: str, task: str) -> None:
 
 
 def check_seed(bench: Bench, method: str, task: str) -> None:
-    """Another seed gives another split, and where something is drawn another start."""
+    """Another seed gives another split and, if something is drawn, another start."""
     one, other = (bench.make(task, method, {"seed": seed}) for seed in (1, 2))
     # A pre-trained model that is trained in full starts as it is.
     drawn = task != "causal" or "base" not in get_method_class(method).shared
@@ -193,8 +193,8 @@ def check_bytes(
     keys: Mapping[str, Any] | None = None,
     cut: Callable[[dict[str, Tensor], int], Mapping[str, Tensor]] | None = None,
 ) -> None:
-    """The bytes in the records are those of the tensors that were sent, in both directions, also for clients that
-    missed rounds; these are sent the whole model where that is smaller.
+    """The bytes in the records are those of the tensors sent, in both directions, also for clients that missed
+    rounds; these are sent the whole model if that is smaller.
 
     Args:
         cut: the part of a message that is meant for a client; None: the method's own ``tailor``.
@@ -281,7 +281,7 @@ def check_dropouts(bench: Bench, method: str, task: str) -> None:
 
 
 def check_weights(bench: Bench, method: str, task: str, weighs: bool | None = None) -> None:
-    """``federate.ignore_weight``: means are weighted by numbers of samples, or equal. A method that takes no mean only
+    """``federate.ignore_weight``: means are weighted by numbers of samples, or equally. A method without a mean only
     has to run with both.
 
     Args:
@@ -357,7 +357,7 @@ def check_one_client(bench: Bench, method: str, task: str) -> None:
 
 
 def check_resume(bench: Bench, method: str, task: str) -> None:
-    """A run that is stopped after round 1 and resumed ends bit-identically: all that counts is in the state."""
+    """A run that is stopped after round 1 and resumed ends bit-identically: the state holds all that matters."""
     keys = {"federate.total_round_num": 3, "federate.sample_client_num": 2, "lowrank.checkpoint_freq": 1}
     whole = bench.make(task, method, keys)
     expected = whole.run().history
@@ -375,7 +375,7 @@ def check_resume(bench: Bench, method: str, task: str) -> None:
 
 
 def check_cohort(bench: Bench, method: str, task: str, further: Mapping[str, Any] | None = None) -> int:
-    """Clients that train together (``train.cohort``) end where they end one by one.
+    """Clients that train together (``train.cohort``) end at the same tensors as one by one.
 
     On a GPU, where a cohort draws other masks, without dropout.
 
@@ -411,7 +411,7 @@ def check_cohort(bench: Bench, method: str, task: str, further: Mapping[str, Any
 
 
 def check_arguments(bench: Bench, method: str, task: str) -> None:
-    """The server's step changes neither the updates nor the state that it is given, and twice gives the same."""
+    """The server's step leaves the updates and the state unchanged, and gives the same result twice."""
     engine = bench.make(task, method, {"federate.total_round_num": 2})
     aggregate = engine.method.aggregate
 
