@@ -29,7 +29,10 @@ PAGES = {
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
     "results/README.md": "results.md",
+    "results/leaderboard.md": "leaderboard.md",
 }
+#: the pages whose tables are sorted by a click on a header and saved as CSV, as on the page of a run
+SORTED = ("leaderboard.md",)
 #: folder -> pages that were at the top of ``docs`` once
 MOVED = {
     "guides": "adapters benchmark evaluation federatedscope flower hpo large_models own_data own_method robust "
@@ -51,7 +54,11 @@ def on_files(files, config):
             if not path.startswith("docs/") and not files.get_file_from_path(f"{SHOWN}/{path}"):
                 files.append(File.generated(config, f"{SHOWN}/{path}", abs_src_path=str(ROOT / path)))
     for source, page in PAGES.items():
-        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+        content = (ROOT / source).read_text(encoding="utf-8")
+        if page in SORTED:
+            script = (ROOT / "fs_lowrank" / "draw" / "templates" / "look.js").read_text(encoding="utf-8")
+            content += f"\n<script>\n{script}</script>\n"
+        files.append(File.generated(config, page, content=content))
     files.append(File.generated(config, "reference/keys.md", content=keys_page()))
     files.append(File.generated(config, "reference/command_line.md", content=command_line()))
     return files

@@ -106,7 +106,7 @@ def test_a_page_opens(show, pages, name, width, scheme):
 
 @pytest.mark.skipif(not (ROOT / "site" / "index.html").exists(), reason="make docs builds the site")
 @pytest.mark.parametrize("width, scheme", [(1400, "light"), (400, "dark")])
-@pytest.mark.parametrize("page", [".", "gallery", "methods", "reference/keys"])
+@pytest.mark.parametrize("page", [".", "gallery", "leaderboard", "methods", "reference/keys"])
 def test_the_site_opens(show, page, width, scheme):
     show(ROOT / "site" / page / "index.html", width, scheme, within="article")  # around it are the icons of the theme
 
@@ -129,6 +129,15 @@ def test_a_table_is_sorted_by_a_click(browser, show, pages, name, table, index):
     header.click()
     assert column(browser, table, index) == up[::-1] if len(set(up)) == len(up) else up != before
     assert header.get_attribute("aria-sort") == "descending"
+
+
+@pytest.mark.skipif(not (ROOT / "site" / "index.html").exists(), reason="make docs builds the site")
+def test_the_leaderboard_is_sorted_by_a_click(browser, show):
+    show(ROOT / "site" / "leaderboard" / "index.html", 1400, "light", within="article")
+    header = browser.find_elements("css selector", "article th")[2]  # points against LoRA
+    header.click()
+    shown = [text.split(" ")[0].replace("−", "-") for text in column(browser, 0, 2)]
+    assert len(shown) > 1 and shown == sorted(shown, key=float)
 
 
 @pytest.mark.parametrize("format, said", [("CSV", ",rolora"), ("LaTeX", r"\begin{tabular}{lr")])
