@@ -16,7 +16,7 @@ from typing import Any
 from .errors import DamagedFile, UserError
 
 #: setup.py reads it from this line, without importing the package
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 #: Raised by one when a reader of the previous version would misread a file, not when a field is added.
 SCHEMA = 2
