@@ -53,6 +53,8 @@ def draw(storage: BaseStorage, names: Sequence[str], folder: Path) -> list[Path]
     for name, function, what, options in made:
         with plt.rc_context({"backend": "agg"}), replacing(folder / f"{name}.png") as aside:
             axes = np.ravel(function(what, **options))[0]
+            if function is pictures.plot_intermediate_values:
+                axes.set(title="Validation by round", xlabel="Round", ylabel=shown[0])
             axes.figure.savefig(aside, format="png", bbox_inches="tight")
             plt.close(axes.figure)
     attributes = ("number", "state", "value" if len(shown) == 1 else "values", "params", "user_attrs")
