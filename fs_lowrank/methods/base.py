@@ -22,7 +22,7 @@ the five answers: the initial state is the ``shared`` tensors of the adapted mod
 the state, as ``tailor`` cuts it for the client; a client is expected to send those tensors of its view that ``phases``
 trains; the changed base is the weights that ``apply`` changes outside the state. A method overrides one of them if its
 clients hold other tensors than those that are shared. A method whose clients send something beside weights (counts, a
-Fisher) overrides ``check`` with what must be true of its values, so that no client sends a weight below zero.
+Fisher) overrides ``check`` to test their values, so that no client sends a weight below zero.
 
 The *state* is a flat mapping of names to tensors and numbers. A checkpoint is the state and the base weights that
 ``apply`` changes. The *message* is the part of the new state that is sent to clients. The engine keeps the latest value

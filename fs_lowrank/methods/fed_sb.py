@@ -8,7 +8,7 @@ LoRA Fine-Tuning", TMLR 2026; the start is that of LoRA-SB (Ponkshe et al. 2024)
     every round       client k trains    R in  W + s B R A,  and sends it: r² values a matrix
                       server             R ← Σ_k p_k R_k
 
-Exact, since the product is linear in R; the server needs sums only. Training starts from the first step, not from the
+Exact, since the product is linear in R; the server needs only sums. Training starts from the first step, not from the
 function of the base: η is ``first_step``. The authors' code has s = 1 and takes the gradients of all clients' data in
 one place; here the clients of round 1 send them, once, as large as the weights of the layers.
 """
@@ -37,7 +37,7 @@ class FedSB(Ravan):
 
     @dataclass(frozen=True)
     class Params:
-        samples: int = key(50, min=1, help="samples of a client whose gradients it sends in round 1, at most")
+        samples: int = key(50, min=1, help="the most samples of a client for the gradients of round 1")
         first_step: float = key(1e-6, min=0.0, help="size of the first step, which A, B and R approximate; 0: R is 0")
 
     params: Params

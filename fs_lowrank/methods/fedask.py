@@ -8,10 +8,10 @@ Wen et al., "Differentially Private Federated Low Rank Adaptation Beyond Fixed-M
     the server takes    Q (Σ_k p_k P_k)ᵀ = U Σ Vᵀ,   B ← U_r √(Σ_r / s),   A ← √(Σ_r / s) V_rᵀ
 
 The server needs sums only. ``Q (Σ p_k P_k)ᵀ`` is the mean of the products to rounding where ``m`` is at least the rank
-of that, at most ``Σ r_k``, or the smaller side of the layer; with fewer columns it is what of the mean lies in the span
-of Q. Of it, as in FlexLoRA, the largest r components are taken; a client of rank ``r_k`` receives its first.
+of that, at most ``Σ r_k``, or the smaller side of the layer; with fewer columns it is the part of the mean in
+the span of Q. As in FlexLoRA, the server takes its largest r components; a client of rank ``r_k`` receives the first.
 
-The authors' code leaves out the scale s, which counts where alphas or ranks differ.
+The authors' code leaves out the scale s, which matters if alphas or ranks differ.
 """
 
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""FedEx-LoRA: FedLoRA, and the base takes what the product of the means lacks of the mean of the products.
+"""FedEx-LoRA: FedLoRA, and the base takes the mean of the products minus the product of the means.
 
 Singhal, Ponkshe and Vepakomma, "FedEx-LoRA: Exact Aggregation for Federated and Efficient Fine-Tuning of Foundation
 Models", ACL 2025.
@@ -6,7 +6,7 @@ Models", ACL 2025.
     A ← Σ_k p_k A_k = Ā        B ← Σ_k p_k B_k = B̄
     W ← W + s (Σ_k p_k B_k A_k − B̄ Ā) = W + s Σ_k p_k (B_k − B̄)(A_k − Ā)
 
-Exact. The residual is computed in its second form, which cancels nothing, and is sent as stacked factors of rank
+Exact. The residual is computed in its second form, which avoids cancellation, and is sent as stacked factors of rank
 ``Σ r_k``; ``residual_rank`` cuts it to its best approximation of that rank, the paper's inexact variant.
 """
 

@@ -10,7 +10,7 @@ Regularization", Algorithm 1.
 values, so the function jumps by one ``s B A``: the papers' momentum effect, and the default of the authors' code.
 ``schedule`` lists the accumulation rounds instead of ``tau``.
 
-``merge: false`` is for fine-tuning: the base remains unchanged, the accumulated pairs are kept beside it, and all of
+``merge: false`` is for fine-tuning: the base remains unchanged, the accumulated pairs are stored beside it, and all of
 them are saved as one LoRA adapter whose rank is the sum of theirs.
 """
 

@@ -1,4 +1,4 @@
-"""FedSVD: only B trains, as in FFA-LoRA, and A becomes the directions that the product has by now.
+"""FedSVD: only B trains, as in FFA-LoRA, and from time to time A takes the directions of the product.
 
 Lee et al., "FedSVD: Adaptive Orthogonalization for Private Federated Learning with LoRA", NeurIPS 2025, Algorithm 1.
 

@@ -9,7 +9,7 @@ NeurIPS 2024.
 Exact for any ranks and any subset of the clients, but the downlink grows with ``Σ r_k``.
 
 ``merge: false`` leaves the base as it is and keeps the products beside it, which are saved with the pair as one LoRA
-adapter. Its rank grows by ``Σ r_k`` a round up to ``max_kept_rank``, beyond which the best approximation is kept.
+adapter. Its rank grows by ``Σ r_k`` a round up to ``max_kept_rank``, beyond which the best approximation is stored.
 """
 
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ class FLoRA(RankedMethod):
     @dataclass(frozen=True)
     class Params(RankedParams):
         merge: bool = key(True, help="False: keep the products beside the base, and save them as one adapter")
-        max_kept_rank: int = key(512, min=1, help="with merge False, the largest rank of what is kept of a layer")
+        max_kept_rank: int = key(512, min=1, help="with merge False, the largest rank that is stored for a layer")
 
     params: Params
 

@@ -1,4 +1,4 @@
-"""FRLoRA: every round trains the same pair, the principal components of the base, and the base takes what it learned.
+"""FRLoRA: every round trains the same pair, the principal components of the base, and the base takes its change.
 
 "Federated Residual Low-Rank Adaptation of Large Language Models", ICLR 2025.
 

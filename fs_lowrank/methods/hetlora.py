@@ -7,13 +7,13 @@ Cho et al., "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundatio
     B ← Σ_k w_k [B_k, 0],   A ← Σ_k w_k [A_k; 0],   w_k = s_k ‖B_k A_k‖_F / Σ_j s_j ‖B_j A_j‖_F  of the layer
     r_k ← q, where the sum above is smaller than at the start of the round
 
-Inexact, as FedLoRA. The halves are weighted by the size of what a client has learned instead of its number of samples,
-so that a client of a small rank, which often has learned less, does not water down the components that it lacks.
+Inexact, as FedLoRA. The halves are weighted by the size of a client's change instead of its number of samples, so
+that a client of a small rank, whose change is often smaller, does not water down the components that it lacks.
 ``B_k`` is padded in the scale of the server's pair. A layer that no client has changed gets the mean by samples.
-A client's weight grows with its update: ``lowrank.max_update_norm`` bounds it for clients that may send anything.
+A client's weight grows with its update: set ``lowrank.max_update_norm`` if clients are not trusted.
 
-Where the paper leaves it open: a client has one rank for all layers, and the weights are a layer's own. The server
-decides whether a client's rank shrinks, from what it sent and what it was sent, so that the client sends its last
+The paper leaves some choices open. Here a client has one rank for all layers, and each layer has its own weights. The
+server decides whether a client's rank shrinks, from the pairs before and after training, so the client sends its last
 components once more than if it decided alone. The authors' code is not public.
 """
 

@@ -5,12 +5,12 @@ Liu et al., "Rethinking LoRA for Privacy-Preserving Federated Learning in Large 
     odd step:   B frozen,  A ← A − η ∇_A        even step:  A frozen,  B ← B − η ∇_B
     A ← Σ_k p_k A_k        B ← Σ_k p_k B_k
 
-So a step's change of ``B A`` is linear in what is trained, and the gradients of the halves are not coupled. The means
+So a step's change of ``B A`` is linear in the trained half, and the gradients of the halves are not coupled. The means
 are those of FedLoRA, which are inexact. ``first: b`` begins with B: in round 1, where ``B = 0``, the gradient of A is
 zero, and the first step of the order above changes nothing.
 
-Differs from the authors' code: one learning rate for both halves (theirs is doubled for B), and none of what the paper
-adds for differential privacy (clipping, noise, the low-pass filter of noisy gradients).
+Differs from the authors' code: one learning rate for both halves (theirs is doubled for B), without the paper's
+differential privacy (clipping, noise, the low-pass filter of noisy gradients).
 """
 
 from dataclasses import dataclass, replace

@@ -36,7 +36,7 @@ class LoRAFAIR(Gathering):
     @dataclass(frozen=True)
     class Params:
         lam: float = key(0.01, min=0.0, help="λ, the weight of the size of the correction")
-        loss: str = key("cosine", choices=("cosine", "frobenius"), help="what is to come near the mean of the products")
+        loss: str = key("cosine", choices=("cosine", "frobenius"), help="the measure of nearness to the mean")
         server_lr: float = key(0.01, above=0.0, help="step of the gradient descent, for cosine")
         server_steps: int = key(1000, min=1, help="number of its steps, for cosine")
 

@@ -6,7 +6,7 @@ Regularization", appendix "Personalized FedLoRU", Algorithm 2. Client k's model 
     a round:  E_per of (L, U) with (A, B) fixed,  then E_global of (A, B) with (L, U) fixed
     sent:     A and B, averaged and accumulated as FedLoRU does
 
-``pmfedloru`` is the same with mFedLoRU in place of FedLoRU, so the ranks of what is sent differ by client.
+``pmfedloru`` is the same with mFedLoRU in place of FedLoRU, so clients send pairs of different ranks.
 """
 
 from dataclasses import dataclass

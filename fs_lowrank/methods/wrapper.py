@@ -1,4 +1,4 @@
-"""What changes the server's step of an averaging method without the method knowing it."""
+"""Wrappers, which change the server's step of an averaging method without the method's knowledge."""
 
 from __future__ import annotations
 
