@@ -483,7 +483,8 @@ def test_help(command, arguments):
 @pytest.mark.parametrize("program, words", [(cli, 1), (hpo.cli, 2), (benchmark.cli, 2)])
 def test_every_help_begins_with_an_example_that_can_be_given(program, words):
     whole, commands = program._parser()
-    for parser in commands:
+    below = [of for parser in commands if parser._subparsers for of in parser._subparsers._group_actions]
+    for parser in (*commands, *(parser for of in below for parser in of.choices.values())):
         assert parser.format_help().startswith(f"Example: {parser.prog}")
         whole.parse_args(parser.example.split()[words:])
 

@@ -16,6 +16,7 @@ def add(commands) -> None:
     app = actions.add_parser("app", help="write a Flower app, which `flwr run` starts")
     app.add_argument("folder", metavar="FOLDER", type=Path, help="where to write it")
     app.add_argument("--cfg", metavar="FILE", type=Path, required=True, help="configuration (YAML)")
+    app.example = f"{app.prog} my_app --cfg reviews.yaml"
     app.set_defaults(do=_app)
 
 
