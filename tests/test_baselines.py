@@ -95,7 +95,7 @@ def test_all_data_in_one_place_train_as_long_as_the_clients_do(few, tmp_path, ca
 
 @pytest.mark.more
 def test_relora_is_fedloru_of_one_client_with_all_data(few, tmp_path):
-    keys = {"federate.total_round_num": 3, "lowrank.tau": 1}
+    keys = {"federate.total_round_num": 2, "lowrank.tau": 1}
     config = fs_lowrank.load_config(few, {"outdir": str(tmp_path / "both")})
     compared = fs_lowrank.compare(config, ["fedloru", "relora"], overrides=keys)
     row = fs_lowrank.load_config(tmp_path / "both" / "relora" / "config.yaml")

@@ -1,4 +1,4 @@
-"""Two finished runs, shared by all tests: a classification and an instruction tuning."""
+"""Two finished runs, shared by all tests, which write in copies: a classification and an instruction tuning."""
 
 import pytest
 
@@ -6,7 +6,7 @@ import fs_lowrank
 from fs_lowrank.testing import small
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def runs(tiny_encoder, tiny_causal, reviews_csv, instructions_jsonl, tmp_path_factory):
     """Folders by task; the results of both runs are beside them."""
     folder = tmp_path_factory.mktemp("runs")

@@ -34,9 +34,10 @@ class Page(HTMLParser):
         self.texts += [data] if data.strip() else []
 
 
-@pytest.fixture
-def page(runs, tmp_path):
-    out = write_page(read_runs([runs["classes"].outdir, runs["instructions"].outdir]), tmp_path / "report.html")
+@pytest.fixture(scope="module")
+def page(runs, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page")
+    out = write_page(read_runs([runs["classes"].outdir, runs["instructions"].outdir]), folder / "report.html")
     return out.read_text(encoding="utf-8")
 
 

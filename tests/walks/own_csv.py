@@ -13,7 +13,7 @@ does(
 )
 refuses("fs-lowrank run --cfg review.yaml", "did you mean 'reviews.yaml'")
 refuses("fs-lowrank run --cfg reviews.yaml federate.total_rounds_num 3", "did you mean 'federate.total_round_num'")
-few = "federate.total_round_num 6 train.optimizer.lr 0.02"
+few = "federate.total_round_num 6 train.optimizer.lr 0.02 lowrank.pictures False"
 is_killed(f"fs-lowrank run --cfg reviews.yaml {few}", after="round 3/6")
 does(f"fs-lowrank run --cfg reviews.yaml {few} --resume", "round 6/6", "test acc", "runs/reviews/adapter")
 does(f"fs-lowrank run --cfg reviews.yaml {few} outdir runs/again", "round 1/6", "round 6/6")

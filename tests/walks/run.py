@@ -1,4 +1,4 @@
-"""Builds the wheel, and runs the walks, each in an empty folder and in an environment that the wheel is installed in.
+"""Builds the wheel, installs it into an environment, and runs the walks there, each in an empty folder.
 
     python tests/walks/run.py [WALK…] [--jobs N]
 
@@ -25,6 +25,8 @@ WALKS = {
     **{name: (f"{name}.py",) for name in ("first_hour", "own_search", "own_csv", "own_suite")},
     **{page.stem: ("tutorial.py", page) for page in sorted((ROOT / "docs" / "tutorials").glob("*.md"))},
 }
+#: walks that install a package of the user's; each has an environment of its own
+INSTALL = ("new_method",)
 # `make flower-slow` walks through this one, and the framework is needed for the other
 del WALKS["three_sites"]
 if "FEDERATEDSCOPE_ROOT" not in os.environ:
@@ -56,9 +58,10 @@ def install(wheel: Path, folder: Path, *options: str) -> None:
 
 def walk(name: str, wheel: Path, folder: Path, threads: int) -> tuple[bool, str]:
     """Run one walk; returns whether it passed, and what it printed."""
-    installed, place = folder / name / "environment", folder / name / "empty"
-    install(wheel, installed)
-    place.mkdir()
+    installed, place = folder / "environment", folder / name / "empty"
+    if name in INSTALL:
+        install(wheel, installed := folder / name / "environment")
+    place.mkdir(parents=True)
     environment = {
         **os.environ,
         "PATH": f"{installed / 'bin'}{os.pathsep}{os.environ['PATH']}",
@@ -96,6 +99,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.jobs) as pool:
         folder = Path(temporary)
         wheel = build(folder)
+        install(wheel, folder / "environment")
         for name, (passed, printed) in zip(wanted, pool.map(lambda n: walk(n, wheel, folder, threads), wanted)):
             print(printed, flush=True)
             failed += [] if passed else [name]
