@@ -48,13 +48,13 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     tables.option(listing)
     listing.example = "fs-lowrank benchmark list glue"
     listing.set_defaults(do=_list)
-    runs = commands.add_parser("run", help="run the cells that are not finished")
+    runs = commands.add_parser("run", help="run the unfinished cells")
     runs.add_argument("suites", nargs="+", metavar="SUITE", help="a name from `list`, or the path of a .yaml file")
     common(runs)
     runs.example = "fs-lowrank benchmark run glue --only sst2 --workers 2"
     runs.add_argument("--workers", type=shell.at_least(1), metavar="N", help="default: 1, or one for each GPU")
     runs.add_argument("--gpus", default="", metavar="0,1", help="GPUs, one for each worker; or all")
-    runs.add_argument("--redo", action="store_true", help="repeat cells that are finished (searches are kept)")
+    runs.add_argument("--redo", action="store_true", help="repeat finished cells, but no searches")
     runs.add_argument("--cell", default="", metavar="HASH", help="only the cell of this hash, as its result has it")
     runs.add_argument("--verify", default="", metavar="HASH", help="run this cell again and compare its metrics")
     runs.add_argument("--keep", action="store_true", help="keep the runs' folders: adapters, records, checkpoints")

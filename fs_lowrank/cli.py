@@ -67,7 +67,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
         command.add_argument("--client_cfg", metavar="FILE", help="settings of single clients (lowrank.clients)")
         existing = command.add_mutually_exclusive_group()
         existing.add_argument("--resume", action="store_true", help="continue from the last checkpoint in outdir")
-        existing.add_argument("--overwrite", action="store_true", help="remove the run that outdir holds, start anew")
+        existing.add_argument("--overwrite", action="store_true", help="remove the run in outdir and start again")
         command.add_argument(
             "overrides",
             nargs="*",
@@ -98,7 +98,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     methods = add(_methods, "list the methods, or show one in full")
     methods.add_argument("name", nargs="?", metavar="NAME")
     doctor = add(_doctor, "show what is installed and usable, and how to get the rest")
-    doctor.add_argument("--quick", action="store_true", help="only the versions of packages; nothing is imported")
+    doctor.add_argument("--quick", action="store_true", help="only the versions of packages, without importing them")
     fetch = add(_fetch, "download the small models and data sets of the quick start")
     fetch.add_argument("names", nargs="*", metavar="NAME", help="items to download; without any, list them")
     for command in (methods, doctor, fetch):
@@ -323,7 +323,7 @@ def _run(args: argparse.Namespace) -> int | None:
         raise UserError("usage: run needs --cfg FILE, a configuration, or --data FILE, for which one is written")
     if args.data is not None:
         args.cfg = init.write(args, None)
-        _say(f"{args.cfg}: written for {args.data}; its comments mark what was guessed")
+        _say(f"{args.cfg}: written for {args.data}; its comments mark every guess")
     elif said := init.given_options(args):
         raise UserError(f"{', '.join(said)}: options of --data FILE; with --cfg, the file or `key value` says it")
     from .config import load_config

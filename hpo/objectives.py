@@ -53,8 +53,8 @@ def parse_objectives(text: str) -> tuple[str, ...]:
             raise UserError(f"objective {name}{nearest(name, OBJECTIVES)}; there are: {', '.join(OBJECTIVES)}")
     if not names or len(set(names)) < len(names) or not any(n.startswith("val") for n in names):
         raise UserError(
-            f"objective {text!r}: expected val_acc, val_loss or another such metric, and perhaps what it may cost, "
-            "such as val_acc,uplink_bytes"
+            f"objective {text!r}: expected val_acc, val_loss or another metric of validation data, and perhaps a "
+            "cost, such as val_acc,uplink_bytes"
         )
     return names
 

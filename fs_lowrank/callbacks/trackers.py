@@ -142,7 +142,7 @@ class Trackers(Callback):
             given["mode"] = "offline"
             if online:
                 logger.info(
-                    "wandb has no API key: the run is kept in %s; `wandb sync` uploads it", self.outdir / "wandb"
+                    "wandb has no API key: the run is stored in %s; `wandb sync` uploads it", self.outdir / "wandb"
                 )
         return given
 
@@ -164,7 +164,7 @@ class Trackers(Callback):
         try:
             return self._threads[name].do(work)
         except (Exception, SystemExit) as error:  # of a third party's code or server, of any kind
-            logger.warning("lowrank.trackers: %s is told nothing more: %s", name, f"{type(error).__name__}: {error}")
+            logger.warning("lowrank.trackers: %s gets no further numbers: %s", name, f"{type(error).__name__}: {error}")
             self.open.pop(name, None)
             return None
 

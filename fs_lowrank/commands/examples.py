@@ -30,7 +30,7 @@ def add(commands) -> None:
     parser = commands.add_parser(
         "examples", help="list the configurations, the notebook and the program that ship, or copy some of them"
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="those to copy; without any, list them")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="the examples to copy; without a name, list all")
     parser.add_argument("--to", default=".", metavar="FOLDER", type=Path, help="where to copy them (default: here)")
     tables.option(parser)
     parser.set_defaults(do=_examples)

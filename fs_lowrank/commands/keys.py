@@ -16,7 +16,7 @@ console = shell.make_console(140)
 
 def add(commands) -> None:
     parser = commands.add_parser(
-        "keys", help="all configuration keys: type, default, engines, meaning; or those of one section or name"
+        "keys", help="all configuration keys: type, default, engines, meaning; or the keys of one section or name"
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="a key, a section, a splitter, a method")
     schema = "print a JSON schema of configuration files, by which editors complete and check a YAML"

@@ -104,7 +104,7 @@ def _dataset(held: Any, where: str) -> datasets.Dataset:
             if row.keys() != rows[0].keys():
                 raise UserError(
                     f"{where}, item {i}: it has the columns {', '.join(sorted(row))}, and the first item has "
-                    f"{', '.join(sorted(rows[0]))}; give every item the same, with None where there is nothing"
+                    f"{', '.join(sorted(rows[0]))}; give every item the same, with None for a missing value"
                 )
         with users_own(f"{where}: making arrow data of it"):
             dataset = datasets.Dataset.from_list(rows)

@@ -79,7 +79,7 @@ def _files(path: Path) -> list[Path]:
     if not _is_pattern(path):
         return [path]
     if not (found := _matching(path)):
-        raise UserError(f"no file matches {path}, of those that end with {', '.join(SUFFIXES)}")
+        raise UserError(f"no file matches {path} and ends with {', '.join(SUFFIXES)}")
     return found
 
 

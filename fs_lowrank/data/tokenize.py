@@ -200,8 +200,8 @@ def _check_pairs(frame: pd.DataFrame, template: str, loss_on: str) -> None:
         )
     if is_own(template) and not prompted(template):
         raise UserError(
-            f"data.args: template = {template!r}: nothing is before the answer, and an encoder-decoder model reads "
-            "that; put the column of the prompt there"
+            f"data.args: template = {template!r}: there is no text before the answer, for an encoder-decoder "
+            "model to read; put the column of the prompt there"
         )
 
 

@@ -206,7 +206,7 @@ def _fonts_with(characters: Iterable[str]) -> list[str]:
             left -= has
     if left:
         lacking = "".join(map(chr, sorted(left)))
-        logger.warning("no installed font has %s, so PNG and PDF pictures show boxes; install one that has", lacking)
+        logger.warning("no installed font has %s, so PNG and PDF pictures show boxes; install such a font", lacking)
     return found
 
 

@@ -157,7 +157,7 @@ def load_run(folder: str | Path, best: bool = False, base: str = "") -> Finished
     if saved is None:
         where = f"{folder} has neither {kinds[0]}/ nor {kinds[1]}/"
         if not best:
-            raise UserError(f"{where}; the run did not save what it trained")
+            raise UserError(f"{where}; the run did not save its trained tensors")
         why = "eval.save_best was off" if summary.get("best") else "it evaluated no validation data (eval.split)"
         raise UserError(f"{where}: {why}; without best=True, the last round's is taken")
     check_finished(folder, [saved.name])

@@ -93,8 +93,8 @@ def refuse_reserved(model: nn.Module, what: str) -> None:
         reserved = {*_ADAPTER_PARTS, "original_module", "modules_to_save"} & {*name.split(".")}
         if reserved or tags(name) - {"base", "rest", "head"}:
             raise UserError(
-                f"{what}: its parameter {name!r} is called as those are that methods and PEFT add to a model, so it "
-                "would count as one of them; give the module or the parameter another name"
+                f"{what}: its parameter {name!r} has a name that methods and PEFT use for what they add, so it "
+                "would count as added; give the module or the parameter another name"
             )
 
 

@@ -59,7 +59,7 @@ class SharedCopy:
             self.personal.undo(self.client, facts["undo"])
         if "told" in facts:
             if self.personal.before.get(self.client, (0, None))[0] != facts["round"]:
-                raise LostCopy(f"it does not have what it did in round {facts['round']} before")
+                raise LostCopy(f"it has lost its result of round {facts['round']} before")
         else:
             if facts["purpose"] == "train":
                 self.personal.undo(self.client, facts["round"])  # a resumed server repeats the round
@@ -125,7 +125,7 @@ class OwnCopy(SharedCopy):
         elif stands != self.standing.round:
             if facts["since"] != self.standing.round:
                 raise LostCopy(
-                    f"its copy of the model stands at round {self.standing.round}, and what it was sent goes on from "
+                    f"its copy of the model is at round {self.standing.round}, and the message goes on from "
                     f"round {facts['since']}"
                 )
             if facts.get("encoded"):

@@ -184,7 +184,7 @@ class RecordKeeper:
             self.history = read_records(records, checkpoint.round, checkpoint.meta.get("records", ()))
             if [record["round"] for record in self.history] != list(range(1, checkpoint.round + 1)):
                 raise CannotContinue(
-                    f"{records} does not hold the rounds 1 to {checkpoint.round} once each; something else "
+                    f"{records} does not hold the rounds 1 to {checkpoint.round} once each; another program "
                     "wrote into it, so the run cannot be continued; start it anew with overwrite=True, or in another "
                     "outdir"
                 )

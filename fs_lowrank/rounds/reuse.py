@@ -121,6 +121,6 @@ class Reuse:
             write_entry(self.folder / f"{key}.safetensors", tensors, about)
         except OSError as error:
             raise RunFailed(
-                f"lowrank.reuse_clients: could not keep a client in {self.folder}: {error}; "
+                f"lowrank.reuse_clients: could not store a client in {self.folder}: {error}; "
                 "make room, or leave the key out"
             ) from error

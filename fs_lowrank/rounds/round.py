@@ -250,7 +250,7 @@ class Round:
         invited = type(client) is int and client in self._waiting and client in self.trains
         if not invited or client not in self._tasks or facts.get("round") != self.number:
             logger.info(
-                "left out what client %.60r sent for round %.60r: nobody waits for it in round %d",
+                "left out the answer of client %.60r for round %.60r: nobody waits for it in round %d",
                 client,
                 facts.get("round"),
                 self.number,

@@ -89,4 +89,4 @@ def check_finished(folder: Path, places: Iterable[str], remedy: str = "") -> Non
             f"writes its files anew from its checkpoint; if it was changed on purpose, remove {folder / FILE}, without "
             "which nothing is compared"
         )
-        raise DamagedFile(f"{file} is not what the run left there ({reason}); {remedy or mend}")
+        raise DamagedFile(f"{file} differs from the file that the run wrote ({reason}); {remedy or mend}")

@@ -60,7 +60,7 @@ def write_environment(path: Path, new_weights: Sequence[str], resumed_after: int
         try:
             before, changed = _before(path, now)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("%s", cannot_read(path, error, "what the run began with is not known"))
+            logger.warning("%s", cannot_read(path, error, "the run's first environment is unknown"))
         else:
             content = {**before, "resumed": [*before.get("resumed", []), {"after_round": resumed_after, **now}]}
             if changed:

@@ -121,8 +121,8 @@ def with_model(config: Config, model: Any, tokenizer: Any, resume: bool) -> tupl
             others = [what for what, value in about.items() if began.get(what, value) != value]
             if others:
                 raise UserError(
-                    f"{NAMES[others[0]]}: not the one that the run in {folder.parent} began with; continue it with the "
-                    "same, without model=…, or choose another outdir"
+                    f"{NAMES[others[0]]}: not the one of the run in {folder.parent}; continue it with the same, "
+                    "without model=…, or choose another outdir"
                 )
         else:
             with replaced(folder) as aside, transformers_silent():
@@ -160,7 +160,7 @@ def _same(folder: Path, data: Any) -> dict[str, Any]:
         now = store(data, Path(aside))["digest"]
     if now != about["digest"]:
         raise UserError(
-            f"data: not those that the run in {folder.parent} began with (SHA-256 {now[:12]}, then "
+            f"data: not the data of the run in {folder.parent} (SHA-256 {now[:12]}, then "
             f"{about['digest'][:12]}); continue it with the same, without data=…, or choose another outdir"
         )
     return about

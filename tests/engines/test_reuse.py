@@ -179,7 +179,7 @@ def test_a_client_is_trained_again_if_its_entry_is_damaged(run, tmp_path, caplog
 
 def test_a_folder_that_cannot_be_used(run, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunFailed, match="lowrank.reuse_clients: could not keep a client in .*file: .*; make room"):
+    with pytest.raises(RunFailed, match="lowrank.reuse_clients: could not store a client in .*file: .*; make room"):
         run(lowrank__reuse_clients=str(tmp_path / "file"))
 
 

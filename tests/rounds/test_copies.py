@@ -220,9 +220,7 @@ def test_an_order_that_arrives_twice_is_carried_out_once(name, tmp_path):
     behind = Parcel.of(data)
     behind.facts.update(since=1, stands=4)
     reply = Parcel.of(run.follow(1, behind.to_bytes()))
-    assert (
-        reply.facts["lost"] and "stands at round 3, and what it was sent goes on from round 1" in reply.facts["error"]
-    )
+    assert reply.facts["lost"] and "is at round 3, and the message goes on from round 1" in reply.facts["error"]
     current = Round(5, run.ledger, (1,))
     order = current.ask(1)
     current.delivered(order)

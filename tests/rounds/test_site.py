@@ -35,7 +35,7 @@ def test_inputs_of_layers_are_those_of_the_data_and_none_of_padding(site):
 def test_a_mean_without_a_gram_matrix_is_refused(site):
     keys = {"llm.adapter.use": True, "llm.adapter.args": [{"adapter_method": "loha", "r": 2, "modules": ["query"]}]}
     assert site(keys).method.layers, "the head has one"
-    with pytest.raises(UserError, match="regmean: nothing that is trained is the weight of a linear layer"):
+    with pytest.raises(UserError, match="regmean: no trained tensor is the weight of a linear layer"):
         site({**keys, "lowrank.train_head": False})
 
 

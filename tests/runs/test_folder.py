@@ -236,7 +236,9 @@ def test_another_version_is_named_on_resume(config, caplog, monkeypatch):
         caplog.clear()
         (Path(config.outdir) / "environment.json").write_text(content)
         fs_lowrank.run(config, resume=True)
-        assert "environment.json cannot be read" in caplog.text and "what the run began with" in caplog.text
+        assert (
+            "environment.json cannot be read" in caplog.text and "the run's first environment is unknown" in caplog.text
+        )
 
 
 @pytest.mark.more

@@ -67,9 +67,7 @@ def test_the_run_goes_on_with_the_same_and_without_but_not_with_others(few, from
     config = few("run")
     fs_lowrank.run(config, data=FRAME, on_round=lambda record: True)
     shutil.copytree(tmp_path / "run", tmp_path / "kept")
-    with pytest.raises(
-        UserError, match="data: not those that the run in .*run began with .*; continue it with the same"
-    ):
+    with pytest.raises(UserError, match="data: not the data of the run in .*run .*; continue it with the same"):
         fs_lowrank.run(config, data=FRAME[:-1], resume=True)
     with pytest.raises(UserError, match="holds a run already"):
         fs_lowrank.run(config, data=FRAME[:-1])

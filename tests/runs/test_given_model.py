@@ -79,13 +79,13 @@ def test_a_run_with_a_loaded_model_goes_on_with_the_same(few, settings, tiny_enc
     fs_lowrank.run(config, model=model, tokenizer=tokenizer, on_round=lambda record: True)
     other = AutoModel.from_pretrained(tiny_encoder)
     other.embeddings.word_embeddings.weight.data += 1
-    with pytest.raises(UserError, match="model: not the one that the run in .*parts began with; continue it with the"):
+    with pytest.raises(UserError, match="model: not the one of the run in .*parts; continue it with the"):
         fs_lowrank.run(config, model=other, tokenizer=tokenizer, resume=True)
     lower = AutoTokenizer.from_pretrained(tiny_encoder, cls_token="[MASK]")
-    with pytest.raises(UserError, match="^tokenizer: not the one that the run"):
+    with pytest.raises(UserError, match="^tokenizer: not the one of the run"):
         fs_lowrank.run(config, model=model, tokenizer=lower, resume=True)
     model.config.layer_norm_eps *= 2
-    with pytest.raises(UserError, match="^model.config: not the one that the run"):
+    with pytest.raises(UserError, match="^model.config: not the one of the run"):
         fs_lowrank.run(config, model=model, tokenizer=tokenizer, resume=True)
     about = whole.outdir.parent / "parts" / "given_model" / "about.json"
     kept = about.read_text()
@@ -261,7 +261,10 @@ def test_what_cannot_be_used_is_one_line(own, tiny_encoder):
         ),
         (Bag(3), tokenizer, {}, r"gives logits of the shape \(1, 3\) for one text, and the data has 2 labels"),
         (nn.Linear(2, 2), tokenizer, {}, "model: Linear, called with input_ids and attention_mask of one text,"),
-        *((reserved(name), tokenizer, {}, f"'{name}.weight' is called as those are that methods") for name in RESERVED),
+        *(
+            (reserved(name), tokenizer, {}, f"'{name}.weight' has a name that methods and PEFT use")
+            for name in RESERVED
+        ),
     ]
     for model, its, keys, said in cases:
         with pytest.raises(UserError, match=said) as caught:

@@ -72,7 +72,7 @@ def test_a_tracker_that_fails_ends_no_run(config, caplog):
     (folder / "tensorboard").write_text("a file where the tracker wants a folder")
     ended = fs_lowrank.run(config.replace({"lowrank.trackers": ["tensorboard"]}), progress=False)
     assert [r["loss"] for r in ended.history] == [r["loss"] for r in plain.history]
-    assert "lowrank.trackers: tensorboard is told nothing more: " in caplog.text
+    assert "lowrank.trackers: tensorboard gets no further numbers: " in caplog.text
 
 
 @pytest.mark.more
@@ -103,7 +103,7 @@ def test_a_tracker_whose_server_never_answers_ends_no_run(config, caplog, monkey
     with socket.create_server(("127.0.0.1", 0)) as silent:
         ended = fs_lowrank.run(config.replace({"lowrank.trackers": ["tensorboard"]}), progress=False)
     assert len(ended.history) == 3 and threads == ["tracker tensorboard"] * 2
-    assert "tensorboard is told nothing more: TimeoutError: no answer for 1 s" in caplog.text
+    assert "tensorboard gets no further numbers: TimeoutError: no answer for 1 s" in caplog.text
 
 
 @pytest.mark.more

@@ -58,7 +58,7 @@ def usable(name: str, home: str | os.PathLike | None = None) -> Path | None:
     folder = resolve(name, home)
     if folder is not None and (wrong := _changed(folder)):
         raise UserError(
-            f"{folder / wrong} is not what was fetched: it was changed, cut or removed since; remove {folder}, "
+            f"{folder / wrong} differs from the fetched file: it was changed, cut or removed since; remove {folder}, "
             f"and get it again with fs-lowrank fetch {name}"
         )
     return folder

@@ -164,7 +164,7 @@ def open_session(cfg) -> Session:
         if role == "client" and index != -1 and not 1 <= index <= config.federate.client_num:
             raise UserError(
                 f"distribute.data_idx = {index}: expected 1 to {config.federate.client_num} (which part of "
-                "the data this client holds), or -1 (all of what it reads is its own)"
+                "the data this client holds), or -1 (all data that it reads are its own)"
             )
     _current = Session(config, cfg, role, index)
     return _current

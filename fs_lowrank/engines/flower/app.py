@@ -58,7 +58,7 @@ def _in_the_app(name: str) -> Path:
     for place in map(Path, sys.path):
         if (place / "pyproject.toml").is_file() and (place / name).is_file():
             return place / name
-    raise UserError(f"the app has no file {name}; fs-lowrank flower app writes one that has")
+    raise UserError(f"the app has no file {name}; write a complete app with fs-lowrank flower app")
 
 
 def _told(language: bool, record: dict[str, Any]) -> None:

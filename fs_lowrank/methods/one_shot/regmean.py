@@ -63,7 +63,7 @@ class RegMean(OneShot):
         self.layers = [n for n in layers if isinstance(model.get_submodule(n), nn.Linear)]
         if not self.layers:
             raise UserError(
-                "federate.method = regmean: nothing that is trained is the weight of a linear layer, so it would be "
+                "federate.method = regmean: no trained tensor is the weight of a linear layer, so the result would be "
                 "the plain mean; take lora, train the head, or choose fedavg"
             )
         return model
