@@ -7,8 +7,7 @@ their seed or learning rate cost the same, so one of them is probed.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pandas as pd
@@ -20,6 +19,7 @@ from fs_lowrank.jobs.crew import threads_each
 from fs_lowrank.runs.summary import human_bytes, human_time
 
 from .beside import hpo
+from .execute import threads
 from .job import RATE, Cell, Job, Options, Search, decisive
 from .plan import make_training_file, plan
 from .samples import samples_of, within_budget
@@ -44,7 +44,7 @@ def table(options: Options, workers: int, say: Callable[[str], None], gpus: Sequ
     if gpus:
         options = replace(options, overrides={**options.overrides, "use_gpu": True, "device": int(gpus[0])})
     probed: dict[str, Estimate] = {}
-    with _as_a_worker(workers):
+    with threads(min(torch.get_num_threads(), threads_each(workers))):  # as a worker has
         rows = [
             {"where": job.where, **_of(job, say, probed)}
             for job in plan(options)
@@ -62,17 +62,6 @@ def table(options: Options, workers: int, say: Callable[[str], None], gpus: Sequ
     lines += [_line(str(where), found) for where, found in frame.groupby("where", sort=False).agg(how).iterrows()]
     lines += [(), _line(f"in all, by {workers} workers", whole)]
     return lines if gpus else [(*line[:6], *line[7:]) for line in lines]
-
-
-@contextmanager
-def _as_a_worker(workers: int) -> Iterator[None]:
-    """With as many threads as each of ``workers`` processes has."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(min(before, threads_each(workers)))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _line(where: str, found: pd.Series) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from operator import eq
 from pathlib import Path
@@ -378,6 +378,17 @@ def _script(job: Job) -> dict:
 
 
 # -- the machine ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def threads(number: int) -> Iterator[None]:
+    """With so many threads of torch."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _forget_peak(device: torch.device) -> None:

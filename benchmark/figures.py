@@ -5,17 +5,23 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fs_lowrank.draw.figures import GREY, INK, drawn, figure
 from fs_lowrank.draw.panels import Line, Panel
 from fs_lowrank.jobs.files import write_bytes
+from fs_lowrank.versions import __version__
 
 from .conditions import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, Condition
 from .metrics import scale_of, title_of
 from .plan import settings
 from .results import ExperimentResults
+from .store import digest
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _OF_VERDICT = {HOLDS: "#2ca02c", FAILS: "#d62728", INCONCLUSIVE: "#7f7f7f", UNTESTED: "#bcbd22"}
 #: the most by which the lowest point is above the majority class where that is drawn
@@ -24,8 +30,10 @@ _NEAR = 0.3
 _NOT_WHOLE = "a seed collapsed or failed"
 
 
-def draw_all(results: ExperimentResults, folder: Path) -> dict[str, Path]:
-    """Draw all figures of an experiment for which there are results; returns files by title."""
+def draw_all(results: ExperimentResults, root: Path) -> dict[str, str]:
+    """Draw all figures of an experiment, none of a script; returns files below ``root`` by title."""
+    if results.experiment.script or not results.cells:
+        return {}
     stem = f"{results.suite.name}-{results.suite.size}-{results.experiment.name}"
     drawings = {}
     for title, name, about, panels in (
@@ -35,10 +43,24 @@ def draw_all(results: ExperimentResults, folder: Path) -> dict[str, Path]:
         if panels:
             above = ": ".join(filter(None, (results.experiment.title, about)))
             size = (6.0, 4.0) if len(panels) == 1 else (3.7, 3.2)
-            drawings[title] = folder / f"{stem}-{name}.png"
-            image = drawn(figure(panels, above, size=size, same=True, in_a_row=4), "png")
-            write_bytes(drawings[title], image, durable=False)
+            drawings[title] = f"report/{stem}-{name}.png"
+            _write(root / drawings[title], panels, above, size=size, same=True, in_a_row=4)
     return drawings
+
+
+def _write(path: Path, panels: Sequence[Panel], title: str, **look: Any) -> None:
+    """Draw a picture as PNG, unless the one that is there is of the same data, as its comment says."""
+    from PIL import Image
+
+    comment = digest(repr((__version__, panels, title, look)))
+    with suppress(OSError), Image.open(path) as there:  # no picture yet, or not a whole one
+        if there.info.get("Comment") == comment:
+            return
+    made = figure(panels, title, **look)
+    if (layout := made.get_layout_engine()) is not None:
+        layout.execute(made)  # once: matplotlib would draw the whole figure for it
+        made.set_layout_engine("none")
+    write_bytes(path, drawn(made, "png", comment), durable=False)
 
 
 def draw_claim(title: str, by_experiment: Mapping[str, Sequence[Condition]], path: Path) -> Path | None:
@@ -46,8 +68,21 @@ def draw_claim(title: str, by_experiment: Mapping[str, Sequence[Condition]], pat
     panels = claim_panels(by_experiment)
     if not panels:
         return None
-    write_bytes(path, drawn(figure(panels, title, size=(9.5, 0.26), in_a_row=1), "png"), durable=False)
+    _write(path, panels, title, size=(9.5, 0.26), in_a_row=1)
     return path
+
+
+def point(name: str, colour: int | str, x: float, y: float, ends: Sequence[float] | None = None, **look: Any) -> Line:
+    """A point with an interval, if it has ``ends``."""
+    low, high = ([end] for end in ends) if ends else ((), ())
+    return Line(name, [x], [y], low, high, colour=colour, style="", marker="o", band=False, **look)
+
+
+def save_on_white(made: Figure, path: Path) -> None:
+    """Write a figure as SVG with a white ground, for dark pages."""
+    ground = b'<g id="figure_1">\n'
+    content = drawn(made, "svg").replace(ground, b'<rect width="100%" height="100%" fill="white"/>' + ground, 1)
+    write_bytes(path, content, durable=False)
 
 
 def claim_panels(by_experiment: Mapping[str, Sequence[Condition]]) -> list[Panel]:
@@ -64,14 +99,13 @@ def claim_panels(by_experiment: Mapping[str, Sequence[Condition]]) -> list[Panel
         scale = scale_of(unit)[0] or 1
         marks = [Line("", [-0.5, len(rows) - 0.5], [0.0, 0.0], colour=INK, marker="")]
         for place, (_, verdict, (centre, low, high)) in enumerate(rows):
-            ends = [[low * scale], [high * scale]] if low is not None and high is not None else [(), ()]
-            look: dict[str, Any] = {"colour": _OF_VERDICT[verdict], "style": "", "marker": "o", "band": False}
-            look |= {} if low is not None else {"hollow": True, "means": "spread not known"}
-            marks.append(Line(verdict, [place], [centre * scale], *ends, **look))
+            ends = None if low is None or high is None else (low * scale, high * scale)
+            look = {} if ends else {"hollow": True, "means": "spread not known"}
+            marks.append(point(verdict, _OF_VERDICT[verdict], place, centre * scale, ends, **look))
         name = "points of accuracy" if scale == 100 else unit if unit == "quotient" else title_of(unit)
         shown = f"← not met      by how much it is met: {name}"
         ticks = {place: label for place, (label, *_) in enumerate(rows)}
-        panels.append(Panel(unit, "", "", shown, marks, ticks=ticks, sideways=True, tall=len(rows) + 3))
+        panels.append(Panel(unit, "", "", shown, marks, ticks=ticks, sideways=True, tall=len(rows) + 5))
     return panels
 
 

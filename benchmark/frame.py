@@ -1,14 +1,11 @@
-"""All live results as one table: ``results.csv``, a line for each cell."""
+"""All live results as one table, which the report writes as ``results.csv``: a line for each cell."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
-
-from fs_lowrank.jobs.files import write_text
 
 from .metrics import BYTES
 from .results import of_a_run
@@ -23,17 +20,6 @@ def frame(store: Store) -> pd.DataFrame:
     """A row for each result of a cell or a script; a metric is a column, of a scorer as ``SCORER:TASK:METRIC``."""
     rows = pd.DataFrame([_row(record) for record in store.all("cells")])
     return rows.sort_values([*_FIRST[1:], "hash"], ignore_index=True) if len(rows) else rows
-
-
-def write_csv(store: Store) -> Path:
-    """Write ``results.csv``.
-
-    Raises:
-        RunFailed: it cannot be written.
-    """
-    path = store.results / "results.csv"
-    write_text(path, frame(store).to_csv(index=False, float_format="%.6g", lineterminator="\n"))
-    return path
 
 
 def _row(record: Mapping[str, Any]) -> dict[str, Any]:

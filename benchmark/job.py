@@ -194,6 +194,12 @@ class Cell(Trained):
     seed: int
     search: Search | None = None
     rate: Mapping[str, Any] = field(default_factory=dict)
+    #: seed -> the cell with the learning rate that was found, for the cells that differ in nothing else
+    with_rate: dict[int, Cell] = field(default_factory=dict, compare=False, repr=False)
+
+    def of_seed(self, seed: int) -> Cell:
+        """The same cell with another seed, whose configuration needs no further check."""
+        return replace(self, seed=seed, config=replace(self.config, seed=seed))
 
     @property
     def label(self) -> str:
@@ -207,22 +213,23 @@ class Cell(Trained):
     def rated(self, store: Store) -> Cell | None:
         if self.search is None:
             return self
-        if "_rated" in self.__dict__:
-            return self.__dict__["_rated"]
-        found = self.search.result(store)
-        if found is None:
-            return None
-        rate = {
-            "from": "search",
-            "search": found["hash"],
-            "point": found["winner"]["point"],
-            "validation": found["winner"]["values"],
-            "budget": found["budget"],
-            "seeds": found.get("seeds", 1),
-        }
-        cell = replace(self, config=self.config.replace(found["winner"]["point"]), search=None, rate=rate)
-        self.__dict__["_rated"] = cell  # the result of a finished search does not change
-        return cell
+        if self.seed not in self.with_rate:  # the result of a finished search does not change
+            known = next(iter(self.with_rate.values()), None)
+            if known is None and (search := self.search.result(store)) is not None:
+                rate = {
+                    "from": "search",
+                    "search": search["hash"],
+                    "point": search["winner"]["point"],
+                    "validation": search["winner"]["values"],
+                    "budget": search["budget"],
+                    "seeds": search.get("seeds", 1),
+                }
+                config = self.config.replace(search["winner"]["point"])
+                known = replace(self, config=config, search=None, rate=rate, with_rate={})
+            if known is None:
+                return None
+            self.with_rate[self.seed] = known.of_seed(self.seed)
+        return self.with_rate[self.seed]
 
     @property
     def contents(self) -> list[dict]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -15,13 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from fs_lowrank.draw.figures import figure
-from fs_lowrank.draw.panels import Line, Panel
+from fs_lowrank.draw.panels import Panel
 from fs_lowrank.errors import counted
 from fs_lowrank.jobs.files import write_text
 from fs_lowrank.testing.bench import Bench, quietly
 
+from .conditions import shown
+from .figures import point, save_on_white
 from .intervals import Estimate, estimate, pooled
-from .methods_table import save_on_white, signed
+from .methods_table import signed
 from .results import ExperimentResults, value
 from .suite import Suite
 from .template import markdown
@@ -63,8 +66,8 @@ def write_leaderboard(suite: Suite, results: Mapping[str, ExperimentResults], ro
     entries.sort(key=lambda entry: -entry.gap.centre)
     _draw(entries, page.with_suffix(".svg"))
     table = [HEAD, *(entry.cells() for entry in entries)]
-    shown = [each for each in results.values() if each.cells]
-    write_text(page, markdown("leaderboard", table, shown, page.with_suffix(".svg").name))
+    there = [each for each in results.values() if each.cells]
+    write_text(page, markdown("leaderboard", table, there, page.with_suffix(".svg").name))
     return [page, page.with_suffix(".svg")]
 
 
@@ -133,8 +136,15 @@ class Entry:
         of_all = f"reached by {reached} of {sum(map(len, self.records()))}"
         return f"{statistics.median(quotients):.2g}×, {of_all}" if quotients else of_all
 
-    def median(self, metric: str) -> float:
-        return statistics.median(value(record, metric) or 0.0 for of in self.records() for record in of)
+    def median(self, metric: str, unit: float = 1.0) -> float:
+        """Over the runs that have the metric, as a multiple of ``unit``; not a number (NaN) if none has."""
+        found = [v for of in self.records() for record in of if (v := value(record, metric)) is not None]
+        return statistics.median(found) / unit if found else math.nan
+
+    def as_text(self, metric: str, unit: float, digits: int = 2) -> str:
+        """The median as text."""
+        found = self.median(metric, unit)
+        return "–" if math.isnan(found) else f"{found:.{digits}g}"
 
     def cells(self) -> tuple[str, ...]:
         """A row of the table."""
@@ -145,15 +155,15 @@ class Entry:
         away = exactness(runs[0]["config"]["federate.method"], runs[0]["config"])
         return (
             f"`{self.method}`",
-            _points(self.accuracy, plus=False),
+            _points(self.accuracy, ".1f"),
             _points(self.gap) if self.method != BASE else "0",
             self.gap_of_bytes,
             f"{len(self.places)}, {len(runs)}" + (f" ({lost} failed)" if lost else ""),
-            f"{self.median('uplink_without_head') / 1e3:.3g}, {self.median('downlink_without_head') / 1e3:.3g}",
+            ", ".join(self.as_text(way, 1e3, 3) for way in ("uplink_without_head", "downlink_without_head")),
             self.bytes_to_target,
             f"{statistics.median(trained):.2g}",
-            f"{1e3 * self.median('aggregation'):.2g}",
-            f"{self.median('memory') / 1e9:.2g}",
+            self.as_text("aggregation", 1e-3),
+            self.as_text("memory", 1e9),
             "exact" if away < 1e-5 else f"{100 * away:.2g} %",
         )
 
@@ -179,11 +189,9 @@ def _reached(record: Mapping[str, Any], target: float) -> float | None:
     return next((_sent(p) for p in record["history"]["evaluated"] if p["val_acc"] >= target), None)
 
 
-def _points(found: Estimate, plus: bool = True) -> str:
+def _points(found: Estimate, form: str = "+.1f") -> str:
     """An accuracy in percent, or a difference in points, with its interval."""
-    shown = signed if plus else "{:.1f}".format
-    interval = f" ({shown(100 * found.ends[0])} to {shown(100 * found.ends[1])})" if found.ends else ""
-    return shown(100 * found.centre) + interval
+    return shown(found, form, 100).replace("-", "−")
 
 
 def exactness(method: str, keys: Mapping[str, Any]) -> float:
@@ -244,10 +252,8 @@ def _draw(entries: Sequence[Entry], path: Path) -> None:
     """Accuracy against the bytes up, a point a method, with its interval."""
     marks = []
     for place, entry in enumerate(entries):
-        low, high = entry.accuracy.ends or (entry.accuracy.centre,) * 2
-        look: dict[str, Any] = {"colour": place, "style": "", "marker": "o", "band": False}
-        up = entry.median("uplink_without_head") / 1e3
-        marks.append(Line(entry.method, [up], [entry.accuracy.centre], [low], [high], **look))
+        found, up = entry.accuracy, entry.median("uplink_without_head", 1e3)
+        marks.append(point(entry.method, place, up, found.centre, found.ends))
     panel = Panel("leaderboard", "", "kB that a client sends up in a round", "accuracy on test data", marks)
     made = figure([panel], "mean over the settings with its 95 % interval", size=(7.2, 4.4))
     save_on_white(made, path)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
-from fs_lowrank.draw.figures import drawn, figure
-from fs_lowrank.draw.panels import Line, Panel
-from fs_lowrank.jobs.files import write_bytes
+from fs_lowrank.draw.figures import figure
+from fs_lowrank.draw.panels import Panel
+
+from .figures import point, save_on_white
 
 SENT = ["uplink_without_head", "downlink_without_head"]
 #: rows of tables: suite, method, take it if, exact, unequal ranks
@@ -85,15 +85,7 @@ def draw(cells: pd.DataFrame, path: Path) -> None:
         for place, (suite, method, *_) in enumerate(methods):
             found = against(cells, suite, method, base)
             low, middle, high = found["gap"].quantile([0.25, 0.5, 0.75])
-            look: dict[str, Any] = {"colour": place, "style": "", "marker": "o", "band": False}
-            marks.append(Line(method, [float(found["up"].median())], [middle], [low], [high], **look))
+            marks.append(point(method, place, float(found["up"].median()), middle, (low, high)))
         panels.append(Panel(suite, "", f"bytes up, as a multiple of {base}'s", "points of accuracy", marks))
     made = figure(panels, "median and middle half of the settings", size=(4.5, 3.4), in_a_row=2)
     save_on_white(made, path)
-
-
-def save_on_white(made: Any, path: Path) -> None:
-    """Write a figure of matplotlib as SVG with a white ground, for dark pages."""
-    ground = b'<g id="figure_1">\n'
-    content = drawn(made, "svg").replace(ground, b'<rect width="100%" height="100%" fill="white"/>' + ground, 1)
-    write_bytes(path, content, durable=False)

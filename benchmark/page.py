@@ -17,18 +17,22 @@ if TYPE_CHECKING:
 
 _CLASSES = {HOLDS: "holds", FAILS: "fails", UNTESTED: "untested"}
 _COLOURS_OF_A_FIGURE = 96
+#: bytes of a page without its frame
+_LARGEST = 980_000
 
 
 def html(text: str, root: Path | None = None) -> str:
-    """Markdown as one HTML page with a list of contents, that needs no other file.
+    """Markdown as one HTML page of at most 1 MB with a list of contents.
 
+    Its pictures are part of it, and it needs no other file, as far as they fit; the last ones are then files beside it.
     Claims in the table of all claims are links to the figures behind them, verdicts are coloured, tables can be sorted.
 
     Args:
         text: begins with a heading, which is the title.
-        root: the folder that the images' paths start in; images that are there become part of the page.
+        root: the folder of the page, in which the images' paths start.
     """
     from markdown_it import MarkdownIt
+    from markdown_it.common.utils import escapeHtml
     from markupsafe import Markup
 
     from fs_lowrank.draw.page import document
@@ -56,10 +60,14 @@ def html(text: str, root: Path | None = None) -> str:
         for child, content in zip(token.children or (), (token.children or ())[1:]):
             if child.type == "strong_open" and content.content.startswith((HOLDS, FAILS, INCONCLUSIVE, UNTESTED)):
                 child.attrSet("class", _CLASSES.get(content.content.partition(", not tested in")[0], "open"))
-        for child in token.children or ():
-            if child.type == "image":
-                child.attrSet("src", _embedded(root, str(child.attrs["src"])))
     body = reader.renderer.render(tokens, reader.options, {})
+    for path in [str(c.attrs["src"]) for t in tokens for c in t.children or () if c.type == "image"] if root else ():
+        if not (root / path).is_file():
+            continue
+        picture = _embedded(root / path)
+        if len(body) + len(picture) > _LARGEST:
+            break
+        body = body.replace(f'src="{escapeHtml(path)}"', f'src="{picture}"', 1)
     return document(title.content, body=body, nav=f'<nav class="contents">{nav}</nav>')
 
 
@@ -71,14 +79,14 @@ def _linked(token: Token, key: str) -> list[Token]:
     return [Token("link_open", "a", 1, attrs={"href": f"#{key}"}), *inner, Token("link_close", "a", -1)]
 
 
-def _embedded(root: Path | None, path: str) -> str:
-    """A picture as an address that holds it, with as many colours as a plot needs; its path if it is not there."""
+def _embedded(file: Path) -> str:
+    """A picture as an address that holds it, a PNG with as many colours as a plot needs."""
     from PIL import Image as Pictures
 
-    if root is None or not (root / path).is_file():
-        return path
+    if file.suffix == ".svg":
+        return f"data:image/svg+xml;base64,{base64.b64encode(file.read_bytes()).decode()}"
     content = io.BytesIO()
-    with Pictures.open(root / path) as image:
+    with Pictures.open(file) as image:
         image.convert("RGB").quantize(_COLOURS_OF_A_FIGURE).save(content, "PNG", optimize=True)
     return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
 

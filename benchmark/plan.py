@@ -67,13 +67,11 @@ def jobs_of(suite: Suite, experiment: Experiment, options: Options, extra: bool 
         return [Script(suite, experiment, options)]
     import_all(suite.imports)
     searches: dict[tuple, Search] = {}
-    cells = [
-        _cell(suite, experiment, options, method, setting, seed, searches)
-        for seed, setting, method in itertools.product(
-            experiment.seeds, settings(experiment), methods_of(experiment, options, extra)
-        )
+    first = [
+        _cell(suite, experiment, options, method, setting, searches)
+        for setting, method in itertools.product(settings(experiment), methods_of(experiment, options, extra))
     ]
-    return [*searches.values(), *cells]
+    return [*searches.values(), *(cell.of_seed(seed) for seed in experiment.seeds for cell in first)]
 
 
 def settings(experiment: Experiment) -> Iterator[dict[str, str]]:
@@ -97,9 +95,10 @@ def _cell(
     options: Options,
     method: MethodEntry,
     setting: Mapping[str, str],
-    seed: int,
     searches: dict[tuple, Search],
 ) -> Cell:
+    """The cell of the experiment's first seed."""
+    seed = experiment.seeds[0]
     rates, search = experiment.rates, None
     rate: dict[str, Any] = {"from": "the suite's config, one for all methods", "budget": None}
     try:
@@ -256,4 +255,4 @@ def _config(keys: Mapping[str, Any], samples: int | None, evaluations: int | Non
         changes["lowrank.reuse_clients"] = str(Path(work).absolute() / "clients")
     if "lowrank.checkpoint_freq" not in keys:
         changes["lowrank.checkpoint_freq"] = max(1, rounds // 10)
-    return config.replace(changes)
+    return load_config({**keys, **changes})

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -14,19 +15,20 @@ from fs_lowrank import UserError
 from fs_lowrank.errors import hint
 
 from .figures import draw_all, draw_claim
-from .frame import write_csv
+from .frame import frame
 from .job import Options
 from .leaderboard import LEADERBOARD, write_leaderboard
 from .page import html
 from .plan import check_only, chosen
 from .results import ExperimentResults, find
-from .results_page import write_pages
-from .store import Store, write_text
+from .results_page import has_page, which_method, write_pages
+from .store import write_text
 from .suite import SIZES, Suite, load_suite, shipped, sizes_of
 from .template import markdown
 from .verdicts import Row, adjust_all, cause_of, claims_table, judged_claims
 
 Results = dict[str, ExperimentResults]
+_CSV: dict[str, Any] = {"index": False, "float_format": "%.6g", "lineterminator": "\n"}
 
 
 def write_report(options: Options) -> list[Path]:
@@ -82,29 +84,38 @@ def write_report(options: Options) -> list[Path]:
 
         for row in judged:
             row.cause = cause_of(row, results, elsewhere)
-        experiments = [(each, _pictures(each, root)) for each in shown.values() if each.has_any]
+        experiments = [(each, draw_all(each, root)) for each in shown.values() if each.has_any]
         suites.append((suite, judged, _drawn(judged, root), experiments))
     runs = {r["hash"]: r for row in rows for of in row.runs.values() for r in of if "rounds" in r}
+    cells = frame(store)
+    whole = not (options.suites or options.only or options.methods) and options.size not in SIZES
+    own = whole and options.engine == "local" and has_page(root)
+    which = which_method(root, cells) if own else ""
+    head, *claims = claims_table(rows)
     text = markdown(
         "report",
         options.engine,
-        claims_table(rows) if rows else [],
+        which,
+        [head, *claims] if claims else [],
         bare=sum("right" not in r for r in runs.values()),
         runs=len(runs),
         once=sum(r.get("learning_rate", {}).get("seeds") == 1 for r in runs.values()),
         suites=suites,
-        others=_others(store, used),
+        others=len({*cells.get("hash", ())} - used),
         damaged={str(Path(p).relative_to(root)): why for p, why in sorted(store.damaged.items())},
     )
-    write_text(root / "report.md", text)
-    write_text(root / "report.html", html(text, root))
-    head, *claims = claims_table(rows)
-    write_text(root / "claims.csv", pd.DataFrame(claims, columns=head).to_csv(index=False, lineterminator="\n"))
+    written = {
+        "report.md": text,
+        "report.html": html(text, root),
+        "claims.csv": pd.DataFrame(claims, columns=head).to_csv(**_CSV),
+        "results.csv": cells.to_csv(**_CSV),
+    }
+    for name, content in written.items():
+        write_text(root / name, content)
     boards = [(suite, results) for suite, results, *_ in found if suite.name == LEADERBOARD]
     board = [path for each in boards for path in write_leaderboard(*each, root)]
-    whole = not (options.suites or options.only or options.methods) and options.size not in SIZES
-    pages = write_pages(root, store, rows) if whole and options.engine == "local" else []
-    return [root / "report.md", root / "report.html", root / "claims.csv", write_csv(store), *board, *pages]
+    pages = write_pages(root, cells, rows, which) if own else []
+    return [*(root / name for name in written), *board, *pages]
 
 
 def _has(name: str, size: str, options: Options, first: str) -> bool:
@@ -130,16 +141,3 @@ def _drawn(rows: Sequence[Row], root: Path) -> dict[str, str]:
         if draw_claim(str(row.claim["says"]), row.by_experiment, path):
             drawn[row.name] = path.relative_to(root).as_posix()
     return drawn
-
-
-def _pictures(results: ExperimentResults, root: Path) -> dict[str, str]:
-    """The figures of an experiment below ``root``, by title."""
-    if results.experiment.script or not results.cells:
-        return {}
-    return {title: path.relative_to(root).as_posix() for title, path in draw_all(results, root / "report").items()}
-
-
-def _others(store: Store, used: set[str]) -> int:
-    """How many results belong to no cell in ``used``; what is damaged is noted."""
-    others = {p.stem for p in (store.results / "cells").glob("*.json")} - used
-    return sum(store.read("cells", key) is not None for key in sorted(others))

@@ -174,6 +174,7 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
     """All results of an experiment, including those of methods that were given by ``--methods``."""
     results = ExperimentResults(suite, experiment)
     searches: dict[str, dict] = {}
+    at_end: dict[str, bool] = {}  # hash of a search -> whether a better rate may lie beyond
     jobs = jobs_of(suite, experiment, options)
     if not (experiment.script or options.methods or experiment.every_method):
         jobs += _of_other_methods(suite, experiment, options, store)
@@ -193,7 +194,9 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
             if isinstance(job, Cell) and isinstance(now, Cell):
                 record.update(counted(record, now.config))
                 found_by = _search_of(job, now, store)
-                record.update(learning_rate=dict(now.rate), at_end=found_by is not None and at_the_end(found_by))
+                if found_by is not None and found_by["hash"] not in at_end:
+                    at_end[found_by["hash"]] = at_the_end(found_by)
+                record.update(learning_rate=dict(now.rate), at_end=found_by is not None and at_end[found_by["hash"]])
                 if found_by is None and (name := job.rate.get("found_by")):
                     rate = ", ".join(value_of(v) for v in now.rate["point"].values())
                     results.unlike[label] = (

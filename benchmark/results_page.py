@@ -2,48 +2,58 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
+
+import pandas as pd
 
 from fs_lowrank.jobs.files import write_text
 
 from .conditions import UNTESTED
-from .frame import frame
 from .methods_table import FRONT, IMAGES, TEXT, draw, table
-from .store import Store
 from .template import markdown
 from .verdicts import Row
 
 PICTURE = "methods.svg"
 
 
-def write_pages(root: Path, store: Store, rows: Sequence[Row]) -> list[Path]:
-    """Write the generated parts of ``README.md`` below the results and beside them; those that have none stay."""
-    here, front = root / "README.md", root.parent / "README.md"
-    if not (here.is_file() and front.is_file()):
-        return []
-    cells = frame(store)
+def has_page(root: Path) -> bool:
+    """Whether the page of the committed results is below ``root``, with places for its generated parts."""
+    page = root / "README.md"
+    return page.is_file() and "<!-- methods -->" in page.read_text(encoding="utf-8")
+
+
+def which_method(root: Path, cells: pd.DataFrame) -> str:
+    """What the committed cells say of each method, in Markdown, with the picture ``PICTURE`` below ``root``."""
     draw(cells, root / PICTURE)
+    return markdown("methods", table(cells, TEXT, "fedlora"), table(cells, IMAGES, "fedavg"), PICTURE)
+
+
+def write_pages(root: Path, cells: pd.DataFrame, rows: Sequence[Row], methods: str) -> list[Path]:
+    """Write the generated parts of ``README.md`` below the results and beside them; those that have none stay.
+
+    Args:
+        cells: the frame of all results. methods: which method, with the picture ``PICTURE``.
+    """
+    here, front = root / "README.md", root.parent / "README.md"
     shown = [row for row in rows if row.suite.size == "small" or not row.suite.sized]
     larger = {(row.suite.name, row.name): row for row in rows if row not in shown and row.verdict != UNTESTED}
-    text, images = table(cells, TEXT, "fedlora"), table(cells, IMAGES, "fedavg")
     lines = [("claim", "verdict", "the comparison that is met least (95 % interval)", "seeds")]
     lines += [(f"[{row.claim['says']}](#{row.anchor})", row.verdict_here, row.gap, row.seeded) for row in shown]
     parts = {
         here: {
-            "methods": markdown("methods", text, images, PICTURE),
+            "methods": methods,
             "table": markdown("table", lines, "verdict"),
             "claims": markdown("sections", shown, larger),
         },
         front: {"methods": markdown("table", table(cells, FRONT, "fedlora"))},
     }
-    for path, of_page in parts.items():
-        before = page = path.read_text(encoding="utf-8")
-        for name, part in of_page.items():
-            head, mark, rest = page.partition(f"<!-- {name} -->\n")
-            _, end, tail = rest.partition(f"<!-- /{name} -->")
-            if mark and end:
-                page = head + mark + part + end + tail
-        if page != before:
-            write_text(path, page)
-    return [here, front]
+    written = [path for path in parts if path.is_file()]
+    for path in written:
+        page = path.read_text(encoding="utf-8")
+        for name, part in parts[path].items():
+            marked = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+            page = re.sub(marked, lambda found, part=part: found[1] + part + found[2], page, flags=re.DOTALL)
+        write_text(path, page)
+    return written

@@ -106,7 +106,7 @@ def verify(options: Options) -> list[tuple[str, float | None, float | None]]:
     """
     import torch
 
-    from .execute import execute
+    from .execute import execute, threads
 
     Path(options.work).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
@@ -114,12 +114,8 @@ def verify(options: Options) -> list[tuple[str, float | None, float | None]]:
         before = job.result(options.store)
         if before is None:
             raise UserError(f"--verify {options.cell}: this cell has no result yet; give --cell to run it")
-        threads = torch.get_num_threads()
-        torch.set_num_threads(before.get("machine", {}).get("threads", threads))
-        try:
+        with threads(before.get("machine", {}).get("threads", torch.get_num_threads())):
             again = json.loads(json.dumps(execute(job)))
-        finally:
-            torch.set_num_threads(threads)
     names = [name for name in before["metrics"] if before["metrics"][name] != again["metrics"].get(name)]
     return [(name, before["metrics"][name], again["metrics"].get(name)) for name in names]
 

@@ -34,17 +34,6 @@ WIDTH, LAYERS, CLASSES = 1024, 9, 3
 HEAD_BYTES = 4 * (WIDTH * WIDTH + WIDTH + WIDTH * CLASSES + CLASSES)
 
 
-class Layers(nn.Module):
-    """``layers`` layers with two linear modules, ``(width, width)`` each."""
-
-    def __init__(self, layers: int, width: int):
-        super().__init__()
-        names = ("q", "v")
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({name: nn.Linear(width, width, bias=False) for name in names}) for _ in range(layers)
-        )
-
-
 def measure(
     name: str, clients: int = 50, rank: int = 4, repeats: int = 30, width: int = WIDTH, layers: int = LAYERS
 ) -> dict:
@@ -55,7 +44,8 @@ def measure(
         layers: of the model; two square modules are adapted in each.
     """
     method = create_method(name, adapter=AdapterSpec(r=rank, lora_alpha=16, target_modules=("q", "v")), seed=0)
-    state = method.initial_state(method.adapt(Layers(layers, width)))
+    pairs = ({name: nn.Linear(width, width, bias=False) for name in ("q", "v")} for _ in range(layers))
+    state = method.initial_state(method.adapt(nn.ModuleList(nn.ModuleDict(pair) for pair in pairs)))
     draw = torch.Generator().manual_seed(0)
     up, down, seconds = [], [], []
     for round in (1, 2):

@@ -15,7 +15,7 @@ EXPERIMENT = {
     "config": _MAPPING,
     "methods": Key(list | str, {"words": "a list of methods, or all"}),
     "grid": _MAPPING,
-    "seeds": Key(list[int], _SOME),
+    "seeds": Key(list[int], {**_SOME, "min": 0}),
     "learning_rates": _MAPPING,
     "evaluation": Key(list | dict | None, {"words": "a list of mappings, each with a scorer"}),
     "metrics": Key(list[str], {"once": True}),

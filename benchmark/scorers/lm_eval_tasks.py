@@ -16,11 +16,12 @@ The result of a group names its tasks. If one subject of a group has no data, th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from fs_lowrank.errors import UserError, nearest
 
@@ -93,7 +94,8 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
     from lm_eval import evaluator
 
     places: dict[str, str] = {}
-    with _local_first(root, places), _without_git(evaluator):
+    # No commit: git prints "fatal" outside a repository.
+    with _local_first(root, places), patch.object(evaluator, "get_git_commit_hash", lambda: None):
         found = evaluator.simple_evaluate(
             model=_wrap(model, tokenizer, options),
             tasks=options.tasks,
@@ -160,17 +162,6 @@ def _places(samples: Sequence[Mapping[str, Any]], name: str, built: Callable[[],
     return places
 
 
-@contextmanager
-def _without_git(evaluator):
-    """A context in which lm-eval asks git for no commit: git prints "fatal" outside a repository."""
-    original = evaluator.get_git_commit_hash
-    evaluator.get_git_commit_hash = lambda: None
-    try:
-        yield
-    finally:
-        evaluator.get_git_commit_hash = original
-
-
 @cache
 def _manager():
     """lm-eval's index of its tasks; it takes seconds to build."""
@@ -187,8 +178,7 @@ def _unsafe(name: str) -> UserError:
     )
 
 
-@contextmanager
-def _local_first(root: Path, places: dict[str, str] | None = None):
+def _local_first(root: Path, places: dict[str, str] | None = None) -> AbstractContextManager[Any]:
     """A context in which tasks are built on local data if available; ``places`` receives the source by task."""
     from lm_eval.api.task import ConfigurableTask
 
@@ -211,11 +201,7 @@ def _local_first(root: Path, places: dict[str, str] | None = None):
             ) from error
         places[name] = f"data set {'/'.join(filter(None, where))}"
 
-    ConfigurableTask.download = download
-    try:
-        yield
-    finally:
-        ConfigurableTask.download = original
+    return patch.object(ConfigurableTask, "download", download)
 
 
 def _wrap(model, tokenizer, options: Options):

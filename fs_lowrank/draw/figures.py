@@ -226,14 +226,15 @@ def save(made: Figure, path: Path) -> Path:
     return path
 
 
-def drawn(made: Figure, kind: str) -> bytes:
+def drawn(made: Figure, kind: str, comment: str = "") -> bytes:
     """A figure as the content of a file, which is the same for the same figure.
 
     Args:
         kind: ``png``, ``pdf`` or ``svg``; in the last, texts are texts, and there is no background.
+        comment: of a PNG, that a picture does not show.
     """
     options: dict[str, Any] = {
-        "png": {"dpi": 110},
+        "png": {"dpi": 110, "metadata": {"Comment": comment} if comment else {}},
         "pdf": {"metadata": {"CreationDate": None}},
         "svg": {"metadata": dict.fromkeys(("Date", "Creator", "Format", "Type")), "transparent": True},
     }

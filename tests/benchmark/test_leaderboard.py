@@ -1,5 +1,6 @@
 """The leaderboard: measured exactness, and a page from cells of a small suite."""
 
+import math
 import textwrap
 from types import SimpleNamespace
 
@@ -86,6 +87,13 @@ def test_bytes_are_without_the_head_and_settings_without_a_score_are_counted():
     entry = Entry("flora", [(place, "") for place in places])
     assert entry.gap_of_bytes == "+30.0 in 1 setting"
     assert entry.bytes_to_target == "0.62×, reached by 2 of 2"
+
+
+def test_a_run_without_a_metric_is_in_no_median():
+    runs = [{"metrics": {}, "peak_memory_bytes": of} for of in ({"host": 3e9}, {"host": 5e9}, {})]
+    entry = Entry("flora", [(SimpleNamespace(has=lambda *_: True, records={("flora", ""): runs}), "")])
+    assert entry.median("memory", 1e9) == 4
+    assert math.isnan(entry.median("aggregation"))
 
 
 #: they train all weights, or networks of their own

@@ -5,13 +5,12 @@ import re
 import textwrap
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import yaml
 
 from benchmark.cli import main
 from benchmark.execute import execute
-from benchmark.frame import write_csv
+from benchmark.frame import frame
 from benchmark.job import Cell, Options, Search, decisive
 from benchmark.metrics import unknown
 from benchmark.plan import jobs_of, plan
@@ -260,7 +259,7 @@ def test_a_result_of_an_earlier_revision_is_stale(write, tmp_path, monkeypatch):
     found = find(again.suite, again.experiment, again.options, store)
     store.supersede(again.earlier_keys)
     assert [record["hash"] for record in store.all("cells")] == [again.key]
-    assert len(pd.read_csv(write_csv(store))) == 1
+    assert len(frame(store)) == 1
     monkeypatch.setattr(get_method_class("rolora"), "revision", 1)
     assert jobs()[0].key == first.key
 
