@@ -213,23 +213,21 @@ class Cell(Trained):
     def rated(self, store: Store) -> Cell | None:
         if self.search is None:
             return self
-        if self.seed not in self.with_rate:  # the result of a finished search does not change
-            known = next(iter(self.with_rate.values()), None)
-            if known is None and (search := self.search.result(store)) is not None:
-                rate = {
-                    "from": "search",
-                    "search": search["hash"],
-                    "point": search["winner"]["point"],
-                    "validation": search["winner"]["values"],
-                    "budget": search["budget"],
-                    "seeds": search.get("seeds", 1),
-                }
-                config = self.config.replace(search["winner"]["point"])
-                known = replace(self, config=config, search=None, rate=rate, with_rate={})
-            if known is None:
-                return None
-            self.with_rate[self.seed] = known.of_seed(self.seed)
-        return self.with_rate[self.seed]
+        of_seeds = self.with_rate
+        if not of_seeds and (search := self.search.result(store)) is not None:  # which does not change
+            rate = {
+                "from": "search",
+                "search": search["hash"],
+                "point": search["winner"]["point"],
+                "validation": search["winner"]["values"],
+                "budget": search["budget"],
+                "seeds": search.get("seeds", 1),
+            }
+            config = self.config.replace(search["winner"]["point"])
+            of_seeds[self.seed] = replace(self, config=config, search=None, rate=rate, with_rate={})
+        if of_seeds and self.seed not in of_seeds:
+            of_seeds[self.seed] = next(iter(of_seeds.values())).of_seed(self.seed)
+        return of_seeds.get(self.seed)
 
     @property
     def contents(self) -> list[dict]:
