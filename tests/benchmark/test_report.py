@@ -54,6 +54,16 @@ def test_the_page_needs_no_other_file(tmp_path):
     assert [v for _, a in read.tags for k, v in a.items() if k in ("src", "href") and "data:" not in v] == []
 
 
+def test_a_page_has_no_more_pictures_than_fit(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmark.page._LARGEST", 1200)
+    for name in "ab":
+        PIL.Image.effect_noise((16, 16), 64).save(tmp_path / f"{name}.png")
+    read = Text()
+    read.feed(html("# R\n\n![One](a.png)\n\n![Two](b.png)\n", tmp_path))
+    first, second = (attrs["src"] for tag, attrs in read.tags if tag == "img")
+    assert first.startswith("data:image/png;base64,") and second == "b.png"
+
+
 VERDICTS = {
     "holds": "holds",
     "does not hold": "fails",
@@ -111,6 +121,11 @@ def test_a_claim_has_a_figure_of_its_conditions(tmp_path):
     assert accuracy.ticks == {0: "main: a above b"} and "points of accuracy" in accuracy.y
     path = tmp_path / "report" / "claim.png"
     assert draw_claim("A claim", {"main": conditions}, path) == path and PIL.Image.open(path).width > 500
+    drawn = path.stat().st_mtime_ns
+    draw_claim("A claim", {"main": conditions}, path)
+    assert path.stat().st_mtime_ns == drawn  # of the same data
+    draw_claim("A claim", {"main": conditions[:1]}, path)
+    assert path.stat().st_mtime_ns > drawn
     assert draw_claim("A claim", {"main": [absent]}, tmp_path / "none.png") is None
     assert not (tmp_path / "none.png").exists()
 
