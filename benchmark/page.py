@@ -61,8 +61,8 @@ def html(text: str, root: Path | None = None) -> str:
             if child.type == "strong_open" and content.content.startswith((HOLDS, FAILS, INCONCLUSIVE, UNTESTED)):
                 child.attrSet("class", _CLASSES.get(content.content.partition(", not tested in")[0], "open"))
     body = reader.renderer.render(tokens, reader.options, {})
-    for path in [str(c.attrs["src"]) for t in tokens for c in t.children or () if c.type == "image"] if root else ():
-        if not (root / path).is_file():
+    for path in [str(c.attrs["src"]) for t in tokens for c in t.children or () if c.type == "image"]:
+        if root is None or not (root / path).is_file():
             continue
         picture = _embedded(root / path)
         if len(body) + len(picture) > _LARGEST:

@@ -53,7 +53,7 @@ def write_pages(root: Path, cells: pd.DataFrame, rows: Sequence[Row], methods: s
     for path in written:
         page = path.read_text(encoding="utf-8")
         for name, part in parts[path].items():
-            marked = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
-            page = re.sub(marked, lambda found, part=part: found[1] + part + found[2], page, flags=re.DOTALL)
+            marked = rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)"
+            page = re.sub(marked, part.replace("\\", r"\\"), page, flags=re.DOTALL)
         write_text(path, page)
     return written
