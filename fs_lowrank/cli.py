@@ -371,7 +371,11 @@ def _compare(args: argparse.Namespace) -> None:
         _say(f"every value: {path}; the table and the curves over seeds are beside it")
         return
     existing = {"resume": args.resume, "overwrite": args.overwrite}
-    told = {"on_method": partial(_announce, config), "on_round": _on_round(config), "callbacks": _beginning()}
+    told: dict[str, Any] = {
+        "on_method": partial(_announce, config),
+        "on_round": _on_round(config),
+        "callbacks": _beginning(),
+    }
     results = compare(config, methods, args.engine, overrides=args.overrides, **existing, **told)
     first = next(iter(results.values()))
     sizes = sorted(first.facts["clients"])
