@@ -370,13 +370,10 @@ def _compare(args: argparse.Namespace) -> None:
         _print_figures(f"mean ± standard deviation over the seeds {args.seeds}", lines, args.table)
         _say(f"every value: {path}; the table and the curves over seeds are beside it")
         return
-    existing = {"resume": args.resume, "overwrite": args.overwrite}
-    told: dict[str, Any] = {
-        "on_method": partial(_announce, config),
-        "on_round": _on_round(config),
-        "callbacks": _beginning(),
-    }
-    results = compare(config, methods, args.engine, overrides=args.overrides, **existing, **told)
+    shown = partial(compare, on_method=partial(_announce, config), on_round=_on_round(config), callbacks=_beginning())
+    results = shown(
+        config, methods, args.engine, overrides=args.overrides, resume=args.resume, overwrite=args.overwrite
+    )
     first = next(iter(results.values()))
     sizes = sorted(first.facts["clients"])
     _say(f"\ndata: {first.facts['source']}; {counted(len(sizes), 'client')} of {sizes[0]} to {sizes[-1]} samples")
