@@ -158,6 +158,13 @@ def test_files_that_a_page_names_are_there(path):
     assert path.name == "CHANGELOG.md" or all((ROOT / name).exists() for name in named), named
 
 
+@pytest.mark.parametrize("path", [p for p in PAGES if p.suffix == ".md"], ids=lambda p: p.name)
+def test_rows_and_items_have_lines_of_their_own(path):
+    text = re.sub(r"^ *```.*?^ *```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    broken = [line for line in text.splitlines() if line.startswith("|") and not line.rstrip().endswith("|")]
+    assert not broken + re.findall(r"^[^|\n]*[^|\s] +- .*", text, re.M)
+
+
 def test_the_commands_are_found():
     assert len(pages(blocks)) > 40 and len(pages(inline)) > 20
     with pytest.raises(UserError, match="unrecognised: --rounds"):
