@@ -34,8 +34,10 @@ def shown(
         said = ""
 
         def move(to: float, text: str) -> None:
-            bar.set_postfix_str(text, refresh=live)
+            bar.set_postfix_str(text, refresh=False)
             bar.update(round(to, 1) - bar.n)
+            if live:
+                bar.refresh()
 
         def of_round(record: dict[str, Any]) -> object:
             nonlocal said
