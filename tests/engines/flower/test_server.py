@@ -176,7 +176,7 @@ def test_a_node_that_lost_its_disk_is_sent_everything(quick, federation, caplog,
 
     lost = serve(quick("lost", keys), federation(folder=tmp_path / "b").grid, on_round=lose)
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), lost.model.parameters(), strict=True))
-    assert not any(r["failed"] for r in lost.history) and "client 1: its copy of the model stands at" in caplog.text
+    assert not any(r["failed"] for r in lost.history) and "client 1: its copy of the model is at" in caplog.text
     assert ("client 1: what it saved" in caplog.text and "is damaged; it starts anew" in caplog.text) == damaged
     assert lost.history[2]["client_downlink_bytes"]["2"] < lost.history[2]["client_downlink_bytes"]["1"]
 
