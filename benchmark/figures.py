@@ -53,9 +53,9 @@ def _write(path: Path, panels: Sequence[Panel], title: str, **look: Any) -> None
     from PIL import Image
 
     comment = digest(repr((__version__, panels, title, look)))
-    with suppress(OSError), Image.open(path) as there:  # no picture yet, or not a whole one
+    with suppress(OSError, SyntaxError), Image.open(path) as there:  # no picture yet, or not a whole one
         if there.info.get("Comment") == comment:
-            return
+            return there.verify()
     made = figure(panels, title, **look)
     if (layout := made.get_layout_engine()) is not None:
         layout.execute(made)  # once: matplotlib would draw the whole figure for it

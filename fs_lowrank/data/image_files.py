@@ -249,8 +249,7 @@ def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | Non
             return np.asarray(converted), lost
 
     with ThreadPoolExecutor(max_workers=min(8, 2 * (os.cpu_count() or 1))) as pool:
-        reading = [pool.submit(read, path) for path in files]
-        decoded, lost = zip(*(each.result() for each in steps(reading, "reading images")))
+        decoded, lost = zip(*(got for _, got in zip(steps(files, "reading images"), pool.map(read, files))))
     first = decoded[0].shape[:2]
     for path, image in zip(files, decoded):
         if image.shape[:2] != first:

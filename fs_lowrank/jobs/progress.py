@@ -22,7 +22,7 @@ class _Log:
     """Standard error, on which a bar is a line of its own each time."""
 
     def write(self, text: str) -> None:
-        if line := text.strip("\r\n\x1b[A "):
+        if line := text.replace("\x1b[A", "").strip():
             print(line, file=sys.stderr)
 
     def flush(self) -> None:
@@ -40,7 +40,7 @@ def watched() -> bool:
 def showing(live: bool) -> Iterator[None]:
     """During the block ``steps`` and ``line`` show what is done: ``live``, or as lines of a log."""
     look: dict[str, Any] = {"leave": False, "dynamic_ncols": True}
-    text = "{n:g} of {total}, {remaining} left{postfix}"
+    text = "{n:.10g} of {total}, {remaining} left{postfix}"
     if live:
         look |= {"delay": SOON, "bar_format": f"{{desc}}: {{bar:20}} {text}"}
     else:

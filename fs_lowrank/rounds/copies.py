@@ -59,7 +59,7 @@ class SharedCopy:
             self.personal.undo(self.client, facts["undo"])
         if "told" in facts:
             if self.personal.before.get(self.client, (0, None))[0] != facts["round"]:
-                raise LostCopy(f"it has lost its result of round {facts['round']} before")
+                raise LostCopy(f"it has lost its earlier answer in round {facts['round']}")
         else:
             if facts["purpose"] == "train":
                 self.personal.undo(self.client, facts["round"])  # a resumed server repeats the round

@@ -25,23 +25,23 @@ def shown(
         config: of the run. name: before the bar.
         show: None: if somebody looks on; else as the command does of which this is a part, if any.
     """
-    rounds, language = config.federate.total_round_num, config.is_language
     live = watched() if show is None else show
-    with showing(live=True) if live else nullcontext(), line(name, rounds) as bar:
+    at_once = {"delay": 0, "mininterval": 0, "miniters": 0} if live else {}
+    with showing(live=True) if live else nullcontext(), line(name, config.federate.total_round_num, **at_once) as bar:
         if bar is None:
             yield on_round, on_client
             return
         said = ""
 
         def move(to: float, text: str) -> None:
+            if not bar.n:  # rounds before a resumed one cost no time, so the time left does not count them
+                bar.n = bar.initial = bar.last_print_n = round(to, 1)
             bar.set_postfix_str(text, refresh=False)
             bar.update(round(to, 1) - bar.n)
-            if live:
-                bar.refresh()
 
         def of_round(record: dict[str, Any]) -> object:
             nonlocal said
-            said = chief_scores(record["metrics"], language) or said
+            said = chief_scores(record["metrics"], config.is_language) or said
             move(record["round"], said)
             return on_round(record) if on_round else None
 

@@ -124,6 +124,10 @@ def test_a_claim_has_a_figure_of_its_conditions(tmp_path):
     drawn = path.stat().st_mtime_ns
     draw_claim("A claim", {"main": conditions}, path)
     assert path.stat().st_mtime_ns == drawn  # of the same data
+    path.write_bytes(path.read_bytes()[:-400])
+    draw_claim("A claim", {"main": conditions}, path)
+    PIL.Image.open(path).load()  # a torn file is drawn again
+    drawn = path.stat().st_mtime_ns
     draw_claim("A claim", {"main": conditions[:1]}, path)
     assert path.stat().st_mtime_ns > drawn
     assert draw_claim("A claim", {"main": [absent]}, tmp_path / "none.png") is None

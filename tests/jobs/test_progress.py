@@ -1,17 +1,21 @@
 """The lines of long work: live ones on a terminal, one every so often in a log."""
 
 import io
+import re
 import sys
+import time
 
+import fs_lowrank
 from fs_lowrank.jobs import progress, shell
+from fs_lowrank.runs.progress import shown
 
 
-def worked(monkeypatch, live: bool, parts: int = 4) -> str:
+def worked(monkeypatch, live: bool, what: str = "reading") -> str:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.setattr(progress, "SOON", 0)
     monkeypatch.setattr(progress, "LOG_EVERY", 1e-9)
     with progress.showing(live):
-        for part in progress.steps(range(parts), "reading"):
+        for part in progress.steps(range(4), what):
             if live and part == 2:
                 shell.make_console(file=sys.stderr).print("printed meanwhile")
     return sys.stderr.getvalue()
@@ -21,6 +25,21 @@ def test_a_log_has_lines(monkeypatch):
     lines = worked(monkeypatch, live=False).splitlines()
     assert lines[-1].startswith("reading: 4 of 4, ") and lines[-1].endswith(" left")
     assert all(line.startswith("reading: ") for line in lines)
+
+
+def test_a_log_has_the_whole_text(monkeypatch):
+    assert worked(monkeypatch, live=False, what="AdaLoRA").splitlines()[-1].startswith("AdaLoRA: 4 of 4, ")
+
+
+def test_a_resumed_run_counts_only_its_own_rounds_for_the_time_left(monkeypatch, settings):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    config = fs_lowrank.load_config(settings, {"federate.total_round_num": 100})
+    with shown(config, "rolora", True, None, None) as (of_round, of_client):
+        of_client(91, 0, 2)
+        time.sleep(0.2)
+        of_client(91, 1, 2)
+    left = re.findall(r"90.5 of 100, (\d\d):(\d\d) left", sys.stderr.getvalue())
+    assert left and all(60 * int(minutes) + int(seconds) >= 3 for minutes, seconds in left)
 
 
 def test_a_terminal_has_one_line_below_what_is_printed(monkeypatch):
