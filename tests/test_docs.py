@@ -179,5 +179,6 @@ def test_modules_targets_and_extras(path):
     targets = set(re.findall(r"^([\w-]+):", read(ROOT / "Makefile"), re.M))
     assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.M)) <= targets
     extras = set(re.findall(r'^\s+"(\w+)": \[', read(ROOT / "setup.py"), re.M))
-    named = {e for found in re.findall(r"(?:fs-lowrank|\.)\[([\w,]+)\]", text) for e in found.split(",")}
+    found = re.findall(r"(?:(?:fs-lowrank|\.)\[|\bextra `?)(\w+(?:,\w+)*)", text)
+    named = {extra for extras_of in found for extra in extras_of.split(",")}
     assert named <= extras, (named, extras)
