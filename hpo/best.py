@@ -183,8 +183,8 @@ def choose(found: dict, trial: int | None = None, unconfirmed: bool = False, unl
         )
     if check["open"] and not unconfirmed:
         raise UserError(
-            f"the best trial of {name} was not yet run on all of its fresh seeds, so it may be luck; continue the "
-            "search with the command that began it, or write it as it is with --unconfirmed"
+            f"the best trial of {name} was not yet run on all of its fresh seeds; continue the search with the "
+            "command that began it, or write it as it is with --unconfirmed"
         )
     return winner
 

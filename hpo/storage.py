@@ -60,8 +60,8 @@ def open_storage(where: str | Path, create: bool = False) -> RDBStorage:
     if path is not None and not path.exists():
         if path.name == FILE and path.with_name(OLD).exists():
             raise UserError(
-                f"{path.with_name(OLD)} is a search of an earlier version of fs-lowrank; move that file away and give "
-                "the command of the search again: the runs that it has finished are used, not run again"
+                f"{path.with_name(OLD)} is a search of an earlier version of fs-lowrank; move that file away and run "
+                "the command of the search again. It uses the finished runs"
             )
         if not create:
             raise UserError(f"{path}: there is no study yet; start one with fs-lowrank hpo tune")

@@ -239,10 +239,9 @@ def _check_end(template: str, closed: bool = False) -> None:
     """
     if not closed and not (is_own(template) and ends(template)):
         raise UserError(
-            "data.args: template: nothing ends an answer, so a model would not learn to stop: the tokenizer has no "
-            "end-of-sequence token, and the template writes nothing after the answer; name a model that writes answers "
-            "(an encoder does not), give the tokenizer one (eos_token), or a template such as '{instruction} {output} "
-            "END'"
+            "data.args: template: nothing ends an answer, so a model would not learn to stop. Give the tokenizer an "
+            "end-of-sequence token (eos_token), or write a text after the answer, as in '{instruction} {output} END'. "
+            "An encoder writes no answers: name another model"
         )
 
 

@@ -149,7 +149,7 @@ def create_method(
     refuse_former(cls.name, vars(method))
     if not train_head and any("head" in (*method.shared, *phase.train) for phase in method.phases(1)):
         raise UserError(
-            f"lowrank.train_head = False: {cls.name} names the head among what it trains, which would not be left out; "
+            f"lowrank.train_head = False: {cls.name} names the head in its phases, so it would train it nevertheless; "
             "choose another method (in one of your own, write self.whole in place of head)"
         )
     if server_optimizer is not None:

@@ -251,7 +251,7 @@ def corrected(cls: type[Method], drift: DriftCorrection | None) -> type[Method]:
     own = [name for name in _OF_MEANS if getattr(cls, name) is not getattr(Averaging, name)] if kind.beside else []
     if own:
         raise UserError(
-            f"{asked} remembers gradients of the weights that clients train, and {cls.name} goes on from other weights "
-            f"than their mean (it has its own {own[0]}); take fedprox, or a method such as fedlora, ffa_lora or rolora"
+            f"{asked} is for methods that go on from the mean of the clients' weights; {cls.name} does not (it has "
+            f"its own {own[0]}). Take fedprox, or a method such as fedlora, ffa_lora or rolora"
         )
     return type(cls.__name__, (kind, cls), {"drift": drift})

@@ -79,7 +79,7 @@ class RankedMethod(Gathering):
         if (start := setting.adapter.moves_base) and any(r != self.rank() for r in params.ranks):
             raise UserError(
                 f"llm.adapter.args: init_lora_weights = {start} moves a part of the base into pairs of rank "
-                f"{self.rank()}, of which clients of a smaller rank would lack some; take gaussian, or one rank for all"
+                f"{self.rank()}. Clients of a smaller rank would lack some of it; take gaussian, or one rank for all"
             )
         self.averaged = self.whole
 

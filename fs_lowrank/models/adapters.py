@@ -80,9 +80,8 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     strange = [n for n, p in wrapped.named_parameters() if p.requires_grad and not tags(n) & {"adapter", "head"}]
     if strange:
         raise UserError(
-            f"llm.adapter.args: it would train {strange[0]}, which is neither a tensor of an adapter nor a "
-            "head, so no method would train or send it; without bias, trainable_token_indices "
-            "and adapters on embeddings there is no such tensor"
+            f"llm.adapter.args: it would train {strange[0]}, which is no tensor of an adapter or a head, so it would "
+            "never be sent; leave out bias, trainable_token_indices and adapters on embeddings"
         )
     say_idle(wrapped, asked)
     if spec.virtual_tokens:

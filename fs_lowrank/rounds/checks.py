@@ -69,9 +69,9 @@ def check_head(config: Config, model: nn.Module, heads: Sequence[str]) -> None:
         raise UserError("lowrank.train_head = False: the model has no head that could be left as it is")
     if not told and config.llm.adapter.use and not config.is_language:
         say_once(
-            f"model.type = {config.model.type}: no module at its top is called {', '.join(HEAD_MODULES)}, or is a "
-            "trainable linear one that gives the logits under a name that no other module's ends with, so no head is "
-            "trained beside the adapter; call a new one classifier, or name it in modules_to_save (llm.adapter.args)"
+            f"model.type = {config.model.type}: no head is trained beside the adapter, because no module at its top is "
+            f"called {', '.join(HEAD_MODULES)}, and no other one can be the head. Call it classifier, or name it in "
+            "modules_to_save (llm.adapter.args)"
         )
 
 
@@ -175,13 +175,13 @@ def check_personal(config: Config, method: Method, personal: Mapping[str, Tensor
     """Raise ``UserError`` if the clients' own pairs, ``personal``, would be saved beside a base that theirs changes."""
     if own := sorted({kind for name in personal for kind in ("head", "lora_A", "lora_B") if kind in tags(name)}):
         say_once(
-            f"{' and '.join(own)} of the model stay with the clients: scores of the global model, test_acc among them, "
-            "are with their start; client_test_acc is of the clients' own models"
+            f"{' and '.join(own)} of the model stay with the clients: scores of the global model, such as test_acc, "
+            "use their start values; client_test_acc scores the clients' own models"
         )
     if personal and (start := config.adapter.moves_base):
         raise UserError(
-            f"llm.adapter.args: init_lora_weights = {start} changes the base, beside which the clients' own pairs of "
-            f"{method.name} are saved: they would belong to no model; take gaussian"
+            f"llm.adapter.args: init_lora_weights = {start} changes the base, so the clients' own pairs of "
+            f"{method.name} would fit no saved model; take gaussian"
         )
 
 
@@ -190,6 +190,6 @@ def say_half(config: Config, changing: State) -> None:
     half = [n for n, t in changing.items() if isinstance(t, Tensor) and t.dtype == torch.bfloat16]
     if half:
         say_once(
-            f"lowrank.dtype = {config.lowrank.dtype}: {len(half)} of the tensors that the run changes, which are no "
-            f"adapter's, are in bfloat16 ({half[0]}, ...), in which a step of less than a 256th of a weight is lost"
+            f"lowrank.dtype = {config.lowrank.dtype}: {len(half)} tensors that the run changes beside the adapter are "
+            f"in bfloat16 ({half[0]}, ...). A step of less than a 256th of a weight is lost there"
         )

@@ -180,8 +180,8 @@ class Evaluator:
         if config.eval.save_best is True and not (there and "val" in config.eval.split and evaluated):
             raise UserError(
                 "eval.save_best = True: the best round is chosen by validation data, and none are evaluated; give "
-                f"data.splits a share for them (now {list(config.data.splits)}), have val in eval.split (now "
-                f"{list(config.eval.split)}), and leave federate.make_global_eval True; or leave save_best out"
+                f"data.splits a share for them (now {list(config.data.splits)}), put val into eval.split (now "
+                f"{list(config.eval.split)}), and set federate.make_global_eval True"
             )
 
     def stalled(self, history: Iterable[Mapping[str, Any]]) -> bool:
@@ -229,6 +229,5 @@ class Evaluator:
         if patience > 0 and split in (CLIENTS, "test"):
             say_once(
                 f"early_stop.patience = {patience}: the run stops by {value}, so the test data choose its length, and "
-                "its test results are too good; to stop by validation data, hold some out with data.splits and give "
-                f"{key} val_loss"
+                f"its test results are too good; hold out validation data with data.splits, and set {key} val_loss"
             )

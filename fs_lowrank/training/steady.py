@@ -49,8 +49,8 @@ def check_steady(model: nn.Module, examples: Examples) -> None:
         if first[row].numel() and (wrong := differing("logits", first[row], again[row], 0.0, least=1e-5)):
             raise UserError(
                 f"model.type: the results of {name} depend on the texts computed before: {wrong} for a text of "
-                f"{examples.lengths[row]} tokens. A resumed run or one of two processes would end elsewhere; cut texts "
-                "to a smaller llm.tok_len, or take another model"
+                f"{examples.lengths[row]} tokens. So a resumed run would give another result; set a smaller "
+                "llm.tok_len, or take another model"
             )
     alone = torch.cat([first[row] for row in rows])
     if alone.numel() and (wrong := differing("logits", alone, beside, rounding(model), least=1e-3)):
