@@ -432,7 +432,7 @@ def check_arguments(bench: Bench, method: str, task: str) -> None:
 
 
 def check_half_precision(bench: Bench, method: str, task: str) -> None:
-    """In bfloat16 the losses stay finite and what is shared moves; a mean of sums is still each client's own."""
+    """In bfloat16 the losses stay finite and the shared tensors move; a mean of sums is still each client's own."""
     engine = bench.make(task, method, {"lowrank.dtype": "bfloat16", "federate.total_round_num": 2})
     before, states = state_of(engine), []
     engine.on_round = lambda record: states.append(state_of(engine))
