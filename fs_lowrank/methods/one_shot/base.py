@@ -166,8 +166,8 @@ class OneShot(Gathering):
         classes = count_classes(model, client.batches())
         if classes > LARGEST_EXACT and not self._warned:
             logger.warning(
-                "%s: with %d classes, the Fisher uses one drawn label per sample; lowrank.draws 0 uses all labels, with "
-                "one backward pass per class (the default up to %d classes)",
+                "%s: with %d classes, the Fisher uses one drawn label per sample; lowrank.draws 0 uses all labels, "
+                "with one backward pass per class (the default up to %d classes)",
                 self.name,
                 classes,
                 LARGEST_EXACT,
