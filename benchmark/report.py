@@ -13,6 +13,7 @@ import pandas as pd
 
 from fs_lowrank import UserError
 from fs_lowrank.errors import hint
+from fs_lowrank.jobs.progress import steps
 
 from .figures import draw_all, draw_claim
 from .frame import frame
@@ -57,7 +58,8 @@ def write_report(options: Options) -> list[Path]:
 
     found: list[tuple[Suite, Results, Results, list[Row]]] = []
     used: set[str] = set()
-    for name, size in [(name, size) for name in names for size in sizes if _has(name, size, options, sizes[0])]:
+    asked = [(name, size) for name in names for size in sizes if _has(name, size, options, sizes[0])]
+    for name, size in steps(asked, "reading suites"):
         suite, results = planned(name, size)
         used |= {r["hash"] for each in results.values() for r in each.all_records}
         shown = {
@@ -76,7 +78,7 @@ def write_report(options: Options) -> list[Path]:
     rows = [row for *_, judged in found for row in judged]
     adjust_all(rows)
     suites = []
-    for suite, results, shown, judged in found:
+    for suite, results, shown, judged in steps(found, "drawing suites"):
 
         def elsewhere(name: str, experiment: str, size: str = suite.size) -> list[dict]:
             there = planned(name, size)[1].get(experiment)  # it may be of the other size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ from ..models.names import HEAD_MODULES, TAGS, all_tensors, is_head, named_tenso
 from ..settings import Data, Eval
 from ..settings.metrics import LANGUAGE
 from ..settings.origin import show
+from ..training.local import steps_taken
 
 #: name in ``eval.split`` -> attribute of the data
 SPLITS = {"test": "test", "val": "validation"}
@@ -73,6 +75,20 @@ def check_head(config: Config, model: nn.Module, heads: Sequence[str]) -> None:
             f"called {', '.join(HEAD_MODULES)}, and no other one can be the head. Call it classifier, or name it in "
             "modules_to_save (llm.adapter.args)"
         )
+
+
+def say_turns(config: Config, method: Method, sizes: np.ndarray) -> None:
+    """Say which half is never trained, if no client takes as many steps as there are halves that train by turns.
+
+    Args:
+        sizes: number of samples of each client.
+    """
+    for phase in method.phases(1, int(sizes.argmax()) + 1):
+        if rest := phase.turns[steps_taken(int(sizes.max()), [phase], config) :]:
+            say_once(
+                f"federate.method = {config.federate.method} trains {' and '.join(phase.turns)} by turns, a step each, "
+                f"and never comes to {' and '.join(rest)}; give train.local_update_steps at least {len(phase.turns)}"
+            )
 
 
 def check_splits(config: Config, data: FederatedData) -> None:

@@ -22,6 +22,7 @@ from ..data import Examples, ImageExamples, build_data, load_raw
 from ..data.examples import rows_alike
 from ..data.ragged import Lazy
 from ..errors import UserError
+from ..jobs.progress import steps
 from ..methods import Client, DriftCorrection, Method, RobustMean, State, Tensors, Workbench, create_method
 from ..models.adapters import load_tensors, start_at_zero
 from ..models.build import build_model, build_tokenizer
@@ -32,6 +33,8 @@ from ..models.machine import autocast, device_of, enough_memory, input_device
 from ..models.names import is_statistic, tags
 from ..models.placing import at_home
 from ..models.quantised import count, require_bitsandbytes
+from ..models.shortcuts.frozen import FrozenPrefix
+from ..models.shortcuts.reads import OnlyRead
 from ..seeds import derive
 from ..settings import OPTIMIZERS_8BIT
 from ..training.schedule import schedule_of
@@ -45,6 +48,7 @@ from .checks import (
     check_task,
     of_one_client,
     say_half,
+    say_turns,
     trained_in,
 )
 from .copies import changed_base, copied, load_told
@@ -132,11 +136,14 @@ class Site:
         self.personal = PersonalParts(copied(self.model, self.method.personal))
         check_personal(config, self.method, self.personal.of_model)
         self.parameters = {"total": total, "trainable": max(map(self._trained_by, self.kinds()))}
+        say_turns(config, self.method, self.sizes)
         self.shortcuts = Shortcuts(config, self.data, self.method, self.held_out())
         if self.shortcuts.tried:
             check_steady(self.model, self.shortcuts.tried)
-        self.prefix = self.shortcuts.frozen_prefix(self.model)
-        self.reads = self.shortcuts.only_read(self.model)
+        saving = (self.shortcuts.frozen_prefix, self.shortcuts.only_read)
+        tried: list[Any] = [make(self.model) for make in steps(saving, "trying what saves work")]
+        self.prefix: FrozenPrefix | None = tried[0]
+        self.reads: OnlyRead | None = tried[1]
 
     @enough_memory()
     def plain_model(self) -> nn.Module:

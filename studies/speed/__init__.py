@@ -110,4 +110,4 @@ def table(folder: Path) -> str:
             agreement = "" if line["agreement"] is None else f"{line['agreement']:.0e}"
             cells = (path.stem, line["case"], line["figure"], f"{line['value']:.3g}", line["target"])
             lines.append(f"| {' | '.join(cells)} | {line['note']} | {agreement} |")
-    return "\n".join([*lines, "", "[Against other systems](peers.md): FederatedScope, Flower, pfl.", ""])
+    return "\n".join([*lines, "", "FederatedScope, Flower, pfl: [jobs](peers.md), [a short one](peers_10.md).", ""])

@@ -615,3 +615,13 @@ def test_la_loras_first_step_of_b_alone_is_that_of_ffa_lora_and_its_second_chang
     halves = [n for n in start if "lora_A" in n]
     assert all(torch.allclose(one[n], start[n], atol=1e-7) for n in halves), "but for rounding of the mean"
     assert not any(torch.allclose(two[n], start[n], atol=1e-4) for n in halves)
+
+
+@pytest.mark.parametrize("first, never", [("a", "lora_B"), ("b", "lora_A")])
+def test_with_one_step_a_round_a_warning_names_the_half_that_never_trains(tmp_path, caplog, first, never):
+    with quietly(tmp_path):
+        bench = Bench(tmp_path, {"lowrank.first": first})
+        bench.make("encoder", "la_lora", {"train.local_update_steps": 2})
+        assert "by turns" not in caplog.text
+        bench.make("encoder", "la_lora", {"train.local_update_steps": 1})
+    assert f"and never comes to {never}; give train.local_update_steps at least 2" in caplog.text

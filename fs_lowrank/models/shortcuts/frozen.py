@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from ...algebra import digest
+from ...jobs.progress import steps
 from ...seeds import drawing
 from ..adapters import layer_stack
 from ..kinds import unwrapped
@@ -392,7 +393,7 @@ class FrozenPrefix:
     def _filled(self, owner: str, examples, starts: np.ndarray) -> Tensor:
         lengths, buffer = examples.lengths, torch.empty((int(starts[-1]), self.columns), dtype=self.dtype)
         order = np.argsort(-lengths, kind="stable")
-        for first in range(0, len(order), COMPUTED_TOGETHER):
+        for first in steps(range(0, len(order), COMPUTED_TOGETHER), "computing frozen layers"):
             indices = order[first : first + COMPUTED_TOGETHER]
             for row, i in zip(self._hidden(examples, indices).cpu(), indices):
                 buffer[starts[i] : starts[i + 1]] = row[: lengths[i]]
