@@ -55,19 +55,19 @@ def check(options: Options, root: Path) -> None:
         UserError: an unknown task; data that are neither local nor on a hub; a task that runs generated code; examples
             in the prompt without data for them.
     """
-    manager = _manager()
+    known = manager()
     for name in options.tasks:
-        entry = manager.task_index.get(name)
+        entry = known.task_index.get(name)
         if entry is None and not Path(name).is_file():
             raise UserError(
-                f"lm-eval has no task {name!r}{nearest(name, manager.all_tasks)}; `lm-eval ls tasks` shows them all"
+                f"lm-eval has no task {name!r}{nearest(name, known.all_tasks)}; `lm-eval ls tasks` shows them all"
             )
         # Checked before the task is built, because HumanEval's definition asks a hub for its metric.
         if entry is not None and (entry.cfg or {}).get("unsafe_code"):
             raise _unsafe(name)
-    with _local_first(root):
+    with local_first(root):
         try:
-            tasks = manager.load(options.tasks)["tasks"]
+            tasks = known.load(options.tasks)["tasks"]
         except ValueError as error:
             if "Duplicate task" not in str(error):
                 raise
@@ -91,25 +91,18 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
     ``tasks``, the members of a group. Of multiple choice ``majority``, the accuracy of always choosing the place of the
     most frequent right answer. A metric behind a filter other than ``none`` keeps the filter's name.
     """
-    from lm_eval import evaluator
-
     places: dict[str, str] = {}
-    # No commit: git prints "fatal" outside a repository.
-    with _local_first(root, places), patch.object(evaluator, "get_git_commit_hash", lambda: None):
-        found = evaluator.simple_evaluate(
-            model=_wrap(model, tokenizer, options),
-            tasks=options.tasks,
-            task_manager=_manager(),
-            limit=options.limit,
+    with local_first(root, places):
+        found = evaluated(
+            model,
+            tokenizer,
+            options.tasks,
+            options,
+            max_length=options.max_length,
             num_fewshot=options.num_fewshot,
             apply_chat_template=options.chat,
-            bootstrap_iters=BOOTSTRAP,
-            log_samples=True,  # their right answers; they are not kept
-            random_seed=None,
-            numpy_random_seed=None,
-            torch_random_seed=None,
         )
-        built = cache(lambda: _manager().load(options.tasks)["tasks"])
+        built = cache(lambda: manager().load(options.tasks)["tasks"])
         chosen = {
             task: _places(found["samples"][task], task, built)
             for task, config in found["configs"].items()
@@ -141,6 +134,33 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
     return result
 
 
+def evaluated(model, tokenizer, tasks: Sequence, options: Any, max_length: int | None = None, **more) -> dict[str, Any]:
+    """What lm-eval finds of ``tasks``, with all samples; it sets no seed.
+
+    Args:
+        tasks: names, or lm-eval's own objects.
+        options: a scorer's, with ``limit`` and ``batch_size``.
+        more: for lm-eval's ``simple_evaluate``.
+    """
+    from lm_eval import evaluator
+    from lm_eval.models.huggingface import HFLM
+
+    # No commit: git prints "fatal" outside a repository.
+    with patch.object(evaluator, "get_git_commit_hash", lambda: None):
+        return evaluator.simple_evaluate(
+            model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=options.batch_size, max_length=max_length),
+            tasks=[*tasks],
+            task_manager=manager(),
+            limit=options.limit,
+            bootstrap_iters=BOOTSTRAP,
+            log_samples=True,  # their right answers; they are not kept
+            random_seed=None,
+            numpy_random_seed=None,
+            torch_random_seed=None,
+            **more,
+        )
+
+
 def _places(samples: Sequence[Mapping[str, Any]], name: str, built: Callable[[], Mapping[str, Any]]) -> list[str]:
     """The place of the right answer among the choices of each sample of a task, as lm-eval finds it.
 
@@ -163,12 +183,12 @@ def _places(samples: Sequence[Mapping[str, Any]], name: str, built: Callable[[],
 
 
 @cache
-def _manager():
+def manager():
     """lm-eval's index of its tasks; it takes seconds to build."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise UserError("the scorer lm_eval needs the package lm-eval: pip install 'fs-lowrank[eval]'") from error
+        raise UserError("this scorer needs the package lm-eval: pip install 'fs-lowrank[eval]'") from error
     return TaskManager()
 
 
@@ -178,7 +198,7 @@ def _unsafe(name: str) -> UserError:
     )
 
 
-def _local_first(root: Path, places: dict[str, str] | None = None) -> AbstractContextManager[Any]:
+def local_first(root: Path, places: dict[str, str] | None = None) -> AbstractContextManager[Any]:
     """A context in which tasks are built on local data if available; ``places`` receives the source by task."""
     from lm_eval.api.task import ConfigurableTask
 
@@ -202,12 +222,6 @@ def _local_first(root: Path, places: dict[str, str] | None = None) -> AbstractCo
         places[name] = f"data set {'/'.join(filter(None, where))}"
 
     return patch.object(ConfigurableTask, "download", download)
-
-
-def _wrap(model, tokenizer, options: Options):
-    from lm_eval.models.huggingface import HFLM
-
-    return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=options.batch_size, max_length=options.max_length)
 
 
 def _members(subtasks: dict[str, list[str]], counts: dict[str, int]) -> dict[str, list[str]]:

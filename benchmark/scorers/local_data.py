@@ -1,7 +1,7 @@
 """Local copies of the data sets behind lm-eval's tasks, with the fields that its task definitions ask for.
 
-Below the data root: ``commonsense/<task>/{train,test}.json`` (see ``commonsense``) and
-``mmlu/{dev,test}/<subject>_*.csv``.
+Below the data root: ``commonsense/<task>/{train,test}.json`` (see ``commonsense``),
+``mmlu/{dev,test}/<subject>_*.csv`` and ``humaneval/HumanEval.jsonl.gz``.
 
 The instruction format omits some fields. It has no passages for BoolQ, so lm-eval's prompt begins with the question.
 The context and question of Social IQa, and the two parts of a HellaSwag context, are one text in it; they are split
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from fs_lowrank.data.files import read_table
 from fs_lowrank.errors import UserError
 
 from . import commonsense
@@ -78,6 +79,7 @@ _COMMONSENSE: dict[tuple[str, str | None], tuple[str, str, Callable[[Question], 
     ("allenai/openbookqa", "main"): ("openbookqa", "test", _openbookqa),
 }
 MMLU = ("cais/mmlu", "hails/mmlu_no_train")
+HUMANEVAL = "openai/openai_humaneval"
 
 
 def find(root: Path, dataset_path: str, dataset_name: str | None) -> tuple[dict, str] | None:
@@ -93,13 +95,15 @@ def find(root: Path, dataset_path: str, dataset_name: str | None) -> tuple[dict,
         return None
     if (dataset_path, dataset_name) in _COMMONSENSE:
         return _commonsense(root, *_COMMONSENSE[dataset_path, dataset_name])
-    return _mmlu(root, file, str(dataset_name))
+    return _humaneval(file) if dataset_path == HUMANEVAL else _mmlu(root, file, str(dataset_name))
 
 
 def expected(root: Path, dataset_path: str, dataset_name: str | None) -> Path | None:
     """The file that ``find`` needs; None for an unknown data set."""
     if (dataset_path, dataset_name) in _COMMONSENSE:
         return commonsense.path(root, _COMMONSENSE[dataset_path, dataset_name][0], "test")
+    if dataset_path == HUMANEVAL:
+        return root / "humaneval" / "HumanEval.jsonl.gz"
     return root / "mmlu" / "test" / f"{dataset_name}_test.csv" if dataset_path in MMLU and dataset_name else None
 
 
@@ -132,6 +136,13 @@ def _mmlu_rows(path: Path, subject: str) -> list[dict]:
         {"question": row[0], "subject": subject, "choices": row[1:5], "answer": "0123ABCD".index(row[5].strip()) % 4}
         for row in rows.values.tolist()
     ]
+
+
+def _humaneval(path: Path):
+    rows, fields = read_table(path), ["task_id", "prompt", "test", "entry_point"]
+    if rows.reindex(columns=fields).isna().any(axis=None):
+        raise UserError(f"{path}: expected problems with {', '.join(fields)}")
+    return _datasets({"test": rows[fields].to_dict("records")}, "test"), f"humaneval/{path.name}"
 
 
 def _datasets(rows: dict[str, list[dict]], full: str) -> dict:

@@ -17,9 +17,6 @@ from ..models.padding import padding_matters
 from ..models.prompts import generating, is_prompted
 from ..seeds import drawing
 
-#: tokens that a stop word may spread over
-_NEWEST = 16
-
 
 @torch.no_grad()
 def continue_prompts(
@@ -30,7 +27,6 @@ def continue_prompts(
     batch_size: int,
     max_new_tokens: int,
     num_beams: int = 1,
-    stop: Sequence[str] = (),
     temperature: float = 0.0,
     seed: int = 0,
     on_cut: Callable[[int], object] = lambda count: None,
@@ -44,18 +40,10 @@ def continue_prompts(
 
     Args:
         prompts: token ids of each prompt.
-        stop: the text is cut before the first of these.
         seed: of the samples.
         on_cut: told how many continuations were cut at ``max_new_tokens``, if any were.
     """
-    from transformers import GenerationConfig, StoppingCriteria
-
-    class Stop(StoppingCriteria):
-        """A row is finished when a stop word is among its last tokens."""
-
-        def __call__(self, input_ids, scores, **kwargs):
-            newest = tokenizer.batch_decode(input_ids[:, start:][:, -_NEWEST:], skip_special_tokens=True)
-            return torch.tensor([any(s in text for s in stop) for text in newest], device=input_ids.device)
+    from transformers import GenerationConfig
 
     inner = unwrapped(model)
     prompted, paired = is_prompted(model), is_encoder_decoder(inner)
@@ -96,13 +84,11 @@ def continue_prompts(
                     input_ids=ids.to(device),
                     attention_mask=mask.to(device),
                     generation_config=plain,
-                    stopping_criteria=[Stop()] if stop else None,
                 )
                 for i, tokens in zip(rows, made[:, start:].cpu()):
-                    whole = tokenizer.decode(tokens, skip_special_tokens=True)
-                    texts[i] = _cut(whole, stop)
+                    texts[i] = tokenizer.decode(tokens, skip_special_tokens=True)
                     # The first token of a decoder beside an encoder may be the one that ends a text.
-                    cut += texts[i] == whole and not torch.isin(tokens[paired:], ends).any()
+                    cut += not torch.isin(tokens[paired:], ends).any()
     finally:
         inner.generation_config = own
     if cut:
@@ -121,7 +107,3 @@ def _batches(order: Sequence[int], size: int, lengths: Sequence[int] | None) -> 
 
 def _padded(row: Sequence[int], padding: list[int], right: bool) -> list[int]:
     return [*row, *padding] if right else [*padding, *row]
-
-
-def _cut(text: str, stop: Sequence[str]) -> str:
-    return text[: min((text.index(s) for s in stop if s in text), default=len(text))]

@@ -4,7 +4,6 @@ import csv
 import json
 import os
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import pandas as pd
@@ -14,13 +13,15 @@ import torch
 import fs_lowrank
 from benchmark import scorers
 from benchmark.intervals import right_rows, rows_of
-from benchmark.scorers import commonsense, generate, lm_eval_tasks, local_data
+from benchmark.scorers import commonsense, generate, local_data
 from fs_lowrank import cli
 from fs_lowrank.data.fetch import hub as fetch_hub
 from fs_lowrank.errors import UserError
 from fs_lowrank.finished import load_run
 from fs_lowrank.settings.metrics import standard_error
 from fs_lowrank.training.generate import continue_prompts
+
+pytestmark = pytest.mark.usefixtures("manager")
 
 #: a folder with real data, laid out as docs/guides/evaluation.md says
 REAL = Path(os.environ.get("FS_LOWRANK_EVAL_DATA", ""))
@@ -32,30 +33,6 @@ ROWS["ARC-Challenge"] = ROWS["ARC-Easy"]
 
 def row(instruction, answer):
     return {"instruction": instruction, "input": "", "output": f"the correct answer is {answer}", "answer": answer}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def manager():
-    """lm-eval's task index over the necessary folders only; indexing all 14,000 files takes 15 seconds."""
-    if find_spec("lm_eval") is None:
-        yield None
-        return
-    from lm_eval import tasks
-
-    folder = Path(tasks.__file__).parent
-    few = partial(
-        tasks.TaskManager,
-        include_defaults=False,
-        include_path=[
-            folder / name
-            for name in "arc glue hellaswag humaneval mbpp mmlu openbookqa piqa siqa super_glue winogrande".split()
-        ],
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tasks, "TaskManager", few)
-        lm_eval_tasks._manager.cache_clear()
-        yield lm_eval_tasks._manager()
-    lm_eval_tasks._manager.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -361,7 +338,6 @@ def test_a_group_with_a_missing_task_is_an_error(tiny, root, no_hub, tmp_path, m
         ({"scorer": "lm_eval", "tasks": ["rte"]}, "no local copy of it is known, and no hub"),
         ({"scorer": "humaneval"}, "run_unsafe_code: true, to allow it"),
         ({"scorer": "humaneval", "run_unsafe_code": "yes"}, "run_unsafe_code = 'yes': expected True or False"),
-        ({"scorer": "humaneval", "run_unsafe_code": True}, ".*HumanEval.jsonl.gz is missing"),
     ],
 )
 def test_wrong_input_is_reported_before_training(root, no_hub, spec, message):
@@ -415,9 +391,6 @@ def test_greedy_replies_do_not_depend_on_the_batch(tiny):
         assert got == [tokenizer.decode(e[len(p) :], skip_special_tokens=True) for e, p in zip(expected, prompts)]
     assert model.get_base_model().generation_config.repetition_penalty == 5.0
     model.get_base_model().generation_config.repetition_penalty = 1.0
-    word = continue_prompts(model, tokenizer, prompts[:1], batch_size=1, max_new_tokens=6)[0].split()[1]
-    stopped = continue_prompts(model, tokenizer, prompts[:1], batch_size=1, max_new_tokens=6, stop=[word])[0]
-    assert word not in stopped
 
 
 def test_the_generate_scorer_counts_and_records(tiny, root):
