@@ -1,4 +1,4 @@
-"""The leaderboard: every low-rank method in the same settings, from the cells of the suite ``leaderboard``."""
+"""The leaderboard: low-rank methods in the same settings, from the cells of the suite ``leaderboard``."""
 
 from __future__ import annotations
 

@@ -86,8 +86,8 @@ def say_turns(config: Config, method: Method, sizes: np.ndarray) -> None:
     for phase in method.phases(1, int(sizes.argmax()) + 1):
         if rest := phase.turns[steps_taken(int(sizes.max()), [phase], config) :]:
             say_once(
-                f"federate.method = {config.federate.method} trains {' and '.join(phase.turns)} by turns, a step each, "
-                f"and never comes to {' and '.join(rest)}; give train.local_update_steps at least {len(phase.turns)}"
+                f"federate.method = {config.federate.method} trains {' and '.join(phase.turns)} by turns, a step each: "
+                f"{' and '.join(rest)} is never trained; give train.local_update_steps at least {len(phase.turns)}"
             )
 
 
