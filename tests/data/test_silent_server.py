@@ -97,8 +97,7 @@ sys.exit(main(sys.argv[1:]))
 )
 def test_a_silent_hub(silent, tmp_path, keys, message):
     (tmp_path / "reviews.csv").write_text("text,label\na,x\nb,y\n" * 20)
-    defaults = ["federate.client_num", "2", "data.type", str(tmp_path / "reviews.csv"), "outdir", str(tmp_path / "run")]
-    (tmp_path / "run.yaml").write_text("federate: {method: fedavg}\n")
+    (tmp_path / "run.yaml").write_text("federate: {method: fedavg, client_num: 2}\ndata: {type: reviews.csv}\n")
     environment = {
         **os.environ,
         "HF_ENDPOINT": silent,
@@ -106,8 +105,9 @@ def test_a_silent_hub(silent, tmp_path, keys, message):
         "HF_HUB_OFFLINE": "0",
         "NO_PROXY": "*",
     }
+    command = ["run", "--cfg", str(tmp_path / "run.yaml"), *keys, "outdir", str(tmp_path / "run")]
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "run", "--cfg", str(tmp_path / "run.yaml"), *defaults, *keys],
+        [sys.executable, "-c", PROGRAM, *command],
         env=environment,
         capture_output=True,
         text=True,

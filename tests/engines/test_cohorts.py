@@ -225,27 +225,9 @@ def test_resumed_and_by_two_processes(few, trained):
     seen = []
     by_two = few("two", {**keys, "federate.process_num": 2})
     equal(whole, fs_lowrank.run(by_two, on_client=lambda round, done, of: seen.append((round, done, of))))
-    assert {of for _, _, of in seen} == {4} and all(done in (0, 2) for _, done, _ in seen)
+    assert seen == [(round, done, 4) for round in (1, 2, 3) for done in range(4)]
     seconds = whole.history[0]["client_seconds"]
     assert len(seconds) == 4 and all(s["training"] > 0 and not s["reused"] for s in seconds.values())
-
-
-@pytest.mark.slow
-def test_clients_that_kill_two_processes_together_are_trained_alone(few, monkeypatch):
-    import os
-    import signal
-
-    from fs_lowrank.engines import workers
-
-    def send(self, item, send=workers.Worker.send):
-        send(self, item)
-        if item.facts.get("kind") == "train" and 3 in item.facts["clients"]:
-            os.kill(self.process.pid, signal.SIGKILL)
-
-    monkeypatch.setattr(workers.Worker, "send", send)
-    result = fs_lowrank.run(few("killed", {"federate.process_num": 2, "federate.total_round_num": 1}))
-    (record,) = result.history
-    assert record["clients"] == [1, 2, 4, 5] and [f["client"] for f in record["failed"]] == [3]
 
 
 @pytest.mark.more
