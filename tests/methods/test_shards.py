@@ -7,6 +7,8 @@ from fs_lowrank.methods import Update, create_method
 from fs_lowrank.settings import AdapterSpec
 from tests.methods.conftest import ALPHA, LAYERS, Toy
 
+pytestmark = pytest.mark.more
+
 SIZES = (3, 10, 7)
 #: the methods of the table in docs/guides/scale.md, and those that it says cost the same
 METHODS = ("fedlora", "flexlora", "flora", "rolora", "fedloru", "mfedloru", "pfedloru", "pmfedloru")
