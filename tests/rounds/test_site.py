@@ -44,6 +44,6 @@ def test_a_mean_without_a_gram_matrix_is_refused(site):
 @pytest.mark.parametrize("start", ["pissa", "olora"])
 def test_a_base_that_the_start_of_a_pair_changes_has_no_personal_pairs_beside_it(site, method, start):
     args = {"r": 2, "alpha": 6, "modules": ["query"], "init_lora_weights": start}
-    with pytest.raises(UserError, match=f"init_lora_weights = {start} changes the base, beside which the clients' own"):
+    with pytest.raises(UserError, match=f"init_lora_weights = {start} changes the base, so the clients' own"):
         site({"federate.method": method, "llm.adapter.args": [args]})
     assert site({"federate.method": "fedlora", "llm.adapter.args": [args]})
