@@ -84,7 +84,7 @@ def say_turns(config: Config, method: Method, sizes: np.ndarray) -> None:
         sizes: number of samples of each client.
     """
     for phase in method.phases(1, int(sizes.argmax()) + 1):
-        if rest := phase.turns[steps_taken(int(sizes.max()), [phase], config) :]:
+        if rest := phase.turns[max(steps_taken(int(sizes.max()), [phase], own) for own in config.variants()) :]:
             say_once(
                 f"federate.method = {config.federate.method} trains {' and '.join(phase.turns)} by turns, a step each: "
                 f"{' and '.join(rest)} is never trained; give train.local_update_steps at least {len(phase.turns)}"

@@ -22,6 +22,7 @@ from benchmark.template import markdown
 from benchmark.verdicts import judged_claims
 from fs_lowrank import UserError, load_config
 from fs_lowrank.data import build_data
+from fs_lowrank.jobs import progress
 from fs_lowrank.methods import get_method_class, revisions
 from fs_lowrank.methods.server_optimizer import ServerOptimizer
 from fs_lowrank.models.build import build_tokenizer
@@ -381,9 +382,14 @@ def test_a_report_of_some_experiments_judges_claims_by_all(study, tmp_path):
         write_report(dataclasses.replace(given, only=("c",)))
 
 
-def test_a_suite_with_one_size_is_reported(study, tmp_path):
+def test_a_suite_with_one_size_is_reported(study, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(progress, "SOON", 0)
     text = f"paper: {{experiments: {{s: {{{VALUES}, args: [--n, 0.9]}}}}}}"
-    write_report(dataclasses.replace(study(text, "paper"), size="all"))
+    given = dataclasses.replace(study(text, "paper"), size="all")
+    with progress.showing(live=True):
+        write_report(given)
+    shown = capfd.readouterr().err
+    assert "reading suites: " in shown and "drawing suites: " in shown
     assert "(paper)" in (tmp_path / "results" / "report.md").read_text()
 
 

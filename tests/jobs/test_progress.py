@@ -5,6 +5,8 @@ import re
 import sys
 import time
 
+import pytest
+
 import fs_lowrank
 from fs_lowrank.jobs import progress, shell
 from fs_lowrank.runs.progress import shown
@@ -59,3 +61,13 @@ def test_quick_work_shows_nothing_in_a_log(monkeypatch):
     with progress.showing(live=False):
         assert list(progress.steps([1, 2], "reading")) == [1, 2]
     assert not sys.stderr.getvalue()
+
+
+@pytest.mark.more
+def test_what_comes_before_the_first_round_and_the_frozen_layers_have_lines(monkeypatch, settings, tmp_path):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(progress, "SOON", 0)
+    keys = {"federate.total_round_num": 1, "train.batch_or_epoch": "epoch", "outdir": str(tmp_path / "run")}
+    fs_lowrank.run(fs_lowrank.load_config(settings, keys), progress=True)
+    shown = sys.stderr.getvalue()
+    assert "trying what saves work" in shown and "computing frozen layers" in shown

@@ -622,6 +622,8 @@ def test_with_one_step_a_round_a_warning_names_the_half_that_never_trains(tmp_pa
     with quietly(tmp_path):
         bench = Bench(tmp_path, {"lowrank.first": first})
         bench.make("encoder", "la_lora", {"train.local_update_steps": 2})
+        longer = [{"clients": 1, "local_update_steps": 2}]
+        bench.make("encoder", "la_lora", {"train.local_update_steps": 1, "lowrank.clients": longer})
         assert "by turns" not in caplog.text
         bench.make("encoder", "la_lora", {"train.local_update_steps": 1})
     assert f": {never} is never trained; give train.local_update_steps at least 2" in caplog.text
