@@ -68,6 +68,7 @@ def test_what_comes_before_the_first_round_and_the_frozen_layers_have_lines(monk
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.setattr(progress, "SOON", 0)
     keys = {"federate.total_round_num": 1, "train.batch_or_epoch": "epoch", "outdir": str(tmp_path / "run")}
+    keys["train.cache_frozen_dir"] = str(tmp_path / "no states of other tests")
     fs_lowrank.run(fs_lowrank.load_config(settings, keys), progress=True)
     shown = sys.stderr.getvalue()
     assert "trying what saves work" in shown and "computing frozen layers" in shown
