@@ -17,7 +17,7 @@ _LAZY = {
     "load_space": "space",
     "parse_objectives": "objectives",
     "read_header": "best",
-    "results": "best",
+    "results": "summary",
     "space_from": "space",
     "tune": "start",
 }

@@ -13,7 +13,7 @@ from typing import Any
 from fs_lowrank import UserError
 from fs_lowrank.errors import hint, nearest
 from fs_lowrank.jobs import shell, tables
-from fs_lowrank.jobs.files import write_text
+from fs_lowrank.jobs.files import read_json, write_text
 
 console = shell.make_console(140)
 _COSTS = ("rounds", "client-steps", "seconds")
@@ -71,7 +71,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     for name, about, do, options in rows:
         command = commands.add_parser(name, help=about)
         command.example = examples.get(name, command.prog)
-        command.set_defaults(do=partial(_stored, do))
+        command.set_defaults(do=do if do is _status else partial(_stored, do))
         for option, metavar, text, *more in options:
             if metavar is ...:
                 command.add_argument(option, action="store_true", help=text)
@@ -110,11 +110,11 @@ def _tune(args: argparse.Namespace) -> int:
     from fs_lowrank import load_config
     from fs_lowrank.settings import parse_overrides
 
-    from .best import summary
     from .objectives import parse_objectives
     from .space import load_space
     from .start import Search, tune
     from .storage import open_storage
+    from .summary import summary
 
     config = load_config(args.cfg, **parse_overrides(args.overrides))
     asked = {"federate.method": shell.names(args.methods), "data.type": shell.names(args.data)}
@@ -146,24 +146,36 @@ def _say(text: str) -> None:
     console.print(text, soft_wrap=True)
 
 
+def _selected(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    """The studies that ``--study`` selects."""
+    wanted, names = args.study or "", sorted(names)
+    chosen = [n for n in names if n == wanted] or [n for n in names if not wanted or n.startswith(f"{wanted}.")]
+    if not chosen:
+        there = ", ".join(names) or "none yet; start one with fs-lowrank hpo tune"
+        where = args.storage or args.folder
+        raise UserError(f"{where}: no study {wanted!r}{nearest(wanted, names)}; there are: {there}")
+    return chosen
+
+
 def _chosen(args: argparse.Namespace) -> tuple:
     """The storage, and the names of the studies that ``--study`` selects."""
     from .storage import open_storage, study_names
 
-    storage, wanted = open_storage(args.where), args.study or ""
-    names = study_names(storage)
-    chosen = [n for n in names if n == wanted] or [n for n in names if not wanted or n.startswith(f"{wanted}.")]
-    if not chosen:
-        there = ", ".join(names) or "none yet; start one with fs-lowrank hpo tune"
-        raise UserError(f"{args.where}: no study {wanted!r}{nearest(wanted, names)}; there are: {there}")
-    return storage, chosen
+    storage = open_storage(args.where)
+    return storage, _selected(args, study_names(storage))
+
+
+def _summaries(args: argparse.Namespace) -> list[dict[str, Any]]:
+    from .summary import summary
+
+    storage, names = _chosen(args)
+    return [summary(storage, name) for name in names]
 
 
 def _print_table(found: Sequence[Mapping[str, Any]], file: Path | None) -> None:
     from fs_lowrank.runs.summary import for_people, shown_name
 
-    from .best import spread_text
-    from .search import point_text
+    from .best import point_text, spread_text
 
     def fresh(check: Mapping[str, Any] | None, language: bool) -> str:
         if check is None:
@@ -190,10 +202,19 @@ def _print_table(found: Sequence[Mapping[str, Any]], file: Path | None) -> None:
 
 
 def _status(args: argparse.Namespace) -> None:
-    from .best import budget_text, summary
+    """Of a search with a storage of its own as its command last wrote it, of another as its storage has it."""
+    from .objectives import FILE, SUMMARY
 
-    storage, names = _chosen(args)
-    found = [summary(storage, n) for n in names]
+    written = {} if args.storage else {file.parent.name: file for file in args.folder.glob(f"*/{SUMMARY}")}
+    if written and (args.folder / FILE).exists():
+        _print_status(args, [read_json(written[name]) for name in _selected(args, written)])
+    else:
+        _stored(lambda args: _print_status(args, _summaries(args)), args)
+
+
+def _print_status(args: argparse.Namespace, found: Sequence[Mapping[str, Any]]) -> None:
+    from .best import budget_text
+
     _print_table(found, args.table)
     for f in found:
         cost = f"{f['points']} points; {budget_text(f['budget'])}"
@@ -203,21 +224,21 @@ def _status(args: argparse.Namespace) -> None:
 
 
 def _best(args: argparse.Namespace) -> None:
-    from .best import choose, config_of, header, summary
+    from .best import choose, header
+    from .summary import config_of
 
-    storage, names = _chosen(args)
-    found = [summary(storage, n) for n in names]
+    found = _summaries(args)
     _print_table(found, args.table)
     if not args.out:
         return
     if len(found) > 1 and "{study}" not in args.out:
         raise UserError(
-            f"{len(found)} studies: {', '.join(names)}; choose one with --study, or write them all with "
-            "--out 'best-{study}.yaml'"
+            f"{len(found)} studies: {', '.join(f['study'] for f in found)}; choose one with --study, or write them all "
+            "with --out 'best-{study}.yaml'"
         )
     for f, winner in [(f, choose(f, args.trial, args.unconfirmed, args.unlearned)) for f in found]:
         path = args.out.replace("{study}", f["study"])
-        write_text(path, header(f, winner) + config_of(storage, f, winner).to_yaml())
+        write_text(path, header(f, winner) + config_of(f, winner).to_yaml())
         _say(f"{path}: run it with: {hint('run', '--cfg', path)}")
 
 

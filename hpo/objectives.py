@@ -13,6 +13,8 @@ SAMPLERS = ("grid", "tpe", "random", "cmaes", "gp")
 PRUNERS = ("none", "median", "halving", "hyperband")
 #: name of the storage in the folder of a search
 FILE = "study.db"
+#: name of the file in the folder of a study with what ``summary.summary`` gave when a trial last began or ended
+SUMMARY = "summary.json"
 #: the key of the metric that stops a run early
 WATCHED = "eval.best_res_update_round_wise_key"
 #: the objectives and their directions; none of them is of the test data

@@ -18,9 +18,9 @@ from fs_lowrank import UserError
 from fs_lowrank.jobs.files import replacing, write_text
 from fs_lowrank.runs.summary import shown_name
 
-from .best import points_of
 from .settings import settings_of
 from .storage import load_study
+from .summary import points_of
 
 
 def draw(storage: BaseStorage, names: Sequence[str], folder: Path) -> list[Path]:

@@ -129,15 +129,6 @@ def failure_text(trial: FrozenTrial) -> tuple[str, str]:
     return failed, f"; please report it with {report}" if report else ""
 
 
-def point_text(point: Mapping[str, Any]) -> str:
-    """A point in one line, each key by its last part."""
-    return ", ".join(f"{key.rpartition('.')[2]} {number_text(value)}" for key, value in point.items())
-
-
-def number_text(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def _point(trial: FrozenTrial) -> str:
     return json.dumps(trial.params or trial.system_attrs.get("fixed_params", {}), sort_keys=True)
 

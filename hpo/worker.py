@@ -19,23 +19,16 @@ from optuna.trial import TrialState
 
 from fs_lowrank import RunFailed
 from fs_lowrank.jobs.crew import PAUSE, stop_signals
+from fs_lowrank.jobs.files import to_json, write_text
 
 from . import storage as stored
-from .objectives import OBJECTIVES
-from .search import (
-    budget,
-    drawn,
-    enqueue,
-    failure_text,
-    fresh_seeds,
-    front,
-    kind,
-    number_text,
-    point_text,
-)
+from .best import number_text, point_text
+from .objectives import OBJECTIVES, SUMMARY
+from .search import budget, drawn, enqueue, failure_text, fresh_seeds, front, kind
 from .settings import make_pruner, make_sampler, settings_of, space_of
 from .space import decoded
-from .storage import AGAIN, RETRY, load_study
+from .storage import AGAIN, CONFIRM, RETRY, load_study
+from .summary import summary
 from .trial import Job
 
 #: the difference between the first fresh seed and the config's seed
@@ -74,6 +67,8 @@ class Searches:
         self.done: set[str] = set()
         #: trials that run for this command, and all that were seen to run, by their numbers in the storage
         self.running, self._seen = set[int](), set[int]()
+        for name in wanted:
+            self._write_summary(name)
 
     @property
     def remaining(self) -> int:
@@ -84,8 +79,13 @@ class Searches:
         spent = {name: budget(study.get_trials(deepcopy=False)) for name, study in self.studies.items()}
         for name in sorted(spent, key=lambda name: spent[name]["seconds"]):
             if name not in self.done and (job := self._next(name, spent[name]["client_steps"])):
+                self._write_summary(name)
                 return job
         return None
+
+    def _write_summary(self, name: str) -> None:
+        """Write the file of ``hpo status``, since Optuna takes seconds until it has opened its storage."""
+        write_text(self.folder / name / SUMMARY, to_json(summary(self.storage, name)), durable=False)
 
     def _next(self, name: str, steps: float) -> Job | None:
         """The next trial of a study, or of a winner of it on a fresh seed."""
@@ -162,6 +162,7 @@ class Searches:
             self.storage.set_trial_user_attr(number, "kind", "lost" if found is None else "interrupted")
         state, values = found or (TrialState.FAIL, None)
         trial = study.tell(job.trial, values, state, skip_if_finished=True)
+        self._write_summary(study.study_name.partition(CONFIRM)[0])
         how, label = kind(trial), f"{study.study_name} #{trial.number} ({point_text(decoded(trial.params))})"
         if how == "interrupted":
             AGAIN(study, trial)

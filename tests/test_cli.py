@@ -539,14 +539,12 @@ def test_importing_loads_nothing_heavy():
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
     """The folder of a search that has no trial yet."""
-    from hpo.search import create
-    from hpo.settings import Settings
-    from hpo.storage import open_storage
+    from hpo import Search, space_from, tune
 
     folder = tmp_path_factory.mktemp("hpo")
     config = fs_lowrank.load_config({"federate": {"client_num": 2, "method": "rolora"}})
-    space = {"train.optimizer.lr": {"grid": [0.1, 0.2]}}
-    create(open_storage(folder / "study.db", create=True), "rates", Settings(Settings.kept(config), space))
+    space = space_from({"train.optimizer.lr": {"grid": [0.1, 0.2]}})
+    assert tune(config, space, Search("rates", folder=folder, timeout=1e-6)).how == "timeout"
     return folder
 
 
@@ -562,7 +560,8 @@ def study(tmp_path_factory):
         ("keys", ()),
         ("keys --schema", ()),
         ("hpo --help", ()),
-        ("hpo status --dir {study}", ("optuna",)),
+        ("hpo status --dir {study}", ()),
+        ("hpo status --storage {study}/study.db", ("optuna",)),
         ("benchmark list", ()),
         ("run --cfg nowhere.yaml", ()),
         ("run --cfg {cfg} seed many", ()),

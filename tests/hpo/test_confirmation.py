@@ -6,7 +6,7 @@ import pytest
 
 import fs_lowrank
 from fs_lowrank import UserError
-from hpo import best, cli, read_header
+from hpo import best, cli, read_header, summary
 from hpo.search import kind, retry_failed
 from hpo.storage import CONFIRM, load_study, open_storage, quiet
 
@@ -35,7 +35,7 @@ def searched(search, monkeypatch):
 
 
 def confirmed(storage):
-    (winner,) = best.summary(storage, "s")["winners"]
+    (winner,) = summary.summary(storage, "s")["winners"]
     return winner["confirmed"]
 
 
@@ -49,16 +49,16 @@ def test_a_winner_that_failed_on_fresh_seeds_is_refused_until_they_are_run_again
     with pytest.raises(
         UserError, match="failed on 2 of its fresh seeds: .*it went wrong; run these again with --retry-"
     ):
-        best.choose(best.summary(storage, "s"))
+        best.choose(summary.summary(storage, "s"))
     with quiet():
         retry_failed(checks)
     assert [t.params["seed"] for t in checks.trials if kind(t) == "waiting"] == seeds[1:]
     assert confirmed(storage)["open"] == 2 and not confirmed(storage)["failed"], "they wait"
     with pytest.raises(UserError, match="was not yet run on all of its fresh seeds"):
-        best.choose(best.summary(storage, "s"))
+        best.choose(summary.summary(storage, "s"))
     searched()
     assert confirmed(storage)["seeds"] == seeds and not confirmed(storage)["failed"]
-    assert best.choose(best.summary(storage, "s"))["trial"] == 1
+    assert best.choose(summary.summary(storage, "s"))["trial"] == 1
 
 
 @pytest.mark.more

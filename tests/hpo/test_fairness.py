@@ -175,13 +175,13 @@ def test_an_internal_error_in_a_trial_is_one_line_that_names_a_file(search, monk
 @pytest.mark.more
 def test_an_internal_error_in_a_command_is_one_line_that_names_a_file(search, monkeypatch, capsys):
     options, _, _ = search(timeout=1e-6)
-    monkeypatch.setattr("hpo.best.summary", lambda *args: 1 / 0)
-    assert cli.main(["status", "--dir", str(options.folder)]) == 1
+    monkeypatch.setattr("hpo.summary.summary", lambda *args: 1 / 0)
+    assert cli.main(["best", "--dir", str(options.folder)]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ZeroDivisionError") and error.count("\n") == 1
     (path,) = options.folder.glob("traceback-*.txt")
     assert str(path) in error and "Traceback" in path.read_text()
-    assert cli.main(["status", "--dir", str(options.folder), "--debug"]) == 1
+    assert cli.main(["best", "--dir", str(options.folder), "--debug"]) == 1
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 

@@ -5,8 +5,8 @@ import pytest
 
 from fs_lowrank import load_config
 from hpo import cli, plots
-from hpo.best import points_of
 from hpo.storage import load_study, open_storage
+from hpo.summary import points_of
 
 
 @pytest.mark.slow

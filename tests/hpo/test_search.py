@@ -22,7 +22,7 @@ import fs_lowrank.cli
 from fs_lowrank import UserError, load_config
 from fs_lowrank.methods import get_method_class
 from fs_lowrank.methods.server_optimizer import ServerOptimizer
-from hpo import best, cli, plots, read_header, results
+from hpo import cli, plots, read_header, results, summary
 from hpo import search as core
 from hpo.objectives import OBJECTIVES, parse_objectives
 from hpo.search import kind
@@ -97,8 +97,11 @@ def test_grid_runs_each_point_once_confirms_the_winner_and_writes_it(search, con
     for name in ("history.png", "slices-s.png", "rounds-s.png"):
         assert (options.folder / "plots" / name).stat().st_size > 1000
     assert (options.folder / "plots" / "trials.csv").read_text().count(",COMPLETE,") == 2
+    capsys.readouterr()
     assert cli.main(["status", "--dir", str(options.folder)]) == 0
-    assert "2 complete" in capsys.readouterr().out
+    written = capsys.readouterr().out
+    assert cli.main(["status", "--storage", options.where]) == 0, "Optuna's storage says the same"
+    assert "2 complete" in written and written == capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -167,7 +170,7 @@ def test_a_pruned_trial_ends_at_once_and_its_cost_counts(search, monkeypatch):
     assert first.state == TrialState.COMPLETE and list(first.intermediate_values) == [1, 2]
     assert second.state == TrialState.PRUNED and list(second.intermediate_values) == [1]
     assert second.user_attrs["budget"]["client_steps"] == 4
-    assert best.summary(*[studies(options)[0], "s"])["budget"]["client_steps"] == 12
+    assert summary.summary(*[studies(options)[0], "s"])["budget"]["client_steps"] == 12
     assert "pruned" in lines[-1]
 
 
@@ -586,7 +589,7 @@ def test_command_line_in_worker_processes(config, tmp_path, capsys):
     arguments = ["tune", *map(str, files), *"--workers 2 --confirm 1 federate.method rolora".split()]
     assert cli.main(arguments) == 0
     store = open_storage(tmp_path / "hpo" / "study.db")
-    found = best.summary(store, "run-space")
+    found = summary.summary(store, "run-space")
     assert found["trials"] == {"complete": 2} and found["winners"][0]["confirmed"]["open"] == 0
     assert cli.main([*arguments, "--workers", "0", "--timeout", "0.001", "--study", "t"]) == 0
     assert "continue with" in capsys.readouterr().out
