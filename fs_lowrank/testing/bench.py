@@ -18,6 +18,7 @@ from .. import load_config
 from ..config import Config
 from ..engines.local import LocalEngine
 from ..models.machine import input_device
+from ..rounds.site import method_of
 from . import small
 
 #: the small models by the name that the checks have for them, and what ``model.task`` is
@@ -65,7 +66,7 @@ class Bench:
         return make(self.bases[task], self.data[task], outdir)
 
     def make(self, task: str, method: str, keys: Mapping[str, Any] | None = None, **callbacks: Any) -> LocalEngine:
-        """An engine with an outdir of its own, of 3 clients and 3 rounds of one step.
+        """An engine with an outdir of its own, of 3 clients and 3 rounds of one step, or of one for each half.
 
         Unless the keys ask for it, nothing is evaluated before the last round, kept to resume from, or drawn.
         """
@@ -85,7 +86,10 @@ class Bench:
             "lowrank.pictures": False,
             "eval.save_best": False,
         }
-        return load_config(self.settings(task, outdir), {**few, **self._keys(method), **(keys or {})})
+        config = load_config(self.settings(task, outdir), {**few, **self._keys(method), **(keys or {})})
+        # Of halves that train by turns each has a step, so that an update changes the product of both.
+        halves = max(len(phase.turns) for phase in method_of(config).phases(1))
+        return config.replace({"train.local_update_steps": max(config.train.local_update_steps, halves)})
 
 
 @contextlib.contextmanager

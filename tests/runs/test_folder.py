@@ -290,7 +290,7 @@ def test_a_disk_that_is_full_at_the_end_of_a_run(config, monkeypatch, what):
             patch.setattr(type(engine.model), "save_pretrained", full)
         else:
             patch.setattr(keeper, "to_json", lambda value, **layout: full() if "final" in value else json.dumps(value))
-        with pytest.raises(RunFailed, match=f"{folder}.* No space left.*run again, a run with resume=True"):
+        with pytest.raises(RunFailed, match=f"{folder}.* No space left.*run again.* with resume=True"):
             engine.run(resume=True)
     changed = {n for n in before if before[n] != files(folder).get(n)} - {"environment.json", "data.json"}
     of_ended = {"checksums.json", "summary.json"}
