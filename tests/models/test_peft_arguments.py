@@ -49,8 +49,9 @@ VALUES = {
 #: what PEFT itself says, what depends on a draw or on the sizes of the model, what another of PEFT's arguments
 #: switches on, and what PEFT's prompts take from the model
 ELSEWHERE = ("fan_in_fan_out", "ensure_weight_tying", "decompose_both", "module_dropout", "target_parameters")
-ELSEWHERE += ("megatron_core", "loftq_config", "qalora_group_size", "eps", "encoder_hidden_size", "encoder_num_layers")
-ELSEWHERE += ("encoder_dropout", "prompt_tuning_init_text", "tokenizer_name_or_path", "num_attention_heads", "num_layers")
+ELSEWHERE += ("megatron_core", "loftq_config", "qalora_group_size", "eps", "prompt_tuning_init_text")
+ELSEWHERE += ("encoder_hidden_size", "encoder_num_layers", "encoder_dropout", "num_attention_heads", "num_layers")
+ELSEWHERE += ("tokenizer_name_or_path",)
 
 
 def build(kind):
