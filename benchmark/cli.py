@@ -137,7 +137,7 @@ def _list(args: argparse.Namespace) -> None:
             took = sum(r["seconds_in_all"] for _, r in finished) / 60
             cells = (searches, len(jobs) - searches, done, f"{took:.0f} min" if took else "")
             lines.append((name, experiment.name + " *" * experiment.extra, experiment.title, *map(str, cells)))
-    tables.show(console, lines, args.table, right=counts)
+    tables.show(console, lines, args.table, right=counts, leaves=("took", "suite", "searches"))
     console.print("took: minutes of all finished jobs, summed over processes; shared jobs count in each experiment")
     if any(" *" in line[1] for line in lines):
         console.print("* runs only if --only names it")

@@ -397,7 +397,7 @@ def _methods(args: argparse.Namespace) -> None:
             cls = methods().get_method_class(name)
             step = "weighted mean" if issubclass(cls, methods().Averaging) else "its own"
             lines.append((name, cls.source, cls.sends, step))
-        tables.show(console, lines, args.table)
+        tables.show(console, lines, args.table, leaves=("source", "server step"))
         return
     tables.only_of_a_list(args)
     cls = methods().get_method_class(args.name)
@@ -428,11 +428,11 @@ def _cache(args: argparse.Namespace) -> None:
 def _doctor(args: argparse.Namespace) -> int:
     from .doctor import examine, installed
 
-    lines: list[Sequence[str | Text]] = [("", "what", "found", "what to do")]
+    lines: list[Sequence[str | Text]] = [("", "what", "found, and what to do")]
     checks = installed() if args.quick else examine()
     for check in checks:
         state, colour = ("ok", "green") if check.ok else ("missing", "red") if check.required else ("absent", "yellow")
-        lines.append((Text(state, colour), check.what, check.found, "" if check.ok else check.remedy))
+        lines.append((Text(state, colour), check.what, check.found + f"; {check.remedy}" * (not check.ok)))
     tables.show(console, lines, args.table)
     return shell.OK if all(c.ok or not c.required for c in checks) else shell.FAILED
 
@@ -444,7 +444,7 @@ def _fetch(args: argparse.Namespace) -> None:
         lines = [("name", "what", "size", "licence", "here")]
         for name, item in FETCHABLE.items():
             lines.append((name, item.description, str(item.size), item.licence, "yes" if resolve(name) else ""))
-        tables.show(console, lines, args.table)
+        tables.show(console, lines, args.table, leaves=("licence", "size"))
         return
     tables.only_of_a_list(args)
     for name in args.names:

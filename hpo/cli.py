@@ -194,7 +194,7 @@ def _print_table(found: Sequence[Mapping[str, Any]], file: Path | None) -> None:
         trials = "\n".join(f"{n} {k}" for k, n in sorted(f["trials"].items()))
         spent = str(cost["rounds"]), f"{cost['client_steps']:,}", f"{cost['seconds']:.0f}"
         lines.append((f["study"], trials, best or "-", at or "-", checks or "-", *spent))
-    tables.show(console, lines, file, right=_COSTS)
+    tables.show(console, lines, file, right=_COSTS, leaves=(*_COSTS, "trials"))
     for f in found:
         for winner in f["winners"]:
             for said in filter(None, (winner["nothing_learned"], winner["at_end"])):

@@ -43,7 +43,7 @@ def _keys(args: argparse.Namespace) -> None:
     rows: list[Sequence[str | Text]] = [("key", "default", "meaning")]
     for group, of in groupby(entries, lambda entry: entry.group):
         rows += [(), (Text(group, "bold"), "", ""), *((entry.name, entry.default, entry.meaning) for entry in of)]
-    tables.show(console, rows, args.table)
+    tables.show(console, rows, args.table, leaves=("default",))
     if not args.name:
         further = "one key in full: fs-lowrank keys NAME; FederatedScope's other keys: fs-lowrank keys FederatedScope"
         console.print(further, soft_wrap=True)

@@ -58,15 +58,6 @@ def stop_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def visible(gpu: str) -> str:
-    """What ``CUDA_VISIBLE_DEVICES`` has to be for a process that is to see GPU number ``gpu`` of this one alone.
-
-    A scheduler that has set the variable gives this process a part of the machine's GPUs, by number or by name.
-    """
-    named = names(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return named[int(gpu)] if named else gpu
-
-
 def threads_each(workers: int) -> int:
     """Threads of each of ``workers`` processes that share the cores of this machine."""
     return max(1, (os.cpu_count() or 1) // workers)
@@ -87,9 +78,12 @@ def make_crew(
         imports: as of ``Pool``. begin: the first calls in each. gpus: numbers of torch's. logs: a folder for their
             output. say: prints a line.
     """
+    # A scheduler that has set the variable gives this process a part of the machine's GPUs, by number or by name.
+    seen = names(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    own = [seen[int(gpu)] if seen else gpu for gpu in gpus]
 
     def variables(index: int) -> dict[str, str]:
-        gpu = {"CUDA_VISIBLE_DEVICES": visible(gpus[index % len(gpus)])} if gpus else {}
+        gpu = {"CUDA_VISIBLE_DEVICES": own[index % len(own)]} if own else {}
         return {INSIDE: "1", "OMP_NUM_THREADS": str(threads_each(workers)), **os.environ, **gpu}
 
     def prepare(index: int) -> list[Call]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
-import io
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ..errors import UserError
@@ -27,14 +26,6 @@ Lines = Sequence[Sequence[str | Text]]
 JSON = Path("json")
 #: where it goes; None: the standard output
 _output: TextIO | None = None
-
-_LATEX = str.maketrans(
-    {
-        **{c: f"\\{c}" for c in "&%$#_{}"},
-        **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
-        **{"±": r"$\pm$", "≠": r"$\ne$", "–": "--", "\n": " "},
-    }
-)
 
 
 def option(command: argparse.ArgumentParser, when: str = "") -> None:
@@ -80,22 +71,46 @@ def output_of(file: Path | None) -> Iterator[None]:
         yield
 
 
-def show(console: Console, lines: Lines, file: Path | None = None, *, right: Collection[str] = ()) -> None:
+def show(
+    console: Console, lines: Lines, file: Path | None = None, *, right: Collection[str] = (), leaves: Sequence[str] = ()
+) -> None:
     """Print a table, and write it to ``file``, if one is given, as ``write_tables`` does; ``JSON``: print that instead.
+
+    On the screen no word is broken. Where there is no room for the longest word of each column, columns leave.
 
     Args:
         right: the columns that stand at the right, by name.
+        leaves: the columns that may leave, the first one first.
     """
     if file is JSON:
         print(as_json(lines), file=_output)
         return
-    table = rich_table(lines)
-    for column in table.columns:
-        column.overflow = "fold"
-        column.justify = "right" if str(column.header) in right else "left"
+    gone: list[str] = []
+    while _too_wide(table := rich_table(_without(lines, gone), right), console.width) and len(gone) < len(leaves):
+        gone.append(leaves[len(gone)])
     console.print(table)
+    if gone:
+        console.print(f"a wider terminal, and --json, show what has no room here: {', '.join(gone)}")
     if file:
         write_tables(lines, file)
+
+
+def _without(lines: Lines, names: Collection[str]) -> Lines:
+    return [[cell for name, cell in zip(lines[0], line) if name not in names] for line in lines]
+
+
+def _too_wide(table: Table, room: int) -> bool:
+    """Set the widths of the columns. The widest gives way first, to its longest word; True if that is not enough."""
+    texts = [[str(text) for text in (column.header, *column.cells)] for column in table.columns]
+    least = [max(cell_len(word) for text in of for word in ["", *text.split()]) for of in texts]
+    widths = [max(cell_len(line) for text in of for line in ["", *text.splitlines()]) for of in texts]
+    room -= 3 * len(widths) + 1
+    while sum(widths) > room and widths != least:
+        spare = [width if width > lowest else 0 for width, lowest in zip(widths, least)]
+        widths[spare.index(max(spare))] -= 1
+    for column, width in zip(table.columns, widths):
+        column.width = width
+    return sum(widths) > room
 
 
 def as_json(lines: Lines) -> str:
@@ -110,17 +125,14 @@ def as_json(lines: Lines) -> str:
         return text if not number else float(text) if number[2] else int(text)
 
     head, *rows = ([" ".join(str(part).split()) for part in line] for line in lines if line)
-    return to_json(
-        [{name: cell(value) for name, value in zip(head, row)} for row in rows], indent=1, ensure_ascii=False
-    )
+    records = [{name: cell(value) for name, value in zip(head, row)} for row in rows]
+    return to_json(records, indent=1, ensure_ascii=False)
 
 
-def rich_table(lines: Lines) -> Table:
-    """A table for the screen; brackets in plain text are no markup."""
+def rich_table(lines: Lines, right: Collection[str] = ()) -> Table:
+    """A table for the screen, with the columns ``right`` at the right; brackets in plain text are no markup."""
     header, *rows = lines
-    table = Table()
-    for name in header:
-        table.add_column(_text(name))
+    table = Table(*(Column(_text(n), justify="right" if str(n) in right else "left", overflow="fold") for n in header))
     for row in rows:
         if row:
             table.add_row(*map(_text, row))
@@ -139,17 +151,11 @@ def write_tables(lines: Lines, path: Path) -> Path:
     Raises:
         RunFailed: a file cannot be written.
     """
-    text, cells = io.StringIO(), [[str(cell) for cell in line] for line in lines if line]
-    csv.writer(text, lineterminator="\n").writerows([[cell.replace("\n", " ") for cell in line] for line in cells])
-    write_text(path, text.getvalue(), durable=False)
-    write_text(path.with_suffix(".tex"), latex(cells), durable=False)
+    import pandas as pd
+
+    head, *rows = [[str(cell).replace("\n", " ") for cell in line] for line in lines if line]
+    table, look = pd.DataFrame(rows, columns=head), "l" + "r" * (len(head) - 1)
+    tex = table.to_latex(index=False, escape=True, column_format=look).replace("±", r"$\pm$")
+    write_text(path, table.to_csv(index=False, lineterminator="\n"), durable=False)
+    write_text(path.with_suffix(".tex"), tex, durable=False)
     return path
-
-
-def latex(lines: Iterable[Sequence[str]]) -> str:
-    """A ``tabular`` with the rules of booktabs."""
-    cells = [[cell.translate(_LATEX) for cell in line] for line in lines]
-    head, *rows = [" & ".join(line) + r" \\" for line in cells]
-    columns = "l" + "r" * (len(cells[0]) - 1)
-    body = [f"\\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"]
-    return "\n".join(body) + "\n"

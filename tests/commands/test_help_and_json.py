@@ -5,6 +5,8 @@ import json
 import pytest
 
 from fs_lowrank import cli
+from fs_lowrank.jobs import tables
+from fs_lowrank.jobs.shell import make_console
 from fs_lowrank.jobs.tables import as_json
 
 
@@ -30,6 +32,32 @@ def test_a_table_as_json_is_alone_on_the_output(command, capsys):
     assert len(rows) > 3 and len({tuple(row) for row in rows}) == 1
     assert cli.main(["methods", "rolora", "--json"]) == 2
     assert "--json: there is a table only without a name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["methods", "keys", "fetch", "examples", "doctor --quick"])
+def test_no_word_of_a_table_is_broken_at_80_columns(command, capsys, monkeypatch):
+    given, show = {}, tables.show
+
+    def shown(console, lines, file=None, **options):
+        given.update(lines=lines, leaves=options.get("leaves", ()))
+        show(make_console(80), lines, file, **options)
+
+    monkeypatch.setattr(tables, "show", shown)
+    assert cli.main(command.split()) == 0
+    out = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("┃", "│"))]
+    head, *rows = filter(None, given["lines"])
+    stays = [[str(cell) for name, cell in zip(head, row) if name not in given["leaves"]] for row in rows]
+    words = {word for row in stays for cell in row for word in cell.split()}
+    assert len(words) > 20 and words <= set(" ".join(out).split()) and max(map(len, out)) <= 80
+
+
+@pytest.mark.parametrize("width, gone", [(60, ""), (35, "licence"), (25, "licence, size")])
+def test_columns_leave_in_their_order(width, gone, capsys):
+    lines = [("name", "what", "size", "licence"), ("a_name", "several words here", "12 MB", "Apache-2.0")]
+    tables.show(make_console(width), lines, leaves=("licence", "size"))
+    out = capsys.readouterr().out
+    assert "several" in out and ("Apache-2.0" in out) == (width > 35) and ("MB" in out) == (width > 25)
+    assert " ".join(out.split()).endswith(f"show what has no room here: {gone}" if gone else "┘")
 
 
 def test_a_hash_in_a_table_stays_a_text():

@@ -1,6 +1,5 @@
 """Pictures and tables of runs: what they show, and that nothing global changes by drawing them."""
 
-import csv
 import math
 import sys
 
@@ -23,7 +22,7 @@ from fs_lowrank.draw.runs import (
     setting_of,
 )
 from fs_lowrank.errors import RunFailed
-from fs_lowrank.jobs.tables import latex, write_tables
+from fs_lowrank.jobs.tables import write_tables
 from fs_lowrank.settings.metrics import wilson
 
 
@@ -209,8 +208,9 @@ def test_the_title_says_the_setting(settings):
 
 
 def test_a_table_is_csv_and_latex(tmp_path):
-    path = write_tables([["method", "test\nacc"], ["a_b, 50 %", "0.1 ± 0.2"]], tmp_path / "t.csv")
-    assert list(csv.reader(path.open(encoding="utf-8"))) == [["method", "test acc"], ["a_b, 50 %", "0.1 ± 0.2"]]
+    lines = [["method", "test\nacc"], ["a_b, 50 %", "0.1 ± 0.2"], [], ["\\", "x\n"]]
+    path = write_tables(lines, tmp_path / "t.csv")
+    assert path.read_text(encoding="utf-8") == 'method,test acc\n"a_b, 50 %",0.1 ± 0.2\n\\,x \n'
     text = path.with_suffix(".tex").read_text(encoding="utf-8")
     assert r"a\_b, 50 \% & 0.1 $\pm$ 0.2 \\" in text and r"\begin{tabular}{lr}" in text
-    assert latex([["\\"]]).splitlines()[2] == r"\textbackslash{} \\"
+    assert r"\textbackslash  & x" in text and r"\toprule" in text
