@@ -166,18 +166,8 @@ def _section(prefix: str, group: str, what: Any, skip: int = 0, leave_out: Seque
 
 def _entry(prefix: str, group: str, name: str, key: Key, defaults: Mapping, meanings: Mapping[str, str]) -> Entry:
     default = "" if key.required else shown(defaults[name])
-    meta, engines = key.meta, "all"
-    there = on_engine(prefix + name, "federatedscope")
-    if "local" in meta:
-        where = "on federatedscope only" if there == "followed" else f"on none; federatedscope: {there}"
-        engines = f"others than {shown(meta['local'])} {where}"
-    elif "idle" in meta:
-        where = " on local, flower" * (there == "followed")
-        engines = f"no effect{where} ({meta['idle']})"
-    else:
-        elsewhere = {"federatedscope": there, "flower": on_engine(prefix + name, "flower")}
-        differs = [f"{said} on {engine}" for engine, said in elsewhere.items() if said != "followed"]
-        engines = ", ".join(differs) or "all"
+    there = {engine: on_engine(prefix + name, engine) for engine in framework.FOLLOWED}
+    engines = ", ".join(f"{word} on {engine}" for engine, word in there.items() if word != "followed") or "all"
     return Entry(prefix + name, group, _type(key), default, engines, meanings.get(name, ""), key)
 
 

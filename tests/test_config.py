@@ -647,7 +647,7 @@ def test_the_frameworks_other_keys(write, caplog):
     check_local(config)
     assert "fedprox.mu = 0.3 has no effect: fedprox.use is False" in caplog.text
     assert "trainer.disp_freq = 7 has no effect: only FederatedScope uses it" in caplog.text
-    assert "federate.save_to = 'x.ckpt' has no effect: a run leaves its adapter" in caplog.text
+    assert "federate.save_to = 'x.ckpt' has no effect: only FederatedScope uses it" in caplog.text
     assert config.fingerprint() == load_config(write(FILE)).fingerprint()
     assert config.get("fedprox.mu") == 0.3 and config.get("fedprox.use") is False
 

@@ -28,9 +28,8 @@ def key(default: Any, **meta: Any) -> Any:
     lower case; ``also``, other spellings; ``filled``, a list or mapping must not be empty; ``once``, a list must not
     have an item twice; ``dropped``, items of a list that are left out, and why; ``words``, a description of the
     expected value, if the type is not enough; ``result=False``, the key does not affect the result; ``later``, the
-    default of a key that came after a release, which is the former behaviour and has no part in fingerprints;
-    ``local``, the only value that the local engine supports; ``idle``, why the key has no effect in the local
-    engine; ``open``, unknown keys are accepted.
+    default of a key that came after a release, which is the former behaviour and has no part in fingerprints; ``open``,
+    unknown keys are accepted.
     """
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: copy.deepcopy(default), metadata=meta)

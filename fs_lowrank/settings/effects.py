@@ -5,7 +5,7 @@ or because of the engine.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from . import framework
@@ -106,8 +106,8 @@ def _of_evaluation(config: Settings, engine: str) -> Iterator[Condition]:
     yield config.model.task == "CausalLM", answers, ("eval.generate",)
 
 
-def _changed(config: Settings, method: Any = None) -> dict[str, tuple[Any, Mapping[str, Any]]]:
-    """The keys of ours that differ from their defaults: name -> value and metadata.
+def _changed(config: Settings, method: Any = None) -> dict[str, Any]:
+    """The values of our keys that differ from their defaults.
 
     Args:
         method: whose hyperparameters' defaults are meant; None: they all differ.
@@ -116,34 +116,20 @@ def _changed(config: Settings, method: Any = None) -> dict[str, tuple[Any, Mappi
     defaults |= {f"lowrank.{name}": value for name, value in (params_defaults(method) if method else {}).items()}
     usual = AdapterSpec().to_args()
     defaults[_ADAPTER] = [usual]
-    changed = {
-        name: (value, meta)
-        for name, value, meta in flat_keys(config)
-        if name not in defaults or value != defaults[name]
-    }
+    flat = {name: value for name, value, _ in flat_keys(config)}
+    changed = {name: value for name, value in flat.items() if name not in defaults or value != defaults[name]}
     args = {name: value for name, value in config.llm.adapter.args[0].items() if value and value != usual.get(name)}
-    return changed | {f"{_ADAPTER}.0.{name}": (value, {}) for name, value in args.items()}
+    return changed | {f"{_ADAPTER}.0.{name}": value for name, value in args.items()}
 
 
 def not_honoured(config: Settings, engine: str) -> list[tuple[str, Any, str]]:
-    """The keys of ``config`` whose values an engine refuses: name, value and reason.
-
-    Args:
-        engine: local, federatedscope or flower; flower honours what local does, and more.
-    """
-    there, given = "engine='federatedscope' honours it", config.framework
-    ours = framework.OURS_REFUSED["federatedscope"] | framework.OURS_REFUSED[engine]
-    refused = [
-        (name, value, ours.get(name, there))
-        for name, (value, meta) in _changed(config).items()
-        if (name in framework.OURS_REFUSED[engine])
-        or (engine != "federatedscope" and value != meta.get("local", value))
-    ]
+    """The keys of ``config`` whose values an engine refuses: name, value and reason."""
+    ours, given = framework.OURS_REFUSED[engine], config.framework
+    refused = [(name, value, ours[name]) for name, value in _changed(config).items() if name in ours]
     for name, value in given.items():
         if framework.word(name, engine, given) == "refused":
-            instead = _within(name, framework.INSTEAD)
-            elsewhere = there if framework.word(name, "federatedscope", given) == "followed" else UNUSED
-            refused.append((name, value, f"take {instead} in place of it" if instead else elsewhere))
+            there = framework.word(name, "federatedscope", given) == "followed"
+            refused.append((name, value, _instead(name, "engine='federatedscope' honours it" if there else UNUSED)))
     # Of a feature that is on, the key that turns it on says all: without it the others have no effect.
     names = {name for name, _, _ in refused}
     return [of for of in refused if names.isdisjoint(framework.switches(of[0]))]
@@ -154,14 +140,14 @@ def on_engine(name: str, engine: str) -> str:
     if name in framework.DEFAULTS:
         switch, word = framework.off_switch(name, {}), framework.word(name, engine)
         return f"{word} with {switch}" if switch and word == "refused" else word
-    refused = framework.OURS_REFUSED[engine].get(name)
-    idle = _within(name, framework.OURS_IDLE[engine])
+    refused, idle = framework.OURS_REFUSED[engine].get(name), framework.OURS_IDLE[engine].get(name)
     return f"refused ({refused})" if refused else f"no effect ({idle})" if idle else "followed"
 
 
-def _within(name: str, table: Mapping[str, str]) -> str:
-    """What ``table`` says of the key or its section; empty if nothing."""
-    return next((said for section, said in table.items() if framework.within(name, [section])), "")
+def _instead(name: str, reason: str) -> str:
+    """What takes the place of a key of the framework, else ``reason``."""
+    instead = (key for section, key in framework.INSTEAD.items() if framework.within(name, [section]))
+    return next((f"take {key} in place of it" for key in instead), reason)
 
 
 def without_effect(config: Settings, engine: str, method: Any) -> list[tuple[str, Any, str]]:
@@ -183,12 +169,10 @@ def without_effect(config: Settings, engine: str, method: Any) -> list[tuple[str
     }
     if _ADAPTER in reasons:  # which is said as a whole
         reasons = {name: reason for name, reason in reasons.items() if not name.startswith(f"{_ADAPTER}.")}
-    for name, (value, meta) in changed.items():
-        here = meta.get("idle") if engine != "federatedscope" else None
-        elsewhere = "" if value in framework.SAME_AS_OURS.get(name, ()) else _within(name, framework.OURS_IDLE[engine])
-        if reason := here or elsewhere:
+    for name, reason in framework.OURS_IDLE[engine].items():
+        if name in changed and changed[name] not in framework.SAME_AS_OURS.get(name, ()):
             reasons[name] = reason
-    idle = [(name, changed[name][0], reason) for name, reason in reasons.items()]
+    idle = [(name, changed[name], reason) for name, reason in reasons.items()]
     rounds, params = config.federate.total_round_num, config.lowrank.params
     for name, (fewest, why) in method.requires(method.Params(**params)).begins.items():
         if rounds < fewest:
@@ -201,6 +185,6 @@ def without_effect(config: Settings, engine: str, method: Any) -> list[tuple[str
     for name, value in config.framework.items():
         if framework.word(name, engine, config.framework) == "no effect":
             switch = framework.off_switch(name, config.framework)
-            unused = UNUSED if engine == "federatedscope" else "only FederatedScope uses it"
+            unused = _instead(name, UNUSED if engine == "federatedscope" else "only FederatedScope uses it")
             idle.append((name, value, f"{switch} is {framework.DEFAULTS[switch]!r}" if switch else unused))
     return idle

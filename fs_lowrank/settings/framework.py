@@ -18,17 +18,19 @@ DEFAULTS = flatten(_TABLES["defaults"])
 OPEN: list[str] = _TABLES["open"]
 #: keys and sections that do not affect the result of a run in one process
 HARMLESS: list[str] = _TABLES["harmless"]
+#: keys that are in every fingerprint, also at their defaults
+HASHED: list[str] = _TABLES["hashed"]
 #: values that describe what the local engine does anyway
 SAME_AS_OURS: dict[str, list[object]] = _TABLES["same_as_ours"]
 #: section -> the key that turns it on; other sections have the key ``use``
 SWITCHES: dict[str, str] = _TABLES["switches"]
-#: key or section that is refused -> what takes its place
+#: key or section that is refused or without effect -> what takes its place
 INSTEAD: dict[str, str] = _TABLES["instead"]
 #: engine -> keys and sections that it follows
 FOLLOWED: dict[str, list[str]] = _TABLES["followed"]
 #: engine -> keys and sections without effect
 IDLE: dict[str, list[str]] = {"local": HARMLESS, "flower": HARMLESS, "federatedscope": _TABLES["no_effect"]}
-#: engine -> keys and sections of ours that have no effect on it, or that it refuses, and why
+#: engine -> keys of ours that have no effect on it, or that it refuses, and why
 OURS_IDLE: dict[str, dict[str, str]] = _TABLES["ours"]["no_effect"]
 OURS_REFUSED: dict[str, dict[str, str]] = _TABLES["ours"]["refused"]
 #: method of FederatedScope -> our method, if ``llm.adapter.use`` is True

@@ -242,6 +242,7 @@ class Settings:
             for name, value in self.framework.items()
             if not framework.decides_nothing(name, self.framework)
         )
+        values.update((name, self.framework.get(name, framework.DEFAULTS[name])) for name in framework.HASHED)
         if self.fedopt.optimizer.lr is None:
             # Without fedopt.use, the value is FederatedScope's default, so that it does not change the hash.
             values["fedopt.optimizer.lr"] = server_lr(self.fedopt.optimizer.type) if self.fedopt.use else 0.01

@@ -30,7 +30,7 @@ class Federate:
     #: number of rounds
     total_round_num: int = key(50, min=1)
     #: whether all clients are simulated by one command, or each runs as a process of its own
-    mode: str = key("standalone", choices=("standalone", "distributed"), local="standalone")
+    mode: str = key("standalone", choices=("standalone", "distributed"))
     #: with adapters, ``fedavg`` becomes ``fedlora``: see the docstring of ``config``
     method: str = key("fedavg")
     #: True weights clients equally, False by the number of training samples that they have. FederatedScope weights them
@@ -39,26 +39,14 @@ class Federate:
     ignore_weight: bool = key(False)
     #: FederatedScope's default is False
     make_global_eval: bool = key(True)
-    #: how the clients of a round are drawn
-    sampler: str = key("uniform", local="uniform")
     #: secret sharing: the server sees the sum of the updates, not each of them
-    use_ss: bool = key(False, local=False)
-    #: FederatedScope evaluates the clients' test sets as one
-    merge_test_data: bool = key(False, idle="all held-out data are evaluated as one")
-    #: FederatedScope's checkpoint to start from; ours are continued with `resume`
-    restore_from: str = key("", local="")
-    #: FederatedScope's simulated clients share one copy of the model
-    share_local_model: bool = key(False, result=False, idle="the clients of a process use one model")
+    use_ss: bool = key(False)
     #: the server sees the sum of the updates: clients send what it needs for that, and a method that needs each update
     #: is refused. FederatedScope adds up updates as they arrive; the other engines keep those of a round until its end
     online_aggr: bool = key(False)
     #: processes that train the clients of a round; 0, written ``auto``, is one for each GPU or core. On FederatedScope
     #: the run's own process, which trains none, is one of them; ``auto`` adds it
     process_num: int = key(1, min=0, also={"auto": 0}, words="a whole number or auto", result=False)
-    #: FederatedScope's path of the final model
-    save_to: str = key("", result=False, idle="a run leaves its adapter or model in outdir")
-    #: rounds between FederatedScope's own saves; -1: at the end
-    save_freq: int = key(-1, result=False, idle="checkpoints are written by lowrank.checkpoint_freq")
 
 
 @dataclass(frozen=True)
@@ -147,8 +135,6 @@ class Dataloader:
     batch_tokens: int = key(0, min=0)
     #: draw a client's samples in random order
     shuffle: bool = key(True)
-    #: processes that load data
-    num_workers: int = key(0, min=0, result=False, idle="data are in memory")
     #: leave out a last batch that is smaller than the others
     drop_last: bool = key(False)
 
@@ -182,33 +168,13 @@ class Adapter:
     use: bool | None = key(None)
     #: a list of one mapping, as in FederatedScope, with PEFT's names; ``config.adapter`` is the parsed form
     args: list[dict] = key([{}])
-    #: FederatedScope moves adapters to the CPU between rounds
-    mv_to_cpu: bool = key(False, result=False, idle="a process has one model, which stays on its device")
-
-
-@dataclass(frozen=True)
-class Chat:
-    #: turns that FederatedScope's chat demo remembers
-    max_history_len: int = key(10, result=False, idle="it is for FederatedScope's chat")
-    #: tokens that FederatedScope's chat demo generates
-    max_len: int = key(100, result=False, idle="it is for FederatedScope's chat")
-
-
-@dataclass(frozen=True)
-class Cache:
-    #: folder for downloaded models
-    model: str = key("", result=False, idle="HF_HOME is the folder for downloaded models")
 
 
 @dataclass(frozen=True)
 class LLM:
     #: in tokens; ``auto``: 99 % of the training rows fit, up to the limit of the model
     tok_len: int | Literal["auto"] = key(128, min=1)
-    #: FederatedScope repeats a step whose loss is NaN
-    retry_on_nan_loss: bool = key(False, local=False)
     adapter: Adapter = field(default_factory=Adapter)
-    chat: Chat = field(default_factory=Chat)
-    cache: Cache = field(default_factory=Cache)
 
 
 OPTIMIZERS = tuple("SGD Adam AdamW Adagrad Adadelta Adamax Adafactor ASGD NAdam RAdam RMSprop Rprop".split())
@@ -340,12 +306,6 @@ class Eval:
     #: ours; 0: as ``dataloader.batch_size``
     batch_size: int = key(0, min=0)
     generate: Generate = field(default_factory=Generate)
-    #: FederatedScope's forms of a result; ours are fixed
-    report: list[str] = key(
-        ["weighted_avg", "avg", "fairness", "raw"], result=False, idle="the same metrics are recorded in every run"
-    )
-    #: FederatedScope counts floating-point operations
-    count_flops: bool = key(True, result=False, idle="operations are not counted")
 
 
 def server_lr(kind: str) -> float:
@@ -363,20 +323,11 @@ class ServerOptimizer:
     extra: dict = key({}, open=True)
 
 
-_OF_FRAMEWORK = "it is for the framework's own server optimizer"
-
-
 @dataclass(frozen=True)
 class FedOpt:
     #: take a step of a server optimizer instead of the mean
     use: bool = key(False)
     optimizer: ServerOptimizer = field(default_factory=ServerOptimizer)
-    #: FederatedScope lowers the server's learning rate in steps
-    annealing: bool = key(False, local=False)
-    #: rounds between two steps of `annealing`
-    annealing_step_size: int = key(2000, min=1, idle=_OF_FRAMEWORK)
-    #: factor of a step of `annealing`
-    annealing_gamma: float = key(0.5, above=0.0, idle=_OF_FRAMEWORK)
 
 
 #: the values of ``lowrank.robust``

@@ -56,7 +56,7 @@ class Session:
     def __init__(self, config: Config, cfg: Any, role: str, index: int = -1):
         self.config, self.cfg, self.role, self.index = config, cfg, role, index
         self.outdir = Path(cfg.outdir)
-        self.shares_model = role == "standalone" and config.federate.share_local_model
+        self.shares_model = role == "standalone" and config.get("federate.share_local_model")
         self.has_own_data = role == "client" and index < 1
         self.own_callbacks: Sequence[Callback] = ()
         self.on_round: Callable[[dict], object] = lambda record: None

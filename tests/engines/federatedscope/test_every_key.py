@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fs_lowrank.errors import UserError, say_once
-from fs_lowrank.settings import Settings, flat_keys, framework, known_keys
+from fs_lowrank.settings import framework, known_keys
 
 pytestmark = pytest.mark.federatedscope
 KEYS = known_keys()
@@ -97,14 +97,6 @@ def test_what_is_honoured_is_used():
         read += (FRAMEWORK / folder).glob("*.py")
     text = "\n".join(path.read_text(encoding="utf-8") for path in [*read, FRAMEWORK / "core/fed_runner.py"])
     honoured = [name for name in framework.DEFAULTS if framework.word(name, "federatedscope") == "followed"]
-    # what our embedded engine does not honour or ignores must be used, refused or idle here
-    honoured += [
-        name
-        for name, _, meta in flat_keys(Settings())
-        if {"local", "idle"} & meta.keys()
-        and name not in framework.OURS_REFUSED["federatedscope"]
-        and not framework.within(name, framework.OURS_IDLE["federatedscope"])
-    ]
     unused = [n for n in honoured if not re.search(rf"\.{n.rpartition('.')[2]}\b", text)]
     assert not unused
 
@@ -112,8 +104,8 @@ def test_what_is_honoured_is_used():
 @pytest.mark.parametrize(
     "name, value, parts",
     [
-        ("fedopt.annealing", True, ("fedopt.annealing = True: it is for the framework's own server optimizer",)),
-        ("llm.retry_on_nan_loss", True, ("llm.retry_on_nan_loss = True: a client whose update",)),
+        ("fedopt.annealing", True, ("fedopt.annealing = True: our methods do not use it",)),
+        ("llm.retry_on_nan_loss", True, ("llm.retry_on_nan_loss = True: our methods do not use it",)),
         ("aggregator.robust_rule", "krum", ("aggregator.robust_rule = 'krum'", "lowrank.robust")),
         ("regularizer.type", "proximal_regularizer", ("our methods do not use it",)),
         ("model.dropout", 0.4, ("model.dropout = 0.4: our methods do not use it",)),
@@ -129,9 +121,8 @@ def test_what_is_refused_says_why(cfg, name, value, parts):
 @pytest.mark.parametrize(
     "name, value, reason",
     [
-        ("llm.chat.max_len", 7, "it is for FederatedScope's chat"),
-        ("dataloader.num_workers", 2, "data are in memory"),
-        ("eval.count_flops", False, "operations are not counted"),
+        ("llm.chat.max_len", 7, "our methods do not use it"),
+        ("federate.merge_test_data", True, "our methods do not use it"),
         ("fedprox.mu", 0.3, "fedprox.use is False"),
         ("early_stop.delta", 0.3, "early_stop.patience is 0"),
     ],

@@ -93,7 +93,7 @@ def test_what_is_said_of_keys_of_the_other_engines(quick):
     for engine in ("flower", "local"):
         said = {name: why for name, _, why in without_effect(config, engine, method)}
         assert "wandb.use" not in said and said["wandb.client_train_info"] == "only FederatedScope uses it"
-        assert said["federate.share_local_model"] == "the clients of a process use one model"
+        assert said["federate.share_local_model"] == "only FederatedScope uses it"
 
 
 @pytest.mark.parametrize("work, at", [(False, [5, 10, 20, 40, 80, 160]), (True, [30, 60, 120])])
