@@ -606,7 +606,7 @@ def test_real_methods(monkeypatch):
         methods.create_method(name, adapter=config.adapter, rounds=2, **config.method_params)
     with refused("did you mean 'rolora'"):
         make(federate__method="rolorra")
-    with refused("otfusion is not for model.type = m@transformers", "it takes models of ImageClassification"):
+    with refused("otfusion': it is not for model.type = m@transformers", "it takes models of ImageClassification"):
         make(federate__method="otfusion", model__type="m@transformers")
 
 

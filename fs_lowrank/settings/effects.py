@@ -11,79 +11,67 @@ from typing import Any
 from . import framework
 from .adapter import OF_LAYERS, OF_PEFT, AdapterSpec
 from .check import one_mapping
+from .origin import show
 from .parameters import params_defaults
 from .schema import Settings, flat_keys
-from .sections import WITH_NORM, robust_needs, robust_weighs
+from .sections import QUANTISED, ROBUST_WEIGHS, VISION_MODELS, WITH_NORM
 
 #: whether keys or sections have an effect, the reason if they have none, and their names
 Condition = tuple[bool, str, tuple[str, ...]]
-_ADAPTER = "llm.adapter.args"
+_ADAPTER, _SERVER = "llm.adapter.args", "fedopt.optimizer"
 #: said of the framework's keys that our methods do not use, on whatever engine
 UNUSED = "our methods do not use it"
+#: keys or sections -> the key that they depend on, and its values with which they have an effect; later rows prevail
+_DEPENDS: dict[tuple[str, ...], tuple[str, tuple[Any, ...]]] = {
+    ("lowrank.robust_malicious",): ("lowrank.robust", ("trimmed_mean", "krum", "multi_krum")),
+    ("lowrank.robust_norm",): ("lowrank.robust", ("norm_bound",)),
+    (f"{_SERVER}.momentum",): (f"{_SERVER}.type", ("SGD",)),
+    (f"{_SERVER}.betas", f"{_SERVER}.tau"): (f"{_SERVER}.type", ("Adam", "Adagrad", "Yogi")),
+    (_SERVER,): ("fedopt.use", (True,)),
+    ("data.transform", "data.val_transform", "data.test_transform"): ("model.type", VISION_MODELS),
+    ("model.use_bias", "lowrank.width", "lowrank.weights", "lowrank.base_init"): ("model.type", VISION_MODELS),
+    ("lowrank.norm",): ("model.type", WITH_NORM),
+    ("lowrank.compute_dtype",): ("lowrank.dtype", QUANTISED),
+    ("lowrank.double_quant",): ("lowrank.dtype", ("nf4",)),
+    ("eval.generate",): ("model.task", ("CausalLM",)),
+}
 
 
-def _conditions(config: Settings, engine: str, method: Any) -> Iterator[Condition]:
+def _conditions(config: Settings, engine: str, method: Any, needs: Any) -> Iterator[Condition]:
     """What decides whether keys of a result have an effect on ``engine``, under the class ``method``; later reasons
     prevail. Of keys of speed, memory and files nothing is said.
     """
-    needs = method.requires(method.Params(**config.lowrank.params))
+    values = {name: value for name, value, _ in flat_keys(config)}
+    for names, (key, allowed) in _DEPENDS.items():
+        takes = "" if isinstance(values[key], bool) else f"; it is for {', '.join(allowed)}"
+        yield values[key] in allowed, f"{key} is {show(values[key])}{takes}", names
     yield config.use_gpu or config.device == "cpu", "use_gpu is False", ("device",)
     rate = config.federate.sample_client_rate
     yield rate <= 0, f"federate.sample_client_rate = {rate:g} takes precedence", ("federate.sample_client_num",)
     rule = config.lowrank.robust
-    weighs = robust_weighs(rule) or needs.own_robust_mean  # which may weight what it adds to the mean
+    weighs = rule in ROBUST_WEIGHS or needs.own_robust_mean  # which may weight what it adds to the mean
     yield weighs, f"lowrank.robust = {rule} does not weight clients", ("federate.ignore_weight",)
-    yield robust_needs(rule, 1) > 1, f"lowrank.robust is {rule}", ("lowrank.robust_malicious",)
-    yield rule == "norm_bound", f"lowrank.robust is {rule}", ("lowrank.robust_norm",)
     yield needs.validation, f"{method.name} selects nothing by validation data", ("lowrank.validation_samples",)
-    yield from _of_optimizers(config)
-    yield from _of_model(config)
-    yield from _of_what_is_trained(config, method, needs)
+    momentum = config.train.optimizer.extra.get("momentum")
+    yield bool(momentum), "train.optimizer.momentum is 0", ("train.optimizer.dampening",)
+    of_text = ("llm.tok_len", "train.frozen_dropout")
+    yield not config.is_vision, f"it is for text, and model.type is {config.model.type!r}", of_text
+    length = one_mapping("data.args", config.data.args, config.source).get("max_len")
+    longest = f"max_len = {length} of data.args takes precedence"
+    yield config.is_vision or length is None, longest, ("llm.tok_len",)
+    yield from _of_adapters(config, method, needs)
     yield from _of_evaluation(config, engine)
     for name, reason in needs.idle.items():
         yield False, reason, (name,)
 
 
-def _of_optimizers(config: Settings) -> Iterator[Condition]:
-    server = config.fedopt.optimizer.type
-    adaptive, is_server = ("fedopt.optimizer.betas", "fedopt.optimizer.tau"), f"and fedopt.optimizer.type is {server}"
-    yield server == "SGD", f"it is for SGD, {is_server}", ("fedopt.optimizer.momentum",)
-    yield server != "SGD", f"it is for the adaptive optimizers, {is_server}", adaptive
-    yield config.fedopt.use, "fedopt.use is False", ("fedopt.optimizer",)
-    decays = "train.optimizer.momentum is 0"
-    yield bool(config.train.optimizer.extra.get("momentum")), decays, ("train.optimizer.dampening",)
-
-
-def _of_model(config: Settings) -> Iterator[Condition]:
-    """Of images, texts, and what the base model is."""
-    model, vision = f"model.type is {config.model.type!r}", config.is_vision
-    of_data = ("data.transform", "data.val_transform", "data.test_transform")
-    of_networks = ("model.use_bias", "lowrank.width", "lowrank.weights", "lowrank.base_init")
-    yield vision, f"it is for images, and {model}", (*of_data, *of_networks)
-    yield not vision, f"it is for text, and {model}", ("llm.tok_len", "train.frozen_dropout")
-    norms = f"it is for {', '.join(WITH_NORM)}, and {model}"
-    yield config.model.type in WITH_NORM, norms, ("lowrank.norm",)
-    length = one_mapping("data.args", config.data.args, config.source).get("max_len")
-    yield vision or length is None, f"max_len = {length} of data.args takes precedence", ("llm.tok_len",)
-    dtype = f"lowrank.dtype is {config.lowrank.dtype}"
-    yield bool(config.quantised), dtype, ("lowrank.compute_dtype",)
-    yield config.quantised == "nf4", dtype, ("lowrank.double_quant",)
-
-
-def _of_what_is_trained(config: Settings, method: Any, needs: Any) -> Iterator[Condition]:
-    """Of batches, of the adapter, and of models that are trained without one."""
-    most, held_out = config.dataloader.batch_tokens, config.eval.batch_size
-    # Of a method's own kind of upload nothing is known; it may go through a client's data in batches.
-    batches = not (most and held_out) or needs.own_upload or needs.validation
-    both = f"dataloader.batch_tokens = {most} and eval.batch_size = {held_out} take precedence"
-    yield batches, both, ("dataloader.batch_size",)
-    adapted = bool(config.llm.adapter.use)
+def _of_adapters(config: Settings, method: Any, needs: Any) -> Iterator[Condition]:
+    adapted, whole = bool(config.llm.adapter.use), f"{method.name} trains all weights without an adapter"
     frozen = config.is_vision or adapted or "base" not in method.shared
-    yield frozen, f"{method.name} trains all weights, so that no layer is frozen", ("train.frozen_dropout",)
-    yield adapted, f"{method.name} trains without an adapter", ("lowrank.base_init",)
-    trains = f"federate.method = {method.name} trains all weights without an adapter"
-    whole = method.name in framework.WITH_ADAPTERS or needs.adapter == "optional"
-    yield adapted or not whole, trains, (_ADAPTER,)
+    yield frozen, f"{whole}, so that no layer is frozen", ("train.frozen_dropout",)
+    yield adapted, whole, ("lowrank.base_init",)
+    optional = method.name in framework.WITH_ADAPTERS or needs.adapter == "optional"
+    yield adapted or not optional, f"federate.method = {whole}", (_ADAPTER,)
     peft_sets = tuple(f"{_ADAPTER}.0.{name}" for name in OF_PEFT)
     yield False, "PEFT sets it itself; it describes an adapter that is saved", peft_sets
     others = tuple(f"{_ADAPTER}.0.{name}" for name in config.llm.adapter.args[0] if name not in OF_LAYERS)
@@ -93,17 +81,14 @@ def _of_what_is_trained(config: Settings, method: Any, needs: Any) -> Iterator[C
 
 
 def _of_evaluation(config: Settings, engine: str) -> Iterator[Condition]:
-    evaluated = f"eval.freq is {config.eval.freq}, so that the last round alone is evaluated"
-    yield config.eval.freq > 0, evaluated, ("early_stop.patience", "early_stop.delta")
-    count = math.ceil(config.federate.total_round_num / max(config.eval.freq, 1))
-    ends = f"the run has {count} evaluation{'s' * (count > 1)}"
-    yield config.early_stop.patience < count, ends, ("early_stop.patience", "early_stop.delta")
-    yield config.early_stop.patience > 0, "early_stop.patience is 0", ("early_stop.delta",)
+    freq, stop = config.eval.freq, ("early_stop.patience", "early_stop.delta")
+    count = math.ceil(config.federate.total_round_num / freq) if freq > 0 else 1
+    ends = f"eval.freq is {freq}, and the run has {count} evaluation{'s' * (count > 1)}"
+    yield config.early_stop.patience < count, ends, stop
+    yield config.early_stop.patience > 0, "early_stop.patience is 0", stop[1:]
     by_clients = "federate.make_global_eval is False, and clients are evaluated on their shares of the test set"
     whole = config.federate.make_global_eval or engine == "federatedscope"
     yield whole, by_clients + ", by loss and accuracy", ("eval.metrics", "eval.split")
-    answers = f"it is for causal language models, and model.type is {config.model.type!r}, for {config.model.task}"
-    yield config.model.task == "CausalLM", answers, ("eval.generate",)
 
 
 def _changed(config: Settings, method: Any = None) -> dict[str, Any]:
@@ -160,10 +145,10 @@ def without_effect(config: Settings, engine: str, method: Any) -> list[tuple[str
         engine: local, federatedscope or flower.
         method: the class of ``federate.method``.
     """
-    changed = _changed(config, method)
+    changed, needs = _changed(config, method), method.requires(method.Params(**config.lowrank.params))
     reasons = {
         name: reason
-        for effective, reason, names in _conditions(config, engine, method)
+        for effective, reason, names in _conditions(config, engine, method, needs)
         for name in changed
         if not effective and framework.within(name, names)
     }
@@ -174,14 +159,13 @@ def without_effect(config: Settings, engine: str, method: Any) -> list[tuple[str
             reasons[name] = reason
     idle = [(name, changed[name], reason) for name, reason in reasons.items()]
     rounds, params = config.federate.total_round_num, config.lowrank.params
-    for name, (fewest, why) in method.requires(method.Params(**params)).begins.items():
+    for name, (fewest, why) in needs.begins.items():
         if rounds < fewest:
             run = f"the run has {rounds} round{'s' * (rounds > 1)}"
             idle.append((name, params[name.removeprefix("lowrank.")], f"{run}, and {why}"))
     sizes = sorted({own["batch_size"] for own in config.own_settings.values() if "batch_size" in own})
-    if sizes and config.dataloader.batch_tokens:
-        reason = f"dataloader.batch_tokens = {config.dataloader.batch_tokens} takes precedence"
-        idle.append(("batch_size of lowrank.clients", sizes[0] if len(sizes) == 1 else sizes, reason))
+    if sizes and (most := config.dataloader.batch_tokens):
+        idle.append(("batch_size of lowrank.clients", sizes, f"dataloader.batch_tokens = {most} takes precedence"))
     for name, value in config.framework.items():
         if framework.word(name, engine, config.framework) == "no effect":
             switch = framework.off_switch(name, config.framework)

@@ -332,6 +332,8 @@ class FedOpt:
 
 #: the values of ``lowrank.robust``
 ROBUST = ("none", "median", "trimmed_mean", "norm_bound", "krum", "multi_krum")
+#: those that take the weights of clients into account
+ROBUST_WEIGHS = ("none", "norm_bound", "multi_krum")
 
 
 #: those that accelerate knows
@@ -344,11 +346,6 @@ def robust_needs(rule: str, malicious: int) -> int:
     ``n > 2 f`` for a trimmed mean (Yin et al. 2018), ``n ≥ 2 f + 3`` for Krum (Blanchard et al. 2017).
     """
     return {"trimmed_mean": 2 * malicious + 1, "krum": 2 * malicious + 3, "multi_krum": 2 * malicious + 3}.get(rule, 1)
-
-
-def robust_weighs(rule: str) -> bool:
-    """Whether ``lowrank.robust = rule`` takes the weights of clients into account."""
-    return rule in ("none", "norm_bound", "multi_krum")
 
 
 @dataclass(frozen=True)

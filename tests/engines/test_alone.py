@@ -52,12 +52,15 @@ def test_all_data_in_one_place_are_those_of_all_clients(settings, tmp_path):
         ({ALONE: 6}, "client_idx_for_local_train = 6: expected the number of a client, 1 to 5; or 0 for all clients"),
         ({ALONE: -1}, "client_idx_for_local_train = -1: expected the number of a client, 1 to 5"),
         ({ALONE: "two"}, "client_idx_for_local_train = 'two': expected a whole number"),
-        ({ALONE: 2, "federate.mode": "distributed"}, "trains one client alone; leave federate.mode out"),
-        ({ALONE: 2, "federate.use_ss": True}, "trains one client alone; leave federate.use_ss out"),
-        ({ALONE: 2, "lowrank.clients": [{"clients": [2], "lr": 0.1}]}, "leave lowrank.clients or lowrank.ranks out"),
+        ({ALONE: 2, "federate.mode": "distributed"}, "trains one client alone; leave federate.mode, federate.use_ss"),
+        ({ALONE: 2, "federate.use_ss": True}, "trains one client alone; leave federate.mode, federate.use_ss"),
+        (
+            {ALONE: 2, "lowrank.clients": [{"clients": [2], "lr": 0.1}]},
+            "federate.use_ss, lowrank.clients and lowrank.ranks out",
+        ),
         (
             {ALONE: 2, "federate.method": "flexlora", "lowrank.ranks": [2, 4]},
-            "leave lowrank.clients or lowrank.ranks out",
+            "federate.use_ss, lowrank.clients and lowrank.ranks out",
         ),
     ],
 )

@@ -73,7 +73,7 @@ def test_a_method_that_names_the_head_itself_refuses_it():
     "task, keys, words",
     [
         ("causal", {}, "CausalLM has no head of its own"),
-        ("encoder", {"llm.adapter.args.0.modules_to_save": ["classifier"]}, r"modules_to_save \['classifier'\] asks"),
+        ("encoder", {"llm.adapter.args.0.modules_to_save": ["classifier"]}, "modules_to_save of llm.adapter.args asks"),
     ],
 )
 def test_where_there_is_nothing_to_freeze(bench, task, keys, words):

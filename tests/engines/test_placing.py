@@ -56,8 +56,8 @@ def test_a_run_is_resumed_on_one_device(make_engine):
 @pytest.mark.parametrize(
     "keys, words",
     [
-        ({"federate.process_num": 2}, "spreads one model over all devices, and federate.process_num = 2 puts one"),
-        ({"federate.process_num": "auto"}, "federate.process_num = auto"),
+        ({"federate.process_num": 2}, "spreads one model over all devices, and federate.process_num puts one"),
+        ({"federate.process_num": "auto"}, "federate.process_num puts one on each"),
         ({"lowrank.save_merged": True}, "needs the whole model on one device"),
         ({"federate.method": "fedavg"}, "fedavg changes the weights of the base"),
         ({"federate.method": "fedloru"}, "set lowrank.merge False"),

@@ -232,7 +232,7 @@ def test_an_encoder_decoder_model(t5):
         ({"model.task": "SequenceRegression"}, "labels in column 'label'|'label' in column|expected a number|numbers"),
         (
             {"eval.metrics": ["pearson"]},
-            "eval.metrics.0 = pearson: it is for SequenceRegression; model.task is Sequence",
+            "eval.metrics.0 = 'pearson': it is for SequenceRegression; model.task is Sequence",
         ),
         (
             {"eval.best_res_update_round_wise_key": "val_f1"},
@@ -256,7 +256,7 @@ def test_what_does_not_fit_classes_is_refused(few, keys, said, files):
         ),
         ({"data.args": [{"template": "alpca"}]}, "did you mean 'alpaca'"),
         ({"data.args": [{"loss_on": "all"}]}, "loss_on = all: an encoder-decoder model writes the answer alone"),
-        ({"federate.method": "fedfisher"}, "fedfisher is not for model.type = .* \\(Seq2SeqLM\\)"),
+        ({"federate.method": "fedfisher"}, "fedfisher': it is not for model.type = .* \\(Seq2SeqLM\\)"),
     ],
 )
 def test_what_does_not_fit_an_encoder_decoder_is_refused(t5, keys, said):

@@ -185,7 +185,11 @@ def test_numbers_and_sets_of_classes(settings, reviews_csv, tmp_path, task, kind
         ({}, {"federate.method": "rolora"}, "adapter_method = prompt has no halves A and B"),
         ({}, {"federate.method": "fedloru"}, "adapter_method = prompt: it does not add to a weight"),
         ({}, {"lowrank.save_merged": True}, "lowrank.save_merged = True: .* cannot be merged into weights"),
-        ({}, {"model.device_map": "auto"}, "model.device_map = auto: .* keeps its virtual tokens on one device"),
+        (
+            {},
+            {"model.device_map": "auto"},
+            "model.device_map = 'auto': .* trains virtual tokens before a text, which it keeps on one device",
+        ),
         ({}, {"llm.tok_len": 62}, "tok_len = 62: the model at .* has 61 positions left by 3 virtual tokens"),
         (
             {"adapter_method": "prefix"},
@@ -204,7 +208,9 @@ def test_what_cannot_be_is_refused_in_one_line(settings, given, keys, said):
 
 
 def test_images_have_no_text(vision_settings):
-    with pytest.raises(UserError, match="model.type = resnet10 is for images, and .* puts tokens before a text"):
+    with pytest.raises(
+        UserError, match="model.type = 'resnet10': .* trains virtual tokens before a text, and this model is for images"
+    ):
         load_config(vision_settings, args("prompt"))
 
 

@@ -159,11 +159,6 @@ def test_defaults_are_never_reported(method, keys_of):
         (BASE, {"federate.method": "fedhm", "lowrank.reuse_clients": "x"}, "lowrank.reuse_clients"),
         (
             BASE,
-            {"dataloader.batch_tokens": 99, "eval.batch_size": 4, "dataloader.batch_size": 3},
-            "dataloader.batch_size",
-        ),
-        (
-            BASE,
             {"dataloader.batch_tokens": 99, "lowrank.clients": [{"clients": 2, "batch_size": 4}]},
             "batch_size of lowrank.clients",
         ),
@@ -235,10 +230,6 @@ def test_keys_that_few_rounds_make_idle(keys, idle, fewest):
         {"data.max_dropped": 0.5},
         {"lowrank.clients": [{"clients": 2, "batch_size": 4}], "eval.batch_size": 4},
         {"dataloader.batch_tokens": 99, "lowrank.clients": [{"clients": 2, "lr": 0.4}]},
-        *(
-            {"dataloader.batch_tokens": 99, "eval.batch_size": 4, "dataloader.batch_size": 3, "federate.method": name}
-            for name in ("regmean", "fisher_merge")
-        ),
         {"federate.method": "fedlora", "lowrank.reuse_clients": "x"},
         {"federate.method": "fedhm", "lowrank.reuse_clients": "x", "lowrank.decay": 0.0},
         {"federate.method": "fedhm", "lowrank.reuse_clients": "x", "lowrank.rank_factors": [1, 4]},
