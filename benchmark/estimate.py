@@ -23,7 +23,6 @@ from .execute import threads
 from .job import RATE, Cell, Job, Options, Search, decisive
 from .plan import make_training_file, plan
 from .samples import samples_of, within_budget
-from .suite import import_all
 
 #: of the jobs of an experiment: how many, runs in all, samples trained on, seconds, and jobs of which nothing is known:
 #: scripts, and runs that do not fit in memory
@@ -74,7 +73,6 @@ def _of(job: Job, say: Callable[[str], None], probed: dict[str, Estimate]) -> di
     """What a job adds to the sums of its experiment."""
     if not isinstance(job, Cell | Search):
         return {"cells": 1, "unknown": 1}
-    import_all(job.suite.imports)
     make_training_file(job)
     config = within_budget(job)
     if config.federate.process_num == 0:  # auto: one in a worker of a suite

@@ -37,12 +37,11 @@ from fs_lowrank.training.metrics import of_outputs
 
 from .beside import hpo, module_of
 from .intervals import LEVEL, right_rows
-from .job import Cell, Job, Search, decisive, next_point
+from .job import Cell, Job, Search, Trained, decisive, next_point
 from .paths import quotient
 from .plan import command
 from .results import head_of
 from .samples import within_budget
-from .suite import import_all
 
 #: digits after the decimal point in a curve
 _DIGITS = 5
@@ -83,7 +82,6 @@ def execute(job: Job) -> dict:
 
 
 def _cell(cell: Cell) -> dict:
-    import_all(cell.suite.imports)
     alone = {"outdir": str(cell.folder), "expname": "", "eval.save_best": False, "lowrank.pictures": False}
     config = within_budget(cell).replace(alone)
     device = device_of(config)
@@ -98,9 +96,6 @@ def _cell(cell: Cell) -> dict:
     scores = _scores(cell, config, result)
     sent = per_client_and_round(result.history)
     record = {
-        "method": cell.method.label,
-        "setting": dict(cell.setting),
-        "seed": cell.seed,
         "engine": cell.options.engine,
         "metrics": metrics,
         "scores": scores,
@@ -245,7 +240,6 @@ def _search(search: Search) -> dict:
     There are at most ``grow`` further points, the same number for all methods; by default as many as the grid has. Each
     goes beyond the end of one key. Then the rate takes a smaller step to both sides of the winner (``last_step``).
     """
-    import_all(search.suite.imports)
     config, space = within_budget(search), dict(search.spec["space"])
     steps = [_study(search, config, "search", space)]
     grids = [kind.get("grid", ()) for kind in space.values()]
@@ -262,8 +256,6 @@ def _search(search: Search) -> dict:
         steps.append(_study(search, config, f"search-{len(steps)}", around, diverges=True))
         found = _found(steps, grown, space)
     return {
-        "method": search.method.label,
-        "setting": dict(search.setting),
         "engine": search.options.engine,
         "objective": steps[0]["objectives"][0],
         **found,
@@ -367,9 +359,6 @@ def _script(job: Job) -> dict:
         checksums[str((kept / path.name).relative_to(job.options.results))] = file_digest(path)
     metrics = {name: quotient(found, path) for name, path in job.experiment.values.items()}
     return {
-        "method": job.experiment.script.rpartition(".")[2],
-        "setting": {},
-        "seed": 0,
         "metrics": metrics,
         "scores": {},
         "files": list(checksums),
@@ -415,7 +404,7 @@ def _peak(device: torch.device) -> dict:
 
 def _machine(job: Job) -> dict:
     """Where a job ran; a script has no device that is known."""
-    device = device_of(job.config) if isinstance(job, Cell | Search) else torch.device("cpu")
+    device = device_of(job.config) if isinstance(job, Trained) else torch.device("cpu")
     here = machine(device)
     return {"cores": here.pop("cpus"), **here, "processor": processor()}
 

@@ -68,6 +68,9 @@ class Job(ABC):
     suite: Suite
     experiment: Experiment
     options: Options
+    method: MethodEntry
+    setting: Mapping[str, str]
+    seed: int
 
     @property
     @abstractmethod
@@ -113,6 +116,11 @@ class Job(ABC):
         return f"{self.suite.name}/{self.suite.size}/{self.experiment.name}"
 
     @property
+    def column(self) -> str:
+        """The setting as the name of a table column: its labels, such as ``3 / 4``."""
+        return " / ".join(self.setting.values())
+
+    @property
     def folder(self) -> Path:
         """The folder of its runs until it is finished."""
         return Path(self.options.work) / self.key
@@ -136,15 +144,16 @@ class Job(ABC):
             "experiment": self.experiment.name,
             "label": self.label,
             "hash": self.key,
+            "method": self.method.label,
+            "setting": dict(self.setting),
+            "seed": self.seed,
         }
 
 
 @dataclass(frozen=True)
 class Trained(Job):
-    """A job of a method in a setting, with a configuration."""
+    """A job with a configuration."""
 
-    method: MethodEntry
-    setting: Mapping[str, str]
     config: Config
 
     @property
@@ -191,7 +200,6 @@ class Cell(Trained):
     """A method in a setting with a seed. While ``search`` is given, ``config`` does not have its learning rate yet."""
 
     kind = "cells"
-    seed: int
     search: Search | None = None
     rate: Mapping[str, Any] = field(default_factory=dict)
     #: seed -> the cell with the learning rate that was found, for the cells that differ in nothing else
@@ -204,11 +212,6 @@ class Cell(Trained):
     @property
     def label(self) -> str:
         return " ".join([self.method.label, *(f"{k}={v}" for k, v in self.setting.items()), f"seed={self.seed}"])
-
-    @property
-    def column(self) -> str:
-        """The setting as the name of a table column: its labels, such as ``3 / 4``."""
-        return " / ".join(self.setting.values())
 
     def rated(self, store: Store) -> Cell | None:
         if self.search is None:

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fs_lowrank import Config, UserError, list_methods, load_config
+from fs_lowrank import Config, UserError, load_config
 
 from .beside import hpo
 from .job import RATE, SEEDS, Cell, Job, Options, Script, Search
-from .suite import SHIPPED, Experiment, MethodEntry, Suite, among, flatten, import_all, lay, load_suite
+from .suite import SHIPPED, Experiment, MethodEntry, Suite, among, flatten, lay, load_suite
 
 
 def plan(options: Options, extra: bool = False) -> list[Job]:
@@ -64,8 +64,8 @@ def command(suite: Suite, experiment: Experiment, engine: str) -> str:
 def jobs_of(suite: Suite, experiment: Experiment, options: Options, extra: bool = True) -> list[Job]:
     """Searches, then cells seed by seed, so that early results cover the whole grid."""
     if experiment.script:
-        return [Script(suite, experiment, options)]
-    import_all(suite.imports)
+        name = experiment.script.rpartition(".")[2]
+        return [Script(suite, experiment, options, MethodEntry(name, name), {}, 0)]
     searches: dict[tuple, Search] = {}
     first = [
         _cell(suite, experiment, options, method, setting, searches)
@@ -83,9 +83,8 @@ def settings(experiment: Experiment) -> Iterator[dict[str, str]]:
 def methods_of(experiment: Experiment, options: Options, extra: bool = True) -> list[MethodEntry]:
     """The methods named by ``--methods``, which need not be in the suite; by default those of the suite."""
     by_label = {e.label: e for e in experiment.methods}
-    names = options.methods or (list_methods() if experiment.every_method else ())
-    if names:
-        return [by_label.get(name, MethodEntry(name, name, extra=not experiment.every_method)) for name in names]
+    if options.methods:
+        return [by_label.get(name, MethodEntry(name, name, extra=True)) for name in options.methods]
     return [e for e in experiment.methods if extra or not e.extra]
 
 
@@ -128,7 +127,7 @@ def _cell(
     except UserError as error:
         raise UserError(f"{suite.path.name}: {suite.size}: {experiment.name}: {method.label}: {error}") from None
     rate["point"] = {RATE: config.train.optimizer.lr}
-    return Cell(suite, experiment, options, method, dict(setting), config, seed, search, rate)
+    return Cell(suite, experiment, options, method, dict(setting), seed, config, search, rate)
 
 
 def _place(experiment: Experiment, spec: Mapping[str, Any], setting: Mapping[str, str]) -> dict[str, str]:
@@ -167,7 +166,7 @@ def _search(
     hpo.check_config(config, [spec.get("objective", "val_acc")])
     if any(key.startswith("early_stop.") for key in spec["space"]):
         _check_stop(config, stops=True)
-    return Search(suite, experiment, options, method, dict(place), config, spec)
+    return Search(suite, experiment, options, method, dict(place), keys["seed"], config, spec)
 
 
 def _keys(experiment: Experiment, options: Options, method: MethodEntry, setting: Mapping[str, str]) -> dict[str, Any]:

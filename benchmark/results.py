@@ -16,7 +16,7 @@ from fs_lowrank.runs.summary import human_bytes
 from fs_lowrank.settings.metrics import LANGUAGE, larger_is_better
 
 from .intervals import Figure, figure_of, rows_of
-from .job import Cell, Job, Options, Script, Search, at_the_end
+from .job import Cell, Job, Options, Search, at_the_end
 from .metrics import BYTES, scale_of, to_a_target
 from .page import value_of
 from .paths import quotients
@@ -176,7 +176,7 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
     searches: dict[str, dict] = {}
     at_end: dict[str, bool] = {}  # hash of a search -> whether a better rate may lie beyond
     jobs = jobs_of(suite, experiment, options)
-    if not (experiment.script or options.methods or experiment.every_method):
+    if not (experiment.script or options.methods):
         jobs += _of_other_methods(suite, experiment, options, store)
     for job in jobs:
         if isinstance(job, Search):
@@ -186,39 +186,33 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
                 results.failed.append(failed)
             continue
         now = job.rated(store) or job
-        record = now.result(store)
-        column = job.column if isinstance(job, Cell) else ""
+        record, failed, place = now.result(store), store.read("failed", now.key), (now.method.label, now.column)
+        if failed and (record is None or failed["finished"] > record["finished"]):
+            results.failed.append(failed)  # also a repetition, whose earlier result stays
         if record is not None:
-            label = job.method.label if isinstance(job, Cell) else record["method"]
-            record = {**record, "setting": dict(getattr(job, "setting", {}))}
-            if isinstance(job, Cell) and isinstance(now, Cell):
+            record = {**record, "setting": dict(now.setting)}
+            if isinstance(now, Cell) and isinstance(job, Cell):
                 record.update(counted(record, now.config))
-                found_by = _search_of(job, now, store)
+                found_by = _search_of(now, job.search, store)
                 if found_by is not None and found_by["hash"] not in at_end:
                     at_end[found_by["hash"]] = at_the_end(found_by)
                 record.update(learning_rate=dict(now.rate), at_end=found_by is not None and at_end[found_by["hash"]])
-                if found_by is None and (name := job.rate.get("found_by")):
+                if found_by is None and (name := now.rate.get("found_by")):
                     rate = ", ".join(value_of(v) for v in now.rate["point"].values())
-                    results.unlike[label] = (
-                        f"The table's rate of {label}, {rate}, won in no finished search of `{name}`"
+                    results.unlike[place[0]] = (
+                        f"The table's rate of {place[0]}, {rate}, won in no finished search of `{name}`"
                     )
-            if isinstance(job, Script) and experiment.by_seed:
+            elif experiment.by_seed:
                 try:
                     record["by_seed"] = values_by_seed(record, experiment.by_seed, store)
                 except UserError as error:
                     raise UserError(f"{suite.path.name}: {experiment.name}: {error}") from None
-            results.records.setdefault((label, column), []).append(record)
-            if (failed := store.read("failed", now.key)) and failed["finished"] > record["finished"]:
-                results.failed.append(failed)  # a repetition, whose earlier result stays
-        elif failed := store.read("failed", now.key):
-            results.failed.append(failed)
-            if isinstance(job, Cell):
-                results.lost.setdefault((job.method.label, column), set()).add(job.seed)
-        elif isinstance(job, Cell) and any(
-            store.read(of, k) for k in now.earlier_keys for of in ("cells", "superseded")
-        ):
-            results.stale.setdefault((job.method.label, column), set()).add(job.seed)
-        results.wanted += record is not None or not (isinstance(job, Cell) and job.method.extra)
+            results.records.setdefault(place, []).append(record)
+        elif failed:
+            results.lost.setdefault(place, set()).add(now.seed)
+        elif any(store.read(of, k) for k in now.earlier_keys for of in ("cells", "superseded")):
+            results.stale.setdefault(place, set()).add(now.seed)
+        results.wanted += record is not None or not now.method.extra
     results.searches = list(searches.values())
     return results
 
@@ -228,7 +222,7 @@ def _of_other_methods(suite: Suite, experiment: Experiment, options: Options, st
     given, jobs = set[str](), list[Job]()
     for (name, size, of), methods in store.methods.items():
         at = suite.experiments.get(of) if (name, size) == (suite.name, suite.size) else None
-        if at is not None and not at.every_method:
+        if at is not None:
             given |= methods & set(list_methods()) - {entry.label for entry in at.methods}
     for name in sorted(given - {entry.label for entry in experiment.methods}):
         with suppress(UserError):  # this experiment cannot have it, so that it has no result
@@ -236,19 +230,19 @@ def _of_other_methods(suite: Suite, experiment: Experiment, options: Options, st
     return jobs
 
 
-def _search_of(job: Cell, rated: Cell, store: Store) -> dict | None:
+def _search_of(cell: Cell, search: Search | None, store: Store) -> dict | None:
     """The result of the search that the rate of a cell is from: of its experiment, or of the one that its table names.
 
     The cell's own record may name the search of another experiment, since experiments that share a cell may search its
     rate in different settings.
     """
-    if job.search is not None:
-        return job.search.result(store)
-    if not (name := job.rate.get("found_by")):
+    if search is not None:
+        return search.result(store)
+    if not (name := cell.rate.get("found_by")):
         return None
-    there = jobs_of(job.suite, job.suite.experiments[name], job.options)
-    searches = [s.result(store) for s in there if isinstance(s, Search) and s.method.label == job.method.label]
-    return next((s for s in searches if s and s["winner"]["point"] == rated.rate["point"]), None)
+    there = jobs_of(cell.suite, cell.suite.experiments[name], cell.options)
+    searches = [s.result(store) for s in there if isinstance(s, Search) and s.method.label == cell.method.label]
+    return next((s for s in searches if s and s["winner"]["point"] == cell.rate["point"]), None)
 
 
 def values_by_seed(record: Mapping, paths: Mapping[str, str], store: Store) -> dict[str, dict[int, float]]:

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fs_lowrank import UserError
+from fs_lowrank import UserError, list_methods
 from fs_lowrank.errors import counted, nearest
 from fs_lowrank.settings import Origin, check_keys, check_value, read_yaml, yaml_beside
 from fs_lowrank.settings import flatten as dotted
@@ -72,7 +72,7 @@ class Experiment:
     """One grid: methods × settings × seeds.
 
     Attributes:
-        config: dotted key -> value. methods: those of the file. every_method: all registered methods run instead.
+        config: dotted key -> value. methods: those of the file, or all that are registered.
         axes: name -> label -> dotted keys that the label sets.
         rates: ``learning_rates`` of the suite. samples: number of samples that all clients together train on in a run;
             sets the rounds. evaluations: approximate number in a run. test: ``once``, after the last round,
@@ -87,7 +87,6 @@ class Experiment:
     title: str
     config: dict
     methods: tuple[MethodEntry, ...]
-    every_method: bool
     axes: dict[str, dict[str, dict]]
     seeds: tuple[int, ...]
     rates: dict | None
@@ -161,6 +160,7 @@ def load_suite(name: str, size: str) -> Suite:
     path, origin, tree = _read(name)
     if size not in tree and any(s in tree for s in SIZES):
         raise UserError(f"{path} has no size {size!r}; there is: {', '.join(s for s in SIZES if s in tree)}")
+    import_all(tuple(tree.get("imports", [])))
     sized = check_keys(tree.get(size) or {}, SIZE, origin, size)
     layers = [("", tree), *([(size, sized)] if size in tree else [])]
     experiments, figures = {}, tree.get("figures", {})
@@ -247,8 +247,7 @@ def _experiment(
     for key, value in () if script else (("config", config), ("methods", given.get("methods"))):
         if not value:
             origin.fail(at[key], "is missing")
-    every = given.get("methods") == "all"
-    methods = () if every else _methods(given.get("methods", []), origin, at["methods"])
+    methods = _methods(given.get("methods", []), origin, at["methods"])
     axes = _axes(given.get("grid") or {}, origin, at["grid"])
     for entry in methods:
         for axis, labels in entry.where.items():
@@ -267,7 +266,6 @@ def _experiment(
         title=given.get("title") or name.replace("_", " "),
         config=config,
         methods=methods,
-        every_method=every,
         axes=axes,
         seeds=tuple(given.get("seeds", [0])),
         rates=_rates(given.get("learning_rates"), origin, at["learning_rates"]),
@@ -281,10 +279,10 @@ def _experiment(
 
 
 def _methods(given: list | str, origin: Origin, at: str) -> tuple[MethodEntry, ...]:
-    if isinstance(given, str):
+    if isinstance(given, str) and given != "all":
         origin.wrong(at, given, str(EXPERIMENT["methods"].meta["words"]))
     entries = []
-    for i, entry in enumerate(given):
+    for i, entry in enumerate(list_methods() if given == "all" else given):
         if isinstance(entry, str):
             entries.append(MethodEntry(entry, entry))
             continue
