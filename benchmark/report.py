@@ -24,7 +24,7 @@ from .plan import check_only, chosen
 from .results import ExperimentResults, find
 from .results_page import has_page, which_method, write_pages
 from .store import write_text
-from .suite import SIZES, Suite, load_suite, shipped, sizes_of
+from .suite import SIZES, Experiment, Suite, load_suite, shipped, sizes_of
 from .template import markdown
 from .verdicts import Row, adjust_all, cause_of, claims_table, judged_claims
 
@@ -39,31 +39,30 @@ def write_report(options: Options) -> list[Path]:
         UserError: there are no results, or the report cannot be written.
     """
     root, store = Path(options.results), options.store
-    sizes = [options.size] if options.size in SIZES else list(SIZES)
     names = options.suites or shipped()
     if not any(root.glob("*/*.json")):  # known at once; to plan every suite takes a minute
         raise _without_results(options, names)
-    if options.only:
-        both = [(name, size) for name in names for size in sizes if size in (sizes_of(name) or sizes)]
-        check_only([load_suite(name, size) for name, size in both], options)
+    # A suite whose sizes do not differ is reported at the first.
+    own_sizes = [(name, size) for name in names for size in sizes_of(name) or SIZES[:1]]
+    asked = [(name, options.size) for name in names] if options.size in SIZES else own_sizes
+    check_only([load_suite(*each) for each in asked] if options.only else [], options)
 
-    def sized(name: str, size: str) -> Options:
-        return dataclasses.replace(options, suites=(name,), size=size)
+    def found_in(suite: Suite, experiment: Experiment, methods: tuple[str, ...] = ()) -> ExperimentResults:
+        sized = dataclasses.replace(options, suites=(suite.name,), size=suite.size, methods=methods)
+        return find(suite, experiment, sized, store)
 
     @cache
     def planned(name: str, size: str) -> tuple[Suite, Results]:
         """A suite with all of its results, by which claims are judged, whatever is shown."""
-        suite, everything = load_suite(name, size), dataclasses.replace(sized(name, size), methods=())
-        return suite, {e.name: find(suite, e, everything, store) for e in suite.experiments.values()}
+        suite = load_suite(name, size)
+        return suite, {e.name: found_in(suite, e) for e in suite.experiments.values()}
 
     found: list[tuple[Suite, Results, Results, list[Row]]] = []
     used: set[str] = set()
-    asked = [(name, size) for name in names for size in sizes if _has(name, size, options, sizes[0])]
-    for name, size in steps(asked, "reading suites"):
-        suite, results = planned(name, size)
+    for suite, results in (planned(*each) for each in steps(asked, "reading suites")):
         used |= {r["hash"] for each in results.values() for r in each.all_records}
         shown = {
-            e.name: find(suite, e, sized(name, size), store) if options.methods else results[e.name]
+            e.name: found_in(suite, e, options.methods) if options.methods else results[e.name]
             for e in chosen(suite, options.only, extra=True)
         }
         if any(each.has_any for each in shown.values()):
@@ -118,12 +117,6 @@ def write_report(options: Options) -> list[Path]:
     board = [path for each in boards for path in write_leaderboard(*each, root)]
     pages = write_pages(root, cells, rows, which) if own else []
     return [*(root / name for name in written), *board, *pages]
-
-
-def _has(name: str, size: str, options: Options, first: str) -> bool:
-    """Whether a suite has a size of its own; one whose sizes do not differ is reported at the first."""
-    there = sizes_of(name)
-    return size in there if there and options.size not in SIZES else bool(there) or size == first
 
 
 def _without_results(options: Options, names: Sequence[str]) -> UserError:
