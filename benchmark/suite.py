@@ -20,7 +20,7 @@ from typing import Any
 
 from fs_lowrank import UserError, list_methods
 from fs_lowrank.errors import counted, nearest
-from fs_lowrank.settings import Origin, check_keys, check_value, read_yaml, yaml_beside
+from fs_lowrank.settings import Origin, check_keys, check_value, keys_of, read_yaml, yaml_beside
 from fs_lowrank.settings import flatten as dotted
 from fs_lowrank.settings.reading import read_packaged
 
@@ -40,6 +40,7 @@ from .suite_keys import (
     SIZES,
     SUITE,
     TRAINING_FILE,
+    AsGiven,
 )
 
 SHIPPED = Path(__file__).parent / "suites"
@@ -67,42 +68,25 @@ class MethodEntry:
         return keys
 
 
-@dataclass(frozen=True)
-class Experiment:
+@dataclass(frozen=True, kw_only=True)
+class Experiment(AsGiven):
     """One grid: methods × settings × seeds.
 
     Attributes:
         config: dotted key -> value. methods: those of the file, or all that are registered.
         axes: name -> label -> dotted keys that the label sets.
-        rates: ``learning_rates`` of the suite. samples: number of samples that all clients together train on in a run;
-            sets the rounds. evaluations: approximate number in a run. test: ``once``, after the last round,
-            ``rounds`` or ``none``.
+        rates: ``learning_rates`` of the suite.
         training_file: train on a sample of the commonsense tasks' training files.
-        extra: runs only if ``--only`` names it.
-        script: a module to run instead of a grid, with ``args``; values: metric -> dotted path in its JSON;
-            by_seed: metric -> path to its values by seed.
     """
 
     name: str
-    title: str
     config: dict
     methods: tuple[MethodEntry, ...]
     axes: dict[str, dict[str, dict]]
-    seeds: tuple[int, ...]
     rates: dict | None
     evaluation: tuple[dict, ...]
-    metrics: tuple[str, ...]
     reference: dict | None
     training_file: dict | None
-    args: tuple[str, ...]
-    note: str = ""
-    samples: int | None = None
-    evaluations: int | None = None
-    test: str = "once"
-    script: str = ""
-    values: dict = field(default_factory=dict)
-    by_seed: dict = field(default_factory=dict)
-    extra: bool = False
 
 
 @dataclass(frozen=True)
@@ -243,9 +227,8 @@ def _experiment(
     config: dict[str, Any] = {}
     for _, part in layers:
         config = lay(config, flatten(part.get("config") or {}))
-    script = given.get("script") or ""
-    for key, value in () if script else (("config", config), ("methods", given.get("methods"))):
-        if not value:
+    for key, value in (("config", config), ("methods", given.get("methods"))):
+        if not (value or given.get("script")):
             origin.fail(at[key], "is missing")
     methods = _methods(given.get("methods", []), origin, at["methods"])
     axes = _axes(given.get("grid") or {}, origin, at["grid"])
@@ -255,26 +238,22 @@ def _experiment(
                 if label not in axes.get(axis, {}):
                     lacks = f"{axis} {label!r}" if axis in axes else f"axis {axis!r}"
                     origin.fail(at["methods"], f": where of {entry.label}: the grid has no {lacks}")
-    metrics, values = tuple(given.get("metrics", ["test_acc"])), given.get("values", {})
-    for metric in metrics:
-        if why := unknown(metric, values):
+    plain = {key: given[key] for key in keys_of(AsGiven) if given.get(key) is not None}
+    for metric in plain.get("metrics", ()):
+        if why := unknown(metric, plain.get("values", ())):
             origin.fail(at["metrics"], f"has {metric!r}: {why}")
     made = given.get("training_file")
-    as_given = ("note", "samples", "evaluations", "test", "script", "values", "by_seed", "extra")
+    titled = {"title": plain.get("title") or name.replace("_", " "), "args": tuple(map(str, plain.get("args", ())))}
     return Experiment(
-        name,
-        title=given.get("title") or name.replace("_", " "),
+        **{**plain, **titled},
+        name=name,
         config=config,
         methods=methods,
         axes=axes,
-        seeds=tuple(given.get("seeds", [0])),
         rates=_rates(given.get("learning_rates"), origin, at["learning_rates"]),
         evaluation=tuple(_evaluation(given.get("evaluation") or [], origin, at["evaluation"])),
-        metrics=metrics,
         reference=_reference(given.get("reference"), figures, origin, at["reference"]),
         training_file=None if made is None else check_keys(made, TRAINING_FILE, origin, at["training_file"]),
-        args=tuple(str(a) for a in given.get("args", [])),
-        **{key: given[key] for key in as_given if given.get(key) is not None},
     )
 
 

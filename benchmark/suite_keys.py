@@ -2,33 +2,52 @@
 
 from __future__ import annotations
 
-from fs_lowrank.settings import Key
+from dataclasses import dataclass, replace
+
+from fs_lowrank.settings import Key, key, keys_of
 
 SIZES = ("small", "paper")
 
 _MAPPING, _SWITCH = Key(dict | None), Key(bool)
 _COUNT = Key(int | None, {"min": 1})
 _SOME = {"filled": True, "once": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsGiven:
+    """The keys of an experiment that it takes as they are given; None is as if the key were not there.
+
+    Attributes:
+        samples: number of samples that all clients together train on in a run; sets the rounds. evaluations:
+            approximate number in a run. test: ``once``, after the last round, ``rounds`` or ``none``.
+        script: a module to run instead of a grid, with ``args``; values: metric -> dotted path in its JSON;
+            by_seed: metric -> path to its values by seed.
+        extra: runs only if ``--only`` names it.
+    """
+
+    title: str = ""
+    note: str = ""
+    seeds: tuple[int, ...] = key((0,), filled=True, once=True, min=0)
+    metrics: tuple[str, ...] = key(("test_acc",), once=True)
+    samples: int | None = key(None, min=1)
+    evaluations: int | None = key(None, min=1)
+    test: str = key("once", choices=("once", "rounds", "none"))
+    script: str = ""
+    args: tuple = ()
+    values: dict = key({})
+    by_seed: dict = key({})
+    extra: bool = False
+
+
 EXPERIMENT = {
-    "title": Key(str | None),
-    "note": Key(str | None),
+    **{name: replace(of, hint=of.hint | None) for name, of in keys_of(AsGiven).items()},
     "config": _MAPPING,
     "methods": Key(list | str, {"words": "a list of methods, or all"}),
     "grid": _MAPPING,
-    "seeds": Key(list[int], {**_SOME, "min": 0}),
     "learning_rates": _MAPPING,
     "evaluation": Key(list | dict | None, {"words": "a list of mappings, each with a scorer"}),
-    "metrics": Key(list[str], {"once": True}),
     "reference": Key(dict | str | None, {"words": "the name of figures, or a mapping"}),
-    "samples": _COUNT,
-    "evaluations": _COUNT,
-    "test": Key(str, {"choices": ("once", "rounds", "none")}),
-    "script": Key(str | None),
-    "args": Key(list),
-    "values": Key(dict),
-    "by_seed": Key(dict),
     "training_file": _MAPPING,
-    "extra": _SWITCH,
 }
 SIZE = {**EXPERIMENT, "experiments": _MAPPING}
 SUITE = {
