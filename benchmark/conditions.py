@@ -444,7 +444,7 @@ def _at_its_best(
         else:
             failed.append(seed)
     some = curve[min(points)] if points else next(iter(curve.values()))
-    figure = figure_of(values) or Figure(math.nan, None, 0)
+    figure = figure_of(values)
     low = {value for point in points for value in curve[point].collapsed}
     return f"{method} at {' or '.join(f'{point:g}' for point in sorted(points))}", replace(
         some,

@@ -85,13 +85,11 @@ class Figure:
         return notes
 
 
-def figure_of(values: Sequence[float] | Mapping[int, float]) -> Figure | None:
-    """Mean and standard deviation of values, or of values by seed; None for no value."""
-    if not values:
-        return None
-    by_seed = dict(values) if isinstance(values, Mapping) else {}
-    listed = list(by_seed.values()) or list(values)
-    return Figure(statistics.fmean(listed), statistics.stdev(listed) if len(listed) > 1 else None, len(listed), by_seed)
+def figure_of(values: Mapping[int, float]) -> Figure:
+    """Mean and standard deviation of values by seed."""
+    listed = [*values.values()]
+    mean, std = statistics.fmean(listed or [math.nan]), statistics.stdev(listed) if len(listed) > 1 else None
+    return Figure(mean, std, len(listed), dict(values))
 
 
 @dataclass(frozen=True)

@@ -105,8 +105,8 @@ class ExperimentResults:
         failed, stale = self.lost.get(place, set()) | found.keys() - values.keys(), self.stale.get(place, ())
         if not (values or failed or missed or stale):
             return None
-        figure = figure_of(values) or Figure(math.nan, None, 0)
         majority = [(m, values[r["seed"]]) for r in records if (m := _majority(r, metric)) and r["seed"] in values]
+        figure = figure_of(values)
         return replace(
             figure,
             exact=metric in _EXACT and figure.std == 0,

@@ -27,7 +27,7 @@ from fs_lowrank.settings.reading import read_packaged
 from .beside import hpo
 from .conditions import check_rule
 from .metrics import unknown
-from .scorers import check_options
+from .scorers import parse
 from .suite_keys import (
     CAUSE,
     CLAIM,
@@ -329,7 +329,7 @@ def _rates(given: Mapping | None, origin: Origin, at: str) -> dict | None:
 def _evaluation(given: list | Mapping, origin: Origin, at: str) -> list[dict]:
     entries = [given] if isinstance(given, Mapping) else given
     for i, entry in enumerate(entries):
-        check_options(entry, origin, at if isinstance(given, Mapping) else f"{at}.{i}")
+        parse(entry, origin, at if isinstance(given, Mapping) else f"{at}.{i}")
     tasks = [(entry["scorer"], task) for entry in entries for task in entry.get("tasks", [""])]
     twice = next((t for t in tasks if tasks.count(t) > 1), None)
     if twice:

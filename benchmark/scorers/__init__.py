@@ -17,7 +17,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from fs_lowrank.errors import UserError
 from fs_lowrank.settings import Key, Origin, check_keys, check_value, keys_of
 
 #: scorer -> its module, with a dataclass ``Options`` and functions ``check(options, root)`` and
@@ -32,7 +31,7 @@ def check(spec: dict, data_root: Path | str) -> None:
         UserError: an unknown scorer, key or task, a value out of range, or data that are missing; the message says
             how to get them.
     """
-    module, options = _parse(spec)
+    module, options = parse(spec)
     with _asked(module):
         module.check(options, Path(data_root))
 
@@ -47,7 +46,7 @@ def score(model, tokenizer, spec: dict, data_root: Path | str) -> dict[str, dict
     Raises:
         UserError: as for ``check``.
     """
-    module, options = _parse(spec)
+    module, options = parse(spec)
     training = model.training
     with _asked(module):
         module.check(options, Path(data_root))
@@ -65,32 +64,22 @@ def _asked(module: Any) -> AbstractContextManager[None]:
     return hub() if getattr(module, "HUB", False) else nullcontext()
 
 
-def _parse(spec: dict):
-    """The module of a scorer, and its options as the dataclass of that module."""
-    if not isinstance(spec, dict) or "scorer" not in spec:
-        raise UserError(f"an evaluation is a mapping with the key 'scorer' ({', '.join(SCORERS)}), got {spec!r}")
-    module = scorer(spec["scorer"])
-    given = {key: value for key, value in spec.items() if key != "scorer"}
-    return module, module.Options(**check_keys(given, keys_of(module.Options), Origin(), "evaluation"))
+def parse(spec: Mapping, origin: Origin | None = None, at: str = "evaluation"):
+    """The module of a scorer, and its options as the dataclass of that module.
 
-
-def scorer(name: str, origin: Origin | None = None, at: str = "evaluation"):
-    """The module of a scorer.
-
+    Args:
+        spec: an entry of ``evaluation``, at ``at`` in the file of a suite.
     Raises:
-        UserError: unknown scorer; the message suggests the nearest.
+        UserError: an unknown scorer or key, with the nearest; a value of the wrong type or out of range.
     """
-    check_value(f"{at}.scorer", name, str, {"choices": tuple(SCORERS)}, origin or Origin())
+    origin = origin or Origin()
+    if not isinstance(spec, Mapping) or "scorer" not in spec:
+        origin.wrong(at, spec, f"a mapping with the key 'scorer', one of {', '.join(SCORERS)}")
+    module = scorer(check_value(f"{at}.scorer", spec["scorer"], str, {"choices": tuple(SCORERS)}, origin))
+    given = check_keys(spec, {"scorer": Key(str), **keys_of(module.Options)}, origin, at)
+    return module, module.Options(**{key: value for key, value in given.items() if key != "scorer"})
+
+
+def scorer(name: str):
+    """The module of a scorer."""
     return import_module(f"{__package__}.{SCORERS[name]}")
-
-
-def check_options(spec: Mapping, origin: Origin, at: str) -> None:
-    """Check the keys of an entry of ``evaluation``, at ``at`` in the file of a suite.
-
-    Raises:
-        UserError: an unknown scorer or key, a value of the wrong type or out of range.
-    """
-    if "scorer" not in spec:
-        origin.fail(f"{at}.scorer", f"is missing, one of {', '.join(SCORERS)}")
-    keys = {"scorer": Key(str), **keys_of(scorer(spec["scorer"], origin, at).Options)}
-    check_keys(spec, keys, origin, at)

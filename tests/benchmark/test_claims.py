@@ -45,11 +45,11 @@ FALL = {"along": "clients", "from": 3, "to": 50}
 def by_seed(values):
     """As of images, which are paired by seed."""
     figure = figure_of(dict(enumerate(values)))
-    return figure and dataclasses.replace(figure, splits={seed: f"split {seed}" for seed in figure.by_seed})
+    return dataclasses.replace(figure, splits={seed: f"split {seed}" for seed in figure.by_seed})
 
 
 def of_text(values):
-    return figure_of(dict(enumerate(values)))
+    return figure_of(dict(enumerate(values))) if len(values) else None
 
 
 def look(method, labels, metric):

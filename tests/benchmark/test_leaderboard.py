@@ -61,7 +61,7 @@ def test_the_page_has_a_row_for_each_method(tmp_path, tiny_encoder, reviews_csv,
 def test_gaps_without_a_spread_have_their_mean():
     accuracies = [{"fedlora": 0.5, "flora": 0.6}, {"fedlora": 0.4, "flora": 0.7}]
     places = [
-        SimpleNamespace(has=lambda *_: True, figure=lambda method, *_, accs=accs: figure_of([accs[method]]))
+        SimpleNamespace(has=lambda *_: True, figure=lambda method, *_, accs=accs: figure_of({0: accs[method]}))
         for accs in accuracies
     ]
     gap = Entry("flora", [(place, "") for place in places]).gap
