@@ -43,6 +43,8 @@ _KEYS = {
 }
 #: (method, labels by axis, metric) -> figure
 Lookup = Callable[[str, Mapping[str, str], str], Figure | None]
+#: a sum: of each figure its factor and its name
+Parts = Sequence[tuple[float, str, Figure | None]]
 #: the figure of a method, for a metric and at labels of axes other than the condition's own
 Looked = Callable[..., Figure | None]
 
@@ -265,7 +267,7 @@ def _made(
     condition: Mapping,
     what: str,
     asked: str,
-    parts: Sequence[tuple[float, str, Figure | None]],
+    parts: Parts,
     bounds: tuple[float, float],
     favours: Sequence[str],
     refuted_for: Sequence[str] | None = None,
@@ -298,9 +300,10 @@ def _made(
     return Condition(what, where, asked, figures, found, *bounds, unit=unit or metric, bars=bars)
 
 
-def _above_by(condition: Mapping) -> tuple[float, float]:
-    """The bounds of a quantity that must be above ``by``, which is not enough itself."""
-    return math.nextafter(condition["by"], math.inf), math.inf
+def _exceeds(condition: Mapping, what: str, parts: Parts, favours: Sequence[str], asked: str = "") -> Condition:
+    """A condition that the sum of ``parts`` is above ``by``, which is not enough itself."""
+    bounds = math.nextafter(condition["by"], math.inf), math.inf
+    return _made(condition, what, f"more than {condition['by']:g}{asked}", parts, bounds, favours)
 
 
 def _sign(condition: Mapping) -> int:
@@ -320,9 +323,7 @@ def _falls(condition: Mapping, figure: Looked) -> Iterator[Condition]:
         (first, at_first), (last, at_last) = _ends(condition, figure, method)
         parts = [(sign, first, at_first), (-sign, last, at_last)]
         if condition["is"] == "drops":
-            yield _made(
-                condition, f"{method} falls", f"more than {condition['by']:g}", parts, _above_by(condition), [first]
-            )
+            yield _exceeds(condition, f"{method} falls", parts, [first])
         else:
             bounds = -math.inf, condition["within"]
             asked = f"at most {condition['within']:g}"
@@ -331,17 +332,16 @@ def _falls(condition: Mapping, figure: Looked) -> Iterator[Condition]:
 
 def _above(condition: Mapping, figure: Looked) -> Iterator[Condition]:
     """The lead of a method over others; along an axis, the difference of their falls."""
-    sign, name, asked = _sign(condition), condition["better"], f"more than {condition['by']:g}"
+    sign, name = _sign(condition), condition["better"]
     for other in condition["than"]:
         if "along" in condition:
             (first, at_first), (last, at_last) = _ends(condition, figure, name)
             (begin, at_begin), (end, at_end) = _ends(condition, figure, other)
             parts = [(-sign, first, at_first), (sign, last, at_last), (sign, begin, at_begin), (-sign, end, at_end)]
-            what = f"{name} falls by less than {other}"
-            yield _made(condition, what, asked, parts, _above_by(condition), [last, begin])
+            yield _exceeds(condition, f"{name} falls by less than {other}", parts, [last, begin])
         else:
             parts = [(sign, name, figure(name)), (-sign, other, figure(other))]
-            yield _made(condition, f"{name} above {other}", asked, parts, _above_by(condition), [name])
+            yield _exceeds(condition, f"{name} above {other}", parts, [name])
 
 
 def _close(condition: Mapping, figure: Looked) -> Iterator[Condition]:
@@ -387,8 +387,7 @@ def _learns(condition: Mapping, figure: Looked) -> Iterator[Condition]:
         if majority is not None:
             majority = replace(majority, exact=True)
         parts = [(1, method, value), (-1, "majority class", majority)]
-        asked = f"more than {condition['by']:g}"
-        made = _made(condition, f"{method} learns", asked, parts, _above_by(condition), [method])
+        made = _exceeds(condition, f"{method} learns", parts, [method])
         # A better rate beyond the end of the grid could only add to what was learned.
         learned = HOLDS if value is not None and value.whole else ""
         bars = {k: "" if k == learned else bar for k, bar in made.bars.items()}
@@ -415,9 +414,8 @@ def _best(condition: Mapping, figure: Looked) -> Iterator[Condition]:
         chosen[method] = (method, None) if held is None or curve is None else _at_its_best(held, curve, by, method)
     for other in condition["than"]:
         parts = [(sign, *chosen[name]), (-sign, *chosen[other])]
-        asked = f"more than {condition['by']:g}, each where {by} is best"
         what = f"{name} at its best above {other} at its own"
-        made = _made(condition, what, asked, parts, _above_by(condition), [chosen[name][0]])
+        made = _exceeds(condition, what, parts, [chosen[name][0]], f", each where {by} is best")
         if of_test_data(by):
             made = replace(made, bars=dict.fromkeys(made.bars, "nothing is decided: test data have chosen the points"))
         yield made
@@ -454,6 +452,8 @@ def _at_its_best(
         collapsed=tuple(sorted(value for value in values.values() if value in low)),
         majority=next((f.majority for f in curve.values() if f.majority is not None), None),
         at_end=at_end,
+        versions=frozenset().union(*(curve[point].versions for point in points)),
+        processors=frozenset().union(*(curve[point].processors for point in points)),
     )
 
 

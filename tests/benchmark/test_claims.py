@@ -245,13 +245,14 @@ def test_no_seed_is_judged_by_what_it_has_chosen():
     tested = {"1.0": [0.81, 0.82, 0.5], "10.0": [0.7, 0.71, 0.9]}
 
     def look_at(method, labels, metric):
-        if method == "other":
-            return of_text([0.5, 0.52, 0.51])
-        return of_text((held if metric == "val_acc" else tested)[labels["rate"]])
+        values = (held if metric == "val_acc" else tested)[labels["rate"]] if method == "a" else [0.5, 0.52, 0.51]
+        of = "new" if method == "a" and labels["rate"] == "10.0" else "old"
+        return dataclasses.replace(by_seed(values), processors=frozenset([of]), versions=frozenset([of]))
 
     rule = {"is": "best", "better": "a", "than": ["other"], "along": "rate", "points": [1.0, 10.0], "by": 0}
     found = judged({**rule, "chosen_by": "val_acc"}, look_at)
     assert [*found.there["a at 1 or 10"].by_seed.values()] == [0.7, 0.71, 0.5]
+    assert found.slack > 0 and "of versions new and old" in found.text  # of both points
 
 
 def normal(rng, n, first=1.0, second=1.0):
