@@ -28,7 +28,7 @@ from .suite import Experiment, Suite
 #: metrics that are counted, and have no spread over seeds that agree
 _EXACT = (*BYTES, "traffic", "traffic_without_head", "formula", "majority")
 #: metrics whose value for a model that learned nothing is the majority class
-_ACCURACIES = ("test_acc", "val_acc", "test_acc_last5", "val_acc_last5", "client_test_acc")
+_ACCURACIES = ("test_acc", "val_acc", "client_test_acc")
 #: a mean of equal accuracies is above them by rounding, by less than this
 _ROUNDING = 1e-9
 
@@ -315,9 +315,10 @@ def _majority(record: Mapping, metric: str) -> float | None:
     Of the clients' own models it is each client's own, in results that say it, and otherwise that of the whole test
     set, which is less.
     """
-    if metric == "client_test_acc" and record.get("client_majority") is not None:
+    measured = metric.removesuffix("_last5")
+    if measured == "client_test_acc" and record.get("client_majority") is not None:
         return record["client_majority"]
-    if metric in _ACCURACIES:
+    if measured in _ACCURACIES:
         return record.get("majority")
     task, _, name = metric.rpartition(":")
     return value(record, f"{task}:majority") if name.startswith("acc") and not name.endswith("_stderr") else None

@@ -602,14 +602,14 @@ def test_collapsed_seeds_are_named_and_counted_and_no_claim_holds_by_them(monkey
     assert judged(above, look).verdict == HOLDS and "worse: 3 of 3 seeds collapsed" in judged(above, look).text
 
 
-@pytest.mark.parametrize("metric", ["test_acc", "test_acc_last5", "client_test_acc"])
+@pytest.mark.parametrize("metric", ["test_acc", "test_acc_last5", "client_test_acc", "client_test_acc_last5"])
 def test_a_seed_at_the_majority_class_has_collapsed(metric):
     """A mean of five equal accuracies may be above them by rounding."""
     majority = 352 / 872
     last5 = float(np.mean([majority] * 5))
     assert last5 > majority
     found = results_of(a=[record(0, majority, majority), record(1, 0.9, majority)])
-    for name in ("test_acc_last5", "client_test_acc"):
+    for name in ("test_acc_last5", "client_test_acc", "client_test_acc_last5"):
         found.all_records[0]["metrics"][name] = last5
         found.all_records[1]["metrics"][name] = 0.9
     assert found.figure("a", "", metric).collapsed == pytest.approx((majority,))
