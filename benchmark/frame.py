@@ -18,11 +18,11 @@ _ABOUT = ("n", "version", "num_fewshot")
 
 def frame(store: Store) -> pd.DataFrame:
     """A row for each result of a cell or a script; a metric is a column, of a scorer as ``SCORER:TASK:METRIC``."""
-    rows = pd.DataFrame([_row(record) for record in store.all("cells")])
+    rows = pd.DataFrame([row(record) for record in store.all("cells")])
     return rows.sort_values([*_FIRST[1:], "hash"], ignore_index=True) if len(rows) else rows
 
 
-def _row(record: Mapping[str, Any]) -> dict[str, Any]:
+def row(record: Mapping[str, Any]) -> dict[str, Any]:
     of_run = of_a_run(record)
     scores = {
         f"{scorer}:{task}:{name}": value

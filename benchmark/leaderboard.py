@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor, nn
 
@@ -23,9 +23,10 @@ from fs_lowrank.testing.bench import Bench, quietly
 
 from .conditions import shown
 from .figures import point, save_on_white
-from .intervals import Estimate, estimate, pooled
+from .frame import row
+from .intervals import Estimate, Figure, estimate, pooled
 from .methods_table import signed
-from .results import ExperimentResults, value
+from .results import ExperimentResults
 from .suite import Suite
 from .template import markdown
 
@@ -48,7 +49,12 @@ HEAD = (
     "memory, GB",
     "off the mean of the products",
 )
-Place = tuple[ExperimentResults, str]
+#: of each run, of which the table has medians
+MEASURED = ["uplink_without_head", "downlink_without_head", "client", "aggregation", "memory"]
+#: what names a run
+RUN = ["setting", "method", "seed"]
+#: setting -> the accuracy of a method on test data
+Figures = Mapping[str, Figure]
 
 
 def write_leaderboard(suite: Suite, results: Mapping[str, ExperimentResults], root: Path) -> list[Path]:
@@ -57,136 +63,125 @@ def write_leaderboard(suite: Suite, results: Mapping[str, ExperimentResults], ro
     Nothing is written without results of ``fedlora``.
     """
     page = root / f"{LEADERBOARD}{'_paper' if suite.size == 'paper' else ''}.md"
-    places = [(each, column) for each in results.values() for column in each.columns]
-    shared = [place for place in places if place[0].has(BASE, place[1], "test_acc")]
-    methods = dict.fromkeys(method for each, _ in shared for method in each.methods)
-    entries = [entry for method in methods if (entry := Entry(method, shared)).places]
-    if not entries:
+    figures, runs = of_methods(results)
+    if not figures:
         return []
-    entries.sort(key=lambda entry: -entry.gap.centre)
-    _draw(entries, page.with_suffix(".svg"))
-    table = [HEAD, *(entry.cells() for entry in entries)]
+    rows = table(figures, runs)
+    _draw(figures, runs, page.with_suffix(".svg"))
     there = [each for each in results.values() if each.cells]
-    write_text(page, markdown("leaderboard", table, there, page.with_suffix(".svg").name))
+    write_text(page, markdown("leaderboard", [HEAD, *rows], there, page.with_suffix(".svg").name))
     return [page, page.with_suffix(".svg")]
 
 
-@dataclass
-class Entry:
-    """What the cells say of a method.
-
-    Attributes:
-        shared: the settings that have results of the base.
+def of_methods(results: Mapping[str, ExperimentResults]) -> tuple[dict[str, Figures], pd.DataFrame]:
+    """Method -> its accuracies, the best method first, and a row for each run: in the settings that have results of the
+    base.
     """
-
-    method: str
-    shared: Sequence[Place]
-
-    @cached_property
-    def places(self) -> list[Place]:
-        """The settings that have results of the method, too."""
-        return [(each, column) for each, column in self.shared if each.has(self.method, column, "test_acc")]
-
-    def records(self, method: str = "") -> list[list[dict]]:
-        """By setting the results of the method, or of another."""
-        return [each.records.get((method or self.method, column), []) for each, column in self.places]
-
-    @cached_property
-    def accuracy(self) -> Estimate:
-        """The mean over the settings."""
-        found = [each.figure(self.method, column, "test_acc") for each, column in self.places]
-        return estimate([(1 / len(found), of_setting) for of_setting in found if of_setting])
-
-    @cached_property
-    def gap(self) -> Estimate:
-        """The accuracy above that of the base, over the settings as random effects."""
-        gaps = []
-        for each, column in self.places:
-            ours, base = (each.figure(method, column, "test_acc") for method in (self.method, BASE))
-            if ours and base and self.method != BASE:
-                gaps.append(estimate([(1, ours), (-1, base)]))
-        if len(gaps) > 1 and all(gap.error for gap in gaps):
-            return pooled(gaps)
-        return gaps[0] if len(gaps) == 1 else Estimate(statistics.fmean([g.centre for g in gaps] or [0.0]), None)
-
-    @property
-    def gap_of_bytes(self) -> str:
-        """The accuracy on validation data above that of the base when both have sent half of what the base sends, and
-        in how many settings that is known, if not in all.
-        """
-        gaps = []
-        for ours, base in zip(self.records(), self.records(BASE)):
-            budget = statistics.fmean(_sent(record["history"]["evaluated"][-1]) for record in base) / 2
-            at = [[_until(record, budget) for record in records] for records in (ours, base)]
-            if None not in (*at[0], *at[1]):
-                gaps.append(statistics.fmean(at[0]) - statistics.fmean(at[1]))  # type: ignore[arg-type]
-        some = f" in {counted(len(gaps), 'setting')}" if len(gaps) < len(self.places) else ""
-        return signed(100 * statistics.fmean(gaps)) + some if gaps else "–"
-
-    @property
-    def bytes_to_target(self) -> str:
-        """All bytes until ``TARGET`` of the base's accuracy, as a multiple of the base's; how many runs reach it."""
-        quotients, reached = [], 0
-        for ours, base in zip(self.records(), self.records(BASE)):
-            target = TARGET * statistics.fmean(record["metrics"]["val_acc"] for record in base)
-            found, theirs = ([_reached(record, target) for record in records] for records in (ours, base))
-            reached += sum(sent is not None for sent in found)
-            if None not in (*found, *theirs):
-                quotients.append(statistics.fmean(found) / statistics.fmean(theirs))  # type: ignore[arg-type]
-        of_all = f"reached by {reached} of {sum(map(len, self.records()))}"
-        return f"{statistics.median(quotients):.2g}×, {of_all}" if quotients else of_all
-
-    def median(self, metric: str, unit: float = 1.0) -> float:
-        """Over the runs that have the metric, as a multiple of ``unit``; not a number (NaN) if none has."""
-        found = [v for of in self.records() for record in of if (v := value(record, metric)) is not None]
-        return statistics.median(found) / unit if found else math.nan
-
-    def as_text(self, metric: str, unit: float, digits: int = 2) -> str:
-        """The median as text."""
-        found = self.median(metric, unit)
-        return "–" if math.isnan(found) else f"{found:.{digits}g}"
-
-    def cells(self) -> tuple[str, ...]:
-        """A row of the table."""
-        runs = [record for of in self.records() for record in of]
-        figures = [each.figure(self.method, column, "test_acc") for each, column in self.shared]
-        lost = sum(len(found.failed) for found in figures if found)
-        trained = [r["seconds"]["training"] / max(1, r["rounds"]) / _clients(r) for r in runs]
-        away = exactness(runs[0]["config"]["federate.method"], runs[0]["config"])
-        return (
-            f"`{self.method}`",
-            _points(self.accuracy, ".1f"),
-            _points(self.gap) if self.method != BASE else "0",
-            self.gap_of_bytes,
-            f"{len(self.places)}, {len(runs)}" + (f" ({lost} failed)" if lost else ""),
-            ", ".join(self.as_text(way, 1e3, 3) for way in ("uplink_without_head", "downlink_without_head")),
-            self.bytes_to_target,
-            f"{statistics.median(trained):.2g}",
-            self.as_text("aggregation", 1e-3),
-            self.as_text("memory", 1e9),
-            "exact" if away < 1e-5 else f"{100 * away:.2g} %",
-        )
+    figures: dict[str, dict[str, Figure]] = {}
+    runs = []
+    for name, each in results.items():
+        for column in (c for c in each.columns if each.has(BASE, c, "test_acc")):
+            setting = f"{name} {column}"
+            for method in each.methods:
+                if figure := each.figure(method, column, "test_acc"):
+                    figures.setdefault(method, {})[setting] = figure
+                found = each.records.get((method, column), ()) if figure and figure.n else ()
+                runs += [{**row(r), **_of_a_client(r), "method": method, "setting": setting} for r in found]
+    there = [method for method, of in figures.items() if any(figure.n for figure in of.values())]
+    order = sorted(there, key=lambda method: -gap(figures[method], figures[BASE]).centre)
+    return {method: figures[method] for method in order}, pd.DataFrame(runs)
 
 
-def _clients(record: Mapping[str, Any]) -> int:
-    """The clients of a round."""
+def _of_a_client(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Further columns of a run: seconds of training by client and round, the curve, the configuration."""
     config = record["config"]
     few = config.get("federate.sample_client_num", -1)
-    return few if few > 0 else config["federate.client_num"]
+    clients = few if few > 0 else config["federate.client_num"]
+    seconds = record["seconds"]["training"] / max(1, record["rounds"]) / clients
+    return {"client": seconds, "points": record["history"]["evaluated"], "config": config}
 
 
-def _sent(point: Mapping[str, Any]) -> float:
-    return point["uplink_without_head"] + point["downlink_without_head"]
+def table(figures: Mapping[str, Figures], runs: pd.DataFrame) -> list[tuple[str, ...]]:
+    """The rows below ``HEAD``."""
+    by_method, points = runs.groupby("method"), curves(runs)
+    medians = runs[MEASURED].astype(float).groupby(runs["method"]).median()
+    equal, (quotients, reached) = equal_bytes(points), bytes_to_target(points, runs)
+    rows: list[tuple[str, ...]] = []
+    for method, of in figures.items():
+        here, number, config = medians.loc[method], len(by_method.groups[method]), by_method["config"].first()[method]
+        known, settings = equal[method].dropna(), sum(figure.n > 0 for figure in of.values())
+        some = f" in {counted(len(known), 'setting')}" if len(known) < settings else ""
+        lost = sum(len(figure.failed) for figure in of.values())
+        away = exactness(config["federate.method"], config)
+        target = f"reached by {reached[method]} of {number}"
+        rows.append(
+            (
+                f"`{method}`",
+                _points(mean(of), ".1f"),
+                _points(gap(of, figures[BASE])) if method != BASE else "0",
+                signed(100 * known.mean()) + some if len(known) else "–",
+                f"{settings}, {number}" + (f" ({lost} failed)" if lost else ""),
+                ", ".join(_shown(here[way] / 1e3, 3) for way in MEASURED[:2]),
+                target if math.isnan(quotients[method]) else f"{quotients[method]:.2g}×, {target}",
+                _shown(here["client"]),
+                _shown(here["aggregation"] * 1e3),
+                _shown(here["memory"] / 1e9),
+                "exact" if away < 1e-5 else f"{100 * away:.2g} %",
+            )
+        )
+    return rows
 
 
-def _until(record: Mapping[str, Any], budget: float) -> float | None:
-    """The last validation accuracy within ``budget`` bytes."""
-    return next((p["val_acc"] for p in reversed(record["history"]["evaluated"]) if _sent(p) <= budget), None)
+def mean(of: Figures) -> Estimate:
+    """The mean over the settings."""
+    there = [figure for figure in of.values() if figure.n]
+    return estimate([(1 / len(there), figure) for figure in there])
 
 
-def _reached(record: Mapping[str, Any], target: float) -> float | None:
-    """The bytes that were sent when the validation accuracy first was ``target``."""
-    return next((_sent(p) for p in record["history"]["evaluated"] if p["val_acc"] >= target), None)
+def gap(of: Figures, base: Figures) -> Estimate:
+    """The accuracy above that of the base, over the settings as random effects; 0 of the base itself."""
+    gaps = [estimate([(1, f), (-1, base[setting])]) for setting, f in of.items() if f.n and f is not base[setting]]
+    if len(gaps) > 1 and all(gap.error for gap in gaps):
+        return pooled(gaps)
+    return gaps[0] if len(gaps) == 1 else Estimate(statistics.fmean([g.centre for g in gaps] or [0.0]), None)
+
+
+def curves(runs: pd.DataFrame) -> pd.DataFrame:
+    """Each evaluation of each run: all bytes ``sent`` until then, without the head, and ``val_acc``."""
+    named = runs[[*RUN, "points"]].explode("points", ignore_index=True)
+    made = named[RUN].join(pd.DataFrame([*named["points"]]))
+    return made.assign(sent=made["uplink_without_head"] + made["downlink_without_head"])
+
+
+def _by_setting(found: pd.Series, runs: pd.Index) -> pd.DataFrame:
+    """Over the seeds the mean of each setting (rows) and method (columns); not a number (NaN) if a run has none."""
+    return found.reindex(runs).groupby(RUN[:2]).agg(lambda of: of.mean(skipna=False)).unstack("method")
+
+
+def equal_bytes(points: pd.DataFrame) -> pd.DataFrame:
+    """By setting and method the accuracy on validation data above that of the base when both have sent half of what the
+    base sends; NaN where a run had not been evaluated by then.
+    """
+    ends = points.groupby(RUN)["sent"].last()
+    budget = points["setting"].map(ends.xs(BASE, level="method").groupby("setting").mean() / 2)
+    found = _by_setting(points[points["sent"] <= budget].groupby(RUN)["val_acc"].last(), ends.index)
+    return found.sub(found[BASE], axis=0)
+
+
+def bytes_to_target(points: pd.DataFrame, runs: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
+    """By method all bytes until ``TARGET`` of the base's accuracy on validation data, as a multiple of the base's, the
+    median over the settings in which all runs reach it; and the number of runs that do.
+    """
+    last = runs[runs["method"] == BASE].groupby("setting")["val_acc"].mean()
+    there = points["val_acc"] >= points["setting"].map(TARGET * last)
+    first = points[there].groupby(RUN)["sent"].first()
+    every = points.groupby(RUN).size().index
+    found = _by_setting(first, every)
+    return found.div(found[BASE], axis=0).median(), first.reindex(every).groupby("method").count()
+
+
+def _shown(value: float, digits: int = 2) -> str:
+    return "–" if math.isnan(value) else f"{value:.{digits}g}"
 
 
 def _points(found: Estimate, form: str = "+.1f") -> str:
@@ -207,10 +202,8 @@ def exactness(method: str, keys: Mapping[str, Any]) -> float:
     own = {name: given for name, given in keys.items() if name == "lowrank.tau"}
     with tempfile.TemporaryDirectory() as folder, quietly(folder):
         engine = Bench(folder).make("encoder", method, {"train.local_update_steps": 4, **own})
-        before: dict[str, Tensor] = {}
-        of_clients: dict[int, dict[str, Tensor]] = {}
+        before, of_clients = torch.empty(0), dict[int, Tensor]()
         upload, last = engine.method.upload, engine.config.federate.total_round_num
-        clients = engine.site.data.clients
 
         def spy(model: nn.Module, round: int, client: Any) -> Mapping[str, Tensor]:
             if round == last:
@@ -218,42 +211,37 @@ def exactness(method: str, keys: Mapping[str, Any]) -> float:
             return upload(model, round, client)
 
         def on_round(record: Mapping[str, Any]) -> None:
+            nonlocal before
             if record["round"] == last - 1:
                 engine.site.load_global(engine.ledger.state)
-                before.update(_responses(engine.model))
+                before = _responses(engine.model)
 
         with mock.patch.object(engine.method, "upload", spy):
             engine.on_round = on_round
             engine.run()
-        after = _responses(engine.model)
-        sizes = {number: len(clients[number - 1]) for number in of_clients}
-        share = {number: size / sum(sizes.values()) for number, size in sizes.items()}
-        mean = {n: sum(share[number] * of[n] for number, of in of_clients.items()) for n in after}
-        far = sum(float((after[n] - mean[n]).square().sum()) for n in after)
-        changed = sum(float((mean[n] - before[n]).square().sum()) for n in after)
-        return (far / changed) ** 0.5
+        after, rows = _responses(engine.model), [len(engine.site.data.clients[number - 1]) for number in of_clients]
+        mean = torch.from_numpy(np.average([*of_clients.values()], axis=0, weights=rows))
+        return float((after - mean).norm() / (mean - before).norm())
 
 
-def _responses(model: nn.Module) -> dict[str, Tensor]:
-    """Layer -> the answers to unit vectors, float64 ``(d_in, d_out)``, of every linear layer with an adapter."""
+def _responses(model: nn.Module) -> Tensor:
+    """The answers to unit vectors of every linear layer with an adapter, one after the other, float64 ``(n,)``."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     model.eval()
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
-    found = {}
+    found = []
     with torch.no_grad():
-        for name, layer in layers.items():
+        for layer in (module for module in model.modules() if isinstance(module, BaseTunerLayer)):
             units = torch.eye(layer.get_base_layer().in_features)
-            found[name] = (layer(units) - layer(torch.zeros_like(units))).double()
-    return found
+            found.append((layer(units) - layer(torch.zeros_like(units))).double().flatten())
+    return torch.cat(found)
 
 
-def _draw(entries: Sequence[Entry], path: Path) -> None:
+def _draw(figures: Mapping[str, Figures], runs: pd.DataFrame, path: Path) -> None:
     """Accuracy against the bytes up, a point a method, with its interval."""
-    marks = []
-    for place, entry in enumerate(entries):
-        found, up = entry.accuracy, entry.median("uplink_without_head", 1e3)
-        marks.append(point(entry.method, place, up, found.centre, found.ends))
+    up, marks = runs.groupby("method")["uplink_without_head"].median() / 1e3, []
+    for place, (method, of) in enumerate(figures.items()):
+        marks.append(point(method, place, up[method], mean(of).centre, mean(of).ends))
     panel = Panel("leaderboard", "", "kB that a client sends up in a round", "accuracy on test data", marks)
     made = figure([panel], "mean over the settings with its 95 % interval", size=(7.2, 4.4))
     save_on_white(made, path)

@@ -1,14 +1,13 @@
 """The leaderboard: measured exactness, and a page from cells of a small suite."""
 
-import math
 import textwrap
-from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 
 from benchmark.cli import main
 from benchmark.intervals import figure_of
-from benchmark.leaderboard import HEAD, Entry, exactness
+from benchmark.leaderboard import HEAD, MEASURED, bytes_to_target, curves, equal_bytes, exactness, gap, table
 from benchmark.suite import load_suite
 from fs_lowrank import list_methods
 
@@ -59,41 +58,36 @@ def test_the_page_has_a_row_for_each_method(tmp_path, tiny_encoder, reviews_csv,
 
 
 def test_gaps_without_a_spread_have_their_mean():
-    accuracies = [{"fedlora": 0.5, "flora": 0.6}, {"fedlora": 0.4, "flora": 0.7}]
-    places = [
-        SimpleNamespace(has=lambda *_: True, figure=lambda method, *_, accs=accs: figure_of({0: accs[method]}))
-        for accs in accuracies
-    ]
-    gap = Entry("flora", [(place, "") for place in places]).gap
-    assert gap.centre == pytest.approx(0.2) and gap.ends is None
+    ours, base = ({name: figure_of({0: acc}) for name, acc in zip("ab", accs)} for accs in ((0.6, 0.7), (0.5, 0.4)))
+    found = gap(ours, base)
+    assert found.centre == pytest.approx(0.2) and found.ends is None and gap(base, base).centre == 0
 
 
-def run_of(*points):
-    """A result whose rounds sent so many bytes, of the head as many again, and had these scores."""
+def run_of(setting, method, *points):
+    """A run whose rounds sent so many bytes, of the head as many again, and had these scores."""
     sent = ("uplink", "downlink", "uplink_without_head", "downlink_without_head")
     evaluated = [
         {**dict.fromkeys(sent[:2], 2 * half), **dict.fromkeys(sent[2:], half), "val_acc": acc} for half, acc in points
     ]
-    return {"history": {"evaluated": evaluated}, "metrics": {"val_acc": points[-1][1]}}
+    return {"setting": setting, "method": method, "seed": 0, "points": evaluated, "val_acc": points[-1][1]}
 
 
 def test_bytes_are_without_the_head_and_settings_without_a_score_are_counted():
-    base, dear = run_of((10, 0.5), (20, 0.8)), run_of((15, 0.8), (20, 0.9))
-    records = [{"fedlora": [base], "flora": [of]} for of in (run_of((5, 0.6), (10, 0.8)), dear)]
-    places = [
-        SimpleNamespace(has=lambda *_: True, records={(method, ""): of for method, of in by_method.items()})
-        for by_method in records
-    ]
-    entry = Entry("flora", [(place, "") for place in places])
-    assert entry.gap_of_bytes == "+30.0 in 1 setting"
-    assert entry.bytes_to_target == "0.62×, reached by 2 of 2"
+    runs = [run_of(setting, "fedlora", (10, 0.5), (20, 0.8)) for setting in ("a", "b")]
+    runs += [run_of("a", "flora", (5, 0.6), (10, 0.8)), run_of("b", "flora", (15, 0.8), (20, 0.9))]
+    runs = pd.DataFrame(runs)
+    quotients, reached = bytes_to_target(curves(runs), runs)
+    assert equal_bytes(curves(runs))["flora"].dropna().to_dict() == {"a": pytest.approx(0.3)}  # b was not evaluated
+    assert quotients["flora"] == (10 / 20 + 15 / 20) / 2 and reached["flora"] == 2
 
 
-def test_a_run_without_a_metric_is_in_no_median():
-    runs = [{"metrics": {}, "peak_memory_bytes": of} for of in ({"host": 3e9}, {"host": 5e9}, {})]
-    entry = Entry("flora", [(SimpleNamespace(has=lambda *_: True, records={("flora", ""): runs}), "")])
-    assert entry.median("memory", 1e9) == 4
-    assert math.isnan(entry.median("aggregation"))
+def test_a_run_without_a_metric_is_in_no_median(monkeypatch):
+    monkeypatch.setattr("benchmark.leaderboard.exactness", lambda method, keys: 0.0)
+    run = {**run_of("a", "fedlora", (10, 0.5), (20, 0.8)), **dict.fromkeys(MEASURED), "uplink_without_head": 2e3}
+    runs = [{**run, "config": {"federate.method": "fedlora"}, "memory": of} for of in (3e9, 5e9, None)]
+    (row,) = table({"fedlora": {"a": figure_of({0: 0.5})}}, pd.DataFrame(runs))
+    shown = dict(zip(HEAD, row))
+    assert (shown["memory, GB"], shown["server, ms"], shown["kB up, down"]) == ("4", "–", "2, –")
 
 
 #: they train all weights, or networks of their own
