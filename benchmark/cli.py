@@ -92,22 +92,15 @@ def _options(args: argparse.Namespace, suites: Sequence[str]) -> Options:
 
     if args.engine not in list_engines():
         raise UserError(f"--engine {args.engine}: no such engine{among(list_engines(), args.engine)}")
-    extra = {k: getattr(args, k) for k in ("work", "redo", "keep", "unsafe_code", "cell") if hasattr(args, k)}
     methods = shell.names(args.methods)
     if twice := next((name for name in methods if methods.count(name) > 1), None):
         raise UserError(f"--methods {args.methods}: {twice} is named twice; its runs would count twice")
     data = os.path.abspath(os.path.expanduser(args.data)) if args.data else ""
     if data and not os.path.isdir(data):
         raise UserError(f"--data {args.data}: there is no such folder")
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Options) if field.name in args}
     return Options(
-        tuple(suites),
-        args.size,
-        args.engine,
-        args.results,
-        data=data,
-        only=shell.names(args.only),
-        methods=methods,
-        **extra,
+        **{**given, "suites": tuple(suites), "data": data, "only": shell.names(args.only), "methods": methods}
     )
 
 

@@ -34,7 +34,8 @@ PAPER = "paper"
 _NAME, _NUMBER, _NAMES = Key(str), Key(float), Key(list, {"filled": True, "once": True})
 _KEYS = {
     **dict.fromkeys(("is", "along", "better", "of", "metric", "chosen_by"), _NAME),
-    **dict.fromkeys(("methods", "than", "points"), _NAMES),
+    **dict.fromkeys(("methods", "than"), _NAMES),
+    "points": Key(list[int | float], _NAMES.meta),
     **dict.fromkeys(("by", "about", "at_least", "at_most"), _NUMBER),
     **dict.fromkeys(("from", "to"), Key(Any)),
     "within": Key(float | str, {"words": f"a number, or {PAPER!r}"}),
@@ -66,8 +67,6 @@ def check_rule(condition: Any, origin: Origin, at: str) -> dict:
         origin.wrong(f"{at}.within", checked["within"], f"a number, or of keeps and close {PAPER!r}")
     if kind == "above" and 0 < len({"along", "from", "to"} & checked.keys()) < 3:
         origin.fail(at, "compares changes along an axis: expected all of along, from and to")
-    if not all(isinstance(point, (int, float)) for point in checked.get("points", ())):
-        origin.wrong(f"{at}.points", checked["points"], "numbers")
     if "chosen_by" in checked and not better(checked["chosen_by"]):
         origin.wrong(f"{at}.chosen_by", checked["chosen_by"], "a metric that is better larger or smaller")
     if kind == "value" and not {"at_least", "at_most"} & checked.keys():
@@ -138,16 +137,16 @@ class Condition:
         """By how much it is met, below 0 if it is not, and the 95 % interval of that; None if it is not known."""
         if self.estimate is None or not math.isfinite(self.estimate.centre):
             return None
-
-        def inside(value: float) -> float:
-            return min(value - self.low, self.high - value)
-
         if (ends := self.estimate.ends) is None:
-            return inside(self.estimate.centre), None, None
+            return self.inside(self.estimate.centre), None, None
         first, last = ends
         middle = min(max((self.low + self.high) / 2, first), last) if math.isfinite(self.low + self.high) else first
-        values = [inside(value) for value in (first, last, middle)]
-        return inside(self.estimate.centre), min(values), max(values)
+        values = [self.inside(value) for value in (first, last, middle)]
+        return self.inside(self.estimate.centre), min(values), max(values)
+
+    def inside(self, value: float) -> float:
+        """How far a value is from the nearer bound, below 0 if it is outside."""
+        return min(value - self.low, self.high - value)
 
     @property
     def text(self) -> str:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fs_lowrank.draw.figures import GREY, INK, drawn, figure
 from fs_lowrank.draw.panels import Line, Panel
@@ -19,9 +19,6 @@ from .metrics import scale_of, title_of
 from .plan import settings
 from .results import ExperimentResults
 from .store import digest
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _OF_VERDICT = {HOLDS: "#2ca02c", FAILS: "#d62728", INCONCLUSIVE: "#7f7f7f", UNTESTED: "#bcbd22"}
 #: the most by which the lowest point is above the majority class where that is drawn
@@ -78,10 +75,12 @@ def point(name: str, colour: int | str, x: float, y: float, ends: Sequence[float
     return Line(name, [x], [y], low, high, colour=colour, style="", marker="o", band=False, **look)
 
 
-def save_on_white(made: Figure, path: Path) -> None:
-    """Write a figure as SVG with a white ground, for dark pages."""
+def draw_on_white(panels: Sequence[Panel], title: str, path: Path, **look: Any) -> None:
+    """Draw a picture as SVG with a white ground, for dark pages."""
     ground = b'<g id="figure_1">\n'
-    content = drawn(made, "svg").replace(ground, b'<rect width="100%" height="100%" fill="white"/>' + ground, 1)
+    content = drawn(figure(panels, title, **look), "svg").replace(
+        ground, b'<rect width="100%" height="100%" fill="white"/>' + ground, 1
+    )
     write_bytes(path, content, durable=False)
 
 

@@ -15,14 +15,13 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from fs_lowrank.draw.figures import figure
 from fs_lowrank.draw.panels import Panel
 from fs_lowrank.errors import counted
 from fs_lowrank.jobs.files import write_text
 from fs_lowrank.testing.bench import Bench, quietly
 
 from .conditions import shown
-from .figures import point, save_on_white
+from .figures import draw_on_white, point
 from .frame import row
 from .intervals import Estimate, Figure, estimate, pooled
 from .methods_table import signed
@@ -243,5 +242,4 @@ def _draw(figures: Mapping[str, Figures], runs: pd.DataFrame, path: Path) -> Non
     for place, (method, of) in enumerate(figures.items()):
         marks.append(point(method, place, up[method], mean(of).centre, mean(of).ends))
     panel = Panel("leaderboard", "", "kB that a client sends up in a round", "accuracy on test data", marks)
-    made = figure([panel], "mean over the settings with its 95 % interval", size=(7.2, 4.4))
-    save_on_white(made, path)
+    draw_on_white([panel], "mean over the settings with its 95 % interval", path, size=(7.2, 4.4))

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from fs_lowrank.draw.figures import figure
 from fs_lowrank.draw.panels import Panel
 
-from .figures import point, save_on_white
+from .figures import draw_on_white, point
 
 SENT = ["uplink_without_head", "downlink_without_head"]
 #: rows of tables: suite, method, take it if, exact, unequal ranks
@@ -87,5 +86,4 @@ def draw(cells: pd.DataFrame, path: Path) -> None:
             low, middle, high = found["gap"].quantile([0.25, 0.5, 0.75])
             marks.append(point(method, place, float(found["up"].median()), middle, (low, high)))
         panels.append(Panel(suite, "", f"bytes up, as a multiple of {base}'s", "points of accuracy", marks))
-    made = figure(panels, "median and middle half of the settings", size=(4.5, 3.4), in_a_row=2)
-    save_on_white(made, path)
+    draw_on_white(panels, "median and middle half of the settings", path, size=(4.5, 3.4), in_a_row=2)

@@ -159,15 +159,11 @@ class ExperimentResults:
         fitting = [s for s in settings(self.experiment) if all(s.get(k) == v for k, v in labels.items())]
         return " / ".join(fitting[0].values()) if len(fitting) == 1 else None
 
-    def at(self, places: Sequence[tuple[str, Mapping[str, str]]]) -> list[dict]:
-        """The results of methods at labels, each once."""
-        found = [r for m, labels in places for r in self.records.get((m, self._column(labels) or ""), ())]
-        return list({r["hash"]: r for r in found}.values())
-
-    def lost_at(self, places: Sequence[tuple[str, Mapping[str, str]]]) -> int:
-        """The number of runs of methods at labels that have failed."""
-        found = {(m, self._column(labels) or "") for m, labels in places}
-        return sum(len(self.lost.get(place, ())) for place in found)
+    def at(self, places: Sequence[tuple[str, Mapping[str, str]]]) -> tuple[list[dict], int]:
+        """The results of methods at labels, each once, and the number of runs that have failed."""
+        found = dict.fromkeys((method, self._column(labels) or "") for method, labels in places)
+        records = {r["hash"]: r for place in found for r in self.records.get(place, ())}
+        return [*records.values()], sum(len(self.lost.get(place, ())) for place in found)
 
 
 def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -> ExperimentResults:

@@ -130,7 +130,7 @@ class Row:
         gaps = self.gaps
         if not gaps:
             return _NOTHING
-        what = min(gaps, key=lambda name: _inside(*gaps[name][::2]))
+        what = min(gaps, key=lambda name: gaps[name][2].inside(gaps[name][0].centre))
         return said_of_gap(what, *gaps[what])
 
     @property
@@ -178,10 +178,6 @@ class Row:
         return f"{whole} --data FOLDER --workers 2"
 
 
-def _inside(found: Estimate, condition: Condition) -> float:
-    return min(found.centre - condition.low, condition.high - found.centre)
-
-
 def said_of_gap(what: str, found: Estimate, settings: int, condition: Condition) -> str:
     """An estimate in points, or in what it is measured in, with its 95 % interval."""
     scale = scale_of(condition.unit)[0]
@@ -201,9 +197,9 @@ def judged_claims(suite: Suite, results: Mapping[str, ExperimentResults]) -> dic
         there = {e: results[e] for e in claim["experiments"] if e in results}
         rules = {e: with_margins(claim["rule"], found.experiment.reference) for e, found in there.items()}
         by_experiment = {e: judge(rule, there[e].look) for e, rule in rules.items()}
-        looked = {e: used(claim["rule"], found.look) for e, found in there.items()}
-        runs = {e: there[e].at(places) for e, places in looked.items()}
-        lost = {e: there[e].lost_at(places) for e, places in looked.items()}
+        looked = {e: found.at(used(claim["rule"], found.look)) for e, found in there.items()}
+        runs = {e: records for e, (records, _) in looked.items()}
+        lost = {e: number for e, (_, number) in looked.items()}
         others = {e: _others(rules[e], there[e]) for e in there if runs[e]}
         judged[name] = Row(suite, name, by_experiment, _sharing(runs), runs, lost, others)
     return judged

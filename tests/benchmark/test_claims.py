@@ -776,10 +776,7 @@ def test_experiments_that_share_cells_count_once():
 
         def at(self, places):
             assert set(m for m, _ in places) == {"a", "b"}
-            return [{"hash": name} for name in self.own]
-
-        def lost_at(self, places):
-            return 0
+            return [{"hash": name} for name in self.own], 0
 
     class Suite:
         rule = [{"is": "above", "better": "a", "than": ["b"], "by": 0}]
