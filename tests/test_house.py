@@ -199,7 +199,7 @@ BUDGETS = {
     "fs_lowrank.engines": 2062,  # 1,900
     "fs_lowrank.runs": 797,  # 750
     "fs_lowrank.draw": 662,  # 450
-    "fs_lowrank.jobs": 696,  # 300
+    "fs_lowrank.jobs": 695,  # 300
     "front": 2737,  # 2,100
     "hpo": 1160,  # 950
     "benchmark": 3830,  # 2,550, and the leaderboard

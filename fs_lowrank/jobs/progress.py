@@ -6,9 +6,8 @@ import sys
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from importlib import import_module
 from typing import Any, TypeVar
-
-from tqdm import tqdm
 
 Item = TypeVar("Item")
 
@@ -39,13 +38,11 @@ def watched() -> bool:
 @contextmanager
 def showing(live: bool) -> Iterator[None]:
     """During the block ``steps`` and ``line`` show what is done: ``live``, or as lines of a log."""
-    look: dict[str, Any] = {"leave": False, "dynamic_ncols": True}
     text = "{n:.10g} of {total}, {remaining} left{postfix}"
-    if live:
-        look |= {"delay": SOON, "bar_format": f"{{desc}}: {{bar:20}} {text}"}
-    else:
+    shape = f"{{desc}}: {{bar:20}} {text}" if live else f"{{desc}}: {text}"
+    look: dict[str, Any] = {"leave": False, "dynamic_ncols": True, "bar_format": shape, "delay": SOON}
+    if not live:
         look |= {"delay": LOG_EVERY, "mininterval": LOG_EVERY, "miniters": 0, "file": _Log()}
-        look["bar_format"] = f"{{desc}}: {text}"
     token = _LOOK.set(look)
     try:
         yield
@@ -53,10 +50,13 @@ def showing(live: bool) -> Iterator[None]:
         _LOOK.reset(token)
 
 
-def line(what: str, total: int, **options: Any) -> AbstractContextManager[tqdm | None]:
-    """A bar of ``total`` parts, which the caller moves; None where nothing is shown."""
+def line(what: str, total: int, **options: Any) -> AbstractContextManager[Any]:
+    """A bar of ``total`` parts (``tqdm.tqdm``), which the caller moves; None where nothing is shown.
+
+    tqdm is imported with the first bar: its import takes longer than that of most commands.
+    """
     look = _LOOK.get()
-    return nullcontext() if look is None else tqdm(total=total, desc=what, **{**look, **options})
+    return nullcontext() if look is None else import_module("tqdm").tqdm(total=total, desc=what, **{**look, **options})
 
 
 def steps(items: Collection[Item], what: str) -> Iterator[Item]:
@@ -70,4 +70,5 @@ def steps(items: Collection[Item], what: str) -> Iterator[Item]:
 
 def above_lines() -> AbstractContextManager[None]:
     """What is printed during the block is above the live lines."""
+    tqdm: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
     return tqdm.external_write_mode(file=sys.stderr) if getattr(tqdm, "_instances", ()) else nullcontext()
