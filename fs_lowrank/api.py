@@ -94,7 +94,7 @@ def run(
             holding(model, tokenizer) if held else nullcontext(),
             generators_kept(),
             start_method_kept(),
-            shown(config, config.federate.method, progress, on_round, on_client) as (told, heard),
+            shown(config, f"{config.federate.method}, rounds", progress, on_round, on_client) as (told, heard),
         ):
             told_of: dict[str, Any] = {"on_round": told, "on_client": heard, "callbacks": callbacks}
             result: RunResult = module.run(config, resume=bool(resume), **told_of)
@@ -180,7 +180,7 @@ def compare(
             with (
                 generators_kept(),
                 start_method_kept(),
-                shown(config, name, progress, *asked) as shown_to,
+                shown(config, f"{name}, rounds", progress, *asked) as shown_to,
             ):
                 results[name] = run_row(name, configs[name], bool(resume), *shown_to, divided=config)
     try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -92,8 +92,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     compare.add_argument("--methods", required=True, metavar="A,B,C", help="methods; also local, pooled, relora")
     compare.add_argument("--seeds", metavar="0,1,2", help="one comparison for each seed; means and spreads")
     tables.option(compare)
-    cache = add(_cache, "list what is kept of frozen layers for other runs, or remove it")
-    cache.add_argument("--clear", action="store_true", help="remove all of it")
+    cache = add(_cache, "list the stored states of frozen layers, which other runs use, or remove them")
+    cache.add_argument("--clear", action="store_true", help="remove all of them")
     tables.option(cache, "without --clear: ")
     methods = add(_methods, "list the methods, or show one in full")
     methods.add_argument("name", nargs="?", metavar="NAME")
@@ -165,6 +165,7 @@ def _on_round(config) -> Callable[[dict], None]:
 def _beginning() -> list:
     """A callback that prints what is trained, what is computed once, and where results go."""
     from . import Callback
+    from .models.shortcuts.masks import draws
     from .runs.summary import human_bytes, human_percent
 
     class Beginning(Callback):
@@ -172,9 +173,10 @@ def _beginning() -> list:
             total, trains = run.site.parameters["total"], run.site.parameters["trainable"]
             text = f"trains {trains:,} of {total:,} weights ({human_percent(trains / total)})"
             if prefix := run.site.prefix:
-                of = f"{prefix.depth} of {len(prefix.layers)} layers"
-                text += f"; computes the first {of} once, without dropout ({human_bytes(prefix.planned)})"
-            _say(f"  {text}; results go to {run.outdir}")
+                once = f" once ({human_bytes(prefix.planned)})" if prefix.planned else ""
+                text += f"; computes the first {prefix.depth} of {len(prefix.layers)} layers{once} without dropout"
+            acts = f"dropout {'acts' if draws(run.site.model.train()) else 'is 0'}{' in the others' * bool(prefix)}"
+            _say(f"  {text}; {acts}; results go to {run.outdir}")
 
     return [Beginning()]
 
@@ -259,7 +261,7 @@ def _print_notes(results: dict) -> None:
             score = result.final["test_acc"]
             error = f"{standard_error(score, rows):.3f} (one standard error of {rows:,} samples)"
             best, share = result.best.get("test_acc"), result.facts["majority"]
-            also = f"; in the best round {best:.3f}" if best is not None else ""
+            also = f"; in the best round {best:.3f} ± {standard_error(best, rows):.3f}" if best is not None else ""
             also += f"; the most frequent class alone gives {share:.3f}" if share is not None else ""
             _say(f"  {name}: test accuracy {score:.3f} ± {error}{also}")
         if result.before:
@@ -282,8 +284,7 @@ def _print_saved(result) -> None:
     meanings = {
         "adapter": "the global adapter, for plain PEFT" + (" over its folder base" if images else ""),
         "model": "the whole model, for " + ("fs_lowrank.models.vision.load_vision" if images else "plain transformers"),
-        "adapter_best": f"the same after the best round, {result.best.get('round')}",
-        "model_best": f"the same after the best round, {result.best.get('round')}",
+        **dict.fromkeys(("adapter_best", "model_best"), f"the same after the best round, {result.best.get('round')}"),
         "personal": "every client's own adapter over that model, for plain PEFT",
         "curves": "learning curves",
     }
@@ -349,7 +350,8 @@ def _run(args: argparse.Namespace) -> int | None:
     if result.verdict:
         more = ("--resume", "federate.total_round_num", 2 * len(result.history))
         _say(f"  next, for more rounds: {hint('run', '--cfg', result.outdir / 'config.yaml', *more)}")
-    for words in (("report",), ("evaluate", "--data", "FILE"), ("predict", "--data", "FILE")):
+    of_texts = () if result.facts.get("images") else (("evaluate", "--data", "FILE"), ("predict", "--data", "FILE"))
+    for words in (("report",), *of_texts):
         _say(f"  next: {hint(words[0], result.outdir, *words[1:])}")
     return None
 
@@ -420,9 +422,8 @@ def _cache(args: argparse.Namespace) -> None:
         return
     found = [path.stat() for path in reversed(states.entries())]
     _say(f"{len(found)} entries, {human_bytes(states.size())}, in {states.folder}")
-    lines = [("size", "last used")]
-    lines += [(human_bytes(of.st_size), time.strftime("%Y-%m-%d %H:%M", time.localtime(of.st_mtime))) for of in found]
-    tables.show(console, lines, args.table, right=("size",))
+    lines = [(human_bytes(of.st_size), f"{datetime.fromtimestamp(of.st_mtime):%Y-%m-%d %H:%M}") for of in found]
+    tables.show(console, [("size", "last used"), *lines], args.table, right=("size",))
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -176,7 +176,7 @@ def _probed(config: Config, found: Estimate, on: str, copies: int) -> None:
     needs.append(Need("activations", copies * together * kept, on, how))
     if site.prefix is not None:
         where = "disk" if config.train.cache_frozen_dir else "memory"
-        needs.append(Need("states of frozen layers", site.prefix.planned, where, "arithmetic, for what is kept"))
+        needs.append(Need("states of frozen layers", site.prefix.planned, where, "arithmetic, if all are stored"))
         if not config.train.cache_frozen_dir:
             most = min(site.prefix.planned, config.train.cache_frozen_shared)
             needs.append(Need("states for other runs", most, "disk", "the same, up to train.cache_frozen_shared"))

@@ -82,6 +82,8 @@ def test_a_run_from_start_to_files(curves, command, config_file, tmp_path, caplo
         "(one standard error of ",
         "; the most frequent class alone gives ",
         " weights (",
+        " once (",
+        " without dropout; dropout ",
         f"results go to {tmp_path / 'run'}",
         f"next: fs-lowrank report {tmp_path / 'run'}",
     ):

@@ -114,7 +114,7 @@ def _lines(scores: dict[str, Any], labelled: bool) -> list[tuple[str, str]]:
         lines += [("majority class", f"{scores['majority']:.4f}")]
     for label, of in scores.get("classes", {}).items():
         recall = "-" if of["recall"] is None else f"{of['recall']:.4f} of {of['rows']}"
-        lines += [(f"found of {label}", recall)]
+        lines += [(f"recall of {label}", recall)]
     return lines
 
 

@@ -204,7 +204,7 @@ def _answer(scores: Sequence[_Score], name: str) -> str:
     if clear:
         said.append(f"behind by more than chance explains: {_listed(clear)}")
     if unsure:
-        said.append(f"the difference to {_listed([score.label for score in unsure])} may be chance")
+        said.append(f"the difference from {_listed([score.label for score in unsure])} may be chance")
     if len(clear) + len(unsure) < len(others):
         said.append("how sure that is, one run of each cannot tell: compare with several seeds")
     equal = [score for score in (best, *unsure) if any(score.price[:3])]

@@ -66,7 +66,7 @@ class FedHM(Averaging):
         if params.average_by == "uniform":
             idle["federate.ignore_weight"] = "lowrank.average_by is uniform"
         if params.decay and 1 not in params.rank_factors:
-            idle["lowrank.reuse_clients"] = "lowrank.decay adds a penalty to the loss, and such clients are not kept"
+            idle["lowrank.reuse_clients"] = "lowrank.decay adds a penalty to the loss, and such clients are not stored"
         return replace(super().requires(params), layers=True, idle=idle)
 
     @classmethod

@@ -85,7 +85,7 @@ class FLoRA(RankedMethod):
                     self.exact = False
                     say_once(
                         f"lowrank.max_kept_rank = {self.params.max_kept_rank} is reached in round {merged_in}: from "
-                        f"now on {self.name} is not exact, and the best approximation of that rank is kept"
+                        f"now on {self.name} is not exact, and the best approximation of that rank is stored"
                     )
         load_tensors(model, rest)
         own = named_tensors(model, ("adapter",))

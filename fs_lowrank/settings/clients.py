@@ -38,7 +38,7 @@ class OfClient:
     lr_factor: float | None = key(None, above=0.0)
     #: ``llm.tok_len`` of these clients' training texts; rows that ``llm.tok_len`` leaves out stay left out
     tok_len: int | None = key(None, min=1)
-    #: rank of these clients' adapters, for methods with ``lowrank.ranks``, in place of what that says
+    #: rank of these clients' adapters, for methods with ``lowrank.ranks``, in place of that list
     rank: int | None = key(None, min=1)
 
 

@@ -42,7 +42,7 @@ class Federate:
     #: secret sharing: the server sees the sum of the updates, not each of them
     use_ss: bool = key(False)
     #: the server sees the sum of the updates: clients send what it needs for that, and a method that needs each update
-    #: is refused. FederatedScope adds up updates as they arrive; the other engines keep those of a round until its end
+    #: is refused. FederatedScope adds up updates as they arrive; the other engines store those of a round until its end
     online_aggr: bool = key(False)
     #: processes that train the clients of a round; 0, written ``auto``, is one for each GPU or core. On FederatedScope
     #: the run's own process, which trains none, is one of them; ``auto`` adds it
@@ -187,7 +187,7 @@ OPTIMIZERS_8BIT = ("Adam8bit", "AdamW8bit", "Lion8bit", "PagedAdam8bit", "PagedA
 @dataclass(frozen=True)
 class Optimizer:
     #: the client optimizer, a class of `torch.optim`, or one of bitsandbytes with a state of 8 bits; its further
-    #: arguments stand beside this key
+    #: arguments are written beside this key
     type: str = key("SGD", choices=(*OPTIMIZERS, *OPTIMIZERS_8BIT), fold=True)
     #: learning rate of the clients
     lr: float = key(0.1, above=0.0)
@@ -219,9 +219,9 @@ class Train:
     cache_frozen: str = key("auto", choices=("auto", "off"), also={False: "off", True: "auto"}, result=False)
     #: maximum size of the cache in bytes
     cache_frozen_bytes: float = key(4e9, min=0.0, result=False)
-    #: folder of the files that are kept for other runs; empty: the one that `fs-lowrank cache` shows
+    #: folder of the files that are stored for other runs; empty: the one that `fs-lowrank cache` shows
     cache_frozen_dir: str = key("", result=False)
-    #: maximum size on disk, in bytes, of what is kept for other runs (``fs-lowrank cache``); 0: nothing is
+    #: maximum size on disk, in bytes, of the states that other runs may use (``fs-lowrank cache``); 0: none
     cache_frozen_shared: float = key(8e9, min=0.0, result=False)
     #: compute the last layer's queries and feed-forward only for the positions that the loss reads
     only_read: str = key("auto", choices=("auto", "off"), also={False: "off", True: "auto"}, result=False)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmark.job import Options
+from benchmark.report import write_report
 from fs_lowrank.draw.report import write_page
 from fs_lowrank.runs.shown import read_runs
 
@@ -102,6 +104,20 @@ def pages(runs, tmp_path_factory):
 )
 def test_a_page_opens(show, pages, name, width, scheme):
     show(pages[name], width, scheme)
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory):
+    """The page of one experiment of a suite, from the committed results."""
+    folder = tmp_path_factory.mktemp("suite")
+    (folder / "cells").symlink_to(ROOT / "results" / "cells")
+    write_report(Options(("one_shot",), "small", "local", str(folder), only=("digits_start",)))
+    return folder / "report.html"
+
+
+@pytest.mark.parametrize("width, scheme", [(1400, "light"), (400, "dark")])
+def test_the_page_of_a_suite_opens(show, suite, width, scheme):
+    show(suite, width, scheme)
 
 
 @pytest.mark.skipif(not (ROOT / "site" / "index.html").exists(), reason="make docs builds the site")

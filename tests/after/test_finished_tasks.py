@@ -113,7 +113,7 @@ def test_sets_of_classes(made, tmp_path, task, capsys):
     assert list(cells if out.suffix == ".csv" else cells["prediction"]) == list(table["prediction"])
     assert cli.main(["evaluate", str(result.outdir), "--data", str(file)]) == 0
     said = capsys.readouterr().out
-    assert "found of tea" in said and ("f1" in said) == (task == "sets")
+    assert "recall of tea" in said and ("f1" in said) == (task == "sets")
     if task == "sets":
         file.write_text(json.dumps({"text": "a film", "label": ["tae"]}) + "\n")
         with pytest.raises(UserError, match="class 'tae' does not occur in training; did you mean 'tea'"):

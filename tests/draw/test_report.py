@@ -49,7 +49,7 @@ def test_one_seed_of_each_is_compared_by_the_test_rows():
     assert near.sure == pytest.approx(1.96 * math.hypot(standard_error(0.8, 100), standard_error(0.82, 100)))
     said = report._answer(scores, "test accuracy")
     assert "first has the best test accuracy of 0.820 ± 0.038; the most frequent class alone gives 0.500." in said
-    assert "Behind by more than chance explains: far. The difference to near may be chance." in said
+    assert "Behind by more than chance explains: far. The difference from near may be chance." in said
     assert (
         "Of first and near, near sends least: 0.500 kB up and 0.500 kB down per client and round, 0.00400 MB in all."
         in said

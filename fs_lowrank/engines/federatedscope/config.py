@@ -244,7 +244,7 @@ _ALONE = {
         ("quantization.method", "lowrank.drop_rate", "lowrank.max_update_norm", "lowrank.max_update_norm_factor"),
         "the server sees nothing but the exact sum of the updates of all clients",
     ),
-    "online_aggr": (("lowrank.max_update_norm_factor",), "no update is kept until the others are in"),
+    "online_aggr": (("lowrank.max_update_norm_factor",), "no update is stored until the others are in"),
 }
 
 

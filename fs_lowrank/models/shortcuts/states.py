@@ -76,7 +76,7 @@ class SharedStates:
 
     def _say_unusable(self, error: OSError) -> None:
         say_once(
-            f"{self.folder} cannot be used ({error.strerror or error}): the states of frozen layers are not kept for "
+            f"{self.folder} cannot be used ({error.strerror or error}): the states of frozen layers are not stored for "
             "other runs; make room there, or set train.cache_frozen_shared 0"
         )
 
