@@ -22,13 +22,23 @@ from typing import Any
 
 from .declared import declared, methods
 from .errors import UserError, say_once
-from .settings import OPTIMIZERS_8BIT, Origin, Settings, check_method_params, flatten, framework, read_yaml, show
+from .settings import (
+    OPTIMIZERS_8BIT,
+    Origin,
+    Settings,
+    check_method_params,
+    flatten,
+    framework,
+    keys_of,
+    read_yaml,
+    show,
+)
 from .settings.adapter import OTHER_DEFAULTS, adapter_args, resolved_name, unsaid
 from .settings.build import read_section
 from .settings.clients import read_clients
 from .settings.conflicts import check_together
 from .settings.effects import not_honoured, without_effect
-from .settings.parameters import general_keys, params_defaults, params_fields, taken_keys, unknown_parameter
+from .settings.parameters import general_keys, params_defaults, taken_keys, unknown_parameter
 from .settings.reading import as_overrides
 from .settings.schema import infer_task
 from .settings.tree import assign, lookup, merge
@@ -54,8 +64,8 @@ class Config(Settings):
         method, old, new = changes.get("federate.method"), None, None
         if isinstance(method, str):
             old, new = _method_class(self.federate.method, self.source), _method_class(method, self.source)
-        if old is not new:
-            kept, defaults, takes = self.lowrank.params, params_defaults(old), params_fields(new)
+        if new is not None and old is not new:
+            kept, defaults, takes = self.lowrank.params, params_defaults(old), keys_of(new.Params)
             for name in kept:
                 if name not in takes or kept[name] == defaults.get(name):
                     del tree["lowrank"][name]
@@ -63,7 +73,7 @@ class Config(Settings):
             tree["model"]["task"] = ""
         merge(tree, changes)
         if isinstance(method, str) and new is not None and new is not old and "llm.adapter.use" not in changes:
-            params = {name: tree["lowrank"][name] for name in params_fields(new) if name in tree["lowrank"]}
+            params = {name: tree["lowrank"][name] for name in keys_of(new.Params) if name in tree["lowrank"]}
             free = new.requires(new.Params(**check_method_params(new, params, origin))).adapter == "optional"
             decided = False if method.lower() in framework.WITH_ADAPTERS else None
             tree["llm"]["adapter"]["use"] = self.source.adapter if free else decided

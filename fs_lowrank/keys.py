@@ -11,7 +11,7 @@ import functools
 import inspect
 import linecache
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from .declared import declared, methods
 from .errors import UserError, nearest
 from .settings import AdapterSpec, DataArgs, Key, Settings, framework, keys_of
 from .settings import json_schema as json_schemas
-from .settings.check import expected, limits
+from .settings.check import expected
 from .settings.clients import OfClient
 from .settings.effects import on_engine
 
@@ -39,20 +39,32 @@ class Entry:
     Attributes:
         name: dotted, as it stands in a file.
         group: the heading it belongs under.
-        type: what is expected, in words, with bounds and choices.
-        default: as it would stand in a file; empty where the key must be given.
-        engines: where it has an effect.
         meaning: one sentence or more; empty for keys of FederatedScope that this package does not interpret.
-        key: type, bounds and choices.
+        key: type, default, bounds and choices.
     """
 
     name: str
     group: str
-    type: str
-    default: str
-    engines: str
     meaning: str
     key: Key
+
+    @property
+    def type(self) -> str:
+        """What is expected, in words, with bounds and choices."""
+        return expected(self.key.hint, self.key.meta)
+
+    @property
+    def default(self) -> str:
+        """As it would stand in a file; empty where the key must be given."""
+        return "" if self.key.required else shown(self.key.default)
+
+    @property
+    def engines(self) -> str:
+        """Where it has an effect; of FederatedScope's other keys, what ``federatedscope`` does with it."""
+        if self.name in framework.DEFAULTS:
+            return on_engine(self.name, "federatedscope")
+        words = {engine: on_engine(self.name, engine) for engine in framework.FOLLOWED}
+        return ", ".join(f"{word} on {engine}" for engine, word in words.items() if word != "followed") or "all"
 
 
 def reference() -> list[Entry]:
@@ -76,19 +88,8 @@ def reference() -> list[Entry]:
 
 def others() -> list[Entry]:
     """FederatedScope's keys that this package hands to it and does not interpret."""
-    words = "A key of FederatedScope's own"
-    return [
-        Entry(
-            name,
-            "FederatedScope",
-            expected(type(value)),
-            shown(value),
-            on_engine(name, "federatedscope"),
-            words,
-            Key(type(value)),
-        )
-        for name, value in sorted(framework.DEFAULTS.items())
-    ]
+    keys = {name: Key(type(value), default=value) for name, value in sorted(framework.DEFAULTS.items())}
+    return [Entry(name, "FederatedScope", "A key of FederatedScope's own", key) for name, key in keys.items()]
 
 
 def find(name: str) -> list[Entry]:
@@ -145,38 +146,16 @@ def json_schema() -> dict[str, Any]:
 def _section(prefix: str, group: str, what: Any, skip: int = 0, leave_out: Sequence[str] = ()) -> Iterator[Entry]:
     """The fields of a dataclass or the arguments of a function, as keys below ``prefix``; and sections below it."""
     meanings, keys = sentences(what), keys_of(what, skip)
-    if dataclasses.is_dataclass(what):
-        defaults: dict[str, Any] = {
-            f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-            for f in dataclasses.fields(what)
-        }
-    else:
-        defaults = {name: p.default for name, p in inspect.signature(what).parameters.items()}
     for name, key in keys.items():
         if name in leave_out or {"hidden", "open"} & key.meta.keys():
             continue
         if dataclasses.is_dataclass(key.hint):
             yield from _section(f"{prefix}{name}.", f"{prefix}{name}", key.hint)
         else:
-            yield _entry(prefix, group, name, key, defaults, meanings)
+            yield Entry(prefix + name, group, meanings.get(name, ""), key)
     if not leave_out and prefix.rstrip(".") in _MEANT:
         module, cls = _MEANT[prefix.rstrip(".")]
         yield from _section(prefix, group, getattr(declared(module), cls), leave_out=list(keys))
-
-
-def _entry(prefix: str, group: str, name: str, key: Key, defaults: Mapping, meanings: Mapping[str, str]) -> Entry:
-    default = "" if key.required else shown(defaults[name])
-    there = {engine: on_engine(prefix + name, engine) for engine in framework.FOLLOWED}
-    engines = ", ".join(f"{word} on {engine}" for engine, word in there.items() if word != "followed") or "all"
-    return Entry(prefix + name, group, _type(key), default, engines, meanings.get(name, ""), key)
-
-
-def _type(key: Key) -> str:
-    choices = key.meta.get("choices") or key.meta.get("items")
-    if choices:
-        shape = "any of" if "items" in key.meta else "one of"
-        return f"{shape} {', '.join(str(choice) or repr('') for choice in choices)}"
-    return ", ".join([expected(key.hint, key.meta), *limits(key.meta)])
 
 
 def shown(value: Any) -> str:

@@ -358,7 +358,7 @@ def test_internal_keys_are_unknown():
         ("data.subsample", 0, ("above 0 and at most 1",)),
         ("eval.split", ["tset"], ("did you mean 'test'",)),
         ("eval.metrics", ["accc"], ("did you mean 'acc'",)),
-        ("eval.metrics", "acc", ("a list of texts",)),
+        ("eval.metrics", "acc", ("a list of any of acc",)),
         ("eval.best_res_update_round_wise_key", "loss", ("val_loss",)),
         ("fedopt.optimizer.type", "adamm", ("did you mean 'Adam'",)),
         ("device", "gpu", ("cpu",)),

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
-import itertools
 import math
 import operator
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import UserError, nearest, say_once
 from .origin import Origin, show
@@ -45,6 +46,10 @@ def hints_of(cls: type) -> dict[str, Any]:
 def check_value(name: str, value: Any, hint: Any, meta: Mapping[str, Any], origin: Origin) -> Any:
     """``value``, converted to the type of the key and checked against its bounds and choices."""
     given = value
+
+    def wrong(more: str = "") -> NoReturn:
+        origin.wrong(name, given, expected(hint, meta) + more)
+
     for spelling, meant in meta.get("also", {}).items():
         folded = value.lower() if meta.get("fold") and isinstance(value, str) else value
         if type(folded) is type(spelling) and folded == spelling:
@@ -52,51 +57,35 @@ def check_value(name: str, value: Any, hint: Any, meta: Mapping[str, Any], origi
     try:
         value = _coerce(plain(value), hint)
     except _Mismatch:
-        choices = meta.get("choices")
-        words = f"one of {', '.join(map(str, choices))}" if choices else expected(hint, meta)
-        if isinstance(given, str) and given.startswith("(") and given.endswith(")"):
-            words += f"; write [{given[1:-1]}]"
-        origin.wrong(name, given, words)
+        wrong(f"; write [{given[1:-1]}]" if isinstance(given, str) and re.fullmatch(r"\(.*\)", given, re.S) else "")
     for item, why in meta.get("dropped", {}).items():
         if item in value:
             value = [other for other in value if other != item]
             say_once(f"{name}: {item} has no effect: {why}")
     if meta.get("filled") and not value:
-        origin.wrong(name, given, f"{expected(hint, meta)} that is not empty")
-    for a, b in itertools.combinations(value, 2) if meta.get("once") and isinstance(value, (list, tuple)) else ():
-        if a == b:
-            origin.fail(name, f"has {show(b)} twice; name it once")
+        wrong(" that is not empty")
     if meta.get("fold"):
         value = {choice.lower(): choice for choice in meta["choices"]}.get(value.lower(), value)
-    items = value if isinstance(value, (list, tuple)) else [value]
-    for choices, shape, chosen in (
-        (meta.get("choices"), "one of", [value]),
-        (meta.get("items"), "a list of any of", items),
-    ):
-        for item in chosen:
-            if choices and item is not None and item not in choices:
-                listed = ", ".join(str(choice) or "''" for choice in choices)
-                origin.wrong(name, given, f"{shape} {listed}{nearest(item, choices)}")
-    for item in items:
+    items, choices = value if isinstance(value, (list, tuple)) else [value], meta.get("choices") or meta.get("items")
+    for i, item in enumerate(items):
+        if choices and item is not None and item not in choices:
+            wrong(nearest(item, choices))
+        if meta.get("once") and item in items[:i]:
+            origin.fail(name, f"has {show(item)} twice; name it once")
         is_number = isinstance(item, (int, float)) and not isinstance(item, bool)
         if is_number and not all(holds(item, meta[bound]) for bound, holds, _ in _BOUNDS if bound in meta):
-            origin.wrong(name, given, f"{expected(hint, meta)}, {' and '.join(limits(meta))}")
+            wrong()
     return value
-
-
-def limits(meta: Mapping[str, Any]) -> list[str]:
-    """The bounds of a number in words."""
-    given = [(meta[bound], words) for bound, _, words in _BOUNDS if bound in meta]
-    return [f"{words} {limit if isinstance(limit, int) else f'{limit:g}'}" for limit, words in given]
 
 
 @dataclass(frozen=True)
 class Key:
-    """The description of a key: its type, the metadata given to ``key``, and whether it is required."""
+    """The description of a key: its type, the metadata given to ``key``, whether it is required, or its default."""
 
     hint: Any
     meta: Mapping[str, Any] = field(default_factory=dict)
     required: bool = False
+    default: Any = None
 
 
 @cache
@@ -107,11 +96,10 @@ def keys_of(what: type | Callable[..., Any], skip: int = 0) -> dict[str, Key]:
     without a type accepts any value.
     """
     if dataclasses.is_dataclass(what):
-        missing = dataclasses.MISSING
+        fields, missing, hints = dataclasses.fields(what), dataclasses.MISSING, hints_of(what)
+        defaults = {f.name: f.default if f.default_factory is missing else f.default_factory() for f in fields}
         return {
-            f.name: Key(hints_of(what)[f.name], f.metadata, f.default is missing and f.default_factory is missing)
-            for f in dataclasses.fields(what)
-            if f.init
+            f.name: Key(hints[f.name], f.metadata, (of := defaults[f.name]) is missing, of) for f in fields if f.init
         }
     hints = typing.get_type_hints(what, include_extras=True)
     keys = {}
@@ -119,7 +107,8 @@ def keys_of(what: type | Callable[..., Any], skip: int = 0) -> dict[str, Key]:
         hint, *noted = (
             typing.get_args(hints[name]) if hasattr(hints.get(name), "__metadata__") else [hints.get(name, Any)]
         )
-        keys[name] = Key(hint, noted[0] if noted else {}, parameter.default is parameter.empty)
+        given = parameter.default
+        keys[name] = Key(hint, noted[0] if noted else {}, given is parameter.empty, given)
     return keys
 
 
@@ -182,12 +171,19 @@ _EXPECTED = {
 
 
 def expected(hint: Any, meta: Mapping[str, Any] = types.MappingProxyType({})) -> str:
-    """The type in words."""
-    if "words" in meta:
-        return str(meta["words"])
+    """The type, the choices and the bounds in words."""
+    limits = [(words, meta[bound]) for bound, _, words in _BOUNDS if bound in meta]
+    bounds = " and ".join(f"{words} {limit if isinstance(limit, int) else f'{limit:g}'}" for words, limit in limits)
+    choices = meta.get("choices") or meta.get("items")
+    listed = ", ".join(str(choice) or "''" for choice in choices or ())
+    kind = f"{'a list of any' if 'items' in meta else 'one'} of {listed}" if choices else _type_in_words(hint)
+    return ", ".join(filter(None, [meta.get("words", kind), bounds]))
+
+
+def _type_in_words(hint: Any) -> str:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(expected(arg) for arg in args)
+        return " or ".join(map(_type_in_words, args))
     if origin is typing.Literal:
         return "one of " + ", ".join(map(repr, args))
     if origin in (list, tuple) and args:
@@ -204,48 +200,33 @@ class _Mismatch(Exception):
 
 def _coerce(value: Any, hint: Any) -> Any:
     """``value`` converted to ``hint`` if that is unambiguous: an int for a float, a number given as text."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin, args = typing.get_origin(hint) or hint, typing.get_args(hint)
     if isinstance(value, int) and not -(2**63) <= value < 2**63:  # which neither files nor tensors hold
         raise _Mismatch
-    if hint is Any:
-        return value
     if origin in (typing.Union, types.UnionType):
-        exact = [arg for arg in args if type(value) is (typing.get_origin(arg) or arg)]
-        for arg in (*exact, *args):
-            try:
+        for arg in sorted(args, key=lambda arg: type(value) not in (arg, typing.get_origin(arg))):  # its own type first
+            with contextlib.suppress(_Mismatch):
                 return _coerce(value, arg)
-            except _Mismatch:
-                continue
-        raise _Mismatch
-    if origin is typing.Literal:
+    elif origin is typing.Literal:
         if value in args:
             return value
-    elif hint is float:
-        if isinstance(value, str):
-            try:
-                value = float(value)
-            except ValueError:
-                raise _Mismatch from None
+    elif origin is float:
+        with contextlib.suppress(ValueError):
+            value = float(value) if isinstance(value, str) else value
         if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
             return float(value)
-    elif hint is int:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    elif hint in (bool, str, type(None)):
-        if isinstance(value, hint):
-            return value
-    elif (origin or hint) in (list, tuple, Sequence):
+    elif origin in (list, tuple, Sequence):
         if isinstance(value, (list, tuple)):
-            kind = tuple if (origin or hint) is tuple else list
             fixed = origin is tuple and args and args[-1] is not ...
-            if fixed and len(args) != len(value):
-                raise _Mismatch
             hints = args if fixed else [args[0] if args else Any] * len(value)
-            return kind(_coerce(item, arg) for item, arg in zip(value, hints))
-    elif (origin or hint) in (dict, Mapping):
+            if len(hints) == len(value):
+                return (tuple if origin is tuple else list)(map(_coerce, value, hints))
+    elif origin in (dict, Mapping):
         if isinstance(value, Mapping):
             return dict(value)
-    elif not isinstance(hint, type) or isinstance(value, hint):
+    elif hint is Any or not isinstance(origin, type):
+        return value
+    elif isinstance(value, origin) and not (origin is int and isinstance(value, bool)):
         return value
     raise _Mismatch
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
 
+from .check import keys_of
 from .metrics import METRICS
 from .origin import Origin, show
-from .parameters import params_fields
 from .schema import Settings
 from .sections import robust_needs
 
@@ -103,7 +103,7 @@ def _of_models(config: Settings, method: Any, needs: Any) -> Iterator[Conflict]:
     yield zero and lowrank.weights, "lowrank.base_init", wiped
     changes = whole or needs.changes_base and needs.adapter != "optional"
     advice = "take a method that leaves the base as it is, such as fedlora, or leave the key out"
-    if "merge" in params_fields(method):
+    if "merge" in keys_of(method.Params):
         advice = "set lowrank.merge False, by which it keeps beside the base what it would merge"
     changed = f"federate.method = {method.name} changes the weights of the base; {advice}"
     for name, given in (("lowrank.dtype", config.quantised), ("model.device_map", model.device_map)):

@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..errors import UserError, nearest
-from .check import Key, check_value, keys_of
+from .check import check_value, keys_of
 from .origin import Origin
 from .sections import Lowrank
 
 
-def params_fields(cls: Any) -> dict[str, Key]:
-    """The hyperparameters of the class of a method."""
-    return keys_of(cls.Params)
-
-
 def params_defaults(cls: Any) -> dict[str, Any]:
-    fields = (f for f in dataclasses.fields(cls.Params) if f.init and not params_fields(cls)[f.name].required)
-    return {f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory() for f in fields}
+    return {name: key.default for name, key in keys_of(cls.Params).items() if not key.required}
 
 
 def general_keys() -> list[str]:
     """The keys of ``lowrank`` that are not hyperparameters of a method."""
-    return [f.name for f in dataclasses.fields(Lowrank) if not f.metadata.get("open")]
+    return [name for name, key in keys_of(Lowrank).items() if not key.meta.get("open")]
 
 
 def taken_keys(cls: Any, keys: Iterable[str]) -> list[str]:
     """The subset of ``keys``, such as ``lowrank.ranks``, that are hyperparameters of the method."""
-    fields = params_fields(cls)
-    return [key for key in keys if key.split(".")[1] in fields]
+    return [key for key in keys if key.split(".")[1] in keys_of(cls.Params)]
 
 
 def unknown_parameter(key: str, classes: Sequence[Any], origin: Origin) -> NoReturn:
-    name, fields = f"lowrank.{key}", list(dict.fromkeys(field for cls in classes for field in params_fields(cls)))
+    name, fields = f"lowrank.{key}", list(dict.fromkeys(field for cls in classes for field in keys_of(cls.Params)))
     hint = nearest(key, [*general_keys(), *fields])
     has = f"keys of {', '.join(cls.name for cls in classes)}: {', '.join(fields) or 'none'}"
     raise UserError(f"{origin.where(name)}unknown key {name!r}{hint}; {has}")
@@ -42,7 +34,7 @@ def unknown_parameter(key: str, classes: Sequence[Any], origin: Origin) -> NoRet
 
 def check_method_params(cls: Any, given: Mapping[str, Any], origin: Origin | None = None) -> dict[str, Any]:
     """All hyperparameters of the method: the given values, checked, and defaults for the others."""
-    keys, origin, values = params_fields(cls), origin or Origin(), {}
+    keys, origin, values = keys_of(cls.Params), origin or Origin(), {}
     for name, value in given.items():
         if name not in keys:
             unknown_parameter(name, [cls], origin)
