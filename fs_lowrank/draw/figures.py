@@ -69,10 +69,10 @@ def figure(
     # In inches: the title; the legend and the margins take the rest.
     made = Shown(figsize=(width, size[1] * sum(heights) + 0.17 * len(lines) + 0.43), layout="constrained")
     places: Any = made.add_gridspec(len(heights), 1, height_ratios=heights)
-    first = None
     for place, row in zip(places, rows):
         for panel, part in zip(row, place.subgridspec(1, len(main) if row is main else columns)):
-            axes = first = made.add_subplot(part, sharey=first if same else None)
+            axes = made.add_subplot(part, sharey=made.axes[0] if same and made.axes else None)
+            axes.set_autoscaley_on(True)  # the panel before has set the limits of all to its own
             _draw(axes, panel)
             if same:
                 axes.label_outer()

@@ -73,6 +73,15 @@ def test_a_low_panel_has_room_below_a_title_of_several_lines(lines, count):
     assert all(axes.get_position().height * made.get_figheight() > 0.2 for axes in made.axes)
 
 
+def test_panels_with_the_same_axis_show_all_of_each():
+    panels = [
+        Panel(name, "", "round", "accuracy", [Line("a", [1, 2], y)]) for name, y in (("b", [5, 9]), ("c", [2, 3]))
+    ]
+    first, second = figures.figure(panels, same=True).axes
+    low, high = first.get_ylim()
+    assert low < 2 and high > 9 and second.get_ylim() == (low, high)
+
+
 def test_sideways_intervals_are_inside_the_axis():
     lines = [Line("far", [0], [0.1], [-40.0], [50.0], style="", band=False), Line("near", [1], [0.2], style="")]
     (axes,) = figures.figure([Panel("k", "", "", "points", lines, sideways=True, ticks={0: "a", 1: "b"})]).axes
