@@ -89,9 +89,10 @@ def write_report(options: Options) -> list[Path]:
         suites.append((suite, judged, _drawn(judged, root), experiments))
     runs = {r["hash"]: r for row in rows for of in row.runs.values() for r in of if "rounds" in r}
     cells = frame(store)
+    live = cells[cells["hash"].isin(used)] if len(cells) else cells
     whole = not (options.suites or options.only or options.methods) and options.size not in SIZES
     own = whole and options.engine == "local" and has_page(root)
-    which = which_method(root, cells) if own else ""
+    which = which_method(root, live) if own else ""
     head, *claims = claims_table(rows)
     text = markdown(
         "report",
@@ -102,7 +103,7 @@ def write_report(options: Options) -> list[Path]:
         runs=len(runs),
         once=sum(r.get("learning_rate", {}).get("seeds") == 1 for r in runs.values()),
         suites=suites,
-        others=len({*cells.get("hash", ())} - used),
+        others=len(cells) - len(live),
         damaged={str(Path(p).relative_to(root)): why for p, why in sorted(store.damaged.items())},
     )
     written = {
@@ -115,7 +116,7 @@ def write_report(options: Options) -> list[Path]:
         write_text(root / name, content)
     boards = [(suite, results) for suite, results, *_ in found if suite.name == LEADERBOARD]
     board = [path for each in boards for path in write_leaderboard(*each, root)]
-    pages = write_pages(root, cells, rows, which) if own else []
+    pages = write_pages(root, live, rows, which) if own else []
     return [*(root / name for name in written), *board, *pages]
 
 

@@ -34,7 +34,7 @@ def write_pages(root: Path, cells: pd.DataFrame, rows: Sequence[Row], methods: s
     """Write the generated parts of ``README.md`` below the results and beside them; those that have none stay.
 
     Args:
-        cells: the frame of all results. methods: which method, with the picture ``PICTURE``.
+        cells: the frame of the results that the suites use. methods: which method, with the picture ``PICTURE``.
     """
     here, front = root / "README.md", root.parent / "README.md"
     shown = [row for row in rows if row.suite.size == "small" or not row.suite.sized]
