@@ -1,4 +1,4 @@
-"""The picture of the README: ``python -m benchmark.front``, after a demo ``python -m benchmark.front runs/demo``.
+"""The picture of the README: ``python docs/pictures/demo.py``, after a demo ``python docs/pictures/demo.py runs/demo``.
 
 It is drawn from ``results/demo/rounds.json``, which is written anew from the folder of a demo, together with the other
 files of ``results/demo``.
