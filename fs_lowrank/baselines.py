@@ -46,7 +46,6 @@ from .runs.records import Records, flat_metrics, read_records
 from .runs.result import RunResult
 from .runs.split import write_split
 from .seeds import derive
-from .settings.clients import grouped
 from .settings.sections import Lowrank
 from .training import train_client
 from .training.schedule import lr_at
@@ -91,7 +90,7 @@ def row_config(name: str, config: Config, outdir: str | Path) -> Config:
     keys |= {f"lowrank.{name}": getattr(Lowrank(), name) for name in of_several}
     # A row's method has one rank for all.
     own = {client: {k: v for k, v in of.items() if k != "rank"} for client, of in config.own_settings.items()}
-    keys["lowrank.clients"] = grouped({client: of for client, of in own.items() if of})
+    keys["lowrank.clients"] = [{"clients": client, **of} for client, of in own.items() if of]
     if name != "local":
         keys |= {"federate.client_num": 1, "federate.sample_client_num": -1, "federate.sample_client_rate": -1.0}
         keys |= {"lowrank.clients": [], "federate.client_idx_for_local_train": 0}

@@ -11,8 +11,9 @@ import csv
 import io
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from ..errors import UserError, nearest
@@ -55,8 +56,6 @@ SPELLED = {
 CALLED = {name: key for key, name in SPELLED.items() if name != "rank"}
 _KEY = "lowrank.clients"
 _NUMBERS = "a client's number, a span such as '3-10', or a list of them"
-#: the settings of one client, each with the place where it was given: a dotted key, and its origin
-Given = dict[str, tuple[Any, str, Origin]]
 #: which clients, their settings, the dotted key that names the clients, and where it is from
 Entry = tuple[Any, dict[str, Any], str, Origin]
 
@@ -72,38 +71,28 @@ def read_clients(value: Any, clients: int, origin: Origin) -> list[dict[str, Any
         UserError: a file that cannot be read, a client that does not exist, a key that clients do not have or that is
             given twice, or a value that is wrong; the message names file and line.
     """
-    of: dict[int, Given] = {}
+    of: dict[int, dict[str, Any]] = {}
     for who, settings, at, where in _entries(value, origin):
-        numbers = _numbers(who, clients, at, where)
-        for name, (given, place) in _named(settings, at.removesuffix(".clients"), where).items():
-            for number in numbers:
-                own = of.setdefault(number, {})
+        named = _named(settings, at.removesuffix(".clients"), where)
+        for number in _numbers(who, clients, at, where):
+            own = of.setdefault(number, {})
+            for name, (given, place) in named.items():
                 if name in own:
-                    _, before, there = own[name]
-                    where.fail(place, f"is given twice for client {number}; first: {there.where(before)}{before}")
-                own[name] = given, place, where
-    for number, own in of.items():
-        if {"lr", "lr_factor"} <= own.keys():
-            _, place, where = own["lr_factor"]
-            where.fail(place, f"and lr are both given for client {number}; give one of them")
-    return grouped({number: {name: given for name, (given, *_) in own.items()} for number, own in of.items()})
-
-
-def grouped(of: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The list for the settings of each client: those that have the same stand together, in the order of the first."""
+                    where.fail(place, f"is given twice for client {number}")
+                own[name] = given
+                if {"lr", "lr_factor"} <= own.keys():
+                    where.fail(place, f"is one of lr and lr_factor, and both are given for client {number}")
     groups: dict[tuple[Any, ...], list[int]] = {}
     for number in sorted(of):
         groups.setdefault(tuple(sorted(of[number].items())), []).append(number)
     return [{"clients": _spans(numbers), **dict(settings)} for settings, numbers in groups.items()]
 
 
-def by_client(entries: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The settings of each client that has some, from the list that ``read_clients`` gives."""
-    of = {}
+def by_group(entries: Any) -> Iterator[tuple[list[int], dict[str, Any]]]:
+    """The clients and the settings of each entry of the list that ``read_clients`` gives."""
     for entry in entries:
         settings = {name: value for name, value in entry.items() if name != "clients"}
-        of.update(dict.fromkeys(_numbers(entry["clients"], None, _KEY, Origin()), settings))
-    return of
+        yield _numbers(entry["clients"], 10**9, _KEY, Origin()), settings
 
 
 def _entries(value: Any, origin: Origin) -> Iterator[Entry]:
@@ -148,19 +137,17 @@ def _table(file: str, delimiter: str) -> Iterator[Entry]:
     if "client" not in header or len(set(header)) < len(header):
         raise UserError(f"{name}, line 1: columns {', '.join(header) or 'none'}: expected client, and each column once")
     for row in filter(None, reader):
-        at = f"{name}, line {reader.line_num}"
-        if len(row) != len(header):
-            raise UserError(f"{at}: {len(row)} columns came, the header has {len(header)}")
         try:
-            cells = {column: read_value(cell) for column, cell in zip(header, row) if cell.strip()}
+            cells = {column: read_value(cell) for column, cell in zip(header, row, strict=True) if cell.strip()}
         except ValueError as error:
-            raise UserError(f"{at}: a cell is not a value: {show(row)}: {error}") from None
+            wrong = f"a cell is not a value, or the header has other columns: {show(row)}: {error}"
+            raise UserError(f"{name}, line {reader.line_num}: {wrong}") from None
         who = cells.pop("client", None)
         yield who, cells, f"client_{who}", Origin(name, {f"client_{who}": reader.line_num})
 
 
-def _numbers(who: Any, clients: int | None, at: str, origin: Origin) -> list[int]:
-    """The numbers of clients in ``who``; ``clients``: how many there are, None if that is not to be checked."""
+def _numbers(who: Any, clients: int, at: str, origin: Origin) -> list[int]:
+    """The numbers of clients in ``who``, of 1 to ``clients``."""
     found: list[int] = []
     for item in who if isinstance(who, (list, tuple)) else [who]:
         span = re.fullmatch(r"\s*([0-9]{1,9})\s*-\s*([0-9]{1,9})\s*", item) if isinstance(item, str) else None
@@ -170,9 +157,9 @@ def _numbers(who: Any, clients: int | None, at: str, origin: Origin) -> list[int
             first = last = item
         else:
             origin.wrong(at, who, _NUMBERS)
-        if clients is not None and not (1 <= first and last <= clients):
-            wrong = first if first < 1 or first > clients else last
-            origin.fail(at, f"= {show(who)}: there is no client {wrong}; federate.client_num is {clients}")
+        for number in (first, last):
+            if not 1 <= number <= clients:
+                origin.fail(at, f"= {show(who)}: there is no client {number}; federate.client_num is {clients}")
         found += range(first, last + 1)
     if not found:
         origin.wrong(at, who, _NUMBERS)
@@ -181,13 +168,10 @@ def _numbers(who: Any, clients: int | None, at: str, origin: Origin) -> list[int
 
 def _spans(numbers: list[int]) -> Any:
     """Numbers in order as ``read_clients`` takes them: one number, or a list of numbers and spans."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    listed = [item for a, b in spans for item in ([f"{a}-{b}"] if b - a > 1 else range(a, b + 1))]
+    listed: list[Any] = []
+    for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        of = [number for _, number in run]
+        listed += [f"{of[0]}-{of[-1]}"] if len(of) > 2 else of
     return listed[0] if len(listed) == 1 else listed
 
 
@@ -195,12 +179,11 @@ def _named(settings: Mapping[str, Any], at: str, origin: Origin) -> dict[str, tu
     """The settings by their names here, each checked, with the dotted key that it was given as."""
     keys, settings = keys_of(OfClient), dict(settings)
     named: dict[str, tuple[Any, str]] = {}
-    args = settings.pop("llm.adapter.args", None)
-    first = args[0] if isinstance(args, list) and len(args) == 1 else None
-    if isinstance(first, Mapping) and list(first) == ["r"]:
-        settings["llm.adapter.args.0.r"] = first["r"]
-    elif args is not None:
-        origin.fail(f"{at}.llm.adapter.args", f"= {show(args)}: of the adapter, a client may have a rank of its own: r")
+    match args := settings.pop("llm.adapter.args", None):
+        case [{"r": rank, **rest}] if not rest:
+            settings["llm.adapter.args.0.r"] = rank
+        case list() | str() | int():
+            origin.fail(f"{at}.llm.adapter.args", f"= {show(args)}: of the adapter, a client may have its own rank: r")
     for given, value in settings.items():
         name, place = SPELLED.get(given, given), f"{at}.{given}"
         if name not in keys:

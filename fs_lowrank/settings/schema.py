@@ -19,7 +19,7 @@ from ..jobs.files import write_text
 from . import framework
 from .adapter import AdapterSpec
 from .check import key
-from .clients import CALLED, by_client
+from .clients import CALLED, by_group
 from .metrics import LANGUAGE, extras
 from .origin import Origin
 from .reading import Dumper
@@ -92,7 +92,7 @@ class Settings:
     @cached_property
     def own_settings(self) -> dict[int, dict[str, Any]]:
         """What ``lowrank.clients`` says of each client that it names."""
-        return by_client(self.lowrank.clients) if isinstance(self.lowrank.clients, list) else {}
+        return {client: own for clients, own in by_group(self.lowrank.clients) for client in clients}
 
     def of_client(self, client: int) -> Settings:
         """The settings by which ``client`` trains."""
@@ -105,11 +105,8 @@ class Settings:
     @cached_property
     def _of_clients(self) -> dict[int, Settings]:
         """The settings of the clients that train by others than these; one object for all clients that share them."""
-        made: dict[int, Settings] = {}
-        for own in self.own_settings.values():
-            if id(own) not in made:
-                made[id(own)] = self._with(own)
-        return {client: made[id(own)] for client, own in self.own_settings.items()}
+        groups = [(clients, self._with(own)) for clients, own in by_group(self.lowrank.clients)]
+        return {client: made for clients, made in groups for client in clients}
 
     def _with(self, own: Mapping[str, Any]) -> Settings:
         factor = {"lr": self.train.optimizer.lr * own["lr_factor"]} if "lr_factor" in own else {}

@@ -74,14 +74,20 @@ def test_a_method_that_computes_with_steps_has_those_of_the_client():
         ("- {clients: 1, batch_or_epoch: epochs}", "one of batch, epoch"),
         (
             "- {clients: 1, lr: 1}\n  - {clients: [1, 2], lr: 2}",
-            "line 4: lowrank.clients.1.lr is given twice for client 1; first: f.yaml, line 3: lowrank.clients.0.lr",
+            "line 4: lowrank.clients.1.lr is given twice for client 1",
         ),
         ("- {clients: 1, lr: 1, lr: 2}", "f.yaml, line 3: lowrank.clients.0.lr is given twice; first in line 3"),
         ("- {clients: 1, lr: 1, train.optimizer.lr: 2}", "and lowrank.clients.0.lr are two spellings of one key"),
-        ("- {clients: 1, lr: 1}\n  - {clients: 1, lr_factor: 2}", "lr_factor and lr are both given for client 1"),
-        ("- {clients: 1, llm: {adapter: {args: [{r: 2, lora_alpha: 3}]}}}", "of the adapter, a client may have a rank"),
+        (
+            "- {clients: 1, lr: 1}\n  - {clients: 1, lr_factor: 2}",
+            "lr_factor is one of lr and lr_factor, and both are given for client 1",
+        ),
+        (
+            "- {clients: 1, llm: {adapter: {args: [{r: 2, lora_alpha: 3}]}}}",
+            "of the adapter, a client may have its own rank",
+        ),
         *(
-            (f"- {{clients: 1, llm: {{adapter: {{args: {args}}}}}}}", "of the adapter, a client may have a rank")
+            (f"- {{clients: 1, llm: {{adapter: {{args: {args}}}}}}}", "of the adapter, a client may have its own rank")
             for args in ("[5]", "[r]", "[[r]]", "[null]", "[]", "5")
         ),
         ("nobody.txt", "expected a list of mappings, a table (.csv, .tsv), or FederatedScope's file (.yaml)"),
@@ -103,15 +109,19 @@ def test_what_is_wrong_is_one_line_with_file_and_line(tmp_path, monkeypatch, tex
     "name, text, said",
     [
         ("t.csv", "client,lr\n1,0.1\n12,0.1\n", "t.csv, line 3: client_12 = 12: there is no client 12"),
-        ("t.csv", "client,lr\n1,0.1\n1,0.2\n", "t.csv, line 3: client_1.lr is given twice for client 1; first: t.csv"),
+        ("t.csv", "client,lr\n1,0.1\n1,0.2\n", "t.csv, line 3: client_1.lr is given twice for client 1"),
         ("t.csv", "client,lr\n1,fast\n", "t.csv, line 2: client_1.lr = 'fast': expected a number or nothing"),
         ("t.csv", "client,speed\n1,2\n", "t.csv, line 2: client_1.speed cannot be set by client"),
-        ("t.csv", "client,lr\n1\n", "t.csv, line 2: 1 columns came, the header has 2"),
+        ("t.csv", "client,lr\n1\n", "t.csv, line 2: a cell is not a value, or the header has other columns: ['1']"),
         ("t.csv", "number,lr\n1,2\n", "t.csv, line 1: columns number, lr: expected client, and each column once"),
         ("t.csv", "client,lr\nall,2\n", "t.csv, line 2: client_all = 'all': expected a client's number"),
         ("t.csv", "client,lr\n1,[2\n", "t.csv, line 2: a cell is not a value"),
         *(
-            ("t.csv", f"client,lr\n1,{cell}\n", "t.csv, line 2: a cell is not a value: ['1', ")
+            (
+                "t.csv",
+                f"client,lr\n1,{cell}\n",
+                "t.csv, line 2: a cell is not a value, or the header has other columns: ['1', ",
+            )
             for cell in ("9" * 5000, "!!int x", "[" * 2000)
         ),
         (
