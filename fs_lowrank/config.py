@@ -38,10 +38,10 @@ from .settings.build import read_section
 from .settings.clients import read_clients
 from .settings.conflicts import check_together
 from .settings.effects import not_honoured, without_effect
-from .settings.parameters import general_keys, params_defaults, taken_keys, unknown_parameter
+from .settings.parameters import general_keys, taken_keys, unknown_parameter
 from .settings.reading import as_overrides
 from .settings.schema import infer_task
-from .settings.tree import assign, lookup, merge
+from .settings.tree import lookup, merge
 
 
 @dataclass(frozen=True)
@@ -58,29 +58,20 @@ class Config(Settings):
         """
         changes = {**flatten(as_overrides(overrides)), **flatten(as_overrides(keys))}
         changes = {resolved_name(key): value for key, value in changes.items()}
-        origin = dataclasses.replace(self.source, overridden=self.source.overridden | set(changes))
-        tree = self.to_dict()
+        method = str(changes.get("federate.method", self.federate.method))
+        old, new = _method_class(self.federate.method, self.source), _method_class(method, self.source)
+        tree, use = self.to_dict(), changes.get("llm.adapter.use", self.source.adapter)
         tree["llm"]["adapter"]["args"][0].pop(self.source.unsaid, None)  # it stays at its default
-        method, old, new = changes.get("federate.method"), None, None
-        if isinstance(method, str):
-            old, new = _method_class(self.federate.method, self.source), _method_class(method, self.source)
-        if new is not None and old is not new:
-            kept, defaults, takes = self.lowrank.params, params_defaults(old), keys_of(new.Params)
-            for name in kept:
-                if name not in takes or kept[name] == defaults.get(name):
+        if new is not old:
+            tree["llm"]["adapter"]["use"] = False if method.lower() in framework.WITH_ADAPTERS else None
+            for name, value in self.lowrank.params.items():
+                if name not in keys_of(new.Params) or value == keys_of(old.Params)[name].default:
                     del tree["lowrank"][name]
         if "model.type" in changes and self.model.task == infer_task(self.model.type):
             tree["model"]["task"] = ""
         merge(tree, changes)
-        if isinstance(method, str) and new is not None and new is not old and "llm.adapter.use" not in changes:
-            params = {name: tree["lowrank"][name] for name in keys_of(new.Params) if name in tree["lowrank"]}
-            free = new.requires(new.Params(**check_method_params(new, params, origin))).adapter == "optional"
-            decided = False if method.lower() in framework.WITH_ADAPTERS else None
-            tree["llm"]["adapter"]["use"] = self.source.adapter if free else decided
-        changed = _build(tree, origin)
-        if "llm.adapter.use" in changes:
-            return changed
-        return dataclasses.replace(changed, source=dataclasses.replace(changed.source, adapter=self.source.adapter))
+        overridden = self.source.overridden | set(changes)
+        return _build(tree, dataclasses.replace(self.source, overridden=overridden, adapter=use))
 
 
 def load_config(
@@ -136,7 +127,7 @@ def load_for(
         if not any(taken_keys(cls, [key]) for cls in classes):
             unknown_parameter(key.split(".")[1], classes, Origin(overridden=frozenset(params)))
     shared = {key: value for key, value in flat.items() if key not in params}
-    config = path.replace(shared) if isinstance(path, Config) else _build(*_content(path, shared), params)
+    config = load_config(path, shared)
     return config, {cls.name: {key: params[key] for key in taken_keys(cls, params)} for cls in classes}
 
 
@@ -150,28 +141,25 @@ def _content(path: Any, *changes: Mapping[str, Any], origin: Origin | None = Non
     for mapping in changes:
         merge(tree, mapping)
         origin = dataclasses.replace(origin, overridden=origin.overridden | set(flatten(mapping)))
-    return tree, origin
+    return tree, dataclasses.replace(origin, adapter=lookup(tree, "llm.adapter.use"))
 
 
-def _build(tree: Mapping[str, Any], origin: Origin, overridden_params: Mapping[str, Any] | None = None) -> Config:
-    """The checked config. Of ``overridden_params``, keys of ``lowrank``, only those that its method has are applied."""
+def _build(tree: Mapping[str, Any], origin: Origin) -> Config:
     others: dict[str, Any] = {}
     config = read_section(Config, tree, "", origin, others)
     named = lookup(tree, "federate.method") is not None
     method = _resolve_method(config, named, origin)
     federate = dataclasses.replace(config.federate, method=method.name)
     task = config.model.task or infer_task(config.model.type)
-    params = dict(config.lowrank.params)
-    given = overridden_params or {}
-    for key in taken_keys(method, given):
-        assign(params, key.removeprefix("lowrank."), given[key])
-        origin = dataclasses.replace(origin, overridden=origin.overridden | {key})
-    params = check_method_params(method, params, origin)
+    params = check_method_params(method, config.lowrank.params, origin)
     needs = method.requires(method.Params(**params))
-    args = config.llm.adapter.args
-    origin = dataclasses.replace(origin, adapter=config.llm.adapter.use, unsaid=unsaid(args[0] if args else {}))
-    use = _uses_adapter(config, method.name, needs.adapts(config.llm.adapter.use), origin)
-    adapter = dataclasses.replace(config.llm.adapter, use=use, args=[adapter_args(config.llm.adapter.args, origin)])
+    use, args = config.llm.adapter.use, config.llm.adapter.args
+    adapts = needs.adapts(origin.adapter if use is None else use)
+    if use is False and adapts:
+        trains = f"federate.method = {method.name} trains adapters; remove the key, or choose fedavg"
+        origin.fail("llm.adapter.use", f"= False, but {trains} to train all weights")
+    origin = dataclasses.replace(origin, unsaid=unsaid(args[0] if args else {}))
+    given = {"use": adapts if use is None else use, "args": [adapter_args(args, origin)]}
     clients = read_clients(config.lowrank.clients, config.federate.client_num, origin)
     config = dataclasses.replace(
         config,
@@ -179,7 +167,7 @@ def _build(tree: Mapping[str, Any], origin: Origin, overridden_params: Mapping[s
         framework=others,
         source=origin,
         model=dataclasses.replace(config.model, task=task),
-        llm=dataclasses.replace(config.llm, adapter=adapter),
+        llm=dataclasses.replace(config.llm, adapter=dataclasses.replace(config.llm.adapter, **given)),
         lowrank=dataclasses.replace(config.lowrank, params=params, clients=clients),
     )
     check_together(config, method, needs, origin)
@@ -225,18 +213,6 @@ def _resolve_method(config: Config, named: bool, origin: Origin) -> Any:
                 "or set llm.adapter.use",
             )
     return _method_class(name, origin)
-
-
-def _uses_adapter(config: Config, method: str, adapts: bool, origin: Origin) -> bool:
-    """``llm.adapter.use`` as it was meant, of a ``method`` that ``adapts`` with it or does not."""
-    use = config.llm.adapter.use
-    if use is False and adapts:
-        origin.fail(
-            "llm.adapter.use",
-            f"= False, but federate.method = {method} trains adapters; "
-            "remove the key, or choose fedavg to train all weights",
-        )
-    return adapts if use is None else use
 
 
 def check_local(config: Config) -> None:
