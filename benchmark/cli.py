@@ -124,8 +124,7 @@ def _list(args: argparse.Namespace) -> None:
         for experiment in chosen(suite, options.only, extra=True):
             jobs = jobs_of(suite, experiment, options)
             searches = sum(isinstance(j, Search) for j in jobs)
-            rated = [j.rated(store) for j in jobs]
-            finished = [(j.kind, r) for j in rated if j is not None and (r := j.result(store)) is not None]
+            finished = [(j.kind, r) for j in jobs if (r := (j.rated(store) or j).result(store)) is not None]
             done = sum(kind == "cells" for kind, _ in finished)
             took = sum(r["seconds_in_all"] for _, r in finished) / 60
             cells = (searches, len(jobs) - searches, done, f"{took:.0f} min" if took else "")

@@ -37,7 +37,7 @@ from fs_lowrank.training.metrics import of_outputs
 
 from .beside import hpo, module_of
 from .intervals import LEVEL, right_rows
-from .job import Cell, Job, Search, Trained, decisive, next_point
+from .job import Cell, Job, Script, Search, Trained, decisive, next_point
 from .paths import quotient
 from .plan import command
 from .results import head_of
@@ -61,12 +61,8 @@ def execute(job: Job) -> dict:
         Exception: any error of the run.
     """
     began = time.monotonic()
-    if isinstance(job, Cell):
-        done = _cell(job)
-    elif isinstance(job, Search):
-        done = _search(job)
-    else:
-        done = _script(job)
+    run: Any = {Cell: _cell, Search: _search, Script: _script}[type(job)]
+    done = run(job)
     record = {**job.identity(), "status": "complete", **done}
     return {
         **record,
@@ -330,8 +326,8 @@ def _within_noise(studies: Sequence[Mapping], winner: Mapping) -> list[dict]:
 # -- scripts -------------------------------------------------------------------------------------------
 
 
-def _script(job: Job) -> dict:
-    out = Path(job.options.work) / job.key
+def _script(job: Script) -> dict:
+    out = job.folder
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     environment = dict(os.environ)

@@ -101,7 +101,8 @@ class ExperimentResults:
         records, found = self.records.get(place, ()), self._by_seed(method, column, metric)
         values = {seed: v for seed, v in found.items() if math.isfinite(v)}
         aimed = metric.split(":")[1] if to_a_target(metric) else None
-        missed = [r["seed"] for r in records if aimed and _measured(r, aimed) and value(r, metric) is None]
+        measured = [r for r in records if aimed and any(aimed in point for point in r["history"]["evaluated"])]
+        missed = [r["seed"] for r in measured if value(r, metric) is None]
         failed, stale = self.lost.get(place, set()) | found.keys() - values.keys(), self.stale.get(place, ())
         if not (values or failed or missed or stale):
             return None
@@ -318,11 +319,6 @@ def _majority(record: Mapping, metric: str) -> float | None:
         return record.get("majority")
     task, _, name = metric.rpartition(":")
     return value(record, f"{task}:majority") if name.startswith("acc") and not name.endswith("_stderr") else None
-
-
-def _measured(record: Mapping, name: str) -> bool:
-    """Whether an evaluated round of a result has the metric ``name``."""
-    return any(name in point for point in record["history"]["evaluated"])
 
 
 def _reaches(points: Sequence[Mapping], name: str, target: float, rounds: bool) -> float | None:
