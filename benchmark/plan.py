@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +67,10 @@ def jobs_of(suite: Suite, experiment: Experiment, options: Options, extra: bool 
     if experiment.script:
         name = experiment.script.rpartition(".")[2]
         return [Script(suite, experiment, options, MethodEntry(name, name), {}, 0)]
-    searches: dict[tuple, Search] = {}
-    first = [
-        _cell(suite, experiment, options, method, setting, searches)
-        for setting, method in itertools.product(settings(experiment), methods_of(experiment, options, extra))
-    ]
-    return [*searches.values(), *(cell.of_seed(seed) for seed in experiment.seeds for cell in first)]
+    grid = _Grid(suite, experiment, options)
+    places = itertools.product(settings(experiment), methods_of(experiment, options, extra))
+    first = [grid.cell(method, setting) for setting, method in places]
+    return [*grid.searches.values(), *(cell.of_seed(seed) for seed in experiment.seeds for cell in first)]
 
 
 def settings(experiment: Experiment) -> Iterator[dict[str, str]]:
@@ -88,101 +87,123 @@ def methods_of(experiment: Experiment, options: Options, extra: bool = True) -> 
     return [e for e in experiment.methods if extra or not e.extra]
 
 
-def _cell(
-    suite: Suite,
-    experiment: Experiment,
-    options: Options,
-    method: MethodEntry,
-    setting: Mapping[str, str],
-    searches: dict[tuple, Search],
-) -> Cell:
-    """The cell of the experiment's first seed."""
-    seed = experiment.seeds[0]
-    rates, search = experiment.rates, None
-    rate: dict[str, Any] = {"from": "the suite's config, one for all methods", "budget": None}
-    try:
-        keys = _keys(experiment, options, method, setting)
-        if rates and "table" in rates:
-            if method.label not in rates["table"] and "default" not in rates["table"]:
+@dataclass
+class _Grid:
+    """An experiment by the options of a command, and the searches that its cells need, by method and setting."""
+
+    suite: Suite
+    experiment: Experiment
+    options: Options
+    searches: dict[tuple, Search] = field(default_factory=dict)
+
+    def cell(self, method: MethodEntry, setting: Mapping[str, str]) -> Cell:
+        """The cell of the first seed."""
+        suite, experiment = self.suite, self.experiment
+        seed, rates, search = experiment.seeds[0], experiment.rates, None
+        rate: dict[str, Any] = {"from": "the suite's config, one for all methods", "budget": None}
+        try:
+            keys = self.keys(method, setting)
+            if rates and "table" in rates:
+                if method.label not in rates["table"] and "default" not in rates["table"]:
+                    raise UserError(
+                        f"learning_rates: table has no rate for {method.label}; there are: "
+                        f"{', '.join(rates['table'])}; give it one, or a default, or a search"
+                    )
+                if (name := rates.get("found_by")) and name not in suite.experiments:
+                    there = among(suite.experiments, name)
+                    raise UserError(f"learning_rates: found_by = {name!r}: no such experiment{there}")
+                keys[RATE] = rates["table"].get(method.label, rates["table"].get("default"))
+                rate = {"from": "table", "budget": rates["budget"], "found_by": rates.get("found_by", "")}
+            elif rates:
+                place = self.place(rates["search"], setting)
+                at = method.label, tuple(place.items())
+                search = self.searches[at] = self.searches.get(at) or self.search(method, place, rates["search"])
+            config = self.config({**keys, "seed": seed}, experiment.samples, experiment.evaluations, experiment.test)
+            if experiment.evaluation and not config.is_language:
+                raise UserError(f"evaluation: {experiment.evaluation[0]['scorer']} needs a language model")
+        except UserError as error:
+            raise UserError(f"{suite.path.name}: {suite.size}: {experiment.name}: {method.label}: {error}") from None
+        rate["point"] = {RATE: config.train.optimizer.lr}
+        return Cell(suite, experiment, self.options, method, dict(setting), seed, config, search, rate)
+
+    def place(self, spec: Mapping[str, Any], setting: Mapping[str, str]) -> dict[str, str]:
+        """The setting of a cell's search: the cell's labels of the axes in ``each``, and ``at`` for the others."""
+        axes, each, at = self.experiment.axes, spec.get("each", []), {k: str(v) for k, v in spec.get("at", {}).items()}
+        for name in (*each, *at):
+            if name not in axes:
+                raise UserError(f"learning_rates: search: no axis {name!r}{among(axes, name)}")
+        place = {}
+        for name, labels in axes.items():
+            place[name] = setting[name] if name in each else at.get(name, next(iter(labels)))
+            if place[name] not in labels:
                 raise UserError(
-                    f"learning_rates: table has no rate for {method.label}; there are: "
-                    f"{', '.join(rates['table'])}; give it one, or a default, or a search"
+                    f"learning_rates: search: at: {name} has no {place[name]!r}; there are: {', '.join(labels)}"
                 )
-            if (name := rates.get("found_by")) and name not in suite.experiments:
-                there = among(suite.experiments, name)
-                raise UserError(f"learning_rates: found_by = {name!r}: no such experiment{there}")
-            keys[RATE] = rates["table"].get(method.label, rates["table"].get("default"))
-            rate = {"from": "table", "budget": rates["budget"], "found_by": rates.get("found_by", "")}
-        elif rates:
-            spec = rates["search"]
-            place = _place(experiment, spec, setting)
-            at = method.label, tuple(place.items())
-            search = searches.get(at) or _search(suite, experiment, options, method, place, spec)
-            searches[at] = search
-        config = _config(
-            {**keys, "seed": seed}, experiment.samples, experiment.evaluations, experiment.test, options.work
-        )
-        if experiment.evaluation and not config.is_language:
-            raise UserError(f"evaluation: {experiment.evaluation[0]['scorer']} needs a language model")
-    except UserError as error:
-        raise UserError(f"{suite.path.name}: {suite.size}: {experiment.name}: {method.label}: {error}") from None
-    rate["point"] = {RATE: config.train.optimizer.lr}
-    return Cell(suite, experiment, options, method, dict(setting), seed, config, search, rate)
+        return place
 
-
-def _place(experiment: Experiment, spec: Mapping[str, Any], setting: Mapping[str, str]) -> dict[str, str]:
-    """The setting of the search for a cell: the cell's labels of the axes in ``each``, and ``at`` for the others."""
-    each, at = spec.get("each", []), {k: str(v) for k, v in spec.get("at", {}).items()}
-    for name in (*each, *at):
-        if name not in experiment.axes:
-            raise UserError(f"learning_rates: search: no axis {name!r}{among(experiment.axes, name)}")
-    place = {}
-    for name, labels in experiment.axes.items():
-        place[name] = setting[name] if name in each else at.get(name, next(iter(labels)))
-        if place[name] not in labels:
+    def search(self, method: MethodEntry, place: Mapping[str, str], spec: Mapping[str, Any]) -> Search:
+        """The search of a method's rate in a setting."""
+        keys = lay(self.keys(method, place), {"eval.freq": 0, **flatten(spec.get("config", {}))})
+        keys["seed"] = int(spec.get("seed", 100))
+        of_trials = range(keys["seed"], keys["seed"] + spec.get("seeds", SEEDS))
+        if both := sorted(set(of_trials) & set(self.experiment.seeds)):
             raise UserError(
-                f"learning_rates: search: at: {name} has no {place[name]!r}; there are: {', '.join(labels)}"
+                f"learning_rates: search: its seed {both[0]} is one of the cells' seeds; give it another "
+                "'seed', since otherwise the search would select by a run that is reported"
             )
-    return place
+        config = self.config(keys, spec.get("samples", self.experiment.samples), None, "none")
+        hpo.check_config(config, [spec.get("objective", "val_acc")])
+        if any(key.startswith("early_stop.") for key in spec["space"]):
+            _check_stop(config, stops=True)
+        return Search(self.suite, self.experiment, self.options, method, dict(place), keys["seed"], config, spec)
 
+    def keys(self, method: MethodEntry, setting: Mapping[str, str]) -> dict[str, Any]:
+        """The config of a method in a setting, by dotted key."""
+        keys, made, options = dict(self.experiment.config), self.experiment.training_file, self.options
+        for name, label in setting.items():
+            keys = lay(keys, self.experiment.axes[name][label])
+        keys = lay(keys, {**method.keys(setting), "federate.method": method.method, **options.overrides})
+        if made is not None:
+            keys |= {"data.type": _training_file(made), "data.root": str(Path(options.work) / "data")}
+        elif options.data:
+            keys["data.root"] = str(Path(options.data) / str(keys.get("data.root", "")))
+        return keys
 
-def _search(
-    suite: Suite,
-    experiment: Experiment,
-    options: Options,
-    method: MethodEntry,
-    place: Mapping[str, str],
-    spec: Mapping[str, Any],
-) -> Search:
-    keys = lay(_keys(experiment, options, method, place), {"eval.freq": 0, **flatten(spec.get("config", {}))})
-    keys["seed"] = int(spec.get("seed", 100))
-    of_trials = range(keys["seed"], keys["seed"] + spec.get("seeds", SEEDS))
-    if both := sorted(set(of_trials) & set(experiment.seeds)):
-        raise UserError(
-            f"learning_rates: search: its seed {both[0]} is one of the cells' seeds; give it another "
-            "'seed', since otherwise the search would select by a run that is reported"
-        )
-    config = _config(keys, spec.get("samples", experiment.samples), None, "none", options.work)
-    hpo.check_config(config, [spec.get("objective", "val_acc")])
-    if any(key.startswith("early_stop.") for key in spec["space"]):
-        _check_stop(config, stops=True)
-    return Search(suite, experiment, options, method, dict(place), keys["seed"], config, spec)
+    def config(self, keys: Mapping[str, Any], samples: int | None, evaluations: int | None, test: str) -> Config:
+        """The checked config, with the number of rounds for the budget of samples, and the evaluation schedule.
 
-
-def _keys(experiment: Experiment, options: Options, method: MethodEntry, setting: Mapping[str, str]) -> dict[str, Any]:
-    """The config of a method in a setting, by dotted key."""
-    keys = dict(experiment.config)
-    for name, label in setting.items():
-        keys = lay(keys, experiment.axes[name][label])
-    keys = lay(keys, {**method.keys(setting), "federate.method": method.method, **options.overrides})
-    if experiment.training_file is not None:
-        keys["data.type"], keys["data.root"] = (
-            _training_file(experiment.training_file),
-            str(Path(options.work) / "data"),
-        )
-    elif options.data:
-        keys["data.root"] = str(Path(options.data) / str(keys.get("data.root", "")))
-    return keys
+        The sizes of the clients are not known here, so every batch counts as full; ``samples.within_budget`` corrects
+        it. In a run of one round, clients do not depend on the method, so they are trained once for all methods.
+        """
+        config = load_config(keys)
+        _check_stop(config, stops=config.early_stop.patience > 0)
+        changes: dict[str, Any] = {"lowrank.keep_checkpoints": 1}
+        rounds = config.federate.total_round_num
+        if samples:
+            if config.train.batch_or_epoch != "batch" or config.lowrank.clients:
+                raise UserError(
+                    "samples: a budget of samples needs train.batch_or_epoch batch, and no lowrank.clients; give "
+                    "federate.total_round_num instead"
+                )
+            batches = config.sampled_per_round * config.train.local_update_steps * config.grad.grad_accum_count
+            rounds = max(1, samples // (batches * config.dataloader.batch_size))
+            changes["federate.total_round_num"] = rounds
+        if evaluations:
+            changes["eval.freq"] = max(1, rounds // evaluations)
+        if test != "rounds":
+            if not config.data.splits[1]:
+                raise UserError(
+                    f"data.splits = {list(config.data.splits)}: curves and rates go by validation data; give "
+                    "the middle one a share"
+                )
+            changes["eval.split"] = ["val"]
+        if config.data.splits[2] and "lowrank.test_seed" not in keys:
+            changes["lowrank.test_seed"] = 0  # otherwise the search's validation data may be in the cells' test sets
+        if rounds == 1:
+            changes["lowrank.reuse_clients"] = str(Path(self.options.work).absolute() / "clients")
+        if "lowrank.checkpoint_freq" not in keys:
+            changes["lowrank.checkpoint_freq"] = max(1, rounds // 10)
+        return load_config({**keys, **changes})
 
 
 def _training_file(made: Mapping[str, Any]) -> str:
@@ -218,40 +239,3 @@ def _check_stop(config: Config, stops: bool) -> None:
             f"eval.best_res_update_round_wise_key = {best}: a suite does not stop runs by the test set; choose "
             "val_loss or val_acc"
         )
-
-
-def _config(keys: Mapping[str, Any], samples: int | None, evaluations: int | None, test: str, work: str) -> Config:
-    """The checked config, with the number of rounds for the budget of samples, and the evaluation schedule.
-
-    The sizes of the clients are not known here, so every batch counts as full; ``samples.within_budget`` corrects it.
-    In a run of one round, clients do not depend on the method, so they are trained once for all methods.
-    """
-    config = load_config(keys)
-    _check_stop(config, stops=config.early_stop.patience > 0)
-    changes: dict[str, Any] = {"lowrank.keep_checkpoints": 1}
-    rounds = config.federate.total_round_num
-    if samples:
-        if config.train.batch_or_epoch != "batch" or config.lowrank.clients:
-            raise UserError(
-                "samples: a budget of samples needs train.batch_or_epoch batch, and no lowrank.clients; give "
-                "federate.total_round_num instead"
-            )
-        batches = config.sampled_per_round * config.train.local_update_steps * config.grad.grad_accum_count
-        rounds = max(1, samples // (batches * config.dataloader.batch_size))
-        changes["federate.total_round_num"] = rounds
-    if evaluations:
-        changes["eval.freq"] = max(1, rounds // evaluations)
-    if test != "rounds":
-        if not config.data.splits[1]:
-            raise UserError(
-                f"data.splits = {list(config.data.splits)}: curves and rates go by validation data; give "
-                "the middle one a share"
-            )
-        changes["eval.split"] = ["val"]
-    if config.data.splits[2] and "lowrank.test_seed" not in keys:
-        changes["lowrank.test_seed"] = 0  # otherwise the search's validation data may be in the cells' test sets
-    if rounds == 1:
-        changes["lowrank.reuse_clients"] = str(Path(work).absolute() / "clients")
-    if "lowrank.checkpoint_freq" not in keys:
-        changes["lowrank.checkpoint_freq"] = max(1, rounds // 10)
-    return load_config({**keys, **changes})
