@@ -33,6 +33,7 @@ from fs_lowrank.runs.environment import machine, versions
 from fs_lowrank.runs.records import flat_metrics
 from fs_lowrank.runs.summary import per_client_and_round, seconds
 from fs_lowrank.settings.metrics import larger_is_better
+from fs_lowrank.training.evaluate import batch_scores, mean_scores
 from fs_lowrank.training.metrics import of_outputs
 
 from .beside import hpo, module_of
@@ -82,20 +83,14 @@ def _cell(cell: Cell) -> dict:
     config = within_budget(cell).replace(alone)
     device = device_of(config)
     _forget_peak(device)
-    result = train(config, cell.options.engine)
-    metrics = dict(result.final)
-    repeats: dict[str, list[int]] = {}
-    right: dict[str, dict] = {}
-    if cell.experiment.test == "once" and "client_test_acc" not in metrics:
-        tested, repeats, right = test_once(config, result)
-        metrics.update(tested)
+    result = train(config, cell.options.engine, [FinalTest()] if cell.experiment.test == "once" else [])
     scores = _scores(cell, config, result)
     sent = per_client_and_round(result.history)
     record = {
         "engine": cell.options.engine,
-        "metrics": metrics,
+        "metrics": dict(result.final),
         "scores": scores,
-        **right,
+        **_there(result.facts, "right"),
         "test": cell.experiment.test,
         "learning_rate": dict(cell.rate),
         "rounds": len(result.history),
@@ -110,7 +105,7 @@ def _cell(cell: Cell) -> dict:
             "fingerprint": result.facts["data"],
             "clients": result.facts["clients"],
             "rows": result.facts["rows"],
-            **repeats,
+            **_there(result.facts, "test_rows_in_training"),
         },
         "model": {
             "type": config.model.type,
@@ -124,14 +119,19 @@ def _cell(cell: Cell) -> dict:
     return {**record, "head": head_of(record)}
 
 
-def train(config: Config, engine: str) -> RunResult:
+def _there(facts: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {name: facts[name]} if name in facts else {}
+
+
+def train(config: Config, engine: str, callbacks: Sequence[fs_lowrank.Callback] = ()) -> RunResult:
     """Run ``config``, from its checkpoint if there is one that can be used."""
+    told: Any = {"progress": False, "on_round": _say_round, "callbacks": callbacks}
     try:
-        return fs_lowrank.run(config, engine, resume="auto", progress=False, on_round=_say_round)
+        return fs_lowrank.run(config, engine, resume="auto", **told)
     except CannotContinue as error:  # after any other error the next call can continue from the checkpoint
         print(f"{config.outdir}: cannot be continued, starts again: {error}", file=sys.stderr, flush=True)
     shutil.rmtree(config.outdir)
-    return fs_lowrank.run(config, engine, progress=False, on_round=_say_round)
+    return fs_lowrank.run(config, engine, **told)
 
 
 def _say_round(record: Mapping) -> None:
@@ -140,42 +140,31 @@ def _say_round(record: Mapping) -> None:
     print(f"round {record['round']}", *(f"{name} {value:.4g}" for name, value in shown.items()), flush=True)
 
 
-def test_once(config: Config, result: RunResult) -> tuple[dict[str, float], dict[str, list[int]], dict[str, dict]]:
-    """Loss and accuracy of the final model on the test set, which the run did not use.
+class FinalTest(fs_lowrank.Callback):
+    """Scores the final model on the test set, which the run did not use; not where clients' own models are scored.
 
-    ``test_rows_in_training`` has the number of test rows that are also in the training data (``data.duplicates``), and
-    the number of all test rows. The metrics include these rows. ``right`` has a bit for each test row, as
-    ``right_rows`` packs them; there is none of a language model or of numbers.
-
-    The data are built for a single client, because the held-out rows do not depend on the clients.
+    The loss and the metrics go to ``final``. Of the facts, ``test_rows_in_training`` is the number of test rows that
+    are also in the training data (``data.duplicates``), and the number of all test rows; the metrics include these
+    rows. ``right`` has a bit for each test row, as ``right_rows`` packs them; there is none of a language model or of
+    numbers.
     """
-    from fs_lowrank.data import build_data
-    from fs_lowrank.models.build import build_tokenizer
-    from fs_lowrank.training.evaluate import batch_scores, mean_scores
 
-    lone = config.replace(
-        {
-            "federate.client_num": 1,
-            "federate.sample_client_num": -1,
-            "federate.sample_client_rate": -1,
-            "lowrank.min_clients": 1,
-            "lowrank.clients": [],
-            "data.splitter": "iid",
-            "data.splitter_args": [],
-        }
-    )
-    data = build_data(lone, build_tokenizer(config))
-    if data.test is None:
-        raise UserError(f"data.splits = {list(config.data.splits)}: there is no test set; give the last one a share")
-    outputs = not config.is_language or bool(of_outputs(config.metrics))
-    scores = batch_scores(result.model, data.test, config.eval_batch_size, outputs=outputs)
-    metrics = {f"test_{name}": value for name, value in mean_scores(scores, config.metrics).items()}
-    right = {}
-    if not config.is_language and "test_acc" in metrics:
-        hits = np.array([hit for _, _, _, predicted, labels, _ in scores for hit in map(eq, predicted, labels)])
-        longest_first = np.argsort(-data.test.lengths, kind="stable")
-        right = {"right": right_rows(data.test.fingerprint(), hits[np.argsort(longest_first)])}
-    return metrics, {"test_rows_in_training": [data.repeated["test"], len(data.test)]}, right
+    def on_end(self, run: Any, result: RunResult) -> None:
+        if "client_test_acc" in result.final:
+            return
+        config, data = run.config, run.site.data
+        if data.test is None:
+            raise UserError(
+                f"data.splits = {list(config.data.splits)}: there is no test set; give the last one a share"
+            )
+        outputs = not config.is_language or bool(of_outputs(config.metrics))
+        scores = batch_scores(run.global_model(), data.test, config.eval_batch_size, outputs=outputs)
+        result.final |= {f"test_{name}": value for name, value in mean_scores(scores, config.metrics).items()}
+        result.facts["test_rows_in_training"] = [data.repeated["test"], len(data.test)]
+        if not config.is_language and "test_acc" in result.final:
+            hits = np.array([hit for _, _, _, predicted, labels, _ in scores for hit in map(eq, predicted, labels)])
+            longest_first = np.argsort(-data.test.lengths, kind="stable")
+            result.facts["right"] = right_rows(data.test.fingerprint(), hits[np.argsort(longest_first)])
 
 
 def _samples(history: Sequence[Mapping]) -> dict:
