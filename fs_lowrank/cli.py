@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
@@ -22,9 +23,7 @@ from .jobs import shell, tables
 console = shell.make_console(120)
 #: prints a line that a terminal wraps, so that names and commands in it can be copied
 _say = partial(console.print, soft_wrap=True)
-_CODES = (
-    "exit code: 0; 1 if a run could not continue, or doctor misses something; 2 for a usage error; 130 if interrupted"
-)
+_CODES = "exit code: 0; 1 if a run could not continue, or doctor misses something; 2 for wrong use; 130 if interrupted"
 #: the commands that are entry points of this package
 _OURS = {
     "benchmark": "run suites of experiments, and report their results with verdicts",
@@ -117,6 +116,9 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (``_CODES``)."""
     given = list(sys.argv[1:] if argv is None else argv)
+    asked = os.environ.get("COMP_LINE", "").split(" ")[1:-1][:1]  # the command of a line that a shell completes
+    if "_ARGCOMPLETE" in os.environ and {*asked} & {*extensions()}:
+        given, os.environ["_ARGCOMPLETE"] = asked, "2"  # its own parser completes it, without the first word
 
     def again(args: argparse.Namespace) -> str:
         if not hasattr(args, "resume"):

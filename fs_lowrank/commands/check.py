@@ -18,9 +18,8 @@ def add(commands) -> None:
     parser = commands.add_parser(
         "check",
         help="compare somebody's server step with the exact mean of the products",
-        description="Example: fs-lowrank check my_server.py:aggregate. The function is called as aggregate(states, "
-        "sizes, ranks, alphas) with the state dicts of three clients in PEFT's names, and returns the server's. In its "
-        "place may be a strategy of Flower, or an aggregator of NVFlare or APPFL.",
+        description="The function is called as aggregate(states, sizes, ranks, alphas), with the state dicts of three "
+        "clients in PEFT's names, and returns the server's. Or name a strategy or an aggregator of another system.",
     )
     parser.add_argument("step", metavar="FILE:FUNCTION", help="a Python file and a name in it")
     parser.add_argument("--scale", type=float, metavar="S", help="factor on the server's B A (default: alpha / r)")

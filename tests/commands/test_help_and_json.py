@@ -1,6 +1,9 @@
 """What a command's help begins with, and tables as JSON."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -23,6 +26,26 @@ def test_every_commands_help_begins_with_an_example(capsys):
     for parser in cli._parser()[1]:
         first = parser.format_help().splitlines()[0]
         assert first.startswith(f"Example: {parser.prog}"), first
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    "line, found",
+    [
+        ("ru", "run"),
+        ("hp", "hpo"),
+        ("run --ov", "--overwrite"),
+        ("hpo st", "status"),
+        ("benchmark list --re", "--results"),
+    ],
+)
+def test_a_shell_completes_a_line(line, found, tmp_path):
+    """As argcomplete's function for bash asks; those for zsh and fish set the same variables."""
+    line = f"fs-lowrank {line}"
+    asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line))}
+    asked |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "found"), "COMP_TYPE": "9"}
+    subprocess.run([sys.executable, "-m", "fs_lowrank"], env={**os.environ, **asked}, timeout=120)
+    assert (tmp_path / "found").read_text().split() == [found]
 
 
 @pytest.mark.parametrize("command", [("methods",), ("keys", "federate"), ("examples",)])
