@@ -13,10 +13,10 @@ from pathlib import Path
 
 from filelock import FileLock
 from rich.console import Console
-from rich.text import Text
 
 from fs_lowrank import UserError
 from fs_lowrank.jobs.crew import ON_ITS_GPU, hand_out, make_crew, stop_signals
+from fs_lowrank.jobs.progress import line
 from fs_lowrank.jobs.shell import make_console
 from fs_lowrank.runs.summary import for_people
 
@@ -67,18 +67,19 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
         f"{board.remaining} jobs to do, {board.skipped} done before; {workers} worker{'s' * (workers > 1)}; "
         f"their logs: {logs}"
     )
-    shown = console.status(Text(board.state))
-
-    def look() -> None:
-        for news in board.look():
-            say(news)
-        shown.update(Text(board.state))
-
     imports = [*dict.fromkeys(job.suite.imports for job in jobs)]
     pool = make_crew(workers, [worker.__name__], [(worker.begin, imports)], gpus=gpus, logs=logs, say=say)
-    with stop_signals() as stopped, shown:
+    with stop_signals() as stopped, line("jobs", board.remaining) as bar:
+
+        def look() -> None:
+            for news in board.look():
+                say(news)
+            if bar is not None:
+                bar.set_postfix_str(board.state, refresh=False)
+                bar.update(board.finished + len(board.failed) - bar.n)  # by 0, too: a log has its line every 30 s
+
         hand_out(board, worker.work, pool, lambda: "stopping" * bool(stopped), say, look)
-    look()
+        look()
     board.interrupted = bool(stopped)
     return board
 
@@ -138,7 +139,6 @@ class Board:
         self._deaths = Counter[str]()
         self.skipped = self.finished = 0
         self.interrupted = False
-        self.began = time.monotonic()
 
     @property
     def remaining(self) -> int:
@@ -220,12 +220,9 @@ class Board:
 
     @property
     def state(self) -> str:
-        """A line about all jobs, and those that run here."""
-        running = ", ".join(
-            f"{job.label} ({(time.time() - began) / 60:.0f} min)" for job, _, began in self.running.values()
-        )
-        counts = f"{self.finished} done, {len(self.failed)} failed, {self.remaining} remain"
-        return f"{counts}; {(time.monotonic() - self.began) / 60:.1f} min; running: {running or 'nothing yet'}"
+        """Which jobs run here, and for how long."""
+        now = time.time()
+        return ", ".join(f"{job.label} ({(now - began) / 60:.0f} min)" for job, _, began in self.running.values())
 
 
 def _headline(record: dict, job: Job) -> str:

@@ -21,6 +21,7 @@ from PIL import Image
 from scipy import stats
 
 import benchmark.execute
+import benchmark.run
 from benchmark.cli import main
 from benchmark.execute import execute, permitted, train
 from benchmark.intervals import rows_of
@@ -33,6 +34,7 @@ from benchmark.store import Store, digest
 from benchmark.suite import import_all, load_suite
 from benchmark.template import markdown
 from fs_lowrank import UserError, list_methods, load_config, register_method
+from fs_lowrank.jobs import progress
 from fs_lowrank.jobs.files import disk_error
 from fs_lowrank.methods import registry
 from fs_lowrank.methods.fedlora import FedLoRA
@@ -703,6 +705,18 @@ def test_wrong_use(place, monkeypatch, capsys):
     ):
         assert main(args) == 2
         assert words in " ".join(capsys.readouterr().err.split()), args
+
+
+def test_a_log_has_a_line_of_all_jobs_even_while_none_ends(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(place)
+    monkeypatch.setattr(progress, "LOG_EVERY", 0.0)
+    monkeypatch.setattr(benchmark.run, "make_crew", lambda *given, **options: None)
+    monkeypatch.setattr(benchmark.run, "hand_out", lambda board, work, pool, stop, say, look: (board.claim(), look()))
+    without_own_methods(place, "logged.yaml")
+    with progress.showing(live=False):
+        benchmark.run.run(Options(("logged.yaml",), results="logged", only=("trouble",)), 1)
+    assert re.search(r"jobs: 0 of \d+, \? left, .*fedlora.* \(0 min\)", capsys.readouterr().err)
 
 
 def test_finished_repeated_and_formerly_failed_cells(place, monkeypatch):
