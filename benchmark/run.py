@@ -117,8 +117,8 @@ def verify(options: Options) -> list[tuple[str, float | None, float | None]]:
             raise UserError(f"--verify {options.cell}: this cell has no result yet; give --cell to run it")
         with threads(before.get("machine", {}).get("threads", torch.get_num_threads())):
             again = json.loads(json.dumps(execute(job)))
-    names = [name for name in before["metrics"] if before["metrics"][name] != again["metrics"].get(name)]
-    return [(name, before["metrics"][name], again["metrics"].get(name)) for name in names]
+    both = [(name, then, again["metrics"].get(name)) for name, then in before["metrics"].items()]
+    return [(name, then, now) for name, then, now in both if str(then) != str(now)]  # NaN is the same as NaN
 
 
 class Board:
