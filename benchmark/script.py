@@ -68,13 +68,10 @@ def script(
     def main(argv: Sequence[str] | None = None, **more: Any) -> int:
         def make_parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser]]:
             parser = shell.Parser(prog=f"python -m {module}", description=about.split("\n")[0])
-            counts: dict[Any, Any] = {int: shell.at_least(1)}
-            actions = [
-                parser.add_argument(
-                    flag, **{key: counts.get(of, of) if key == "type" else of for key, of in given.items()}
-                )
-                for flag, given in options.items()
-            ]
+            actions = []
+            for flag, given in options.items():
+                count: dict[str, Any] = {"type": shell.at_least(1)} if given.get("type") is int else {}
+                actions.append(parser.add_argument(flag, **{**given, **count}))
             parser.add_argument(
                 "--out", type=Path, default=Path(out), help="folder of the files (default: %(default)s)"
             )
