@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .check import Key, check_value, key, keys_of
+from .check import check_value, key, keys_of
 from .origin import Origin
 
 #: short spellings of PEFT's names
@@ -24,7 +24,7 @@ SHORT = {
 OF_LAYERS = ("target_modules", "layers_to_transform", "layers_pattern", "exclude_modules")
 _LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules", "layers_to_transform", "use_rslora")
 #: PEFT's names of the arguments that are checked here -> ours
-_CHECKED = {"adapter_package": "adapter_package", "adapter_method": "method", "layers_to_transform": "layers"}
+_CHECKED = {"adapter_method": "method", "layers_to_transform": "layers"}
 _CHECKED |= {name: name for name in ("target_modules", "lora_alpha", "r", "lora_dropout", "use_rslora")}
 #: arguments of PEFT's first versions, with the only values that mean what later ones do without them
 FORMER = {"enable_lora": None, "merge_weights": False}
@@ -63,7 +63,7 @@ class AdapterSpec:
     #: the rank
     r: int = key(8, min=1)
     #: the pair counts `alpha / r` times
-    lora_alpha: float = key(16, above=0.0)
+    lora_alpha: int | float = key(16, above=0.0, words="a number")
     #: dropout of the adapter's input; for ``lokr`` and ``loha``, PEFT's ``rank_dropout``, for ``oft`` its
     #: ``module_dropout``
     lora_dropout: float = key(0.0, min=0.0, below=1.0)
@@ -139,15 +139,14 @@ class AdapterSpec:
                 named[name] = [named[name]]
             if name in named and named[name] == []:
                 origin.fail(at + spelled[name], "is an empty list: nothing would train; name some, or leave it out")
-        keys = {"adapter_package": Key(str, {"choices": ("peft",)}), **keys_of(cls)}  # type: ignore[arg-type]  # classes are hashable
-        values: dict[str, Any] = {}
-        for name, ours in _CHECKED.items():
-            if name in named:
-                of = keys[ours]
-                values[ours] = check_value(at + spelled[name], named.pop(name), of.hint, of.meta, origin)
-        values.pop("adapter_package", None)
-        if (alpha := values.get("lora_alpha", 16)) == int(alpha):
-            values["lora_alpha"] = int(alpha)
+        if (package := named.pop("adapter_package", "peft")) != "peft":
+            origin.wrong(f"{at}adapter_package", package, "one of peft")
+        keys = keys_of(cls)  # type: ignore[arg-type]  # classes are hashable
+        values = {
+            ours: check_value(at + spelled[name], named.pop(name), keys[ours].hint, keys[ours].meta, origin)
+            for name, ours in _CHECKED.items()
+            if name in named
+        }
         spec = cls(**values, extra=named)
         own = _LORA_KEYS if spec.method in PROMPTS else ("r", "lora_alpha", "lora_dropout")
         if other := [name for name in own if name in spelled and name not in TRAINED[spec.method]]:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from ..errors import UserError, nearest
 from . import framework
-from .check import check_value, hints_of
+from .check import check_value, keys_of
 from .origin import Origin
 from .schema import known_keys
 
@@ -20,26 +20,23 @@ def read_section(cls: type, raw: Any, prefix: str, origin: Origin, others: dict[
         raw = {}
     if not isinstance(raw, Mapping):
         origin.wrong(prefix.rstrip("."), raw, "a section with keys of its own")
-    hints = hints_of(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls) if not (f.metadata.get("open") or f.metadata.get("hidden"))}
-    rest = next((f.name for f in dataclasses.fields(cls) if f.metadata.get("open")), None)
+    keys = {name: of for name, of in keys_of(cls).items() if not {"open", "hidden"} & of.meta.keys()}
+    rest = next((name for name, of in keys_of(cls).items() if "open" in of.meta), None)
     values: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     for key, value in raw.items():
         name = prefix + key
-        if key in fields:
-            values[key] = (
-                read_section(hints[key], value, name + ".", origin, others)
-                if dataclasses.is_dataclass(hints[key])
-                else check_value(name, value, hints[key], fields[key].metadata, origin)
-            )
+        if (of := keys.get(key)) and isinstance(of.hint, type) and dataclasses.is_dataclass(of.hint):
+            values[key] = read_section(of.hint, value, name + ".", origin, others)
+        elif of:
+            values[key] = check_value(name, value, of.hint, of.meta, origin)
         elif _framework_key(name, value, origin, others):
             continue
         elif rest is None:
             unknown_key(name, origin)
         else:
             # The section accepts further keys, which are checked when it is used.
-            if rest == "extra" and key.lower() in fields:
+            if rest == "extra" and key.lower() in keys:
                 raise UserError(f"{origin.where(name)}unknown key {name!r}; did you mean {prefix + key.lower()!r}?")
             extra[key] = value
     return cls(**values, **({rest: extra} if rest else {}))

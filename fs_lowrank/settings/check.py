@@ -37,12 +37,6 @@ def key(default: Any, **meta: Any) -> Any:
     return field(default=default, metadata=meta)
 
 
-@cache
-def hints_of(cls: type) -> dict[str, Any]:
-    """The evaluated annotations of a class, cached because evaluating them takes longer than all checks."""
-    return typing.get_type_hints(cls)
-
-
 def check_value(name: str, value: Any, hint: Any, meta: Mapping[str, Any], origin: Origin) -> Any:
     """``value``, converted to the type of the key and checked against its bounds and choices."""
     given = value
@@ -96,7 +90,7 @@ def keys_of(what: type | Callable[..., Any], skip: int = 0) -> dict[str, Key]:
     without a type accepts any value.
     """
     if dataclasses.is_dataclass(what):
-        fields, missing, hints = dataclasses.fields(what), dataclasses.MISSING, hints_of(what)
+        fields, missing, hints = dataclasses.fields(what), dataclasses.MISSING, typing.get_type_hints(what)
         defaults = {f.name: f.default if f.default_factory is missing else f.default_factory() for f in fields}
         return {
             f.name: Key(hints[f.name], f.metadata, (of := defaults[f.name]) is missing, of) for f in fields if f.init

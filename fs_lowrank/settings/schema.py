@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from ..errors import UserError, nearest
 from ..jobs.files import write_text
 from . import framework
 from .adapter import AdapterSpec
-from .check import key
+from .check import key, keys_of
 from .clients import CALLED, by_group
 from .metrics import LANGUAGE, extras
 from .origin import Origin
@@ -39,7 +39,7 @@ from .sections import (
     Train,
     server_lr,
 )
-from .tree import assign, plain
+from .tree import assign, lookup, plain
 
 
 @dataclass(frozen=True)
@@ -192,16 +192,10 @@ class Settings:
         Raises:
             UserError: unknown key; the message suggests the nearest.
         """
-        node: Any = self.to_dict()
-        for part in name.split("."):
-            index = int(part) if isinstance(node, list) and part.isdigit() else part
-            try:
-                node = node[index]
-            except (KeyError, IndexError, TypeError):
-                if name in framework.DEFAULTS:
-                    return copy.deepcopy(framework.DEFAULTS[name])
-                raise UserError(f"unknown key {name!r}{nearest(name, known_keys())}") from None
-        return node
+        value = lookup(self.to_dict(), name, framework.DEFAULTS.get(name, known_keys))
+        if value is known_keys:
+            raise UserError(f"unknown key {name!r}{nearest(name, known_keys())}")
+        return copy.deepcopy(value)
 
     def to_dict(self) -> dict[str, Any]:
         """The complete configuration as plain nested data, from which ``load_config`` makes an equal config."""
@@ -260,20 +254,16 @@ def infer_task(model_type: str) -> str:
     )
 
 
-def flat_keys(section: Any, prefix: str = "") -> list[tuple[str, Any, Mapping[str, Any]]]:
+def flat_keys(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     """Every key below ``section``: dotted name, value, and metadata of the field."""
-    keys: list[tuple[str, Any, Mapping[str, Any]]] = []
-    for f in dataclasses.fields(section):
-        value = getattr(section, f.name)
-        if f.metadata.get("hidden"):
-            continue
-        if dataclasses.is_dataclass(value):
-            keys += flat_keys(value, f"{prefix}{f.name}.")
-        elif f.metadata.get("open"):
-            keys += [(prefix + key, item, f.metadata) for key, item in value.items()]
-        else:
-            keys.append((prefix + f.name, value, f.metadata))
-    return keys
+    for name, of in keys_of(section.__class__).items():
+        value = getattr(section, name)
+        if dataclasses.is_dataclass(value) and "hidden" not in of.meta:
+            yield from flat_keys(value, f"{prefix}{name}.")
+        elif "open" in of.meta:
+            yield from ((prefix + key, item, of.meta) for key, item in value.items())
+        elif "hidden" not in of.meta:
+            yield prefix + name, value, of.meta
 
 
 def _replaced(section: Any, path: Sequence[str], value: Any) -> Any:

@@ -81,12 +81,14 @@ def _index(part: str) -> int | None:
     return int(part) if part.isdecimal() else None
 
 
-def lookup(tree: Mapping[str, Any], key: str) -> Any:
+def lookup(tree: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """The value of a dotted key, in which a number is an index into a list; ``default`` if there is none."""
     node: Any = tree
     for part in key.split("."):
-        if not isinstance(node, Mapping) or part not in node:
-            return None
-        node = node[part]
+        try:
+            node = node[_index(part) if isinstance(node, list) else part]
+        except (KeyError, IndexError, TypeError):
+            return default
     return node
 
 

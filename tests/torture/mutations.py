@@ -46,7 +46,7 @@ def keys_of(method: str) -> list[Key]:
     """The keys that a file for ``method`` may have."""
     from fs_lowrank.methods import get_method_class
     from fs_lowrank.settings import Settings
-    from fs_lowrank.settings.check import hints_of
+    from fs_lowrank.settings.check import keys_of as fields_of
 
     def below(section: Any, prefix: str) -> list[Key]:
         keys: list[Key] = []
@@ -57,7 +57,7 @@ def keys_of(method: str) -> list[Key]:
             if dataclasses.is_dataclass(value):
                 keys += below(value, f"{prefix}{f.name}.")
             else:
-                keys.append(Key(prefix + f.name, hints_of(type(section))[f.name], f.metadata, value))
+                keys.append(Key(prefix + f.name, fields_of(type(section))[f.name].hint, f.metadata, value))
         return keys
 
     params = get_method_class(method).Params
