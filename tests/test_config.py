@@ -286,7 +286,7 @@ def test_lines_are_named(write):
         ("fedprox.muu", "fedprox.mu"),
         ("llm.tok_length", "llm.tok_len"),
         ("eval.metric", "eval.metrics"),
-        ("train.optimizer.LR", "train.optimizer.lr"),
+        ("train.optimizer.LR", "lr"),
         ("dataloader.batchsize", "dataloader.batch_size"),
         ("client_num", "federate.client_num"),
     ],
@@ -590,7 +590,7 @@ def test_method_params():
         key, value = keys.split()
         with refused(*parts):
             make(["federate.method", "ranked", f"lowrank.{key}", value])
-    with refused("lowrank.size is missing", "needy"):
+    with refused("lowrank.size is missing"):
         make(federate__method="needy")
     with refused("keys of fedlora: none"):
         make(lowrank__tau=1)

@@ -35,10 +35,7 @@ def read_section(cls: type, raw: Any, prefix: str, origin: Origin, others: dict[
         elif rest is None:
             unknown_key(name, origin)
         else:
-            # The section accepts further keys, which are checked when it is used.
-            if rest == "extra" and key.lower() in keys:
-                raise UserError(f"{origin.where(name)}unknown key {name!r}; did you mean {prefix + key.lower()!r}?")
-            extra[key] = value
+            extra[key] = value  # a further key, which is checked when the section is used
     return cls(**values, **({rest: extra} if rest else {}))
 
 

@@ -62,15 +62,8 @@ def within(node: dict[str, Any], part: str) -> dict[str, Any]:
     if part not in ("0", "N"):
         found: dict[str, Any] = node["properties"].setdefault(part, section())
         return found
-    items = next(_arrays(node))
-    if "properties" not in items.get("items", {}):
-        items["items"] = section()
-    return within({"properties": items}, "items")
-
-
-def _arrays(node: dict[str, Any]) -> typing.Iterator[dict[str, Any]]:
-    """The lists that a value may be."""
-    for one in node.get("anyOf", ()):
-        yield from _arrays(one)
-    if node.get("type") == "array":
-        yield node
+    array: dict[str, Any] = next(of for of in (node, *node.get("anyOf", ())) if of.get("type") == "array")
+    if "properties" not in array.get("items", {}):
+        array["items"] = section()
+    items: dict[str, Any] = array["items"]
+    return items

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..errors import UserError, nearest
-from .check import check_value, keys_of
+from .check import check_keys, keys_of
 from .origin import Origin
 from .sections import Lowrank
 
@@ -34,13 +34,11 @@ def unknown_parameter(key: str, classes: Sequence[Any], origin: Origin) -> NoRet
 
 def check_method_params(cls: Any, given: Mapping[str, Any], origin: Origin | None = None) -> dict[str, Any]:
     """All hyperparameters of the method: the given values, checked, and defaults for the others."""
-    keys, origin, values = keys_of(cls.Params), origin or Origin(), {}
-    for name, value in given.items():
+    keys, origin = keys_of(cls.Params), origin or Origin()
+    for name in given:
         if name not in keys:
             unknown_parameter(name, [cls], origin)
-        values[name] = check_value(f"lowrank.{name}", value, keys[name].hint, keys[name].meta, origin)
-    if missing := [name for name, key in keys.items() if key.required and name not in values]:
-        origin.fail(f"lowrank.{missing[0]}", f"is missing: federate.method = {cls.name} needs it")
+    values = check_keys(given, keys, origin, "lowrank")
     try:
         params = cls.Params(**values)
     except ValueError as error:

@@ -50,29 +50,20 @@ def assign(tree: Any, key: str, value: Any) -> None:
     parts = key.split(".")
     node = tree
     for depth, part in enumerate(parts):
-        last = depth == len(parts) - 1
-        fresh: Any = None if last else [] if _index(parts[depth + 1]) is not None else {}
-        if isinstance(node, list):
-            index: Any = _index(part)
-            if index is None or index > len(node):
-                raise UserError(
-                    f"{key}: {'.'.join(parts[:depth])} is a list of {len(node)}; "
-                    f"expected an index up to {len(node)}, not {show(part)}"
-                )
-            if index == len(node):
-                node.append(fresh)
-        else:
-            index = part
-        if last:
-            node[index] = value
+        at: Any = _index(part) if isinstance(node, list) else part
+        if isinstance(node, list) and (at is None or at > len(node)):
+            listed = f"{'.'.join(parts[:depth])} is a list of {len(node)}"
+            raise UserError(f"{key}: {listed}; expected an index up to {len(node)}, not {show(part)}")
+        if isinstance(node, list) and at == len(node):
+            node.append(None)
+        if depth == len(parts) - 1:
+            node[at] = value
             return
-        child = node[index] if isinstance(node, list) else node.get(index)
-        if child is None:
-            child = node[index] = fresh
-        if not isinstance(child, (dict, list)):
-            raise UserError(
-                f"unknown key {key!r}: {'.'.join(parts[: depth + 1])} is a value ({show(child)}), not a section"
-            )
+        if (node[at] if isinstance(node, list) else node.get(at)) is None:
+            node[at] = {} if _index(parts[depth + 1]) is None else []
+        if not isinstance(child := node[at], (dict, list)):
+            value_at = f"{'.'.join(parts[: depth + 1])} is a value ({show(child)})"
+            raise UserError(f"unknown key {key!r}: {value_at}, not a section")
         node = child
 
 

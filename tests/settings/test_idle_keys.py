@@ -137,7 +137,6 @@ def test_defaults_are_never_reported(method, keys_of):
         (BASE, {"eval.freq": 0, "early_stop.patience": 3}, "early_stop.patience"),
         (BASE, {"federate.make_global_eval": False, "eval.metrics": ["f1"]}, "eval.metrics"),
         (BASE, {"federate.make_global_eval": False, "eval.split": ["test"]}, "eval.split"),
-        (BASE, {"train.optimizer.dampening": 0.5}, "train.optimizer.dampening"),
         (BASE, {"federate.method": "fedavg", "train.frozen_dropout": True}, "train.frozen_dropout"),
         (BASE, {"federate.method": "fisher_merge", "llm.adapter.args": [{"r": 3}]}, "llm.adapter.args"),
         (
