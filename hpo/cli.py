@@ -50,11 +50,10 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
         ("--engine", "NAME", "what runs the trials (default: local)", {"default": "local"}),
         ("--retry-failed", ..., "run failed trials once more"),
     )
-    anyway = "write the winner even if it was not run on fresh seeds, or failed on one"
     written: tuple[tuple, ...] = (
         ("--out", "FILE", "where to write it; {study} becomes the study's name"),
         ("--trial", "N", "number of a trial on the Pareto front", {"type": int}),
-        ("--unconfirmed", ..., anyway),
+        ("--unconfirmed", ..., "write the winner even if it was not run on fresh seeds, or failed on one"),
         ("--unlearned", ..., "write the winner even if it has learned nothing"),
     )
     drawn = ("--out", "FOLDER", "default: plots in --dir", {"type": Path})

@@ -17,6 +17,7 @@ import optuna
 from fs_lowrank import Config, UserError
 from fs_lowrank.jobs.crew import ON_ITS_GPU, hand_out, make_crew, stop_signals
 from fs_lowrank.jobs.kept import keeping
+from fs_lowrank.jobs.progress import line
 
 from . import worker
 from .objectives import FILE, check_config
@@ -24,7 +25,7 @@ from .search import create, data_of, enqueue, retry_failed
 from .settings import Settings, check_fit
 from .space import Space
 from .storage import CONFIRM, load_study, open_storage, quiet, storage_errors
-from .worker import Searches, in_this_process
+from .worker import Searches, in_this_process, work
 
 #: number of points of a study whose space is no grid, unless it is given
 TRIALS = 20
@@ -97,24 +98,23 @@ def tune(config: Config, space: Space, options: Search, say: Callable[[str], Non
                 for each in (name, *confirmed):
                     retry_failed(load_study(storage, each))
         deadline = time.monotonic() + options.timeout if options.timeout else math.inf
-        device = dict(ON_ITS_GPU) if options.gpus else {}
-        if options.workers == 0 and options.gpus:
-            device["device"] = int(options.gpus[0])
+        device = {**ON_ITS_GPU, "device": 0 if options.workers else int(options.gpus[0])} if options.gpus else {}
         wanted = {name: plan[2] for name, plan in plans.items()}
         given: dict[str, Any] = {"confirm": options.confirm, "limit": options.limit, "overrides": device, "say": say}
-        searches = Searches(storage, wanted, options.folder, **given)
-        with stop_signals() as stopped, searches.beating():
+        board = Searches(storage, wanted, options.folder, **given)
+        total = sum(wanted.values()) + options.confirm * len(wanted)
+        with stop_signals() as stopped, board.beating(), line("trials", total, initial=board.ended) as bar:
 
             def stop() -> str:
                 return "stopping" if stopped else "time is up" if time.monotonic() > deadline else ""
 
             if options.workers == 0:
                 with suppress(KeyboardInterrupt), keeping():
-                    in_this_process(searches, stop)
+                    in_this_process(board, stop)
             elif not stop():
                 pool = make_crew(options.workers, [worker.__name__], gpus=options.gpus, say=say)
-                hand_out(searches, worker.work, pool, stop, say)
-            how = "interrupted" if stopped else "timeout" if searches.remaining else "done"
+                hand_out(board, work, pool, stop, say, lambda: bar and bar.update(min(board.ended, total) - bar.n))
+            how = "interrupted" if stopped else "timeout" if board.remaining else "done"
     return Ended(how, list(plans))
 
 
@@ -144,7 +144,5 @@ def _plan(base: Config, space: Space, options: Search) -> tuple[Settings, list |
     given = {f.name: getattr(options, f.name) for f in fields(Settings) if hasattr(options, f.name)}
     settings = Settings(Settings.kept(base), mine.to_dict(), **{**given, **decided})
     check_fit(settings, mine)
-    if sampler != "grid":
-        return settings, None, options.trials or TRIALS
-    points = mine.grid(base)[: options.trials or None]
-    return settings, points, len(points)
+    points = mine.grid(base)[: options.trials or None] if sampler == "grid" else None
+    return settings, points, options.trials or TRIALS if points is None else len(points)

@@ -67,6 +67,8 @@ class Searches:
         self.done: set[str] = set()
         #: trials that run for this command, and all that were seen to run, by their numbers in the storage
         self.running, self._seen = set[int](), set[int]()
+        #: number of trials that have ended
+        self.ended = sum(t.state.is_finished() for s in self.studies.values() for t in s.get_trials(deepcopy=False))
         for name in wanted:
             self._write_summary(name)
 
@@ -164,6 +166,7 @@ class Searches:
         trial = study.tell(job.trial, values, state, skip_if_finished=True)
         self._write_summary(study.study_name.partition(CONFIRM)[0])
         how, label = kind(trial), f"{study.study_name} #{trial.number} ({point_text(decoded(trial.params))})"
+        self.ended += how not in ("interrupted", "lost")
         if how == "interrupted":
             AGAIN(study, trial)
             if trial.user_attrs["kind"] == "disk":

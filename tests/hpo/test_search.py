@@ -20,6 +20,7 @@ from optuna.trial import TrialState
 
 import fs_lowrank.cli
 from fs_lowrank import UserError, load_config
+from fs_lowrank.jobs import progress
 from fs_lowrank.methods import get_method_class
 from fs_lowrank.methods.server_optimizer import ServerOptimizer
 from hpo import cli, plots, read_header, results, summary
@@ -582,7 +583,8 @@ def test_best_refuses_a_winner_that_was_not_confirmed(search, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_command_line_in_worker_processes(config, tmp_path, capsys):
+def test_command_line_in_worker_processes(config, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "LOG_EVERY", 0.1)
     (tmp_path / "space.yaml").write_text("train.optimizer.lr: {grid: [1e-3, 1e-2]}")
     config.dump(tmp_path / "run.yaml")
     files = ["--cfg", tmp_path / "run.yaml", "--space", tmp_path / "space.yaml", "--dir", tmp_path / "hpo"]
@@ -592,7 +594,10 @@ def test_command_line_in_worker_processes(config, tmp_path, capsys):
     found = summary.summary(store, "run-space")
     assert found["trials"] == {"complete": 2} and found["winners"][0]["confirmed"]["open"] == 0
     assert cli.main([*arguments, "--workers", "0", "--timeout", "0.001", "--study", "t"]) == 0
-    assert "continue with" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "continue with" in said.out and {"trials: 0 of 3, ? left", "trials: 3 of 3, 00:00 left"} <= {
+        *said.err.split("\n")
+    }
 
 
 @pytest.mark.more
