@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import signal
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("optuna")
 
+import fs_lowrank  # noqa: E402
 from fs_lowrank import load_config  # noqa: E402
 from hpo.space import space_from  # noqa: E402
 from hpo.start import Search, tune  # noqa: E402
@@ -38,9 +43,6 @@ def search(config, tmp_path):
         def say(text):
             lines.append(text)
             if stop_after is not None and len(lines) >= stop_after:
-                import os
-                import signal
-
                 os.kill(os.getpid(), signal.SIGINT)
 
         made = Search(**{"name": "s", "folder": tmp_path / "hpo", "workers": 0, "confirm": 0, **options})
@@ -48,3 +50,25 @@ def search(config, tmp_path):
         return dataclasses.replace(made), ended, lines
 
     return go
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """``runs(accuracy, loss, rounds)`` lets ``fs_lowrank.run`` train nothing: it reports ``accuracy(config, round)``
+    and ``loss(config)`` in these ``rounds``, on 100 validation rows of which the majority class has 60.
+    """
+
+    def replace(accuracy, loss=lambda config: 0.7, rounds=(2,)):
+        def run(config, *args, on_round, **kwargs):
+            folder = Path(config.outdir)
+            folder.mkdir(parents=True, exist_ok=True)
+            validation = {"from": "train", "rows": [], "labels": {"negative": 40, "positive": 60}}
+            (folder / "data.json").write_text(json.dumps({"validation": validation}))
+            for t in rounds:
+                metrics = {"val": {"acc": accuracy(config, t), "loss": loss(config)}}
+                if on_round({"round": t, "clients": [1], "uplink_bytes": 1, "downlink_bytes": 1, "metrics": metrics}):
+                    return
+
+        monkeypatch.setattr(fs_lowrank, "run", run)
+
+    return replace

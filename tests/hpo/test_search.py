@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
-import socket
-import subprocess
-import sys
+import signal
 import time
-import urllib.request
 import uuid
 from pathlib import Path
 
@@ -27,7 +23,7 @@ from hpo import cli, plots, read_header, results, summary
 from hpo import search as core
 from hpo.objectives import OBJECTIVES, parse_objectives
 from hpo.search import kind
-from hpo.settings import Settings, make_pruner, make_sampler
+from hpo.settings import Settings
 from hpo.storage import CONFIRM, load_study, open_storage, quiet
 from hpo.trial import one_test_set, trial_config
 from hpo.worker import FRESH
@@ -175,39 +171,11 @@ def test_a_pruned_trial_ends_at_once_and_its_cost_counts(search, monkeypatch):
     assert "pruned" in lines[-1]
 
 
-@pytest.mark.parametrize("name", ["median", "halving", "hyperband"])
-@pytest.mark.parametrize("sampler", ["tpe", "gp", "cmaes", "random"])
-def test_every_sampler_and_pruner_can_be_made_and_sent_to_a_process(config, name, sampler):
-    """There it is the same: it draws the same points, and prunes by the same rule."""
-    settings = Settings(config.to_dict(), {}, sampler=sampler, pruner=name)
-    made = make_sampler(settings, 10, 0), make_pruner(settings)
-    sent = pickle.loads(pickle.dumps(made))
-    drawn = [
-        [(t.suggest_float("a", 0, 1), t.suggest_float("b", 0, 1)) for t in (study.ask(), study.ask())]
-        for study in (optuna.create_study(sampler=sampler, pruner=pruner) for sampler, pruner in (made, sent))
-    ]
-    assert drawn[0] == drawn[1] and drawn[0][0] != drawn[0][1]
-    assert type(sent[1]) is type(made[1]) and vars(sent[1]) == vars(made[1])
-
-
 @pytest.mark.more
 @pytest.mark.parametrize("name", ["median", "halving", "hyperband"])
-def test_every_pruner_stops_hopeless_trials(search, config, name, monkeypatch):
+def test_every_pruner_stops_hopeless_trials(search, config, name, runs):
     """Two thirds of the trials learn, and the last third stays at the majority class."""
-
-    def run(config, *args, on_round, **kwargs):
-        folder = Path(config.outdir)
-        folder.mkdir(parents=True)
-        labels = {"negative": 40, "positive": 60}
-        (folder / "data.json").write_text(json.dumps({"validation": {"labels": labels}}))
-        for t in range(1, 10):
-            acc = 0.66 + 0.03 * t if config.train.optimizer.lr > 1e-3 else 0.6
-            metrics = {"val": {"acc": acc, "loss": 1.0}}
-            record = {"round": t, "clients": [1, 2], "uplink_bytes": 1, "downlink_bytes": 1, "metrics": metrics}
-            if on_round(record):
-                return
-
-    monkeypatch.setattr(fs_lowrank, "run", run)
+    runs(lambda config, t: 0.66 + 0.03 * t if config.train.optimizer.lr > 1e-3 else 0.6, rounds=range(1, 10))
     space = {"train.optimizer.lr": {"grid": [*(k / 100 for k in range(1, 9)), *(k * 1e-7 for k in range(1, 5))]}}
     options, _, _ = search(space, config.replace({"federate.total_round_num": 9}), sampler="grid", pruner=name)
     found = trials(options)
@@ -215,37 +183,6 @@ def test_every_pruner_stops_hopeless_trials(search, config, name, monkeypatch):
     assert any(t.params["train.optimizer.lr"] < 1e-3 for t in pruned)
     assert all(len(t.intermediate_values) < 9 for t in pruned)
     assert all(t.user_attrs["budget"]["rounds"] == len(t.intermediate_values) for t in found)
-
-
-def test_the_dashboard_opens_on_our_storage(search):
-    pytest.importorskip("optuna_dashboard")
-    options, _, _ = search()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        str(Path(sys.executable).with_name("optuna-dashboard")),
-        f"sqlite:///{options.where}",
-        "--port",
-        str(port),
-    ]
-    served = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        for _ in range(100):
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/studies", timeout=5) as answer:
-                    found = json.load(answer)
-                break
-            except OSError:
-                assert served.poll() is None, "the dashboard ended"
-                time.sleep(0.3)
-        assert [s["study_name"] for s in found["study_summaries"]][0] == "s"
-        number = found["study_summaries"][0]["study_id"]
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/studies/{number}", timeout=5) as answer:
-            assert len(json.load(answer)["trials"]) == 2
-    finally:
-        served.terminate()
-        served.wait(10)
 
 
 @pytest.mark.more
@@ -274,15 +211,8 @@ def test_a_failed_trial_is_recorded_with_its_reason_and_the_search_continues(sea
         if config.train.optimizer.lr == 1e-3:
             raise MemoryError("CUDA out of memory")
         if config.train.optimizer.lr == 1e-2:
-            kwargs["on_round"](
-                {
-                    "round": 1,
-                    "clients": [1],
-                    "uplink_bytes": 1,
-                    "downlink_bytes": 1,
-                    "metrics": {"val": {"acc": 0.5, "loss": float("nan")}},
-                }
-            )
+            record = {"round": 1, "clients": [1], "uplink_bytes": 1, "downlink_bytes": 1}
+            kwargs["on_round"]({**record, "metrics": {"val": {"acc": 0.5, "loss": float("nan")}}})
         return real(config, *args, **kwargs)
 
     monkeypatch.setattr(fs_lowrank, "run", run)
@@ -321,9 +251,6 @@ def test_after_ctrl_c_the_same_search_continues_the_trial_from_its_checkpoint(se
         def seen(record):
             rounds.append(record["round"])
             if len(rounds) == 1:
-                import os
-                import signal
-
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.05)
             return on_round(record)
@@ -462,18 +389,20 @@ def test_a_search_is_stored_and_continued_on_a_database_server(search):
 
 
 @pytest.mark.more
-def test_client_steps_of_epochs(search, config):
-    base = config.replace({"train.batch_or_epoch": "epoch", "train.local_update_steps": 1})
-    options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}}, base=base)
-    # 63 training reviews over 3 clients: 21 each, 3 batches of 8; 2 clients a round, 2 rounds
-    assert trials(options)[0].user_attrs["budget"]["client_steps"] == 12
-
-
-@pytest.mark.more
-def test_client_steps_of_two_phases(search, config):
-    keys = {"federate.method": "pfedloru", "train.local_update_steps": 3, "lowrank.personal_steps": 2}
+@pytest.mark.parametrize(
+    "keys, steps",
+    [
+        # 63 training reviews over 3 clients: 21 each, 3 batches of 8; 2 clients a round, 2 rounds
+        ({"train.batch_or_epoch": "epoch", "train.local_update_steps": 1}, 2 * 2 * 3),
+        (  # two phases
+            {"federate.method": "pfedloru", "train.local_update_steps": 3, "lowrank.personal_steps": 2},
+            2 * 2 * (3 + 2),
+        ),
+    ],
+)
+def test_client_steps(search, config, keys, steps):
     options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}}, base=config.replace(keys))
-    assert trials(options)[0].user_attrs["budget"]["client_steps"] == 2 * 2 * (3 + 2)
+    assert trials(options)[0].user_attrs["budget"]["client_steps"] == steps
 
 
 # -- wrong input ------------------------------------------------------------------------------------------
@@ -602,20 +531,8 @@ def test_command_line_in_worker_processes(config, tmp_path, capsys, monkeypatch)
 
 @pytest.mark.more
 @pytest.mark.parametrize("sampler", ["tpe", "gp", "cmaes"])
-def test_samplers_search_two_ranges(search, monkeypatch, sampler):
-    def run(config, *args, on_round, **kwargs):
-        acc = 1 - abs(config.train.optimizer.lr - 0.02) - abs(config.train.local_update_steps - 5) / 100
-        on_round(
-            {
-                "round": 2,
-                "clients": [1],
-                "uplink_bytes": 1,
-                "downlink_bytes": 1,
-                "metrics": {"val": {"acc": acc, "loss": 1.0}},
-            }
-        )
-
-    monkeypatch.setattr(fs_lowrank, "run", run)
+def test_samplers_search_two_ranges(search, runs, sampler):
+    runs(lambda config, t: 1 - abs(config.train.optimizer.lr - 0.02) - abs(config.train.local_update_steps - 5) / 100)
     space = {"train.optimizer.lr": {"loguniform": [1e-3, 1e-1]}, "train.local_update_steps": {"int": [2, 9]}}
     options, _, _ = search(space, sampler=sampler, trials=12)
     found = trials(options)
