@@ -2,7 +2,6 @@ import math
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import types
 from dataclasses import dataclass, field
@@ -157,48 +156,22 @@ def test_a_mapping_in_place_of_a_file():
 
 
 def test_parse_overrides():
-    parsed = parse_overrides(
-        [
-            "a",
-            "5e-3",
-            "b",
-            "[q, v]",
-            "c",
-            "True",
-            "d",
-            "",
-            "e",
-            "x@y: z @",
-            "f",
-            "@odd",
-            "g",
-            "8",
-            "h",
-            "1.5E+2",
-            "i",
-            "-2e6",
-            "j",
-            "2026-01-01",
-            "k",
-            "null",
-            "l",
-            "{alpha: 0.5}",
-        ]
-    )
-    assert parsed == {
-        "a": 0.005,
-        "b": ["q", "v"],
-        "c": True,
-        "d": "",
-        "e": {"x@y": "z @"},
-        "f": "@odd",
-        "g": 8,
-        "h": 150.0,
-        "i": -2e6,
-        "j": "2026-01-01",
-        "k": None,
-        "l": {"alpha": 0.5},
+    values = {
+        "5e-3": 0.005,
+        "[q, v]": ["q", "v"],
+        "True": True,
+        "": "",
+        "x@y: z @": {"x@y": "z @"},
+        "@odd": "@odd",
+        "8": 8,
+        "1.5E+2": 150.0,
+        "-2e6": -2e6,
+        "2026-01-01": "2026-01-01",
+        "null": None,
+        "{alpha: 0.5}": {"alpha": 0.5},
     }
+    for text, value in values.items():
+        assert parse_overrides(["a", text, "b", "1"]) == {"a": value, "b": 1}
     with refused("'seed'", "no value"):
         parse_overrides(["train.optimizer.lr", "1", "seed"])
     with refused("--seed=1", "`seed VALUE`"):
@@ -816,11 +789,6 @@ def test_get():
     assert config.get("train.optimizer.momentum") == 0.9 and config.get("llm.adapter.args.0.r") == 8
     with refused("did you mean 'train.optimizer.lr'"):
         config.get("train.optimizer.lrr")
-
-
-def test_import_is_light():
-    code = "import fs_lowrank.config, sys; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def test_default_config_is_a_schema():

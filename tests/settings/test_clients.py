@@ -96,9 +96,8 @@ def test_a_method_that_computes_with_steps_has_those_of_the_client():
 )
 def test_what_is_wrong_is_one_line_with_file_and_line(tmp_path, monkeypatch, text, said):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "f.yaml").write_text(f"lowrank:\n  clients:\n  {text}\n" if "\n" in text or text[0] == "-" else "")
-    if text[0] != "-":
-        (tmp_path / "f.yaml").write_text(f"lowrank:\n  clients: {text}\n")
+    below = "\n  " if text[0] == "-" else " "
+    (tmp_path / "f.yaml").write_text(f"lowrank:\n  clients:{below}{text}\n")
     with pytest.raises(UserError) as caught:
         load_config("f.yaml", BASE)
     assert said in str(caught.value) and "\n" not in str(caught.value), caught.value

@@ -53,31 +53,6 @@ def test_a_misspelt_key_of_every_section_is_refused(caplog):
         assert "did you mean" in message or "there are: " in message, message
 
 
-@pytest.mark.parametrize(
-    "key, value, parts",
-    [
-        ("data.args", [{"textt": "a"}], ("data.args.0.textt", "'text'")),
-        ("data.splitter_args", [{"alhpa": 1}], ("data.splitter_args.0.alhpa", "'alpha'")),
-        ("data.transform", [["RandomCrop", {"sise": 3}]], ("data.transform.0.1.sise", "'size'")),
-        ("train.optimizer.momentun", 0.5, ("train.optimizer.momentun", "'momentum'")),
-        ("fedopt.optimizer.beta", 0.5, ("fedopt.optimizer.beta", "'betas'")),
-        ("train.scheduler.min_lrr", 0.5, ("train.scheduler.min_lrr", "'min_lr'")),
-    ],
-)
-def test_a_misspelt_argument_is_refused_with_the_nearest(key, value, parts):
-    from fs_lowrank.data.images import Pipeline
-    from fs_lowrank.data.partition import Rows, partition
-    from fs_lowrank.data.sources import data_args
-
-    with pytest.raises(UserError) as caught:
-        config = load_config({**BASE, key: value})
-        check_local(config)
-        data_args(config.data)
-        Pipeline(config.data.transform)
-        partition("quantity", Rows(4), 2, None, config.data.splitter_args and config.data.splitter_args[0])
-    assert all(part in str(caught.value) for part in parts), caught.value
-
-
 @pytest.fixture
 def silent(caplog, other):
     """``silent(check, names)``: those of the framework's keys that ``check`` neither refuses nor reports."""

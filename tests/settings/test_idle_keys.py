@@ -131,40 +131,37 @@ def test_defaults_are_never_reported(method, keys_of):
 
 
 @pytest.mark.parametrize(
-    "base, keys, idle",
+    "keys, idle",
     [
-        (BASE, {"data.args": [{"max_len": 12}], "llm.tok_len": 50}, "llm.tok_len"),
-        (BASE, {"eval.freq": 0, "early_stop.patience": 3}, "early_stop.patience"),
-        (BASE, {"federate.make_global_eval": False, "eval.metrics": ["f1"]}, "eval.metrics"),
-        (BASE, {"federate.make_global_eval": False, "eval.split": ["test"]}, "eval.split"),
-        (BASE, {"federate.method": "fedavg", "train.frozen_dropout": True}, "train.frozen_dropout"),
-        (BASE, {"federate.method": "fisher_merge", "llm.adapter.args": [{"r": 3}]}, "llm.adapter.args"),
+        ({"data.args": [{"max_len": 12}], "llm.tok_len": 50}, "llm.tok_len"),
+        ({"eval.freq": 0, "early_stop.patience": 3}, "early_stop.patience"),
+        ({"federate.make_global_eval": False, "eval.metrics": ["f1"]}, "eval.metrics"),
+        ({"federate.make_global_eval": False, "eval.split": ["test"]}, "eval.split"),
+        ({"federate.method": "fedavg", "train.frozen_dropout": True}, "train.frozen_dropout"),
+        ({"federate.method": "fisher_merge", "llm.adapter.args": [{"r": 3}]}, "llm.adapter.args"),
         (
-            BASE,
             {"model.type": "lenet", "federate.method": "fedavg", "lowrank.base_init": "zero"},
             "lowrank.base_init",
         ),
-        (BASE, {"lowrank.width": 0.5}, "lowrank.width"),
-        (BASE, {"lowrank.robust": "median", "lowrank.robust_malicious": 2}, "lowrank.robust_malicious"),
-        (BASE, {"lowrank.robust": "krum", "lowrank.robust_norm": 3.0}, "lowrank.robust_norm"),
-        (BASE, {"lowrank.base_init": "zero"}, "lowrank.base_init"),
-        (BASE, {"model.type": "lenet", "federate.method": "dense", "llm.adapter.args": [{"r": 3}]}, "llm.adapter.args"),
-        (BASE, {"federate.method": "fedloru", "lowrank.tau": 3, "lowrank.schedule": [2, 4]}, "lowrank.tau"),
-        (BASE, {"federate.method": "pmfedloru", "lowrank.tau": 3, "lowrank.schedule": [2, 4]}, "lowrank.tau"),
-        (BASE, {"federate.method": "mfedloru", "lowrank.nested_scale": 0.3}, "lowrank.nested_scale"),
-        (BASE, {"federate.method": "flora", "lowrank.max_kept_rank": 9}, "lowrank.max_kept_rank"),
-        (BASE, {"federate.method": "fedhm", "lowrank.rank_factors": [1], "lowrank.decay": 1.0}, "lowrank.decay"),
-        (BASE, {"federate.method": "fedhm", "lowrank.master": True}, "lowrank.master"),
-        (BASE, {"federate.method": "fedhm", "lowrank.reuse_clients": "x"}, "lowrank.reuse_clients"),
+        ({"lowrank.width": 0.5}, "lowrank.width"),
+        ({"lowrank.robust": "median", "lowrank.robust_malicious": 2}, "lowrank.robust_malicious"),
+        ({"lowrank.robust": "krum", "lowrank.robust_norm": 3.0}, "lowrank.robust_norm"),
+        ({"lowrank.base_init": "zero"}, "lowrank.base_init"),
+        ({"model.type": "lenet", "federate.method": "dense", "llm.adapter.args": [{"r": 3}]}, "llm.adapter.args"),
+        ({"federate.method": "fedloru", "lowrank.tau": 3, "lowrank.schedule": [2, 4]}, "lowrank.tau"),
+        ({"federate.method": "pmfedloru", "lowrank.tau": 3, "lowrank.schedule": [2, 4]}, "lowrank.tau"),
+        ({"federate.method": "mfedloru", "lowrank.nested_scale": 0.3}, "lowrank.nested_scale"),
+        ({"federate.method": "flora", "lowrank.max_kept_rank": 9}, "lowrank.max_kept_rank"),
+        ({"federate.method": "fedhm", "lowrank.rank_factors": [1], "lowrank.decay": 1.0}, "lowrank.decay"),
+        ({"federate.method": "fedhm", "lowrank.master": True}, "lowrank.master"),
+        ({"federate.method": "fedhm", "lowrank.reuse_clients": "x"}, "lowrank.reuse_clients"),
         (
-            BASE,
             {"dataloader.batch_tokens": 99, "lowrank.clients": [{"clients": 2, "batch_size": 4}]},
             "batch_size of lowrank.clients",
         ),
-        (BASE, {"federate.method": "fedhm", "federate.ignore_weight": True}, "federate.ignore_weight"),
+        ({"federate.method": "fedhm", "federate.ignore_weight": True}, "federate.ignore_weight"),
         *(
             (
-                BASE,
                 {"federate.method": "fedhm", "llm.adapter.args": [{**given, "modules": ["query"]}]},
                 f"{ARGS}.{name}",
             )
@@ -179,25 +176,23 @@ def test_defaults_are_never_reported(method, keys_of):
             )
         ),
         *(
-            (BASE, {"federate.method": name, "lowrank.ranks": [2, 4], "llm.adapter.args": [{"r": 4}]}, f"{ARGS}.r")
+            ({"federate.method": name, "lowrank.ranks": [2, 4], "llm.adapter.args": [{"r": 4}]}, f"{ARGS}.r")
             for name in ("flexlora", "flora")
         ),
-        (BASE, {"federate.method": "fedfisher", "lowrank.lr": 0.5}, "lowrank.lr"),
-        (BASE, {"federate.method": "fedfisher", "lowrank.solver": "cg", "lowrank.lr": 0.5}, "lowrank.lr"),
+        ({"federate.method": "fedfisher", "lowrank.lr": 0.5}, "lowrank.lr"),
+        ({"federate.method": "fedfisher", "lowrank.solver": "cg", "lowrank.lr": 0.5}, "lowrank.lr"),
         (
-            BASE,
             {"federate.method": "fedfisher", "lowrank.solver": "adam", "lowrank.tolerance": 0.5},
             "lowrank.tolerance",
         ),
         (
-            BASE,
             {"federate.method": "regmean", "lowrank.scales": [0.9], "lowrank.validation_samples": 3},
             "lowrank.validation_samples",
         ),
     ],
 )
-def test_single_combinations(base, keys, idle):
-    assert list(told(keys, base=base)) == [idle]
+def test_single_combinations(keys, idle):
+    assert list(told(keys)) == [idle]
 
 
 @pytest.mark.parametrize(
