@@ -6,7 +6,6 @@ import pytest
 
 from fs_lowrank.config import load_config
 from fs_lowrank.data import build_data, load_raw
-from fs_lowrank.data.partition import client_record
 from fs_lowrank.errors import UserError, say_once
 from fs_lowrank.runs.split import read_split, write_split
 
@@ -88,11 +87,12 @@ def test_record_lists_the_file_rows_of_each_client(reviews, config, encoder_toke
 
 def test_record_with_an_official_test_set(reviews, tmp_path, config, encoder_tokenizer):
     (tmp_path / "held.csv").write_text("text,label\n,1\nb,0\nc,1\n")
-    built = build_data(config(reviews, args=[{"test": "held.csv"}], splits=(1, 0, 0)), encoder_tokenizer)
+    built = build_data(config(reviews, args=[{"test": "held.csv"}], splits=(0.8, 0.2, 0)), encoder_tokenizer)
     record = recorded(built, tmp_path)
     assert record["test"] == {"from": "test", "size": 2, "rows": [1, 2], "labels": {"0": 1, "1": 1}}
-    assert "validation" not in record
-    assert sorted(row for client in record["clients"] for row in client["rows"]) == list(range(100))
+    parts = [*record["clients"], record["validation"]]
+    assert sorted(row for part in parts for row in part["rows"]) == list(range(100))
+    assert len(record["validation"]["rows"]) == 20
 
 
 def test_record_excludes_prompts_that_are_too_long(tmp_path, config, chat_tokenizer):
@@ -168,48 +168,12 @@ def test_the_test_set_does_not_depend_on_settings_of_the_training(reviews, confi
     assert plain.fingerprint != other.fingerprint
 
 
-def test_an_official_test_set_is_not_split(reviews, config, encoder_tokenizer):
-    (reviews.parent / "held.csv").write_text("text,label\ngood,1\nbad,0\nfine,1\n")
-    built = build_data(config(reviews, args=[{"test": "held.csv"}], splits=(0.8, 0.2, 0)), encoder_tokenizer)
-    assert len(built.test) == 3 and len(built.validation) == 20 and sum(map(len, built.clients)) == 80
-
-
-def summary(made):
-    """What ``read_split`` says of each client."""
-    labels = [None if made.labels is None else made.labels[rows] for rows in made.indices]
-    return [client_record(i, len(rows), labels[i], made.classes()) for i, rows in enumerate(made.indices)]
-
-
-def test_partition_by_a_field(reviews, config, encoder_tokenizer):
-    built = build_data(
-        config(reviews, splitter="meta", splitter_args=[{"field": "shop"}], clients=4), encoder_tokenizer
-    )
-    assert [len(client) for client in built.clients] == built.partition.sizes().tolist()
-    assert summary(built.partition)[0]["labels"].keys() == {"0", "1"}
-
-
-def test_clients_hold_the_rows_of_the_partition(reviews, config, encoder_tokenizer):
-    cfg = config(reviews, splitter="lda", splitter_args=[{"alpha": 0.3}], clients=3)
-    built = build_data(cfg, encoder_tokenizer)
-    counts = [np.bincount(client.labels, minlength=2).tolist() for client in built.clients]
-    assert counts == [list(record["labels"].values()) for record in summary(built.partition)]
-
-
-def test_tiny_clients_are_allowed(tmp_path, config, encoder_tokenizer):
-    (tmp_path / "t.csv").write_text("text,label\na,0\nb,1\n")
-    built = build_data(config("t.csv", tmp_path, splits=(1, 0, 0), clients=2), encoder_tokenizer)
-    assert [len(client) for client in built.clients] == [1, 1]
-    with pytest.raises(UserError, match="3 clients cannot share 2"):
-        build_data(config("t.csv", tmp_path, splits=(1, 0, 0), clients=3), encoder_tokenizer)
-
-
 @pytest.mark.parametrize(
     "changes, message",
     [
         ({"splits": (0, 0.5, 0.5)}, "no row to train on"),
         ({"subsample": 0.001}, "leaves none"),
         ({"splitter_args": [{}, {}]}, "splitter_args = .*: expected a list of one mapping"),
-        ({"splitter": "idd"}, "did you mean 'iid'"),
     ],
 )
 def test_config_errors(reviews, config, encoder_tokenizer, changes, message):

@@ -66,11 +66,6 @@ def test_missing_or_truncated_mnist(tmp_path):
     with pytest.raises(UserError, match="no folder has train-images.*, t10k-labels-idx1-ubyte; looked in: "):
         load("mnist", tmp_path, tmp_path)
     mnist(tmp_path)
-    path = folder / "train-images-idx3-ubyte"
-    path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(UserError, match=f"{path}: reading it as a file of mnist raises ValueError: cannot reshape"):
-        load("mnist", tmp_path, tmp_path)
-    mnist(tmp_path)
     idx(folder / "train-labels-idx1-ubyte", np.arange(11) % 10)
     with pytest.raises(UserError, match="train-labels-idx1-ubyte: 11 labels up to 9 came; expected 12 of 0 … 9"):
         load("mnist", tmp_path, tmp_path)
@@ -82,6 +77,7 @@ def test_missing_or_truncated_mnist(tmp_path):
 @pytest.mark.parametrize(
     "damage, said",
     [
+        (lambda raw: raw[:-10], "reading it as a file of mnist raises ValueError: cannot reshape"),
         (lambda raw: raw + b"x", "reading it as a file of mnist raises ValueError: cannot reshape"),
         (lambda raw: raw[:7], "reading it as a file of mnist raises ValueError: "),
         (lambda raw: b"PK\3\4" + raw[8:], "reading it as a file of mnist raises ValueError: "),
