@@ -434,40 +434,6 @@ def test_a_disk_that_is_full_while_writing(make, monkeypatch, call):
     check_equal_runs(engine, reference)
 
 
-@pytest.mark.slow
-def test_a_full_disk(make, tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    try:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("mounting a small disk is not allowed here")
-    try:
-        keys = {**RUNS["flora of three ranks"], "lowrank.keep_checkpoints": 9}
-        reference = make("whole", keys)
-        reference.run()
-        needed = sum(f.stat().st_size for f in reference.keeper.outdir.rglob("*") if f.is_file())
-        refused = 0
-        for kilobytes in (4, 16, 40, 70, 110, 160, 220, needed // 1000 - 10):
-            filler = disk / "filler"
-            size = max(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize - kilobytes * 1000, 0)
-            filler.write_bytes(b"\0" * size)
-            try:
-                make("disk/run", keys).run()
-            except UserError as error:
-                refused += 1
-                assert "No space left" in str(error)
-                assert "run again, a run with resume=True" in str(error)
-            filler.unlink()
-            engine = make("disk/run", keys)
-            engine.run(resume=True)
-            check_equal_runs(engine, reference)
-            shutil.rmtree(engine.keeper.outdir)
-        assert refused >= 5
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
 # -- resumed with other keys ---------------------------------------------------------------------------
 
 
@@ -839,36 +805,7 @@ def test_data_of_another_task_than_the_models(make, causal_settings, settings):
         make("run", {**{k: causal_settings[k] for k in ("model", "llm")}, "data": settings["data"]})
 
 
-def test_an_error_of_the_user_in_a_client_ends_the_run(make):
-    with pytest.raises(UserError, match="unknown key .train.optimizer.beta."):
-        make("run", {"train.optimizer": {"type": "SGD", "lr": 0.1, "beta": 3}}).run()
-
-
 # -- a folder in use -----------------------------------------------------------------------------------
-
-
-@pytest.mark.more
-def test_two_runs_do_not_write_into_one_folder(make):
-    said = []
-
-    def second(record):
-        with pytest.raises(UserError, match="another run is writing into") as refusal:
-            make("run", {"seed": 9}).run(resume=True)
-        said.append(str(refusal.value))
-
-    result = make("run", on_round=second).run()
-    assert len(said) == len(result.history) == 4
-    assert make("run").run(resume=True)  # the folder is free again
-
-
-@pytest.mark.more
-def test_records_of_two_runs_in_one_file(make):
-    engine = make("run", on_round=lambda record: record["round"] == 3)
-    engine.run()
-    lines = (engine.keeper.outdir / "rounds.jsonl").read_text().splitlines()
-    (engine.keeper.outdir / "rounds.jsonl").write_text("\n".join([lines[0], lines[0], *lines[1:]]) + "\n")
-    with pytest.raises(UserError, match="rounds.jsonl, line 2: the record of round 1 is not what the run wrote"):
-        make("run").run(resume=True)
 
 
 @pytest.mark.more

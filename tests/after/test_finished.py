@@ -1,7 +1,6 @@
 """Finished runs: evaluation on a file, predictions for a file, and the card of the adapter."""
 
 import json
-import math
 import re
 import shutil
 import warnings
@@ -170,7 +169,7 @@ def test_predictions_are_those_of_peft_alone(runs, tiny_encoder, test_rows):
 
 
 @pytest.mark.parametrize(
-    "content", ["[]", "[" * 100_000, "\udcff", {"labels": 5}, {"rows": []}], ids=lambda c: str(c)[:9]
+    "content", ["{", "[]", "null", "[" * 100_000, "\udcff", {"labels": 5}, {"rows": []}], ids=lambda c: str(c)[:9]
 )
 def test_a_damaged_summary_is_named(runs, test_rows, tmp_path, capsys, content):
     folder = shutil.copytree(runs["classes"].outdir, tmp_path / "run")
@@ -325,11 +324,6 @@ def test_the_accuracy_of_a_language_model_is_called_what_it_is(runs):
     for said, blank in ((header, " "), (repr(result), "_"), (result._repr_html_(), "_"), (card, "_")):
         assert f"test{blank}token{blank}acc" in said and f"test{blank}perplexity" in said
         assert not re.search(r"test.acc", said)
-    assert for_people({"loss": 1.0, "acc_mean": 0.5}, True) == {
-        "loss": 1.0,
-        "perplexity": math.e,
-        "token_acc_mean": 0.5,
-    }
     assert for_people(result.final, False) == result.final and not runs["classes"].language
 
 
@@ -376,9 +370,7 @@ def test_the_commands(runs, test_rows, reviews_csv, tmp_path, capsys):
         (["evaluate", "{asked}", "--data", "{data}", "--label", "domain"], "is a run over instructions"),
         (["evaluate", "{asked}", "--data", "{data}"], "no column 'instruction'"),
         (["predict", "{run}", "--data", "{data}", "--out", "{data}"], "exists; remove it"),
-        (["predict", "{run}", "--data", "{data}", "--out", "{empty}/x.xlsx"], "expected a file that ends with .csv"),
         (["predict", "{run}", "--data", "{data}", "--column", "text", "--out", "{empty}/x.csv"], "'text' already"),
-        (["predict", "{run}", "--data", "/"], "--data /: expected a file that ends with .csv"),
         (["predict", "{run}", "--data", "."], "--data .: expected a file that ends with .csv"),
         (["predict", "{run}", "--data", "{data}", "--out", "{empty}/no/x.csv"], "x.csv cannot be written: there is no"),
         (

@@ -89,11 +89,12 @@ def test_a_run_is_replaced_with_overwrite(config, tmp_path):
     assert not {p.name for p in folder.iterdir()} - {*CONTENTS, "notes.txt", ".lock"}, "a file of a run is left"
 
 
-def test_a_run_that_another_process_writes_to_is_not_removed(config):
+def test_a_run_that_another_process_writes_to_is_neither_removed_nor_continued(config):
     engine = LocalEngine(config)
     engine.keeper.start(resume=False)
-    with pytest.raises(RunFailed, match="another run is writing"):
-        remove_run(Path(config.outdir))
+    for write in (lambda: remove_run(Path(config.outdir)), lambda: LocalEngine(config).keeper.start(resume=True)):
+        with pytest.raises(RunFailed, match="another run is writing"):
+            write()
     assert (Path(config.outdir) / "config.yaml").exists()
     engine.keeper.release()
 
