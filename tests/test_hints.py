@@ -1,6 +1,5 @@
 """The commands that messages offer run as they stand."""
 
-import ast
 import re
 import shlex
 from pathlib import Path
@@ -17,24 +16,6 @@ ROOT = Path(__file__).parents[1]
 def offered(text):
     """The commands that ``text`` offers, as arguments of ``fs-lowrank``."""
     return [shlex.split(line)[1:] for line in re.findall(r"(?:with|next|first): (fs-lowrank .+)", text)]
-
-
-@pytest.mark.more
-def test_no_message_offers_a_module_that_a_file_of_the_user_can_shadow():
-    """``python -m hpo`` runs an ``hpo.py`` of the user's; docstrings and provenance in files may name it."""
-    found = []
-    for room in ("fs_lowrank", "benchmark", "hpo"):
-        for path in (ROOT / room).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                says = isinstance(node, ast.Raise) or (
-                    isinstance(node, ast.Call)
-                    and getattr(node.func, "attr", getattr(node.func, "id", "")) in ("print", "_say")
-                )
-                texts = [
-                    n.value for n in ast.walk(node) if says and isinstance(n, ast.Constant) and isinstance(n.value, str)
-                ]
-                found += [f"{path}: {t}" for t in texts if re.search(r"python -m (hpo|benchmark)\b", t)]
-    assert not found, found
 
 
 def test_words_are_quoted():

@@ -22,12 +22,6 @@ def test_the_help_has_groups_with_an_example_each_and_the_rest_by_name(capsys):
     assert "More:" in text and "doctor" in text.partition("More:")[2] and max(map(len, text.splitlines())) < 120
 
 
-def test_every_commands_help_begins_with_an_example(capsys):
-    for parser in cli._parser()[1]:
-        first = parser.format_help().splitlines()[0]
-        assert first.startswith(f"Example: {parser.prog}"), first
-
-
 @pytest.mark.more
 @pytest.mark.parametrize(
     "line, found",
