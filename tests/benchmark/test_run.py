@@ -17,7 +17,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from PIL import Image
 from scipy import stats
 
 import benchmark.execute
@@ -149,6 +148,12 @@ def without_own_methods(place, name):
     (place / name).write_text(text.replace("[bad_lora, deadly_lora]", "[fedlora]"))
 
 
+def begun(place, methods="[fedlora]", own=True):
+    """The text of that suite up to its experiments."""
+    text = (place / "tiny.yaml").read_text().replace("[rolora, fedlora]", methods)
+    return text[: text.index("experiments:")].replace("" if own else "imports: [own_methods]", "")
+
+
 def results(place, kind):
     return [json.loads(p.read_text()) for p in sorted((place / "results" / kind).glob("*.json"))]
 
@@ -259,10 +264,9 @@ def test_a_search_with_a_failed_trial_fails_and_is_completed_by_the_next_run(pla
             return super().aggregate(updates, state, round)
 
     monkeypatch.chdir(place)
-    text = (place / "tiny.yaml").read_text()
-    text = text[: text.index("experiments:")].replace("[rolora, fedlora]", "[{name: shown as, method: sick_lora}]")
+    text = begun(place, "[{name: shown as, method: sick_lora}]", own=False)
     rates = "learning_rates: {search: {space: {train.optimizer.lr: {grid: [1e-3, 1e-2]}}, grow: 0, seeds: 1}}\n"
-    (place / "sick.yaml").write_text(text.replace("imports: [own_methods]", "") + rates)
+    (place / "sick.yaml").write_text(text + rates)
     search, cell, _ = plan(Options(("sick.yaml",), results="sick_results", work="sick_work"))
     with pytest.raises(UserError, match="1 of its trials failed.*it is sick"):  # it selects none of the others
         execute(search)
@@ -293,12 +297,10 @@ def test_a_grid_grows_until_the_winner_is_inside_or_the_budget_ends(
     place, monkeypatch, grid, grow, expected, diverged, at_end
 ):
     monkeypatch.chdir(place)
-    text = (place / "tiny.yaml").read_text()
-    text = text[: text.index("experiments:")].replace("[rolora, fedlora]", "[fedlora]")
     more = "seeds: 1" if grow is None else f"seeds: 1, grow: {grow}"
     space = f"{{train.optimizer.lr: {{grid: {grid}}}}}"
     rates = f"learning_rates: {{search: {{space: {space}, objective: val_loss, {more}}}}}\n"
-    (place / "growing.yaml").write_text(text.replace("imports: [own_methods]", "") + rates)
+    (place / "growing.yaml").write_text(begun(place, own=False) + rates)
     work = f"growing_work_{grow}_{at_end}"
     search = plan(Options(("growing.yaml",), results="growing_results", work=work))[0]
     found = execute(search)
@@ -339,8 +341,7 @@ def searched(place, monkeypatch):
     """A search with the space given, and its cells; studies are those of a function of the point."""
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(str(place))
-    text = (place / "tiny.yaml").read_text()
-    text = text[: text.index("experiments:")].replace("[rolora, fedlora]", "[fedlora]")
+    text = begun(place)
 
     def make(space, value, name, seeds=1, **more):
         (place / f"{name}.yaml").write_text(text + f"learning_rates: {{search: {{space: {space}, seeds: {seeds}}}}}\n")
@@ -441,11 +442,10 @@ def test_a_rate_is_at_the_end_of_the_grid_of_its_own_experiment(place, monkeypat
     """Experiments share a cell, and have searched its rate in other settings: one inside, another at an end."""
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(str(place))
-    text = (place / "tiny.yaml").read_text().replace("[rolora, fedlora]", "[fedlora]")
     rates = "learning_rates: {search: {space: {train.optimizer.lr: {grid: [1e-3, 1e-2, 0.1]}}, at: {clients: %d}}}"
     grid = "grid: {federate.client_num: [2, 3]}"
     table = "learning_rates: {table: {fedlora: 0.1}, budget: that of other, found_by: other}"
-    text = text[: text.index("experiments:")] + textwrap.dedent(f"""
+    text = begun(place) + textwrap.dedent(f"""
         experiments:
           main: {{{grid}, {rates % 2}}}
           other: {{{grid}, {rates % 3}}}
@@ -569,8 +569,7 @@ def test_a_run_on_the_cpu_leaves_the_gpu_alone(monkeypatch):
 @pytest.mark.more
 @pytest.mark.parametrize("kind, runs", [("loguniform: [1e-3, 1e-2]", 20), ("choice: [1e-3, 1e-2]", 20)])
 def test_the_estimate_of_a_search_that_is_no_grid(place, bench, kind, runs):
-    text = (place / "tiny.yaml").read_text()
-    text = text[: text.index("experiments:")].replace("[rolora, fedlora]", "[fedlora]").replace("[0, 1]", "[0]")
+    text = begun(place).replace("[0, 1]", "[0]")
     text += f"learning_rates: {{search: {{space: {{train.optimizer.lr: {{{kind}}}}}, seeds: 1}}}}\n"
     (place / "ranges.yaml").write_text(text)
     code, said = bench("run", "ranges.yaml", "--estimate", "--results", "ranges_results")
@@ -644,8 +643,7 @@ def test_errors_are_reported_before_training(place, monkeypatch):
     from benchmark import check
 
     monkeypatch.chdir(place)
-    text = (place / "tiny.yaml").read_text()
-    text = text[: text.index("experiments:")].replace("imports: [own_methods]", "")
+    text = begun(place, "[rolora, fedlora]", own=False)
     for change, words in (
         (("[0.7, 0.1, 0.2]", "[0.9, 0.1, 0.0]"), "has no test set of its own"),
         (("tok_len: 24", "tok_len: 65"), "has 64 positions; set llm.tok_len"),
@@ -656,20 +654,16 @@ def test_errors_are_reported_before_training(place, monkeypatch):
             check.check(plan(options), options)
 
 
-def test_initial_weights_that_are_missing_are_seen_before_anything_trains(tmp_path, monkeypatch):
+def test_initial_weights_that_are_missing_are_seen_before_anything_trains(tmp_path, tiny_images, monkeypatch):
     from benchmark import check
 
     monkeypatch.chdir(tmp_path)
-    for name in ("a", "b"):
-        (tmp_path / "pictures" / name).mkdir(parents=True)
-        for i in range(8):
-            Image.fromarray(np.full((8, 8), 30 * i, np.uint8)).save(tmp_path / "pictures" / name / f"{i}.png")
     (tmp_path / "start.yaml").write_text(
-        """
-        config: {model: {type: resnet10}, data: {type: pictures, root: ., splits: [0.6, 0.2, 0.2]},
-          lowrank: {width: 0.25}, federate: {client_num: 2}}
+        f"""
+        config: {{model: {{type: resnet10}}, data: {{type: {tiny_images}, splits: [0.6, 0.2, 0.2]}},
+          lowrank: {{width: 0.25}}, federate: {{client_num: 2}}}}
         methods: [fedavg]
-        grid: {start: {drawn: {}, given: {lowrank.weights: nowhere/model.safetensors}}}
+        grid: {{start: {{drawn: {{}}, given: {{lowrank.weights: nowhere/model.safetensors}}}}}}
         """
     )
     options = Options(("start.yaml",), results="elsewhere")

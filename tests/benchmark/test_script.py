@@ -8,7 +8,6 @@ import pytest
 
 from benchmark.script import script, short
 from benchmark.suite import load_suite, shipped
-from fs_lowrank import UserError
 
 OPTIONS = {
     "--data": dict(default="digits"),
@@ -47,14 +46,6 @@ def test_counts_are_one_or_more(tmp_path, capsys):
         assert main(["--sizes", "1", wrong, "--out", str(tmp_path)]) == 2
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and f"argument --sizes: {wrong!r}: expected a whole number, 1 or more" in err
-
-
-def test_a_users_error_is_one_line_and_exit_code_2(tmp_path, capsys):
-    def study():
-        raise UserError("no such data")
-
-    assert script("benchmark.x", "About.", {}, study)(["--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == "error: no such data\n"
 
 
 def test_an_error_of_ours_is_one_line_with_the_traceback_in_a_file(tmp_path, capsys):

@@ -230,11 +230,6 @@ def test_wrong_suites(write, wrong):
         plan(options(write(wrong["suite"])))
 
 
-def test_unknown_suite():
-    with pytest.raises(UserError, match="no suite 'gleu'; did you mean 'glue'"):
-        load_suite("gleu", "small")
-
-
 @pytest.mark.more
 def test_a_result_of_an_earlier_revision_is_stale(write, tmp_path, monkeypatch):
     def jobs(text=FIVE_LINES, **changes):
