@@ -10,13 +10,32 @@ from fs_lowrank.methods import get_method_class, requirements
 from fs_lowrank.testing import TASKS
 from fs_lowrank.testing.small import _save, save_tokenizer
 
+#: of a model of 3 layers and width 32, as most families name them
+SIZES = {
+    **{"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48},
+    **{"max_position_embeddings": 64, "pad_token_id": 0},
+}
+SPECIAL = {"bos_token_id": 2, "eos_token_id": 3}
+#: the same of a GPT-2
+GPT2 = {"vocab_size": 40, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "pad_token_id": 0, **SPECIAL}
+
+
+def enlarge(model: Any, std: float, part: str = "") -> Any:
+    """The model, with new matrices under the names with ``part``, so large that each has its say."""
+    import torch
+
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and part in name:
+            torch.nn.init.normal_(parameter, std=std)
+    return model
+
 
 def save_qwen(folder: str | Path) -> Path:
     """Write a Qwen2 of 3 layers and width 32 with its tokenizer."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
-    return _save(folder, Qwen2ForCausalLM, Qwen2Config, num_key_value_heads=2, max_position_embeddings=128, **special)
+    own = {"num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, **SPECIAL}
+    return _save(folder, Qwen2ForCausalLM, Qwen2Config, **own)
 
 
 def save_t5(folder: str | Path) -> Path:
@@ -42,3 +61,11 @@ def engine_cases(task: str = "encoder") -> list[tuple[str, dict[str, Any]]]:
         takes = [m for m in methods if name in get_method_class(m).Params.__dataclass_fields__]
         cases += [(m, {f"lowrank.{name}": value}) for m in takes]
     return cases
+
+
+def same_model(a: Any, b: Any, atol: float = 0.0) -> None:
+    """The parameters of two results are equal to the bit, or up to ``atol``."""
+    import torch
+
+    for (name, x), (_, y) in zip(a.model.named_parameters(), b.model.named_parameters(), strict=True):
+        assert torch.equal(x, y) if not atol else torch.allclose(x, y, rtol=0, atol=atol), name

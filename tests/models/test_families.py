@@ -23,6 +23,7 @@ from fs_lowrank.errors import RunFailed, UserError
 from fs_lowrank.models.adapters import layer_stack
 from fs_lowrank.models.names import all_tensors
 from fs_lowrank.testing import small
+from tests.cases import enlarge
 
 pytestmark = pytest.mark.more
 
@@ -97,10 +98,7 @@ def save(kind, task, folder):
     torch.manual_seed(0)
     model = auto.from_config(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.2)
-        model.save_pretrained(str(folder))
+        enlarge(model, 0.2).save_pretrained(str(folder))
         try:
             assert AutoTokenizer.from_pretrained(folder)("good").input_ids, "a tokenizer of the family's own"
             model.get_input_embeddings()

@@ -19,6 +19,7 @@ from fs_lowrank.models.given import holding
 from fs_lowrank.testing import small
 from fs_lowrank.training.evaluate import evaluate
 from fs_lowrank.training.generate import continue_prompts
+from tests.cases import enlarge
 
 SIZES = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 #: decoders, which read the class at the last token of a text; ``test_families.py`` has all of them, with one padding
@@ -43,11 +44,7 @@ def saved(folder, kind, pad, eos=3, **sizes):
     config = AutoConfig.for_model(kind, **sizes, num_labels=2, pad_token_id=pad, bos_token_id=2, eos_token_id=eos)
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.2)
-    model.save_pretrained(str(folder))
+    enlarge(model, 0.2).save_pretrained(str(folder))
     return folder
 
 

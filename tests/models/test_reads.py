@@ -15,28 +15,11 @@ from fs_lowrank.models.adapters import add_adapter
 from fs_lowrank.models.shortcuts.frozen import FrozenPrefix
 from fs_lowrank.models.shortcuts.reads import OnlyRead
 from fs_lowrank.settings import AdapterSpec
+from tests.cases import GPT2, SIZES, SPECIAL, enlarge
 
 pytestmark = pytest.mark.more
 
-SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 2,
-    "eos_token_id": 3,
-}
-GROUPED = {**SIZES, "num_key_value_heads": 2}
-GPT2 = {
-    "n_embd": 32,
-    "n_layer": 3,
-    "n_head": 4,
-    "n_positions": 64,
-    **{k: SIZES[k] for k in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")},
-}
+GROUPED = {**SIZES, **SPECIAL, "num_key_value_heads": 2}
 #: name -> (sizes, all modules that can be adapted)
 FAMILIES = {
     "bert": (SIZES, ["query", "key", "value", "attention.output.dense", "intermediate.dense", "output.dense"]),
@@ -65,17 +48,13 @@ def make(
     sizes, every = FAMILIES[name]
     config = AutoConfig.for_model(name, **sizes, **settings_of(name, dropout))
     model = loader.from_config(config, attn_implementation=attention)
-    for parameter in model.parameters():  # larger than usual, so that every layer has its say
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.2)
+    enlarge(model, 0.2)
     if modules != "base":
         chosen = tuple(modules or every)
         model = add_adapter(
             model, AdapterSpec(r=2, lora_alpha=4, lora_dropout=lora_dropout, target_modules=chosen, **spec), seed=0
         )
-        for n, parameter in model.named_parameters():
-            if "lora_B" in n:
-                torch.nn.init.normal_(parameter, std=0.2)
+        enlarge(model, 0.2, "lora_B")
     return model.eval().to(dtype)
 
 

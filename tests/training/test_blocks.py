@@ -18,18 +18,9 @@ from fs_lowrank.models.shortcuts.trials import Unfit
 from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.training import train_client
 from fs_lowrank.training.blocks import ClientMasks, divide, overhead
+from tests.cases import SIZES, enlarge
 
 pytestmark = pytest.mark.more
-
-SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
 
 
 def cost(lengths, parts, overhead=0.0):
@@ -62,10 +53,7 @@ def make(dropout):
     config = AutoConfig.for_model("bert", **SIZES, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
     spec = AdapterSpec(r=2, lora_alpha=4, lora_dropout=dropout, target_modules=("query", "value"), layers=(1, 2))
     model = add_adapter(AutoModelForSequenceClassification.from_config(config), spec, seed=0)
-    for n, parameter in model.named_parameters():
-        if "lora_B" in n:
-            torch.nn.init.normal_(parameter, std=0.2)
-    return model.double()
+    return enlarge(model, 0.2, "lora_B").double()
 
 
 def examples(count=11):

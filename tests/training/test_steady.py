@@ -11,16 +11,8 @@ from fs_lowrank.errors import UserError
 from fs_lowrank.models.build import build_model, build_tokenizer
 from fs_lowrank.testing import small
 from fs_lowrank.training.steady import check_steady
+from tests.cases import SIZES
 
-SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
 #: sparse attention, in batches of more than 14 tokens
 BIG_BIRD = {"block_size": 2, "num_random_blocks": 1}
 #: positions that are scaled by the longest batch that there was, beyond 16 tokens
@@ -33,7 +25,9 @@ DYNAMIC = {
 
 def model_of(kind, **keys):
     torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(kind, **{**SIZES, **keys}))
+    model = AutoModelForSequenceClassification.from_config(
+        AutoConfig.for_model(kind, **{**SIZES, "num_hidden_layers": 2, **keys})
+    )
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return model

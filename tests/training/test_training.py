@@ -57,6 +57,12 @@ def moved(model, before):
     return {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
 
 
+def close(model, other, atol, rtol):
+    theirs = dict(other.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, theirs[name], atol=atol, rtol=rtol, msg=lambda m, n=name: f"{n}: {m}")
+
+
 # -- what trains ---------------------------------------------------------------------------------------
 
 OPTIMIZERS = [
@@ -124,9 +130,7 @@ def test_turns_are_steps_of_one_optimizer_that_sees_one_half_at_a_time(model, ki
         ).backward()
         torch.nn.utils.clip_grad_norm_(own, 0.5)
         optimizer.step()
-    wanted = dict(other.named_parameters())
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter, wanted[name], atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    close(model, other, 1e-5, 1e-4)
 
 
 def test_turns_are_of_what_trains():
@@ -212,8 +216,6 @@ def test_no_client_counts_the_batches_of_another():
 
 def test_against_a_plain_loop(model):
     """The same batches are trained with plain torch."""
-    import copy
-
     other = copy.deepcopy(model)
     cfg = config(
         **{
@@ -238,14 +240,10 @@ def test_against_a_plain_loop(model):
             optimizer.step()
             losses.append(loss.item())
     assert (result.steps, result.samples) == (9, 30) and result.loss == pytest.approx(np.mean(losses), rel=1e-5)
-    theirs = dict(other.named_parameters())
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter, theirs[name], atol=1e-6, rtol=1e-5)
+    close(model, other, 1e-6, 1e-5)
 
 
 def test_equal_seeds_give_equal_results(tiny_encoder, model):
-    import copy
-
     for module in model.modules():  # with dropout
         if isinstance(module, nn.Dropout):
             module.p = 0.3
@@ -314,8 +312,6 @@ def test_samples_and_steps_are_counted_as_they_are_taken(model, size, drop_last,
 
 
 def test_accumulated_gradients_are_one_larger_batch(model):
-    import copy
-
     other = copy.deepcopy(model)
     common = {"train.local_update_steps": 1, "dataloader.shuffle": False}
     train_client(
@@ -329,9 +325,7 @@ def test_accumulated_gradients_are_one_larger_batch(model):
         lr=0.5,
         seed=0,
     )
-    theirs = dict(other.named_parameters())
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter, theirs[name], atol=1e-6, rtol=1e-4)
+    close(model, other, 1e-6, 1e-4)
 
 
 def test_gradients_are_clipped(model):
@@ -348,12 +342,6 @@ def test_gradients_are_clipped(model):
 def test_optimizers_by_name():
     parameters = [nn.Parameter(torch.zeros(2))]
     assert isinstance(make_optimizer(parameters, "AdamW", 0.1, {"betas": [0.8, 0.9]}), torch.optim.AdamW)
-    with pytest.raises(
-        UserError, match="train.optimizer.type = 'AdamWW': expected one of SGD, .*; did you mean 'AdamW'"
-    ):
-        config(**{"train.optimizer.type": "AdamWW"})
-    with pytest.raises(UserError, match="unknown key 'train.optimizer.momentun'; did you mean 'momentum'"):
-        make_optimizer(parameters, "SGD", 0.1, {"momentun": 0.9})
     with pytest.raises(UserError, match="SGD does not take {'nesterov': True}: Nesterov momentum requires a momentum"):
         make_optimizer(parameters, "SGD", 0.1, {"nesterov": True})
 
