@@ -21,15 +21,10 @@ MORE_CHECKS = {
     "test_it_learns_and_saves_only_the_files_of_its_configuration",
     "test_weights_by_samples_or_equal",
     "test_half_precision",
-    "test_a_repetition_is_the_run_to_the_bit",
-    "test_a_resumed_run_is_the_run_to_the_bit",
-    "test_another_seed_gives_another_split_and_start",
+    "test_every_method_with_every_model",
+    "test_every_method_with_an_encoder",
     "test_what_is_saved_loads_with_the_plain_libraries",
-    "test_clients_that_drop_out",
     "test_bytes_are_those_of_the_tensors_that_were_sent",
-    "test_one_client_one_round_is_local_training",
-    "test_the_server_step_leaves_its_arguments_as_they_are",
-    "test_a_server_optimizer_over_every_averaging_method",
 }
 MORE_METHODS = {"rolora", "flexlora", "fedloru", "regmean"}
 #: tests of which ``make test-more`` runs so many variants, the first ones; ``make test-slow`` has the others
@@ -96,12 +91,10 @@ FIRST_VARIANTS = {
     "test_cohorts_and_processes_have_the_same_result": 1,
     "test_the_best_round_is_that_of_the_metric": 1,
     "test_a_row_whose_summary_is_damaged_is_trained_again": 1,
-    "test_metrics_before_round_1_that_cannot_be_read": 1,
     "test_files_of_the_base_that_changed_are_named_on_resume": 1,
     "test_a_disk_that_is_full_at_the_end_of_a_run": 1,
     "test_messages_for_a_client_that_is_never_asked_are_bounded": 2,
     "test_numbers_and_sets_of_classes": 2,
-    "test_training_in_blocks_is_training_on_the_batch": 4,
     "test_equal_to_the_plain_forward": 6,
     "test_rolora_sends_half_of_fedlora": 1,
     "test_a_personal_adapter_on_the_saved_model_is_the_clients_model": 2,
@@ -257,6 +250,25 @@ def keys_of():
     return keys
 
 
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory, keys_of):
+    """Runs of any method on the small models, without what they say."""
+    from fs_lowrank.testing import Bench, quietly
+
+    folder = tmp_path_factory.mktemp("bench")
+    with quietly(folder):
+        yield Bench(folder, keys_of)
+
+
+@pytest.fixture
+def own_methods(monkeypatch):
+    """Methods that the test registers are there in this test alone."""
+    from fs_lowrank.methods import list_methods, registry
+
+    list_methods()  # the built-in ones are registered once, not in the copy
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_curves():
     """Runs draw no pictures, which takes ten times as long as a small run; see ``curves``."""
@@ -325,6 +337,18 @@ def vision_settings(small, tiny_images, tmp_path, monkeypatch):
     """Like ``settings``, for a narrow ResNet-10 with batch-norm, trained from scratch."""
     monkeypatch.setenv("FS_LOWRANK_HOME", str(tiny_images.parent / "home"))
     return small.vision_settings(tiny_images, tmp_path / "run")
+
+
+@pytest.fixture
+def few(request, settings, tmp_path, no_curves):
+    """``few(name, keys)``: two rounds of two steps under an outdir of their own, with ``FEW`` of the tests' module;
+    ``of`` takes the place of the settings."""
+    from fs_lowrank import load_config
+
+    own = {"federate.total_round_num": 2, "train.local_update_steps": 2, **getattr(request.module, "FEW", {})}
+    return lambda name, keys=None, of=None: load_config(
+        of or settings, {**own, "outdir": str(tmp_path / name), **(keys or {})}
+    )
 
 
 @pytest.fixture(scope="session")

@@ -10,17 +10,14 @@ import pytest
 import torch
 
 from fs_lowrank import Averaging, Gathering, Phase, UserError, register_method
-from fs_lowrank.methods import list_methods, registry
+from fs_lowrank.methods import registry
 from fs_lowrank.testing import CHECKS, asked_of, check_method
 
 ROOT = Path(__file__).parents[1]
 TUTORIAL = (ROOT / "docs" / "tutorials" / "new_method.md").read_text(encoding="utf-8")
 
 
-@pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    list_methods()
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+pytestmark = pytest.mark.usefixtures("own_methods")
 
 
 @pytest.mark.slow

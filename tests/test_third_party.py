@@ -37,13 +37,9 @@ def _command(package, *args):
 
 
 @pytest.fixture
-def installed(package, monkeypatch):
-    """Adds the package to the path of this process; its registrations are removed after the test."""
-    from fs_lowrank.methods import list_methods, registry
-
-    list_methods()  # the built-in methods are registered once, not in the copy
+def installed(package, own_methods, monkeypatch):
+    """Adds the package to the path of this process."""
     monkeypatch.syspath_prepend(str(package))
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
     monkeypatch.delitem(sys.modules, "my_methods", raising=False)
 
 

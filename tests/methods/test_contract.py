@@ -17,17 +17,12 @@ from fs_lowrank.methods import (
     create_method,
     list_methods,
     register_method,
-    registry,
     requirements,
 )
 from fs_lowrank.models.layers import Layer, adapted_layers
 from fs_lowrank.models.names import all_tensors
 
-
-@pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    list_methods()
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+pytestmark = pytest.mark.usefixtures("own_methods")
 
 
 class Median(Gathering):

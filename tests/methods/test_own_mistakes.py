@@ -8,13 +8,9 @@ import pytest
 
 from fs_lowrank import Averaging, Gathering, Phase, Requires, UserError, load_config, run
 from fs_lowrank.jobs.shell import message_of
-from fs_lowrank.methods import list_methods, register_method, registry
+from fs_lowrank.methods import register_method
 
-
-@pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    list_methods()
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+pytestmark = pytest.mark.usefixtures("own_methods")
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from fs_lowrank.methods import (
     get_method_class,
     list_methods,
     register_method,
-    registry,
 )
 from fs_lowrank.rounds.finite import BadRound
 from fs_lowrank.rounds.site import method_of
@@ -193,14 +192,8 @@ def test_methods_that_do_not_average_are_refused():
     assert set(AVERAGING) == averaging - {"frlora", "fed_sb"}, "its pair is that of the start after a round; test_field"
 
 
-def test_a_server_that_sees_only_sums_is_refused():
-    with pytest.raises(UserError, match="robust = krum needs the update of each client.*use_ss"):
-        create_method("fedlora", only_sums=True, robust=RobustMean("krum"))
-
-
-def test_a_mean_of_its_own_is_refused(monkeypatch):
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
-
+@pytest.mark.usefixtures("own_methods")
+def test_a_mean_of_its_own_is_refused():
     class OwnMean(Averaging):
         def mean(self, updates, state):
             return super().mean(updates, state)

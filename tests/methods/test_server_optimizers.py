@@ -121,12 +121,6 @@ def test_server_optimizer_memory_is_not_part_of_the_model(toy, federation):
     assert not any(":" in n for n in fed.method.expected(fed.ledger.state, 2, 1))
 
 
-@pytest.mark.parametrize("name", ["flexlora", "flora"])
-def test_server_optimizers_need_a_mean(name):
-    with pytest.raises(UserError, match=f"{name}.*not a weighted mean.*fedlora.*rolora"):
-        create_method(name, server_optimizer={"type": "Adam", "lr": 0.1})
-
-
 @pytest.mark.parametrize(
     "options, message",
     [

@@ -19,7 +19,6 @@ from fs_lowrank.methods import (
     register_method,
 )
 from fs_lowrank.rounds.admission import check_update
-from fs_lowrank.rounds.intake import TooFewClients
 
 SIZES = (3, 10, 27)
 METHODS = ("fedavg", "fedlora", "ffa_lora", "rolora", "flexlora", "flora")
@@ -122,30 +121,6 @@ def test_rolora_refuses_the_other_half(toy, federation):
         fed.receive(late, 1)
 
 
-def test_repeated_and_uninvited_clients_are_refused(toy, federation):
-    fed = federation(toy.method("fedlora"), SIZES)
-    update = fed.update(1, 1)
-    fed.receive(update, 1)
-    for client in (1, 0, 4, -1):
-        with pytest.raises(RefusedUpdate, match="nobody waits for it"):
-            fed.receive(dataclasses.replace(update, client=client), 1)
-    for client, samples in ((2, 0), (3, -5)):
-        with pytest.raises(RefusedUpdate, match="samples"):
-            fed.receive(dataclasses.replace(update, client=client, num_samples=samples), 1)
-
-
-def test_too_few_updates_do_not_change_the_state(toy, federation):
-    fed = federation(toy.method("fedlora"), SIZES, min_clients=2)
-    fed.round(1)
-    before = dict(fed.ledger.state)
-    fed.receive(fed.update(1, 2), 2)
-    with pytest.raises(TooFewClients, match="round 2: 1 usable updates, lowrank.min_clients is 2"):
-        fed.finish(2)
-    assert fed.ledger.state == before
-    # The next attempt is not affected.
-    fed.round(2, (1, 2))
-
-
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_checked_update_is_a_copy(mixed):
     # The tensors of a client are the parameters of a shared model, which the next client overwrites.
@@ -160,10 +135,8 @@ def test_a_checked_update_is_a_copy(mixed):
 # -- names and hyperparameters -------------------------------------------------------------------------
 
 
-def test_the_registry(monkeypatch):
-    from fs_lowrank.methods import registry
-
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+@pytest.mark.usefixtures("own_methods")
+def test_the_registry():
     assert list_methods() == sorted(list_methods()) and set(METHODS) <= set(list_methods())
     assert get_method_class("RoLoRA").name == "rolora" and get_method_class("fedit") is get_method_class("lora")
     with pytest.raises(UserError, match="no method 'rollora'; did you mean 'rolora'.*there are: .*flora"):

@@ -8,7 +8,6 @@ import torch
 
 from fs_lowrank import Averaging, Phase, RunFailed, UserError, register_method
 from fs_lowrank.engines.local import LocalEngine
-from fs_lowrank.methods import list_methods, registry
 from fs_lowrank.models.names import entries, entries_of, named_tensors, tags
 from fs_lowrank.rounds.finite import WrongStep
 from fs_lowrank.rounds.ledger import Standing
@@ -23,11 +22,9 @@ FEW = {"federate.total_round_num": 2, "train.local_update_steps": 2}
 
 
 @pytest.fixture
-def thrice(monkeypatch):
+def thrice(own_methods):
     """The method ``thrice``: clients send how large they are, are told to start with another A, and train; they say how
     far they went, are told by how much to scale, and send what they had trained."""
-    list_methods()  # else those built in would be registered for this test alone
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
 
     @register_method("thrice")
     class Thrice(Averaging):
