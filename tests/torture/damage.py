@@ -156,7 +156,7 @@ def _compared(kind: str, bench: Bench) -> Path:
 
 def _told(command: str, kind: str, outdir: Path, bench: Bench) -> tuple[Ended, str]:
     """How the command about ``outdir`` ended, and what it found out, without what differs from one call to the next."""
-    beside, data = outdir.parent, bench.inputs / {"causal": "answers.jsonl"}.get(kind, "reviews.csv")
+    beside, data = outdir.parent, bench.inputs / {"causal": "instructions.jsonl"}.get(kind, "reviews.csv")
     out = beside / {"evaluate": "scores.json", "predict": f"predicted{data.suffix}"}.get(command, "report.html")
     out.unlink(missing_ok=True)
     if command == "compare":
@@ -210,7 +210,7 @@ def _groups(run: str, bench: Bench, outdir: Path, draw: random.Random) -> list[P
     kind = RUNS[run].get("kind", "encoder")
     inputs = {
         "encoder": ["encoder", "reviews.csv"],
-        "causal": ["causal", "answers.jsonl"],
+        "causal": ["causal", "instructions.jsonl"],
         "vision": ["images"],
     }[kind]
     checkpoint = _files(outdir / "checkpoint")

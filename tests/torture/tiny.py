@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fs_lowrank.testing.small import save_tokenizer
-
-WORDS = "good great fine happy bad poor awful sad the a film book day it was is very quite story tea".split()
+from fs_lowrank.testing import small
 
 #: variants of a run by name: keys that replace those of ``settings``. All but the last three use the encoder. Three
 #: draw pictures, which take ten times as long as all else that a tiny run does.
@@ -82,40 +80,12 @@ def make_formats(folder: Path) -> None:
 
 
 def make_inputs(folder: Path) -> None:
-    """Write ``encoder``, ``causal``, ``reviews.csv``, ``answers.jsonl`` and ``images`` to ``folder``."""
-    import pandas as pd
-    import torch
-    from PIL import Image
-    from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
-
-    vocabulary = save_tokenizer(folder / "encoder", WORDS)
-    save_tokenizer(folder / "causal", WORDS)
-    shape = {
-        "vocab_size": vocabulary,
-        "hidden_size": 8,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 12,
-        "max_position_embeddings": 96,
-    }
-    torch.manual_seed(0)
-    special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
-    for name, model in (
-        ("encoder", BertModel(BertConfig(**shape))),
-        ("causal", LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=1, **special))),
-    ):
-        model.save_pretrained(str(folder / name))
-    draw = np.random.default_rng(0)
-    labels = draw.integers(0, 2, 60)
-    texts = [" ".join([*draw.choice(WORDS[8:], 5), WORDS[4 * label + draw.integers(4)]]) for label in labels]
-    pd.DataFrame({"text": texts, "label": labels}).to_csv(folder / "reviews.csv", index=False)
-    answers = pd.DataFrame({"instruction": "it", "input": texts, "output": np.where(labels == 1, "bad", "good")})
-    answers.to_json(folder / "answers.jsonl", orient="records", lines=True)
-    for label in range(2):
-        (folder / "images" / f"class{label}").mkdir(parents=True)
-        for i in range(20):
-            image = Image.fromarray((draw.integers(0, 100, (16, 16)) + 100 * label).astype(np.uint8))
-            image.save(folder / "images" / f"class{label}" / f"{i}.png")
+    """Write ``encoder``, ``causal``, ``reviews.csv``, ``instructions.jsonl`` and ``images`` to ``folder``."""
+    small.save_encoder(folder / "encoder")
+    small.save_causal(folder / "causal")
+    small.save_reviews(folder)
+    small.save_instructions(folder)
+    small.save_images(folder / "images")
 
 
 def settings(inputs: Path, outdir: Path, run: str = "", **changes: Any) -> dict[str, Any]:
@@ -135,7 +105,7 @@ def settings(inputs: Path, outdir: Path, run: str = "", **changes: Any) -> dict[
             "adapter": {"r": 2, "alpha": 4, "modules": ["query", "intermediate.dense"]},
         },
         "causal": {
-            "data": {"type": str(inputs / "answers.jsonl")},
+            "data": {"type": str(inputs / "instructions.jsonl")},
             "model": {"type": f"{inputs / 'causal'}@huggingface_llm"},
             "adapter": {"r": 2, "alpha": 4, "modules": ["q_proj", "v_proj"]},
         },
