@@ -70,33 +70,6 @@ def test_any_shapes_and_ranks(d_out, d_in, ranks, rank, seed):
     check(*draw(d_out, d_in, ranks, seed), rank)
 
 
-@pytest.mark.parametrize("d_out, d_in", [(12, 20), (20, 12)])
-def test_both_sides_of_the_dense_fallback(d_out, d_in):
-    # The thin form is used if Σr is below the smaller side, otherwise the dense one.
-    for ranks in ((5, 6), (6, 6), (6, 7), (12, 12, 12)):
-        product, wanted = check(*draw(d_out, d_in, ranks), 5)
-        np.testing.assert_allclose(product, wanted, atol=1e-4)
-
-
-def test_rank_at_least_the_sum_loses_nothing():
-    ups, downs, weights = draw(17, 31, (2, 3, 1))
-    for rank in (6, 9):
-        u, s, vh = low_rank_sum_svd(ups, downs, weights, rank)
-        np.testing.assert_allclose(((u * s) @ vh).double().numpy(), dense(ups, downs, weights), atol=2e-5)
-
-
-def test_a_transposed_sum_would_be_noticed():
-    ups, downs, weights = draw(9, 21, (2, 3))
-    u, s, vh = low_rank_sum_svd(ups, downs, weights, 5)
-    assert u.shape[0] == 9 and vh.shape[1] == 21
-    up, down = stack_pairs(ups, downs, weights)
-    assert up.shape == (9, 5) and down.shape == (5, 21)
-    # With square matrices, only the values show a transposition.
-    ups, downs, weights = draw(15, 15, (2, 3))
-    u, s, vh = low_rank_sum_svd(ups, downs, weights, 5)
-    np.testing.assert_allclose(((u * s) @ vh).double().numpy(), dense(ups, downs, weights), atol=2e-5)
-
-
 @pytest.mark.parametrize("d_out, d_in", [(11, 26), (26, 11)])
 def test_rank_deficient_sums(d_out, d_in):
     ups, downs, weights = draw(d_out, d_in, (2, 2, 2))

@@ -41,17 +41,6 @@ def test_cg_finds_the_nearest_of_many_solutions():
     torch.testing.assert_close(least_change(low, target[None], start[None])[0], nearest, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.more
-def test_gradient_descent_has_the_same_limit():
-    low = gram(8, 4, 5)
-    target, start = low @ torch.ones(8, dtype=torch.float64), torch.linspace(-1, 1, 8, dtype=torch.float64)
-    x, rate = start.clone(), 1 / torch.linalg.eigvalsh(low)[-1]
-    for _ in range(20000):
-        x -= rate * (low @ x - target)
-    found, _ = conjugate_gradients(lambda v: low @ v, target, start, tolerance=1e-10)
-    torch.testing.assert_close(found, x, atol=1e-6, rtol=1e-6)
-
-
 def test_a_zero_matrix_changes_nothing():
     zero, start = torch.zeros(4, 4), torch.arange(4.0)
     x, steps = conjugate_gradients(lambda v: zero.double() @ v, torch.zeros(4), start)

@@ -1,13 +1,12 @@
 """FedFisher, FisherMerge and RegMean on nets small enough for brute force."""
 
 import copy
-import math
 
 import numpy as np
 import pytest
 import torch
 
-from fs_lowrank.algebra import conjugate_path, nbytes
+from fs_lowrank.algebra import nbytes
 from fs_lowrank.errors import UserError
 from fs_lowrank.methods import create_method
 from fs_lowrank.methods.one_shot.base import accuracy
@@ -545,14 +544,3 @@ def test_a_net_too_large_for_the_full_fisher():
 
     with pytest.raises(UserError, match="choose kfac or diag"):
         create_method("fedfisher", fisher="full").adapt(Wide())
-
-
-def test_lemma_one_on_a_case_known_by_hand():
-    # Two clients in the plane: F_1 = diag(1, 0) at (2, 5), F_2 = diag(1, 0) at (4, -1). The minimisers are (3, y), the
-    # mean is (3, 2), and so the nearest is the mean; with p = (3/4, 1/4) they are (2.5, y) and the nearest (2.5, 3.5).
-    f = torch.diag(torch.tensor([1.0, 0.0], dtype=torch.float64))
-    w = torch.tensor([[2.0, 5.0], [4.0, -1.0]], dtype=torch.float64)
-    for p, wanted in (((0.5, 0.5), (3.0, 2.0)), ((0.75, 0.25), (2.5, 3.5))):
-        p = torch.tensor(p, dtype=torch.float64)
-        ((found, _),) = conjugate_path(lambda x: f @ x, f @ (p @ w), p @ w, (1e-6,))
-        assert found.tolist() == pytest.approx(wanted) and not math.isnan(float(found.sum()))
