@@ -10,8 +10,8 @@ from transformers import AutoModelForSequenceClassification
 
 from fs_lowrank import Averaging, Phase, list_methods, register_method
 from fs_lowrank.finished import load_run
-from fs_lowrank.methods import get_method_class, registry, requirements
-from fs_lowrank.testing import TASKS, Bench, checks, quietly
+from fs_lowrank.methods import get_method_class, requirements
+from fs_lowrank.testing import TASKS, checks
 from fs_lowrank.testing.bench import logits, state_of
 from fs_lowrank.training import train_client
 
@@ -50,13 +50,7 @@ ENCODER = [m for m, task in EACH if task == "encoder"]
 FIRST = [
     pytest.param(m, task, marks=() if (task == "encoder") or m not in ENCODER else pytest.mark.slow) for m, task in EACH
 ]
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory, keys_of):
-    folder = tmp_path_factory.mktemp("bench")
-    with quietly(folder):
-        yield Bench(folder, keys_of)
+CHECKS = {check.name: check.function for check in checks.CHECKS}
 
 
 @pytest.fixture
@@ -73,14 +67,16 @@ def test_a_run_and_its_files(bench, method, task):
     checks.check_run(bench, method, task)
 
 
+@pytest.mark.parametrize("check", ["repetition", "seed", "resume", "arguments"])
 @pytest.mark.parametrize("method, task", FIRST)
-def test_a_repetition_is_the_run_to_the_bit(bench, method, task):
-    checks.check_repetition(bench, method, task)
+def test_every_method_with_every_model(bench, method, task, check):
+    CHECKS[check](bench, method, task)
 
 
-@pytest.mark.parametrize("method, task", FIRST)
-def test_another_seed_gives_another_split_and_start(bench, method, task):
-    checks.check_seed(bench, method, task)
+@pytest.mark.parametrize("check", ["dropouts", "one client", "server optimizer"])
+@pytest.mark.parametrize("method", ENCODER)
+def test_every_method_with_an_encoder(bench, method, check):
+    CHECKS[check](bench, method, "encoder")
 
 
 @pytest.mark.more
@@ -98,11 +94,6 @@ def test_it_learns_and_saves_only_the_files_of_its_configuration(bench, method):
         "flexlora",
         "flora",
     )
-
-
-@pytest.mark.parametrize("method, task", FIRST)
-def test_a_resumed_run_is_the_run_to_the_bit(bench, method, task):
-    checks.check_resume(bench, method, task)
 
 
 @pytest.mark.more
@@ -125,11 +116,6 @@ def test_clients_that_train_together_end_where_they_end_one_by_one(bench, method
 @pytest.mark.parametrize("method", [m for m in ENCODER if requirements(m).adapter == "optional"])
 def test_one_shot_methods_on_adapters_train_together_too(bench, method):
     assert checks.check_cohort(bench, method, "encoder", {"llm.adapter.use": True, "data.subsample": 0.5}) == 3
-
-
-@pytest.mark.parametrize("method, task", FIRST)
-def test_the_server_step_leaves_its_arguments_as_they_are(bench, method, task):
-    checks.check_arguments(bench, method, task)
 
 
 # -- bytes ---------------------------------------------------------------------------------------------
@@ -202,22 +188,12 @@ def test_clients_of_different_ranks(make, monkeypatch, method, task, ranks):
     assert not any(r["failed"] for r in engine.run().history)
 
 
-@pytest.mark.parametrize("method", ENCODER)
-def test_clients_that_drop_out(bench, method):
-    checks.check_dropouts(bench, method, "encoder")
-
-
-# -- weights, and one client -----------------------------------------------------------------------------
+# -- weights -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ENCODER)
 def test_weights_by_samples_or_equal(bench, method):
     checks.check_weights(bench, method, "encoder", weighs=True)
-
-
-@pytest.mark.parametrize("method", ENCODER)
-def test_one_client_one_round_is_local_training(bench, method):
-    checks.check_one_client(bench, method, "encoder")
 
 
 @pytest.mark.parametrize(
@@ -285,9 +261,8 @@ def test_a_personal_adapter_on_the_saved_model_is_the_clients_model(bench, metho
 
 @pytest.mark.more
 @pytest.mark.parametrize("kept", ["lora_B", "head"])
-def test_a_clients_half_of_the_adapter_is_saved_with_the_head_and_loads_by_itself(bench, monkeypatch, kept):
+def test_a_clients_half_of_the_adapter_is_saved_with_the_head_and_loads_by_itself(bench, own_methods, kept):
     """Where the client's own tensors are of the adapter that all train, its folder is loaded as the global one's is."""
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
 
     @register_method("own_half")
     class OwnHalf(Averaging):
@@ -328,11 +303,3 @@ def test_what_a_nested_method_keeps_beside_the_base_can_be_read_again(bench):
 @pytest.mark.parametrize("method, task", [*((m, "encoder") for m in ENCODER), ("rolora", "causal")])
 def test_half_precision(bench, method, task):
     checks.check_half_precision(bench, method, task)
-
-
-# -- server optimizers ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", ENCODER)
-def test_a_server_optimizer_over_every_averaging_method(bench, method):
-    checks.check_server_optimizer(bench, method, "encoder")

@@ -25,7 +25,7 @@ from fs_lowrank.models.adapters import layer_stack
 from fs_lowrank.models.shortcuts.slots import Rows, Slots
 from fs_lowrank.rounds import admission, site, trainer
 from fs_lowrank.rounds.round import Round
-from fs_lowrank.testing import TASKS, Bench, checks, quietly
+from fs_lowrank.testing import TASKS, checks
 from fs_lowrank.testing.bench import without_seconds
 from tests.cases import save_t5
 
@@ -175,15 +175,12 @@ def on_device(registered, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory, keys_of):
-    folder = tmp_path_factory.mktemp("device")
-    bench = Bench(folder, keys_of)
+def bench(bench):
     # Dropout draws in another order where attention is computed by another kernel.
     path = bench.bases["encoder"] / "config.json"
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     path.write_text(json.dumps({**json.loads(path.read_text()), **off}))
-    with quietly(folder):
-        yield bench
+    return bench
 
 
 @pytest.fixture(scope="module")

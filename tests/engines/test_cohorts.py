@@ -22,7 +22,9 @@ from fs_lowrank.settings import Optimizer
 from fs_lowrank.settings.effects import without_effect
 from fs_lowrank.testing import small
 from fs_lowrank.training import cohort
+from tests.cases import same_model
 
+FEW = {"federate.client_num": 5, "federate.total_round_num": 3, "train.cohort": 2, "federate.method": "fedloru"}
 SGD = {"federate.total_round_num": 2, "train.optimizer": {"type": "SGD", "lr": 0.05}}
 
 
@@ -195,23 +197,8 @@ def test_each_client_has_its_own_dropout(both, trained, tmp_path, caplog, kind):
 
 
 def equal(a, b):
-    for (name, x), (_, y) in zip(a.model.named_parameters(), b.model.named_parameters(), strict=True):
-        assert torch.equal(x, y), name
+    same_model(a, b)
     assert [r["loss"] for r in a.history] == [r["loss"] for r in b.history]
-
-
-@pytest.fixture
-def few(settings, tmp_path, no_curves):
-    def make(name, keys=None):
-        base = {
-            "federate.client_num": 5,
-            "federate.total_round_num": 3,
-            "train.cohort": 2,
-            "federate.method": "fedloru",
-        }
-        return fs_lowrank.load_config(settings, {**base, "outdir": str(tmp_path / name), **(keys or {})})
-
-    return make
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import torch
 
 import fs_lowrank
 from fs_lowrank.methods import get_method_class, requirements
+from tests.cases import same_model
 
 ENGINE = Path(__file__).with_name("files_engine.py")
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "own_engine.md"
@@ -58,16 +59,12 @@ def installed(tmp_path, monkeypatch):
     sys.modules.pop("files_engine", None)
 
 
+FEW = {"federate.client_num": 3, "train.cache_frozen": "off"}
+
+
 @pytest.fixture
-def quick(installed, settings, tmp_path, no_curves):
-    """``quick(name, keys)``: a configuration under an outdir of its own: three clients, two rounds of two steps."""
-
-    def make(name, keys=None, of=None):
-        few = {"federate.client_num": 3, "federate.total_round_num": 2, "train.local_update_steps": 2}
-        few |= {"train.cache_frozen": "off", "outdir": str(tmp_path / name)}
-        return fs_lowrank.load_config(of or settings, {**few, **(keys or {})})
-
-    return make
+def quick(installed, few):
+    return few
 
 
 def same(local, other):
@@ -76,8 +73,7 @@ def same(local, other):
     If clients evaluate models of their own, they are sent the result of the round for it, and these bytes count. The
     embedded engine, whose clients share one model, sends it in the next round instead, and never sends the last one.
     """
-    for (name, a), (other_name, b) in zip(local.model.named_parameters(), other.model.named_parameters(), strict=True):
-        assert name == other_name and torch.equal(a, b), name
+    same_model(local, other)
     follow = "client_test" in local.history[-1]["metrics"]
     for a, b in zip(local.history, other.history, strict=True):
         for key in a.keys() - {"seconds", "client_seconds"}:

@@ -8,7 +8,7 @@ from fs_lowrank import UserError, list_methods
 from fs_lowrank.methods import create_method, requirements
 from fs_lowrank.models.names import all_tensors, select
 from fs_lowrank.rounds.checks import check_head
-from fs_lowrank.testing import TASKS, Bench, checks, quietly
+from fs_lowrank.testing import TASKS, checks
 
 pytestmark = pytest.mark.more
 
@@ -16,13 +16,6 @@ FROZEN = {"lowrank.train_head": False}
 #: a head as it is drawn is small, so that far larger steps move what the model says; two, for methods that take turns
 FAR = {**checks.SAVED, **FROZEN, "train.optimizer": {"type": "AdamW", "lr": 0.5}, "train.local_update_steps": 2}
 METHODS = [m for m in list_methods() if TASKS["encoder"] in requirements(m).tasks and m != "fedhm"]
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory, keys_of):
-    folder = tmp_path_factory.mktemp("bench")
-    with quietly(folder):
-        yield Bench(folder, keys_of)
 
 
 def heads(tensors):

@@ -10,6 +10,7 @@ from fs_lowrank.models.build import _copy
 from fs_lowrank.testing import check_method
 from fs_lowrank.testing.bench import without_dropout
 from fs_lowrank.training.generate import continue_prompts
+from tests.cases import same_model
 
 pytestmark = pytest.mark.gpu
 #: the keys of a run on a GPU
@@ -65,8 +66,7 @@ def test_a_run_that_goes_on_ends_as_one_that_was_not_stopped(settings, causal_se
     plain = fs_lowrank.run(whole)
     fs_lowrank.run(parts, on_round=lambda record: record["round"] == 1)
     ours = fs_lowrank.run(parts, resume=True)
-    for (name, a), (_, b) in zip(ours.model.named_parameters(), plain.model.named_parameters(), strict=True):
-        assert torch.equal(a, b), name
+    same_model(ours, plain)
 
 
 def test_processes_end_as_one(settings, tmp_path, no_curves):

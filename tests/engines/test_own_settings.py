@@ -5,12 +5,12 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 import fs_lowrank
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.rounds.site import Site
 from fs_lowrank.rounds.trainer import Trainer
+from tests.cases import same_model
 
 pytestmark = pytest.mark.more
 
@@ -20,29 +20,13 @@ OWN = [
 ]
 
 
-@pytest.fixture
-def few(settings, tmp_path, no_curves):
-    """``few(name, keys)``: five clients, two rounds, under an outdir of their own."""
-
-    def make(name, keys=None, of=None):
-        base = {"federate.total_round_num": 2, "outdir": str(tmp_path / name), "train.local_update_steps": 2}
-        return fs_lowrank.load_config(of or settings, {**base, **(keys or {})})
-
-    return make
-
-
-def equal(a, b, atol=0.0):
-    for (name, x), (_, y) in zip(a.model.named_parameters(), b.model.named_parameters(), strict=True):
-        assert torch.equal(x, y) if not atol else torch.allclose(x, y, rtol=0, atol=atol), name
-
-
 def test_settings_that_all_clients_have_are_those_of_the_run(few):
     own = {"batch_size": 5, "local_update_steps": 1, "batch_or_epoch": "epoch", "lr_factor": 0.5}
     keys = {"dataloader.batch_size": 5, "train.local_update_steps": 1, "train.batch_or_epoch": "epoch"}
     schedule = {"train.scheduler.type": "cosine", "eval.batch_size": 8}
     run = fs_lowrank.run(few("run", {**keys, **schedule, "train.optimizer.lr": 2.5e-3}))
     clients = fs_lowrank.run(few("clients", {**schedule, "lowrank.clients": [{"clients": "1-5", **own}]}))
-    equal(run, clients)
+    same_model(run, clients)
     assert [r["samples"] for r in run.history] == [r["samples"] for r in clients.history]
     assert [r["metrics"] for r in run.history] == [r["metrics"] for r in clients.history]
 
@@ -71,7 +55,7 @@ def test_cohorts_train_clients_of_unequal_batches_and_steps(few):
     site = Site(config)
     cohorts = Trainer(site).cohorts([site.task(client, 1) for client in (1, 2, 3, 4, 5)])
     assert sorted([task.client for task in of] for of in cohorts) == [[1, 3, 4, 5], [2]]
-    equal(alone, fs_lowrank.run(config), atol=2e-5)
+    same_model(alone, fs_lowrank.run(config), atol=2e-5)
 
 
 def test_processes_and_a_resumed_run_have_the_same_result(few):
@@ -82,7 +66,7 @@ def test_processes_and_a_resumed_run_have_the_same_result(few):
     for other in ([], [{"clients": 2, "batch_size": 4}]):
         with pytest.raises(fs_lowrank.UserError, match="was started with another lowrank.clients; continue it"):
             fs_lowrank.run(config.replace({"lowrank.clients": other}), resume=True)
-    equal(whole, fs_lowrank.run(config, resume=True))
+    same_model(whole, fs_lowrank.run(config, resume=True))
 
 
 def test_a_client_is_reused_only_where_it_trains_alike(few, tmp_path):
@@ -139,14 +123,6 @@ def test_a_length_that_leaves_no_answer_is_refused(few, causal_settings):
         Site(few("own", {"lowrank.clients": [{"clients": 2, "tok_len": 3}]}, causal_settings))
     with pytest.raises(fs_lowrank.UserError, match="tok_len = 4000: the model at .* has 128 positions"):
         Site(few("own", {"lowrank.clients": [{"clients": 2, "tok_len": 4000}]}, causal_settings))
-
-
-@pytest.mark.slow
-def test_the_rows_of_a_comparison(few, tmp_path):
-    """``local`` trains each client by its own settings but its rank; ``pooled`` has one client."""
-    keys = {"federate.method": "flora", "lowrank.clients": [*OWN, {"clients": 3, "rank": 1}]}
-    results = fs_lowrank.compare(few("compare", keys), "flora,local,pooled")
-    assert set(results) == {"flora", "local", "pooled"}
 
 
 def test_an_engine_knows_the_settings_before_the_first_round(few):

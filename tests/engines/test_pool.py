@@ -19,21 +19,14 @@ from fs_lowrank.engines import pool
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.jobs.pool import Pool
 from fs_lowrank.methods import get_method_class, requirements
+from tests.cases import same_model
 
 METHODS = [m for m in fs_lowrank.list_methods() if "SequenceClassification" in requirements(m).tasks]
 #: run by ``make test``; ``make test-slow`` runs the others, which start many processes
 QUICK = ("fedloru",)
 
 
-@pytest.fixture
-def few(settings, tmp_path, no_curves):
-    """``few(name, keys)``: four clients, two rounds of two steps, under an outdir of their own."""
-
-    def make(name, keys=None, of=None):
-        base = {"federate.client_num": 4, "federate.total_round_num": 2, "train.local_update_steps": 2}
-        return fs_lowrank.load_config(of or settings, {**base, "outdir": str(tmp_path / name), **(keys or {})})
-
-    return make
+FEW = {"federate.client_num": 4}
 
 
 @pytest.mark.more
@@ -45,8 +38,7 @@ def test_states_of_frozen_layers_in_files(few, tmp_path):
 
 def same(a, b):
     """Tensors, metrics, losses and bytes equal to the bit."""
-    for (name, x), (_, y) in zip(a.model.named_parameters(), b.model.named_parameters(), strict=True):
-        assert torch.equal(x, y), name
+    same_model(a, b)
     for first, second in zip(a.history, b.history, strict=True):
         for key in first.keys() - {"seconds", "client_seconds"}:
             assert first[key] == second[key], key

@@ -23,15 +23,7 @@ def registers(monkeypatch):
     monkeypatch.setitem(PARTITIONERS, "ours", ours)
 
 
-@pytest.fixture
-def few(settings, tmp_path, no_curves):
-    def make(keys):
-        own = {"federate.total_round_num": 1, "train.local_update_steps": 1, "outdir": str(tmp_path / "run")}
-        return fs_lowrank.load_config(settings, {**own, "data.splitter_args": [], **keys})
-
-    return make
-
-
+FEW = {"federate.total_round_num": 1, "train.local_update_steps": 1, "data.splitter_args": []}
 CASES = [
     ({"federate.method": "mine"}, "federate.method = mine: other processes do not have what the running script"),
     ({"data.splitter": "ours"}, "data.splitter = ours: other processes do not have what the running script"),
@@ -41,15 +33,15 @@ CASES = [
 @pytest.mark.more
 @pytest.mark.parametrize("keys, said", CASES, ids=["method", "splitter"])
 def test_what_the_script_registers_is_for_its_own_process(registers, few, keys, said):
-    assert fs_lowrank.run(few({"data.splitter": "iid", **keys})).history, "which has it"
+    assert fs_lowrank.run(few("run", {"data.splitter": "iid", **keys})).history, "which has it"
     with pytest.raises(UserError, match=said) as caught:
-        fs_lowrank.run(few({"data.splitter": "iid", **keys, "federate.process_num": 2}), overwrite=True)
+        fs_lowrank.run(few("run", {"data.splitter": "iid", **keys, "federate.process_num": 2}), overwrite=True)
     assert "set federate.process_num 1" in str(caught.value)
     with pytest.raises(UserError, match=said) as caught:
-        check(few({"data.splitter": "iid", **keys}))
+        check(few("run", {"data.splitter": "iid", **keys}))
     assert "take engine local, with federate.process_num 1" in str(caught.value)
 
 
 def test_a_module_that_a_program_gave_is_for_its_own_process(few):
     with pytest.raises(UserError, match="model = Net: other processes cannot have a module that(?s:.*)engine local"):
-        check(few({"model.type": "Net@object", "model.task": "SequenceClassification"}))
+        check(few("run", {"model.type": "Net@object", "model.task": "SequenceClassification"}))

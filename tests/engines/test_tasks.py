@@ -18,7 +18,7 @@ from fs_lowrank.testing import small
 from fs_lowrank.training import evaluate
 from fs_lowrank.training.local import loss_of
 from fs_lowrank.training.metrics import measure
-from tests.cases import save_t5
+from tests.cases import same_model, save_t5
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +39,7 @@ def files(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def few(settings, tmp_path, no_curves):
-    def make(name, keys=None, of=None):
-        base = {"federate.total_round_num": 2, "outdir": str(tmp_path / name), "train.local_update_steps": 4}
-        return fs_lowrank.load_config(of or settings, {**base, "federate.client_num": 3, **(keys or {})})
-
-    return make
+FEW = {"federate.client_num": 3, "train.local_update_steps": 4}
 
 
 @pytest.fixture
@@ -69,11 +63,6 @@ def t5(few, files, causal_settings):
     adapter = [{"r": 2, "alpha": 6, "modules": ["q", "v"]}]
     keys = {"model.type": f"{files}@huggingface_llm", "model.task": "Seq2SeqLM", "llm.adapter.args": adapter}
     return lambda name, more=None: few(name, {**keys, **(more or {})}, causal_settings)
-
-
-def same(a, b, atol=0.0):
-    for (name, x), (_, y) in zip(a.model.named_parameters(), b.model.named_parameters(), strict=True):
-        assert torch.equal(x, y) if not atol else torch.allclose(x, y, rtol=0, atol=atol), name
 
 
 def outputs(result, examples):
@@ -148,9 +137,9 @@ def test_cohorts_and_processes_have_the_same_result(task, request):
     config = request.getfixturevalue(task)
     alone = fs_lowrank.run(config("alone", {"train.blocks": 1}))
     together = fs_lowrank.run(config("together", {"train.cohort": 3, "train.blocks": 1}))
-    same(alone, together, atol=2e-5)
+    same_model(alone, together, atol=2e-5)
     apart = fs_lowrank.run(config("apart", {"federate.process_num": 2, "train.blocks": 1}))
-    same(alone, apart)
+    same_model(alone, apart)
     assert alone.final == apart.final
 
 

@@ -87,15 +87,6 @@ def test_the_parameter_counts_are_reported(make):
 
 
 @pytest.mark.more
-def test_resumed_bit_by_bit(make):
-    keys = {"federate.sample_client_num": 2, "federate.total_round_num": 3}
-    whole = make("whole", keys).run()
-    make("parts", keys, on_round=lambda record: record["round"] == 2).run()
-    resumed = make("parts", keys).run(resume=True)
-    assert same(whole, resumed) and len(resumed.history) == 3
-
-
-@pytest.mark.more
 def test_augmentation_is_drawn_in_training_only_and_from_the_seed(make, monkeypatch):
     engine, again = make("a"), make("b")
     data, seen = type(engine.site.data.test), []
@@ -183,17 +174,3 @@ def test_flexlora_where_a_rank_is_above_a_layers_inputs(vision_settings):
     assert any(a.shape[0] > a[0].numel() for n, a in engine.ledger.state.items() if ".lora_A." in n)
     result = engine.run()
     assert len(result.history) == 2 and all(t.isfinite().all() for t in engine.ledger.state.values())
-
-
-@pytest.mark.more
-def test_factors_from_a_decomposition_resume_to_the_bit(vision_settings, tmp_path, no_curves):
-    """An SVD gives tensors whose rows are not contiguous in memory; restored from a checkpoint, they are."""
-    keys = {"federate.method": "fedhm", "model.type": "lenet", "model.use_bias": False, "lowrank.width": 0.25}
-    keys |= {"federate.client_num": 3, "federate.total_round_num": 3, "federate.sample_client_num": -1}
-    whole, parts = (
-        fs_lowrank.load_config(vision_settings, {**keys, "outdir": str(tmp_path / name)}) for name in ("whole", "parts")
-    )
-    fs_lowrank.run(parts, on_round=lambda record: record["round"] == 1)
-    resumed, undisturbed = fs_lowrank.run(parts, resume=True), fs_lowrank.run(whole)
-    for (name, a), (_, b) in zip(undisturbed.model.named_parameters(), resumed.model.named_parameters(), strict=True):
-        assert torch.equal(a, b), name

@@ -18,6 +18,7 @@ from fs_lowrank.jobs import kept as memo
 from fs_lowrank.jobs.kept import keeping, kept
 from fs_lowrank.models import build
 from fs_lowrank.rounds.site import Site
+from tests.cases import same_model
 
 
 def value(key, made):
@@ -132,8 +133,7 @@ def test_runs_in_one_process_are_those_of_fresh_ones(kind, request, tmp_path, lo
         after = run("after")
         # Once for each seed; images are not tokenized.
         assert loaded == {"model": 2, "data": 3 if kind == "vision_settings" else 2}
-    for (name, x), (_, y) in zip(alone.model.named_parameters(), after.model.named_parameters(), strict=True):
-        assert torch.equal(x, y), name
+    same_model(alone, after)
     for a, b in zip(alone.history, after.history, strict=True):
         assert all(a[k] == b[k] for k in a if "seconds" not in k)
     assert files(alone.outdir) == files(after.outdir)

@@ -17,6 +17,7 @@ import fs_lowrank
 from fs_lowrank.models.shortcuts.frozen import FrozenPrefix
 from fs_lowrank.models.shortcuts.states import SharedStates, shared_folder
 from fs_lowrank.rounds.site import Site
+from tests.cases import same_model
 
 
 @pytest.fixture(autouse=True)
@@ -25,18 +26,15 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "frozen"
 
 
+#: with an adapter on the last layer only, two layers are frozen; every client goes through its data at least once, so
+#: that their states are kept with and without other runs
+FEW = {"llm.adapter.args.0.layers": [2], "train.batch_or_epoch": "epoch", "train.local_update_steps": 1}
+
+
 @pytest.fixture
-def last_layer(settings, tmp_path, no_curves):
-    """``last_layer(name, keys)`` runs with an adapter on the last layer only, so two layers are frozen. Every client
-    goes through its data at least once, so that their states are kept with and without other runs."""
-    few = {"llm.adapter.args.0.layers": [2], "train.batch_or_epoch": "epoch", "train.local_update_steps": 1}
-    few["federate.total_round_num"] = 2
-
-    def run(name, keys=None):
-        keys = {**few, "outdir": str(tmp_path / name), **(keys or {})}
-        return fs_lowrank.run(fs_lowrank.load_config(settings, keys))
-
-    return run
+def last_layer(few):
+    """``last_layer(name, keys)`` runs with an adapter on the last layer only."""
+    return lambda name, keys=None: fs_lowrank.run(few(name, keys))
 
 
 @pytest.fixture
@@ -50,8 +48,7 @@ def computed(monkeypatch):
 
 
 def same(a, b):
-    for (name, x), (_, y) in zip(a.model.named_parameters(), b.model.named_parameters(), strict=True):
-        assert torch.equal(x, y), name
+    same_model(a, b)
     assert a.final == b.final and [r["loss"] for r in a.history] == [r["loss"] for r in b.history]
 
 

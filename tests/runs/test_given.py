@@ -39,13 +39,7 @@ FORMS = {
 }
 
 
-@pytest.fixture
-def few(settings, tmp_path, no_curves):
-    def make(name, keys=None):
-        base = {"federate.total_round_num": 2, "outdir": str(tmp_path / name), "train.local_update_steps": 1}
-        return fs_lowrank.load_config(settings, {**base, "federate.client_num": 3, "data.type": "", **(keys or {})})
-
-    return make
+FEW = {"federate.client_num": 3, "train.local_update_steps": 1, "data.type": ""}
 
 
 @pytest.fixture

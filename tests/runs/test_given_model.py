@@ -11,7 +11,7 @@ import fs_lowrank
 from fs_lowrank import RunFailed, UserError
 from fs_lowrank.runs.folder import outdir_of
 from fs_lowrank.runs.given import with_model
-from tests.cases import save_qwen
+from tests.cases import same_model, save_qwen
 
 
 class Bag(nn.Module):
@@ -33,36 +33,29 @@ class Bag(nn.Module):
         return self.classifier(hidden)
 
 
-@pytest.fixture
-def few(tmp_path, no_curves):
-    def make(of, name, keys=None):
-        base = {"federate.total_round_num": 2, "outdir": str(tmp_path / name), "train.local_update_steps": 2}
-        return fs_lowrank.load_config(of, {**base, "federate.client_num": 3, **(keys or {})})
-
-    return make
+FEW = {"federate.client_num": 3}
 
 
 @pytest.fixture
-def own(few, settings):
+def own(few):
     adapter = {"llm.adapter.args": [{"r": 2, "alpha": 4, "modules": ["hidden"]}]}
     return lambda name, keys=None: few(
-        settings, name, {"model.type": "", "model.task": "SequenceClassification", **adapter, **(keys or {})}
+        name, {"model.type": "", "model.task": "SequenceClassification", **adapter, **(keys or {})}
     )
 
 
 def same(a, b):
-    for (name, x), (_, y) in zip(a.model.named_parameters(), b.model.named_parameters(), strict=True):
-        assert torch.equal(x, y), name
+    same_model(a, b)
     assert a.final == b.final
 
 
 @pytest.mark.more
 def test_a_loaded_model_is_what_its_folder_would_be(few, causal_settings, tmp_path_factory):
     folder = save_qwen(tmp_path_factory.mktemp("qwen"))
-    from_folder = fs_lowrank.run(few(causal_settings, "folder", {"model.type": f"{folder}@huggingface_llm"}))
+    from_folder = fs_lowrank.run(few("folder", {"model.type": f"{folder}@huggingface_llm"}, causal_settings))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    config = few(causal_settings, "given", {"model.type": "", "federate.process_num": 2})
+    config = few("given", {"model.type": "", "federate.process_num": 2}, causal_settings)
     given = fs_lowrank.run(config, model=model, tokenizer=tokenizer)
     same(from_folder, given)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
@@ -73,9 +66,9 @@ def test_a_loaded_model_is_what_its_folder_would_be(few, causal_settings, tmp_pa
 def test_a_run_with_a_loaded_model_goes_on_with_the_same(few, settings, tiny_encoder):
     model, tokenizer = AutoModel.from_pretrained(tiny_encoder), AutoTokenizer.from_pretrained(tiny_encoder)
     keys = {"model.type": "", "model.task": "SequenceClassification"}
-    whole = fs_lowrank.run(few(settings, "whole", keys), model=model, tokenizer=tokenizer)
-    same(fs_lowrank.run(few(settings, "folder", {"model.type": f"{tiny_encoder}@transformers"})), whole)
-    config = few(settings, "parts", keys)
+    whole = fs_lowrank.run(few("whole", keys), model=model, tokenizer=tokenizer)
+    same(fs_lowrank.run(few("folder", {"model.type": f"{tiny_encoder}@transformers"})), whole)
+    config = few("parts", keys)
     fs_lowrank.run(config, model=model, tokenizer=tokenizer, on_round=lambda record: True)
     other = AutoModel.from_pretrained(tiny_encoder)
     other.embeddings.word_embeddings.weight.data += 1
@@ -289,7 +282,7 @@ def test_a_model_that_cannot_be_written_is_one_line(few, causal_settings, tmp_pa
         raise error
 
     monkeypatch.setattr(given[part], "save_pretrained", full)
-    config = few(causal_settings, "full")
+    config = few("full", of=causal_settings)
     place = outdir_of(config) / "given_model"
     with pytest.raises(RunFailed, match=f"^{place} cannot be written: .*No space left on device.*; make room, and run"):
         with_model(config, **given, resume=False)

@@ -12,8 +12,6 @@ pytestmark = pytest.mark.federatedscope
 KEYS = known_keys()
 SECTIONS = sorted({key.rpartition(".")[0] for key in KEYS})
 RUN = {"federate.method": "rolora", "federate.client_num": 4, "model.type": "x@transformers", "data.type": "x.csv"}
-#: keys of the framework's own copies of dataloader's, which ours reads there
-COPIED = {"data.batch_size", "data.shuffle", "data.drop_last"}
 
 
 @pytest.fixture

@@ -6,19 +6,12 @@ from uuid import uuid4
 
 import pytest
 
-import fs_lowrank
-
 
 @pytest.fixture
-def quick(settings, tmp_path, no_curves):
+def quick(few):
     """``quick(name, keys)``: a configuration under an outdir of its own: three clients, two rounds of two steps."""
-
-    def make(name, keys=None, of=None):
-        few = {"federate.client_num": 3, "federate.total_round_num": 2, "train.local_update_steps": 2}
-        few |= {"train.cache_frozen": "off", "outdir": str(tmp_path / name)}
-        return fs_lowrank.load_config(of or settings, {**few, **(keys or {})})
-
-    return make
+    three = {"federate.client_num": 3, "train.cache_frozen": "off"}
+    return lambda name, keys=None, of=None: few(name, {**three, **(keys or {})}, of)
 
 
 class Federation:

@@ -19,6 +19,7 @@ from fs_lowrank.rounds.loop import scores_in, spent_by
 from fs_lowrank.rounds.parcel import Parcel
 from fs_lowrank.runs.checkpoint import load_checkpoint
 from fs_lowrank.testing import small
+from tests.cases import same_model
 
 pytestmark = pytest.mark.flower
 
@@ -43,8 +44,7 @@ def serve(config, grid, resume=False, on_round=None, **more):
 
 def same(local, other):
     """The global tensors are equal to the bit, and so are the records except for seconds and evaluation messages."""
-    for (name, a), (other_name, b) in zip(local.model.named_parameters(), other.model.named_parameters(), strict=True):
-        assert name == other_name and torch.equal(a, b), name
+    same_model(local, other)
     follow = "client_test" in local.history[-1]["metrics"]
     for a, b in zip(local.history, other.history, strict=True):
         for key in a.keys() - {"seconds", "client_seconds"}:
@@ -404,8 +404,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(quick, federation, m
     one.end()  # its thread would draw from the generator with which the next server makes its model
     done = load_checkpoint(whole.outdir.parent / "cut" / "checkpoint")
     resumed = serve(config, federation(folder=tmp_path / "b").grid, resume=done is not None)
-    for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(a, b), name
+    same_model(whole, resumed)
     assert [r["clients"] for r in resumed.history] == [r["clients"] for r in whole.history]
     assert whole.final == resumed.final
 
