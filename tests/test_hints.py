@@ -10,8 +10,6 @@ from fs_lowrank import cli
 from fs_lowrank.errors import hint
 from fs_lowrank.testing.small import make_reviews
 
-ROOT = Path(__file__).parents[1]
-
 
 def offered(text):
     """The commands that ``text`` offers, as arguments of ``fs-lowrank``."""

@@ -1,7 +1,5 @@
 """The reference of keys is complete, describes every key, and is the page of the documentation."""
 
-from pathlib import Path
-
 import pytest
 import yaml
 
@@ -9,8 +7,6 @@ from fs_lowrank import UserError, cli, load_config
 from fs_lowrank.data import PARTITIONERS
 from fs_lowrank.keys import find, others, reference, sentences
 from fs_lowrank.settings import known_keys
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.more

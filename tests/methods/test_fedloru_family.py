@@ -17,7 +17,6 @@ from fs_lowrank.models.saved import save_adapter
 from fs_lowrank.settings import AdapterSpec
 
 SIZES = (3, 10, 27)
-LOW_RANK = ("fedloru", "mfedloru", "pfedloru", "pmfedloru")
 
 
 def equal(a, b):

@@ -4,7 +4,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import subprocess
 import sys
 import time
@@ -142,13 +141,6 @@ def test_a_step_of_the_server_that_is_quick_keeps_its_ending(monkeypatch):
     monkeypatch.setattr(updates, "server_of", lambda *target: None)
     monkeypatch.setattr(updates, "drawn", lambda number: [(("fedlora", "encoder"), 1, [])])
     assert [(o.ending, o.reason) for o in updates.case(1, bench.Bench)] == [("refused", "a reason")]
-
-
-@pytest.mark.parametrize("kind", driver.KINDS)
-def test_no_command_has_a_longer_limit_than_all(kind):
-    """``HANG`` is of a command; that of a case, which runs several, is the driver's."""
-    source = Path(driver.module_of(kind).__file__).read_text(encoding="utf-8")
-    assert child.HANG == 60.0 and not re.search(r"\b(fork|spawn|command)\([^)]*\blimit=", source)
 
 
 def test_a_shard_that_was_cut_short_is_continued(tmp_path, monkeypatch):
