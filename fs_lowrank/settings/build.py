@@ -9,34 +9,47 @@ from typing import Any, NoReturn
 
 from ..errors import UserError, nearest
 from . import framework
-from .check import check_value, keys_of
+from .check import Key, check_value, keys_of
 from .origin import Origin
 from .schema import known_keys
+from .tree import sections
 
 
-def read_section(cls: type, raw: Any, prefix: str, origin: Origin, others: dict[str, Any]) -> Any:
-    """An instance of ``cls`` from its section of the file. FederatedScope's other keys go to ``others``."""
-    if raw is None:
-        raw = {}
-    if not isinstance(raw, Mapping):
+def read_section(cls: type | None, raw: Any, prefix: str, origin: Origin, others: dict[str, Any]) -> Any:
+    """An instance of ``cls`` from its section of the file; None for a section that FederatedScope alone has.
+
+    Args:
+        others: where FederatedScope's other keys go, if their values differ from its defaults.
+    Raises:
+        UserError: an unknown key, or a value of the wrong type or out of range.
+    """
+    if raw is not None and not isinstance(raw, Mapping):
         origin.wrong(prefix.rstrip("."), raw, "a section with keys of its own")
-    keys = {name: of for name, of in keys_of(cls).items() if not {"open", "hidden"} & of.meta.keys()}
-    rest = next((name for name, of in keys_of(cls).items() if "open" in of.meta), None)
-    values: dict[str, Any] = {}
-    extra: dict[str, Any] = {}
-    for key, value in raw.items():
-        name = prefix + key
-        if (of := keys.get(key)) and isinstance(of.hint, type) and dataclasses.is_dataclass(of.hint):
-            values[key] = read_section(of.hint, value, name + ".", origin, others)
-        elif of:
-            values[key] = check_value(name, value, of.hint, of.meta, origin)
-        elif _framework_key(name, value, origin, others):
-            continue
-        elif rest is None:
-            unknown_key(name, origin)
+    keys: Mapping[str, Key] = keys_of(cls) if cls else {}
+    rest = next((name for name, of in keys.items() if "open" in of.meta), None)
+    values: dict[str, Any] = {rest: {}} if rest else {}
+    for key, value in (raw or {}).items():
+        name, of = prefix + key, keys.get(key)
+        if of and not {"open", "hidden"} & of.meta.keys():
+            section = isinstance(of.hint, type) and dataclasses.is_dataclass(of.hint)
+            values[key] = (
+                read_section(of.hint, value, f"{name}.", origin, others)
+                if section
+                else check_value(name, value, of.hint, of.meta, origin)
+            )
+        elif name in framework.DEFAULTS:
+            default = framework.DEFAULTS[name]
+            if (checked := check_value(name, value, type(default), {}, origin)) != default:
+                others[name] = checked
+        elif framework.within(name, framework.OPEN) and name not in framework.OPEN:
+            others[name] = value
+        elif name in framework.SECTIONS:
+            read_section(None, value, f"{name}.", origin, others)
+        elif rest:
+            values[rest][key] = value  # which is checked when the section is used
         else:
-            extra[key] = value  # a further key, which is checked when the section is used
-    return cls(**values, **({rest: extra} if rest else {}))
+            unknown_key(name, origin)
+    return cls(**values) if cls else None
 
 
 def unknown_key(name: str, origin: Origin, more: Sequence[str] = ()) -> NoReturn:
@@ -45,7 +58,7 @@ def unknown_key(name: str, origin: Origin, more: Sequence[str] = ()) -> NoReturn
     """
     known, (section, _, last) = [*known_keys(), *more], name.lower().rpartition(".")
     ours = [key for key in known if key not in framework.DEFAULTS]
-    ours += sorted({key.rsplit(".", depth)[0] for key in ours for depth in range(1, key.count(".") + 1)})
+    ours += sorted(sections(ours))
     same = [key for key in ours if key.rpartition(".")[2] == last]
     same = [key for key in same if key.startswith(f"{section}.")] or same
     if not 0 < len(same) <= 3:
@@ -53,24 +66,3 @@ def unknown_key(name: str, origin: Origin, more: Sequence[str] = ()) -> NoReturn
         same = [beside[close] for close in difflib.get_close_matches(last, beside, n=1)]
     hint = f"; did you mean {' or '.join(map(repr, same))}?" if same else nearest(name, known, 0.8)
     raise UserError(f"{origin.where(name)}unknown key {name!r}{hint}")
-
-
-def _framework_key(name: str, value: Any, origin: Origin, others: dict[str, Any]) -> bool:
-    """Whether FederatedScope has this key. A value other than its default is added to ``others``."""
-    if name in framework.DEFAULTS:
-        default = framework.DEFAULTS[name]
-        value = check_value(name, value, type(default), {}, origin)
-        if value != default:
-            others[name] = value
-        return True
-    if framework.within(name, framework.OPEN) and name not in framework.OPEN:
-        others[name] = value
-        return True
-    if name not in framework.OPEN and not any(key.startswith(name + ".") for key in framework.DEFAULTS):
-        return False
-    if value is not None and not isinstance(value, Mapping):
-        origin.wrong(name, value, "a section with keys of its own")
-    for key, item in (value or {}).items():
-        if not _framework_key(f"{name}.{key}", item, origin, others):
-            unknown_key(f"{name}.{key}", origin)
-    return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from .reading import read_packaged
-from .tree import flatten
+from .tree import flatten, sections
 
 _TABLES = read_packaged(__package__, "framework.yaml")
 
@@ -16,6 +16,8 @@ _TABLES = read_packaged(__package__, "framework.yaml")
 DEFAULTS = flatten(_TABLES["defaults"])
 #: sections that accept unknown keys
 OPEN: list[str] = _TABLES["open"]
+#: all sections that it has keys in
+SECTIONS = {*OPEN, *sections([*DEFAULTS, *OPEN])}
 #: keys and sections that do not affect the result of a run in one process
 HARMLESS: list[str] = _TABLES["harmless"]
 #: keys that are in every fingerprint, also at their defaults

@@ -245,13 +245,13 @@ def known_keys() -> list[str]:
     return sorted({name for name, _, _ in flat_keys(Settings())} | set(framework.DEFAULTS))
 
 
+#: suffix of ``model.type`` -> the task of a model that is none of our image networks
+_TASKS = {"huggingface_llm": "CausalLM", "modelscope_llm": "CausalLM", "transformers": "SequenceClassification"}
+
+
 def infer_task(model_type: str) -> str:
-    if model_type in VISION_MODELS:
-        return "ImageClassification"
-    suffix = model_type.rpartition("@")[2] if "@" in model_type else ""
-    return {"huggingface_llm": "CausalLM", "modelscope_llm": "CausalLM", "transformers": "SequenceClassification"}.get(
-        suffix, ""
-    )
+    name, _, suffix = model_type.rpartition("@")
+    return "ImageClassification" if model_type in VISION_MODELS else _TASKS.get(suffix, "") if name else ""
 
 
 def flat_keys(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[str, Any]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import UserError
@@ -65,6 +65,11 @@ def assign(tree: Any, key: str, value: Any) -> None:
             value_at = f"{'.'.join(parts[: depth + 1])} is a value ({show(child)})"
             raise UserError(f"unknown key {key!r}: {value_at}, not a section")
         node = child
+
+
+def sections(names: Iterable[str]) -> set[str]:
+    """The sections that dotted keys are in, at all levels."""
+    return {name.rsplit(".", depth)[0] for name in names for depth in range(1, name.count(".") + 1)}
 
 
 def _index(part: str) -> int | None:
