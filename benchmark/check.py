@@ -27,15 +27,15 @@ def check(jobs: Sequence[Job], options: Options) -> None:
         UserError: the message lists everything that is wrong or missing, and how to get it.
     """
     problems: dict[str, None] = {}
-    seen: set[tuple[str, str]] = set()
+    looks: dict[tuple[str, str], tuple[Job, Callable[[], object]]] = {}
     for job in jobs:
         for key, look in _looks(job, options):
-            if key not in seen:
-                seen.add(key)
-                try:
-                    look()
-                except UserError as error:
-                    problems[f"{job.suite.name}: {job.experiment.name}: {error}"] = None
+            looks.setdefault(key, (job, look))
+    for job, look in looks.values():
+        try:
+            look()
+        except UserError as error:
+            problems[f"{job.suite.name}: {job.experiment.name}: {error}"] = None
     for folder in (options.results, options.work):
         try:
             write_text(probe := Path(folder) / ".writable", "")

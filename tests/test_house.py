@@ -202,7 +202,7 @@ BUDGETS = {
     "fs_lowrank.jobs": 695,  # 300
     "front": 2737,  # 2,100
     "hpo": 1158,  # 950
-    "benchmark": 3762,  # 2,550, and the leaderboard
+    "benchmark": 3759,  # 2,550, and the leaderboard
     "studies": 2100,  # 2,100
 }
 #: rooms with one budget, by their names here
