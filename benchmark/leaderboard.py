@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import math
 import statistics
 import tempfile
 from collections.abc import Mapping
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fs_lowrank.draw.panels import Panel
-from fs_lowrank.errors import counted
+from fs_lowrank.errors import ROWS_LOGGER, counted
 from fs_lowrank.jobs.files import write_text
 from fs_lowrank.testing.bench import Bench, quietly
 
@@ -199,7 +202,8 @@ def exactness(method: str, keys: Mapping[str, Any]) -> float:
         keys: of a configuration, of which ``lowrank.tau`` is taken.
     """
     own = {name: given for name, given in keys.items() if name == "lowrank.tau"}
-    with tempfile.TemporaryDirectory() as folder, quietly(folder):
+    silent = mock.patch.object(logging.getLogger(ROWS_LOGGER), "disabled", True)
+    with tempfile.TemporaryDirectory() as folder, quietly(folder), redirect_stderr(io.StringIO()), silent:
         engine = Bench(folder).make("encoder", method, {"train.local_update_steps": 4, **own})
         before, of_clients = torch.empty(0), dict[int, Tensor]()
         upload, last = engine.method.upload, engine.config.federate.total_round_num

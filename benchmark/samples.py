@@ -98,7 +98,6 @@ def counted(record: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """
     if record.get("samples_counted"):
         return {"samples": record["samples"], "samples_estimated": False}
-    sizes = record["data"]["clients"]
-    of_rounds = _by_round(config, sizes)
+    of_rounds = _by_round(config, record["data"]["clients"])
     samples = sum(next(of_rounds) for _ in range(record["rounds"]))
     return {"samples": samples, "samples_estimated": record["history"]["failed_clients"] > 0}
