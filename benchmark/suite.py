@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fs_lowrank import UserError, list_methods
+from fs_lowrank import UserError, declared
 from fs_lowrank.errors import counted, nearest
 from fs_lowrank.settings import Origin, check_keys, check_value, keys_of, read_yaml, yaml_beside
 from fs_lowrank.settings import flatten as dotted
@@ -261,7 +261,7 @@ def _methods(given: list | str, origin: Origin, at: str) -> tuple[MethodEntry, .
     if isinstance(given, str) and given != "all":
         origin.wrong(at, given, str(EXPERIMENT["methods"].meta["words"]))
     entries = []
-    for i, entry in enumerate(list_methods() if given == "all" else given):
+    for i, entry in enumerate(declared.methods().list_methods() if given == "all" else given):
         if isinstance(entry, str):
             entries.append(MethodEntry(entry, entry))
             continue
