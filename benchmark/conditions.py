@@ -58,7 +58,7 @@ def check_rule(condition: Any, origin: Origin, at: str) -> dict:
     """
     if not isinstance(condition, Mapping):
         origin.wrong(at, condition, "a mapping, such as {is: drops, …}")
-    kind = check_value(f"{at}.is", condition.get("is"), str, {"choices": tuple(_KINDS)}, origin)
+    kind = check_value(f"{at}.is", condition.get("is"), Key(str, {"choices": tuple(_KINDS)}), origin)
     _, needs, more = _KINDS[kind]
     known = ("is", *needs, *more, "metric", "where", "spread")
     keys = {key: replace(_KEYS[key], required=key in needs) for key in known}

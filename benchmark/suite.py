@@ -20,7 +20,7 @@ from typing import Any
 
 from fs_lowrank import UserError, declared
 from fs_lowrank.errors import counted, nearest
-from fs_lowrank.settings import Origin, check_keys, check_value, keys_of, read_yaml, yaml_beside
+from fs_lowrank.settings import Key, Origin, check_keys, check_value, keys_of, read_yaml, yaml_beside
 from fs_lowrank.settings import flatten as dotted
 from fs_lowrank.settings.reading import read_packaged
 
@@ -288,11 +288,11 @@ def _axes(given: Mapping, origin: Origin, at: str) -> dict[str, dict[str, dict]]
                 f"would be a second axis called {shown!r}; give one a name, with labels and the keys that each sets",
             )
         if isinstance(values, list) and values:
-            check_value(f"{at}.{name}", values, list, {"once": True}, origin)
+            check_value(f"{at}.{name}", values, Key(list, {"once": True}), origin)
             axes[shown] = {str(v): {name: v} for v in values}
         elif isinstance(values, Mapping) and values:
             axes[shown] = {
-                str(label): flatten(check_value(f"{at}.{name}.{label}", keys, dict, {}, origin))
+                str(label): flatten(check_value(f"{at}.{name}.{label}", keys, Key(dict), origin))
                 for label, keys in values.items()
             }
         else:

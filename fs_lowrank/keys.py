@@ -51,7 +51,7 @@ class Entry:
     @property
     def type(self) -> str:
         """What is expected, in words, with bounds and choices."""
-        return expected(self.key.hint, self.key.meta)
+        return expected(self.key)
 
     @property
     def default(self) -> str:
@@ -129,7 +129,7 @@ def json_schema() -> dict[str, Any]:
         above, _, name = entry.name.rpartition(".")
         if above == "data.transform.N.1":  # a list of a name and a mapping
             continue
-        known, value = at(above)["properties"], json_schemas.value_schema(entry.key.hint, entry.key.meta)
+        known, value = at(above)["properties"], json_schemas.value_schema(entry.key)
         if above == "llm.adapter.args.0" and "items" in (listed := value.get("anyOf", [{}])[0]):
             value["anyOf"].append(listed["items"])  # one in place of a list of one
         if name not in known:

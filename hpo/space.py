@@ -242,10 +242,10 @@ def space_from(content: Any, source: str | Origin = "space", studies: Mapping[st
             f"{origin.file}: expected config keys, such as `train.optimizer.lr: {{loguniform: [5e-4, 1e-1]}}`"
         )
     content = dict(content)
-    studies = check_value("studies", content.pop("studies", None) or {}, dict, {}, origin) | dict(studies or {})
+    studies = check_value("studies", content.pop("studies", None) or {}, Key(dict), origin) | dict(studies or {})
     for key, values in studies.items():
         words = "a list of values, such as {federate.method: [rolora, ffa_lora]}"
-        check_value(f"studies.{key}", values, list, {"filled": True, "once": True, "words": words}, origin)
+        check_value(f"studies.{key}", values, Key(list, {"filled": True, "once": True, "words": words}), origin)
     parameters = {p.key: p for p in _parameters(content, "", origin)}
     for key in studies:
         if key in parameters:

@@ -188,7 +188,7 @@ NOT_CODE = {
 #: room -> the most lines of code that it may have, and beside it where it is to go. A room that needs more says what
 #: another gives up; one that has got smaller keeps what it won
 BUDGETS = {
-    "settings, config, keys": 1594,  # 1,300
+    "settings, config, keys": 1593,  # 1,300
     "fs_lowrank.algebra": 427,  # 420
     "fs_lowrank.data": 2565,  # 2,200
     "fs_lowrank.models": 2901,  # 2,750

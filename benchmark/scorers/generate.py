@@ -20,7 +20,7 @@ import pandas as pd
 from fs_lowrank.data.examples import IGNORED_LABEL
 from fs_lowrank.data.tokenize import tokenize_instructions
 from fs_lowrank.errors import UserError
-from fs_lowrank.settings import Origin, check_value
+from fs_lowrank.settings import Key, Origin, check_value
 from fs_lowrank.training.generate import continue_prompts
 
 from ..intervals import right_rows
@@ -119,5 +119,5 @@ def prompts(rows: list[dict], tokenizer, template: str = "auto") -> list[list[in
 
 
 def _folder(task: str) -> str:
-    known = check_value("evaluation.tasks", task, str, {"choices": (*commonsense.FORMS, *ALIASES)}, Origin())
+    known = check_value("evaluation.tasks", task, Key(str, {"choices": (*commonsense.FORMS, *ALIASES)}), Origin())
     return ALIASES.get(known, known)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fs_lowrank.errors import UserError
-from fs_lowrank.settings import Origin, check_keys, check_value, keys_of
+from fs_lowrank.settings import Key, Origin, check_keys, check_value, keys_of
 
 _CHUNK = 4096
 
@@ -143,7 +143,7 @@ class Pipeline:
             parts, at = [step] if isinstance(step, str) else step, f"{key}.{i}"
             if not isinstance(parts, (list, tuple)) or not 1 <= len(parts) <= 2:
                 origin.wrong(at, step, "[NAME] or [NAME, {ARGUMENT: VALUE}]")
-            name = check_value(f"{at}.0", parts[0], str, {"choices": tuple(STEPS)}, origin)
+            name = check_value(f"{at}.0", parts[0], Key(str, {"choices": tuple(STEPS)}), origin)
             takes = keys_of(STEPS[name], 2)
             args = check_keys(parts[1] if len(parts) == 2 else {}, takes, origin, f"{at}.1")
             self.steps.append((name, partial(STEPS[name], **args)))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .check import check_value, key, keys_of
+from .check import Key, check_value, key, keys_of
 from .origin import Origin
 
 #: short spellings of PEFT's names
@@ -143,7 +143,7 @@ class AdapterSpec:
             origin.wrong(f"{at}adapter_package", package, "one of peft")
         keys = keys_of(cls)  # type: ignore[arg-type]  # classes are hashable
         values = {
-            ours: check_value(at + spelled[name], named.pop(name), keys[ours].hint, keys[ours].meta, origin)
+            ours: check_value(at + spelled[name], named.pop(name), keys[ours], origin)
             for name, ours in _CHECKED.items()
             if name in named
         }
@@ -156,7 +156,7 @@ class AdapterSpec:
         if spec.method in PROMPTS:
             if "num_virtual_tokens" not in named:
                 origin.fail(at + "num_virtual_tokens", f"is missing; say how many {spec.method} trains, such as 20")
-            check_value(at + "num_virtual_tokens", named["num_virtual_tokens"], int, {"min": 1}, origin)
+            check_value(at + "num_virtual_tokens", named["num_virtual_tokens"], Key(int, {"min": 1}), origin)
         return spec
 
 

@@ -31,15 +31,13 @@ def read_section(cls: type | None, raw: Any, prefix: str, origin: Origin, others
     for key, value in (raw or {}).items():
         name, of = prefix + key, keys.get(key)
         if of and not {"open", "hidden"} & of.meta.keys():
-            section = isinstance(of.hint, type) and dataclasses.is_dataclass(of.hint)
-            values[key] = (
-                read_section(of.hint, value, f"{name}.", origin, others)
-                if section
-                else check_value(name, value, of.hint, of.meta, origin)
-            )
+            if isinstance(of.hint, type) and dataclasses.is_dataclass(of.hint):
+                values[key] = read_section(of.hint, value, f"{name}.", origin, others)
+            else:
+                values[key] = check_value(name, value, of, origin)
         elif name in framework.DEFAULTS:
             default = framework.DEFAULTS[name]
-            if (checked := check_value(name, value, type(default), {}, origin)) != default:
+            if (checked := check_value(name, value, Key(type(default)), origin)) != default:
                 others[name] = checked
         elif framework.within(name, framework.OPEN) and name not in framework.OPEN:
             others[name] = value

@@ -37,19 +37,19 @@ def key(default: Any, **meta: Any) -> Any:
     return field(default=default, metadata=meta)
 
 
-def check_value(name: str, value: Any, hint: Any, meta: Mapping[str, Any], origin: Origin) -> Any:
+def check_value(name: str, value: Any, key: Key, origin: Origin) -> Any:
     """``value``, converted to the type of the key and checked against its bounds and choices."""
-    given = value
+    given, meta = value, key.meta
 
     def wrong(more: str = "") -> NoReturn:
-        origin.wrong(name, given, expected(hint, meta) + more)
+        origin.wrong(name, given, expected(key) + more)
 
     for spelling, meant in meta.get("also", {}).items():
         folded = value.lower() if meta.get("fold") and isinstance(value, str) else value
         if type(folded) is type(spelling) and folded == spelling:
             value = meant
     try:
-        value = _coerce(plain(value), hint)
+        value = _coerce(plain(value), key.hint)
     except _Mismatch:
         wrong(f"; write [{given[1:-1]}]" if isinstance(given, str) and re.fullmatch(r"\(.*\)", given, re.S) else "")
     for item, why in meta.get("dropped", {}).items():
@@ -129,7 +129,7 @@ def check_keys(
             raise UserError(
                 f"{origin.where(f'{prefix}{name}')}unknown key {prefix + str(name)!r}{nearest(name, allowed)}; {takes}"
             )
-        checked[name] = check_value(prefix + name, value, keys[name].hint, keys[name].meta, origin)
+        checked[name] = check_value(prefix + name, value, keys[name], origin)
     for name in allowed:
         if keys[name].required and name not in given:
             origin.fail(prefix + name, "is missing")
@@ -164,13 +164,14 @@ _EXPECTED = {
 }
 
 
-def expected(hint: Any, meta: Mapping[str, Any] = types.MappingProxyType({})) -> str:
+def expected(key: Key) -> str:
     """The type, the choices and the bounds in words."""
+    meta = key.meta
     limits = [(words, meta[bound]) for bound, _, words in _BOUNDS if bound in meta]
     bounds = " and ".join(f"{words} {limit if isinstance(limit, int) else f'{limit:g}'}" for words, limit in limits)
     choices = meta.get("choices") or meta.get("items")
     listed = ", ".join(str(choice) or "''" for choice in choices or ())
-    kind = f"{'a list of any' if 'items' in meta else 'one'} of {listed}" if choices else _type_in_words(hint)
+    kind = f"{'a list of any' if 'items' in meta else 'one'} of {listed}" if choices else _type_in_words(key.hint)
     return ", ".join(filter(None, [meta.get("words", kind), bounds]))
 
 

@@ -190,5 +190,5 @@ def _named(settings: Mapping[str, Any], at: str, origin: Origin) -> dict[str, tu
             origin.fail(place, f"cannot be set by client{nearest(given, keys)}; a client may have: {', '.join(keys)}")
         if name in named:
             origin.fail(place, f"and {named[name][1]} are two spellings of one key; keep one")
-        named[name] = check_value(place, value, keys[name].hint, keys[name].meta, origin), place
+        named[name] = check_value(place, value, keys[name], origin), place
     return {name: given for name, given in named.items() if given[0] is not None}

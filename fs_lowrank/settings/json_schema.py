@@ -7,13 +7,15 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from .check import Key
+
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", dict: "object"}
 _BOUNDS = {"min": "minimum", "above": "exclusiveMinimum", "max": "maximum", "below": "exclusiveMaximum"}
 
 
-def value_schema(hint: Any, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a value of type ``hint`` with the metadata of its key (``check.key``)."""
-    schema = _of_type(hint, meta)
+def value_schema(key: Key) -> dict[str, Any]:
+    """The schema of a key's values."""
+    meta, schema = key.meta, _of_type(key.hint, key.meta)
     also = list(meta.get("also", {}))
     if meta.get("fold"):  # in upper or lower case; the choices stand there for editors, which complete them
         letters = ("".join(f"[{c.upper()}{c.lower()}]" if c.isalpha() else c for c in w) for w in meta["choices"])
