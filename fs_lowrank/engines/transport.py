@@ -24,6 +24,7 @@ from typing import Any
 
 from ..callbacks import Callback, callbacks_of
 from ..config import Config
+from ..rounds.joining import reported_standing
 from ..rounds.ledger import Standing
 from ..rounds.loop import Loop
 from ..rounds.node import Node
@@ -33,7 +34,7 @@ from ..rounds.transport import Lost, Transport
 from ..runs.folder import check_outdir
 from ..runs.result import RunResult
 
-__all__ = ["Lost", "Node", "Order", "Parcel", "Standing", "Transport", "run_over"]
+__all__ = ["Lost", "Node", "Order", "Parcel", "Standing", "Transport", "reported_standing", "run_over"]
 
 
 def run_over(

@@ -64,6 +64,7 @@ def model_card(
         revision=revision,
         fetched=f", as `fs-lowrank fetch {given}` gives it" if given in FETCHABLE and not Path(given).is_dir() else "",
         clients=counted(len(facts["clients"]), "client"),
+        sizes=f"{min(facts['clients'])} to {max(facts['clients'])} samples",  # a filter of jinja2 is slow for many
         figures=shown,
         labels=labels,
         names=json.dumps(labels, ensure_ascii=False),

@@ -171,7 +171,7 @@ def test_a_client_that_is_killed(quick, monkeypatch):
     assert len(set(second["client_downlink_bytes"].values())) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_the_engine_of_the_documentation(quick, tmp_path, monkeypatch):
     """One that starts a command for each order, as the page has it; a client that fails is left out of its round."""
     (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
@@ -181,7 +181,7 @@ def test_the_engine_of_the_documentation(quick, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     engine = importlib.import_module("commands_engine")
-    keys = {"federate.method": "pfedlora", "federate.client_num": 2}
+    keys = {"federate.method": "pfedlora", "federate.client_num": 2, "federate.total_round_num": 2}
     config = quick("commands", keys)
     engine.run(config, on_round=lambda record: True)
     there = Path(config.outdir) / "clients"

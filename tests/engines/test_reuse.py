@@ -9,7 +9,6 @@ import torch
 
 import fs_lowrank
 from fs_lowrank import load_config
-from fs_lowrank.callbacks import pictures
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.errors import RunFailed, UserError
 from fs_lowrank.methods import Phase
@@ -185,12 +184,8 @@ def test_a_folder_that_cannot_be_used(run, tmp_path):
 
 @pytest.mark.slow
 def test_a_comparison_of_one_round_trains_its_clients_once(settings, tmp_path, monkeypatch):
-    import fs_lowrank.api as api
-
     trained, real = [], trainer.train_client
     monkeypatch.setattr(trainer, "train_client", lambda *a, **o: trained.append(o["owner"]) or real(*a, **o))
-    for module in (pictures, api):
-        monkeypatch.setattr(module, "plot_curves", lambda shown, path, *given, **more: path)
     keys = {
         "federate.method": "fedavg",
         "federate.client_num": 3,
