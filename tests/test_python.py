@@ -187,6 +187,6 @@ def test_in_a_notebook(config, tmp_path):
     nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
     run, table, plot, own = (cell.outputs for cell in notebook.cells)
     bar = "".join(o.text for o in run if o.output_type == "stream" and o.name == "stderr")
-    assert "fedlora: " in bar and "val acc" in bar
+    assert "fedlora, rounds: " in bar and "val acc" in bar
     assert "<th>test_acc</th>" in table[0].data["text/html"]
     assert "image/png" in plot[0].data and any("image/png" in o.get("data", {}) for o in own)
