@@ -85,7 +85,7 @@ def read_clients(value: Any, clients: int, origin: Origin) -> list[dict[str, Any
     groups: dict[tuple[Any, ...], list[int]] = {}
     for number in sorted(of):
         groups.setdefault(tuple(sorted(of[number].items())), []).append(number)
-    return [{"clients": _spans(numbers), **dict(settings)} for settings, numbers in groups.items()]
+    return [{"clients": _spans(numbers), **dict(settings)} for settings, numbers in groups.items() if settings]
 
 
 def by_group(entries: Any) -> Iterator[tuple[list[int], dict[str, Any]]]:

@@ -39,6 +39,10 @@ def test_a_list_a_table_and_a_file_of_the_framework_mean_the_same(tmp_path):
     assert configs[0].replace(seed=3).lowrank.clients == configs[0].lowrank.clients
 
 
+def test_a_client_whose_settings_are_nothing_trains_as_all():
+    assert load_config({**BASE, "lowrank.clients": [{"clients": 2, "tok_len": None}]}).lowrank.clients == []
+
+
 def test_ranks_of_clients_take_the_place_of_those_of_the_method(tmp_path):
     keys = {"federate.method": "flora", "lowrank.ranks": [2, 3], "federate.client_num": 5}
     config = load_config({**BASE, **keys, "lowrank.clients": [{"clients": [2, 5], "rank": 7}]})
