@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from .config import Config, load_config, load_for
 from .engines import get_engine
 from .engines.kept import start_method_kept
-from .errors import RunFailed, UserError
+from .errors import UserError
 from .jobs.crew import INSIDE
-from .jobs.files import replacing, to_json
+from .jobs.files import to_json, write_text
 from .jobs.kept import keeping
 from .jobs.pool import import_ahead
 from .jobs.shell import names
@@ -183,13 +183,7 @@ def compare(
                 shown(config, f"{name}, rounds", progress, *asked) as shown_to,
             ):
                 results[name] = run_row(name, configs[name], bool(resume), *shown_to, divided=config)
-    try:
-        curves = _write_comparison(config, configs, results, outdir)
-    except OSError as error:
-        raise RunFailed(
-            f"all methods ran, but their comparison could not be written to {outdir}: {error}; correct this "
-            "and run again with resume=True, which does not repeat any training"
-        ) from error
+    curves = _write_comparison(config, configs, results, outdir)
     for result in results.values():
         result.saved["comparison"] = curves
     return results
@@ -245,6 +239,5 @@ def _write_comparison(
         }
         for n, r in results.items()
     }
-    with replacing(outdir / "comparison.json") as aside:
-        aside.write_text(to_json(comparison, indent=1))
+    write_text(outdir / "comparison.json", to_json(comparison, indent=1))
     return curves

@@ -19,10 +19,8 @@ from .commands import add_commands, init, seeds
 from .commands.extensions import extensions, run_extension
 from .errors import UserError, counted, hint
 from .jobs import shell, tables
+from .jobs.shell import console, say
 
-console = shell.make_console(120)
-#: prints a line that a terminal wraps, so that names and commands in it can be copied
-_say = partial(console.print, soft_wrap=True)
 _CODES = "exit code: 0; 1 if a run could not continue, or doctor misses something; 2 for wrong use; 130 if interrupted"
 #: the commands that are entry points of this package
 _OURS = {
@@ -159,7 +157,7 @@ def _on_round(config) -> Callable[[dict], None]:
         if len(line) + len(sent + end) <= console.width:  # the table at the end has the bytes too
             line.append(sent)
         line.append(end)
-        _say(line)
+        say(line)
 
     return on_round
 
@@ -178,7 +176,7 @@ def _beginning() -> list:
                 once = f" once ({human_bytes(prefix.planned)})" if prefix.planned else ""
                 text += f"; computes the first {prefix.depth} of {len(prefix.layers)} layers{once} without dropout"
             acts = f"dropout {'acts' if draws(run.site.model.train()) else 'is 0'}{' in the others' * bool(prefix)}"
-            _say(f"  {text}; {acts}; results go to {run.outdir}")
+            say(f"  {text}; {acts}; results go to {run.outdir}")
 
     return [Beginning()]
 
@@ -249,7 +247,7 @@ def _print_results(results: dict, file: Path | None = None) -> None:
         scored = [r.facts for r in results.values() if any(n.startswith("client_test_") for n in r.final)]
         _print_figures(of_clients(scored), lines)
     for name, result in results.items():
-        _say(f"  {name}: {human_bytes(result.bytes['uplink_bytes'] + result.bytes['downlink_bytes'])} in all")
+        say(f"  {name}: {human_bytes(result.bytes['uplink_bytes'] + result.bytes['downlink_bytes'])} in all")
 
 
 def _print_notes(results: dict) -> None:
@@ -265,20 +263,20 @@ def _print_notes(results: dict) -> None:
             best, share = result.best.get("test_acc"), result.facts["majority"]
             also = f"; in the best round {best:.3f} ± {standard_error(best, rows):.3f}" if best is not None else ""
             also += f"; the most frequent class alone gives {share:.3f}" if share is not None else ""
-            _say(f"  {name}: test accuracy {score:.3f} ± {error}{also}")
+            say(f"  {name}: test accuracy {score:.3f} ± {error}{also}")
         if result.before:
             shown = for_people({n: v for n, v in result.before.items() if n.count("_") == 1}, result.language)
             began = ", ".join(f"{n.replace('_', ' ')} {v:.3f}" for n, v in shown.items())
-            _say(f"  {name}: before round 1: {began}")
+            say(f"  {name}: before round 1: {began}")
         if "unseen_test_acc" in result.final:
             listed = ", ".join(map(str, result.unseen[:20])) + (", …" if len(result.unseen) > 20 else "")
-            _say(
+            say(
                 f"  {name}: {len(result.unseen)} of {len(result.facts['clients'])} clients never took part ({listed}): "
                 f"test {'token ' * result.language}acc {result.final['unseen_test_acc']:.3f} on their shares of the "
                 "test set"
             )
         if result.verdict:
-            _say(f"  {name}: {result.verdict}", style="yellow")
+            say(f"  {name}: {result.verdict}", style="yellow")
 
 
 def _print_saved(result) -> None:
@@ -292,8 +290,8 @@ def _print_saved(result) -> None:
     }
     for name, path in result.saved.items():
         if name in meanings:
-            _say(f"  {meanings[name]}: {path}")
-    _say(f"  records, configuration, checkpoints, pictures, tables: {result.outdir}")
+            say(f"  {meanings[name]}: {path}")
+    say(f"  records, configuration, checkpoints, pictures, tables: {result.outdir}")
 
 
 def _dry_run(config, engine: str, file: Path | None) -> int:
@@ -311,13 +309,13 @@ def _dry_run(config, engine: str, file: Path | None) -> int:
         from .runs.summary import human_time
 
         or_less = f" or less, as {found.together} clients train at once," if found.together > 1 else ""
-        _say(
+        say(
             f"  about {human_time(found.seconds)}{or_less} for {found.steps:,.0f} steps of clients, and the evaluations"
         )
     for place in found.lacking:
-        _say(f"  it will not fit: {place}", style="yellow")
+        say(f"  it will not fit: {place}", style="yellow")
     for advice in found.advice:
-        _say(f"  set {advice}")
+        say(f"  set {advice}")
     return 1 if found.lacking else 0
 
 
@@ -326,7 +324,7 @@ def _run(args: argparse.Namespace) -> int | None:
         raise UserError("usage: run needs --cfg FILE, a configuration, or --data FILE, for which one is written")
     if args.data is not None:
         args.cfg = init.write(args, None)
-        _say(f"{args.cfg}: written for {args.data}; its comments mark every guess")
+        say(f"{args.cfg}: written for {args.data}; its comments mark every guess")
     elif said := init.given_options(args):
         raise UserError(f"{', '.join(said)}: options of --data FILE; with --cfg, the file or `key value` says it")
     from .config import load_config
@@ -340,21 +338,21 @@ def _run(args: argparse.Namespace) -> int | None:
 
     args.outdir = outdir_of(config)
     if args.resume and not (folder := args.outdir / "checkpoint").exists():
-        _say(f"there is no {folder}: starting at round 1")
+        say(f"there is no {folder}: starting at round 1")
     existing = {"resume": "auto" if args.resume else False, "overwrite": args.overwrite}
     result = run(config, args.engine, callbacks=_beginning(), **existing, on_round=_on_round(config))
     if not result.history:  # a client process of a distributed run: the results are the server's
-        _say(f"done; this client's log: {result.outdir}")
+        say(f"done; this client's log: {result.outdir}")
         return None
     _print_results({result.facts["method"]: result}, args.table)
     _print_notes({result.facts["method"]: result})
     _print_saved(result)
     if result.verdict:
         more = ("--resume", "federate.total_round_num", 2 * len(result.history))
-        _say(f"  next, for more rounds: {hint('run', '--cfg', result.outdir / 'config.yaml', *more)}")
+        say(f"  next, for more rounds: {hint('run', '--cfg', result.outdir / 'config.yaml', *more)}")
     of_texts = () if result.facts.get("images") else (("evaluate", "--data", "FILE"), ("predict", "--data", "FILE"))
     for words in (("report",), *of_texts):
-        _say(f"  next: {hint(words[0], result.outdir, *words[1:])}")
+        say(f"  next: {hint(words[0], result.outdir, *words[1:])}")
     return None
 
 
@@ -369,10 +367,10 @@ def _compare(args: argparse.Namespace) -> None:
     config, _ = load_for(args.cfg, split_names(methods)[0], args.overrides)
     args.outdir = outdir_of(config)
     if args.seeds is not None:
-        bold = partial(_say, style="bold")
+        bold = partial(say, style="bold")
         lines, path = seeds.compare_seeds(args, methods, bold, on_method=bold, on_round=_on_round(config))
         _print_figures(f"mean ± standard deviation over the seeds {args.seeds}", lines, args.table)
-        _say(f"every value: {path}; the table and the curves over seeds are beside it")
+        say(f"every value: {path}; the table and the curves over seeds are beside it")
         return
     shown = partial(compare, on_method=partial(_announce, config), on_round=_on_round(config), callbacks=_beginning())
     results = shown(
@@ -380,14 +378,14 @@ def _compare(args: argparse.Namespace) -> None:
     )
     first = next(iter(results.values()))
     sizes = sorted(first.facts["clients"])
-    _say(f"\ndata: {first.facts['source']}; {counted(len(sizes), 'client')} of {sizes[0]} to {sizes[-1]} samples")
+    say(f"\ndata: {first.facts['source']}; {counted(len(sizes), 'client')} of {sizes[0]} to {sizes[-1]} samples")
     _print_results(results, args.table)
     _print_notes(results)
     for name, result in results.items():
         console.print(name, style="bold")
         _print_saved(result)
-    _say(f"all curves: {first.saved['comparison']}")
-    _say(f"next: {hint('report', args.outdir)}")
+    say(f"all curves: {first.saved['comparison']}")
+    say(f"next: {hint('report', args.outdir)}")
 
 
 def _methods(args: argparse.Namespace) -> None:
@@ -405,12 +403,12 @@ def _methods(args: argparse.Namespace) -> None:
         return
     tables.only_of_a_list(args)
     cls = methods().get_method_class(args.name)
-    _say(inspect.cleandoc(inspect.getmodule(cls).__doc__ or cls.__doc__ or ""))
+    say(inspect.cleandoc(inspect.getmodule(cls).__doc__ or cls.__doc__ or ""))
     fields = dataclasses.fields(cls.Params)
     console.print("\nhyperparameters (config section lowrank):" if fields else "\nno hyperparameters of its own")
     for field in fields:
         limits = [f"{k} {field.metadata[k]}" for k in ("min", "max", "choices") if k in field.metadata]
-        _say(f"  {field.name} = {field.default!r}: {field.metadata.get('help', '')} ({', '.join(limits)})")
+        say(f"  {field.name} = {field.default!r}: {field.metadata.get('help', '')} ({', '.join(limits)})")
 
 
 def _cache(args: argparse.Namespace) -> None:
@@ -420,10 +418,10 @@ def _cache(args: argparse.Namespace) -> None:
     states = SharedStates(shared_folder(), limit=0)
     if args.clear:
         size = human_bytes(states.size())
-        _say(f"removed {states.make_room(-1)} entries, {size}, from {states.folder}")
+        say(f"removed {states.make_room(-1)} entries, {size}, from {states.folder}")
         return
     found = [path.stat() for path in reversed(states.entries())]
-    _say(f"{len(found)} entries, {human_bytes(states.size())}, in {states.folder}")
+    say(f"{len(found)} entries, {human_bytes(states.size())}, in {states.folder}")
     lines = [(human_bytes(of.st_size), f"{datetime.fromtimestamp(of.st_mtime):%Y-%m-%d %H:%M}") for of in found]
     tables.show(console, [("size", "last used"), *lines], args.table, right=("size",))
 
@@ -451,7 +449,7 @@ def _fetch(args: argparse.Namespace) -> None:
         return
     tables.only_of_a_list(args)
     for name in args.names:
-        _say(f"{name}: {fetch(name, progress=lambda text: _say(text))}", soft_wrap=True)
+        say(f"{name}: {fetch(name, progress=say)}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections import Counter
@@ -214,6 +215,17 @@ def nothing_said_yet():
     from fs_lowrank.errors import say_once
 
     say_once.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before():
+    """A command sets what its process logs, and here that is the process of all tests."""
+    loggers = [logging.getLogger(name) for name in (None, "fs_lowrank", "fs_lowrank.rows")]
+    levels, raises = [logger.level for logger in loggers], logging.raiseExceptions
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+    logging.raiseExceptions = raises
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -548,7 +548,7 @@ def test_a_folder_that_cannot_be_made(command, config_file, tmp_path):
     (tmp_path / "file").write_text("")
     code, _, err = command("run", "--cfg", config_file, "outdir", str(tmp_path / "file" / "run"))
     assert code == 2 and f"outdir: the folder {tmp_path}/file/run cannot be made ({tmp_path}/file is no folder)" in err
-    with pytest.raises(UserError, match="run cannot be written: .*; move away what is in its place"):
+    with pytest.raises(UserError, match="run cannot be written: .*; correct that"):
         claim(tmp_path / "file" / "run")
 
 

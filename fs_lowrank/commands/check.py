@@ -10,8 +10,7 @@ from rich.text import Text
 
 from ..errors import UserError
 from ..jobs import shell, tables
-
-console = shell.make_console(120)
+from ..jobs.shell import console
 
 
 def add(commands) -> None:

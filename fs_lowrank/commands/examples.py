@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 
 from ..errors import UserError, hint, nearest
-from ..jobs import shell, tables
+from ..jobs import tables
 from ..jobs.files import read_json, write_bytes
+from ..jobs.shell import console, say
 
 SUFFIXES = (".yaml", ".ipynb", ".py")
-console = shell.make_console(120)
 
 
 def folder() -> Path:
@@ -41,7 +41,7 @@ def _examples(args: argparse.Namespace) -> None:
     if not args.names:
         lines = [(name, _first_line(path).lstrip('#" ').strip()) for name, path in there.items()]
         tables.show(console, [("example", "what"), *lines], args.table)
-        console.print(f"copy one with: {hint('examples', next(iter(there)))}")
+        say(f"copy one with: {hint('examples', next(iter(there)))}")
         return
     tables.only_of_a_list(args)
     chosen = []
@@ -56,7 +56,7 @@ def _examples(args: argparse.Namespace) -> None:
         chosen.append((path, copy))
     for path, copy in chosen:
         write_bytes(copy, path.read_bytes())
-        console.print(str(copy), soft_wrap=True)
+        say(str(copy))
 
 
 def _first_line(path: Path) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 from ..errors import UserError
 from ..jobs import shell, tables
 from ..jobs.files import to_json, write_text
+from ..jobs.shell import console, say
 from .extensions import extensions, run_extension
 
-console = shell.make_console(120)
 BEST = "the model of the best round by validation data (adapter_best/, model_best/), not of the last one"
 _ROLES = ("text", "text-pair", "label", "instruction", "input", "output")
 
@@ -65,10 +65,10 @@ def _read(args: argparse.Namespace, labelled: bool) -> tuple[Any, Any]:
     rows = read_rows(run, args.data, columns, labelled)
     left = "".join(f", {count} left out ({reason})" for reason, count in rows.left_out.items())
     cut = f", {rows.cut} cut to {run.tok_len} tokens" if rows.cut else ""
-    console.print(f"{args.data}: {len(rows.table)} rows{left}{cut}", soft_wrap=True)
-    console.print(f"model: {run.which}", soft_wrap=True)
+    say(f"{args.data}: {len(rows.table)} rows{left}{cut}")
+    say(f"model: {run.which}")
     if rows.trained_on:
-        console.print(f"the run was trained on {rows.trained_on} of these rows", style="yellow", soft_wrap=True)
+        say(f"the run was trained on {rows.trained_on} of these rows", style="yellow")
     return run, rows
 
 
@@ -92,11 +92,11 @@ def _evaluate(args: argparse.Namespace) -> int | None:
     tables.show(console, _lines(scores, bool(run.labels)), args.table, right=["value"])
     if "acc" not in scores:
         return None
-    console.print("± is one standard error", soft_wrap=True)
+    say("± is one standard error")
     if "majority" in scores and scores["acc"] <= scores["majority"] + 2 * scores["acc_error"]:
         what = "set of classes" if run.config.model.task == "MultiLabelClassification" else "class"
         better = "no better here" if scores["acc"] <= scores["majority"] else "not shown to be better here"
-        console.print(f"the model is {better} than always naming the most frequent {what}", soft_wrap=True)
+        say(f"the model is {better} than always naming the most frequent {what}")
     return None
 
 
@@ -130,4 +130,4 @@ def _predict(args: argparse.Namespace) -> None:
     run, rows = _read(args, labelled=False)
     table = predict_rows(run, rows, args.column, args.tokens)
     write_table(table, out, data_args(run.config.data).get("quoting"))
-    console.print(f"{out}: {len(rows.kept)} predictions in the column {args.column}", soft_wrap=True)
+    say(f"{out}: {len(rows.kept)} predictions in the column {args.column}")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..jobs import shell
-
-console = shell.make_console(120)
+from ..jobs.shell import say
 
 
 def add(commands) -> None:
@@ -24,5 +22,5 @@ def _app(args: argparse.Namespace) -> None:
     from ..engines.flower.project import write_app
 
     for path in write_app(args.folder, args.cfg):
-        console.print(f"written: {path}", soft_wrap=True)
-    console.print(f"start it with: flwr run {args.folder} NAME_OF_YOUR_SUPERLINK", soft_wrap=True)
+        say(f"written: {path}")
+    say(f"start it with: flwr run {args.folder} NAME_OF_YOUR_SUPERLINK")

@@ -8,8 +8,8 @@ from pathlib import Path
 from ..errors import UserError, hint
 from ..jobs import shell
 from ..jobs.files import write_text
+from ..jobs.shell import say
 
-console = shell.make_console(120)
 _COLUMNS = {
     "text": "column of the text",
     "text-pair": "column of a second sentence",
@@ -99,5 +99,5 @@ def write(args: argparse.Namespace, out: Path | None) -> Path:
 def _init(args: argparse.Namespace) -> None:
     args.data = args.data or _only_one()
     out = write(args, args.out)
-    console.print(out.read_text(encoding="utf-8"), soft_wrap=True, end="")
-    console.print(f"\nwritten to {out}; run it with: {hint('run', '--cfg', out)}", soft_wrap=True)
+    say(out.read_text(encoding="utf-8"), end="")
+    say(f"\nwritten to {out}; run it with: {hint('run', '--cfg', out)}")

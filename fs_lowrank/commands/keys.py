@@ -8,10 +8,9 @@ from itertools import groupby
 
 from rich.text import Text
 
-from ..jobs import shell, tables
+from ..jobs import tables
 from ..jobs.files import to_json
-
-console = shell.make_console(140)
+from ..jobs.shell import console, say
 
 
 def add(commands) -> None:
@@ -35,10 +34,10 @@ def _keys(args: argparse.Namespace) -> None:
     if len(entries) == 1:
         tables.only_of_a_list(args)
         (entry,) = entries
-        console.print(Text.assemble((entry.name, "bold"), f" ({entry.group})"), soft_wrap=True)
+        say(Text.assemble((entry.name, "bold"), f" ({entry.group})"))
         default = entry.default or "none, it must be given"
         lines = [entry.meaning, f"  expected: {entry.type}", f"  default: {default}", f"  engines: {entry.engines}"]
-        console.print("\n".join(lines), soft_wrap=True)
+        say("\n".join(lines))
         return
     rows: list[Sequence[str | Text]] = [("key", "default", "meaning")]
     for group, of in groupby(entries, lambda entry: entry.group):
@@ -46,4 +45,4 @@ def _keys(args: argparse.Namespace) -> None:
     tables.show(console, rows, args.table, leaves=("default",))
     if not args.name:
         further = "one key in full: fs-lowrank keys NAME; FederatedScope's other keys: fs-lowrank keys FederatedScope"
-        console.print(further, soft_wrap=True)
+        say(further)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from ..errors import UserError
 from ..jobs import shell
-
-console = shell.make_console(120)
+from ..jobs.shell import say
 
 
 def add(commands) -> None:
@@ -39,7 +38,7 @@ def _report(args: argparse.Namespace) -> None:
         runs = read_runs(args.runs)
         write_page(runs, out, args.every if args.live else 0.0)
         if not said:
-            console.print(str(out), soft_wrap=True)
+            say(str(out))
             said = True
         if not args.live or all(run.ended for run in runs):
             return

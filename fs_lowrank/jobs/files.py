@@ -20,10 +20,8 @@ from typing import Any
 from ..errors import DamagedFile, RunFailed, UserError
 from ..versions import check_schema
 
-#: the folders of names of open streams, which are written to even where they lead to a file
-_STREAMS = ("/dev", "/dev/fd", "/proc/self/fd")
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-_NO_ROOM, _NOT_ALLOWED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), (errno.EACCES, errno.EPERM, errno.EROFS)
+_NO_ROOM, _NOT_ALLOWED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), (errno.EACCES, errno.EPERM)
 
 
 def sync(path: Path) -> None:
@@ -172,7 +170,7 @@ def write_bytes(path: str | Path, content: bytes, durable: bool = True) -> None:
     """As ``write_text``, of bytes."""
     path = Path(path)
     with writing(path):
-        if str(path.parent) in _STREAMS or path.exists() and not (path.is_file() or path.is_dir()):
+        if path.exists() and not (path.is_file() or path.is_dir()):
             path.write_bytes(content)
         else:
             with replacing(os.path.realpath(path), durable) as aside:
@@ -200,15 +198,6 @@ def writing(path: str | Path) -> Iterator[None]:
         raise
 
 
-def _remedy_of(error: BaseException) -> str:
-    """What to do about an error of writing, as a part of a sentence."""
-    if _is_any_of(error, _NO_ROOM):
-        return "make room"
-    if _is_any_of(error, (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY)):
-        return "move away what is in its place"
-    return "make it writable" if _is_any_of(error, _NOT_ALLOWED) else "mend that"
-
-
 def _is_any_of(error: BaseException, numbers: Iterable[int]) -> bool:
     number, said = getattr(error, "errno", None), str(error).lower()
     if number is not None:
@@ -232,4 +221,5 @@ def disk_error(error: BaseException) -> RunFailed | None:
 def cannot_write(path: str | Path, error: BaseException) -> RunFailed:
     """The error to raise if a file cannot be written; names file and reason."""
     reason = getattr(error, "strerror", None) or error
-    return RunFailed(f"{path} cannot be written: {reason}; {_remedy_of(error)}, and run again, a run with resume=True")
+    remedy = "make room" if _is_any_of(error, _NO_ROOM) else "correct that"
+    return RunFailed(f"{path} cannot be written: {reason}; {remedy}, and run again, a run with resume=True")

@@ -15,6 +15,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -91,6 +92,12 @@ def make_console(width: int | None = None, **options: Any) -> Console:
     return _Console(highlight=False, markup=False, emoji=False, width=width, **options)
 
 
+#: of the commands of ``fs-lowrank``
+console = make_console(120)
+#: prints a line that a terminal wraps, so that names and commands in it can be copied
+say = partial(console.print, soft_wrap=True)
+
+
 def run(
     make_parser: Callable[[], tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser]]],
     argv: Sequence[str] | None,
@@ -110,7 +117,7 @@ def run(
         again: the text after Ctrl-C, which says how to continue.
         folder: where the traceback of an error of the package is written, if the error has no ``run_folder``.
     """
-    args, restore_logging = None, _logging()
+    args = None
     argv = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -138,8 +145,6 @@ def run(
             make_console(stderr=True).print_exception()
         options = [option.removeprefix("--") for option in _options(args.parser)] if args else ()
         return explain(error, folder(args) if args else None, options)
-    finally:
-        restore_logging()
 
 
 def message_of(error: Exception, folder: Path | None = None) -> str:
@@ -208,20 +213,6 @@ def explain(error: Exception, folder: Path | None = None, options: Iterable[str]
     text = message(as_options(message_of(error, folder), options))
     make_console(stderr=True).print(Text.assemble(("error:", "bold red"), " ", text), soft_wrap=True)
     return WRONG_USE if isinstance(error, UserError) and not isinstance(error, RunFailed) else FAILED
-
-
-def _logging() -> Callable[[], None]:
-    """A function that sets back what ``_log`` changes for the process."""
-    root, ours, rows = (logging.getLogger(name) for name in (None, "fs_lowrank", ROWS_LOGGER))
-    handlers, levels, raises = [*root.handlers], (root.level, ours.level, rows.level), logging.raiseExceptions
-
-    def restore() -> None:
-        root.handlers[:], logging.raiseExceptions = handlers, raises
-        root.setLevel(levels[0])
-        ours.setLevel(levels[1])
-        rows.setLevel(levels[2])
-
-    return restore
 
 
 def log_handler(console: Console) -> logging.Handler:

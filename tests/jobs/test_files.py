@@ -171,9 +171,9 @@ def test_what_to_do_follows_from_the_error(tmp_path):
     (tmp_path / "a.json").mkdir()
     with pytest.raises(IsADirectoryError) as error:
         (tmp_path / "a.json").write_text("x")
-    said = "a.json cannot be written: Is a directory; move away what is in its place, and run again"
+    said = "a.json cannot be written: Is a directory; correct that, and run again"
     assert str(cannot_write("a.json", error.value)) == f"{said}, a run with resume=True"
-    for number, advice in ((errno.EACCES, "make it writable"), (errno.ENOSPC, "make room"), (errno.EIO, "mend that")):
+    for number, advice in ((errno.EACCES, "correct that"), (errno.ENOSPC, "make room"), (errno.EIO, "correct that")):
         assert f"; {advice}, and" in str(cannot_write("x", OSError(number, os.strerror(number))))
-    denied = RuntimeError("I/O error: Permission denied (os error 13)")
-    assert "; make it writable, and" in str(cannot_write("x", denied))
+    full = RuntimeError("I/O error: No space left on device (os error 28)")
+    assert "; make room, and" in str(cannot_write("x", full))

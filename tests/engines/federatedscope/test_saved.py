@@ -83,7 +83,10 @@ def test_a_full_disk_leaves_the_file_of_before(saved, tmp_path):
 
 
 def test_a_folder_or_a_device_is_not_replaced(saved, tmp_path):
-    for place, said in ((tmp_path, "Is a directory; move away"), ("/dev/full", "No space left on device; make room")):
+    for place, said in (
+        (tmp_path, "Is a directory; correct that"),
+        ("/dev/full", "No space left on device; make room"),
+    ):
         with pytest.raises(RunFailed, match=f"cannot be written: {said}"):
             saved.write(str(place), CONTENT)
 
