@@ -81,7 +81,7 @@ setup(
         "rich>=13",
         "argcomplete>=3.5",
         "markdown-it-py>=3",
-        "matplotlib>=3.8",
+        "matplotlib>=3.10",
         "jinja2>=3.1",
         "scikit-learn>=1.5",
         "scipy>=1.13",

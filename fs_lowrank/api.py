@@ -183,9 +183,9 @@ def compare(
                 shown(config, f"{name}, rounds", progress, *asked) as shown_to,
             ):
                 results[name] = run_row(name, configs[name], bool(resume), *shown_to, divided=config)
-    curves = _write_comparison(config, configs, results, outdir)
+    picture = _write_comparison(config, configs, results, outdir)
     for result in results.values():
-        result.saved["comparison"] = curves
+        result.saved["comparison"] = picture
     return results
 
 
@@ -207,20 +207,17 @@ def _write_comparison(
     config: Config, configs: Mapping[str, Config], results: Mapping[str, RunResult], outdir: Path
 ) -> Path:
     """Write the curves, the tables and ``comparison.json``, and return where the curves are."""
-    from .draw.runs import plot_curves, setting_of
+    from .draw.figures import save
+    from .draw.runs import curves, setting_of
     from .runs.environment import versions
     from .runs.summary import per_client_and_round, seconds
     from .runs.tables import client_lines, result_lines
 
     first = next(iter(results.values()))
     majority = first.facts["majority"]
-    curves = plot_curves(
-        {n: r.history for n, r in results.items()},
-        outdir / "curves.png",
-        majority,
-        title=setting_of(config),
-        sizes=first.facts.get("held_out"),
-    )
+    histories = {n: [r.history] for n, r in results.items()}
+    made = curves(histories, majority, title=setting_of(config), sizes=first.facts.get("held_out"))
+    picture = save(made, outdir / "curves.png")
     write_tables(result_lines(results), outdir / "comparison.csv")
     if lines := client_lines(results):
         write_tables(lines, outdir / "client_scores.csv")
@@ -240,4 +237,4 @@ def _write_comparison(
         for n, r in results.items()
     }
     write_text(outdir / "comparison.json", to_json(comparison, indent=1))
-    return curves
+    return picture

@@ -281,14 +281,19 @@ def own_methods(monkeypatch):
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
 
 
+#: what a run calls to draw its pictures, beside ``save``
+DRAWING = ("client_panel", "curves", "figure", "predictions")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_curves():
     """Runs draw no pictures, which takes ten times as long as a small run; see ``curves``."""
     from fs_lowrank.callbacks import pictures
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("plot_clients", "plot_curves", "plot_test"):
-            patch.setattr(pictures, name, lambda shown, path, *given, **more: path)
+        for name in DRAWING:
+            patch.setattr(pictures, name, lambda *given, **more: None)
+        patch.setattr(pictures, "save", lambda made, path: path)
         yield
 
 
@@ -296,10 +301,11 @@ def no_curves():
 def curves(monkeypatch):
     """The runs of this test draw their pictures."""
     from fs_lowrank.callbacks import pictures
-    from fs_lowrank.draw import runs as plots
+    from fs_lowrank.draw import figures, runs
 
-    for name in ("plot_clients", "plot_curves", "plot_test"):
-        monkeypatch.setattr(pictures, name, getattr(plots, name))
+    for name in DRAWING:
+        monkeypatch.setattr(pictures, name, getattr(runs, name))
+    monkeypatch.setattr(pictures, "save", figures.save)
 
 
 @pytest.fixture(scope="session")

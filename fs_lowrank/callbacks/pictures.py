@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..draw.runs import plot_clients, plot_curves, plot_test, setting_of
+from ..draw.figures import figure, save
+from ..draw.runs import client_panel, curves, predictions, setting_of
 from ..rounds.keeper import Callback, RecordKeeper
 from ..rounds.record import extremes
 from ..runs.result import RunResult
@@ -18,14 +19,15 @@ class Pictures(Callback):
         picture = run.outdir / "clients.png"
         if record["round"] == 1 or not picture.exists():
             # Not before: the library that draws takes as long to import as a small run's first round.
-            plot_clients(read_split(run.outdir), picture, title=setting_of(run.config))
+            panel = client_panel(read_split(run.outdir))
+            save(figure([panel], setting_of(run.config), size=(8.0, 3.4)), picture)
 
     def on_end(self, run: RecordKeeper, result: RunResult) -> None:
         data, title = run.site.data, f"{run.method.name} · {setting_of(run.config)}"
-        curves, history = run.outdir / "curves.png", {run.method.name: result.history}
-        sizes = result.facts["held_out"]
-        result.saved["curves"] = plot_curves(history, curves, data.majority, title=title, sizes=sizes)
+        histories = {run.method.name: [result.history]}
+        made = curves(histories, data.majority, title=title, sizes=result.facts["held_out"])
+        result.saved["curves"] = save(made, run.outdir / "curves.png")
         if data.task.endswith("classification") and any("test" in r["metrics"] for r in result.history):
             on_test = run.evaluator.on_test()
             result.facts["on_test"] = {**on_test, "clients": extremes(on_test["clients"])}
-            plot_test(on_test, run.outdir / "test.png", data.label_names, data.majority, title=title)
+            save(predictions(on_test, data.label_names, data.majority, title=title), run.outdir / "test.png")

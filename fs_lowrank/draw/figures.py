@@ -87,7 +87,7 @@ def figure(
 
 
 def _draw(axes: Axes, panel: Panel) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+    from matplotlib.ticker import MaxNLocator
 
     for mark in panel.marks:
         if isinstance(mark, Line):
@@ -99,8 +99,6 @@ def _draw(axes: Axes, panel: Panel) -> None:
     along, across = (axes.yaxis, axes.xaxis) if panel.sideways else (axes.xaxis, axes.yaxis)
     if panel.log:
         axes.set_xscale("log")
-        along.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        along.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         axes.minorticks_off()
     elif panel.whole:
         along.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -182,12 +180,8 @@ def _add_legend(made: Figure, marks: Iterable[Line | Bars | Matrix]) -> None:
     handles = {name: handle for name, handle in (names | meanings).items() if name}
     if len(names) > 1 or len(meanings) > 1:
         columns = max(1, int(11 * made.get_figwidth() / (max(map(len, handles)) + 7)))
-        # By numbers first: names that begin with "_" would be left out.
-        numbers = [str(i) for i in range(len(handles))]
         place: dict[str, Any] = {"loc": "outside lower center", "ncols": columns}
-        legend = made.legend([*handles.values()], numbers, **place, fontsize=9, frameon=False)
-        for text, name in zip(legend.get_texts(), handles):
-            text.set_text(name)
+        made.legend([*handles.values()], [*handles], **place, fontsize=9, frameon=False)
 
 
 @cache

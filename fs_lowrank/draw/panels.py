@@ -79,7 +79,8 @@ class Panel:
 
     Attributes:
         key: its name in a page. title: what it shows. x, y: what the axes are, with units. marks: what is drawn.
-        main: it is larger than panels that are not. whole: x has whole numbers. log: the axis of x is logarithmic.
+        main: it is larger than panels that are not. whole: x has whole numbers. log: the axis of x, which has
+            ``ticks``, is logarithmic.
         share: y is a share, so that its axis ends at 0 and 1. least: the least length of the axis of y, so that noise
             does not fill it.
         ticks: by place on the axis of x, what is written there in place of numbers. rows: the same on that of y.

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import counted
 from ..settings.metrics import METRICS, wilson
-from .figures import COLOURS, GREY, figure, save
+from .figures import COLOURS, GREY, figure
 from .panels import Bars, Line, Matrix, Panel
 
 if TYPE_CHECKING:
@@ -178,22 +178,6 @@ def curves(
     return figure(panels, "\n".join(filter(None, (title, band_of(histories, majority, sizes)))))
 
 
-def plot_curves(
-    histories: Mapping[str, History],
-    path: Path,
-    majority: float | None = None,
-    *,
-    title: str = "",
-    sizes: Mapping[str, int] | None = None,
-) -> Path:
-    """Draw ``curves`` of one run for each label into ``path`` and the PDF beside it; returns ``path``.
-
-    Raises:
-        RunFailed: it cannot be written.
-    """
-    return save(curves({n: [h] for n, h in histories.items()}, majority, title=title, sizes=sizes), path)
-
-
 # -- clients and classes ---------------------------------------------------------------------------------
 
 
@@ -215,15 +199,6 @@ def client_panel(data: Mapping[str, Any]) -> Panel:
         return Panel("clients", title, "client", "class", [Matrix([*counts.values()], "training samples")], ticks=ticks)
     bars = Bars(counts or {"": [client["size"] for client in clients]})
     return Panel("clients", title, "client", "training samples", [bars], ticks=ticks)
-
-
-def plot_clients(data: Mapping[str, Any], path: Path, title: str = "") -> Path:
-    """Draw ``client_panel`` into ``path`` and the PDF beside it; returns ``path``.
-
-    Raises:
-        RunFailed: it cannot be written.
-    """
-    return save(figure([client_panel(data)], title, size=(8.0, 3.4)), path)
 
 
 def confusion_panel(counts: Sequence[Sequence[int]], names: Sequence[str]) -> Panel:
@@ -260,18 +235,16 @@ def score_panel(scores: Mapping[str, Mapping[str, Mapping[str, float]]], majorit
     return Panel("client-scores", title, along, "accuracy", marks, share=True, ticks=_ticks(clients))
 
 
-def plot_test(
-    on_test: Mapping[str, Any], path: Path, names: Sequence[str], majority: float | None = None, *, title: str = ""
-) -> Path:
-    """Draw what was predicted for the test set into ``path`` and the PDF beside it; returns ``path``.
+def predictions(
+    on_test: Mapping[str, Any], names: Sequence[str], majority: float | None = None, *, title: str = ""
+) -> Figure:
+    """What was predicted for the test set, as a figure.
 
     Args:
         on_test: the confusion matrix and the accuracy by client, of ``Evaluator.on_test``. names: of the classes.
         majority: fraction of the most frequent class. title: above the figure.
-    Raises:
-        RunFailed: it cannot be written.
     """
     panels = [confusion_panel(on_test["confusion"], names), score_panel({"": on_test["clients"]}, majority)]
     about = "the global model on the test set; intervals: one standard error"
     side = 3.0 + 0.3 * min(len(names), MOST_CLASSES)
-    return save(figure(panels, "\n".join(filter(None, (title, about))), size=(side + 1.8, side)), path)
+    return figure(panels, "\n".join(filter(None, (title, about))), size=(side + 1.8, side))

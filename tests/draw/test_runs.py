@@ -15,9 +15,7 @@ from fs_lowrank.draw.runs import (
     confusion_panel,
     curve_panels,
     curves,
-    plot_clients,
-    plot_curves,
-    plot_test,
+    predictions,
     score_panel,
     setting_of,
 )
@@ -122,11 +120,12 @@ def test_curves_are_drawn_from_whatever_there_is(tmp_path, majority, metrics):
     history = [
         record(r) if metrics == "all" or (metrics == "some" and r == 3) else record(r, metrics={}) for r in (1, 2, 3)
     ]
-    path = plot_curves({"rolora": history, "fedlora": history}, tmp_path / "curves.png", majority)
+    histories = {"rolora": [history], "fedlora": [history]}
+    path = figures.save(curves(histories, majority), tmp_path / "curves.png")
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
     pdf = path.with_suffix(".pdf")
     first = pdf.read_bytes()
-    plot_curves({"rolora": history, "fedlora": history}, path, majority)
+    figures.save(curves(histories, majority), path)
     assert first.startswith(b"%PDF") and pdf.read_bytes() == first, "the same figure is the same file"
 
 
@@ -135,7 +134,7 @@ def test_drawing_changes_nothing_global(tmp_path):
     import matplotlib
 
     before, loaded = dict(matplotlib.rcParams), "matplotlib.pyplot" in sys.modules
-    plot_curves({"x": [record(1)]}, tmp_path / "curves.png", 0.5)
+    figures.save(curves({"x": [[record(1)]]}, 0.5), tmp_path / "curves.png")
     assert dict(matplotlib.rcParams) == before and ("matplotlib.pyplot" in sys.modules) == loaded
 
 
@@ -160,7 +159,8 @@ def test_clients_are_drawn_by_class(tmp_path, classes, monkeypatch):
         assert [row[:] for row in shown.values] == [[i + 1] * 4 for i in range(40)]
     else:
         assert shown.parts == ({f"class {i}": [i + 1] * 4 for i in range(3)} if classes else {"": [10, 20, 30, 40]})
-    assert plot_clients(data, tmp_path / "clients.png", "the setting").stat().st_size > 3000
+    path = figures.save(figures.figure([panel], "the setting"), tmp_path / "clients.png")
+    assert path.stat().st_size > 3000
 
 
 @pytest.mark.more
@@ -168,7 +168,8 @@ def test_clients_are_drawn_by_class(tmp_path, classes, monkeypatch):
 def test_the_predictions_of_the_test_set(tmp_path, classes):
     confusion = [[int(i == j) for j in range(classes)] for i in range(classes)]
     on_test = {"confusion": confusion, "clients": {"1": {"acc": 0.5, "samples": 4}, "2": {"acc": 1.0, "samples": 2}}}
-    path = plot_test(on_test, tmp_path / "test.png", [str(i) for i in range(classes)], 0.5)
+    made = predictions(on_test, [str(i) for i in range(classes)], 0.5)
+    path = figures.save(made, tmp_path / "test.png")
     assert path.stat().st_size > 5000 and path.with_suffix(".pdf").exists()
 
 

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from fs_lowrank import load_config, run
-from fs_lowrank.draw.runs import plot_curves
+from fs_lowrank.draw.figures import save
+from fs_lowrank.draw.runs import curves
 from fs_lowrank.errors import UserError
 from fs_lowrank.models.fingerprints import model_fingerprint
 from fs_lowrank.runs.environment import changed_since, environment, write_environment
@@ -97,7 +98,7 @@ def test_metrics_that_are_not_finite_are_null_in_the_file_and_nan_in_memory(tmp_
         )
     again = Records(tmp_path / "again.jsonl", records.history)
     assert again.digests == records.digests and again.path.read_text() == records.path.read_text()
-    plot_curves({"x": records.history}, tmp_path / "curves.png", majority=0.5, sizes={"test": 9})
+    save(curves({"x": [records.history]}, majority=0.5, sizes={"test": 9}), tmp_path / "curves.png")
 
 
 def test_bytes_until_a_target_is_reached():
