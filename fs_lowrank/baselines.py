@@ -15,7 +15,6 @@ the data, and the optimizer and the schedule of the configuration.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import time
@@ -36,7 +35,7 @@ from .models.adapters import load_tensors
 from .models.names import all_tensors
 from .rounds.evaluator import CLIENTS, Evaluator, watched
 from .rounds.finite import not_finite
-from .rounds.keeper import facts_of
+from .rounds.keeper import Callback, RecordKeeper, facts_of
 from .rounds.record import Failure
 from .rounds.site import Site
 from .runs.checksums import check_finished, seal_finished, unseal
@@ -55,6 +54,14 @@ logger = logging.getLogger("fs_lowrank")
 
 ROWS = ("local", "pooled", "relora")
 _BYTES = [f"{direction}_bytes{bare}" for direction in ("uplink", "downlink") for bare in ("", "_without_head")]
+_NOTHING_SENT = {**dict.fromkeys(_BYTES, 0), "client_uplink_bytes": {}, "client_downlink_bytes": {}}
+
+
+class _InOnePlace(Callback):
+    """Nothing is sent where the data are in one place; a round of one client would count what it is given."""
+
+    def after_round(self, run: RecordKeeper, record: dict[str, Any]) -> None:
+        record |= _NOTHING_SENT
 
 
 def split_names(methods: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -130,15 +137,12 @@ def run_row(
     """
     if name != "local":
         check_outdir(config, resume)
-        engine = LocalEngine(config, on_round, on_client)
+        engine = LocalEngine(config, on_round, on_client, [_InOnePlace()])
         if divided is not None and engine.site.prefix is not None:
             engine.site.prefix.pieces["client 1"] = _pieces(engine.site, divided)
         result = engine.run(resume)
-        # Nothing is sent where the data are in one place; the run's own records count the copy to its one client.
-        none = {key: 0 for key in _BYTES}
-        history = [{**r, **none, "client_uplink_bytes": {}, "client_downlink_bytes": {}} for r in result.history]
-        facts = {**result.facts, "method": name}
-        return dataclasses.replace(result, history=history, facts=facts)
+        result.facts["method"] = name
+        return result
     if not resume:
         check_outdir(config, resume)
     site, outdir = Site(config), outdir_of(config)
@@ -266,9 +270,7 @@ def _alone(site: Site, on_client: Callable[[int, int, int], object] | None) -> d
         "loss": float(np.mean(losses)),
         "metrics": metrics,
         **({"client_scores": {str(client): of for client, of in of_clients.items()}} if of_clients else {}),
-        **{key: 0 for key in _BYTES},
-        "client_uplink_bytes": {},
-        "client_downlink_bytes": {},
+        **_NOTHING_SENT,
         "seconds": spent,
     }
     return {"record": record, "rounds_of_a_client": rounds, "clients": scores}

@@ -56,10 +56,9 @@ def _named(found: list[tuple[Path, Config]]) -> list[tuple[str, str, Path, Confi
     return [(name, label, *of) for name, label, of in zip(names, labels, found)]
 
 
-def _compared(folder: Path) -> dict[str, Any]:
-    """What a comparison that has ended says of a run in its folder; empty if it is in none."""
-    said: dict[str, Any] = read_json(folder.parent / "comparison.json", missing={}).get(folder.name, {})
-    return said
+def _compared(folder: Path) -> bool:
+    """Whether the run is one of a comparison that has ended."""
+    return folder.name in read_json(folder.parent / "comparison.json", missing={})
 
 
 def _read(name: str, label: str, folder: Path, config: Config) -> Shown:
@@ -69,9 +68,6 @@ def _read(name: str, label: str, folder: Path, config: Config) -> Shown:
     history = read_records(folder / "rounds.jsonl", up_to=10**9)
     for record in history:
         record["metrics"] = {split: for_people(of, language) for split, of in record["metrics"].items()}
-        if _compared(folder).get("bytes_per_client_and_round", {}).get("uplink") == 0:  # the record counts a copy
-            record |= {"uplink_bytes": 0, "downlink_bytes": 0, "client_uplink_bytes": {}, "client_downlink_bytes": {}}
-            record |= {"uplink_bytes_without_head": 0, "downlink_bytes_without_head": 0}
     final = {n: v for n, v in summary.get("final", {}).items() if n != "best_round"}
     last = flat_metrics(next((r["metrics"] for r in reversed(history) if r["metrics"]), {}))
     best, chance = dict(summary.get("best") or {}), Chance.of_data(data, "test")
