@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -131,11 +132,13 @@ def hand_out(
             else:
                 time.sleep(PAUSE)
             for each in [each for each in working if each.future.done()]:
-                died = bool(pool.died(each))
-                found = pool.result(each) if not died else {} if stop() else None
+                try:
+                    found = each.future.result()
+                except BrokenProcessPool:  # its process has died
+                    found = {} if stop() else None
                 board.finish(working.pop(each), found)
-                if died and not stop():
-                    pool.replace(each)
+                if found is None:
+                    pool.replace(each.rank)
                 idle.append(each.rank)
     except KeyboardInterrupt:
         if not stop():

@@ -107,36 +107,29 @@ class Pool:
         Raises:
             RunFailed: its process died, and no other may take its place. Exception: the call raised it.
         """
-        while self.died(work):
-            self.replace(work)
+        while isinstance(work.future.exception(), BrokenProcessPool):
+            if self.executors[work.rank] is work.executor:  # else another has taken its place for earlier work
+                self.replace(work.rank)
             work.hand_to(self.executors[work.rank])
         return work.future.result()
 
-    def died(self, work: Work) -> str:
-        """How the process ended that was to do ``work``; empty if it did not. Waits for the work."""
-        if not isinstance(work.future.exception(), BrokenProcessPool):
-            return ""
-        if self.executors[work.rank] is not work.executor:  # for another piece of work another has taken its place
-            work.hand_to(self.executors[work.rank])
-            return self.died(work)
-        work.executor.shutdown()  # its process object knows how it ended after this
-        code = self.processes[work.rank].exitcode or 0
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return how + ": out of memory, perhaps" * (code == -signal.SIGKILL)
-
-    def replace(self, work: Work) -> None:
-        """Start another process in place of the one that has died of ``work``.
+    def replace(self, rank: int) -> None:
+        """Start another process in place of number ``rank``, which has died.
 
         Raises:
             RunFailed: there were as many deaths before as are allowed.
         """
-        ended = f"{self.name.format(work.rank + 1)} ended ({self.died(work)})"
-        _kill_family(self.processes[work.rank])
+        self.executors[rank].shutdown()  # its process object knows how it ended after this
+        code = self.processes[rank].exitcode or 0
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        how += ": out of memory, perhaps" * (code == -signal.SIGKILL)
+        ended = f"{self.name.format(rank + 1)} ended ({how})"
+        _kill_family(self.processes[rank])
         if not self.restarts:
             raise RunFailed(f"{ended}; run again with resume=True")
         self.restarts -= 1
         self.say(f"{ended}; another takes its place")
-        for begun in self._start(work.rank):
+        for begun in self._start(rank):
             self.result(begun)
 
     def end(self) -> None:
