@@ -4,24 +4,10 @@ import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
-from setuptools.command.build_py import build_py
 
 # Read from the file, not imported: at this point nothing is installed yet.
 versions = Path("fs_lowrank/versions.py").read_text(encoding="utf-8")
 version = re.search(r'^__version__ = "(.+)"$', versions, re.MULTILINE)[1]
-
-
-class WithExamples(build_py):
-    """Puts the examples, which stand at the root of the repository, into the package."""
-
-    def run(self):
-        super().run()
-        if not self.editable_mode:
-            for path in sorted(Path("examples").iterdir()):
-                goal = Path(self.build_lib, "fs_lowrank", "examples", path.name)
-                self.mkpath(str(goal.parent))
-                self.copy_file(str(path), str(goal))
-
 
 setup(
     name="fs-lowrank",
@@ -50,16 +36,18 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
-    # Two folders of the repository are installed inside the package, so that they shadow no other package.
+    # Three folders of the repository are installed inside the package, so that they shadow no other package.
     packages=[
         *find_packages(include=["fs_lowrank*"]),
         *(f"fs_lowrank.{name}" for name in find_packages(include=["benchmark*", "hpo*"])),
+        "fs_lowrank.examples",
     ],
-    package_dir={"fs_lowrank.benchmark": "benchmark", "fs_lowrank.hpo": "hpo"},
+    package_dir={f"fs_lowrank.{name}": name for name in ("benchmark", "hpo", "examples")},
     package_data={
         "fs_lowrank": ["py.typed", "**/*.yaml", "**/templates/*"],
         "fs_lowrank.benchmark": ["suites/*.yaml", "templates/*"],
         "fs_lowrank.hpo": ["spaces/*.yaml"],
+        "fs_lowrank.examples": ["*.yaml", "*.ipynb"],
     },
     install_requires=[
         "torch>=2.8",
@@ -146,5 +134,4 @@ setup(
         "console_scripts": ["fs-lowrank = fs_lowrank.__main__:main"],
         "fs_lowrank.commands": ["benchmark = fs_lowrank.benchmark.cli:main", "hpo = fs_lowrank.hpo.cli:main"],
     },
-    cmdclass={"build_py": WithExamples},
 )

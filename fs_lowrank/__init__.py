@@ -16,7 +16,7 @@ from typing import Any
 from .versions import __version__ as __version__
 
 if (_beside := Path(__file__).parents[1] / "setup.py").exists():
-    # a clone, which has ``benchmark`` and ``hpo`` beside this package; a wheel has them in it
+    # a clone, which has ``benchmark``, ``hpo`` and ``examples`` beside this package; a wheel has them in it
     __path__.append(str(_beside.parent))
 
 _LAZY = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from importlib import import_module
 from pathlib import Path
 
 from ..errors import UserError, hint, nearest
@@ -14,16 +15,8 @@ SUFFIXES = (".yaml", ".ipynb", ".py")
 
 
 def folder() -> Path:
-    """The folder of the examples: in the installed package, or at the root of a source tree.
-
-    Raises:
-        UserError: there is neither.
-    """
-    package = Path(__file__).parents[1]
-    for place in (package / "examples", package.parent / "examples"):
-        if (place / "demo.yaml").is_file():
-            return place
-    raise UserError(f"this installation in {package} has no examples; install fs-lowrank again")
+    """The folder of the examples: in the installed package, or at the root of a clone."""
+    return Path(import_module("fs_lowrank.examples").__path__[0])
 
 
 def add(commands) -> None:
