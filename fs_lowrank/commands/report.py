@@ -18,7 +18,7 @@ def add(commands) -> None:
     parser.add_argument("--live", action="store_true", help="renew it until every run has ended (Ctrl-C ends it)")
     parser.add_argument(
         "--every",
-        type=shell.above_zero,
+        type=shell.at_least(0.1, float),
         default=10.0,
         metavar="S",
         help="seconds between two renewals (default: 10)",

@@ -263,25 +263,15 @@ def names(text: str | None) -> tuple[str, ...]:
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
 
-def above_zero(text: str) -> float:
-    """The ``type`` of an option that is a number above 0, which may have a fraction."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
-    return number
+def at_least(lowest: float, kind: type[int] | type[float] = int) -> Callable[[str], float]:
+    """The ``type`` of an option that is a number, ``lowest`` or more; a whole one where ``kind`` is ``int``."""
 
-
-def at_least(lowest: int) -> Callable[[str], int]:
-    """The ``type`` of an option that is a whole number, ``lowest`` or more."""
-
-    def number(text: str) -> int:
-        text = text.strip()  # ``run`` puts a blank before a negative number
-        if not text.isdigit() or int(text) < lowest:
-            raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, {lowest} or more")
-        return int(text)
+    def number(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if lowest <= (value := kind(text)) < math.inf:
+                return value
+        whole = "whole " * (kind is int)
+        raise argparse.ArgumentTypeError(f"{text.strip()!r}: expected a {whole}number, {lowest} or more")
 
     return number
 

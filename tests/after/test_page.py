@@ -101,7 +101,7 @@ def test_a_run_that_has_not_ended(runs, tmp_path, capsys):
         (["report", "{empty}"], "holds no run"),
         (["report", "{run}", "{run}"], "the same run is named twice"),
         (["report", "{run}", "--out", "{empty}"], "expected a file that ends with .html"),
-        (["report", "{run}", "--live", "--every", "0"], "argument --every: '0': expected a number above 0"),
+        (["report", "{run}", "--live", "--every", "0"], "argument --every: '0': expected a number, 0.1 or more"),
     ],
 )
 def test_wrong_use_is_one_line(runs, tmp_path, capsys, arguments, said):

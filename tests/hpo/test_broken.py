@@ -46,7 +46,7 @@ def command(config, tmp_path, capfd):
         always = ["--cfg", tmp_path / "run.yaml", "--space", space, "--dir", folder, "--workers", "0"]
         capfd.readouterr()
         try:
-            code = cli.main(["tune", *map(str, always), "--timeout", "1e-6", *arguments])
+            code = cli.main(["tune", *map(str, always), "--timeout", "0.001", *arguments])
         except SystemExit as stop:  # of argparse
             code = stop.code
         captured = capfd.readouterr()
