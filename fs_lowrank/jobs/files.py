@@ -98,15 +98,11 @@ def from_json(text: str | bytes, kind: type | UnionType = dict) -> Any:
     Args:
         kind: the type of all of it: ``dict``, ``list`` or both.
     Raises:
-        ValueError: it is not UTF-8, not JSON, nested too deep, or of another type; says which.
+        ValueError: it is no JSON, or of another type; says which.
     """
     try:
-        content = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start}") from error
-    except RecursionError as error:
-        raise ValueError("nested too deep") from error
-    except ValueError as error:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:  # among them one of decoding, or of JSON that is nested too deep
         raise ValueError(f"invalid JSON: {error}") from error
     if not isinstance(content, kind):
         text = json.dumps(content)
@@ -136,17 +132,13 @@ def read_json(
     """
     try:
         content = from_json(Path(path).read_bytes(), kind)
-        if isinstance(content, dict):
-            check_schema(content, path)
-        return content
-    except UserError:
-        raise
-    except FileNotFoundError as error:
-        if missing is not _ERROR:
+    except (OSError, ValueError) as error:
+        if isinstance(error, FileNotFoundError) and missing is not _ERROR:
             return missing
         raise cannot_read(path, error, remedy) from error
-    except (OSError, ValueError) as error:
-        raise cannot_read(path, error, remedy) from error
+    if isinstance(content, dict):
+        check_schema(content, path)
+    return content
 
 
 def cannot_read(path: str | Path, error: Exception, remedy: str = "restore the file") -> DamagedFile:
