@@ -368,7 +368,7 @@ def _compare(args: argparse.Namespace) -> None:
     args.outdir = outdir_of(config)
     if args.seeds is not None:
         bold = partial(say, style="bold")
-        lines, path = seeds.compare_seeds(args, methods, bold, on_method=bold, on_round=_on_round(config))
+        lines, path = seeds.compare_seeds(args, config, methods, bold, on_method=bold, on_round=_on_round(config))
         _print_figures(f"mean ± standard deviation over the seeds {args.seeds}", lines, args.table)
         say(f"every value: {path}; the table and the curves over seeds are beside it")
         return

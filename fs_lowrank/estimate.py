@@ -309,25 +309,21 @@ def _add_time(found: Estimate, site: Site, sizes: np.ndarray) -> None:
 
 def _advice(config: Config, found: Estimate, on: str) -> list[str]:
     """Keys to change, for what is largest where there is too little room."""
-    said: list[str] = []
     halved = f"dataloader.batch_size {max(1, config.dataloader.batch_size // 2)}"
     if config.dataloader.batch_tokens:
         halved = f"dataloader.batch_tokens {config.dataloader.batch_tokens // 2}"
-    smaller_step = ["train.checkpointing True", f"{halved} grad.grad_accum_count {2 * config.grad.grad_accum_count}"]
-    smaller_step += ["a smaller llm.tok_len", "train.cohort off"]
+    smaller_batch = f"{halved} grad.grad_accum_count {2 * config.grad.grad_accum_count}"
+    of_base = ["lowrank.dtype nf4, or bfloat16", "model.device_map auto: more GPUs, or memory and disk"]
+    of_step = ["train.checkpointing True", smaller_batch, "a smaller llm.tok_len", "train.cohort off"]
+    if config.is_vision:
+        of_base, of_step = ["a smaller lowrank.width"], [smaller_batch]
+    said = {"base": of_base, **dict.fromkeys(("activations", "adapters and gradients", "optimizer"), of_step)}
+    others = ["train.cache_frozen_dir FOLDER on a disk, or a smaller train.cache_frozen_bytes"]
+    on_disk = ["lowrank.keep_checkpoints 1, or train.cache_frozen_shared 0; or another outdir"]
+    advice: list[str] = []
     for where in found.lacking:
         largest = max((n for n in found.needs if n.where == where), key=lambda n: n.size).what
-        if where == "disk":
-            said.append("lowrank.keep_checkpoints 1, or train.cache_frozen_shared 0; or another outdir")
-        elif largest == "base":
-            said += ["a smaller lowrank.width"] if config.is_vision else ["lowrank.dtype nf4, or bfloat16", _SPREAD]
-        elif largest in ("activations", "adapters and gradients", "optimizer"):
-            said += smaller_step[1:2] if config.is_vision else smaller_step
-        else:
-            said.append("train.cache_frozen_dir FOLDER on a disk, or a smaller train.cache_frozen_bytes")
+        advice += on_disk if where == "disk" else said.get(largest, others)
         if where == on and config.federate.process_num != 1:
-            said.append("federate.process_num 1: every process has a model of its own")
-    return list(dict.fromkeys(said))
-
-
-_SPREAD = "model.device_map auto: more GPUs, or memory and disk"
+            advice.append("federate.process_num 1: every process has a model of its own")
+    return list(dict.fromkeys(advice))

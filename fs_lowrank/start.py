@@ -16,7 +16,7 @@ import pandas as pd
 import yaml
 from torch import nn
 
-from .config import load_config
+from .config import Config, load_config
 from .data import CAUSAL_LM, IMAGE_CLASSIFICATION, RawData, load_raw
 from .data.own import look_at, stem_of
 from .data.sources import data_args
@@ -65,7 +65,6 @@ class Given:
     model: str = ""
     method: str = ""
     clients: int = 0
-    outdir: str = ""
 
 
 def draft(given: Given) -> str:
@@ -89,13 +88,7 @@ def _texts(given: Given) -> list[str]:
     kind = "huggingface_llm" if causal else "transformers"
     model = given.model or ("smollm2" if causal else "minilm")
     model += "" if "@" in model else f"@{kind}"
-    probe = {
-        "data": {"type": str(given.data), "args": [columns] if columns else []},
-        "model": {"type": model},
-        "federate": {"client_num": 1, "method": "fedlora"},
-        "llm": {"tok_len": "auto"},
-    }
-    config = load_config(probe)
+    config = _probe(given, model, {"data.args": [columns] if columns else [], "llm.tok_len": "auto"})
     if (config.model.task == "CausalLM") != causal:
         asked = "instructions and answers" if causal else "classes"
         raise UserError(
@@ -124,12 +117,7 @@ def _pictures(given: Given) -> list[str]:
         if column := getattr(given, role):
             raise UserError(f"{role}={column!r}: {given.data} is a folder of pictures, which have no columns")
     model = given.model or "resnet10"
-    probe = {
-        "data": {"type": str(given.data)},
-        "model": {"type": model},
-        "federate": {"client_num": 1, "method": "fedavg"},
-    }
-    config = load_config(probe)
+    config = _probe(given, model, {"federate.method": "fedavg"})
     args: list[str] = []
     try:
         raw = load_raw(config.data, origin=config.source)
@@ -145,6 +133,12 @@ def _pictures(given: Given) -> list[str]:
         )
     llm = ["llm: {adapter: {args: [{r: 16, alpha: 16}]}}"]
     return _file(given, raw, args, model, llm, "fedlora", 32, "SGD, lr: 0.03, momentum: 0.9")
+
+
+def _probe(given: Given, model: str, keys: Mapping[str, Any]) -> Config:
+    """A configuration that is enough to read the data and to build the model."""
+    some = {"data.type": str(given.data), "model.type": model, "federate.client_num": 1}
+    return load_config({**some, "federate.method": "fedlora", **keys})
 
 
 def _file(
@@ -163,7 +157,7 @@ def _file(
         "Run it with: fs-lowrank run --cfg THIS_FILE",
         "# `fs-lowrank keys NAME` explains a key; what is not here is at its default.",
         "seed: 0",
-        f"outdir: {_yaml(given.outdir or f'runs/{stem_of(given.data)}')}",
+        f"outdir: {_yaml(f'runs/{stem_of(given.data)}')}",
         "federate:",
         f"  method: {given.method or method}                 # fs-lowrank methods lists them",
         f"  client_num: {clients}                 # {'' if given.clients else 'guessed: '}about {each:.0f} training "

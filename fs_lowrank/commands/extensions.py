@@ -6,7 +6,6 @@ An entry point names a function ``main(argv)`` that returns an exit code: ``hpo 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -17,14 +16,9 @@ ENTRY_POINTS = "fs_lowrank.commands"
 
 
 @cache
-def _found(path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
-    """The entry points by name; looked for once for each ``sys.path``, since that takes time."""
-    return {point.name: point for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name)}
-
-
 def extensions() -> Mapping[str, EntryPoint]:
-    """The added commands: name → entry point."""
-    return _found(tuple(sys.path))
+    """The added commands: name → entry point; looked for once, since that takes time."""
+    return {point.name: point for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name)}
 
 
 def run_extension(point: EntryPoint, argv: Sequence[str]) -> int:

@@ -6,13 +6,16 @@ import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..jobs.files import to_json, write_text
 from ..jobs.shell import names
 from ..jobs.tables import write_tables
 from ..versions import SCHEMA
+
+if TYPE_CHECKING:
+    from ..config import Config
 
 
 def parse(text: str) -> list[int]:
@@ -31,7 +34,11 @@ def parse(text: str) -> list[int]:
 
 
 def compare_seeds(
-    args: argparse.Namespace, methods: Sequence[str], announce: Callable[[str], object], **callbacks: Any
+    args: argparse.Namespace,
+    config: Config,
+    methods: Sequence[str],
+    announce: Callable[[str], object],
+    **callbacks: Any,
 ) -> tuple[list[list[str]], Path]:
     """Run the comparison once for each seed, in ``outdir/seed_N``.
 
@@ -41,15 +48,10 @@ def compare_seeds(
         ``seeds.tex``, and ``curves.png`` with means and bands over the seeds.
     """
     from ..api import compare
-    from ..baselines import split_names
-    from ..config import load_for
     from ..draw.figures import save
     from ..draw.runs import curves, setting_of
-    from ..runs.folder import outdir_of
 
-    seeds = parse(args.seeds)
-    config, _ = load_for(args.cfg, split_names(methods)[0], args.overrides)
-    outdir = outdir_of(config)
+    seeds, outdir = parse(args.seeds), args.outdir
     values: dict[str, dict[str, list[float]]] = {}
     histories: dict[str, list[list[dict[str, Any]]]] = {}
     facts: dict[str, Any] = {}

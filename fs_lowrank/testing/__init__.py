@@ -76,7 +76,8 @@ def check_method(
                 check.function(bench, name, task)
             except Exception as error:
                 words = " ".join(str(error).split()) or "no message"
-                failed.append(f"{label}: {words if isinstance(error, AssertionError) else f'{_kind(error)}: {words}'}")
+                kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+                failed.append(f"{label}: {kind}{words}")
                 first = first or error
             else:
                 passed.append(label)
@@ -108,7 +109,3 @@ def _name(method: type[Method] | str) -> str:
         shown = getattr(method, "__qualname__", repr(method))
         raise UserError(f"{shown} is not a registered method; put @register_method('its_name') over the class")
     return name
-
-
-def _kind(error: Exception) -> str:
-    return type(error).__name__
