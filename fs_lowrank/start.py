@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,6 @@ _USUAL = {
 }
 #: columns that say whose a row is
 _SITE = re.compile(r"(site|client|hospital|user|institution)s?([ _-]?(id|name))?", re.IGNORECASE)
-_ROLES = ("text", "text_pair", "label", "instruction", "input", "output")
 #: pixels; larger pictures are resized, as are those of unequal sizes
 LARGEST = 64
 
@@ -50,18 +49,13 @@ class Given:
     Attributes:
         data: a file or folder that ``data.type`` reads as labelled texts or instructions, or a pattern for several, or
             a folder with a folder of pictures for each class.
-        text, text_pair, label, instruction, input, output: columns.
+        columns: by role: text, text_pair, label, instruction, input, output.
         model: a folder, a name to fetch, or a name on a hub; ``@huggingface_llm`` or ``@transformers`` may follow. For
             pictures, one of our networks.
     """
 
     data: Path
-    text: str = ""
-    text_pair: str = ""
-    label: str = ""
-    instruction: str = ""
-    input: str = ""
-    output: str = ""
+    columns: Mapping[str, str] = field(default_factory=dict)
     model: str = ""
     method: str = ""
     clients: int = 0
@@ -98,7 +92,7 @@ def _texts(given: Given) -> list[str]:
     raw = load_raw(config.data, origin=config.source, task=config.model.task)
     build_tokenizer(config)  # a model without one is refused here
     layers, about = _layers(build_skeleton(config))
-    guessed = ", ".join(f"the {role} is {column}" for role, column in columns.items() if not getattr(given, role))
+    guessed = ", ".join(f"the {role} is {column}" for role, column in columns.items() if not given.columns.get(role))
     args = [f"  args: [{_flow(columns)}]"] if columns else ["  # guessed: conversations, by the name of their column"]
     args += [f"  # guessed: {guessed}"] if guessed else []
     llm = [
@@ -113,8 +107,8 @@ def _texts(given: Given) -> list[str]:
 
 def _pictures(given: Given) -> list[str]:
     """The lines for a folder of class folders: a network for images, from scratch."""
-    for role in _ROLES:
-        if column := getattr(given, role):
+    for role, column in given.columns.items():
+        if column:
             raise UserError(f"{role}={column!r}: {given.data} is a folder of pictures, which have no columns")
     model = given.model or "resnet10"
     config = _probe(given, model, {"federate.method": "fedavg"})
@@ -205,7 +199,7 @@ def _clients(given: Given, raw: RawData) -> tuple[int, list[str]]:
 
 def _columns(given: Given, table: pd.DataFrame) -> tuple[dict[str, str], bool]:
     """``data.args``, and whether the rows are instructions with answers."""
-    named, there = {role: getattr(given, role) for role in _ROLES if getattr(given, role)}, [str(c) for c in table]
+    named, there = {role: column for role, column in given.columns.items() if column}, [str(c) for c in table]
     listed = ", ".join(there)
     for role, column in named.items():
         if column not in table:

@@ -11,8 +11,9 @@ import yaml
 from PIL import Image
 
 from fs_lowrank import UserError, cli, load_config
+from fs_lowrank.data.template import SYNONYMS
 from fs_lowrank.settings.reading import Loader
-from fs_lowrank.start import Given, _yaml, draft
+from fs_lowrank.start import _USUAL, Given, _yaml, draft
 from fs_lowrank.testing.small import make_reviews
 
 
@@ -32,8 +33,14 @@ def at(tmp_path, monkeypatch):
     return write
 
 
+def given(path, model="", **said):
+    """What the user says: columns by role, and other keys."""
+    columns = {role: said.pop(role) for role in (*_USUAL, *SYNONYMS) if role in said}
+    return Given(path, columns, model=str(model), **said)
+
+
 def made(path, model, **said):
-    text = draft(Given(path, model=str(model), **said))
+    text = draft(given(path, model=model, **said))
     return yaml.safe_load(text), text
 
 
@@ -147,7 +154,7 @@ def test_columns_of_any_name(at, tiny_encoder):
     for name in NAMES:
         assert yaml.load(f"[{{text: {_yaml(name)}}}]  # a comment", Loader) == [{"text": name}], name
     table = make_reviews(60).rename(columns={"label": "no", "text": "a\nb"})
-    text = draft(Given(at("own.jsonl", table), text="a\nb", label="no", model=str(tiny_encoder)))
+    text = draft(given(at("own.jsonl", table), text="a\nb", label="no", model=str(tiny_encoder)))
     assert yaml.load(text, Loader)["data"]["args"] == [{"text": "a\nb", "label": "no"}]
 
 
@@ -156,7 +163,7 @@ def test_a_configuration_that_says_another_column_is_refused(monkeypatch, at, ti
     monkeypatch.setattr("fs_lowrank.start._yaml", str)
     with pytest.raises(UserError, match="data.args.0.label = False: expected the name of a column"):
         draft(
-            Given(at("own.csv", make_reviews(60).rename(columns={"label": "no"})), label="no", model=str(tiny_encoder))
+            given(at("own.csv", make_reviews(60).rename(columns={"label": "no"})), label="no", model=str(tiny_encoder))
         )
 
 
@@ -192,16 +199,16 @@ def test_a_configuration_that_says_another_column_is_refused(monkeypatch, at, ti
 )
 def test_errors_name_the_option_to_give(at, tiny_encoder, table, said, message):
     with pytest.raises(UserError, match=message) as error:
-        draft(Given(at("own.csv", table), model=str(tiny_encoder), **said))
+        draft(given(at("own.csv", table), model=str(tiny_encoder), **said))
     assert "\n" not in str(error.value)
 
 
 def test_a_model_of_the_other_kind_is_named(at, tiny_encoder):
     path = at("own.csv", make_reviews(60))
     with pytest.raises(UserError, match="is for CausalLM, and .*own.csv has classes"):
-        draft(Given(path, model=f"{tiny_encoder}@huggingface_llm", label="label"))
+        draft(given(path, model=f"{tiny_encoder}@huggingface_llm", label="label"))
     with pytest.raises(UserError, match="which column is the instruction.*for plain text"):
-        draft(Given(path, model=f"{tiny_encoder}@huggingface_llm"))
+        draft(given(path, model=f"{tiny_encoder}@huggingface_llm"))
 
 
 def pictures(folder, sizes, count=24):
@@ -253,7 +260,7 @@ def test_init_takes_the_only_file_or_folder_of_pictures_here(at, capsys):
 def test_columns_that_look_like_instructions_are_named_as_such(at):
     path = at("asked.jsonl", pd.DataFrame({"question": ["a?", "b?"], "reply": ["c", "d"]}))
     with pytest.raises(UserError, match="of instructions with answers, instruction='COLUMN' and output='COLUMN'"):
-        draft(Given(path))
+        draft(given(path))
 
 
 def test_init_writes_once_and_run_runs_it(at, tiny_encoder, capsys):

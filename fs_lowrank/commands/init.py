@@ -86,7 +86,7 @@ def write(args: argparse.Namespace, out: Path | None) -> Path:
 
     said = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in _COLUMNS}
     method = methods().get_method_class(args.method).name if args.method else ""
-    text = draft(Given(args.data, **said, model=args.model, method=method, clients=args.clients))
+    text = draft(Given(args.data, said, model=args.model, method=method, clients=args.clients))
     out = out or Path(stem_of(args.data) + ".yaml")
     if out.exists() and out.read_text(encoding="utf-8", errors="replace") != text:
         raise UserError(
