@@ -197,10 +197,10 @@ BUDGETS = {
     "fs_lowrank.rounds": 2205,  # 1,900
     "fs_lowrank.callbacks": 358,  # 400
     "fs_lowrank.engines": 2062,  # 1,900
-    "fs_lowrank.runs": 798,  # 750
-    "fs_lowrank.draw": 662,  # 450
-    "fs_lowrank.jobs": 695,  # 300
-    "front": 2737,  # 2,100
+    "fs_lowrank.runs": 794,  # 750
+    "fs_lowrank.draw": 646,  # 450
+    "fs_lowrank.jobs": 662,  # 300
+    "front": 2696,  # 2,100
     "hpo": 1158,  # 950
     "benchmark": 3759,  # 2,550, and the leaderboard
     "studies": 2100,  # 2,100

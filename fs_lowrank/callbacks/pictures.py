@@ -19,8 +19,7 @@ class Pictures(Callback):
         picture = run.outdir / "clients.png"
         if record["round"] == 1 or not picture.exists():
             # Not before: the library that draws takes as long to import as a small run's first round.
-            panel = client_panel(read_split(run.outdir))
-            save(figure([panel], setting_of(run.config), size=(8.0, 3.4)), picture)
+            save(figure([client_panel(read_split(run.outdir))], setting_of(run.config), size=(8.0, 3.4)), picture)
 
     def on_end(self, run: RecordKeeper, result: RunResult) -> None:
         data, title = run.site.data, f"{run.method.name} · {setting_of(run.config)}"
