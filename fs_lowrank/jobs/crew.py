@@ -15,8 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import ROWS_LOGGER
-from .escaped import Formatter
+from .escaped import log_to
 from .kept import keeping
 from .pool import Call, Pool, Work, print_to
 from .shell import names
@@ -155,8 +154,5 @@ def settle(variables: Mapping[str, str]) -> None:
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))  # it may be imported already
-    handler = logging.StreamHandler()
-    handler.setFormatter(Formatter("%(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logging.getLogger(ROWS_LOGGER).setLevel(logging.INFO)
+    log_to(logging.StreamHandler())
     _opened.enter_context(keeping())

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import re
 
+from ..errors import ROWS_LOGGER
+
 #: control characters but tab and line feed, the separators of lines and paragraphs, and what turns the order of text
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
@@ -36,3 +38,10 @@ class Formatter(logging.Formatter):
 
     def formatException(self, ei) -> str:  # type: ignore[no-untyped-def]
         return printable(super().formatException(ei))
+
+
+def log_to(handler: logging.Handler) -> None:
+    """Have this process log its warnings, and what was read of the data, to ``handler``, each as one message."""
+    handler.setFormatter(Formatter("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger(ROWS_LOGGER).setLevel(logging.INFO)

@@ -24,8 +24,8 @@ from rich.logging import RichHandler
 from rich.segment import Segment
 from rich.text import Text
 
-from ..errors import ROWS_LOGGER, RunFailed, UserError, nearest, own_place
-from .escaped import Formatter, message, printable
+from ..errors import RunFailed, UserError, nearest, own_place
+from .escaped import log_to, message, printable
 from .progress import above_lines, showing, watched
 from .tables import output_of
 
@@ -215,18 +215,10 @@ def explain(error: Exception, folder: Path | None = None, options: Iterable[str]
     return WRONG_USE if isinstance(error, UserError) and not isinstance(error, RunFailed) else FAILED
 
 
-def log_handler(console: Console) -> logging.Handler:
-    """Shows records on ``console``, each as one message."""
-    handler = RichHandler(console=console, show_path=False, show_time=False)
-    handler.setFormatter(Formatter("%(message)s"))
-    return handler
-
-
 def _log(args: argparse.Namespace, console: Console) -> None:
     """Warnings on the console; with ``-v`` the package's information too, with ``--debug`` all that it logs."""
     logging.raiseExceptions = args.debug  # else logging prints a traceback if a message cannot be written
-    logging.basicConfig(level=logging.WARNING, handlers=[log_handler(console)])
-    logging.getLogger(ROWS_LOGGER).setLevel(logging.INFO)
+    log_to(RichHandler(console=console, show_path=False, show_time=False))
     if args.verbose or args.debug:
         logging.getLogger("fs_lowrank").setLevel(logging.DEBUG if args.debug else logging.INFO)
 

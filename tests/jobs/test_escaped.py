@@ -4,11 +4,12 @@ import logging
 import sys
 
 import pytest
+from rich.logging import RichHandler
 from rich.text import Text
 
 from fs_lowrank.errors import RunFailed
 from fs_lowrank.jobs import shell, tables
-from fs_lowrank.jobs.escaped import Formatter, message, printable
+from fs_lowrank.jobs.escaped import log_to, message, printable
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b31m\x7f\u202eneg\u2028"
 SHOWN = r"\x1b[2J\x1b]0;title\x07\x9b31m\x7f\u202eneg\u2028"
@@ -44,9 +45,8 @@ def test_an_error(capsys):
 
 def test_the_log(capsys):
     console = shell.make_console(400)
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(Formatter("%(message)s"))
-    for log in (handler, shell.log_handler(console)):
+    for log in (logging.StreamHandler(sys.stdout), RichHandler(console=console, show_path=False, show_time=False)):
+        log_to(log)
         try:
             raise ValueError(HOSTILE)
         except ValueError:
