@@ -199,7 +199,7 @@ BUDGETS = {
     "fs_lowrank.engines": 2062,  # 1,900
     "fs_lowrank.runs": 794,  # 750
     "fs_lowrank.draw": 646,  # 450
-    "fs_lowrank.jobs": 662,  # 300
+    "fs_lowrank.jobs": 658,  # 300
     "front": 2696,  # 2,100
     "hpo": 1158,  # 950
     "benchmark": 3759,  # 2,550, and the leaderboard
