@@ -7,6 +7,7 @@ import pytest
 
 from benchmark import scorers
 from benchmark.intervals import right_rows
+from fs_lowrank import UserError
 
 pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.usefixtures("manager")
@@ -59,10 +60,10 @@ def model(tiny_causal):
 
 
 def test_code_runs_only_with_permission_and_the_metric(root):
-    with pytest.raises(scorers.UserError, match="run_unsafe_code: true"):
+    with pytest.raises(UserError, match="run_unsafe_code: true"):
         scorers.check({"scorer": "humaneval"}, root)
     (root / "humaneval" / "code_eval" / "code_eval.py").unlink()
-    with pytest.raises(scorers.UserError, match="metric code_eval cannot be loaded .* local copy of its folder"):
+    with pytest.raises(UserError, match="metric code_eval cannot be loaded .* local copy of its folder"):
         scorers.check(SPEC, root)
 
 
@@ -95,7 +96,7 @@ def test_pass_at_1_and_k_of_a_tiny_model(model, root):
     assert result["pass@1"] == 0.0 and result["n"] == 2 and result["version"] == 1.0
     assert result["sampled_pass@2"] == 0.0 and "at most 4 new tokens" in result["decoding"]
     for wrong in ({"samples": 2, "k": [3]}, {"k": [2]}):
-        with pytest.raises(scorers.UserError, match="needs as many samples"):
+        with pytest.raises(UserError, match="needs as many samples"):
             scorers.check({**spec, **wrong}, root)
 
 
@@ -103,9 +104,9 @@ def test_a_damaged_or_missing_file_is_named(root, monkeypatch):
     path = root / "humaneval" / "HumanEval.jsonl.gz"
     for damaged in (gzip.compress(b"{")[:-12], gzip.compress(b'{"prompt": ""}\n'), gzip.compress(b"")):
         path.write_bytes(damaged)
-        with pytest.raises(scorers.UserError, match="HumanEval.jsonl.gz"):
+        with pytest.raises(UserError, match="HumanEval.jsonl.gz"):
             scorers.check(SPEC, root)
     path.unlink()
     monkeypatch.setattr("datasets.load_dataset", None)
-    with pytest.raises(scorers.UserError, match="there is no .*HumanEval.jsonl.gz, and no hub gave it"):
+    with pytest.raises(UserError, match="there is no .*HumanEval.jsonl.gz, and no hub gave it"):
         scorers.check(SPEC, root)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.errors import CannotContinue, UserError
 from fs_lowrank.methods import RobustMean, Update, create_method
 from fs_lowrank.models.names import named_tensors, pairs
@@ -620,10 +621,11 @@ def test_la_loras_first_step_of_b_alone_is_that_of_ffa_lora_and_its_second_chang
 @pytest.mark.parametrize("first, never", [("a", "lora_B"), ("b", "lora_A")])
 def test_with_one_step_a_round_a_warning_names_the_half_that_never_trains(tmp_path, caplog, first, never):
     with quietly(tmp_path):
-        bench = Bench(tmp_path, {"lowrank.first": first})
-        bench.make("encoder", "la_lora", {"train.local_update_steps": 2})
+        config = Bench(tmp_path, {"lowrank.first": first}).config("encoder", "la_lora")  # of two steps
+        LocalEngine(config)
         longer = [{"clients": 1, "local_update_steps": 2}]
-        bench.make("encoder", "la_lora", {"train.local_update_steps": 1, "lowrank.clients": longer})
+        one = config.replace({"train.local_update_steps": 1})
+        LocalEngine(one.replace({"lowrank.clients": longer}))
         assert "by turns" not in caplog.text
-        bench.make("encoder", "la_lora", {"train.local_update_steps": 1})
+        LocalEngine(one)
     assert f": {never} is never trained; give train.local_update_steps at least 2" in caplog.text
