@@ -176,7 +176,8 @@ def _beginning() -> list:
                 once = f" once ({human_bytes(prefix.planned)})" if prefix.planned else ""
                 text += f"; computes the first {prefix.depth} of {len(prefix.layers)} layers{once} without dropout"
             acts = f"dropout {'acts' if draws(run.site.model.train()) else 'is 0'}{' in the others' * bool(prefix)}"
-            say(f"  {text}; {acts}; results go to {run.outdir}")
+            resumes = f"; continues after round {len(run.history)}" if run.history else ""
+            say(f"  {text}; {acts}; results go to {run.outdir}{resumes}")
 
     return [Beginning()]
 

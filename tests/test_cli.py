@@ -160,7 +160,7 @@ def test_compare_with_the_methods_own_keys(command, config_file, tmp_path, monke
     keys = "lowrank.ranks [1,2] federate.total_round_num 1 lowrank.mix 0.5".split()
     arguments = ["compare", "--cfg", config_file, "--methods", "rolora,flexlora", *keys]
     code, _, err = command(*arguments)
-    assert code == 1 and "comparison.json" in err and "run again with --resume" in squeeze(err)
+    assert code == 1 and "comparison.json" in err and "run again, a run with --resume" in squeeze(err)
     (tmp_path / "run" / "comparison.json").rmdir()
     code, out, _ = command(*arguments, "--resume")
     assert code == 0

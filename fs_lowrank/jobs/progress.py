@@ -50,13 +50,21 @@ def showing(live: bool) -> Iterator[None]:
         _LOOK.reset(token)
 
 
-def line(what: str, total: int, **options: Any) -> AbstractContextManager[Any]:
+def line(what: str, total: int, at_once: bool = False, **options: Any) -> AbstractContextManager[Any]:
     """A bar of ``total`` parts (``tqdm.tqdm``), which the caller moves; None where nothing is shown.
 
     tqdm is imported with the first bar: its import takes longer than that of most commands.
+
+    Args:
+        at_once: a live line from the start on, moved at every call.
     """
     look = _LOOK.get()
-    return nullcontext() if look is None else import_module("tqdm").tqdm(total=total, desc=what, **{**look, **options})
+    if look is None:
+        return nullcontext()
+    if at_once and "file" not in look:
+        options |= {"delay": 0, "mininterval": 0, "miniters": 0}
+    bar: AbstractContextManager[Any] = import_module("tqdm").tqdm(total=total, desc=what, **{**look, **options})
+    return bar
 
 
 def steps(items: Collection[Item], what: str) -> Iterator[Item]:

@@ -22,7 +22,7 @@ from ..data import Examples, ImageExamples, build_data, load_raw
 from ..data.examples import rows_alike
 from ..data.ragged import Lazy
 from ..errors import UserError
-from ..jobs.progress import steps
+from ..jobs.progress import line, steps
 from ..methods import Client, DriftCorrection, Method, RobustMean, State, Tensors, Workbench, create_method
 from ..models.adapters import load_tensors, start_at_zero
 from ..models.build import build_model, build_tokenizer
@@ -115,11 +115,13 @@ class Site:
         self.device = device_of(config)
         self.method = method_of(config)
         self.tokenizer = build_tokenizer(config)
-        raw = load_raw(config.data, origin=config.source, task=config.model.task)
+        with line("reading data", 1, at_once=True):
+            raw = load_raw(config.data, origin=config.source, task=config.model.task)
         check_task(config, raw)
         self.data = build_data(of_one_client(config) if undivided else config, self.tokenizer, raw=raw)
         check_splits(config, self.data)
-        model = self.plain_model()
+        with line("loading the model", 1, at_once=True):
+            model = self.plain_model()
         self.base_fingerprint, self.configured = fingerprint_of(model), configuration_fingerprint(model)
         # Set by build_model; torch's types allow only tensors and modules as attributes.
         self.new_weights: list[str] = list(vars(model)["new_weights"])

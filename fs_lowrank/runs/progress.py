@@ -26,8 +26,8 @@ def shown(
         show: None: if somebody looks on; else as the command does of which this is a part, if any.
     """
     live = watched() if show is None else show
-    at_once = {"delay": 0, "mininterval": 0, "miniters": 0} if live else {}
-    with showing(live=True) if live else nullcontext(), line(name, config.federate.total_round_num, **at_once) as bar:
+    rounds = config.federate.total_round_num
+    with showing(live=True) if live else nullcontext(), line(name, rounds, at_once=live) as bar:
         if bar is None:
             yield on_round, on_client
             return

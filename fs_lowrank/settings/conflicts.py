@@ -40,6 +40,10 @@ def _of_clients(config: Settings) -> Iterator[Conflict]:
     yield federate.sample_client_num == 0, "federate.sample_client_num", drawn
     share = "expected a share above 0 and at most 1; or -1 for all"
     yield rate <= 0 and rate != -1, "federate.sample_client_rate", share
+    fewest = f"expected at most the clients of a round, {config.sampled_per_round}"
+    yield lowrank.min_clients > config.sampled_per_round, "lowrank.min_clients", fewest
+    bound = "expected 1 or more, as half of the updates exceed their median; or 0 for no bound"
+    yield 0 < lowrank.max_update_norm_factor < 1, "lowrank.max_update_norm_factor", bound
     own_rank = any("rank" in own for own in config.own_settings.values())
     one_rank = f"it gives clients a rank, and federate.method = {federate.method} has one for all; see lowrank.ranks"
     yield own_rank and "ranks" not in lowrank.params, "lowrank.clients", one_rank

@@ -71,4 +71,5 @@ def test_what_comes_before_the_first_round_and_the_frozen_layers_have_lines(monk
     keys["train.cache_frozen_dir"] = str(tmp_path / "no states of other tests")
     fs_lowrank.run(fs_lowrank.load_config(settings, keys), progress=True)
     shown = sys.stderr.getvalue()
-    assert "trying what saves work" in shown and "computing frozen layers" in shown
+    for what in ("reading data", "loading the model", "trying what saves work", "computing frozen layers"):
+        assert f"{what}: " in shown

@@ -69,7 +69,9 @@ def test_tables_and_arrays(value, form):
     assert load_config(BASE, seed=np.int64(3)).seed == 3
 
 
-@pytest.mark.parametrize("key, value, words", [("drop_rate", 1.0, "below 1")])
+@pytest.mark.parametrize(
+    "key, value, words", [("drop_rate", 1.0, "below 1"), ("max_update_norm_factor", 0.9, "1 or more, as half")]
+)
 def test_bounds_that_no_round_could_meet_are_refused(key, value, words):
     with pytest.raises(UserError, match=f"lowrank.{key} = {value}: expected .*{words}"):
         load_config({"federate.client_num": 2, f"lowrank.{key}": value})
