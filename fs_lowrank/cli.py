@@ -19,6 +19,7 @@ from .commands import add_commands, init, seeds
 from .commands.extensions import extensions, run_extension
 from .errors import UserError, counted, hint
 from .jobs import shell, tables
+from .jobs.progress import line
 from .jobs.shell import console, say
 
 _CODES = "exit code: 0; 1 if a run could not continue, or doctor misses something; 2 for wrong use; 130 if interrupted"
@@ -330,7 +331,8 @@ def _run(args: argparse.Namespace) -> int | None:
         raise UserError(f"{', '.join(said)}: options of --data FILE; with --cfg, the file or `key value` says it")
     from .config import load_config
 
-    config = load_config(args.cfg, _overrides(args))
+    with line("reading the configuration", 1, at_once=True):  # PyTorch checks the arguments of its optimizers
+        config = load_config(args.cfg, _overrides(args))
     _announce(config, config.federate.method)
     if args.dry_run:
         return _dry_run(config, args.engine, args.table)
