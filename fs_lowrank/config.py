@@ -127,8 +127,10 @@ def load_for(
         if not any(taken_keys(cls, [key]) for cls in classes):
             unknown_parameter(key.split(".")[1], classes, Origin(overridden=frozenset(params)))
     shared = {key: value for key, value in flat.items() if key not in params}
-    config = load_config(path, shared)
-    return config, {cls.name: {key: params[key] for key in taken_keys(cls, params)} for cls in classes}
+    of_methods = {cls.name: {key: params[key] for key in taken_keys(cls, params)} for cls in classes}
+    named = None if isinstance(path, Config) else lookup(_content(path, shared)[0], "federate.method")
+    config = load_config(path, {**shared, **of_methods.get(str(named).lower(), {})})  # it may need one of its own
+    return config, of_methods
 
 
 def _content(path: Any, *changes: Mapping[str, Any], origin: Origin | None = None) -> tuple[dict[str, Any], Origin]:

@@ -89,7 +89,8 @@ class Bench:
         config = load_config(self.settings(task, outdir), {**few, **self._keys(method), **(keys or {})})
         # Of halves that train by turns each has a step, so that an update changes the product of both.
         halves = max(len(phase.turns) for phase in method_of(config).phases(1))
-        return config.replace({"train.local_update_steps": max(config.train.local_update_steps, halves)})
+        steps = max(config.train.local_update_steps, halves)
+        return config.replace({"train.local_update_steps": steps, **(keys or {})})
 
 
 @contextlib.contextmanager
