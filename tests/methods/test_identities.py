@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from fs_lowrank.errors import UserError
 from fs_lowrank.methods import Update, create_method, list_methods
@@ -196,6 +197,32 @@ def test_results_do_not_depend_on_client_ids_up_to_rounding(toy, federation, nam
     close(*changes, 1e-5)
 
 
+@pytest.mark.parametrize("name, rank", [*((n, ()) for n in BUILT_IN), *((n, (r,)) for n in RANKED for r in (1, 3))])
+def test_one_client_one_round_is_local_training(toy, federation, name, rank):
+    exact = {"threshold": 1.0} if name == "florist" else {}  # by default it leaves small components out
+    fed = federation(toy.method(name, **({"ranks": rank} if rank else {}), **exact), (7,))
+    local = fed.copies[1]
+    trains = {tag for phase in fed.method.phases(1) for tag in phase.train}
+    assert trains
+    optimizer = torch.optim.SGD(set_trainable(local, trains), lr=0.2, momentum=0.9, weight_decay=0.01)
+    plain = local.get_base_model() if name != "fedavg" else local
+    inputs, labels = toy.inputs(), torch.arange(16) % 3
+    untrained = toy.outputs(local)
+    for _ in range(6):
+        nn.functional.cross_entropy(plain(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = toy.outputs(local)
+    assert (trained - untrained).abs().max() > 0.05
+    fed.receive(fed.update(1, 1), 1)
+    message = fed.finish(1)
+    fed.method.apply(fed.model, message, 1)
+    close(toy.outputs(fed.model), trained, 1e-5)
+    # After it has received the result, the client computes the same function as before.
+    fed.catch_up(1, 2)
+    close(toy.outputs(local), trained, 1e-5)
+
+
 @pytest.mark.parametrize("name", EACH)
 def test_only_shared_tensors_change(toy, federation, name):
     fed = federation(toy.method(name), SIZES)
@@ -208,6 +235,22 @@ def test_only_shared_tensors_change(toy, federation, name):
     assert bool(fed.method.changed_base(fed.model)) == (name in MERGING)
     view = fed.method.view(fed.ledger.state)
     equal({n: now[n] for n in view}, view)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_aggregate_does_not_change_its_arguments(toy, federation, name):
+    fed = federation(toy.method(name), SIZES)
+    fed.round(1)
+    state, updates = fed.ledger.state, fed.received
+    before = {n: t.clone() for n, t in state.items()}
+    sent = [{n: t.clone() for n, t in u.tensors.items()} for u in updates]
+    new, message = fed.method.aggregate(updates, state, 2)
+    for tensor in (*new.values(), *message.values()):
+        if not any(tensor is old for old in state.values()):
+            tensor.mul_(2)
+    equal(state, before)
+    for update, copy in zip(updates, sent):
+        equal(dict(update.tensors), copy)
 
 
 # -- clients of different ranks ------------------------------------------------------------------------
