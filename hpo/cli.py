@@ -206,7 +206,8 @@ def _status(args: argparse.Namespace) -> None:
 
     written = {} if args.storage else {file.parent.name: file for file in args.folder.glob(f"*/{SUMMARY}")}
     if written and (args.folder / FILE).exists():
-        _print_status(args, [read_json(written[name]) for name in _selected(args, written)])
+        whole = f"see the storage itself with: {hint('hpo', 'status', '--storage', args.folder / FILE)}"
+        _print_status(args, [read_json(written[name], remedy=whole) for name in _selected(args, written)])
     else:
         _stored(lambda args: _print_status(args, _summaries(args)), args)
 

@@ -20,6 +20,8 @@ from typing import Any
 from ..errors import DamagedFile, RunFailed, UserError
 from ..versions import check_schema
 
+#: the folders of names of open streams, which are written to even where they lead to a file
+_STREAMS = ("/dev", "/dev/fd", "/proc/self/fd")
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 _NO_ROOM, _NOT_ALLOWED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), (errno.EACCES, errno.EPERM)
 
@@ -162,7 +164,7 @@ def write_bytes(path: str | Path, content: bytes, durable: bool = True) -> None:
     """As ``write_text``, of bytes."""
     path = Path(path)
     with writing(path):
-        if path.exists() and not (path.is_file() or path.is_dir()):
+        if str(path.parent) in _STREAMS or path.exists() and not (path.is_file() or path.is_dir()):
             path.write_bytes(content)
         else:
             with replacing(os.path.realpath(path), durable) as aside:

@@ -180,9 +180,11 @@ def _named(settings: Mapping[str, Any], at: str, origin: Origin) -> dict[str, tu
     keys, settings = keys_of(OfClient), dict(settings)
     named: dict[str, tuple[Any, str]] = {}
     match args := settings.pop("llm.adapter.args", None):
+        case None:
+            pass
         case [{"r": rank, **rest}] if not rest:
             settings["llm.adapter.args.0.r"] = rank
-        case list() | str() | int():
+        case _:
             origin.fail(f"{at}.llm.adapter.args", f"= {show(args)}: of the adapter, a client may have its own rank: r")
     for given, value in settings.items():
         name, place = SPELLED.get(given, given), f"{at}.{given}"

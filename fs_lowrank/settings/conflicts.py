@@ -62,10 +62,8 @@ def _of_data(config: Settings) -> Iterator[Conflict]:
     splits, device, folder, task = config.data.splits, config.device, PurePath(config.expname), config.model.task
     shares = "expected three shares, of train, validation and test, that add up to 1"
     yield len(splits) != 3 or abs(sum(splits) - 1) > 1e-6, "data.splits", shares
-    by_tokens, images = (
-        config.dataloader.batch_tokens,
-        "it counts the tokens of texts, and images have none; leave it out",
-    )
+    by_tokens = config.dataloader.batch_tokens
+    images = "it counts the tokens of texts, and images have none; leave it out"
     yield by_tokens and config.is_vision, "dataloader.batch_tokens", images
     drops = "it leaves out smaller batches, and by dataloader.batch_tokens batches differ; leave one of the two out"
     yield by_tokens and config.dataloader.drop_last, "dataloader.drop_last", drops

@@ -52,6 +52,13 @@ def _conditions(config: Settings, engine: str, method: Any, needs: Any) -> Itera
     weighs = rule in ROBUST_WEIGHS or needs.own_robust_mean  # which may weight what it adds to the mean
     yield weighs, f"lowrank.robust = {rule} does not weight clients", ("federate.ignore_weight",)
     yield needs.validation, f"{method.name} selects nothing by validation data", ("lowrank.validation_samples",)
+    momentum = config.train.optimizer.extra.get("momentum")
+    yield bool(momentum), "train.optimizer.momentum is 0", ("train.optimizer.dampening",)
+    most, held_out = config.dataloader.batch_tokens, config.eval.batch_size
+    # Of a method's own kind of upload nothing is known; it may go through a client's data in batches.
+    batches = not (most and held_out) or needs.own_upload or needs.validation
+    both = f"dataloader.batch_tokens = {most} and eval.batch_size = {held_out} take precedence"
+    yield batches, both, ("dataloader.batch_size",)
     of_text = ("llm.tok_len", "train.frozen_dropout")
     yield not config.is_vision, f"it is for text, and model.type is {config.model.type!r}", of_text
     length = one_mapping("data.args", config.data.args, config.source).get("max_len")

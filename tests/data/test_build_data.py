@@ -65,6 +65,14 @@ def test_a_share_of_zero_gives_no_examples(reviews, config, encoder_tokenizer):
     assert built.test is None and built.majority is None and len(built.validation) == 10
 
 
+def test_the_division_among_clients_depends_on_the_seed(reviews, config, encoder_tokenizer):
+    made = [
+        build_data(config(reviews, splits=(1, 0, 0), clients=3, seed=seed), encoder_tokenizer) for seed in (1, 2, 1)
+    ]
+    first, other, again = ([rows_of(client) for client in built.clients] for built in made)
+    assert first == again and first != other, "of the same rows, since none are held out"
+
+
 def test_record_lists_the_file_rows_of_each_client(reviews, config, encoder_tokenizer):
     lines = reviews.read_text().splitlines()
     lines[4:4] = ["", ",0,x", " ,1,y"]  # empty lines are not counted, but rows without text are

@@ -92,7 +92,7 @@ def test_a_method_that_computes_with_steps_has_those_of_the_client():
         ),
         *(
             (f"- {{clients: 1, llm: {{adapter: {{args: {args}}}}}}}", "of the adapter, a client may have its own rank")
-            for args in ("[5]", "[r]", "[[r]]", "[null]", "[]", "5")
+            for args in ("[5]", "[r]", "[[r]]", "[null]", "[]", "5", "1.5", "{}")
         ),
         ("nobody.txt", "expected a list of mappings, a table (.csv, .tsv), or FederatedScope's file (.yaml)"),
         ("nobody.csv", "nobody.csv: no such file"),

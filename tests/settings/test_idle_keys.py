@@ -137,6 +137,11 @@ def test_defaults_are_never_reported(method, keys_of):
         ({"eval.freq": 0, "early_stop.patience": 3}, "early_stop.patience"),
         ({"federate.make_global_eval": False, "eval.metrics": ["f1"]}, "eval.metrics"),
         ({"federate.make_global_eval": False, "eval.split": ["test"]}, "eval.split"),
+        ({"train.optimizer.dampening": 0.5}, "train.optimizer.dampening"),
+        (
+            {"dataloader.batch_tokens": 99, "eval.batch_size": 4, "dataloader.batch_size": 3},
+            "dataloader.batch_size",
+        ),
         ({"federate.method": "fedavg", "train.frozen_dropout": True}, "train.frozen_dropout"),
         ({"federate.method": "fisher_merge", "llm.adapter.args": [{"r": 3}]}, "llm.adapter.args"),
         (
@@ -224,6 +229,10 @@ def test_keys_that_few_rounds_make_idle(keys, idle, fewest):
         {"data.max_dropped": 0.5},
         {"lowrank.clients": [{"clients": 2, "batch_size": 4}], "eval.batch_size": 4},
         {"dataloader.batch_tokens": 99, "lowrank.clients": [{"clients": 2, "lr": 0.4}]},
+        *(
+            {"dataloader.batch_tokens": 99, "eval.batch_size": 4, "dataloader.batch_size": 3, "federate.method": name}
+            for name in ("regmean", "fisher_merge")
+        ),
         {"federate.method": "fedlora", "lowrank.reuse_clients": "x"},
         {"federate.method": "fedhm", "lowrank.reuse_clients": "x", "lowrank.decay": 0.0},
         {"federate.method": "fedhm", "lowrank.reuse_clients": "x", "lowrank.rank_factors": [1, 4]},
