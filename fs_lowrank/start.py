@@ -144,7 +144,8 @@ def _file(
     each = rows * 0.8 / clients
     if each < 1:
         raise UserError(f"clients={clients}: {given.data} has {rows} rows, of which {rows * 0.8:.0f} are for training")
-    rounds = 20 if raw.task == IMAGE_CLASSIFICATION else 4  # from scratch, or from a model that knows texts
+    # Pictures are learned from scratch; for 300 reviews, 4 rounds ended at the majority class and 8 at 0.83.
+    rounds = {IMAGE_CLASSIFICATION: 20, CAUSAL_LM: 4}.get(raw.task, 8)
     classes = f"{raw.num_labels} classes ({', '.join(raw.label_names[:8])})"
     return [
         f"# {given.data.name}: {rows} rows, {'instructions and answers' if raw.task == CAUSAL_LM else classes}. "

@@ -54,7 +54,7 @@ def test_columns_modules_and_layers_are_found(at, tiny_encoder):
     assert "guessed: the label" in made(path, tiny_encoder, text="Review")[1]
     (args,) = tree["llm"]["adapter"]["args"]
     assert args["modules"] == ["query", "value"] and args["layers"] == [2] and tree["llm"]["tok_len"] == "auto"
-    assert tree["federate"] == {"method": "rolora", "client_num": 4, "sample_client_num": -1, "total_round_num": 4}
+    assert tree["federate"] == {"method": "rolora", "client_num": 4, "sample_client_num": -1, "total_round_num": 8}
     assert load_config(tree).dataloader.batch_size == 16
     assert all("#" in line for line in text.splitlines() if "guessed" in line or "proposed" in line)
 
