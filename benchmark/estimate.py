@@ -15,7 +15,7 @@ import torch
 
 from fs_lowrank import Config
 from fs_lowrank.estimate import Estimate, estimate, fullest
-from fs_lowrank.jobs.crew import threads_each
+from fs_lowrank.jobs.workers import threads_each
 from fs_lowrank.runs.summary import human_bytes, human_time
 
 from .beside import hpo

@@ -152,7 +152,7 @@ class FinalTest(fs_lowrank.Callback):
     def on_end(self, run: Any, result: RunResult) -> None:
         if "client_test_acc" in result.final:
             return
-        config, data = run.config, run.site.data
+        config, data = run.config, run.workspace.data
         if data.test is None:
             raise UserError(
                 f"data.splits = {list(config.data.splits)}: there is no test set; give the last one a share"

@@ -216,13 +216,16 @@ def exactness(method: str, keys: Mapping[str, Any]) -> float:
         def on_round(record: Mapping[str, Any]) -> None:
             nonlocal before
             if record["round"] == last - 1:
-                engine.site.load_global(engine.ledger.state)
+                engine.workspace.load_global(engine.ledger.state)
                 before = _responses(engine.model)
 
         with mock.patch.object(engine.method, "upload", spy):
             engine.on_round = on_round
             engine.run()
-        after, rows = _responses(engine.model), [len(engine.site.data.clients[number - 1]) for number in of_clients]
+        after, rows = (
+            _responses(engine.model),
+            [len(engine.workspace.data.clients[number - 1]) for number in of_clients],
+        )
         mean = torch.from_numpy(np.average([*of_clients.values()], axis=0, weights=rows))
         return float((after - mean).norm() / (mean - before).norm())
 

@@ -15,9 +15,9 @@ from filelock import FileLock
 from rich.console import Console
 
 from fs_lowrank import UserError
-from fs_lowrank.jobs.crew import ON_ITS_GPU, hand_out, make_crew, stop_signals
 from fs_lowrank.jobs.progress import line
 from fs_lowrank.jobs.shell import make_console
+from fs_lowrank.jobs.workers import ON_ITS_GPU, hand_out, stop_signals, worker_pool
 from fs_lowrank.runs.summary import for_people
 
 from .job import Job, Options, Search, Trained
@@ -68,7 +68,7 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
         f"their logs: {logs}"
     )
     imports = [*dict.fromkeys(job.suite.imports for job in jobs)]
-    pool = make_crew(workers, [worker.__name__], [(worker.begin, imports)], gpus=gpus, logs=logs, say=say)
+    pool = worker_pool(workers, [worker.__name__], [(worker.begin, imports)], gpus=gpus, logs=logs, say=say)
     with stop_signals() as stopped, line("jobs", board.remaining) as bar:
 
         def look() -> None:

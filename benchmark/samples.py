@@ -10,7 +10,7 @@ from fs_lowrank import Config, UserError
 from fs_lowrank.data import build_data, load_raw
 from fs_lowrank.models.build import build_tokenizer
 from fs_lowrank.rounds.ledger import clients_of_round
-from fs_lowrank.rounds.site import method_of
+from fs_lowrank.rounds.workspace import method_of
 from fs_lowrank.training import samples_trained
 
 from .job import Cell, Search

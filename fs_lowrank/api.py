@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .config import Config, load_config, load_for
 from .engines import get_engine
-from .engines.kept import start_method_kept
+from .engines.process_settings import preserving_start_method
 from .errors import UserError
-from .jobs.crew import INSIDE
 from .jobs.files import to_json, write_text
-from .jobs.kept import keeping
+from .jobs.memo import memoizing
 from .jobs.pool import import_ahead
 from .jobs.shell import names
 from .jobs.tables import write_tables
+from .jobs.workers import INSIDE
 from .methods import requirements
 from .runs.folder import check_outdir, holds_run, outdir_of, remove_run
 from .runs.progress import shown
-from .seeds import generators_kept
+from .seeds import preserving_generators
 from .versions import SCHEMA
 
 if TYPE_CHECKING:  # they take seconds, as what ``run`` and ``compare`` import does
@@ -92,8 +92,8 @@ def run(
     try:
         with (
             holding(model, tokenizer) if held else nullcontext(),
-            generators_kept(),
-            start_method_kept(),
+            preserving_generators(),
+            preserving_start_method(),
             shown(config, f"{config.federate.method}, rounds", progress, on_round, on_client) as (told, heard),
         ):
             told_of: dict[str, Any] = {"on_round": told, "on_client": heard, "callbacks": callbacks}
@@ -166,7 +166,7 @@ def compare(
     of_schedule = configs.get("fedloru", config)  # with its own tau
     configs |= {name: row_config(name, of_schedule if name == "relora" else config, outdir / name) for name in rows}
     results = {}
-    with keeping():  # the model and the data are loaded once
+    with memoizing():  # the model and the data are loaded once
         for name in keys_of:
             if on_method:
                 on_method(name)
@@ -178,8 +178,8 @@ def compare(
                 on_method(name)
             asked = (told.get("on_round"), told.get("on_client"))
             with (
-                generators_kept(),
-                start_method_kept(),
+                preserving_generators(),
+                preserving_start_method(),
                 shown(config, f"{name}, rounds", progress, *asked) as shown_to,
             ):
                 results[name] = run_row(name, configs[name], bool(resume), *shown_to, divided=config)

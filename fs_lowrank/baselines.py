@@ -35,9 +35,9 @@ from .models.adapters import load_tensors
 from .models.names import all_tensors
 from .rounds.evaluator import CLIENTS, Evaluator, watched
 from .rounds.finite import not_finite
-from .rounds.keeper import Callback, RecordKeeper, facts_of
 from .rounds.record import Failure
-from .rounds.site import Site
+from .rounds.recorder import Callback, Recorder, facts_of
+from .rounds.workspace import Workspace
 from .runs.checksums import check_finished, seal_finished, unseal
 from .runs.environment import write_environment
 from .runs.folder import check_outdir, claim, outdir_of
@@ -60,7 +60,7 @@ _NOTHING_SENT = {**dict.fromkeys(_BYTES, 0), "client_uplink_bytes": {}, "client_
 class _InOnePlace(Callback):
     """Nothing is sent where the data are in one place; a round of one client would count what it is given."""
 
-    def after_round(self, run: RecordKeeper, record: dict[str, Any]) -> None:
+    def after_round(self, run: Recorder, record: dict[str, Any]) -> None:
         record |= _NOTHING_SENT
 
 
@@ -138,37 +138,37 @@ def run_row(
     if name != "local":
         check_outdir(config, resume)
         engine = LocalEngine(config, on_round, on_client, [_InOnePlace()])
-        if divided is not None and engine.site.prefix is not None:
-            engine.site.prefix.pieces["client 1"] = _pieces(engine.site, divided)
+        if divided is not None and engine.workspace.prefix is not None:
+            engine.workspace.prefix.pieces["client 1"] = _pieces(engine.workspace, divided)
         result = engine.run(resume)
         result.facts["method"] = name
         return result
     if not resume:
         check_outdir(config, resume)
-    site, outdir = Site(config), outdir_of(config)
-    facts = {"method": "local", **facts_of(site), "own_models": True}
-    facts["client_majority"] = site.data.client_majority
+    workspace, outdir = Workspace(config), outdir_of(config)
+    facts = {"method": "local", **facts_of(workspace), "own_models": True}
+    facts["client_majority"] = workspace.data.client_majority
     with ExitStack() as held:
         held.callback(claim(outdir).release)
         ended = resume and _has_ended(outdir, facts)
         rounds = config.federate.total_round_num
         history = read_records(outdir / "rounds.jsonl", up_to=rounds) if ended else []
-        history = history or _written(site, _alone(site, on_client), facts)
+        history = history or _written(workspace, _alone(workspace, on_client), facts)
     record = history[-1]
     if on_round:
         on_round(record)
     final = flat_metrics(record["metrics"])
-    return RunResult(history, final, outdir, site.model, True, {"records": outdir / "local.json"}, facts)
+    return RunResult(history, final, outdir, workspace.model, True, {"records": outdir / "local.json"}, facts)
 
 
-def _pieces(site: Site, divided: Config) -> list[tuple[str, Any, int]]:
-    """For each sample of the only client of ``site``, which client has it in the divided data, and at which index."""
-    data = build_data(divided, site.tokenizer)
+def _pieces(workspace: Workspace, divided: Config) -> list[tuple[str, Any, int]]:
+    """For each sample of the only client of ``workspace``, its client in the divided data, and its index there."""
+    data = build_data(divided, workspace.tokenizer)
     owners: dict[int, tuple[str, Any, int]] = {}
     for k, rows in enumerate(data.partition.indices, start=1):
         examples = data.clients[k - 1]
         owners |= {row: (f"client {k}", examples, i) for i, row in enumerate(rows.tolist())}
-    return [owners[row] for row in site.data.partition.indices[0].tolist()]
+    return [owners[row] for row in workspace.data.partition.indices[0].tolist()]
 
 
 def _has_ended(outdir: Path, facts: Mapping[str, Any]) -> bool:
@@ -183,24 +183,24 @@ def _has_ended(outdir: Path, facts: Mapping[str, Any]) -> bool:
     return all(summary.get(key) == facts[key] for key in ("method", "data", "model", "config"))
 
 
-def _written(site: Site, found: dict[str, Any], facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _written(workspace: Workspace, found: dict[str, Any], facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Write the files of the row; returns its only record, as it is in the file."""
-    outdir, record = outdir_of(site.config), found.pop("record")
+    outdir, record = outdir_of(workspace.config), found.pop("record")
     unseal(outdir)
-    site.config.dump(outdir / "config.yaml")
-    write_environment(outdir / "environment.json", site.new_weights, None, site.device)
-    write_split(outdir, site.data)
+    workspace.config.dump(outdir / "config.yaml")
+    write_environment(outdir / "environment.json", workspace.new_weights, None, workspace.device)
+    write_split(outdir, workspace.data)
     records = Records(outdir / "rounds.jsonl")
     records.add(record)
     final = flat_metrics(record["metrics"])
-    about = {"schema": SCHEMA, "final": final, "seed": site.config.seed}
+    about = {"schema": SCHEMA, "final": final, "seed": workspace.config.seed}
     write_text(outdir / "local.json", to_json({**about, **found}, indent=1))
     write_text(outdir / "summary.json", to_json({**about, "bytes": dict.fromkeys(_BYTES, 0), **facts}, indent=1))
     seal_finished(outdir)
     return records.history
 
 
-def _alone(site: Site, on_client: Callable[[int, int, int], object] | None) -> dict[str, Any]:
+def _alone(workspace: Workspace, on_client: Callable[[int, int, int], object] | None) -> dict[str, Any]:
     """Train every client alone.
 
     Returns:
@@ -208,33 +208,36 @@ def _alone(site: Site, on_client: Callable[[int, int, int], object] | None) -> d
     Raises:
         RunFailed: the training of every client diverged.
     """
-    config, evaluator, count = site.config, Evaluator(site), len(site.clients)
+    config, evaluator, count = workspace.config, Evaluator(workspace), len(workspace.clients)
     rounds = math.ceil(config.federate.total_round_num * config.sampled_per_round / count)
-    start, spent = site.method.view(site.initial_state), {"training": 0.0, "aggregation": 0.0, "evaluation": 0.0}
+    start, spent = (
+        workspace.method.view(workspace.initial_state),
+        {"training": 0.0, "aggregation": 0.0, "evaluation": 0.0},
+    )
     scores: list[dict[str, Any]] = []
     failed: list[Failure] = []
     losses, samples = [], 0
-    for done, client in enumerate(site.clients):
+    for done, client in enumerate(workspace.clients):
         if on_client:
             on_client(rounds, done, count)
         began = time.perf_counter()
-        load_tensors(site.model, start)
+        load_tensors(workspace.model, start)
         settings = config.of_client(client.id)
         for round in range(1, rounds + 1):
             trained = train_client(
-                site.model,
-                site.data.clients[client.id - 1],
-                site.method.phases(round, client.id),
+                workspace.model,
+                workspace.data.clients[client.id - 1],
+                workspace.method.phases(round, client.id),
                 settings,
-                lr=lr_at(round, rounds, settings.train.optimizer.lr, site.schedule),
+                lr=lr_at(round, rounds, settings.train.optimizer.lr, workspace.schedule),
                 seed=derive(config.seed, "train", round, client.id),
                 owner=f"client {client.id}",
-                prefix=site.prefix,
+                prefix=workspace.prefix,
             )
             samples += trained.samples
         ended = time.perf_counter()
         spent["training"] += ended - began
-        tensors = all_tensors(site.model)
+        tensors = all_tensors(workspace.model)
         diverged = not_finite({name: tensors[name] for name in start})
         if diverged or not math.isfinite(trained.loss):
             reason = f"its training diverged: {diverged or 'its loss'} is not finite"
@@ -244,9 +247,9 @@ def _alone(site: Site, on_client: Callable[[int, int, int], object] | None) -> d
         losses.append(trained.loss)
         score: dict[str, Any] = {"client": client.id, "samples": client.num_samples}
         score |= {
-            split: evaluator.score(examples, split, config.metrics) for split, examples in site.held_out().items()
+            split: evaluator.score(examples, split, config.metrics) for split, examples in workspace.held_out().items()
         }
-        own = site.data.client_tests[client.id - 1]
+        own = workspace.data.client_tests[client.id - 1]
         if own is not None:
             score[CLIENTS] = {**evaluator.score(own, f"client {client.id} test"), "samples": len(own)}
         spent["evaluation"] += time.perf_counter() - ended
@@ -254,7 +257,7 @@ def _alone(site: Site, on_client: Callable[[int, int, int], object] | None) -> d
     if not scores:
         raise RunFailed(f"local: {failed[0]['reason']}, of client 1 and all others; lower train.optimizer.lr")
     metrics: dict[str, dict[str, Any]] = {}
-    for split in site.held_out():
+    for split in workspace.held_out():
         metrics[split] = {m: float(np.mean([s[split][m] for s in scores])) for m in scores[0][split]}
     shares = {s["client"]: s[CLIENTS] for s in scores if CLIENTS in s}
     of_clients: dict[int, dict[str, float]] = {}

@@ -171,12 +171,14 @@ def _beginning() -> list:
 
     class Beginning(Callback):
         def on_start(self, run):
-            total, trains = run.site.parameters["total"], run.site.parameters["trainable"]
+            total, trains = run.workspace.parameters["total"], run.workspace.parameters["trainable"]
             text = f"trains {trains:,} of {total:,} weights ({human_percent(trains / total)})"
-            if prefix := run.site.prefix:
+            if prefix := run.workspace.prefix:
                 once = f" once ({human_bytes(prefix.planned)})" if prefix.planned else ""
                 text += f"; computes the first {prefix.depth} of {len(prefix.layers)} layers{once} without dropout"
-            acts = f"dropout {'acts' if draws(run.site.model.train()) else 'is 0'}{' in the others' * bool(prefix)}"
+            acts = (
+                f"dropout {'acts' if draws(run.workspace.model.train()) else 'is 0'}{' in the others' * bool(prefix)}"
+            )
             resumes = f"; continues after round {len(run.history)}" if run.history else ""
             say(f"  {text}; {acts}; results go to {run.outdir}{resumes}")
 

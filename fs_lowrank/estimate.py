@@ -30,9 +30,9 @@ from .models.build import build_skeleton
 from .models.machine import device_of, wait
 from .models.quantised import beside, to_quantise
 from .rounds.checks import SPLITS
-from .rounds.site import Site
 from .rounds.task import Task
 from .rounds.trainer import Trainer
+from .rounds.workspace import Workspace
 from .runs.folder import outdir_of
 from .runs.summary import human_bytes
 from .seeds import derive
@@ -156,13 +156,13 @@ def _base(skeleton: nn.Module, config: Config) -> float:
 
 def _probed(config: Config, found: Estimate, on: str, copies: int) -> None:
     """Load data and model, take a step, and add what that shows."""
-    site = Site(config)
-    method, model = site.method, site.model
-    sizes = np.array([len(examples) for examples in site.data.clients[:1000]])
+    workspace = Workspace(config)
+    method, model = workspace.method, workspace.model
+    sizes = np.array([len(examples) for examples in workspace.data.clients[:1000]])
     widest = max(config.variants(), key=lambda own: own.dataloader.batch_size)
-    examples = largest_batch(site.data.train, widest)
-    together = found.together = Trainer(site).cohort
-    kept = step(site, examples)
+    examples = largest_batch(workspace.data.train, widest)
+    together = found.together = Trainer(workspace).cohort
+    kept = step(workspace, examples)
     trained = set_trainable(model, method.phases(1, 1)[0].train)
     numbers = sum(p.numel() for p in trained)
     state = _optimizer_state(trained, config)
@@ -174,23 +174,26 @@ def _probed(config: Config, found: Estimate, on: str, copies: int) -> None:
     if together > 1:
         how += f", for {together} clients at once"
     needs.append(Need("activations", copies * together * kept, on, how))
-    if site.prefix is not None:
+    if workspace.prefix is not None:
         where = "disk" if config.train.cache_frozen_dir else "memory"
-        needs.append(Need("states of frozen layers", site.prefix.planned, where, "arithmetic, if all are stored"))
+        needs.append(Need("states of frozen layers", workspace.prefix.planned, where, "arithmetic, if all are stored"))
         if not config.train.cache_frozen_dir:
-            most = min(site.prefix.planned, config.train.cache_frozen_shared)
+            most = min(workspace.prefix.planned, config.train.cache_frozen_shared)
             needs.append(Need("states for other runs", most, "disk", "the same, up to train.cache_frozen_shared"))
-    shared, first = nbytes(method.view(site.initial_state)), (method, 1, 1, site.initial_state, config, site.schedule)
-    exchanges = method.exchanges(site.initial_state, 1)
+    shared, first = (
+        nbytes(method.view(workspace.initial_state)),
+        (method, 1, 1, workspace.initial_state, config, workspace.schedule),
+    )
+    exchanges = method.exchanges(workspace.initial_state, 1)
     sent = max(nbytes(Task(*first, exchange=exchange).expected) for exchange in exchanges)
     needs.append(Need("updates of a round", config.sampled_per_round * sent, "memory", "arithmetic"))
-    personal = len(site.clients) * nbytes(site.personal.untrained)
+    personal = len(workspace.clients) * nbytes(workspace.personal.untrained)
     needs.append(Need("clients' own tensors", personal, "memory", "arithmetic"))
     if config.lowrank.checkpoint_freq:
-        one = shared + personal + nbytes(site.changed_base())
+        one = shared + personal + nbytes(workspace.changed_base())
         often = config.lowrank.keep_checkpoints + 1
         needs.append(Need("checkpoints", often * one, "disk", f"arithmetic, {often} while one is written"))
-    _add_time(found, site, sizes)
+    _add_time(found, workspace, sizes)
 
 
 def largest_batch(examples: Any, config: Settings) -> Any:
@@ -202,23 +205,33 @@ def largest_batch(examples: Any, config: Settings) -> Any:
     return examples.select(np.argsort(-examples.lengths, kind="stable")[: min(count, len(examples))])
 
 
-def step(site: Site, examples: Any) -> float:
+def step(workspace: Workspace, examples: Any) -> float:
     """Bytes that a training step keeps for its backward pass."""
-    return _noted(site, lambda: kept_for_backward(site), examples)
+    return _noted(workspace, lambda: kept_for_backward(workspace), examples)
 
 
 def _noted(
-    site: Site, within: Callable[[], AbstractContextManager[list[float]]], examples: Any, steps: int = 1, **how: Any
+    workspace: Workspace,
+    within: Callable[[], AbstractContextManager[list[float]]],
+    examples: Any,
+    steps: int = 1,
+    **how: Any,
 ) -> float:
     """What ``within`` notes of a training of so many steps, which begins and ends with the model as client 1 begins."""
     keys = {"train.batch_or_epoch": "batch", "grad.grad_accum_count": 1, "train.local_update_steps": steps}
-    phases = [replace(phase, steps=None) for phase in site.method.phases(1, 1)[:1]]
-    before: State = {n: t.clone() if isinstance(t, Tensor) else t for n, t in site.initial_state.items()}
-    site.load_client(before, 1)
-    options: dict[str, Any] = {"lr": site.config.train.optimizer.lr, "seed": derive(site.config.seed, "probe"), **how}
+    phases = [replace(phase, steps=None) for phase in workspace.method.phases(1, 1)[:1]]
+    before: State = {n: t.clone() if isinstance(t, Tensor) else t for n, t in workspace.initial_state.items()}
+    workspace.load_client(before, 1)
+    options: dict[str, Any] = {
+        "lr": workspace.config.train.optimizer.lr,
+        "seed": derive(workspace.config.seed, "probe"),
+        **how,
+    }
     with within() as found:
-        train_client(site.model, examples, phases, site.config.replace(keys), reads=site.reads, **options)
-    site.load_client(before, 1)
+        train_client(
+            workspace.model, examples, phases, workspace.config.replace(keys), reads=workspace.reads, **options
+        )
+    workspace.load_client(before, 1)
     return found[0]
 
 
@@ -233,17 +246,17 @@ def _timed(device: torch.device) -> Iterator[list[float]]:
 
 
 @contextmanager
-def kept_for_backward(site: Site) -> Iterator[list[float]]:
+def kept_for_backward(workspace: Workspace) -> Iterator[list[float]]:
     """Notes how many bytes are kept at most for a backward pass within the block; weights do not count."""
     found = [0.0]
-    if site.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(site.device)
-        held = torch.cuda.memory_allocated(site.device)
+    if workspace.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(workspace.device)
+        held = torch.cuda.memory_allocated(workspace.device)
         yield found
-        found[0] = float(torch.cuda.max_memory_allocated(site.device) - held)
+        found[0] = float(torch.cuda.max_memory_allocated(workspace.device) - held)
         return
-    weights = {t.untyped_storage().data_ptr() for t in [*site.model.parameters(), *site.model.buffers()]}
-    weights |= {t.untyped_storage().data_ptr() for t in beside(site.model).values()}
+    weights = {t.untyped_storage().data_ptr() for t in [*workspace.model.parameters(), *workspace.model.buffers()]}
+    weights |= {t.untyped_storage().data_ptr() for t in beside(workspace.model).values()}
     now: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> tuple[Tensor, dict[int, int]]:
@@ -273,38 +286,38 @@ def _optimizer_state(parameters: list[nn.Parameter], config: Config) -> float:
     return float(sum(t.nbytes for t in held))
 
 
-def _add_time(found: Estimate, site: Site, sizes: np.ndarray) -> None:
+def _add_time(found: Estimate, workspace: Workspace, sizes: np.ndarray) -> None:
     """Steps of the whole run, and its seconds with its evaluations, divided among its processes; clients one by one, by
     a round of the one of median size. What is computed once of frozen layers is left out.
     """
-    config, train, loads = site.config, site.config.train, site.config.dataloader
+    config, train, loads = workspace.config, workspace.config.train, workspace.config.dataloader
     processes = processes_of(config)
     batch = loads.batch_size
     if loads.batch_tokens:
-        batch = max(1, int(loads.batch_tokens / float(site.data.train.lengths.mean())))
+        batch = max(1, int(loads.batch_tokens / float(workspace.data.train.lengths.mean())))
     each = float(np.ceil(sizes / batch).mean()) if train.batch_or_epoch == "epoch" else config.grad.grad_accum_count
     rounds = range(1, config.federate.total_round_num + 1)
-    phases = [phase for t in rounds for phase in site.method.phases(t, 1)]
+    phases = [phase for t in rounds for phase in workspace.method.phases(t, 1)]
     steps = sum(train.local_update_steps if phase.steps is None else phase.steps for phase in phases)
     found.steps = float(each * steps * config.sampled_per_round)
     size = config.eval_batch_size
     for split, name in SPLITS.items():
-        if (examples := getattr(site.data, name)) is not None:
+        if (examples := getattr(workspace.data, name)) is not None:
             few = examples.select(np.arange(min(size, len(examples))))
-            with _timed(site.device) as seconds:
-                batch_scores(site.model, few, size, owner=f"{split} probed", reads=site.reads)
+            with _timed(workspace.device) as seconds:
+                batch_scores(workspace.model, few, size, owner=f"{split} probed", reads=workspace.reads)
             found.scoring[split] = seconds[0] * math.ceil(len(examples) / size)
-    client, timed = int(np.argsort(sizes)[len(sizes) // 2]), partial(_timed, site.device)
+    client, timed = int(np.argsort(sizes)[len(sizes) // 2]), partial(_timed, workspace.device)
     probe: dict[str, Any] = {
-        "examples": site.data.clients[client],
+        "examples": workspace.data.clients[client],
         "owner": f"client {client + 1}",
-        "prefix": site.prefix,
+        "prefix": workspace.prefix,
     }
-    _noted(site, timed, **probe)  # the first also prepares what later ones find
+    _noted(workspace, timed, **probe)  # the first also prepares what later ones find
     a_round = max(1, min(_MOST_STEPS, round(each * steps / len(rounds))))
-    training = found.steps * _noted(site, timed, steps=a_round, **probe) / a_round
+    training = found.steps * _noted(workspace, timed, steps=a_round, **probe) / a_round
     often = sum(evaluation_due(config, t) for t in rounds)
-    found.seconds = (training + often * sum(found.scoring[split] for split in site.held_out())) / processes
+    found.seconds = (training + often * sum(found.scoring[split] for split in workspace.held_out())) / processes
 
 
 def _advice(config: Config, found: Estimate, on: str) -> list[str]:

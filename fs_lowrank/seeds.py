@@ -17,7 +17,7 @@ def derive(seed: int, *purpose: str | int) -> int:
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
+def preserving_generators() -> Iterator[None]:
     """After the block, the global generators of Python, NumPy and torch are as they were before it."""
     import random
 
@@ -25,7 +25,7 @@ def generators_kept() -> Iterator[None]:
 
     python, array = random.getstate(), np.random.get_state()
     try:
-        with _torch_kept():
+        with _preserving_torch():
             yield
     finally:
         random.setstate(python)
@@ -37,13 +37,13 @@ def drawing(seed: int) -> Iterator[None]:
     """Within the block torch draws from ``seed`` on all devices; after it, its generators are as they were before."""
     import torch
 
-    with _torch_kept():
+    with _preserving_torch():
         torch.manual_seed(seed)
         yield
 
 
 @contextmanager
-def _torch_kept() -> Iterator[None]:
+def _preserving_torch() -> Iterator[None]:
     import torch
 
     # Reading the state of a GPU's generator would start CUDA in a process that does not use it.

@@ -101,7 +101,7 @@ def make_sampler(settings: Settings, wanted: int, seed: int) -> optuna.samplers.
 
 def first_passes(config: Config) -> int:
     """The number of rounds after which everything that the method trains has been trained at least once."""
-    from fs_lowrank.rounds.site import method_of  # imports torch, which looking at a study needs not
+    from fs_lowrank.rounds.workspace import method_of  # imports torch, which looking at a study needs not
 
     method, rounds = method_of(config), range(1, config.federate.total_round_num + 1)
     trained = [{tag for phase in method.phases(t) for tag in phase.train} for t in rounds]

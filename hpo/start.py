@@ -15,9 +15,9 @@ from typing import Any
 import optuna
 
 from fs_lowrank import Config, UserError
-from fs_lowrank.jobs.crew import ON_ITS_GPU, hand_out, make_crew, stop_signals
-from fs_lowrank.jobs.kept import keeping
+from fs_lowrank.jobs.memo import memoizing
 from fs_lowrank.jobs.progress import line
+from fs_lowrank.jobs.workers import ON_ITS_GPU, hand_out, stop_signals, worker_pool
 
 from . import worker
 from .objectives import FILE, check_config
@@ -109,10 +109,10 @@ def tune(config: Config, space: Space, options: Search, say: Callable[[str], Non
                 return "stopping" if stopped else "time is up" if time.monotonic() > deadline else ""
 
             if options.workers == 0:
-                with suppress(KeyboardInterrupt), keeping():
+                with suppress(KeyboardInterrupt), memoizing():
                     in_this_process(board, stop)
             elif not stop():
-                pool = make_crew(options.workers, [worker.__name__], gpus=options.gpus, say=say)
+                pool = worker_pool(options.workers, [worker.__name__], gpus=options.gpus, say=say)
                 hand_out(board, work, pool, stop, say, lambda: bar and bar.update(min(board.ended, total) - bar.n))
             how = "interrupted" if stopped else "timeout" if board.remaining else "done"
     return Ended(how, list(plans))

@@ -24,7 +24,7 @@ from fs_lowrank.jobs.files import disk_error
 from fs_lowrank.jobs.locks import exclusive
 from fs_lowrank.jobs.shell import in_one_line, write_traceback
 from fs_lowrank.methods import revisions
-from fs_lowrank.rounds.site import method_of
+from fs_lowrank.rounds.workspace import method_of
 from fs_lowrank.runs.chance import Chance
 from fs_lowrank.runs.checkpoint import saved_rounds
 from fs_lowrank.runs.records import flat_metrics, read_records

@@ -18,8 +18,8 @@ from optuna.storages import RDBStorage
 from optuna.trial import TrialState
 
 from fs_lowrank import RunFailed
-from fs_lowrank.jobs.crew import PAUSE, stop_signals
 from fs_lowrank.jobs.files import to_json, write_text
+from fs_lowrank.jobs.workers import PAUSE, stop_signals
 
 from . import storage as stored
 from .best import number_text, point_text
@@ -36,7 +36,7 @@ FRESH = 1000
 
 
 class Searches:
-    """The studies of a search, as ``jobs.crew.hand_out`` has them run.
+    """The studies of a search, as ``jobs.workers.hand_out`` has them run.
 
     Args:
         storage: which has the studies.
@@ -195,7 +195,7 @@ def work(job: Job) -> Any:
 
 
 def in_this_process(board: Searches, stop: Callable[[], str]) -> None:
-    """As ``jobs.crew.hand_out``, without further processes."""
+    """As ``jobs.workers.hand_out``, without further processes."""
     while board.remaining and not stop():
         if job := board.claim():
             board.finish(job, job.run(stop))

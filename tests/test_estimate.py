@@ -19,16 +19,16 @@ def test_the_figures_are_those_of_the_run(causal_settings):
     config = load_config(causal_settings, {"federate.sample_client_num": 3})
     found = estimate.estimate(config)
     engine = LocalEngine(config)
-    site = engine.site
+    workspace = engine.workspace
     base = sum(p.nbytes for n, p in engine.model.named_parameters() if "lora_" not in n)
     assert of(found, "base") == base
-    trained = site.parameters["trainable"]
+    trained = workspace.parameters["trainable"]
     assert of(found, "adapters and gradients") == 8 * trained
     # AdamW: two numbers for each, and a count of steps for each tensor.
     assert 8 * trained <= of(found, "optimizer") <= 8 * trained + 8 * 100
     assert of(found, "updates of a round") == 3 * 4 * trained
     engine.run()
-    kept = {id(states): states.nbytes for states, _ in site.prefix.kept.values()}
+    kept = {id(states): states.nbytes for states, _ in workspace.prefix.kept.values()}
     assert of(found, "states of frozen layers") == sum(kept.values())
     assert found.steps == 4 * 3 * 3 and 0 < found.seconds < 60 and not found.lacking and not found.advice
 
@@ -81,7 +81,7 @@ def test_what_does_not_fit_says_what_to_change(causal_settings, monkeypatch, cap
 
 
 def test_a_step_that_takes_more_than_a_gpu_has(causal_settings, monkeypatch):
-    def full(site, examples):
+    def full(workspace, examples):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(estimate, "step", full)
@@ -101,7 +101,7 @@ def test_processes_that_share_a_gpu(processes, gpus, most):
 def test_memory_and_time_of_several_processes(causal_settings, monkeypatch):
     """The run's own process has a model, and trains nothing; on a CPU a base in the file's dtype is mapped."""
     config = load_config(causal_settings, {"federate.client_num": 4, "train.cache_frozen": "off"})
-    monkeypatch.setattr(estimate, "_noted", lambda *site, **how: 1.0)
+    monkeypatch.setattr(estimate, "_noted", lambda *workspace, **how: 1.0)
     monkeypatch.setattr(estimate, "_timed", lambda device: contextlib.nullcontext([0.0]))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 

@@ -68,7 +68,7 @@ def tensors_of(engine):
     return {
         **{f"state {n}": t for n, t in engine.ledger.state.items()},
         **{f"model {n}": p.detach() for n, p in engine.model.named_parameters()},
-        **{f"client {c} {n}": t for c, own in engine.site.personal.items() for n, t in own.items()},
+        **{f"client {c} {n}": t for c, own in engine.workspace.personal.items() for n, t in own.items()},
     }
 
 
@@ -100,13 +100,13 @@ def equal(a, b):
 def check_equal_runs(engine, reference):
     """Compare bit by bit: state, model, personal tensors, records, histories, files, and inputs of later rounds."""
     equal(tensors_of(engine), tensors_of(reference))
-    assert records_of(engine.keeper.outdir) == records_of(reference.keeper.outdir)
+    assert records_of(engine.recorder.outdir) == records_of(reference.recorder.outdir)
     drop = [
-        [{k: v for k, v in r.items() if k not in ("seconds", "client_seconds")} for r in e.keeper.history]
+        [{k: v for k, v in r.items() if k not in ("seconds", "client_seconds")} for r in e.recorder.history]
         for e in (engine, reference)
     ]
     assert drop[0] == drop[1]
-    equal(saved_by(engine.keeper.outdir), saved_by(reference.keeper.outdir))
+    equal(saved_by(engine.recorder.outdir), saved_by(reference.recorder.outdir))
     assert engine.ledger.synced == reference.ledger.synced
     sizes = [{n: (came, t.shape, t.dtype) for n, (came, t) in e.ledger.outbox.items()} for e in (engine, reference)]
     assert sizes[0] == sizes[1]
@@ -200,7 +200,7 @@ def test_killed_at_any_step_and_resumed(make, monkeypatch, run):
         resumed = make(f"killed {moment}", keys)
         resumed.run(resume=True)
         check_equal_runs(resumed, reference)
-        shutil.rmtree(resumed.keeper.outdir)
+        shutil.rmtree(resumed.recorder.outdir)
 
 
 @pytest.mark.more
@@ -227,7 +227,7 @@ def test_killed_in_the_middle_of_a_file(make, file):
     engine = make("killed", keys)
     engine.run(resume=True)
     check_equal_runs(engine, reference)
-    assert not list(engine.keeper.outdir.glob("checkpoint/.*"))
+    assert not list(engine.recorder.outdir.glob("checkpoint/.*"))
 
 
 @pytest.mark.slow
@@ -353,16 +353,16 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(make, caplog, how, fil
     keys = {**RUNS["flora of three ranks"], "federate.total_round_num": 3}
     reference = make("whole", keys)
     reference.run()
-    shutil.copytree(reference.keeper.outdir, reference.keeper.outdir.parent / "damaged")
+    shutil.copytree(reference.recorder.outdir, reference.recorder.outdir.parent / "damaged")
     engine = make("damaged", keys)
-    newest = engine.keeper.outdir / "checkpoint" / "round_000003"
+    newest = engine.recorder.outdir / "checkpoint" / "round_000003"
     damage(newest / file, how)
     with caplog.at_level(logging.WARNING, "fs_lowrank"):
         engine.run(resume=True)
     assert "round_000003" in caplog.text and "the one before" in caplog.text
     check_equal_runs(engine, reference)
-    assert load_checkpoint(engine.keeper.outdir / "checkpoint").round == 3
-    for folder in (engine.keeper.outdir / "checkpoint").iterdir():
+    assert load_checkpoint(engine.recorder.outdir / "checkpoint").round == 3
+    for folder in (engine.recorder.outdir / "checkpoint").iterdir():
         damage(folder / file, how)
     with pytest.raises(UserError, match="every checkpoint in .* is damaged"):
         make("damaged", keys).run(resume=True)
@@ -372,9 +372,9 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(make, caplog, how, fil
 def test_a_record_cut_short(make):
     reference = make("whole")
     reference.run()
-    shutil.copytree(reference.keeper.outdir, reference.keeper.outdir.parent / "cut")
-    shutil.rmtree(reference.keeper.outdir.parent / "cut" / "checkpoint" / "round_000004")
-    records = reference.keeper.outdir.parent / "cut" / "rounds.jsonl"
+    shutil.copytree(reference.recorder.outdir, reference.recorder.outdir.parent / "cut")
+    shutil.rmtree(reference.recorder.outdir.parent / "cut" / "checkpoint" / "round_000004")
+    records = reference.recorder.outdir.parent / "cut" / "rounds.jsonl"
     records.write_text(records.read_text()[:-25])
     engine = make("cut")
     engine.run(resume=True)
@@ -397,7 +397,7 @@ def test_a_run_of_another_revision_of_its_method_is_not_continued(make, monkeypa
     with pytest.raises(UserError, match="revision 1 of rolora.*has revision 2.*another outdir"):
         engine.run(resume=True)
     equal(tensors_of(engine), before)
-    assert len(records_of(engine.keeper.outdir)) == 2
+    assert len(records_of(engine.recorder.outdir)) == 2
     make("later", {**keys, "federate.total_round_num": 2}).run()
     make("later", keys).run(resume=True)
     monkeypatch.setattr(type(engine.method), "revision", 1)
@@ -429,7 +429,7 @@ def test_a_disk_that_is_full_while_writing(make, monkeypatch, call):
             make("full").run()
     engine = make("full")
     if call != "dump":
-        assert load_checkpoint(engine.keeper.outdir / "checkpoint").round == 2
+        assert load_checkpoint(engine.recorder.outdir / "checkpoint").round == 2
     engine.run(resume=True)
     check_equal_runs(engine, reference)
 
@@ -453,10 +453,10 @@ def test_a_disk_that_is_full_while_writing(make, monkeypatch, call):
 def test_another_configuration_is_named(make, keys, message):
     method = {"federate.method": "rolora", "federate.total_round_num": 2}
     make("run", method).run()
-    before = records_of(make("run", method).keeper.outdir)
+    before = records_of(make("run", method).recorder.outdir)
     with pytest.raises(UserError, match=message):
         make("run", {**method, **keys}).run(resume=True)
-    assert records_of(make("run", method).keeper.outdir) == before
+    assert records_of(make("run", method).recorder.outdir) == before
 
 
 @pytest.mark.more
@@ -540,7 +540,7 @@ def test_a_client_that_fails_is_recorded_and_changes_nothing(make, monkeypatch, 
     assert (failed["client"], failed["kind"]) == (2, "failed")
     assert re.fullmatch(r"RuntimeError: out of memory\nsecond line \(test_faults.py, line \d+\)", failed["reason"])
     assert "2" not in record["client_uplink_bytes"] and record["client_downlink_bytes"]["2"] > 0
-    assert record["loss"] == absent.keeper.history[1]["loss"]
+    assert record["loss"] == absent.recorder.history[1]["loss"]
     assert not result.history[0]["failed"] and not result.history[2]["failed"]
 
 
@@ -602,7 +602,7 @@ def test_too_few_clients_stop_the_run_and_leave_the_last_good_round(make, monkey
     keys = {**RUNS["flora of three ranks"], "lowrank.min_clients": 2, "lowrank.checkpoint_freq": freq}
     reference = make("whole", keys)
     reference.run()
-    broken = reference.keeper.history[2]["selected"][1]
+    broken = reference.recorder.history[2]["selected"][1]
     with monkeypatch.context() as patch:
         calls = []
 
@@ -619,12 +619,12 @@ def test_too_few_clients_stop_the_run_and_leave_the_last_good_round(make, monkey
             match="(?s)round 3: 1 usable updates, lowrank.min_clients is 2.*the battery is empty.*last good round",
         ):
             engine.run()
-    assert load_checkpoint(engine.keeper.outdir / "checkpoint").round == 2
-    assert len(records_of(engine.keeper.outdir)) == 2
+    assert load_checkpoint(engine.recorder.outdir / "checkpoint").round == 2
+    assert len(records_of(engine.recorder.outdir)) == 2
     engine = make("run", keys)
     engine.run(resume=True)
     equal(tensors_of(engine), tensors_of(reference))
-    assert records_of(engine.keeper.outdir) == records_of(reference.keeper.outdir)
+    assert records_of(engine.recorder.outdir) == records_of(reference.recorder.outdir)
 
 
 @pytest.mark.more
@@ -634,7 +634,7 @@ def test_a_run_is_resumed_after_a_round_with_too_few_clients(make):
         make("run", keys).run()
     with pytest.raises(UserError, match="lowrank.min_clients is 2"):  # the same clients drop out again
         make("run", keys).run(resume=True)
-    done = len(records_of(make("run").keeper.outdir))
+    done = len(records_of(make("run").recorder.outdir))
     result = make("run", {**keys, "lowrank.min_clients": 1}).run(resume=True)
     assert 0 < done < 6 and [r["round"] for r in result.history] == [*range(1, 7)]
 
@@ -654,7 +654,7 @@ def test_everyone_diverges(make):
     # With this learning rate every update is NaN: the run ends with the reason, and the model is not NaN.
     with pytest.raises(UserError, match="(?s)usable updates.*NaN or Inf"):
         make("run", {**ALL, "train.optimizer": {"type": "SGD", "lr": 1e30}, "federate.method": "fedavg"}).run()
-    found = load_checkpoint(make("run").keeper.outdir / "checkpoint")
+    found = load_checkpoint(make("run").recorder.outdir / "checkpoint")
     assert found is None or all(t.isfinite().all() for t in found.parts["state"].values())
 
 
@@ -692,12 +692,12 @@ def test_a_bad_round_stops_the_run_and_leaves_the_last_good_one(make, monkeypatc
         RunFailed, match="round 2: the server's step failed: ArithmeticError: no convergence .*on_bad_r"
     ):
         engine.run()
-    assert load_checkpoint(engine.keeper.outdir / "checkpoint").round == 1
-    assert len(records_of(engine.keeper.outdir)) == 1
+    assert load_checkpoint(engine.recorder.outdir / "checkpoint").round == 1
+    assert len(records_of(engine.recorder.outdir)) == 1
     engine = make("run", keys)
     engine.run(resume=True)
     equal(tensors_of(engine), tensors_of(reference))
-    assert records_of(engine.keeper.outdir) == records_of(reference.keeper.outdir)
+    assert records_of(engine.recorder.outdir) == records_of(reference.recorder.outdir)
 
 
 @pytest.mark.more
@@ -822,7 +822,7 @@ def test_a_model_of_huge_weights_is_recorded_in_valid_json(make, monkeypatch):
         huge(engine, monkeypatch, round=round, size=3e37)
     result = engine.run()
     assert math.isnan(result.final["test_loss"]) and "best_round" not in result.final
-    for path in (engine.keeper.outdir / "rounds.jsonl", engine.keeper.outdir / "summary.json"):
+    for path in (engine.recorder.outdir / "rounds.jsonl", engine.recorder.outdir / "summary.json"):
         for text in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
             assert "null" in text and json.loads(text, parse_constant=refuse)
     make("run", {**keys, "train.local_update_steps": 1}).run(resume=True)
@@ -832,12 +832,12 @@ def test_a_finished_run_is_not_overwritten(make):
     keys = {"lowrank.checkpoint_freq": 0}
     engine = make("run", keys)
     engine.run()
-    before = {path: path.read_bytes() for path in engine.keeper.outdir.rglob("*") if path.is_file()}
+    before = {path: path.read_bytes() for path in engine.recorder.outdir.rglob("*") if path.is_file()}
     with pytest.raises(UserError, match="holds a run already"):
         make("run", {**keys, "seed": 9}).run()
     with pytest.raises(UserError, match="kept no checkpoint.*choose another outdir"):
         make("run", keys).run(resume=True)
-    assert before == {path: path.read_bytes() for path in engine.keeper.outdir.rglob("*") if path.is_file()}
+    assert before == {path: path.read_bytes() for path in engine.recorder.outdir.rglob("*") if path.is_file()}
 
 
 # -- nothing to evaluate -------------------------------------------------------------------------------
@@ -868,11 +868,11 @@ def test_early_stopping_is_the_same_after_a_resume(make):
     }
     reference = make("whole", keys)
     reference.run()
-    assert len(reference.keeper.history) < 8
+    assert len(reference.recorder.history) < 8
     engine = make("run", keys, on_round=lambda record: record["round"] == 1)
     engine.run()
     engine = make("run", keys)
     engine.run(resume=True)
     check_equal_runs(engine, reference)
     make("run", keys).run(resume=True)
-    assert records_of(engine.keeper.outdir) == records_of(reference.keeper.outdir)  # it ends there again
+    assert records_of(engine.recorder.outdir) == records_of(reference.recorder.outdir)  # it ends there again

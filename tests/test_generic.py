@@ -83,9 +83,9 @@ def test_every_method_with_an_encoder(bench, method, check):
 @pytest.mark.parametrize("method", ENCODER)
 def test_it_learns_and_saves_only_the_files_of_its_configuration(bench, method):
     engine, result = checks.check_learns(bench, method, "encoder")
-    own = {"personal"} if engine.site.personal.untrained else set()
+    own = {"personal"} if engine.workspace.personal.untrained else set()
     assert set(result.saved) == {"model" if result.base_changed else "adapter"} | own
-    assert (engine.keeper.outdir / "model").exists() == result.base_changed
+    assert (engine.recorder.outdir / "model").exists() == result.base_changed
     assert result.base_changed == (method in ("fedavg", "flora", "florist")) or method not in (
         "fedavg",
         "fedlora",
@@ -250,10 +250,10 @@ def test_what_is_saved_loads_with_the_plain_libraries(bench, task, method, keys)
 def test_a_personal_adapter_on_the_saved_model_is_the_clients_model(bench, method):
     engine = bench.make("encoder", method, checks.SAVED)
     result = engine.run()
-    engine.site.load_client(engine.ledger.state, 1)
+    engine.workspace.load_client(engine.ledger.state, 1)
     base = AutoModelForSequenceClassification.from_pretrained(str(result.outdir / "model"))
     own = PeftModel.from_pretrained(base, str(result.outdir / "personal" / "client_1")).eval()
-    test, wanted = engine.site.data.test, logits(engine.model, engine.site.data.test)
+    test, wanted = engine.workspace.data.test, logits(engine.model, engine.workspace.data.test)
     torch.testing.assert_close(logits(own, test), wanted, atol=1e-5, rtol=1e-5)
     with own.disable_adapter():
         assert not torch.allclose(logits(own, test), wanted, atol=1e-3), "its pair does something"
@@ -277,8 +277,8 @@ def test_a_clients_half_of_the_adapter_is_saved_with_the_head_and_loads_by_itsel
 
     engine = bench.make("encoder", "own_half", checks.SAVED)
     result = engine.run()
-    engine.site.load_client(engine.ledger.state, 1)
-    labels, test = {"num_labels": engine.site.data.num_labels}, engine.site.data.test
+    engine.workspace.load_client(engine.ledger.state, 1)
+    labels, test = {"num_labels": engine.workspace.data.num_labels}, engine.workspace.data.test
     own = AutoPeftModelForSequenceClassification.from_pretrained(result.outdir / "personal" / "client_1", **labels)
     wanted = logits(engine.model, test)
     torch.testing.assert_close(logits(own.eval(), test), wanted, atol=1e-5, rtol=1e-5)
@@ -291,8 +291,8 @@ def test_what_a_nested_method_keeps_beside_the_base_can_be_read_again(bench):
     engine = bench.make("encoder", "mfedloru", {**checks.SAVED, "lowrank.merge": False, "lowrank.tau": 1})
     result = engine.run()
     read = load_run(result.outdir).model
-    engine.site.load_global(engine.ledger.state)
-    test = engine.site.data.test
+    engine.workspace.load_global(engine.ledger.state)
+    test = engine.workspace.data.test
     torch.testing.assert_close(logits(read, test), logits(engine.model, test), atol=1e-5, rtol=1e-5)
 
 

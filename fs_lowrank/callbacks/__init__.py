@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..config import Config
-from ..rounds.keeper import Callback
+from ..rounds.recorder import Callback
 from .answers import Answers
 from .best import Best
 from .pictures import Pictures

@@ -14,7 +14,7 @@ import numpy as np
 from ..data.examples import IGNORED_LABEL, Examples
 from ..errors import UserError, say_once, users_own
 from ..jobs.files import cannot_read, cannot_write, from_json, sync, to_json, write_text
-from ..rounds.keeper import Callback, RecordKeeper
+from ..rounds.recorder import Callback, Recorder
 from ..seeds import derive
 from ..settings import Settings
 from ..training.generate import continue_prompts
@@ -63,14 +63,14 @@ class Answers(Callback):
         UserError: the data have no such split, its rows have no prompts, or there is no such score, or it fails.
     """
 
-    def on_start(self, run: RecordKeeper) -> None:
-        self.site, self.asked, self.path = run.site, run.config.eval.generate, run.outdir / FILE
+    def on_start(self, run: Recorder) -> None:
+        self.workspace, self.asked, self.path = run.workspace, run.config.eval.generate, run.outdir / FILE
         self.name, self.score = score_of(run.config)
         self.prompts, self.references = self._questions()
         self._scored(self.references[0], self.references[0])  # a function of the user's fails before round 1
         write_text(self.path, "".join(line + "\n" for line in self._kept(len(run.history))))
 
-    def after_round(self, run: RecordKeeper, record: dict[str, Any]) -> None:
+    def after_round(self, run: Recorder, record: dict[str, Any]) -> None:
         round = record["round"]
         if round % self.asked.freq and round != run.config.federate.total_round_num:
             return
@@ -83,7 +83,7 @@ class Answers(Callback):
     def _questions(self) -> tuple[list[np.ndarray], list[str]]:
         """Token ids of some prompts, spread over the split, and the answers of the data."""
         split = self.asked.split
-        held = {"test": self.site.data.test, "val": self.site.data.validation}[split]
+        held = {"test": self.workspace.data.test, "val": self.workspace.data.validation}[split]
         said = f"eval.generate.freq = {self.asked.freq}: "
         if not isinstance(held, Examples) or not len(held):
             raise UserError(f"{said}the run has no {split} data (eval.generate.split, data.splits)")
@@ -97,7 +97,7 @@ class Answers(Callback):
                     f"{said}the rows have no prompts of their own, as with loss_on: all or a template without one"
                 )
             prompts.append(ids[:first])
-            references.append(self.site.tokenizer.decode(ids[first:], skip_special_tokens=True).strip())
+            references.append(self.workspace.tokenizer.decode(ids[first:], skip_special_tokens=True).strip())
         return prompts, references
 
     def _kept(self, keep: int) -> list[str]:
@@ -121,22 +121,22 @@ class Answers(Callback):
         Raises:
             UserError: the score of an answer is not a finite number. RunFailed: the answers cannot be written.
         """
-        self.site.model.eval()
+        self.workspace.model.eval()
         answers = continue_prompts(
-            self.site.model,
-            self.site.tokenizer,
+            self.workspace.model,
+            self.workspace.tokenizer,
             [prompt.tolist() for prompt in self.prompts],
-            batch_size=self.site.config.eval_batch_size,
+            batch_size=self.workspace.config.eval_batch_size,
             max_new_tokens=self.asked.max_tokens,
             temperature=self.asked.temperature,
-            seed=derive(self.site.config.seed, "answers", round),
+            seed=derive(self.workspace.config.seed, "answers", round),
             on_cut=lambda count: say_once(
                 f"eval.generate.max_tokens = {self.asked.max_tokens} cuts answers that have not ended by then"
             ),
         )
         found: list[dict[str, Any]] = []
         for prompt, reference, answer in zip(self.prompts, self.references, answers):
-            text = self.site.tokenizer.decode(prompt, skip_special_tokens=True)
+            text = self.workspace.tokenizer.decode(prompt, skip_special_tokens=True)
             value = self._scored(answer.strip(), reference)
             found.append({"prompt": text, "reference": reference, "answer": answer.strip(), self.name: value})
         mean = {self.name: float(np.mean([each[self.name] for each in found]))}

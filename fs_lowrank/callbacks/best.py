@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import CannotContinue
 from ..jobs.files import remove_unfinished, replacing
-from ..rounds.keeper import Callback, RecordKeeper
+from ..rounds.recorder import Callback, Recorder
 from ..runs import checksums
 from ..runs.checkpoint import folder_of, saved_rounds
 from ..runs.checksums import KINDS, damaged
@@ -28,10 +28,10 @@ logger = logging.getLogger("fs_lowrank")
 class Best(Callback):
     """Saves what is trained after each round that is the best so far (``eval.save_best``), and names it at the end."""
 
-    def on_start(self, run: RecordKeeper) -> None:
+    def on_start(self, run: Recorder) -> None:
         go_back(run.outdir, run.history[-1]["round"] if run.history else 0)
 
-    def after_round(self, run: RecordKeeper, record: dict[str, Any]) -> None:
+    def after_round(self, run: Recorder, record: dict[str, Any]) -> None:
         keep_only(run.outdir, saved_rounds(run.outdir / "checkpoint"))
         if run.config.eval.save_best and run.evaluator.best([*run.history, record]) is record:
             run.global_model()
@@ -39,7 +39,7 @@ class Best(Callback):
             save_trained(run, run.result(), place, metrics, record["round"], run.evaluator.best_by)
             seal(run.outdir, record["round"])
 
-    def on_end(self, run: RecordKeeper, result: RunResult) -> None:
+    def on_end(self, run: Recorder, result: RunResult) -> None:
         keep_only(run.outdir, saved_rounds(run.outdir / "checkpoint"))
         if not (result.best and run.config.eval.save_best):
             return

@@ -6,8 +6,8 @@ from typing import Any
 
 from ..draw.figures import figure, save
 from ..draw.runs import client_panel, curves, predictions, setting_of
-from ..rounds.keeper import Callback, RecordKeeper
 from ..rounds.record import extremes
+from ..rounds.recorder import Callback, Recorder
 from ..runs.result import RunResult
 from ..runs.split import read_split
 
@@ -15,14 +15,14 @@ from ..runs.split import read_split
 class Pictures(Callback):
     """Draws ``clients.png`` after the first round, and at the end ``curves.png``, and ``test.png`` of a classifier."""
 
-    def after_round(self, run: RecordKeeper, record: dict[str, Any]) -> None:
+    def after_round(self, run: Recorder, record: dict[str, Any]) -> None:
         picture = run.outdir / "clients.png"
         if record["round"] == 1 or not picture.exists():
             # Not before: the library that draws takes as long to import as a small run's first round.
             save(figure([client_panel(read_split(run.outdir))], setting_of(run.config), size=(8.0, 3.4)), picture)
 
-    def on_end(self, run: RecordKeeper, result: RunResult) -> None:
-        data, title = run.site.data, f"{run.method.name} · {setting_of(run.config)}"
+    def on_end(self, run: Recorder, result: RunResult) -> None:
+        data, title = run.workspace.data, f"{run.method.name} · {setting_of(run.config)}"
         histories = {run.method.name: [result.history]}
         made = curves(histories, data.majority, title=title, sizes=result.facts["held_out"])
         result.saved["curves"] = save(made, run.outdir / "curves.png")

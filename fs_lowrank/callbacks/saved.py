@@ -13,7 +13,7 @@ from ..jobs.files import replaced, write_text
 from ..models.adapters import adapter_name
 from ..models.names import tags
 from ..models.saved import save_adapter
-from ..rounds.keeper import Callback, RecordKeeper
+from ..rounds.recorder import Callback, Recorder
 from ..runs.card import model_card
 from ..runs.result import RunResult, sort_configs
 
@@ -21,10 +21,10 @@ from ..runs.result import RunResult, sort_configs
 class Saved(Callback):
     """Saves ``adapter`` or ``model``, each with its card, and ``personal``."""
 
-    def on_end(self, run: RecordKeeper, result: RunResult) -> None:
+    def on_end(self, run: Recorder, result: RunResult) -> None:
         last = run.history[-1]["round"] if run.history else 0
         result.saved |= save_trained(run, result, "", result.final, last)
-        if run.site.personal and run.site.personal.of_model:
+        if run.workspace.personal and run.workspace.personal.of_model:
             with replaced(run.outdir / "personal") as folder:
                 folder.mkdir()
                 _save_personal(run, folder)
@@ -33,7 +33,7 @@ class Saved(Callback):
 
 
 def save_trained(
-    run: RecordKeeper, result: RunResult, place: str, figures: Mapping[str, Any], round: int, best: str = ""
+    run: Recorder, result: RunResult, place: str, figures: Mapping[str, Any], round: int, best: str = ""
 ) -> dict[str, Path]:
     """Save the adapter, or the model where it holds the result or ``lowrank.save_merged`` asks for it.
 
@@ -53,22 +53,22 @@ def save_trained(
         with replaced(folder / kind) as aside:
             aside.mkdir()
             save(aside)
-            if run.site.tokenizer is not None:
-                run.site.tokenizer.save_pretrained(str(aside))
+            if run.workspace.tokenizer is not None:
+                run.workspace.tokenizer.save_pretrained(str(aside))
             write_text(aside / "README.md", card)
             sort_configs(aside)
     return {kind: folder / kind for kind in saving}
 
 
-def _save_personal(run: RecordKeeper, folder: Path) -> None:
+def _save_personal(run: Recorder, folder: Path) -> None:
     """Save every client's own adapter, and its own head, in PEFT's format, in ``client_K`` of ``folder``."""
-    site, model = run.site, run.site.model
+    workspace, model = run.workspace, run.workspace.model
     if not isinstance(model, peft.PeftModel):
         raise TypeError(f"the clients' own adapters are saved from a PeftModel, the model is {type(model).__name__}")
-    for client in site.personal:
-        site.load_client(run.ledger.state, client)
-        outside = {n: tensor for n, tensor in site.personal[client].items() if tags(n) & {"head", "base"}}
-        for name in sorted({adapter_name(n) for n in site.personal.of_model if n not in outside}) or ["default"]:
+    for client in workspace.personal:
+        workspace.load_client(run.ledger.state, client)
+        outside = {n: tensor for n, tensor in workspace.personal[client].items() if tags(n) & {"head", "base"}}
+        for name in sorted({adapter_name(n) for n in workspace.personal.of_model if n not in outside}) or ["default"]:
             config = copy.copy(model.peft_config[name])
             tensors = peft.get_peft_model_state_dict(model, adapter_name=name)
             own = {n: tensor for n, tensor in tensors.items() if "nested" not in tags(n)}

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..config import Config
 from ..errors import UserError
-from ..rounds.keeper import Callback, RecordKeeper
+from ..rounds.recorder import Callback, Recorder
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -97,7 +97,7 @@ class Trackers(Callback):
         self.open: dict[str, Any] = {}
         self._threads: dict[str, _Own] = {}
 
-    def on_start(self, run: RecordKeeper) -> None:
+    def on_start(self, run: Recorder) -> None:
         #: the run's folder; those that keep files write them below it
         self.config, self.outdir = run.config, run.outdir
         self._threads = {name: _Own(name) for name in self.names}
@@ -146,7 +146,7 @@ class Trackers(Callback):
                 )
         return given
 
-    def after_round(self, run: RecordKeeper, record: dict[str, Any]) -> None:
+    def after_round(self, run: Recorder, record: dict[str, Any]) -> None:
         """Tell every tracker the numbers of a round's record, by names such as ``metrics/test/acc``."""
         values = numbers(record)
         for name in list(self.open):

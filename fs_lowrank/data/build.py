@@ -29,7 +29,7 @@ from fs_lowrank.data.tokenize import (
     uncut,
 )
 from fs_lowrank.errors import ROWS_LOGGER, UserError, say_once
-from fs_lowrank.jobs.kept import kept
+from fs_lowrank.jobs.memo import memoized
 from fs_lowrank.settings import Settings, one_mapping
 from fs_lowrank.settings.sections import Data
 
@@ -58,7 +58,7 @@ def build_data(cfg: Settings, tokenizer: Any = None, raw: RawData | None = None)
     if raw is None:
         raw = load_raw(cfg.data, origin=cfg.source, task=cfg.model.task)
     given = cfg, tokenizer, raw
-    data = kept("data", lambda: _decides(*given), lambda: _built(*given), size=lambda made: made.nbytes)
+    data = memoized("data", lambda: _decides(*given), lambda: _built(*given), size=lambda made: made.nbytes)
     uncut(tokenizer)
     say_once(data.describe(), logging.WARNING if any(data.repeated.values()) else logging.INFO, ROWS_LOGGER)
     return data

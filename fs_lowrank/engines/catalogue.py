@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import cast
 
 from ..errors import UserError, nearest
-from .kept import settings_kept
+from .process_settings import preserving_settings
 
 ENTRY_POINTS = "fs_lowrank.engines"
 _BUILT_IN = {
@@ -57,7 +57,7 @@ def get_engine(name: str) -> ModuleType:
         raise UserError(f"no engine {name!r}{nearest(name, list_engines())}; there are: {', '.join(list_engines())}")
     this = f"engine {name!r} ({place})"
     try:
-        with settings_kept():
+        with preserving_settings():
             engine = import_module(place) if name in _BUILT_IN else _added(tuple(sys.path))[name].load()
     except UserError as error:  # it says what it needs
         if name in _BUILT_IN:

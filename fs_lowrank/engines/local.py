@@ -17,9 +17,9 @@ from ..rounds.ledger import Ledger
 from ..rounds.loop import Loop
 from ..rounds.parcel import Parcel
 from ..rounds.round import Order
-from ..rounds.site import Site
 from ..rounds.trainer import Trainer
 from ..rounds.transport import Transport
+from ..rounds.workspace import Workspace
 from ..runs.folder import check_outdir, claim, outdir_of
 from ..runs.result import RunResult
 from .pool import Processes, processes_of
@@ -31,23 +31,25 @@ class SharedModel(Transport):
 
     shares_model = True
 
-    def begin(self, site: Site, ledger: Ledger, resumed: bool) -> None:
-        self.site, self.trainer = site, Trainer(site)
+    def begin(self, workspace: Workspace, ledger: Ledger, resumed: bool) -> None:
+        self.workspace, self.trainer = workspace, Trainer(workspace)
 
     def exchange(self, orders: Iterable[Order]) -> Iterator[tuple[Order, Parcel]]:
         """The answers of a cohort after another; while one is in use, the model holds that client's tensors."""
-        site, asked = self.site, {order.client: order for order in orders}
+        workspace, asked = self.workspace, {order.client: order for order in orders}
         yield from ((order, Parcel({})) for order in asked.values() if order.purpose == "follow")
         for cohort in self.trainer.cohorts([order.task for order in asked.values() if order.purpose == "train"]):
-            for task, fitted in self.trainer.fit_all(cohort, lambda task: site.load(task.view, task.client, task.told)):
+            for task, fitted in self.trainer.fit_all(
+                cohort, lambda task: workspace.load(task.view, task.client, task.told)
+            ):
                 client, round = task.client, task.round
                 if isinstance(fitted, Exception):
                     answer = apology(round, fitted)
                     answer.facts["followed"] = True
                 else:
                     update = fitted.update
-                    if site.personal.untrained or not task.alone:  # undone if the update does not count in the end
-                        site.personal.keep(client, round, own_tensors(site.method, site.model, task))
+                    if workspace.personal.untrained or not task.alone:  # undone if the update does not count in the end
+                        workspace.personal.keep(client, round, own_tensors(workspace.method, workspace.model, task))
                     facts = {"samples": update.num_samples, "loss": fitted.result.loss, "spent": fitted.spent}
                     answer = Parcel(update.tensors, round=round, **facts)
                 yield asked[client], answer
@@ -72,7 +74,7 @@ class LocalEngine(Loop):
         # Processes load data and model while this one does.
         transport = Processes(config, count) if count > 1 else SharedModel()
         super().__init__(config, transport, callbacks, on_round, on_client, lock)
-        self.method, self.model = self.site.method, self.site.model
+        self.method, self.model = self.workspace.method, self.workspace.model
 
 
 def run(

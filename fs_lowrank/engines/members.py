@@ -19,8 +19,8 @@ from ..rounds.joining import objection, proof_of, reported_standing, samples_obj
 from ..rounds.ledger import Ledger, Standing
 from ..rounds.parcel import Parcel
 from ..rounds.round import Order
-from ..rounds.site import Site
 from ..rounds.transport import Lost, Transport
+from ..rounds.workspace import Workspace
 
 logger = logging.getLogger("fs_lowrank")
 #: characters of a refusal, which has words of the client's
@@ -63,9 +63,9 @@ class Members(Transport):
         self.config, self.folder, self.elsewhere = config, folder, elsewhere
         self.members: dict[int, Member] = {}
 
-    def begin(self, site: Site, ledger: Ledger, resumed: bool) -> None:
-        self.site, self.ledger, self.proof = site, ledger, proof_of(site)
-        self.token = self.own_token(resumed, personal=bool(site.personal.untrained))
+    def begin(self, workspace: Workspace, ledger: Ledger, resumed: bool) -> None:
+        self.workspace, self.ledger, self.proof = workspace, ledger, proof_of(workspace)
+        self.token = self.own_token(resumed, personal=bool(workspace.personal.untrained))
 
     def own_token(self, resumed: bool, personal: bool) -> str:
         """The token of the run that is resumed, or a new one.

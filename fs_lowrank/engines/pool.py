@@ -24,8 +24,8 @@ from ..algebra import on_device
 from ..config import Config, load_config
 from ..data import Examples, ImageExamples
 from ..errors import described
-from ..jobs.crew import INSIDE
 from ..jobs.pool import Call, Pool, Work, print_to
+from ..jobs.workers import INSIDE
 from ..methods import State
 from ..models.adapters import load_tensors
 from ..models.shortcuts.frozen import COMPUTED_TOGETHER
@@ -34,10 +34,10 @@ from ..rounds.evaluator import CLIENTS, Evaluator
 from ..rounds.ledger import Ledger
 from ..rounds.parcel import Parcel
 from ..rounds.round import Order
-from ..rounds.site import Site
 from ..rounds.task import Task
 from ..rounds.trainer import Trainer
 from ..rounds.transport import Transport
+from ..rounds.workspace import Workspace
 from ..runs.folder import outdir_of
 from ..settings import Settings
 from ..training.evaluate import BatchScore, batch_scores, mean_scores
@@ -87,7 +87,7 @@ class Processes(Transport):
         self._threads_before = torch.get_num_threads()
         self.threads = max(1, self._threads_before // count)
         torch.set_num_threads(self.threads)
-        self.site: Site | None = None
+        self.workspace: Workspace | None = None
         outdir_of(config).mkdir(parents=True, exist_ok=True)
         self.pool = Pool(count, self._prepare, name=NAME, imports=[__name__])
 
@@ -95,16 +95,20 @@ class Processes(Transport):
         """Load the run's data and model; while the run goes on, take it up where it is."""
         log: Call = (print_to, outdir_of(self.config) / f"process_{rank + 1}.log")
         load: Call = (_load, self.config.to_dict(), rank, self.threads)
-        return [log, load, self._stand()] if self.site else [log, load]
+        return [log, load, self._stand()] if self.workspace else [log, load]
 
     def _stand(self) -> Call:
         """Sets every tensor of the model that may differ from the start's to what it is at the server."""
-        assert self.site is not None
-        site = self.site
-        tensors = {**site.method.view(self.ledger.state), **site.personal.untrained, **site.changed_base()}
+        assert self.workspace is not None
+        workspace = self.workspace
+        tensors = {
+            **workspace.method.view(self.ledger.state),
+            **workspace.personal.untrained,
+            **workspace.changed_base(),
+        }
         return _do, "stand", self.ledger.stood, packed(tensors)
 
-    def begin(self, site: Site, ledger: Ledger, resumed: bool) -> None:
+    def begin(self, workspace: Workspace, ledger: Ledger, resumed: bool) -> None:
         """See ``Transport``.
 
         Raises:
@@ -113,7 +117,7 @@ class Processes(Transport):
         """
         for work in self.pool.prepared:
             self.pool.result(work)
-        self.site, self.ledger, self.trainer = site, ledger, Trainer(site)
+        self.workspace, self.ledger, self.trainer = workspace, ledger, Trainer(workspace)
         self._everywhere(*self._stand())
 
     def follow(self, message: Mapping[str, Tensor], round: int) -> None:
@@ -125,8 +129,8 @@ class Processes(Transport):
 
     def exchange(self, orders: Iterable[Order]) -> Iterator[tuple[Order, Parcel]]:
         """The answers in the order of the cohorts."""
-        assert self.site is not None
-        site, asked = self.site, {order.client: order for order in orders}
+        assert self.workspace is not None
+        workspace, asked = self.workspace, {order.client: order for order in orders}
         yield from ((order, Parcel({})) for order in asked.values() if order.purpose == "follow")
         round = max(order.round for order in asked.values())
         cohorts = self.trainer.cohorts([order.task for order in asked.values() if order.purpose == "train"])
@@ -135,8 +139,10 @@ class Processes(Transport):
         for cohort, answers in zip(cohorts, self._done(ranks, calls)):
             for client, (facts, update, personal) in zip((task.client for task in cohort), answers):
                 if "error" not in facts:
-                    site.personal.keep(client, round, unpacked(personal, site.device))  # undone if it does not count
-                tensors = self.codec.encode(unpacked(update, site.device))
+                    workspace.personal.keep(
+                        client, round, unpacked(personal, workspace.device)
+                    )  # undone if it does not count
+                tensors = self.codec.encode(unpacked(update, workspace.device))
                 yield asked[client], Parcel(tensors, **facts, round=round, followed=True)
 
     def _order(self, task: Task) -> Ordered:
@@ -145,18 +151,18 @@ class Processes(Transport):
 
     def _client(self, client: int, view: Mapping[str, Tensor]) -> tuple[int, bytes]:
         """A client, and the tensors of its model beside the base: the shared ones of ``view`` and its own."""
-        assert self.site is not None
-        return client, packed({**view, **self.site.personal.of(client)})
+        assert self.workspace is not None
+        return client, packed({**view, **self.workspace.personal.of(client)})
 
     def evaluate(self, evaluator: Evaluator, state: State) -> dict[str, dict[str, Any]]:
         """As ``Evaluator.evaluate``, each split in as many parts as there are processes."""
-        assert self.site is not None
-        site, count, splits = self.site, self.count, evaluator.splits()
-        held_out = [(split, part) for split in site.held_out() if split in splits for part in range(count)]
-        sizes = {client: len(examples) for client, examples in site.tested()} if CLIENTS in splits else {}
+        assert self.workspace is not None
+        workspace, count, splits = self.workspace, self.count, evaluator.splits()
+        held_out = [(split, part) for split in workspace.held_out() if split in splits for part in range(count)]
+        sizes = {client: len(examples) for client, examples in workspace.tested()} if CLIENTS in splits else {}
         ranks = [part for _, part in held_out] + [client % count for client in sizes]
         parts = (("score_part", split, part, count) for split, part in held_out)
-        clients = (("score_client", *self._client(client, site.method.view(state, client))) for client in sizes)
+        clients = (("score_client", *self._client(client, workspace.method.view(state, client))) for client in sizes)
         of: list[str | int] = [*(split for split, _ in held_out), *sizes]
         scores: dict[str | int, list[BatchScore]] = {key: [] for key in of}
         for key, found in zip(of, self._done(ranks, chain(parts, clients))):
@@ -212,69 +218,77 @@ def unpacked(data: bytes, device: torch.device) -> Mapping[str, Tensor]:
 class _Clients:
     """Any of the run's clients, on this process's copy of the model."""
 
-    def __init__(self, site: Site):
-        self.site, self.trainer = site, Trainer(site)
-        self.round, self.standing = 0, copied(site.model, site.method.shared)
+    def __init__(self, workspace: Workspace):
+        self.workspace, self.trainer = workspace, Trainer(workspace)
+        self.round, self.standing = 0, copied(workspace.model, workspace.method.shared)
 
     def stand(self, round: int, data: bytes) -> None:
-        load_tensors(self.site.model, unpacked(data, self.site.device))
-        self.round, self.standing = round, copied(self.site.model, self.site.method.shared)
+        load_tensors(self.workspace.model, unpacked(data, self.workspace.device))
+        self.round, self.standing = round, copied(self.workspace.model, self.workspace.method.shared)
 
     def follow(self, round: int, data: bytes) -> None:
         if round == self.round:  # this process has been started after the end of the round
             return
-        site = self.site
+        workspace = self.workspace
         self._load_global()
         with torch.no_grad():
-            site.method.apply(site.model, unpacked(data, site.device), round)
-        self.round, self.standing = round, copied(site.model, site.method.shared)
+            workspace.method.apply(workspace.model, unpacked(data, workspace.device), round)
+        self.round, self.standing = round, copied(workspace.model, workspace.method.shared)
 
     def _load_global(self) -> None:
-        load_tensors(self.site.model, {**self.standing, **self.site.personal.untrained})
+        load_tensors(self.workspace.model, {**self.standing, **self.workspace.personal.untrained})
 
     def train(self, round: int, clients: Sequence[Ordered]) -> list[tuple[dict[str, Any], bytes, bytes]]:
         """Of each client the facts of its answer, its update, and the tensors that stay with it."""
-        site, given = self.site, {client: data for client, data, *_ in clients}
+        workspace, given = self.workspace, {client: data for client, data, *_ in clients}
         answers: list[tuple[dict[str, Any], bytes, bytes]] = []
         tasks = [
-            site.task(client, round, facts, unpacked(told, site.device) if facts["further"] else None)
+            workspace.task(client, round, facts, unpacked(told, workspace.device) if facts["further"] else None)
             for client, _, facts, told in clients
         ]
 
         def load(task: Task) -> None:
-            load_tensors(site.model, unpacked(given[task.client], site.device))
-            load_told(site.model, task.told)
+            load_tensors(workspace.model, unpacked(given[task.client], workspace.device))
+            load_told(workspace.model, task.told)
 
         for task, fitted in self.trainer.fit_all(tasks, load):
             if isinstance(fitted, Exception):
                 answers.append(({"error": described(fitted)}, packed({}), packed({})))
                 continue
-            kept = site.personal.untrained or not task.alone
-            personal = own_tensors(site.method, site.model, task) if kept else {}
+            kept = workspace.personal.untrained or not task.alone
+            personal = own_tensors(workspace.method, workspace.model, task) if kept else {}
             facts = {"samples": fitted.update.num_samples, "spent": fitted.spent, "loss": fitted.result.loss}
             answers.append((facts, packed(fitted.update.tensors), packed(personal)))
         return answers
 
     def score_client(self, client: int, data: bytes) -> list[BatchScore]:
         """The scores of a client's model on its test data."""
-        load_tensors(self.site.model, unpacked(data, self.site.device))
-        examples = self.site.data.client_tests[client - 1]
+        load_tensors(self.workspace.model, unpacked(data, self.workspace.device))
+        examples = self.workspace.data.client_tests[client - 1]
         assert examples is not None
         return self._scores(examples, f"client {client} test")
 
     def score_part(self, split: str, part: int, parts: int) -> list[BatchScore]:
         """The scores of the global model on part number ``part`` of ``parts`` of a split."""
         self._load_global()
-        site, owner = self.site, f"{split} {part + 1} of {parts}"  # a part of a file's name, too
-        examples = part_of(site.held_out()[split], part, parts, site.config.eval_batch_size)
-        if site.prefix is not None:
-            site.prefix.budget[owner] = site.prefix.budget.get(split, False)
-        return self._scores(examples, owner, outputs=bool(of_outputs(site.config.metrics))) if len(examples) else []
+        workspace, owner = self.workspace, f"{split} {part + 1} of {parts}"  # a part of a file's name, too
+        examples = part_of(workspace.held_out()[split], part, parts, workspace.config.eval_batch_size)
+        if workspace.prefix is not None:
+            workspace.prefix.budget[owner] = workspace.prefix.budget.get(split, False)
+        return (
+            self._scores(examples, owner, outputs=bool(of_outputs(workspace.config.metrics))) if len(examples) else []
+        )
 
     def _scores(self, examples: Examples | ImageExamples, owner: str, outputs: bool = False) -> list[BatchScore]:
-        site, size = self.site, self.site.config.eval_batch_size
+        workspace, size = self.workspace, self.workspace.config.eval_batch_size
         return batch_scores(
-            site.model, examples, size, outputs=outputs, owner=owner, prefix=site.prefix, reads=site.reads
+            workspace.model,
+            examples,
+            size,
+            outputs=outputs,
+            owner=owner,
+            prefix=workspace.prefix,
+            reads=workspace.reads,
         )
 
 
@@ -285,7 +299,7 @@ def _load(config: dict[str, Any], rank: int, threads: int) -> None:
     """Load the run's data and model."""
     global _here
     torch.set_num_threads(threads)
-    _here = _Clients(Site(on_a_gpu(load_config(config), rank), serves=False))
+    _here = _Clients(Workspace(on_a_gpu(load_config(config), rank), serves=False))
 
 
 def _do(kind: str, *given: Any) -> Any:

@@ -19,7 +19,7 @@ from ..data.files import refuse_pointer
 from ..data.sources import data_args
 from ..data.tokenize import pad_id
 from ..errors import UserError, nearest
-from ..jobs.kept import kept
+from ..jobs.memo import memoized
 from ..seeds import derive
 from ..settings import VISION_MODELS, Settings
 from .ends import settle_ends
@@ -254,7 +254,7 @@ def build_model(
         vars(built)["decided_by"] = decides()
         return built, torch.get_rng_state()
 
-    model, drawn = kept(
+    model, drawn = memoized(
         "model",
         decides,
         make,

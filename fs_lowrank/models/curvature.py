@@ -21,7 +21,7 @@ from ..errors import UserError, say_once
 from .kinds import unwrapped
 from .machine import input_device, rounding, without_autocast
 from .shortcuts.masks import comparable
-from .shortcuts.trials import failure, keeping_modes, with_gradients
+from .shortcuts.trials import failure, preserving_modes, with_gradients
 
 Batches = Iterable[Mapping[str, Tensor]]
 #: gives what is differentiated, sums over the samples of a batch, from its logits
@@ -64,7 +64,7 @@ def _only(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str, nn.Param
     The model is in evaluation mode, and computes in the dtype of its weights.
     """
     own, wanted = dict(model.named_parameters()), set(names)
-    with keeping_modes(model), with_gradients(model, wanted), without_autocast(model), torch.enable_grad():
+    with preserving_modes(model), with_gradients(model, wanted), without_autocast(model), torch.enable_grad():
         model.eval()
         yield {n: own[n] for n in sorted(wanted)}
 

@@ -11,7 +11,7 @@ import json
 from torch import nn
 
 from ..algebra import digest
-from ..jobs.kept import kept
+from ..jobs.memo import memoized
 from .kinds import unwrapped
 from .quantised import beside
 
@@ -21,7 +21,7 @@ _NOT_ITS_OWN = ("_name_or_path", "transformers_version", "dtype")
 
 def fingerprint_of(plain: nn.Module) -> str:
     """``model_fingerprint`` of a model as ``build_model`` gave it; computed once for models that are kept."""
-    return kept("fingerprint", lambda: vars(plain).get("decided_by"), lambda: model_fingerprint(plain))
+    return memoized("fingerprint", lambda: vars(plain).get("decided_by"), lambda: model_fingerprint(plain))
 
 
 def model_fingerprint(model: nn.Module) -> str:

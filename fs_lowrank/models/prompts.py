@@ -17,7 +17,7 @@ from torch import nn
 from ..errors import UserError
 from .kinds import is_encoder_decoder
 from .machine import input_device, rounding
-from .shortcuts.trials import differing, failure, keeping_modes
+from .shortcuts.trials import differing, failure, preserving_modes
 
 
 def is_prompted(model: nn.Module) -> bool:
@@ -63,7 +63,7 @@ def check_virtual_tokens(model: Any, method: str) -> None:
     inner = model.get_base_model()
     if any(p.is_meta for p in model.parameters()):
         return
-    with keeping_modes(model):
+    with preserving_modes(model):
         model.eval()
         try:
             wrong = _wrong(model, inner.config.get_text_config().pad_token_id or 0)

@@ -1,1 +1,1 @@
-"""What every engine shares: a round, the site that it runs at, and what is kept of it."""
+"""What every engine shares: a round, the workspace of a process, and the records."""

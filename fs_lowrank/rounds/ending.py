@@ -13,15 +13,15 @@ from ..algebra import nbytes
 from ..errors import RunFailed
 from .finite import BadRound
 from .intake import TooFewClients
-from .keeper import RecordKeeper
 from .personal import PersonalParts
+from .recorder import Recorder
 from .round import Finished, Round
 
 logger = logging.getLogger("fs_lowrank")
 
 
-def end_round(round: Round, keeper: RecordKeeper) -> Finished | None:
-    """Finish ``round``, apply its message to the model of the keeper's site, and undo training that does not count.
+def end_round(round: Round, recorder: Recorder) -> Finished | None:
+    """Finish ``round``, apply its message to the workspace's model, and undo training that does not count.
 
     None: the round goes on with another exchange, for which the clients in ``round.waiting`` are to be asked.
 
@@ -29,33 +29,33 @@ def end_round(round: Round, keeper: RecordKeeper) -> Finished | None:
         RunFailed: too few clients, or the server step failed and ``lowrank.on_bad_round`` is stop. The state before the
             round is on disk, so that the run can be resumed.
     """
-    site, ledger = keeper.site, round.ledger
-    site.load_global(ledger.state)  # the model may hold the tensors of the last client
+    workspace, ledger = recorder.workspace, round.ledger
+    workspace.load_global(ledger.state)  # the model may hold the tensors of the last client
     try:
         if round.goes_on:
             round.go_on()
             return None
-        finished = round.finish(site.model)
+        finished = round.finish(workspace.model)
     except (TooFewClients, BadRound) as error:
-        if isinstance(error, TooFewClients) or keeper.config.lowrank.on_bad_round == "stop":
+        if isinstance(error, TooFewClients) or recorder.config.lowrank.on_bad_round == "stop":
             round.roll_back()
-            _undo(round, round.trains, site.personal)
-            raise keeper.stopped(round.number, error, round.failed) from error
+            _undo(round, round.trains, workspace.personal)
+            raise recorder.stopped(round.number, error, round.failed) from error
         logger.warning("%s; the round is left out", error)
         finished = round.leave_out(str(error))
-    _undo(round, finished.undone, site.personal)
+    _undo(round, finished.undone, workspace.personal)
     if finished.message is None:
-        site.load_global(ledger.state)  # the server step may have changed the model
+        workspace.load_global(ledger.state)  # the server step may have changed the model
     else:
         with torch.no_grad():
-            site.method.apply(site.model, finished.message, round.number)
+            workspace.method.apply(workspace.model, finished.message, round.number)
         if round.base is not None:
             ledger.bound(nbytes(round.base()))
     return finished
 
 
 @contextmanager
-def ending(keeper: RecordKeeper) -> Iterator[None]:
+def ending(recorder: Recorder) -> Iterator[None]:
     """A context for all rounds of a run: a file that cannot be read or written is a ``RunFailed`` that says how to go
     on, and the folder of the run is released at the end.
     """
@@ -63,10 +63,10 @@ def ending(keeper: RecordKeeper) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise RunFailed(
-            f"the run in {keeper.outdir} stopped: {error}; when that is mended, run again with resume=True"
+            f"the run in {recorder.outdir} stopped: {error}; when that is mended, run again with resume=True"
         ) from error
     finally:
-        keeper.release()
+        recorder.release()
 
 
 def _undo(round: Round, clients: Iterable[int], personal: PersonalParts) -> None:

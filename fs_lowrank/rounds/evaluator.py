@@ -17,7 +17,7 @@ from ..settings.metrics import chief, larger_is_better, measured, of_name
 from ..training import evaluate
 from ..training.evaluate import batch_scores
 from ..training.schedule import evaluation_due
-from .site import Site
+from .workspace import Workspace
 
 #: the name, beside the splits, of the metrics of the clients' own models
 CLIENTS = "client_test"
@@ -44,10 +44,10 @@ def ranked(record: Mapping[str, Any], split: str, metric: str) -> float | None:
 
 
 class Evaluator:
-    """Evaluates on the model of ``site``."""
+    """Evaluates on the model of ``workspace``."""
 
-    def __init__(self, site: Site):
-        self.site, self.config = site, site.config
+    def __init__(self, workspace: Workspace):
+        self.workspace, self.config = workspace, workspace.config
 
     def due(self, round: int) -> bool:
         """Whether ``round`` ends with an evaluation."""
@@ -57,8 +57,8 @@ class Evaluator:
         """The names of the metrics that ``evaluate`` gives."""
         global_model = self.config.federate.make_global_eval
         asked = self.config.eval.client_scores or not global_model
-        clients = (self.site.personal.of_model or asked) and self.site.data.test is not None
-        return [*(self.site.held_out() if global_model else ()), *([CLIENTS] if clients else ())]
+        clients = (self.workspace.personal.of_model or asked) and self.workspace.data.test is not None
+        return [*(self.workspace.held_out() if global_model else ()), *([CLIENTS] if clients else ())]
 
     def evaluate(self, state: State) -> dict[str, dict[str, Any]]:
         """Metrics of the global model by split, and of the clients' own models as ``client_test``.
@@ -70,9 +70,9 @@ class Evaluator:
 
     def differ(self, state: State) -> bool:
         """Whether a client's model is not the global one: it has a personal part, or ranks of its own."""
-        whole = self.site.method.view(state)
-        views = (self.site.method.view(state, client) for client in self.site.kinds())
-        return bool(self.site.personal.of_model) or any(
+        whole = self.workspace.method.view(state)
+        views = (self.workspace.method.view(state, client) for client in self.workspace.kinds())
+        return bool(self.workspace.personal.of_model) or any(
             own.keys() != whole.keys()
             or any(t is not whole[n] and not torch.equal(t, whole[n]) for n, t in own.items())
             for own in views
@@ -82,7 +82,7 @@ class Evaluator:
         """Metrics of the global model by split; none where ``federate.make_global_eval`` is False."""
         return {
             split: self.score(examples, split, self.config.metrics)
-            for split, examples in self.site.held_out().items()
+            for split, examples in self.workspace.held_out().items()
             if split in self.splits()
         }
 
@@ -93,8 +93,16 @@ class Evaluator:
             owner: name of ``examples`` in the cache of frozen layers.
         """
         size = self.config.eval_batch_size
-        site = self.site
-        return evaluate(site.model, examples, size, metrics=metrics, owner=owner, prefix=site.prefix, reads=site.reads)
+        workspace = self.workspace
+        return evaluate(
+            workspace.model,
+            examples,
+            size,
+            metrics=metrics,
+            owner=owner,
+            prefix=workspace.prefix,
+            reads=workspace.reads,
+        )
 
     def on_test(self) -> dict[str, Any]:
         """What a classifier, as it is, predicts for the test set.
@@ -103,10 +111,12 @@ class Evaluator:
             ``confusion``, numbers of samples by true class (rows) and predicted class (columns); ``clients``: by
             client, ``acc`` of the same predictions on its share of the test set, and its number of ``samples``.
         """
-        site, test, size = self.site, self.site.held_out()["test"], self.config.eval_batch_size
-        batches = batch_scores(site.model, test, size, outputs=True, owner="test", prefix=site.prefix, reads=site.reads)
+        workspace, test, size = self.workspace, self.workspace.held_out()["test"], self.config.eval_batch_size
+        batches = batch_scores(
+            workspace.model, test, size, outputs=True, owner="test", prefix=workspace.prefix, reads=workspace.reads
+        )
         found, labels = (np.concatenate([batch[of] for batch in batches]) for of in (3, 4))
-        classes, shares = len(site.data.label_names), site.data.test_shares
+        classes, shares = len(workspace.data.label_names), workspace.data.test_shares
         pairs = np.bincount(labels * classes + found, minlength=classes**2)
         right = np.empty(len(test), dtype=bool)
         right[np.argsort(-test.lengths, kind="stable")] = found == labels  # they come with the longest first
@@ -114,18 +124,18 @@ class Evaluator:
             "confusion": pairs.reshape(classes, classes).tolist(),
             "clients": {
                 str(i + 1): {"acc": float(right[shares[i]].mean()), "samples": len(shares[i])}
-                for i in site.data.tested()
+                for i in workspace.data.tested()
             },
         }
 
     def clients(self, state: State) -> dict[str, Any]:
         """Every client's own model on its share of the test set (``FederatedData.client_tests``), as ``combined``."""
         scores, sizes = {}, {}
-        for client, examples in self.site.tested():
-            self.site.load_client(state, client)
+        for client, examples in self.workspace.tested():
+            self.workspace.load_client(state, client)
             scores[client] = self.score(examples, f"client {client} test")
             sizes[client] = len(examples)
-        self.site.load_global(state)
+        self.workspace.load_global(state)
         return self.combined(scores, sizes)
 
     @staticmethod
@@ -176,7 +186,10 @@ class Evaluator:
             clients_evaluate: with ``federate.make_global_eval`` False, clients evaluate validation data.
         """
         config = self.config
-        there, evaluated = self.site.data.validation is not None, config.federate.make_global_eval or clients_evaluate
+        there, evaluated = (
+            self.workspace.data.validation is not None,
+            config.federate.make_global_eval or clients_evaluate,
+        )
         if config.eval.save_best is True and not (there and "val" in config.eval.split and evaluated):
             raise UserError(
                 "eval.save_best = True: the best round is chosen by validation data, and none are evaluated; give "

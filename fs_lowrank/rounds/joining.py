@@ -15,7 +15,7 @@ from ..methods import Method, revisions
 from ..runs.environment import versions
 from .admission import Admission, is_whole
 from .ledger import Standing
-from .site import Site
+from .workspace import Workspace
 
 #: the keys that say where data come from and how they are divided; a client with data of its own may set them freely
 _DATA_KEYS = (
@@ -34,15 +34,15 @@ _NAMED = 20
 _PLACES = ("data.type", "data.root", "model.type", "lowrank.weights")
 
 
-def proof_of(site: Site) -> dict[str, str]:
+def proof_of(workspace: Workspace) -> dict[str, str]:
     """What must be equal in all processes at the start: hashes of the frozen model, of its configuration and its
     tokenizer, and of every shared tensor.
     """
-    shared = site.method.view(site.initial_state)
+    shared = workspace.method.view(workspace.initial_state)
     return {
-        "the base model": site.base_fingerprint,
-        **({"the configuration of the base model": site.configured} if site.configured else {}),
-        **({"the tokenizer": tokenizer_fingerprint(site.tokenizer)} if site.tokenizer is not None else {}),
+        "the base model": workspace.base_fingerprint,
+        **({"the configuration of the base model": workspace.configured} if workspace.configured else {}),
+        **({"the tokenizer": tokenizer_fingerprint(workspace.tokenizer)} if workspace.tokenizer is not None else {}),
         **{name: digest({name: tensor})[:16] for name, tensor in shared.items()},
     }
 
@@ -123,27 +123,27 @@ def differing(then: Mapping[str, Any], now: Mapping[str, Any], free: tuple[str, 
 # -- a run that is continued ---------------------------------------------------------------------------
 
 
-def begun_with(site: Site) -> dict[str, Any]:
+def begun_with(workspace: Workspace) -> dict[str, Any]:
     """What a checkpoint says of its run, and ``check_continued`` compares. ``read`` is of the files beside the weights,
     as this version of transformers reads them.
     """
-    own = {} if site.tokenizer is None else {"tokenizer": tokenizer_fingerprint(site.tokenizer, saved=True)}
+    own = {} if workspace.tokenizer is None else {"tokenizer": tokenizer_fingerprint(workspace.tokenizer, saved=True)}
     return {
-        "config": site.config.to_dict(),
-        "revisions": revisions(site.config),
-        "data": site.data.fingerprint,
-        "model": site.base_fingerprint,
-        "read": {"by": versions()["transformers"], "configuration of the model": site.configured, **own},
+        "config": workspace.config.to_dict(),
+        "revisions": revisions(workspace.config),
+        "data": workspace.data.fingerprint,
+        "model": workspace.base_fingerprint,
+        "read": {"by": versions()["transformers"], "configuration of the model": workspace.configured, **own},
     }
 
 
-def check_continued(meta: Mapping[str, Any], site: Site, outdir: Path) -> None:
-    """Compare what the checkpoint in ``outdir`` says of its run with ``site``, which is to continue it.
+def check_continued(meta: Mapping[str, Any], workspace: Workspace, outdir: Path) -> None:
+    """Compare what the checkpoint in ``outdir`` says of its run with ``workspace``, which is to continue it.
 
     Raises:
         CannotContinue: it is of other data, another model, configuration, or revision of the method.
     """
-    here, read = begun_with(site), meta.get("read", {})
+    here, read = begun_with(workspace), meta.get("read", {})
     pairs = [(what, meta[what], here[what]) for what in ("data", "model")]
     if read.get("by") == here["read"]["by"]:
         pairs += [(what, read.get(what), now) for what, now in here["read"].items()]
@@ -152,7 +152,7 @@ def check_continued(meta: Mapping[str, Any], site: Site, outdir: Path) -> None:
             raise CannotContinue(
                 f"the {what} is not what the run in {outdir} started with; it cannot be continued with another"
             )
-    check_configuration(meta["config"], site.config, site.method, outdir)
+    check_configuration(meta["config"], workspace.config, workspace.method, outdir)
     begun, ours = meta.get("revisions", {}), here["revisions"]
     for name in differing(begun, ours):
         raise CannotContinue(

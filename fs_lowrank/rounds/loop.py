@@ -17,13 +17,13 @@ from ..settings.metrics import measured
 from .admission import LARGEST, number_of
 from .ending import end_round, ending
 from .evaluator import CLIENTS, Evaluator
-from .keeper import Callback, RecordKeeper
 from .ledger import Ledger
 from .parcel import Parcel
 from .record import Spent, added
+from .recorder import Callback, Recorder
 from .round import Order, Purpose, Round
-from .site import Site
 from .transport import Lost, Transport
+from .workspace import Workspace
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -52,12 +52,14 @@ class Loop:
         self.config, self.transport = config, transport
         self.on_round, self.on_client = on_round or (lambda record: None), on_client or (lambda *_: None)
         try:
-            self.site = Site(config)
-            self.evaluator = Evaluator(self.site)
+            self.workspace = Workspace(config)
+            self.evaluator = Evaluator(self.workspace)
             self.evaluator.check_watched()
-            parts = self.site.method, self.site.initial_state, self.site.sizes
-            self.ledger = Ledger(config, *parts, keep_messages=not transport.shares_model, heads=self.site.heads)
-            self.keeper = RecordKeeper(self.site, self.evaluator, self.ledger, outdir_of(config), callbacks, lock=lock)
+            parts = self.workspace.method, self.workspace.initial_state, self.workspace.sizes
+            self.ledger = Ledger(config, *parts, keep_messages=not transport.shares_model, heads=self.workspace.heads)
+            self.recorder = Recorder(
+                self.workspace, self.evaluator, self.ledger, outdir_of(config), callbacks, lock=lock
+            )
         except BaseException:
             transport.end()
             if lock:
@@ -72,7 +74,7 @@ class Loop:
             RunFailed: something cannot be written, too few clients remain, or another run writes to the folder.
         """
         error: BaseException | None = None
-        with ending(self.keeper):
+        with ending(self.recorder):
             try:
                 return self._run(resume)
             except BaseException as caught:
@@ -82,25 +84,25 @@ class Loop:
                 self.transport.end(error)
 
     def _run(self, resume: bool) -> RunResult:
-        checkpoint, keeper = self.keeper.start(resume), self.keeper
-        self.transport.begin(self.site, self.ledger, checkpoint is not None)
+        checkpoint, recorder = self.recorder.start(resume), self.recorder
+        self.transport.begin(self.workspace, self.ledger, checkpoint is not None)
         done = checkpoint.round if checkpoint else self.ledger.stood
         for number in range(done + 1, self.config.federate.total_round_num + 1):
-            if keeper.ended:
+            if recorder.ended:
                 break
             record = self._round(number)
-            keeper.add(record)
-            elsewhere = self.site.personal.untrained and not self.transport.shares_model
-            if elsewhere and not keeper.checkpoint_due(number):
-                keeper.save(number)  # a client can undo its last training, and none before that
+            recorder.add(record)
+            elsewhere = self.workspace.personal.untrained and not self.transport.shares_model
+            if elsewhere and not recorder.checkpoint_due(number):
+                recorder.save(number)  # a client can undo its last training, and none before that
             if self.on_round(record):
                 break
         own = self.transport.personal()
-        self.site.personal.update({client: on_device(own[client], self.site.device) for client in own})
-        return keeper.finish()
+        self.workspace.personal.update({client: on_device(own[client], self.workspace.device) for client in own})
+        return recorder.finish()
 
     def _round(self, number: int) -> dict[str, Any]:
-        transport, base = self.transport, self.site.changed_base
+        transport, base = self.transport, self.workspace.changed_base
         round = Round(number, self.ledger, intake=transport.intake, codec=transport.codec, base=base)
         spent: dict[int, Spent] = {}
         seconds = {"training": 0.0, "aggregation": 0.0}
@@ -109,7 +111,7 @@ class Loop:
             started = time.perf_counter()
             self._train(round, spent)
             trained = time.perf_counter()
-            finished = end_round(round, self.keeper)
+            finished = end_round(round, self.recorder)
             if finished is not None and finished.message is not None:
                 self.transport.follow(finished.message, number)
             ended = time.perf_counter()
@@ -177,7 +179,7 @@ class Loop:
         metrics: dict[str, dict[str, Any]] = evaluator.held_out()
         if CLIENTS not in evaluator.splits():
             return metrics
-        sizes = {client: len(examples) for client, examples in self.site.tested()} | self.ledger.tested
+        sizes = {client: len(examples) for client, examples in self.workspace.tested()} | self.ledger.tested
         sizes = {client: size for client, size in sorted(sizes.items()) if size}
         missing = transport.missing(sizes)
         for client, reason in missing.items():

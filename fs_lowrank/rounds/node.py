@@ -16,8 +16,8 @@ from .evaluator import Evaluator
 from .joining import agreed, proof_of
 from .parcel import Parcel
 from .personal import PersonalParts
-from .site import Site
 from .trainer import Trainer
+from .workspace import Workspace
 
 
 class Node:
@@ -27,29 +27,29 @@ class Node:
     in a folder of its own disk, with checksums, so that the process may end after each order.
 
     Args:
-        site: of this process, which serves no rounds. codec: how tensors are encoded on their way.
+        workspace: of this process, which serves no rounds. codec: how tensors are encoded on their way.
         own_data: all data that the process reads are those of the one client for which it works.
     """
 
-    def __init__(self, site: Site, codec: Codec | None = None, own_data: bool = False):
-        self.site, self.codec, self.own_data = site, codec or Codec(), own_data
-        self.trainer = Trainer(site)
+    def __init__(self, workspace: Workspace, codec: Codec | None = None, own_data: bool = False):
+        self.workspace, self.codec, self.own_data = workspace, codec or Codec(), own_data
+        self.trainer = Trainer(workspace)
         #: what a run changes in the model, as it was at the start
         self._start = {
-            **site.method.view(site.initial_state),
-            **{name: tensor.clone() for name, tensor in site.changed_base().items()},
+            **workspace.method.view(workspace.initial_state),
+            **{name: tensor.clone() for name, tensor in workspace.changed_base().items()},
         }
 
     @cached_property
     def proof(self) -> dict[str, str]:
         """What must be equal in all processes at the start (``joining.proof_of``)."""
-        load_tensors(self.site.model, self._start)
-        return proof_of(self.site)
+        load_tensors(self.workspace.model, self._start)
+        return proof_of(self.workspace)
 
     @cached_property
     def agreed(self) -> str:
         """A hash of what this process has in common with the server (``joining.agreed``)."""
-        return agreed(self.site.config, self.proof)
+        return agreed(self.workspace.config, self.proof)
 
     def introduction(self, client: int) -> Parcel:
         """Which client this is, and what it has in common with the server.
@@ -58,7 +58,7 @@ class Node:
             UserError: there is no such client.
         """
         _, examples, tests = self.of(client)
-        config = self.site.config
+        config = self.workspace.config
         return Parcel(
             {},
             client=client,
@@ -77,12 +77,12 @@ class Node:
         Raises:
             UserError: there is no such client.
         """
-        site, count = self.site, self.site.config.federate.client_num
+        workspace, count = self.workspace, self.workspace.config.federate.client_num
         if not 1 <= client <= count:
             raise UserError(f"there is no client {client}; federate.client_num is {count}")
         place = 0 if self.own_data else client - 1
-        own = dataclasses.replace(site.clients[place], id=client)
-        return own, site.data.clients[place], site.data.client_tests[place]
+        own = dataclasses.replace(workspace.clients[place], id=client)
+        return own, workspace.data.clients[place], workspace.data.client_tests[place]
 
     def obey(self, order: Parcel, client: int, memory: Path, identity: str) -> Parcel:
         """Bring the copy of ``client`` up to date, and train or evaluate it; the answer.
@@ -98,23 +98,23 @@ class Node:
             UserError: there is no such client.
         """
         own, examples, tests = self.of(client)
-        site, round, purpose = self.site, order.facts["round"], order.facts["purpose"]
-        load_tensors(site.model, self._start)
-        personal = PersonalParts(site.personal.untrained)
-        copy = OwnCopy(site.method, site.model, client, personal, self.codec, identity)
+        workspace, round, purpose = self.workspace, order.facts["round"], order.facts["purpose"]
+        load_tensors(workspace.model, self._start)
+        personal = PersonalParts(workspace.personal.untrained)
+        copy = OwnCopy(workspace.method, workspace.model, client, personal, self.codec, identity)
         copy.restore(memory)
         before, reply = list(copy.standing), Parcel({}, round=round)
         try:
             told = copy.catch_up(order)
             try:
                 if purpose == "train":
-                    task = site.task(client, round, order.facts, told)
-                    fitted = self.trainer.fit(own, examples, round, site.model, site.prefix, task)
+                    task = workspace.task(client, round, order.facts, told)
+                    fitted = self.trainer.fit(own, examples, round, workspace.model, workspace.prefix, task)
                     reply = answer(round, fitted.update, fitted.result.loss, self.codec)
                     reply.facts["spent"] = fitted.spent
                     copy.keep(task)
                 elif purpose == "evaluate" and tests is not None:
-                    reply.facts["scores"] = Evaluator(site).score(tests, f"client {client} test")
+                    reply.facts["scores"] = Evaluator(workspace).score(tests, f"client {client} test")
             except Exception as error:  # must not end the round of the others; the server records it
                 reply = apology(round, error)
             copy.save(memory)

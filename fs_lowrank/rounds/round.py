@@ -86,7 +86,7 @@ class Round:
         intake: gives where updates go, for each exchange. By default they are kept.
         codec: how tensors travel, in both directions.
         base: gives the base weights that the method has changed, as the server's own copy has them
-            (``Site.changed_base``), for clients that must be sent everything. None: they are not known, and not sent.
+            (``Workspace.changed_base``), for clients that must be sent everything. None: unknown, and not sent.
 
     Attributes:
         exchange: the number of the exchange, from 0. goes_on: another is to follow in this round.

@@ -28,8 +28,8 @@ from ..training.cohort import Member, apart, cohort_size, evenly, never_together
 from ..training.local import LocalResult
 from .record import Spent
 from .reuse import Reuse
-from .site import Site
 from .task import Task
+from .workspace import Workspace
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -49,14 +49,14 @@ class Fitted:
 
 
 class Trainer:
-    """Trains clients on the data and the models of ``site``.
+    """Trains clients on the data and the models of ``workspace``.
 
     Attributes:
         reuse: the trainings that are kept for other runs; None: none are.
     """
 
-    def __init__(self, site: Site):
-        self.site, self.config = site, site.config
+    def __init__(self, workspace: Workspace):
+        self.workspace, self.config = workspace, workspace.config
         self.reuse = Reuse(self.config.lowrank.reuse_clients) if self.config.lowrank.reuse_clients else None
 
     def fit(
@@ -69,8 +69,8 @@ class Trainer:
         task: Task | None = None,
     ) -> Fitted:
         """Train ``model`` as ``client`` in ``round``."""
-        site, reuse, started = self.site, self.reuse, time.perf_counter()
-        task = task or site.task(client.id, round)
+        workspace, reuse, started = self.workspace, self.reuse, time.perf_counter()
+        task = task or workspace.task(client.id, round)
         if not task.trains:
             return self._fitted(task, client, model, LocalResult(0.0, 0, 0), 0.0)
         config, phases, lr, seed = task.settings, task.phases, task.lr, task.seed
@@ -89,15 +89,15 @@ class Trainer:
         return self._fitted(task, client, model, result, seconds)
 
     def reads_of(self, model: nn.Module) -> OnlyRead | None:
-        """What computes the last layer of ``model`` for what is read alone: the site's, or a copy of it."""
-        reads = self.site.reads
-        return reads if reads is None or model is self.site.model else reads.like(model)
+        """What computes the last layer of ``model`` for what is read alone: the workspace's, or a copy of it."""
+        reads = self.workspace.reads
+        return reads if reads is None or model is self.workspace.model else reads.like(model)
 
     def _fitted(
         self, task: Task, client: Client, model: nn.Module, result: LocalResult, seconds: float, reused: bool = False
     ) -> Fitted:
         """The outcome of ``client``, whose trained tensors ``model`` holds."""
-        started, method, device = time.perf_counter(), self.site.method, self.site.device
+        started, method, device = time.perf_counter(), self.workspace.method, self.workspace.device
         client = replace(client, exchange=task.exchange, told=task.told)
         tensors = {n: t.detach().to(device) for n, t in method.upload(model, task.round, client).items()}
         if method.needs.own_upload:
@@ -114,20 +114,20 @@ class Trainer:
     @cached_property
     def cohort(self) -> int:
         """How many clients train together; 1: each alone."""
-        site, config, data = self.site, self.config, self.site.data.clients
+        workspace, config, data = self.workspace, self.config, self.workspace.data.clients
         lengths = np.ones(1) if config.is_vision else np.concatenate([e.lengths for e in data[:1000]])
-        depth = site.prefix.depth if site.prefix else 0
+        depth = workspace.prefix.depth if workspace.prefix else 0
         largest = max(config.variants(), key=lambda own: own.dataloader.batch_size)
-        size = min(cohort_size(site.model, largest, lengths, depth), config.sampled_per_round)
-        size = size if config.train.cohort else evenly(size, config.sampled_per_round, places(site.model))
+        size = min(cohort_size(workspace.model, largest, lengths, depth), config.sampled_per_round)
+        size = size if config.train.cohort else evenly(size, config.sampled_per_round, places(workspace.model))
         if size < 2:
             return 1
-        if site.method.needs.alone:
+        if workspace.method.needs.alone:
             reason = f"federate.method = {config.federate.method} asks for it"
         elif self.reuse:
             reason = "lowrank.reuse_clients keeps clients that were trained alone"
         else:
-            reason = never_together(site.model, config, self._held, site.shortcuts.tried)
+            reason = never_together(workspace.model, config, self._held, workspace.shortcuts.tried)
         if reason:
             self._say_alone(reason)
         return 1 if reason else size
@@ -135,7 +135,7 @@ class Trainer:
     @property
     def _held(self) -> set[str]:
         """Tags of what a client may hold that others do not."""
-        return {*self.site.method.shared, *self.site.method.personal}
+        return {*self.workspace.method.shared, *self.workspace.method.personal}
 
     def _say_alone(self, reason: str) -> None:
         asked = self.config.train.cohort > 1
@@ -150,7 +150,7 @@ class Trainer:
         for task in tasks:
             by_rate.setdefault(task.lr, []).append(task)
         for group in (group for of in by_rate.values() for group in parts_of(of, math.ceil(len(of) / self.cohort))):
-            if len(group) > 1 and (reason := apart(self.site.model, [task.phases for task in group])):
+            if len(group) > 1 and (reason := apart(self.workspace.model, [task.phases for task in group])):
                 self._say_alone(reason)
                 groups += [[task] for task in group]
             else:
@@ -167,19 +167,19 @@ class Trainer:
         Returns:
             for each what ``fit`` gives, or why it failed; while that is in use the model holds the client's tensors.
         """
-        site = self.site
+        workspace = self.workspace
         together = self._fit_together(tasks, load) if len(tasks) > 1 and tasks[0].trains else {}
         for task in tasks:
-            own, examples = site.client(task.client), site.data.clients[task.client - 1]
+            own, examples = workspace.client(task.client), workspace.data.clients[task.client - 1]
             fitted: Fitted | Exception
             try:
                 load(task)
                 if task.client in together:
                     result, tensors, seconds = together[task.client]
-                    load_tensors(site.model, tensors)
-                    fitted = self._fitted(task, own, site.model, result, seconds)
+                    load_tensors(workspace.model, tensors)
+                    fitted = self._fitted(task, own, workspace.model, result, seconds)
                 else:
-                    fitted = self.fit(own, examples, task.round, site.model, site.prefix, task)
+                    fitted = self.fit(own, examples, task.round, workspace.model, workspace.prefix, task)
             except UserError:
                 raise
             except Exception as error:  # the failure of one client is recorded and must not end the round
@@ -194,19 +194,19 @@ class Trainer:
 
         Nothing if they have to be trained one by one.
         """
-        site, started, clients = self.site, time.perf_counter(), [task.client for task in tasks]
-        data = site.data.clients
+        workspace, started, clients = self.workspace, time.perf_counter(), [task.client for task in tasks]
+        data = workspace.data.clients
         members = [Member(f"client {t.client}", data[t.client - 1], t.phases, t.seed, t.settings) for t in tasks]
         try:
             found = train_cohort(
-                site.model,
+                workspace.model,
                 members,
                 lambda i: load(tasks[i]),
                 self._held,
                 self.config,
                 lr=tasks[0].lr,
-                prefix=site.prefix,
-                reads=site.reads,
+                prefix=workspace.prefix,
+                reads=workspace.reads,
             )
         except UserError:
             raise

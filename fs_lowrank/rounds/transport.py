@@ -16,7 +16,7 @@ from .intake import Intake
 from .ledger import Ledger, Standing
 from .parcel import Parcel
 from .round import Order
-from .site import Site
+from .workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Transport(ABC):
     shares_model: ClassVar[bool] = False
     codec: Codec = Codec()
 
-    def begin(self, site: Site, ledger: Ledger, resumed: bool) -> None:  # noqa: B027  (nothing by default)
+    def begin(self, workspace: Workspace, ledger: Ledger, resumed: bool) -> None:  # noqa: B027  (nothing by default)
         """The run begins, or goes on from a checkpoint if it is ``resumed``.
 
         Args:
-            site: the server's data, method and model. ledger: its state, and which client has what.
+            workspace: the server's data, method and model. ledger: its state, and which client has what.
         """
 
     def intake(self) -> Intake | None:

@@ -18,7 +18,7 @@ from .. import load_config
 from ..config import Config
 from ..engines.local import LocalEngine
 from ..models.machine import input_device
-from ..rounds.site import method_of
+from ..rounds.workspace import method_of
 from . import small
 
 #: the small models by the name that the checks have for them, and what ``model.task`` is

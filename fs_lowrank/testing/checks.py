@@ -55,20 +55,20 @@ def averages_head(method: Method | type[Method]) -> bool:
 
 def loads_with_the_plain_libraries(bench: Bench, engine: LocalEngine, task: str) -> Any:
     """Run the engine; what it has saved gives its logits without this package. Returns the run's result."""
-    untrained, names = logits(engine.model, engine.site.data.test), [n for n, _ in engine.model.named_parameters()]
-    result, folder = engine.run(), engine.keeper.outdir
-    wanted = logits(result.model, engine.site.data.test)
+    untrained, names = logits(engine.model, engine.workspace.data.test), [n for n, _ in engine.model.named_parameters()]
+    result, folder = engine.run(), engine.recorder.outdir
+    wanted = logits(result.model, engine.workspace.data.test)
     answers, state = wanted, engine.ledger.state
-    if engine.site.personal.of_model and torch.allclose(untrained, wanted, atol=1e-3):
+    if engine.workspace.personal.of_model and torch.allclose(untrained, wanted, atol=1e-3):
         # All that is learned may stay with the clients.
-        engine.site.load_client(state, result.history[-1]["clients"][0])
-        answers = logits(engine.model, engine.site.data.test)
-        engine.site.load_global(state)
+        engine.workspace.load_client(state, result.history[-1]["clients"][0])
+        answers = logits(engine.model, engine.workspace.data.test)
+        engine.workspace.load_global(state)
     assert not torch.allclose(untrained, answers, atol=1e-3), "the trained model answers as the untrained one did"
     if engine.config.adapter.virtual_tokens:
         _refuses(partial(result.save_model, folder / "model"), "save_adapter", "a model without its virtual tokens")
     else:
-        saved = logits(plain_model(task, folder / "model"), engine.site.data.test)
+        saved = logits(plain_model(task, folder / "model"), engine.workspace.data.test)
         torch.testing.assert_close(saved, wanted, atol=1e-5, rtol=1e-5, msg=lambda m: f"model/ loaded alone: {m}")
         assert (folder / "model" / "tokenizer.json").exists() == (task != "vision"), "model/ lacks its tokenizer"
     assert [n for n, _ in result.model.named_parameters()] == names, "saving has changed the model's parameters"
@@ -79,7 +79,7 @@ def loads_with_the_plain_libraries(bench: Bench, engine: LocalEngine, task: str)
     else:
         base = bench.bases.get(task, folder / "adapter" / "base")
         loaded = load_adapter(plain_model(task, base), folder / "adapter")
-        saved = logits(loaded, engine.site.data.test)
+        saved = logits(loaded, engine.workspace.data.test)
         torch.testing.assert_close(saved, wanted, atol=1e-6, rtol=1e-6, msg=lambda m: f"adapter/ over its base: {m}")
     return result
 
@@ -119,7 +119,7 @@ def check_run(bench: Bench, method: str, task: str) -> None:
         assert not record["failed"], f"round {record['round']}: {record['failed']}"
         assert math.isfinite(record["loss"]), f"round {record['round']}: the training loss is {record['loss']}"
         assert record["selected"] == record["clients"] and len(record["clients"]) == 2, f"clients: {record['clients']}"
-        own = {"client_test"} if engine.site.personal.of_model else set()
+        own = {"client_test"} if engine.workspace.personal.of_model else set()
         assert record["metrics"].keys() == {"test", "val"} | own, f"evaluated: {sorted(record['metrics'])}"
         values = [v for m in record["metrics"].values() for v in m.values()]
         assert all(math.isfinite(v) for v in values), f"metrics: {record['metrics']}"
@@ -128,13 +128,13 @@ def check_run(bench: Bench, method: str, task: str) -> None:
     assert moved, "no parameter of the global model has changed"
     stray = sorted(moved - allowed)
     assert not stray, f"changed, though neither in the method's view nor in its changed_base: {stray[:3]}"
-    on_disk = [from_json(line) for line in (engine.keeper.outdir / "rounds.jsonl").read_bytes().splitlines()]
+    on_disk = [from_json(line) for line in (engine.recorder.outdir / "rounds.jsonl").read_bytes().splitlines()]
     assert without_seconds(on_disk) == without_seconds(result.history), "rounds.jsonl differs from the history"
     for name in FILES:
-        assert (engine.keeper.outdir / name).stat().st_size, f"{name} is empty"
+        assert (engine.recorder.outdir / name).stat().st_size, f"{name} is empty"
     for name in ("environment.json", "data.json", "summary.json"):
-        assert read_json(engine.keeper.outdir / name)["schema"] == SCHEMA, name
-    assert load_config(engine.keeper.outdir / "config.yaml") == engine.config, "config.yaml loads as another config"
+        assert read_json(engine.recorder.outdir / name)["schema"] == SCHEMA, name
+    assert load_config(engine.recorder.outdir / "config.yaml") == engine.config, "config.yaml loads as another config"
 
 
 def check_repetition(bench: Bench, method: str, task: str) -> None:
@@ -153,7 +153,7 @@ def check_seed(bench: Bench, method: str, task: str) -> None:
     # A pre-trained model that is trained in full starts as it is.
     drawn = task != "causal" or "base" not in get_method_class(method).shared
     assert equal(state_of(one), state_of(other)) != drawn, "the start does not depend on the seed"
-    assert one.site.data.fingerprint != other.site.data.fingerprint, "the split does not depend on the seed"
+    assert one.workspace.data.fingerprint != other.workspace.data.fingerprint, "the split does not depend on the seed"
 
 
 def check_learns(
@@ -170,7 +170,7 @@ def check_learns(
         # Of skewed clients a median, say, need not learn, and their training loss falls even if the server does not.
         keys |= {"data.splitter": "iid", "data.splitter_args": [], "train.optimizer": {"type": "AdamW", "lr": rate}}
         engine = bench.make(task, method, keys)
-        start = engine.evaluator.score(engine.site.held_out()["test"], "test")["loss"]
+        start = engine.evaluator.score(engine.workspace.held_out()["test"], "test")["loss"]
         result = engine.run()
         fell = result.final["test_loss"] / start
         if fell < below:
@@ -206,7 +206,7 @@ def check_bytes(
     messages: dict[int, dict[str, Tensor]] = {}
     wholes: dict[tuple[int, int], dict[str, Tensor]] = {}
     news: dict[int, dict[int, dict[str, Tensor]]] = {}
-    upload, commit, add, tell = engine.method.upload, engine.ledger.commit, engine.keeper.add, engine.method.tell
+    upload, commit, add, tell = engine.method.upload, engine.ledger.commit, engine.recorder.add, engine.method.tell
 
     def spy_upload(model, round, client):
         tensors = upload(model, round, client)
@@ -237,7 +237,7 @@ def check_bytes(
         mock.patch.object(engine.method, "upload", spy_upload),
         mock.patch.object(engine.method, "tell", spy_tell),
         mock.patch.object(engine.ledger, "commit", spy_commit),
-        mock.patch.object(engine.keeper, "add", spy_add),
+        mock.patch.object(engine.recorder, "add", spy_add),
     ):
         result = engine.run()
     stands_at: dict[int, int] = {}
@@ -293,7 +293,7 @@ def check_weights(bench: Bench, method: str, task: str, weighs: bool | None = No
         own = {"lowrank.average_by": "samples"} if "average_by" in fields else {}
         engine = bench.make(task, method, {"federate.ignore_weight": uniform, "federate.total_round_num": 1, **own})
         sent = _run_and_keep_uploads(engine)[1]
-        sizes = [1 if uniform else len(e) for e in engine.site.data.clients]
+        sizes = [1 if uniform else len(e) for e in engine.workspace.data.clients]
         assert uniform or len(set(sizes)) > 1
         heads = [n for n in engine.ledger.state if "head" in tags(n) and n.endswith("weight")]
         for head in heads if averages_head(engine.method) else ():
@@ -339,21 +339,21 @@ def check_one_client(bench: Bench, method: str, task: str) -> None:
 
     with mock.patch.object(engine.method, "tell", spy):
         engine.run()
-    before = logits(alone.model, alone.site.data.test)
+    before = logits(alone.model, alone.workspace.data.test)
     train_client(
         alone.model,
-        alone.site.data.clients[0],
+        alone.workspace.data.clients[0],
         alone.method.phases(1),
         alone.config,
         lr=alone.config.train.optimizer.lr,
         seed=derive(alone.config.seed, "train", 1, 1),
         owner="client 1",
-        prefix=alone.site.prefix,
+        prefix=alone.workspace.prefix,
     )
-    load_tensors(alone.model, alone.site.personal.untrained)
-    trained = logits(alone.model, alone.site.data.test)
+    load_tensors(alone.model, alone.workspace.personal.untrained)
+    trained = logits(alone.model, alone.workspace.data.test)
     assert not torch.allclose(before, trained, atol=1e-4), "three steps changed nothing"
-    torch.testing.assert_close(logits(engine.model, engine.site.data.test), trained, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(logits(engine.model, engine.workspace.data.test), trained, atol=1e-5, rtol=1e-4)
 
 
 def check_resume(bench: Bench, method: str, task: str) -> None:
@@ -389,7 +389,7 @@ def check_cohort(bench: Bench, method: str, task: str, further: Mapping[str, Any
     together, alone = (bench.make(task, method, {**keys, "train.cohort": size}) for size in (2, "off"))
     trained: list[int] = []
     for engine in (together, alone):
-        if engine.site.device.type != "cpu":
+        if engine.workspace.device.type != "cpu":
             without_dropout(engine)
 
     def train(model, members, *given, **options):
@@ -445,7 +445,7 @@ def check_half_precision(bench: Bench, method: str, task: str) -> None:
     assert not half, f"of the adapters, {half} are not float32"
     kind = get_method_class(method)
     if averages_head(engine.method) and engine.method.needs.sums and issubclass(kind, Averaging):
-        sizes = [len(e) for e in engine.site.data.clients]
+        sizes = [len(e) for e in engine.workspace.data.clients]
         settles = kind.settle is not Averaging.settle  # and may go on from the mean
         for name in (n for n in sent[1] if not settles or "head" in tags(n)):  # tensors of both widths travel together
             mean = sum(n / sum(sizes) * _double(sent[i][name]) for i, n in enumerate(sizes, start=1))

@@ -28,7 +28,7 @@ from ..models.shortcuts.frozen import FrozenPrefix
 from ..models.shortcuts.masks import draws
 from ..models.shortcuts.reads import OnlyRead
 from ..models.shortcuts.slots import Slots, unslotted
-from ..models.shortcuts.trials import TRIED, Unfit, differing, failure, keeping_modes, rows_to_try, with_gradients
+from ..models.shortcuts.trials import TRIED, Unfit, differing, failure, preserving_modes, rows_to_try, with_gradients
 from ..seeds import derive, drawing
 from ..settings import Optimizer, Settings
 from .blocks import ClientMasks, divide, overhead
@@ -347,7 +347,7 @@ def never_together(model: nn.Module, config: Settings, held: Collection[str], ex
     draw = torch.Generator().manual_seed(0)
     each = [{n: own[n] + 0.02 * torch.randn(own[n].shape, generator=draw).to(own[n]) for n in names} for _ in batches]
     try:
-        with keeping_modes(model), with_gradients(model, names), torch.enable_grad():
+        with preserving_modes(model), with_gradients(model, names), torch.enable_grad():
             model.train(input_device(model).type == "cpu")
             if draws(model) and recomputes(model):
                 return "train.checkpointing computes layers again, and each client draws its dropout once"

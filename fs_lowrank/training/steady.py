@@ -14,7 +14,7 @@ from ..data import Examples
 from ..errors import UserError, say_once
 from ..models.kinds import unwrapped
 from ..models.machine import input_device, rounding
-from ..models.shortcuts.trials import differing, keeping_modes, rows_to_try
+from ..models.shortcuts.trials import differing, preserving_modes, rows_to_try
 from ..seeds import drawing
 from .local import label_logits, to_device
 
@@ -34,7 +34,7 @@ def check_steady(model: nn.Module, examples: Examples) -> None:
         with drawing(0):
             return label_logits(model, to_device(examples.batch(list(rows)), device))[0].float().nan_to_num()
 
-    with keeping_modes(model):
+    with preserving_modes(model):
         model.eval()
         try:
             first = {row: logits(row) for row in rows[::-1]}

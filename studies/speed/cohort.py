@@ -49,8 +49,8 @@ def measure(config: Config, repeats: int, clients: int = CLIENTS) -> dict[str, A
     """
     with tempfile.TemporaryDirectory() as folder:
         engine = LocalEngine(config.replace(outdir=folder))
-    site, model, method = engine.site, engine.model, engine.method
-    data: Any = site.data.clients[0]
+    workspace, model, method = engine.workspace, engine.model, engine.method
+    data: Any = workspace.data.clients[0]
     rows = config.dataloader.batch_size * config.train.local_update_steps
     order = np.resize(np.arange(len(data)), clients * rows)
     sets = {f"client {i}": data.select(order[i::clients]) for i in range(clients)}
@@ -66,7 +66,7 @@ def measure(config: Config, repeats: int, clients: int = CLIENTS) -> dict[str, A
             plain = config.replace(**{"train.blocks": 1})
             phases = method.phases(1, 1)
             train_client(model, examples, phases, plain, lr=lr, seed=seed, owner=name, prefix=prefix, reads=None)
-            sent = method.upload(model, 1, site.clients[0])
+            sent = method.upload(model, 1, workspace.clients[0])
             trained["alone"].append({n: t.detach().clone() for n, t in sent.items()})
 
     def together(way: str, reads: Any, blocks: int) -> None:
@@ -79,15 +79,15 @@ def measure(config: Config, repeats: int, clients: int = CLIENTS) -> dict[str, A
         trained[way] = [tensors for _, tensors in found]
 
     ways: dict[str, Callable[[], object]] = {"alone": alone, "together": partial(together, "together", None, 1)}
-    ways["only what is read"] = partial(together, "only what is read", site.reads, 1)
-    ways["in blocks"] = partial(together, "in blocks", site.reads, 0)
+    ways["only what is read"] = partial(together, "only what is read", workspace.reads, 1)
+    ways["in blocks"] = partial(together, "in blocks", workspace.reads, 0)
     steps = clients * config.train.local_update_steps
     seconds = {name: taken / steps for name, taken in race(ways, repeats).items()}
     batches = [examples.lengths[: config.dataloader.batch_size] for examples in sets.values()]
     return {
         "clients": clients,
         "seconds_a_clients_step": seconds,
-        "only_read": bool(site.reads),
+        "only_read": bool(workspace.reads),
         "speed_up": {way: seconds[base] / seconds[way] for way, (base, _) in COMPARED.items()},
         "padding": 1 - sum(float(b.sum()) for b in batches) / sum(len(b) * int(b.max()) for b in batches),
         "difference": {

@@ -26,7 +26,7 @@ from fs_lowrank.finished import answers, evaluate_rows, load_run, predict_rows, 
 from fs_lowrank.finished import run as finished_run
 from fs_lowrank.models import quantised
 from fs_lowrank.models.build import hub_name
-from fs_lowrank.rounds import site
+from fs_lowrank.rounds import workspace
 from fs_lowrank.runs.card import model_card
 from fs_lowrank.runs.split import read_split
 from fs_lowrank.runs.summary import for_people
@@ -143,7 +143,7 @@ def test_a_quantised_base_scores_and_answers_as_in_the_run(
 def test_a_run_of_another_machines_gpu_is_used_on_what_is_here(settings, monkeypatch, no_curves, caplog):
     keys = {"use_gpu": True, "device": 1, "federate.total_round_num": 1}
     with monkeypatch.context() as patch:  # stands for the machine with two GPUs
-        patch.setattr(site, "device_of", lambda config: torch.device("cpu"))
+        patch.setattr(workspace, "device_of", lambda config: torch.device("cpu"))
         result = fs_lowrank.run(load_config(settings, keys))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

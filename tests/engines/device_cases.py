@@ -23,7 +23,7 @@ from fs_lowrank import errors, list_methods
 from fs_lowrank.methods import requirements
 from fs_lowrank.models.adapters import layer_stack
 from fs_lowrank.models.shortcuts.slots import Rows, Slots
-from fs_lowrank.rounds import admission, site, trainer
+from fs_lowrank.rounds import admission, trainer, workspace
 from fs_lowrank.rounds.round import Round
 from fs_lowrank.testing import TASKS, checks
 from fs_lowrank.testing.bench import without_seconds
@@ -167,7 +167,7 @@ def on_device(registered, monkeypatch):
     @contextlib.contextmanager
     def entered():
         with monkeypatch.context() as patch, FromNumbers(), Device() as device:
-            patch.setattr(site, "device_of", lambda config: torch.device(NAME, 0))
+            patch.setattr(workspace, "device_of", lambda config: torch.device(NAME, 0))
             patch.setattr(admission, "_PLAIN", (*admission._PLAIN, Labelled))
             yield device
 
@@ -215,7 +215,7 @@ def both(bench, on_device):
         for name, value in values_of(plain).items():
             if isinstance(value, torch.Tensor):
                 torch.testing.assert_close(found[name], value, msg=lambda m, name=name: f"{name}: {m}")
-        records = [without_seconds(engine.keeper.history) for engine in (ours, plain)]
+        records = [without_seconds(engine.recorder.history) for engine in (ours, plain)]
         for a, b in zip(*records, strict=True):
             assert a.keys() == b.keys() and a["clients"] == b["clients"] and a["failed"] == b["failed"] == []
             assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
@@ -283,7 +283,7 @@ def test_cohorts_are_those_of_the_cpu(both, computed, case):
     assert computed["trained"] == 2 and computed["filled"], computed
     assert bool(computed["scaled"]) == (case == "unequal ranks")
     if case == "kept states of some":
-        assert {engine.site.prefix.budget.get(f"client {i}", False) for i in (1, 2, 3)} == {False, True}
+        assert {engine.workspace.prefix.budget.get(f"client {i}", False) for i in (1, 2, 3)} == {False, True}
 
 
 @pytest.mark.parametrize("method", ["fedloru", pytest.param("pfedloru", marks=pytest.mark.slow)])
@@ -347,16 +347,16 @@ def test_a_model_on_two_devices_learns_what_it_learns_on_one(bench, on_device, m
     plain.run()
     caplog.clear()
     errors.say_once.cache_clear()
-    adapted = site.Site.adapted
+    adapted = workspace.Workspace.adapted
     with on_device(), monkeypatch.context() as patch:
-        patch.setattr(site, "device_of", lambda config: torch.device("cpu"))
-        patch.setattr(site.Site, "adapted", lambda self, model: spread(adapted(self, model)))
+        patch.setattr(workspace, "device_of", lambda config: torch.device("cpu"))
+        patch.setattr(workspace.Workspace, "adapted", lambda self, model: spread(adapted(self, model)))
         ours = bench.make(task, method, keys)
         assert {t.device.type for t in ours.model.parameters()} == {"cpu", NAME}
         ours.run()
         assert all(not isinstance(t, Labelled) for t in ours.ledger.state.values())
         found = {n: t.cpu() if isinstance(t, torch.Tensor) else t for n, t in values_of(ours).items()}
-    assert not [record["failed"] for record in ours.keeper.history if record["failed"]]
+    assert not [record["failed"] for record in ours.recorder.history if record["failed"]]
     assert not [said for said in caplog.messages if "train." in said], "nothing was switched off"
     for name, value in values_of(plain).items():
         if isinstance(value, torch.Tensor):

@@ -26,7 +26,7 @@ from fs_lowrank.rounds.ledger import Ledger
 from fs_lowrank.rounds.node import Node
 from fs_lowrank.rounds.parcel import Parcel
 from fs_lowrank.rounds.round import Order
-from fs_lowrank.rounds.site import Site
+from fs_lowrank.rounds.workspace import Workspace
 from fs_lowrank.runs.folder import outdir_of
 from fs_lowrank.runs.result import RunResult
 
@@ -53,7 +53,7 @@ class Files(Transport):
     def __init__(self, config: Config):
         self.config, self.codec, self.mail = config, codec_of(config), outdir_of(config) / "mail"
 
-    def begin(self, site: Site, ledger: Ledger, resumed: bool) -> None:
+    def begin(self, workspace: Workspace, ledger: Ledger, resumed: bool) -> None:
         self.ledger, self.identity = ledger, self.config.fingerprint()
         if not resumed:
             shutil.rmtree(self.mail, ignore_errors=True)
@@ -107,7 +107,7 @@ def client_process(path: str, threads: int) -> None:
     torch.set_num_threads(threads)
     order, mail = Path(path), Path(path).parents[1]
     config, client = load_config(mail / "config.yaml"), int(order.name.partition("_")[2])
-    node = Node(Site(config, serves=False), codec_of(config))
+    node = Node(Workspace(config, serves=False), codec_of(config))
     answer = node.obey(Parcel.of(order.read_bytes()), client, memory(mail, client), config.fingerprint())
     with replacing(order.with_name(f"answer_{client}"), durable=False) as aside:
         aside.write_bytes(answer.to_bytes())

@@ -92,8 +92,8 @@ def test_what_is_trained_sent_and_saved(tmp_path, kind, task):
     for name in state:
         mean = sum(u.tensors[name].double() * u.num_samples for u in sent) / total
         torch.testing.assert_close(state[name].double(), mean, atol=1e-6, rtol=1e-5)
-    again = load_run(engine.keeper.outdir)
-    examples = engine.site.data.test
+    again = load_run(engine.recorder.outdir)
+    examples = engine.workspace.data.test
     torch.testing.assert_close(logits(again.model, examples), logits(engine.model, examples), atol=1e-6, rtol=1e-6)
     for name, tensor in () if kind in PROMPTS else engine.model.state_dict().items():  # PEFT saves what is given
         torch.testing.assert_close(again.model.state_dict()[name], tensor, msg=lambda m, name=name: f"{name}: {m}")

@@ -7,7 +7,7 @@ import fs_lowrank
 from fs_lowrank import load_config
 from fs_lowrank.baselines import row_config
 from fs_lowrank.errors import UserError
-from fs_lowrank.rounds.site import Site
+from fs_lowrank.rounds.workspace import Workspace
 
 ALONE = "federate.client_idx_for_local_train"
 KEYS = {"federate.method": "rolora", "federate.total_round_num": 2, "train.local_update_steps": 2}
@@ -15,9 +15,9 @@ KEYS = {"federate.method": "rolora", "federate.total_round_num": 2, "train.local
 
 def rows_of(config, client):
     """The rows of a client in the loaded data, and all that are held out."""
-    site = Site(config)
-    arrays, ends = site.data.arrays(), np.cumsum(site.data.partition.sizes())
-    return arrays["clients"][: ends[client - 1]][-site.clients[client - 1].num_samples :], arrays["test"]
+    workspace = Workspace(config)
+    arrays, ends = workspace.data.arrays(), np.cumsum(workspace.data.partition.sizes())
+    return arrays["clients"][: ends[client - 1]][-workspace.clients[client - 1].num_samples :], arrays["test"]
 
 
 @pytest.mark.more
@@ -27,7 +27,7 @@ def test_it_has_the_rows_that_it_has_among_the_others(settings, client):
     alone = load_config(settings, {**KEYS, ALONE: client})
     own, same = rows_of(alone, 1)
     assert own.tolist() == rows.tolist() and same.tolist() == held_out.tolist()
-    assert len(Site(alone).clients) == alone.sampled_per_round == alone.taking_part == 1
+    assert len(Workspace(alone).clients) == alone.sampled_per_round == alone.taking_part == 1
 
 
 @pytest.mark.more

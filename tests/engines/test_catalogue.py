@@ -24,13 +24,13 @@ def install(tmp_path, monkeypatch):
     """``install(package, code, name)`` leaves what ``pip install`` of a package with one engine leaves."""
 
     def install(package, code, name):
-        site = tmp_path / f"site-{package}"
-        info = site / f"{package}-1.0.dist-info"
+        workspace = tmp_path / f"site-{package}"
+        info = workspace / f"{package}-1.0.dist-info"
         info.mkdir(parents=True)
-        (site / f"{package}.py").write_text(code)
+        (workspace / f"{package}.py").write_text(code)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(f"[fs_lowrank.engines]\n{name} = {package}\n")
-        monkeypatch.syspath_prepend(str(site))
+        monkeypatch.syspath_prepend(str(workspace))
         made.append(package)
 
     made = []

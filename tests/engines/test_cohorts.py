@@ -65,10 +65,10 @@ def both(make_engine, trained):
 def close(ours, plain, tolerance=1e-5):
     for name, value in plain.ledger.state.items():
         torch.testing.assert_close(ours.ledger.state[name], value, atol=tolerance, rtol=tolerance)
-    for client, own in plain.site.personal.items():
+    for client, own in plain.workspace.personal.items():
         for name, value in own.items():
-            torch.testing.assert_close(ours.site.personal[client][name], value, atol=tolerance, rtol=tolerance)
-    for a, b in zip(ours.keeper.history, plain.keeper.history, strict=True):
+            torch.testing.assert_close(ours.workspace.personal[client][name], value, atol=tolerance, rtol=tolerance)
+    for a, b in zip(ours.recorder.history, plain.recorder.history, strict=True):
         assert a["clients"] == b["clients"] and a["failed"] == b["failed"] == []
         assert a["loss"] == pytest.approx(b["loss"], abs=tolerance)
         assert a["uplink_bytes"] == b["uplink_bytes"]
@@ -133,7 +133,7 @@ def test_the_same_run(both, trained, case):
 @pytest.mark.more
 def test_states_that_are_kept_of_some_only(both, trained):
     """Those of clients whose samples are not seen often enough are computed in each step."""
-    prefix = both("encoder", {"federate.total_round_num": 1}, 4).site.prefix
+    prefix = both("encoder", {"federate.total_round_num": 1}, 4).workspace.prefix
     assert [prefix.budget.get(f"client {i}", False) for i in range(1, 5)] == [True, True, True, False] and prefix.parts
     assert trained == [3, 2] and "client 1" in prefix.kept and "client 4" not in prefix.kept
 
@@ -234,13 +234,13 @@ def test_a_client_that_fails_does_not_take_the_others(make_engine, trained, capl
     ours, plain = (make_engine("encoder", {**keys, "train.cohort": n}) for n in (4, "off"))
     for engine in (ours, plain):
         # Tokens that the model does not have.
-        clients = list(engine.site.data.clients)
+        clients = list(engine.workspace.data.clients)
         unknown = {"input_ids": [np.full_like(row, 10**6) for row in clients[1].columns["input_ids"]]}
         clients[1] = dataclasses.replace(clients[1], columns={**clients[1].columns, **unknown})
-        engine.site.data.clients = clients
+        engine.workspace.data.clients = clients
         engine.run()
     assert trained == [] and "are trained one by one: IndexError" in caplog.text
-    for a, b in zip(ours.keeper.history, plain.keeper.history, strict=True):
+    for a, b in zip(ours.recorder.history, plain.recorder.history, strict=True):
         assert a["failed"] == b["failed"] and [f["client"] for f in a["failed"]] == [2] and a["clients"] == [1, 3, 4]
     assert all(torch.equal(t, plain.ledger.state[n]) for n, t in ours.ledger.state.items())
 
@@ -251,15 +251,15 @@ def test_a_client_that_diverges_does_not_take_the_others(make_engine, trained, m
     ours, plain = (make_engine("encoder", {**keys, "train.cohort": n}) for n in (3, "off"))
     for engine in (ours, plain):
 
-        def load(view, client, *told, engine=engine, real=engine.site.load):
+        def load(view, client, *told, engine=engine, real=engine.workspace.load):
             real(view, client, *told)
             if client == 2:
                 with torch.no_grad():
                     next(t for n, t in all_tensors(engine.model).items() if "modules_to_save" in n).fill_(torch.nan)
 
-        monkeypatch.setattr(engine.site, "load", load)
+        monkeypatch.setattr(engine.workspace, "load", load)
         engine.run()
-        assert [[f["client"] for f in r["failed"]] for r in engine.keeper.history] == [[2], [2]]
+        assert [[f["client"] for f in r["failed"]] for r in engine.recorder.history] == [[2], [2]]
     assert trained == [3, 3]
     for name, value in plain.ledger.state.items():
         torch.testing.assert_close(ours.ledger.state[name], value, atol=1e-5, rtol=1e-5)
@@ -286,7 +286,10 @@ def test_a_loss_that_is_not_finite_costs_the_update(make_engine, trained, monkey
     assert record["clients"] == [1, 3] and math.isfinite(record["loss"])
     reason = "client 2: its loss is nan, expected a finite number"
     assert record["failed"] == [{"client": 2, "kind": "refused", "reason": reason}]
-    same = {c: all(torch.equal(t, plain.site.personal[c][n]) for n, t in ours.site.personal[c].items()) for c in (1, 2)}
+    same = {
+        c: all(torch.equal(t, plain.workspace.personal[c][n]) for n, t in ours.workspace.personal[c].items())
+        for c in (1, 2)
+    }
     assert same == {1: False, 2: True}
 
 
@@ -361,7 +364,7 @@ def test_clients_with_other_phases(make_engine, trained, caplog, monkeypatch):
 def test_images(vision_settings, trained, caplog):
     keys = {**SGD, "federate.total_round_num": 1, "train.cohort": 3}
     engine = LocalEngine(fs_lowrank.load_config(vision_settings, keys))
-    assert Trainer(engine.site).cohort == 1 and "one by one: images are not trained together" in caplog.text
+    assert Trainer(engine.workspace).cohort == 1 and "one by one: images are not trained together" in caplog.text
 
 
 def test_a_model_whose_samples_depend_on_their_company(make_engine, tiny_encoder, tmp_path, trained, caplog):
@@ -380,7 +383,7 @@ def test_a_model_whose_samples_depend_on_their_company(make_engine, tiny_encoder
     engine = make_engine("encoder", {**SGD, **keys, "train.cohort": 3})
     before = {n: t.clone() for n, t in all_tensors(engine.model).items()}
     asked = {n: p.requires_grad for n, p in engine.model.named_parameters()}
-    assert Trainer(engine.site).cohort == 1
+    assert Trainer(engine.workspace).cohort == 1
     assert "one by one: dropout of values of shape (1, 4, 32) is not drawn sample by sample" in caplog.text
     assert all(torch.equal(t, before[n]) for n, t in all_tensors(engine.model).items())
     assert asked == {n: p.requires_grad for n, p in engine.model.named_parameters()}
@@ -464,11 +467,12 @@ def test_auto_gives_every_core_as_many_cohorts():
 
 @pytest.mark.more
 def test_cohorts_are_of_equal_sizes(make_engine):
-    site = make_engine("text", {**SGD, "federate.client_num": 6, "train.cohort": 4}).site
+    workspace = make_engine("text", {**SGD, "federate.client_num": 6, "train.cohort": 4}).workspace
 
     def cohorts(*clients):
         return [
-            [task.client for task in of] for of in Trainer(site).cohorts([site.task(client, 1) for client in clients])
+            [task.client for task in of]
+            for of in Trainer(workspace).cohorts([workspace.task(client, 1) for client in clients])
         ]
 
     assert cohorts(5, 1, 4, 2, 3, 6) == [[5, 1, 4], [2, 3, 6]] and cohorts(5, 1) == [[5, 1]]

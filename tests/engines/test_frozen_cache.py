@@ -26,7 +26,7 @@ def close(one, other, tolerance=1e-6):
     assert one.ledger.state.keys() == other.ledger.state.keys()
     for name, value in one.ledger.state.items():
         torch.testing.assert_close(value, other.ledger.state[name], atol=tolerance, rtol=tolerance)
-    for a, b in zip(one.keeper.history, other.keeper.history):
+    for a, b in zip(one.recorder.history, other.recorder.history):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
         assert a["metrics"]["test"]["loss"] == pytest.approx(b["metrics"]["test"]["loss"], abs=1e-5)
 
@@ -42,8 +42,8 @@ def test_results_with_and_without_the_cache_are_equal(make, task, method):
     assert task == "causal" or dropouts
     for engine in (kept, computed):
         engine.run()
-        assert engine.site.prefix.depth == 1
-    assert len(kept.site.prefix.kept) == 5 and not computed.site.prefix.kept
+        assert engine.workspace.prefix.depth == 1
+    assert len(kept.workspace.prefix.kept) == 5 and not computed.workspace.prefix.kept
     close(kept, computed)
 
 
@@ -51,11 +51,11 @@ def test_dropout_above_stays_on(make):
     engine = make("encoder", {})
     engine.run()
     engine.model.train()
-    engine.site.prefix.eval_below()
-    below, above = engine.site.prefix.layers[0], engine.site.prefix.layers[1]
+    engine.workspace.prefix.eval_below()
+    below, above = engine.workspace.prefix.layers[0], engine.workspace.prefix.layers[1]
     assert not any(m.training for m in below.modules()) and all(m.training for m in above.modules())
     with_all = make("encoder", {"train.frozen_dropout": True})
-    assert with_all.site.prefix is None
+    assert with_all.workspace.prefix is None
     with_all.run()
     assert any(not torch.equal(engine.ledger.state[n], with_all.ledger.state[n]) for n in engine.ledger.state)
 
@@ -66,7 +66,7 @@ def test_in_memory_and_in_files(make, task, tmp_path):
     memory, files = make(task, {}), make(task, {"train.cache_frozen_dir": str(folder)})
     memory.run()
     files.run()
-    assert files.site.prefix.kept and list(folder.glob("*.safetensors"))
+    assert files.workspace.prefix.kept and list(folder.glob("*.safetensors"))
     assert all(torch.equal(memory.ledger.state[n], files.ledger.state[n]) for n in memory.ledger.state)
 
 
@@ -74,32 +74,38 @@ def test_in_memory_and_in_files(make, task, tmp_path):
 def test_clients_beyond_the_budget_are_not_cached(make):
     whole = make("encoder", {})
     whole.run()
-    assert whole.site.prefix.parts
+    assert whole.workspace.prefix.parts
     # Without room for keys and values, the layer's input is kept alone.
-    sizes = {owner: len(states) * 32 * 4 for owner, (states, _) in whole.site.prefix.kept.items()}
+    sizes = {owner: len(states) * 32 * 4 for owner, (states, _) in whole.workspace.prefix.kept.items()}
     partly = make("encoder", {"train.cache_frozen_bytes": sum(sizes.values()) - 1})
     partly.run()
-    assert 0 < len(partly.site.prefix.kept) < len(sizes) and set(partly.site.prefix.kept) == {
-        o for o, kept in partly.site.prefix.budget.items() if kept
+    assert 0 < len(partly.workspace.prefix.kept) < len(sizes) and set(partly.workspace.prefix.kept) == {
+        o for o, kept in partly.workspace.prefix.budget.items() if kept
     }
     close(partly, whole)
     nothing = make("encoder", {"train.cache_frozen_bytes": 0})
     nothing.run()
-    assert not nothing.site.prefix.kept
+    assert not nothing.workspace.prefix.kept
     close(nothing, whole)
 
 
 def test_nothing_is_cached_if_all_weights_train(make):
-    assert make("encoder", {"federate.method": "fedavg"}).site.prefix is None
-    assert make("encoder", {"llm.adapter.args": [{"r": 2, "modules": ["query"], "layers": [0, 2]}]}).site.prefix is None
-    assert make("encoder", {"llm.adapter.args": [{"r": 2, "modules": ["query"], "layers": [2]}]}).site.prefix.depth == 2
+    assert make("encoder", {"federate.method": "fedavg"}).workspace.prefix is None
+    assert (
+        make("encoder", {"llm.adapter.args": [{"r": 2, "modules": ["query"], "layers": [0, 2]}]}).workspace.prefix
+        is None
+    )
+    assert (
+        make("encoder", {"llm.adapter.args": [{"r": 2, "modules": ["query"], "layers": [2]}]}).workspace.prefix.depth
+        == 2
+    )
 
 
 def test_half_precision(make):
     kept, computed = (make("encoder", {"lowrank.dtype": "bfloat16", "train.cache_frozen": c}) for c in ("auto", "off"))
     for engine in (kept, computed):
         engine.run()
-    assert {states.dtype for states, _ in kept.site.prefix.kept.values()} == {torch.bfloat16}
+    assert {states.dtype for states, _ in kept.workspace.prefix.kept.values()} == {torch.bfloat16}
     for name, value in kept.ledger.state.items():
         torch.testing.assert_close(value, computed.ledger.state[name], atol=0.02, rtol=0.05)
 
@@ -114,7 +120,7 @@ def test_a_resumed_run_with_the_cache(make, tmp_path):
     stopped.run()
     resumed = make("causal", {**keys, "outdir": str(tmp_path / "stopped")})
     resumed.run(resume=True)
-    assert resumed.site.prefix.kept
+    assert resumed.workspace.prefix.kept
     assert all(torch.equal(whole.ledger.state[n], resumed.ledger.state[n]) for n in whole.ledger.state)
 
 
@@ -145,6 +151,6 @@ def test_a_model_whose_scores_depend_on_padding(make, tiny_encoder, tmp_path, ca
         engine.run()
     resumed = make("encoder", {**keys, "outdir": str(tmp_path / "stopped")})
     resumed.run(resume=True)
-    assert kept.site.prefix is None and resumed.site.prefix is None
+    assert kept.workspace.prefix is None and resumed.workspace.prefix is None
     for engine in (computed, resumed):
         assert all(torch.equal(value, engine.ledger.state[n]) for n, value in kept.ledger.state.items())

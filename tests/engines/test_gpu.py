@@ -93,7 +93,7 @@ def test_a_base_over_two_gpus_ends_as_on_the_processor(run):
 
 def test_a_finished_run_is_used_on_the_gpu_and_generates_in_bfloat16(run):
     engine = run("causal", {**ON, "train.autocast": "bfloat16"})
-    loaded, seen = load_run(engine.keeper.outdir), set()
+    loaded, seen = load_run(engine.recorder.outdir), set()
     assert {p.device.type for p in loaded.model.parameters()} == {"cuda"}
     linear = next(module for module in loaded.model.modules() if type(module) is nn.Linear)
     linear.register_forward_hook(lambda _, args, output: seen.add(output.dtype))

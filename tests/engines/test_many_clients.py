@@ -14,7 +14,7 @@ from fs_lowrank import load_config
 from fs_lowrank.data import RawData
 from fs_lowrank.data.partition import PARTITIONERS, Rows, matching_shares, partition
 from fs_lowrank.engines.local import LocalEngine
-from fs_lowrank.rounds import site
+from fs_lowrank.rounds import workspace
 from fs_lowrank.runs.split import read_split
 from fs_lowrank.testing.bench import without_seconds
 
@@ -38,7 +38,7 @@ def pixels():
 @pytest.fixture
 def config(vision_settings, pixels, monkeypatch):
     """``config(clients, keys)``: two rounds of three clients, without pictures."""
-    monkeypatch.setattr(site, "load_raw", lambda *args, **keys: pixels)
+    monkeypatch.setattr(workspace, "load_raw", lambda *args, **keys: pixels)
     plain = {**vision_settings, "data": {"type": vision_settings["data"]["type"], "splits": [1.0, 0.0, 0.0]}}
 
     def made(clients, keys=None):
@@ -75,7 +75,7 @@ def test_a_client_costs_no_more_than_its_row_indices(config):
         engine = LocalEngine(config(clients))
         peaks.append(tracemalloc.get_traced_memory())
         tracemalloc.stop()
-        assert len(engine.site.clients) == len(engine.site.data.clients) == clients
+        assert len(engine.workspace.clients) == len(engine.workspace.data.clients) == clients
     (few, highest_few), (many, highest_many) = peaks
     assert many - few < 50 * (MANY - FEW), "bytes that stay: where its rows begin and how many they are, twice"
     assert highest_many - highest_few < 150 * (MANY - FEW)

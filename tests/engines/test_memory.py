@@ -26,7 +26,7 @@ ALL = {"llm.adapter.args.0.layers": [0, 1, 2], "federate.total_round_num": 2, "t
 def same(one, other):
     """State and losses equal to the bit."""
     assert equal(state_of(one), state_of(other))
-    assert [r["loss"] for r in one.keeper.history] == [r["loss"] for r in other.keeper.history]
+    assert [r["loss"] for r in one.recorder.history] == [r["loss"] for r in other.recorder.history]
 
 
 # -- train.checkpointing ---------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def test_recomputed_activations_give_the_same_to_the_bit(make_engine, task, keys
     plain.run(), again.run()
     same(plain, again)
     assert [layer.gradient_checkpointing for layer in layer_stack(again.model)[1]] == [True, True, False]
-    assert bool(plain.site.reads) == bool(again.site.reads)
+    assert bool(plain.workspace.reads) == bool(again.workspace.reads)
 
 
 @pytest.mark.more
@@ -60,9 +60,9 @@ def test_fewer_activations_are_kept(make_engine):
     kept = {}
     for checkpointing in (False, True):
         engine = make_engine("causal", {**ALL, "train.checkpointing": checkpointing, "train.only_read": "off"})
-        batch = engine.site.data.clients[0].batch(np.arange(8))
+        batch = engine.workspace.data.clients[0].batch(np.arange(8))
         engine.model.train()
-        with kept_for_backward(engine.site) as found:
+        with kept_for_backward(engine.workspace) as found:
             loss_of(engine.model, batch).backward()
         kept[checkpointing] = found[0]
     assert kept[True] < 0.6 * kept[False]
@@ -102,19 +102,19 @@ def test_autocast_computes_in_bfloat16_and_keeps_float32(make_engine, task):
     seen = []
     linear = next(m for m in half.model.modules() if type(m) is nn.Linear)
     hook = linear.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    loss_of(half.model, half.site.data.clients[0].batch(np.arange(2)))
+    loss_of(half.model, half.workspace.data.clients[0].batch(np.arange(2)))
     hook.remove()
     assert set(seen) == {torch.bfloat16}
     assert not equal(state_of(plain), state_of(half))
     for name, value in state_of(plain).items():
         torch.testing.assert_close(half.ledger.state[name], value, atol=2e-2, rtol=0)
     # The states of frozen layers are kept, in entries of their own, and are those that are computed each time.
-    assert half.site.prefix.kept and half.site.prefix._key(half.site.data.clients[0]) != plain.site.prefix._key(
-        plain.site.data.clients[0]
-    )
+    assert half.workspace.prefix.kept and half.workspace.prefix._key(
+        half.workspace.data.clients[0]
+    ) != plain.workspace.prefix._key(plain.workspace.data.clients[0])
     for name, value in state_of(half).items():
         torch.testing.assert_close(uncached.ledger.state[name], value, atol=1e-2, rtol=0)
-    assert half.site.reads and half.config.fingerprint() != plain.config.fingerprint()
+    assert half.workspace.reads and half.config.fingerprint() != plain.config.fingerprint()
 
 
 def test_a_gpu_without_room_for_the_model_is_one_line(make_engine, monkeypatch):
@@ -176,9 +176,9 @@ def test_a_run_with_batches_by_tokens(make_engine, unit):
     alone.run(), together.run()
     for name, value in state_of(alone).items():
         torch.testing.assert_close(together.ledger.state[name], value, atol=1e-5, rtol=1e-4)
-    sizes = sum(len(examples) for examples in alone.site.data.clients)
-    assert [r.get("samples") for r in alone.keeper.history] == [2 * sizes if unit == "epoch" else None] * 2
-    assert "60 tokens" in (alone.keeper.outdir / "adapter" / "README.md").read_text()
+    sizes = sum(len(examples) for examples in alone.workspace.data.clients)
+    assert [r.get("samples") for r in alone.recorder.history] == [2 * sizes if unit == "epoch" else None] * 2
+    assert "60 tokens" in (alone.recorder.outdir / "adapter" / "README.md").read_text()
 
 
 def test_what_does_not_go_with_batches_by_tokens(settings):

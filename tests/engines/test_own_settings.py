@@ -8,8 +8,8 @@ import pytest
 
 import fs_lowrank
 from fs_lowrank.engines.local import LocalEngine
-from fs_lowrank.rounds.site import Site
 from fs_lowrank.rounds.trainer import Trainer
+from fs_lowrank.rounds.workspace import Workspace
 from tests.cases import same_model
 
 pytestmark = pytest.mark.more
@@ -33,18 +33,26 @@ def test_settings_that_all_clients_have_are_those_of_the_run(few):
 
 def test_each_client_trains_by_its_own(few):
     config = few("run", {"lowrank.clients": OWN, "federate.total_round_num": 1})
-    sizes = Site(config).data.partition.sizes().tolist()
+    sizes = Workspace(config).data.partition.sizes().tolist()
     samples = {client: min(8, size) * 2 for client, size in zip(range(1, 6), sizes)}
     record = fs_lowrank.run(config).history[0]
     own = {1: samples[1], 2: 6, 3: samples[3]}
     other = fs_lowrank.run(few("other", {"federate.total_round_num": 1}))
     assert record["samples"] > sum(own.values()) and other.history[0]["samples"] <= sum(samples.values())
-    site = Site(config)
-    site.load_client(site.initial_state, 5)
-    result = Trainer(site).fit(site.clients[4], site.data.clients[4], 1, site.model, site.prefix).result
+    workspace = Workspace(config)
+    workspace.load_client(workspace.initial_state, 5)
+    result = (
+        Trainer(workspace)
+        .fit(workspace.clients[4], workspace.data.clients[4], 1, workspace.model, workspace.prefix)
+        .result
+    )
     assert result.steps == 5 and result.samples <= 80
-    site.load_client(site.initial_state, 2)
-    result = Trainer(site).fit(site.clients[1], site.data.clients[1], 1, site.model, site.prefix).result
+    workspace.load_client(workspace.initial_state, 2)
+    result = (
+        Trainer(workspace)
+        .fit(workspace.clients[1], workspace.data.clients[1], 1, workspace.model, workspace.prefix)
+        .result
+    )
     assert (result.steps, result.samples) == (2, 6)
 
 
@@ -52,8 +60,8 @@ def test_cohorts_train_clients_of_unequal_batches_and_steps(few):
     """Clients of one learning rate train together; the result is that of one by one."""
     alone = fs_lowrank.run(few("alone", {"lowrank.clients": OWN}))
     config = few("together", {"lowrank.clients": OWN, "train.cohort": 4})
-    site = Site(config)
-    cohorts = Trainer(site).cohorts([site.task(client, 1) for client in (1, 2, 3, 4, 5)])
+    workspace = Workspace(config)
+    cohorts = Trainer(workspace).cohorts([workspace.task(client, 1) for client in (1, 2, 3, 4, 5)])
     assert sorted([task.client for task in of] for of in cohorts) == [[1, 3, 4, 5], [2]]
     same_model(alone, fs_lowrank.run(config), atol=2e-5)
 
@@ -93,9 +101,9 @@ def test_a_rank_of_its_own_decides_what_a_client_sends(few):
 def test_a_length_of_its_own(few, kind, request):
     of = request.getfixturevalue(kind)
     limit = 48 if "causal" in kind else 5
-    plain = Site(few("plain", of=of)).data
+    plain = Workspace(few("plain", of=of)).data
     keys = {"lowrank.clients": [{"clients": 2, "tok_len": limit}], "data.max_dropped": 1.0}
-    own = Site(few("own", keys, of)).data
+    own = Workspace(few("own", keys, of)).data
     assert own.fingerprint != plain.fingerprint
     for client in (0, 2, 3, 4):
         assert own.clients[client].fingerprint() == plain.clients[client].fingerprint()
@@ -108,21 +116,21 @@ def test_a_length_of_its_own(few, kind, request):
     if left_out:
         why = f"{left_out} of {len(before)} rows of the clients with tok_len = {limit} .* data.max_dropped = 0.01"
         with pytest.raises(fs_lowrank.UserError, match=why):
-            Site(few("refused", {**keys, "data.max_dropped": 0.01}, of))
+            Workspace(few("refused", {**keys, "data.max_dropped": 0.01}, of))
 
 
 def test_a_text_that_is_cut_is_counted_once(few, settings):
-    complete = [client.lengths for client in Site(few("complete", of=settings)).data.clients]
+    complete = [client.lengths for client in Workspace(few("complete", of=settings)).data.clients]
     keys = {"llm.tok_len": 7, "lowrank.clients": [{"clients": 2, "tok_len": 5}]}
-    cut = Site(few("own", keys, settings)).data.truncated["train"]
+    cut = Workspace(few("own", keys, settings)).data.truncated["train"]
     assert cut == sum(int((lengths > (5 if i == 1 else 7)).sum()) for i, lengths in enumerate(complete))
 
 
 def test_a_length_that_leaves_no_answer_is_refused(few, causal_settings):
     with pytest.raises(fs_lowrank.UserError, match="lowrank.clients: tok_len = 3, of client 2: all .* prompts fill"):
-        Site(few("own", {"lowrank.clients": [{"clients": 2, "tok_len": 3}]}, causal_settings))
+        Workspace(few("own", {"lowrank.clients": [{"clients": 2, "tok_len": 3}]}, causal_settings))
     with pytest.raises(fs_lowrank.UserError, match="tok_len = 4000: the model at .* has 128 positions"):
-        Site(few("own", {"lowrank.clients": [{"clients": 2, "tok_len": 4000}]}, causal_settings))
+        Workspace(few("own", {"lowrank.clients": [{"clients": 2, "tok_len": 4000}]}, causal_settings))
 
 
 def test_an_engine_knows_the_settings_before_the_first_round(few):

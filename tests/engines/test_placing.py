@@ -31,13 +31,13 @@ def test_the_result_is_that_of_one_device(make_engine, tmp_path_factory, monkeyp
     held = on_disk(spread)
     assert held and not any("lora_" in n or "modules_to_save" in n for n in held)
     assert input_device(spread.model) == torch.device("cpu")
-    assert spread.site.base_fingerprint == one.site.base_fingerprint
+    assert spread.workspace.base_fingerprint == one.workspace.base_fingerprint
     one.run(), spread.run()
     assert equal(state_of(one), state_of(spread))
-    assert one.keeper.history[-1]["metrics"] == spread.keeper.history[-1]["metrics"]
+    assert one.recorder.history[-1]["metrics"] == spread.recorder.history[-1]["metrics"]
     assert on_disk(spread) == held and one.config.fingerprint() == spread.config.fingerprint()
-    loaded = load_run(spread.keeper.outdir).model
-    torch.testing.assert_close(logits(loaded, spread.site.data.test), logits(one.model, one.site.data.test))
+    loaded = load_run(spread.recorder.outdir).model
+    torch.testing.assert_close(logits(loaded, spread.workspace.data.test), logits(one.model, one.workspace.data.test))
     assert not list(here.iterdir()), "weights were written to the current folder"
 
 

@@ -135,11 +135,11 @@ def test_the_engines_process_has_as_many_threads_as_the_others(few, two_threads)
     engine = LocalEngine(few("run", {"federate.process_num": 2}))
     try:
         assert torch.get_num_threads() == 1
-        engine.keeper.start(False)
-        assert json.loads((engine.keeper.outdir / "environment.json").read_text())["threads"] == 1
+        engine.recorder.start(False)
+        assert json.loads((engine.recorder.outdir / "environment.json").read_text())["threads"] == 1
     finally:
         engine.transport.end()
-        engine.keeper.release()
+        engine.recorder.release()
     assert torch.get_num_threads() == 2
 
 
@@ -221,7 +221,7 @@ def test_the_number_of_processes(few, monkeypatch):
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_processes_evaluate_the_same_batches_as_one_process(few, parts):
     engine = LocalEngine(few("parts"))
-    test = engine.site.held_out()["test"]
+    test = engine.workspace.held_out()["test"]
     size = 5
     from fs_lowrank.training.evaluate import batch_scores
 

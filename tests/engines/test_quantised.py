@@ -12,7 +12,7 @@ import fs_lowrank
 from fs_lowrank import UserError, list_methods
 from fs_lowrank.errors import say_once
 from fs_lowrank.finished import load_run
-from fs_lowrank.jobs.kept import keeping
+from fs_lowrank.jobs.memo import memoizing
 from fs_lowrank.methods import get_method_class, requirements
 from fs_lowrank.models import quantised
 from fs_lowrank.models.build import build_model
@@ -93,7 +93,7 @@ def test_flora_keeps_what_it_would_merge(bench, caplog):
     kept = bench.make("causal", "flora", {**few, "lowrank.max_kept_rank": 18})
     merged.run()
     result = kept.run()
-    held_out = kept.site.data.test
+    held_out = kept.workspace.data.test
     torch.testing.assert_close(logits(kept.model, held_out), logits(merged.model, held_out), atol=1e-5, rtol=1e-5)
     assert not result.base_changed and "max_kept_rank" not in caplog.text
     ranks = {n: p.shape[0] for n, p in kept.model.named_parameters() if ".lora_A.accumulated" in n}
@@ -164,10 +164,10 @@ def test_kept_states_of_frozen_layers_are_those_of_this_base(bench, monkeypatch)
     keys = {"lowrank.dtype": "nf4", "train.optimizer": {"type": "SGD", "lr": 0.05}}
     engine, other = (bench.make("causal", "rolora", {**keys, "train.cache_frozen": c}) for c in ("auto", "off"))
     engine.run(), other.run()
-    assert engine.site.prefix.kept and not other.site.prefix.kept
+    assert engine.workspace.prefix.kept and not other.workspace.prefix.kept
     for name, value in state_of(engine).items():
         torch.testing.assert_close(value, other.ledger.state[name], atol=1e-6, rtol=1e-5)
-    examples, prefix, found = engine.site.data.clients[0], engine.site.prefix, set()
+    examples, prefix, found = engine.workspace.data.clients[0], engine.workspace.prefix, set()
 
     def key():
         prefix._below = None
@@ -176,7 +176,7 @@ def test_kept_states_of_frozen_layers_are_those_of_this_base(bench, monkeypatch)
     first = key()
     below = {n: t for n, t in quantised.beside(engine.model).items() if ".layers.0." in n}
     next(iter(below.values())).mul_(2)
-    second = bench.make("causal", "rolora", {**keys, "lowrank.dtype": "int8"}).site.prefix
+    second = bench.make("causal", "rolora", {**keys, "lowrank.dtype": "int8"}).workspace.prefix
     found = {first, key(), second._key(examples) if second else "none"}
     assert len(found) == 3
 
@@ -185,12 +185,12 @@ def test_a_model_that_is_kept_gives_the_same_runs(bench):
     keys = {"lowrank.dtype": "nf4", "lowrank.checkpoint_freq": 0}
     fresh = bench.make("causal", "fedlora", keys)
     fresh.run()
-    with keeping() as keep:
+    with memoizing() as keep:
         for _ in range(2):
             again = bench.make("causal", "fedlora", keys)
             again.run()
             assert equal(state_of(fresh), state_of(again))
-            assert again.site.base_fingerprint == fresh.site.base_fingerprint
+            assert again.workspace.base_fingerprint == fresh.workspace.base_fingerprint
         assert sum("model" in key[:10] for key in keep.values) == 1
 
 
@@ -225,17 +225,17 @@ def test_the_saved_model_is_not_quantised_and_says_so(bench, dtype, task, caplog
     engine = bench.make(task, "fedlora", keys)
     result = engine.run()
     assert "saved without quantisation" in caplog.text
-    wanted, names = logits(result.model, engine.site.data.test), [n for n, _ in result.model.named_parameters()]
+    wanted, names = logits(result.model, engine.workspace.data.test), [n for n, _ in result.model.named_parameters()]
     from fs_lowrank.testing.bench import plain_model
 
     alone = plain_model(task, result.outdir / "model")
     assert {p.dtype for p in alone.parameters()} == {torch.float32} and not hasattr(alone.config, "quantization_config")
     # Of 8 bits, activations are quantised as well.
     off = {"nf4": 1e-4, "int8": 0.05}[dtype]
-    torch.testing.assert_close(logits(alone, engine.site.data.test), wanted, atol=off, rtol=off)
+    torch.testing.assert_close(logits(alone, engine.workspace.data.test), wanted, atol=off, rtol=off)
     assert [n for n, _ in result.model.named_parameters()] == names and quantised.layers(result.model)
     # The adapter over the same quantised base.
-    torch.testing.assert_close(logits(load_run(result.outdir).model, engine.site.data.test), wanted)
+    torch.testing.assert_close(logits(load_run(result.outdir).model, engine.workspace.data.test), wanted)
 
 
 def test_gpt2_whose_matrices_are_the_other_way_round(bench, tmp_path):
@@ -251,7 +251,7 @@ def test_gpt2_whose_matrices_are_the_other_way_round(bench, tmp_path):
     assert len(quantised.layers(result.model)) == 8
     alone = AutoModelForCausalLM.from_pretrained(str(result.outdir / "model"))
     assert alone.transformer.h[0].mlp.c_fc.weight.shape == (32, 128)
-    examples = engine.site.data.test
+    examples = engine.workspace.data.test
     torch.testing.assert_close(logits(alone, examples), logits(result.model, examples), atol=1e-4, rtol=1e-4)
 
 
@@ -304,7 +304,7 @@ def test_virtual_tokens_before_a_quantised_base(bench, kind):
     engine = bench.make("causal", "fedlora", {**keys, "eval.before": True})
     result = engine.run()
     assert quantised.layers(result.model) and result.final["test_loss"] < result.before["test_loss"]
-    examples = engine.site.data.test
+    examples = engine.workspace.data.test
     torch.testing.assert_close(logits(load_run(result.outdir).model, examples), logits(result.model, examples))
 
 

@@ -223,7 +223,7 @@ def test_all_methods_select_on_the_same_held_out_samples(settings, tmp_path):
         rows = {tuple(r[r != 0].tolist()) for b in engine.method.workbench.validation() for r in b["input_ids"]}
         held_out = {
             tuple(r[r != 0].tolist())
-            for r in engine.site.data.validation.batch(range(len(engine.site.data.validation)))["input_ids"]
+            for r in engine.workspace.data.validation.batch(range(len(engine.workspace.data.validation)))["input_ids"]
         }
         assert sum(map(len, labels)) == 12 and rows <= held_out
         drawn.append((sorted(rows), torch.cat(labels).tolist()))

@@ -34,13 +34,13 @@ METHODS = {
 def test_the_same_run(make, task, method):
     keys = {"federate.method": method, **METHODS[method]}
     ours, plain = make(task, {**keys, "train.blocks": 3}), make(task, {**keys, **OFF})
-    assert ours.site.reads and plain.site.reads is None
+    assert ours.workspace.reads and plain.workspace.reads is None
     for engine in (ours, plain):
         engine.run()
     assert ours.ledger.state.keys() == plain.ledger.state.keys()
     for name, value in ours.ledger.state.items():
         torch.testing.assert_close(value, plain.ledger.state[name], atol=1e-5, rtol=1e-5)
-    for a, b in zip(ours.keeper.history, plain.keeper.history, strict=True):
+    for a, b in zip(ours.recorder.history, plain.recorder.history, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
         assert a["metrics"]["test"]["loss"] == pytest.approx(b["metrics"]["test"]["loss"], abs=1e-5)
 

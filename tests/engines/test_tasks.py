@@ -13,7 +13,7 @@ import fs_lowrank
 from fs_lowrank import UserError
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.rounds.evaluator import Evaluator
-from fs_lowrank.rounds.site import Site
+from fs_lowrank.rounds.workspace import Workspace
 from fs_lowrank.testing import small
 from fs_lowrank.training import evaluate
 from fs_lowrank.training.local import loss_of
@@ -100,9 +100,13 @@ def test_metrics_by_hand():
 @pytest.mark.more
 def test_a_regression(regression):
     result = fs_lowrank.run(regression("run", {"eval.before": True, "eval.client_scores": True}))
-    site = Site(regression("site"))
-    assert site.data.task == "regression" and site.data.majority is None and site.data.test.labels.dtype == np.float32
-    logits, labels = outputs(result, site.data.test)
+    workspace = Workspace(regression("site"))
+    assert (
+        workspace.data.task == "regression"
+        and workspace.data.majority is None
+        and workspace.data.test.labels.dtype == np.float32
+    )
+    logits, labels = outputs(result, workspace.data.test)
     predicted = logits[:, 0].astype(np.float64)
     assert result.final["test_loss"] == pytest.approx(np.mean((predicted - labels) ** 2), rel=1e-5)
     assert result.final["test_pearson"] == pytest.approx(np.corrcoef(predicted, labels)[0, 1], rel=1e-5)
@@ -118,7 +122,9 @@ def test_a_regression(regression):
 @pytest.mark.more
 def test_numbers_are_divided_like_classes(regression):
     """Held-out rows have the scores of all rows, and a skewed splitter gives clients scores of their own."""
-    data = Site(regression("site", {"data.splitter": "shards", "data.splitter_args": [{"shards_per_client": 1}]})).data
+    data = Workspace(
+        regression("site", {"data.splitter": "shards", "data.splitter_args": [{"shards_per_client": 1}]})
+    ).data
     everything = np.concatenate([part.labels for part in data.splits()])
     assert abs(np.median(data.test.labels) - np.median(everything)) < 0.4
     labels = sorted((data.clients[i].labels for i in range(3)), key=np.median)
@@ -126,9 +132,9 @@ def test_numbers_are_divided_like_classes(regression):
 
 
 def test_the_mean_of_a_regressions_loss_is_the_models_own(regression):
-    site = Site(regression("site"))
-    batch = site.data.train.batch(range(8))
-    assert torch.allclose(loss_of(site.model, batch), site.model(**batch).loss, atol=1e-6)
+    workspace = Workspace(regression("site"))
+    batch = workspace.data.train.batch(range(8))
+    assert torch.allclose(loss_of(workspace.model, batch), workspace.model(**batch).loss, atol=1e-6)
 
 
 @pytest.mark.parametrize("task", ["regression", "multi", "t5"])
@@ -146,9 +152,9 @@ def test_cohorts_and_processes_have_the_same_result(task, request):
 @pytest.mark.more
 def test_sets_of_classes(multi, files):
     result = fs_lowrank.run(multi("run", {"eval.metrics": ["acc", "f1"], "federate.total_round_num": 3}))
-    site = Site(multi("site"))
-    assert site.data.label_names == ["good", "tea"] and site.data.num_labels == 2
-    logits, labels = outputs(result, site.data.test)
+    workspace = Workspace(multi("site"))
+    assert workspace.data.label_names == ["good", "tea"] and workspace.data.num_labels == 2
+    logits, labels = outputs(result, workspace.data.test)
     predicted = logits > 0
     assert result.final["test_acc"] == pytest.approx(np.mean((predicted == labels).all(1)))
     per_class = [2 * (p & t).sum() / max(p.sum() + t.sum(), 1) for p, t in zip(predicted.T, labels.T == 1)]
@@ -157,9 +163,9 @@ def test_sets_of_classes(multi, files):
     loss = -np.log(np.where(labels == 1, sigmoid, 1 - sigmoid)).mean()
     assert result.final["test_loss"] == pytest.approx(loss, rel=1e-4)
     flags = {"data.type": str(files / "flags.csv"), "data.args": [{"label": ["good", "tea"]}]}
-    assert Site(multi("flags", flags)).data.fingerprint == site.data.fingerprint
-    batch = site.data.train.batch(range(8))
-    assert torch.allclose(loss_of(site.model, batch), site.model(**batch).loss, atol=1e-6)
+    assert Workspace(multi("flags", flags)).data.fingerprint == workspace.data.fingerprint
+    batch = workspace.data.train.batch(range(8))
+    assert torch.allclose(loss_of(workspace.model, batch), workspace.model(**batch).loss, atol=1e-6)
 
 
 @pytest.mark.more
@@ -185,23 +191,23 @@ def test_the_best_round_is_that_of_the_metric(few, by):
     values = [r["metrics"]["val"][name] for r in result.history]
     assert result.best["round"] == values.index(max(values)) + 1 and result.best["by"] == f"val_{name}"
     assert (result.outdir / "adapter_best").is_dir()
-    evaluator = Evaluator(Site(config))
+    evaluator = Evaluator(Workspace(config))
     for split in ("val", "test"):
         records = [{"round": i, "metrics": {split: {name: v}}} for i, v in enumerate((0.2, 0.6, 0.4), 1)]
         if split == by.partition("_")[0]:
             assert min(records, key=evaluator.key_value)["round"] == 2
     stopped = few("stop", {**keys, "early_stop.patience": 1})
     falling = [{"round": i, "metrics": {by.partition("_")[0]: {name: v}}} for i, v in enumerate((0.5, 0.4), 1)]
-    assert Evaluator(Site(stopped)).stalled(falling) and not Evaluator(Site(stopped)).stalled(falling[::-1])
+    assert Evaluator(Workspace(stopped)).stalled(falling) and not Evaluator(Workspace(stopped)).stalled(falling[::-1])
 
 
 @pytest.mark.more
 def test_an_encoder_decoder_model(t5):
     config = t5("run", {"federate.method": "rolora", "federate.total_round_num": 4})
     result = fs_lowrank.run(config)
-    site = Site(config.replace(outdir=str(config.outdir) + "_site"))
-    assert site.data.train.paired and site.data.train.columns["labels"][0][-1] == 3
-    batch = site.data.test.batch(range(len(site.data.test)))
+    workspace = Workspace(config.replace(outdir=str(config.outdir) + "_site"))
+    assert workspace.data.train.paired and workspace.data.train.columns["labels"][0][-1] == 3
+    batch = workspace.data.test.batch(range(len(workspace.data.test)))
     result.model.eval()
     with torch.no_grad():
         assert result.final["test_loss"] == pytest.approx(float(result.model(**batch).loss), rel=1e-4)
@@ -209,7 +215,7 @@ def test_an_encoder_decoder_model(t5):
     base = AutoModelForSeq2SeqLM.from_pretrained(config.model.type.partition("@")[0])
     loaded = PeftModel.from_pretrained(base, str(result.saved["adapter"])).eval()
     said = loaded.generate(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=3)
-    assert said.shape[0] == len(site.data.test)
+    assert said.shape[0] == len(workspace.data.test)
     with torch.no_grad():
         assert torch.allclose(loaded(**batch).loss, result.model(**batch).loss, atol=1e-6)
     assert {"uplink_bytes", "loss"} <= json.loads((result.outdir / "rounds.jsonl").read_text().splitlines()[0]).keys()
@@ -256,12 +262,12 @@ def test_what_does_not_fit_an_encoder_decoder_is_refused(t5, keys, said):
 def test_labels_that_do_not_fit_are_refused(few, files, multi):
     scores = {"data.type": str(files / "scores.csv"), "data.args": [{"label": "score"}]}
     with pytest.raises(UserError, match="which is a regression: set model.task SequenceRegression; or write classes"):
-        Site(few("run", scores))
+        Workspace(few("run", scores))
     with pytest.raises(UserError, match="scores.csv, row 1: label .* in column 'score': expected a list of classes"):
-        Site(multi("run", scores))
+        Workspace(multi("run", scores))
     flags = {"data.type": str(files / "flags.csv"), "data.args": [{"label": ["good", "tea"]}]}
     with pytest.raises(UserError, match="expected one class; for sets of classes set model.task MultiLabelClassif"):
-        Site(few("run", flags))
+        Workspace(few("run", flags))
 
 
 def test_a_search_goes_by_what_is_measured(few):
@@ -277,8 +283,8 @@ def test_a_search_goes_by_what_is_measured(few):
 @pytest.mark.more
 def test_the_scores_of_a_classifier_are_those_of_before(few):
     """Without further metrics nothing but loss and accuracy is recorded, in that form."""
-    site = Site(few("run"))
-    found = evaluate(site.model, site.data.test, 8)
+    workspace = Workspace(few("run"))
+    found = evaluate(workspace.model, workspace.data.test, 8)
     assert list(found) == ["loss", "acc"] and isinstance(found["acc"], float)
 
 

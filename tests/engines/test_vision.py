@@ -64,7 +64,7 @@ def test_layers_without_adapter_are_trained_and_averaged_with_their_statistics(m
         lambda m, r, c: sent.setdefault(c.id, {n: t.detach().clone() for n, t in upload(m, r, c).items()}),
     )
     engine.run()
-    sizes = [len(e) for e in engine.site.data.clients]
+    sizes = [len(e) for e in engine.workspace.data.clients]
     now, frozen = all_tensors(engine.model), {n for n in start if method == "fedlora" and "base_layer" in n}
     assert sent[1].keys() == start.keys() - frozen and sum(map(is_statistic, sent[1])) == 24
     for name in start:
@@ -79,17 +79,21 @@ def test_layers_without_adapter_are_trained_and_averaged_with_their_statistics(m
 @pytest.mark.more
 def test_the_parameter_counts_are_reported(make):
     engine = make("run", {"federate.total_round_num": 1})
-    assert engine.run().facts["parameters"] == engine.site.parameters
-    assert json.loads((engine.keeper.outdir / "summary.json").read_text())["parameters"] == engine.site.parameters
-    counts = {m: make(m, {"federate.method": m}).site.parameters["trainable"] for m in ("fedavg", "ffa_lora", "rolora")}
-    total, trains = engine.site.parameters["total"], engine.site.parameters["trainable"]
+    assert engine.run().facts["parameters"] == engine.workspace.parameters
+    assert (
+        json.loads((engine.recorder.outdir / "summary.json").read_text())["parameters"] == engine.workspace.parameters
+    )
+    counts = {
+        m: make(m, {"federate.method": m}).workspace.parameters["trainable"] for m in ("fedavg", "ffa_lora", "rolora")
+    }
+    total, trains = engine.workspace.parameters["total"], engine.workspace.parameters["trainable"]
     assert counts["fedavg"] == total > trains == counts["rolora"] > counts["ffa_lora"]
 
 
 @pytest.mark.more
 def test_augmentation_is_drawn_in_training_only_and_from_the_seed(make, monkeypatch):
     engine, again = make("a"), make("b")
-    data, seen = type(engine.site.data.test), []
+    data, seen = type(engine.workspace.data.test), []
     batch = data.batch
     monkeypatch.setattr(
         data,
@@ -97,7 +101,7 @@ def test_augmentation_is_drawn_in_training_only_and_from_the_seed(make, monkeypa
         lambda self, indices, augment=None: seen.append(augment is not None) or batch(self, indices, augment),
     )
     engine.evaluator.evaluate(engine.ledger.state)
-    list(engine.site.clients[0].batches())
+    list(engine.workspace.clients[0].batches())
     assert seen and not any(seen)
     seen.clear()
     first = engine.run()

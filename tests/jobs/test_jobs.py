@@ -1,4 +1,4 @@
-"""Atomic writes, locks, crews of workers, and exit codes of commands."""
+"""Atomic writes, locks, pools of workers, and exit codes of commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from fs_lowrank import RunFailed, UserError
 from fs_lowrank.errors import own_place
-from fs_lowrank.jobs import crew, shell
+from fs_lowrank.jobs import shell, workers
 from fs_lowrank.jobs.files import replacing, write_text
 from fs_lowrank.jobs.locks import exclusive, take
 
@@ -186,35 +186,35 @@ def die_as_often(folder):
 
 
 @pytest.fixture
-def crew_of(monkeypatch):
-    """``crew_of(number, **options)`` makes a crew whose workers find this module."""
+def pool_of(monkeypatch):
+    """``pool_of(number, **options)`` makes a pool whose workers find this module."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    return lambda number, **options: crew.make_crew(number, ["test_jobs"], **options)
+    return lambda number, **options: workers.worker_pool(number, ["test_jobs"], **options)
 
 
 @pytest.mark.more
-def test_workers_that_die_are_replaced_so_many_times(tmp_path, monkeypatch, crew_of):
-    monkeypatch.setattr(crew, "RESTARTS", 2)
+def test_workers_that_die_are_replaced_so_many_times(tmp_path, monkeypatch, pool_of):
+    monkeypatch.setattr(workers, "RESTARTS", 2)
     said: list[str] = []
     for deaths in (2, 9):
         (folder := tmp_path / str(deaths)).mkdir()
         board = Board(folder)
         if deaths == 2:
-            crew.hand_out(board, die_as_often, crew_of(1, say=said.append), lambda: "", said.append)
+            workers.hand_out(board, die_as_often, pool_of(1, say=said.append), lambda: "", said.append)
             assert board.found == [None, None, "done"] and not board.remaining
         else:
             with pytest.raises(RunFailed, match="worker 1 ended .*run again"):
-                crew.hand_out(board, die_as_often, crew_of(1, say=said.append), lambda: "", said.append)
+                workers.hand_out(board, die_as_often, pool_of(1, say=said.append), lambda: "", said.append)
         assert len(list(folder.iterdir())) == 3
     assert said == ["worker 1 ended (signal 9: out of memory, perhaps); another takes its place"] * 4
 
 
 @pytest.mark.more
-def test_jobs_that_run_when_time_is_up_are_stopped_and_the_others_not_begun(crew_of):
+def test_jobs_that_run_when_time_is_up_are_stopped_and_the_others_not_begun(pool_of):
     board, said, began = Board("0.1", "60", "60", "0.1"), [], time.monotonic()
-    crew.hand_out(board, wait_as_long, crew_of(2), lambda: "time is up" * ("done" in board.found), said.append)
+    workers.hand_out(board, wait_as_long, pool_of(2), lambda: "time is up" * ("done" in board.found), said.append)
     assert board.found[0] == "done" and board.found[1:] in ([{}], [{}, {}])
-    assert said == ["time is up" + crew.CONTINUED] and board.waiting and time.monotonic() - began < 50
+    assert said == ["time is up" + workers.CONTINUED] and board.waiting and time.monotonic() - began < 50
 
 
 def wait_as_long(text):
@@ -234,7 +234,7 @@ def look_around(folder):
 @pytest.mark.parametrize(
     "given, names", [(None, {"0", "1"}), ("4,5", {"4", "5"}), ("GPU-a, GPU-b", {"GPU-a", "GPU-b"})]
 )
-def test_workers_see_one_gpu_each_of_those_that_the_command_sees(tmp_path, monkeypatch, crew_of, given, names):
+def test_workers_see_one_gpu_each_of_those_that_the_command_sees(tmp_path, monkeypatch, pool_of, given, names):
     """Also where they cannot be forked."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "bitsandbytes.py").touch()
@@ -246,7 +246,7 @@ def test_workers_see_one_gpu_each_of_those_that_the_command_sees(tmp_path, monke
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     told = tmp_path / "told"
     told.mkdir()
-    crew.hand_out(Board(*[told] * 6), look_around, crew_of(2, gpus=shell.gpus("all")), lambda: "")
+    workers.hand_out(Board(*[told] * 6), look_around, pool_of(2, gpus=shell.gpus("all")), lambda: "")
     assert {path.name: path.read_text() for path in told.iterdir()} == dict.fromkeys(names, str(os.getpid()))
     with pytest.raises(UserError, match="--gpus 1,2: expected all, or numbers such as 0,1; the GPUs .* here: 0, 1"):
         shell.gpus("1,2")

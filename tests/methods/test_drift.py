@@ -17,7 +17,7 @@ from fs_lowrank.methods import (
 )
 from fs_lowrank.models.adapters import load_tensors
 from fs_lowrank.models.names import all_tensors
-from fs_lowrank.rounds.site import method_of
+from fs_lowrank.rounds.workspace import method_of
 from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.testing import Bench, checks, quietly
 from fs_lowrank.training.local import set_trainable
@@ -276,8 +276,8 @@ def test_scaffold_s_variates_are_the_gradients_of_a_real_run(tmp_path):
         for kind in ("none", "scaffold"):
             engine = bench.make("encoder", "fedlora", {**keys, "lowrank.drift": kind})
             start, (_, sent[kind]) = checks.state_of(engine), checks._run_and_keep_uploads(engine)
-    site, q = engine.site, engine.site.sizes / engine.site.sizes.sum()
-    batches = [-(-int(n) // engine.config.dataloader.batch_size) for n in site.sizes]
+    workspace, q = engine.workspace, engine.workspace.sizes / engine.workspace.sizes.sum()
+    batches = [-(-int(n) // engine.config.dataloader.batch_size) for n in workspace.sizes]
     assert len(set(batches)) > 1 and any(n % 2 for n in batches)
     for n in sent["none"][1]:
         own = {}
@@ -285,6 +285,8 @@ def test_scaffold_s_variates_are_the_gradients_of_a_real_run(tmp_path):
             assert torch.equal(sent["none"][client][n], sent["scaffold"][client][n])
             way = batches[client - 1] / 2 * engine.config.train.optimizer.lr
             own[client] = (start[n].double() - sent["none"][client][n].double()) / way
-            torch.testing.assert_close(site.personal[client][f"own:{n}"].double(), own[client], atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                workspace.personal[client][f"own:{n}"].double(), own[client], atol=1e-5, rtol=1e-4
+            )
         mean = sum(float(q[k - 1]) * own[k] for k in own)
         torch.testing.assert_close(engine.ledger.state[f"control:{n}"].double(), mean, atol=1e-5, rtol=1e-4)

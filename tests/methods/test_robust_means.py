@@ -17,7 +17,7 @@ from fs_lowrank.methods import (
     register_method,
 )
 from fs_lowrank.rounds.finite import BadRound
-from fs_lowrank.rounds.site import method_of
+from fs_lowrank.rounds.workspace import method_of
 from fs_lowrank.settings.sections import ROBUST
 
 SIZES = (3, 10, 27, 8, 5, 40, 12)

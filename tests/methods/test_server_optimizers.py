@@ -7,7 +7,7 @@ import torch
 from fs_lowrank.config import load_config
 from fs_lowrank.errors import UserError
 from fs_lowrank.methods import create_method
-from fs_lowrank.rounds.site import method_of
+from fs_lowrank.rounds.workspace import method_of
 
 SIZES = (3, 10, 27)
 AVERAGING = ("fedavg", "fedlora", "ffa_lora", "rolora")

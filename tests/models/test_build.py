@@ -61,14 +61,14 @@ def test_a_copy_is_on_the_device_of_the_model():
     assert {p.device.type for p in build._copy(model).parameters()} == {"meta"}
 
 
-def test_a_quantised_base_is_not_kept_on_a_gpu_which_would_hold_it_twice(tiny_encoder, monkeypatch):
+def test_a_quantised_base_is_not_memoized_on_a_gpu_which_would_hold_it_twice(tiny_encoder, monkeypatch):
     known = []
 
-    def kept(what, decides, make, **_):
+    def memoized(what, decides, make, **_):
         known.append(decides() is not None)
         return None, torch.get_rng_state()
 
-    monkeypatch.setattr(build, "kept", kept)
+    monkeypatch.setattr(build, "memoized", memoized)
     config = a_config(tiny_encoder)
     for keys in ({"lowrank.dtype": "nf4"}, {"use_gpu": True}, {"lowrank.dtype": "nf4", "use_gpu": True}):
         build_model(config.replace(keys), 2)

@@ -16,7 +16,7 @@ import torch
 import fs_lowrank
 from fs_lowrank.models.shortcuts.frozen import FrozenPrefix
 from fs_lowrank.models.shortcuts.states import SharedStates, shared_folder
-from fs_lowrank.rounds.site import Site
+from fs_lowrank.rounds.workspace import Workspace
 from tests.cases import same_model
 
 
@@ -251,7 +251,7 @@ def test_whose_states_are_kept_follows_from_the_configuration(settings, folder):
     keys = {"federate.client_num": 4, "train.local_update_steps": 1, "data.splitter": "iid", "data.splitter_args": []}
 
     def kept(more):
-        budget = Site(fs_lowrank.load_config(settings, {**keys, **more})).prefix.budget
+        budget = Workspace(fs_lowrank.load_config(settings, {**keys, **more})).prefix.budget
         return [budget.get(f"client {i}", False) for i in range(1, 5)]
 
     # 32 samples are drawn in a run, of 52 or 53

@@ -118,13 +118,13 @@ def test_a_client_that_is_lost_on_the_way_is_left_out(bench, thrice, fails_in):
         return upload(model, round, client)
 
     engine.method.upload = broken
-    engine.on_round = lambda record: heads.update({record["round"]: engine.site.personal.of(2)})
+    engine.on_round = lambda record: heads.update({record["round"]: engine.workspace.personal.of(2)})
     first, second = engine.run().history
     assert first["clients"] == [1, 2, 3] and second["clients"] == [1, 3]
     (failure,) = second["failed"]
     assert failure["client"] == 2 and "it broke" in failure["reason"] and math.isfinite(second["loss"])
     assert equal(heads[1], heads[2]), "its training does not count, so its head is that of the round before"
-    assert not [n for n in engine.site.personal.of(1) if "lora" in n], "nothing of the round stays with a client"
+    assert not [n for n in engine.workspace.personal.of(1) if "lora" in n], "nothing of the round stays with a client"
 
 
 def test_too_few_clients_between_two_exchanges_stop_the_run_which_resumes_to_the_bit(bench, thrice):
@@ -165,7 +165,7 @@ def test_a_bad_step_between_two_exchanges_leaves_the_round_out(bench, thrice):
 
 def test_norms_are_bounded_in_every_exchange(bench, thrice):
     engine = bench.make("encoder", "thrice", {**FEW, "lowrank.max_update_norm": 25.0})
-    sizes = engine.site.sizes
+    sizes = engine.workspace.sizes
     assert (sizes > 25).any() and not (sizes > 25).all(), "what they send first is their size"
     (first, _) = engine.run().history
     assert [f["client"] for f in first["failed"]] == [i + 1 for i, size in enumerate(sizes) if size > 25]
@@ -174,12 +174,12 @@ def test_norms_are_bounded_in_every_exchange(bench, thrice):
 def test_what_a_client_did_between_two_exchanges_is_nothing_to_a_server_that_starts_anew(bench, thrice, tmp_path):
     """The server was killed while the client waited for the next exchange; then it has the client evaluated, or leaves
     it out of the round and has it train in the next."""
-    site = bench.make("encoder", "thrice", FEW).site
-    node, start, standing = Node(site), site.method.view(site.initial_state), Standing()
-    first, again = (Round(r, ledger_of(site.method, site.initial_state, 3), (1,)) for r in (1, 2))
+    workspace = bench.make("encoder", "thrice", FEW).workspace
+    node, start, standing = Node(workspace), workspace.method.view(workspace.initial_state), Standing()
+    first, again = (Round(r, ledger_of(workspace.method, workspace.initial_state, 3), (1,)) for r in (1, 2))
 
     def has_the_start():
-        own = named_tensors(site.model, site.method.shared)
+        own = named_tensors(workspace.model, workspace.method.shared)
         return equal({n: own[n].detach() for n in start}, start)
 
     for _ in range(2):
@@ -199,7 +199,7 @@ def test_an_answer_to_an_exchange_that_a_client_was_not_asked_for_is_left_out(be
     current = Round(1, engine.ledger, (1,))
     order = current.ask(1)
     current.delivered(order)
-    answer = Parcel({"x:size": torch.ones(1)}, round=1, samples=int(engine.site.sizes[0]), loss=0.0)
+    answer = Parcel({"x:size": torch.ones(1)}, round=1, samples=int(engine.workspace.sizes[0]), loss=0.0)
     assert current.take(1, answer)
     current.go_on()
     assert not current.take(1, answer) and current.waiting == {1} and not current.failed

@@ -7,7 +7,7 @@ import pytest
 from fs_lowrank import load_config
 from fs_lowrank.errors import UserError
 from fs_lowrank.rounds.joining import check_configuration
-from fs_lowrank.rounds.site import method_of
+from fs_lowrank.rounds.workspace import method_of
 from fs_lowrank.training.schedule import lr_at, schedule_of
 
 

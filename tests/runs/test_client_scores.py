@@ -36,7 +36,7 @@ def test_every_client_is_scored_on_its_share_of_the_test_set(make):
     result = engine.run()
     for record in result.history:
         scores, whole = record["client_scores"], record["metrics"]["client_test"]
-        shares = zip(engine.site.clients, engine.site.data.client_tests)
+        shares = zip(engine.workspace.clients, engine.workspace.data.client_tests)
         tests = {str(client.id): own for client, own in shares if own is not None}
         assert scores.keys() == tests.keys() and all(scores[c]["samples"] == len(own) for c, own in tests.items())
         for metric in ("acc", "loss"):
@@ -44,9 +44,9 @@ def test_every_client_is_scored_on_its_share_of_the_test_set(make):
             assert mean(scores, metric, scores) == pytest.approx(record["metrics"]["test"][metric], abs=1e-5)
             assert mean(scores, metric, scores) == pytest.approx(whole[metric])
     for client, of in result.client_scores.items():
-        own = engine.evaluator.score(engine.site.data.client_tests[client - 1], "")
+        own = engine.evaluator.score(engine.workspace.data.client_tests[client - 1], "")
         assert of["acc"] == own["acc"] and of["loss"] == pytest.approx(own["loss"], abs=1e-6)
-    data, right = engine.site.data, 0
+    data, right = engine.workspace.data, 0
     for own, tests_of in zip(data.clients, data.client_tests):
         most = max(sorted(set(own.labels)), key=list(own.labels).count)
         right += 0 if tests_of is None else list(tests_of.labels).count(most)
@@ -119,7 +119,7 @@ def test_before_round_1(make):
     plain = fs_lowrank.run(make("plain", keys))
     config = make("before", {**keys, "eval.before": True})
     engine = LocalEngine(config)
-    expected = {split: engine.evaluator.score(of, split) for split, of in engine.site.held_out().items()}
+    expected = {split: engine.evaluator.score(of, split) for split, of in engine.workspace.held_out().items()}
     engine.transport.end()
     stopped = fs_lowrank.run(config, on_round=lambda record: True)
     wanted = {f"{split}_{name}": value for split, of in expected.items() for name, value in of.items()}

@@ -18,7 +18,7 @@ from fs_lowrank import RunFailed, UserError, cli, load_config
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.finished import load_run
 from fs_lowrank.models.names import named_tensors
-from fs_lowrank.rounds import keeper
+from fs_lowrank.rounds import recorder
 from fs_lowrank.runs import environment, records
 from fs_lowrank.runs.folder import CONTENTS, claim, remove_run
 from fs_lowrank.runs.result import sort_configs
@@ -91,12 +91,12 @@ def test_a_run_is_replaced_with_overwrite(config, tmp_path):
 
 def test_a_run_that_another_process_writes_to_is_neither_removed_nor_continued(config):
     engine = LocalEngine(config)
-    engine.keeper.start(resume=False)
-    for write in (lambda: remove_run(Path(config.outdir)), lambda: LocalEngine(config).keeper.start(resume=True)):
+    engine.recorder.start(resume=False)
+    for write in (lambda: remove_run(Path(config.outdir)), lambda: LocalEngine(config).recorder.start(resume=True)):
         with pytest.raises(RunFailed, match="another run is writing"):
             write()
     assert (Path(config.outdir) / "config.yaml").exists()
-    engine.keeper.release()
+    engine.recorder.release()
 
 
 def test_no_process_writes_into_a_folder_that_another_run_writes_to(config):
@@ -156,7 +156,7 @@ def test_a_name_that_no_terminal_can_show(capfd):
 
 
 def test_a_record_is_on_the_disk_before_the_checkpoint_that_includes_its_round(config, monkeypatch):
-    order, sync, save = [], records.sync, keeper.save_checkpoint
+    order, sync, save = [], records.sync, recorder.save_checkpoint
 
     def synced(path):
         sync(path)
@@ -167,7 +167,7 @@ def test_a_record_is_on_the_disk_before_the_checkpoint_that_includes_its_round(c
         return save(folder, round, *args, **options)
 
     monkeypatch.setattr(records, "sync", synced)
-    monkeypatch.setattr(keeper, "save_checkpoint", saved)
+    monkeypatch.setattr(recorder, "save_checkpoint", saved)
     fs_lowrank.run(config)
     assert order == [("record", 1), ("checkpoint", 1), ("record", 2), ("checkpoint", 2)]
 
@@ -196,7 +196,7 @@ def test_checkpoints_that_a_kill_left_over_are_removed_on_resume(config):
     shutil.rmtree(folder / "round_000003")
     for newer in ("round_000003", "round_000004"):
         (folder / newer).mkdir()
-    keeper.remove_old(folder, 2, loaded=2)
+    recorder.remove_old(folder, 2, loaded=2)
     assert sorted(p.name for p in folder.iterdir()) == ["round_000002", "round_000003", "round_000004"]
 
 
@@ -286,11 +286,13 @@ def test_a_disk_that_is_full_at_the_end_of_a_run(config, monkeypatch, what):
 
     with monkeypatch.context() as patch:
         if what == "tokenizer":
-            patch.setattr(engine.site.tokenizer, "save_pretrained", full)
+            patch.setattr(engine.workspace.tokenizer, "save_pretrained", full)
         elif what == "adapter":
             patch.setattr(type(engine.model), "save_pretrained", full)
         else:
-            patch.setattr(keeper, "to_json", lambda value, **layout: full() if "final" in value else json.dumps(value))
+            patch.setattr(
+                recorder, "to_json", lambda value, **layout: full() if "final" in value else json.dumps(value)
+            )
         with pytest.raises(RunFailed, match=f"{folder}.* No space left.*run again.* with resume=True"):
             engine.run(resume=True)
     changed = {n for n in before if before[n] != files(folder).get(n)} - {"environment.json", "data.json"}

@@ -41,7 +41,7 @@ def test_a_job_reads_back_as_it_was_written(job, tmp_path):
 def test_peers_are_given_the_batches_that_we_train(job):
     read = Job.read(job)
     engine = LocalEngine(load_config(json.loads((job / "ours.json").read_text()), outdir=str(job / "again")))
-    for own, examples in zip(read.samples(), engine.site.data.clients, strict=True):
+    for own, examples in zip(read.samples(), engine.workspace.data.clients, strict=True):
         assert len(own) == len(examples) == STEPS * BATCH
         theirs, ours = read.collate(own[:BATCH]), examples.batch(np.arange(BATCH))
         assert torch.equal(theirs["input_ids"], ours["input_ids"])

@@ -155,7 +155,7 @@ def _main(name: str, argv: list[str]) -> int:
     import benchmark.run
     from benchmark import cli as suites
 
-    benchmark.run.make_crew = lambda *given, **others: None
+    benchmark.run.worker_pool = lambda *given, **others: None
     benchmark.run.hand_out = _in_this_process
     return suites.main(argv)
 
@@ -163,9 +163,9 @@ def _main(name: str, argv: list[str]) -> int:
 def _in_this_process(board: Any, *others: Any) -> None:
     """In place of ``hand_out``: does the work of its processes here."""
     from benchmark.worker import work
-    from fs_lowrank.jobs.kept import keeping
+    from fs_lowrank.jobs.memo import memoizing
 
-    with keeping():
+    with memoizing():
         while job := board.claim():
             board.finish(job, work(job))
             board.look()

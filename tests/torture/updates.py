@@ -70,8 +70,8 @@ class Server:
         from fs_lowrank.rounds.ledger import Ledger
 
         e = self.engine
-        e.site.load_global(e.site.initial_state)
-        return Ledger(e.config, e.method, e.site.initial_state, e.site.sizes)
+        e.workspace.load_global(e.workspace.initial_state)
+        return Ledger(e.config, e.method, e.workspace.initial_state, e.workspace.sizes)
 
 
 _SERVERS: dict[tuple[str, str], Server] = {}
@@ -87,10 +87,10 @@ def server_of(method: str, kind: str, bench: Bench) -> Server:
         keys = {"federate.method": method, "kind": kind, **_KEYS.get(method, {})}
         with bench.place() as outdir:
             engine = LocalEngine(load_config(settings_of_run(bench.inputs, outdir, **keys)))
-        site, trainer, honest = engine.site, Trainer(engine.site), {}
-        for client in site.clients:
-            site.load_client(site.initial_state, client.id)
-            fitted = trainer.fit(client, site.data.clients[client.id - 1], 1, site.model, site.prefix)
+        workspace, trainer, honest = engine.workspace, Trainer(engine.workspace), {}
+        for client in workspace.clients:
+            workspace.load_client(workspace.initial_state, client.id)
+            fitted = trainer.fit(client, workspace.data.clients[client.id - 1], 1, workspace.model, workspace.prefix)
             tensors = {n: t.detach().clone() for n, t in fitted.update.tensors.items()}
             facts = {"round": 1, "samples": fitted.update.num_samples, "loss": fitted.result.loss}
             honest[client.id] = Answer(client.id, tensors, facts)

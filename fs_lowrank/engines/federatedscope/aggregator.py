@@ -13,11 +13,11 @@ class MethodAggregator(Aggregator):
 
     def __init__(self, session: Session):
         super().__init__()
-        self.session, self.model = session, session.site.model
+        self.session, self.model = session, session.workspace.model
 
     def aggregate(self, agg_info):
         """End an exchange of the round ``agg_info["round"]``; returns its ``Finished``, or None if it goes on."""
-        return end_round(agg_info["round"], self.session.keeper)
+        return end_round(agg_info["round"], self.session.recorder)
 
     def save_model(self, path, cur_round=-1):
         """Do nothing, where the framework would save."""

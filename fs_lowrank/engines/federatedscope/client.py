@@ -41,8 +41,8 @@ class LowRankClient(Client):
         super().__init__(config=for_frameworks_workers(config, own), **kwargs)
         self.evaluates = bool(own)
         self.codec = codec_of(config.quantization.method, config.quantization.nbits)
-        site = self.session.site
-        parts = site.method, kwargs["model"], self.ID, site.personal
+        workspace = self.session.workspace
+        parts = workspace.method, kwargs["model"], self.ID, workspace.personal
         self.copy: SharedCopy = SharedCopy(*parts) if self.session.shares_model else OwnCopy(*parts, self.codec)
         self.trainer.number, self.trainer.prefix = self.ID, self.session.prefix_for(kwargs["model"], self.ID)
         # In kbit; the framework computes from it how long a message would take.
@@ -60,7 +60,7 @@ class LowRankClient(Client):
             if parcel.facts["purpose"] == "follow":
                 return
             self.session.on_client(round, self.ID, self.session.config.sampled_per_round)
-            update, samples = self._train(self.session.site.task(self.ID, round, parcel.facts, told))
+            update, samples = self._train(self.session.workspace.task(self.ID, round, parcel.facts, told))
         except UserError:
             raise
         except Exception as error:  # this client has failed; the server records it and continues with the others

@@ -43,8 +43,8 @@ def load(config, client_cfgs=None):
     session = open_session(config)
     if session.role != "standalone" or config.federate.process_num > 1:  # processes read their data themselves
         return WorkerData(config), config
-    if session.site.device.index is not None:  # of -1 the framework would take the GPU with the most free memory
-        config.device = session.site.device.index
+    if session.workspace.device.index is not None:  # of -1 the framework would take the GPU with the most free memory
+        config.device = session.workspace.device.index
     if session.config.alone:  # the framework's launcher would look for that client among the workers
         config.federate.client_idx_for_local_train = 0
         config.federate.client_num = config.federate.sample_client_num = 1
@@ -53,11 +53,11 @@ def load(config, client_cfgs=None):
 
 def worker_data(session: Session, config):
     """The data of the workers by number."""
-    site = session.site
-    held_out = {split: examples for split, examples in site.held_out().items() if len(examples)}
+    workspace = session.workspace
+    held_out = {split: examples for split, examples in workspace.held_out().items() if len(examples)}
 
     def of_client(number: int) -> WorkerData:
         evaluated = {} if config.federate.make_global_eval else session.held_out_for(number)
-        return WorkerData(config, train=site.data.clients[number - 1], **evaluated)
+        return WorkerData(config, train=workspace.data.clients[number - 1], **evaluated)
 
-    return {0: WorkerData(config, **held_out), **{n: of_client(n) for n in range(1, len(site.clients) + 1)}}
+    return {0: WorkerData(config, **held_out), **{n: of_client(n) for n in range(1, len(workspace.clients) + 1)}}

@@ -34,8 +34,8 @@ from ...rounds.ledger import Ledger
 from ...rounds.node import Node
 from ...rounds.parcel import Parcel
 from ...rounds.round import Order
-from ...rounds.site import Site
 from ...rounds.transport import Lost
+from ...rounds.workspace import Workspace
 from ...runs.folder import claim
 from ..members import Members, memory_of
 from ..waiting import replies
@@ -109,15 +109,15 @@ class Clients(Members):
         self.news = threading.Condition()
 
     def intake(self) -> Intake | None:
-        return intake_of(self.cfg, self.site)
+        return intake_of(self.cfg, self.workspace)
 
-    def begin(self, site: Site, ledger: Ledger, resumed: bool) -> None:
+    def begin(self, workspace: Workspace, ledger: Ledger, resumed: bool) -> None:
         """Wait until every client has joined, but no longer than ``lowrank.timeout``.
 
         Raises:
             UserError: this process cannot listen.
         """
-        super().begin(site, ledger, resumed)
+        super().begin(workspace, ledger, resumed)
         to, federate = self.cfg.distribute, self.config.federate
         # A client asks for an order while it answers another.
         self.listener = Listener(to.server_host, to.server_port, to, 2 * federate.client_num + 8, self._handle)
@@ -294,7 +294,7 @@ class RemoteClient:
         session, to = self.session, self.cfg.distribute
         token = own_token(session.outdir / f"token_{to.client_port}")
         codec = codec_of(self.cfg.quantization.method, self.cfg.quantization.nbits)
-        self.node = Node(session.site, codec, session.has_own_data)
+        self.node = Node(session.workspace, codec, session.has_own_data)
         self.channel = Channel(self.address, to, token)
         uniform = session.method.setting.uniform
         self.sharing = Sharing(to, self.timeout, uniform) if self.cfg.federate.use_ss else None

@@ -14,8 +14,8 @@ from ...jobs.files import cannot_write
 from ...runs.folder import outdir_of
 from ...runs.result import RunResult
 from ...settings import Settings
-from ..kept import settings_kept
 from ..pool import processes_of
+from ..process_settings import preserving_settings
 from . import session as sessions
 from .config import to_framework
 from .logs import log_to
@@ -45,7 +45,7 @@ def run(config: Settings, resume: bool = False, on_round=None, on_client=None, c
     threads = torch.get_num_threads()
     # The framework reads back as JSON the numbers that it prints (``compat``).
     with (
-        settings_kept(),
+        preserving_settings(),
         np.printoptions(legacy="1.25"),
         log_to(outdir / "exp_print.log", config.verbose),
     ):

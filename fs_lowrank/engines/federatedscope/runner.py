@@ -30,8 +30,8 @@ class Parallel(Processes):
         super().__init__(config, count)
 
     def intake(self) -> Intake | None:
-        assert self.site is not None
-        return intake_of(self.cfg, self.site)
+        assert self.workspace is not None
+        return intake_of(self.cfg, self.workspace)
 
 
 class LoopRunner:
@@ -65,7 +65,7 @@ class LoopRunner:
             check_others(config)
             transport = Parallel(config, processes_of(config), cfg)
         loop = Loop(config, transport, session.callbacks(), session.on_round, session.on_client)
-        loop.keeper.config_name = session.config_name
+        loop.recorder.config_name = session.config_name
         session.result = loop.run(session.resume)
         return {}
 

@@ -20,9 +20,9 @@ from ...callbacks import Callback
 from ...errors import UserError
 from ...jobs.files import write_bytes
 from ...models.adapters import load_tensors
-from ...rounds.keeper import RecordKeeper
 from ...rounds.ledger import Ledger
-from ...rounds.site import Site
+from ...rounds.recorder import Recorder
+from ...rounds.workspace import Workspace
 
 
 def write(path: str, content: Mapping[str, Any]) -> None:
@@ -71,48 +71,48 @@ class SavedModels(Callback):
     def __init__(self, federate: Any):
         self.federate = federate
 
-    def on_start(self, run: RecordKeeper) -> None:
+    def on_start(self, run: Recorder) -> None:
         if not self.federate.restore_from or run.history:
             return
-        load_state(self.federate.restore_from, run.site, run.ledger)
+        load_state(self.federate.restore_from, run.workspace, run.ledger)
         last = self.federate.total_round_num
         if run.ledger.stood >= last:
             raise UserError(f"all {last} rounds are done already; raise federate.total_round_num to go on")
 
-    def after_round(self, run: RecordKeeper, record: dict[str, Any]) -> None:
+    def after_round(self, run: Recorder, record: dict[str, Any]) -> None:
         file, freq, number = self.federate.save_to, self.federate.save_freq, record["round"]
         now, *before = (run.evaluator.key_value(r) for r in (record, *run.history) if r["metrics"] or r is record)
         if file and now is not None and all(value is None or now < value for value in before):
-            save_state(file, run.site, run.ledger, number)
+            save_state(file, run.workspace, run.ledger, number)
         last = number == self.federate.total_round_num
         if file and (last or freq > 0 and number % freq == 0):
             prefix = "final_" if last else f"{number}_"
-            save_state(add_prefix_to_path(prefix, file), run.site, run.ledger, number)
+            save_state(add_prefix_to_path(prefix, file), run.workspace, run.ledger, number)
 
 
-def save_state(path: str, site: Site, ledger: Ledger, cur_round: int) -> None:
+def save_state(path: str, workspace: Workspace, ledger: Ledger, cur_round: int) -> None:
     """Write the shared tensors, by the names of the framework's adapters, and the rest of the method's state."""
     write(
         path,
         {
             "cur_round": cur_round,
-            "method": site.method.name,
-            "model": {n: t.detach().cpu() for n, t in site.method.view(ledger.state).items()},
+            "method": workspace.method.name,
+            "model": {n: t.detach().cpu() for n, t in workspace.method.view(ledger.state).items()},
             "state": {n: v.detach().cpu() if isinstance(v, Tensor) else v for n, v in ledger.state.items()},
-            "base": {n: p.cpu() for n, p in site.changed_base().items()},
+            "base": {n: p.cpu() for n, p in workspace.changed_base().items()},
         },
     )
 
 
-def load_state(path: str, site: Site, ledger: Ledger) -> None:
+def load_state(path: str, workspace: Workspace, ledger: Ledger) -> None:
     """Restore the state from the file at ``path``.
 
     Raises:
         UserError: there is no such file, it is damaged, or it is of another method or model.
     """
-    method = site.method
+    method = workspace.method
     try:
-        content = read(path, site.device)
+        content = read(path, workspace.device)
         if (of := content.get("method", method.name)) != method.name:
             raise ValueError(f"it is of method {str(of)[:60]!r}, this run's is {method.name!r}")
         # A file that the framework itself has written has only the tensors.
@@ -120,7 +120,7 @@ def load_state(path: str, site: Site, ledger: Ledger) -> None:
         here, there = ({n: t.shape for n, t in method.view(of).items()} for of in (ledger.state, state))
         if differing := sorted(dict(here.items() ^ there.items())):
             raise ValueError(f"{differing[0]} differs ({len(differing)} tensors in all)")
-        load_tensors(site.model, content.get("base", {}))
+        load_tensors(workspace.model, content.get("base", {}))
     except Exception as error:  # of a damaged file torch lets through whatever its bytes lead to
         reason = (str(error).splitlines() or [""])[0][:200]
         raise UserError(
@@ -130,4 +130,4 @@ def load_state(path: str, site: Site, ledger: Ledger) -> None:
     tensors = {n: v for n, v in state.items() if isinstance(v, Tensor)}
     numbers = {n: v for n, v in state.items() if n not in tensors}
     ledger.restore(content["cur_round"], {"state": tensors}, {"numbers": numbers, "synced": {}, "outbox": {}})
-    load_tensors(site.model, method.view(ledger.state))
+    load_tensors(workspace.model, method.view(ledger.state))

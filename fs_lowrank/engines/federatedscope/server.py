@@ -45,7 +45,7 @@ class LowRankServer(Server):
             super().__init__(**kwargs)
             return
         self.session = current()
-        rows = [split for split, examples in self.session.site.held_out().items() if len(examples)]
+        rows = [split for split, examples in self.session.workspace.held_out().items() if len(examples)]
         super().__init__(config=for_frameworks_workers(config, rows), **kwargs)
         self.ledger, quantization = self.session.ledger, config.quantization
         self.codec = codec_of(quantization.method, quantization.nbits)
@@ -54,11 +54,11 @@ class LowRankServer(Server):
         self.aggregators = [self.aggregator]
         self.models = [None]  # the framework would pickle the model to learn its size
         self.to_ask: list[int] = []
-        self.session.keeper.start(self.session.resume)
+        self.session.recorder.start(self.session.resume)
         self.state = self.ledger.stood
         if self.state:
             self.ledger.forget(range(1, self.client_num + 1))  # their copies are those of the start
-        self.only_ends = self.state >= self.total_round_num or self.session.keeper.ended
+        self.only_ends = self.state >= self.total_round_num or self.session.recorder.ended
 
     def trigger_for_start(self):
         if not self.only_ends:
@@ -81,9 +81,9 @@ class LowRankServer(Server):
             self.state + 1,
             self.ledger,
             None if drawn is None else map(int, drawn),
-            intake=partial(intake_of, self.session.cfg, self.session.site),
+            intake=partial(intake_of, self.session.cfg, self.session.workspace),
             codec=self.codec,
-            base=self.session.site.changed_base,
+            base=self.session.workspace.changed_base,
         )
         self.to_ask = list(self.round.selected)
         self._ask(1 if self.online else len(self.to_ask))
@@ -149,8 +149,8 @@ class LowRankServer(Server):
         session, self.seconds["evaluation"] = self.session, time.perf_counter() - self.evaluation_started
         record = self.round.record(metrics, self.seconds, dict(sorted(session.spent.items())))
         session.spent.clear()
-        session.keeper.add(record)
-        if not session.on_round(record) and not session.keeper.ended and self.state < self.total_round_num:
+        session.recorder.add(record)
+        if not session.on_round(record) and not session.recorder.ended and self.state < self.total_round_num:
             self._start_new_training_round()
             return
         self.save_best_results()
@@ -161,7 +161,7 @@ class LowRankServer(Server):
     # -- evaluation and end ------------------------------------------------------------------------
 
     def eval(self):
-        if self._cfg.federate.make_global_eval and not self.session.site.held_out():
+        if self._cfg.federate.make_global_eval and not self.session.workspace.held_out():
             self.check_and_save()  # the framework would fail without a split to evaluate
         else:
             super().eval()
@@ -188,7 +188,7 @@ class LowRankServer(Server):
             metrics = dict(self.trainer.results)
         else:
             metrics = self._of_clients()
-        own = (self.session.site.personal.of_model and metrics) or self.session.config.eval.client_scores
+        own = (self.session.workspace.personal.of_model and metrics) or self.session.config.eval.client_scores
         if own:
             metrics["client_test"] = self.session.evaluator.clients(self.ledger.state)
         self._close_round(metrics)
@@ -210,8 +210,8 @@ class LowRankServer(Server):
     def terminate(self, msg_type="finish"):
         self.is_finish = True
         self._monitor.finish_fl()
-        self.session.site.load_global(self.ledger.state)
-        self.session.result = self.session.keeper.finish()
+        self.session.workspace.load_global(self.ledger.state)
+        self.session.result = self.session.recorder.finish()
         everyone = list(self.comm_manager.neighbors)
         self.comm_manager.send(
             wire.message(msg_type, self.ID, everyone, "finish", self.state, timestamp=self.cur_timestamp)

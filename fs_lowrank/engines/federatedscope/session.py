@@ -22,11 +22,11 @@ from ...errors import UserError
 from ...methods import Method
 from ...models.shortcuts.frozen import FrozenPrefix
 from ...rounds.evaluator import Evaluator
-from ...rounds.keeper import RecordKeeper
 from ...rounds.ledger import Ledger
 from ...rounds.record import Spent
-from ...rounds.site import Site
+from ...rounds.recorder import Recorder
 from ...rounds.trainer import Trainer
+from ...rounds.workspace import Workspace
 from ...runs.result import RunResult
 from .config import from_framework
 from .saved import SavedModels
@@ -70,34 +70,34 @@ class Session:
     # A server of other processes has these in its loop, and a client has no ledger.
 
     @cached_property
-    def site(self) -> Site:
-        return Site(self.config, serves=self.role != "client", undivided=self.has_own_data)
+    def workspace(self) -> Workspace:
+        return Workspace(self.config, serves=self.role != "client", undivided=self.has_own_data)
 
     @cached_property
     def trainer(self) -> Trainer:
-        return Trainer(self.site)
+        return Trainer(self.workspace)
 
     @property
     def method(self) -> Method:
-        return self.site.method
+        return self.workspace.method
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        return Evaluator(self.site)
+        return Evaluator(self.workspace)
 
     @cached_property
     def ledger(self) -> Ledger:
-        parts = self.site.method, self.site.initial_state, self.site.sizes
-        return Ledger(self.config, *parts, keep_messages=not self.shares_model, heads=self.site.heads)
+        parts = self.workspace.method, self.workspace.initial_state, self.workspace.sizes
+        return Ledger(self.config, *parts, keep_messages=not self.shares_model, heads=self.workspace.heads)
 
     @cached_property
-    def keeper(self) -> RecordKeeper:
+    def recorder(self) -> Recorder:
         # wandb is told by the framework
         callbacks = self.callbacks(self.config.lowrank.trackers)
-        parts = self.site, self.evaluator, self.ledger, self.outdir, callbacks
-        keeper = RecordKeeper(*parts, clients_evaluate=True)
-        keeper.config_name = self.config_name
-        return keeper
+        parts = self.workspace, self.evaluator, self.ledger, self.outdir, callbacks
+        recorder = Recorder(*parts, clients_evaluate=True)
+        recorder.config_name = self.config_name
+        return recorder
 
     def callbacks(self, trackers: Sequence[str] | None = None) -> list[Callback]:
         """What the run does beside training; ``trackers``: see ``callbacks_of``."""
@@ -111,17 +111,17 @@ class Session:
     # -- models ------------------------------------------------------------------------------------
 
     def next_model(self) -> nn.Module:
-        """The model for the next worker: the site's model for the first worker and for all workers that share it."""
+        """The model for the next worker: the workspace's, for the first worker and all that share it."""
         self._models_given += 1
         if self.shares_model or self._models_given == 1:
-            return self.site.model
-        return self.site.adapted(self.site.plain_model())
+            return self.workspace.model
+        return self.workspace.adapted(self.workspace.plain_model())
 
     def prefix_for(self, model: nn.Module, number: int) -> FrozenPrefix | None:
-        """The cache of the frozen layers' outputs for client ``number``; the site's own for its model."""
+        """The cache of the frozen layers' outputs for client ``number``; the workspace's own for its model."""
         if self.shares_model:
-            return self.site.prefix
-        return self.site.shortcuts.frozen_prefix(model, number, share=1 / len(self.site.clients))
+            return self.workspace.prefix
+        return self.workspace.shortcuts.frozen_prefix(model, number, share=1 / len(self.workspace.clients))
 
     def held_out_for(self, number: int) -> dict[str, Examples | ImageExamples]:
         """The held-out data that client ``number`` evaluates on, by split; a split without a row is left out.
@@ -129,12 +129,14 @@ class Session:
         Of the test set they are its share (``FederatedData.test_shares``), of validation data every K-th row, for K
         clients.
         """
-        site, place = self.site, number - 1
+        workspace, place = self.workspace, number - 1
         rows: dict[str, Sequence[int]] = {
-            split: site.data.test_shares[place] if split == "test" else range(place, len(e), len(site.clients))
-            for split, e in site.held_out().items()
+            split: workspace.data.test_shares[place]
+            if split == "test"
+            else range(place, len(e), len(workspace.clients))
+            for split, e in workspace.held_out().items()
         }
-        return {split: site.held_out()[split].select(share) for split, share in rows.items() if len(share)}
+        return {split: workspace.held_out()[split].select(share) for split, share in rows.items() if len(share)}
 
     def client_result(self) -> RunResult:
         """The result of a client process, which keeps no records and no global model."""
@@ -142,7 +144,7 @@ class Session:
             history=[],
             final={},
             outdir=self.outdir,
-            model=self.site.model,
+            model=self.workspace.model,
             base_changed=True,
             facts={"method": self.method.name, "client": self.index},
         )
@@ -190,6 +192,6 @@ def close_session() -> None:
     """Release the current session, its models and its lock on the run's folder."""
     global _current
     if _current is not None:
-        if "keeper" in vars(_current):
-            _current.keeper.release()
+        if "recorder" in vars(_current):
+            _current.recorder.release()
     _current = None

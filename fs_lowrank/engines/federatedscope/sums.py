@@ -17,7 +17,7 @@ from torch import Tensor
 from ...algebra import on_device
 from ...methods import Update
 from ...rounds.intake import Intake, RunningMean, TooFewClients, mean_as_update
-from ...rounds.site import Site
+from ...rounds.workspace import Workspace
 
 #: fixed point: 2^-30 is below the rounding of a float32 between -64 and 64, and leaves 2^33 for the sum
 _SCALE = 2.0**30
@@ -90,12 +90,12 @@ class Shares(Intake):
         return [mean_as_update(on_device(mean, self.device), self.samples)]
 
 
-def intake_of(cfg: Any, site: Site) -> Intake | None:
+def intake_of(cfg: Any, workspace: Workspace) -> Intake | None:
     """Where the updates of a round go by the framework's configuration; None: they are kept.
 
     Within one machine nothing is hidden by shares, so there the server adds up the updates themselves.
     """
-    uniform = site.method.setting.uniform
+    uniform = workspace.method.setting.uniform
     if cfg.federate.use_ss and cfg.federate.mode == "distributed":
-        return Shares(cfg.federate.client_num, uniform, site.device)
+        return Shares(cfg.federate.client_num, uniform, workspace.device)
     return RunningMean(uniform) if cfg.federate.online_aggr or cfg.federate.use_ss else None

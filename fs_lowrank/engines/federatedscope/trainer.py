@@ -59,7 +59,12 @@ class LowRankTrainer(GeneralTorchTrainer):
         """Do ``task``; returns the samples processed, the tensors to send, and metrics."""
         session, task = self.session, self.task
         fitted = session.trainer.fit(
-            session.site.clients[self.number - 1], self.ctx.train_data, task.round, self.ctx.model, self.prefix, task
+            session.workspace.clients[self.number - 1],
+            self.ctx.train_data,
+            task.round,
+            self.ctx.model,
+            self.prefix,
+            task,
         )
         before = session.spent.get(self.number)
         session.spent[self.number] = added(fitted.spent, before) if before else fitted.spent
@@ -75,7 +80,7 @@ class LowRankTrainer(GeneralTorchTrainer):
             return {}
         if self.number == 0:
             result = self.session.evaluator.score(examples, split, config.metrics)
-        else:  # the site's cache knows the whole held-out sets, not the clients' shares of them
+        else:  # the workspace's cache knows the whole held-out sets, not the clients' shares of them
             reads = self.session.trainer.reads_of(self.ctx.model)
             result = evaluate(self.ctx.model, examples, config.eval_batch_size, owner=split, reads=reads)
         self.results[split] = result

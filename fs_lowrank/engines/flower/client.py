@@ -22,7 +22,7 @@ from ...errors import UserError
 from ...rounds.copies import apology, standing_in
 from ...rounds.node import Node
 from ...rounds.parcel import Parcel
-from ...rounds.site import Site
+from ...rounds.workspace import Workspace
 from ..members import memory_of
 from . import keys
 from .messages import packed, unpacked
@@ -94,4 +94,4 @@ def config_of(order: Parcel, own: Mapping[str, Any], folder: Path | None) -> Con
 @lru_cache(1)
 def _node(config: str, own_data: bool) -> Node:
     loaded = load_config(json.loads(config))
-    return Node(Site(loaded, serves=False, undivided=own_data), keys.codec(loaded), own_data)
+    return Node(Workspace(loaded, serves=False, undivided=own_data), keys.codec(loaded), own_data)

@@ -21,9 +21,9 @@ from ...errors import RunFailed, UserError
 from ...rounds.loop import Loop
 from ...runs.folder import check_outdir
 from ...runs.result import RunResult
-from ..kept import settings_kept
 from ..locate_flower import require
 from ..pool import processes_of
+from ..process_settings import preserving_settings
 
 require(simulation=True)
 #: Flower and Ray report to their makers what is run, and Ray gives advice, unless they are told not to
@@ -72,7 +72,7 @@ def run(
     level = logger.level
     if config.verbose < 2:
         logger.setLevel(logging.ERROR)
-    with settings_kept():
+    with preserving_settings():
         os.environ.update({**_QUIET, **os.environ})
         try:
             run_simulation(

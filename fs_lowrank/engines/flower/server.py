@@ -22,8 +22,8 @@ from ...rounds.copies import personal_in
 from ...rounds.ledger import Ledger
 from ...rounds.parcel import Parcel
 from ...rounds.round import Order
-from ...rounds.site import Site
 from ...rounds.transport import Lost
+from ...rounds.workspace import Workspace
 from ...runs.folder import outdir_of
 from ..members import Members, memory_of
 from ..waiting import Silent, replies
@@ -70,12 +70,12 @@ class Nodes(Members):
 
     # -- who is there ------------------------------------------------------------------------------
 
-    def begin(self, site: Site, ledger: Ledger, resumed: bool) -> None:
+    def begin(self, workspace: Workspace, ledger: Ledger, resumed: bool) -> None:
         """Wait until every client has a node, but no longer than ``lowrank.timeout``.
 
         A node that is refused may be mended and started anew meanwhile; those of a simulation are what they are.
         """
-        super().begin(site, ledger, resumed)
+        super().begin(workspace, ledger, resumed)
         wanted = range(1, self.config.federate.client_num + 1)
 
         def joined() -> Iterable[tuple[int, None]]:
@@ -187,7 +187,7 @@ class Nodes(Members):
     def personal(self) -> Mapping[int, Mapping[str, Tensor]]:
         """The clients' own tensors in their copies on this machine."""
         identity, own = f"{self.config.fingerprint()}:{self.token}", {}
-        for client in self.members if self.simulated and self.site.personal.untrained else ():
+        for client in self.members if self.simulated and self.workspace.personal.untrained else ():
             memory = memory_of(client_folder(self.config), identity, client)
             if found := personal_in(memory, client, identity, self.ledger.undone.get(client)):
                 own[client] = found

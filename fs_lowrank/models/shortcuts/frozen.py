@@ -37,7 +37,7 @@ from ..names import tags
 from ..quantised import beside, own_tensors
 from .reads import Attending, Enough, giving, instead, outermost
 from .states import SharedStates
-from .trials import Unfit, differing, failure, keeping_modes, rows_to_try, with_gradients
+from .trials import Unfit, differing, failure, preserving_modes, rows_to_try, with_gradients
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -319,7 +319,7 @@ class FrozenPrefix:
         lengths, device, eps = examples.lengths, input_device(self.model), rounding(self.model)
         chosen = rows_to_try(lengths)
         batch = {k: v.to(device) for k, v in examples.batch(chosen).items() if k != "labels"}
-        with keeping_modes(self.model):
+        with preserving_modes(self.model):
             try:
                 rows = [self._hidden(examples, np.array([i]))[0] for i in chosen]
                 for row, i in zip(rows, chosen):
@@ -377,7 +377,7 @@ class FrozenPrefix:
         device = input_device(self.model)
         batch = {k: v.to(device, non_blocking=True) for k, v in examples.batch(indices).items() if k != "labels"}
         hook = self.layers[self.depth].register_forward_pre_hook(catch, with_kwargs=True)
-        with hook, keeping_modes(self.model), contextlib.suppress(Enough):
+        with hook, preserving_modes(self.model), contextlib.suppress(Enough):
             self.model.eval()(**batch)
         if not inputs or inputs[0] is None:
             raise Unfit("its first trained layer does not run")

@@ -29,7 +29,7 @@ from ..adapters import layer_stack
 from ..kinds import unwrapped
 from ..machine import input_device, rounding
 from .masks import Masks, comparable, draw, draws
-from .trials import Unfit, differing, failure, keeping_modes, rows_to_try
+from .trials import Unfit, differing, failure, preserving_modes, rows_to_try
 
 #: of a batch's positions so many may be read at most; with more, two passes save nothing
 _MOST = 0.75
@@ -270,7 +270,7 @@ class OnlyRead:
         """
         chosen, device = rows_to_try(examples.lengths), input_device(self.model)
         batches = [examples.batch(rows) for rows in (chosen, chosen[-1:])]
-        with keeping_modes(self.model):
+        with preserving_modes(self.model):
             wrong = self._trial(batches, device, training=False)
             self.usable = not wrong
             wrong = wrong or self._trial(batches, device, training=True)

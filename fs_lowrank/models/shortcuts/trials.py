@@ -74,7 +74,7 @@ def with_gradients(model: nn.Module, names: Collection[str]) -> Iterator[None]:
 
 
 @contextmanager
-def keeping_modes(model: nn.Module) -> Iterator[None]:
+def preserving_modes(model: nn.Module) -> Iterator[None]:
     """A context after which each module is in training or evaluation mode as before."""
     modes = {module: module.training for module in model.modules()}
     try:

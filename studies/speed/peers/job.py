@@ -72,7 +72,7 @@ def make_job(kind: str, folder: Path, clients: int, rounds: int, tiny: bool = Fa
     engine = LocalEngine(load_config(ours, outdir=str(folder / "unused")))
     initial = {n: t.clone() for n, t in engine.ledger.state.items() if isinstance(t, torch.Tensor)}
     save_file(initial, folder / "initial.safetensors")
-    owned = [examples for examples in engine.site.data.clients if isinstance(examples, Examples)]
+    owned = [examples for examples in engine.workspace.data.clients if isinstance(examples, Examples)]
     _save_tokens(folder / "data.npz", owned)
     job = Job(
         model=str(folder / "model"),

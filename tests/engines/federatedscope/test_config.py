@@ -251,8 +251,8 @@ def test_the_framework_is_told_where_the_sessions_model_is(cfg, monkeypatch, dev
     """By itself it would take the GPU with the most free memory."""
     from fs_lowrank.engines.federatedscope import data
 
-    config, site = SimpleNamespace(alone=False), SimpleNamespace(device=torch.device(device))
-    session = SimpleNamespace(role="standalone", site=site, config=config)
+    config, workspace = SimpleNamespace(alone=False), SimpleNamespace(device=torch.device(device))
+    session = SimpleNamespace(role="standalone", workspace=workspace, config=config)
     monkeypatch.setattr(data, "open_session", lambda config: session)
     monkeypatch.setattr(data, "worker_data", lambda session, config: {})
     cfg.merge_from_list(["federate.method", "rolora", "device", -1])

@@ -78,10 +78,10 @@ class Hostile(Stranger):
 
     def __init__(self, command: dict, settings, client: int):
         from fs_lowrank.rounds.node import Node
-        from fs_lowrank.rounds.site import Site
+        from fs_lowrank.rounds.workspace import Workspace
 
         super().__init__(command["distribute.server_port"], "a" * 32)
-        self.client, self.node = client, Node(Site(fs_lowrank.load_config(settings, command), serves=False))
+        self.client, self.node = client, Node(Workspace(fs_lowrank.load_config(settings, command), serves=False))
 
     def join(self) -> str:
         """The status."""

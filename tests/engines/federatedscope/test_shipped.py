@@ -135,7 +135,7 @@ def run_round(name: str):
         classes = {"server_class": get_server_cls(cfg), "client_class": get_client_cls(cfg)}
         get_runner(data=data, config=cfg.clone(), **classes).run()
         (record,) = current().result.history
-        return record, current().site.data
+        return record, current().workspace.data
     finally:
         close_session()
 

@@ -178,8 +178,8 @@ SERVER_PHASES = {
     "takes": ("rounds.round.Round.take", 4),
     "aggregates": ("rounds.round.Round.finish", 2),
     "evaluates": (f"{SERVER}.exchange", 4),
-    "records": ("rounds.keeper.RecordKeeper.add", 2),
-    "saves": ("rounds.keeper.RecordKeeper.save", 2),
+    "records": ("rounds.recorder.Recorder.add", 2),
+    "saves": ("rounds.recorder.Recorder.save", 2),
     "ends": (f"{SERVER}.end", 1),
 }
 

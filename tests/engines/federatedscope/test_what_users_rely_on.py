@@ -174,7 +174,7 @@ def test_resuming(quick, assert_same, method, keys, share):
 @SHARE
 def test_resuming_a_run_that_was_killed_before_its_end(quick, assert_same, monkeypatch, share):
     """All rounds are done, but the files that are written at the end of a run are missing."""
-    from fs_lowrank.rounds.keeper import RecordKeeper
+    from fs_lowrank.rounds.recorder import Recorder
 
     def killed(self):
         raise KeyboardInterrupt
@@ -182,7 +182,7 @@ def test_resuming_a_run_that_was_killed_before_its_end(quick, assert_same, monke
     keys = {"federate.method": "rolora", "federate.share_local_model": share}
     whole = fs_lowrank.run(quick("whole", keys), "federatedscope")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(RecordKeeper, "finish", killed)
+        patch.setattr(Recorder, "finish", killed)
         fs_lowrank.run(quick("cut", keys), "federatedscope")
     rest = fs_lowrank.run(quick("cut", keys), "federatedscope", resume=True)
     assert [r["metrics"] for r in rest.history] == [r["metrics"] for r in whole.history]

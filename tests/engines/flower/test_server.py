@@ -187,7 +187,7 @@ def test_a_client_whose_training_fails_and_one_whose_update_is_not_finite(quick,
     fit = Trainer.fit
 
     def broken(self, client, *given):
-        if not self.site.method.workbench and client.id == 1:
+        if not self.workspace.method.workbench and client.id == 1:
             raise RuntimeError("no memory")
         fitted = fit(self, client, *given)
         if client.id == 2:
@@ -316,9 +316,9 @@ def test_the_three_sites_of_the_tutorial(federation, monkeypatch, tmp_path):
     exec(re.search(r"^```python\n(.*?)^```$", page, re.M | re.S)[1], {})
     text = re.search(r"^```yaml\n# run.yaml\n(.*?)^```$", page, re.M | re.S)[1]
     Path("run.yaml").write_text(text)
-    for site in (1, 2, 3):
-        Path(f"site_{site}.yaml").write_text(text.replace("public.csv", f"site_{site}.csv"))
-    own = {site - 1: {"cfg": f"site_{site}.yaml", "own-data": True} for site in (1, 2, 3)}
+    for workspace in (1, 2, 3):
+        Path(f"site_{workspace}.yaml").write_text(text.replace("public.csv", f"site_{workspace}.csv"))
+    own = {workspace - 1: {"cfg": f"site_{workspace}.yaml", "own-data": True} for workspace in (1, 2, 3)}
     result = serve(fs_lowrank.load_config("run.yaml"), federation(own=own).grid)
     assert [r["clients"] for r in result.history] == [[1, 2, 3]] * 3 and not any(r["failed"] for r in result.history)
     assert result.final["test_acc"] > result.facts["majority"] + 0.2

@@ -5,18 +5,18 @@ import torch
 
 from fs_lowrank import UserError, load_config
 from fs_lowrank.models.curvature import input_grams
-from fs_lowrank.rounds.site import Site
+from fs_lowrank.rounds.workspace import Workspace
 
 
 @pytest.fixture
-def site(settings):
-    return lambda keys=None: Site(load_config(settings, {"federate.method": "regmean", **(keys or {})}))
+def workspace(settings):
+    return lambda keys=None: Workspace(load_config(settings, {"federate.method": "regmean", **(keys or {})}))
 
 
 @pytest.mark.more
-def test_inputs_of_layers_are_those_of_the_data_and_none_of_padding(site):
+def test_inputs_of_layers_are_those_of_the_data_and_none_of_padding(workspace):
     """The Gram matrices are those of one text at a time, whatever the size of a batch."""
-    made = site()
+    made = workspace()
     client, layers = made.clients[1], made.method.layers
     alone, together = made.in_batches(made.data.clients[1], 1), made.in_batches(made.data.clients[1], 8)
     batches = list(together())
@@ -32,18 +32,18 @@ def test_inputs_of_layers_are_those_of_the_data_and_none_of_padding(site):
 
 
 @pytest.mark.more
-def test_a_mean_without_a_gram_matrix_is_refused(site):
+def test_a_mean_without_a_gram_matrix_is_refused(workspace):
     keys = {"llm.adapter.use": True, "llm.adapter.args": [{"adapter_method": "loha", "r": 2, "modules": ["query"]}]}
-    assert site(keys).method.layers, "the head has one"
+    assert workspace(keys).method.layers, "the head has one"
     with pytest.raises(UserError, match="regmean: no trained tensor is the weight of a linear layer"):
-        site({**keys, "lowrank.train_head": False})
+        workspace({**keys, "lowrank.train_head": False})
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("method", ["pfedlora", "pfedloru", "pmfedloru"])
 @pytest.mark.parametrize("start", ["pissa", "olora"])
-def test_a_base_that_the_start_of_a_pair_changes_has_no_personal_pairs_beside_it(site, method, start):
+def test_a_base_that_the_start_of_a_pair_changes_has_no_personal_pairs_beside_it(workspace, method, start):
     args = {"r": 2, "alpha": 6, "modules": ["query"], "init_lora_weights": start}
     with pytest.raises(UserError, match=f"init_lora_weights = {start} changes the base, so the clients' own"):
-        site({"federate.method": method, "llm.adapter.args": [args]})
-    assert site({"federate.method": "fedlora", "llm.adapter.args": [args]})
+        workspace({"federate.method": method, "llm.adapter.args": [args]})
+    assert workspace({"federate.method": "fedlora", "llm.adapter.args": [args]})

@@ -34,7 +34,7 @@ from .intake import TooFewClients
 from .joining import begun_with, check_continued
 from .ledger import Ledger
 from .record import Failure, extremes
-from .site import Site
+from .workspace import Workspace
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -47,14 +47,14 @@ class Callback:
     the user's code and raises an error ends the run, which ``resume=True`` continues.
     """
 
-    def on_start(self, run: RecordKeeper) -> object:
+    def on_start(self, run: Recorder) -> object:
         """The run begins, or goes on after the rounds in ``run.history``.
 
         Returns:
             True if no round is to follow.
         """
 
-    def after_round(self, run: RecordKeeper, record: dict[str, Any]) -> object:
+    def after_round(self, run: Recorder, record: dict[str, Any]) -> object:
         """A round has ended and was evaluated.
 
         Args:
@@ -63,15 +63,15 @@ class Callback:
             True if it was the last round.
         """
 
-    def on_end(self, run: RecordKeeper, result: RunResult) -> object:
+    def on_end(self, run: Recorder, result: RunResult) -> object:
         """All rounds have ended. ``summary.json`` will have what is added to ``final`` or ``facts`` of ``result``."""
 
 
-class RecordKeeper:
+class Recorder:
     """One run: what it is of, its folder, and its records so far. Callbacks are given it.
 
     Args:
-        site, evaluator: of this process.
+        workspace, evaluator: of this process.
         ledger: its state is saved and restored.
         outdir: the folder.
         callbacks: what is done beside the records.
@@ -89,7 +89,7 @@ class RecordKeeper:
 
     def __init__(
         self,
-        site: Site,
+        workspace: Workspace,
         evaluator: Evaluator,
         ledger: Ledger,
         outdir: Path,
@@ -97,8 +97,8 @@ class RecordKeeper:
         clients_evaluate: bool = False,
         lock: FileLock | None = None,
     ):
-        self.site, self.evaluator, self.ledger = site, evaluator, ledger
-        self.config, self.method = site.config, site.method
+        self.workspace, self.evaluator, self.ledger = workspace, evaluator, ledger
+        self.config, self.method = workspace.config, workspace.method
         self.outdir, self.callbacks = outdir, list(callbacks)
         self.clients_evaluate = clients_evaluate
         self.before: dict[str, float] = {}
@@ -113,8 +113,8 @@ class RecordKeeper:
 
     def global_model(self) -> nn.Module:
         """The model with the global tensors as they are now; it is the one that clients train, so no copy of it."""
-        self.site.load_global(self.ledger.state)  # it may hold the tensors of a client that was evaluated
-        return self.site.model
+        self.workspace.load_global(self.ledger.state)  # it may hold the tensors of a client that was evaluated
+        return self.workspace.model
 
     def _call(self, hook: str, *given: Any) -> None:
         """Call ``hook`` of all callbacks; of the user's code, an error is one for the user."""
@@ -178,7 +178,7 @@ class RecordKeeper:
         check_outdir(self.config, resume)
         remove_unfinished(self.outdir)
         records = self.outdir / "rounds.jsonl"
-        checkpoint = load_checkpoint(self.outdir / "checkpoint", self.site.device) if resume else None
+        checkpoint = load_checkpoint(self.outdir / "checkpoint", self.workspace.device) if resume else None
         if checkpoint:
             self.restore(checkpoint)
             self.history = read_records(records, checkpoint.round, checkpoint.meta.get("records", ()))
@@ -196,8 +196,8 @@ class RecordKeeper:
         self.history = self._records.history
         self.config.dump(self.outdir / self.config_name)
         after = checkpoint.round if checkpoint else None
-        write_environment(self.outdir / "environment.json", self.site.new_weights, after, self.site.device)
-        write_split(self.outdir, self.site.data)
+        write_environment(self.outdir / "environment.json", self.workspace.new_weights, after, self.workspace.device)
+        write_split(self.outdir, self.workspace.data)
         if self.config.eval.before:
             self._evaluate_before(resumed=checkpoint is not None)
         return checkpoint
@@ -212,9 +212,9 @@ class RecordKeeper:
             except DamagedFile as error:
                 logger.warning("%s", error)
             return
-        self.site.load_global(self.site.initial_state)
-        self.before = flat_metrics(self.evaluator.evaluate(self.site.initial_state))
-        self.site.load_global(self.ledger.state)
+        self.workspace.load_global(self.workspace.initial_state)
+        self.before = flat_metrics(self.evaluator.evaluate(self.workspace.initial_state))
+        self.workspace.load_global(self.ledger.state)
         write_text(path, to_json({"schema": SCHEMA, **self.before}, indent=1))
 
     def _unseen(self, record: Mapping[str, Any]) -> dict[str, float]:
@@ -223,7 +223,7 @@ class RecordKeeper:
         scores = {c: of for c, of in record.get("client_scores", {}).items() if c not in took_part}
         if not scores or not took_part:
             return {}
-        if {str(client) for client, _ in self.site.tested()} - record["client_scores"].keys():
+        if {str(client) for client, _ in self.workspace.tested()} - record["client_scores"].keys():
             return {}
         sizes = {c: of["samples"] for c, of in scores.items()}
         measured = next(iter(scores.values()))
@@ -242,14 +242,14 @@ class RecordKeeper:
         """
         parts, known = self.ledger.saved(round)
         parts |= {
-            "base": self.site.changed_base(),
-            "personal": {f"{c}/{n}": t for c, own in self.site.personal.items() for n, t in own.items()},
+            "base": self.workspace.changed_base(),
+            "personal": {f"{c}/{n}": t for c, own in self.workspace.personal.items() for n, t in own.items()},
         }
         save_checkpoint(
             self.outdir / "checkpoint",
             round,
             {n: p for n, p in parts.items() if p},
-            {**known, "records": self._records.digests if self._records else [], **begun_with(self.site)},
+            {**known, "records": self._records.digests if self._records else [], **begun_with(self.workspace)},
             keep=self.config.lowrank.keep_checkpoints,
         )
 
@@ -259,13 +259,13 @@ class RecordKeeper:
         Raises:
             CannotContinue: it is of other data, another model, configuration, or revision of the method.
         """
-        check_continued(checkpoint.meta, self.site, self.outdir)
+        check_continued(checkpoint.meta, self.workspace, self.outdir)
         self.ledger.restore(checkpoint.round, checkpoint.parts, checkpoint.meta)
         for key, tensor in checkpoint.parts.get("personal", {}).items():
             client, name = key.split("/", 1)
-            self.site.personal.setdefault(int(client), {})[name] = tensor
-        load_tensors(self.site.model, checkpoint.parts.get("base", {}))
-        load_tensors(self.site.model, self.method.view(self.ledger.state))
+            self.workspace.personal.setdefault(int(client), {})[name] = tensor
+        load_tensors(self.workspace.model, checkpoint.parts.get("base", {}))
+        load_tensors(self.workspace.model, self.method.view(self.ledger.state))
 
     def result(self) -> RunResult:
         """The result as far as the model and the records are; without figures."""
@@ -273,9 +273,9 @@ class RecordKeeper:
             history=self.history,
             final={},
             outdir=self.outdir,
-            model=self.site.model,
-            base_changed="base" in self.method.shared or any("base" in tags(n) for n in self.site.changed_base()),
-            facts={"method": self.method.name, **facts_of(self.site)},
+            model=self.workspace.model,
+            base_changed="base" in self.method.shared or any("base" in tags(n) for n in self.workspace.changed_base()),
+            facts={"method": self.method.name, **facts_of(self.workspace)},
         )
 
     def finish(self) -> RunResult:
@@ -289,7 +289,7 @@ class RecordKeeper:
         history, result = self.history, self.result()
         if any(CLIENTS in r["metrics"] for r in history):
             result.facts["own_models"] = self.evaluator.differ(self.ledger.state)
-            result.facts["client_majority"] = self.site.data.client_majority
+            result.facts["client_majority"] = self.workspace.data.client_majority
         final = result.final
         last: Mapping[str, Any] = next((r for r in reversed(history) if r["metrics"]), {"metrics": {}})
         final |= {**flat_metrics(last["metrics"]), **self._unseen(last)}
@@ -330,22 +330,22 @@ def _sizes(sizes: Sequence[int]) -> dict[str, int]:
     return {"number": len(sizes), "least": min(sizes), "most": max(sizes)}
 
 
-def facts_of(site: Site) -> dict[str, Any]:
+def facts_of(workspace: Workspace) -> dict[str, Any]:
     """What the data and the model of a run are, for its summary."""
-    hub = hub_name(site.config, site.model)
+    hub = hub_name(workspace.config, workspace.model)
     return {
-        "source": site.data.source,
-        "data": site.data.fingerprint,
-        "model": site.base_fingerprint,
-        "configuration": site.configured,
-        "config": site.config.fingerprint(),
-        "clients": site.data.partition.sizes().tolist(),
-        "rows": site.data.counts(),
-        "columns": site.data.columns,
-        "held_out": {split: len(examples) for split, examples in site.held_out().items()},
-        "majority": site.data.majority,
-        "parameters": site.parameters,
-        "images": site.data.image_shape,
-        "labels": site.data.label_names,
+        "source": workspace.data.source,
+        "data": workspace.data.fingerprint,
+        "model": workspace.base_fingerprint,
+        "configuration": workspace.configured,
+        "config": workspace.config.fingerprint(),
+        "clients": workspace.data.partition.sizes().tolist(),
+        "rows": workspace.data.counts(),
+        "columns": workspace.data.columns,
+        "held_out": {split: len(examples) for split, examples in workspace.held_out().items()},
+        "majority": workspace.data.majority,
+        "parameters": workspace.parameters,
+        "images": workspace.data.image_shape,
+        "labels": workspace.data.label_names,
         **({"hub": hub} if hub[0] else {}),
     }

@@ -85,7 +85,7 @@ def method_of(config: Config) -> Method:
     )
 
 
-class Site:
+class Workspace:
     """The data, the method and the model of one process.
 
     Args:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .escaped import log_to
-from .kept import keeping
+from .memo import memoizing
 from .pool import Call, Pool, Work, print_to
 from .shell import names
 
@@ -63,7 +63,7 @@ def threads_each(workers: int) -> int:
     return max(1, (os.cpu_count() or 1) // workers)
 
 
-def make_crew(
+def worker_pool(
     workers: int,
     imports: Sequence[str],
     begin: Sequence[Call] = (),
@@ -155,4 +155,4 @@ def settle(variables: Mapping[str, str]) -> None:
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))  # it may be imported already
     log_to(logging.StreamHandler())
-    _opened.enter_context(keeping())
+    _opened.enter_context(memoizing())

@@ -14,10 +14,10 @@ from torch import nn
 
 import fs_lowrank
 from fs_lowrank import data
-from fs_lowrank.jobs import kept as memo
-from fs_lowrank.jobs.kept import keeping, kept
+from fs_lowrank.jobs import memo
+from fs_lowrank.jobs.memo import memoized, memoizing
 from fs_lowrank.models import build
-from fs_lowrank.rounds.site import Site
+from fs_lowrank.rounds.workspace import Workspace
 from tests.cases import same_model
 
 
@@ -27,30 +27,30 @@ def value(key, made):
 
 
 def keep_one(key, made, size=400):
-    return kept("a", lambda: {"n": key}, lambda: value(key, made), copy=copy.deepcopy, size=lambda of: size)
+    return memoized("a", lambda: {"n": key}, lambda: value(key, made), copy=copy.deepcopy, size=lambda of: size)
 
 
 @pytest.mark.more
 def test_a_value_is_made_once_and_every_copy_is_its_own():
     made = []
-    with keeping() as keep:
+    with memoizing() as keep:
         one, two = keep_one("a", made), keep_one("a", made)
         keep_one("b", made)
-        with keeping() as inner:
+        with memoizing() as inner:
             assert inner is keep
         assert made == ["a", "b"]
     one["tensor"][3] = -1
     assert one["text"] == "a" and two["tensor"][3] == 3
-    assert kept("a", lambda: pytest.fail("nothing is kept"), lambda: "anew") == "anew"
+    assert memoized("a", lambda: pytest.fail("nothing is kept"), lambda: "anew") == "anew"
 
 
 def test_what_is_too_large_or_not_known_is_made_each_time(monkeypatch):
     made = []
     monkeypatch.setattr(memo, "LIMIT", 500)
-    with keeping():
+    with memoizing():
         for _ in range(2):
             keep_one("large", made, size=501)
-            assert kept("unknown", lambda: None, lambda: made.append("unknown")) is None
+            assert memoized("unknown", lambda: None, lambda: made.append("unknown")) is None
     assert made == ["large", "unknown"] * 2
 
 
@@ -58,7 +58,7 @@ def test_what_is_too_large_or_not_known_is_made_each_time(monkeypatch):
 def test_the_least_recently_used_gives_way(monkeypatch):
     made = []
     monkeypatch.setattr(memo, "LIMIT", 1000)  # room for two
-    with keeping() as keep:
+    with memoizing() as keep:
         for name in ("a", "b", "a", "c", "a", "b"):
             keep_one(name, made)
         assert len(keep) == 2
@@ -126,7 +126,7 @@ def test_runs_in_one_process_are_those_of_fresh_ones(kind, request, tmp_path, lo
 
     alone = run("alone")
     loaded.update(model=0, data=0)
-    with keeping():
+    with memoizing():
         run("other", **{"train.optimizer.lr": 0.3})
         run("seed", seed=7)
         torch.rand(3), np.random.rand(3)
@@ -150,7 +150,7 @@ def test_what_a_run_left_is_freed_before_the_next(settings, tmp_path, no_curves)
 
     gc.disable()  # so that nothing but the next run frees it
     try:
-        with keeping():
+        with memoizing():
             for name in ("one", "two", "three"):
                 short(name)
     finally:
@@ -164,12 +164,12 @@ def test_a_changed_file_is_noticed(settings, tmp_path, loaded, reviews_csv):
     rows.write_bytes(reviews_csv.read_bytes())
     settings["data"]["type"] = str(rows)
     config = fs_lowrank.load_config(settings)
-    with keeping():
-        first = Site(config).data.fingerprint
+    with memoizing():
+        first = Workspace(config).data.fingerprint
         rows.write_text(rows.read_text().rsplit("\n", 2)[0] + "\n")
-        assert Site(config).data.fingerprint != first
+        assert Workspace(config).data.fingerprint != first
         assert loaded == {"model": 1, "data": 2}
         place = build.locate(build.model_name(config.model.type))
         os.utime(f"{place}/config.json")
-        Site(config)
+        Workspace(config)
         assert loaded == {"model": 2, "data": 2}

@@ -1,6 +1,6 @@
 """What a process has loaded and needs again, such as a model before a method has changed it.
 
-Within ``keeping``, a value is made once for all that decides it, and every use is a copy of its own.
+Within ``memoizing``, a value is made once for all that decides it, and every use is a copy of its own.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _current: Values | None = None
 
 
 @contextmanager
-def keeping() -> Iterator[Values]:
-    """Within the block, ``kept`` keeps values. In a block inside another, the outer one's values are used."""
+def memoizing() -> Iterator[Values]:
+    """Within the block, ``memoized`` keeps values. In a block inside another, the outer one's values are used."""
     global _current
     outer = _current
     _current = {} if outer is None else outer
@@ -33,14 +33,14 @@ def keeping() -> Iterator[Values]:
         _current = outer
 
 
-def kept(
+def memoized(
     what: str,
     decides: Callable[[], Mapping[str, Any] | None],
     make: Callable[[], Value],
     copy: Callable[[Value], Value] = lambda value: value,
     size: Callable[[Value], int] = lambda value: 0,
 ) -> Value:
-    """What ``make`` gives; within ``keeping``, a copy of what it gave before where the same decides it.
+    """What ``make`` gives; within ``memoizing``, a copy of what it gave before where the same decides it.
 
     Where the values exceed ``LIMIT``, the least recently used are dropped.
 

@@ -12,7 +12,7 @@ import numpy as np
 
 
 @contextmanager
-def start_method_kept() -> Iterator[None]:
+def preserving_start_method() -> Iterator[None]:
     """After the block, the way to start processes is still to be chosen if it was before it.
 
     The first bar of tqdm, also one that is not shown, makes a lock for processes and thereby chooses it; a later
@@ -27,7 +27,7 @@ def start_method_kept() -> Iterator[None]:
 
 
 @contextmanager
-def settings_kept() -> Iterator[None]:
+def preserving_settings() -> Iterator[None]:
     """After the block, these are as they were before it: the environment, the root logger, how NumPy prints, cuDNN."""
     import torch
 
