@@ -30,7 +30,7 @@ def from_matrix(matrix: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def factor_shapes(shape: Sequence[int], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the factors of a weight of ``shape``: ``(d_out, r)`` and ``(r, d_in)``, or those of the two
+    """Shapes of the factors of a weight of ``shape``: ``(d_out, r)`` and ``(r, d_in)``, or of the two
     convolutions, ``(d_out, r, k₁, 1)`` and ``(r, d_in, 1, k₂)``."""
     out, into, *kernel = shape
     return ((out, rank), (rank, into)) if not kernel else ((out, rank, kernel[0], 1), (rank, into, 1, kernel[1]))

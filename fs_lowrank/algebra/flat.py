@@ -19,9 +19,9 @@ def nbytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def values_of(scalars: Iterable[Tensor]) -> list[float]:
-    """The values of ``scalars``, which are of one dtype and on one device; a GPU is waited for once."""
-    each = list(scalars)
-    return torch.stack(each).tolist() if each else []
+    """The values of ``scalars``, all of one dtype and on one device; a GPU is waited for once."""
+    tensors = list(scalars)
+    return torch.stack(tensors).tolist() if tensors else []
 
 
 def change_norm(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
@@ -33,7 +33,7 @@ def change_norm(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) 
 
 
 def change_norms(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
-    """The norms of which ``change_norm`` is made, by name; a GPU is waited for once."""
+    """The norm of each tensor's difference, by name (``change_norm``); a GPU is waited for once."""
     norms: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
@@ -44,7 +44,7 @@ def change_norms(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor])
 
 
 def on_device(values: Mapping[str, Value], device: torch.device | str) -> dict[str, Value]:
-    """``values`` with the tensors among them on ``device``; those that are there already are not copied."""
+    """``values`` with its tensors on ``device``; tensors that are there already are not copied."""
     return {n: cast("Value", v.to(device)) if isinstance(v, Tensor) else v for n, v in values.items()}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-#: of each pair one number, or one for each of its components
+#: one number for each pair, or one for each of its components
 Weights = Sequence[float] | Sequence[Sequence[float]]
 
 
@@ -23,8 +23,8 @@ def stack_pairs(ups: Sequence[Tensor], downs: Sequence[Tensor], weights: Weights
     """
     ups, downs = ([t if t.dim() == 2 else t.flatten(1) for t in half] for half in (ups, downs))
     # Scaling the stack once is cheaper than K small scalings, which would cost more than the product.
-    each = (w if isinstance(w, Sequence) else [w] * b.shape[1] for b, w in zip(ups, weights, strict=True))
-    columns = [w for own in each for w in own]
+    by_pair = (w if isinstance(w, Sequence) else [w] * b.shape[1] for b, w in zip(ups, weights, strict=True))
+    columns = [w for values in by_pair for w in values]
     up = torch.cat(ups, dim=1)
     return up.mul_(up.new_tensor(columns)), torch.cat(downs, dim=0)
 

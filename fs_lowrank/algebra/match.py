@@ -13,17 +13,17 @@ from torch import Tensor
 from ..errors import UserError
 
 
-def require(package: str, module: str, what: str) -> None:
+def require(package: str, module: str, method: str) -> None:
     """Raise ``UserError`` unless ``module`` of ``package`` can be imported."""
     if importlib.util.find_spec(module) is None:
-        raise UserError(f'{what} needs {package}; run: pip install "fs-lowrank[oneshot]"')
+        raise UserError(f'{method} needs {package}; run: pip install "fs-lowrank[oneshot]"')
 
 
-def exact_transport(mine: Tensor, theirs: Tensor) -> Tensor:
+def exact_transport(source: Tensor, target: Tensor) -> Tensor:
     """The optimal transport plan between two uniformly weighted point clouds under squared distance, by POT.
 
     Args:
-        mine: ``(n, d)``. theirs: ``(m, d)``.
+        source: ``(n, d)``. target: ``(m, d)``.
     Returns:
         float32 ``(n, m)``; rows sum to ``1/n``, columns to ``1/m``. If ``n = m``, a permutation divided by ``n``.
     Raises:
@@ -31,10 +31,10 @@ def exact_transport(mine: Tensor, theirs: Tensor) -> Tensor:
     """
     import ot
 
-    cost = torch.cdist(mine.double(), theirs.double()).square()
+    cost = torch.cdist(source.double(), target.double()).square()
     n, m = cost.shape
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what it would warn of is in the log, and raised below
+        warnings.simplefilter("ignore")  # the warning is in the log, and raised below
         plan, log = ot.emd(np.full(n, 1 / n), np.full(m, 1 / m), cost.cpu().numpy(), numItermax=1_000_000, log=True)
     marginals = np.abs(plan.sum(1) - 1 / n).max() * n + np.abs(plan.sum(0) - 1 / m).max() * m
     if log["warning"] or not marginals < 1e-6:
@@ -42,7 +42,7 @@ def exact_transport(mine: Tensor, theirs: Tensor) -> Tensor:
             f"no transport plan for neurons with squared distances up to {float(cost.max()):.3g}: "
             f"{log['warning'] or 'its marginals are wrong'}"
         )
-    return torch.from_numpy(plan).to(mine)
+    return torch.from_numpy(plan).to(source)
 
 
 def move_inputs(weight: Tensor, plan: Tensor) -> Tensor:
@@ -99,38 +99,38 @@ def nonparametric_matching(
 
     def assign(k: int) -> None:
         nonlocal total, popularity
-        own, size, known = scaled[k], len(scaled[k]), len(total)
-        added = min(size, max(widest - known, 1)) if known else size
-        if known + added < size:
-            added = size - known
+        neurons, size, existing = scaled[k], len(scaled[k]), len(total)
+        added = min(size, max(widest - existing, 1)) if existing else size
+        if existing + added < size:
+            added = size - existing
         precision = 1 / sigma0 + popularity / sigma
         # ‖w + g‖² / (1/σ + s) − ‖g‖² / s, for every pair
         norms = (total**2).sum(1)
-        cross = (own**2).sum(1)[:, None] + 2 * own @ total.T + norms
+        cross = (neurons**2).sum(1)[:, None] + 2 * neurons @ total.T + norms
         seen = np.minimum(popularity, 10)
         old = cross / (1 / sigma + precision) - norms / precision + np.log(seen / (count - np.minimum(seen, count - 1)))
-        fresh = (own**2).sum(1)[:, None] / (1 / sigma0 + 1 / sigma) - 2 * np.log(np.arange(1, added + 1))
+        fresh = (neurons**2).sum(1)[:, None] / (1 / sigma0 + 1 / sigma) - 2 * np.log(np.arange(1, added + 1))
         rows, columns = linear_sum_assignment(np.hstack([old, fresh + 2 * np.log(gamma / count)]), maximize=True)
-        place = np.empty(size, dtype=np.int64)
-        new = columns >= known
-        place[rows[~new]] = columns[~new]
-        place[rows[new]] = known + np.arange(new.sum())
+        indices = np.empty(size, dtype=np.int64)
+        new = columns >= existing
+        indices[rows[~new]] = columns[~new]
+        indices[rows[new]] = existing + np.arange(new.sum())
         total = np.vstack([total, np.zeros((new.sum(), total.shape[1]))])
         popularity = np.concatenate([popularity, np.zeros(new.sum(), dtype=np.int64)])
-        total[place] += own
-        popularity[place] += 1
-        assigned[k] = place
+        total[indices] += neurons
+        popularity[indices] += 1
+        assigned[k] = indices
 
     def withdraw(k: int) -> None:
         nonlocal total, popularity
         total[assigned[k]] -= scaled[k]
         popularity[assigned[k]] -= 1
-        kept = popularity > 0
-        position = np.cumsum(kept) - 1
+        used = popularity > 0
+        position = np.cumsum(used) - 1
         for j in range(count):
             if j != k:
                 assigned[j] = position[assigned[j]]
-        total, popularity = total[kept], popularity[kept]
+        total, popularity = total[used], popularity[used]
 
     for k in sorted(range(count), key=lambda k: -len(nets[k])):
         assign(k)

@@ -42,11 +42,11 @@ def trimmed_mean(tensors: Sequence[Mapping[str, Tensor]], cut: int) -> dict[str,
     if not 0 <= 2 * cut < count:
         raise ValueError(f"without the {cut} largest and smallest of {count} values, none is left")
     result = {}
-    for name, like in tensors[0].items():
-        out = torch.empty_like(like).flatten()
+    for name, first in tensors[0].items():
+        out = torch.empty_like(first).flatten()
         for part, rows in _blocks([t[name] for t in tensors]):
             out[part] = rows.sort(0).values[cut : count - cut].double().mean(0).to(out.dtype)
-        result[name] = out.view(like.shape)
+        result[name] = out.view(first.shape)
     return result
 
 
@@ -84,8 +84,8 @@ def krum_scores(distances: Tensor, malicious: int) -> Tensor:
     count = len(distances)
     if count < 2 * malicious + 3:
         raise ValueError(f"Krum with {malicious} malicious clients needs {2 * malicious + 3} updates, got {count}")
-    others = distances[~torch.eye(count, dtype=torch.bool)].view(count, count - 1)
-    return others.sort(1).values[:, : count - malicious - 2].sum(1)
+    off_diagonal = distances[~torch.eye(count, dtype=torch.bool)].view(count, count - 1)
+    return off_diagonal.sort(1).values[:, : count - malicious - 2].sum(1)
 
 
 def norm_of_change(tensors: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> float:
@@ -112,10 +112,10 @@ def bounded_mean(
         New tensors with the same names, shapes and dtypes.
     """
     result = {}
-    for name, like in tensors[0].items():
+    for name, first in tensors[0].items():
         mean = start[name].double()
-        for part, weight, factor in zip(tensors, weights, factors, strict=True):
+        for update, weight, factor in zip(tensors, weights, factors, strict=True):
             if factor:
-                mean = mean + weight * factor * (part[name].double() - start[name].double())
-        result[name] = mean.to(like.dtype)
+                mean = mean + weight * factor * (update[name].double() - start[name].double())
+        result[name] = mean.to(first.dtype)
     return result

@@ -35,11 +35,11 @@ def conjugate_path(
     direction = residual.clone()
     square = float((residual * residual).sum())
     goals = [t**2 * square for t in tolerances]
-    found: list[tuple[Tensor, int]] = []
+    solutions: list[tuple[Tensor, int]] = []
     for step in range(steps + 1):
-        while len(found) < len(goals) and (square <= goals[len(found)] or square == 0.0):
-            found.append((x.clone(), step))
-        if len(found) == len(goals) or step == steps:
+        while len(solutions) < len(goals) and (square <= goals[len(solutions)] or square == 0.0):
+            solutions.append((x.clone(), step))
+        if len(solutions) == len(goals) or step == steps:
             break
         image = product(direction)
         curvature = float((direction * image).sum())
@@ -50,7 +50,7 @@ def conjugate_path(
         residual.sub_(image, alpha=square / curvature)
         previous, square = square, float((residual * residual).sum())
         direction = residual + (square / previous) * direction
-    return found + [(x, step)] * (len(goals) - len(found))
+    return solutions + [(x, step)] * (len(goals) - len(solutions))
 
 
 def adam(
@@ -68,11 +68,11 @@ def adam(
     while True:
         yield [t.clone() for t in x]
         step += 1
-        for at, grad, mean, square in zip(x, gradient(x), m, v):
+        for tensor, grad, mean, square in zip(x, gradient(x), m, v):
             mean.mul_(betas[0]).add_(grad, alpha=1 - betas[0])
             square.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
             root = (square / (1 - betas[1] ** step)).sqrt_().add_(eps)
-            at.addcdiv_(mean, root, value=-lr / (1 - betas[0] ** step))
+            tensor.addcdiv_(mean, root, value=-lr / (1 - betas[0] ** step))
 
 
 def summed_moments(
@@ -92,10 +92,10 @@ def summed_moments(
     x = [t.clone() for t in start]
     m, d = ([torch.zeros_like(t) for t in x] for _ in range(2))
     while True:
-        for at, grad, mean, square in zip(x, gradient(x), m, d):
+        for tensor, grad, mean, square in zip(x, gradient(x), m, d):
             mean.mul_(betas[0]).add_(grad)
             square.mul_(betas[1]).addcmul_(grad, grad)
-            at.addcdiv_(mean, (square + eps).sqrt() if eps_inside else square.sqrt() + eps, value=-lr)
+            tensor.addcdiv_(mean, (square + eps).sqrt() if eps_inside else square.sqrt() + eps, value=-lr)
         yield [t.clone() for t in x]
 
 
@@ -112,6 +112,6 @@ def least_change(gram: Tensor, cross: Tensor, start: Tensor, precision: torch.dt
     gram, cross, start = gram.double(), cross.double(), start.double()
     values, vectors = torch.linalg.eigh(gram)
     # Smaller eigenvalues are rounding errors of the largest; their inverse would be noise.
-    kept = values > values[-1].clamp_min(0) * gram.shape[0] * torch.finfo(precision).eps
-    inverse = torch.where(kept, 1 / torch.where(kept, values, torch.ones_like(values)), torch.zeros_like(values))
+    nonzero = values > values[-1].clamp_min(0) * gram.shape[0] * torch.finfo(precision).eps
+    inverse = torch.where(nonzero, 1 / torch.where(nonzero, values, torch.ones_like(values)), torch.zeros_like(values))
     return start + ((cross - start @ gram) @ vectors * inverse) @ vectors.T
