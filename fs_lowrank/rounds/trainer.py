@@ -24,7 +24,7 @@ from ..models.shortcuts.frozen import FrozenPrefix
 from ..models.shortcuts.reads import OnlyRead
 from ..models.shortcuts.trials import failure
 from ..training import train_client
-from ..training.cohort import Member, apart, cohort_size, evenly, never_together, parts_of, places, train_cohort
+from ..training.cohort import Member, cohort_size, evenly, never_together, obstacle, parts_of, places, train_cohort
 from ..training.local import LocalResult
 from .record import Spent
 from .reuse import Reuse
@@ -150,7 +150,7 @@ class Trainer:
         for task in tasks:
             by_rate.setdefault(task.lr, []).append(task)
         for group in (group for of in by_rate.values() for group in parts_of(of, math.ceil(len(of) / self.cohort))):
-            if len(group) > 1 and (reason := apart(self.workspace.model, [task.phases for task in group])):
+            if len(group) > 1 and (reason := obstacle(self.workspace.model, [task.phases for task in group])):
                 self._say_alone(reason)
                 groups += [[task] for task in group]
             else:

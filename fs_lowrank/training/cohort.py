@@ -49,16 +49,16 @@ from .optimizer import make_optimizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: ``auto`` on a processor: a client's batch may have so many times the tokens that a further pass costs
-#: (``blocks.overhead``), and a cohort's so many times, of so many clients at most. Measured with MiniLM's last two
+#: ``auto`` on a processor: the largest batch of a client and of a cohort, in multiples of the tokens that a pass
+#: costs (``blocks.overhead``), and the largest number of clients. Measured with MiniLM's last two
 #: layers, where a pass costs 80 tokens: cohorts of 8 are 1.9, 1.6 and 1.3 times as fast with batches of 80, 160 and 320
 #: tokens, and 1.15 times with 500
-_FEW, _TOGETHER, _MOST = 4.0, 32.0, 16
+_BATCH_LIMIT, _COHORT_LIMIT, _MAX_CLIENTS = 4.0, 32.0, 16
 #: ``auto`` on a GPU: the part of its memory that may be used, and the tokens of a pass with which it is busy
-_SHARE, _FULL = 0.5, 65536
-#: the optimizers of torch that step each number alone; Adafactor and Muon do not, nor those of 8 bits, whose numbers
-#: share a scale
-_BY_NUMBER = ("adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd")
+_GPU_SHARE, _GPU_TOKENS = 0.5, 65536
+#: the optimizers of torch that step each number alone; Adafactor and Muon do not, nor optimizers of 8 bits, whose
+#: numbers share a scale
+_ELEMENTWISE = ("adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd")
 Item = TypeVar("Item")
 #: a loss, its gradients, None for a tensor that it does not depend on, and the random number that is drawn next
 Gradients = tuple[Tensor, Sequence[Tensor | None], Tensor]
@@ -86,15 +86,15 @@ def train_cohort(
     prefix: FrozenPrefix | None = None,
     reads: OnlyRead | None = None,
 ) -> list[tuple[LocalResult, dict[str, Tensor]]]:
-    """Train all ``members``; for each the result, and what its tensors are after it, by name. Waits for the device.
+    """Train all ``members``; for each the result and its tensors after it, by name. Waits for the device.
 
     Args:
-        load: loads the tensors of one member, by its index, into the model. The model is left with those of the last.
+        load: loads the tensors of one member, by its index, into the model. The last member's stay there.
         held: tags of the tensors that may differ between clients.
     Raises:
         Unfit: the clients have to be trained one by one; the message says why.
     """
-    if reason := apart(model, [member.phases for member in members]):
+    if reason := obstacle(model, [member.phases for member in members]):
         raise Unfit(reason)
     phases = members[0].phases
     slots = _slots(model, len(members), load, held, {tag for phase in phases for tag in phase.train})
@@ -120,14 +120,14 @@ def train_cohort(
 def _slots(
     model: nn.Module, number: int, load: Callable[[int], object], held: Collection[str], trained: Collection[str]
 ) -> Slots:
-    each: list[dict[str, Tensor]] = []
+    tensors: list[dict[str, Tensor]] = []
     scales = []
     names = select(all_tensors(model), {*held, *trained})
     for i in range(number):
         load(i)
-        each.append({n: t.detach().clone() for n, (_, t) in with_owners(model, names).items()})
+        tensors.append({n: t.detach().clone() for n, (_, t) in with_owners(model, names).items()})
         scales.append(lora_scales(model))
-    return Slots(model, each, scales, trained)
+    return Slots(model, tensors, scales, trained)
 
 
 class _Training:
@@ -161,43 +161,43 @@ class _Training:
         self.steps, self.samples = [0] * len(members), [0] * len(members)
 
     def run(self, phase: Phase, lr: float) -> None:
-        """One phase of all clients; those with fewer batches than others stop at their last step."""
+        """One phase of all clients; clients with fewer batches than others stop at their last step."""
         kind, slots = self.config.train.optimizer, self.slots
         parameters = slots.trainable(phase.train)
         optimizer = make_optimizer(parameters, kind.type, lr, kind.extra)
         resting = resting_by_step(phase, slots.stacked.items())
-        coming = [batches_of(phase, m.examples, m.config, order) for m, order in zip(self.members, self.orders)]
-        ahead = [next(batches, None) for batches in coming]
+        streams = [batches_of(phase, m.examples, m.config, order) for m, order in zip(self.members, self.orders)]
+        upcoming = [next(batches, None) for batches in streams]
         ended: dict[int, dict[str, Tensor]] = {}
         pending = 0
-        while now := {i: batch for i, batch in enumerate(ahead) if batch is not None}:
+        while current := {i: batch for i, batch in enumerate(upcoming) if batch is not None}:
             # The others' steps would move a client that has ended, too, by momentum and weight decay.
-            for i in set(range(len(ahead))) - now.keys() - ended.keys() if not pending else ():
+            for i in set(range(len(upcoming))) - current.keys() - ended.keys() if not pending else ():
                 ended[i] = {n: t.clone() for n, t in slots.of(i).items()}
-            self.add_gradients(now)
-            ahead = [None if batch is None else next(batches, None) for batch, batches in zip(ahead, coming)]
+            self.add_gradients(current)
+            upcoming = [None if batch is None else next(batches, None) for batch, batches in zip(upcoming, streams)]
             pending += 1
-            if pending == self.config.grad.grad_accum_count or all(batch is None for batch in ahead):
+            if pending == self.config.grad.grad_accum_count or all(batch is None for batch in upcoming):
                 for parameter in next(resting):
                     parameter.grad = None
                 _clip(parameters, self.config.grad.grad_clip)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 pending = 0
-        for i, own in ended.items():
-            slots.put(i, own)
+        for i, tensors in ended.items():
+            slots.put(i, tensors)
 
     def add_gradients(self, batches: Mapping[int, np.ndarray]) -> None:
         """Add the gradients of one batch of each client, whose loss is the mean over the batch."""
         members = [self.members[i] for i in batches]
         indices, sizes = np.concatenate(list(batches.values())), [len(batch) for batch in batches.values()]
-        together = Examples.together(zip((m.examples for m in members), batches.values()))
+        joined = Examples.together(zip((m.examples for m in members), batches.values()))
         slot = np.repeat(list(batches), sizes)
-        losses = together.losses(np.arange(len(together)))
+        losses = joined.losses(np.arange(len(joined)))
         shares = 1 / np.maximum(np.bincount(slot, losses, len(self.members)), 1)
-        own = np.split(together.lengths, np.cumsum(sizes)[:-1])
-        masks = ClientMasks(own, [self.draws[i] for i in batches]) if self.draws else None
-        for part in divide(together.lengths, self.overhead, self.blocks):
+        lengths = np.split(joined.lengths, np.cumsum(sizes)[:-1])
+        dropout = ClientMasks(lengths, [self.draws[i] for i in batches]) if self.draws else None
+        for part in divide(joined.lengths, self.overhead, self.blocks):
             part = np.sort(part)  # by client
             if not losses[part].sum():
                 continue
@@ -205,17 +205,17 @@ class _Training:
             rows = [
                 (m.owner, m.examples, indices[part][slot[part] == i]) for i, m in zip(batches, members) if counts[i]
             ]
-            batch = together.batch(part)
-            near = shortcuts(self.prefix, self.reads, rows, batch, self.device)
-            with near, self.slots.rows(counts.tolist()), masks.of(part) if masks else nullcontext():
+            batch = joined.batch(part)
+            context = shortcuts(self.prefix, self.reads, rows, batch, self.device)
+            with context, self.slots.rows(counts.tolist()), dropout.masks(part) if dropout else nullcontext():
                 logits, labels = label_logits(self.model, to_device(batch, self.device))
-                each = losses_of(logits, labels)
-                each = each * self._on_device(np.repeat(shares[slot[part]], losses[part]).astype(np.float32))
+                terms = losses_of(logits, labels)
+                terms = terms * self._on_device(np.repeat(shares[slot[part]], losses[part]).astype(np.float32))
                 # Within the contexts, as it may compute layers again.
-                (each.sum() / self.config.grad.grad_accum_count).backward()
-            of_slots = np.bincount(slot[part], losses[part], len(self.members)).astype(np.int64)
+                (terms.sum() / self.config.grad.grad_accum_count).backward()
+            by_slot = np.bincount(slot[part], losses[part], len(self.members)).astype(np.int64)
             # A check of the lengths would wait for the GPU.
-            self.losses += torch.segment_reduce(each.detach(), "sum", lengths=self._on_device(of_slots), unsafe=True)
+            self.losses += torch.segment_reduce(terms.detach(), "sum", lengths=self._on_device(by_slot), unsafe=True)
         for i, size in zip(batches, sizes):
             self.steps[i] += 1
             self.samples[i] += size
@@ -228,14 +228,14 @@ class _Training:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
 
 
-def _clip(parameters: Sequence[nn.Parameter], most: float) -> None:
+def _clip(parameters: Sequence[nn.Parameter], max_norm: float) -> None:
     """``clip_grad_norm_`` for each client by the norm of its own gradients."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    if most <= 0 or not gradients:
+    if max_norm <= 0 or not gradients:
         return
-    each = [g.flatten(1).norm(dim=1).float() for g in gradients]
-    norms = torch.stack([norm.to(each[0].device) for norm in each]).norm(dim=0)  # a model may be on several devices
-    factors = (most / (norms + 1e-6)).clamp(max=1.0)
+    rows = [g.flatten(1).norm(dim=1).float() for g in gradients]
+    norms = torch.stack([norm.to(rows[0].device) for norm in rows]).norm(dim=0)  # a model may be on several devices
+    factors = (max_norm / (norms + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(factors.view(-1, *[1] * (gradient.ndim - 1)).to(gradient))
 
@@ -243,22 +243,22 @@ def _clip(parameters: Sequence[nn.Parameter], most: float) -> None:
 # -- who can train together ----------------------------------------------------------------------------
 
 
-def apart(model: nn.Module, phases: Sequence[Sequence[Phase]]) -> str:
-    """Why clients with these ``phases`` cannot train together; empty if they can, as far as can be told from these."""
+def obstacle(model: nn.Module, phases: Sequence[Sequence[Phase]]) -> str:
+    """Why clients with these ``phases`` cannot train together; empty if they can, as far as phases and model tell."""
     if is_encoder_decoder(model):
         return "an encoder-decoder model has two stacks of layers"
-    if any(phase.has_code for each in phases for phase in each):
+    if any(phase.has_code for client in phases for phase in client):
         return "a penalty is added to a client's loss"
-    plans = {tuple((tuple(sorted(phase.train)), phase.turns, phase.steps) for phase in each) for each in phases}
+    plans = {tuple((tuple(sorted(phase.train)), phase.turns, phase.steps) for phase in client) for client in phases}
     if len(plans) > 1:
         return "the clients train different tensors, or for different numbers of steps"
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         return "the routers' loss of a mixture of experts is not a mean over samples"
-    own = dict(model.named_parameters())
-    trained = select(own, {tag for phase in phases[0] for tag in phase.train})
+    parameters = dict(model.named_parameters())
+    trained = select(parameters, {tag for phase in phases[0] for tag in phase.train})
     if base := [n for n in trained if "base" in tags(n)]:
         return f"the method trains the base ({base[0]})"
-    return unslotted(model, [n for n in trained if own[n].numel()])
+    return unslotted(model, [n for n in trained if parameters[n].numel()])
 
 
 def cohort_size(model: nn.Module, config: Settings, lengths: np.ndarray, depth: int) -> int:
@@ -276,14 +276,14 @@ def cohort_size(model: nn.Module, config: Settings, lengths: np.ndarray, depth: 
         return 1
     if device.type == "cpu":
         cost = overhead(model)
-        return max(1, min(_MOST, int(_TOGETHER * cost / tokens))) if tokens <= _FEW * cost else 1
+        return max(1, min(_MAX_CLIENTS, int(_COHORT_LIMIT * cost / tokens))) if tokens <= _BATCH_LIMIT * cost else 1
     if device.type != "cuda":
         return 1
     total = torch.cuda.get_device_properties(device).total_memory
     held = sum(p.numel() * p.element_size() for p in model.parameters())
     longest = loads.batch_tokens or loads.batch_size * int(lengths.max())
-    room = (_SHARE * total - held) / bytes_a_token(model, len(stack[1]) - depth, int(lengths.max()))
-    return max(1, int(min(room, _FULL) / longest))
+    room = (_GPU_SHARE * total - held) / bytes_a_token(model, len(stack[1]) - depth, int(lengths.max()))
+    return max(1, int(min(room, _GPU_TOKENS) / longest))
 
 
 def places(model: nn.Module) -> int:
@@ -297,8 +297,8 @@ def evenly(size: int, clients: int, places: int) -> int:
 
     It is the same with any ``federate.process_num``, on which results must not depend.
     """
-    each = math.ceil(clients / (places * size))
-    return math.ceil(clients / (places * each))
+    cohorts = math.ceil(clients / (places * size))
+    return math.ceil(clients / (places * cohorts))
 
 
 def parts_of(clients: Sequence[Item], number: int) -> list[Sequence[Item]]:
@@ -308,7 +308,7 @@ def parts_of(clients: Sequence[Item], number: int) -> list[Sequence[Item]]:
 
 
 def bytes_a_token(model: nn.Module, layers: int, longest: int) -> float:
-    """Memory of a training pass for each token: what ``layers`` layers and the head keep for the backward pass."""
+    """Memory of a training pass for each token: activations of ``layers`` layers and the head for the backward pass."""
     sizes: Any = cast("PreTrainedModel", model).config.get_text_config()
     width = sizes.hidden_size
     inner = getattr(sizes, "intermediate_size", None) or 4 * width
@@ -319,16 +319,16 @@ def bytes_a_token(model: nn.Module, layers: int, longest: int) -> float:
 
 
 def elementwise(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer`` steps each number alone, such that stacked tensors are stepped as each of them is."""
-    return optimizer.type.lower() in _BY_NUMBER
+    """Whether ``optimizer`` steps each number alone, so that stacked tensors are stepped as single ones."""
+    return optimizer.type.lower() in _ELEMENTWISE
 
 
 def never_together(model: nn.Module, config: Settings, held: Collection[str], examples: Examples | None) -> str:
     """Why no clients can train together; empty if they can, as far as a trial shows.
 
-    Losses and gradients of one pass are compared with those client by client. Three clients are tried, whose tensors
-    are the model's with some noise; on a CPU, where each draws its own masks, with dropout. What the model holds, its
-    modes and random numbers are restored.
+    Losses and gradients of one pass are compared with the passes client by client. Three clients are tried, whose
+    tensors are the model's with some noise; on a CPU, where each draws its own masks, with dropout. The model's
+    tensors, its modes and random numbers are restored.
 
     Args:
         held: tags of the tensors that may differ between clients. examples: for the trial; None of images.
@@ -339,21 +339,23 @@ def never_together(model: nn.Module, config: Settings, held: Collection[str], ex
         return f"train.optimizer.type = {config.train.optimizer.type} does not step each number by itself"
     candidates = [n for n, p in model.named_parameters() if tags(n) & set(held) and "base" not in tags(n) and p.numel()]
     names = [n for n in candidates if not unslotted(model, [n])]
-    own = {n: model.get_parameter(n).detach().clone() for n in names}
+    start = {n: model.get_parameter(n).detach().clone() for n in names}
     if not names:
         return "no tensor that it trains is that of a linear layer or a layer norm"
     batches = dict(enumerate(np.split(np.resize(rows_to_try(examples.lengths), TRIED), [1, 2])))
     members = [Member("", examples, (), seed, config) for seed in batches]
     draw = torch.Generator().manual_seed(0)
-    each = [{n: own[n] + 0.02 * torch.randn(own[n].shape, generator=draw).to(own[n]) for n in names} for _ in batches]
+    nets = [
+        {n: start[n] + 0.02 * torch.randn(start[n].shape, generator=draw).to(start[n]) for n in names} for _ in batches
+    ]
     try:
         with preserving_modes(model), with_gradients(model, names), torch.enable_grad():
             model.train(input_device(model).type == "cpu")
             if draws(model) and recomputes(model):
                 return "train.checkpointing computes layers again, and each client draws its dropout once"
-            alone = [_of_one(model, m, tensors, rows) for m, tensors, rows in zip(members, each, batches.values())]
+            alone = [_single(model, m, tensors, rows) for m, tensors, rows in zip(members, nets, batches.values())]
             model.requires_grad_(False)
-            slots = Slots(model, each, [lora_scales(model)] * len(each), held)
+            slots = Slots(model, nets, [lora_scales(model)] * len(nets), held)
             slots.trainable(held)
             training = _Training(model, members, slots, config, None, None)
             training.blocks = 1
@@ -363,24 +365,24 @@ def never_together(model: nn.Module, config: Settings, held: Collection[str], ex
         generators = training.draws or [torch.Generator().manual_seed(derive(m.seed, "dropout")) for m in members]
         ours = [[g[i] for g in stacked if g is not None] for i in batches]
         losses, gradients, numbers = zip(*alone)
-        # Those of all clients are compared together, because gradients of a client's samples may cancel out.
-        for what, a, b in (
+        # Gradients of all clients are compared together, because gradients of a client's samples may cancel out.
+        for label, a, b in (
             ("losses", torch.stack(losses), training.losses),
             ("gradients", _flat(gradients, training.losses), _flat(ours, training.losses)),
             ("random numbers", torch.stack(numbers), torch.stack([torch.rand((), generator=g) for g in generators])),
         ):
             if a.shape != b.shape:
-                return f"other tensors have {what}"
-            if wrong := differing(what, a, b, rounding(model)):
+                return f"other tensors have {label}"
+            if wrong := differing(label, a, b, rounding(model)):
                 return wrong
         return ""
     except Exception as error:
         return failure(error)
     finally:
-        load_tensors(model, own)
+        load_tensors(model, start)
 
 
-def _of_one(model: nn.Module, member: Member, tensors: Mapping[str, Tensor], rows: np.ndarray) -> Gradients:
+def _single(model: nn.Module, member: Member, tensors: Mapping[str, Tensor], rows: np.ndarray) -> Gradients:
     """The loss of a batch of a client with these ``tensors``, their gradients, and the next random number."""
     load_tensors(model, tensors)
     with drawing(derive(member.seed, "dropout")):
@@ -390,6 +392,6 @@ def _of_one(model: nn.Module, member: Member, tensors: Mapping[str, Tensor], row
         return loss.detach().float(), gradients, torch.rand(())
 
 
-def _flat(gradients: Iterable[Iterable[Tensor | None]], like: Tensor) -> Tensor:
-    every = [g.flatten().to(like) for each in gradients for g in each if g is not None]
-    return torch.cat([like.new_zeros(1), *every])
+def _flat(gradients: Iterable[Iterable[Tensor | None]], template: Tensor) -> Tensor:
+    vectors = [g.flatten().to(template) for group in gradients for g in group if g is not None]
+    return torch.cat([template.new_zeros(1), *vectors])

@@ -56,11 +56,11 @@ def mean_scores(scores: Iterable[BatchScore], metrics: Sequence[str] = ()) -> di
         accurate &= batch_correct is not None
         if outputs:
             predicted, labels, classes = predicted + outputs[0], labels + outputs[1], outputs[2]
-    asked = of_outputs(metrics)
-    more = measure(asked, np.asarray(predicted), np.asarray(labels), classes) if asked else {}
+    requested = of_outputs(metrics)
+    extra = measure(requested, np.asarray(predicted), np.asarray(labels), classes) if requested else {}
     if "perplexity" in metrics:
-        more["perplexity"] = perplexity(loss / count)
-    return {"loss": loss / count, **({"acc": correct / count} if accurate else {}), **more}
+        extra["perplexity"] = perplexity(loss / count)
+    return {"loss": loss / count, **({"acc": correct / count} if accurate else {}), **extra}
 
 
 @torch.no_grad()

@@ -48,7 +48,7 @@ def continue_prompts(
     inner = unwrapped(model)
     prompted, paired = is_prompted(model), is_encoder_decoder(inner)
     device = input_device(model)
-    own = inner.generation_config
+    original = inner.generation_config
     pad = pad_id(tokenizer)
     plain = GenerationConfig(
         do_sample=temperature > 0,
@@ -56,15 +56,15 @@ def continue_prompts(
         num_beams=num_beams,
         max_new_tokens=max_new_tokens,
         pad_token_id=pad,
-        bos_token_id=own.bos_token_id,
+        bos_token_id=original.bos_token_id,
         eos_token_id=ends_of(inner, tokenizer) or None,
-        decoder_start_token_id=own.decoder_start_token_id,
+        decoder_start_token_id=original.decoder_start_token_id,
     )
 
     def first(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The logits of the first token that follows."""
-        one = GenerationConfig(max_new_tokens=1, pad_token_id=pad, return_dict_in_generate=True, output_logits=True)
-        return inner.generate(input_ids=ids, attention_mask=mask, generation_config=one).logits[0]
+        config = GenerationConfig(max_new_tokens=1, pad_token_id=pad, return_dict_in_generate=True, output_logits=True)
+        return inner.generate(input_ids=ids, attention_mask=mask, generation_config=config).logits[0]
 
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     texts = [""] * len(prompts)
@@ -72,25 +72,25 @@ def continue_prompts(
     inner.generation_config = plain  # generate() fills what a config leaves open from the model's own
     try:
         with generating(), drawing(seed) if temperature else nullcontext():
-            alike = prompted or batch_size > 1 and not paired and padding_matters(inner, pad, first, left=True)
-            batches = [*_batches(order, batch_size, [len(p) for p in prompts] if alike else None)]
+            same_length = prompted or batch_size > 1 and not paired and padding_matters(inner, pad, first, left=True)
+            batches = [*_batches(order, batch_size, [len(p) for p in prompts] if same_length else None)]
             for rows in steps(batches, "writing answers"):
                 width = len(prompts[rows[0]])
                 start = 0 if paired else width  # a decoder beside an encoder does not repeat the prompt
                 padding = [width - len(prompts[i]) for i in rows]
                 ids = torch.tensor([_padded(prompts[i], [pad] * n, paired) for n, i in zip(padding, rows)])
                 mask = torch.tensor([_padded([1] * (width - n), [0] * n, paired) for n in padding])
-                made = (model if prompted else inner).generate(
+                outputs = (model if prompted else inner).generate(
                     input_ids=ids.to(device),
                     attention_mask=mask.to(device),
                     generation_config=plain,
                 )
-                for i, tokens in zip(rows, made[:, start:].cpu()):
+                for i, tokens in zip(rows, outputs[:, start:].cpu()):
                     texts[i] = tokenizer.decode(tokens, skip_special_tokens=True)
                     # The first token of a decoder beside an encoder may be the one that ends a text.
                     cut += not torch.isin(tokens[paired:], ends).any()
     finally:
-        inner.generation_config = own
+        inner.generation_config = original
     if cut:
         on_cut(int(cut))
     return texts
@@ -98,10 +98,10 @@ def continue_prompts(
 
 def _batches(order: Sequence[int], size: int, lengths: Sequence[int] | None) -> Iterator[Sequence[int]]:
     """``order`` in batches; with ``lengths``, each of one length: padding would move a text from virtual tokens, and
-    RWKV reads it.
+    RWKV reads padding.
     """
-    alike = groupby(order, key=lambda i: lengths[i] if lengths else 0)
-    for group in (list(rows) for _, rows in alike):
+    groups = groupby(order, key=lambda i: lengths[i] if lengths else 0)
+    for group in (list(rows) for _, rows in groups):
         yield from (group[start : start + size] for start in range(0, len(group), size))
 
 

@@ -56,12 +56,12 @@ def batch_indices(examples: Any, loads: Dataloader, generator: np.random.Generat
             yield batch
 
 
-def _ends(lengths: np.ndarray, most: int) -> list[int]:
-    """Where batches of consecutive samples end but the last, each of at most ``most`` tokens with padding, or alone."""
+def _ends(lengths: np.ndarray, limit: int) -> list[int]:
+    """Ends of batches of consecutive samples but the last, each of ``limit`` padded tokens at most, or one sample."""
     ends, start, longest = [], 0, 0
     for i, length in enumerate(lengths.tolist()):
         longest = max(longest, length)
-        if i > start and (i + 1 - start) * longest > most:
+        if i > start and (i + 1 - start) * longest > limit:
             ends.append(i)
             start, longest = i, length
     return ends
@@ -72,21 +72,21 @@ def batches_of(phase: Phase, examples: Any, config: Settings, generator: np.rand
     steps = config.train.local_update_steps if phase.steps is None else phase.steps
     in_epochs = config.train.batch_or_epoch == "epoch"
     epochs = range(steps) if in_epochs else itertools.count()
-    every = itertools.chain.from_iterable(batch_indices(examples, config.dataloader, generator) for _ in epochs)
-    return itertools.islice(every, None if in_epochs else steps * config.grad.grad_accum_count)
+    batches = itertools.chain.from_iterable(batch_indices(examples, config.dataloader, generator) for _ in epochs)
+    return itertools.islice(batches, None if in_epochs else steps * config.grad.grad_accum_count)
 
 
 def _epoch(size: int, loads: Dataloader) -> tuple[int, int]:
-    """Of an epoch of a client with ``size`` samples: the number of batches, and of the samples in them."""
-    whole, rest = divmod(size, loads.batch_size)
-    rest = 0 if loads.drop_last and whole else rest
-    return whole + bool(rest), whole * loads.batch_size + rest
+    """The numbers of batches, and of samples in them, in an epoch of a client with ``size`` samples."""
+    full, remainder = divmod(size, loads.batch_size)
+    remainder = 0 if loads.drop_last and full else remainder
+    return full + bool(remainder), full * loads.batch_size + remainder
 
 
 def steps_taken(size: int, phases: Sequence[Phase], config: Settings) -> int:
     """The number of optimizer steps that ``train_client`` takes with a client with ``size`` samples.
 
-    Of epochs only for batches of ``dataloader.batch_size``.
+    With epochs, only for batches of ``dataloader.batch_size``.
     """
     steps = [config.train.local_update_steps if p.steps is None else p.steps for p in phases]
     if config.train.batch_or_epoch == "batch":
@@ -109,8 +109,8 @@ def samples_trained(size: int, phases: Sequence[Phase], config: Settings) -> int
     batches, samples = _epoch(size, loads)
     if in_epochs:
         return (size if loads.batch_tokens else samples) * sum(steps)
-    taken = (divmod(number * config.grad.grad_accum_count, batches) for number in steps)
-    return sum(epochs * samples + more * loads.batch_size for epochs, more in taken)
+    passes = (divmod(number * config.grad.grad_accum_count, batches) for number in steps)
+    return sum(epochs * samples + extra * loads.batch_size for epochs, extra in passes)
 
 
 def passes_of(config: Settings, sizes: np.ndarray, length: float) -> np.ndarray:
@@ -121,17 +121,17 @@ def passes_of(config: Settings, sizes: np.ndarray, length: float) -> np.ndarray:
     return np.full(len(sizes), steps) if train.batch_or_epoch == "epoch" else steps * samples / sizes
 
 
-def of_tokens(labels: torch.Tensor) -> bool:
+def per_token(labels: torch.Tensor) -> bool:
     """Whether labels are of tokens, ``(batch, length)``.
 
-    Others are classes or numbers, or sets of classes: floating-point zeros and ones, ``(batch, classes)``.
+    Other labels are classes or numbers, or sets of classes: floating-point zeros and ones, ``(batch, classes)``.
     """
     return labels.ndim == 2 and not labels.is_floating_point()
 
 
 def to_device(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """``batch`` on ``device``, but for the labels of tokens: which have one is found out without waiting for a GPU."""
-    on_host = {"labels"} if of_tokens(batch["labels"]) else set()
+    """``batch`` on ``device``, but for the labels of tokens, so that no GPU is waited for to find tokens with one."""
+    on_host = {"labels"} if per_token(batch["labels"]) else set()
     return {k: v if k in on_host else v.to(device, non_blocking=True) for k, v in batch.items()}
 
 
@@ -158,7 +158,7 @@ def set_trainable(model: nn.Module, wanted: Sequence[str]) -> list[nn.Parameter]
 
 @contextlib.contextmanager
 def _same_counts(model: nn.Module) -> Iterator[None]:
-    """A context after which the batches that norms have counted are what they were before.
+    """A context after which the norms' counts of batches are as before.
 
     The counts are not sent, and one with ``momentum=None`` averages over them: no client may start from another's.
     """
@@ -176,7 +176,7 @@ def label_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torc
     The head of a causal LM is wide, so it is applied only to these positions.
     """
     inputs = {k: v for k, v in batch.items() if k != "labels"}
-    if not of_tokens(batch["labels"]):
+    if not per_token(batch["labels"]):
         return model(**inputs).logits, batch["labels"]
     if is_encoder_decoder(model):
         return _decoded(model, inputs, batch["labels"])
@@ -213,7 +213,7 @@ def _decoded(
 
 
 def losses_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The loss of each label: squared error of numbers, cross-entropy of classes, its mean over those of a set."""
+    """The loss of each label: squared error of numbers, cross-entropy of classes, its mean over a set of classes."""
     if not labels.is_floating_point():
         return nn.functional.cross_entropy(logits.float(), labels, reduction="none")
     if labels.ndim == 1:
@@ -241,10 +241,10 @@ def shortcuts(
     batch: dict[str, Tensor],
     device: torch.device,
 ) -> Iterator[None]:
-    """A context for one forward pass of a batch that computes neither what is kept nor what is not read.
+    """A context for one forward pass of a batch without cached states and positions that are not read.
 
     Args:
-        rows: whose the samples of the batch are, as for ``FrozenPrefix.states_of``. device: of the model's inputs.
+        rows: the owners of the samples of the batch, as for ``FrozenPrefix.states_of``. device: of the model's inputs.
     """
     with contextlib.ExitStack() as stack:
         if prefix is not None:
@@ -273,7 +273,7 @@ def train_client(
 
     Args:
         examples: the client's data: ``len``, ``batch(indices, augment) -> dict of tensors`` with ``labels``.
-        phases: what is trained, and for how long.
+        phases: tags of the tensors that train, and for how long.
         config: ``train``, ``dataloader`` and ``grad`` of the run's configuration.
         lr: learning rate of this round. seed: for the order of the data, dropout, and augmentation of images.
         owner: key of the examples in the cache ``prefix``.
@@ -327,8 +327,8 @@ def mean_of(total: Tensor, steps: Tensor) -> Tensor:
 
 def resting_by_step(phase: Phase, named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[list[nn.Parameter]]:
     """For one step after the other, the parameters whose turn it is not: without a gradient, they do not change."""
-    of_turns = [(parameter, tags(name).intersection(phase.turns)) for name, parameter in named]
-    return itertools.cycle([[p for p, own in of_turns if own and turn not in own] for turn in phase.turns or ("",)])
+    plan = [(parameter, tags(name).intersection(phase.turns)) for name, parameter in named]
+    return itertools.cycle([[p for p, turns in plan if turns and turn not in turns] for turn in phase.turns or ("",)])
 
 
 def _step(

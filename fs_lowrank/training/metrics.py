@@ -11,12 +11,12 @@ import numpy as np
 
 
 def of_outputs(names: Iterable[str]) -> list[str]:
-    """Those of the metrics ``names`` that are of predictions and labels; perplexity is of the loss."""
+    """The metrics in ``names`` of predictions and labels; perplexity is of the loss."""
     return [name for name in names if name != "perplexity"]
 
 
 def measure(names: Iterable[str], predicted: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, float]:
-    """The metrics ``names``; NaN for one that these predictions do not have, such as the correlation of a constant.
+    """The metrics ``names``; NaN where one is undefined, such as the correlation of a constant.
 
     Args:
         predicted, labels: classes or numbers, ``(n,)``; of sets of classes 0 and 1, ``(n, classes)``.

@@ -30,8 +30,8 @@ def schedule_of(scheduler: Scheduler, origin: Origin | None = None) -> Schedule:
     Raises:
         UserError: an unknown type or key (the message suggests the nearest); a value of the wrong type or out of range.
     """
-    given = asdict(scheduler)
-    values = {**given.pop("extra"), **given}
+    settings = asdict(scheduler)
+    values = {**settings.pop("extra"), **settings}
     return Schedule(**check_keys(values, keys_of(Schedule), origin or Origin(), "train.scheduler"))
 
 
@@ -56,19 +56,19 @@ def lr_at(round: int, rounds: int, lr: float, schedule: Schedule) -> float:
 def without_effect(config: Settings) -> list[tuple[str, Any, str]]:
     """The keys of ``train.scheduler`` without which all rounds have the same learning rates: name, value and reason."""
     schedule, rounds = schedule_of(config.train.scheduler, config.source), config.federate.total_round_num
-    rates = {own.train.optimizer.lr for own in config.variants()}
+    rates = {client.train.optimizer.lr for client in config.variants()}
     idle = []
     for name, value in asdict(schedule).items():
         without = replace(schedule, **{name: getattr(Schedule(), name)})
         if without != schedule and value != "constant":
             pairs = (
-                (lr_at(r, rounds, lr, of) for of in (schedule, without)) for lr in rates for r in range(1, rounds + 1)
+                (lr_at(r, rounds, lr, s) for s in (schedule, without)) for lr in rates for r in range(1, rounds + 1)
             )
             if all(math.isclose(*pair) for pair in pairs):
-                why = "the learning rate of every round is the same without it"
+                reason = "the learning rate of every round is the same without it"
                 if name == "type" and schedule.min_lr >= max(rates):
-                    why += f", since min_lr = {schedule.min_lr:g} is not below train.optimizer.lr"
-                idle.append((f"train.scheduler.{name}", value, why))
+                    reason += f", since min_lr = {schedule.min_lr:g} is not below train.optimizer.lr"
+                idle.append((f"train.scheduler.{name}", value, reason))
     return idle
 
 

@@ -21,7 +21,7 @@ from .local import label_logits, to_device
 
 @torch.no_grad()
 def check_steady(model: nn.Module, examples: Examples) -> None:
-    """Refuse a model whose results for a text depend on the texts before it; warn of one where on those beside it.
+    """Refuse a model whose results for a text depend on the texts before it; warn if they depend on its batch.
 
     Samples of three lengths are computed one by one, the longest first, again, the shortest first, and in one batch.
 
@@ -39,7 +39,7 @@ def check_steady(model: nn.Module, examples: Examples) -> None:
         try:
             first = {row: logits(row) for row in rows[::-1]}
             again = {row: logits(row) for row in rows}
-            beside = logits(*rows)
+            together = logits(*rows)
         except UserError:
             raise
         except Exception:  # of a model that cannot compute these texts, which training will say
@@ -53,7 +53,7 @@ def check_steady(model: nn.Module, examples: Examples) -> None:
                 "llm.tok_len, or take another model"
             )
     alone = torch.cat([first[row] for row in rows])
-    if alone.numel() and (wrong := differing("logits", alone, beside, rounding(model), least=1e-3)):
+    if alone.numel() and (wrong := differing("logits", alone, together, rounding(model), least=1e-3)):
         say_once(
             f"model.type: the results of {name} for a text depend on the texts of its batch: {wrong}; cut texts to a "
             "smaller llm.tok_len, or take batches of one (dataloader.batch_size, eval.batch_size)"

@@ -113,7 +113,7 @@ def test_each_client_draws_the_masks_that_it_draws_alone(part):
     lengths, part = [np.array([3, 2]), np.array([4, 1, 2])], np.array(part)
     masks = ClientMasks(lengths, [torch.Generator().manual_seed(seed) for seed in (0, 1)])
     sides = (len(part), int(np.concatenate(lengths)[part].max()), 6)
-    with masks.of(part):
+    with masks.masks(part):
         ours = torch.nn.functional.dropout(torch.ones(sides), 0.5)
     alone = [
         torch.empty(len(own), int(own.max()), 6).bernoulli_(0.5, generator=torch.Generator().manual_seed(seed)) * 2
@@ -123,7 +123,7 @@ def test_each_client_draws_the_masks_that_it_draws_alone(part):
     for mask, i in zip(ours, part):
         both = min(len(mask), len(rows[i]))
         assert torch.equal(mask[:both], rows[i][:both])
-    with pytest.raises(Unfit, match="is not drawn sample by sample"), masks.of(part):
+    with pytest.raises(Unfit, match="is not drawn sample by sample"), masks.masks(part):
         torch.nn.functional.dropout(torch.ones(7, 6), 0.5)
 
 
