@@ -27,12 +27,12 @@ LARGEST = torch.finfo(torch.float32).max
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def number_of(value: object, least: float = -LARGEST, most: float = LARGEST) -> float | None:
-    """``value``, which a client reports, as a float; None if it is no number within the bounds, as NaN is not."""
+def number_of(value: object, lowest: float = -LARGEST, highest: float = LARGEST) -> float | None:
+    """``value``, which a client reports, as a float; None if it is no number within the bounds. NaN is none."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     # Compared before it is converted, as an int of 400 digits cannot become a float.
-    return float(value) if least <= value <= most else None
+    return float(value) if lowest <= value <= highest else None
 
 
 def check_loss(client: int, loss: object) -> float:
@@ -66,34 +66,34 @@ def check_update(update: Update, expected: Mapping[str, Tensor], max_samples: in
             a number of samples that is not a whole number from 1 to ``max_samples``; the message names client and
             tensor.
     """
-    who, sent = f"client {update.client}", update.tensors
+    sender, sent = f"client {update.client}", update.tensors
     if not isinstance(sent, Mapping):
-        raise RefusedUpdate(f"{who}: sent {type(sent).__name__}, expected named tensors")
+        raise RefusedUpdate(f"{sender}: sent {type(sent).__name__}, expected named tensors")
     for name in sent:
         if not isinstance(name, str):
-            raise RefusedUpdate(f"{who}: the name {repr(name)[:_SHOWN]} of a tensor is not a text")
+            raise RefusedUpdate(f"{sender}: the name {repr(name)[:_SHOWN]} of a tensor is not a text")
     for name in sorted(sent.keys() - expected.keys()):
         hint = nearest(name, expected) if len(name) <= _SHOWN else ""
-        raise RefusedUpdate(f"{who}: unknown tensor {name[:_SHOWN]!r}{hint}")
+        raise RefusedUpdate(f"{sender}: unknown tensor {name[:_SHOWN]!r}{hint}")
     for name in sorted(expected.keys() - sent.keys()):
-        raise RefusedUpdate(f"{who}: tensor {name!r} is missing")
+        raise RefusedUpdate(f"{sender}: tensor {name!r} is missing")
     device = next((t.device for t in expected.values() if not t.is_meta), None)
     for name, odd in _not_plain({name: sent[name] for name in expected}, device):
-        came = f"{odd.layout}, {odd.dtype}, {odd.device}" if isinstance(odd, Tensor) else "no tensor"
+        form = f"{odd.layout}, {odd.dtype}, {odd.device}" if isinstance(odd, Tensor) else "no tensor"
         where = f"on {device}" if device else "with values"
         raise RefusedUpdate(
-            f"{who}: {name} is of the class {type(odd).__name__} ({came}), expected a plain dense tensor {where}"
+            f"{sender}: {name} is of the class {type(odd).__name__} ({form}), expected a plain dense tensor {where}"
         )
-    for name, want in expected.items():
+    for name, template in expected.items():
         tensor = sent[name]
-        if tensor.shape != want.shape:
-            raise RefusedUpdate(f"{who}: {name} has shape {tuple(tensor.shape)}, expected {tuple(want.shape)}")
-        if tensor.dtype != want.dtype:
-            raise RefusedUpdate(f"{who}: {name} has dtype {tensor.dtype}, expected {want.dtype}")
+        if tensor.shape != template.shape:
+            raise RefusedUpdate(f"{sender}: {name} has shape {tuple(tensor.shape)}, expected {tuple(template.shape)}")
+        if tensor.dtype != template.dtype:
+            raise RefusedUpdate(f"{sender}: {name} has dtype {tensor.dtype}, expected {template.dtype}")
     samples = update.num_samples
     if not is_whole(samples) or not 1 <= samples <= max_samples:
         raise RefusedUpdate(
-            f"{who}: says it has {show(samples)} samples, expected a whole number from 1 to {max_samples}"
+            f"{sender}: says it has {show(samples)} samples, expected a whole number from 1 to {max_samples}"
         )
     # A copy, because the tensors may be the parameters of a model, which the next client overwrites.
     copy = copies(sent)
@@ -102,7 +102,7 @@ def check_update(update: Update, expected: Mapping[str, Tensor], max_samples: in
         for name, tensor in copy.items():
             bad = int((~torch.isfinite(tensor)).sum())
             if bad:
-                raise RefusedUpdate(f"{who}: {name} holds {bad} value{'s' * (bad > 1)} that are NaN or Inf")
+                raise RefusedUpdate(f"{sender}: {name} holds {bad} value{'s' * (bad > 1)} that are NaN or Inf")
     return dataclasses.replace(update, tensors=copy)
 
 
@@ -114,7 +114,7 @@ def copies(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def _not_plain(tensors: Mapping[str, object], device: torch.device | None) -> list[tuple[str, object]]:
-    """Those that are not dense, of numbers as they are, and with their values on ``device`` (None: any)."""
+    """The ``tensors`` that are not dense, are quantised, or have no values on ``device`` (None: any)."""
     return [
         (name, t)
         for name, t in tensors.items()
@@ -135,8 +135,8 @@ class Admission:
         max_norm: the largest norm (``change_norm``) of an update; 0: no bound.
         norm_factor: the largest ratio of a norm to the median of its round (the lower of two middle ones); 0: no bound.
         sizes: of the training sets of the clients 1, 2, …
-        samples: client -> the size of its training set that it has declared in place of that. A client that is in
-            neither may declare any size up to ``max_samples``.
+        samples: client -> the size that it has declared in place of the one in ``sizes``. A client without a size may
+            declare any up to ``max_samples``.
     """
 
     max_samples: int = MAX_SAMPLES
@@ -147,8 +147,8 @@ class Admission:
 
     def declared(self, client: int) -> int | None:
         """The size of the training set that ``client`` has declared; None: it has not."""
-        known = int(self.sizes[client - 1]) if 1 <= client <= len(self.sizes) else None
-        return self.samples.get(client, known)
+        size = int(self.sizes[client - 1]) if 1 <= client <= len(self.sizes) else None
+        return self.samples.get(client, size)
 
     def admit(
         self, update: Update, expected: Mapping[str, Tensor], check: Callable[[Update], object] | None = None
@@ -156,8 +156,8 @@ class Admission:
         """Check an update that the round waits for and return a copy of it; see ``check_update``.
 
         Args:
-            expected: names, shapes, dtypes and device of what the client must send.
-            check: what else must be true of its values (``Method.check``); None: they cannot be checked.
+            expected: names, shapes, dtypes and device of the tensors that the client must send.
+            check: a further check of the values (``Method.check``); None: they cannot be checked.
         Raises:
             RefusedUpdate: the update cannot be used; the message names the client.
         """

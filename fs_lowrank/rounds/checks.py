@@ -21,7 +21,7 @@ from ..training.local import steps_taken
 
 #: name in ``eval.split`` -> attribute of the data
 SPLITS = {"test": "test", "val": "validation"}
-#: of labelled text, what it has, and what to take for it
+#: by task of labelled text, the contents of such data, and what to take for them
 _TASKS = {
     "classification": ("classes to predict", "model.task SequenceClassification"),
     "regression": ("numbers to predict", "model.task SequenceRegression"),
@@ -38,38 +38,38 @@ def check_task(config: Config, raw: RawData) -> None:
             f"data.type = {data} holds {'text' if config.is_vision else 'images'}"
         )
     labelled = model.task not in LANGUAGE
-    what, advice = "labels and no answers", "NAME@transformers, or data with instruction and output"
+    kind, advice = "labels and no answers", "NAME@transformers, or data with instruction and output"
     if config.is_vision or labelled and raw.task == LABELS.get(model.task, CLASSIFICATION):
         return
     if raw.task not in _TASKS:
         if not labelled:
             return
-        what, advice = "answers and no labels", "NAME@huggingface_llm, or name the columns text and label in data.args"
+        kind, advice = "answers and no labels", "NAME@huggingface_llm, or name the columns text and label in data.args"
     elif labelled:
-        what, advice = _TASKS[raw.task]
+        kind, advice = _TASKS[raw.task]
     raise UserError(
-        f"model.type = {model.type} is for model.task {model.task}, but data.type = {data} has {what}; take {advice}"
+        f"model.type = {model.type} is for model.task {model.task}, but data.type = {data} has {kind}; take {advice}"
     )
 
 
 def check_head(config: Config, model: nn.Module, heads: Sequence[str]) -> None:
     """Raise ``UserError`` unless ``model`` has a head that ``lowrank.train_head`` False leaves as it is, all of it.
 
-    That nothing of a classifier with an adapter counts as a head is said once.
+    A message says once if a classifier with an adapter has no head.
 
     Args:
         model: with the method's parts on it. heads: see ``names.is_head``.
     """
-    told = named_tensors(model, ("head",))
-    unknown = [n for n, _ in model.named_parameters() if n not in told and is_head(n, heads)]
-    if unknown and not config.lowrank.train_head:  # methods know what they train by its tags
+    tagged = named_tensors(model, ("head",))
+    untagged = [n for n, _ in model.named_parameters() if n not in tagged and is_head(n, heads)]
+    if untagged and not config.lowrank.train_head:  # methods know what they train by its tags
         raise UserError(
-            f"lowrank.train_head = False without an adapter would train {unknown[0]}, which is of the head; take an "
+            f"lowrank.train_head = False without an adapter would train {untagged[0]}, which is of the head; take an "
             "adapter, or leave the key out"
         )
-    if not told and not config.lowrank.train_head:
+    if not tagged and not config.lowrank.train_head:
         raise UserError("lowrank.train_head = False: the model has no head that could be left as it is")
-    if not told and config.llm.adapter.use and not config.is_language:
+    if not tagged and config.llm.adapter.use and not config.is_language:
         say_once(
             f"model.type = {config.model.type}: no head is trained beside the adapter, because no module at its top is "
             f"called {', '.join(HEAD_MODULES)}, and no other one can be the head. Call it classifier, or name it in "
@@ -84,31 +84,31 @@ def say_turns(config: Config, method: Method, sizes: np.ndarray) -> None:
         sizes: number of samples of each client.
     """
     for phase in method.phases(1, int(sizes.argmax()) + 1):
-        if rest := phase.turns[max(steps_taken(int(sizes.max()), [phase], own) for own in config.variants()) :]:
+        if idle := phase.turns[max(steps_taken(int(sizes.max()), [phase], variant) for variant in config.variants()) :]:
             say_once(
                 f"federate.method = {config.federate.method} trains {' and '.join(phase.turns)} by turns, a step each: "
-                f"{' and '.join(rest)} is never trained; give train.local_update_steps at least {len(phase.turns)}"
+                f"{' and '.join(idle)} is never trained; give train.local_update_steps at least {len(phase.turns)}"
             )
 
 
 def check_splits(config: Config, data: FederatedData) -> None:
-    """Raise ``UserError`` unless there are data for everything that is to be evaluated."""
+    """Raise ``UserError`` unless there are data for all requested evaluations."""
     if not data.cut and config.data.splits != Data().splits:
         say_once(
             f"data.splits = {config.data.splits} has no effect: the data have validation and test rows of their own"
         )
-    there = {split for split, name in SPLITS.items() if getattr(data, name) is not None}
-    asked = []
+    available = {split for split, name in SPLITS.items() if getattr(data, name) is not None}
+    reasons = []
     if data.test is None and not config.federate.make_global_eval:
-        asked.append("federate.make_global_eval = False evaluates every client on its share of the test set")
+        reasons.append("federate.make_global_eval = False evaluates every client on its share of the test set")
     if data.test is None and config.eval.client_scores:
-        asked.append("eval.client_scores = True evaluates the model of every client on its share of the test set")
+        reasons.append("eval.client_scores = True evaluates the model of every client on its share of the test set")
     # The default is to evaluate the splits that exist.
     needed = {"test"} if set(config.eval.split) == set(Eval().split) else set(config.eval.split)
-    asked += [f"eval.split asks for {split!r}" for split in sorted(needed - there)]
-    if asked:
+    reasons += [f"eval.split asks for {split!r}" for split in sorted(needed - available)]
+    if reasons:
         raise UserError(
-            f"{asked[0]}, but none is held out; give data.splits a share for it (now {list(config.data.splits)}), or "
+            f"{reasons[0]}, but none is held out; give data.splits a share for it (now {list(config.data.splits)}), or "
             "leave the key out"
         )
 
@@ -119,79 +119,79 @@ def of_one_client(config: Config) -> Config:
     Raises:
         UserError: clients have lengths of texts of their own; the process reads its data before it has a number.
     """
-    if any("tok_len" in own for own in config.own_settings.values()):
+    if any("tok_len" in keys for keys in config.own_settings.values()):
         raise UserError(
             "lowrank.clients gives clients a tok_len: a client with data of its own learns its number after it has "
             "read them; leave tok_len out"
         )
-    one = {"federate.client_num": 1, "federate.sample_client_num": -1, "federate.sample_client_rate": -1.0}
+    single = {"federate.client_num": 1, "federate.sample_client_num": -1, "federate.sample_client_rate": -1.0}
     # The settings of single clients are found by the number that the server gives this one.
-    return config.replace({**one, "lowrank.min_clients": 1, "lowrank.clients": []})
+    return config.replace({**single, "lowrank.min_clients": 1, "lowrank.clients": []})
 
 
 def check_tags(method: Method, model: nn.Module, state: State) -> None:
-    """Refuse a tag in what ``method`` shares or keeps with its clients that no tensor can have.
+    """Refuse a tag in ``shared`` or ``personal`` of ``method`` that no tensor can have.
 
     Args:
         model: with the method's parts on it. state: before round 1.
     Raises:
-        UserError: without a tag that is misspelt, something would be sent or stay with its client that should not.
+        UserError: there is one. With a misspelt tag, tensors would be sent or stay with their client that should not.
     """
-    for what in ("shared", "personal"):
-        _check_tags(method, what, getattr(method, what), {*all_tensors(model), *state})
+    for attribute in ("shared", "personal"):
+        _check_tags(method, attribute, getattr(method, attribute), {*all_tensors(model), *state})
 
 
 def trained_in(method: Method, client: int, rounds: int, model: nn.Module) -> set[str]:
-    """The tags of all that ``client`` trains in ``rounds`` rounds.
+    """The tags of the tensors that ``client`` trains in ``rounds`` rounds.
 
     Args:
         model: with the method's parts on it.
     Raises:
-        UserError: ``phases`` gives no list of phases, a phase trains nothing, or no phase trains what stays with the
-            client.
+        UserError: ``phases`` gives no list of phases, a phase trains nothing, or no phase trains the client's personal
+            tensors.
     """
     names, seen = all_tensors(model), set[tuple[str, ...]]()
     for round in range(1, rounds + 1):
-        phases, where = method.phases(round, client), f"phases(round={round}, client={client})"
+        phases, call = method.phases(round, client), f"phases(round={round}, client={client})"
         if not isinstance(phases, list | tuple) or not phases or not all(isinstance(p, Phase) for p in phases):
             raise UserError(
-                f"federate.method = {method.name}: {where} gave {show(phases)}, expected a list of one Phase or more"
+                f"federate.method = {method.name}: {call} gave {show(phases)}, expected a list of one Phase or more"
             )
         for phase in phases:
             if phase.train in seen:
                 continue
             seen.add(phase.train)
-            _check_tags(method, where, phase.train, names)
+            _check_tags(method, call, phase.train, names)
             if not select(names, phase.train):
                 raise UserError(
-                    f"federate.method = {method.name}: {where} trains {', '.join(phase.train) or 'no tag'}, which no "
+                    f"federate.method = {method.name}: {call} trains {', '.join(phase.train) or 'no tag'}, which no "
                     "tensor of this model has"
                 )
     trained = {tag for train in seen for tag in train}
-    kept = [n for n in select(names, method.personal) if ":" not in n]
-    if kept and not {*kept}.intersection(select(names, trained)):
+    private = [n for n in select(names, method.personal) if ":" not in n]
+    if private and not {*private}.intersection(select(names, trained)):
         raise UserError(
-            f"federate.method = {method.name}: {kept[0]} stays with its client and is trained in no phase of client "
+            f"federate.method = {method.name}: {private[0]} stays with its client and is trained in no phase of client "
             f"{client}; let phases name {' or '.join(method.personal)}"
         )
     return trained
 
 
-def _check_tags(method: Method, what: str, given: Iterable[str], names: Collection[str]) -> None:
-    known = TAGS.union(*map(tags, names))
-    for tag in given:
-        if tag not in known:
+def _check_tags(method: Method, source: str, declared: Iterable[str], names: Collection[str]) -> None:
+    valid = TAGS.union(*map(tags, names))
+    for tag in declared:
+        if tag not in valid:
             raise UserError(
-                f"federate.method = {method.name}: {what} has the tag {tag!r}, which no tensor has"
-                f"{nearest(tag, known)}; the tags are {', '.join(sorted(known))}"
+                f"federate.method = {method.name}: {source} has the tag {tag!r}, which no tensor has"
+                f"{nearest(tag, valid)}; the tags are {', '.join(sorted(valid))}"
             )
 
 
 def check_personal(config: Config, method: Method, personal: Mapping[str, Tensor]) -> None:
     """Raise ``UserError`` if the clients' own pairs, ``personal``, would be saved beside a base that theirs changes."""
-    if own := sorted({kind for name in personal for kind in ("head", "lora_A", "lora_B") if kind in tags(name)}):
+    if kinds := sorted({kind for name in personal for kind in ("head", "lora_A", "lora_B") if kind in tags(name)}):
         say_once(
-            f"{' and '.join(own)} of the model stay with the clients: scores of the global model, such as test_acc, "
+            f"{' and '.join(kinds)} of the model stay with the clients: scores of the global model, such as test_acc, "
             "use their start values; client_test_acc scores the clients' own models"
         )
     if personal and (start := config.adapter.moves_base):
@@ -202,7 +202,7 @@ def check_personal(config: Config, method: Method, personal: Mapping[str, Tensor
 
 
 def say_half(config: Config, changing: State) -> None:
-    """Say once if a tensor of those that a run changes is in bfloat16; adapters never are."""
+    """Say once if a tensor that a run changes is in bfloat16; adapters never are."""
     half = [n for n, t in changing.items() if isinstance(t, Tensor) and t.dtype == torch.bfloat16]
     if half:
         say_once(

@@ -1,4 +1,4 @@
-"""How tensors are encoded for transport, and the sizes of what is sent.
+"""How tensors are encoded for transport, and their sizes in bytes.
 
 ``Uniform`` is symmetric uniform quantisation, as FederatedScope has it: of a tensor x, with ``n`` bits,
 
@@ -19,7 +19,7 @@ from .record import by_part
 
 Sizes = tuple[int, int]
 
-_QUANTISED, _SCALE, _KEPT = "quantised:", "scale:", "kept:"
+_QUANTISED, _SCALE, _UNCHANGED = "quantised:", "scale:", "kept:"
 _WHOLE_NUMBERS = {8: torch.int8, 16: torch.int16}
 
 
@@ -38,11 +38,11 @@ class Codec:
 
     def sizes(self, tensors: Mapping[str, Tensor], heads: Sequence[str] = ()) -> Sizes:
         """Bytes of ``tensors`` when encoded, with and without the head (``names.is_head``); works on meta tensors."""
-        each = self._each(tensors)
-        total, head = sum(each.values()), by_part(tuple(each), tuple(heads)).get("head", ())
-        return total, total - sum(each[n] for n in head)
+        by_name = self._nbytes(tensors)
+        total, head = sum(by_name.values()), by_part(tuple(by_name), tuple(heads)).get("head", ())
+        return total, total - sum(by_name[n] for n in head)
 
-    def _each(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    def _nbytes(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         return {n: t.numel() * t.element_size() for n, t in tensors.items()}
 
 
@@ -66,14 +66,14 @@ class Uniform(Codec):
         for name in sorted(tensors):
             tensor = tensors[name].detach()
             if not tensor.is_floating_point() or not tensor.numel():
-                sent[_KEPT + name] = tensor
+                sent[_UNCHANGED + name] = tensor
                 continue
             values = tensor.to(wide(tensor.dtype))
             scale = values.abs().max() / self.largest
             if not torch.isfinite(scale):
                 raise ValueError(f"{name} holds values that are NaN or Inf, which cannot be quantised")
-            whole = values if scale == 0 else (values / scale).clamp_(-self.largest, self.largest).round_()
-            sent[_QUANTISED + name] = whole.to(_WHOLE_NUMBERS[self.nbits])
+            rounded = values if scale == 0 else (values / scale).clamp_(-self.largest, self.largest).round_()
+            sent[_QUANTISED + name] = rounded.to(_WHOLE_NUMBERS[self.nbits])
             # Its bits, in the dtype of the tensor: decoding finds both.
             sent[_SCALE + name] = scale.reshape(1).view(tensor.dtype)
         return sent
@@ -88,15 +88,15 @@ class Uniform(Codec):
         for key, tensor in sent.items():
             kind, colon, name = key.partition(":")
             kind += colon
-            if kind == _KEPT:
+            if kind == _UNCHANGED:
                 tensors[name] = tensor
             elif kind == _QUANTISED:
                 scale = sent.get(_SCALE + name)
                 if scale is None:
                     raise ValueError(f"{name} came without its scale")
                 dtype = scale.dtype
-                one = scale.is_floating_point() and scale.nbytes == wide(dtype).itemsize
-                if not one or tensor.dtype != _WHOLE_NUMBERS[self.nbits]:
+                scalar = scale.is_floating_point() and scale.nbytes == wide(dtype).itemsize
+                if not scalar or tensor.dtype != _WHOLE_NUMBERS[self.nbits]:
                     raise ValueError(
                         f"{name} came as {tensor.dtype} with a scale of {scale.numel()} × {dtype}; expected "
                         f"{_WHOLE_NUMBERS[self.nbits]} and one floating-point number of 32 bits or more"
@@ -107,13 +107,13 @@ class Uniform(Codec):
                 raise ValueError(f"{key!r} is not quantised, but quantization.method is set")
         return tensors
 
-    def _each(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    def _nbytes(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         encoded = {
             n: t.numel() * self.nbits // 8 + wide(t.dtype).itemsize
             for n, t in tensors.items()
             if t.is_floating_point() and t.numel()
         }
-        return {**super()._each(tensors), **encoded}
+        return {**super()._nbytes(tensors), **encoded}
 
 
 def codec_of(method: str, nbits: int) -> Codec:
@@ -122,7 +122,7 @@ def codec_of(method: str, nbits: int) -> Codec:
 
 
 def why_no_codec(method: str, nbits: int) -> list[str]:
-    """What is wrong with the values of ``quantization``, in words; nothing if ``codec_of`` takes them."""
+    """The errors in the values of ``quantization``, in words; none if ``codec_of`` takes them."""
     if method not in ("none", "uniform"):
         return [f"quantization.method = {method}: expected none or uniform"]
     wrong = method == "uniform" and nbits not in _WHOLE_NUMBERS

@@ -28,7 +28,7 @@ logger = logging.getLogger("fs_lowrank")
 
 
 class LostCopy(RuntimeError):
-    """A message continues from another round than the one where the client's copy stands."""
+    """A message continues from another round than the standing of the client's copy."""
 
 
 class SharedCopy:
@@ -45,16 +45,16 @@ class SharedCopy:
         self.method, self.model, self.client, self.personal = method, model, client, personal
 
     def catch_up(self, parcel: Parcel) -> Tensors | None:
-        """Load the client's tensors into the model; the parcel holds all shared ones. Returns what the client is told.
+        """Load the client's tensors into the model; the parcel holds all shared ones. Returns the tensors it is told.
 
         Raises:
-            LostCopy: the client is to go on in a round, and has not what it did in it before.
+            LostCopy: the client is to go on in a round, and has lost its earlier work in it.
         """
         told, names = parcel.tensors, parcel.facts.get("told", ())
         load_tensors(self.model, {n: t for n, t in told.items() if n not in names})
-        return self._load_own(parcel.facts, {n: told[n] for n in names})
+        return self._load_personal(parcel.facts, {n: told[n] for n in names})
 
-    def _load_own(self, facts: Mapping[str, Any], told: Tensors) -> Tensors | None:
+    def _load_personal(self, facts: Mapping[str, Any], told: Tensors) -> Tensors | None:
         if "undo" in facts:
             self.personal.undo(self.client, facts["undo"])
         if "told" in facts:
@@ -70,20 +70,20 @@ class SharedCopy:
         return told if "told" in facts else None
 
     def keep(self, task: Task) -> None:
-        """Note what stays with the client after ``task``, which the model has just done."""
+        """Note the personal tensors of the client after ``task``, which the model has just done."""
         if self.personal.untrained or not task.alone:
             self.personal.keep(self.client, task.round, own_tensors(self.method, self.model, task))
 
 
 class OwnCopy(SharedCopy):
-    """A client with a model of its own, which stands at the end of some round.
+    """A client with a model of its own, which is up to date to the end of some round.
 
-    What local training changed is reset before the next message is applied, so that the copy is the one that the server
+    Changes by local training are reset before the next message is applied, so that the copy is the one that the server
     assumes. ``save`` and ``restore`` are for a process that ends after every message.
 
     Args:
         method, client, personal: as for ``SharedCopy``.
-        model: as the method adapted it, which is where the copy stands at round 0.
+        model: as the method adapted it; this is the copy at round 0.
         codec: how messages travel.
         identity: of the run; a copy that another run has saved is not restored.
 
@@ -109,7 +109,10 @@ class OwnCopy(SharedCopy):
         self._saved = 0
 
     def catch_up(self, parcel: Parcel) -> Tensors | None:
-        """Apply a message, up to the end of its round ``stands``, or load what the client is told; returns that.
+        """Apply a message, up to the end of its round ``stands``, or load the tensors that the client is told.
+
+        Returns:
+            These tensors; None in the first exchange of a round.
 
         Raises:
             LostCopy: the message continues from another round than the copy's, or the round goes on without its part.
@@ -135,13 +138,13 @@ class OwnCopy(SharedCopy):
         if facts.get("whole") or stands != self.standing.round:
             self.shared = copied(self.model, self.method.shared)
         self.standing = Standing(stands, facts.get("stamp") or "")
-        return self._load_own(facts, tensors if "told" in facts else {})
+        return self._load_personal(facts, tensors if "told" in facts else {})
 
     def save(self, folder: Path) -> None:
-        """Write what the client must remember; ``restore`` in another process continues from it.
+        """Write the client's state; ``restore`` in another process continues from it.
 
         Raises:
-            RunFailed: it could not be written; what was saved before is unchanged.
+            RunFailed: it could not be written; the state that was saved before is unchanged.
         """
         trained, before = self.personal.before.get(self.client, (0, None))
         parts: dict[str, Mapping[str, Tensor]] = {
@@ -155,9 +158,9 @@ class OwnCopy(SharedCopy):
         self._saved += 1
 
     def restore(self, folder: Path) -> bool:
-        """Continue from what ``save`` wrote; returns whether that was possible.
+        """Continue from the state that ``save`` wrote; returns whether that was possible.
 
-        If there is nothing, or a warning says that it is damaged or of another run, the copy stands at round 0 and the
+        If there is none, or a warning says that it is damaged or of another run, the copy is at round 0 and the
         client's personal tensors start anew.
         """
         # Later saves get higher numbers than all folders that exist, even if those cannot be read.
@@ -198,7 +201,7 @@ def personal_in(folder: Path, client: int, identity: str, undo: int | None = Non
 
 
 def _saved(folder: Path, client: int, identity: str, device: torch.device | str = "cpu") -> Checkpoint | None:
-    """What ``client`` saved in ``folder``; None, with a warning, if it is damaged or of another run."""
+    """The state of ``client`` in ``folder``; None, with a warning, if it is damaged or of another run."""
     try:
         saved = load_checkpoint(folder, device)
     except CannotContinue:
@@ -222,9 +225,9 @@ def load_told(model: nn.Module, told: Tensors) -> None:
 
 
 def own_tensors(method: Method, model: nn.Module, task: Task) -> dict[str, Tensor]:
-    """A copy of what stays with the client of ``task`` once ``model`` has done it.
+    """A copy of the tensors that stay with the client of ``task`` once ``model`` has done it.
 
-    These are its personal tensors, and while the round goes on what it trains in it, or was told.
+    These are its personal tensors, and while the round goes on those that it trains in it, or was told.
     """
     if not task.goes_on:
         return copied(model, method.personal)
@@ -246,6 +249,6 @@ def answer(round: int, update: Update, loss: float, codec: Codec) -> Parcel:
 
 def apology(round: int, error: Exception) -> Parcel:
     """The answer of a client that could not train in ``round``."""
-    known = isinstance(error, (UserError, LostCopy))
-    text = str(error) if known else described(error)
+    readable = isinstance(error, (UserError, LostCopy))
+    text = str(error) if readable else described(error)
     return Parcel({}, round=round, error=text, lost=isinstance(error, LostCopy))

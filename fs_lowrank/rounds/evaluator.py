@@ -56,8 +56,8 @@ class Evaluator:
     def splits(self) -> list[str]:
         """The names of the metrics that ``evaluate`` gives."""
         global_model = self.config.federate.make_global_eval
-        asked = self.config.eval.client_scores or not global_model
-        clients = (self.workspace.personal.of_model or asked) and self.workspace.data.test is not None
+        requested = self.config.eval.client_scores or not global_model
+        clients = (self.workspace.personal.of_model or requested) and self.workspace.data.test is not None
         return [*(self.workspace.held_out() if global_model else ()), *([CLIENTS] if clients else ())]
 
     def evaluate(self, state: State) -> dict[str, dict[str, Any]]:
@@ -70,12 +70,12 @@ class Evaluator:
 
     def differ(self, state: State) -> bool:
         """Whether a client's model is not the global one: it has a personal part, or ranks of its own."""
-        whole = self.workspace.method.view(state)
+        common = self.workspace.method.view(state)
         views = (self.workspace.method.view(state, client) for client in self.workspace.kinds())
         return bool(self.workspace.personal.of_model) or any(
-            own.keys() != whole.keys()
-            or any(t is not whole[n] and not torch.equal(t, whole[n]) for n, t in own.items())
-            for own in views
+            view.keys() != common.keys()
+            or any(t is not common[n] and not torch.equal(t, common[n]) for n, t in view.items())
+            for view in views
         )
 
     def held_out(self) -> dict[str, dict[str, float]]:
@@ -105,7 +105,7 @@ class Evaluator:
         )
 
     def on_test(self) -> dict[str, Any]:
-        """What a classifier, as it is, predicts for the test set.
+        """The predictions of a classifier, as it is, for the test set.
 
         Returns:
             ``confusion``, numbers of samples by true class (rows) and predicted class (columns); ``clients``: by
@@ -115,15 +115,15 @@ class Evaluator:
         batches = batch_scores(
             workspace.model, test, size, outputs=True, owner="test", prefix=workspace.prefix, reads=workspace.reads
         )
-        found, labels = (np.concatenate([batch[of] for batch in batches]) for of in (3, 4))
+        predicted, labels = (np.concatenate([batch[column] for batch in batches]) for column in (3, 4))
         classes, shares = len(workspace.data.label_names), workspace.data.test_shares
-        pairs = np.bincount(labels * classes + found, minlength=classes**2)
-        right = np.empty(len(test), dtype=bool)
-        right[np.argsort(-test.lengths, kind="stable")] = found == labels  # they come with the longest first
+        pairs = np.bincount(labels * classes + predicted, minlength=classes**2)
+        correct = np.empty(len(test), dtype=bool)
+        correct[np.argsort(-test.lengths, kind="stable")] = predicted == labels  # they come with the longest first
         return {
             "confusion": pairs.reshape(classes, classes).tolist(),
             "clients": {
-                str(i + 1): {"acc": float(right[shares[i]].mean()), "samples": len(shares[i])}
+                str(i + 1): {"acc": float(correct[shares[i]].mean()), "samples": len(shares[i])}
                 for i in workspace.data.tested()
             },
         }
@@ -145,7 +145,7 @@ class Evaluator:
         Returns:
             ``acc`` and ``loss`` over all samples; over the clients ``acc_mean``, ``acc_std`` and
             ``acc_worst_decile``, the mean of the worst tenth (one client at least), of a regression those of the loss;
-            and ``clients``, the metrics and ``samples`` of each, which a record has apart (``Round.record``).
+            and ``clients``, the metrics and ``samples`` of each, which a record has under ``client_scores``.
         """
         main = chief(next(iter(scores.values())))
         values = np.sort([s[main] for s in scores.values()])
@@ -171,8 +171,8 @@ class Evaluator:
         None if no round has such a metric. Test data never decide.
         """
         values = ((ranked(record, "val", self.best_by.removeprefix("val_")), record) for record in history)
-        known = [(value, record) for value, record in values if value is not None]
-        return min(known, key=lambda pair: pair[0])[1] if known else None
+        rated = [(value, record) for value, record in values if value is not None]
+        return min(rated, key=lambda pair: pair[0])[1] if rated else None
 
     @property
     def best_by(self) -> str:
@@ -186,11 +186,11 @@ class Evaluator:
             clients_evaluate: with ``federate.make_global_eval`` False, clients evaluate validation data.
         """
         config = self.config
-        there, evaluated = (
+        available, evaluated = (
             self.workspace.data.validation is not None,
             config.federate.make_global_eval or clients_evaluate,
         )
-        if config.eval.save_best is True and not (there and "val" in config.eval.split and evaluated):
+        if config.eval.save_best is True and not (available and "val" in config.eval.split and evaluated):
             raise UserError(
                 "eval.save_best = True: the best round is chosen by validation data, and none are evaluated; give "
                 f"data.splits a share for them (now {list(config.data.splits)}), put val into eval.split (now "
@@ -200,10 +200,10 @@ class Evaluator:
     def stalled(self, history: Iterable[Mapping[str, Any]]) -> bool:
         """FederatedScope's early stopping: the last ``patience`` evaluations were not better by ``delta``.
 
-        With ``delta`` 0, one that is as good as the best counts as better. With ``improve_indicator_mode: mean``, the
-        last evaluation was not better than the mean of the ``patience`` before it.
+        With ``delta`` 0, a value that equals the best counts as better. With ``improve_indicator_mode: mean``, the last
+        evaluation was not better than the mean of the ``patience`` before it.
 
-        That at the end of a run which was continued with more rounds counts only where one was due.
+        Only evaluations that were due count. The one at the end of a run that is continued with more rounds may not be.
         """
         stop = self.config.early_stop
         due = (r for r in history if r["metrics"] and evaluation_due(self.config, r["round"]))
@@ -218,21 +218,21 @@ class Evaluator:
         return 0 < stop.patience <= without
 
     def check_watched(self) -> None:
-        """Check that ``eval.best_res_update_round_wise_key`` names what is measured; warn of stopping by test data.
+        """Check that ``eval.best_res_update_round_wise_key`` names a metric; warn of stopping by test data.
 
         Raises:
             UserError: it is not measured, or early stopping needs it and its split is not evaluated.
         """
         key, (split, metric) = "eval.best_res_update_round_wise_key", watched(self.config)
         value, patience = self.config.get(key), self.config.early_stop.patience
-        known = measured(self.config.model.task, self.config.eval.metrics)
+        metrics = measured(self.config.model.task, self.config.eval.metrics)
         if split == CLIENTS:
-            known = [m for m in known if m in ("loss", "acc")]
-            known += [f"{known[-1]}_{of}" for of in ("mean", "std", "worst_decile")]
-        if metric not in known:
+            metrics = [m for m in metrics if m in ("loss", "acc")]
+            metrics += [f"{metrics[-1]}_{suffix}" for suffix in ("mean", "std", "worst_decile")]
+        if metric not in metrics:
             raise UserError(
                 f"{key} = {value!r}: no metric {metric!r} is measured"
-                f"{nearest(metric, known)}; {split}_ may be followed by: {', '.join(known)}"
+                f"{nearest(metric, metrics)}; {split}_ may be followed by: {', '.join(metrics)}"
             )
         if patience > 0 and split not in self.splits():
             raise UserError(

@@ -1,4 +1,4 @@
-"""Checks of the result of a server step: that it is what a method must give, and that it is finite."""
+"""Checks of the result of a server step: it has the form that a method must give, and it is finite."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HARMLESS = 1e8
 
 
 class WrongStep(UserError):
-    """The server's step of a method gave what no server's step may give; it is not the clients' fault."""
+    """The server's step of a method gave a result of a wrong form; it is not the clients' fault."""
 
 
 class BadRound(RuntimeError):
@@ -30,37 +30,38 @@ class BadRound(RuntimeError):
     remedy = "set lowrank.on_bad_round to skip, or bound lowrank.max_update_norm or lowrank.max_update_norm_factor"
 
 
-def require_whole(given: Any, before: State, method: Method) -> tuple[State, Mapping[str, Tensor]]:
-    """The state and the message that ``aggregate`` has ``given``.
+def require_valid(result: Any, before: State, method: Method) -> tuple[State, Mapping[str, Tensor]]:
+    """The state and the message of a server step.
 
     Args:
+        result: the return value of ``Method.aggregate``.
         before: the state before the step.
     Raises:
-        WrongStep: it is no such pair; a tensor of the model is missing in the state, or has another dtype or, of an
-            adapter, another shape but for the rank; a value cannot be saved.
+        WrongStep: ``result`` is no pair of mappings; a tensor of the model is missing in the state, or has another
+            dtype or, of an adapter, another shape but for the rank; a value cannot be saved.
     """
-    said = f"the server's step of {method.name} gave"
-    if not isinstance(given, tuple) or len(given) != 2 or not all(isinstance(part, Mapping) for part in given):
-        raise WrongStep(f"{said} {show(given)}, expected the new state and the message, two mappings")
-    state, message = given
-    for where, tensors in (("state", state), ("message", message)):
+    step = f"the server's step of {method.name} gave"
+    if not isinstance(result, tuple) or len(result) != 2 or not all(isinstance(part, Mapping) for part in result):
+        raise WrongStep(f"{step} {show(result)}, expected the new state and the message, two mappings")
+    state, message = result
+    for kind, tensors in (("state", state), ("message", message)):
         for name, value in tensors.items():
-            number = where == "state" and ":" in name and type(value) in (bool, int, float)
+            number = kind == "state" and ":" in name and type(value) in (bool, int, float)
             if not (isinstance(value, Tensor) or number):
                 raise WrongStep(
-                    f"{said} a {where} in which {name} is {show(value)} ({type(value).__name__}), expected a tensor; "
+                    f"{step} a {kind} in which {name} is {show(value)} ({type(value).__name__}), expected a tensor; "
                     f"in the state, under a name with a colon, such as x:{name}, a bool, int or float may be, too"
                 )
     for name, old in before.items():
         if ":" in name or not isinstance(old, Tensor):
             continue
         if name not in state:
-            raise WrongStep(f"{said} a state without {name}, which was in the state before the round")
+            raise WrongStep(f"{step} a state without {name}, which was in the state before the round")
         new: Any = state[name]
         other_rank = "adapter" in tags(name) and sum(a != b for a, b in zip(new.shape, old.shape)) == 1
         if new.dtype != old.dtype or "adapter" in tags(name) and new.shape != old.shape and not other_rank:
             raise WrongStep(
-                f"{said} a {name} of {new.dtype} and shape {tuple(new.shape)}, expected {old.dtype} and "
+                f"{step} a {name} of {new.dtype} and shape {tuple(new.shape)}, expected {old.dtype} and "
                 f"{tuple(old.shape)} as before the round"
             )
     return state, message

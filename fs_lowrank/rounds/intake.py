@@ -18,17 +18,17 @@ class TooFewClients(RuntimeError):
         least: ``lowrank.min_clients``, where a smaller one would help.
     """
 
-    def __init__(self, what: str, least: int = 1):
-        super().__init__(what)
+    def __init__(self, reason: str, least: int = 1):
+        super().__init__(reason)
         fewer = ", or set a smaller lowrank.min_clients if no more clients can be had" if least > 1 else ""
         self.remedy = f"correct what made the clients fail{fewer}"
 
 
 class Intake:
-    """Takes the admitted updates of one round, and keeps them until it ends; derived classes do something else.
+    """Takes the admitted updates of one round, and stores them until it ends; derived classes do something else.
 
     Attributes:
-        sees_values: what arrives is a client's own values, not shares.
+        sees_values: a client's own values arrive, not shares.
         copies: how often a client sends tensors of these sizes: with shares, to every client.
     """
 
@@ -52,7 +52,7 @@ class Intake:
         Args:
             without: clients whose updates are excluded after all.
         Raises:
-            TooFewClients: the updates cannot be used without those that are missing.
+            TooFewClients: the updates cannot be used without the missing ones.
         """
         return sorted((u for u in self.updates if u.client not in without), key=lambda u: u.client)
 

@@ -1,4 +1,4 @@
-"""What must be the same: in a client's process and the server's, and in a run and where it is continued."""
+"""Comparisons of a client's process with the server's, and of a run with the process that continues it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _DATA_KEYS = (
     "data.subsample",
     "data.test_subsample",
 )
-#: so many keys are named that differ
+#: the most differing keys that a message names
 _NAMED = 20
 #: keys that say where data and model are, whose contents are compared
 _PLACES = ("data.type", "data.root", "model.type", "lowrank.weights")
 
 
 def proof_of(workspace: Workspace) -> dict[str, str]:
-    """What must be equal in all processes at the start: hashes of the frozen model, of its configuration and its
+    """Hashes that must be equal in all processes at the start: of the frozen model, of its configuration and its
     tokenizer, and of every shared tensor.
     """
     shared = workspace.method.view(workspace.initial_state)
@@ -56,7 +56,7 @@ def reported_standing(facts: Mapping[str, Any]) -> Standing:
 
 
 def agreed(config: Config, proof: Mapping[str, str]) -> str:
-    """A hash of what ``objection`` compares: a process with another one is to be asked again what it has in common."""
+    """A hash of the values that ``objection`` compares: a process with another one has to introduce itself again."""
     return digest({}, json.dumps([config.decisive(), revisions(config), proof], sort_keys=True, default=str))[:16]
 
 
@@ -72,25 +72,25 @@ def objection(
 
     Args:
         proof: the server's ``proof_of``.
-        theirs, their_revisions, their_proof: what decides in the process's configuration (``Settings.decisive``), its
-            revisions and its ``proof_of``.
+        theirs, their_revisions, their_proof: the decisive keys of the process's configuration (``Settings.decisive``),
+            its revisions and its ``proof_of``.
         own_data: its data are its own, so its data keys may differ.
     """
-    mine, free = config.decisive(), ("distribute.", *(_DATA_KEYS if own_data else ()))
-    if keys := differing(theirs, mine, free):
-        named = ", ".join(key if key in mine else repr(key)[:60] for key in keys[:_NAMED])
-        more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
-        return f"it was started with another configuration than the server; they differ in {named}{more}"
-    ours = revisions(config)
-    for name in differing(their_revisions, ours):
+    decisive, free = config.decisive(), ("distribute.", *(_DATA_KEYS if own_data else ()))
+    if keys := differing(theirs, decisive, free):
+        named = ", ".join(key if key in decisive else repr(key)[:60] for key in keys[:_NAMED])
+        suffix = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
+        return f"it was started with another configuration than the server; they differ in {named}{suffix}"
+    server = revisions(config)
+    for name in differing(their_revisions, server):
         return (
-            f"it has revision {their_revisions.get(name, 1)} of {name}, the server has revision {ours.get(name, 1)}, "
+            f"it has revision {their_revisions.get(name, 1)} of {name}, the server has revision {server.get(name, 1)}, "
             "which computes another result; install the same version of fs-lowrank on both"
         )
-    if wrong := differing(their_proof, proof):
+    if mismatches := differing(their_proof, proof):
         return (
-            f"its model is not the server's at the start: {wrong[0]} differs"
-            + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")
+            f"its model is not the server's at the start: {mismatches[0]} differs"
+            + (f", and {len(mismatches) - 1} more" if len(mismatches) > 1 else "")
             + "; the same seed, model files and versions of torch, transformers and peft give the same"
         )
     return ""
@@ -115,49 +115,49 @@ def samples_objection(client: int, samples: object, admission: Admission, own_da
     return ""
 
 
-def differing(then: Mapping[str, Any], now: Mapping[str, Any], free: tuple[str, ...] = ()) -> list[str]:
+def differing(first: Mapping[str, Any], second: Mapping[str, Any], free: tuple[str, ...] = ()) -> list[str]:
     """The names whose values differ, but for those that begin with one of ``free``."""
-    return sorted(k for k in then.keys() | now.keys() if then.get(k) != now.get(k) and not k.startswith(free))
+    return sorted(k for k in first.keys() | second.keys() if first.get(k) != second.get(k) and not k.startswith(free))
 
 
 # -- a run that is continued ---------------------------------------------------------------------------
 
 
 def begun_with(workspace: Workspace) -> dict[str, Any]:
-    """What a checkpoint says of its run, and ``check_continued`` compares. ``read`` is of the files beside the weights,
-    as this version of transformers reads them.
+    """The entries of a checkpoint that ``check_continued`` compares. ``read`` is of the files beside the weights, as
+    this version of transformers reads them.
     """
-    own = {} if workspace.tokenizer is None else {"tokenizer": tokenizer_fingerprint(workspace.tokenizer, saved=True)}
+    files = {} if workspace.tokenizer is None else {"tokenizer": tokenizer_fingerprint(workspace.tokenizer, saved=True)}
     return {
         "config": workspace.config.to_dict(),
         "revisions": revisions(workspace.config),
         "data": workspace.data.fingerprint,
         "model": workspace.base_fingerprint,
-        "read": {"by": versions()["transformers"], "configuration of the model": workspace.configured, **own},
+        "read": {"by": versions()["transformers"], "configuration of the model": workspace.configured, **files},
     }
 
 
 def check_continued(meta: Mapping[str, Any], workspace: Workspace, outdir: Path) -> None:
-    """Compare what the checkpoint in ``outdir`` says of its run with ``workspace``, which is to continue it.
+    """Compare the metadata of the checkpoint in ``outdir`` with ``workspace``, which is to continue its run.
 
     Raises:
         CannotContinue: it is of other data, another model, configuration, or revision of the method.
     """
-    here, read = begun_with(workspace), meta.get("read", {})
-    pairs = [(what, meta[what], here[what]) for what in ("data", "model")]
-    if read.get("by") == here["read"]["by"]:
-        pairs += [(what, read.get(what), now) for what, now in here["read"].items()]
-    for what, then, now in pairs:
-        if then != now:
+    current, read = begun_with(workspace), meta.get("read", {})
+    pairs = [(subject, meta[subject], current[subject]) for subject in ("data", "model")]
+    if read.get("by") == current["read"]["by"]:
+        pairs += [(subject, read.get(subject), value) for subject, value in current["read"].items()]
+    for subject, saved, value in pairs:
+        if saved != value:
             raise CannotContinue(
-                f"the {what} is not what the run in {outdir} started with; it cannot be continued with another"
+                f"the {subject} is not what the run in {outdir} started with; it cannot be continued with another"
             )
     check_configuration(meta["config"], workspace.config, workspace.method, outdir)
-    begun, ours = meta.get("revisions", {}), here["revisions"]
-    for name in differing(begun, ours):
+    old, new = meta.get("revisions", {}), current["revisions"]
+    for name in differing(old, new):
         raise CannotContinue(
-            f"the run in {outdir} was begun with revision {begun.get(name, 1)} of {name}, and this version of "
-            f"fs-lowrank has revision {ours.get(name, 1)}, which computes something else from the same configuration "
+            f"the run in {outdir} was begun with revision {old.get(name, 1)} of {name}, and this version of "
+            f"fs-lowrank has revision {new.get(name, 1)}, which computes something else from the same configuration "
             "(see CHANGELOG.md); start again in another outdir, or continue it with the version that began it"
         )
 
@@ -165,7 +165,7 @@ def check_continued(meta: Mapping[str, Any], workspace: Workspace, outdir: Path)
 def check_configuration(begun: Mapping[str, Any], config: Config, method: Method, outdir: Path) -> None:
     """Raise ``CannotContinue`` if a run ``begun`` with another configuration cannot be continued with ``config``."""
     try:
-        then, now = load_config(begun).decisive(), config.decisive()
+        saved, current = load_config(begun).decisive(), config.decisive()
     except UserError as error:
         raise CannotContinue(f"the configuration of the run in {outdir} cannot be read: {error}") from error
     # These may change; otherwise a run could never get past a round that failed.
@@ -173,18 +173,18 @@ def check_configuration(begun: Mapping[str, Any], config: Config, method: Method
     schedule = config.train.scheduler
     if not (method.needs.rounds or schedule.type or schedule.warmup_ratio):
         free += ("federate.total_round_num",)
-    keys = differing(then, now, free)
-    if others := [key for key in keys if _kind(key, then.get(key)) != _kind(key, now.get(key))]:
+    keys = differing(saved, current, free)
+    if changed := [key for key in keys if _kind(key, saved.get(key)) != _kind(key, current.get(key))]:
         raise CannotContinue(
-            f"the run in {outdir} was started with another {', '.join(others)}; "
+            f"the run in {outdir} was started with another {', '.join(changed)}; "
             "continue it with its own config.yaml, or choose another outdir"
         )
 
 
 def _kind(key: str, value: Any) -> Any:
-    """What the value of a key says beside places: of a model its library, of ``data.args`` all but files."""
+    """The value of a key without places: of a model its library, of ``data.args`` all but files."""
     if key == "data.args":
-        return [{name: v for name, v in each.items() if name not in ("test", "validation")} for each in value or []]
+        return [{name: v for name, v in entry.items() if name not in ("test", "validation")} for entry in value or []]
     if key == "model.type":
         return value.rpartition("@")[2]
     return "" if key in _PLACES else value

@@ -1,4 +1,4 @@
-"""What the server knows from one round to the next: the state, the messages, and which client has which of them."""
+"""The server's state from one round to the next, the messages, and which client has which of them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .task import Task
 
 
 class Standing(NamedTuple):
-    """Where a client's copy of the model stands: the round after which it is up to date, and the stamp of that round.
+    """The standing of a client's copy of the model: the round after which it is up to date, and its stamp.
 
-    A copy that was never brought up to date, or was lost, stands at round 0; its stamp is ignored.
+    A copy that was never brought up to date, or was lost, is at round 0; its stamp is ignored.
     """
 
     round: int = 0
@@ -46,21 +46,21 @@ class Ledger:
         method: the federated method.
         state: its state before round 1.
         sizes: of the clients' training sets, which updates must declare; a client beyond them may declare any.
-        keep_messages: keep the values of messages, to bring late clients up to date. An engine whose clients share one
+        keep_messages: store the values of messages, to bring late clients up to date. An engine whose clients share one
             model needs only their sizes.
         heads: the modules that count as a head by their place (``names.is_head``).
 
     Attributes:
         admission: checks updates.
-        stood: the last round that was finished and not left out; a copy that has every message stands there.
+        stood: the last round that was finished and not left out; the standing of a copy that has every message.
         outbox: name -> (the round of the message, its value or a meta tensor of its shape).
-        synced: client -> the round after which its copy stands; a missing client stands at 0.
+        synced: client -> the round to which its copy is up to date; 0 for a missing client.
         floor: messages up to this round are no longer in the outbox.
         horizon: messages up to this round were dropped because a client that lacks them is sent the whole model.
-        unknown: clients about whose copies nothing is known; they are sent everything.
+        unknown: clients whose copies may be at any round; they are sent everything.
         undone: client -> the first round in which its training did not count, until the client has been notified.
-        stamps: round -> the stamp that copies which stand there were given.
-        tested: client -> the number of its test samples, of clients that have test data of their own.
+        stamps: round -> the stamp that copies at this round were given.
+        tested: client -> the number of its test samples, if it has test data of its own.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Ledger:
 
     def task(self, client: int, round: int, state: State | None = None, **exchange: Any) -> Task:
         """What ``client`` does in an ``exchange`` (see ``Task``) of ``round``, from ``state``; None: the ledger's."""
-        own = self.config.of_client(client), self.schedule
-        return Task(self.method, client, round, self.state if state is None else state, *own, **exchange)
+        settings = self.config.of_client(client), self.schedule
+        return Task(self.method, client, round, self.state if state is None else state, *settings, **exchange)
 
     # -- who takes part ----------------------------------------------------------------------------
 
@@ -104,12 +104,12 @@ class Ledger:
     def samples_trained(self, sizes: Mapping[int, int], round: int) -> int | None:
         """The number of samples that clients with so many samples of their own train on in ``round``, in all."""
         method, config = self.method, self.config
-        each = [
+        counts = [
             samples_trained(size, method.phases(round, client), config.of_client(client))
             for client, size in sizes.items()
         ]
-        known = [number for number in each if number is not None]
-        return sum(known) if len(known) == len(each) else None
+        numbers = [number for number in counts if number is not None]
+        return sum(numbers) if len(numbers) == len(counts) else None
 
     # -- who has what ------------------------------------------------------------------------------
 
@@ -122,20 +122,20 @@ class Ledger:
         self.unknown.update(clients)
 
     def since(self, client: int, standing: Standing | None = None) -> int | None:
-        """The round after which the copy of ``client`` stands; None if the client must be sent everything.
+        """The round to which the copy of ``client`` is up to date; None if the client must be sent everything.
 
         Args:
-            standing: what the copy reports. None: it reports nothing, and what was delivered to it decides.
+            standing: as the copy reports it. None: it reports none, and the messages that were delivered to it decide.
         """
         if standing is None:
-            stands = self.synced.get(client, 0)
-            return None if client in self.unknown or stands < self.horizon else stands
-        known = standing.round == 0 or standing.stamp == self.stamp(standing.round)
-        return standing.round if known and self.floor <= standing.round <= self.stood else None
+            round = self.synced.get(client, 0)
+            return None if client in self.unknown or round < self.horizon else round
+        valid = standing.round == 0 or standing.stamp == self.stamp(standing.round)
+        return standing.round if valid and self.floor <= standing.round <= self.stood else None
 
-    def lacks(self, since: int) -> dict[str, Tensor]:
-        """The messages that a copy lacks which stands at ``since``."""
-        return {n: t for n, (came, t) in self.outbox.items() if came > since}
+    def pending(self, since: int) -> dict[str, Tensor]:
+        """The messages that a copy at round ``since`` lacks."""
+        return {n: t for n, (sent, t) in self.outbox.items() if sent > since}
 
     def stamp(self, round: int) -> str | None:
         """The stamp of ``round``, a hash over the state and all stamps before it; None if no copy was given one."""
@@ -168,9 +168,9 @@ class Ledger:
         self.stamps = {r: stamp for r, stamp in self.stamps.items() if r >= self.floor}
 
     def bound(self, base_bytes: int) -> None:
-        """Keep messages for late clients up to the bytes of the whole model: the shared tensors, and what of the base
-        the method has changed or keeps beside it. A client that lacks more is sent the whole model. The newest message
-        is kept whatever its size.
+        """Store messages for late clients up to the bytes of the whole model: the shared tensors, the base weights that
+        the method has changed, and tensors beside the base. A client that lacks more is sent the whole model. The
+        newest message stays whatever its size.
 
         Args:
             base_bytes: of the changed base after the last round, whose message the model has applied.
@@ -179,16 +179,16 @@ class Ledger:
         self._raise_floor(self.horizon)
 
     def _drop_old(self, limit: int) -> None:
-        """Drop the oldest messages until the rest has at most ``limit`` bytes, or only one round's are left."""
+        """Drop the oldest messages until the others have at most ``limit`` bytes, or are of one round."""
         by_round: Counter[int] = Counter()
-        for came, tensor in self.outbox.values():
-            by_round[came] += tensor.numel() * tensor.element_size()
+        for sent, tensor in self.outbox.values():
+            by_round[sent] += tensor.numel() * tensor.element_size()
         total = by_round.total()
-        for came in sorted(by_round)[:-1]:
+        for sent in sorted(by_round)[:-1]:
             if total <= limit:
                 break
-            total -= by_round[came]
-            self.horizon = came
+            total -= by_round[sent]
+            self.horizon = sent
         self.outbox = {n: message for n, message in self.outbox.items() if message[0] > self.horizon}
 
     # -- on disk -----------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class Ledger:
         data = {
             "numbers": {n: v for n, v in self.state.items() if not isinstance(v, Tensor)},
             "outbox": {
-                n: [came, list(t.shape), str(t.dtype).removeprefix("torch.")] for n, (came, t) in self.outbox.items()
+                n: [sent, list(t.shape), str(t.dtype).removeprefix("torch.")] for n, (sent, t) in self.outbox.items()
             },
         }
         if self.horizon:
@@ -226,17 +226,17 @@ class Ledger:
         return parts, data
 
     def restore(self, round: int, parts: Mapping[str, Mapping[str, Tensor]], data: Mapping[str, Any]) -> None:
-        """Continue after ``round`` from what ``saved`` gave; ``parts`` are on the run's device."""
+        """Continue after ``round`` from the return values of ``saved``; ``parts`` are on the run's device."""
         self.state = {**parts.get("state", {}), **data["numbers"]}
         if "synced" in data:  # schema 1
             self.synced = {int(c): r for c, r in data["synced"].items()}
         else:
-            stands = parts["synced"]
-            self.synced = dict(zip(stands["clients"].tolist(), stands["rounds"].tolist()))
+            synced = parts["synced"]
+            self.synced = dict(zip(synced["clients"].tolist(), synced["rounds"].tolist()))
         values = parts.get("outbox", {})
         self.outbox = {
-            n: (came, values[n] if n in values else torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
-            for n, (came, shape, dtype) in data["outbox"].items()
+            n: (sent, values[n] if n in values else torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
+            for n, (sent, shape, dtype) in data["outbox"].items()
         }
         standings = data.get("standings", {})
         self.stood, self.horizon = standings.get("stood", round), data.get("horizon", 0)

@@ -34,7 +34,7 @@ class Loop:
     Args:
         config: the run's configuration, whose keys the engine has checked.
         transport: that the engine is; it is ended if the run cannot be set up, and after the run.
-        callbacks: what is done beside training (``callbacks.callbacks_of``).
+        callbacks: they act beside training (``callbacks.callbacks_of``).
         on_round: called with each round's record; the run ends early if it returns True.
         on_client: called with (round, clients done, clients of the round) as a round proceeds.
         lock: of the run's folder, if it is locked already; it is released at the end.
@@ -97,8 +97,8 @@ class Loop:
                 recorder.save(number)  # a client can undo its last training, and none before that
             if self.on_round(record):
                 break
-        own = self.transport.personal()
-        self.workspace.personal.update({client: on_device(own[client], self.workspace.device) for client in own})
+        parts = self.transport.personal()
+        self.workspace.personal.update({client: on_device(parts[client], self.workspace.device) for client in parts})
         return recorder.finish()
 
     def _round(self, number: int) -> dict[str, Any]:
@@ -124,13 +124,13 @@ class Loop:
         return round.record(metrics, seconds, dict(sorted(spent.items())))
 
     def _train(self, round: Round, spent: dict[int, Spent]) -> None:
-        """Have the clients for which ``round`` waits train or answer, and add what each has spent to ``spent``."""
+        """Have the clients for which ``round`` waits train or answer; add the seconds of each to ``spent``."""
         for client, reason in self.transport.missing(round.selected).items():
             round.fail(client, "absent", reason)
-        asked = sorted(round.waiting)
-        answers = self._exchange(round, asked, "train")
-        for done in range(len(asked)):
-            self.on_client(round.number, done, len(asked))
+        invited = sorted(round.waiting)
+        answers = self._exchange(round, invited, "train")
+        for done in range(len(invited)):
+            self.on_client(round.number, done, len(invited))
             if (reply := next(answers, None)) is None:
                 break
             order, answer = reply
@@ -153,16 +153,16 @@ class Loop:
 
         A client that has lost its copy of the model is asked again, with everything.
         """
-        asked, again = list(clients), not round.exchange  # of a further exchange it has lost its part, too
-        while asked:
+        pending, retry = list(clients), not round.exchange  # of a further exchange it has lost its part, too
+        while pending:
             lost = []
-            orders = [round.ask(client, self.transport.standing(client), purpose) for client in asked]
+            orders = [round.ask(client, self.transport.standing(client), purpose) for client in pending]
             for order, answer in self.transport.exchange(orders):
                 if isinstance(answer, Lost):
                     yield order, answer
                     continue
                 facts = answer.facts
-                if facts.get("lost") is True and again:
+                if facts.get("lost") is True and retry:
                     logger.warning("client %d: %.300s; it is sent everything", order.client, facts.get("error"))
                     self.ledger.forget([order.client])
                     lost.append(order.client)
@@ -170,7 +170,7 @@ class Loop:
                 if "error" not in facts or facts.get("followed") is True:
                     round.delivered(order)
                 yield order, answer
-            asked, again = lost, False
+            pending, retry = lost, False
 
     def _evaluate(self, round: Round) -> dict[str, dict[str, Any]]:
         evaluator, transport = self.evaluator, self.transport
@@ -189,33 +189,33 @@ class Loop:
         for order, answer in self._exchange(round, [c for c in sizes if c not in missing], "evaluate"):
             if isinstance(answer, Lost):
                 round.leave_unevaluated(order.client, answer.reason)
-            elif found := scores_in(answer.facts, names):
-                scores[order.client] = found
+            elif values := scores_in(answer.facts, names):
+                scores[order.client] = values
             else:
-                usable = f"its answer has no {' and '.join(names)} that it can be"
-                round.leave_unevaluated(order.client, str(answer.facts.get("error", usable)))
+                default = f"its answer has no {' and '.join(names)} that it can be"
+                round.leave_unevaluated(order.client, str(answer.facts.get("error", default)))
         if scores:
             metrics[CLIENTS] = evaluator.combined(dict(sorted(scores.items())), sizes)
         return metrics
 
 
-# What a client reports is of any type, so each of these takes what fits and leaves out the rest.
+# A client's facts have any type, so these functions take values that fit and leave out the others.
 
 
 def spent_by(facts: Mapping[str, Any]) -> Spent:
-    """What a client spent on its training, by the facts of its answer."""
+    """The seconds of a client's training, by the facts of its answer."""
     match facts.get("spent"):
         case {"training": training, "upload": upload, "reused": bool(reused)}:
-            seconds = [number_of(value, least=0.0) or 0.0 for value in (training, upload)]
+            seconds = [number_of(value, lowest=0.0) or 0.0 for value in (training, upload)]
             return {"training": seconds[0], "upload": seconds[1], "reused": reused}
     return {"training": 0.0, "upload": 0.0, "reused": False}
 
 
 def scores_in(facts: Mapping[str, Any], metrics: Collection[str]) -> dict[str, float]:
     """The ``metrics`` of a client's own model; empty if one of them is missing or no number that it can be."""
-    given = facts.get("scores")
-    if not isinstance(given, dict):
+    reported = facts.get("scores")
+    if not isinstance(reported, dict):
         return {}
     bounds = {"acc": (0.0, 1.0), "loss": (-LARGEST, LARGEST)}
-    found = {name: number_of(given.get(name), *bounds[name]) for name in metrics}
-    return {name: value for name, value in found.items() if value is not None} if None not in found.values() else {}
+    values = {name: number_of(reported.get(name), *bounds[name]) for name in metrics}
+    return {name: value for name, value in values.items() if value is not None} if None not in values.values() else {}

@@ -23,8 +23,8 @@ from .workspace import Workspace
 class Node:
     """Data, method and model of a process that works for whichever client an order comes to.
 
-    What a client must remember (the round of its copy of the model, base weights that changed, its personal tensors) is
-    in a folder of its own disk, with checksums, so that the process may end after each order.
+    A client's state (the round of its copy of the model, base weights that changed, its personal tensors) is in a
+    folder of its own disk, with checksums, so that the process may end after each order.
 
     Args:
         workspace: of this process, which serves no rounds. codec: how tensors are encoded on their way.
@@ -34,7 +34,7 @@ class Node:
     def __init__(self, workspace: Workspace, codec: Codec | None = None, own_data: bool = False):
         self.workspace, self.codec, self.own_data = workspace, codec or Codec(), own_data
         self.trainer = Trainer(workspace)
-        #: what a run changes in the model, as it was at the start
+        #: the tensors that a run changes in the model, as they were at the start
         self._start = {
             **workspace.method.view(workspace.initial_state),
             **{name: tensor.clone() for name, tensor in workspace.changed_base().items()},
@@ -42,17 +42,17 @@ class Node:
 
     @cached_property
     def proof(self) -> dict[str, str]:
-        """What must be equal in all processes at the start (``joining.proof_of``)."""
+        """Hashes that must be equal in all processes at the start (``joining.proof_of``)."""
         load_tensors(self.workspace.model, self._start)
         return proof_of(self.workspace)
 
     @cached_property
     def agreed(self) -> str:
-        """A hash of what this process has in common with the server (``joining.agreed``)."""
+        """A hash of the configuration, revisions and proof of this process (``joining.agreed``)."""
         return agreed(self.workspace.config, self.proof)
 
     def introduction(self, client: int) -> Parcel:
-        """Which client this is, and what it has in common with the server.
+        """The client's number, and the facts that the server compares with its own.
 
         Raises:
             UserError: there is no such client.
@@ -80,16 +80,16 @@ class Node:
         workspace, count = self.workspace, self.workspace.config.federate.client_num
         if not 1 <= client <= count:
             raise UserError(f"there is no client {client}; federate.client_num is {count}")
-        place = 0 if self.own_data else client - 1
-        own = dataclasses.replace(workspace.clients[place], id=client)
-        return own, workspace.data.clients[place], workspace.data.client_tests[place]
+        index = 0 if self.own_data else client - 1
+        participant = dataclasses.replace(workspace.clients[index], id=client)
+        return participant, workspace.data.clients[index], workspace.data.client_tests[index]
 
     def obey(self, order: Parcel, client: int, memory: Path, identity: str) -> Parcel:
         """Bring the copy of ``client`` up to date, and train or evaluate it; the answer.
 
         Args:
             order: the parcel of an ``Order``.
-            memory: the client's folder. identity: of the run; what another run has saved there is not used.
+            memory: the client's folder. identity: of the run; the state of another run there is not used.
         Returns:
             For ``train`` the update (``copies.answer``), for ``evaluate`` the fact ``scores``; after an error the fact
             ``error``. The fact ``followed`` says that the copy was saved as the order has it, also if training failed,
@@ -97,7 +97,7 @@ class Node:
         Raises:
             UserError: there is no such client.
         """
-        own, examples, tests = self.of(client)
+        participant, examples, tests = self.of(client)
         workspace, round, purpose = self.workspace, order.facts["round"], order.facts["purpose"]
         load_tensors(workspace.model, self._start)
         personal = PersonalParts(workspace.personal.untrained)
@@ -109,7 +109,7 @@ class Node:
             try:
                 if purpose == "train":
                     task = workspace.task(client, round, order.facts, told)
-                    fitted = self.trainer.fit(own, examples, round, workspace.model, workspace.prefix, task)
+                    fitted = self.trainer.fit(participant, examples, round, workspace.model, workspace.prefix, task)
                     reply = answer(round, fitted.update, fitted.result.loss, self.codec)
                     reply.facts["spent"] = fitted.spent
                     copy.keep(task)

@@ -1,4 +1,4 @@
-"""What travels between a server and its clients: named tensors and a few facts, as safetensors bytes.
+"""Messages between a server and its clients: named tensors and a few facts, as safetensors bytes.
 
 Nothing that arrives is ever unpickled.
 """

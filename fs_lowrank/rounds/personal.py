@@ -17,7 +17,7 @@ class PersonalParts(dict[int, dict[str, Tensor]]):
     def __init__(self, untrained: Mapping[str, Tensor]):
         super().__init__()
         self.untrained = dict(untrained)
-        #: those by which clients' models differ; others are beside the model (``methods.put_beside``)
+        #: the tensors by which clients' models differ; others are beside the model (``methods.put_beside``)
         self.of_model = {n: t for n, t in self.untrained.items() if ":" not in n}
         #: client -> the last round in which it trained, and its tensors before that
         self.before: dict[int, tuple[int, dict[str, Tensor] | None]] = {}
@@ -36,7 +36,7 @@ class PersonalParts(dict[int, dict[str, Tensor]]):
             self.pop(client, None)
 
     def undo(self, client: int, round: int) -> None:
-        """Reset the tensors of ``client`` to those before its last training, if that was in ``round`` or later."""
+        """Reset the tensors of ``client`` to the values before its last training, if that was in ``round`` or later."""
         trained, before = self.before.get(client, (0, None))
         if trained < round or not trained:
             return
@@ -47,10 +47,10 @@ class PersonalParts(dict[int, dict[str, Tensor]]):
             self[client] = before
 
     def leave_part(self, client: int) -> None:
-        """Undo what ``client`` keeps of a round that was to go on with another exchange, and has not."""
+        """Undo the work of ``client`` in a round that was to go on with another exchange, and has not."""
         if self.of(client).keys() != self.untrained.keys():
             self.undo(client, 0)
 
     def settle(self) -> None:
-        """Forget what is needed to undo the round, which is over."""
+        """Forget the tensors that would undo the round, which is over."""
         self.before.clear()

@@ -14,14 +14,14 @@ from ..algebra import change_norms
 from ..models.names import is_head, tags
 from ..settings.metrics import chief
 
-#: with more clients, only the records of the last round have the scores of all; others of so many at either end
+#: with more clients, only the record of the last round has the scores of all; others have so many at either end
 MANY, EXTREME = 100, 10
-#: what a process spent on a client: seconds of ``training`` and ``upload``, and whether it was ``reused``
+#: the cost of a client in a process: seconds of ``training`` and ``upload``, and whether it was ``reused``
 Spent = dict[str, float | bool]
 
 
 def added(spent: Spent, before: Spent) -> Spent:
-    """What was spent in one exchange of a round and in those ``before`` it."""
+    """The cost of one exchange of a round and of the exchanges ``before`` it."""
     return {"reused": bool(spent["reused"] or before["reused"])} | {
         name: spent[name] + before[name] for name in ("training", "upload")
     }
@@ -36,7 +36,7 @@ class Failure(TypedDict):
 
 
 def extremes(scores: Mapping[int, Mapping[str, float]]) -> dict[int, Mapping[str, float]]:
-    """The scores of all clients; of more than ``MANY``, those of the ``EXTREME`` at either end by accuracy, or loss."""
+    """The scores of all clients; of more than ``MANY``, of the ``EXTREME`` at either end by accuracy, or loss."""
     if len(scores) <= MANY:
         return dict(scores)
     main = chief(next(iter(scores.values())))
@@ -61,15 +61,15 @@ def changes(
     tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor], heads: Sequence[str] = ()
 ) -> dict[str, float]:
     """Norm of the difference to ``reference`` in each of the groups of ``norms``, of tensors that both have."""
-    both = {n: t for n, t in tensors.items() if n in reference and reference[n].shape == t.shape}
-    each = change_norms(both, reference)
-    groups = by_part(tuple(each), tuple(heads))
-    return {group: math.sqrt(sum(each[n] ** 2 for n in names)) for group, names in groups.items()}
+    shared = {n: t for n, t in tensors.items() if n in reference and reference[n].shape == t.shape}
+    by_name = change_norms(shared, reference)
+    groups = by_part(tuple(by_name), tuple(heads))
+    return {group: math.sqrt(sum(by_name[n] ** 2 for n in names)) for group, names in groups.items()}
 
 
 @lru_cache(maxsize=256)
 def by_part(names: tuple[str, ...], heads: tuple[str, ...]) -> dict[str, list[str]]:
-    """The names by the part of the model that they are of, both in order; ``x:NAME`` is of the part of ``NAME``."""
+    """The names by their part of the model, both in order; ``x:NAME`` is of the part of ``NAME``."""
     groups: dict[str, list[str]] = {}
     for name in names:
         kinds = ("lora_A", "lora_B", "adapter", "base")

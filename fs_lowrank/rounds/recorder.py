@@ -1,4 +1,4 @@
-"""A run: its records and checkpoints, the callbacks that do what else is asked for, and the summary at its end."""
+"""A run: its records and checkpoints, the callbacks, and the summary at its end."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Callback:
     """What a run does beside training. Derive a class with any of the three functions, and give objects of it to
     ``fs_lowrank.run(config, callbacks=[…])``.
 
-    A run calls those of all callbacks in the order of the list, in the process that has the server's state. What is of
-    the user's code and raises an error ends the run, which ``resume=True`` continues.
+    A run calls the functions of all callbacks in the order of the list, in the process that has the server's state. An
+    error of the user's code ends the run, which ``resume=True`` continues.
     """
 
     def on_start(self, run: Recorder) -> object:
@@ -58,23 +58,23 @@ class Callback:
         """A round has ended and was evaluated.
 
         Args:
-            record: as ``rounds.jsonl`` will have it; what is added here, of types that JSON has, is written with it.
+            record: as ``rounds.jsonl`` will have it; entries that are added here, of JSON's types, are written with it.
         Returns:
             True if it was the last round.
         """
 
     def on_end(self, run: Recorder, result: RunResult) -> object:
-        """All rounds have ended. ``summary.json`` will have what is added to ``final`` or ``facts`` of ``result``."""
+        """All rounds have ended. ``summary.json`` will have the additions to ``final`` and ``facts`` of ``result``."""
 
 
 class Recorder:
-    """One run: what it is of, its folder, and its records so far. Callbacks are given it.
+    """One run: its workspace, its folder, and its records so far. Callbacks are given it.
 
     Args:
         workspace, evaluator: of this process.
         ledger: its state is saved and restored.
         outdir: the folder.
-        callbacks: what is done beside the records.
+        callbacks: the run calls them beside writing records.
         clients_evaluate: with ``federate.make_global_eval`` False, clients evaluate validation data, too.
         lock: of the folder, if it is locked already; ``release`` releases it.
 
@@ -116,15 +116,15 @@ class Recorder:
         self.workspace.load_global(self.ledger.state)  # it may hold the tensors of a client that was evaluated
         return self.workspace.model
 
-    def _call(self, hook: str, *given: Any) -> None:
-        """Call ``hook`` of all callbacks; of the user's code, an error is one for the user."""
+    def _call(self, hook: str, *arguments: Any) -> None:
+        """Call ``hook`` of all callbacks; an error of the user's code is one for the user."""
         for callback in self.callbacks:
             kind = type(callback)
-            own = not kind.__module__.startswith("fs_lowrank.")
-            with users_own(f"callbacks: {kind.__qualname__}.{hook}") if own else nullcontext():
-                self.ended |= bool(getattr(callback, hook)(self, *given))
-                if own and hook == "after_round":
-                    to_json(given[0])
+            external = not kind.__module__.startswith("fs_lowrank.")
+            with users_own(f"callbacks: {kind.__qualname__}.{hook}") if external else nullcontext():
+                self.ended |= bool(getattr(callback, hook)(self, *arguments))
+                if external and hook == "after_round":
+                    to_json(arguments[0])
 
     def add(self, record: dict[str, Any]) -> None:
         """Call the callbacks, and write the record of a round, and a checkpoint if one is due."""
@@ -135,7 +135,7 @@ class Recorder:
             {**record, "client_scores": extremes(scores)} if scores and not (last or self.ended) else record
         )
         if scores:
-            self._scored = self.history[-1], {str(client): of for client, of in scores.items()}
+            self._scored = self.history[-1], {str(client): values for client, values in scores.items()}
         if self.checkpoint_due(record["round"]):
             self.save(record["round"])
 
@@ -143,21 +143,21 @@ class Recorder:
         """The error to raise if ``round`` cannot be finished; saves the round before it first.
 
         Args:
-            error: the cause; its ``remedy`` is what the user can do.
+            error: the cause; its ``remedy`` is the advice to the user.
             failed: the clients that failed, as in the record.
         """
         if round > 1 and not self.checkpoint_due(round - 1):
             self.save(round - 1)
-        kept = (
+        outlook = (
             f"the last good round, {round - 1}, is in {self.outdir / 'checkpoint'}; continue with resume=True, "
             f"and {error.remedy}"
             if round > 1
             else f"no round was completed; start again, and {error.remedy}"
         )
-        return RunFailed(f"{error} ({'; '.join(f['reason'] for f in failed[:3]) or 'nobody failed'}); {kept}")
+        return RunFailed(f"{error} ({'; '.join(f['reason'] for f in failed[:3]) or 'nobody failed'}); {outlook}")
 
     def release(self) -> None:
-        """Close what the run has open and unlock the folder; nothing happens if it is not locked."""
+        """Close the run's open files and trackers, and unlock the folder if it is locked."""
         self.exits.close()
         if self._lock is not None:
             self._lock.release()
@@ -203,12 +203,12 @@ class Recorder:
         return checkpoint
 
     def _evaluate_before(self, resumed: bool) -> None:
-        """Evaluate what the run starts from, or read what its start has written."""
+        """Evaluate the model before round 1, or read the metrics that the start has written."""
         path = self.outdir / "before.json"
         if resumed:
             try:
-                read = read_json(path, remedy="the result lacks the metrics before round 1")
-                self.before = {n: math.nan if v is None else float(v) for n, v in read.items() if n != "schema"}
+                saved = read_json(path, remedy="the result lacks the metrics before round 1")
+                self.before = {n: math.nan if v is None else float(v) for n, v in saved.items() if n != "schema"}
             except DamagedFile as error:
                 logger.warning("%s", error)
             return
@@ -220,12 +220,12 @@ class Recorder:
     def _unseen(self, record: Mapping[str, Any]) -> dict[str, float]:
         """The scores over the test shares of the clients that never took part, from the last evaluated record."""
         took_part = {str(client) for r in self.history for client in r["clients"]}
-        scores = {c: of for c, of in record.get("client_scores", {}).items() if c not in took_part}
+        scores = {c: values for c, values in record.get("client_scores", {}).items() if c not in took_part}
         if not scores or not took_part:
             return {}
         if {str(client) for client, _ in self.workspace.tested()} - record["client_scores"].keys():
             return {}
-        sizes = {c: of["samples"] for c, of in scores.items()}
+        sizes = {c: values["samples"] for c, values in scores.items()}
         measured = next(iter(scores.values()))
         return {f"unseen_test_{m}": average(scores, sizes, m) for m in ("acc", "loss") if m in measured}
 
@@ -240,16 +240,16 @@ class Recorder:
         Raises:
             RunFailed: it cannot be written; earlier checkpoints are unchanged.
         """
-        parts, known = self.ledger.saved(round)
+        parts, data = self.ledger.saved(round)
         parts |= {
             "base": self.workspace.changed_base(),
-            "personal": {f"{c}/{n}": t for c, own in self.workspace.personal.items() for n, t in own.items()},
+            "personal": {f"{c}/{n}": t for c, tensors in self.workspace.personal.items() for n, t in tensors.items()},
         }
         save_checkpoint(
             self.outdir / "checkpoint",
             round,
             {n: p for n, p in parts.items() if p},
-            {**known, "records": self._records.digests if self._records else [], **begun_with(self.workspace)},
+            {**data, "records": self._records.digests if self._records else [], **begun_with(self.workspace)},
             keep=self.config.lowrank.keep_checkpoints,
         )
 
@@ -279,10 +279,10 @@ class Recorder:
         )
 
     def finish(self) -> RunResult:
-        """Call the callbacks, which save what was trained, and write the tables and the summary; returns the result.
+        """Call the callbacks, which save adapter and model, and write the tables and the summary; returns the result.
 
         Raises:
-            RunFailed, OSError: something cannot be written; what was there before is unchanged.
+            RunFailed, OSError: a file cannot be written; its content of before is unchanged.
         """
         if self._scored:  # the record in the file may have a part of them, if the run ended early
             self._scored[0]["client_scores"] = self._scored[1]
@@ -331,7 +331,7 @@ def _sizes(sizes: Sequence[int]) -> dict[str, int]:
 
 
 def facts_of(workspace: Workspace) -> dict[str, Any]:
-    """What the data and the model of a run are, for its summary."""
+    """Facts about the data and the model of a run, for its summary."""
     hub = hub_name(workspace.config, workspace.model)
     return {
         "source": workspace.data.source,

@@ -1,4 +1,4 @@
-"""Trained tensors of clients kept on disk, so that the same training is not repeated.
+"""Trained tensors of clients in a cache on disk, so that the same training is not repeated.
 
 Local training is determined by the client's data, the tensors it starts from, the numbers that the modules apply beside
 them, the phases, and the settings of the training loop; its last digits also by the machine and the versions of the
@@ -33,22 +33,22 @@ from ..settings import Settings
 #: sections of the configuration that the training loop reads; the learning rate of the round is hashed separately
 _SECTIONS = ("train.", "dataloader.", "grad.", "model.", "llm.", "data.transform")
 _KEYS = tuple(["seed", *(f"lowrank.{name}" for name in ("dtype", "compute_dtype", "double_quant", "norm", "width"))])
-#: of ``train``, what changes rounding only
+#: the keys of ``train`` that change rounding only
 _ROUNDING = ("blocks", "only_read", "cache_frozen", "cache_frozen_bytes")
 #: attributes of modules: scales of nested pairs and of an adapter's pairs, probabilities of dropout
 _APPLIED = ("scale", "scaling", "p")
 
 
 def _beside_tensors(model: nn.Module) -> dict[str, Any]:
-    """By name, what a method decides of the modules of ``model`` beside their tensors, and the batches that norms have
-    counted, over which one with ``momentum=None`` averages."""
+    """By name, the numbers of the modules of ``model`` that a method sets beside their tensors, and the batches that
+    norms have counted, over which one with ``momentum=None`` averages."""
     numbers = {f"{name}.{n}": vars(module).get(n) for name, module in model.named_modules() for n in _APPLIED}
     counted = {name: int(b) for name, b in model.named_buffers() if name.endswith("num_batches_tracked")}
     return {name: value for name, value in numbers.items() if isinstance(value, (int, float, dict))} | counted
 
 
 def _pixels(examples: Examples | ImageExamples) -> str:
-    """A hash over what the model reads of the first image, whose usual normalisation follows from the source."""
+    """A hash over the first image as the model reads it; its usual normalisation follows from the source."""
     return digest(examples.batch([0])) if isinstance(examples, ImageExamples) else ""
 
 
@@ -98,17 +98,17 @@ class Reuse:
         return hashlib.sha256(json.dumps(determined, sort_keys=True, default=repr).encode()).hexdigest()[:24]
 
     def find(self, key: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The tensors and facts kept under ``key``; None if there are none, or they cannot be read."""
+        """The tensors and facts stored under ``key``; None if there are none, or they cannot be read."""
 
-        def intact(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> bool:
-            facts = from_json(about["facts"])
+        def intact(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bool:
+            facts = from_json(metadata["facts"])
             return bool(facts["key"] == key and facts["digest"] == digest(tensors))
 
-        found = read_entry(self.folder / f"{key}.safetensors", intact)
-        return None if found is None else (found[0], from_json(found[1]["facts"]))
+        entry = read_entry(self.folder / f"{key}.safetensors", intact)
+        return None if entry is None else (entry[0], from_json(entry[1]["facts"]))
 
     def keep(self, key: str, model: nn.Module, phases: Iterable[Phase], facts: Mapping[str, Any]) -> None:
-        """Keep the tensors of ``model`` that were trained, and its running statistics.
+        """Store the tensors of ``model`` that were trained, and its running statistics.
 
         Raises:
             RunFailed: it cannot be written.
@@ -117,8 +117,8 @@ class Reuse:
         names = {*select(named, {t for phase in phases for t in phase.train}), *filter(is_statistic, named)}
         tensors = {n: named[n].detach().cpu().contiguous().clone() for n in sorted(names)}
         try:
-            about = {"facts": json.dumps({**facts, "key": key, "digest": digest(tensors)})}
-            write_entry(self.folder / f"{key}.safetensors", tensors, about)
+            metadata = {"facts": json.dumps({**facts, "key": key, "digest": digest(tensors)})}
+            write_entry(self.folder / f"{key}.safetensors", tensors, metadata)
         except OSError as error:
             raise RunFailed(
                 f"lowrank.reuse_clients: could not store a client in {self.folder}: {error}; "

@@ -23,7 +23,7 @@ from ..errors import described
 from ..methods import RefusedUpdate, State, Update
 from .admission import check_loss
 from .codec import Codec, Sizes
-from .finite import BadRound, WrongStep, require_finite, require_whole
+from .finite import BadRound, WrongStep, require_finite, require_valid
 from .intake import Intake, TooFewClients
 from .ledger import Ledger, Standing
 from .parcel import Parcel
@@ -41,16 +41,16 @@ class Order:
 
     Attributes:
         purpose: ``train``; ``evaluate``; ``follow`` for a client that drops out, whose copy is kept up to date.
-        since: the round after which the client's copy stands now. None: the client is sent everything, changed base
+        since: the round to which the client's copy is up to date now. None: the client is sent everything, changed base
             weights included, because it is unknown or because that is less. In a further exchange it is ``stands``.
-        stands: the round after which its copy stands when it has followed the order.
+        stands: the round to which its copy is up to date when it has followed the order.
         parcel: the tensors that the copy lacks, and the facts ``round``, ``purpose``, ``since``, ``stands``. Further
             facts: ``whole`` if the tensors are values to load instead of a message to apply; ``encoded`` if they went
             through the codec; ``undo``, a round whose training does not count; ``stamp`` for a copy that reports its
             standing. In a round of several exchanges ``exchange`` is the name of this one, and ``goes_on`` whether
-            others follow. In all but the first the tensors are what the client is told; ``told`` are their names.
+            others follow. In all but the first the client is told the tensors; ``told`` are their names.
         sizes: bytes of the tensors as they travel, with and without the head.
-        task: what the client does in the round, for a transport whose clients are in this process.
+        task: the client's work in the round, for a transport whose clients are in this process.
     """
 
     client: int
@@ -68,7 +68,7 @@ class Finished:
     """The outcome of a round.
 
     Attributes:
-        message: what every copy applies; None for a round that was left out.
+        message: every copy applies it; None for a round that was left out.
         undone: clients whose training does not count; their personal tensors are reset to those before the round.
     """
 
@@ -81,16 +81,16 @@ class Round:
 
     Args:
         number: from 1.
-        ledger: what is known from earlier rounds; it is updated on delivery and at the end.
-        selected: the clients that take part; None: those that the ledger draws.
-        intake: gives where updates go, for each exchange. By default they are kept.
+        ledger: the state from earlier rounds; it is updated on delivery and at the end.
+        selected: the clients that take part; None: the ledger draws them.
+        intake: makes the intake of updates, for each exchange. By default it stores them.
         codec: how tensors travel, in both directions.
         base: gives the base weights that the method has changed, as the server's own copy has them
             (``Workspace.changed_base``), for clients that must be sent everything. None: unknown, and not sent.
 
     Attributes:
         exchange: the number of the exchange, from 0. goes_on: another is to follow in this round.
-        told: what the clients were told in this round. state: with that.
+        told: the tensors that clients were told in this round. state: of the method, with these.
         counted: the clients whose updates of this exchange were admitted.
         failed: the clients that could not be counted on, in the order in which that became known. Each has ``client``,
             ``kind`` (``absent``, ``dropped``, ``failed`` or ``refused``) and ``reason``.
@@ -98,7 +98,7 @@ class Round:
         evaluation_downlink: of the downlink, the bytes of orders to evaluate.
         losses, samples: by client, the training loss and the number of samples of the admitted updates.
         norms: by client, the norms of the exchange's admitted updates, if the ledger's admission bounds them.
-        drift: by client, how far its admitted update is from what it started with, by half of the pair.
+        drift: by client, how far its admitted update is from its start values, by half of the pair.
         trains: the clients that were asked to train.
         skipped: why the round was left out; empty if it was not.
         unevaluated: by client, why its evaluation after the round was left out, where clients evaluate.
@@ -122,7 +122,7 @@ class Round:
         self.exchanges, self.exchange = tuple(self.method.exchanges(self.state, number)), 0
         self.goes_on = len(self.exchanges) > 1
         self.told: dict[str, Tensor] = {}
-        self._news: Mapping[str, Tensor] = {}  # what they are told in this exchange
+        self._news: Mapping[str, Tensor] = {}  # told in this exchange
         self.counted: set[int] = set()
         self.admission, self.base = ledger.admission, base
         self.failed: list[Failure] = []
@@ -136,10 +136,10 @@ class Round:
         self.trains: set[int] = set()
         self.skipped = ""
         self.unevaluated: dict[int, str] = {}
-        #: what the server's step did to the updates of single clients
+        #: by client, how the server's step treated its update
         self.notes: Mapping[int, str] = {}
         self._waiting = set(self.selected)
-        #: what the clients do that are asked, until their answers are taken
+        #: the tasks of the clients that are asked, until their answers are taken
         self._tasks: dict[int, Task] = {}
         #: by client, where its copy was, and which round it had to undo, before this round
         self._before = dict(ledger.synced), dict(ledger.undone)
@@ -154,15 +154,15 @@ class Round:
     # -- downlink ----------------------------------------------------------------------------------
 
     def ask(self, client: int, standing: Standing | None = None, purpose: Purpose = "train") -> Order:
-        """The order that brings ``client`` to where the ledger stands: the start of the round, or its end if finished.
+        """The order that brings ``client`` up to date: to the start of the round, or to its end if finished.
 
         It has the messages that the client's copy lacks, or the whole model if that is known and has fewer bytes.
 
         A client that is drawn to drop out of the round is asked to ``follow`` where it would be asked to train.
 
         Args:
-            standing: what the client's copy reports. A copy whose report is unknown or outdated is sent everything.
-                None: it reports nothing, and is sent what was not delivered to it yet.
+            standing: as the client's copy reports it. A copy whose report is unknown or outdated is sent everything.
+                None: it reports none, and is sent the messages that were not delivered to it yet.
         Raises:
             ValueError: the round does not wait for this client.
         """
@@ -180,13 +180,13 @@ class Round:
         since = ledger.stood if task.further else ledger.since(client, standing)
         tensors: Mapping[str, Tensor] = {}
         if since is not None:
-            tensors = task.told if task.further else self.method.tailor(ledger.lacks(since), client, ledger.state)
+            tensors = task.told if task.further else self.method.tailor(ledger.pending(since), client, ledger.state)
             sizes = self.codec.sizes(tensors, ledger.heads)
         if since is None or tensors and self.base is not None and not task.further:
-            whole = {**task.view, **self._changed_base()}
-            of_whole = Codec().sizes(whole, ledger.heads)
-            if since is None or of_whole[0] < sizes[0]:
-                since, tensors, sizes = None, whole, of_whole
+            full = {**task.view, **self._changed_base()}
+            full_sizes = Codec().sizes(full, ledger.heads)
+            if since is None or full_sizes[0] < sizes[0]:
+                since, tensors, sizes = None, full, full_sizes
         facts: dict[str, Any] = {
             "round": self.number,
             "purpose": purpose,
@@ -215,7 +215,7 @@ class Round:
         return self._base[1]
 
     def delivered(self, order: Order) -> None:
-        """Count the bytes of an order that has arrived, and note where the client's copy stands now.
+        """Count the bytes of an order that has arrived, and note the round of the client's copy.
 
         An engine that cannot lose a message calls this at once; one that cannot tell whether the order arrived calls
         ``ledger.forget``. A client that only follows in this round counts as dropped out of it.
@@ -239,8 +239,8 @@ class Round:
         It has tensors and the facts ``round``, ``samples`` and ``loss`` (``copies.answer``). If the client could not
         train, it has the fact ``error``, and ``lost`` if its copy could not follow (``copies.apology``).
 
-        What is read of an update, and waits for the device: whether it is finite, what ``Method.check`` reads of it,
-        and norms for ``drift`` and for bounds of norms.
+        Reads of an update that wait for the device: whether it is finite, those of ``Method.check``, and norms for
+        ``drift`` and for bounds of norms.
 
         Returns:
             Whether the update counts. An answer that is late, repeated or was not asked for is ignored and logged; a
@@ -308,7 +308,7 @@ class Round:
     # -- the end -----------------------------------------------------------------------------------
 
     def finish(self, model: nn.Module | None = None) -> Finished:
-        """Combine the admitted updates; the ledger then stands at this round.
+        """Combine the admitted updates, and commit the new state to the ledger.
 
         Args:
             model: a copy of the model at the end of the previous round, which is not changed. If it is given, a message
@@ -318,7 +318,7 @@ class Round:
             BadRound: the server step raised an error, or its result is not finite. The state is as before the round;
                 the caller calls ``roll_back`` or ``leave_out``.
             OSError: a file could not be read or written during the step.
-            WrongStep: the method gave what no server's step may give.
+            WrongStep: the method gave a result of a wrong form.
         """
         state, message = self._step(self._updates(), model)
         told = {n: t for n, t in self.told.items() if n in self.ledger.state}
@@ -328,7 +328,7 @@ class Round:
         return self._ended(message, self.trains - self.counted)
 
     def go_on(self) -> None:
-        """Begin the next exchange: the clients whose updates were admitted are told what the server makes of them.
+        """Begin the next exchange: the clients whose updates were admitted are told the server's result of them.
 
         Raises:
             As ``finish``.
@@ -369,20 +369,20 @@ class Round:
         message: Mapping[str, Tensor]
         try:
             with torch.no_grad():
-                given: Any
+                result: Any
                 if self.goes_on:
                     message = self.method.tell(updates, before, self.number, self.exchanges[self.exchange])
-                    given = ({**before, **message}, message) if isinstance(message, Mapping) else message
+                    result = ({**before, **message}, message) if isinstance(message, Mapping) else message
                 else:
-                    given = self.method.aggregate(updates, before, self.number)
-                state, message = require_whole(given, before, self.method)
+                    result = self.method.aggregate(updates, before, self.number)
+                state, message = require_valid(result, before, self.method)
                 self.notes = dict(self.method.notes)
                 if not self.codec.exact:
                     # The server uses the message as clients will decode it, so that all copies stay equal.
                     decoded = self.codec.decode(self.codec.encode(message), message)
                     # What is merged and goes on (``merge:…``) is in the state under the name that copies give it.
-                    same = {id(tensor): decoded[name] for name, tensor in message.items()}
-                    state = {n: decoded[n] if n in decoded else same.get(id(t), t) for n, t in state.items()}
+                    by_id = {id(tensor): decoded[name] for name, tensor in message.items()}
+                    state = {n: decoded[n] if n in decoded else by_id.get(id(t), t) for n, t in state.items()}
                     message = decoded
                 changed = {n: v for n, v in state.items() if v is not before.get(n)}
                 require_finite(changed, message, self.method, self.number, model)
@@ -395,7 +395,7 @@ class Round:
         return state, message
 
     def leave_out(self, reason: str) -> Finished:
-        """End the round without its updates. What was sent to clients in it stays delivered."""
+        """End the round without its updates. Messages that were sent to clients in it stay delivered."""
         self.skipped = reason
         return self._ended(None, self.trains)
 
@@ -407,7 +407,7 @@ class Round:
 
     def roll_back(self) -> None:
         """Restore the ledger as it was before this round."""
-        self.ledger.synced, self.ledger.undone = (dict(of) for of in self._before)
+        self.ledger.synced, self.ledger.undone = (dict(saved) for saved in self._before)
 
     def record(
         self,
@@ -422,7 +422,7 @@ class Round:
         receives with one, it does not receive again to train. The embedded engine evaluates clients' models in its own
         process and sends nothing for it.
 
-        ``samples`` is the number of samples that the clients which count trained on, with repetitions.
+        ``samples`` is the number of samples that the counted clients trained on, with repetitions.
 
         If the round was left out, ``skipped`` is the reason, ``clients`` is empty, and the loss is that of the clients
         that had trained. ``client_scores`` has the metrics of each client's model, where those were evaluated, and
@@ -434,7 +434,7 @@ class Round:
         Args:
             metrics: by split and name; under the name ``clients`` those of each client.
             seconds: the durations of ``training``, ``aggregation`` and ``evaluation``.
-            spent: by client, what this process spent on it (``trainer.Fitted``).
+            spent: by client, its cost in this process (``trainer.Fitted``).
         """
         notes = {} if self.skipped else self.notes
         robust, unevaluated = _listed(notes), _listed(self.unevaluated)
@@ -483,5 +483,5 @@ def _listed(reasons: Mapping[int, str]) -> list[dict[str, Any]]:
 
 
 def _naming(client: int, reason: str) -> str:
-    """``reason``, which names the client at its beginning."""
+    """``reason`` with the client's name at its beginning."""
     return reason if reason.startswith("client ") else f"client {client}: {reason}"

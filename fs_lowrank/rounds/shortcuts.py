@@ -1,7 +1,7 @@
-"""What saves work in one process: states of frozen layers that are kept, and a last layer for what is read alone.
+"""Shortcuts of one process: cached states of frozen layers, and a last layer for the positions that are read.
 
-A further cache or shortcut is made here. Those of ``models.shortcuts`` are used where they are known, or tried, to give
-the same results but for rounding.
+A further cache or shortcut is made here. The shortcuts of ``models.shortcuts`` are used where they are known, or tried,
+to give the same results but for rounding.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Shortcuts:
     """Makes the shortcuts for models of one process.
 
     Args:
-        config, data, method: of the run. held_out: what is evaluated, by split.
+        config, data, method: of the run. held_out: the data to evaluate on, by split.
 
     Attributes:
-        states: those of frozen layers that are kept for other runs.
+        states: the cache on disk of frozen layers' states, for other runs.
         tried: the samples on which a shortcut is tried; None of images.
     """
 
@@ -64,7 +64,7 @@ class Shortcuts:
         """The cache of the frozen layers of ``model``; None if there can be none.
 
         Args:
-            client: whose training data are kept; None: those of all clients, and the held-out data.
+            client: whose training data are cached; None: those of all clients, and the held-out data.
             share: fraction of ``train.cache_frozen_bytes``, for several models that share it.
         """
         train = self.config.train
@@ -85,7 +85,7 @@ class Shortcuts:
         return prefix if prefix else None
 
     def _owners(self, clients: range) -> Owners:
-        """The training data of ``clients``, and how often each is expected to go through its own in the run."""
+        """The training data of ``clients``, and the expected number of passes of each in the run."""
         config, indices = self.config, self.data.partition.indices
         share = config.federate.total_round_num * config.sampled_per_round / config.taking_part
         rows = indices[clients.start - 1 : clients.stop - 1]

@@ -1,4 +1,4 @@
-"""What one client does in one exchange of a round."""
+"""The work of one client in one exchange of a round."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..training.schedule import Schedule, lr_at
 
 
 class Task:
-    """What ``client`` does in an exchange of ``round``; each part is computed once.
+    """The work of ``client`` in an exchange of ``round``; each part is computed once.
 
     Args:
         method: the federated method.
         state: at the start of the exchange; None in a client's process, where there are no ``view`` and ``expected``.
-        settings: by which the client trains. schedule: of the learning rate.
+        settings: the client's. schedule: of the learning rate.
         exchange: its name (``Method.exchanges``). goes_on: others follow in the round.
-        told: what the client is told with it (``Method.tell``); None in the first of a round.
+        told: the tensors that the client is told with it (``Method.tell``); None in the first of a round.
 
     Attributes:
         lr: the learning rate. seed: for the order of the data, dropout, and augmentation of images.
@@ -52,7 +52,7 @@ class Task:
 
     @cached_property
     def phases(self) -> Sequence[Phase]:
-        """What is trained, and for how long."""
+        """The tensors to train, and for how long."""
         return self._method.phases(self.round, self.client)
 
     @cached_property
@@ -62,6 +62,6 @@ class Task:
 
     @cached_property
     def expected(self) -> Mapping[str, Tensor]:
-        """Names, shapes and dtypes of what the client must send."""
+        """Names, shapes and dtypes of the tensors that the client must send."""
         further = () if self.trains else (self.exchange,)
         return self._method.expected(self._state, self.round, self.client, *further)

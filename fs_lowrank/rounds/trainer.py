@@ -1,6 +1,6 @@
 """The training of clients on the models of one process, one by one or several in one pass.
 
-What is counted of a client's training is counted here (``Fitted.spent``).
+The cost of a client's training is counted here (``Fitted.spent``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Fitted:
 
     Attributes:
         update: with the model's own tensors, not copies.
-        result: of the training. spent: on it, in this process.
+        result: of the training. spent: its cost in this process.
     """
 
     update: Update
@@ -52,7 +52,7 @@ class Trainer:
     """Trains clients on the data and the models of ``workspace``.
 
     Attributes:
-        reuse: the trainings that are kept for other runs; None: none are.
+        reuse: the cache of trainings for other runs; None: there is none.
     """
 
     def __init__(self, workspace: Workspace):
@@ -75,8 +75,8 @@ class Trainer:
             return self._fitted(task, client, model, LocalResult(0.0, 0, 0), 0.0)
         config, phases, lr, seed = task.settings, task.phases, task.lr, task.seed
         key = reuse.key(config, model, examples, phases, lr=lr, seed=seed) if reuse else None
-        if reuse and key and (found := reuse.find(key)):
-            tensors, facts = found
+        if reuse and key and (entry := reuse.find(key)):
+            tensors, facts = entry
             load_tensors(model, tensors)
             return self._fitted(task, client, model, LocalResult(**facts["result"]), facts["seconds"], reused=True)
         owner, reads = f"client {client.id}", self.reads_of(model)
@@ -89,7 +89,7 @@ class Trainer:
         return self._fitted(task, client, model, result, seconds)
 
     def reads_of(self, model: nn.Module) -> OnlyRead | None:
-        """What computes the last layer of ``model`` for what is read alone: the workspace's, or a copy of it."""
+        """The last layer of ``model`` for the positions that are read: the workspace's, or a copy of it."""
         reads = self.workspace.reads
         return reads if reads is None or model is self.workspace.model else reads.like(model)
 
@@ -117,7 +117,7 @@ class Trainer:
         workspace, config, data = self.workspace, self.config, self.workspace.data.clients
         lengths = np.ones(1) if config.is_vision else np.concatenate([e.lengths for e in data[:1000]])
         depth = workspace.prefix.depth if workspace.prefix else 0
-        largest = max(config.variants(), key=lambda own: own.dataloader.batch_size)
+        largest = max(config.variants(), key=lambda settings: settings.dataloader.batch_size)
         size = min(cohort_size(workspace.model, largest, lengths, depth), config.sampled_per_round)
         size = size if config.train.cohort else evenly(size, config.sampled_per_round, places(workspace.model))
         if size < 2:
@@ -134,12 +134,12 @@ class Trainer:
 
     @property
     def _held(self) -> set[str]:
-        """Tags of what a client may hold that others do not."""
+        """Tags of the tensors in which a client may differ from others."""
         return {*self.workspace.method.shared, *self.workspace.method.personal}
 
     def _say_alone(self, reason: str) -> None:
-        asked = self.config.train.cohort > 1
-        say_once(f"train.cohort: clients are trained one by one: {reason}", logging.WARNING if asked else logging.INFO)
+        wanted = self.config.train.cohort > 1
+        say_once(f"train.cohort: clients are trained one by one: {reason}", logging.WARNING if wanted else logging.INFO)
 
     def cohorts(self, tasks: Sequence[Task]) -> list[Sequence[Task]]:
         """``tasks`` in even groups that train together: of one learning rate, ``cohort`` at most."""
@@ -149,7 +149,7 @@ class Trainer:
         by_rate: dict[float, list[Task]] = {}
         for task in tasks:
             by_rate.setdefault(task.lr, []).append(task)
-        for group in (group for of in by_rate.values() for group in parts_of(of, math.ceil(len(of) / self.cohort))):
+        for group in (group for lot in by_rate.values() for group in parts_of(lot, math.ceil(len(lot) / self.cohort))):
             if len(group) > 1 and (reason := obstacle(self.workspace.model, [task.phases for task in group])):
                 self._say_alone(reason)
                 groups += [[task] for task in group]
@@ -165,21 +165,21 @@ class Trainer:
         Args:
             load: loads the tensors of a client into the model.
         Returns:
-            for each what ``fit`` gives, or why it failed; while that is in use the model holds the client's tensors.
+            for each the result of ``fit``, or its error; while that is in use the model holds the client's tensors.
         """
         workspace = self.workspace
         together = self._fit_together(tasks, load) if len(tasks) > 1 and tasks[0].trains else {}
         for task in tasks:
-            own, examples = workspace.client(task.client), workspace.data.clients[task.client - 1]
+            participant, examples = workspace.client(task.client), workspace.data.clients[task.client - 1]
             fitted: Fitted | Exception
             try:
                 load(task)
                 if task.client in together:
                     result, tensors, seconds = together[task.client]
                     load_tensors(workspace.model, tensors)
-                    fitted = self._fitted(task, own, workspace.model, result, seconds)
+                    fitted = self._fitted(task, participant, workspace.model, result, seconds)
                 else:
-                    fitted = self.fit(own, examples, task.round, workspace.model, workspace.prefix, task)
+                    fitted = self.fit(participant, examples, task.round, workspace.model, workspace.prefix, task)
             except UserError:
                 raise
             except Exception as error:  # the failure of one client is recorded and must not end the round
@@ -198,7 +198,7 @@ class Trainer:
         data = workspace.data.clients
         members = [Member(f"client {t.client}", data[t.client - 1], t.phases, t.seed, t.settings) for t in tasks]
         try:
-            found = train_cohort(
+            outcomes = train_cohort(
                 workspace.model,
                 members,
                 lambda i: load(tasks[i]),
@@ -214,8 +214,8 @@ class Trainer:
             logger.debug("clients %s", clients, exc_info=True)
             self._say_alone(failure(error))
             return {}
-        seconds, samples = time.perf_counter() - started, sum(result.samples for result, _ in found)
+        seconds, samples = time.perf_counter() - started, sum(result.samples for result, _ in outcomes)
         return {
             client: (result, tensors, seconds * result.samples / max(samples, 1))
-            for client, (result, tensors) in zip(clients, found)
+            for client, (result, tensors) in zip(clients, outcomes)
         }

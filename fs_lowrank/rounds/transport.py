@@ -1,4 +1,4 @@
-"""What an engine has to be: a transport, which carries orders to clients and brings their answers back."""
+"""The interface of an engine: a transport, which carries orders to clients and brings their answers back."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ class Transport(ABC):
         """
 
     def intake(self) -> Intake | None:
-        """Where the updates of the next round go; None: they are kept until it ends."""
+        """Where the updates of the next round go; None: they are stored until it ends."""
         return None
 
     def missing(self, clients: Collection[int]) -> Mapping[int, str]:
-        """Those of ``clients`` that cannot be asked now, with the reason. Called before each ``exchange``."""
+        """The members of ``clients`` that cannot be asked now, with the reason. Called before each ``exchange``."""
         return {}
 
     def standing(self, client: int) -> Standing | None:
-        """Where the client's copy of the model is, as it reports. None: it cannot say; then what was delivered counts.
+        """The round of the client's copy, as it reports. None: it cannot say; then the delivered messages decide.
 
         A copy that reports its round can be lost, or outlive the server; one that cannot say has to be as reliable as
         the server's memory.
@@ -70,8 +70,8 @@ class Transport(ABC):
         """Carry out ``orders``, all of one round and one purpose at most beside ``follow``; one answer for each.
 
         Answers may come in any order. A client makes its answer with ``rounds.node.Node.obey``, or with ``answer`` and
-        ``apology`` of ``rounds.copies``. What the client says is checked by the loop; that it is this client who says
-        it is for the transport to know.
+        ``apology`` of ``rounds.copies``. The loop checks the content of an answer. The transport has to know that it
+        comes from this client.
         """
 
     def personal(self) -> Mapping[int, Mapping[str, Tensor]]:
@@ -87,5 +87,5 @@ class Transport(ABC):
         """``round`` has ended with ``message``, which the server's model has applied."""
 
     def evaluate(self, evaluator: Evaluator, state: State) -> dict[str, dict[str, Any]]:
-        """What ``evaluator.evaluate(state)`` gives."""
+        """The metrics of ``evaluator.evaluate(state)``."""
         return evaluator.evaluate(state)

@@ -1,7 +1,7 @@
 """The data, the method and the model of a configuration in one process.
 
-A further check of a configuration against them is in ``checks``, what saves work in ``shortcuts``, and what a client's
-training needs or counts in ``trainer``.
+Checks of a configuration against them are in ``checks``, caches and shortcuts in ``shortcuts``, and the training of
+clients in ``trainer``.
 
 All randomness is derived from the seed by purpose, round and client, so that a resumed run draws what an uninterrupted
 one would have drawn, on every engine.
@@ -74,7 +74,7 @@ def method_of(config: Config) -> Method:
         only_sums=config.federate.use_ss or config.federate.online_aggr,
         local_steps=config.train.local_update_steps,
         own_steps={
-            c: own["local_update_steps"] for c, own in config.own_settings.items() if "local_update_steps" in own
+            c: keys["local_update_steps"] for c, keys in config.own_settings.items() if "local_update_steps" in keys
         },
         train_head=config.lowrank.train_head,
         personal=config.lowrank.personal,
@@ -101,8 +101,8 @@ class Workspace:
         heads: the modules of a model without an adapter that are a head by their place (``names.is_head``).
         base_fingerprint: hash of the plain model. configured: of its configuration, empty if it has none.
         new_weights: names of weights that no checkpoint had (a new head's).
-        shortcuts: makes the cache of the frozen layers (``prefix``, or None) and what computes the last layer for what
-            is read alone (``reads``, or None).
+        shortcuts: makes the cache of the frozen layers (``prefix``, or None) and the last layer for the positions that
+            are read (``reads``, or None).
     """
 
     def __init__(self, config: Config, *, serves: bool = True, undivided: bool = False):
@@ -177,7 +177,7 @@ class Workspace:
         return Client(number, size, batches=lambda: self.in_batches(data[number - 1])())
 
     def kinds(self) -> range:
-        """The clients that are looked at where clients may differ in their ranks or phases: no more than ``KINDS``."""
+        """The clients to look at where clients may differ in their ranks or phases: no more than ``KINDS``."""
         return range(1, min(len(self.clients), KINDS) + 1)
 
     def tested(self) -> Iterator[tuple[int, Examples | ImageExamples]]:
@@ -232,21 +232,21 @@ class Workspace:
     def task(
         self, client: int, round: int, order: Mapping[str, Any] | None = None, told: Tensors | None = None
     ) -> Task:
-        """What ``client`` does in ``round``, as far as its own side knows.
+        """The work of ``client`` in ``round``, as far as its own side knows.
 
         Args:
-            order: the facts of its order, by which this is an exchange of several. told: what it was told with that.
+            order: the facts of its order, by which this is an exchange of several. told: the tensors that came with it.
         """
         exchange = {n: value for n, value in (order or {}).items() if n in ("exchange", "goes_on")}
-        own = self.config.of_client(client), self.schedule
-        return Task(self.method, client, round, None, *own, **exchange, told=told)
+        settings = self.config.of_client(client), self.schedule
+        return Task(self.method, client, round, None, *settings, **exchange, told=told)
 
     def load_client(self, state: State, client: int) -> None:
         """Load the tensors of ``client`` into the model."""
         self.load(self.method.view(state, client), client)
 
     def load(self, view: Mapping[str, Tensor], client: int, told: Tensors | None = None) -> None:
-        """Load the shared tensors ``view``, those of ``client`` alone and what it was ``told`` into the model."""
+        """Load the shared tensors ``view``, the personal ones of ``client`` and those ``told`` into the model."""
         load_tensors(self.model, {**view, **self.personal.get(client, self.personal.untrained)})
         if told:
             load_told(self.model, told)
