@@ -59,8 +59,8 @@ from .terms import (
     Tensors,
     Update,
     Workbench,
+    checked_tags,
     refuse_negative,
-    tags_given,
 )
 from .wrapper import Value, Wrapper
 
@@ -114,14 +114,14 @@ class Method(ABC):
         self.needs = self.requires(params)
         self._check_needs()
         for name in ("shared", "personal"):
-            setattr(self, name, tags_given(getattr(self, name), f"federate.method = {self.name}: {name}"))
+            setattr(self, name, checked_tags(getattr(self, name), f"federate.method = {self.name}: {name}"))
         self.personal = tuple(dict.fromkeys((*self.personal, *setting.personal)))
         #: tags of what trains without an adapter: the head and, in a model from scratch, all weights without adapter
         self.whole: tuple[str, ...] = ("head", "rest") if setting.from_scratch else ("head",)
         if "base" not in self.shared:
             self.shared = tuple(dict.fromkeys((*self.shared, *self.whole)))
         if not setting.train_head:
-            self.shared, self.whole = (tuple(t for t in of if t != "head") for of in (self.shared, self.whole))
+            self.shared, self.whole = (tuple(t for t in group if t != "head") for group in (self.shared, self.whole))
         #: the last round that ``draw_down`` was called for, and its results
         self._drawn: tuple[int, dict[tuple[str, tuple[int, ...]], Tensor]] = (0, {})
         #: set by the engine if ``requires`` asks for validation data, otherwise None
@@ -131,11 +131,11 @@ class Method(ABC):
 
     def _check_needs(self) -> None:
         if not dataclasses.is_dataclass(self.params):
-            own = type(self).__qualname__
-            raise TypeError(f"{own}: hyperparameters of the type {type(self.params).__name__}, expected {own}.Params")
+            name = type(self).__qualname__
+            raise TypeError(f"{name}: hyperparameters of the type {type(self.params).__name__}, expected {name}.Params")
         defaults = params_defaults(type(self))
-        given = {f.name: getattr(self.params, f.name) for f in dataclasses.fields(self.params)}
-        changed = ", ".join(f"lowrank.{n} = {v}" for n, v in given.items() if n not in defaults or v != defaults[n])
+        values = {f.name: getattr(self.params, f.name) for f in dataclasses.fields(self.params)}
+        changed = ", ".join(f"lowrank.{n} = {v}" for n, v in values.items() if n not in defaults or v != defaults[n])
         method = f"{self.name} with {changed}" if changed else self.name
         adapter = self.setting.adapter
         if self.needs.adapter == "lora" and adapter.method != "lora":
@@ -144,9 +144,9 @@ class Method(ABC):
                 f"{self.name} works on; choose lora, or a method that averages adapters of any kind"
             )
         if self.needs.adapter in ("any", "lora", "optional") and not adapter.is_added:
-            asked = "use_dora = True" if adapter.method == "lora" else f"adapter_method = {adapter.method}"
+            option = "use_dora = True" if adapter.method == "lora" else f"adapter_method = {adapter.method}"
             raise UserError(
-                f"llm.adapter.args: {asked}: it does not add to a weight, as {self.name} takes it to do; choose "
+                f"llm.adapter.args: {option}: it does not add to a weight, as {self.name} takes it to do; choose "
                 f"{' or '.join(ADDED)} without use_dora, or federate.method = fedlora, which averages adapters of "
                 "every kind"
             )
@@ -193,8 +193,8 @@ class Method(ABC):
     def sent(self, names: Iterable[str], round: int, client: int | None = None) -> list[str]:
         """The subset of ``names`` that a client sends in ``round``: trained, shared, not personal; sorted."""
         trained = {tag for phase in self.phases(round, client) for tag in phase.train}.intersection
-        of = {n: tags(n) for n in names}
-        return sorted(n for n, t in of.items() if trained(t) and t & {*self.shared} and not t & {*self.personal})
+        tagged = {n: tags(n) for n in names}
+        return sorted(n for n, t in tagged.items() if trained(t) and t & {*self.shared} and not t & {*self.personal})
 
     def upload(self, model: nn.Module, round: int, client: Client) -> dict[str, Tensor]:
         """What ``client`` sends after its local training, by name: the tensors of the model itself, not copies."""
@@ -321,8 +321,8 @@ class Averaging(Method):
     @classmethod
     def requires(cls, params: Any) -> Requires:
         sums = all(getattr(cls, name) is getattr(Averaging, name) for name in ("recovered", "mean", "aggregate"))
-        own = cls.robust_mean is not Averaging.robust_mean
-        return dataclasses.replace(super().requires(params), sums=sums, own_robust_mean=own)
+        overrides = cls.robust_mean is not Averaging.robust_mean
+        return dataclasses.replace(super().requires(params), sums=sums, own_robust_mean=overrides)
 
     def __init__(self, params: Any, setting: Setting):
         super().__init__(params, setting)
@@ -341,9 +341,9 @@ class Averaging(Method):
 
     def robust_mean(self, robust: RobustMean, updates: Sequence[Update], state: State) -> dict[str, Tensor]:
         """In place of ``mean`` where there is a robust mean."""
-        own = self.recovered(updates, state)
-        start = tensors_of({n: state[n] for n in own[0].tensors})
-        mean, self.notes = robust.mean({u.client: u.tensors for u in own}, self.weights(own), start)
+        recovered = self.recovered(updates, state)
+        start = tensors_of({n: state[n] for n in recovered[0].tensors})
+        mean, self.notes = robust.mean({u.client: u.tensors for u in recovered}, self.weights(recovered), start)
         return mean
 
     def settle(self, mean: dict[str, Tensor], state: State, round: int) -> tuple[State, dict[str, Tensor]]:
@@ -397,8 +397,8 @@ def split_merges(message: Tensors) -> tuple[dict[int, dict[str, Tensor]], dict[s
 
     A tensor to merge is called ``merge:<round>:<name>``.
     """
-    rest = {n: t for n, t in message.items() if not n.startswith("merge:")}
+    tensors = {n: t for n, t in message.items() if not n.startswith("merge:")}
     merges: dict[int, dict[str, Tensor]] = {}
-    for round, name in sorted((int(n.split(":", 2)[1]), n.split(":", 2)[2]) for n in message.keys() - rest.keys()):
+    for round, name in sorted((int(n.split(":", 2)[1]), n.split(":", 2)[2]) for n in message.keys() - tensors.keys()):
         merges.setdefault(round, {})[name] = message[f"merge:{round}:{name}"]
-    return merges, rest
+    return merges, tensors

@@ -52,8 +52,8 @@ _BUILT_IN = (
 )
 _ALIASES = {"fedit": "fedlora", "lora": "fedlora", "rb_lora": "raflora"}
 _POOLED = "all data in one place is the row `pooled` of `fs-lowrank compare`"
-#: names of FederatedScope's that are no methods here -> what there is in their place
-_OTHERWISE = {
+#: names of FederatedScope's that are no methods here -> what to take in their place
+_ALTERNATIVES = {
     "local": "each client alone is the row `local` of `fs-lowrank compare`; one client alone is "
     "federate.client_idx_for_local_train N",
     "global": _POOLED,
@@ -66,7 +66,7 @@ _OTHERWISE = {
 
 @cache
 def _load(path: tuple[str, ...]) -> None:
-    """Import what registers methods, once for each ``sys.path``: looking for packages takes time."""
+    """Import the modules that register methods, once for each ``sys.path``: looking for packages takes time."""
     for module in _BUILT_IN:
         __import__(f"{__package__}.{module}")  # by name, as a copy of this module (``declared``) imports copies
     for point in entry_points(group=ENTRY_POINTS):
@@ -94,11 +94,11 @@ def get_method_class(name: str) -> type[Method]:
     _load(tuple(sys.path))
     key = str(name).lower()
     key = _ALIASES.get(key, key)
-    known = registered()
-    if key not in known:
-        meant = f"; {_OTHERWISE[key]}" if key in _OTHERWISE else nearest(key, known)
-        raise UserError(f"federate.method: no method {name!r}{meant}; there are: {', '.join(sorted(known))}")
-    return known[key]
+    methods = registered()
+    if key not in methods:
+        hint = f"; {_ALTERNATIVES[key]}" if key in _ALTERNATIVES else nearest(key, methods)
+        raise UserError(f"federate.method: no method {name!r}{hint}; there are: {', '.join(sorted(methods))}")
+    return methods[key]
 
 
 def create_method(
@@ -127,13 +127,13 @@ def create_method(
         rounds: rounds of the whole run, for methods whose plan depends on it.
         seed: the run's seed; fresh draws come from it.
         uniform: weigh clients equally instead of by samples.
-        from_scratch: the model was not pre-trained, so what carries no adapter trains whole.
+        from_scratch: the model was not pre-trained, so layers without an adapter train whole.
         with_adapter: for methods that take either, the adapter rather than all weights.
         only_sums: the server will see no more than the weighted sum of what clients send.
         local_steps: ``train.local_update_steps``, for methods that compute with the length of a phase.
-        own_steps: the same of the clients that have their own.
+        own_steps: by client, where it differs from ``local_steps``.
         train_head: a classifier's head is trained and shared, too.
-        personal: tags of what stays with its client, beside what the method keeps there: ``head``.
+        personal: tags of further tensors that stay with their client: ``head``.
         drift: what is added to the clients' objective, so that they drift apart less; None: nothing.
         server_optimizer: ``{"type": "Adam", "lr": …}``; None is the plain mean.
         robust: a mean that a few malicious clients cannot move far; None is the weighted mean.
@@ -144,8 +144,8 @@ def create_method(
     """
     cls = corrected(get_method_class(name), drift)
     steps = local_steps, dict(own_steps or {})
-    of_run = rounds, seed, uniform, from_scratch, with_adapter, only_sums, *steps, train_head, tuple(personal)
-    method = cls(cls.Params(**check_method_params(cls, params)), Setting(adapter or AdapterSpec(), *of_run))
+    settings = rounds, seed, uniform, from_scratch, with_adapter, only_sums, *steps, train_head, tuple(personal)
+    method = cls(cls.Params(**check_method_params(cls, params)), Setting(adapter or AdapterSpec(), *settings))
     refuse_former(cls.name, vars(method))
     if not train_head and any("head" in (*method.shared, *phase.train) for phase in method.phases(1)):
         raise UserError(
@@ -212,8 +212,8 @@ def revisions(config: Settings) -> dict[str, int]:
     run that was begun with others is not resumed.
     """
     cls = get_method_class(config.federate.method)
-    found = {cls.name: cls.revision_of(cls.Params(**config.method_params))}
+    numbers = {cls.name: cls.revision_of(cls.Params(**config.method_params))}
     if config.fedopt.use:
         server = config.fedopt.optimizer
-        found[f"server {server.type}"] = ServerOptimizer.revision_of({"type": server.type, **server.extra})
-    return {name: revision for name, revision in found.items() if revision != 1}
+        numbers[f"server {server.type}"] = ServerOptimizer.revision_of({"type": server.type, **server.extra})
+    return {name: revision for name, revision in numbers.items() if revision != 1}

@@ -16,7 +16,7 @@ Stochastic Controlled Averaging for Federated Learning", ICML 2020, Algorithm 1,
 
 ``q`` is the weight of the round's clients among all: ``|S| / N`` in the papers, whose means are plain, as with
 ``federate.ignore_weight``. With weights by samples, ``c`` and ``h`` are the means of all ``c_k`` and ``g_k`` by
-samples. A client that has not taken part yet, whose own are zero, counts with the mean size of those that have.
+samples. A client that has not taken part yet, whose ``c_k`` or ``g_k`` is 0, counts with the mean size of the others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..settings import Lowrank
 from .base import Averaging, Method, State
 from .terms import Phase, Update, put_beside
 
-#: what the server's ``c``, and a client's ``c_k`` or ``g_k``, are called before the name of their weight
+#: prefixes of the server's ``c``, and of a client's ``c_k`` or ``g_k``, before the name of their weight
 CONTROL, OWN = "control", "own"
 #: the numbers of samples of the clients that have taken part, ``(clients,)``; 0: not yet
 _SIZES = "x:sizes"
@@ -56,8 +56,8 @@ class DriftCorrection:
     clients: int = 1
 
     @classmethod
-    def of(cls, config: Any) -> DriftCorrection | None:
-        """That of a configuration; None if it has none.
+    def from_config(cls, config: Any) -> DriftCorrection | None:
+        """The correction of a configuration; None if it has none.
 
         Raises:
             UserError: it excludes another key; the message says where both are given.
@@ -75,14 +75,14 @@ class DriftCorrection:
                 "= scaffold takes a client's mean gradient from how far plain steps have led; take "
                 "train.optimizer.type SGD without momentum, and no grad.grad_clip",
             )
-        for key, given in (
+        for key, active in (
             ("fedopt.use", config.fedopt.use),
             ("lowrank.robust", config.lowrank.robust != "none"),
             ("federate.use_ss", config.federate.use_ss),
             ("federate.online_aggr", config.federate.online_aggr),
             ("quantization.method", config.framework.get("quantization.method", "none") != "none"),
         ):
-            if given and kind in ("scaffold", "feddyn"):
+            if active and kind in ("scaffold", "feddyn"):
                 step = f"lowrank.drift = {kind} has a server's step of its own, on updates as they were sent"
                 refuse(key, f"= {config.get(key)}: {step}; leave one of the two out")
         if config.model.device_map and kind != "none":
@@ -91,12 +91,12 @@ class DriftCorrection:
 
 
 class Weight(NamedTuple):
-    """A tensor that trains: its value now and at the start of the phase, and what is kept beside the model for it."""
+    """A tensor that trains: its value, that at the start of the phase, and the server's and client's tensors for it."""
 
-    now: Tensor
+    value: Tensor
     start: Tensor
     control: Tensor
-    own: Tensor
+    local: Tensor
 
 
 class Corrected(Averaging):
@@ -108,14 +108,14 @@ class Corrected(Averaging):
 
     def __init__(self, params: Any, setting: Any):
         super().__init__(params, setting)
-        self._of_weights = self.shared
+        self._weight_tags = self.shared
         self.shared += tuple(kind for kind in self.beside if kind == CONTROL)
         self.personal += tuple(kind for kind in self.beside if kind == OWN)
 
     def _weights(self, names: Iterable[str]) -> list[str]:
-        """Those of ``names`` that are corrected: what is shared and trained by gradients."""
-        own = {*self.personal}
-        return [n for n in select(names, self._of_weights) if not tags(n) & own and not is_statistic(n)]
+        """The ``names`` that are corrected: tensors that are shared and trained by gradients."""
+        personal = {*self.personal}
+        return [n for n in select(names, self._weight_tags) if not tags(n) & personal and not is_statistic(n)]
 
     def adapt(self, model: nn.Module) -> nn.Module:
         model = super().adapt(model)
@@ -134,9 +134,9 @@ class Corrected(Averaging):
             if not weights:  # at the first step
                 tensors, none = all_tensors(model), torch.zeros(())
                 for n in self._weights(tensors):
-                    if (now := tensors[n]).requires_grad:
-                        beside = (tensors.get(f"{kind}:{n}", none) for kind in (CONTROL, OWN))
-                        weights.append(Weight(now, now.detach().clone(), *beside))
+                    if (tensor := tensors[n]).requires_grad:
+                        memory = (tensors.get(f"{kind}:{n}", none) for kind in (CONTROL, OWN))
+                        weights.append(Weight(tensor, tensor.detach().clone(), *memory))
             added = sum((self.added(weight) for weight in weights), torch.zeros(()))
             return added if phase.penalty is None else added + phase.penalty(model)
 
@@ -154,8 +154,8 @@ class Corrected(Averaging):
     def added(self, weight: Weight) -> Tensor:
         """What is added to the loss for one weight, a scalar."""
 
-    def remember(self, weight: Weight, way: float) -> None:
-        """After training, change in place what the client keeps and sends; ``way`` is ``T η``."""
+    def remember(self, weight: Weight, length: float) -> None:
+        """After training, change in place the tensors that the client keeps and sends; ``length`` is ``T η``."""
 
     def sent(self, names: Iterable[str], round: int, client: int | None = None) -> list[str]:
         names = {*names}
@@ -163,18 +163,18 @@ class Corrected(Averaging):
         return sorted([*weights, *names.intersection(f"{CONTROL}:{n}" for n in weights)])
 
     def shares(self, updates: Sequence[Update], state: State) -> tuple[Tensor, float, float]:
-        """The sizes that are known now; the factor on ``c`` or ``h`` by which these are a mean over them; and ``q``."""
-        known: Any = state.get(_SIZES, torch.zeros(self.drift.clients, dtype=torch.int64))
-        sizes = known.cpu().clone()
+        """The known sizes; the factor on ``c`` or ``h`` that makes it a mean over them; and ``q``."""
+        stored: Any = state.get(_SIZES, torch.zeros(self.drift.clients, dtype=torch.int64))
+        sizes = stored.cpu().clone()
         clients = [update.client - 1 for update in updates]
         sizes[clients] = torch.tensor([1 if self.setting.uniform else update.num_samples for update in updates])
-        mean, before = (float(s[s > 0].double().mean()) for s in (sizes, known))  # NaN if none is known
-        return sizes, before / mean if known.any() else 1.0, int(sizes[clients].sum()) / (mean * len(sizes))
+        mean, before = (float(s[s > 0].double().mean()) for s in (sizes, stored))  # NaN if none is known
+        return sizes, before / mean if stored.any() else 1.0, int(sizes[clients].sum()) / (mean * len(sizes))
 
 
 class FedProx(Corrected):
     def added(self, weight: Weight) -> Tensor:
-        return self.drift.weight / 2 * (weight.now - weight.start).square().sum()
+        return self.drift.weight / 2 * (weight.value - weight.start).square().sum()
 
 
 class Scaffold(Corrected):
@@ -189,22 +189,22 @@ class Scaffold(Corrected):
             )
 
     def added(self, weight: Weight) -> Tensor:
-        return ((weight.control - weight.own) * weight.now).sum()
+        return ((weight.control - weight.local) * weight.value).sum()
 
-    def remember(self, weight: Weight, way: float) -> None:
-        if way:
-            new = weight.own - weight.control + (weight.start - weight.now) / way
-            weight.control.add_(new - weight.own)  # sent: the server's, with the client's change
-            weight.own.copy_(new)
+    def remember(self, weight: Weight, length: float) -> None:
+        if length:
+            new = weight.local - weight.control + (weight.start - weight.value) / length
+            weight.control.add_(new - weight.local)  # sent: the server's, with the client's change
+            weight.local.copy_(new)
 
     def aggregate(self, updates: Sequence[Update], state: State, round: int) -> tuple[State, dict[str, Tensor]]:
         new, message = super().aggregate(updates, state, round)
-        sizes, again, share = self.shares(updates, state)
+        sizes, factor, share = self.shares(updates, state)
         controls: dict[str, Tensor] = {}
         for n in select(state, {CONTROL}):
             before: Any = state[n]
-            if n in message or again != 1 and before.any():
-                controls[n] = again * before + share * (message.get(n, before) - before)
+            if n in message or factor != 1 and before.any():
+                controls[n] = factor * before + share * (message.get(n, before) - before)
         return {**new, **controls, _SIZES: sizes}, {**message, **controls}
 
 
@@ -212,19 +212,19 @@ class FedDyn(Corrected):
     beside = (OWN,)
 
     def added(self, weight: Weight) -> Tensor:
-        near = self.drift.weight / 2 * (weight.now - weight.start).square().sum()
-        return near - (weight.own * weight.now).sum()
+        proximal = self.drift.weight / 2 * (weight.value - weight.start).square().sum()
+        return proximal - (weight.local * weight.value).sum()
 
-    def remember(self, weight: Weight, way: float) -> None:
-        weight.own.sub_(self.drift.weight * (weight.now - weight.start))
+    def remember(self, weight: Weight, length: float) -> None:
+        weight.local.sub_(self.drift.weight * (weight.value - weight.start))
 
     def aggregate(self, updates: Sequence[Update], state: State, round: int) -> tuple[State, dict[str, Tensor]]:
         new, message = super().aggregate(updates, state, round)
-        sizes, again, share = self.shares(updates, state)
+        sizes, factor, share = self.shares(updates, state)
         alpha, memory = self.drift.weight, {_SIZES: sizes}
         for n in self._weights(state):
             before: Any = state[n]
-            h: Any = again * state.get(f"h:{n}", torch.zeros_like(before))
+            h: Any = factor * state.get(f"h:{n}", torch.zeros_like(before))
             if n in message:
                 h = h - alpha * share * (message[n] - before)
                 message = {**message, n: message[n] - h / alpha}
@@ -233,8 +233,8 @@ class FedDyn(Corrected):
 
 
 KINDS: dict[str, type[Corrected]] = {"fedprox": FedProx, "scaffold": Scaffold, "feddyn": FedDyn}
-#: where a method has one of these of its own, its weights after a round are not the mean of those that clients trained
-_OF_MEANS = ("upload", "expected", "view", "tailor", "recovered", "mean", "settle", "aggregate", "apply")
+#: a method that overrides one of these ends a round with other weights than the mean of the clients'
+_MEAN_STEPS = ("upload", "expected", "view", "tailor", "recovered", "mean", "settle", "aggregate", "apply")
 
 
 def corrected(cls: type[Method], drift: DriftCorrection | None) -> type[Method]:
@@ -245,13 +245,15 @@ def corrected(cls: type[Method], drift: DriftCorrection | None) -> type[Method]:
     """
     if drift is None:
         return cls
-    kind, asked = KINDS[drift.kind], f"lowrank.drift = {drift.kind}"
+    kind, option = KINDS[drift.kind], f"lowrank.drift = {drift.kind}"
     if not issubclass(cls, Averaging):
-        raise UserError(f"{asked}: {cls.name}'s server step is not a weighted mean; choose a method that averages")
-    own = [name for name in _OF_MEANS if getattr(cls, name) is not getattr(Averaging, name)] if kind.beside else []
-    if own:
+        raise UserError(f"{option}: {cls.name}'s server step is not a weighted mean; choose a method that averages")
+    overrides = (
+        [name for name in _MEAN_STEPS if getattr(cls, name) is not getattr(Averaging, name)] if kind.beside else []
+    )
+    if overrides:
         raise UserError(
-            f"{asked} is for methods that go on from the mean of the clients' weights; {cls.name} does not (it has "
-            f"its own {own[0]}). Take fedprox, or a method such as fedlora, ffa_lora or rolora"
+            f"{option} is for methods that go on from the mean of the clients' weights; {cls.name} does not (it has "
+            f"its own {overrides[0]}). Take fedprox, or a method such as fedlora, ffa_lora or rolora"
         )
     return type(cls.__name__, (kind, cls), {"drift": drift})

@@ -76,8 +76,8 @@ class FedASK(FlexLoRA):
         )
 
     def expected(self, state, round, client, exchange=TRAIN):
-        own = super().expected(state, round, client)
-        sketches = {n: own[n] for n in select(own, self.whole) if exchange != TRAIN}
+        tensors = super().expected(state, round, client)
+        sketches = {n: tensors[n] for n in select(tensors, self.whole) if exchange != TRAIN}
         for b, a in pairs(state):
             rows, columns = self.size(state[b].flatten(1), state[a].flatten(1))
             name, rows = (f"y:{b}", len(state[b])) if exchange == TRAIN else (f"p:{b}", rows)

@@ -49,8 +49,8 @@ class FedExLoRA(Merging, Gathering):
         return {**state, **mean}, message
 
     def apply(self, model, message, round):
-        merges, rest = split_merges(message)
+        merges, tensors = split_merges(message)
         for residuals in merges.values():
             for b, a in pairs(residuals):
                 merge_pair(model, a, residuals[b], residuals[a])
-        load_tensors(model, rest)
+        load_tensors(model, tensors)

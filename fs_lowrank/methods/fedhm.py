@@ -90,12 +90,12 @@ class FedHM(Averaging):
 
     def factors(self, tensors: Tensors) -> dict[str, Tensor]:
         """``svd:…`` entries: the factors of every full weight in ``tensors``, at the largest rank of any client."""
-        made: dict[str, Tensor] = {}
-        of_clients = [f for f in self.params.rank_factors if f > 1]
-        for layer in adapted_layers(tensors) if of_clients else ():
-            left, right = factorise(layer.W.float(), self.rank(layer.W.shape, min(of_clients)))
-            made |= Layer(layer.name, U=left.to(layer.W), V=right.to(layer.W)).named()
-        return entries("svd", made)
+        factors: dict[str, Tensor] = {}
+        divisors = [f for f in self.params.rank_factors if f > 1]
+        for layer in adapted_layers(tensors) if divisors else ():
+            left, right = factorise(layer.W.float(), self.rank(layer.W.shape, min(divisors)))
+            factors |= Layer(layer.name, U=left.to(layer.W), V=right.to(layer.W)).named()
+        return entries("svd", factors)
 
     def initial_state(self, model):
         state = super().initial_state(model)
@@ -110,11 +110,11 @@ class FedHM(Averaging):
         """The factors cut to the client's rank in place of the full weights; or the full weights only."""
         if self.factor(client) == 1:
             return {n: t for n, t in tensors.items() if ":" not in n}
-        kept = {n: tensors[n] for n in select(tensors, ("rest", "head"))}
+        tailored = {n: tensors[n] for n in select(tensors, ("rest", "head"))}
         for layer in adapted_layers(entries_of("svd", tensors)):
             rank = self.rank(full_shape(layer.U, layer.V), self.factor(client))
-            kept |= Layer(layer.name, U=layer.U[:, :rank], V=layer.V[:rank]).named()
-        return kept
+            tailored |= Layer(layer.name, U=layer.U[:, :rank], V=layer.V[:rank]).named()
+        return tailored
 
     def phases(self, round, client=None):
         if client is not None and self.factor(client) == 1:
@@ -131,8 +131,8 @@ class FedHM(Averaging):
         """``updates``, and the server's model as the update of a client 0 if ``master`` asks for it."""
         if not self.params.master or min(self.factor(u.client) for u in updates) == min(self.params.rank_factors):
             return updates
-        own = tensors_of({n: state[n] for n in select(state, ("base", "head"))})
-        return [*updates, Update(0, max(sum(u.num_samples for u in updates) // len(updates), 1), own)]
+        master = tensors_of({n: state[n] for n in select(state, ("base", "head"))})
+        return [*updates, Update(0, max(sum(u.num_samples for u in updates) // len(updates), 1), master)]
 
     def recovered(self, updates, state):
         """Full weights for the factors: ``W_k = U_k V_k``."""
@@ -160,19 +160,19 @@ class FedHM(Averaging):
         # The same as the mean of ``recovered`` and the master, in one product per layer.
         updates = self.with_master(updates, state)
         mean, weights = self.mean_of(updates, ("rest", "head")), self.weights(updates)
-        for layer, *held in zip(adapted_layers(self.view(state)), *(adapted_layers(u.tensors) for u in updates)):
-            mean |= Layer(layer.name, W=self.mean_weight(weights, held, layer.W)).named()
+        for layer, *layers in zip(adapted_layers(self.view(state)), *(adapted_layers(u.tensors) for u in updates)):
+            mean |= Layer(layer.name, W=self.mean_weight(weights, layers, layer.W)).named()
         return mean
 
     @staticmethod
-    def mean_weight(weights: Sequence[float], held: Sequence[Layer], like: Tensor) -> Tensor:
+    def mean_weight(weights: Sequence[float], layers: Sequence[Layer], template: Tensor) -> Tensor:
         """``Σ p_k W_k`` of one layer, where ``W_k`` is ``U_k V_k`` of the clients that hold factors."""
-        mean = torch.zeros_like(like)
-        if factorised := [(p, *factor_matrices(k.U, k.V)) for p, k in zip(weights, held) if k.U is not None]:
+        mean = torch.zeros_like(template)
+        if factorised := [(p, *factor_matrices(k.U, k.V)) for p, k in zip(weights, layers) if k.U is not None]:
             shares, lefts, rights = zip(*factorised)
             left, right = stack_pairs(lefts, rights, shares)
-            mean = from_matrix(left @ right, like.shape)
-        for p, layer in zip(weights, held):
+            mean = from_matrix(left @ right, template.shape)
+        for p, layer in zip(weights, layers):
             if layer.W is not None:
                 mean = mean + p * layer.W
         return mean
@@ -182,9 +182,9 @@ class FedHM(Averaging):
         return {**state, **message}, message
 
     def apply(self, model, message, round):
-        own = {n: t for n, t in message.items() if ":" not in n}
-        for layer in adapted_layers(own):
+        tensors = {n: t for n, t in message.items() if ":" not in n}
+        for layer in adapted_layers(tensors):
             if layer.W is not None:
                 left, right = empty_factors(layer.W)
-                own |= Layer(layer.name, U=left, V=right).named()
-        load_tensors(model, own)
+                tensors |= Layer(layer.name, U=left, V=right).named()
+        load_tensors(model, tensors)

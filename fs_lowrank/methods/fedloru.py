@@ -26,7 +26,7 @@ from ..models.merging import check_products, merge_adapter
 from ..models.names import named_tensors, pairs, select, zero_at_start
 from ..settings import key
 from .base import Averaging, split_merges
-from .ranks import check_kept
+from .ranks import check_accumulated
 from .registry import register_method
 
 
@@ -56,7 +56,7 @@ class FedLoRU(Averaging):
     def __init__(self, params, setting):
         super().__init__(params, setting)
         if not params.merge:
-            check_kept(setting, self.name)
+            check_accumulated(setting, self.name)
         if self.adapter.extra.get("lora_bias"):
             raise UserError(
                 f"llm.adapter.args: lora_bias: {self.name} accumulates products of pairs, which hold no bias; "
@@ -88,7 +88,7 @@ class FedLoRU(Averaging):
         return state, message
 
     def apply(self, model, message, round):
-        merges, rest = split_merges(message)
+        merges, tensors = split_merges(message)
         for merged_in, adapter in merges.items():
             if self.params.merge:
                 load_tensors(model, adapter)
@@ -97,7 +97,7 @@ class FedLoRU(Averaging):
                 for b, a in pairs(adapter):
                     accumulate_pair(model, a, self.adapter.scale() * adapter[b], adapter[a])
             load_tensors(model, {n: self.restart(n, t, merged_in) for n, t in adapter.items()})
-        load_tensors(model, rest)
+        load_tensors(model, tensors)
 
     def changed_base(self, model):
         if not self.params.merge:

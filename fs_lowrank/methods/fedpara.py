@@ -33,8 +33,8 @@ class FedPara(Averaging):
     def __init__(self, params, setting):
         super().__init__(params, setting)
         if setting.adapter.method == "lokr" or setting.adapter.use_rslora:
-            given = "use_rslora = True" if setting.adapter.use_rslora else "adapter_method = lokr"
-            raise UserError(f"llm.adapter.args: {given}: {self.name} has the factors of loha; leave it out")
+            option = "use_rslora = True" if setting.adapter.use_rslora else "adapter_method = lokr"
+            raise UserError(f"llm.adapter.args: {option}: {self.name} has the factors of loha; leave it out")
 
     @classmethod
     def requires(cls, params):
@@ -45,10 +45,10 @@ class FedPara(Averaging):
         return replace(self.setting.adapter, method="loha")
 
     def adapt(self, model):
-        own, convolves = self.adapter, any(isinstance(module, nn.Conv2d) for module in model.modules())
+        spec, convolves = self.adapter, any(isinstance(module, nn.Conv2d) for module in model.modules())
         if convolves:
-            own = replace(own, extra={"use_effective_conv2d": True, **own.extra})
-        model = add_adapter(model, own, self.setting.seed)
+            spec = replace(spec, extra={"use_effective_conv2d": True, **spec.extra})
+        model = add_adapter(model, spec, self.setting.seed)
         tensors = all_tensors(model)
         for name in select(tensors, {"adapter"}) if self.setting.from_scratch else ():
             factor, rank = tensors[name], model.get_submodule(module_of(name)).r["default"]

@@ -40,7 +40,7 @@ class FlexLoRA(RankedMethod):
             svd = low_rank_sum_svd(
                 [u.tensors[b].flatten(1) for u in updates],
                 [u.tensors[a].flatten(1) for u in updates],
-                [[w * self.adapter.scale(len(own)) for w in own] for own in columns],
+                [[w * self.adapter.scale(len(client)) for w in client] for client in columns],
                 self.rank(),
             )
             message[b], message[a] = self.halves(*svd, state[b], state[a])
@@ -54,8 +54,8 @@ class FlexLoRA(RankedMethod):
         """B and A, in the shapes of ``b`` and ``a``, those before the round, with the product ``u s vh / scale``."""
         rank = self.rank()
         u, s, vh = top_components(u, s / self.adapter.scale(rank), vh, rank, fill=a.flatten(1))
-        of_b, of_a = self._halves(s, max(u.shape[0], vh.shape[1]))
-        return (u * of_b).reshape(b.shape), (of_a[:, None] * vh).reshape(a.shape)
+        to_b, to_a = self._halves(s, max(u.shape[0], vh.shape[1]))
+        return (u * to_b).reshape(b.shape), (to_a[:, None] * vh).reshape(a.shape)
 
     def _halves(self, s: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """The parts of the singular values ``s`` that go to B and to A; ``size``: of the longer side of the matrix."""

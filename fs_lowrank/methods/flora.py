@@ -25,7 +25,7 @@ from ..models.merging import merge_pair
 from ..models.names import named_tensors, pairs
 from ..settings import key
 from .base import split_merges
-from .ranks import RankedMethod, RankedParams, check_kept
+from .ranks import RankedMethod, RankedParams, check_accumulated
 from .registry import register_method
 from .terms import Tensors
 
@@ -49,10 +49,10 @@ class FLoRA(RankedMethod):
 
     def __init__(self, params, setting):
         super().__init__(params, setting)
-        #: whether all that was merged is kept
+        #: whether the accumulated products are exact
         self.exact = True
         if not params.merge:
-            check_kept(setting, self.name)
+            check_accumulated(setting, self.name)
 
     def adapt(self, model):
         model = super().adapt(model)
@@ -76,7 +76,7 @@ class FLoRA(RankedMethod):
         return stack_pairs(ups, downs, weights)
 
     def apply(self, model: nn.Module, message: Tensors, round: int) -> None:
-        merges, rest = split_merges(message)
+        merges, tensors = split_merges(message)
         for merged_in, stacks in merges.items():
             for b, a in pairs(stacks):
                 if self.params.merge:
@@ -87,13 +87,13 @@ class FLoRA(RankedMethod):
                         f"lowrank.max_kept_rank = {self.params.max_kept_rank} is reached in round {merged_in}: from "
                         f"now on {self.name} is not exact, and the best approximation of that rank is stored"
                     )
-        load_tensors(model, rest)
-        own = named_tensors(model, ("adapter",))
+        load_tensors(model, tensors)
+        adapter = named_tensors(model, ("adapter",))
         with torch.no_grad():
-            for b, a in pairs(own):
-                down = own[a]
+            for b, a in pairs(adapter):
+                down = adapter[a]
                 down.copy_(self.draw_down(a, (self.rank(), *down.shape[1:]), round)[: len(down)])
-                own[b].zero_()
+                adapter[b].zero_()
 
     def changed_base(self, model: nn.Module) -> list[str]:
         if not self.params.merge:

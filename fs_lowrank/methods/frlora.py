@@ -64,11 +64,11 @@ class FRLoRA(Merging, Averaging):
         return {**state, **restart}, message | entries(f"merge:{round}", {n: mean[n] for n in first})
 
     def apply(self, model, message, round):
-        merges, rest = split_merges(message)
+        merges, tensors = split_merges(message)
         for means in merges.values():
             for b, a in pairs(means):
                 layer = model.get_submodule(module_of(a))
                 up = torch.cat([means[b].to(layer.first_B), -layer.first_B], 1)
                 merge_pair(model, a, self.adapter.scale() * up, torch.cat([means[a].to(layer.first_A), layer.first_A]))
                 load_tensors(model, {b: layer.first_B, a: layer.first_A})
-        load_tensors(model, rest)
+        load_tensors(model, tensors)

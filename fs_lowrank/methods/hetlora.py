@@ -30,11 +30,11 @@ from .registry import register_method
 from .terms import Phase, Tensors
 
 
-def _padded(tensor: Tensor, like: Tensor) -> Tensor:
-    """``tensor`` in the shape of ``like``, with zeros behind it."""
-    whole = torch.zeros_like(like)
-    whole[tuple(map(slice, tensor.shape))] = tensor
-    return whole
+def _padded(tensor: Tensor, template: Tensor) -> Tensor:
+    """``tensor`` in the shape of ``template``, with zeros behind it."""
+    padded = torch.zeros_like(template)
+    padded[tuple(map(slice, tensor.shape))] = tensor
+    return padded
 
 
 @register_method("hetlora")
@@ -54,16 +54,16 @@ class HetLoRA(RankedMethod):
         idle = {"lowrank.tail_penalty": "lowrank.prune = 1 leaves every rank as it is"} if params.prune == 1 else {}
         return replace(super().requires(params), idle=idle)
 
-    def kept(self, rank: int) -> int:
-        """The components that a client of ``rank`` keeps if it shrinks, at least one."""
+    def pruned_rank(self, rank: int) -> int:
+        """``q``, to which a client of ``rank`` shrinks, at least 1."""
         return max(1, int(self.params.prune * rank))
 
     def tail(self, tensors: Tensors) -> Tensor:
         """``Σ_layers ‖B[:, q:]‖ ‖A[q:, :]‖``, a scalar."""
         norms = torch.zeros(())
         for b, a in pairs(tensors):
-            kept = self.kept(len(tensors[a]))
-            norms = norms + tensors[b][:, kept:].norm() * tensors[a][kept:].norm()
+            q = self.pruned_rank(len(tensors[a]))
+            norms = norms + tensors[b][:, q:].norm() * tensors[a][q:].norm()
         return norms
 
     def phases(self, round, client=None):
@@ -79,7 +79,7 @@ class HetLoRA(RankedMethod):
         scales = [scale(self.rank_now(u.client, state)) for u in updates]
         for b, a in pairs(state):
             halves = [(u.tensors[b], u.tensors[a]) for u in updates]
-            sizes = [s * product_norm_squared(*(h.flatten(1) for h in own)).sqrt() for s, own in zip(scales, halves)]
+            sizes = [s * product_norm_squared(*(h.flatten(1) for h in pair)).sqrt() for s, pair in zip(scales, halves)]
             learned = torch.stack(sizes).double()
             weights = (learned / learned.sum()).tolist() if learned.any() else by_samples
             padded = [
@@ -94,6 +94,6 @@ class HetLoRA(RankedMethod):
         ranks = {}
         for update in updates:
             rank = self.rank_now(update.client, state)
-            if self.kept(rank) < rank and self.tail(update.tensors) < self.tail(self.view(state, update.client)):
-                ranks[f"x:rank:{update.client}"] = self.kept(rank)
+            if self.pruned_rank(rank) < rank and self.tail(update.tensors) < self.tail(self.view(state, update.client)):
+                ranks[f"x:rank:{update.client}"] = self.pruned_rank(rank)
         return ranks

@@ -78,10 +78,10 @@ class LoRAFAIR(Gathering):
         """
         change = torch.zeros_like(up)
         for _ in range(self.params.server_steps):
-            now = up + change
-            along = now @ gram
-            size = (now * along).sum().sqrt()
-            slope = ((now * onto).sum() * along / size**2 - onto) / (length * size)
+            corrected = up + change
+            image = corrected @ gram
+            size = (corrected * image).sum().sqrt()
+            slope = ((corrected * onto).sum() * image / size**2 - onto) / (length * size)
             moved = change - self.params.server_lr * slope
             shrinks = self.params.server_lr * self.params.lam / moved.norm().clamp(min=torch.finfo(up.dtype).tiny)
             change = moved * (1 - shrinks).clamp(min=0)

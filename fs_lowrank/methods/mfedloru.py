@@ -79,13 +79,13 @@ class MFedLoRU(FedLoRU):
 
     def initial_nested(self, tensors: Tensors, round: int) -> dict[str, Tensor]:
         """Nested pairs of the largest ranks for the round after ``round``: ``A_d = B_d = 0``, the others random."""
-        made: dict[str, Tensor] = {}
+        nested: dict[str, Tensor] = {}
         for pair in adapted_layers(tensors):
             shapes = nested_shapes(pair.A.shape, pair.B.shape, *self.ranks())
             drawn = {u: self.draw_down(pair.key(u), shapes[u], round).to(pair.A) for u in ("A_u", "B_u")}
             zeros = {d: pair.A.new_zeros(shapes[d]) for d in ("A_d", "B_d")}
-            made |= Layer(pair.name, **zeros, **drawn).named()
-        return made
+            nested |= Layer(pair.name, **zeros, **drawn).named()
+        return nested
 
     def initial_state(self, model):
         state = super().initial_state(model)
@@ -103,12 +103,12 @@ class MFedLoRU(FedLoRU):
         """The update as if the client had trained the pair itself: ``A + s' A_d A_u`` and ``B + s' B_d B_u``."""
         pairs, scale = {pair.name: pair for pair in adapted_layers(self.view(state))}, self.params.nested_scale
         tensors = {n: t for n, t in update.tensors.items() if "nested" not in tags(n)}
-        for own in adapted_layers(update.tensors):
-            if own.A_d is not None:
-                pair = pairs[own.name]
-                a = pair.A + scale * nested_product(own.A_d, own.A_u, pair.A)
-                b = pair.B + scale * nested_product(own.B_d, own.B_u, pair.B)
-                tensors |= Layer(own.name, A=a, B=b).named()
+        for layer in adapted_layers(update.tensors):
+            if layer.A_d is not None:
+                pair = pairs[layer.name]
+                a = pair.A + scale * nested_product(layer.A_d, layer.A_u, pair.A)
+                b = pair.B + scale * nested_product(layer.B_d, layer.B_u, pair.B)
+                tensors |= Layer(layer.name, A=a, B=b).named()
         return replace(update, tensors=tensors)
 
     def recovered(self, updates, state):

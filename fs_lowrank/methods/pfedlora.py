@@ -41,7 +41,7 @@ class PFedLoRA(Averaging):
         return cls.revision if params.variant == 2 else 1
 
     def phases(self, round, client=None):
-        own, everyone, default = self.params.personal_steps, self.params.global_steps, self.setting.steps(client)
+        e_per, e_global, default = self.params.personal_steps, self.params.global_steps, self.setting.steps(client)
         if self.params.variant == 2:
-            return [Phase(train=(*self.personal, *self.shared), steps=(own or default) + (everyone or default))]
-        return [Phase(train=self.personal, steps=own or None), Phase(train=self.shared, steps=everyone or None)]
+            return [Phase(train=(*self.personal, *self.shared), steps=(e_per or default) + (e_global or default))]
+        return [Phase(train=self.personal, steps=e_per or None), Phase(train=self.shared, steps=e_global or None)]

@@ -41,8 +41,8 @@ def check_one_rank(adapter: AdapterSpec, method: str) -> None:
         )
 
 
-def check_kept(setting: Setting, method: str) -> None:
-    """For methods that keep what they merge beside the base (``lowrank.merge = False``).
+def check_accumulated(setting: Setting, method: str) -> None:
+    """For methods that keep products beside the base instead of merging them (``lowrank.merge = False``).
 
     Raises:
         UserError: the model is trained from scratch, the adapter's products do not add up to one LoRA adapter, or its

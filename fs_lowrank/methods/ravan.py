@@ -59,8 +59,8 @@ class Ravan(Averaging):
 
     @property
     def adapter(self):
-        own, rank = self.setting.adapter, self.heads * self.setting.adapter.r
-        return replace(own, r=rank, lora_alpha=own.scale() * rank, use_rslora=False)
+        spec, rank = self.setting.adapter, self.heads * self.setting.adapter.r
+        return replace(spec, r=rank, lora_alpha=spec.scale() * rank, use_rslora=False)
 
     def adapt(self, model):
         model = super().adapt(model)
@@ -102,8 +102,8 @@ class Ravan(Averaging):
         return [n for n in super().sent(names, round, client) if not n.endswith(".nested.s")]
 
     def upload(self, model, round, client):
-        own, sent = all_tensors(model), super().upload(model, round, client)
-        weights = {n: own[n.removesuffix("H") + "s"] for n in sent if n.endswith(".nested.H")}
+        tensors, sent = all_tensors(model), super().upload(model, round, client)
+        weights = {n: tensors[n.removesuffix("H") + "s"] for n in sent if n.endswith(".nested.H")}
         return {n: t * weights[n][:, None, None] if n in weights else t for n, t in sent.items()}
 
     def settle(self, mean, state, round):
@@ -125,8 +125,8 @@ class Ravan(Averaging):
 def folded(tensors: Tensors) -> dict[str, Tensor]:
     """The global model's pairs, if ``tensors`` have folds, which clients do not receive; else the tensors."""
     folds = entries_of("fold", tensors)
-    own = {n: t for n, t in tensors.items() if not n.startswith("fold:")}
-    return {**{n: t[:0] if folds and n.endswith(".nested.H") else t for n, t in own.items()}, **folds}
+    plain = {n: t for n, t in tensors.items() if not n.startswith("fold:")}
+    return {**{n: t[:0] if folds and n.endswith(".nested.H") else t for n, t in plain.items()}, **folds}
 
 
 def small_of(a: str, part: str) -> str:

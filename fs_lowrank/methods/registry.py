@@ -45,9 +45,9 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
                 f"method {name!r}: hyperparameter {clash[0]!r} is a key of the section lowrank already, "
                 f"for every method; choose another name (taken: {', '.join(sorted(general))})"
             )
-        taken = _METHODS.get(name)
-        if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise UserError(f"method {name!r} is registered already, by {taken.__module__}.{taken.__qualname__}")
+        existing = _METHODS.get(name)
+        if existing is not None and (existing.__module__, existing.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise UserError(f"method {name!r} is registered already, by {existing.__module__}.{existing.__qualname__}")
         refuse_former(name, dir(cls))
         if not issubclass(cls, (Averaging, Gathering)) or inspect.isabstract(cls):
             raise UserError(

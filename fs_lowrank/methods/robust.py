@@ -51,7 +51,7 @@ class RobustMean:
     norm: float = 0.0
 
     @classmethod
-    def of(cls, config: Lowrank) -> RobustMean | None:
+    def from_config(cls, config: Lowrank) -> RobustMean | None:
         """From ``lowrank.robust``, ``robust_malicious`` and ``robust_norm``; None if there is none."""
         return None if config.robust == "none" else cls(config.robust, config.robust_malicious, config.robust_norm)
 
@@ -90,12 +90,12 @@ class RobustMean:
             }
             return bounded_mean(parts, weights, start, list(factors.values())), scaled
         scores = krum_scores(squared_distances(parts), self.malicious).tolist()
-        kept = 1 if self.rule == "krum" else len(parts) - self.malicious
+        count = 1 if self.rule == "krum" else len(parts) - self.malicious
         ranked = sorted(range(len(parts)), key=lambda k: scores[k])
-        chosen = sorted(ranked[:kept])
+        chosen = sorted(ranked[:count])
         total = sum(weights[k] for k in chosen)
         left_out = {
-            client: f"left out by {self.rule}: its score, {scores[k]:.6g}, is not among the {kept} smallest"
+            client: f"left out by {self.rule}: its score, {scores[k]:.6g}, is not among the {count} smallest"
             for k, client in enumerate(tensors)
             if k not in chosen
         }

@@ -73,8 +73,8 @@ class ServerOptimizer(Wrapper):
             UserError: an unknown key or type (the message suggests the nearest), a value of the wrong type or out of
                 range.
         """
-        given = {name: value for name, value in values.items() if name != "lr" or value is not None}
-        checked = check_keys(given, keys_of(cls), origin or Origin(), "fedopt.optimizer")
+        options = {name: value for name, value in values.items() if name != "lr" or value is not None}
+        checked = check_keys(options, keys_of(cls), origin or Origin(), "fedopt.optimizer")
         return cls(**{"lr": server_lr(checked.get("type", cls.type)), **checked})
 
     def step(

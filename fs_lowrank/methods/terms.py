@@ -20,15 +20,15 @@ TRAIN = "train"
 Shares = Literal["none", "any", "every", "lora", "optional"]
 
 
-def tags_given(tags: Any, what: str) -> tuple[str, ...]:
-    """``tags``, which a method gives as ``what``, as a tuple.
+def checked_tags(tags: Any, label: str) -> tuple[str, ...]:
+    """``tags``, which a method gives as ``label``, as a tuple.
 
     Raises:
         UserError: they are no tuple of texts; a text alone would be taken for its letters.
     """
     if not isinstance(tags, (tuple, list, set, frozenset)) or not all(isinstance(tag, str) for tag in tags):
         comma = f", such as ({tags!r},) with a comma" if isinstance(tags, str) else ""
-        raise UserError(f"{what} = {tags!r}: expected a tuple of tags{comma}")
+        raise UserError(f"{label} = {tags!r}: expected a tuple of tags{comma}")
     return tuple(tags)
 
 
@@ -75,9 +75,9 @@ class Requires:
     begins: Mapping[str, tuple[int, str]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        """Raise ``UserError`` for a value that there is not."""
-        for name, given, choices in (("adapter", (self.adapter,), get_args(Shares)), ("tasks", self.tasks, TASKS)):
-            for value in given:
+        """Raise ``UserError`` for an unknown value."""
+        for name, values, choices in (("adapter", (self.adapter,), get_args(Shares)), ("tasks", self.tasks, TASKS)):
+            for value in values:
                 if value not in choices:
                     raise UserError(
                         f"requires: {name} has {value!r}, expected {' or '.join(choices)}{nearest(value, choices)}"
@@ -116,9 +116,9 @@ class Phase:
 
     def __post_init__(self) -> None:
         """Raise ``UserError`` for tags that are no tuple, turns of what does not train, and a length of no step."""
-        object.__setattr__(self, "train", tags_given(self.train, "Phase: train"))
-        if others := {*tags_given(self.turns, "Phase: turns")}.difference(self.train):
-            raise UserError(f"Phase: turns = {self.turns!r}: {min(others)} is not in train = {self.train!r}")
+        object.__setattr__(self, "train", checked_tags(self.train, "Phase: train"))
+        if unknown := {*checked_tags(self.turns, "Phase: turns")}.difference(self.train):
+            raise UserError(f"Phase: turns = {self.turns!r}: {min(unknown)} is not in train = {self.train!r}")
         if self.steps is not None and (type(self.steps) is not int or self.steps < 1):
             raise UserError(f"Phase: steps = {self.steps!r}: expected a whole number of 1 or more, or None")
 

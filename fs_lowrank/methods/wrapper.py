@@ -16,7 +16,7 @@ class Wrapper(ABC):
     """A change to the server's step of any averaging method, such as ``methods.server_optimizer``.
 
     A wrapper is called between ``Averaging.mean`` and ``Averaging.settle``. What it remembers is in the method's state
-    under ``<prefix><what>:<name of the tensor>``. It is therefore saved and resumed, and is never sent.
+    under ``<prefix><kind>:<name of the tensor>``. It is therefore saved and resumed, and is never sent.
     """
 
     prefix: ClassVar[str]

@@ -78,8 +78,8 @@ def method_of(config: Config) -> Method:
         },
         train_head=config.lowrank.train_head,
         personal=config.lowrank.personal,
-        drift=DriftCorrection.of(config),
-        robust=RobustMean.of(config.lowrank),
+        drift=DriftCorrection.from_config(config),
+        robust=RobustMean.from_config(config.lowrank),
         server_optimizer={"type": server.type, "lr": server.lr, **server.extra} if config.fedopt.use else None,
         **config.method_params,
     )

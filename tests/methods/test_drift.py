@@ -237,7 +237,7 @@ def test_keys_reach_the_method():
     both = {"drift": "fedprox", "drift_weight": 0.5}
     method = method_of(load_config({**content, "lowrank": both, "fedopt": {"use": True}}))
     assert method.drift == DriftCorrection("fedprox", 0.5, 8) and method.wrappers
-    assert DriftCorrection.of(load_config(content)) is None
+    assert DriftCorrection.from_config(load_config(content)) is None
 
 
 def test_a_robust_mean_goes_with_fedprox_alone(toy):

@@ -247,7 +247,7 @@ def test_hetlora_with_equal_norms_and_ranks_is_fedlora_of_equal_weights(toy):
 
 def test_hetloras_clients_shrink_where_their_last_components_do(toy, federation):
     fed = federation(toy.method("hetlora", ranks=(4, 3, 2), prune=0.5), SIZES)
-    assert fed.method.kept(4) == 2 and fed.method.kept(1) == 1
+    assert fed.method.pruned_rank(4) == 2 and fed.method.pruned_rank(1) == 1
     fed.round(1)
     assert not [n for n in fed.ledger.state if n.startswith("x:rank")], "B was zero: all have grown"
 

@@ -27,11 +27,11 @@ DRAWS = {
     "help": "labels drawn from the model for each sample, for the expectation in the Fisher; 0 computes it exactly, "
     "and so does None up to 100 classes (one drawn label beyond)",
 }
-#: ``Requires.idle`` of those that train all weights whatever ``llm.adapter.use`` is
+#: ``Requires.idle`` of methods that train all weights whatever ``llm.adapter.use`` is
 WITHOUT_ADAPTER = {"llm.adapter.args": "the method trains all weights, without an adapter"}
 #: the tasks of models that have a Fisher (``models.curvature``)
 CLASSIFIERS = ("SequenceClassification", "ImageClassification")
-#: factor on the Fisher, which is small, if only sums arrive, since they may be fixed-point numbers
+#: factor on the Fisher, which is small, if only sums arrive, which may be fixed-point numbers
 SUM_SCALE = 2.0**8
 #: share of the largest value of a matrix that is taken for rounding; 8 bits round to a 254th of it
 ROUNDING = 0.01
@@ -120,23 +120,23 @@ class OneShot(Gathering):
 
     # -- what is sent besides the weights ------------------------------------------------------------
 
-    def beside(self, model: nn.Module, own: Tensors, round: int, client: Client) -> dict[str, Tensor]:
-        """What ``client`` sends besides its weights ``own``, as ``KIND:NAME``."""
+    def beside(self, model: nn.Module, tensors: Tensors, round: int, client: Client) -> dict[str, Tensor]:
+        """What ``client`` sends besides its weights ``tensors``, as ``KIND:NAME``."""
         return {}
 
-    def beside_shapes(self, own: Tensors) -> dict[str, Tensor]:
+    def beside_shapes(self, tensors: Tensors) -> dict[str, Tensor]:
         """Names, shapes and dtypes of ``beside``, as meta tensors."""
         return {}
 
     def upload(self, model, round, client):
-        own = super().upload(model, round, client)
-        beside = self.beside(model, own, round, client)
-        return Budget(own, self.parameters, beside).compress() if self.compresses else {**own, **beside}
+        tensors = super().upload(model, round, client)
+        beside = self.beside(model, tensors, round, client)
+        return Budget(tensors, self.parameters, beside).compress() if self.compresses else {**tensors, **beside}
 
     def expected(self, state, round, client, exchange=TRAIN):
-        own = super().expected(state, round, client)
-        beside = self.beside_shapes(own)
-        return Budget(own, self.parameters, beside).shapes() if self.compresses else {**own, **beside}
+        tensors = super().expected(state, round, client)
+        beside = self.beside_shapes(tensors)
+        return Budget(tensors, self.parameters, beside).shapes() if self.compresses else {**tensors, **beside}
 
     def check(self, update):
         super().check(update)
@@ -148,8 +148,8 @@ class OneShot(Gathering):
         """What each client sent, decompressed."""
         if not self.compresses:
             return [dict(u.tensors) for u in updates]
-        own = self.view(state)
-        budget = Budget(own, self.parameters, self.beside_shapes(own))
+        tensors = self.view(state)
+        budget = Budget(tensors, self.parameters, self.beside_shapes(tensors))
         return [budget.expand(u.tensors) for u in updates]
 
     @property
@@ -183,17 +183,20 @@ class OneShot(Gathering):
         """The diagonal of the Fisher at ``model`` over the client's data, float32, by parameter."""
         return diagonal_fisher(model, client.batches(), self.parameters, **self.label_draws(model, round, client))
 
-    def diagonal_entries(self, fisher: Tensors, own: Tensors) -> dict[str, Tensor]:
+    def diagonal_entries(self, fisher: Tensors, tensors: Tensors) -> dict[str, Tensor]:
         """The entries ``fisher:…`` of a diagonal Fisher and, if only sums arrive, ``product:…`` of ``F_k W_k``."""
         if not self.setting.only_sums:
             return entries("fisher", fisher)
         scaled = {n: f * SUM_SCALE for n, f in fisher.items()}
-        return {**entries("fisher", scaled), **entries("product", {n: f * own[n].float() for n, f in scaled.items()})}
+        return {
+            **entries("fisher", scaled),
+            **entries("product", {n: f * tensors[n].float() for n, f in scaled.items()}),
+        }
 
-    def diagonal_shapes(self, own: Tensors) -> dict[str, Tensor]:
+    def diagonal_shapes(self, tensors: Tensors) -> dict[str, Tensor]:
         """Names and shapes of ``diagonal_entries``."""
         kinds = ("fisher", "product") if self.setting.only_sums else ("fisher",)
-        return {f"{kind}:{n}": meta(*own[n].shape) for n in self.parameters for kind in kinds}
+        return {f"{kind}:{n}": meta(*tensors[n].shape) for n in self.parameters for kind in kinds}
 
     def diagonal_sums(self, parts: Sequence[Tensors], weights: Sequence[float], name: str) -> tuple[Tensor, Tensor]:
         """``Σ p_k F_k`` and ``Σ p_k F_k W_k`` of the parameter ``name``, in float64."""
@@ -204,8 +207,8 @@ class OneShot(Gathering):
             return total, sum(products, zero)
         product = sum((p * part[f"product:{name}"].double() for p, part in zip(weights, parts)), zero)
         total, product = total / SUM_SCALE, product / SUM_SCALE
-        known = total >= SMALLEST_SUM
-        return total * known, product * known
+        nonzero = total >= SMALLEST_SUM
+        return total * nonzero, product * nonzero
 
 
 def logits_of(model: nn.Module, tensors: Tensors, batch: Tensors) -> Tensor:
@@ -225,14 +228,14 @@ def accuracy(workbench: Workbench, tensors: Tensors) -> float:
         if labels.ndim == 2:
             logits, labels = logits[:, :-1], labels[:, 1:]
         labels = labels.to(logits.device)
-        kept = labels != -100
-        right += int((logits.argmax(-1) == labels)[kept].sum())
-        count += int(kept.sum())
+        labelled = labels != -100
+        right += int((logits.argmax(-1) == labels)[labelled].sum())
+        count += int(labelled.sum())
     return right / max(count, 1)
 
 
 def best(workbench: Workbench, candidates: Iterable[Tensors]) -> dict[str, Tensor]:
-    """The candidate with the highest validation accuracy, the first of equals; those that are not finite are skipped.
+    """The candidate with the highest validation accuracy, the first of equals; candidates with NaN or Inf are skipped.
 
     Raises:
         ArithmeticError: no candidate is finite.

@@ -31,30 +31,30 @@ class Budget:
     """How one update is compressed.
 
     Args:
-        own: what the client would send uncompressed, by name; ``shapes`` and ``expand`` do not use the values.
-        parameters: the names in ``own`` that are quantised; the other tensors are sent as they are.
-        beside: what a method sends besides them, as ``KIND:NAME``. If NAME is a parameter, it is quantised like the
-            parameter; otherwise it is a symmetric matrix, of which eigenvectors are sent: the same number for all, as
+        tensors: the uncompressed update, by name; ``shapes`` and ``expand`` do not use the values.
+        parameters: the names in ``tensors`` that are quantised; the other tensors are sent as they are.
+        beside: the tensors that a method sends besides them, as ``KIND:NAME``. If NAME is a parameter, it is quantised
+            like the parameter; otherwise it is a symmetric matrix, of which eigenvectors are sent: the same number for all, as
             many as fit into 16 bits per value of the parameters.
     """
 
-    def __init__(self, own: Tensors, parameters: Collection[str], beside: Tensors):
-        weights = {n: own[n] for n in parameters}
-        self.rest = {n: t for n, t in own.items() if n not in weights}
+    def __init__(self, tensors: Tensors, parameters: Collection[str], beside: Tensors):
+        weights = {n: tensors[n] for n in parameters}
+        self.exact = {n: t for n, t in tensors.items() if n not in weights}
         self.matrices = {n: t for n, t in beside.items() if n.partition(":")[2] not in weights}
         self.plain = {**weights, **{n: t for n, t in beside.items() if n not in self.matrices}}
         bits = BITS * sum(t.numel() for t in weights.values())
         vectors = vectors_within([len(m) for m in self.matrices.values()], bits, VECTOR_BITS)
         #: number of eigenvectors of each matrix
-        self.kept = {n: min(vectors, len(m)) for n, m in self.matrices.items()}
+        self.counts = {n: min(vectors, len(m)) for n, m in self.matrices.items()}
 
     def compress(self) -> dict[str, Tensor]:
-        """What is sent."""
-        sent = dict(self.rest)
+        """The compressed update."""
+        sent = dict(self.exact)
         for name, tensor in self.plain.items():
             sent[f"codes:{name}"], sent[f"scale:{name}"] = pack(tensor, BITS)
         for name, matrix in self.matrices.items():
-            vectors, values = leading(matrix, self.kept[name])
+            vectors, values = leading(matrix, self.counts[name])
             sent[f"codes:{name}"], sent[f"scale:{name}"] = pack(vectors, VECTOR_BITS)
             sent[f"values:{name}"] = values.float()
         return sent
@@ -62,19 +62,21 @@ class Budget:
     def shapes(self) -> dict[str, Tensor]:
         """Names, shapes and dtypes of ``compress``; compressed tensors are meta tensors."""
         codes = {n: packed_bytes(t.numel(), BITS) for n, t in self.plain.items()}
-        codes |= {n: packed_bytes(len(m) * self.kept[n], VECTOR_BITS) for n, m in self.matrices.items()}
+        codes |= {n: packed_bytes(len(m) * self.counts[n], VECTOR_BITS) for n, m in self.matrices.items()}
         with torch.device("meta"):
             sent = {f"codes:{n}": torch.empty(size, dtype=torch.uint8) for n, size in codes.items()}
             sent |= {f"scale:{n}": torch.empty(1) for n in codes}
-            return {**self.rest, **sent, **{f"values:{n}": torch.empty(count) for n, count in self.kept.items()}}
+            return {**self.exact, **sent, **{f"values:{n}": torch.empty(count) for n, count in self.counts.items()}}
 
     def expand(self, sent: Tensors) -> dict[str, Tensor]:
         """The arguments of ``compress`` from its result, up to rounding."""
-        tensors = {n: sent[n] for n in self.rest}
-        for name, like in self.plain.items():
-            tensors[name] = unpack(sent[f"codes:{name}"], sent[f"scale:{name}"], like.shape, BITS).to(like.dtype)
-        for name, like in self.matrices.items():
-            shape = len(like), self.kept[name]
+        tensors = {n: sent[n] for n in self.exact}
+        for name, template in self.plain.items():
+            tensors[name] = unpack(sent[f"codes:{name}"], sent[f"scale:{name}"], template.shape, BITS).to(
+                template.dtype
+            )
+        for name, template in self.matrices.items():
+            shape = len(template), self.counts[name]
             vectors = unpack(sent[f"codes:{name}"], sent[f"scale:{name}"], shape, VECTOR_BITS)
             tensors[name] = (vectors * sent[f"values:{name}"]) @ vectors.T
         return tensors

@@ -128,12 +128,12 @@ class Dense(OneShot):
         """The student before the first epoch and after each; ``losses`` holds the losses by epoch."""
         p, model = self.params, self.workbench.model
         draw = torch.Generator().manual_seed(seed)
-        own = dict(model.named_parameters())
-        student = {n: t.clone().requires_grad_(n in own) for n, t in start.items()}
+        parameters = dict(model.named_parameters())
+        student = {n: t.clone().requires_grad_(n in parameters) for n, t in start.items()}
         first = next(iter(self.workbench.validation()))["pixel_values"].to(next(iter(start.values())).device)
         generator = Generator(p.latent, p.channels, tuple(first.shape[1:]), float(first.min()), float(first.max()))
         generator.to(first.device)
-        optimizer = torch.optim.SGD([t for n, t in student.items() if n in own], lr=p.student_lr, momentum=0.9)
+        optimizer = torch.optim.SGD([t for n, t in student.items() if n in parameters], lr=p.student_lr, momentum=0.9)
         pool: list[Tensor] = []
         self.losses: dict[str, list[float]] = {"generator_first": [], "generator_last": [], "student": []}
         model.eval()
@@ -197,8 +197,8 @@ class Dense(OneShot):
     @staticmethod
     def ensemble(model: nn.Module, parts: Sequence[Tensors], weights: Sequence[float], images: Tensor) -> Tensor:
         """``Σ_k p_k f_k(images)``."""
-        first, *others = (w * logits_of(model, part, {"pixel_values": images}) for w, part in zip(weights, parts))
-        return sum(others, first)
+        first, *terms = (w * logits_of(model, part, {"pixel_values": images}) for w, part in zip(weights, parts))
+        return sum(terms, first)
 
 
 class Statistics:

@@ -115,24 +115,24 @@ class FedFisher(OneShot):
 
     # -- client: compute F_k and send it with W_k ----------------------------------------------------
 
-    def beside(self, model, own, round, client):
+    def beside(self, model, tensors, round, client):
         if self.params.fisher == "diag":
-            return self.diagonal_entries(self.diagonal(model, round, client), own)
+            return self.diagonal_entries(self.diagonal(model, round, client), tensors)
         draws = self.label_draws(model, round, client)
         if self.params.fisher == "full":
             return {"fisher:": full_fisher(model, client.batches(), self.parameters, **draws)}
         factors = kronecker_fisher(model, client.batches(), self.layers, **draws)
         return {f"{kind}:{n}": m for n, pair in factors.items() for kind, m in zip(("inputs", "outputs"), pair)}
 
-    def beside_shapes(self, own):
+    def beside_shapes(self, tensors):
         if self.params.fisher == "diag":
-            return self.diagonal_shapes(own)
+            return self.diagonal_shapes(tensors)
         if self.params.fisher == "full":
-            size = sum(own[n].numel() for n in self.parameters)
+            size = sum(tensors[n].numel() for n in self.parameters)
             return {"fisher:": meta(size, size, dtype=torch.float64)}
         shapes = {}
         for layer, bias in self.layers.items():
-            weight = own[f"{layer}.weight"]
+            weight = tensors[f"{layer}.weight"]
             inputs = weight[0].numel() + bias
             shapes[f"inputs:{layer}"], shapes[f"outputs:{layer}"] = meta(inputs, inputs), meta(len(weight), len(weight))
         return shapes
@@ -160,7 +160,7 @@ class FedFisher(OneShot):
             steps=params.steps,
             lr=params.lr,
             tolerance=tolerance,
-            every=params.select,
+            intermediate=params.select,
             eps_inside=params.fisher == "kfac",
         )
         if self.needs.validation:

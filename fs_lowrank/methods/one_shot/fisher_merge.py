@@ -55,14 +55,14 @@ class FisherMerge(OneShot):
     def requires(cls, params: Params):
         return replace(super().requires(params), tasks=CLASSIFIERS, sums=params.rule != "target")
 
-    def beside(self, model, own, round, client):
+    def beside(self, model, tensors, round, client):
         fisher: Tensors = self.diagonal(model, round, client)
         if self.params.rule != "target":
             fisher = self.scaled(fisher, raised=self.params.rule == "floor")
-        return self.diagonal_entries(fisher, own)
+        return self.diagonal_entries(fisher, tensors)
 
-    def beside_shapes(self, own):
-        return self.diagonal_shapes(own)
+    def beside_shapes(self, tensors):
+        return self.diagonal_shapes(tensors)
 
     def check(self, update):
         super().check(update)
@@ -78,12 +78,12 @@ class FisherMerge(OneShot):
         parts, weights = self.received(updates, state), self.weights(updates)
         if self.params.rule == "target":
             for k, part in enumerate(parts):
-                own = {n: part[f"fisher:{n}"] for n in self.parameters}
-                part |= entries("fisher", self.scaled(own, raised=k == 0))
+                diagonal = {n: part[f"fisher:{n}"] for n in self.parameters}
+                part |= entries("fisher", self.scaled(diagonal, raised=k == 0))
         message = weighted_mean([{n: part[n] for n in self.view(state)} for part in parts], weights)
         for name in self.parameters:
             fisher, products = self.diagonal_sums(parts, weights, name)
-            known = fisher >= max(self.params.floor, 1e-300) if self.params.rule == "mean" else fisher > 0
-            merged = torch.where(known, products / torch.where(known, fisher, 1.0), message[name].double())
+            nonzero = fisher >= max(self.params.floor, 1e-300) if self.params.rule == "mean" else fisher > 0
+            merged = torch.where(nonzero, products / torch.where(nonzero, fisher, 1.0), message[name].double())
             message[name] = merged.to(message[name].dtype)
         return {**state, **message}, message

@@ -44,9 +44,9 @@ def _flat(tensors: Tensors, names: Sequence[str], dtype: torch.dtype) -> Tensor:
     return torch.cat([tensors[n].flatten().to(dtype) for n in names])
 
 
-def _split(x: Tensor, names: Sequence[str], like: Tensors) -> dict[str, Tensor]:
-    parts = x.split([like[n].numel() for n in names])
-    return {n: t.reshape(like[n].shape) for n, t in zip(names, parts)}
+def _split(x: Tensor, names: Sequence[str], template: Tensors) -> dict[str, Tensor]:
+    parts = x.split([template[n].numel() for n in names])
+    return {n: t.reshape(template[n].shape) for n, t in zip(names, parts)}
 
 
 def full_block(
@@ -70,10 +70,10 @@ def diagonal_block(sums: Mapping[str, tuple[Tensor, Tensor]], mean: Tensors, dty
     """All parameters as one vector; ``sums`` holds ``Σ p_k F_k`` and ``Σ p_k F_k W_k`` of each."""
     names = list(sums)
     total, target = (_flat({n: s[i] for n, s in sums.items()}, names, dtype) for i in (0, 1))
-    start, known = _flat(mean, names, dtype), total > 0
+    start, nonzero = _flat(mean, names, dtype), total > 0
 
     def closed() -> Tensor:
-        return torch.where(known, target / torch.where(known, total, 1.0), start)
+        return torch.where(nonzero, target / torch.where(nonzero, total, 1.0), start)
 
     return Block(lambda x: total * x, target, start, closed, lambda x: _split(x, names, mean))
 
@@ -111,7 +111,7 @@ def minimise(
     steps: int,
     lr: float,
     tolerance: float,
-    every: bool,
+    intermediate: bool,
     eps_inside: bool,
 ) -> Iterator[dict[str, Tensor]]:
     """The models to select from, in the dtypes of ``mean``; the last is the last iterate.
@@ -123,7 +123,7 @@ def minimise(
         steps: number of steps of adam and reference; maximum for cg.
         lr: learning rate of adam and reference.
         tolerance: factor by which cg reduces the residual.
-        every: also yield the iterates before the last that are to be scored.
+        intermediate: also yield the iterates before the last that are to be scored.
         eps_inside: ``√(d + ε)`` for reference.
     """
 
@@ -133,7 +133,9 @@ def minimise(
     if solver == "closed":
         yield {**mean, **named((b, b.closed()) for b in blocks(torch.float64))}
     elif solver == "cg":
-        levels = [*(takewhile(lambda f: f > 1.001 * tolerance, (10 ** (-i / 2) for i in count(1))) if every else ())]
+        levels = [
+            *(takewhile(lambda f: f > 1.001 * tolerance, (10 ** (-i / 2) for i in count(1))) if intermediate else ())
+        ]
         models = [dict(mean) for _ in (*levels, tolerance)]
         # One block at a time in float64, so that the server holds the clients' factors and little more.
         for block in blocks(torch.float64):
@@ -145,7 +147,7 @@ def minimise(
         parts = list(blocks(torch.float32))
 
         def gradient(x: list[Tensor]) -> list[Tensor]:
-            return [block.product(at) - block.target for block, at in zip(parts, x)]
+            return [block.product(tensor) - block.target for block, tensor in zip(parts, x)]
 
         start = [block.start for block in parts]
         if solver == "adam":
@@ -153,7 +155,7 @@ def minimise(
         else:
             # The authors score the iterates after steps 1, 101, …, and never the last.
             iterates = islice(summed_moments(gradient, start, lr=lr, eps_inside=eps_inside), steps)
-            last = steps - 1 if not every else -1
+            last = steps - 1 if not intermediate else -1
         for i, iterate in enumerate(iterates):
-            if every and i % SCORED == 0 or i == last:
+            if intermediate and i % SCORED == 0 or i == last:
                 yield {**mean, **named(zip(parts, iterate))}

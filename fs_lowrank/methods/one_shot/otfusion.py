@@ -59,15 +59,15 @@ class OTFusion(OneShot):
         return super().adapt(model)
 
     def aggregate(self, updates, state, round):
-        weights, (first, *others) = self.weights(updates), [u.tensors for u in updates]
+        weights, (first, *peers) = self.weights(updates), [u.tensors for u in updates]
         outputs = [self.activations(u.tensors) if self.params.by == "activations" else None for u in updates]
 
         def fused(*correct: bool) -> dict[str, Tensor]:
-            aligned = [self.align(t, first, own, outputs[0], *correct) for t, own in zip(others, outputs[1:])]
+            aligned = [self.align(t, first, output, outputs[0], *correct) for t, output in zip(peers, outputs[1:])]
             return {n: sum(p * t[n] for p, t in zip(weights, (first, *aligned))) for n in self.chain}
 
         choices = list(product(_SWITCH[self.params.correction], _SWITCH[self.params.past_correction]))
-        if not others:
+        if not peers:
             message = dict(first)
         elif len(choices) == 1:
             message = fused(*choices[0])
@@ -75,30 +75,30 @@ class OTFusion(OneShot):
             message = best(self.workbench, (fused(*choice) for choice in choices))
         return {**state, **message}, message
 
-    def align(self, mine, theirs, my_outputs, their_outputs, correction: bool, past_correction: bool):
-        """``mine`` with its neurons in the order of those of ``theirs``; without outputs, weights are compared."""
+    def align(self, source, target, outputs, target_outputs, correction: bool, past_correction: bool):
+        """``source`` with its neurons in the order of those of ``target``; without outputs, weights are compared."""
         plan, moved = None, {}
         for name in self.chain:
-            entering = mine[name] if plan is None else move_inputs(mine[name], plan)
+            entering = source[name] if plan is None else move_inputs(source[name], plan)
             if name == self.chain[-1]:
                 moved[name] = entering
                 break
-            own, other = (entering, theirs[name]) if my_outputs is None else (my_outputs[name], their_outputs[name])
-            plan = exact_transport(own.flatten(1), other.flatten(1))
+            neurons, goals = (entering, target[name]) if outputs is None else (outputs[name], target_outputs[name])
+            plan = exact_transport(neurons.flatten(1), goals.flatten(1))
             if correction:
                 plan = plan * len(plan)
-            moved[name] = move_outputs(entering if past_correction else mine[name], plan)
+            moved[name] = move_outputs(entering if past_correction else source[name], plan)
         return moved
 
     @torch.no_grad()
     def activations(self, tensors: Tensors) -> dict[str, Tensor]:
         """The outputs of every neuron for the validation samples, ``(neurons, samples · positions)`` by weight."""
         model = self.workbench.model
-        seen: dict[str, list[Tensor]] = {n: [] for n in self.chain}
+        outputs: dict[str, list[Tensor]] = {n: [] for n in self.chain}
         model.eval()
         hooks = [
             model.get_submodule(n.removesuffix(".weight")).register_forward_hook(
-                lambda module, args, output, n=n: seen[n].append(output.transpose(0, 1).flatten(1))
+                lambda module, args, output, n=n: outputs[n].append(output.transpose(0, 1).flatten(1))
             )
             for n in self.chain
         ]
@@ -108,4 +108,4 @@ class OTFusion(OneShot):
         finally:
             for hook in hooks:
                 hook.remove()
-        return {n: torch.cat(parts, 1) for n, parts in seen.items()}
+        return {n: torch.cat(parts, 1) for n, parts in outputs.items()}

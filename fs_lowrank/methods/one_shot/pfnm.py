@@ -63,17 +63,17 @@ class PFNM(OneShot):
         allow_growth(model)
         return super().adapt(model)
 
-    def beside(self, model, own, round, client):
+    def beside(self, model, tensors, round, client):
         if self.params.last_layer != "classes":
             return {}
-        last, labels = own[self.chain[-1]], torch.cat([batch["labels"] for batch in client.batches()])
+        last, labels = tensors[self.chain[-1]], torch.cat([batch["labels"] for batch in client.batches()])
         return {"counts:classes": torch.bincount(labels, minlength=len(last)).int().to(last.device)}
 
-    def beside_shapes(self, own):
+    def beside_shapes(self, tensors):
         if self.params.last_layer != "classes":
             return {}
         # Whole numbers, which quantization leaves as they are.
-        return {"counts:classes": meta(len(own[self.chain[-1]]), dtype=torch.int32)}
+        return {"counts:classes": meta(len(tensors[self.chain[-1]]), dtype=torch.int32)}
 
     def check(self, update):
         super().check(update)
@@ -97,11 +97,11 @@ class PFNM(OneShot):
         rng = np.random.default_rng(derive(self.setting.seed, "pfnm", round))
         *hidden, last = self.chain
         merged, width = {}, 0
-        places: Sequence[np.ndarray | None] = [None] * len(parts)
+        assignments: Sequence[np.ndarray | None] = [None] * len(parts)
         for name in hidden:
-            like = parts[0][name]
-            nets = [self.enter(part[name], own, width) for part, own in zip(parts, places)]
-            weight, places = nonparametric_matching(
+            template = parts[0][name]
+            nets = [self.enter(part[name], indices, width) for part, indices in zip(parts, assignments)]
+            weight, assignments = nonparametric_matching(
                 [net.reshape(len(net), -1) for net in nets],
                 sigma=p.sigma,
                 sigma0=p.sigma0,
@@ -111,26 +111,26 @@ class PFNM(OneShot):
                 rng=rng,
             )
             width = len(weight)
-            merged[name] = torch.from_numpy(weight.reshape(width, *nets[0].shape[1:])).to(like)
+            merged[name] = torch.from_numpy(weight.reshape(width, *nets[0].shape[1:])).to(template)
         shares = np.array(self.weights(updates))[:, None]
         if p.last_layer == "classes":
             counts = np.stack([part["counts:classes"].double().cpu().numpy() for part in parts])
-            known = counts.sum(0) > 0  # a class that no client has is averaged by the clients' sizes
-            shares = np.where(known, counts / np.where(known, counts.sum(0), 1), shares)
+            present = counts.sum(0) > 0  # a class that no client has is averaged by the clients' sizes
+            shares = np.where(present, counts / np.where(present, counts.sum(0), 1), shares)
         total = sum(
-            np.broadcast_to(share, len(parts[0][last]))[:, None] * self.enter(part[last], own, width)
-            for share, part, own in zip(shares, parts, places)
+            np.broadcast_to(share, len(parts[0][last]))[:, None] * self.enter(part[last], indices, width)
+            for share, part, indices in zip(shares, parts, assignments)
         )
         merged[last] = torch.from_numpy(total).to(parts[0][last])
         return merged
 
     @staticmethod
-    def enter(weight: torch.Tensor, places: np.ndarray | None, width: int) -> np.ndarray:
-        """``weight`` ``(d_out, n, …)`` with its inputs at ``places`` among ``width``; a flattened image by channel."""
-        own = weight.double().cpu().numpy()
-        if places is None:
-            return own
-        grouped = own.reshape(len(own), len(places), -1)
-        moved = np.zeros((len(own), width, grouped.shape[2]))
-        moved[:, places] = grouped
-        return moved.reshape(len(own), *((width, *own.shape[2:]) if own.ndim > 2 else (-1,)))
+    def enter(weight: torch.Tensor, indices: np.ndarray | None, width: int) -> np.ndarray:
+        """``weight`` ``(d_out, n, …)`` with its inputs at ``indices`` among ``width``; a flattened image by channel."""
+        array = weight.double().cpu().numpy()
+        if indices is None:
+            return array
+        grouped = array.reshape(len(array), len(indices), -1)
+        moved = np.zeros((len(array), width, grouped.shape[2]))
+        moved[:, indices] = grouped
+        return moved.reshape(len(array), *((width, *array.shape[2:]) if array.ndim > 2 else (-1,)))

@@ -68,11 +68,11 @@ class RegMean(OneShot):
             )
         return model
 
-    def beside(self, model, own, round, client):
+    def beside(self, model, tensors, round, client):
         return entries("gram", input_grams(model, client.batches(), self.layers))
 
-    def beside_shapes(self, own):
-        widths = {n: own[f"{n}.weight"].shape[1] for n in self.layers}
+    def beside_shapes(self, tensors):
+        widths = {n: tensors[f"{n}.weight"].shape[1] for n in self.layers}
         return entries("gram", {n: meta(width, width) for n, width in widths.items()})
 
     def check(self, update):
@@ -80,12 +80,12 @@ class RegMean(OneShot):
         refuse_indefinite(update, [n for n in update.tensors if n.startswith("gram:")])
 
     def aggregate(self, updates, state, round):
-        parts, weights, own = self.received(updates, state), self.weights(updates), self.view(state)
-        mean = weighted_mean([{n: part[n] for n in own} for part in parts], weights)
+        parts, weights, view = self.received(updates, state), self.weights(updates), self.view(state)
+        mean = weighted_mean([{n: part[n] for n in view} for part in parts], weights)
         if self.params.average_by == "uniform":
             merged = {f"{layer}.weight" for layer in self.layers}
-            others = [{n: part[n] for n in own if n not in merged} for part in parts]
-            mean |= weighted_mean(others, [1 / len(parts)] * len(parts))
+            averaged = [{n: part[n] for n in view if n not in merged} for part in parts]
+            mean |= weighted_mean(averaged, [1 / len(parts)] * len(parts))
         candidates = ({**mean, **self.merge(parts, weights, mean, scale)} for scale in self.params.scales)
         message = next(candidates) if len(self.params.scales) == 1 else best(self.workbench, candidates)
         return {**state, **message}, message
