@@ -26,11 +26,11 @@ def _added(path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
     """The engines of other packages; searched once for each ``sys.path``, as that takes time."""
     added: dict[str, EntryPoint] = {}
     for point in entry_points(group=ENTRY_POINTS):
-        taken = _BUILT_IN.get(point.name) or (point.name in added and added[point.name].value)
-        if taken and taken != point.value:
+        registered = _BUILT_IN.get(point.name) or (point.name in added and added[point.name].value)
+        if registered and registered != point.value:
             raise UserError(
                 f"a package adds an engine {point.name!r} ({point.value}), but there is one of this name already "
-                f"({taken}); uninstall one of the two packages, or give its engine another name"
+                f"({registered}); uninstall one of the two packages, or give its engine another name"
             )
         added[point.name] = point
     return added
@@ -52,19 +52,19 @@ def get_engine(name: str) -> ModuleType:
     Raises:
         UserError: there is no such engine (the message names the nearest), it cannot be imported, or it has no ``run``.
     """
-    place = _BUILT_IN.get(name) or added_engines().get(name)
-    if place is None:
+    module = _BUILT_IN.get(name) or added_engines().get(name)
+    if module is None:
         raise UserError(f"no engine {name!r}{nearest(name, list_engines())}; there are: {', '.join(list_engines())}")
-    this = f"engine {name!r} ({place})"
+    label = f"engine {name!r} ({module})"
     try:
         with preserving_settings():
-            engine = import_module(place) if name in _BUILT_IN else _added(tuple(sys.path))[name].load()
+            engine = import_module(module) if name in _BUILT_IN else _added(tuple(sys.path))[name].load()
     except UserError as error:  # it says what it needs
         if name in _BUILT_IN:
             raise
-        raise UserError(f"{this}: {error}") from error
+        raise UserError(f"{label}: {error}") from error
     except Exception as error:
-        raise UserError(f"{this} failed to import: {type(error).__name__}: {error}") from error
+        raise UserError(f"{label} failed to import: {type(error).__name__}: {error}") from error
     if not callable(getattr(engine, "run", None)):
-        raise UserError(f"{this}: it has no run(config, resume, on_round, on_client, callbacks)")
+        raise UserError(f"{label}: it has no run(config, resume, on_round, on_client, callbacks)")
     return cast(ModuleType, engine)

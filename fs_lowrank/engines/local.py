@@ -36,9 +36,9 @@ class SharedModel(Transport):
 
     def exchange(self, orders: Iterable[Order]) -> Iterator[tuple[Order, Parcel]]:
         """The answers of a cohort after another; while one is in use, the model holds that client's tensors."""
-        workspace, asked = self.workspace, {order.client: order for order in orders}
-        yield from ((order, Parcel({})) for order in asked.values() if order.purpose == "follow")
-        for cohort in self.trainer.cohorts([order.task for order in asked.values() if order.purpose == "train"]):
+        workspace, by_client = self.workspace, {order.client: order for order in orders}
+        yield from ((order, Parcel({})) for order in by_client.values() if order.purpose == "follow")
+        for cohort in self.trainer.cohorts([order.task for order in by_client.values() if order.purpose == "train"]):
             for task, fitted in self.trainer.fit_all(
                 cohort, lambda task: workspace.load(task.view, task.client, task.told)
             ):
@@ -52,7 +52,7 @@ class SharedModel(Transport):
                         workspace.personal.keep(client, round, own_tensors(workspace.method, workspace.model, task))
                     facts = {"samples": update.num_samples, "loss": fitted.result.loss, "spent": fitted.spent}
                     answer = Parcel(update.tensors, round=round, **facts)
-                yield asked[client], answer
+                yield by_client[client], answer
 
 
 class LocalEngine(Loop):

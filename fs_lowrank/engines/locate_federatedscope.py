@@ -20,9 +20,9 @@ VERSION = "0.3.0"
 BRANCH = "llm"
 #: a file that only this branch has
 BRANCH_FILE = "llm/trainer/trainer.py"
-#: the packages of the extra federatedscope that this package itself does not need
+#: packages of the extra federatedscope which this package itself does not need
 NEEDS = ("grpcio", "protobuf", "pydantic", "pympler")
-_HOW = (
+_REMEDY = (
     f"check out its branch {BRANCH} and set {ROOT} to that folder (or install it with "
     "`pip install --no-deps -e FOLDER`), then: pip install 'fs-lowrank[federatedscope]'; "
     "see docs/guides/federatedscope.md"
@@ -30,11 +30,11 @@ _HOW = (
 
 
 class Unusable(UserError):
-    """The framework cannot be used. Attributes: ``what`` is the reason, ``remedy`` says what to do."""
+    """The framework cannot be used. Attributes: ``reason``, and ``remedy``, the advice to the user."""
 
-    def __init__(self, what: str, remedy: str = _HOW):
-        super().__init__(f"{what}; {remedy}")
-        self.what, self.remedy = what, remedy
+    def __init__(self, reason: str, remedy: str = _REMEDY):
+        super().__init__(f"{reason}; {remedy}")
+        self.reason, self.remedy = reason, remedy
 
 
 def package_folder() -> Path | None:

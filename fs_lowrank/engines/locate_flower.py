@@ -14,11 +14,11 @@ REMEDY = "pip install 'fs-lowrank[flower]' -c constraints-flower.txt, in an envi
 
 
 class Unusable(UserError):
-    """Flower cannot be used; ``what`` says why, ``remedy`` what to do."""
+    """Flower cannot be used. Attributes: ``reason``, and ``remedy``, the advice to the user."""
 
-    def __init__(self, what: str):
-        super().__init__(f"{what}; {REMEDY}")
-        self.what, self.remedy = what, REMEDY
+    def __init__(self, reason: str):
+        super().__init__(f"{reason}; {REMEDY}")
+        self.reason, self.remedy = reason, REMEDY
 
 
 def require(simulation: bool = False) -> str:
@@ -30,13 +30,13 @@ def require(simulation: bool = False) -> str:
         Unusable: flwr is not installed, has another version, or lacks Ray.
     """
     try:
-        found = version("flwr")
+        installed = version("flwr")
     except PackageNotFoundError:
         raise Unusable("Flower (flwr) is not installed") from None
-    numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
+    numbers = tuple(int(part) for part in installed.split(".")[:2] if part.isdigit())
     if not FIRST <= numbers < BELOW:
         wanted = f"{'.'.join(map(str, FIRST))} or later, below {'.'.join(map(str, BELOW))}"
-        raise Unusable(f"flwr {found} is installed, and this engine is written for {wanted}")
+        raise Unusable(f"flwr {installed} is installed, and this engine is written for {wanted}")
     if simulation and find_spec("ray") is None:
-        raise Unusable(f"flwr {found} is installed without Ray, which its simulation runs on")
-    return found
+        raise Unusable(f"flwr {installed} is installed without Ray, which its simulation runs on")
+    return installed

@@ -27,9 +27,9 @@ logger = logging.getLogger("fs_lowrank")
 _SHOWN = 1000
 
 
-def memory_of(place: Path, identity: str, client: int) -> Path:
-    """The folder below ``place`` for what ``client`` remembers of the run ``identity``; other runs have others."""
-    return place / f"run_{digest({}, identity)[:16]}" / f"client_{client}"
+def memory_of(root: Path, identity: str, client: int) -> Path:
+    """The folder below ``root`` for the state of ``client`` in the run ``identity``; other runs have others."""
+    return root / f"run_{digest({}, identity)[:16]}" / f"client_{client}"
 
 
 @dataclass
@@ -37,26 +37,25 @@ class Member:
     """A client that takes part.
 
     Attributes:
-        place: of its process, as the transport has it: the number of a node, or a token.
-        standing: where its copy of the model is, as it said last.
-        agreed: a hash of what it has in common with the server, as it said when it joined (``joining.agreed``).
+        process: its process, as the transport has it: the number of a node, or a ``Seat``.
+        standing: of its copy of the model, as it reported last.
+        agreed: the hash ``joining.agreed``, as it reported when it joined.
     """
 
-    place: Any
+    process: Any
     standing: Standing
     agreed: str
 
 
 class Members(Transport):
-    """A transport whose clients introduce themselves (``Node.introduction``), and say who they are with every answer.
+    """A transport whose clients introduce themselves (``Node.introduction``), and name themselves with every answer.
 
     Args:
-        config: of the run. folder: for what tells this run from others. elsewhere: how a client says that its data are
-            its own.
+        config: of the run. folder: for the run's token. elsewhere: how a client says that its data are its own.
 
     Attributes:
         members: the clients that have joined, by number.
-        token: what tells this run from others of its configuration; clients keep it with their copies.
+        token: tells this run from others of its configuration; clients store it with their copies.
     """
 
     def __init__(self, config: Config, folder: Path, elsewhere: str):
@@ -78,13 +77,13 @@ class Members(Transport):
             try:
                 return str(read_json(path, remedy="")["run"])
             except (DamagedFile, KeyError) as error:
-                lost = str(error) if isinstance(error, DamagedFile) else f"{path} cannot be read: there is no {error}"
+                reason = str(error) if isinstance(error, DamagedFile) else f"{path} cannot be read: there is no {error}"
             if personal:
                 raise UserError(
-                    f"{lost}; without it the clients' personal parts are not found again: restore the file, or start "
+                    f"{reason}; without it the clients' personal parts are not found again: restore the file, or start "
                     "anew in another outdir"
                 )
-            logger.warning("%s; the clients' copies start anew and are sent everything", lost)
+            logger.warning("%s; the clients' copies start anew and are sent everything", reason)
         shutil.rmtree(self.folder, ignore_errors=True)
         token = secrets.token_hex(8)
         self.folder.mkdir(parents=True)
@@ -105,14 +104,14 @@ class Members(Transport):
         )
         return f"client {client}: {reason}"[:_SHOWN] if reason else ""
 
-    def welcome(self, facts: Mapping[str, Any], place: Any) -> None:
+    def welcome(self, facts: Mapping[str, Any], process: Any) -> None:
         """Let a client take part for which there is no ``refusal``."""
         client, tested, admission = facts["client"], facts.get("tested"), self.ledger.admission
         admission.samples[client] = facts["samples"]
         self.ledger.tested.pop(client, None)
         if facts.get("own_data") is True:
             self.ledger.tested[client] = tested if is_whole(tested) and 0 <= tested <= admission.max_samples else 0
-        self.members[client] = Member(place, reported_standing(facts), facts["agreed"])
+        self.members[client] = Member(process, reported_standing(facts), facts["agreed"])
 
     def standing(self, client: int) -> Standing:
         return self.members[client].standing
@@ -120,9 +119,9 @@ class Members(Transport):
     def checked(self, order: Order, answer: Parcel) -> Parcel | Lost:
         """``answer``, unless the process that gave it is not the one that has joined."""
         member, failed = self.members[order.client], "error" in answer.facts
-        # One that cannot even read its configuration says nothing of it, and has no update either.
+        # A process that cannot even read its configuration reports no hash, and has no update either.
         if answer.facts.get("agreed", member.agreed if failed else None) != member.agreed:
-            del self.members[order.client]  # so that it introduces itself again, and is told what differs
+            del self.members[order.client]  # so that it introduces itself again, and is told the difference
             return Lost("refused", "it has another configuration or base model than when it joined")
         member.standing = reported_standing(answer.facts)
         return answer

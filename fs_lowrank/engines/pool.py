@@ -1,10 +1,10 @@
 """Clients trained and evaluated by several processes of this machine (``federate.process_num``).
 
 Each process has a copy of the model, which follows the server's messages. Its base is mapped from the checkpoint where
-the run takes the dtype of that, so weights that nobody changes are in memory once for all processes. What a client
-trains is decided by its data, the tensors it starts from, the round and the seed, and not by the process that trains
-it. So the result is equal to the bit to that of one process that has as many threads as each of them. The engine's own
-process, with the server step, has that number, too, until they end.
+the run takes the dtype of that, so weights that nobody changes are in memory once for all processes. A client's update
+depends on its data, the tensors it starts from, the round and the seed, and not on the process that trains it. So the
+result is equal to the bit to that of one process with as many threads as each of them. The engine's own process, with
+the server step, has that number, too, until they end.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from ..training.metrics import of_outputs
 NAME = "process {} of federate.process_num"
 #: pieces of work that a process is given ahead
 AHEAD = 2
-#: a client, its tensors, the facts of its order beside the round, and what it is told, both of an exchange
+#: a client, its tensors, the facts of its order beside the round, and the tensors it is told, both of an exchange
 Ordered = tuple[int, bytes, dict[str, Any], bytes]
 
 
@@ -57,13 +57,13 @@ def processes_of(config: Settings) -> int:
     ``federate.process_num: auto`` is one for each GPU, or one for each thread that torch would use, but no more than
     clients train in a round; in a process of a suite or a search it is 1.
     """
-    asked = config.federate.process_num
-    if asked == 0:
+    count = config.federate.process_num
+    if count == 0:
         if os.environ.get(INSIDE):
             return 1
         gpus = torch.cuda.device_count() if config.torch_device != "cpu" else 0
-        asked = gpus or torch.get_num_threads()
-    return min(asked, config.sampled_per_round)
+        count = gpus or torch.get_num_threads()
+    return min(count, config.sampled_per_round)
 
 
 def on_a_gpu(config: Config, rank: int) -> Config:
@@ -92,13 +92,13 @@ class Processes(Transport):
         self.pool = Pool(count, self._prepare, name=NAME, imports=[__name__])
 
     def _prepare(self, rank: int) -> Sequence[Call]:
-        """Load the run's data and model; while the run goes on, take it up where it is."""
+        """Load the run's data and model; while the run goes on, at its present round."""
         log: Call = (print_to, outdir_of(self.config) / f"process_{rank + 1}.log")
         load: Call = (_load, self.config.to_dict(), rank, self.threads)
-        return [log, load, self._stand()] if self.workspace else [log, load]
+        return [log, load, self._sync()] if self.workspace else [log, load]
 
-    def _stand(self) -> Call:
-        """Sets every tensor of the model that may differ from the start's to what it is at the server."""
+    def _sync(self) -> Call:
+        """Sets every tensor of the model that a run may change to its value at the server."""
         assert self.workspace is not None
         workspace = self.workspace
         tensors = {
@@ -106,44 +106,44 @@ class Processes(Transport):
             **workspace.personal.untrained,
             **workspace.changed_base(),
         }
-        return _do, "stand", self.ledger.stood, packed(tensors)
+        return _dispatch, "sync", self.ledger.stood, packed(tensors)
 
     def begin(self, workspace: Workspace, ledger: Ledger, resumed: bool) -> None:
         """See ``Transport``.
 
         Raises:
             UserError: a process reports that it cannot load the run's data or model.
-            RunFailed: one has died, and so has that in its place.
+            RunFailed: a process has died, and its successor, too.
         """
         for work in self.pool.prepared:
             self.pool.result(work)
         self.workspace, self.ledger, self.trainer = workspace, ledger, Trainer(workspace)
-        self._everywhere(*self._stand())
+        self._broadcast(*self._sync())
 
     def follow(self, message: Mapping[str, Tensor], round: int) -> None:
-        self._everywhere(_do, "follow", round, packed(message))
+        self._broadcast(_dispatch, "follow", round, packed(message))
 
-    def _everywhere(self, *call: Any) -> None:
+    def _broadcast(self, *call: Any) -> None:
         for work in [self.pool.submit(rank, *call) for rank in range(self.count)]:
             self.pool.result(work)
 
     def exchange(self, orders: Iterable[Order]) -> Iterator[tuple[Order, Parcel]]:
         """The answers in the order of the cohorts."""
         assert self.workspace is not None
-        workspace, asked = self.workspace, {order.client: order for order in orders}
-        yield from ((order, Parcel({})) for order in asked.values() if order.purpose == "follow")
-        round = max(order.round for order in asked.values())
-        cohorts = self.trainer.cohorts([order.task for order in asked.values() if order.purpose == "train"])
+        workspace, by_client = self.workspace, {order.client: order for order in orders}
+        yield from ((order, Parcel({})) for order in by_client.values() if order.purpose == "follow")
+        round = max(order.round for order in by_client.values())
+        cohorts = self.trainer.cohorts([order.task for order in by_client.values() if order.purpose == "train"])
         calls = (("train", round, [self._order(task) for task in cohort]) for cohort in cohorts)
         ranks = spread([cohort[0].client // self.trainer.cohort for cohort in cohorts], self.count)
-        for cohort, answers in zip(cohorts, self._done(ranks, calls)):
+        for cohort, answers in zip(cohorts, self._results(ranks, calls)):
             for client, (facts, update, personal) in zip((task.client for task in cohort), answers):
                 if "error" not in facts:
                     workspace.personal.keep(
                         client, round, unpacked(personal, workspace.device)
                     )  # undone if it does not count
                 tensors = self.codec.encode(unpacked(update, workspace.device))
-                yield asked[client], Parcel(tensors, **facts, round=round, followed=True)
+                yield by_client[client], Parcel(tensors, **facts, round=round, followed=True)
 
     def _order(self, task: Task) -> Ordered:
         facts = {"exchange": task.exchange, "goes_on": task.goes_on, "further": task.further}
@@ -163,21 +163,21 @@ class Processes(Transport):
         ranks = [part for _, part in held_out] + [client % count for client in sizes]
         parts = (("score_part", split, part, count) for split, part in held_out)
         clients = (("score_client", *self._client(client, workspace.method.view(state, client))) for client in sizes)
-        of: list[str | int] = [*(split for split, _ in held_out), *sizes]
-        scores: dict[str | int, list[BatchScore]] = {key: [] for key in of}
-        for key, found in zip(of, self._done(ranks, chain(parts, clients))):
-            scores[key] += found
+        keys: list[str | int] = [*(split for split, _ in held_out), *sizes]
+        scores: dict[str | int, list[BatchScore]] = {key: [] for key in keys}
+        for key, batches in zip(keys, self._results(ranks, chain(parts, clients))):
+            scores[key] += batches
         metrics: dict[str, dict[str, Any]]
         metrics = {split: mean_scores(scores[split], self.config.metrics) for split, part in held_out if not part}
         if sizes:
             metrics[CLIENTS] = evaluator.combined({client: mean_scores(scores[client]) for client in sizes}, sizes)
         return metrics
 
-    def _done(self, ranks: Sequence[int], calls: Iterable[Call]) -> Iterator[Any]:
-        """What the processes ``ranks`` answer to ``calls``, in their order; a few are given out ahead."""
+    def _results(self, ranks: Sequence[int], calls: Iterable[Call]) -> Iterator[Any]:
+        """The results of ``calls`` in the processes ``ranks``, in their order; a few are given out ahead."""
         waiting: deque[Work] = deque()
         for rank, call in zip(ranks, calls):
-            waiting.append(self.pool.submit(rank, _do, *call))
+            waiting.append(self.pool.submit(rank, _dispatch, *call))
             if len(waiting) > AHEAD * self.count:
                 yield self.pool.result(waiting.popleft())
         while waiting:
@@ -190,14 +190,14 @@ class Processes(Transport):
 
 
 def spread(homes: Sequence[int], count: int) -> list[int]:
-    """The process that does each piece of work: that of its home, where its frozen states are, but in even shares."""
-    most, taken = math.ceil(len(homes) / count), Counter[int]()
+    """The process for each piece of work: its home, where its frozen states are, but in even shares."""
+    limit, loads = math.ceil(len(homes) / count), Counter[int]()
     ranks = []
     for home in homes:
         rank = home % count
-        if taken[rank] == most:
-            rank = min(range(count), key=taken.__getitem__)
-        taken[rank] += 1
+        if loads[rank] == limit:
+            rank = min(range(count), key=loads.__getitem__)
+        loads[rank] += 1
         ranks.append(rank)
     return ranks
 
@@ -208,7 +208,7 @@ def packed(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def unpacked(data: bytes, device: torch.device) -> Mapping[str, Tensor]:
-    """What ``packed`` was given, on ``device``."""
+    """The tensors that ``packed`` was given, on ``device``."""
     return on_device(Parcel.of(data).tensors, device)
 
 
@@ -220,11 +220,11 @@ class _Clients:
 
     def __init__(self, workspace: Workspace):
         self.workspace, self.trainer = workspace, Trainer(workspace)
-        self.round, self.standing = 0, copied(workspace.model, workspace.method.shared)
+        self.round, self.shared = 0, copied(workspace.model, workspace.method.shared)
 
-    def stand(self, round: int, data: bytes) -> None:
+    def sync(self, round: int, data: bytes) -> None:
         load_tensors(self.workspace.model, unpacked(data, self.workspace.device))
-        self.round, self.standing = round, copied(self.workspace.model, self.workspace.method.shared)
+        self.round, self.shared = round, copied(self.workspace.model, self.workspace.method.shared)
 
     def follow(self, round: int, data: bytes) -> None:
         if round == self.round:  # this process has been started after the end of the round
@@ -233,14 +233,14 @@ class _Clients:
         self._load_global()
         with torch.no_grad():
             workspace.method.apply(workspace.model, unpacked(data, workspace.device), round)
-        self.round, self.standing = round, copied(workspace.model, workspace.method.shared)
+        self.round, self.shared = round, copied(workspace.model, workspace.method.shared)
 
     def _load_global(self) -> None:
-        load_tensors(self.workspace.model, {**self.standing, **self.workspace.personal.untrained})
+        load_tensors(self.workspace.model, {**self.shared, **self.workspace.personal.untrained})
 
     def train(self, round: int, clients: Sequence[Ordered]) -> list[tuple[dict[str, Any], bytes, bytes]]:
-        """Of each client the facts of its answer, its update, and the tensors that stay with it."""
-        workspace, given = self.workspace, {client: data for client, data, *_ in clients}
+        """By client the facts of its answer, its update, and its personal tensors."""
+        workspace, states = self.workspace, {client: data for client, data, *_ in clients}
         answers: list[tuple[dict[str, Any], bytes, bytes]] = []
         tasks = [
             workspace.task(client, round, facts, unpacked(told, workspace.device) if facts["further"] else None)
@@ -248,15 +248,15 @@ class _Clients:
         ]
 
         def load(task: Task) -> None:
-            load_tensors(workspace.model, unpacked(given[task.client], workspace.device))
+            load_tensors(workspace.model, unpacked(states[task.client], workspace.device))
             load_told(workspace.model, task.told)
 
         for task, fitted in self.trainer.fit_all(tasks, load):
             if isinstance(fitted, Exception):
                 answers.append(({"error": described(fitted)}, packed({}), packed({})))
                 continue
-            kept = workspace.personal.untrained or not task.alone
-            personal = own_tensors(workspace.method, workspace.model, task) if kept else {}
+            stored = workspace.personal.untrained or not task.alone
+            personal = own_tensors(workspace.method, workspace.model, task) if stored else {}
             facts = {"samples": fitted.update.num_samples, "spent": fitted.spent, "loss": fitted.result.loss}
             answers.append((facts, packed(fitted.update.tensors), packed(personal)))
         return answers
@@ -292,29 +292,29 @@ class _Clients:
         )
 
 
-_here: _Clients
+_clients: _Clients
 
 
 def _load(config: dict[str, Any], rank: int, threads: int) -> None:
     """Load the run's data and model."""
-    global _here
+    global _clients
     torch.set_num_threads(threads)
-    _here = _Clients(Workspace(on_a_gpu(load_config(config), rank), serves=False))
+    _clients = _Clients(Workspace(on_a_gpu(load_config(config), rank), serves=False))
 
 
-def _do(kind: str, *given: Any) -> Any:
-    """Do one of the things that ``_Clients`` does."""
-    return getattr(_here, kind)(*given)
+def _dispatch(kind: str, *arguments: Any) -> Any:
+    """Call the method ``kind`` of this process's ``_Clients``."""
+    return getattr(_clients, kind)(*arguments)
 
 
 def part_of(examples: Examples | ImageExamples, part: int, parts: int, size: int) -> Examples | ImageExamples:
-    """Part number ``part`` of ``parts``, such that it is evaluated in the batches in which all would be.
+    """Part number ``part`` of ``parts``, which is evaluated in the same batches as all ``examples`` would be.
 
-    The parts are cut from the samples sorted by length, between batches of ``size`` samples, and between those in which
-    the frozen layers' states are computed.
+    The parts are cut from the samples sorted by length, between batches of ``size`` samples, and between batches in
+    which the frozen layers' states are computed.
     """
     order = np.argsort(-examples.lengths, kind="stable")
-    together = math.lcm(size, COMPUTED_TOGETHER)
-    groups = math.ceil(len(order) / together)
-    first, last = (groups * p // parts * together for p in (part, part + 1))
+    block = math.lcm(size, COMPUTED_TOGETHER)
+    groups = math.ceil(len(order) / block)
+    first, last = (groups * p // parts * block for p in (part, part + 1))
     return examples.select(order[first:last])

@@ -1,4 +1,4 @@
-"""What belongs to the whole process, and an engine's libraries change when they are imported or run."""
+"""Settings of the whole process that an engine's libraries change when they are imported or run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def preserving_start_method() -> Iterator[None]:
 
 @contextmanager
 def preserving_settings() -> Iterator[None]:
-    """After the block, these are as they were before it: the environment, the root logger, how NumPy prints, cuDNN."""
+    """Restores after the block: the environment, the root logger, how NumPy prints, cuDNN."""
     import torch
 
     environment, root, cudnn = dict(os.environ), logging.getLogger(), torch.backends.cudnn.deterministic

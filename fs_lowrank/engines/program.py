@@ -1,4 +1,4 @@
-"""What exists in the process of a program alone, where other processes of its run would look for it in vain."""
+"""Objects that exist in the process of a program alone, where other processes of its run would not find them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def check_others(config: Config, remedy: str = "set federate.process_num 1") -> 
     Args:
         remedy: how the run can do without them.
     Raises:
-        UserError: the model is a module that the program gave, or the method or the splitter is one that the running
-            script or notebook registers itself.
+        UserError: the model is a module that the program gave, or the running script or notebook registers the method
+            or the splitter itself.
     """
     if is_given(config):
         raise UserError(
@@ -27,8 +27,8 @@ def check_others(config: Config, remedy: str = "set federate.process_num 1") -> 
         "federate.method": (config.federate.method, get_method_class(config.federate.method)),
         "data.splitter": (config.data.splitter, PARTITIONERS.get(config.data.splitter)),
     }
-    for key, (name, found) in named.items():
-        if getattr(found, "__module__", "") == "__main__":
+    for key, (name, registered) in named.items():
+        if getattr(registered, "__module__", "") == "__main__":
             package = ", or put it in a package with the entry point fs_lowrank.methods" * (key == "federate.method")
             raise UserError(
                 f"{key} = {name}: other processes do not have what the running script or notebook registers; "

@@ -45,7 +45,7 @@ def run_over(
     on_client: Callable[[int, int, int], object] | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> RunResult:
-    """Run ``config`` over ``transport``: what an engine's ``run`` does when it has checked the configuration.
+    """Run ``config`` over ``transport``; an engine's ``run`` calls it when it has checked the configuration.
 
     Args:
         resume: continue from the last checkpoint in the run's folder, if there is one.

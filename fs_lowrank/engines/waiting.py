@@ -1,4 +1,4 @@
-"""How long the server waits for its clients, and what it says meanwhile."""
+"""How long the server waits for its clients, and its warnings meanwhile."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from ..rounds.transport import Lost
 
 logger = logging.getLogger("fs_lowrank")
 
-#: seconds without a reply after which the server says whom it waits for: processes that only have to introduce
-#: themselves, and those that train or evaluate; half of the timeout at most; each further word comes when the wait has
-#: doubled
+#: seconds without a reply until a warning says for whom the server waits: for processes that only have to introduce
+#: themselves, and for training or evaluation; half of the timeout at most; the next comes when the wait has doubled
 FIRST_WORD, OF_WORK = 5.0, 30.0
 
 
@@ -25,47 +24,47 @@ class Silent(Lost):
 
 def replies(
     awaited: Iterable[int],
-    come: Callable[[], Iterable[tuple[int, Any]]],
+    arrivals: Callable[[], Iterable[tuple[int, Any]]],
     timeout: float,
     noun: str,
     work: bool = True,
-    gone: Callable[[int], str] = lambda place: "",
+    lost: Callable[[int], str] = lambda peer: "",
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[tuple[int, Any]]:
-    """The replies of ``awaited``, as they come, or why there is none; meanwhile it is said for whom this waits.
+    """The replies of ``awaited``, as they come, or why there is none; warnings say for whom this waits.
 
     Args:
-        come: the replies that have come; where there is none, it waits a little.
+        arrivals: the replies that have come; where there is none, it waits a little.
         timeout: seconds after the last reply until the others are given up.
         noun: for whom this waits. work: they train or evaluate.
-        gone: why one will not reply; empty: it may.
+        lost: the reason why a peer will not reply; empty: it may.
         clock: gives seconds.
     """
-    left, first = set(awaited), min(OF_WORK if work else FIRST_WORD, timeout / 2)
-    since, word = clock(), first
-    while left:
-        before = len(left)
-        for place, reply in come():
-            if place in left:
-                left.discard(place)
-                yield place, reply
-                since, word = clock(), first
-        if len(left) < before:
+    peers, first = set(awaited), min(OF_WORK if work else FIRST_WORD, timeout / 2)
+    last, warn_at = clock(), first
+    while peers:
+        before = len(peers)
+        for peer, reply in arrivals():
+            if peer in peers:
+                peers.discard(peer)
+                yield peer, reply
+                last, warn_at = clock(), first
+        if len(peers) < before:
             continue
-        passed = clock() - since
+        passed = clock() - last
         silent = Silent("absent", f"no answer within lowrank.timeout, {timeout:g} s")
-        for place in [place for place in sorted(left) if passed >= timeout or gone(place)]:
-            left.discard(place)
-            yield place, Lost("absent", reason) if (reason := gone(place)) else silent
-        if left and passed >= word:
-            word = 2 * passed
+        for peer in [peer for peer in sorted(peers) if passed >= timeout or lost(peer)]:
+            peers.discard(peer)
+            yield peer, Lost("absent", reason) if (reason := lost(peer)) else silent
+        if peers and passed >= warn_at:
+            warn_at = 2 * passed
             logger.warning(
-                f"waiting for {noun}{'s' * (len(left) > 1)} {listed(left)}: no answer for {passed:.0f} s; for up to "
+                f"waiting for {noun}{'s' * (len(peers) > 1)} {listed(peers)}: no answer for {passed:.0f} s; for up to "
                 f"{timeout - passed:.0f} s more, by lowrank.timeout = {timeout:g}"
             )
 
 
-def listed(numbers: Collection[int], most: int = 5) -> str:
-    """``numbers`` for a message, no more than ``most`` of them."""
-    first = sorted(numbers)[:most]
-    return ", ".join(map(str, first)) + (f" and {len(numbers) - most} more" if len(numbers) > most else "")
+def listed(numbers: Collection[int], limit: int = 5) -> str:
+    """``numbers`` for a message, no more than ``limit`` of them."""
+    first = sorted(numbers)[:limit]
+    return ", ".join(map(str, first)) + (f" and {len(numbers) - limit} more" if len(numbers) > limit else "")

@@ -90,7 +90,7 @@ def killing(monkeypatch, when):
 
     def submitted(self, rank, function, *given):
         work = submit(self, rank, function, *given)
-        kind = given[0].partition("_")[0] if function is pool._do else ""
+        kind = given[0].partition("_")[0] if function is pool._dispatch else ""
         if kind and when(kind, {} if kind == "score" else {"round": given[1]}, killed):
             killed.append(kind)
             os.kill(self.processes[rank].pid, signal.SIGKILL)

@@ -28,7 +28,7 @@ class LowRankClient(Client):
         copy: its copy of the model. evaluates: it has held-out rows.
     """
 
-    #: the framework pickles the model that it sees here, to learn its size
+    #: the framework would pickle a model here, to learn its size
     model = None
 
     def __init__(self, config=None, **kwargs):
@@ -37,9 +37,9 @@ class LowRankClient(Client):
             return
         self.session = current()
         # The framework fails on a split of which the client has no rows.
-        own = [split for split in config.eval.split if kwargs["data"].get(split, {}).get("examples") is not None]
-        super().__init__(config=for_frameworks_workers(config, own), **kwargs)
-        self.evaluates = bool(own)
+        splits = [split for split in config.eval.split if kwargs["data"].get(split, {}).get("examples") is not None]
+        super().__init__(config=for_frameworks_workers(config, splits), **kwargs)
+        self.evaluates = bool(splits)
         self.codec = codec_of(config.quantization.method, config.quantization.nbits)
         workspace = self.session.workspace
         parts = workspace.method, kwargs["model"], self.ID, workspace.personal
@@ -92,9 +92,9 @@ class LowRankClient(Client):
                 wire.message("metrics", self.ID, [message.sender], "none", message.state, message.timestamp)
             )
             return
-        asked = copy.copy(message)
-        asked.content = None  # the copy has it
-        super().callback_funcs_for_evaluate(asked)
+        request = copy.copy(message)
+        request.content = None  # the copy has it
+        super().callback_funcs_for_evaluate(request)
 
     def callback_funcs_for_finish(self, message: Message):
         logger.info("client %s: the run is over", self.ID)

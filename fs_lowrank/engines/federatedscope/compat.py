@@ -1,7 +1,7 @@
 """Patches to the framework, made at run time, so that it runs on current libraries and with our methods.
 
-The framework's files are not changed. Each patch is a function whose docstring says what fails without it, and is
-applied only if it is needed. ``applied()`` lists the patches that were applied; ``fs-lowrank doctor`` shows them.
+The framework's files are not changed. Each patch is a function whose docstring names the failure without it, and is
+applied only if it is needed. ``applied()`` lists the applied patches; ``fs-lowrank doctor`` shows them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Mend:
 
     @property
     def reason(self) -> str:
-        """What fails without it."""
+        """The failure without it."""
         return " ".join((self.apply.__doc__ or "").split())
 
 

@@ -39,7 +39,7 @@ _WRAPPERS = (
     *("pfedme", "ditto", "fedem", "fedrep", "fedopt", "local"),
     *("global", "fedavg", "fedsageplus", "gcflplus", "fedgc"),
 )
-#: our trainer, and other names for which it is taken: the framework's trainers that it replaces, and its own of before
+#: our trainer, and other names that select it: the framework's trainers that it replaces, and its own former names
 TRAINER = "lowrank_trainer"
 _REPLACED: tuple[str, ...] = ("general", "llmtrainer", "nlptrainer", "cvtrainer", "torchtrainer")
 _REPLACED += ("lowrank_llmtrainer", "lowrank_nlptrainer", "lowrank_cvtrainer")
@@ -81,9 +81,9 @@ def check_method_name(name: str) -> None:
 
     if any(function(name.lower()) is not None for key, function in register.worker_dict.items() if key != "lowrank"):
         return
-    known = [*list_methods(), *sorted(frameworks_own())]
+    valid = [*list_methods(), *sorted(frameworks_own())]
     raise UserError(
-        f"federate.method: no method {name!r}{nearest(name, known)}; ours: {', '.join(list_methods())}; "
+        f"federate.method: no method {name!r}{nearest(name, valid)}; ours: {', '.join(list_methods())}; "
         f"the framework's: {', '.join(sorted(frameworks_own()))}"
     )
 
@@ -124,9 +124,9 @@ def merge_new_keys(merge):
 
 
 def unknown_key_in(error: Exception) -> str | None:
-    """What to say of a key that the framework's configuration does not have; None if ``error`` is another."""
-    found = re.fullmatch(r"Non-existent (?:config )?key: (\S+)", str(error.args[0] if error.args else ""))
-    return f"unknown key {found[1]!r}{nearest(found[1], known_keys())}" if found else None
+    """The message for a key that the framework's configuration does not have; None if ``error`` is another."""
+    match = re.fullmatch(r"Non-existent (?:config )?key: (\S+)", str(error.args[0] if error.args else ""))
+    return f"unknown key {match[1]!r}{nearest(match[1], known_keys())}" if match else None
 
 
 def _node(cfg, name: str, create=None):
@@ -155,10 +155,10 @@ def check(cfg) -> None:
         cfg.eval.metrics = ["acc", "loss"]
 
 
-def _given_parameters(cfg) -> dict[str, Any]:
+def _method_params(cfg) -> dict[str, Any]:
     """The hyperparameters of the method."""
-    own = cfg.lowrank.keys() - {*general_keys(), *_BOOKKEEPING}
-    return {key: cfg.lowrank[key] for key in sorted(own)}
+    names = cfg.lowrank.keys() - {*general_keys(), *_BOOKKEEPING}
+    return {key: cfg.lowrank[key] for key in sorted(names)}
 
 
 # -- conversion ----------------------------------------------------------------------------------------
@@ -189,19 +189,19 @@ def from_framework(cfg) -> Config:
     cls = get_method_class(method)
     from federatedscope.core.configs.config import global_cfg
 
-    known, registered, tree = set(known_keys()), {name for name, _ in _walk(global_cfg)}, {}
+    valid, registered, tree = set(known_keys()), {name for name, _ in _walk(global_cfg)}, {}
     for name, value in _walk(cfg):
         if name.startswith("lowrank."):
-            if name in known:
+            if name in valid:
                 tree[name] = value
-        elif name in known or framework.within(name, framework.OPEN) or _extra(name):
+        elif name in valid or framework.within(name, framework.OPEN) or _extra(name):
             tree[name] = value
         elif name not in registered:  # in a section of the framework that takes any key
             unknown_key(name, Origin())
-    given = _given_parameters(cfg)
-    check_method_params(cls, given)
-    needs = requirements(method, given)
-    tree.update({f"lowrank.{key}": value for key, value in given.items()})
+    params = _method_params(cfg)
+    check_method_params(cls, params)
+    needs = requirements(method, params)
+    tree.update({f"lowrank.{key}": value for key, value in params.items()})
     tree["federate.method"] = method
     # False is the framework's default, so it does not say that the user wants no adapter.
     tree["llm.adapter.use"] = True if needs.adapts(cfg.llm.adapter.use) else None
@@ -214,12 +214,12 @@ def from_framework(cfg) -> Config:
     if cfg.federate.process_num < 1:
         tree["federate.process_num"] = 1  # without a GPU the framework sets it to 0
     tree["federate.sampler"] = cfg.federate.sampler
-    for name, filled in (
+    for name, default in (
         ("fedopt.optimizer.lr", None if cfg.fedopt.use else 0.01),
         ("personalization.lr", cfg.train.optimizer.lr),
         ("personalization.local_update_steps", cfg.train.local_update_steps),
     ):
-        if tree[name] == filled:
+        if tree[name] == default:
             tree.pop(name)  # the framework has set it
     config = load_config(tree)
     best = cfg.eval.best_res_update_round_wise_key
@@ -239,7 +239,7 @@ def _extra(name: str) -> bool:
 
 
 #: a feature of the framework -> keys that cannot be set beside it, and why
-_ALONE = {
+_EXCLUSIVE = {
     "use_ss": (
         ("quantization.method", "lowrank.drop_rate", "lowrank.max_update_norm", "lowrank.max_update_norm_factor"),
         "the server sees nothing but the exact sum of the updates of all clients",
@@ -250,20 +250,20 @@ _ALONE = {
 
 def _excluded(cfg, method: str) -> list[str]:
     """The combinations that do not work with ``method``, in words."""
-    federate, between = cfg.federate, cfg.federate.mode == "distributed"
+    federate, distributed = cfg.federate, cfg.federate.mode == "distributed"
     best, trainer = cfg.eval.best_res_update_round_wise_key, cfg.trainer.type
-    found = why_no_codec(cfg.quantization.method, cfg.quantization.nbits)
-    for feature in (name for name in _ALONE if federate[name]):
-        keys, why = _ALONE[feature]
-        given = {name: value for name in keys if (value := operator.attrgetter(name)(cfg)) not in (0, "none")}
-        found += [f"{name} = {value} and federate.{feature} together: {why}" for name, value in given.items()]
-    together = (
+    reasons = why_no_codec(cfg.quantization.method, cfg.quantization.nbits)
+    for feature in (name for name in _EXCLUSIVE if federate[name]):
+        keys, reason = _EXCLUSIVE[feature]
+        conflicts = {name: value for name in keys if (value := operator.attrgetter(name)(cfg)) not in (0, "none")}
+        reasons += [f"{name} = {value} and federate.{feature} together: {reason}" for name, value in conflicts.items()]
+    checks = (
         (
             federate.use_ss and not 2 <= federate.sample_client_num == federate.client_num,
             "federate.use_ss needs at least two clients, and every client in every round",
         ),
         (
-            "client_test_" in best and not between,
+            "client_test_" in best and not distributed,
             f"eval.best_res_update_round_wise_key = {best!r}: the framework files clients' own metrics under test_",
         ),
         (
@@ -276,7 +276,7 @@ def _excluded(cfg, method: str) -> list[str]:
             f"trainer.type = {trainer!r}: it cannot train for {method}; leave it out",
         ),
     )
-    return found + [why for wrong, why in together if wrong]
+    return reasons + [reason for wrong, reason in checks if wrong]
 
 
 def to_framework(config: Settings):

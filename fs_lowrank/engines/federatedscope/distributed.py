@@ -1,8 +1,8 @@
 """Distributed mode: the server is a transport of the framework's messages, under the loop of all engines.
 
 A client asks the server to join, and then for its next order, also while it carries out one; the server holds that
-request until there is one. So a client is reached wherever it is, and one that has no request there is gone. Its
-messages carry its token; one without it reaches nobody.
+request until there is an order. So a client is reached wherever it is, and a client without a request is lost. Its
+messages carry its token; the server refuses a message without one.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from .wire import Channel, Listener, Unwelcome, parcel_of, text_of
 
 logger = logging.getLogger("federatedscope.lowrank")
 
-#: seconds without a request after which a client is gone, between two attempts of a client to reach the server, and
-#: that the end waits for clients to be told
-_GONE, _PAUSE, _END = 5.0, 0.3, 5.0
+#: seconds without a request after which a client is lost; between two attempts of a client to reach the server; and
+#: that the end waits until clients are notified
+_LOST, _PAUSE, _END = 5.0, 0.3, 5.0
 #: a host and a port; else gRPC would connect in other ways, as by ``unix:``
 _ADDRESS = r"([A-Za-z0-9_.-]{1,255}|\[[0-9A-Fa-f:]{2,39}\]):[0-9]{1,5}"
 
@@ -63,11 +63,11 @@ class Seat:
     Attributes:
         token: proves who it is; a restart of the same command has the same one.
         address: where it takes shares of other clients, with ``federate.use_ss``.
-        serial: of the last order, from 1. order: the text of that, until it is answered or given up.
+        serial: of the last order, from 1. order: its text, until it is answered or given up.
         answered: the serial of the last answer.
-        asked: how often it has asked for its next order; only the last such request is held. left: when that ended, by
+        requests: the number of its requests for a next order; only the last is held. released: when the last ended, by
             ``time.monotonic``.
-        told: it knows that the run has ended.
+        notified: it knows that the run has ended.
     """
 
     token: str = ""
@@ -75,14 +75,14 @@ class Seat:
     serial: int = 0
     order: str = ""
     answered: int = 0
-    asked: int = 0
-    left: float = math.inf
-    told: bool = False
+    requests: int = 0
+    released: float = math.inf
+    notified: bool = False
 
     @property
-    def gone(self) -> bool:
-        """Whether the process asks for orders no more, as one that lives does at any time."""
-        return time.monotonic() > self.left + _GONE
+    def lost(self) -> bool:
+        """Whether the process no longer asks for orders, as a living one does at any time."""
+        return time.monotonic() > self.released + _LOST
 
     @property
     def late(self) -> bool:
@@ -103,7 +103,7 @@ class Clients(Members):
         self.codec = codec_of(cfg.quantization.method, cfg.quantization.nbits)
         self.inbox: queue.SimpleQueue[tuple[int, int, Parcel | Lost]] = queue.SimpleQueue()
         self.listener: Listener | None = None
-        #: once the run has ended: what clients are told
+        #: the notice for clients, once the run has ended
         self.ended: Parcel | None = None
         #: there is an order, an answer of another process, or the end
         self.news = threading.Condition()
@@ -118,9 +118,9 @@ class Clients(Members):
             UserError: this process cannot listen.
         """
         super().begin(workspace, ledger, resumed)
-        to, federate = self.cfg.distribute, self.config.federate
+        keys, federate = self.cfg.distribute, self.config.federate
         # A client asks for an order while it answers another.
-        self.listener = Listener(to.server_host, to.server_port, to, 2 * federate.client_num + 8, self._handle)
+        self.listener = Listener(keys.server_host, keys.server_port, keys, 2 * federate.client_num + 8, self._handle)
 
         def joined() -> list[tuple[int, None]]:
             time.sleep(0.05)
@@ -136,11 +136,11 @@ class Clients(Members):
         with self.news:
             if message.msg_type == "join_in":
                 return self._join(parcel_of(message.content).facts, token)
-            client = next((c for c, member in list(self.members.items()) if member.place.token == token), 0)
+            client = next((c for c, member in list(self.members.items()) if member.process.token == token), 0)
             if not client:
                 raise Unwelcome(grpc.StatusCode.UNAUTHENTICATED, "this process does not know the sender's token")
             member, serial = self.members[client], int(message.state)
-            seat: Seat = member.place
+            seat: Seat = member.process
             if message.msg_type == "next":
                 if reported := parcel_of(message.content).facts:
                     member.standing = reported_standing(reported)
@@ -158,20 +158,20 @@ class Clients(Members):
             return text_of(Parcel({}))
 
     def _join(self, facts: dict[str, Any], token: str) -> str:
-        """Let a client take part; the reply has its number and what tells this run from others."""
+        """Let a client take part; the reply has its number and the run's token."""
         if not re.fullmatch("[0-9a-f]{32}", token):
             raise Unwelcome(grpc.StatusCode.INVALID_ARGUMENT, "a token has 32 hexadecimal digits; remove its file")
-        seats: dict[int, Seat] = {client: member.place for client, member in list(self.members.items())}
+        seats: dict[int, Seat] = {client: member.process for client, member in list(self.members.items())}
         if facts.get("client") == 0:  # all of its data are its own, and any number will do
-            own = (client for client, seat in seats.items() if seat.token == token)
+            former = (client for client, seat in seats.items() if seat.token == token)
             free = (c for c in range(1, self.config.federate.client_num + 1) if c not in seats)
-            facts = {**facts, "client": next(own, next(free, 0))}
+            facts = {**facts, "client": next(former, next(free, 0))}
         client: Any = facts.get("client")
         reason = self.refusal(facts)
         if client == 0:
             reason = f"all {self.config.federate.client_num} clients have joined"
         before = None if reason else seats.get(client)
-        if before and before.token != token and not (before.gone or before.late):
+        if before and before.token != token and not (before.lost or before.late):
             reason = f"client {client} has joined already; choose another distribute.data_idx"
         if reason:
             logger.warning("refused a client: %s", reason)
@@ -180,21 +180,21 @@ class Clients(Members):
         if self.cfg.federate.use_ss and not re.fullmatch(_ADDRESS, address):
             raise Unwelcome(grpc.StatusCode.INVALID_ARGUMENT, f"it listens at {address!r:.60}, no host and port")
         seat = before or Seat()
-        seat.token, seat.address, seat.left = token, address, math.inf
-        if not seat.order:  # one that is not answered yet is for the process that comes again, too
+        seat.token, seat.address, seat.released = token, address, math.inf
+        if not seat.order:  # an unanswered order is for the process that comes again, too
             seat.answered = seat.serial
         self.welcome(facts, seat)
         logger.info("client %d joined%s", client, " again" if before else "")
         return text_of(Parcel({}, client=client, run=self.token))
 
-    def _next(self, seat: Seat, seen: int, context: grpc.ServicerContext) -> str:
-        """The order after the one with serial ``seen``, once there is one."""
-        seat.asked, seat.left = seat.asked + 1, math.inf
-        this = seat.asked
+    def _next(self, seat: Seat, last: int, context: grpc.ServicerContext) -> str:
+        """The order after the one with serial ``last``, once there is one."""
+        seat.requests, seat.released = seat.requests + 1, math.inf
+        request = seat.requests
 
         def due() -> bool:
-            over = self.ended is not None or seat.asked != this or not context.is_active()
-            return over or bool(seat.order and seat.serial > seen)
+            over = self.ended is not None or seat.requests != request or not context.is_active()
+            return over or bool(seat.order and seat.serial > last)
 
         def wake() -> None:
             with self.news:
@@ -203,12 +203,12 @@ class Clients(Members):
         context.add_callback(wake)  # also where the connection is closed
         self.news.notify_all()
         self.news.wait_for(due)
-        if seat.asked == this:
-            seat.left = time.monotonic()
+        if seat.requests == request:
+            seat.released = time.monotonic()
         if self.ended is not None:
-            seat.told = True
+            seat.notified = True
             return text_of(self.ended)
-        return seat.order if seat.order and seat.serial > seen else text_of(Parcel({}))
+        return seat.order if seat.order and seat.serial > last else text_of(Parcel({}))
 
     # -- a round -----------------------------------------------------------------------------------
 
@@ -218,31 +218,31 @@ class Clients(Members):
     def _why_absent(self, client: int) -> str:
         if client not in self.members:
             return "it has not joined"
-        seat: Seat = self.members[client].place
-        late = f"no answer within lowrank.timeout, {self.timeout:g} s"
-        return "its process is gone" if seat.gone else late * seat.late
+        seat: Seat = self.members[client].process
+        silent = f"no answer within lowrank.timeout, {self.timeout:g} s"
+        return "its process is gone" if seat.lost else silent * seat.late
 
     def exchange(self, orders: Iterable[Order]) -> Iterator[tuple[Order, Parcel | Lost]]:
         waiting = {order.client: order for order in orders}
         tokens = {frozenset(pair): secrets.token_hex(16) for pair in combinations(waiting, 2)}
         with self.news:
             for client, order in waiting.items():
-                seat, facts = self.members[client].place, order.parcel.facts
+                seat, facts = self.members[client].process, order.parcel.facts
                 if self.cfg.federate.use_ss and order.purpose == "train":
-                    others = {c: self.members[c].place.address for c in waiting if c != client}
-                    shares = {str(c): (address, tokens[frozenset((c, client))]) for c, address in others.items()}
+                    addresses = {c: self.members[c].process.address for c in waiting if c != client}
+                    shares = {str(c): (address, tokens[frozenset((c, client))]) for c, address in addresses.items()}
                     facts = {**facts, "shares": shares}
                 seat.serial += 1
                 seat.order = text_of(Parcel(order.parcel.tensors, **facts, serial=seat.serial))
             self.news.notify_all()
-        for client, answer in replies(waiting, self._arrived, self.timeout, "client", gone=self._why_absent):
-            self.members[client].place.order, order = "", waiting[client]
+        for client, answer in replies(waiting, self._arrived, self.timeout, "client", lost=self._why_absent):
+            self.members[client].process.order, order = "", waiting[client]
             yield order, answer if isinstance(answer, Lost) else self.checked(order, answer)
 
     def _arrived(self) -> Iterator[tuple[int, Parcel | Lost]]:
         with contextlib.suppress(queue.Empty):
             client, serial, answer = self.inbox.get(timeout=0.2)
-            if client in self.members and serial == self.members[client].place.serial:
+            if client in self.members and serial == self.members[client].process.serial:
                 yield client, answer
 
     def end(self, error: BaseException | None = None) -> None:
@@ -250,11 +250,11 @@ class Clients(Members):
         if self.listener is None:
             return
         reason = "" if error is None else str(error) if isinstance(error, UserError) else repr(error)
-        until, seats = time.monotonic() + min(self.timeout, _END), [member.place for member in self.members.values()]
+        until, seats = time.monotonic() + min(self.timeout, _END), [member.process for member in self.members.values()]
         with self.news:
             self.ended = Parcel({}, end=reason[:4000])
             self.news.notify_all()
-        while time.monotonic() < until and not all(seat.told or seat.gone or seat.late for seat in seats):
+        while time.monotonic() < until and not all(seat.notified or seat.lost or seat.late for seat in seats):
             time.sleep(0.02)
         self.listener.close()
 
@@ -269,12 +269,12 @@ class RemoteClient:
         session: of this process. cfg: the framework's configuration.
 
     Attributes:
-        seen: the serial of the last order; -1 if there was none since it has joined.
-        memory: the folder for what it remembers of the run. identity: of the run.
+        serial: of the last order; -1 if there was none since it has joined.
+        memory: the folder for its state in the run. identity: of the run.
         until: when it gives up a server that does not answer, by ``time.monotonic``; None while it does.
     """
 
-    seen: int
+    serial: int
     memory: Path
     identity: str = ""
     until: float | None = None
@@ -289,16 +289,16 @@ class RemoteClient:
 
         Raises:
             UserError: the server refused this client.
-            RunFailed: the server stopped, or is gone; or the same command runs already.
+            RunFailed: the server stopped, or is lost; or the same command runs already.
         """
-        session, to = self.session, self.cfg.distribute
-        token = own_token(session.outdir / f"token_{to.client_port}")
+        session, keys = self.session, self.cfg.distribute
+        token = own_token(session.outdir / f"token_{keys.client_port}")
         codec = codec_of(self.cfg.quantization.method, self.cfg.quantization.nbits)
         self.node = Node(session.workspace, codec, session.has_own_data)
-        self.channel = Channel(self.address, to, token)
+        self.channel = Channel(self.address, keys, token)
         uniform = session.method.setting.uniform
-        self.sharing = Sharing(to, self.timeout, uniform) if self.cfg.federate.use_ss else None
-        lock = claim(session.outdir)  # two processes of one client would share what it remembers
+        self.sharing = Sharing(keys, self.timeout, uniform) if self.cfg.federate.use_ss else None
+        lock = claim(session.outdir)  # two processes of one client would share its state
         try:
             self._join()
             self._follow()
@@ -354,38 +354,38 @@ class RemoteClient:
             introduction.facts["address"] = self.sharing.address
         while (reply := self._call("join_in", introduction)) is None:
             pass
-        self.number, self.seen = reply.facts["client"], -1
+        self.number, self.serial = reply.facts["client"], -1
         self.identity = f"{self.session.config.fingerprint()}:{reply.facts['run']}"
         self.memory = memory_of(self.session.outdir / "memory", self.identity, self.number)
 
     def _follow(self) -> None:
-        """Carry out orders until the end; the next is asked for meanwhile, so that the server sees that this lives."""
+        """Carry out orders until the end; request the next meanwhile, so that the server sees this process alive."""
         order = Parcel({})
         while "end" not in order.facts:
             facts = {}
-            if self.seen < 0:
+            if self.serial < 0:
                 facts["standing"] = list(standing_in(self.memory, self.number, self.identity))
-            asked = self.channel.begin("next", self.number, Parcel({}, **facts), max(self.seen, 0))
+            request = self.channel.begin("next", self.number, Parcel({}, **facts), max(self.serial, 0))
             if "serial" in order.facts:
-                self._answer(order, asked)
-            order = self._reply(asked) or Parcel({})
-            self.seen = order.facts.get("serial", self.seen)
+                self._answer(order, request)
+            order = self._reply(request) or Parcel({})
+            self.serial = order.facts.get("serial", self.serial)
         if order.facts["end"]:
             raise RunFailed(f"the server stopped: {order.facts['end']}")
 
-    def _answer(self, order: Parcel, asked: Any) -> None:
-        """Carry out ``order`` and send the answer, until it has arrived, or there is a reply to ``asked``."""
+    def _answer(self, order: Parcel, request: Any) -> None:
+        """Carry out ``order`` and send the answer, until it has arrived, or there is a reply to ``request``."""
         facts, config = order.facts, self.session.config
         if facts["purpose"] == "train":
             self.session.on_client(facts["round"], self.number, config.sampled_per_round)
-        others = facts.get("shares", {})
+        shares = facts.get("shares", {})
         if self.sharing:
-            self.sharing.expect(others)
+            self.sharing.expect(shares)
         answer = self.node.obey(order, self.number, self.memory, self.identity)
         if self.sharing and facts["purpose"] == "train" and "error" not in answer.facts:
-            answer = self.sharing.summed(answer, self.number, others)
+            answer = self.sharing.summed(answer, self.number, shares)
         answer.facts["agreed"] = self.node.agreed
-        while not asked.done() and self._call("model_para", answer, facts["serial"]) is None:
+        while not request.done() and self._call("model_para", answer, facts["serial"]) is None:
             pass
 
 

@@ -9,7 +9,7 @@ from ...errors import UserError
 
 
 def check_resources(cfg: Any) -> None:
-    """Check that the file ``federate.resource_info_file`` can be read, and that nothing in it runs.
+    """Check that the file ``federate.resource_info_file`` can be read, and runs no code.
 
     The framework unpickles the file, whether it is used or not.
 
@@ -27,7 +27,7 @@ def check_resources(cfg: Any) -> None:
     try:
         with open(file, "rb") as opened:
             _Plain(opened).load()
-    except Exception as error:  # what is no pickle makes it raise errors of many classes
+    except Exception as error:  # of many classes, if it is no pickle
         raise UserError(
             f"federate.resource_info_file = {file!r} cannot be read ({type(error).__name__}: {str(error)[:200]}); for "
             f"federate.sampler = {sampler!r}, name a pickled table {{number: {{'computation': milliseconds a sample, "
@@ -36,7 +36,7 @@ def check_resources(cfg: Any) -> None:
 
 
 class _Plain(pickle.Unpickler):
-    """Reads plain values alone: nothing that a file names is imported, so nothing of it runs."""
+    """Reads plain values alone: it imports no names of a file, so no code of it runs."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, and what it names would run")

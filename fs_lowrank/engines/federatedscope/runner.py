@@ -23,7 +23,7 @@ from .sums import intake_of
 
 
 class Parallel(Processes):
-    """Processes that honour what the framework's configuration says of updates on their way."""
+    """Processes that honour the keys of the framework's configuration for updates on their way."""
 
     def __init__(self, config: Config, count: int, cfg: Any):
         self.cfg, self.codec = cfg, codec_of(cfg.quantization.method, cfg.quantization.nbits)

@@ -62,7 +62,7 @@ def read(path: str, device: torch.device | str) -> dict[str, Any]:
 
 class SavedModels(Callback):
     """Saves the global state after the best round so far, after each ``save_freq`` rounds and after the last, and
-    starts from a file of these.
+    starts from such a file.
 
     Args:
         federate: the framework's section.
@@ -81,8 +81,8 @@ class SavedModels(Callback):
 
     def after_round(self, run: Recorder, record: dict[str, Any]) -> None:
         file, freq, number = self.federate.save_to, self.federate.save_freq, record["round"]
-        now, *before = (run.evaluator.key_value(r) for r in (record, *run.history) if r["metrics"] or r is record)
-        if file and now is not None and all(value is None or now < value for value in before):
+        current, *before = (run.evaluator.key_value(r) for r in (record, *run.history) if r["metrics"] or r is record)
+        if file and current is not None and all(value is None or current < value for value in before):
             save_state(file, run.workspace, run.ledger, number)
         last = number == self.federate.total_round_num
         if file and (last or freq > 0 and number % freq == 0):
@@ -113,15 +113,15 @@ def load_state(path: str, workspace: Workspace, ledger: Ledger) -> None:
     method = workspace.method
     try:
         content = read(path, workspace.device)
-        if (of := content.get("method", method.name)) != method.name:
-            raise ValueError(f"it is of method {str(of)[:60]!r}, this run's is {method.name!r}")
+        if (name := content.get("method", method.name)) != method.name:
+            raise ValueError(f"it is of method {str(name)[:60]!r}, this run's is {method.name!r}")
         # A file that the framework itself has written has only the tensors.
         state = dict(content.get("state") or {**ledger.state, **content["model"]})
-        here, there = ({n: t.shape for n, t in method.view(of).items()} for of in (ledger.state, state))
-        if differing := sorted(dict(here.items() ^ there.items())):
+        expected, actual = ({n: t.shape for n, t in method.view(s).items()} for s in (ledger.state, state))
+        if differing := sorted(dict(expected.items() ^ actual.items())):
             raise ValueError(f"{differing[0]} differs ({len(differing)} tensors in all)")
         load_tensors(workspace.model, content.get("base", {}))
-    except Exception as error:  # of a damaged file torch lets through whatever its bytes lead to
+    except Exception as error:  # of any class: of a damaged file torch raises whatever its bytes lead to
         reason = (str(error).splitlines() or [""])[0][:200]
         raise UserError(
             f"federate.restore_from: cannot restore {path} ({type(error).__name__}: {reason}); expected what "

@@ -33,7 +33,7 @@ class LowRankServer(Server):
         round: the current round, or the last one until its evaluation is complete.
         seconds: that the parts of the round took.
         to_ask: clients that have not been sent the round's message yet, if they are asked one after another.
-        only_ends: whether all rounds of the run that is resumed are done, but not its end.
+        only_ends: whether all rounds of the resumed run are done, but not its end.
     """
 
     round: Round
@@ -126,7 +126,7 @@ class LowRankServer(Server):
             self.to_ask = sorted(round.waiting)
             self._ask(1 if self.online else len(self.to_ask))
             return
-        # Also those that have not answered, else the framework's samplers would never draw them again.
+        # Also the clients without an answer, else the framework's samplers would never draw them again.
         self.sampler.change_state(round.selected, "idle")
         self.state += 1
         self.evaluation_started = time.perf_counter()
@@ -187,14 +187,14 @@ class LowRankServer(Server):
         if self._cfg.federate.make_global_eval:
             metrics = dict(self.trainer.results)
         else:
-            metrics = self._of_clients()
-        own = (self.session.workspace.personal.of_model and metrics) or self.session.config.eval.client_scores
-        if own:
+            metrics = self._client_means()
+        evaluated = (self.session.workspace.personal.of_model and metrics) or self.session.config.eval.client_scores
+        if evaluated:
             metrics["client_test"] = self.session.evaluator.clients(self.ledger.state)
         self._close_round(metrics)
 
-    def _of_clients(self) -> dict:
-        """The means of the clients' metrics by split, and with the test set's the metrics of each client."""
+    def _client_means(self) -> dict:
+        """The means of the clients' metrics by split; those of the test set with the metrics of each client."""
         answers = {client: m for client, m in self.msg_buffer["eval"][self.state - 1].items() if m}
         metrics: dict[str, dict] = {}
         for split in self._cfg.eval.split:

@@ -1,4 +1,4 @@
-"""What the workers of one process share: the run's data, method and model, and the server's ledger.
+"""The session, which the workers of one process share: the run's data, method and model, and the server's ledger.
 
 The framework gives its workers data, a model and a configuration separately, and gives a model builder only the
 section ``model``. The session is opened when the framework asks for the data, which it does first; the model builder
@@ -63,9 +63,9 @@ class Session:
         self.on_client: Callable[[int, int, int], object] = lambda *_: None
         self.resume = False
         self.result: RunResult | None = None
-        #: by client, what its training in this round has spent
+        #: by client, the cost of its training in this round
         self.spent: dict[int, Spent] = {}
-        self._models_given = 0
+        self._models_built = 0
 
     # A server of other processes has these in its loop, and a client has no ledger.
 
@@ -100,7 +100,7 @@ class Session:
         return recorder
 
     def callbacks(self, trackers: Sequence[str] | None = None) -> list[Callback]:
-        """What the run does beside training; ``trackers``: see ``callbacks_of``."""
+        """The run's callbacks; ``trackers``: see ``callbacks_of``."""
         return callbacks_of(self.config, [*self.own_callbacks, SavedModels(self.cfg.federate)], trackers)
 
     @property
@@ -112,8 +112,8 @@ class Session:
 
     def next_model(self) -> nn.Module:
         """The model for the next worker: the workspace's, for the first worker and all that share it."""
-        self._models_given += 1
-        if self.shares_model or self._models_given == 1:
+        self._models_built += 1
+        if self.shares_model or self._models_built == 1:
             return self.workspace.model
         return self.workspace.adapted(self.workspace.plain_model())
 
@@ -129,11 +129,11 @@ class Session:
         Of the test set they are its share (``FederatedData.test_shares``), of validation data every K-th row, for K
         clients.
         """
-        workspace, place = self.workspace, number - 1
+        workspace, index = self.workspace, number - 1
         rows: dict[str, Sequence[int]] = {
-            split: workspace.data.test_shares[place]
+            split: workspace.data.test_shares[index]
             if split == "test"
-            else range(place, len(e), len(workspace.clients))
+            else range(index, len(e), len(workspace.clients))
             for split, e in workspace.held_out().items()
         }
         return {split: workspace.held_out()[split].select(share) for split, share in rows.items() if len(share)}

@@ -17,7 +17,7 @@ from .wire import Channel, Listener, Unwelcome, parcel_of
 
 #: seconds between two attempts to deliver a share
 _PAUSE = 0.3
-#: of a delivery that is tried again: nobody listens yet, or the other client has not been asked to train yet
+#: codes of a delivery to try again: nobody listens yet, or the other client has not been asked to train yet
 _AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
 
 
@@ -56,24 +56,24 @@ class Sharing:
         facts, until = answer.facts, time.monotonic() + self.timeout
         weight = 1 if self.uniform else facts["samples"]
         try:
-            own, *rest = split_secret(answer.tensors, weight, len(others) + 1)
-            for (address, token), tensors in zip(others.values(), rest):
-                self._give(client, address, token, Parcel(tensors), until)
+            local, *outgoing = split_secret(answer.tensors, weight, len(others) + 1)
+            for (address, token), tensors in zip(others.values(), outgoing):
+                self._send(client, address, token, Parcel(tensors), until)
             with self._news:
                 self._news.wait_for(lambda: None not in self._shares.values(), max(until - time.monotonic(), 0.0))
-                given = {number: self._shares[token] for number, (_, token) in others.items()}
-            kinds = {name: (t.shape, t.dtype) for name, t in own.items()}
-            for number, share in given.items():
+                received = {number: self._shares[token] for number, (_, token) in others.items()}
+            kinds = {name: (t.shape, t.dtype) for name, t in local.items()}
+            for number, share in received.items():
                 if share is None:
                     raise RuntimeError(f"no share of client {number} within lowrank.timeout, {self.timeout:g} s")
                 if {name: (t.shape, t.dtype) for name, t in share.tensors.items()} != kinds:
                     raise RuntimeError(f"the share of client {number} has other names, shapes or types")
-            return Parcel(add_shares([own, *(share.tensors for share in given.values() if share)]), **facts)
+            return Parcel(add_shares([local, *(share.tensors for share in received.values() if share)]), **facts)
         except (RuntimeError, ValueError) as error:
             failed = apology(facts["round"], error)
             return Parcel({}, **{**facts, **failed.facts})
 
-    def _give(self, client: int, address: str, token: str, share: Parcel, until: float) -> None:
+    def _send(self, client: int, address: str, token: str, share: Parcel, until: float) -> None:
         channel = Channel(address, self.cfg, token)
         try:
             while True:

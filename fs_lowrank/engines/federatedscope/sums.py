@@ -35,11 +35,11 @@ def split_secret(tensors: Mapping[str, Tensor], weight: float, parties: int) -> 
         scaled = tensor.detach().cpu().double() * weight
         if not (scaled.abs() * parties < _LARGEST).all():
             raise ValueError(f"{name} times {weight:g} does not fit the fixed-point numbers of secret sharing")
-        rest = (scaled * _SCALE).round().to(torch.int64)
+        last = (scaled * _SCALE).round().to(torch.int64)
         for share in shares[1:]:
-            share[name] = torch.frombuffer(bytearray(os.urandom(8 * rest.numel())), dtype=torch.int64).view(rest.shape)
-            rest = rest - share[name]
-        shares[0][name] = rest
+            share[name] = torch.frombuffer(bytearray(os.urandom(8 * last.numel())), dtype=torch.int64).view(last.shape)
+            last = last - share[name]
+        shares[0][name] = last
     return shares
 
 
@@ -52,9 +52,9 @@ def add_shares(shares: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return total
 
 
-def recover(total: Mapping[str, Tensor], weight: float, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weighted mean, in the dtypes of ``like``, from the sum of all shares and the sum of all weights."""
-    return {name: (tensor.double() / (_SCALE * weight)).to(like[name].dtype) for name, tensor in total.items()}
+def recover(total: Mapping[str, Tensor], weight: float, templates: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weighted mean, in the dtypes of ``templates``, from the sum of all shares and the sum of all weights."""
+    return {name: (tensor.double() / (_SCALE * weight)).to(templates[name].dtype) for name, tensor in total.items()}
 
 
 class Shares(Intake):
@@ -73,10 +73,10 @@ class Shares(Intake):
         self.copies = parties
         self.sums: list[Mapping[str, Tensor]] = []
         self.samples = 0
-        self._like: Mapping[str, Tensor] = {}
+        self._expected: Mapping[str, Tensor] = {}
 
     def expects(self, expected: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        self._like = expected
+        self._expected = expected
         return {n: torch.empty(t.shape, dtype=torch.int64, device="meta") for n, t in expected.items()}
 
     def add(self, update: Update) -> None:
@@ -86,12 +86,12 @@ class Shares(Intake):
     def close(self, without: Collection[int] = ()) -> list[Update]:
         if len(self.sums) < self.parties or without:
             raise TooFewClients("with federate.use_ss the shares of every client are needed")
-        mean = recover(add_shares(self.sums), self.parties if self.uniform else self.samples, self._like)
+        mean = recover(add_shares(self.sums), self.parties if self.uniform else self.samples, self._expected)
         return [mean_as_update(on_device(mean, self.device), self.samples)]
 
 
 def intake_of(cfg: Any, workspace: Workspace) -> Intake | None:
-    """Where the updates of a round go by the framework's configuration; None: they are kept.
+    """Where the updates of a round go by the framework's configuration; None: they are stored.
 
     Within one machine nothing is hidden by shares, so there the server adds up the updates themselves.
     """

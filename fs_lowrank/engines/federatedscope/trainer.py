@@ -31,7 +31,7 @@ class LowRankTrainer(GeneralTorchTrainer):
     """A trainer, of whatever model.
 
     Attributes:
-        number: of the client; 0 on the server. task: what it does. Both, and ``prefix``, are set before training.
+        number: of the client; 0 on the server. task: its work. Both, and ``prefix``, are set before training.
         prefix: the cache of the frozen layers' outputs, or None.
         outcome: the update of the last training. loss: its mean loss.
         results: the last evaluation of each split: mean loss and accuracy.

@@ -1,7 +1,7 @@
 """The content of messages, and the framework's gRPC service for processes.
 
-Tensors travel as safetensors, and nothing that is received is unpickled. The framework's messages have fields for text
-but none for bytes, so between processes tensors are base64-encoded, a third larger than the counted bytes.
+Tensors travel as safetensors, and no received bytes are unpickled. The framework's messages have fields for text but
+none for bytes, so between processes tensors are base64-encoded, a third larger than the counted bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...rounds.parcel import Parcel
 
 logger = logging.getLogger("federatedscope.lowrank")
 
-#: what proves who sends a message between processes
+#: the metadata that proves the sender of a message between processes
 TOKEN = "fs-lowrank-token"
 #: either side notices that the network has lost a connection, or that the other process has stopped
 _ALIVE = (("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 10_000))
@@ -57,8 +57,8 @@ def parcel_of(text: Any) -> Parcel:
 
 def message(kind: str, sender: int, receivers: list[int], content: object, state: int = 0, timestamp=0) -> Message:
     """A message of the framework."""
-    of = ParcelMessage if isinstance(content, Parcel) else Message
-    return of(msg_type=kind, sender=sender, receiver=receivers, state=state, timestamp=timestamp, content=content)
+    cls = ParcelMessage if isinstance(content, Parcel) else Message
+    return cls(msg_type=kind, sender=sender, receiver=receivers, state=state, timestamp=timestamp, content=content)
 
 
 class Unwelcome(Exception):
@@ -97,7 +97,7 @@ class Listener:
         ]
         pool = ThreadPoolExecutor(threads, "gRPC")
         self.server = grpc.server(pool, options=options, compression=compression_of(cfg))
-        # With bytes as they came, since gRPC prints a traceback for those that are no message.
+        # With bytes as they came, since gRPC prints a traceback for bytes that are no message.
         take = grpc.unary_unary_rpc_method_handler(
             self._take, response_serializer=protocol.MessageResponse.SerializeToString
         )
@@ -116,9 +116,9 @@ class Listener:
         """Whatever another process sends, it must not end this one."""
         token = str(dict(context.invocation_metadata()).get(TOKEN, ""))
         try:
-            read = Message()
-            read.parse(protocol.MessageRequest.FromString(received).msg)
-            reply = self.handle(read, token, context)
+            parsed = Message()
+            parsed.parse(protocol.MessageRequest.FromString(received).msg)
+            reply = self.handle(parsed, token, context)
         except Unwelcome as error:
             context.abort(error.code, error.reason[:600])
         except Exception as error:
@@ -163,5 +163,5 @@ class Channel:
 
 
 def compression_of(cfg: Any) -> grpc.Compression:
-    """What the section ``distribute`` of the framework asks for."""
+    """The compression of the framework's section ``distribute``."""
     return _COMPRESSION.get(cfg.grpc_compression.lower(), grpc.Compression.NoCompression)

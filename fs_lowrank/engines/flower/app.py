@@ -41,27 +41,27 @@ def serve(grid: Grid, context: Context) -> None:
         handler.setFormatter(Formatter("%(message)s"))
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
-    asked = context.run_config
-    config = load_config(_in_the_app(str(asked["cfg"])))
-    resume, folder = bool(asked["resume"]), outdir_of(config)
+    options = context.run_config
+    config = load_config(_app_file(str(options["cfg"])))
+    resume, folder = bool(options["resume"]), outdir_of(config)
     check(config)
     if resume and not holds_run(folder):
         raise UserError(f"{folder.absolute()} holds no run to continue; leave out resume=true")
-    if asked["overwrite"] and not resume:
+    if options["overwrite"] and not resume:
         remove_run(folder)
-    result = run_over(Nodes(config, grid), config, resume, partial(_told, config.is_language))
+    result = run_over(Nodes(config, grid), config, resume, partial(_report, config.is_language))
     logger.info("finished: %s", result.outdir.absolute())
 
 
-def _in_the_app(name: str) -> Path:
-    """A file of the app; Flower puts the app's folder on the path of modules and says nowhere else where it is."""
-    for place in map(Path, sys.path):
-        if (place / "pyproject.toml").is_file() and (place / name).is_file():
-            return place / name
+def _app_file(name: str) -> Path:
+    """A file of the app; Flower puts the app's folder on the path of modules, and no other place has it."""
+    for folder in map(Path, sys.path):
+        if (folder / "pyproject.toml").is_file() and (folder / name).is_file():
+            return folder / name
     raise UserError(f"the app has no file {name}; write a complete app with fs-lowrank flower app")
 
 
-def _told(language: bool, record: dict[str, Any]) -> None:
+def _report(language: bool, record: dict[str, Any]) -> None:
     scores = chief_scores(record["metrics"], language)
     failed = "".join(f"; client {f['client']} {f['kind']}: {f['reason']}" for f in record["failed"])
     logger.info("round %d: loss %.4f %s%s", record["round"], record["loss"], scores, failed)

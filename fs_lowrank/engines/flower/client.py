@@ -1,7 +1,7 @@
 """The client's side: a Flower ``ClientApp`` that answers one message at a time, in a process that may end after each.
 
-What the client must remember is in a folder of its own disk (``rounds.node``). A process that lives on keeps data and
-model, whichever client it answers for next.
+The client's state is in a folder of its own disk (``rounds.node``). A process that lives on reuses data and model,
+whichever client it answers for next.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def client_app(folder: Path | None = None, threads: int = 0) -> ClientApp:
     """The app that every node runs.
 
     Args:
-        folder: where clients keep what they remember; None: where the node's configuration says.
+        folder: for the clients' states; None: the folder of the node's configuration.
         threads: of torch; 0: as many as it takes.
     """
     app = ClientApp()
@@ -55,24 +55,24 @@ def respond(message: Message, context: Context, folder: Path | None, threads: in
     return Message(packed(reply), reply_to=message)
 
 
-def carry_out(order: Parcel, own: Mapping[str, Any], folder: Path | None) -> Parcel:
+def carry_out(order: Parcel, options: Mapping[str, Any], folder: Path | None) -> Parcel:
     """The reply to ``order``, which may be a call: the client introduces itself.
 
     Args:
-        order: with the facts ``run``, what tells this run from others, and ``config``, the server's configuration.
-        own: the node's configuration: ``partition-id``, the client's number less one; ``cfg``, a configuration of its
-            own; ``own-data``, whether all data that it names are this client's; ``folder``, where it remembers.
+        order: with the facts ``run``, the run's token, and ``config``, the server's configuration.
+        options: the node's configuration: ``partition-id``, the client's number less one; ``cfg``, a configuration of
+            its own; ``own-data``, whether all data that it names are this client's; ``folder``, for its state.
         folder: in place of the node's own, in a simulation.
     """
-    if "partition-id" not in own:
+    if "partition-id" not in options:
         raise UserError(
             "the node's configuration does not say which client it is; start flower-supernode with "
             "--node-config 'partition-id=0' for client 1, 1 for client 2 and so on"
         )
-    client, config = int(own["partition-id"]) + 1, config_of(order, own, folder)
+    client, config = int(options["partition-id"]) + 1, config_of(order, options, folder)
     identity = f"{config.fingerprint()}:{order.facts['run']}"
-    memory = memory_of(folder or Path(str(own.get("folder") or home() / "flower")).expanduser(), identity, client)
-    node = _node(json.dumps(config.to_dict()), bool(own.get("own-data", False)))
+    memory = memory_of(folder or Path(str(options.get("folder") or home() / "flower")).expanduser(), identity, client)
+    node = _node(json.dumps(config.to_dict()), bool(options.get("own-data", False)))
     if order.facts.get("kind") == "call":
         reply = node.introduction(client)
         reply.facts["standing"] = list(standing_in(memory, client, identity))
@@ -82,12 +82,12 @@ def carry_out(order: Parcel, own: Mapping[str, Any], folder: Path | None) -> Par
     return reply
 
 
-def config_of(order: Parcel, own: Mapping[str, Any], folder: Path | None) -> Config:
+def config_of(order: Parcel, options: Mapping[str, Any], folder: Path | None) -> Config:
     """The configuration of a node, its own or the server's.
 
     In a simulation Ray shows each process GPUs of its own only, so that the server's ``device`` is not theirs.
     """
-    config = load_config(str(own["cfg"]) if own.get("cfg") else order.facts["config"])
+    config = load_config(str(options["cfg"]) if options.get("cfg") else order.facts["config"])
     return config.replace(device=-1) if folder and config.torch_device != "cpu" else config
 
 

@@ -1,4 +1,4 @@
-"""Which keys the engine honours; without Flower, so that it can be asked before anything is installed."""
+"""The keys that the engine honours; without Flower, so that they can be checked before it is installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..program import check_others
 
 
 def check(config: Config) -> None:
-    """Raise ``UserError`` for what no node can have and keys that the engine does not honour; report idle keys."""
+    """Raise ``UserError`` for modules of the program and keys that the engine does not honour; report idle keys."""
     check_others(config, "take engine local, with federate.process_num 1")
     check_engine(config, "flower", why_no_codec(*_quantization(config)))
 

@@ -2,7 +2,7 @@
 
 An array of Flower is ``.npy`` otherwise, which has no bfloat16. Its mods and strategies cannot change such a parcel:
 they raise an error instead (docs/guides/flower.md says why that is right). Flower's store compares the SHA-256 of all
-that it is given, and cuts an array into objects of 5 MB, so that no message is too large for it.
+its objects, and cuts an array into objects of 5 MB, so that no message is too large for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``--engine flower``: Flower's simulation on this machine, in which every client is a node.
 
-Flower runs the nodes' messages on processes of Ray, as many as ``federate.process_num`` says; each of them keeps data
-and model. The server is in a thread of this process.
+Flower runs the nodes' messages on processes of Ray, as many as ``federate.process_num`` says; each of them loads data
+and model once. The server is in a thread of this process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..pool import processes_of
 from ..process_settings import preserving_settings
 
 require(simulation=True)
-#: Flower and Ray report to their makers what is run, and Ray gives advice, unless they are told not to
+#: variables that keep Flower and Ray from reports to their makers, and Ray from advice
 _QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -58,16 +58,16 @@ def run(
     threads = max(1, before // count)
     nodes = Nodes(config, stopped=ended.is_set, pause=0.05, simulated=True)
     loop = Loop(config, nodes, callbacks_of(config, callbacks), on_round, on_client)
-    app, found = ServerApp(), []
+    app, results = ServerApp(), []
 
     @app.main()
     def serve(grid: Grid, context: Context) -> None:
         torch.set_num_threads(threads)  # of this thread
         nodes.grid = grid
-        found.append(loop.run(resume))
+        results.append(loop.run(resume))
 
     gpus = torch.cuda.device_count() if config.torch_device != "cpu" else 0
-    # Flower says on the console what it does, and that its function for simulations is to become a command.
+    # Flower logs its steps on the console, and that its function for simulations is to become a command.
     logger = logging.getLogger("flwr")
     level = logger.level
     if config.verbose < 2:
@@ -93,9 +93,9 @@ def run(
             ended.set()
             torch.set_num_threads(before)
             logger.setLevel(level)
-    if not found:
+    if not results:
         raise RunFailed("Flower's simulation ended before the run did; run again with resume=True")
-    return found[0]
+    return results[0]
 
 
 def gpus_each(gpus: int, count: int) -> float:

@@ -1,7 +1,7 @@
 """The server's side: a transport over Flower's grid, with a message of its own to every node.
 
-A node says once which client it is, what it has in common with the server and where its copy of the model is, and then
-with every reply where its copy is now.
+A node introduces itself once: its client, the facts that the server compares, and the round of its copy of the model.
+Every later reply has the round of its copy again.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from .messages import packed, unpacked
 
 logger = logging.getLogger("fs_lowrank")
 
-#: the folder in a run's own for what this engine keeps: what tells the run from others and, in a simulation, the
-#: clients' copies
+#: this engine's folder in that of a run: the run's token and, in a simulation, the clients' copies
 FOLDER = "flower"
 #: nodes that are called together: Flower's simulation looks through all messages for each node
 AT_A_TIME = 64
@@ -73,20 +72,20 @@ class Nodes(Members):
     def begin(self, workspace: Workspace, ledger: Ledger, resumed: bool) -> None:
         """Wait until every client has a node, but no longer than ``lowrank.timeout``.
 
-        A node that is refused may be mended and started anew meanwhile; those of a simulation are what they are.
+        A node that is refused may be mended and started anew meanwhile, but not in a simulation.
         """
         super().begin(workspace, ledger, resumed)
-        wanted = range(1, self.config.federate.client_num + 1)
+        clients = range(1, self.config.federate.client_num + 1)
 
         def joined() -> Iterable[tuple[int, None]]:
             present = self._present()
-            absent = [client for client in wanted if client not in present]
+            absent = [client for client in clients if client not in present]
             refused = absent[: self.simulated * len(self.refused)]
             if len(refused) < len(absent):
                 self._wait()
             return [(client, None) for client in (*present, *refused)]
 
-        list(replies(wanted, joined, self.timeout, "client", work=False))  # waits
+        list(replies(clients, joined, self.timeout, "client", work=False))  # waits
 
     def missing(self, clients: Collection[int]) -> Mapping[int, str]:
         if self.refused and not self.members:
@@ -110,11 +109,11 @@ class Nodes(Members):
         """The clients whose nodes are connected, after nodes that are new have been called."""
         assert self.grid is not None
         connected = set(self.grid.get_node_ids())
-        # A node that was seen to be gone is called again, with or without another number.
+        # A node that was not connected meanwhile is called again, with or without another number.
         self.silent &= connected
         self.refused = {node: reason for node, reason in self.refused.items() if node in connected}
-        known = {member.place for member in self.members.values()} | self.refused.keys()
-        new = sorted(connected - known)
+        called = {member.process for member in self.members.values()} | self.refused.keys()
+        new = sorted(connected - called)
         for first in range(0, len(new), AT_A_TIME):
             calls = {node: Parcel({}, kind="call") for node in new[first : first + AT_A_TIME]}
             for node, reply in self._carried(calls, work=False):
@@ -123,7 +122,7 @@ class Nodes(Members):
                     self.refused[node] = reason
                     if isinstance(reply, Silent):
                         self.silent.add(node)
-        return {client for client, member in self.members.items() if member.place in connected}
+        return {client for client, member in self.members.items() if member.process in connected}
 
     def _joined(self, node: int, reply: Parcel | Lost, connected: set[int]) -> str:
         """Let a node that has introduced itself take part; the reason if it cannot."""
@@ -135,39 +134,39 @@ class Nodes(Members):
             return reason
         client = reply.facts["client"]
         before = self.members.get(client)
-        if before and before.place in connected:
-            return f"client {client} has joined already, as node {before.place}; choose another partition-id"
+        if before and before.process in connected:
+            return f"client {client} has joined already, as node {before.process}; choose another partition-id"
         self.welcome(reply.facts, node)
         return ""
 
     # -- messages ----------------------------------------------------------------------------------
 
     def exchange(self, orders: Iterable[Order]) -> Iterator[tuple[Order, Parcel | Lost]]:
-        of = {self.members[order.client].place: order for order in orders}
-        for node, answer in self._carried({node: order.parcel for node, order in of.items()}, work=True):
-            yield of[node], answer if isinstance(answer, Lost) else self.checked(of[node], answer)
+        by_node = {self.members[order.client].process: order for order in orders}
+        for node, answer in self._carried({node: order.parcel for node, order in by_node.items()}, work=True):
+            yield by_node[node], answer if isinstance(answer, Lost) else self.checked(by_node[node], answer)
 
     def _carried(self, parcels: Mapping[int, Parcel], work: bool) -> Iterator[tuple[int, Parcel | Lost]]:
         """Send nodes their parcels, calls or ``work``; the replies, as they come, and at last who has not replied.
 
-        The wait ends ``lowrank.timeout`` after the last reply, since nodes of a simulation take turns; meanwhile it is
-        said for whom the server waits.
+        The wait ends ``lowrank.timeout`` after the last reply, since nodes of a simulation take turns; meanwhile the
+        log names the nodes for which the server waits.
         """
         assert self.grid is not None
-        known = {"run": self.token, "config": self.config.to_dict()}
+        common = {"run": self.token, "config": self.config.to_dict()}
         grid, sent = self.grid, dict[str, int]()  # the node of each message
         for node, parcel in parcels.items():
-            content = packed(Parcel(parcel.tensors, **parcel.facts, **known))
+            content = packed(Parcel(parcel.tensors, **parcel.facts, **common))
             # A node that comes back later than the server waits is not to work on it any more.
             ttl = self.timeout * (len(parcels) + 2) + 600.0
             kind, group = KINDS[parcel.facts.get("purpose", "call")], str(parcel.facts.get("round", 0))
             message = Message(content, dst_node_id=node, message_type=kind, ttl=ttl, group_id=group)
-            if taken := [identity for identity in grid.push_messages([message]) if identity]:
-                sent[taken[0]] = node
+            if identities := [identity for identity in grid.push_messages([message]) if identity]:
+                sent[identities[0]] = node
             else:
                 yield node, Lost("absent", "Flower's SuperLink did not take the message for its node")
 
-        def come() -> Iterator[tuple[int, Parcel | Lost]]:
+        def arrivals() -> Iterator[tuple[int, Parcel | Lost]]:
             pulled = list(grid.pull_messages(list(sent)))
             for reply in pulled:
                 if node := sent.pop(reply.metadata.reply_to_message_id, 0):
@@ -175,7 +174,7 @@ class Nodes(Members):
             if not pulled:
                 self._wait()
 
-        yield from replies(list(sent.values()), come, self.timeout, "node", work)
+        yield from replies(list(sent.values()), arrivals, self.timeout, "node", work)
 
     def _wait(self) -> None:
         if self.stopped():
@@ -186,21 +185,21 @@ class Nodes(Members):
 
     def personal(self) -> Mapping[int, Mapping[str, Tensor]]:
         """The clients' own tensors in their copies on this machine."""
-        identity, own = f"{self.config.fingerprint()}:{self.token}", {}
+        identity, by_client = f"{self.config.fingerprint()}:{self.token}", {}
         for client in self.members if self.simulated and self.workspace.personal.untrained else ():
             memory = memory_of(client_folder(self.config), identity, client)
-            if found := personal_in(memory, client, identity, self.ledger.undone.get(client)):
-                own[client] = found
-        return own
+            if tensors := personal_in(memory, client, identity, self.ledger.undone.get(client)):
+                by_client[client] = tensors
+        return by_client
 
 
 def client_folder(config: Config) -> Path:
-    """Where the clients of a simulation keep what they remember."""
+    """The folder of the states of a simulation's clients."""
     return (outdir_of(config) / FOLDER / "clients").absolute()
 
 
-#: Flower's codes for a message or a reply that did not arrive, and for a node that is gone
-_NOT_THERE = (3, 4, 5)
+#: Flower's codes for a message or a reply that did not arrive, and for a node that is not connected
+_ABSENT = (3, 4, 5)
 
 
 def _answer(reply: Message, simulated: bool) -> Parcel | Lost:
@@ -215,7 +214,7 @@ def _answer(reply: Message, simulated: bool) -> Parcel | Lost:
         reason = " ".join((reply.error.reason or "no reason given").split())[:500]
         if simulated and "ray.exceptions" in reason and "Actor" in reason:
             raise RunFailed(f"a process of Flower's simulation died ({reason:.200}); run again with resume=True")
-        return Lost("absent" if reply.error.code in _NOT_THERE else "failed", f"Flower: {reason}")
+        return Lost("absent" if reply.error.code in _ABSENT else "failed", f"Flower: {reason}")
     try:
         return unpacked(reply.content)
     except ValueError as error:
