@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fs_lowrank import Config, UserError, load_config
-from fs_lowrank.data import own_files
+from fs_lowrank.data import user_files
 from fs_lowrank.methods import revisions
 
 from .store import Store, digest
@@ -337,7 +337,7 @@ def _beyond(values: Iterable[float], end: int) -> float | None:
 def _content(job: Search | Cell) -> dict:
     """What affects the result but is not in the config: the user's files, and a data folder that the grid varies."""
     content: dict[str, Any] = {}
-    if job.experiment.training_file is None and (digests := own_files(job.config.data)):
+    if job.experiment.training_file is None and (digests := user_files(job.config.data)):
         content["files"] = digests
     if any("data.root" in keys for labels in job.experiment.axes.values() for keys in labels.values()):
         content["root"] = job.config.data.root.removeprefix(job.options.data or "\0")

@@ -85,9 +85,9 @@ def _several(records: Sequence[Mapping]) -> list[str]:
 
 def _lost(records: Sequence[Mapping]) -> list[str]:
     """What was left out or cut of the rows, where the results have counted it: of one, if they differ."""
-    from fs_lowrank.data import rows_said
+    from fs_lowrank.data import row_lines
 
-    said = [rows_said(r["data"].get("rows", {"read": 0, "skipped": {}, "truncated": {}})) for r in records]
+    said = [row_lines(r["data"].get("rows", {"read": 0, "skipped": {}, "truncated": {}})) for r in records]
     lossy = [s for s in said if len(s) > 1]
     if not lossy:
         return []

@@ -18,10 +18,10 @@ from torch import nn
 
 from .config import Config, load_config
 from .data import CAUSAL_LM, IMAGE_CLASSIFICATION, RawData, load_raw
-from .data.own import look_at, stem_of
+from .data.own import stem_of, train_table
 from .data.sources import data_args
 from .data.stored import is_saved
-from .data.tables import talks_in
+from .data.tables import conversation_column
 from .data.template import SYNONYMS
 from .errors import UserError, nearest
 from .models.adapters import layer_stack, target_modules
@@ -78,7 +78,7 @@ def draft(given: Given) -> str:
 
 def _texts(given: Given) -> list[str]:
     """The lines for labelled texts, or for instructions with answers."""
-    columns, causal = _columns(given, look_at(given.data))
+    columns, causal = _columns(given, train_table(given.data))
     kind = "huggingface_llm" if causal else "transformers"
     model = given.model or ("smollm2" if causal else "minilm")
     model += "" if "@" in model else f"@{kind}"
@@ -211,7 +211,7 @@ def _columns(given: Given, table: pd.DataFrame) -> tuple[dict[str, str], bool]:
         raise UserError(
             f"{min(classes)} is of a classification, {min(language)} of instructions with answers; give one of them"
         )
-    if talks_in(table) and not named:
+    if conversation_column(table) and not named:
         return {}, True
     kind = given.model.partition("@")[2]
     usual = {

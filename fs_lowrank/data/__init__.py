@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fs_lowrank.data.build import build_data
 from fs_lowrank.data.examples import Examples
-from fs_lowrank.data.federated import FederatedData, rows_said
+from fs_lowrank.data.federated import FederatedData, row_lines
 from fs_lowrank.data.images import ImageExamples
 from fs_lowrank.data.partition import PARTITIONERS, Rows, register_partitioner
-from fs_lowrank.data.sources import load_raw, own_files
+from fs_lowrank.data.sources import load_raw, user_files
 from fs_lowrank.data.tables import CAUSAL_LM, CLASSIFICATION, IMAGE_CLASSIFICATION, RawData
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "Rows",
     "build_data",
     "load_raw",
-    "own_files",
+    "user_files",
     "register_partitioner",
-    "rows_said",
+    "row_lines",
 ]

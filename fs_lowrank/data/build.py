@@ -23,10 +23,10 @@ from fs_lowrank.data.sources import CAUSAL_LM, RawData, data_args, load_raw
 from fs_lowrank.data.tables import MULTI_LABEL, REGRESSION, count_skipped
 from fs_lowrank.data.tokenize import (
     check_vocabulary,
+    clear_truncation,
     tokenize_classification,
     tokenize_instructions,
     tokenizer_fingerprint,
-    uncut,
 )
 from fs_lowrank.errors import ROWS_LOGGER, UserError, say_once
 from fs_lowrank.jobs.memo import memoized
@@ -57,31 +57,31 @@ def build_data(cfg: Settings, tokenizer: Any = None, raw: RawData | None = None)
     """
     if raw is None:
         raw = load_raw(cfg.data, origin=cfg.source, task=cfg.model.task)
-    given = cfg, tokenizer, raw
-    data = memoized("data", lambda: _decides(*given), lambda: _built(*given), size=lambda made: made.nbytes)
-    uncut(tokenizer)
+    inputs = cfg, tokenizer, raw
+    data = memoized("data", lambda: _memo_key(*inputs), lambda: _build(*inputs), size=lambda built: built.nbytes)
+    clear_truncation(tokenizer)
     say_once(data.describe(), logging.WARNING if any(data.repeated.values()) else logging.INFO, ROWS_LOGGER)
     return data
 
 
-def _decides(cfg: Settings, tokenizer: Any, raw: RawData) -> dict[str, Any] | None:
-    """All that decides what ``_built`` gives; None if that is not known, or takes no time, as with images."""
+def _memo_key(cfg: Settings, tokenizer: Any, raw: RawData) -> dict[str, Any] | None:
+    """The inputs that decide the result of ``_build``; None if unknown, or if building takes no time (images)."""
     if not isinstance(cfg, Settings) or getattr(tokenizer, "backend_tokenizer", None) is None:
         return None
-    parts = (raw.train, raw.validation, raw.test)
+    frames = (raw.train, raw.validation, raw.test)
     keys = {name: asdict(getattr(cfg, name)) for name in ("data", "llm")} | {"task": cfg.model.task}
     return {
-        "keys": [keys, cfg.federate.client_num, cfg.alone, cfg.seed, cfg.lowrank.test_seed, _own_lengths(cfg)],
+        "keys": [keys, cfg.federate.client_num, cfg.alone, cfg.seed, cfg.lowrank.test_seed, _client_lengths(cfg)],
         "raw": [raw.fingerprint, raw.source, raw.fields, raw.skipped],
-        "rows": [None if p is None else hashlib.sha256(p.index.to_numpy(np.int64)).hexdigest() for p in parts],
+        "rows": [None if p is None else hashlib.sha256(p.index.to_numpy(np.int64)).hexdigest() for p in frames],
         "tokenizer": [tokenizer_fingerprint(tokenizer), repr(tokenizer)],
     }
 
 
-def _built(cfg: Settings, tokenizer: Any, raw: RawData) -> FederatedData:
+def _build(cfg: Settings, tokenizer: Any, raw: RawData) -> FederatedData:
     args = data_args(cfg.data, cfg.source)
     frames = _frames(cfg, raw)
-    read = _read(cfg, raw)
+    read = _count_read(cfg, raw)
     examples: dict[str, Any] = {}
     texts = image_shape = None
     if raw.images is None:
@@ -94,7 +94,7 @@ def _built(cfg: Settings, tokenizer: Any, raw: RawData) -> FederatedData:
     keys = {split: row_keys(frame, raw.task, raw.images) for split, frame in frames.items()}
     parts, shares = _partitioned(cfg, raw, frames, examples)
     if texts is not None:
-        examples["train"] = texts.cut_otherwise(examples["train"], frames["train"], parts)
+        examples["train"] = texts.cut_by_client(examples["train"], frames["train"], parts)
     if cfg.alone:
         parts.indices = Ragged.of([parts.indices[cfg.alone - 1]])
         shares = Ragged.of([shares[cfg.alone - 1]]) if "test" in examples else shares
@@ -124,25 +124,25 @@ def _built(cfg: Settings, tokenizer: Any, raw: RawData) -> FederatedData:
 
 
 def _frames(cfg: Settings, raw: RawData) -> dict[str, pd.DataFrame]:
-    """The rows of ``train``, ``validation`` and ``test``, those of them that there are."""
-    seed, test_seed, of_test = cfg.seed, cfg.lowrank.test_seed, cfg.data.test_subsample
+    """The rows of ``train``, and of ``validation`` and ``test`` if the run has them."""
+    seed, test_seed, test_share = cfg.seed, cfg.lowrank.test_seed, cfg.data.test_subsample
     test_seed = seed if test_seed < 0 else test_seed
     train, validation, test = _split(raw, list(cfg.data.splits), seed, test_seed)
-    if raw.test is not None and test_seed != seed and of_test == 1:
+    if raw.test is not None and test_seed != seed and test_share == 1:
         say_once(
             f"lowrank.test_seed = {test_seed} has no effect: the data have test rows of their own, and "
             "data.test_subsample = 1 takes all of them"
         )
     train = _subsample(train, "subsample", cfg.data.subsample, seed)
-    test = None if test is None else _subsample(test, "test_subsample", of_test, test_seed)
-    found = {"train": train, "validation": validation, "test": test}
-    return {split: frame for split, frame in found.items() if frame is not None}
+    test = None if test is None else _subsample(test, "test_subsample", test_share, test_seed)
+    frames = {"train": train, "validation": validation, "test": test}
+    return {split: frame for split, frame in frames.items() if frame is not None}
 
 
-def _read(cfg: Settings, raw: RawData) -> int:
-    """The number of rows of the source, with those that are left out; too many empty ones are an error."""
-    there = sum(len(part) for part in (raw.train, raw.validation, raw.test) if part is not None)
-    read = there + sum(raw.skipped.values())
+def _count_read(cfg: Settings, raw: RawData) -> int:
+    """The number of rows of the source, rows left out included; too many empty rows are an error."""
+    loaded = sum(len(frame) for frame in (raw.train, raw.validation, raw.test) if frame is not None)
+    read = loaded + sum(raw.skipped.values())
     for reason, count in raw.skipped.items():
         if reason.startswith("empty "):
             _check_dropped(cfg, count, read, f"are without what they need ({reason})", "fill or remove them")
@@ -153,7 +153,7 @@ class _Texts:
     """How the rows of a run are encoded.
 
     Args:
-        args: of ``data.args``. train: the training rows, by which ``llm.tok_len: auto`` goes.
+        args: of ``data.args``. train: the training rows, from which ``llm.tok_len: auto`` takes the length.
     Attributes:
         length: of a text, in tokens, at most. skipped, truncated: as in ``FederatedData``, so far.
     """
@@ -163,8 +163,8 @@ class _Texts:
         self.options = {key: args[key] for key in ("template", "loss_on") if key in args}
         self.paired = cfg.model.task == "Seq2SeqLM"
         self.skipped, self.truncated = dict(raw.skipped), dict[str, int]()
-        asked = args.get("max_len", None) or cfg.llm.tok_len
-        self.length: int = self._fitting_length(train) if asked == "auto" else asked
+        length = args.get("max_len", None) or cfg.llm.tok_len
+        self.length: int = self._fitting_length(train) if length == "auto" else length
         check_vocabulary(train, tokenizer)
 
     def _fitting_length(self, train: pd.DataFrame) -> int:
@@ -173,7 +173,7 @@ class _Texts:
         return int(np.quantile(examples.lengths, 0.99, method="higher"))
 
     def _encoded(self, frame: pd.DataFrame, length: int) -> tuple[Examples, np.ndarray]:
-        """The rows of ``frame`` as examples, and which of them were kept."""
+        """The rows of ``frame`` as examples, and a mask of the rows retained, bool ``(rows,)``."""
         if self.raw.task == CAUSAL_LM:
             return tokenize_instructions(frame, self.tokenizer, length, **self.options, paired=self.paired)
         examples = tokenize_classification(frame, self.tokenizer, length)
@@ -182,9 +182,9 @@ class _Texts:
         return examples, np.ones(len(frame), dtype=bool)
 
     def examples(self, frame: pd.DataFrame, split: str) -> tuple[Examples, pd.DataFrame]:
-        """The rows of a split as examples, and those of the rows that were kept."""
-        examples, kept = self._encoded(frame, self.length)
-        dropped = int((~kept).sum())
+        """The rows of a split as examples, and the rows retained."""
+        examples, retained = self._encoded(frame, self.length)
+        dropped = int((~retained).sum())
         _check_dropped(
             self.cfg,
             dropped,
@@ -194,18 +194,18 @@ class _Texts:
         )
         count_skipped(self.skipped, "prompt too long", dropped)
         self.truncated[split] = examples.truncated
-        return examples, frame[kept]
+        return examples, frame[retained]
 
-    def cut_otherwise(self, examples: Examples, train: pd.DataFrame, parts: Partition) -> Examples:
+    def cut_by_client(self, examples: Examples, train: pd.DataFrame, parts: Partition) -> Examples:
         """``examples`` with the rows of the clients that have a length of their own (``lowrank.clients``) cut to that.
 
-        Rows that it leaves no answer are taken from ``parts`` and counted.
+        Rows whose answer is cut away are removed from ``parts`` and counted.
 
         Raises:
             UserError: a client would have no row left, or more of their rows than ``data.max_dropped`` would be left
                 out.
         """
-        for length, clients in _own_lengths(self.cfg).items():
+        for length, clients in _client_lengths(self.cfg).items():
             examples = self._cut_to(length, clients, examples, train, parts)
         self.truncated["train"] = examples.truncated
         return examples
@@ -215,22 +215,22 @@ class _Texts:
     ) -> Examples:
         rows = np.sort(np.concatenate([parts.indices[client - 1] for client in clients]))
         try:
-            own, fit = self._encoded(train.iloc[rows], length)
+            shorter, retained = self._encoded(train.iloc[rows], length)
         except UserError as error:
             raise UserError(f"lowrank.clients: tok_len = {length}, of client {clients[0]}: {error}") from error
         indices = list(parts.indices)
         for client in clients:
-            mine = indices[client - 1]
-            indices[client - 1] = mine[fit[np.searchsorted(rows, mine)]]
+            client_rows = indices[client - 1]
+            indices[client - 1] = client_rows[retained[np.searchsorted(rows, client_rows)]]
             if not len(indices[client - 1]):
                 raise UserError(f"lowrank.clients: tok_len = {length} leaves client {client} no answer; raise it")
-        if not fit.all():
-            which = f"of the clients with tok_len = {length} (lowrank.clients) have a prompt that fills it"
-            _check_dropped(self.cfg, int((~fit).sum()), len(fit), which, "raise it")
+        if not retained.all():
+            reason = f"of the clients with tok_len = {length} (lowrank.clients) have a prompt that fills it"
+            _check_dropped(self.cfg, int((~retained).sum()), len(retained), reason, "raise it")
             parts.indices = Ragged.of(indices)
-            count_skipped(self.skipped, "prompt too long", int((~fit).sum()))
-        replaced = examples.replaced(rows[fit], own)
-        # Those that were counted when these were made with the usual length.
+            count_skipped(self.skipped, "prompt too long", int((~retained).sum()))
+        replaced = examples.replaced(rows[retained], shorter)
+        # Texts of these rows that were counted as cut when they were encoded at the usual length.
         replaced.truncated -= self._encoded(train.iloc[rows], self.length)[0].truncated
         return replaced
 
@@ -238,35 +238,35 @@ class _Texts:
 def _partitioned(
     cfg: Settings, raw: RawData, frames: dict[str, pd.DataFrame], examples: dict[str, Any]
 ) -> tuple[Partition, Ragged]:
-    """The training rows divided among the clients, and the rows of ``test`` likewise, if there are any."""
+    """The training rows divided among the clients, and the rows of ``test`` likewise, if any exist."""
     seed, train = cfg.seed, frames["train"]
-    # Numbers have classes of equal size, of which those of held-out rows are found by the same bounds.
-    between = edges(examples["train"].labels) if raw.task == REGRESSION else None
+    # Numbers are divided into classes of equal size; the same bounds give the classes of held-out rows.
+    bounds = edges(examples["train"].labels) if raw.task == REGRESSION else None
     fields = [name for name in raw.fields if name in train]
 
     def rows(split: str) -> Rows:
         labels, frame = examples[split].labels, frames[split]
-        kinds = None if labels is None else as_classes(np.asarray(labels), between)
+        kinds = None if labels is None else as_classes(np.asarray(labels), bounds)
         return Rows(len(examples[split]), kinds, {name: frame[name].to_numpy() for name in fields if name in frame})
 
-    of_train = rows("train")
+    train_rows = rows("train")
     args = one_mapping("data.splitter_args", cfg.data.splitter_args, cfg.source)
-    parts = partition(cfg.data.splitter, of_train, cfg.federate.client_num, _rng(seed, "partition"), args, cfg.source)
+    parts = partition(cfg.data.splitter, train_rows, cfg.federate.client_num, _rng(seed, "partition"), args, cfg.source)
     parts.label_names = raw.label_names or None
     if raw.task in (REGRESSION, MULTI_LABEL):
         parts.labels = parts.label_names = None  # no counts of classes
     if "test" not in examples:
         return parts, Ragged.of([])
-    return parts, matching_shares(parts, of_train, rows("test"), _rng(seed, "client tests"))
+    return parts, matching_shares(parts, train_rows, rows("test"), _rng(seed, "client tests"))
 
 
 def _digest(examples: dict[str, Any], parts: Partition) -> str:
-    """The fingerprint of the data: SHA-256 in hex of the examples, and of which rows each client has."""
+    """The fingerprint of the data: SHA-256 in hex of the examples and of each client's row numbers."""
     digest = hashlib.sha256()
     for split in ("train", "validation", "test"):
         digest.update((examples[split].fingerprint() if split in examples else "none").encode())
     sizes, indices = parts.sizes(), parts.indices.flat()
-    # Of each client the number of its rows, and the rows.
+    # For each client the number of its rows, then the rows.
     digest.update(np.insert(indices, np.cumsum(sizes) - sizes, sizes).astype("<i8").tobytes())
     return digest.hexdigest()
 
@@ -278,21 +278,21 @@ def _majority(test: Any) -> float | None:
     return float(np.unique(test.labels, return_counts=True)[1].max() / len(test))
 
 
-def _own_lengths(cfg: Settings) -> dict[int, list[int]]:
-    """The clients by the length of their texts, of those that have one of their own (``lowrank.clients``)."""
+def _client_lengths(cfg: Settings) -> dict[int, list[int]]:
+    """The clients with a text length of their own (``lowrank.clients``), by that length."""
     clients: dict[int, list[int]] = {}
-    for client, own in cfg.own_settings.items():
-        if "tok_len" in own:
-            clients.setdefault(own["tok_len"], []).append(client)
+    for client, overrides in cfg.own_settings.items():
+        if "tok_len" in overrides:
+            clients.setdefault(overrides["tok_len"], []).append(client)
     return clients
 
 
-def _check_dropped(cfg: Settings, dropped: int, rows: int, why: str, remedy: str) -> None:
+def _check_dropped(cfg: Settings, dropped: int, rows: int, reason: str, remedy: str) -> None:
     """Raise ``UserError`` if more than ``data.max_dropped`` of so many rows would be left out."""
     limit = cfg.data.max_dropped
     if dropped > limit * rows:
         raise UserError(
-            f"{dropped} of {rows} rows {why} and would be left out, more than data.max_dropped = {limit:g} of them; "
+            f"{dropped} of {rows} rows {reason} and would be left out, more than data.max_dropped = {limit:g} of them; "
             f"{remedy}, or raise data.max_dropped"
         )
 
@@ -318,12 +318,12 @@ def _split(
 ) -> tuple[pd.DataFrame, pd.DataFrame | None, pd.DataFrame | None]:
     train, validation, test = raw.train, raw.validation, raw.test
     validation_share = shares[1]
-    own = [which for which, part in (("test", test), ("validation", validation)) if part is not None]
-    if len(own) == 1:  # of both, the run says it of data.splits as a whole
-        at = 2 if own == ["test"] else 1
-        if shares[at] not in (0, Data().splits[at]):
-            share = f"the share of {shares[at]:g} for {own[0]} rows (data.splits = {shares})"
-            say_once(f"{share} has no effect: the data have {own[0]} rows of their own")
+    present = [split for split, frame in (("test", test), ("validation", validation)) if frame is not None]
+    if len(present) == 1:  # of both, the run says it of data.splits as a whole
+        index = 2 if present == ["test"] else 1
+        if shares[index] not in (0, Data().splits[index]):
+            share = f"the share of {shares[index]:g} for {present[0]} rows (data.splits = {shares})"
+            say_once(f"{share} has no effect: the data have {present[0]} rows of their own")
     if test is None:
         train, test = _divide(train, shares[2], _rng(test_seed, "split/test"))
         validation_share = shares[1] / (1 - shares[2]) if shares[2] < 1 else 0.0
@@ -335,9 +335,9 @@ def _split(
 
 
 def _divide(frame: pd.DataFrame, share: float, rng: np.random.Generator) -> tuple[pd.DataFrame, pd.DataFrame | None]:
-    """``(rest, taken)``: a stratified sample of ``share`` of the rows is taken. Order and index are kept."""
-    taken = _stratified(frame, share, rng)
-    return (frame[~taken], frame[taken]) if taken.any() else (frame, None)
+    """``(remaining, sample)``: a stratified sample of ``share`` of the rows. Order and index stay."""
+    chosen = _stratified(frame, share, rng)
+    return (frame[~chosen], frame[chosen]) if chosen.any() else (frame, None)
 
 
 def _stratified(frame: pd.DataFrame, share: float, rng: np.random.Generator) -> np.ndarray:
@@ -345,13 +345,13 @@ def _stratified(frame: pd.DataFrame, share: float, rng: np.random.Generator) -> 
     labels = as_classes(frame["label"].to_numpy()) if "label" in frame else np.zeros(len(frame), dtype=np.int64)
     kinds, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
     quota = share * counts
-    take = np.floor(quota + 1e-9).astype(np.int64)
-    missing = int(round(share * len(frame))) - int(take.sum())
-    take[np.argsort(take - quota, kind="stable")[: max(missing, 0)]] += 1
+    sizes = np.floor(quota + 1e-9).astype(np.int64)
+    missing = int(round(share * len(frame))) - int(sizes.sum())
+    sizes[np.argsort(sizes - quota, kind="stable")[: max(missing, 0)]] += 1
     chosen = np.zeros(len(frame), dtype=bool)
     for kind in range(len(kinds)):
         members = rng.permutation(np.flatnonzero(inverse == kind))
-        chosen[members[: take[kind]]] = True
+        chosen[members[: sizes[kind]]] = True
     return chosen
 
 

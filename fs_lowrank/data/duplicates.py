@@ -1,4 +1,4 @@
-"""Rows that occur again, up to case, punctuation and blanks: test rows that are also training rows."""
+"""Repeated rows, up to case, punctuation and blanks: test rows that are also training rows."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fs_lowrank.data.tables import CAUSAL_LM, ROLES
 
 
 def normalised(text: str) -> str:
-    """``text`` in lower case and compatible Unicode, with one blank for all that is no letter or digit."""
+    """``text`` in lower case and compatible Unicode; each run without letters and digits becomes one blank."""
     return re.sub(r"[\W_]+", " ", unicodedata.normalize("NFKC", text).casefold()).strip()
 
 
 def row_keys(frame: Any, task: str, images: np.ndarray | None = None) -> np.ndarray:
-    """A hash of what a model reads of each row, int64 from 0 ``(rows,)``; rows that are alike have the same.
+    """A hash of each row's text or image as a model reads it, int64 from 0 ``(rows,)``; equal for rows that are alike.
 
-    Texts are normalised; those without a letter or digit are compared as they are. The answer of a language model
+    Texts are normalised; texts without a letter or digit are compared as they are. The answer of a language model
     counts only where it has no prompt. Images are compared byte by byte.
 
     Args:
-        frame: rows as in ``RawData``. task, images: those of ``RawData``.
+        frame: rows as in ``RawData``. task, images: as in ``RawData``.
     """
     if images is not None:
         return np.array([_hash(images[i].tobytes()) for i in frame["image"]], dtype=np.int64)

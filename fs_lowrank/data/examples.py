@@ -20,7 +20,7 @@ IGNORED_LABEL = -100
 
 
 def rows_alike(lengths: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    """Batches of at most ``size`` rows that have one length each, so that none is padded; of images in order."""
+    """Batches of at most ``size`` rows of equal length, so that none is padded; images stay in order."""
     for length in np.unique(lengths):
         rows = np.flatnonzero(lengths == length)
         yield from np.split(rows, range(size, len(rows), size))
@@ -85,21 +85,21 @@ class Examples:
             paired=self.paired,
         )
 
-    def replaced(self, rows: np.ndarray, others: Examples) -> Examples:
-        """A copy with ``others`` in the place of the examples at ``rows``; classes stay."""
+    def replaced(self, rows: np.ndarray, new: Examples) -> Examples:
+        """A copy with ``new`` in the place of the examples at ``rows``; classes stay."""
         order = np.arange(len(self))
         order[rows] = len(self) + np.arange(len(rows))
-        joined = {name: Ragged.join([own, others.columns[name]]).select(order) for name, own in self.columns.items()}
-        return dataclasses.replace(self, columns=joined, truncated=self.truncated + others.truncated)
+        joined = {name: Ragged.join([column, new.columns[name]]).select(order) for name, column in self.columns.items()}
+        return dataclasses.replace(self, columns=joined, truncated=self.truncated + new.truncated)
 
     @classmethod
-    def together(cls, parts: Iterable[tuple[Examples, np.ndarray]]) -> Examples:
-        """Of several sets of the same columns the examples at some indices, set after set, copied."""
-        chosen = [examples.select(indices) for examples, indices in parts]
+    def together(cls, selections: Iterable[tuple[Examples, np.ndarray]]) -> Examples:
+        """The examples at some indices of several sets with the same columns, set after set, copied."""
+        chosen = [examples.select(indices) for examples, indices in selections]
         first = chosen[0]
         return cls(
-            {name: Ragged.join(part.columns[name] for part in chosen) for name in first.columns},
-            None if first.labels is None else np.concatenate([part.labels for part in chosen]),
+            {name: Ragged.join(examples.columns[name] for examples in chosen) for name in first.columns},
+            None if first.labels is None else np.concatenate([examples.labels for examples in chosen]),
             first.pad_id,
             first.pad_token_type_id,
             sets=first.sets,
@@ -131,18 +131,18 @@ class Examples:
         # The mask is made from the lengths, because the padding token may also be the end-of-sequence token.
         mask = np.arange(lengths.max())[None, :] < lengths[:, None]
         fill = {"input_ids": self.pad_id, "labels": IGNORED_LABEL, "token_type_ids": self.pad_token_type_id}
-        out = {"attention_mask": torch.from_numpy(mask.astype(np.int64))}
+        tensors = {"attention_mask": torch.from_numpy(mask.astype(np.int64))}
         for name, rows in self.columns.items():
-            own = mask
+            positions = mask
             if self.paired and name == "labels":
-                own = np.arange(max(rows.lengths[chosen].max(), 1))[None, :] < rows.lengths[chosen][:, None]
-            padded = np.full(own.shape, fill.get(name, 0), dtype=np.int64)
-            padded[own] = rows.select(chosen).flat()
-            out[name] = torch.from_numpy(padded)
+                positions = np.arange(max(rows.lengths[chosen].max(), 1))[None, :] < rows.lengths[chosen][:, None]
+            padded = np.full(positions.shape, fill.get(name, 0), dtype=np.int64)
+            padded[positions] = rows.select(chosen).flat()
+            tensors[name] = torch.from_numpy(padded)
         if self.labels is not None:
             labels = self.labels[chosen]
-            out["labels"] = torch.from_numpy(bits(labels, self.sets) if self.sets else labels)
-        return out
+            tensors["labels"] = torch.from_numpy(bits(labels, self.sets) if self.sets else labels)
+        return tensors
 
     def fingerprint(self) -> str:
         """SHA-256 in hex over tokens and labels, independent of the machine."""

@@ -1,4 +1,4 @@
-"""The data of a federated run, encoded and partitioned: what ``build_data`` gives."""
+"""The data of a federated run, encoded and partitioned: the result of ``build_data``."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class FederatedData:
         num_labels: 0 for a causal language model.
         source: a description of where the data come from.
         fingerprint: SHA-256 in hex over all tokens or images, labels and the partition.
-        partition: indices into the training rows that were kept, in the order of the source.
+        partition: indices into the retained training rows, in the order of the source.
         majority: fraction of the most frequent class in ``test``, the accuracy of a constant prediction; None without
             classes.
         skipped: number of rows left out, by reason.
         read: number of rows of the source, with those left out.
         repeated: by held-out split, the number of rows that are training rows as well (``duplicates``).
-        keys: of the training rows, by which they are found again: int64, of ``duplicates.row_keys``.
+        keys: hashes of the training rows, to recognise repeated rows: int64, from ``duplicates.row_keys``.
         truncated: number of texts cut to ``tok_len`` tokens, by split.
         tok_len: the maximum number of tokens; None for images.
         image_shape: ``(channels, height, width)`` of the model's input; None for text.
@@ -68,7 +68,7 @@ class FederatedData:
     columns: dict[str, str] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        """The split as plain data for ``data.json``, without what there is of every row or client (``arrays``).
+        """The split as plain data for ``data.json``, without the arrays by row or client (``arrays``).
 
         Of ``validation`` and ``test``, ``from`` names the source that their rows are numbered in, and ``labels`` are
         the counts of their classes by name.
@@ -78,9 +78,9 @@ class FederatedData:
             split: {
                 "from": "train" if split in self.cut else split,
                 "size": len(self.rows[split]),
-                **({"labels": self._counts(part)} if classes and part is not None else {}),
+                **({"labels": self._counts(examples)} if classes and examples is not None else {}),
             }
-            for split, part in (("validation", self.validation), ("test", self.test))
+            for split, examples in (("validation", self.validation), ("test", self.test))
             if split in self.rows
         }
         return {
@@ -98,9 +98,9 @@ class FederatedData:
         }
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What belongs to ``record`` of every row and client, int64: the arrays of ``rows.npz`` (``runs.split``).
+        """The part of ``record`` by row and client, int64: the arrays of ``rows.npz`` (``runs.split``).
 
-        In contrast to these rows, the indices of ``partition`` count only the training rows that were kept.
+        In contrast to these rows, the indices of ``partition`` count only the retained training rows.
         """
         order = self.partition.indices.flat()
         labels = {} if self.partition.labels is None else {"labels": self.partition.labels[order]}
@@ -108,8 +108,8 @@ class FederatedData:
         numbers = {"clients": self.rows["train"][order], "sizes": self.partition.sizes()}
         return {**numbers, **labels, **held_out, "keys": np.unique(self.keys)}
 
-    def _counts(self, part: Examples | ImageExamples) -> dict[str, int]:
-        counts = np.bincount(np.asarray(part.labels), minlength=len(self.label_names))
+    def _counts(self, examples: Examples | ImageExamples) -> dict[str, int]:
+        counts = np.bincount(np.asarray(examples.labels), minlength=len(self.label_names))
         return {name: int(count) for name, count in zip(self.label_names, counts, strict=True)}
 
     def counts(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class FederatedData:
     def describe(self) -> str:
         """One line for the screen: rows read, left out and cut, sizes of the splits and clients, classes."""
         sizes = self.partition.sizes()
-        parts = rows_said(self.counts())
+        parts = row_lines(self.counts())
         clients = counted(len(sizes), "client")
         parts.append(f"{sizes.sum()} for training by {clients} ({sizes.min()} to {sizes.max()} each)")
         held_out = {"validation": self.validation, "test": self.test}
@@ -132,13 +132,13 @@ class FederatedData:
         return f"data: {', '.join(parts)}"
 
     def splits(self) -> list[Examples | ImageExamples]:
-        """The training, validation and test examples that there are."""
-        return [part for part in (self.train, self.validation, self.test) if part is not None]
+        """The training, validation and test examples that exist."""
+        return [examples for examples in (self.train, self.validation, self.test) if examples is not None]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tokens."""
-        return sum(part.nbytes for part in self.splits() if isinstance(part, Examples))
+        return sum(examples.nbytes for examples in self.splits() if isinstance(examples, Examples))
 
     @cached_property
     def clients(self) -> Sequence[Examples | ImageExamples]:
@@ -166,24 +166,24 @@ class FederatedData:
         test, labels = self.test, self.partition.labels
         if test is None or test.labels is None or labels is None or self.task in (REGRESSION, MULTI_LABEL):
             return None
-        there, truth = self.tested(), np.asarray(test.labels)
-        right = sum(int((truth[self.test_shares[i]] == _most(labels[self.partition.indices[i]])).sum()) for i in there)
-        return right / int(self.test_shares.lengths.sum())
+        clients, truth = self.tested(), np.asarray(test.labels)
+        hits = sum(int((truth[self.test_shares[i]] == _mode(labels[self.partition.indices[i]])).sum()) for i in clients)
+        return hits / int(self.test_shares.lengths.sum())
 
     def tested(self) -> list[int]:
-        """The positions in ``client_tests`` of the clients that have such a part."""
+        """The positions in ``client_tests`` of the clients with a share of the test set."""
         return [] if self.test is None else np.flatnonzero(self.test_shares.lengths).tolist()
 
 
-def _most(labels: np.ndarray) -> int:
-    """The most frequent class, the first of equals."""
+def _mode(labels: np.ndarray) -> int:
+    """The most frequent class; of equally frequent ones the first."""
     return int(np.bincount(labels).argmax())
 
 
-def rows_said(counts: Mapping[str, Any]) -> list[str]:
-    """What ``FederatedData.counts`` says in words: rows read, left out by reason, cut and repeated by split."""
-    said = [f"{counts['read']} rows read"]
-    said += [f"{count} left out ({reason})" for reason, count in counts["skipped"].items() if count]
+def row_lines(counts: Mapping[str, Any]) -> list[str]:
+    """``FederatedData.counts`` in words: rows read, left out by reason, cut and repeated by split."""
+    lines = [f"{counts['read']} rows read"]
+    lines += [f"{count} left out ({reason})" for reason, count in counts["skipped"].items() if count]
     ends = {"truncated": f"cut to {counts.get('tok_len')} tokens", "repeated": "are training rows as well"}
-    found = ((end, *item) for key, end in ends.items() for item in counts.get(key, {}).items())
-    return said + [f"{count} of {split} {end}" for end, split, count in found if count]
+    entries = ((end, *item) for key, end in ends.items() for item in counts.get(key, {}).items())
+    return lines + [f"{count} of {split} {end}" for end, split, count in entries if count]

@@ -21,7 +21,7 @@ from fs_lowrank.errors import UserError, nearest, say_once, users_own
 from fs_lowrank.settings import show
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json")
-#: values of a table that hold others
+#: types of nested values of a table
 NESTED = (list, tuple, set, np.ndarray, Mapping)
 
 
@@ -37,12 +37,12 @@ def as_text(value: Any) -> str:
 
 
 def as_texts(where: str | Path, column: str, values: pd.Series) -> pd.Series:
-    """The ``values`` of a column as texts; their index are the numbers of the rows.
+    """The ``values`` of a column as texts; their index holds the numbers of the rows.
 
     Args:
-        where: what the table is called, for messages.
+        where: the name of the table, for messages.
     Raises:
-        UserError: one is a list, a mapping or bytes, of which it is not known what the text is; names the row.
+        UserError: a value is a list, a mapping or bytes, whose text is not known; names the row.
     """
     for row, value in values.items():
         if isinstance(value, (*NESTED, bytes)):
@@ -60,7 +60,7 @@ def file_digest(path: Path) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """What is in a file; of one that is compressed by gzip, by its first bytes and not its name, what it holds.
+    """The content of a file; decompressed if its first bytes, not its name, say that gzip compressed it.
 
     Raises:
         UserError: no such file, or it cannot be read.
@@ -77,7 +77,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file, without a byte order mark; of a file compressed by gzip, what it holds.
+    """The text of a UTF-8 file, without a byte order mark; decompressed if gzip compressed it.
 
     Raises:
         UserError: no such file, an empty file, or a byte that is not UTF-8 (the message has its line).
@@ -96,7 +96,7 @@ def read_text(path: Path) -> str:
 
 
 def refuse_pointer(path: Path, content: bytes | None = None) -> None:
-    """Raise ``UserError`` if ``path`` is what git leaves for a file of Git LFS; ``content`` is what it holds."""
+    """Raise ``UserError`` if ``path`` is a pointer that git leaves for a file of Git LFS; ``content``: of the file."""
     if content is None and path.is_file():
         with path.open("rb") as file:
             content = file.read(64)
@@ -117,10 +117,10 @@ def read_tsv(path: Path, header: list[str] | None = None) -> tuple[pd.DataFrame,
     lines = [line.removesuffix("\r").split("\t") for line in read_text(path).split("\n") if line.strip()]
     if header is None:
         header, *lines = lines
-    whole = [line[: len(header)] for line in lines if len(line) >= len(header)]
-    if not whole:
+    complete = [line[: len(header)] for line in lines if len(line) >= len(header)]
+    if not complete:
         raise UserError(f"{path}: the file holds no row of {len(header)} tab-separated columns ({', '.join(header)})")
-    return pd.DataFrame(whole, columns=header, dtype=object), len(lines) - len(whole)
+    return pd.DataFrame(complete, columns=header, dtype=object), len(lines) - len(complete)
 
 
 def read_table(path: Path, quoting: bool | None = None) -> pd.DataFrame:
@@ -156,9 +156,9 @@ def _delimited(path: Path, text: str, suffix: str, quoting: bool) -> list[dict[s
     limit = csv.field_size_limit(len(text) + 1)  # long texts are valid; the limit is global
     try:
         header = [cell.strip() for cell in next(reader)]
-        if len(header) == 1 and (other := next((d for d in (";", "\t", ",") if d in header[0]), None)):
+        if len(header) == 1 and (actual := next((d for d in (";", "\t", ",") if d in header[0]), None)):
             raise UserError(
-                f"{path}: the header is one column, {show(header[0])}: separated by {other!r}? expected {delimiter!r}"
+                f"{path}: the header is one column, {show(header[0])}: separated by {actual!r}? expected {delimiter!r}"
             )
         if len(set(header)) < len(header):
             raise UserError(f"{path}: the header names a column twice: {', '.join(header)}")
@@ -176,25 +176,25 @@ def _delimited(path: Path, text: str, suffix: str, quoting: bool) -> list[dict[s
     return rows
 
 
-def _json(path: Path, text: str, whole: bool) -> list[dict[str, Any]]:
-    """The objects of a list that is the ``whole`` text, or one of each line."""
+def _json(path: Path, text: str, is_list: bool) -> list[dict[str, Any]]:
+    """The objects in the one list of the text (``is_list``), or one object of each line."""
     rows: list[dict[str, Any]] = []
-    for line, part in enumerate([text] if whole else text.split("\n"), start=1):
-        if not part.strip():
+    for line, chunk in enumerate([text] if is_list else text.split("\n"), start=1):
+        if not chunk.strip():
             continue
-        where = str(path) if whole else f"{path}, line {line}"
+        where = str(path) if is_list else f"{path}, line {line}"
         with users_own(f"{where}: reading it as JSON"):
-            value = json.loads(part, object_pairs_hook=_once)
+            value = json.loads(chunk, object_pairs_hook=_unique_keys)
             json.dumps(value, ensure_ascii=False).encode()  # half of a UTF-16 pair is no character
-        found = value if whole else [value]
-        rows += found
-        if not all(isinstance(row, dict) for row in found):
+        objects = value if is_list else [value]
+        rows += objects
+        if not all(isinstance(row, dict) for row in objects):
             raise UserError(f"{where}: expected objects, as a list of them, or one a line; got {show(value)}")
     return rows
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; ``ValueError`` if it has a key twice, of which the last would count."""
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; ``ValueError`` if it has a key twice, since only the last would count."""
     row = dict(pairs)
     if len(row) < len(pairs):
         names = [name for name, _ in pairs]

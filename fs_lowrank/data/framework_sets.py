@@ -28,7 +28,7 @@ def read_set(name: str, splitter: str, path: Path, quoting: bool | None = None) 
 
     Args:
         splitter: ``data.splitter``; with ``meta`` the smallest language of RosettaAlpaca is left out.
-        path, quoting: as for ``read_table``; of CodeSearchNet, any path in the folder of the languages.
+        path, quoting: as for ``read_table``; for CodeSearchNet, any path in the folder of the languages.
     """
     if name == "code_search_net":
         return {"train": _code_search_net(path.parent)}
@@ -36,12 +36,12 @@ def read_set(name: str, splitter: str, path: Path, quoting: bool | None = None) 
     if name == "gsm8k":
         table["answer"] = [str(answer).replace("####", "The answer is") for answer in table["answer"]]
     if name == "rosetta_alpaca" and splitter == "meta" and "input" in table:
-        kept = table["input"] != _LEFT_OUT
+        retained = table["input"] != _LEFT_OUT
         say_once(
-            f"data.splitter = meta: {int((~kept).sum())} rows of {_LEFT_OUT} in {path.name} are left out, as in "
+            f"data.splitter = meta: {int((~retained).sum())} rows of {_LEFT_OUT} in {path.name} are left out, as in "
             "FederatedScope"
         )
-        table = table[kept].reset_index(drop=True)
+        table = table[retained].reset_index(drop=True)
     return {"train": table}
 
 
@@ -51,13 +51,13 @@ def _code_search_net(root: Path) -> pd.DataFrame:
     for name in _LANGUAGES:
         folder = root / name / "final" / "jsonl" / "train"
         # By number, as FederatedScope reads them: python_train_10 comes after python_train_9.
-        parts = sorted(folder.glob(f"{name}_train_*.jsonl.gz"), key=lambda path: natural(path.name))
-        if not parts:
+        paths = sorted(folder.glob(f"{name}_train_*.jsonl.gz"), key=lambda path: natural(path.name))
+        if not paths:
             raise UserError(
                 f"no file {folder / name}_train_0.jsonl.gz; code_search_net@llm needs CodeSearchNet's languages "
                 f"({', '.join(_LANGUAGES)}) below data.root, as FederatedScope leaves them"
             )
-        tables += [read_table(path)[["docstring", "language", "code"]] for path in parts]
-    whole = pd.concat(tables, ignore_index=True)
-    whole["docstring"] = [f"{lang} {said}" for lang, said in zip(whole["language"], whole["docstring"])]
-    return whole
+        tables += [read_table(path)[["docstring", "language", "code"]] for path in paths]
+    table = pd.concat(tables, ignore_index=True)
+    table["docstring"] = [f"{lang} {docstring}" for lang, docstring in zip(table["language"], table["docstring"])]
+    return table

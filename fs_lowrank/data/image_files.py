@@ -43,30 +43,30 @@ class _Part(NamedTuple):
     values: dict[str, np.ndarray]
 
 
-def _raw(images: np.ndarray, splits: Mapping[str, Mapping[str, np.ndarray]], names: list[str], **about: Any) -> RawData:
+def _raw(images: np.ndarray, splits: Mapping[str, Mapping[str, np.ndarray]], names: list[str], **extra: Any) -> RawData:
     """Images with a class each.
 
     Args:
-        images: uint8 ``(n, channels, height, width)``, those of the splits one after the other.
-        splits: of each split one value per image by name: ``label``, and others that a partitioner may use.
-        names: of the classes, in the order of the labels. about: attributes of ``RawData``.
+        images: uint8 ``(n, channels, height, width)``, split after split.
+        splits: for each split one value per image by name: ``label``, and others that a partitioner may use.
+        names: of the classes, in the order of the labels. extra: attributes of ``RawData``.
     """
     frames, start = {}, 0
     for split, values in splits.items():
         rows = np.arange(start, start + len(values["label"]))
-        frames[split] = pd.DataFrame({"image": rows, **{name: of.astype(np.int64) for name, of in values.items()}})
+        frames[split] = pd.DataFrame({"image": rows, **{name: data.astype(np.int64) for name, data in values.items()}})
         start += len(rows)
-    several_classes(frames[TRAIN]["label"], about["source"])
+    several_classes(frames[TRAIN]["label"], extra["source"])
     fields = [name for name in splits[TRAIN] if name != "label"]
-    return RawData.of(IMAGE_CLASSIFICATION, frames, names, fields, images=images, **about)
+    return RawData.of(IMAGE_CLASSIFICATION, frames, names, fields, images=images, **extra)
 
 
 def _find(name: str, folders: Sequence[Path], files: Sequence[str]) -> list[Path]:
     """The paths of ``files`` in the first folder that has all of them."""
     for folder in folders:
-        found = [path for file in files if (path := next(filter(Path.is_file, _spellings(folder, file)), None))]
-        if len(found) == len(files):
-            return found
+        paths = [path for file in files if (path := next(filter(Path.is_file, _spellings(folder, file)), None))]
+        if len(paths) == len(files):
+            return paths
     where = ", ".join(map(str, folders))
     raise UserError(
         f"data.type {name}: no folder has {', '.join(files)}; looked in: {where}; {IMAGE_SETS[name]['hint']}"
@@ -74,7 +74,7 @@ def _find(name: str, folders: Sequence[Path], files: Sequence[str]) -> list[Path
 
 
 def _spellings(folder: Path, file: str) -> list[Path]:
-    """How a file may be called: IDX files are compressed or not, and some have a dot in their name."""
+    """The possible paths of a file: IDX files are compressed or not, and some have a dot in their name."""
     return [folder / f"{name}{end}" for name in (file, file.replace("-idx", ".idx")) for end in ("", ".gz")]
 
 
@@ -85,20 +85,20 @@ def _idx(path: Path, axes: int) -> np.ndarray:
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * axes).reshape(shape.tolist())
 
 
-def _read_idx(paths: Sequence[Path], about: Mapping[str, Any], count: int) -> _Part:
+def _read_idx(paths: Sequence[Path], spec: Mapping[str, Any], count: int) -> _Part:
     return _Part(_idx(paths[0], 3)[:, None], {"label": _idx(paths[1], 1)})
 
 
-def _read_cifar(paths: Sequence[Path], about: Mapping[str, Any], count: int) -> _Part:
+def _read_cifar(paths: Sequence[Path], spec: Mapping[str, Any], count: int) -> _Part:
     """CIFAR's binary records: a byte for each kind of label, and an image."""
-    fields: dict[str, int] = about["labels"]
+    fields: dict[str, int] = spec["labels"]
     raw = b"".join(read_bytes(path) for path in paths)
     rows = np.frombuffer(raw, np.uint8).reshape(len(paths) * count, len(fields) + 3072)
     values = {field: rows[:, column] for column, field in enumerate(fields)}
     return _Part(rows[:, len(fields) :].reshape(-1, 3, 32, 32), values)
 
 
-def _read_svhn(paths: Sequence[Path], about: Mapping[str, Any], count: int) -> _Part:
+def _read_svhn(paths: Sequence[Path], spec: Mapping[str, Any], count: int) -> _Part:
     from scipy.io import loadmat
 
     content = loadmat(paths[0], variable_names=["X", "y"])
@@ -119,27 +119,27 @@ def read_image_set(name: str, root: Path, home: str | Path | None = None) -> Raw
     Raises:
         UserError: files are missing, truncated or invalid; the message names the file and the remedy.
     """
-    about = IMAGE_SETS[name]
+    spec = IMAGE_SETS[name]
     fetched = usable(name, home)
-    folders = [*(root / folder for folder in about["folders"]), *([fetched] if fetched else [])]
-    folders += map(Path, about.get("more", ()))
-    listed: dict[str, list[str]] = about["files"]
-    found = _find(name, folders, [file for files in listed.values() for file in files])
-    paths, parts = iter(found), {}
+    folders = [*(root / folder for folder in spec["folders"]), *([fetched] if fetched else [])]
+    folders += map(Path, spec.get("more", ()))
+    listed: dict[str, list[str]] = spec["files"]
+    paths = _find(name, folders, [file for files in listed.values() for file in files])
+    remaining, parts = iter(paths), {}
     for split, files in listed.items():
-        count = about.get("records", {}).get(split, 0)
-        of_split = list(islice(paths, len(files)))
-        with users_own(f"{of_split[0]}: reading it as a file of {name}"):
-            parts[split] = part = _READERS[about["format"]](of_split, about, count)
-        classes = {"label": len(about.get("names", ())), **about.get("labels", {})}
+        count = spec.get("records", {}).get(split, 0)
+        split_paths = list(islice(remaining, len(files)))
+        with users_own(f"{split_paths[0]}: reading it as a file of {name}"):
+            parts[split] = part = _READERS[spec["format"]](split_paths, spec, count)
+        classes = {"label": len(spec.get("names", ())), **spec.get("labels", {})}
         for kind, labels in part.values.items():
             if labels.shape != (len(part.images),) or labels.max() >= classes[kind]:
-                came, expected = f"{len(labels)} labels up to {labels.max()}", f"{len(part.images)} of 0 … "
-                raise UserError(f"{of_split[-1]}: {came} came; expected {expected}{classes[kind] - 1}")
-    names = about.get("names") or _names(found[0].with_name(about["names_file"]), about["labels"]["label"])
+                actual, expected = f"{len(labels)} labels up to {labels.max()}", f"{len(part.images)} of 0 … "
+                raise UserError(f"{split_paths[-1]}: {actual} came; expected {expected}{classes[kind] - 1}")
+    names = spec.get("names") or _names(paths[0].with_name(spec["names_file"]), spec["labels"]["label"])
     images = np.concatenate([part.images for part in parts.values()])
-    mean, std = tuple(about["mean"]), tuple(about["std"])
-    return _raw(images, {s: p.values for s, p in parts.items()}, names, source=about["source"], mean=mean, std=std)
+    mean, std = tuple(spec["mean"]), tuple(spec["std"])
+    return _raw(images, {s: p.values for s, p in parts.items()}, names, source=spec["source"], mean=mean, std=std)
 
 
 def _names(path: Path, count: int) -> list[str]:
@@ -182,12 +182,12 @@ def read_folder(folder: Path, args: Mapping[str, Any]) -> RawData:
         for kind in classes:
             if kind not in names:
                 raise UserError(f"{folder}: class {kind!r} of {split} does not occur in training{nearest(kind, names)}")
-        of_class = [classes.get(kind, []) for kind in names]
-        files += [path for paths in of_class for path in paths]
-        splits[split] = {"label": np.repeat(np.arange(len(names)), list(map(len, of_class)))}
-    images, said = _decode(files, size, channels)
-    if said:
-        say_once(f"{folder}: {said}")
+        by_class = [classes.get(kind, []) for kind in names]
+        files += [path for paths in by_class for path in paths]
+        splits[split] = {"label": np.repeat(np.arange(len(names)), list(map(len, by_class)))}
+    images, notes = _decode(files, size, channels)
+    if notes:
+        say_once(f"{folder}: {notes}")
     middle, source = (0.5,) * images.shape[1], f"the user's images in {folder.name}"
     return _raw(images, splits, names, source=source, skipped=skipped, mean=middle, std=middle)
 
@@ -196,11 +196,11 @@ def _listing(folder: Path) -> tuple[dict[str, dict[str, list[Path]]], dict[str, 
     """Split → class → files, and the number of files left out. Without a folder ``train``, all is training data."""
     skipped: dict[str, int] = {}
 
-    def classes(where: Path) -> dict[str, list[Path]]:
-        kinds = sorted(p for p in where.iterdir() if p.is_dir() and not p.name.startswith("."))
+    def classes(parent: Path) -> dict[str, list[Path]]:
+        kinds = sorted(p for p in parent.iterdir() if p.is_dir() and not p.name.startswith("."))
         files = {kind.name: [path for path in sorted(kind.iterdir()) if _is_image(path)] for kind in kinds}
         if empty := [name for name, paths in files.items() if not paths]:
-            say_once(f"{where}: no image is in the folder of a class: {', '.join(empty)}; it is left out")
+            say_once(f"{parent}: no image is in the folder of a class: {', '.join(empty)}; it is left out")
         return {name: paths for name, paths in files.items() if paths}
 
     with users_own(f"{folder}: listing it"):
@@ -208,14 +208,14 @@ def _listing(folder: Path) -> tuple[dict[str, dict[str, list[Path]]], dict[str, 
         for name, split in _SPLIT_NAMES.items() if (folder / TRAIN).is_dir() else [(".", TRAIN)]:
             if (folder / name).is_dir():
                 splits[split] = classes(folder / name)
-        taken = {path for found in splits.values() for paths in found.values() for path in paths}
-        within = {path.parent for path in taken}
+        listed = {path for by_class in splits.values() for paths in by_class.values() for path in paths}
+        folders = {path.parent for path in listed}
         for path in folder.rglob("*"):
-            if path in taken or not path.is_file():
+            if path in listed or not path.is_file():
                 continue
             if _is_image(path):
                 count_skipped(skipped, "in no folder of a class", 1)
-            elif path.parent in within:
+            elif path.parent in folders:
                 count_skipped(skipped, "not an image, by its name", 1)
         return splits, skipped
 
@@ -225,10 +225,10 @@ def _is_image(path: Path) -> bool:
 
 
 def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | None) -> tuple[np.ndarray, str]:
-    """uint8 ``(n, channels, height, width)``, as the pictures are shown, and what of the files is not in it.
+    """uint8 ``(n, channels, height, width)``, turned as viewers show them, and notes on content that was not read.
 
-    They are decoded in threads, as the decoders release the GIL. Of gray values of 16 bits the upper 8 are taken of
-    those bits that the largest value of all files needs, since files of 16 bits often hold 10 or 12.
+    They are decoded in threads, as the decoders release the GIL. Gray values of 16 bits are cut to the upper 8 of
+    the bits that the largest value of all files needs, since files of 16 bits often hold 10 or 12.
     """
     from PIL import Image, ImageOps
 
@@ -240,30 +240,30 @@ def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | Non
                 raise UserError(f"{path}: its pixels are numbers of 32 bits, of unknown range; save 8 or 16 bits")
             lost = ["several frames, of which the first is read"] * (getattr(image, "n_frames", 1) > 1)
             lost += ["transparency, which is not read"] * ("A" in image.mode or "transparency" in image.info)
-            shown = ImageOps.exif_transpose(image)
-            gray = shown.mode in ("1", "L", "LA")
+            upright = ImageOps.exif_transpose(image)
+            gray = upright.mode in ("1", "L", "LA")
             mode = "I" if deep else "L" if channels == 1 or channels is None and gray else "RGB"
-            converted = shown if shown.mode == mode else shown.convert(mode)
+            converted = upright if upright.mode == mode else upright.convert(mode)
             if size is not None and converted.size != size[::-1]:
                 converted = converted.resize(size[::-1], Image.Resampling.BILINEAR)
             return np.asarray(converted), lost
 
     with ThreadPoolExecutor(max_workers=min(8, 2 * (os.cpu_count() or 1))) as pool:
-        decoded, lost = zip(*(got for _, got in zip(steps(files, "reading images"), pool.map(read, files))))
-    first = decoded[0].shape[:2]
+        decoded, lost = zip(*(result for _, result in zip(steps(files, "reading images"), pool.map(read, files))))
+    shape = decoded[0].shape[:2]
     for path, image in zip(files, decoded):
-        if image.shape[:2] != first:
+        if image.shape[:2] != shape:
             raise UserError(
-                f"{path}: is {image.shape[0]} × {image.shape[1]}, {files[0].name} is {first[0]} × "
-                f"{first[1]}; set a common size: data.args [{{size: {first[0]}}}]"
+                f"{path}: is {image.shape[0]} × {image.shape[1]}, {files[0].name} is {shape[0]} × "
+                f"{shape[1]}; set a common size: data.args [{{size: {shape[0]}}}]"
             )
     depth = channels or (3 if any(image.ndim == 3 for image in decoded) else 1)
     bits = int(max((image.max() for image in decoded if image.dtype != np.uint8), default=0)).bit_length()
-    out = np.empty((len(decoded), depth, *first), dtype=np.uint8)
-    for row, image in zip(out, decoded):
+    images = np.empty((len(decoded), depth, *shape), dtype=np.uint8)
+    for row, image in zip(images, decoded):
         eight = image if image.dtype == np.uint8 else image >> max(bits - 8, 0)
         row[:] = eight if image.ndim == 2 else eight.transpose(2, 0, 1)
     counts = Counter(reason for reasons in lost for reason in reasons)
-    said = [f"{count} files have {reason}" for reason, count in counts.items()]
-    said += [f"gray values of {bits} bits are read as their upper 8"] * (bits > 8)
-    return out, "; ".join(said)
+    notes = [f"{count} files have {reason}" for reason, count in counts.items()]
+    notes += [f"gray values of {bits} bits are read as their upper 8"] * (bits > 8)
+    return images, "; ".join(notes)

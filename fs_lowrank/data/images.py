@@ -48,7 +48,7 @@ def _to_tensor(x: Tensor, rng: Rng) -> Tensor:
 
 
 def _normalize(x: Tensor, rng: Rng, mean: Numbers, std: Deviations) -> Tensor:
-    shift, scale = (torch.tensor(of if isinstance(of, list) else [of])[:, None, None] for of in (mean, std))
+    shift, scale = (torch.tensor(value if isinstance(value, list) else [value])[:, None, None] for value in (mean, std))
     if not {len(shift), len(scale)} <= {1, x.shape[1]}:
         raise ValueError(f"mean and std have {len(shift)} and {len(scale)} numbers, the images {x.shape[1]} channel(s)")
     return (_to_tensor(x, rng) - shift) / scale
@@ -99,8 +99,8 @@ def _center_crop(x: Tensor, rng: Rng, size: Size) -> Tensor:
 def _resize(x: Tensor, rng: Rng, size: Size) -> Tensor:
     # one number is that of the shorter side
     target = size if isinstance(size, tuple) else tuple(size * s // min(x.shape[2:]) for s in x.shape[2:])
-    out = torch.nn.functional.interpolate(x.float(), target, mode="bilinear", antialias=True)
-    return out if x.is_floating_point() else out.round().clamp(0, 255).to(x.dtype)
+    resized = torch.nn.functional.interpolate(x.float(), target, mode="bilinear", antialias=True)
+    return resized if x.is_floating_point() else resized.round().clamp(0, 255).to(x.dtype)
 
 
 def _grayscale(x: Tensor, rng: Rng, num_output_channels: Channels = 1) -> Tensor:
@@ -140,12 +140,12 @@ class Pipeline:
         origin = origin or Origin()
         self.steps: list[tuple[str, Callable]] = []
         for i, step in enumerate(steps):
-            parts, at = [step] if isinstance(step, str) else step, f"{key}.{i}"
+            parts, step_key = [step] if isinstance(step, str) else step, f"{key}.{i}"
             if not isinstance(parts, (list, tuple)) or not 1 <= len(parts) <= 2:
-                origin.wrong(at, step, "[NAME] or [NAME, {ARGUMENT: VALUE}]")
-            name = check_value(f"{at}.0", parts[0], Key(str, {"choices": tuple(STEPS)}), origin)
-            takes = keys_of(STEPS[name], 2)
-            args = check_keys(parts[1] if len(parts) == 2 else {}, takes, origin, f"{at}.1")
+                origin.wrong(step_key, step, "[NAME] or [NAME, {ARGUMENT: VALUE}]")
+            name = check_value(f"{step_key}.0", parts[0], Key(str, {"choices": tuple(STEPS)}), origin)
+            keys = keys_of(STEPS[name], 2)
+            args = check_keys(parts[1] if len(parts) == 2 else {}, keys, origin, f"{step_key}.1")
             self.steps.append((name, partial(STEPS[name], **args)))
 
     def __call__(self, x: Tensor, rng: np.random.Generator | None = None) -> Tensor:

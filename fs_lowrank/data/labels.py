@@ -30,8 +30,8 @@ def label_text(value: Any) -> str:
     return text.split(".")[0] if re.fullmatch(r"-?[0-9]+\.0+", text) else text
 
 
-def kinds_of(labels: Any) -> list[Any]:
-    """The different labels in order: by number, if all are whole numbers."""
+def unique(labels: Any) -> list[Any]:
+    """The distinct labels in order: by number, if all are whole numbers."""
     kinds = sorted({label_text(value) for value in labels})
     try:
         return sorted(kinds, key=int)
@@ -40,21 +40,21 @@ def kinds_of(labels: Any) -> list[Any]:
 
 
 def without_label(labels: pd.Series) -> pd.Series:
-    """Which rows have none, bool. pandas may write a missing value as "nan"."""
+    """A mask of the rows without a label, bool. pandas may write a missing value as "nan"."""
     return labels.map(lambda value: value is None or str(value).strip().lower() in ("", "nan")).astype(bool)
 
 
-def say_near(where: str, column: str, names: Sequence[str]) -> None:
-    """Warn of classes that differ in case, blanks or width only, and of those that look like a missing value."""
-    alike: dict[str, list[str]] = {}
+def warn_alike(where: str, column: str, names: Sequence[str]) -> None:
+    """Warn of classes that differ in case, blanks or width only, and of classes that look like a missing value."""
+    same: dict[str, list[str]] = {}
     for name in names:
-        seen = unicodedata.normalize("NFKC", name).casefold()
-        alike.setdefault("".join(c for c in seen if c.isprintable() and not c.isspace()), []).append(name)
-    said = [f"{', '.join(map(repr, same))} differ in case, blanks or width only" for same in alike.values() if same[1:]]
-    missing = [name for key in _MISSING & alike.keys() for name in alike[key]]
-    said += [f"{', '.join(map(repr, sorted(missing)))} may stand for no label"] * bool(missing)
-    if said:
-        say_once(f"{where}: each is a class of its own in column {column!r}: {'; '.join(said)}")
+        folded = unicodedata.normalize("NFKC", name).casefold()
+        same.setdefault("".join(c for c in folded if c.isprintable() and not c.isspace()), []).append(name)
+    notes = [f"{', '.join(map(repr, dups))} differ in case, blanks or width only" for dups in same.values() if dups[1:]]
+    missing = [name for key in _MISSING & same.keys() for name in same[key]]
+    notes += [f"{', '.join(map(repr, sorted(missing)))} may stand for no label"] * bool(missing)
+    if notes:
+        say_once(f"{where}: each is a class of its own in column {column!r}: {'; '.join(notes)}")
 
 
 def numbers(where: str, column: str, labels: pd.Series) -> pd.Series:
@@ -97,14 +97,14 @@ def sets(where: str, column: str, labels: pd.Series, index: Mapping[str, int]) -
         raise UserError(f"{where}: column {column!r} has {count} classes in all; expected 2 to {MOST_IN_SETS}")
     coded = []
     for row, value in labels.items():
-        places = [index.get(kind, index.get(label_text(kind))) for kind in value]
-        if None in places:
-            kind = list(value)[places.index(None)]
+        positions = [index.get(kind, index.get(label_text(kind))) for kind in value]
+        if None in positions:
+            kind = list(value)[positions.index(None)]
             raise UserError(
                 f"{where}, row {row + 1}: class {kind!r} does not occur in training{nearest(str(kind), index)}; its "
                 f"classes are {', '.join(list(index)[:10])}"
             )
-        coded.append(sum(1 << place for place in set(places) if place is not None))
+        coded.append(sum(1 << position for position in set(positions) if position is not None))
     return pd.Series(coded, index=labels.index, dtype=np.int64)
 
 
@@ -117,9 +117,9 @@ def from_flags(where: str, table: pd.DataFrame, columns: Sequence[str]) -> pd.Se
     flags = {}
     for name in columns:
         texts = table[name].map(label_text)
-        if len(wrong := texts[~texts.isin(_FLAGS)]):
+        if len(invalid := texts[~texts.isin(_FLAGS)]):
             raise UserError(
-                f"{where}, row {wrong.index[0] + 1}: {wrong.iloc[0]!r} in column {name!r} of data.args: label: "
+                f"{where}, row {invalid.index[0] + 1}: {invalid.iloc[0]!r} in column {name!r} of data.args: label: "
                 "expected 0 or 1"
             )
         flags[name] = texts.map(_FLAGS).to_numpy(bool)
@@ -133,12 +133,12 @@ def bits(coded: np.ndarray, classes: int) -> np.ndarray:
 
 
 def edges(labels: np.ndarray) -> np.ndarray:
-    """What divides numbers into ``PARTS`` of equal size."""
+    """The bounds that divide numbers into ``PARTS`` of equal size."""
     return np.unique(np.quantile(labels, np.linspace(0, 1, PARTS + 1)[1:-1])) if len(labels) else np.empty(0)
 
 
-def as_classes(labels: np.ndarray, between: np.ndarray | None = None) -> np.ndarray:
-    """Labels as whole numbers, by which rows are divided alike: numbers by the part of ``between`` they are in."""
+def as_classes(labels: np.ndarray, bounds: np.ndarray | None = None) -> np.ndarray:
+    """Labels as whole numbers, to stratify rows by; a number becomes the index of its interval of ``bounds``."""
     if labels.dtype.kind != "f":
         return labels
-    return np.digitize(labels, edges(labels) if between is None else between).astype(np.int64)
+    return np.digitize(labels, edges(labels) if bounds is None else bounds).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Data that a program holds as objects, written as arrow files, from which every process of a run reads them.
+"""Data objects of a program, written as arrow files, from which every process of a run reads them.
 
 An object is a ``datasets.Dataset``, a pandas ``DataFrame``, or a PyTorch dataset with a length whose items are mappings
 of columns, or tuples ``(text, label)`` or ``(text, text_pair, label)``. Data are one object, which is divided among the
@@ -42,40 +42,40 @@ def store(data: Any, folder: Path) -> dict[str, Any]:
     """
     splits = dict(data) if isinstance(data, Mapping) else {"train": data}
     if "train" not in splits or splits.keys() - set(_SPLITS):
-        named = ", ".join(map(repr, splits)) or "none"
-        raise UserError(f"data = a mapping with {named}: expected train, and perhaps validation and test")
-    about: dict[str, Any] = {"clients": 0}
+        names = ", ".join(map(repr, splits)) or "none"
+        raise UserError(f"data = a mapping with {names}: expected train, and perhaps validation and test")
+    record: dict[str, Any] = {"clients": 0}
     digest = hashlib.sha256()
-    for split, held in splits.items():
-        parts = {f"{split}.arrow": (f"data[{split!r}]" if len(splits) > 1 else "data", held)}
-        about[split] = f"{split}.arrow"
-        if isinstance(held, (list, tuple)):
-            if split != "train" or not held:
+    for split, content in splits.items():
+        parts = {f"{split}.arrow": (f"data[{split!r}]" if len(splits) > 1 else "data", content)}
+        record[split] = f"{split}.arrow"
+        if isinstance(content, (list, tuple)):
+            if split != "train" or not content:
                 raise UserError(f"data[{split!r}]: only train is a list, with one object for each client")
-            about |= {"train": "client_*.arrow", "clients": len(held)}
-            width = len(str(len(held)))
-            parts = {f"client_{i:0{width}}.arrow": (f"data[{i - 1}]", own) for i, own in enumerate(held, start=1)}
-        for name, (where, own) in parts.items():
-            digest.update(json.dumps([name, _write(own, folder / name, where)]).encode())
-    return {**about, "digest": digest.hexdigest()}
+            record |= {"train": "client_*.arrow", "clients": len(content)}
+            width = len(str(len(content)))
+            parts = {f"client_{i:0{width}}.arrow": (f"data[{i - 1}]", part) for i, part in enumerate(content, start=1)}
+        for name, (where, part) in parts.items():
+            digest.update(json.dumps([name, _write(part, folder / name, where)]).encode())
+    return {**record, "digest": digest.hexdigest()}
 
 
-def as_table(held: Any, where: str = "data") -> pd.DataFrame:
+def as_table(data: Any, where: str = "data") -> pd.DataFrame:
     """The rows of one object as a table, as a run reads them.
 
     Raises:
         UserError: as for ``store``.
     """
-    dataset = _dataset(held, where)
+    dataset = _dataset(data, where)
     with users_own(f"{where}: making a table of it"):
         return frame_of(dataset)
 
 
-def _write(held: Any, path: Path, where: str) -> str:
-    """Write one object; the SHA-256 of its rows."""
+def _write(data: Any, path: Path, where: str) -> str:
+    """Write one object; returns the SHA-256 of its rows."""
     import pyarrow as pa
 
-    dataset = _dataset(held, where)
+    dataset = _dataset(data, where)
     schema = dataset.features.arrow_schema  # with the names of classes
     digest = hashlib.sha256(json.dumps(schema.names).encode())
     with pa.ipc.new_stream(str(path), schema) as writer, users_own(f"{where}: making arrow data of it"):
@@ -86,20 +86,20 @@ def _write(held: Any, path: Path, where: str) -> str:
     return digest.hexdigest()
 
 
-def _dataset(held: Any, where: str) -> datasets.Dataset:
+def _dataset(data: Any, where: str) -> datasets.Dataset:
     """An object of any kind as a data set of ``datasets``, with at least one row."""
     import datasets
     import pyarrow as pa
     import torch
 
-    if isinstance(held, datasets.Dataset):
-        dataset = held
-    elif isinstance(held, pd.DataFrame):
+    if isinstance(data, datasets.Dataset):
+        dataset = data
+    elif isinstance(data, pd.DataFrame):
         with users_own(f"{where}: making arrow data of it"):
-            plain = held.astype(dict.fromkeys(held.select_dtypes("category"), object)).rename(columns=str)
-            dataset = datasets.Dataset(pa.Table.from_pandas(plain, preserve_index=False).replace_schema_metadata(None))
-    elif isinstance(held, torch.utils.data.Dataset) and hasattr(held, "__len__"):
-        rows = [_row(held, i, where) for i in range(len(held))]
+            frame = data.astype(dict.fromkeys(data.select_dtypes("category"), object)).rename(columns=str)
+            dataset = datasets.Dataset(pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata(None))
+    elif isinstance(data, torch.utils.data.Dataset) and hasattr(data, "__len__"):
+        rows = [_row(data, i, where) for i in range(len(data))]
         for i, row in enumerate(rows):  # from_list would drop what the first item lacks
             if row.keys() != rows[0].keys():
                 raise UserError(
@@ -109,7 +109,7 @@ def _dataset(held: Any, where: str) -> datasets.Dataset:
         with users_own(f"{where}: making arrow data of it"):
             dataset = datasets.Dataset.from_list(rows)
     else:
-        raise UserError(f"{where} = {type(held).__name__}: expected {_EXPECTED}")
+        raise UserError(f"{where} = {type(data).__name__}: expected {_EXPECTED}")
     if not len(dataset):
         raise UserError(f"{where}: it has no rows")
     return dataset

@@ -22,12 +22,12 @@ from fs_lowrank.data.tables import (
     MULTI_LABEL,
     REGRESSION,
     RawData,
+    conversation_column,
     count_skipped,
     instructions,
     labelled,
-    talks_in,
 )
-from fs_lowrank.data.template import is_own
+from fs_lowrank.data.template import is_custom
 from fs_lowrank.errors import UserError
 from fs_lowrank.settings.metrics import LANGUAGE
 
@@ -44,7 +44,7 @@ _PATTERN = re.compile(r"[*?\[]")
 
 
 def under(root: Path, name: str) -> Path:
-    """The path called ``name``, below ``root`` or, if it or ``root`` is not there, below the working folder."""
+    """The path ``name`` below ``root`` or, if it or ``root`` does not exist, below the working folder."""
     path = Path(name).expanduser()
     below = path if path.is_absolute() else root / path
     if below.exists() or _matching(below):
@@ -53,7 +53,7 @@ def under(root: Path, name: str) -> Path:
 
 
 def is_files(path: Path) -> bool:
-    """Whether ``path`` is what ``read_own`` reads: a file by its suffix, a folder of ``save_to_disk``, or a pattern."""
+    """Whether ``read_user_files`` reads ``path``: a file by its suffix, a folder of ``save_to_disk``, or a pattern."""
     return path.name.lower().endswith(SUFFIXES) or is_saved(path) or bool(_matching(path)) or _is_pattern(path)
 
 
@@ -65,9 +65,9 @@ def _matching(path: Path) -> list[Path]:
     """The files and folders of ``save_to_disk`` that a pattern matches, in the order of their names and numbers."""
     if not _is_pattern(path):
         return []
-    found = [Path(name) for name in glob.glob(str(path), recursive=True)]
-    there = (p for p in found if is_saved(p) or p.is_file() and p.name.lower().endswith(SUFFIXES))
-    return sorted(there, key=lambda path: natural(str(path)))
+    paths = [Path(name) for name in glob.glob(str(path), recursive=True)]
+    readable = (p for p in paths if is_saved(p) or p.is_file() and p.name.lower().endswith(SUFFIXES))
+    return sorted(readable, key=lambda path: natural(str(path)))
 
 
 def _files(path: Path) -> list[Path]:
@@ -78,44 +78,44 @@ def _files(path: Path) -> list[Path]:
     """
     if not _is_pattern(path):
         return [path]
-    if not (found := _matching(path)):
+    if not (paths := _matching(path)):
         raise UserError(f"no file matches {path} and ends with {', '.join(SUFFIXES)}")
-    return found
+    return paths
 
 
 def roles(path: Path, args: Mapping[str, Any]) -> dict[str, Path]:
-    """The user's files by role: ``path`` for training, and those named in ``data.args``."""
+    """The user's files by role: ``path`` for training, and the files named in ``data.args``."""
     folder = Path(_PATTERN.split(str(path))[0]).parent if _is_pattern(path) else path.parent
     held_out = {role: str(args[role]) for role in HELD_OUT if args.get(role)}
     return {"train": path, **{role: under(folder, name) for role, name in held_out.items()}}
 
 
 def digests(path: Path, args: Mapping[str, Any]) -> dict[str, str]:
-    """SHA-256 of the user's files by role; of several files, and of folders, over the names and digests of all.
+    """SHA-256 of the user's files by role; for several files and for folders, over the names and digests of all.
 
     Missing files are left out here; reading them raises the error.
     """
-    found = {}
-    for role, place in roles(path, args).items():
+    hashes = {}
+    for role, source in roles(path, args).items():
         files = [
-            file for each in _matching(place) or [place] for file in ([each] if each.is_file() else each.rglob("*"))
+            file for item in _matching(source) or [source] for file in ([item] if item.is_file() else item.rglob("*"))
         ]
-        own = {str(f): file_digest(f) for f in sorted(files) if f.is_file()}
-        if own:
-            whole = hashlib.sha256("".join(f"{Path(name).name} {of}\n" for name, of in own.items()).encode())
-            found[role] = own[str(place)] if str(place) in own else whole.hexdigest()
-    return found
+        sums = {str(f): file_digest(f) for f in sorted(files) if f.is_file()}
+        if sums:
+            joint = hashlib.sha256("".join(f"{Path(name).name} {value}\n" for name, value in sums.items()).encode())
+            hashes[role] = sums[str(source)] if str(source) in sums else joint.hexdigest()
+    return hashes
 
 
 def read_file(path: Path, quoting: bool | None = None) -> dict[str, Any]:
-    """The tables in a file, or a folder of ``save_to_disk``, by split; ``train`` is all that has no splits."""
+    """The tables in a file, or a folder of ``save_to_disk``, by split; without splits all rows are ``train``."""
     return read_stored(path) if is_stored(path) else {"train": read_table(path, quoting)}
 
 
-def read_own(
+def read_user_files(
     path: Path,
     args: Mapping[str, Any],
-    takes: Callable[..., dict[str, Any]],
+    check: Callable[..., dict[str, Any]],
     language: bool | None,
     task: str = "",
     read: Callable[..., dict[str, pd.DataFrame]] = read_file,
@@ -123,27 +123,27 @@ def read_own(
     """The user's data at ``path``.
 
     Args:
-        args: of ``data.args``. takes: checks them, called with those that the data take.
-        language: whether it is instructions with answers; None: as its columns say. task: ``model.task``.
+        args: of ``data.args``. check: checks them; called with the names that the data support.
+        language: whether the rows are instructions with answers; None: the columns decide. task: ``model.task``.
         read: reads the training file.
     """
     tables = _tables(path, args, read)
     if language is None:
         present = set(tables["train"][1])
-        asked = {"text", "label"} & set(args)
-        language = not asked and (
+        labelled_args = {"text", "label"} & set(args)
+        language = not labelled_args and (
             task in LANGUAGE
-            or is_own(args.get("template", "auto"))
+            or is_custom(args.get("template", "auto"))
             or bool({"instruction", "input", "output"} & set(args))
-            or bool(talks_in(present))
+            or bool(conversation_column(present))
             or {"instruction"} < present
             and not {"text", "label"} <= present
         )
     source = f"the user's {'data' if _is_pattern(path) or is_stored(path) else 'file'} {path.name}"
     if not language:
-        takes(*OWN_ARGS)
+        check(*OWN_ARGS)
         return labelled(tables, args, source, LABELS.get(task, CLASSIFICATION))
-    takes(*OWN_LANGUAGE_ARGS)
+    check(*OWN_LANGUAGE_ARGS)
     frames: dict[str, pd.DataFrame] = {}
     fields: list[str] = []
     skipped: dict[str, int] = {}
@@ -158,32 +158,32 @@ def read_own(
 def _tables(
     path: Path, args: Mapping[str, Any], read: Callable[..., dict[str, pd.DataFrame]] = read_file
 ) -> dict[str, tuple[str, pd.DataFrame]]:
-    """By role, what it is called and the table."""
+    """Role → name for messages, and table."""
     tables: dict[str, tuple[str, pd.DataFrame]] = {}
     trained = set[Path]()
-    for role, place in roles(path, args).items():
-        files = _files(place)
+    for role, source in roles(path, args).items():
+        files = _files(source)
         trained = trained or {file.resolve() for file in files}  # training is the first
-        if role != "train" and (same := next((file for file in files if file.resolve() in trained), None)):
-            raise UserError(f"data.args: {role}: {same} is a file of the training rows; name one with other rows")
+        if role != "train" and (shared := next((file for file in files if file.resolve() in trained), None)):
+            raise UserError(f"data.args: {role}: {shared} is a file of the training rows; name one with other rows")
         parts = [(read if role == "train" else read_file)(file, args.get("quoting")) for file in files]
         frames = [part["train"] for part in parts]
         if len(files) > 1:
             folder = os.path.commonpath([file.parent for file in files])
             frames = [f if "file" in f else f.assign(file=os.path.relpath(p, folder)) for f, p in zip(frames, files)]
-        whole = pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
-        whole.attrs = frames[0].attrs
-        tables[role] = str(place), whole
+        table = pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
+        table.attrs = frames[0].attrs
+        tables[role] = str(source), table
         if role == "train" and len(files) == 1:
-            tables |= {split: (f"{place}, split {split}", parts[0][split]) for split in HELD_OUT if split in parts[0]}
+            tables |= {split: (f"{source}, split {split}", parts[0][split]) for split in HELD_OUT if split in parts[0]}
     return tables
 
 
-def look_at(path: Path) -> pd.DataFrame:
+def train_table(path: Path) -> pd.DataFrame:
     """The training table at ``path``.
 
     Raises:
-        UserError: it cannot be read, or is not what ``read_own`` reads.
+        UserError: it cannot be read, or ``read_user_files`` does not read it.
     """
     if not is_files(path):
         raise UserError(
@@ -194,5 +194,5 @@ def look_at(path: Path) -> pd.DataFrame:
 
 
 def stem_of(path: Path) -> str:
-    """What a configuration for ``path`` may be called: the last name in it that is no pattern."""
+    """A name for a configuration of ``path``: the last part of the path that is no pattern."""
     return next((Path(part).stem for part in reversed(path.parts) if not _PATTERN.search(part)), "") or "data"

@@ -20,7 +20,7 @@ from fs_lowrank.data.ragged import Ragged
 from fs_lowrank.errors import UserError, nearest, say_once
 from fs_lowrank.settings import Origin, check_keys, keys_of
 
-#: values of ``data.splitter`` by which the data say whose a row is; by others, clients are simulated
+#: values of ``data.splitter`` with which the data name the client of a row; the other values simulate clients
 BY_SITE = ("field", "file", "meta")
 DRAWS = 50  # from the Dirichlet distribution, before rows are moved to reach min_size
 
@@ -138,13 +138,13 @@ def partition(
 
 
 def _by_client(rows: np.ndarray, owners: np.ndarray, num_clients: int) -> Ragged:
-    """Each client's ``rows`` in order; ``rows`` are all numbers from 0, in any order, and ``owners`` whose they are."""
-    of_row = np.empty(len(rows), np.int64)
-    of_row[rows] = owners
-    return Ragged.by_owner(of_row, num_clients)
+    """The rows of each client in order; ``rows`` are all numbers from 0, in any order, and ``owners`` their clients."""
+    row_owners = np.empty(len(rows), np.int64)
+    row_owners[rows] = owners
+    return Ragged.by_owner(row_owners, num_clients)
 
 
-def matching_shares(parts: Partition, train: Rows, held: Rows, rng: np.random.Generator) -> Ragged:
+def matching_shares(parts: Partition, train: Rows, held_out: Rows, rng: np.random.Generator) -> Ragged:
     """Partition held-out rows among the clients of ``parts``, distributed as their training rows.
 
     The rows of each class go to the clients in proportion to their training rows of that class, by largest remainder.
@@ -152,20 +152,20 @@ def matching_shares(parts: Partition, train: Rows, held: Rows, rng: np.random.Ge
     without classes, rows go by size. Every row goes to one client; a small client may get none.
 
     Args:
-        train: the rows partitioned by ``parts``. held: the held-out rows.
+        train: the rows partitioned by ``parts``. held_out: the held-out rows.
     Returns:
-        for each client the sorted int64 rows of ``held``.
+        for each client the sorted int64 rows of ``held_out``.
     """
-    kinds_of, held_of = _kinds_of(parts, train, held)
-    client_of = np.empty(train.size, np.int64)
-    client_of[parts.indices.flat()] = parts.indices.owners()
-    kinds, inverse = np.unique(kinds_of, return_inverse=True)
-    of_kind = dict(zip(kinds.tolist(), Ragged.by_owner(inverse, len(kinds))))
-    owners = np.empty(held.size, np.int64)
-    for kind in np.unique(held_of).tolist():
-        members = rng.permutation(np.flatnonzero(held_of == kind))
+    train_classes, held_out_classes = _matching_classes(parts, train, held_out)
+    row_owners = np.empty(train.size, np.int64)
+    row_owners[parts.indices.flat()] = parts.indices.owners()
+    kinds, inverse = np.unique(train_classes, return_inverse=True)
+    by_class = dict(zip(kinds.tolist(), Ragged.by_owner(inverse, len(kinds))))
+    owners = np.empty(held_out.size, np.int64)
+    for kind in np.unique(held_out_classes).tolist():
+        members = rng.permutation(np.flatnonzero(held_out_classes == kind))
         # A class that is not in the training rows is divided by the size of the clients.
-        counts = np.bincount(client_of[of_kind[kind]], minlength=len(parts)) if kind in of_kind else parts.sizes()
+        counts = np.bincount(row_owners[by_class[kind]], minlength=len(parts)) if kind in by_class else parts.sizes()
         weights = counts.astype(float)
         quota = weights / weights.sum() * len(members)
         sizes = np.floor(quota + 1e-9).astype(np.int64)
@@ -176,19 +176,19 @@ def matching_shares(parts: Partition, train: Rows, held: Rows, rng: np.random.Ge
     return Ragged.by_owner(owners, len(parts))
 
 
-def _kinds_of(parts: Partition, train: Rows, held: Rows) -> tuple[np.ndarray, np.ndarray]:
-    """The classes, or the values of the column, that ``matching_shares`` goes by."""
+def _matching_classes(parts: Partition, train: Rows, held_out: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """The classes, or the values of the column, by which ``matching_shares`` divides."""
     function = PARTITIONERS.get(parts.name)
     field = "file" if function is by_file else parts.args.get("field")
-    takes = inspect.signature(function).parameters if function else ()
-    if field is None and "field" in takes and (function is by_field or train.labels is None):
+    parameters = inspect.signature(function).parameters if function else ()
+    if field is None and "field" in parameters and (function is by_field or train.labels is None):
         field = next(iter(train.fields)) if len(train.fields) == 1 else "category"
-    if field is not None and field in train.fields and field in held.fields:
-        of_train, of_held = (np.array([str(v) for v in rows.fields[field]]) for rows in (train, held))
-        return of_train, of_held
-    if train.labels is not None and held.labels is not None:
-        return np.asarray(train.labels), np.asarray(held.labels)
-    return np.zeros(train.size, np.int64), np.zeros(held.size, np.int64)
+    if field is not None and field in train.fields and field in held_out.fields:
+        train_values, held_out_values = (np.array([str(v) for v in rows.fields[field]]) for rows in (train, held_out))
+        return train_values, held_out_values
+    if train.labels is not None and held_out.labels is not None:
+        return np.asarray(train.labels), np.asarray(held_out.labels)
+    return np.zeros(train.size, np.int64), np.zeros(held_out.size, np.int64)
 
 
 @register_partitioner("iid")
@@ -213,12 +213,12 @@ def lda(
     """
     floor = _floor(min_size, num_clients, rows.size)
     groups = _groups(rows, field)
-    most, best = -1, Ragged.of([])
+    best_size, best = -1, Ragged.of([])
     for _ in range(DRAWS):
-        rows_of, sizes = _deal(groups, (_dirichlet(rng, alpha, num_clients) for _ in groups), rng)
-        if (least := sizes.sum(0).min()) > most:
-            most, best = least, _dealt(rows_of, sizes)
-        if most >= floor:
+        shuffled, sizes = _deal(groups, (_dirichlet(rng, alpha, num_clients) for _ in groups), rng)
+        if (size := sizes.sum(0).min()) > best_size:
+            best_size, best = size, _dealt(shuffled, sizes)
+        if best_size >= floor:
             return best
     return _lift(best, floor, rng)
 
@@ -282,7 +282,7 @@ def by_field(
 ) -> Ragged:
     """Each client holds rows of one value of column ``field``; a value gets clients in proportion to its rows.
 
-    Where there are fewer clients than values, the values are dealt out to them in turn, as FederatedScope does.
+    With fewer clients than values, the values are dealt out to the clients in turn, as FederatedScope does.
     Clients are numbered by value, in sorted order. With ``size_alpha``, the proportions of the clients of one value are
     drawn from Dirichlet(size_alpha); without it they are equal. The default of ``field`` is the only column, or else
     ``category``.
@@ -297,25 +297,25 @@ def by_field(
             f"data.splitter = field: column {field!r} has {len(groups)} values, so some of {num_clients} clients hold "
             f"the rows of several; federate.client_num = {len(groups)} gives each value a client"
         )
-        held = list(groups.values())
-        shared = Ragged.of(rng.permutation(np.concatenate(held[client::num_clients])) for client in range(num_clients))
+        lists = list(groups.values())
+        shared = Ragged.of(rng.permutation(np.concatenate(lists[client::num_clients])) for client in range(num_clients))
         return _lift(shared, floor, rng)
     counts = np.array(list(map(len, groups.values())))
-    room, given = counts // floor, np.ones(len(counts), np.int64)
+    room, allotted = counts // floor, np.ones(len(counts), np.int64)
     for value, count in zip(groups, counts):
         if count < floor:
             raise UserError(f"column {field!r}: value {value!r} has {count} rows, fewer than min_size {floor}")
     # The Sainte-Laguë method of apportionment: the next client goes to the first value with the largest quotient.
     for _ in range(num_clients - len(groups)):
-        quotients = np.where(given < room, counts / (2 * given + 1), 0.0)
+        quotients = np.where(allotted < room, counts / (2 * allotted + 1), 0.0)
         if not quotients.any():
             raise UserError(
                 f"column {field!r}: no more than {room.sum()} clients of one value and at least {floor} rows "
                 f"are possible, {num_clients} are asked for"
             )
-        given[quotients.argmax()] += 1
+        allotted[quotients.argmax()] += 1
     parts = []
-    for group, clients in zip(groups.values(), given.tolist()):
+    for group, clients in zip(groups.values(), allotted.tolist()):
         sizes = _sizes(len(group), clients, size_alpha, floor, rng)
         parts.append(Ragged(rng.permutation(group), sizes))
     return Ragged.join(parts)
@@ -323,7 +323,7 @@ def by_field(
 
 @register_partitioner("file")
 def by_file(rows: Rows, num_clients: int, rng: np.random.Generator) -> Ragged:
-    """Each client holds the rows of one file, of those that a pattern in ``data.type`` matches, in their order.
+    """Each client holds the rows of one file; the files match a pattern in ``data.type``, and stay in order.
 
     ``data.json`` of a run lists the files of the clients.
     """
@@ -391,8 +391,8 @@ def _sizes(total: int, count: int, alpha: float | None, floor: int, rng: np.rand
     """``count`` sizes of at least ``floor`` whose sum is ``total``."""
     shares = np.full(count, 1.0 / count) if alpha is None else _dirichlet(rng, alpha, count)
     sizes = np.floor(shares * total).astype(np.int64)
-    rest = np.argsort(sizes - shares * total, kind="stable")[: total - sizes.sum()]
-    sizes[rest] += 1
+    remainder = np.argsort(sizes - shares * total, kind="stable")[: total - sizes.sum()]
+    sizes[remainder] += 1
     for giver, receiver in _moves(sizes, floor):
         sizes[giver] -= 1
         sizes[receiver] += 1
@@ -410,7 +410,7 @@ def _deal(
     """Cut the shuffled rows of every group by its ``shares``, ``(num_clients,)`` with sum 1.
 
     Returns:
-        The rows, one group after the other, and how many of each go to each client, ``(groups, num_clients)``.
+        The rows, group after group, and their numbers by group and client, ``(groups, num_clients)``.
     """
     rows, sizes = [], []
     for group, share in zip(groups.values(), shares, strict=True):
@@ -421,7 +421,7 @@ def _deal(
 
 
 def _dealt(rows: np.ndarray, sizes: np.ndarray) -> Ragged:
-    """The rows of each client, in the order of the groups; from what ``_deal`` returns."""
+    """The rows of each client, in the order of the groups; from the result of ``_deal``."""
     groups, clients = sizes.shape
     owners = np.repeat(np.tile(np.arange(clients), groups), sizes.reshape(-1))
     return Ragged(rows[np.argsort(owners, kind="stable")], sizes.sum(0))
@@ -432,17 +432,17 @@ def _lift(parts: Ragged, floor: int, rng: np.random.Generator) -> Ragged:
     rows = parts.flat().copy()
     for part in Ragged(rows, parts.lengths):
         part[:] = rng.permutation(part)
-    owners, sizes, first = parts.owners(), parts.lengths.copy(), np.cumsum(parts.lengths) - parts.lengths
+    owners, sizes, starts = parts.owners(), parts.lengths.copy(), np.cumsum(parts.lengths) - parts.lengths
     for giver, receiver in _moves(sizes, floor):
         sizes[giver] -= 1
-        owners[first[giver] + sizes[giver]] = receiver
+        owners[starts[giver] + sizes[giver]] = receiver
     return _by_client(rows, owners, len(parts))
 
 
 def _moves(sizes: np.ndarray, floor: int) -> Iterator[tuple[int, int]]:
-    """Which client gives a row to which, one by one, until each has ``floor`` rows.
+    """Pairs ``(giver, receiver)`` of clients that move one row each, until every client has ``floor`` rows.
 
-    The giver is always the largest, the first of equals. There must be enough rows.
+    The giver is always the largest client, of equal ones the first. There must be enough rows.
     """
     givers = [(-size, client) for client, size in enumerate(sizes.tolist()) if size > floor]
     heapq.heapify(givers)

@@ -1,4 +1,4 @@
-"""Sequences for data of very many clients: arrays of unequal length in one, and items that are made when asked for."""
+"""Sequences for data of very many clients: arrays of unequal length in one, and items made on access."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Lazy(Sequence[T], Generic[T]):
-    """``count`` items, of which ``make(i)`` gives number ``i`` whenever it is asked for; nothing is kept."""
+    """``count`` items; ``make(i)`` gives number ``i`` on every access, and nothing is stored."""
 
     def __init__(self, count: int, make: Callable[[int], T]):
         self._count, self._make = count, make
@@ -54,7 +54,7 @@ class Ragged(Sequence[np.ndarray]):
 
     @classmethod
     def by_owner(cls, owners: np.ndarray, count: int) -> Ragged:
-        """The positions in ``owners`` at which each of ``0 … count - 1`` stands, in order."""
+        """For each owner ``0 … count - 1`` its positions in ``owners``, in order."""
         return cls(np.argsort(owners, kind="stable"), np.bincount(owners, minlength=count))
 
     def __len__(self) -> int:
@@ -80,16 +80,16 @@ class Ragged(Sequence[np.ndarray]):
         ends = self.starts + self.lengths
         if np.array_equal(self.starts[1:], ends[:-1]):
             return self.values[self.starts[0] : ends[-1]] if len(self) else self.values[:0]
-        before = np.cumsum(self.lengths) - self.lengths
-        return self.values[np.repeat(self.starts - before, self.lengths) + np.arange(self.lengths.sum())]
+        offsets = np.cumsum(self.lengths) - self.lengths
+        return self.values[np.repeat(self.starts - offsets, self.lengths) + np.arange(self.lengths.sum())]
 
     def owners(self) -> np.ndarray:
         """For every value of ``flat``, the number of its row."""
         return np.repeat(np.arange(len(self)), self.lengths)
 
-    def sums(self, of: np.ndarray) -> np.ndarray:
-        """For each row, the sum of ``of[value]`` over its values, int64."""
-        totals = np.concatenate([[0], np.cumsum(of[self.flat()], dtype=np.int64)])
+    def sums(self, summands: np.ndarray) -> np.ndarray:
+        """For each row, the sum of ``summands[value]`` over its values, int64."""
+        totals = np.concatenate([[0], np.cumsum(summands[self.flat()], dtype=np.int64)])
         ends = np.cumsum(self.lengths)
         return totals[ends] - totals[ends - self.lengths]
 

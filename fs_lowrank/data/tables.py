@@ -14,8 +14,8 @@ import numpy as np
 import pandas as pd
 
 from fs_lowrank.data.files import NESTED, as_text, as_texts
-from fs_lowrank.data.labels import check_lists, from_flags, kinds_of, label_text, numbers, say_near, sets, without_label
-from fs_lowrank.data.template import SYNONYMS, is_own, prompted, prompts
+from fs_lowrank.data.labels import check_lists, from_flags, label_text, numbers, sets, unique, warn_alike, without_label
+from fs_lowrank.data.template import SYNONYMS, is_custom, prompted, prompts
 from fs_lowrank.errors import UserError, nearest, say_once
 
 CLASSIFICATION = "classification"
@@ -38,14 +38,14 @@ class RawData:
         train, validation, test: for labelled text the columns ``text``, perhaps ``text_pair``, and ``label`` (int64, an
             index into ``label_names``; float64 for regression; for sets of classes their bits); for a causal language
             model ``instruction``, ``input``, ``output``, perhaps ``before`` (a list of turns), or ``messages``; for
-            images ``image`` (int64, a row of ``images``) and ``label``; and those in ``fields``. ``validation`` and
-            ``test`` are None without an official split. The index of a frame is the row number in the original file or
-            table, from 0; a header and empty lines are not counted.
-        label_names: empty for a causal language model; of a regression, the name of the label.
+            images ``image`` (int64, a row of ``images``) and ``label``; and the columns in ``fields``. ``validation``
+            and ``test`` are None without an official split. The index of a frame is the row number in the original file
+            or table, from 0; a header and empty lines are not counted.
+        label_names: empty for a causal language model; for a regression the name of the label.
         fields: further columns that a partitioner may use, such as ``domain``.
         source: a description of where the data come from.
         skipped: number of rows left out, by reason.
-        columns: of classification, the column of the source that is ``text``, perhaps ``text_pair``, and ``label``.
+        columns: for classification, the column of the source of ``text``, perhaps ``text_pair``, and ``label``.
         images: uint8 ``(n, channels, height, width)``; None for text.
         mean, std: of each channel of the images, for values from 0 to 1.
     """
@@ -65,9 +65,9 @@ class RawData:
     columns: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, task: str, frames: Mapping[str, pd.DataFrame], *rest: Any, **more: Any) -> RawData:
-        """From frames by role (``train``, maybe ``validation``, ``test``); ``rest`` begins with ``label_names``."""
-        return cls(task, frames["train"], frames.get("validation"), frames.get("test"), *rest, **more)
+    def of(cls, task: str, frames: Mapping[str, pd.DataFrame], *values: Any, **options: Any) -> RawData:
+        """From frames by role (``train``, maybe ``validation``, ``test``); ``values`` begins with ``label_names``."""
+        return cls(task, frames["train"], frames.get("validation"), frames.get("test"), *values, **options)
 
     def __post_init__(self) -> None:
         self.fingerprint = self.fingerprint or fingerprint(self)
@@ -90,13 +90,13 @@ def labelled(
     """Labelled text from tables with named columns.
 
     Args:
-        tables: by role, what it is called and the table.
+        tables: role → name for messages, and table.
         args: of ``data.args``, with the columns. task: ``CLASSIFICATION``, ``REGRESSION`` or ``MULTI_LABEL``.
-        names: the classes in order; None: those of a ``ClassLabel``, else those of the training labels, sorted.
+        names: the classes in order; None: the names of a ``ClassLabel``, else the training labels, sorted.
         skipped: rows left out so far, by reason. trained: a model is trained on them, which needs two classes.
     """
     skipped = dict(skipped or {})
-    first, train = tables["train"]
+    train_name, train = tables["train"]
     columns, flags = text_columns(args, train), []
     if isinstance(columns["label"], list):  # columns of 0 and 1, one for each class
         flags, columns["label"] = columns["label"], "label"
@@ -110,23 +110,23 @@ def labelled(
         # The hub's test splits hide every label.
         if role != "train" and not args.get(role) and set(labels.map(label_text)) in ({"-1"}, {"None"}):
             continue
-        there = ~without_label(labels)
-        if not there.any():
+        has_label = ~without_label(labels)
+        if not has_label.any():
             raise UserError(f"{where}: no row has a label in column {column!r}")
-        count_skipped(skipped, "empty label", int((~there).sum()))
-        frame = pd.DataFrame({role: as_texts(where, name, table[name][there]) for role, name in texts.items()})
-        frame["label"] = labels[there]
+        count_skipped(skipped, "empty label", int((~has_label).sum()))
+        frame = pd.DataFrame({role: as_texts(where, name, table[name][has_label]) for role, name in texts.items()})
+        frame["label"] = labels[has_label]
         frame = _with_fields(frame, table, {*texts.values(), *flags, column})
         frames[role] = drop_empty(frame, ("text", "text_pair"), skipped)
         if not len(frames[role]):
             raise UserError(f"{where}: every row has an empty text")
     names = names or flags or train.attrs.get("classes", {}).get(column)
     if task == REGRESSION or not names:
-        names = [column] if task == REGRESSION else _names(task, first, column, frames["train"]["label"])
+        names = [column] if task == REGRESSION else _names(task, train_name, column, frames["train"]["label"])
     for role, frame in frames.items():
         frames[role] = frame.assign(label=coded(task, tables[role][0], column, frame["label"], names))
     if task == CLASSIFICATION and trained:
-        several_classes(frames["train"]["label"], first)
+        several_classes(frames["train"]["label"], train_name)
     fixed = {"text", "text_pair", "label"}
     # Which file a row is from divides training rows alone where held-out rows are in files of their own.
     everywhere = {"file", *(c for c in frames["train"] if all(c in frame for frame in frames.values()))}
@@ -135,7 +135,7 @@ def labelled(
 
 
 def coded(task: str, where: str, column: str, labels: pd.Series, names: Sequence[str]) -> pd.Series:
-    """Labels as numbers: values to predict, or by the place of their names among ``names`` classes, or sets of them.
+    """Labels as numbers: values to predict, or indices into the classes ``names``, or sets of them as bits.
 
     Raises:
         UserError: a label is no number, or none of ``names``; the message names the row.
@@ -146,21 +146,21 @@ def coded(task: str, where: str, column: str, labels: pd.Series, names: Sequence
     if task == MULTI_LABEL:
         return sets(where, column, labels, index)
     _check_single(where, column, labels)
-    found = labels.map(lambda value: index.get(value, index.get(label_text(value))))
-    if len(unknown := labels[found.isna()]):
+    codes = labels.map(lambda value: index.get(value, index.get(label_text(value))))
+    if len(unknown := labels[codes.isna()]):
         raise UserError(
             f"{where}, row {unknown.index[0] + 1}: label {unknown.iloc[0]!r} does not occur in "
             f"training{nearest(str(unknown.iloc[0]), names)}; its labels are {', '.join(names[:10])}"
         )
-    return found.astype(np.int64)
+    return codes.astype(np.int64)
 
 
 def _names(task: str, where: str, column: str, labels: pd.Series) -> list[str]:
     """The names of the classes that the training labels have, in order."""
     check = check_lists if task == MULTI_LABEL else _check_single
     check(where, column, labels)
-    kinds = kinds_of(kind for value in labels for kind in value) if task == MULTI_LABEL else kinds_of(labels)
-    say_near(where, column, kinds)
+    kinds = unique(kind for value in labels for kind in value) if task == MULTI_LABEL else unique(labels)
+    warn_alike(where, column, kinds)
     if task == CLASSIFICATION:
         _check_classes(where, column, labels, kinds)
     return kinds
@@ -200,10 +200,10 @@ def _check_classes(where: str, column: str, labels: pd.Series, names: Sequence[s
         )
 
 
-def _with_fields(frame: pd.DataFrame, table: pd.DataFrame, without: Collection[Any]) -> pd.DataFrame:
+def _with_fields(frame: pd.DataFrame, table: pd.DataFrame, excluded: Collection[Any]) -> pd.DataFrame:
     """``frame`` with the other columns of ``table`` by which rows may be divided, of the same rows."""
-    others = [c for c in table if c not in without and c not in frame and _is_field(table[c])]
-    return frame.join(table[others])
+    fields = [c for c in table if c not in excluded and c not in frame and _is_field(table[c])]
+    return frame.join(table[fields])
 
 
 def _is_field(column: pd.Series) -> bool:
@@ -216,28 +216,28 @@ def instructions(
     """``(frame, fields, skipped)`` from instruction data, or from conversations in the column ``messages``.
 
     Args:
-        table: its index are the numbers of its rows.
+        table: its index holds the numbers of its rows.
         answered: the table has the answers; without them they are a stand-in.
     """
     skipped: dict[str, int] = {}
     used: set[str | None]
-    own = is_own(args.get("template", "auto"))
-    earlier = [] if own else _earlier(where, table)
-    if own:
+    custom = is_custom(args.get("template", "auto"))
+    earlier = [] if custom else _earlier(where, table)
+    if custom:
         frame, columns = prompts(table, where, args, answered)
         frame = drop_empty(frame, ("instruction", "output") if prompted(args["template"]) else ("output",), skipped)
         used = set(columns)
-    elif (talks := talks_in(table)) and "instruction" not in args:
-        turns = [_conversation(f"{where}, row {row + 1}", talks, talk, answered) for row, talk in table[talks].items()]
+    elif (chats := conversation_column(table)) and "instruction" not in args:
+        turns = [_conversation(f"{where}, row {row + 1}", chats, talk, answered) for row, talk in table[chats].items()]
         if any("weight" in turn for talk in turns for turn in talk):
             say_once(f"{where}: the 'weight' of a turn is not read: the last turn is what is learned")
         if any(earlier):
-            turns = [talk if talk[0]["role"] == "system" else [*more, *talk] for more, talk in zip(earlier, turns)]
+            turns = [talk if talk[0]["role"] == "system" else [*before, *talk] for before, talk in zip(earlier, turns)]
         frame = pd.DataFrame({"messages": pd.Series(turns, index=table.index, dtype=object)})
         full = frame["messages"].map(lambda messages: bool(messages[-1]["content"].strip())).astype(bool)
         count_skipped(skipped, "empty last answer", int((~full).sum()))
         frame = frame[full]
-        used = {talks}
+        used = {chats}
     else:
         chosen = {role: _role(where, table, args, role) for role in SYNONYMS if answered or role != "output"}
         distinct(chosen.items())
@@ -259,7 +259,7 @@ def instructions(
 
 
 def _role(where: str | Path, table: pd.DataFrame, args: Mapping[str, Any], role: str) -> str | None:
-    """The column of a role of ``SYNONYMS``; None for an input that is not there."""
+    """The column of a role of ``SYNONYMS``; None for a missing input."""
     if args.get(role):
         require_columns(where, table, [args[role]])
     column = args.get(role) or next((name for name in SYNONYMS[role] if name in table), None)
@@ -272,19 +272,19 @@ def _role(where: str | Path, table: pd.DataFrame, args: Mapping[str, Any], role:
     return column
 
 
-def talks_in(there: Iterable[Any]) -> str:
-    """The column of conversations among those that are ``there``; empty if there is none."""
-    return next((name for name in ("messages", "conversations") if name in set(there)), "")
+def conversation_column(columns: Iterable[Any]) -> str:
+    """The column of conversations among ``columns``; empty if there is none."""
+    return next((name for name in ("messages", "conversations") if name in set(columns)), "")
 
 
 def _earlier(where: str | Path, table: pd.DataFrame) -> list[list[dict[str, str]]]:
     """The turns before those of each row, as LLaMA-Factory's data have them: a text for the system, and ``history``,
     pairs of a question and its answer. Nothing if the table has no such columns.
     """
-    there = [name for name in ("system", "system_prompt", "history", "tools") if name in table]
+    present = [name for name in ("system", "system_prompt", "history", "tools") if name in table]
     unread: dict[str, None] = {}
     earlier = []
-    for row in table[there].to_dict("records") if there else ():
+    for row in table[present].to_dict("records") if present else ():
         texts = [row[name] for name in ("system", "system_prompt") if isinstance(row.get(name), str)]
         turns = [{"role": "system", "content": text} for text in texts if text.strip()][:1]
         pairs = row.get("history")
@@ -320,9 +320,9 @@ def _turn(turn: Any) -> Any:
     return turn
 
 
-def text_columns(args: Mapping[str, Any], there: Iterable[Any]) -> dict[str, Any]:
-    """The columns of labelled text: those in ``data.args``, and of those that are ``there`` a ``text_pair``."""
-    pair = args.get("text_pair") or ("text_pair" if "text_pair" in set(there) else None)
+def text_columns(args: Mapping[str, Any], columns: Iterable[Any]) -> dict[str, Any]:
+    """The columns of labelled text: from ``data.args``, and a ``text_pair`` if it is among ``columns``."""
+    pair = args.get("text_pair") or ("text_pair" if "text_pair" in set(columns) else None)
     return {"text": args.get("text", "text"), "text_pair": pair, "label": args.get("label", "label")}
 
 
@@ -365,12 +365,12 @@ def several_classes(labels: pd.Series, where: str) -> None:
 
 def fingerprint(raw: RawData) -> str:
     digest = hashlib.sha256(json.dumps([raw.task, raw.label_names]).encode())
-    for part in (raw.train, raw.validation, raw.test):
-        if part is None:
+    for frame in (raw.train, raw.validation, raw.test):
+        if frame is None:
             digest.update(b"none")
             continue
-        for column in part:
-            digest.update(json.dumps([str(column), part[column].tolist()], default=str).encode())
+        for column in frame:
+            digest.update(json.dumps([str(column), frame[column].tolist()], default=str).encode())
     if raw.images is not None:
         digest.update(f"images {raw.images.shape}".encode() + raw.images.tobytes())
     return digest.hexdigest()

@@ -14,7 +14,7 @@ import pandas as pd
 from fs_lowrank.algebra import digest
 from fs_lowrank.data.examples import IGNORED_LABEL, Examples
 from fs_lowrank.data.ragged import Ragged
-from fs_lowrank.data.template import ends, is_own, prompted
+from fs_lowrank.data.template import ends, is_custom, prompted
 from fs_lowrank.errors import UserError, say_once, users_own
 from fs_lowrank.jobs.progress import steps
 
@@ -46,7 +46,7 @@ _OTHER_TEMPLATE = (
 )
 #: settings of a tokenizer that say where it was read from; others end in ``_file``
 _PLACE = ("name_or_path", "is_local", "local_files_only")
-#: what is not used takes half of the time; a warning of long texts is for models without truncation
+#: outputs that are not used take half of the time; a warning of long texts is for models without truncation
 _IDS_ALONE = {"padding": False, "return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
 
 
@@ -105,17 +105,17 @@ def tokenize_classification(frame: pd.DataFrame, tokenizer: Any, max_len: int) -
     columns: dict[str, list[Ragged]] = {}
     truncated = 0
     for start in steps(range(0, len(frame), BATCH), f"tokenising {len(frame):,} rows"):
-        part = frame.iloc[start : start + BATCH]
-        texts = [part["text"].tolist()]
+        rows = frame.iloc[start : start + BATCH]
+        texts = [rows["text"].tolist()]
         if pair:
-            texts.append(part["text_pair"].tolist())
+            texts.append(rows["text_pair"].tolist())
         encoded = tokenizer(*texts, truncation=True, max_length=max_len, padding=False, return_attention_mask=False)
         for name in ("input_ids", "token_type_ids"):
             if name in encoded:
                 columns.setdefault(name, []).append(Ragged.of(encoded[name]).narrowed())
         full = [i for i, row in enumerate(encoded["input_ids"]) if len(row) == max_len]
         if full:
-            complete = tokenizer(*([each[i] for i in full] for each in texts), **_IDS_ALONE)
+            complete = tokenizer(*([column[i] for i in full] for column in texts), **_IDS_ALONE)
             truncated += sum(len(row) > max_len for row in complete["input_ids"])
     types, labels = getattr(tokenizer, "pad_token_type_id", 0) or 0, frame["label"].to_numpy()
     return Examples(_joined(columns), labels, pad_id(tokenizer), types, truncated)
@@ -137,7 +137,7 @@ def tokenize_instructions(
         frame: columns ``instruction``, ``input``, ``output`` and perhaps ``before``, turns; or ``messages``, whose last
             turn is the answer.
         template: ``chat`` for the tokenizer's chat template, ``alpaca``, or ``auto``: ``chat`` if it has one. With any
-            other, ``instruction`` is the prompt as it stands (``data.template``).
+            other, ``instruction`` is the complete prompt (``data.template``).
         loss_on: ``answer`` (and its end-of-sequence token) or ``all`` tokens.
         paired: for an encoder-decoder model: prompt and answer are two texts, each of which is cut and ends with the
             end-of-sequence token; ``auto`` is the instruction, and its input on a line of its own.
@@ -147,11 +147,11 @@ def tokenize_instructions(
         fills ``max_len``.
 
     Raises:
-        UserError: a chat template that is missing or refuses a row, nothing that ends an answer, or no row left; of
-            ``paired``, a chat, a loss on ``all``, or nothing before the answer.
+        UserError: a chat template that is missing or refuses a row, no end of an answer, or no row left; with
+            ``paired``, a chat, a loss on ``all``, or an empty prompt.
     """
-    max_len, own = _limit(tokenizer, max_len), is_own(template)
-    talks = "messages" in frame or "before" in frame and not own
+    max_len, custom = _limit(tokenizer, max_len), is_custom(template)
+    talks = "messages" in frame or "before" in frame and not custom
     if paired:
         _check_pairs(frame, template, loss_on)
     elif talks and template == "alpaca":
@@ -160,15 +160,15 @@ def tokenize_instructions(
     chat = not paired and (talks or chats)
     start = [] if chat or paired else _start(tokenizer)  # a chat template contains the first token
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    usual = _plain if paired and template == "auto" else _alpaca
-    form: Form = _filled_in if own else partial(_chats, tokenizer) if chat else usual
+    usual = _joined_input if paired and template == "auto" else _alpaca
+    form: Form = _custom if custom else partial(_chats, tokenizer) if chat else usual
     if not end and len(frame):
         first = frame.iloc[:BATCH]
         contents = [turns[-1]["content"].rstrip() for turns in _turns(first)] if chat else []
         answers = (answer.rstrip() for _, answer in form(first))
         _check_end(template, any(not answer.endswith(content) for content, answer in zip(contents, answers)))
 
-    def in_one(prompt: list[int], answer: list[int]) -> Encoded | None:
+    def as_one(prompt: list[int], answer: list[int]) -> Encoded | None:
         prompt, answer = start + prompt, answer if answer[-1:] == end else answer + end
         ids = (prompt + answer)[:max_len]
         if len(ids) <= len(prompt):
@@ -178,17 +178,17 @@ def tokenize_instructions(
 
     def as_pair(prompt: list[int], answer: list[int]) -> Encoded:
         sides = [ids[:-1] if end and ids[-1:] == end else ids for ids in (prompt, answer)]
-        read, written = (ids[: max_len - len(end)] + end for ids in sides)
-        return read, written, any(len(ids) + len(end) > max_len for ids in sides)
+        source, target = (ids[: max_len - len(end)] + end for ids in sides)
+        return source, target, any(len(ids) + len(end) > max_len for ids in sides)
 
-    examples, kept = _encoded(frame, tokenizer, form, as_pair if paired else in_one, paired)
-    if len(frame) and not kept.any():
+    examples, retained = _encoded(frame, tokenizer, form, as_pair if paired else as_one, paired)
+    if len(frame) and not retained.any():
         raise UserError(f"all {len(frame)} prompts fill llm.tok_len {max_len} without an answer token; raise it")
-    return examples, kept
+    return examples, retained
 
 
 def _check_pairs(frame: pd.DataFrame, template: str, loss_on: str) -> None:
-    """Refuse what an encoder-decoder model cannot read or learn."""
+    """Refuse forms of data that an encoder-decoder model cannot read or learn."""
     if "messages" in frame or "before" in frame or template == "chat":
         raise UserError(
             "conversations, the columns system and history, and chat templates are for decoders; an encoder-decoder "
@@ -198,7 +198,7 @@ def _check_pairs(frame: pd.DataFrame, template: str, loss_on: str) -> None:
         raise UserError(
             f"data.args: loss_on = {loss_on}: an encoder-decoder model writes the answer alone; leave it out"
         )
-    if is_own(template) and not prompted(template):
+    if is_custom(template) and not prompted(template):
         raise UserError(
             f"data.args: template = {template!r}: there is no text before the answer, for an encoder-decoder "
             "model to read; put the column of the prompt there"
@@ -212,32 +212,32 @@ def _encoded(
     encode: Callable[[list[int], list[int]], Encoded | None],
     paired: bool,
 ) -> tuple[Examples, np.ndarray]:
-    """The examples, and which of the rows of ``frame`` are in them.
+    """The examples, and a mask of the rows of ``frame`` that they contain, bool ``(rows,)``.
 
     Args:
-        encode: gives the example of the tokens of a prompt and of its answer; None: there is none.
+        encode: makes an example from the tokens of a prompt and of its answer; None: the row is left out.
     """
     columns: dict[str, list[Ragged]] = {"input_ids": [], "labels": []}
-    kept, truncated = np.zeros(len(frame), dtype=bool), 0
+    retained, truncated = np.zeros(len(frame), dtype=bool), 0
     for start in steps(range(0, len(frame), BATCH), f"tokenising {len(frame):,} rows"):
         rows = slice(start, start + BATCH)
         prompts, answers = zip(*form(frame.iloc[rows]))
-        made = [encode(*ids) for ids in zip(_ids(tokenizer, prompts), _ids(tokenizer, answers), strict=True)]
-        kept[rows] = [one is not None for one in made]
-        there = [one for one in made if one is not None]
-        columns["input_ids"].append(Ragged.of([ids for ids, _, _ in there]).narrowed())
-        columns["labels"].append(Ragged.of([labels for _, labels, _ in there]).narrowed())
-        truncated += sum(cut for _, _, cut in there)
-    return Examples(_joined(columns), None, pad_id(tokenizer), truncated=truncated, paired=paired), kept
+        encoded = [encode(*ids) for ids in zip(_ids(tokenizer, prompts), _ids(tokenizer, answers), strict=True)]
+        retained[rows] = [example is not None for example in encoded]
+        examples = [example for example in encoded if example is not None]
+        columns["input_ids"].append(Ragged.of([ids for ids, _, _ in examples]).narrowed())
+        columns["labels"].append(Ragged.of([labels for _, labels, _ in examples]).narrowed())
+        truncated += sum(cut for _, _, cut in examples)
+    return Examples(_joined(columns), None, pad_id(tokenizer), truncated=truncated, paired=paired), retained
 
 
 def _check_end(template: str, closed: bool = False) -> None:
     """Refuse a tokenizer without an end-of-sequence token, unless the template writes something after the answer.
 
     Args:
-        closed: the tokenizer's chat template does.
+        closed: the tokenizer's chat template writes it.
     """
-    if not closed and not (is_own(template) and ends(template)):
+    if not closed and not (is_custom(template) and ends(template)):
         raise UserError(
             "data.args: template: nothing ends an answer, so a model would not learn to stop. Give the tokenizer an "
             "end-of-sequence token (eos_token), or write a text after the answer, as in '{instruction} {output} END'. "
@@ -245,14 +245,14 @@ def _check_end(template: str, closed: bool = False) -> None:
         )
 
 
-def _filled_in(frame: pd.DataFrame) -> Iterator[tuple[str, str]]:
-    """By a template of the user's (``data.template``)."""
+def _custom(frame: pd.DataFrame) -> Iterator[tuple[str, str]]:
+    """Prompts and answers by a template of the user's (``data.template``)."""
     return zip(frame["instruction"], frame["output"], strict=True)
 
 
-def _plain(frame: pd.DataFrame) -> Iterator[tuple[str, str]]:
-    for instruction, given, output in zip(frame["instruction"], frame["input"], frame["output"], strict=True):
-        yield (f"{instruction}\n{given}" if given.strip() else instruction), output
+def _joined_input(frame: pd.DataFrame) -> Iterator[tuple[str, str]]:
+    for instruction, context, output in zip(frame["instruction"], frame["input"], frame["output"], strict=True):
+        yield (f"{instruction}\n{context}" if context.strip() else instruction), output
 
 
 def _joined(columns: dict[str, list[Ragged]]) -> dict[str, Ragged]:
@@ -286,19 +286,19 @@ def _ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
 
 def _alpaca(frame: pd.DataFrame) -> Iterator[tuple[str, str]]:
-    for instruction, given, output in zip(frame["instruction"], frame["input"], frame["output"], strict=True):
-        prompt = ALPACA if given.strip() else ALPACA_NO_INPUT
-        yield prompt.format(instruction=instruction, input=given), output
+    for instruction, context, output in zip(frame["instruction"], frame["input"], frame["output"], strict=True):
+        prompt = ALPACA if context.strip() else ALPACA_NO_INPUT
+        yield prompt.format(instruction=instruction, input=context), output
 
 
 def _turns(frame: pd.DataFrame) -> Iterator[list[dict[str, str]]]:
     if "messages" in frame:
         yield from frame["messages"]
         return
-    before = frame["before"] if "before" in frame else [[]] * len(frame)
-    for more, instruction, given, output in zip(before, frame["instruction"], frame["input"], frame["output"]):
-        question = f"{instruction}\n\n{given}" if given.strip() else instruction
-        yield [*more, {"role": "user", "content": question}, {"role": "assistant", "content": output}]
+    earlier = frame["before"] if "before" in frame else [[]] * len(frame)
+    for history, instruction, context, output in zip(earlier, frame["instruction"], frame["input"], frame["output"]):
+        question = f"{instruction}\n\n{context}" if context.strip() else instruction
+        yield [*history, {"role": "user", "content": question}, {"role": "assistant", "content": output}]
 
 
 def _chats(tokenizer: Any, frame: pd.DataFrame) -> Iterator[tuple[str, str]]:
@@ -311,58 +311,58 @@ def _chats(tokenizer: Any, frame: pd.DataFrame) -> Iterator[tuple[str, str]]:
         where = f"row {row + 1}: the model's chat template"
         with users_own(where, _OTHER_TEMPLATE):
             prompt = tokenizer.apply_chat_template(turns[:-1], tokenize=False, add_generation_prompt=True)
-            whole = tokenizer.apply_chat_template(turns, tokenize=False)
-        if whole.startswith(prompt):
+            rendered = tokenizer.apply_chat_template(turns, tokenize=False)
+        if rendered.startswith(prompt):
             # The answer includes the end-of-turn token that follows it in the template, but not a final newline.
-            yield prompt, whole[len(prompt) :].rstrip()
+            yield prompt, rendered[len(prompt) :].rstrip()
             continue
         with users_own(where, _OTHER_TEMPLATE):
             earlier = tokenizer.apply_chat_template(turns[:-1], tokenize=False).rstrip()
-            any_answer = [*turns[:-1], {**turns[-1], "content": _ANY}]
-            whole = tokenizer.apply_chat_template(any_answer, tokenize=False)
-        yield _before_prefill(where, prompt, whole, earlier, turns[-1]["content"])
+            probe = [*turns[:-1], {**turns[-1], "content": _ANY}]
+            rendered = tokenizer.apply_chat_template(probe, tokenize=False)
+        yield _before_prefill(where, prompt, rendered, earlier, turns[-1]["content"])
 
 
-def _before_prefill(where: str, prompt: str, whole: str, earlier: str, answer: str) -> tuple[str, str]:
-    """Prompt and answer where a template opens answers with a text that their turns do not have, such as ``<think>``.
+def _before_prefill(where: str, prompt: str, rendered: str, earlier: str, answer: str) -> tuple[str, str]:
+    """Prompt and answer where a template opens answers with a text that the turns lack, for example ``<think>``.
 
-    The prompt ends before that text, so that it is the same for answers that repeat it and those that do without it.
+    The prompt ends before that text, so that it is the same for answers with the text and without it.
 
     Args:
-        prompt: as the template gives it. whole: the same turns, answered by ``_ANY``. earlier: without a prompt.
+        prompt: as the template gives it. rendered: the same turns with the answer ``_ANY``. earlier: without a prompt.
     """
-    common = os.path.commonprefix([prompt, whole])
-    if len(common) < len(earlier) or _ANY not in whole[len(common) :]:
+    common = os.path.commonprefix([prompt, rendered])
+    if len(common) < len(earlier) or _ANY not in rendered[len(common) :]:
         raise UserError(
-            f"{where} gives {prompt!r} as the prompt and {whole!r} with an answer, which does not begin with the "
+            f"{where} gives {prompt!r} as the prompt and {rendered!r} with an answer, which does not begin with the "
             f"prompt; {_OTHER_TEMPLATE}"
         )
     if opened := prompt[len(common) :].strip():
         say_once(f"the model's chat template opens answers with {opened!r}; prompts end before it here")
-    return common, whole[len(common) :].rstrip().replace(_ANY, answer.strip())
+    return common, rendered[len(common) :].rstrip().replace(_ANY, answer.strip())
 
 
 def tokenizer_fingerprint(tokenizer: Any, saved: bool = False) -> str:
-    """A hash over all that decides the tokens of a text, 12 digits.
+    """A hash over everything that decides the tokens of a text, 12 digits.
 
     Args:
         tokenizer: one of transformers.
-        saved: also over settings that are only saved with it, without the place that it was read from.
+        saved: also over settings that are only saved with it, without the path that it was read from.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         rules = json.dumps(tokenizer.get_vocab(), sort_keys=True)
     else:
-        uncut(tokenizer)
+        clear_truncation(tokenizer)
         rules = backend.to_str()
-    about = [type(tokenizer).__name__, tokenizer.special_tokens_map, getattr(tokenizer, "chat_template", None)]
-    own = {k: v for k, v in tokenizer.init_kwargs.items() if k not in _PLACE and not k.endswith("_file")}
-    known = [rules, *about, tokenizer.model_max_length, own if saved else {}]
-    return digest({}, json.dumps(known, sort_keys=True, default=str))[:12]
+    identity = [type(tokenizer).__name__, tokenizer.special_tokens_map, getattr(tokenizer, "chat_template", None)]
+    settings = {k: v for k, v in tokenizer.init_kwargs.items() if k not in _PLACE and not k.endswith("_file")}
+    content = [rules, *identity, tokenizer.model_max_length, settings if saved else {}]
+    return digest({}, json.dumps(content, sort_keys=True, default=str))[:12]
 
 
-def uncut(tokenizer: Any) -> None:
-    """Take from ``tokenizer`` how it was last told to cut and to pad, which is said at each call, and saved with it."""
+def clear_truncation(tokenizer: Any) -> None:
+    """Reset truncation and padding of ``tokenizer``: every call sets them, and they would be saved with it."""
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
         backend.no_truncation()
         backend.no_padding()

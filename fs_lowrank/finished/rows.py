@@ -15,8 +15,8 @@ from ..data.duplicates import row_keys
 from ..data.objects import as_table
 from ..data.own import SUFFIXES, read_file
 from ..data.sources import data_args
-from ..data.tables import MULTI_LABEL, REGRESSION, instructions, labelled, talks_in, text_columns
-from ..data.template import SYNONYMS, is_own
+from ..data.tables import MULTI_LABEL, REGRESSION, conversation_column, instructions, labelled, text_columns
+from ..data.template import SYNONYMS, is_custom
 from ..data.tokenize import tokenize_classification, tokenize_instructions
 from ..errors import UserError, nearest
 from ..runs.split import read_split
@@ -111,7 +111,7 @@ def _labelled(
 
 
 def _instructed(run: FinishedRun, where: str, table: pd.DataFrame, args: dict[str, Any], labelled: bool) -> Rows:
-    if not is_own(args.get("template", "auto")) and not talks_in(table):
+    if not is_custom(args.get("template", "auto")) and not conversation_column(table):
         for role in ("instruction", "output")[: 1 + labelled]:
             _require(where, table, role, args.get(role) or next((n for n in SYNONYMS[role] if n in table), role))
     columns = {name: value for name, value in args.items() if name != "category"}

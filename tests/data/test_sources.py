@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fs_lowrank.data.sources import data_args, load_raw, own_files
+from fs_lowrank.data.sources import data_args, load_raw, user_files
 from fs_lowrank.data.tokenize import _turns, tokenize_instructions
 from fs_lowrank.errors import UserError
 
@@ -563,8 +563,8 @@ def test_a_path_with_an_at_sign(tmp_path):
     path = write(tmp_path / "me@lab" / "a.csv", "text,label\na,1\nb,0\n")
     write(tmp_path / "me@lab" / "me@home.csv", "text,label\na,1\nb,0\n")
     assert len(load(path).train) == len(load("me@home.csv", tmp_path / "me@lab").train) == 2
-    assert own_files(SimpleNamespace(type=str(path), root="", args=[])).keys() == {"train"}
-    assert own_files(SimpleNamespace(type="rte@glue", root=str(tmp_path), args=[])) == {}
+    assert user_files(SimpleNamespace(type=str(path), root="", args=[])).keys() == {"train"}
+    assert user_files(SimpleNamespace(type="rte@glue", root=str(tmp_path), args=[])) == {}
     with pytest.raises(UserError, match="no file .*me@lab/b.csv"):
         load(tmp_path / "me@lab" / "b.csv")
     talk = write(tmp_path / "me@lab" / "i.jsonl", '{"instruction": "a", "output": "b"}\n')

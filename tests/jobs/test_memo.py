@@ -88,7 +88,7 @@ def loaded(monkeypatch):
         return counted
 
     monkeypatch.setattr(build, "_built", counting("model", build._built))
-    monkeypatch.setattr(data.build, "_built", counting("data", data.build._built))
+    monkeypatch.setattr(data.build, "_build", counting("data", data.build._build))
     return counts
 
 

@@ -50,32 +50,32 @@ def resolve(name: str, home: str | os.PathLike | None = None) -> Path | None:
 
 
 def usable(name: str, home: str | os.PathLike | None = None) -> Path | None:
-    """``resolve``, and its files are those that were fetched; a process reads each of them once for that.
+    """``resolve``, with a check that the files are as fetched; a process reads each file once for that.
 
     Raises:
-        UserError: a file has another SHA-256 than when it was fetched, or is gone.
+        UserError: a file is missing, or has another SHA-256 than when it was fetched.
     """
     folder = resolve(name, home)
-    if folder is not None and (wrong := _changed(folder)):
+    if folder is not None and (changed := _changed(folder)):
         raise UserError(
-            f"{folder / wrong} differs from the fetched file: it was changed, cut or removed since; remove {folder}, "
+            f"{folder / changed} differs from the fetched file: it was changed, cut or removed since; remove {folder}, "
             f"and get it again with fs-lowrank fetch {name}"
         )
     return folder
 
 
 def _changed(folder: Path) -> str:
-    """The first file of a fetched item that is not as its marker says; those of before 0.2.0 say nothing of files."""
+    """The first file of a fetched item that differs from its marker; markers before 0.2.0 list no files."""
     for name, expected in read_json(folder / MARKER).get("files", {}).items():
         file = folder / name
-        if not file.is_file() or _known_digest(file, file.stat().st_size, file.stat().st_mtime_ns) != expected:
+        if not file.is_file() or _memo_digest(file, file.stat().st_size, file.stat().st_mtime_ns) != expected:
             return str(name)
     return ""
 
 
 @cache
-def _known_digest(path: Path, size: int, changed: int) -> str:
-    """Its digest, computed once for a file of that size which was last changed at that time."""
+def _memo_digest(path: Path, size: int, changed: int) -> str:
+    """The digest of a file, computed once for each size and time of change."""
     return file_digest(path)
 
 
@@ -109,16 +109,16 @@ def fetch(name: str, home: str | os.PathLike | None = None, progress: Callable[[
             progress(f"{name}: {item.description} ({item.size}, {item.licence})")
             archive = registries[item.registry](item, Path(folder), progress)
             _check(archive, item.sha256)
-            taken = aside if item.make is None else Path(folder, "taken")
-            extract(archive, item.files, taken)
+            source = aside if item.make is None else Path(folder, "taken")
+            extract(archive, item.files, source)
             for file, expected in item.files.items() if isinstance(item.files, Mapping) else ():
-                _check(taken / Path(file).name, expected)
+                _check(source / Path(file).name, expected)
             if item.make is not None:
                 aside.mkdir()
-                item.make(taken, aside)
+                item.make(source, aside)
             files = sorted(path for path in aside.rglob("*") if path.is_file())
-            about = {"name": name, "version": item.version, "sha256": item.sha256, "package": item.package}
-            marker = {**about, "files": {path.relative_to(aside).as_posix(): file_digest(path) for path in files}}
+            identity = {"name": name, "version": item.version, "sha256": item.sha256, "package": item.package}
+            marker = {**identity, "files": {path.relative_to(aside).as_posix(): file_digest(path) for path in files}}
             (aside / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{name}: cannot write to {root}: {error}; FS_LOWRANK_HOME names another folder") from error

@@ -13,10 +13,10 @@ from fs_lowrank.errors import UserError
 
 
 def extract(archive: Path, files: Iterable[str], target: Path) -> None:
-    """Extract ``files`` into ``target``, without their folders; of a name that ends with ``/``, all that is below it.
+    """Extract ``files`` into ``target``, without their folders; a name that ends with ``/`` means all below it.
 
     Args:
-        archive: of known content: compared with its SHA-256, or by apt.
+        archive: already compared with its SHA-256, or checked by apt.
     Raises:
         UserError: a damaged archive or a missing file.
     """
@@ -26,18 +26,18 @@ def extract(archive: Path, files: Iterable[str], target: Path) -> None:
             _unpack_deb(archive, folder)
         else:
             shutil.unpack_archive(archive, folder, "zip" if zipfile.is_zipfile(archive) else "gztar")
-        for wanted in files:
-            found = Path(folder, wanted)
-            if not found.exists():
-                raise UserError(f"{archive.name} lacks {wanted!r}")
-            if found.is_dir():
-                shutil.copytree(found, target, dirs_exist_ok=True)
+        for name in files:
+            path = Path(folder, name)
+            if not path.exists():
+                raise UserError(f"{archive.name} lacks {name!r}")
+            if path.is_dir():
+                shutil.copytree(path, target, dirs_exist_ok=True)
             else:
-                shutil.copy(found, target)
+                shutil.copy(path, target)
 
 
 def _unpack_deb(archive: Path, folder: str) -> None:
-    done = subprocess.run(["dpkg-deb", "--extract", archive, folder], capture_output=True, check=False)
-    if done.returncode:
-        message = done.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+    process = subprocess.run(["dpkg-deb", "--extract", archive, folder], capture_output=True, check=False)
+    if process.returncode:
+        message = process.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
         raise UserError(f"{archive.name}: not a Debian package, or damaged: {message[-1]}")

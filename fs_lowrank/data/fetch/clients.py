@@ -48,10 +48,10 @@ def _downloaded(
     Args:
         absent: the error message if the program is not installed.
     """
-    program, what = shutil.which(command[0]), " ".join(command[:2])
+    program, label = shutil.which(command[0]), " ".join(command[:2])
     if program is None:
         raise UserError(absent)
-    progress(f"{command[2]}: running {what}, at most {CLIENT_SECONDS:g} s")
+    progress(f"{command[2]}: running {label}, at most {CLIENT_SECONDS:g} s")
     try:
         process = subprocess.run(
             [program, *command[1:]],
@@ -62,9 +62,9 @@ def _downloaded(
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise UserError(f"{command[2]}: {what} did not end within {CLIENT_SECONDS:g} s; {remedy}") from error
+        raise UserError(f"{command[2]}: {label} did not end within {CLIENT_SECONDS:g} s; {remedy}") from error
     files = sorted(pattern.parent.glob(pattern.name))
     if process.returncode or not files:
-        said = ((process.stderr or process.stdout).strip().splitlines() or ["nothing"])[-1]
-        raise UserError(f"{command[2]}: {what} ended with status {process.returncode} and said: {said}; {remedy}")
+        output = ((process.stderr or process.stdout).strip().splitlines() or ["nothing"])[-1]
+        raise UserError(f"{command[2]}: {label} ended with status {process.returncode} and said: {output}; {remedy}")
     return files[0]

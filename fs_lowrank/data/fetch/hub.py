@@ -57,10 +57,10 @@ def hub() -> Iterator[None]:
     if not failure:
         yield
         return
-    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    previous = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
-        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = previous
     say_once(f"{constants.ENDPOINT} does not answer ({failure}); what is in its cache (HF_HOME) is used")

