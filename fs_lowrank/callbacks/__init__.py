@@ -1,4 +1,4 @@
-"""What a run does beside training: answers to prompts, trackers, what is saved, pictures, early stopping."""
+"""Callbacks, which act beside training: answers to prompts, trackers, saved models, pictures, early stopping."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["Callback", "callbacks_of"]
 
 
 def callbacks_of(config: Config, own: Sequence[Callback] = (), trackers: Sequence[str] | None = None) -> list[Callback]:
-    """The callbacks of a run: those that its configuration asks for, and the user's ``own``.
+    """The callbacks of a run: those of its configuration, and the user's ``own``.
 
-    What adds to a round's record comes before the trackers, which are told all of it.
+    Callbacks that add to a round's record come before the trackers, which log the whole record.
 
     Args:
-        trackers: their names; None: those that the configuration asks for.
+        trackers: their names; None: the trackers of the configuration.
     """
     answers = [Answers()] if config.eval.generate.freq and config.model.task == "CausalLM" else []
-    told = Trackers(trackers_of(config) if trackers is None else trackers)
+    tracking = Trackers(trackers_of(config) if trackers is None else trackers)
     pictures = [Pictures()] if config.lowrank.pictures else []
-    return [*answers, *own, told, Saved(), Best(), *pictures, EarlyStopping()]
+    return [*answers, *own, tracking, Saved(), Best(), *pictures, EarlyStopping()]

@@ -1,4 +1,4 @@
-"""What the global model answers to held-out prompts while it trains (``eval.generate``), in ``answers.jsonl``."""
+"""Answers of the global model to held-out prompts while it trains (``eval.generate``), in ``answers.jsonl``."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ def score_of(config: Settings) -> tuple[str, Score]:
     Raises:
         UserError: there is no such function, or ROUGE's package is not installed.
     """
-    asked = config.eval.generate.score
-    said = f"eval.generate.score = {asked!r}: "
-    if asked == "exact_match":
-        return asked, exact_match
-    if asked == "rouge_l":
+    score = config.eval.generate.score
+    key = f"eval.generate.score = {score!r}: "
+    if score == "exact_match":
+        return score, exact_match
+    if score == "rouge_l":
         try:
             from rouge_score.rouge_scorer import RougeScorer
         except ImportError:
-            raise UserError(f"{said}rouge_score is not installed; install it with: pip install rouge-score") from None
+            raise UserError(f"{key}rouge_score is not installed; install it with: pip install rouge-score") from None
         scorer = RougeScorer(["rougeL"])
-        return asked, lambda answer, reference: float(scorer.score(reference, answer)["rougeL"].fmeasure)
-    module, _, name = asked.partition(":")
+        return score, lambda answer, reference: float(scorer.score(reference, answer)["rougeL"].fmeasure)
+    module, _, name = score.partition(":")
     if not (module and name):
-        raise UserError(f"{said}expected exact_match, rouge_l, or a function of (answer, reference) as MODULE:FUNCTION")
-    with users_own(f"{said}importing it", "the module must be on the path, as with PYTHONPATH=."):
+        raise UserError(f"{key}expected exact_match, rouge_l, or a function of (answer, reference) as MODULE:FUNCTION")
+    with users_own(f"{key}importing it", "the module must be on the path, as with PYTHONPATH=."):
         function = getattr(import_module(module), name)
     return name, function
 
@@ -64,15 +64,15 @@ class Answers(Callback):
     """
 
     def on_start(self, run: Recorder) -> None:
-        self.workspace, self.asked, self.path = run.workspace, run.config.eval.generate, run.outdir / FILE
+        self.workspace, self.options, self.path = run.workspace, run.config.eval.generate, run.outdir / FILE
         self.name, self.score = score_of(run.config)
         self.prompts, self.references = self._questions()
         self._scored(self.references[0], self.references[0])  # a function of the user's fails before round 1
-        write_text(self.path, "".join(line + "\n" for line in self._kept(len(run.history))))
+        write_text(self.path, "".join(line + "\n" for line in self._earlier(len(run.history))))
 
     def after_round(self, run: Recorder, record: dict[str, Any]) -> None:
         round = record["round"]
-        if round % self.asked.freq and round != run.config.federate.total_round_num:
+        if round % self.options.freq and round != run.config.federate.total_round_num:
             return
         started = time.perf_counter()
         run.global_model()
@@ -82,38 +82,38 @@ class Answers(Callback):
 
     def _questions(self) -> tuple[list[np.ndarray], list[str]]:
         """Token ids of some prompts, spread over the split, and the answers of the data."""
-        split = self.asked.split
-        held = {"test": self.workspace.data.test, "val": self.workspace.data.validation}[split]
-        said = f"eval.generate.freq = {self.asked.freq}: "
-        if not isinstance(held, Examples) or not len(held):
-            raise UserError(f"{said}the run has no {split} data (eval.generate.split, data.splits)")
-        rows = np.unique(np.linspace(0, len(held) - 1, min(self.asked.prompts, len(held))).astype(int))
+        split = self.options.split
+        examples = {"test": self.workspace.data.test, "val": self.workspace.data.validation}[split]
+        key = f"eval.generate.freq = {self.options.freq}: "
+        if not isinstance(examples, Examples) or not len(examples):
+            raise UserError(f"{key}the run has no {split} data (eval.generate.split, data.splits)")
+        rows = np.unique(np.linspace(0, len(examples) - 1, min(self.options.prompts, len(examples))).astype(int))
         prompts, references = [], []
         for row in rows:
-            ids, labels = (np.asarray(held.columns[name][row]) for name in ("input_ids", "labels"))
+            ids, labels = (np.asarray(examples.columns[name][row]) for name in ("input_ids", "labels"))
             first = int(np.argmax(labels != IGNORED_LABEL))
             if not first:
                 raise UserError(
-                    f"{said}the rows have no prompts of their own, as with loss_on: all or a template without one"
+                    f"{key}the rows have no prompts of their own, as with loss_on: all or a template without one"
                 )
             prompts.append(ids[:first])
             references.append(self.workspace.tokenizer.decode(ids[first:], skip_special_tokens=True).strip())
         return prompts, references
 
-    def _kept(self, keep: int) -> list[str]:
+    def _earlier(self, rounds: int) -> list[str]:
         try:
-            lines = self.path.read_bytes().splitlines() if keep and self.path.exists() else []
+            lines = self.path.read_bytes().splitlines() if rounds and self.path.exists() else []
         except OSError as error:
             raise cannot_read(self.path, error) from error
-        kept = []
+        retained = []
         for number, line in enumerate(lines, start=1):
             try:
-                if from_json(line)["round"] <= keep:
-                    kept.append(line.decode())
+                if from_json(line)["round"] <= rounds:
+                    retained.append(line.decode())
             except (ValueError, KeyError, TypeError) as error:
-                said = "%s: line %d is not the answers of a round (%s); it is left out"
-                logger.warning(said, self.path, number, error)
-        return kept
+                warning = "%s: line %d is not the answers of a round (%s); it is left out"
+                logger.warning(warning, self.path, number, error)
+        return retained
 
     def make(self, round: int) -> dict[str, float]:
         """Let the model, as it is, answer; returns the mean score by its name.
@@ -127,30 +127,30 @@ class Answers(Callback):
             self.workspace.tokenizer,
             [prompt.tolist() for prompt in self.prompts],
             batch_size=self.workspace.config.eval_batch_size,
-            max_new_tokens=self.asked.max_tokens,
-            temperature=self.asked.temperature,
+            max_new_tokens=self.options.max_tokens,
+            temperature=self.options.temperature,
             seed=derive(self.workspace.config.seed, "answers", round),
             on_cut=lambda count: say_once(
-                f"eval.generate.max_tokens = {self.asked.max_tokens} cuts answers that have not ended by then"
+                f"eval.generate.max_tokens = {self.options.max_tokens} cuts answers that have not ended by then"
             ),
         )
-        found: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         for prompt, reference, answer in zip(self.prompts, self.references, answers):
             text = self.workspace.tokenizer.decode(prompt, skip_special_tokens=True)
             value = self._scored(answer.strip(), reference)
-            found.append({"prompt": text, "reference": reference, "answer": answer.strip(), self.name: value})
-        mean = {self.name: float(np.mean([each[self.name] for each in found]))}
+            rows.append({"prompt": text, "reference": reference, "answer": answer.strip(), self.name: value})
+        mean = {self.name: float(np.mean([row[self.name] for row in rows]))}
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(to_json({"round": round, **mean, "answers": found}) + "\n")
+                file.write(to_json({"round": round, **mean, "answers": rows}) + "\n")
             sync(self.path)
         except OSError as error:
             raise cannot_write(self.path, error) from error
         return mean
 
     def _scored(self, answer: str, reference: str) -> float:
-        with users_own(f"eval.generate.score = {self.asked.score!r}: called with {answer!r} and {reference!r}, it"):
+        with users_own(f"eval.generate.score = {self.options.score!r}: called with {answer!r} and {reference!r}, it"):
             value = self.score(answer, reference)
         if isinstance(value, (bool, int, float)) and math.isfinite(value):
             return float(value)
-        raise UserError(f"eval.generate.score = {self.asked.score!r} gave {value!r}: expected a finite number")
+        raise UserError(f"eval.generate.score = {self.options.score!r} gave {value!r}: expected a finite number")

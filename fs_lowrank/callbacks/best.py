@@ -1,6 +1,6 @@
-"""What was trained as it was after the best rounds, kept while a run goes on: it may be resumed from any checkpoint.
+"""The adapter or model after the best rounds, stored while a run goes on: it may be resumed from any checkpoint.
 
-``best/round_000012/adapter`` (or ``model``) is what ``adapter_best`` is in the end if round 12 remains the best.
+``best/round_000012/adapter`` (or ``model``) becomes ``adapter_best`` in the end if round 12 remains the best.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger("fs_lowrank")
 
 
 class Best(Callback):
-    """Saves what is trained after each round that is the best so far (``eval.save_best``), and names it at the end."""
+    """Saves adapter or model after each round that is the best so far (``eval.save_best``); names it at the end."""
 
     def on_start(self, run: Recorder) -> None:
         go_back(run.outdir, run.history[-1]["round"] if run.history else 0)
@@ -35,8 +35,8 @@ class Best(Callback):
         keep_only(run.outdir, saved_rounds(run.outdir / "checkpoint"))
         if run.config.eval.save_best and run.evaluator.best([*run.history, record]) is record:
             run.global_model()
-            metrics, place = flat_metrics(record["metrics"]), place_of(record["round"])
-            save_trained(run, run.result(), place, metrics, record["round"], run.evaluator.best_by)
+            metrics, folder = flat_metrics(record["metrics"]), place_of(record["round"])
+            save_trained(run, run.result(), folder, metrics, record["round"], run.evaluator.best_by)
             seal(run.outdir, record["round"])
 
     def on_end(self, run: Recorder, result: RunResult) -> None:
@@ -59,14 +59,14 @@ def place_of(round: int) -> str:
     return f"best/{folder_of(round)}"
 
 
-def kept(outdir: Path) -> list[int]:
-    """The rounds that are kept, in order."""
+def best_rounds(outdir: Path) -> list[int]:
+    """The rounds that are stored, in order."""
     return saved_rounds(outdir / "best")
 
 
 def keep_only(outdir: Path, checkpoints: Iterable[int]) -> None:
     """Remove all rounds but the newest, and of each checkpoint the newest that is not after it."""
-    rounds = kept(outdir)
+    rounds = best_rounds(outdir)
     needed = {*rounds[-1:], *(max((r for r in rounds if r <= c), default=0) for c in checkpoints)}
     for round in rounds:
         if round not in needed:
@@ -74,17 +74,17 @@ def keep_only(outdir: Path, checkpoints: Iterable[int]) -> None:
 
 
 def seal(outdir: Path, round: int) -> None:
-    """Note the checksums of all that is kept of ``round``."""
+    """Note the checksums of all files of ``round``."""
     checksums.seal(outdir / place_of(round), KINDS)
 
 
 def go_back(outdir: Path, round: int) -> None:
-    """Remove what was kept after ``round``, from which a run goes on, and what a killed process left unfinished.
+    """Remove the rounds after ``round``, from which a run goes on, and unfinished files of a killed process.
 
     Raises:
-        CannotContinue: what was kept before is damaged.
+        CannotContinue: an earlier round's files are damaged.
     """
-    for earlier in kept(outdir):
+    for earlier in best_rounds(outdir):
         if earlier > round:
             shutil.rmtree(outdir / place_of(earlier))
         else:
@@ -94,18 +94,18 @@ def go_back(outdir: Path, round: int) -> None:
 
 def _check(folder: Path) -> None:
     """Raise ``CannotContinue`` if a file is not as it was when it was written, as far as that is known (``seal``)."""
-    if found := damaged(folder):
-        file, reason = found
+    if damage := damaged(folder):
+        file, reason = damage
         raise CannotContinue(
             f"{file} is damaged ({reason}); restore it, or remove {folder} to go on without that round's model"
         )
 
 
 def publish(outdir: Path, round: int, move: bool) -> dict[str, Path]:
-    """Make ``adapter_best`` or ``model_best`` of what is kept of ``round``, without a copy where links are possible.
+    """Make ``adapter_best`` or ``model_best`` of the files of ``round``, without a copy where links are possible.
 
     Args:
-        move: nothing is kept beside them, because the run cannot be resumed.
+        move: remove the stored rounds, because the run cannot be resumed.
     Returns:
         The folders by name.
     Raises:

@@ -1,4 +1,4 @@
-"""What was trained, saved at the end of a run: the adapter or the model, and the clients' own adapters."""
+"""Saves the adapter or the model at the end of a run, and the clients' own adapters."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Saved(Callback):
 
 
 def save_trained(
-    run: Recorder, result: RunResult, place: str, figures: Mapping[str, Any], round: int, best: str = ""
+    run: Recorder, result: RunResult, subfolder: str, figures: Mapping[str, Any], round: int, best: str = ""
 ) -> dict[str, Path]:
     """Save the adapter, or the model where it holds the result or ``lowrank.save_merged`` asks for it.
 
     Args:
-        place: the folder for them, in that of the run. figures, round, best: for the card (``model_card``).
+        subfolder: for them, in the run's folder. figures, round, best: for the card (``model_card``).
     Returns:
         The folders by name, ``adapter`` and ``model``.
     """
@@ -47,7 +47,7 @@ def save_trained(
         saving["adapter"] = result.save_adapter
     if result.base_changed or run.config.lowrank.save_merged:
         saving["model"] = result.save_model
-    folder = run.outdir / place
+    folder = run.outdir / subfolder
     for kind, save in saving.items():
         card = model_card(run.config, result.facts, figures, kind, best, round)
         with replaced(folder / kind) as aside:
@@ -71,9 +71,9 @@ def _save_personal(run: Recorder, folder: Path) -> None:
         for name in sorted({adapter_name(n) for n in workspace.personal.of_model if n not in outside}) or ["default"]:
             config = copy.copy(model.peft_config[name])
             tensors = peft.get_peft_model_state_dict(model, adapter_name=name)
-            own = {n: tensor for n, tensor in tensors.items() if "nested" not in tags(n)}
-            own |= {n: tensor for n, tensor in outside.items() if "modules_to_save" not in n}
-            if config.task_type == peft.TaskType.SEQ_CLS and not any("head" in tags(n) for n in own):
+            personal = {n: tensor for n, tensor in tensors.items() if "nested" not in tags(n)}
+            personal |= {n: tensor for n, tensor in outside.items() if "modules_to_save" not in n}
+            if config.task_type == peft.TaskType.SEQ_CLS and not any("head" in tags(n) for n in personal):
                 config.task_type = None  # with it PEFT expects a head, which the saved model has
-            save_adapter(folder / f"client_{client}", config, own)
+            save_adapter(folder / f"client_{client}", config, personal)
     run.global_model()

@@ -22,14 +22,14 @@ logger = logging.getLogger("fs_lowrank")
 
 #: seconds that a tracker may take for a round's record, since it may have to ask a server
 LIMIT = 60.0
-#: what has a number for each client, which a page of curves does not show
+#: entries with a number for each client, which a page of curves does not show
 _BY_CLIENT = ("selected", "clients", "failed", "robust", "reused")
 
 
 def trackers_of(config: Config) -> list[str]:
     """The trackers that a configuration asks for; ``wandb.use`` is FederatedScope's key for one of them."""
-    more = ["wandb"] if config.get("wandb.use") else []
-    return list(dict.fromkeys([*config.lowrank.trackers, *more]))
+    wandb = ["wandb"] if config.get("wandb.use") else []
+    return list(dict.fromkeys([*config.lowrank.trackers, *wandb]))
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -38,42 +38,42 @@ def check_trackers(names: Sequence[str]) -> None:
         return
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-    there = {str(getattr(kind, "value", kind)) for kind in get_available_trackers()}
+    available = {str(getattr(kind, "value", kind)) for kind in get_available_trackers()}
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
             raise UserError(
                 f"lowrank.trackers: the accelerate that is installed does not know {name}, a later one does; "
                 "get it with: pip install -U accelerate"
             )
-        if name not in there:
+        if name not in available:
             raise UserError(f"lowrank.trackers: {name} is not installed; install it with: pip install {name}")
 
 
-class _Own:
-    """A thread for one tracker, which does one thing after the other: MLflow's runs belong to the thread that began
-    them. One that hangs is left alone and does not keep the process from ending.
+class _Worker:
+    """A thread for one tracker, which does one job after the other: MLflow's runs belong to the thread that began
+    them. A thread that hangs is left alone and does not keep the process from ending.
     """
 
     def __init__(self, name: str):
-        self._asked: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name=f"tracker {name}", daemon=True).start()
 
     def _serve(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            future, work = asked
+        while (request := self._queue.get()) is not None:
+            future, work = request
             try:
                 future.set_result(work())
             except (Exception, SystemExit) as error:
                 future.set_exception(error)
 
     def end(self) -> None:
-        """Nothing more will be asked; what hangs is not waited for."""
-        self._asked.put(None)
+        """No further jobs will come; a job that hangs is not waited for."""
+        self._queue.put(None)
 
     def do(self, work: Callable[[], Any]) -> Any:
         """The result of ``work``; TimeoutError if it takes longer than ``LIMIT`` seconds."""
         future: Future[Any] = Future()
-        self._asked.put((future, work))
+        self._queue.put((future, work))
         try:
             return future.result(LIMIT)
         except TimeoutError as error:
@@ -83,7 +83,7 @@ class _Own:
 
 
 class Trackers(Callback):
-    """The trackers of one run. One that fails or hangs is reported, told nothing more, and never ends the run.
+    """The trackers of one run. One that fails or hangs is reported, gets no more numbers, and never ends the run.
 
     Args:
         names: of the trackers.
@@ -95,12 +95,12 @@ class Trackers(Callback):
         check_trackers(names)
         self.names = names
         self.open: dict[str, Any] = {}
-        self._threads: dict[str, _Own] = {}
+        self._threads: dict[str, _Worker] = {}
 
     def on_start(self, run: Recorder) -> None:
-        #: the run's folder; those that keep files write them below it
+        #: the run's folder; trackers write their files below it
         self.config, self.outdir = run.config, run.outdir
-        self._threads = {name: _Own(name) for name in self.names}
+        self._threads = {name: _Worker(name) for name in self.names}
         run.exits.callback(self.finish)
         for name in self.names:
             if (tracker := self._try(name, partial(self._start, name))) is not None:
@@ -112,18 +112,18 @@ class Trackers(Callback):
 
         PartialState()  # which its trackers ask whether this is the main process
         kind: Any = LOGGER_TYPE_TO_CLASS[name]
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if kind.requires_logging_directory or "logging_dir" in inspect.signature(kind.__init__).parameters:
-            given["logging_dir"] = str(self.outdir)
+            arguments["logging_dir"] = str(self.outdir)
         if name == "wandb":
-            given |= self._wandb()
-        tracker = kind(self._name(name), **given)
+            arguments |= self._wandb()
+        tracker = kind(self._name(name), **arguments)
         tracker.start()
         tracker.store_init_configuration(_plain(self.config.to_dict()))
         return tracker
 
     def _name(self, name: str) -> str:
-        """What a tracker calls the project; TensorBoard writes to the folder of that name."""
+        """A tracker's name for the project; TensorBoard writes to the folder of that name."""
         if name == "tensorboard":
             return name
         return str(self.config.get("wandb.name_project") or "fs-lowrank")
@@ -132,28 +132,28 @@ class Trackers(Callback):
         """The arguments of ``wandb.init``. Without a key it keeps the run in a folder, as it would ask for one."""
         import wandb
 
-        given = {
+        arguments = {
             "dir": str(self.outdir),
             "name": str(self.outdir),
             "entity": self.config.get("wandb.name_user") or None,
         }
         online = self.config.get("wandb.online_track")
         if not online or not (wandb.api.api_key or os.environ.get("WANDB_MODE")):
-            given["mode"] = "offline"
+            arguments["mode"] = "offline"
             if online:
                 logger.info(
                     "wandb has no API key: the run is stored in %s; `wandb sync` uploads it", self.outdir / "wandb"
                 )
-        return given
+        return arguments
 
     def after_round(self, run: Recorder, record: dict[str, Any]) -> None:
-        """Tell every tracker the numbers of a round's record, by names such as ``metrics/test/acc``."""
+        """Log the numbers of a round's record to every tracker, by names such as ``metrics/test/acc``."""
         values = numbers(record)
         for name in list(self.open):
             self._try(name, partial(self.open[name].log, values, step=record["round"]))
 
     def finish(self) -> None:
-        """Nothing more will be told."""
+        """End the trackers and their threads."""
         for name in list(self.open):
             self._try(name, self.open[name].finish)
         self.open.clear()
@@ -171,23 +171,23 @@ class Trackers(Callback):
 
 def numbers(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """The numbers of a record by path; lists and tables with an entry for each client are left out."""
-    found: dict[str, float] = {}
+    flat: dict[str, float] = {}
     for key, value in record.items():
         if key in _BY_CLIENT or key.startswith("client_") or key in ("round", "schema"):
             continue
         if isinstance(value, Mapping):
-            found |= numbers(value, f"{prefix}{key}/")
+            flat |= numbers(value, f"{prefix}{key}/")
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            found[prefix + key] = value
-    return found
+            flat[prefix + key] = value
+    return flat
 
 
 def _plain(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A configuration as dotted keys with values that every tracker takes."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
-            found |= _plain(value, f"{prefix}{key}.")
+            flat |= _plain(value, f"{prefix}{key}.")
         else:
-            found[prefix + key] = value if isinstance(value, (bool, int, float, str)) else str(value)
-    return found
+            flat[prefix + key] = value if isinstance(value, (bool, int, float, str)) else str(value)
+    return flat
