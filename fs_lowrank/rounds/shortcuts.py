@@ -16,7 +16,7 @@ from ..data.ragged import Lazy
 from ..methods import Method
 from ..models.given import is_given
 from ..models.kinds import computes_by_length
-from ..models.shortcuts.frozen import FrozenPrefix, Owners
+from ..models.shortcuts.frozen import PASSES, FrozenPrefix, Owners
 from ..models.shortcuts.reads import OnlyRead
 from ..models.shortcuts.states import SharedStates, shared_folder
 from ..models.shortcuts.trials import samples_to_try
@@ -73,9 +73,10 @@ class Shortcuts:
         prefix = FrozenPrefix(
             model,
             {*self.method.shared, *self.method.personal},
-            limit=train.cache_frozen_bytes * share if train.cache_frozen == "auto" else 0,
+            limit=train.cache_frozen_bytes * share if train.cache_frozen != "off" else 0,
             shared=self.states,
             changing=self.method.changed_base(model),
+            fewest=0.0 if train.cache_frozen == "all" else PASSES,
         )
         rounds = range(1, self.config.federate.total_round_num + 1)
         evaluated = sum(evaluation_due(self.config, t) for t in rounds) if client is None else 0

@@ -214,9 +214,9 @@ class Train:
     is_enable_half: bool = key(False)
     optimizer: Optimizer = field(default_factory=Optimizer)
     scheduler: Scheduler = field(default_factory=Scheduler)
-    #: ours: cache the outputs of the frozen layers below the first adapter, and its keys and values. YAML reads a bare
-    #: ``off`` as False
-    cache_frozen: str = key("auto", choices=("auto", "off"), also={False: "off", True: "auto"}, result=False)
+    #: ours: cache the outputs of the frozen layers below the first adapter, and its keys and values: of clients that
+    #: make half a pass over their samples or more, or of all. YAML reads a bare ``off`` as False
+    cache_frozen: str = key("auto", choices=("auto", "all", "off"), also={False: "off", True: "auto"}, result=False)
     #: maximum size of the cache in bytes
     cache_frozen_bytes: float = key(4e9, min=0.0, result=False)
     #: folder of the files that are stored for other runs; empty: the one that `fs-lowrank cache` shows

@@ -43,10 +43,10 @@ logger = logging.getLogger("fs_lowrank")
 
 #: number of samples whose states are computed in one batch
 COMPUTED_TOGETHER = 32
-#: passes over an owner's samples in a run from which on its states are kept. Filling the cache takes one: a run that is
-#: never repeated loses one pass at most, and one that finds the states of another gains. It is the same whether states
-#: are kept for others or not, so that results are
-_PASSES = 0.5
+#: passes over an owner's samples in a run from which on its states are cached. Filling the cache takes one: a run that
+#: is never repeated loses half a pass at most, and one that finds the states of another gains. It is the same whether
+#: states are cached for others or not, so that results are
+PASSES = 0.5
 #: part of the name of what is kept for other runs; higher whenever something else is stored, or in another form
 _FORMAT = 2
 
@@ -82,6 +82,7 @@ class FrozenPrefix:
         limit: maximum size of the cache in bytes; other states are computed each time.
         shared: where states are kept for other runs and processes, if its limit is not 0; None: in memory.
         changing: names of the base weights that the method changes; None: only states are cached, no keys and values.
+        fewest: passes over an owner's samples from which on its states are cached.
     """
 
     def __init__(
@@ -91,8 +92,9 @@ class FrozenPrefix:
         limit: float,
         shared: SharedStates | None = None,
         changing: Collection[str] | None = None,
+        fewest: float = PASSES,
     ):
-        self.model, self.changing = model, changing
+        self.model, self.changing, self.fewest = model, changing, fewest
         self.shared = shared if shared is not None and shared.limit > 0 else None
         stack = layer_stack(model)
         self.layers = list(stack[1]) if stack else []
@@ -141,8 +143,8 @@ class FrozenPrefix:
         model differ with cached states, a warning gives the reason and the cache is not used.
 
         Args:
-            owners: name -> (examples, number of passes over them in the run). Examples with less than half a pass are
-                not cached.
+            owners: name -> (examples, number of passes over them in the run). Examples with fewer than ``fewest``
+                are not cached.
             clients: further owners, who come after those.
             trial: samples of lengths from the shortest to the longest of all owners; None: those of the first owner.
         """
@@ -153,7 +155,7 @@ class FrozenPrefix:
         if not self:
             return
         self.parts = self._find_parts(trial)
-        used = [np.flatnonzero(group.passes >= _PASSES) for group in groups]
+        used = [np.flatnonzero(group.passes >= self.fewest) for group in groups]
         tokens = sum(int(group.tokens[chosen].sum()) for group, chosen in zip(groups, used))
         if tokens * self.columns * self.dtype.itemsize > self.limit:
             self.parts = {}
