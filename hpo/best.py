@@ -18,15 +18,15 @@ _HEADER = "# hpo: "
 
 
 def spread_text(value: Mapping[str, Any], digits: int = 3) -> str:
-    """What ``spread`` returns as ``mean ± std``."""
+    """The result of ``spread`` as ``mean ± std``."""
     return f"{value['mean']:.{digits}f}" + (f" ± {value['std']:.{digits}f}" if value["std"] is not None else "")
 
 
-def choose(found: dict, trial: int | None = None, unconfirmed: bool = False, unlearned: bool = False) -> dict[str, Any]:
-    """The winner of a ``summary`` to write.
+def choose(study: dict, trial: int | None = None, unconfirmed: bool = False, unlearned: bool = False) -> dict[str, Any]:
+    """The winner of a study to write.
 
     Args:
-        found: what ``summary`` returns.
+        study: its ``summary``.
         trial: the number of a trial on the Pareto front.
         unconfirmed: also a winner that was not run on all of its fresh seeds.
         unlearned: also a winner at or below the majority class.
@@ -34,17 +34,17 @@ def choose(found: dict, trial: int | None = None, unconfirmed: bool = False, unl
     Raises:
         UserError: there is no winner, there are several, or it was not run on fresh seeds, or has learned nothing.
     """
-    winners, name = found["winners"], found["study"]
+    winners, name = study["winners"], study["study"]
     if not winners:
         raise UserError(
-            f"the study {name} has no complete trial yet ({_counts(found['trials'])}); continue the search with the "
+            f"the study {name} has no complete trial yet ({_counts(study['trials'])}); continue the search with the "
             "command that began it"
         )
-    fits: list[dict[str, Any]] = [w for w in winners if trial in (None, w["trial"])]
-    if len(fits) != 1:
+    matches: list[dict[str, Any]] = [w for w in winners if trial in (None, w["trial"])]
+    if len(matches) != 1:
         numbers = ", ".join(str(w["trial"]) for w in winners)
         raise UserError(f"choose one of the trials on the Pareto front of {name} with --trial: {numbers}")
-    winner, check = fits[0], fits[0]["confirmed"] or {"failed": [], "open": 1}
+    winner, check = matches[0], matches[0]["confirmed"] or {"failed": [], "open": 1}
     if winner["nothing_learned"] and not unlearned:
         raise UserError(
             f"the best trial of {name}: {winner['nothing_learned']}; search other values, more rounds or more data, or "
@@ -63,13 +63,13 @@ def choose(found: dict, trial: int | None = None, unconfirmed: bool = False, unl
     return winner
 
 
-def header(found: dict, winner: dict) -> str:
-    """The comment at the top of a winner's config file; its last line holds the same as JSON."""
-    language = found["language"]
-    shown = ", ".join(f"{n} {v:.6g}" for n, v in for_people(winner["values"], language).items())
+def header(study: dict, winner: dict) -> str:
+    """The comment at the top of a winner's config file; its last line holds the same data as JSON."""
+    language = study["language"]
+    scores = ", ".join(f"{n} {v:.6g}" for n, v in for_people(winner["values"], language).items())
     lines = [
-        f"# Found by `fs-lowrank hpo tune` (fs-lowrank {__version__}): study {found['study']}, "
-        f"trial {winner['trial']}, {shown}",
+        f"# Found by `fs-lowrank hpo tune` (fs-lowrank {__version__}): study {study['study']}, "
+        f"trial {winner['trial']}, {scores}",
         f"# at {', '.join(f'{k} = {v}' for k, v in winner['point'].items())}",
     ]
     check = winner["confirmed"]
@@ -83,26 +83,26 @@ def header(found: dict, winner: dict) -> str:
     else:
         failed = f" ({len(check['failed'])} of these runs failed)" if check else ""
         lines.append(f"# NOT run on fresh seeds{failed}: the value is the search's own, and may be luck")
-    lines += [f"# {winner[said]}" for said in ("nothing_learned", "at_end") if winner[said]]
-    lines.append(f"# cost of the search: {budget_text(found['budget'])} ({_counts(found['trials'])})")
-    plain = {"schema": SCHEMA} | {
-        k: found[k] for k in ("study", "objectives", "sampler", "pruner", "seeds", "budget", "trials")
+    lines += [f"# {winner[key]}" for key in ("nothing_learned", "at_end") if winner[key]]
+    lines.append(f"# cost of the search: {budget_text(study['budget'])} ({_counts(study['trials'])})")
+    data = {"schema": SCHEMA} | {
+        k: study[k] for k in ("study", "objectives", "sampler", "pruner", "seeds", "budget", "trials")
     }
-    plain.update({k: winner[k] for k in ("trial", "point", "values", "confirmed")})
-    return "\n".join([*lines, _HEADER + json.dumps(plain), ""])
+    data.update({k: winner[k] for k in ("trial", "point", "values", "confirmed")})
+    return "\n".join([*lines, _HEADER + json.dumps(data), ""])
 
 
 def read_header(path: str | Path) -> dict[str, Any] | None:
-    """What a config file says about the search that found it, with its ``budget``; None for any other config file.
+    """The header of a config file that a search has written, with its ``budget``; None for any other config file.
 
     Raises:
-        UserError: the file cannot be read, or what it says of the search is damaged.
+        UserError: the file cannot be read, or its header is damaged.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
-        at_top = itertools.takewhile(lambda line: line.startswith("#"), lines)
-        said = next((line for line in at_top if line.startswith(_HEADER)), None)
-        header: dict[str, Any] | None = from_json(said.removeprefix(_HEADER)) if said else None
+        comments = itertools.takewhile(lambda line: line.startswith("#"), lines)
+        entry = next((line for line in comments if line.startswith(_HEADER)), None)
+        header: dict[str, Any] | None = from_json(entry.removeprefix(_HEADER)) if entry else None
     except (OSError, ValueError) as error:
         raise cannot_read(path, error, f"write it again with: {hint('hpo', 'best')}") from error
     check_schema(header or {}, path)

@@ -1,4 +1,4 @@
-"""What a search can be told, what it goes by, and whether a config measures it. Nothing here needs Optuna."""
+"""The options of a search, its objectives, and whether a config measures them. Nothing here needs Optuna."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SAMPLERS = ("grid", "tpe", "random", "cmaes", "gp")
 PRUNERS = ("none", "median", "halving", "hyperband")
 #: name of the storage in the folder of a search
 FILE = "study.db"
-#: name of the file in the folder of a study with what ``summary.summary`` gave when a trial last began or ended
+#: name of the file in the folder of a study with its ``summary.summary`` from when a trial last began or ended
 SUMMARY = "summary.json"
 #: the key of the metric that stops a run early
 WATCHED = "eval.best_res_update_round_wise_key"
@@ -27,7 +27,7 @@ OBJECTIVES: dict[str, Literal["minimize", "maximize"]] = {
 def one_test_set(base: Config) -> Config:
     """``base`` with one test set for all seeds (``lowrank.test_seed``), if the test set is split off the training rows.
 
-    With a test set by seed, rows that the search has chosen by would be in the test sets of the fresh seeds.
+    With a test set for each seed, rows by which the search has chosen would be in the test sets of the fresh seeds.
     """
     cut = base.data.splits[2] and base.lowrank.test_seed < 0
     return base.replace({"lowrank.test_seed": base.seed}) if cut else base

@@ -37,27 +37,27 @@ def draw(storage: BaseStorage, names: Sequence[str], folder: Path) -> list[Path]
     if not any(points_of(study) for study in studies):
         raise UserError("there is no finished trial to draw yet; continue the search with the command that began it")
     settings = settings_of(studies[0])
-    shown = [shown_name(name, settings.base.is_language) for name in settings.objectives]
-    made: list[tuple[str, Any, Any, dict[str, Any]]] = []
-    if len(shown) == 1:
-        first: dict[str, Any] = {"target": None, "target_name": shown[0]}
-        made.append(("history", pictures.plot_optimization_history, studies, first))
+    labels = [shown_name(name, settings.base.is_language) for name in settings.objectives]
+    plots: list[tuple[str, Any, Any, dict[str, Any]]] = []
+    if len(labels) == 1:
+        target: dict[str, Any] = {"target": None, "target_name": labels[0]}
+        plots.append(("history", pictures.plot_optimization_history, studies, target))
         for study in studies:
-            made.append((f"rounds-{study.study_name}", pictures.plot_intermediate_values, study, {}))
-            made.append((f"slices-{study.study_name}", pictures.plot_slice, study, first))
-    for study, pair in itertools.product(studies, itertools.combinations(range(len(shown)), 2)):
-        both: dict[str, Any] = {"targets": lambda trial, pair=pair: [trial.values[i] for i in pair]}
-        name = f"pareto-{study.study_name}" + f"-{pair[0]}-{pair[1]}" * (len(shown) > 2)
-        made.append((name, pictures.plot_pareto_front, study, both | {"target_names": [shown[i] for i in pair]}))
+            plots.append((f"rounds-{study.study_name}", pictures.plot_intermediate_values, study, {}))
+            plots.append((f"slices-{study.study_name}", pictures.plot_slice, study, target))
+    for study, pair in itertools.product(studies, itertools.combinations(range(len(labels)), 2)):
+        targets: dict[str, Any] = {"targets": lambda trial, pair=pair: [trial.values[i] for i in pair]}
+        name = f"pareto-{study.study_name}" + f"-{pair[0]}-{pair[1]}" * (len(labels) > 2)
+        plots.append((name, pictures.plot_pareto_front, study, targets | {"target_names": [labels[i] for i in pair]}))
     folder.mkdir(parents=True, exist_ok=True)
-    for name, function, what, options in made:
+    for name, function, subject, options in plots:
         with plt.rc_context({"backend": "agg"}), replacing(folder / f"{name}.png") as aside:
-            axes = np.ravel(function(what, **options))[0]
+            axes = np.ravel(function(subject, **options))[0]
             if function is pictures.plot_intermediate_values:
-                axes.set(title="Validation by round", xlabel="Round", ylabel=shown[0])
+                axes.set(title="Validation by round", xlabel="Round", ylabel=labels[0])
             axes.figure.savefig(aside, format="png", bbox_inches="tight")
             plt.close(axes.figure)
-    attributes = ("number", "state", "value" if len(shown) == 1 else "values", "params", "user_attrs")
+    attributes = ("number", "state", "value" if len(labels) == 1 else "values", "params", "user_attrs")
     table = pd.concat({study.study_name: study.trials_dataframe(attributes) for study in studies}, names=["study"])
     write_text(folder / "trials.csv", table.reset_index("study").to_csv(index=False, lineterminator="\n"))
-    return [*(folder / f"{name}.png" for name, *_ in made), folder / "trials.csv"]
+    return [*(folder / f"{name}.png" for name, *_ in plots), folder / "trials.csv"]

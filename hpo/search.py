@@ -1,4 +1,4 @@
-"""A study in Optuna's storage: what it must not be continued with, its trials by kind, and what they cost.
+"""A study in Optuna's storage: its creation, its trials by kind, and their cost.
 
 A trial that was interrupted, or lost with its worker, is queued again by Optuna's retry callback. Its run has a folder
 named after its configuration, so it continues from the checkpoint there.
@@ -26,9 +26,9 @@ from .storage import AGAIN, CONFIRM
 
 #: the attribute of a study with the revisions of its methods
 REVISIONS = "fs_lowrank_revisions"
-#: the attribute of a study with what ``data_of`` gave when it was started
+#: the attribute of a study with the result of ``data_of`` at its start
 DATA = "fs_lowrank_data"
-#: what is added up over trials
+#: the costs that are added up over trials
 BUDGET = ("rounds", "client_steps", "uplink_bytes", "downlink_bytes", "seconds")
 
 
@@ -46,13 +46,13 @@ def create(storage: BaseStorage, name: str, settings: Settings, data: str = "") 
     study = optuna.create_study(study_name=name, storage=storage, directions=directions, load_if_exists=True)
     if META not in study.user_attrs and not study.get_trials(deepcopy=False):
         study.set_metric_names(list(settings.objectives))
-        begun = {REVISIONS: _revisions(settings), DATA: data, "schema": SCHEMA, META: settings.to_dict()}
-        for key, value in begun.items():
+        attributes = {REVISIONS: _revisions(settings), DATA: data, "schema": SCHEMA, META: settings.to_dict()}
+        for key, value in attributes.items():
             study.set_user_attr(key, value)
-    then, known = settings_of(study), study.user_attrs
-    old = {"data": data and known.get(DATA), **_named(known.get(REVISIONS, {})), **then.decisive()}
-    new = {"data": known.get(DATA) and data, **_named(_revisions(settings)), **settings.decisive()}
-    if changed := [what for what in {**old, **new} if old.get(what) != new.get(what)]:
+    original, stored = settings_of(study), study.user_attrs
+    old = {"data": data and stored.get(DATA), **_named(stored.get(REVISIONS, {})), **original.decisive()}
+    new = {"data": stored.get(DATA) and data, **_named(_revisions(settings)), **settings.decisive()}
+    if changed := [label for label in {**old, **new} if old.get(label) != new.get(label)]:
         raise UserError(
             f"the study {name} was started with another {', '.join(changed)}, so new values cannot be compared with "
             "its own; name another study"
@@ -65,14 +65,14 @@ def _named(revisions: Mapping[str, int]) -> dict[str, int]:
 
 
 def _revisions(settings: Settings) -> dict[str, int]:
-    """The revisions above 1 of the methods and server optimizers of the base config, and of what it searches."""
+    """The revisions above 1 of the methods and server optimizers of the base config, and of the searched values."""
     revisions, base = methods().revisions, settings.base
-    found = dict(revisions(base))
+    numbers = dict(revisions(base))
     listed = [(k, v) for k, kinds in settings.space.items() for kind in ("grid", "choice") for v in kinds.get(kind, ())]
     for key, value in listed:
         with suppress(UserError):  # a value that is valid only beside others
-            found |= revisions(base.replace({key: value}))
-    return found
+            numbers |= revisions(base.replace({key: value}))
+    return numbers
 
 
 def data_of(config: Config) -> str:
@@ -95,7 +95,7 @@ def enqueue(study: optuna.Study, points: Sequence[Mapping[str, Any]]) -> None:
 
 
 def retry_failed(study: optuna.Study) -> None:
-    """Queue each point again of which every trial has failed, once."""
+    """Queue each point whose trials have all failed once more."""
     for trial in failures(study.get_trials(deepcopy=False)):
         AGAIN(study, trial)
 
@@ -113,8 +113,8 @@ def kind(trial: FrozenTrial) -> str:
     """``complete``, ``pruned``, ``running``, ``waiting``, ``failed``, ``interrupted`` or ``lost``."""
     if trial.state != TrialState.FAIL:
         return trial.state.name.lower()
-    said = str(trial.user_attrs.get("kind") or "lost")
-    return {"disk": "interrupted"}.get(said, said if said in ("interrupted", "lost") else "failed")
+    stored = str(trial.user_attrs.get("kind") or "lost")
+    return {"disk": "interrupted"}.get(stored, stored if stored in ("interrupted", "lost") else "failed")
 
 
 def reason_of(trial: FrozenTrial) -> tuple[str, str]:
@@ -134,7 +134,7 @@ def _point(trial: FrozenTrial) -> str:
 
 
 def drawn(trials: Sequence[FrozenTrial]) -> int:
-    """The number of points of a study: its trials without those that repeat another one."""
+    """The number of points of a study: its trials without repetitions of another trial."""
     return sum("failed_trial" not in t.system_attrs for t in trials)
 
 
@@ -146,10 +146,10 @@ def failures(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
 
 
 def budget(trials: Sequence[FrozenTrial]) -> dict[str, float]:
-    """What the trials cost, including those that were pruned, failed or interrupted."""
+    """The cost of the trials, including pruned, failed and interrupted ones."""
     started = [t for t in trials if kind(t) != "waiting"]
     spent = [t.user_attrs.get("budget", {}) for t in started]
-    return {"trials": len(started), **{key: sum(each.get(key, 0) for each in spent) for key in BUDGET}}
+    return {"trials": len(started), **{key: sum(cost.get(key, 0) for cost in spent) for key in BUDGET}}
 
 
 def front(study: optuna.Study) -> list[FrozenTrial]:
@@ -165,5 +165,5 @@ def front(study: optuna.Study) -> list[FrozenTrial]:
 
 
 def _loss(trial: FrozenTrial) -> float:
-    """The validation loss, which tells trials apart whose objectives are equal."""
+    """The validation loss, which orders trials with equal objectives."""
     return float(trial.user_attrs.get("metrics", {}).get("val_loss", 0.0))

@@ -39,8 +39,8 @@ class Settings:
         return load_config(self.config)
 
     @staticmethod
-    def kept(config: Config) -> dict:
-        """``config`` as a study keeps it: without ``llm.adapter.use`` where that was not given: methods decide."""
+    def stored_config(config: Config) -> dict:
+        """``config`` as a study stores it: without ``llm.adapter.use`` if the file has none, since methods decide."""
         plain = config.to_dict()
         if config.source.adapter is None:
             plain["llm"]["adapter"]["use"] = None
@@ -57,8 +57,8 @@ class Settings:
 
     @classmethod
     def from_dict(cls, plain: Mapping) -> Settings:
-        known = {f.name: plain[f.name] for f in dataclasses.fields(cls)}  # earlier versions had more
-        return cls(**{**known, "objectives": tuple(plain["objectives"])})
+        values = {f.name: plain[f.name] for f in dataclasses.fields(cls)}  # earlier versions had more
+        return cls(**{**values, "objectives": tuple(plain["objectives"])})
 
 
 def check_fit(settings: Settings, space: Space) -> None:
@@ -115,12 +115,12 @@ def make_pruner(settings: Settings) -> optuna.pruners.BasePruner:
         return optuna.pruners.NopPruner()
     rounds, freq = settings.base.federate.total_round_num, max(settings.base.eval.freq, 1)
     warm_up = first_passes(settings.base)
-    least = max(freq, -(-rounds // 9), warm_up)
+    min_resource = max(freq, -(-rounds // 9), warm_up)
     if settings.pruner == "median":
         return optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=max(rounds // 4, warm_up))
     if settings.pruner == "halving":
-        return optuna.pruners.SuccessiveHalvingPruner(min_resource=least, reduction_factor=3)
-    return optuna.pruners.HyperbandPruner(min_resource=least, max_resource=rounds, reduction_factor=3)
+        return optuna.pruners.SuccessiveHalvingPruner(min_resource=min_resource, reduction_factor=3)
+    return optuna.pruners.HyperbandPruner(min_resource=min_resource, max_resource=rounds, reduction_factor=3)
 
 
 def settings_of(study: optuna.Study) -> Settings:

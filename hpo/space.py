@@ -63,12 +63,12 @@ class Parameter:
 
     def suggest(self, trial: Any) -> Any:
         """The value that an Optuna trial suggests."""
-        given, step = self.entry[self.kind], self.entry.get("step")
+        domain, step = self.entry[self.kind], self.entry.get("step")
         if self.values:
-            return decode(trial.suggest_categorical(self.key, [encode(v) for v in given]))
+            return decode(trial.suggest_categorical(self.key, [encode(v) for v in domain]))
         if self.kind == "int":
-            return trial.suggest_int(self.key, *given, step=int(step or 1), log=self.entry.get("log", False))
-        return trial.suggest_float(self.key, *given, step=step, log=self.kind == "loguniform")
+            return trial.suggest_int(self.key, *domain, step=int(step or 1), log=self.entry.get("log", False))
+        return trial.suggest_float(self.key, *domain, step=step, log=self.kind == "loguniform")
 
 
 def at_an_end(
@@ -79,7 +79,7 @@ def at_an_end(
     A better value may lie beyond. Values that are not numbers have no order, and a key with one value was not searched.
 
     Args:
-        config: what was searched around; where it accepts no value beyond an end, that is none. None: all ends count.
+        config: the base of the search; an end counts only if the config accepts a value beyond it. None: all count.
     """
     ends = {}
     tried = list(tried)
@@ -137,15 +137,15 @@ class Space:
         Raises:
             UserError: an unknown key, or a range or a value that Optuna or the config does not accept.
         """
-        applies: dict[str, Parameter] = {}
+        applicable: dict[str, Parameter] = {}
         for p in self.parameters:  # of a key that does not apply, the config's own value counts
-            if all(key in applies or base.get(key) in values for key, values in p.when.items()):
-                applies[p.key] = p
-        if not applies:
+            if all(key in applicable or base.get(key) in values for key, values in p.when.items()):
+                applicable[p.key] = p
+        if not applicable:
             raise UserError(f"{self.source}: no key of this space applies to {base.federate.method}")
-        for parameter in applies.values():
-            _check(parameter, _context(parameter, applies), base, self.source)
-        return Space(tuple(applies.values()), {}, self.source)
+        for parameter in applicable.values():
+            _check(parameter, _context(parameter, applicable), base, self.source)
+        return Space(tuple(applicable.values()), {}, self.source)
 
     def active(self, point: Mapping[str, Any], base: Config, parameter: Parameter) -> bool:
         return all((point[k] if k in point else base.get(k)) in v for k, v in parameter.when.items())
@@ -172,9 +172,9 @@ class Space:
                     "give it `grid: [...]`, or use the sampler tpe or random"
                 )
             points = [
-                {**point, **more}
+                {**point, **choice}
                 for point in points
-                for more in ([{p.key: value} for value in p.values] if self.active(point, base, p) else [{}])
+                for choice in ([{p.key: value} for value in p.values] if self.active(point, base, p) else [{}])
             ]
         return points
 
@@ -219,8 +219,8 @@ def load_space(path: str | Path, studies: Mapping[str, list] | None = None) -> S
     name, file = str(path), Path(path).expanduser()
     exists = file.exists()
     if not exists and name not in shipped:
-        near = nearest(file.name, [*shipped, *yaml_beside(file)])
-        raise UserError(f"{name}: no such file{near}; spaces that ship: {', '.join(shipped)}")
+        suggestion = nearest(file.name, [*shipped, *yaml_beside(file)])
+        raise UserError(f"{name}: no such file{suggestion}; spaces that ship: {', '.join(shipped)}")
     file = file if exists else shipped[name]
     origin, content = read_yaml(file)
     return space_from(content, replace(origin, file=name), studies)
@@ -267,18 +267,18 @@ def _parameter(key: str, entry: Any, origin: Origin) -> Parameter:
         origin.fail(key, "is not searched: how trials are measured, and where, is the search's own; see its seeds")
     kinds = [k for k in entry if k in KINDS] if isinstance(entry, Mapping) else []
     if len(kinds) != 1:
-        near = nearest(str(next(iter(entry), "")), KINDS) if isinstance(entry, Mapping) and not kinds else ""
-        origin.wrong(key, entry, f"exactly one of {', '.join(KINDS)}, such as {{grid: [1, 2]}}{near}")
+        suggestion = nearest(str(next(iter(entry), "")), KINDS) if isinstance(entry, Mapping) and not kinds else ""
+        origin.wrong(key, entry, f"exactly one of {', '.join(KINDS)}, such as {{grid: [1, 2]}}{suggestion}")
     kind = kinds[0]
-    given = check_keys(entry, _KEYS, origin, key, (kind, *KINDS[kind], "when"))
-    entry = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items() if value}
+    options = check_keys(entry, _KEYS, origin, key, (kind, *KINDS[kind], "when"))
+    entry = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items() if value}
     if "when" in entry:
         entry["when"] = {k: v if isinstance(v, list) else [v] for k, v in entry["when"].items()}
     return Parameter(key, kind, entry)
 
 
 def _ordered(parameters: Mapping[str, Parameter], origin: Origin) -> tuple[Parameter, ...]:
-    """The parameters, each after those that its condition names."""
+    """The parameters, each after the parameters that its condition names."""
     order: TopologicalSorter[str] = TopologicalSorter({name: () for name in parameters})
     for name, parameter in parameters.items():
         order.add(name, *(key for key in parameter.when if key in parameters))

@@ -95,13 +95,13 @@ def tune(config: Config, space: Space, options: Search, say: Callable[[str], Non
             enqueue(study, points or ())
             if options.retry_failed:
                 confirmed = [n for n in optuna.get_all_study_names(storage) if n.startswith(name + CONFIRM)]
-                for each in (name, *confirmed):
-                    retry_failed(load_study(storage, each))
+                for study_name in (name, *confirmed):
+                    retry_failed(load_study(storage, study_name))
         deadline = time.monotonic() + options.timeout if options.timeout else math.inf
         device = {**ON_ITS_GPU, "device": 0 if options.workers else int(options.gpus[0])} if options.gpus else {}
         wanted = {name: plan[2] for name, plan in plans.items()}
-        given: dict[str, Any] = {"confirm": options.confirm, "limit": options.limit, "overrides": device, "say": say}
-        board = Searches(storage, wanted, options.folder, **given)
+        keywords: dict[str, Any] = {"confirm": options.confirm, "limit": options.limit, "overrides": device, "say": say}
+        board = Searches(storage, wanted, options.folder, **keywords)
         total = sum(wanted.values()) + options.confirm * len(wanted)
         with stop_signals() as stopped, board.beating(), line("trials", total, initial=board.ended) as bar:
 
@@ -114,8 +114,8 @@ def tune(config: Config, space: Space, options: Search, say: Callable[[str], Non
             elif not stop():
                 pool = worker_pool(options.workers, [worker.__name__], gpus=options.gpus, say=say)
                 hand_out(board, work, pool, stop, say, lambda: bar and bar.update(min(board.ended, total) - bar.n))
-            how = "interrupted" if stopped else "timeout" if board.remaining else "done"
-    return Ended(how, list(plans))
+            outcome = "interrupted" if stopped else "timeout" if board.remaining else "done"
+    return Ended(outcome, list(plans))
 
 
 def _plans(config: Config, space: Space, options: Search) -> dict[str, tuple[Settings, list | None, int]]:
@@ -136,13 +136,13 @@ def _plans(config: Config, space: Space, options: Search) -> dict[str, tuple[Set
 def _plan(base: Config, space: Space, options: Search) -> tuple[Settings, list | None, int]:
     """The settings of the study around ``base``, its grid if it has one, and its number of points."""
     check_config(base, options.objectives, options.engine)
-    mine = space.for_config(base)
-    sampler = options.sampler or ("grid" if mine.all_grid else "tpe")
+    subspace = space.for_config(base)
+    sampler = options.sampler or ("grid" if subspace.all_grid else "tpe")
     free = sampler != "grid" and len(options.objectives) == 1 and base.eval.freq > 0
-    fixed = {"federate.total_round_num", "federate.method"}.isdisjoint(p.key for p in mine.parameters)
-    decided = {"sampler": sampler, "pruner": options.pruner or ("median" if free and fixed else "none")}
-    given = {f.name: getattr(options, f.name) for f in fields(Settings) if hasattr(options, f.name)}
-    settings = Settings(Settings.kept(base), mine.to_dict(), **{**given, **decided})
-    check_fit(settings, mine)
-    points = mine.grid(base)[: options.trials or None] if sampler == "grid" else None
+    fixed = {"federate.total_round_num", "federate.method"}.isdisjoint(p.key for p in subspace.parameters)
+    choices = {"sampler": sampler, "pruner": options.pruner or ("median" if free and fixed else "none")}
+    values = {f.name: getattr(options, f.name) for f in fields(Settings) if hasattr(options, f.name)}
+    settings = Settings(Settings.stored_config(base), subspace.to_dict(), **{**values, **choices})
+    check_fit(settings, subspace)
+    points = subspace.grid(base)[: options.trials or None] if sampler == "grid" else None
     return settings, points, options.trials or TRIALS if points is None else len(points)

@@ -18,7 +18,7 @@ from fs_lowrank import RunFailed, UserError
 
 from .objectives import FILE
 
-#: what a search of fs-lowrank 0.1 and 0.2.0.dev0 has in its folder instead
+#: the file that a search of fs-lowrank 0.1 and 0.2.0.dev0 has in its folder instead
 OLD = "journal.log"
 #: seconds between two heartbeats of a worker, and without one until its trial is queued again
 HEARTBEAT, GRACE = 10, 40
@@ -69,31 +69,31 @@ def open_storage(where: str | Path, create: bool = False) -> RDBStorage:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
         url = str(where) if path is None else f"sqlite:///{path}"
-        beats: dict[str, Any] = {"heartbeat_interval": HEARTBEAT, "grace_period": GRACE}
+        heartbeats: dict[str, Any] = {"heartbeat_interval": HEARTBEAT, "grace_period": GRACE}
         try:
-            return RDBStorage(url, heartbeat_stale_trial_callback=RETRY, **beats)
+            return RDBStorage(url, heartbeat_stale_trial_callback=RETRY, **heartbeats)
         except RuntimeError as error:  # of a storage of another version of Optuna
             raise UserError(f"storage {where} is no storage that this version of Optuna reads: {error}") from None
 
 
 @contextmanager
 def storage_errors(where: str | Path) -> Iterator[None]:
-    """Turn the errors of a storage during the block into a ``UserError``, and those of files into ``RunFailed``."""
+    """Turn errors of a storage during the block into a ``UserError``, and errors of files into ``RunFailed``."""
     from sqlalchemy.exc import SQLAlchemyError
 
-    shown = str(where).rsplit("@", 1)[-1]  # never a password
+    address = str(where).rsplit("@", 1)[-1]  # never a password
     try:
         yield
     except BrokenPipeError:  # of the console
         raise
     except OSError as error:
         raise RunFailed(
-            f"{error.filename or shown}: {error.strerror or error}; when that is repaired, the same command continues"
+            f"{error.filename or address}: {error.strerror or error}; when that is repaired, the same command continues"
         ) from error
     except (optuna.exceptions.OptunaError, SQLAlchemyError, ImportError) as error:
         cause = str(error.__cause__ or error).splitlines()[0]
         raise UserError(
-            f"storage {shown}: {cause}; expected a SQLite file of a search, or the URL of a database whose "
+            f"storage {address}: {cause}; expected a SQLite file of a search, or the URL of a database whose "
             "driver is installed. When that is repaired, the same command continues"
         ) from None
 

@@ -54,8 +54,8 @@ def _at_an_end(point: Mapping[str, Any], study: optuna.Study) -> str:
     listed = {p.key: p.values for p in space_of(study).parameters if p.values}
     tried = [*points_of(study), *({key: v} for key, values in listed.items() for v in values)]
     ends = at_an_end({key: v for key, v in point.items() if key in listed}, tried, settings_of(study).base)
-    said = [f"{key} {point[key]:g} is the {'largest' if end > 0 else 'smallest'}" for key, end in ends.items()]
-    return f"{' and '.join(said)} that was tried, so a better value may lie beyond" if said else ""
+    sentences = [f"{key} {point[key]:g} is the {'largest' if end > 0 else 'smallest'}" for key, end in ends.items()]
+    return f"{' and '.join(sentences)} that was tried, so a better value may lie beyond" if sentences else ""
 
 
 def summary(storage: BaseStorage, name: str) -> dict[str, Any]:
@@ -97,9 +97,9 @@ def summary(storage: BaseStorage, name: str) -> dict[str, Any]:
 
 
 def points_of(study: optuna.Study) -> list[dict[str, Any]]:
-    """The points that have a value, each with that of its first objective as ``value``.
+    """The points that have a value, each with the value of its first objective as ``value``.
 
-    Of a pruned trial it is the last one measured, not what it has reported, which may be the level of chance. A point
+    For a pruned trial this is the last value measured, not the reported one, which may be the level of chance. A point
     that was tried again counts once, by its last trial.
     """
     first, points = settings_of(study).objectives[0], dict[str, dict[str, Any]]()
@@ -131,11 +131,11 @@ def results(where: str | Path, name: str) -> dict[str, Any]:
     return summary(open_storage(where), name)
 
 
-def config_of(found: dict, winner: dict) -> Config:
+def config_of(study: dict, winner: dict) -> Config:
     """The winner's config: the study's own with the values of the winner's point.
 
-    If it stops early, it does so by the metric that has stopped its trials.
+    If it stops early, it goes by the metric that has stopped its trials.
     """
-    base = one_test_set(Settings.from_dict(found).base)
-    config = base.replace({**winner["point"], "outdir": f"runs/best/{found['study']}", "expname": ""})
-    return config.replace({WATCHED: metric_of(found["objectives"])}) if config.early_stop.patience else config
+    base = one_test_set(Settings.from_dict(study).base)
+    config = base.replace({**winner["point"], "outdir": f"runs/best/{study['study']}", "expname": ""})
+    return config.replace({WATCHED: metric_of(study["objectives"])}) if config.early_stop.patience else config

@@ -46,7 +46,7 @@ def explained(error: BaseException) -> tuple[str, str]:
 
 
 def trial_config(base: Config, point: Mapping, metric: str, folder: Path, seed: int, test: bool = False) -> Config:
-    """The config of one run of a trial, in a folder that is named after all that decides its result."""
+    """The config of one run of a trial; the name of its folder has everything that decides its result."""
     changes = {
         **point,
         "seed": seed,
@@ -64,8 +64,8 @@ def trial_config(base: Config, point: Mapping, metric: str, folder: Path, seed: 
     config = one_test_set(base).replace(changes)
     if test and not config.early_stop.patience:
         config = config.replace({"eval.freq": 0})  # after the last round only: the test data are evaluated once
-    changed = [f"{name.replace(' ', '-')}-{revision}" for name, revision in sorted(revisions(config).items())]
-    return config.replace(outdir=str(folder / "_".join([config.fingerprint(), *changed])))
+    labels = [f"{name.replace(' ', '-')}-{revision}" for name, revision in sorted(revisions(config).items())]
+    return config.replace(outdir=str(folder / "_".join([config.fingerprint(), *labels])))
 
 
 def history_of(folder: Path) -> list[dict[str, Any]]:
@@ -76,7 +76,7 @@ def history_of(folder: Path) -> list[dict[str, Any]]:
 
 @dataclass
 class Job:
-    """A trial that a process is to run, and all that it has to know.
+    """A trial for a process to run, with all that the process needs.
 
     Attributes:
         settings: of the study.
@@ -114,7 +114,7 @@ class Job:
         self._spend()
         try:
             for seed in seeds:
-                metrics, pruned = self._one(seed, self.seed is None and seed == seeds[0])
+                metrics, pruned = self._run_seed(seed, self.seed is None and seed == seeds[0])
                 for name, value in metrics.items():
                     by_seed.setdefault(name, []).append(value)
                 if pruned:
@@ -146,7 +146,7 @@ class Job:
         self.trial.set_user_attr("kind", kind)
         self.trial.set_user_attr("reason", reason)
 
-    def _one(self, seed: int, reports: bool) -> tuple[dict[str, float], bool]:
+    def _run_seed(self, seed: int, reports: bool) -> tuple[dict[str, float], bool]:
         """The metrics of one run, and whether it is pruned; it continues an earlier one in its folder."""
         config = trial_config(self.base, self.point, self.metric, self.folder / "trials", seed, self.seed is not None)
         folder, rounds = Path(config.outdir), config.federate.total_round_num
@@ -204,14 +204,14 @@ class Job:
             trial.set_user_attr("chance", chance.to_dict())
         if len(self.settings.objectives) > 1:
             return False
-        known = trial.user_attrs.get("chance") if self.settings.pruner != "none" else None
-        trial.report(Chance(**known).reported(name, metrics) if known else metrics[name], record["round"])
+        stored = trial.user_attrs.get("chance") if self.settings.pruner != "none" else None
+        trial.report(Chance(**stored).reported(name, metrics) if stored else metrics[name], record["round"])
         # A run that is complete stays so.
         return record["round"] < self.settings.base.federate.total_round_num and trial.should_prune()
 
-    def _spend(self, more: Mapping[str, int] | None = None) -> None:
-        """Store the cost of the trial, with ``more``; after every round, so that a killed trial is counted too."""
-        self.cost.update(more or {})
+    def _spend(self, costs: Mapping[str, int] | None = None) -> None:
+        """Store the cost of the trial, with ``costs``; after every round, so that a killed trial is counted too."""
+        self.cost.update(costs or {})
         seconds = round(time.perf_counter() - self.began, 2)
         self.trial.set_user_attr("budget", {**self.cost, "seconds": seconds})
 

@@ -1,4 +1,4 @@
-"""The trials of a search: which is next, and how each has ended. Optuna keeps them, and ends those of dead commands.
+"""The trials of a search: which is next, and how each has ended. Optuna stores them, and ends trials of dead commands.
 
 The command asks Optuna for a trial, a process runs it and reports its rounds, and the command tells Optuna its end.
 """
@@ -39,7 +39,7 @@ class Searches:
     """The studies of a search, as ``jobs.workers.hand_out`` has them run.
 
     Args:
-        storage: which has the studies.
+        storage: the storage of the studies.
         wanted: number of points of each study.
         folder: of all studies; each has a folder of its own name in it.
         confirm: number of fresh seeds for each winner.
@@ -63,7 +63,7 @@ class Searches:
         self.confirm, self.limit, self.overrides, self.say = confirm, limit, overrides or {}, say
         self.studies = {name: load_study(storage, name) for name in wanted}
         self.settings = {name: settings_of(study) for name, study in self.studies.items()}
-        #: the studies of which no trial is left or runs
+        #: the studies without a trial that waits or runs
         self.done: set[str] = set()
         #: trials that run for this command, and all that were seen to run, by their numbers in the storage
         self.running, self._seen = set[int](), set[int]()
@@ -92,21 +92,21 @@ class Searches:
     def _next(self, name: str, steps: float) -> Job | None:
         """The next trial of a study, or of a winner of it on a fresh seed."""
         study, settings, folder = self.studies[name], self.settings[name], self.folder / name
-        base, over = settings.base, self.limit is not None and steps >= self.limit
-        if not over and (trial := self._ask(study, settings, self.wanted[name])):
+        base, exhausted = settings.base, self.limit is not None and steps >= self.limit
+        if not exhausted and (trial := self._ask(study, settings, self.wanted[name])):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # Optuna wants no text "json:…" as a choice
                 point = space_of(study).suggest(trial, base)
             return Job(settings, folder, trial, point, overrides=self.overrides)
-        runs = _runs(study)
-        for winner in front(study) if self.confirm and not runs else ():
+        running = _is_running(study)
+        for winner in front(study) if self.confirm and not running else ():
             fresh, first = fresh_seeds(study, self.storage, winner), base.seed + FRESH
             enqueue(fresh, [{"seed": seed} for seed in range(first, first + self.confirm)])
             if trial := self._ask(fresh, settings):
                 seed = trial.suggest_int("seed", first, first + self.confirm - 1)
                 return Job(settings, folder, trial, decoded(winner.params), seed, self.overrides)
-            runs = runs or _runs(fresh)
-        if not runs:
+            running = running or _is_running(fresh)
+        if not running:
             self.done.add(name)
         return None
 
@@ -150,41 +150,41 @@ class Searches:
         finally:
             ended.set()
 
-    def finish(self, job: Job, found: Any) -> None:
+    def finish(self, job: Job, result: Any) -> None:
         """Tell Optuna how a trial has ended; one that was interrupted or lost is queued again.
 
         Args:
-            found: what ``Job.run`` returned; None: its process died; empty: it was stopped.
+            result: of ``Job.run``; None: its process died; empty: it was stopped.
         Raises:
             RunFailed: the disk is full or broken.
         """
         number, study = job.trial._trial_id, job.trial.study
         self.running.discard(number)
-        if not found:
-            self.storage.set_trial_user_attr(number, "kind", "lost" if found is None else "interrupted")
-        state, values = found or (TrialState.FAIL, None)
+        if not result:
+            self.storage.set_trial_user_attr(number, "kind", "lost" if result is None else "interrupted")
+        state, values = result or (TrialState.FAIL, None)
         trial = study.tell(job.trial, values, state, skip_if_finished=True)
         self._write_summary(study.study_name.partition(CONFIRM)[0])
-        how, label = kind(trial), f"{study.study_name} #{trial.number} ({point_text(decoded(trial.params))})"
-        self.ended += how not in ("interrupted", "lost")
-        if how == "interrupted":
+        outcome, label = kind(trial), f"{study.study_name} #{trial.number} ({point_text(decoded(trial.params))})"
+        self.ended += outcome not in ("interrupted", "lost")
+        if outcome == "interrupted":
             AGAIN(study, trial)
             if trial.user_attrs["kind"] == "disk":
                 raise RunFailed(trial.user_attrs["reason"])
             self.say(f"{label}: interrupted; it continues when the search does")
-        elif how == "lost":
+        elif outcome == "lost":
             RETRY(study, trial)
-        elif how == "failed":
+        elif outcome == "failed":
             self.say(f"{label}: {''.join(failure_text(trial))}")
         else:
             names = job.settings.objectives
             if job.seed is not None:
                 names = (*names, *(n for n in trial.user_attrs["metrics"] if n.replace("test_", "val_") in OBJECTIVES))
-            shown = "  ".join(f"{n} {number_text(v)}" for n, v in trial.user_attrs["metrics"].items() if n in names)
-            self.say(f"{label}:{' pruned,' * (how == 'pruned')} {shown}")
+            scores = "  ".join(f"{n} {number_text(v)}" for n, v in trial.user_attrs["metrics"].items() if n in names)
+            self.say(f"{label}:{' pruned,' * (outcome == 'pruned')} {scores}")
 
 
-def _runs(study: optuna.Study) -> bool:
+def _is_running(study: optuna.Study) -> bool:
     return any(t.state == TrialState.RUNNING for t in study.get_trials(deepcopy=False))
 
 

@@ -357,14 +357,14 @@ def test_a_study_keeps_the_config_that_it_was_given(use, method):
     given = {} if use is None else {"llm.adapter.use": use}
     base = load_config({"federate.method": "fedlora", "federate.client_num": 3, **given})
     base = base.replace({"federate.method": method})
-    kept = load_config(Settings.kept(base))
+    kept = load_config(Settings.stored_config(base))
     assert kept == base and (kept.federate.method, kept.llm.adapter.use) == (method, base.llm.adapter.use)
 
 
 def test_a_study_without_adapters_can_keep_a_method_with_them():
     base = load_config({"federate.method": "fedavg", "federate.client_num": 3, "llm.adapter.use": False})
     base = base.replace({"federate.method": "fedlora"})
-    assert load_config(Settings.kept(base)) == base and base.llm.adapter.use is True
+    assert load_config(Settings.stored_config(base)) == base and base.llm.adapter.use is True
 
 
 @pytest.mark.more
