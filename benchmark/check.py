@@ -54,10 +54,10 @@ def _looks(job: Job, options: Options) -> Iterator[tuple[tuple[str, str], Callab
     if not isinstance(job, Cell | Search):
         yield ("script", job.experiment.script), lambda: _check_script(job.experiment.script)
         return
-    config, made = job.config, job.experiment.training_file
+    config, training = job.config, job.experiment.training_file
     yield ("engine", options.engine), lambda: get_engine(options.engine)  # an import may fail
     tested = isinstance(job, Cell) and job.experiment.test == "once" and not config.data.splits[2]
-    data = (made, config.data.type, config.data.root, config.data.args, tested)
+    data = (training, config.data.type, config.data.root, config.data.args, tested)
     yield ("data", repr(data)), lambda: _check_data(job, tested)
     model = (config.model.type, config.model.task, config.lowrank.weights, config.llm.tok_len)
     yield ("model", repr(model)), lambda: _check_model(config)

@@ -93,14 +93,14 @@ def _options(args: argparse.Namespace, suites: Sequence[str]) -> Options:
     if args.engine not in list_engines():
         raise UserError(f"--engine {args.engine}: no such engine{among(list_engines(), args.engine)}")
     methods = shell.names(args.methods)
-    if twice := next((name for name in methods if methods.count(name) > 1), None):
-        raise UserError(f"--methods {args.methods}: {twice} is named twice; its runs would count twice")
+    if duplicate := next((name for name in methods if methods.count(name) > 1), None):
+        raise UserError(f"--methods {args.methods}: {duplicate} is named twice; its runs would count twice")
     data = os.path.abspath(os.path.expanduser(args.data)) if args.data else ""
     if data and not os.path.isdir(data):
         raise UserError(f"--data {args.data}: there is no such folder")
-    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Options) if field.name in args}
+    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(Options) if field.name in args}
     return Options(
-        **{**given, "suites": tuple(suites), "data": data, "only": shell.names(args.only), "methods": methods}
+        **{**values, "suites": tuple(suites), "data": data, "only": shell.names(args.only), "methods": methods}
     )
 
 
@@ -126,8 +126,8 @@ def _list(args: argparse.Namespace) -> None:
             searches = sum(isinstance(j, Search) for j in jobs)
             finished = [(j.kind, r) for j in jobs if (r := (j.rated(store) or j).result(store)) is not None]
             done = sum(kind == "cells" for kind, _ in finished)
-            took = sum(r["seconds_in_all"] for _, r in finished) / 60
-            cells = (searches, len(jobs) - searches, done, f"{took:.0f} min" if took else "")
+            minutes = sum(r["seconds_in_all"] for _, r in finished) / 60
+            cells = (searches, len(jobs) - searches, done, f"{minutes:.0f} min" if minutes else "")
             lines.append((name, experiment.name + " *" * experiment.extra, experiment.title, *map(str, cells)))
     tables.show(console, lines, args.table, right=counts, leaves=("took", "suite", "searches"))
     console.print("took: minutes of all finished jobs, summed over processes; shared jobs count in each experiment")
@@ -161,7 +161,7 @@ def _run(args: argparse.Namespace) -> int:
         console.print("interrupted; the same command continues")
         return shell.INTERRUPTED
     if board.finished or board.skipped:
-        console.print(f"next: {hint('benchmark', 'report', *args.suites, *given_options(args))}", soft_wrap=True)
+        console.print(f"next: {hint('benchmark', 'report', *args.suites, *changed_options(args))}", soft_wrap=True)
     if board.failed:
         raise RunFailed(f"{len(board.failed)} of the runs failed, for the reasons above; the same command tries again")
     return shell.OK
@@ -170,14 +170,14 @@ def _run(args: argparse.Namespace) -> int:
 def _verify(options: Options) -> int:
     from .run import verify
 
-    differ = verify(options)
-    if not differ:
+    differences = verify(options)
+    if not differences:
         console.print(f"{options.cell}: every metric is the same again")
         return shell.OK
-    rows = [("metric", "result", "again"), *((name, str(then), str(now)) for name, then, now in differ)]
+    rows = [("metric", "result", "again"), *((name, str(old), str(new)) for name, old, new in differences)]
     tables.show(console, rows, None)
     raise RunFailed(
-        f"{options.cell}: {len(differ)} of its metrics differ; its record has the commit, the versions and the "
+        f"{options.cell}: {len(differences)} of its metrics differ; its record has the commit, the versions and the "
         "processor that it was made with, and last digits depend on the processor"
     )
 
@@ -199,11 +199,11 @@ def _estimate(options: Options, workers: int, gpus: Sequence[str], file: Path | 
     return shell.OK
 
 
-def given_options(args: argparse.Namespace) -> list[str]:
+def changed_options(args: argparse.Namespace) -> list[str]:
     """The options that say which results there are, if they are not at their defaults."""
-    said = {name: str(getattr(args, name)) for name in ("engine", "results", "data", "only", "methods")}
-    given = [(f"--{name}", value) for name, value in said.items() if value != str(args.parser.get_default(name))]
-    return [word for pair in given for word in pair]
+    values = {name: str(getattr(args, name)) for name in ("engine", "results", "data", "only", "methods")}
+    changed = [(f"--{name}", value) for name, value in values.items() if value != str(args.parser.get_default(name))]
+    return [word for pair in changed for word in pair]
 
 
 def _report(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""The conditions of claims: what is compared with what, in whose favour, and the verdict.
+"""The conditions of claims: the figures that are compared, in whose favour, and the verdict.
 
 A condition says that a sum of figures over seeds, such as the difference of two means, lies between two bounds. Its p
 value is that of the nearer bound. ``adjust`` corrects the p values of all conditions of a report together (Benjamini
@@ -46,8 +46,8 @@ _KEYS = {
 Lookup = Callable[[str, Mapping[str, str], str], Figure | None]
 #: a sum: of each figure its factor and its name
 Parts = Sequence[tuple[float, str, Figure | None]]
-#: the figure of a method, for a metric and at labels of axes other than the condition's own
-Looked = Callable[..., Figure | None]
+#: gives the figure of a method, for a metric and at labels of axes other than the condition's own
+Getter = Callable[..., Figure | None]
 
 
 def check_rule(condition: Any, origin: Origin, at: str) -> dict:
@@ -59,9 +59,9 @@ def check_rule(condition: Any, origin: Origin, at: str) -> dict:
     if not isinstance(condition, Mapping):
         origin.wrong(at, condition, "a mapping, such as {is: drops, …}")
     kind = check_value(f"{at}.is", condition.get("is"), Key(str, {"choices": tuple(_KINDS)}), origin)
-    _, needs, more = _KINDS[kind]
-    known = ("is", *needs, *more, "metric", "where", "spread")
-    keys = {key: replace(_KEYS[key], required=key in needs) for key in known}
+    _, required, optional = _KINDS[kind]
+    valid = ("is", *required, *optional, "metric", "where", "spread")
+    keys = {key: replace(_KEYS[key], required=key in required) for key in valid}
     checked = check_keys(condition, keys, origin, at)
     if isinstance(checked.get("within"), str) and (checked["within"] != PAPER or kind not in ("keeps", "close")):
         origin.wrong(f"{at}.within", checked["within"], f"a number, or of keeps and close {PAPER!r}")
@@ -76,38 +76,38 @@ def check_rule(condition: Any, origin: Origin, at: str) -> dict:
 
 @dataclass(frozen=True)
 class Condition:
-    """That an estimate lies between two bounds, and what is known of it.
+    """That an estimate lies between two bounds, with its figures and its verdict.
 
     Attributes:
-        what: the condition in some words. where: its setting. asked: what is asked of the quantity.
-        figures: name -> figure, of all that the quantity is made of; None if there is none.
+        subject: the condition in some words. where: its setting. requirement: the bounds in words.
+        figures: name -> figure, of all terms of the estimate; None if there is none.
         estimate: None if a figure has no value.
-        first: if it is not met, the claim is not tested, regardless of the other conditions.
-        unit: what it is measured in. bars: verdict -> what stands in its way besides chance; empty if nothing does.
+        premise: whether the claim is not tested if this is not met, regardless of the other conditions.
+        unit: of the estimate. bars: verdict -> an obstacle to it besides chance; empty if there is none.
         notes: further sentences. adjusted: the p value, corrected for all conditions of a report.
     """
 
-    what: str
+    subject: str
     where: str
-    asked: str
+    requirement: str
     figures: Mapping[str, Figure | None]
     estimate: Estimate | None
     low: float
     high: float
-    first: bool = False
+    premise: bool = False
     unit: str = "test_acc"
     bars: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
     adjusted: float | None = None
 
     @property
-    def there(self) -> dict[str, Figure]:
+    def available(self) -> dict[str, Figure]:
         return {name: figure for name, figure in self.figures.items() if figure is not None}
 
     @property
     def slack(self) -> float:
-        """What processors may add to a difference of accuracies on images: nothing if all runs are of the same."""
-        drawn = [figure for figure in self.there.values() if figure.splits and not figure.exact]
+        """The difference of accuracies on images that processors may cause: 0 if all runs are of the same one."""
+        drawn = [figure for figure in self.available.values() if figure.splits and not figure.exact]
         processors = frozenset().union(*(figure.processors for figure in drawn))
         different = len(processors) > 1 or "" in processors
         return _PROCESSORS if drawn and different and scale_of(self.unit)[0] == 100 else 0.0
@@ -123,14 +123,14 @@ class Condition:
 
     @property
     def verdict(self) -> str:
-        if len(self.there) < len(self.figures):
+        if len(self.available) < len(self.figures):
             return UNTESTED
-        if any(figure.stale and not figure.n for figure in self.there.values()):
+        if any(figure.stale and not figure.n for figure in self.available.values()):
             return STALE
         p = self.p if self.adjusted is None else self.adjusted
         decided = p is not None and p <= 1 - LEVEL and not self.bars.get(self.towards)
         result = self.towards if decided else INCONCLUSIVE
-        return UNTESTED if self.first and result == FAILS else result
+        return UNTESTED if self.premise and result == FAILS else result
 
     @property
     def met(self) -> tuple[float, float | None, float | None] | None:
@@ -150,59 +150,59 @@ class Condition:
 
     @property
     def text(self) -> str:
-        """All that is known of it, without the verdict."""
-        lacking = [name for name, figure in self.figures.items() if figure is None]
-        what = ", ".join(filter(None, (self.what, self.where)))
-        if lacking:
-            return f"{what}: no figure for {' and '.join(lacking)}"
-        said = [f"{what}: " + ", ".join(f"{name} {figure}" for name, figure in self.there.items())]
+        """All facts about it, without the verdict."""
+        missing = [name for name, figure in self.figures.items() if figure is None]
+        subject = ", ".join(filter(None, (self.subject, self.where)))
+        if missing:
+            return f"{subject}: no figure for {' and '.join(missing)}"
+        facts = [f"{subject}: " + ", ".join(f"{name} {figure}" for name, figure in self.available.items())]
         if self.estimate is not None:
-            said[0] += f": {shown(self.estimate)}, asked: {self.asked}"
+            facts[0] += f": {interval_text(self.estimate)}, asked: {self.requirement}"
             if self.estimate.error is None:
-                alone = any(figure.n < 2 for figure in self.there.values() if not figure.exact)
-                why = "with one seed" if alone else "where the seeds agree to rounding"
-                said.append(f"the spread is not known {why}")
+                single = any(figure.n < 2 for figure in self.available.values() if not figure.exact)
+                reason = "with one seed" if single else "where the seeds agree to rounding"
+                facts.append(f"the spread is not known {reason}")
             elif self.estimate.error and self.p is not None:
                 corrected = "" if self.adjusted is None else f", {self.adjusted:.2g} among all conditions"
-                said.append(f"p {self.p:.2g}{corrected}")
+                facts.append(f"p {self.p:.2g}{corrected}")
             if self.slack:
-                said.append(f"{100 * self.slack:g} points are allowed for processors that differ or are not recorded")
-        said += [f"{name}: {note}" for name, figure in self.there.items() for note in figure.notes]
-        versions = sorted(frozenset().union(*(figure.versions for figure in self.there.values())))
-        said += [f"the runs are of versions {' and '.join(versions)}"] * (len(versions) > 1)
-        said += self.notes
+                facts.append(f"{100 * self.slack:g} points are allowed for processors that differ or are not recorded")
+        facts += [f"{name}: {note}" for name, figure in self.available.items() for note in figure.notes]
+        versions = sorted(frozenset().union(*(figure.versions for figure in self.available.values())))
+        facts += [f"the runs are of versions {' and '.join(versions)}"] * (len(versions) > 1)
+        facts += self.notes
         bar = self.bars.get(self.towards) if self.estimate else ""
-        return "; ".join([*said, *([f"so {bar}"] if bar else [])])
+        return "; ".join([*facts, *([f"so {bar}"] if bar else [])])
 
 
-def shown(found: Estimate, form: str = ".4g", factor: float = 1.0) -> str:
+def interval_text(estimate: Estimate, form: str = ".4g", factor: float = 1.0) -> str:
     """An estimate with its 95 % interval."""
-    ends = found.ends
-    numbers = [format(factor * value, form) for value in (found.centre, *(ends or ()))]
-    return numbers[0] if ends is None or not found.error else "{} ({} to {})".format(*numbers)
+    ends = estimate.ends
+    numbers = [format(factor * value, form) for value in (estimate.centre, *(ends or ()))]
+    return numbers[0] if ends is None or not estimate.error else "{} ({} to {})".format(*numbers)
 
 
 def verdict(conditions: Sequence[Condition]) -> str:
     """The verdict on all conditions together."""
     for ground in (STALE, UNTESTED, INCONCLUSIVE):
-        if any(c.first and c.verdict == ground for c in conditions):
+        if any(c.premise and c.verdict == ground for c in conditions):
             return ground
     verdicts = {c.verdict for c in conditions}
     return next((v for v in (FAILS, STALE, UNTESTED, INCONCLUSIVE, HOLDS) if v in verdicts), UNTESTED)
 
 
 def adjust(conditions: Sequence[Condition]) -> list[Condition]:
-    """The conditions with p values that are corrected for all of them, but for those that are counted, or ``first``."""
+    """The conditions with p values that are corrected for all of them, except exact ones and each ``premise``."""
     from scipy.stats import false_discovery_control
 
-    chance = [c.p for c in conditions if c.p and not c.first]
+    chance = [c.p for c in conditions if c.p and not c.premise]
     corrected = iter(false_discovery_control(chance).tolist() if chance else ())
-    return [replace(c, adjusted=next(corrected)) if c.p and not c.first else c for c in conditions]
+    return [replace(c, adjusted=next(corrected)) if c.p and not c.premise else c for c in conditions]
 
 
 def judge(rule: Sequence[Mapping], look: Lookup) -> list[Condition]:
     """The conditions of a rule, separately for each method."""
-    return [condition for given in rule for condition in _KINDS[given["is"]][0](given, _looking(given, look))]
+    return [condition for entry in rule for condition in _KINDS[entry["is"]][0](entry, _getter(entry, look))]
 
 
 def used(rule: Sequence[Mapping], look: Lookup) -> list[tuple[str, Mapping[str, str]]]:
@@ -225,36 +225,36 @@ def with_margins(rule: Sequence[Mapping], reference: Mapping | None) -> list[Map
         reference: the paper's figures for the experiment, in percent.
     """
     values = {m: {str(k): v for k, v in row.items()} for m, row in (reference or {}).get("values", {}).items()}
-    made: list[Mapping] = []
+    conditions: list[Mapping] = []
     for condition in rule:
         if condition.get("within") != PAPER:
-            made.append(condition)
+            conditions.append(condition)
             continue
-        where, method = condition.get("where", {}), condition["methods"][0]
-        along = condition.get("along")
+        setting, method = condition.get("where", {}), condition["methods"][0]
+        axis = condition.get("along")
         pair = [(method, ""), (condition["to"], "")]
-        if along:
+        if axis:
             pair = [(method, condition["from"]), (method, condition["to"])]
         cells: list[Any] = []
         for name, label in pair:
-            key = " / ".join([str(label)] * bool(along) + [str(v) for v in where.values()])
+            key = " / ".join([str(label)] * bool(axis) + [str(v) for v in setting.values()])
             row = values.get(name, {})
             cells.append(next((cell for k, cell in row.items() if k == key or k.startswith(f"{key} / ")), None))
         if None not in cells:
-            (one, spread), (other, more) = (cell if isinstance(cell, list) else (cell, 0.0) for cell in cells)
-            gap = one - other if along else abs(one - other)
-            made.append({**condition, "within": round((gap + 2 * math.hypot(spread, more)) / 100, 4)})
-    return made
+            (mean, spread), (other, other_spread) = (cell if isinstance(cell, list) else (cell, 0.0) for cell in cells)
+            gap = mean - other if axis else abs(mean - other)
+            conditions.append({**condition, "within": round((gap + 2 * math.hypot(spread, other_spread)) / 100, 4)})
+    return conditions
 
 
-def _looking(condition: Mapping, look: Lookup) -> Looked:
+def _getter(condition: Mapping, look: Lookup) -> Getter:
     """A function of a method, and of a metric and further labels, in the setting of a condition."""
-    where = {str(k): str(v) for k, v in condition.get("where", {}).items()}
-    asked = condition.get("metric", "test_acc")
+    setting = {str(k): str(v) for k, v in condition.get("where", {}).items()}
+    default = condition.get("metric", "test_acc")
 
-    def figure(method: str, metric: str = asked, **labels: Any) -> Figure | None:
-        found = look(method, {**where, **{k: str(v) for k, v in labels.items()}}, metric)
-        return found if found is None or condition.get("spread", True) else replace(found, exact=True)
+    def figure(method: str, metric: str = default, **labels: Any) -> Figure | None:
+        value = look(method, {**setting, **{k: str(v) for k, v in labels.items()}}, metric)
+        return value if value is None or condition.get("spread", True) else replace(value, exact=True)
 
     return figure
 
@@ -262,10 +262,10 @@ def _looking(condition: Mapping, look: Lookup) -> Looked:
 # -- kinds ---------------------------------------------------------------------------------------------
 
 
-def _made(
+def _condition(
     condition: Mapping,
-    what: str,
-    asked: str,
+    subject: str,
+    requirement: str,
     parts: Parts,
     bounds: tuple[float, float],
     favours: Sequence[str],
@@ -280,42 +280,42 @@ def _made(
             refuted; by default the others.
     """
     figures = {name: figure for _, name, figure in parts}
-    there = [(factor, figure) for factor, _, figure in parts if figure is not None and figure.n]
-    found = estimate(there, shift) if len(there) == len(parts) else None
+    measured = [(factor, figure) for factor, _, figure in parts if figure is not None and figure.n]
+    total = estimate(measured, shift) if len(measured) == len(parts) else None
     if refuted_for is None:
         refuted_for = [name for name in figures if name not in favours]
-    of = {name: figure for name, figure in figures.items() if figure is not None}
-    few = any(figure.collapsed and figure.n < 3 for figure in of.values())
-    lost = {name for name, figure in of.items() if figure.failed or figure.missed}
-    beyond = "a better rate may lie beyond" * any(figure.at_end and not figure.exact for figure in of.values())
-    held = few or any(name in of and not of[name].whole for name in favours)
+    available = {name: figure for name, figure in figures.items() if figure is not None}
+    undecidable = any(figure.collapsed and figure.n < 3 for figure in available.values())
+    lost = {name for name, figure in available.items() if figure.failed or figure.missed}
+    bar = "a better rate may lie beyond" * any(figure.at_end and not figure.exact for figure in available.values())
+    barred = undecidable or any(name in available and not available[name].complete for name in favours)
     bars = {
-        HOLDS: "this does not count as holding" if held else beyond,
-        FAILS: "this does not count as refuted" if few or lost & {*refuted_for} else beyond,
+        HOLDS: "this does not count as holding" if barred else bar,
+        FAILS: "this does not count as refuted" if undecidable or lost & {*refuted_for} else bar,
     }
     metric = condition.get("metric", "test_acc")
-    what += f" in {metric}" if metric not in ("test_acc", what) else ""
-    where = ", ".join(f"{axis} {label}" for axis, label in condition.get("where", {}).items())
-    return Condition(what, where, asked, figures, found, *bounds, unit=unit or metric, bars=bars)
+    subject += f" in {metric}" if metric not in ("test_acc", subject) else ""
+    setting = ", ".join(f"{axis} {label}" for axis, label in condition.get("where", {}).items())
+    return Condition(subject, setting, requirement, figures, total, *bounds, unit=unit or metric, bars=bars)
 
 
-def _exceeds(condition: Mapping, what: str, parts: Parts, favours: Sequence[str], asked: str = "") -> Condition:
-    """A condition that the sum of ``parts`` is above ``by``, which is not enough itself."""
+def _exceeds(condition: Mapping, subject: str, parts: Parts, favours: Sequence[str], detail: str = "") -> Condition:
+    """A condition that the sum of ``parts`` is above ``by``, and not equal to it."""
     bounds = math.nextafter(condition["by"], math.inf), math.inf
-    return _made(condition, what, f"more than {condition['by']:g}{asked}", parts, bounds, favours)
+    return _condition(condition, subject, f"more than {condition['by']:g}{detail}", parts, bounds, favours)
 
 
 def _sign(condition: Mapping) -> int:
     return -1 if condition.get("lower_is_better") else 1
 
 
-def _ends(condition: Mapping, figure: Looked, method: str) -> list[tuple[str, Figure | None]]:
+def _ends(condition: Mapping, figure: Getter, method: str) -> list[tuple[str, Figure | None]]:
     """The figures of a method at both ends of the axis, with their names."""
     axis = condition["along"]
     return [(f"{method}, {axis} {condition[end]}", figure(method, **{axis: condition[end]})) for end in ("from", "to")]
 
 
-def _falls(condition: Mapping, figure: Looked) -> Iterator[Condition]:
+def _falls(condition: Mapping, figure: Getter) -> Iterator[Condition]:
     """``drops`` and ``keeps``: by how much each method falls along an axis."""
     sign = _sign(condition)
     for method in condition["methods"]:
@@ -325,11 +325,11 @@ def _falls(condition: Mapping, figure: Looked) -> Iterator[Condition]:
             yield _exceeds(condition, f"{method} falls", parts, [first])
         else:
             bounds = -math.inf, condition["within"]
-            asked = f"at most {condition['within']:g}"
-            yield _made(condition, f"{method} keeps", asked, parts, bounds, [first, last], [first])
+            requirement = f"at most {condition['within']:g}"
+            yield _condition(condition, f"{method} keeps", requirement, parts, bounds, [first, last], [first])
 
 
-def _above(condition: Mapping, figure: Looked) -> Iterator[Condition]:
+def _above(condition: Mapping, figure: Getter) -> Iterator[Condition]:
     """The lead of a method over others; along an axis, the difference of their falls."""
     sign, name = _sign(condition), condition["better"]
     for other in condition["than"]:
@@ -343,33 +343,33 @@ def _above(condition: Mapping, figure: Looked) -> Iterator[Condition]:
             yield _exceeds(condition, f"{name} above {other}", parts, [name])
 
 
-def _close(condition: Mapping, figure: Looked) -> Iterator[Condition]:
-    name, within = condition["to"], condition["within"]
+def _close(condition: Mapping, figure: Getter) -> Iterator[Condition]:
+    name, margin = condition["to"], condition["within"]
     for method in condition["methods"]:
         parts = [(1, method, figure(method)), (-1, name, figure(name))]
-        both = [method, name]
-        yield _made(
-            condition, f"{method} close to {name}", f"at most {within:g} apart", parts, (-within, within), both, both
+        names = [method, name]
+        yield _condition(
+            condition, f"{method} close to {name}", f"at most {margin:g} apart", parts, (-margin, margin), names, names
         )
 
 
-def _ratio(condition: Mapping, figure: Looked) -> Iterator[Condition]:
+def _ratio(condition: Mapping, figure: Getter) -> Iterator[Condition]:
     """The quotient of two means, whose error is that of ``of`` minus the nearer bound times ``to`` (Fieller)."""
-    name, base, about, within = condition["of"], condition["to"], condition["about"], condition["within"]
-    of, to = figure(name), figure(base)
-    unit = 1 / to.mean if to is not None and to.n and to.mean else 0.0
-    quotient = of.mean * unit if of is not None and of.n else 0.0
-    asked, bounds = f"{about:g} ± {within:g}", (about - within, about + within)
+    name, base, centre, margin = condition["of"], condition["to"], condition["about"], condition["within"]
+    dividend, divisor = figure(name), figure(base)
+    unit = 1 / divisor.mean if divisor is not None and divisor.n and divisor.mean else 0.0
+    quotient = dividend.mean * unit if dividend is not None and dividend.n else 0.0
+    requirement, bounds = f"{centre:g} ± {margin:g}", (centre - margin, centre + margin)
     nearer = min(bounds, key=lambda bound: abs(quotient - bound))
-    parts = [(unit, name, of), (-nearer * unit, base, to)]
-    both = [name, base]
-    yield _made(condition, f"{name} / {base}", asked, parts, bounds, both, both, nearer, "quotient")
+    parts = [(unit, name, dividend), (-nearer * unit, base, divisor)]
+    names = [name, base]
+    yield _condition(condition, f"{name} / {base}", requirement, parts, bounds, names, names, nearer, "quotient")
 
 
-def _value(condition: Mapping, figure: Looked) -> Iterator[Condition]:
+def _value(condition: Mapping, figure: Getter) -> Iterator[Condition]:
     metric = condition.get("metric", "test_acc")
     low, high = condition.get("at_least", -math.inf), condition.get("at_most", math.inf)
-    asked = " and ".join([f"at least {low:g}"] * (low > -math.inf) + [f"at most {high:g}"] * (high < math.inf))
+    requirement = " and ".join([f"at least {low:g}"] * (low > -math.inf) + [f"at most {high:g}"] * (high < math.inf))
     # A bound on the side of better values is met in the method's favour, one on the other side is missed in it. Which
     # way a script's figures go is not known.
     sign = 0 if unknown(metric) else better(metric)
@@ -377,30 +377,30 @@ def _value(condition: Mapping, figure: Looked) -> Iterator[Condition]:
     bad = not sign or ("at_most" if sign > 0 else "at_least") in condition
     for method in condition["methods"]:
         parts = [(1, method, figure(method))]
-        yield _made(condition, metric, asked, parts, (low, high), [method] * good, [method] * bad)
+        yield _condition(condition, metric, requirement, parts, (low, high), [method] * good, [method] * bad)
 
 
-def _learns(condition: Mapping, figure: Looked) -> Iterator[Condition]:
+def _learns(condition: Mapping, figure: Getter) -> Iterator[Condition]:
     for method in condition["methods"]:
         value, majority = figure(method), figure(method, "majority")
         if majority is not None:
             majority = replace(majority, exact=True)
         parts = [(1, method, value), (-1, "majority class", majority)]
-        made = _exceeds(condition, f"{method} learns", parts, [method])
+        result = _exceeds(condition, f"{method} learns", parts, [method])
         # A better rate beyond the end of the grid could only add to what was learned.
-        learned = HOLDS if value is not None and value.whole else ""
-        bars = {k: "" if k == learned else bar for k, bar in made.bars.items()}
-        yield replace(made, first=True, bars=bars)
+        learned = HOLDS if value is not None and value.complete else ""
+        bars = {k: "" if k == learned else bar for k, bar in result.bars.items()}
+        yield replace(result, premise=True, bars=bars)
 
 
-def _curve(condition: Mapping, figure: Looked, method: str) -> dict[float, Figure] | None:
+def _curve(condition: Mapping, figure: Getter, method: str) -> dict[float, Figure] | None:
     """The figures of ``method`` at all points of an axis of numbers; None if one is missing."""
-    at = {point: figure(method, **{condition["along"]: point}) for point in condition["points"]}
-    there = {point: found for point, found in at.items() if found is not None}
-    return there if len(there) == len(at) else None
+    curve = {point: figure(method, **{condition["along"]: point}) for point in condition["points"]}
+    available = {point: value for point, value in curve.items() if value is not None}
+    return available if len(available) == len(curve) else None
 
 
-def _best(condition: Mapping, figure: Looked) -> Iterator[Condition]:
+def _best(condition: Mapping, figure: Getter) -> Iterator[Condition]:
     """Each method at the point that ``chosen_by`` is best at.
 
     For each seed the point is that of the mean of the other seeds, so that no seed is judged by what it has chosen.
@@ -409,46 +409,46 @@ def _best(condition: Mapping, figure: Looked) -> Iterator[Condition]:
     name, by, sign = condition["better"], condition["chosen_by"], _sign(condition)
     chosen: dict[str, tuple[str, Figure | None]] = {}
     for method in (name, *condition["than"]):
-        held, curve = _curve(condition, partial(figure, metric=by), method), _curve(condition, figure, method)
-        chosen[method] = (method, None) if held is None or curve is None else _at_its_best(held, curve, by, method)
+        basis, curve = _curve(condition, partial(figure, metric=by), method), _curve(condition, figure, method)
+        chosen[method] = (method, None) if basis is None or curve is None else _best_figure(basis, curve, by, method)
     for other in condition["than"]:
         parts = [(sign, *chosen[name]), (-sign, *chosen[other])]
-        what = f"{name} at its best above {other} at its own"
-        made = _exceeds(condition, what, parts, [chosen[name][0]], f", each where {by} is best")
+        subject = f"{name} at its best above {other} at its own"
+        lead = _exceeds(condition, subject, parts, [chosen[name][0]], f", each where {by} is best")
         if of_test_data(by):
-            made = replace(made, bars=dict.fromkeys(made.bars, "nothing is decided: test data have chosen the points"))
-        yield made
+            lead = replace(lead, bars=dict.fromkeys(lead.bars, "nothing is decided: test data have chosen the points"))
+        yield lead
 
 
-def _at_its_best(
-    held: Mapping[float, Figure], curve: Mapping[float, Figure], by: str, method: str
+def _best_figure(
+    basis: Mapping[float, Figure], curve: Mapping[float, Figure], by: str, method: str
 ) -> tuple[str, Figure | None]:
     """The figure of a method at the point that the other seeds choose, with a name that has the points."""
     values, right = dict[int, float](), {}
     failed, points, at_end = [], set(), False
-    for seed in sorted({s for found in curve.values() for s in (*found.by_seed, *found.failed)}):
-        worth = {}
-        for point, found in held.items():
-            others = [v for s, v in found.by_seed.items() if s != seed] or [*found.by_seed.values()]
-            worth[point] = better(by) * sum(others) / len(others) if others else -math.inf
-        point = max(worth, key=worth.__getitem__)
-        # Of a plateau that reaches an end, such as that of a method that learned nothing anywhere, the best is open.
-        at_end |= max(worth[min(worth)], worth[max(worth)]) >= worth[point] - 1e-9
+    for seed in sorted({s for entry in curve.values() for s in (*entry.by_seed, *entry.failed)}):
+        scores = {}
+        for point, entry in basis.items():
+            other_values = [v for s, v in entry.by_seed.items() if s != seed] or [*entry.by_seed.values()]
+            scores[point] = better(by) * sum(other_values) / len(other_values) if other_values else -math.inf
+        point = max(scores, key=scores.__getitem__)
+        # On a plateau that reaches an end, as of a method that learned nothing at any point, the best point is open.
+        at_end |= max(scores[min(scores)], scores[max(scores)]) >= scores[point] - 1e-9
         points.add(point)
         if seed in curve[point].by_seed:
             values[seed] = curve[point].by_seed[seed]
             right.update({seed: curve[point].right[seed]} if seed in curve[point].right else {})
         else:
             failed.append(seed)
-    some = curve[min(points)] if points else next(iter(curve.values()))
+    base = curve[min(points)] if points else next(iter(curve.values()))
     figure = figure_of(values)
-    low = {value for point in points for value in curve[point].collapsed}
+    collapsed = {value for point in points for value in curve[point].collapsed}
     return f"{method} at {' or '.join(f'{point:g}' for point in sorted(points))}", replace(
-        some,
+        base,
         **{name: getattr(figure, name) for name in ("mean", "std", "n", "by_seed")},
         right=right,
         failed=tuple(failed),
-        collapsed=tuple(sorted(value for value in values.values() if value in low)),
+        collapsed=tuple(sorted(value for value in values.values() if value in collapsed)),
         majority=next((f.majority for f in curve.values() if f.majority is not None), None),
         at_end=at_end,
         versions=frozenset().union(*(curve[point].versions for point in points)),
@@ -457,7 +457,7 @@ def _at_its_best(
 
 
 #: condition -> its function, required keys, and optional ones; ``docs/guides/benchmark.md`` says what each means
-_KINDS: dict[str, tuple[Callable[[Mapping, Looked], Iterator[Condition]], tuple[str, ...], tuple[str, ...]]] = {
+_KINDS: dict[str, tuple[Callable[[Mapping, Getter], Iterator[Condition]], tuple[str, ...], tuple[str, ...]]] = {
     "drops": (_falls, ("methods", "along", "from", "to", "by"), ("lower_is_better",)),
     "keeps": (_falls, ("methods", "along", "from", "to", "within"), ("lower_is_better",)),
     "above": (_above, ("better", "than", "by"), ("lower_is_better", "along", "from", "to")),

@@ -1,6 +1,6 @@
-"""``fs-lowrank benchmark run SUITE… --estimate``: what the open cells and searches will take, before anything trains.
+"""``fs-lowrank benchmark run SUITE… --estimate``: the costs of the open cells and searches, before anything trains.
 
-It is the sum of what ``fs-lowrank run --dry-run`` says of each (``fs_lowrank.estimate``). Runs that differ only in
+They are sums of the estimates of ``fs-lowrank run --dry-run`` (``fs_lowrank.estimate``). Runs that differ only in
 their seed or learning rate cost the same, so one of them is probed.
 """
 
@@ -24,10 +24,10 @@ from .job import RATE, Cell, Job, Options, Search, decisive
 from .plan import make_training_file, plan
 from .samples import samples_of, within_budget
 
-#: of the jobs of an experiment: how many, runs in all, samples trained on, seconds, and jobs of which nothing is known:
+#: of the jobs of an experiment: how many, runs in all, samples trained on, seconds, and jobs without an estimate:
 #: scripts, and runs that do not fit in memory
 _SUMMED = ("cells", "searches", "runs", "samples", "seconds", "unknown")
-#: the most bytes that one takes
+#: bytes of the largest job
 _LARGEST = ("device", "memory", "disk")
 
 
@@ -45,32 +45,32 @@ def table(options: Options, workers: int, say: Callable[[str], None], gpus: Sequ
     probed: dict[str, Estimate] = {}
     with threads(min(torch.get_num_threads(), threads_each(workers))):  # as a worker has
         rows = [
-            {"where": job.where, **_of(job, say, probed)}
+            {"where": job.where, **_costs(job, say, probed)}
             for job in plan(options)
             if not (job.rated(options.store) or job).done(options.store)
         ]
     frame = pd.DataFrame(rows, columns=["where", *_SUMMED, *_LARGEST]).fillna(0)
-    how = {**dict.fromkeys(_SUMMED, "sum"), **dict.fromkeys(_LARGEST, "max")}
-    whole = frame.agg(how).fillna(0)
-    whole["seconds"] /= workers
-    whole[["memory", "disk"]] *= workers
+    reducers = {**dict.fromkeys(_SUMMED, "sum"), **dict.fromkeys(_LARGEST, "max")}
+    total = frame.agg(reducers).fillna(0)
+    total["seconds"] /= workers
+    total[["memory", "disk"]] *= workers
     if gpus:
-        whole["device"] *= fullest(workers, [int(gpu) for gpu in gpus])
+        total["device"] *= fullest(workers, [int(gpu) for gpu in gpus])
     head = ("experiment", "cells", "searches", "runs", "samples", "time", "GPU memory", "memory", "disk", "not known")
     lines: list[Sequence[str]] = [head]
-    lines += [_line(str(where), found) for where, found in frame.groupby("where", sort=False).agg(how).iterrows()]
-    lines += [(), _line(f"in all, by {workers} workers", whole)]
+    lines += [_line(str(where), sums) for where, sums in frame.groupby("where", sort=False).agg(reducers).iterrows()]
+    lines += [(), _line(f"in all, by {workers} workers", total)]
     return lines if gpus else [(*line[:6], *line[7:]) for line in lines]
 
 
-def _line(where: str, found: pd.Series) -> tuple[str, ...]:
-    cells, searches, runs, unknown = (str(int(found[name]) or "") for name in ("cells", "searches", "runs", "unknown"))
-    sizes = (human_bytes(found[name]) for name in _LARGEST)
-    return (where, cells, searches, runs, f"{int(found['samples']):,}", human_time(found["seconds"]), *sizes, unknown)
+def _line(label: str, sums: pd.Series) -> tuple[str, ...]:
+    cells, searches, runs, unknown = (str(int(sums[name]) or "") for name in ("cells", "searches", "runs", "unknown"))
+    sizes = (human_bytes(sums[name]) for name in _LARGEST)
+    return (label, cells, searches, runs, f"{int(sums['samples']):,}", human_time(sums["seconds"]), *sizes, unknown)
 
 
-def _of(job: Job, say: Callable[[str], None], probed: dict[str, Estimate]) -> dict[str, float]:
-    """What a job adds to the sums of its experiment."""
+def _costs(job: Job, say: Callable[[str], None], probed: dict[str, Estimate]) -> dict[str, float]:
+    """The part of a job in the sums of its experiment."""
     if not isinstance(job, Cell | Search):
         return {"cells": 1, "unknown": 1}
     make_training_file(job)
@@ -78,18 +78,18 @@ def _of(job: Job, say: Callable[[str], None], probed: dict[str, Estimate]) -> di
     if config.federate.process_num == 0:  # auto: one in a worker of a suite
         config = config.replace({"federate.process_num": 1})
     runs = _trials(job, config) * job.seeds if isinstance(job, Search) else 1
-    if (key := _alike(config)) not in probed:
+    if (key := _cost_key(config)) not in probed:
         say(f"probing {job.where}  {job.label}")
         probed[key] = estimate(config)
-    found = probed[key]
-    taken: dict[str, float] = {"searches" if isinstance(job, Search) else "cells": 1, "runs": runs}
-    taken |= {where: found.total(where) for where in _LARGEST}
-    if found.seconds is None:
-        return {**taken, "unknown": 1}
-    seconds = runs * found.seconds
+    cost = probed[key]
+    sums: dict[str, float] = {"searches" if isinstance(job, Search) else "cells": 1, "runs": runs}
+    sums |= {name: cost.total(name) for name in _LARGEST}
+    if cost.seconds is None:
+        return {**sums, "unknown": 1}
+    seconds = runs * cost.seconds
     if isinstance(job, Cell) and job.experiment.test == "once":
-        seconds += found.scoring.get("test", 0.0)
-    return {**taken, "samples": runs * samples_of(config), "seconds": seconds}
+        seconds += cost.scoring.get("test", 0.0)
+    return {**sums, "samples": runs * samples_of(config), "seconds": seconds}
 
 
 def _trials(search: Search, config: Config) -> int:
@@ -99,7 +99,7 @@ def _trials(search: Search, config: Config) -> int:
     return (len(space.grid(config)) if space.all_grid else hpo.TRIALS) + 2 * bool(step)
 
 
-def _alike(config: Config) -> str:
+def _cost_key(config: Config) -> str:
     """A text that is the same for two configurations that cost the same."""
-    kept = {k: v for k, v in decisive(config).items() if k not in ("seed", RATE, "lowrank.test_seed")}
-    return json.dumps(kept, sort_keys=True, default=str)
+    settings = {k: v for k, v in decisive(config).items() if k not in ("seed", RATE, "lowrank.test_seed")}
+    return json.dumps(settings, sort_keys=True, default=str)

@@ -63,11 +63,11 @@ def execute(job: Job) -> dict:
     """
     began = time.monotonic()
     run: Any = {Cell: _cell, Search: _search, Script: _script}[type(job)]
-    done = run(job)
-    record = {**job.identity(), "status": "complete", **done}
+    content = run(job)
+    record = {**job.identity(), "status": "complete", **content}
     return {
         **record,
-        "seconds_in_all": round(time.monotonic() - began + done.get("seconds_in_all", 0.0), 2),
+        "seconds_in_all": round(time.monotonic() - began + content.get("seconds_in_all", 0.0), 2),
         "command": command(job.suite, job.experiment, job.options.engine),
         "versions": versions(),
         "commit": commit(),
@@ -79,8 +79,8 @@ def execute(job: Job) -> dict:
 
 
 def _cell(cell: Cell) -> dict:
-    alone = {"outdir": str(cell.folder), "expname": "", "eval.save_best": False, "lowrank.pictures": False}
-    config = within_budget(cell).replace(alone)
+    overrides = {"outdir": str(cell.folder), "expname": "", "eval.save_best": False, "lowrank.pictures": False}
+    config = within_budget(cell).replace(overrides)
     device = device_of(config)
     _forget_peak(device)
     result = train(config, cell.options.engine, [FinalTest()] if cell.experiment.test == "once" else [])
@@ -90,7 +90,7 @@ def _cell(cell: Cell) -> dict:
         "engine": cell.options.engine,
         "metrics": dict(result.final),
         "scores": scores,
-        **_there(result.facts, "right"),
+        **_optional(result.facts, "right"),
         "test": cell.experiment.test,
         "learning_rate": dict(cell.rate),
         "rounds": len(result.history),
@@ -105,7 +105,7 @@ def _cell(cell: Cell) -> dict:
             "fingerprint": result.facts["data"],
             "clients": result.facts["clients"],
             "rows": result.facts["rows"],
-            **_there(result.facts, "test_rows_in_training"),
+            **_optional(result.facts, "test_rows_in_training"),
         },
         "model": {
             "type": config.model.type,
@@ -119,25 +119,25 @@ def _cell(cell: Cell) -> dict:
     return {**record, "head": head_of(record)}
 
 
-def _there(facts: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _optional(facts: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {name: facts[name]} if name in facts else {}
 
 
 def train(config: Config, engine: str, callbacks: Sequence[fs_lowrank.Callback] = ()) -> RunResult:
     """Run ``config``, from its checkpoint if there is one that can be used."""
-    told: Any = {"progress": False, "on_round": _say_round, "callbacks": callbacks}
+    options: Any = {"progress": False, "on_round": _log_round, "callbacks": callbacks}
     try:
-        return fs_lowrank.run(config, engine, resume="auto", **told)
+        return fs_lowrank.run(config, engine, resume="auto", **options)
     except CannotContinue as error:  # after any other error the next call can continue from the checkpoint
         print(f"{config.outdir}: cannot be continued, starts again: {error}", file=sys.stderr, flush=True)
     shutil.rmtree(config.outdir)
-    return fs_lowrank.run(config, engine, **told)
+    return fs_lowrank.run(config, engine, **options)
 
 
-def _say_round(record: Mapping) -> None:
+def _log_round(record: Mapping) -> None:
     """A line in the worker's log."""
-    shown = {"loss": record["loss"], **flat_metrics(record["metrics"])}
-    print(f"round {record['round']}", *(f"{name} {value:.4g}" for name, value in shown.items()), flush=True)
+    values = {"loss": record["loss"], **flat_metrics(record["metrics"])}
+    print(f"round {record['round']}", *(f"{name} {value:.4g}" for name, value in values.items()), flush=True)
 
 
 class FinalTest(fs_lowrank.Callback):
@@ -202,13 +202,13 @@ def _scores(cell: Cell, config: Config, result: RunResult) -> dict:
     from . import scorers
 
     tokenizer = build_tokenizer(config)
-    found: dict[str, dict] = {}
+    scores: dict[str, dict] = {}
     for spec in cell.experiment.evaluation:
         spec = permitted(spec, cell.options.unsafe_code)
-        found.setdefault(spec["scorer"], {}).update(
+        scores.setdefault(spec["scorer"], {}).update(
             scorers.score(result.model, tokenizer, spec, Path(cell.options.data or "."))
         )
-    return found
+    return scores
 
 
 def permitted(spec: dict, unsafe_code: bool) -> dict:
@@ -230,22 +230,22 @@ def _search(search: Search) -> dict:
     grids = [kind.get("grid", ()) for kind in space.values()]
     grown: list[dict] = []
     while any(grids) and len(grown) < search.spec.get("grow", math.prod(map(len, grids))):
-        point = next_point(_found(steps, grown, space), config)
+        point = next_point(_summary(steps, grown, space), config)
         if point is None:
             break
         grown.append(point)
-        one = {key: {"grid": [value]} for key, value in point.items()}
-        steps.append(_study(search, config, f"search-{len(steps)}", one, diverges=True))
-    found = _found(steps, grown, space)
-    if not found["nothing_learned"] and (around := search.last_step(found["winner"]["point"])):
+        single = {key: {"grid": [value]} for key, value in point.items()}
+        steps.append(_study(search, config, f"search-{len(steps)}", single, diverges=True))
+    summary = _summary(steps, grown, space)
+    if not summary["nothing_learned"] and (around := search.last_step(summary["winner"]["point"])):
         steps.append(_study(search, config, f"search-{len(steps)}", around, diverges=True))
-        found = _found(steps, grown, space)
+        summary = _summary(steps, grown, space)
     return {
         "engine": search.options.engine,
         "objective": steps[0]["objectives"][0],
-        **found,
+        **summary,
         "seeds": search.seeds,
-        "within_noise": _within_noise(steps, found["winner"]) if search.seeds > 1 else None,
+        "within_noise": _within_noise(steps, summary["winner"]) if search.seeds > 1 else None,
         "diverged": sum(len(step["failed"]) for step in steps),
         "budget": {key: sum(step["budget"][key] for step in steps) for key in steps[0]["budget"]},
         "trials": dict(sum((Counter(step["trials"]) for step in steps), Counter())),
@@ -253,8 +253,8 @@ def _search(search: Search) -> dict:
     }
 
 
-def _found(steps: Sequence[Mapping], grown: list[dict], space: Mapping) -> dict[str, Any]:
-    """What the studies of a search have found together."""
+def _summary(steps: Sequence[Mapping], grown: list[dict], space: Mapping) -> dict[str, Any]:
+    """The outcome of all studies of a search together."""
     objective = steps[0]["objectives"][0]
     winners = [winner for step in steps for winner in step["winners"]]
     best = (max if larger_is_better(objective) else min)(winners, key=lambda winner: winner["values"][objective])
@@ -268,7 +268,7 @@ def _found(steps: Sequence[Mapping], grown: list[dict], space: Mapping) -> dict[
 
 
 def _study(search: Search, config: Config, name: str, space: Mapping, diverges: bool = False) -> dict:
-    """What one study of a search found.
+    """The results of one study of a search.
 
     Args:
         config: the search's, within its budget.
@@ -287,13 +287,13 @@ def _study(search: Search, config: Config, name: str, space: Mapping, diverges: 
     ended = hpo.tune(config, hpo.space_from(space), options, say=partial(print, flush=True))
     if ended.how != "done":
         raise Interrupted
-    found = hpo.results(options.where, name)
-    if lost := [reason for kind, reason in found["failed"] if kind != "nan"]:
+    results = hpo.results(options.where, name)
+    if lost := [reason for kind, reason in results["failed"] if kind != "nan"]:
         raise UserError(f"{len(lost)} of its trials failed, so it chose among fewer than it should: {lost[0]}")
-    if not found["winners"] and not diverges:
-        reason = found["failed"][0][1] if found["failed"] else "none was started"
+    if not results["winners"] and not diverges:
+        reason = results["failed"][0][1] if results["failed"] else "none was started"
         raise UserError(f"no trial of the search completed: {reason}")
-    return found
+    return results
 
 
 def _within_noise(studies: Sequence[Mapping], winner: Mapping) -> list[dict]:
@@ -304,10 +304,10 @@ def _within_noise(studies: Sequence[Mapping], winner: Mapping) -> list[dict]:
     from scipy.stats import t
 
     ((objective, best),) = winner["values"].items()
-    found = [best_of["by_seed"][objective] for study in studies for best_of in study["winners"]]
-    seeds = len(found[0])
-    degrees = len(found) * (seeds - 1)
-    half = t.ppf((1 + LEVEL) / 2, degrees) * math.sqrt(2 * statistics.fmean(map(statistics.variance, found)) / seeds)
+    values = [entry["by_seed"][objective] for study in studies for entry in study["winners"]]
+    seeds = len(values[0])
+    degrees = len(values) * (seeds - 1)
+    half = t.ppf((1 + LEVEL) / 2, degrees) * math.sqrt(2 * statistics.fmean(map(statistics.variance, values)) / seeds)
     tried = [point for study in studies for point in study["tried"]]
     return [p for p in tried if abs(p["value"] - best) <= half and not winner["point"].items() <= p.items()]
 
@@ -316,33 +316,33 @@ def _within_noise(studies: Sequence[Mapping], winner: Mapping) -> list[dict]:
 
 
 def _script(job: Script) -> dict:
-    out = job.folder
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    folder = job.folder
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     environment = dict(os.environ)
     root = str(Path(fs_lowrank.__file__).resolve().parents[1])
     # The working folder comes last, so that a file of the user does not replace a package of the same name.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH"), os.getcwd()]))
     environment["PYTHONSAFEPATH"] = "1"
-    argv = [sys.executable, "-m", module_of(job.experiment.script), *job.experiment.args, "--out", str(out)]
+    argv = [sys.executable, "-m", module_of(job.experiment.script), *job.experiment.args, "--out", str(folder)]
     process = subprocess.run(argv, env=environment, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
     if process.returncode:
-        last = (process.stderr.strip() or "nothing").splitlines()[-1]
-        # A script that ends with a line of its own has told what is wrong, and written the traceback, if there is one.
-        kind = RunFailed if last.startswith("error: ") else RuntimeError
-        raise kind(f"{job.label} ended with {process.returncode}: {last.removeprefix('error: ')}")
-    said = f"{job.experiment.script} wrote it"
-    found = {path.stem: read_json(path, dict | list, remedy=said) for path in sorted(out.glob("*.json"))}
-    if not found:
+        message = (process.stderr.strip() or "nothing").splitlines()[-1]
+        # A last line that begins with "error: " is the message of the script itself.
+        kind = RunFailed if message.startswith("error: ") else RuntimeError
+        raise kind(f"{job.label} ended with {process.returncode}: {message.removeprefix('error: ')}")
+    remedy = f"{job.experiment.script} wrote it"
+    documents = {path.stem: read_json(path, dict | list, remedy=remedy) for path in sorted(folder.glob("*.json"))}
+    if not documents:
         raise RuntimeError(f"{job.label} wrote no JSON into --out")
     sized = [job.suite.size] if job.suite.sized else []
-    kept = Path(job.options.results) / "scripts" / "-".join([job.suite.name, *sized, job.experiment.name])
-    kept.mkdir(parents=True, exist_ok=True)
+    target = Path(job.options.results) / "scripts" / "-".join([job.suite.name, *sized, job.experiment.name])
+    target.mkdir(parents=True, exist_ok=True)
     checksums = {}
-    for path in sorted(p for p in out.iterdir() if p.is_file()):
-        write_bytes(kept / path.name, path.read_bytes())
-        checksums[str((kept / path.name).relative_to(job.options.results))] = file_digest(path)
-    metrics = {name: quotient(found, path) for name, path in job.experiment.values.items()}
+    for path in sorted(p for p in folder.iterdir() if p.is_file()):
+        write_bytes(target / path.name, path.read_bytes())
+        checksums[str((target / path.name).relative_to(job.options.results))] = file_digest(path)
+    metrics = {name: quotient(documents, path) for name, path in job.experiment.values.items()}
     return {
         "metrics": metrics,
         "scores": {},
@@ -356,13 +356,13 @@ def _script(job: Script) -> dict:
 
 @contextlib.contextmanager
 def threads(number: int) -> Iterator[None]:
-    """With so many threads of torch."""
-    before = torch.get_num_threads()
+    """A context with ``number`` threads of torch."""
+    previous = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)
 
 
 def _forget_peak(device: torch.device) -> None:
@@ -388,10 +388,10 @@ def _peak(device: torch.device) -> dict:
 
 
 def _machine(job: Job) -> dict:
-    """Where a job ran; a script has no device that is known."""
+    """The machine of a job; the device of a script is not known."""
     device = device_of(job.config) if isinstance(job, Trained) else torch.device("cpu")
-    here = machine(device)
-    return {"cores": here.pop("cpus"), **here, "processor": processor()}
+    facts = machine(device)
+    return {"cores": facts.pop("cpus"), **facts, "processor": processor()}
 
 
 @cache

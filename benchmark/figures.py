@@ -21,9 +21,9 @@ from .results import ExperimentResults
 from .store import digest
 
 _OF_VERDICT = {HOLDS: "#2ca02c", FAILS: "#d62728", INCONCLUSIVE: "#7f7f7f", UNTESTED: "#bcbd22"}
-#: the most by which the lowest point is above the majority class where that is drawn
+#: the majority class is drawn if the lowest point is less than this above it
 _NEAR = 0.3
-#: what a hollow point means
+#: the meaning of a hollow point
 _NOT_WHOLE = "a seed collapsed or failed"
 
 
@@ -33,12 +33,12 @@ def draw_all(results: ExperimentResults, root: Path) -> dict[str, str]:
         return {}
     stem = f"{results.suite.name}-{results.suite.size}-{results.experiment.name}"
     drawings = {}
-    for title, name, about, panels in (
+    for title, name, note, panels in (
         (title_of(results.experiment.metrics[0], results.language), "axis", "", along_axis(results)),
         ("Learning curves", "curves", "mean; band: smallest to largest over seeds", learning_curves(results)),
     ):
         if panels:
-            above = ": ".join(filter(None, (results.experiment.title, about)))
+            above = ": ".join(filter(None, (results.experiment.title, note)))
             size = (6.0, 4.0) if len(panels) == 1 else (3.7, 3.2)
             drawings[title] = f"report/{stem}-{name}.png"
             _write(root / drawings[title], panels, above, size=size, same=True, in_a_row=4)
@@ -46,18 +46,18 @@ def draw_all(results: ExperimentResults, root: Path) -> dict[str, str]:
 
 
 def _write(path: Path, panels: Sequence[Panel], title: str, **look: Any) -> None:
-    """Draw a picture as PNG, unless the one that is there is of the same data, as its comment says."""
+    """Draw a picture as PNG, unless the existing file has the same data, by its comment."""
     from PIL import Image
 
     comment = digest(repr((__version__, panels, title, look)))
-    with suppress(OSError, SyntaxError), Image.open(path) as there:  # no picture yet, or not a whole one
-        if there.info.get("Comment") == comment:
-            return there.verify()
-    made = figure(panels, title, **look)
-    if (layout := made.get_layout_engine()) is not None:
-        layout.execute(made)  # once: matplotlib would draw the whole figure for it
-        made.set_layout_engine("none")
-    write_bytes(path, drawn(made, "png", comment), durable=False)
+    with suppress(OSError, SyntaxError), Image.open(path) as existing:  # no picture yet, or not a whole one
+        if existing.info.get("Comment") == comment:
+            return existing.verify()
+    picture = figure(panels, title, **look)
+    if (layout := picture.get_layout_engine()) is not None:
+        layout.execute(picture)  # once: matplotlib would draw the whole figure for it
+        picture.set_layout_engine("none")
+    write_bytes(path, drawn(picture, "png", comment), durable=False)
 
 
 def draw_claim(title: str, by_experiment: Mapping[str, Sequence[Condition]], path: Path) -> Path | None:
@@ -90,21 +90,21 @@ def claim_panels(by_experiment: Mapping[str, Sequence[Condition]]) -> list[Panel
     units: dict[str, list[tuple[str, str, tuple[float, float | None, float | None]]]] = {}
     for experiment, conditions in by_experiment.items():
         for condition in conditions:
-            if not condition.first and (met := condition.met) is not None:
-                label = ", ".join(filter(None, (f"{experiment}: {condition.what}", condition.where)))
+            if not condition.premise and (met := condition.met) is not None:
+                label = ", ".join(filter(None, (f"{experiment}: {condition.subject}", condition.where)))
                 units.setdefault(condition.unit, []).append((label, condition.verdict, met))
     panels = []
     for unit, rows in units.items():
         scale = scale_of(unit)[0] or 1
         marks = [Line("", [-0.5, len(rows) - 0.5], [0.0, 0.0], colour=INK, marker="")]
-        for place, (_, verdict, (centre, low, high)) in enumerate(rows):
+        for position, (_, verdict, (centre, low, high)) in enumerate(rows):
             ends = None if low is None or high is None else (low * scale, high * scale)
             look = {} if ends else {"hollow": True, "means": "spread not known"}
-            marks.append(point(verdict, _OF_VERDICT[verdict], place, centre * scale, ends, **look))
+            marks.append(point(verdict, _OF_VERDICT[verdict], position, centre * scale, ends, **look))
         name = "points of accuracy" if scale == 100 else unit if unit == "quotient" else title_of(unit)
-        shown = f"← not met      by how much it is met: {name}"
-        ticks = {place: label for place, (label, *_) in enumerate(rows)}
-        panels.append(Panel(unit, "", "", shown, marks, ticks=ticks, sideways=True, tall=len(rows) + 5))
+        title = f"← not met      by how much it is met: {name}"
+        ticks = {position: label for position, (label, *_) in enumerate(rows)}
+        panels.append(Panel(unit, "", "", title, marks, ticks=ticks, sideways=True, tall=len(rows) + 5))
     return panels
 
 
@@ -128,12 +128,12 @@ def along_axis(results: ExperimentResults) -> list[Panel]:
     panels: dict[str, dict[str, str]] = {}  # the other labels -> the label on the axis -> the column
     for setting in settings(results.experiment):
         if (column := " / ".join(setting.values())) in results.columns:
-            others = ", ".join(f"{other} {label}" for other, label in setting.items() if other != name)
-            panels.setdefault(others, {})[setting[name]] = column
-    return [_along(results, name, others, columns) for others, columns in panels.items()]
+            title = ", ".join(f"{other} {label}" for other, label in setting.items() if other != name)
+            panels.setdefault(title, {})[setting[name]] = column
+    return [_axis_panel(results, name, title, columns) for title, columns in panels.items()]
 
 
-def _along(results: ExperimentResults, name: str, title: str, columns: Mapping[str, str]) -> Panel:
+def _axis_panel(results: ExperimentResults, name: str, title: str, columns: Mapping[str, str]) -> Panel:
     """The first metric of each method at the labels of an axis, of which ``columns`` has the columns."""
     metric = results.experiment.metrics[0]
     at, scale = _numbers([*columns]) or [*range(len(columns))], scale_of(metric)[0]
@@ -146,7 +146,7 @@ def _along(results: ExperimentResults, name: str, title: str, columns: Mapping[s
         spreads = [(f.std or 0) * scale for _, f in points]
         low, high = ([mean + sign * spread for mean, spread in zip(means, spreads)] for sign in (-1, 1))
         marks.append(Line(method, x, means, low, high, colour=index, band=False))
-        marks += _hollow([(x, f.mean * scale) for x, f in points if not f.whole], index)
+        marks += _hollow([(x, f.mean * scale) for x, f in points if not f.complete], index)
         lowest = min([lowest, *means])
     majority = _majority(results)
     if majority and scale == 100 and lowest < 100 * (majority + _NEAR):  # farther below, it would leave no room
@@ -157,7 +157,7 @@ def _along(results: ExperimentResults, name: str, title: str, columns: Mapping[s
 
 
 def _hollow(points: Sequence[tuple[float, float]], index: int) -> list[Line]:
-    """Points of the method with this number that are not of whole seeds, over its line."""
+    """Hollow points over the line of the method with this number, where a seed collapsed or failed."""
     if not points:
         return []
     x, y = zip(*points)
@@ -171,10 +171,10 @@ def _majority(results: ExperimentResults) -> float | None:
 def curve_metric(results: ExperimentResults) -> str | None:
     """The metric of the learning curves: held-out accuracy if there is one, else loss."""
     points = [p for r in results.all_records for p in r.get("history", {}).get("evaluated", ())]
-    there = {name for p in points for name in p}
-    if _majority(results) is None and "client_test_acc" not in there and "val_loss" in there:
+    names = {name for p in points for name in p}
+    if _majority(results) is None and "client_test_acc" not in names and "val_loss" in names:
         return "val_loss"  # of a causal language model
-    return next((n for n in ("val_acc", "client_test_acc", "test_acc", "val_loss", "test_loss") if n in there), None)
+    return next((n for n in ("val_acc", "client_test_acc", "test_acc", "val_loss", "test_loss") if n in names), None)
 
 
 def _axis_title(results: ExperimentResults, column: str) -> str:
@@ -194,17 +194,17 @@ def learning_curves(results: ExperimentResults) -> list[Panel]:
         marks, cut = [], ""
         for index, method in enumerate(results.methods):
             records = [r for r in results.records.get((method, column), ()) if "history" in r]
-            found = [
+            curves = [
                 [(p["round"], p[metric] * scale) for p in r["history"]["evaluated"] if metric in p] for r in records
             ]
-            runs = [run for run in found if run]
+            runs = [run for run in curves if run]
             points = [*zip(*runs)]
             if not points:
                 continue
             if len(points) < max(map(len, runs)):
                 cut += f"; {method} to the end of its shortest run"
-            x, y = ([statistics.fmean(point[i] for point in of) for of in points] for i in (0, 1))
-            low, high = ([end(value for _, value in of) for of in points] for end in (min, max))
+            x, y = ([statistics.fmean(point[i] for point in group) for group in points] for i in (0, 1))
+            low, high = ([end(value for _, value in group) for group in points] for end in (min, max))
             marks.append(Line(method, x, y, low, high, colour=index))
             end = results.figure(method, column, judged)
             if end and (end.failed or end.collapsed):

@@ -8,12 +8,12 @@ from typing import Any
 import pandas as pd
 
 from .metrics import BYTES
-from .results import of_a_run
+from .results import measurements
 from .store import Store
 
 _FIRST = ("hash", "suite", "size", "experiment", "method", "setting", "seed", "engine")
-#: of a scorer, beside its metrics
-_ABOUT = ("n", "version", "num_fewshot")
+#: numbers of a scorer that are no metrics
+_DETAILS = ("n", "version", "num_fewshot")
 
 
 def frame(store: Store) -> pd.DataFrame:
@@ -23,20 +23,20 @@ def frame(store: Store) -> pd.DataFrame:
 
 
 def row(record: Mapping[str, Any]) -> dict[str, Any]:
-    of_run = of_a_run(record)
+    measured = measurements(record)
     scores = {
         f"{scorer}:{task}:{name}": value
         for scorer, tasks in record.get("scores", {}).items()
         for task, values in tasks.items()
         for name, value in values.items()
-        if isinstance(value, (int, float)) and name not in _ABOUT and not name.endswith("_stderr")
+        if isinstance(value, (int, float)) and name not in _DETAILS and not name.endswith("_stderr")
     }
     return {
         **{name: record.get(name) for name in _FIRST},
         "setting": "; ".join(f"{axis} {label}" for axis, label in record.get("setting", {}).items()),
         "rate": record.get("learning_rate", {}).get("point", {}).get("train.optimizer.lr"),
         **{name: record.get(name) for name in ("rounds", "samples")},
-        **{name: of_run[name] for name in ("majority", *BYTES, "aggregation", "training", "memory")},
+        **{name: measured[name] for name in ("majority", *BYTES, "aggregation", "training", "memory")},
         "version": record.get("versions", {}).get("fs-lowrank"),
         "commit": record.get("commit"),
         "processor": record.get("machine", {}).get("processor"),

@@ -1,4 +1,4 @@
-"""Figures over seeds; the estimate of a sum of them, with its standard error; and what several estimates say together.
+"""Figures over seeds; the estimate of a sum of them, with its standard error; and the pool of several estimates.
 
 Methods are compared by Welch's formula. For images the same seed gives all methods the same split, which moves them
 together, so there the values are paired by seed; for text a pair's variance is 0.93 of the sum's, which buys nothing
@@ -35,7 +35,7 @@ class Figure:
         splits: by seed, a fingerprint of the clients' images, where figures are paired by seed.
         right: of an accuracy, by seed the name of a test set and for each of its rows 1 or 0, float64 ``(n,)``, where
             that is recorded.
-        versions, processors: that the runs were made with; an empty processor is not known.
+        versions, processors: of the runs; an empty processor is not known.
     """
 
     mean: float
@@ -60,13 +60,13 @@ class Figure:
         return f"{self.mean:.4g}" + (f" ± {self.std:.2g}" if self.std is not None else "") + f" (n={self.n})"
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """Whether no seed collapsed, failed or missed the target."""
         return not (self.collapsed or self.failed or self.missed)
 
     @property
     def notes(self) -> list[str]:
-        """What a reader must know besides the mean and spread."""
+        """Remarks for a reader besides the mean and spread."""
         notes, seeds = [], self.n + len(self.failed) + len(self.missed)
         if self.collapsed:
             values = ", ".join(f"{value:.4g}" for value in self.collapsed)
@@ -118,7 +118,7 @@ class Estimate:
         """The two-sided p value of the nearer of two bounds, which is 0 for an exact quantity; None if not known.
 
         Args:
-            slack: what the distance to the bound is more than by chance alone.
+            slack: an allowance, which is subtracted from the distance to the bound.
         """
         from scipy.stats import t
 
@@ -131,17 +131,17 @@ class Estimate:
 def estimate(parts: Sequence[tuple[float, Figure]], shift: float = 0.0) -> Estimate:
     """The sum of factors times figures, and of ``shift``: paired by seed if all figures have the same ``splits`` for at
     least two seeds that they share, and otherwise by Welch's formula. The variance over seeds and that over test rows
-    (``of_rows``) are added.
+    (``row_variance``) are added.
     """
     shift += sum(factor * figure.mean for factor, figure in parts if figure.exact)
     drawn = [(factor, figure) for factor, figure in parts if not figure.exact]
     centre = sum(factor * figure.mean for factor, figure in drawn)
     if not drawn:
         return Estimate(shift, 0.0)
-    first, *others = [figure for _, figure in drawn]
-    common = [seed for seed in first.by_seed if all(seed in other.by_seed for other in others)]
-    paired = others and len(common) > 1
-    paired = paired and all(s in first.splits and first.splits[s] == f.splits.get(s) for f in others for s in common)
+    first, *peers = [figure for _, figure in drawn]
+    common = [seed for seed in first.by_seed if all(seed in other.by_seed for other in peers)]
+    paired = peers and len(common) > 1
+    paired = paired and all(s in first.splits and first.splits[s] == f.splits.get(s) for f in peers for s in common)
     error: float | None = None
     degrees: float = 0.0
     if paired:
@@ -154,25 +154,25 @@ def estimate(parts: Sequence[tuple[float, Figure]], shift: float = 0.0) -> Estim
     if error is not None and error <= _ROUNDING * max(abs(factor * figure.mean) for factor, figure in drawn):
         error = None  # the seeds agree to rounding, which is no sign of the spread
     if error:
-        rows = of_rows(drawn, common if paired else None)
+        rows = row_variance(drawn, common if paired else None)
         error, degrees = math.hypot(error, math.sqrt(rows)), degrees * (1 + rows / error**2) ** 2  # Satterthwaite's
     return Estimate(centre + shift, error, degrees)
 
 
-def of_rows(parts: Sequence[tuple[float, Figure]], seeds: Sequence[int] | None = None) -> float:
+def row_variance(parts: Sequence[tuple[float, Figure]], seeds: Sequence[int] | None = None) -> float:
     """The variance of a sum of factors times accuracies by the draw of the test rows: that of the rows' sums, over
-    their number. Figures share the rows of one test set. 0 where it is not recorded which rows were right.
+    their number. Figures share the rows of one test set. 0 where the right rows are not recorded.
 
     Args:
         seeds: whose means the accuracies are; None: all.
     """
     sums: dict[str, Any] = {}
     for factor, figure in parts:
-        of = figure.by_seed if seeds is None else seeds
-        if not of or not figure.right.keys() >= {*of}:
+        used = figure.by_seed if seeds is None else seeds
+        if not used or not figure.right.keys() >= {*used}:
             return 0.0
-        for test_set, right in (figure.right[seed] for seed in of):
-            sums[test_set] = sums.get(test_set, 0.0) + factor / len(of) * right
+        for test_set, right in (figure.right[seed] for seed in used):
+            sums[test_set] = sums.get(test_set, 0.0) + factor / len(used) * right
     return float(sum(rows.var(ddof=1) / len(rows) for rows in sums.values()))
 
 
@@ -202,9 +202,9 @@ def pooled(estimates: Sequence[Estimate]) -> Estimate:
     centres, variances = np.array([(e.centre, (e.error or 0.0) ** 2) for e in estimates]).T
     weights = 1 / variances
     degrees = len(estimates) - 1
-    apart = weights @ (centres - weights @ centres / weights.sum()) ** 2
-    between = max(0.0, (apart - degrees) / (weights.sum() - weights @ weights / weights.sum()))
-    weights = 1 / (variances + between)
+    cochran_q = weights @ (centres - weights @ centres / weights.sum()) ** 2
+    tau2 = max(0.0, (cochran_q - degrees) / (weights.sum() - weights @ weights / weights.sum()))
+    weights = 1 / (variances + tau2)
     centre = weights @ centres / weights.sum()
     spread = max(1.0, weights @ (centres - centre) ** 2 / degrees)
     return Estimate(float(centre), float(math.sqrt(spread / weights.sum())), degrees)

@@ -32,7 +32,7 @@ class Options:
 
     Attributes:
         data: folder of the data; a suite's ``data.root`` is below it. since: start time of this call, in seconds;
-            what failed before is tried again. cell: the hash of the only cell to run.
+            jobs that failed before are tried again. cell: the hash of the only cell to run.
         overrides: config keys that do not affect a result, such as the device.
     """
 
@@ -75,12 +75,12 @@ class Job(ABC):
     @property
     @abstractmethod
     def label(self) -> str:
-        """How the job is called in messages."""
+        """The name of the job in messages."""
 
     @property
     @abstractmethod
     def contents(self) -> list[dict]:
-        """Everything that affects the result, as plain data, and what that was of earlier results that still count."""
+        """Everything that affects the result, as plain data; then the same of earlier results that still count."""
 
     def rated(self, store: Store) -> Job | None:
         """This job with the learning rate that it needs; None while the search of that rate is not finished."""
@@ -92,12 +92,12 @@ class Job(ABC):
         return {}
 
     def _keys(self, revisions: Mapping[str, int]) -> list[str]:
-        more = {"revisions": revisions} if revisions else {}
-        return [digest({**content, **more}) for content in self.contents]
+        extra = {"revisions": revisions} if revisions else {}
+        return [digest({**content, **extra}) for content in self.contents]
 
     @cached_property
     def keys(self) -> list[str]:
-        """``key``, and that of earlier results that still count."""
+        """``key``, then the keys of earlier results that still count."""
         return self._keys(self.revisions)
 
     @property
@@ -108,8 +108,8 @@ class Job(ABC):
     def earlier_keys(self) -> list[str]:
         """The keys of earlier revisions of its method, whose results no longer belong to this job."""
         revisions = itertools.product(*(range(1, n + 1) for n in self.revisions.values()))
-        earlier = [{name: n for name, n in zip(self.revisions, of) if n != 1} for of in revisions]
-        return [key for then in earlier if then != self.revisions for key in self._keys(then)]
+        earlier = [{name: n for name, n in zip(self.revisions, numbers) if n != 1} for numbers in revisions]
+        return [key for older in earlier if older != self.revisions for key in self._keys(older)]
 
     @property
     def where(self) -> str:
@@ -179,12 +179,12 @@ class Search(Trained):
 
     @property
     def contents(self) -> list[dict]:
-        """Searches of before had one seed unless they said so, and no last step around the winner."""
+        """Earlier searches had one seed by default, and no last step around the winner."""
         spec = {k: self.spec.get(k) for k in ("space", "seeds", "objective")}
         spec.update({"grow": self.spec["grow"]} if "grow" in self.spec else {})
-        now = {**spec, "seeds": self.seeds, "last_step": True} if self.seeds > 1 else spec
-        same = {"search": _own(self.config), **_content(self), **_engine(self.options)}
-        return [{**same, "spec": now}, {**same, "spec": spec}]
+        current = {**spec, "seeds": self.seeds, "last_step": True} if self.seeds > 1 else spec
+        shared = {"search": _non_defaults(self.config), **_content(self), **_engine(self.options)}
+        return [{**shared, "spec": current}, {**shared, "spec": spec}]
 
     def last_step(self, winner: Mapping[str, Any]) -> dict[str, dict]:
         """The space of a last step around the winning point, by √3 in the rate; empty where no rate was listed, or it
@@ -205,7 +205,7 @@ class Cell(Trained):
     #: seed -> the cell with the learning rate that was found, for the cells that differ in nothing else
     with_rate: dict[int, Cell] = field(default_factory=dict, compare=False, repr=False)
 
-    def of_seed(self, seed: int) -> Cell:
+    def with_seed(self, seed: int) -> Cell:
         """The same cell with another seed, whose configuration needs no further check."""
         return replace(self, seed=seed, config=replace(self.config, seed=seed))
 
@@ -216,8 +216,8 @@ class Cell(Trained):
     def rated(self, store: Store) -> Cell | None:
         if self.search is None:
             return self
-        of_seeds = self.with_rate
-        if not of_seeds and (search := self.search.result(store)) is not None:  # which does not change
+        by_seed = self.with_rate
+        if not by_seed and (search := self.search.result(store)) is not None:  # which does not change
             rate = {
                 "from": "search",
                 "search": search["hash"],
@@ -227,17 +227,17 @@ class Cell(Trained):
                 "seeds": search.get("seeds", 1),
             }
             config = self.config.replace(search["winner"]["point"])
-            of_seeds[self.seed] = replace(self, config=config, search=None, rate=rate, with_rate={})
-        if of_seeds and self.seed not in of_seeds:
-            of_seeds[self.seed] = next(iter(of_seeds.values())).of_seed(self.seed)
-        return of_seeds.get(self.seed)
+            by_seed[self.seed] = replace(self, config=config, search=None, rate=rate, with_rate={})
+        if by_seed and self.seed not in by_seed:
+            by_seed[self.seed] = next(iter(by_seed.values())).with_seed(self.seed)
+        return by_seed.get(self.seed)
 
     @property
     def contents(self) -> list[dict]:
         """While the search is not finished: the contents of the search and of the cell."""
         evaluation = [{k: v for k, v in e.items() if k not in _PERMISSIONS} for e in self.experiment.evaluation]
         content = {
-            "config": _own(self.config),
+            "config": _non_defaults(self.config),
             "evaluation": evaluation,
             "test": self.experiment.test,
             **_content(self),
@@ -258,8 +258,8 @@ class Script(Job):
 
     @property
     def contents(self) -> list[dict]:
-        of = self.experiment
-        return [{"script": of.script, "args": list(of.args), "values": dict(of.values)}]
+        experiment = self.experiment
+        return [{"script": experiment.script, "args": list(experiment.args), "values": dict(experiment.values)}]
 
 
 def at_the_end(search: Mapping) -> bool:
@@ -268,7 +268,7 @@ def at_the_end(search: Mapping) -> bool:
 
 
 def _config_of(search: Mapping) -> Config | None:
-    """What was searched around; None if the record does not say, or is of a version with other keys."""
+    """The config of a search; None if the record has none, or is of a version with other keys."""
     try:
         return load_config(search["config"]) if "config" in search else None
     except UserError:
@@ -278,12 +278,12 @@ def _config_of(search: Mapping) -> Config | None:
 def open_ends(search: Mapping, config: Config | None) -> dict[str, int]:
     """The keys of a search that are open at their smallest (-1) or largest (1) value.
 
-    That is where the winner is, or else a point that is as good. If nothing was learned at any point, and the winner is
+    The winner is there, or else a point that is as good. If nothing was learned at any point, and the winner is
     inside, every key is open at both ends, which take turns as the grid grows.
 
     Args:
-        search: its record, or what there is of it.
-        config: what was searched around; where it accepts no value beyond an end, that is not open. None: all are.
+        search: its record, also a part of it.
+        config: of the search; an end beyond which it accepts no value is not open. None: all are.
     """
     from .beside import hpo
 
@@ -316,26 +316,26 @@ def next_point(search: Mapping, config: Config | None) -> dict | None:
     grown, winner = search.get("grown", ()), search["winner"]["point"]
     for key, end in open_ends(search, config).items():
         listed = search.get("space", {}).get(key, {}).get("grid", ())
-        value = _beyond([*(p[key] for p in (*search["tried"], *grown) if key in p), *listed], end)
+        value = _next_value([*(p[key] for p in (*search["tried"], *grown) if key in p), *listed], end)
         point = {**winner, key: value}
         if value is not None and point not in grown and (config is None or hpo.accepts(config, point)):
             return point
     return None
 
 
-def _beyond(values: Iterable[float], end: int) -> float | None:
+def _next_value(values: Iterable[float], end: int) -> float | None:
     """The next value below (-1) or above (1) two or more numbers, at the ratio of the last two; None if it is not above
     0."""
     ordered = sorted(set(values), reverse=end < 0)
-    before, last = ordered[-2:]
-    if before <= 0 or last <= 0:
+    previous, last = ordered[-2:]
+    if previous <= 0 or last <= 0:
         return None
-    value = float(f"{last * last / before:.3g}")
+    value = float(f"{last * last / previous:.3g}")
     return int(value) if isinstance(last, int) and value == int(value) else value
 
 
 def _content(job: Search | Cell) -> dict:
-    """What affects the result but is not in the config: the user's files, and a data folder that the grid varies."""
+    """The facts beside the config that affect the result: the user's files, and a data folder that the grid varies."""
     content: dict[str, Any] = {}
     if job.experiment.training_file is None and (digests := user_files(job.config.data)):
         content["files"] = digests
@@ -349,7 +349,7 @@ def decisive(config: Config) -> dict:
     return {k: v for k, v in config.decisive().items() if k != "data.root"}
 
 
-def _own(config: Config) -> dict:
+def _non_defaults(config: Config) -> dict:
     """The settings that affect a result and are not defaults, so that a new key does not change hashes."""
     defaults = _defaults(config.federate.method)
     return {k: v for k, v in decisive(config).items() if k not in defaults or defaults[k] != v}

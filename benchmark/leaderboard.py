@@ -23,7 +23,7 @@ from fs_lowrank.errors import ROWS_LOGGER, counted
 from fs_lowrank.jobs.files import write_text
 from fs_lowrank.testing.bench import Bench, quietly
 
-from .conditions import shown
+from .conditions import interval_text
 from .figures import draw_on_white, point
 from .frame import row
 from .intervals import Estimate, Figure, estimate, pooled
@@ -34,9 +34,9 @@ from .template import markdown
 
 #: the suite
 LEADERBOARD = "leaderboard"
-#: what the others are compared with
+#: the method that the others are compared with
 BASE = "fedlora"
-#: of the base's accuracy in a setting: the accuracy to which bytes are counted
+#: bytes are counted up to this share of the base's accuracy in a setting
 TARGET = 0.98
 HEAD = (
     "method",
@@ -51,9 +51,9 @@ HEAD = (
     "memory, GB",
     "off the mean of the products",
 )
-#: of each run, of which the table has medians
+#: the columns of runs whose medians are in the table
 MEASURED = ["uplink_without_head", "downlink_without_head", "client", "aggregation", "memory"]
-#: what names a run
+#: the columns that identify a run
 RUN = ["setting", "method", "seed"]
 #: setting -> the accuracy of a method on test data
 Figures = Mapping[str, Figure]
@@ -65,40 +65,40 @@ def write_leaderboard(suite: Suite, results: Mapping[str, ExperimentResults], ro
     Nothing is written without results of ``fedlora``.
     """
     page = root / f"{LEADERBOARD}{'_paper' if suite.size == 'paper' else ''}.md"
-    figures, runs = of_methods(results)
+    figures, runs = collect(results)
     if not figures:
         return []
     rows = table(figures, runs)
     _draw(figures, runs, page.with_suffix(".svg"))
-    there = [each for each in results.values() if each.cells]
-    write_text(page, markdown("leaderboard", [HEAD, *rows], there, page.with_suffix(".svg").name))
+    experiments = [experiment for experiment in results.values() if experiment.cells]
+    write_text(page, markdown("leaderboard", [HEAD, *rows], experiments, page.with_suffix(".svg").name))
     return [page, page.with_suffix(".svg")]
 
 
-def of_methods(results: Mapping[str, ExperimentResults]) -> tuple[dict[str, Figures], pd.DataFrame]:
+def collect(results: Mapping[str, ExperimentResults]) -> tuple[dict[str, Figures], pd.DataFrame]:
     """Method -> its accuracies, the best method first, and a row for each run: in the settings that have results of the
     base.
     """
     figures: dict[str, dict[str, Figure]] = {}
     runs = []
-    for name, each in results.items():
-        for column in (c for c in each.columns if each.has(BASE, c, "test_acc")):
+    for name, experiment in results.items():
+        for column in (c for c in experiment.columns if experiment.has(BASE, c, "test_acc")):
             setting = f"{name} {column}"
-            for method in each.methods:
-                if figure := each.figure(method, column, "test_acc"):
+            for method in experiment.methods:
+                if figure := experiment.figure(method, column, "test_acc"):
                     figures.setdefault(method, {})[setting] = figure
-                found = each.records.get((method, column), ()) if figure and figure.n else ()
-                runs += [{**row(r), **_of_a_client(r), "method": method, "setting": setting} for r in found]
-    there = [method for method, of in figures.items() if any(figure.n for figure in of.values())]
-    order = sorted(there, key=lambda method: -gap(figures[method], figures[BASE]).centre)
+                records = experiment.records.get((method, column), ()) if figure and figure.n else ()
+                runs += [{**row(r), **_run_columns(r), "method": method, "setting": setting} for r in records]
+    available = [method for method, by_setting in figures.items() if any(figure.n for figure in by_setting.values())]
+    order = sorted(available, key=lambda method: -gap(figures[method], figures[BASE]).centre)
     return {method: figures[method] for method in order}, pd.DataFrame(runs)
 
 
-def _of_a_client(record: Mapping[str, Any]) -> dict[str, Any]:
+def _run_columns(record: Mapping[str, Any]) -> dict[str, Any]:
     """Further columns of a run: seconds of training by client and round, the curve, the configuration."""
     config = record["config"]
-    few = config.get("federate.sample_client_num", -1)
-    clients = few if few > 0 else config["federate.client_num"]
+    sampled = config.get("federate.sample_client_num", -1)
+    clients = sampled if sampled > 0 else config["federate.client_num"]
     seconds = record["seconds"]["training"] / max(1, record["rounds"]) / clients
     return {"client": seconds, "points": record["history"]["evaluated"], "config": config}
 
@@ -109,40 +109,40 @@ def table(figures: Mapping[str, Figures], runs: pd.DataFrame) -> list[tuple[str,
     medians = runs[MEASURED].astype(float).groupby(runs["method"]).median()
     equal, (quotients, reached) = equal_bytes(points), bytes_to_target(points, runs)
     rows: list[tuple[str, ...]] = []
-    for method, of in figures.items():
-        here, number, config = medians.loc[method], len(by_method.groups[method]), by_method["config"].first()[method]
-        known, settings = equal[method].dropna(), sum(figure.n > 0 for figure in of.values())
-        some = f" in {counted(len(known), 'setting')}" if len(known) < settings else ""
-        lost = sum(len(figure.failed) for figure in of.values())
-        away = exactness(config["federate.method"], config)
+    for method, by_setting in figures.items():
+        median, number, config = medians.loc[method], len(by_method.groups[method]), by_method["config"].first()[method]
+        gaps, settings = equal[method].dropna(), sum(figure.n > 0 for figure in by_setting.values())
+        note = f" in {counted(len(gaps), 'setting')}" if len(gaps) < settings else ""
+        lost = sum(len(figure.failed) for figure in by_setting.values())
+        distance = exactness(config["federate.method"], config)
         target = f"reached by {reached[method]} of {number}"
         rows.append(
             (
                 f"`{method}`",
-                _points(mean(of), ".1f"),
-                _points(gap(of, figures[BASE])) if method != BASE else "0",
-                signed(100 * known.mean()) + some if len(known) else "–",
+                _points(mean(by_setting), ".1f"),
+                _points(gap(by_setting, figures[BASE])) if method != BASE else "0",
+                signed(100 * gaps.mean()) + note if len(gaps) else "–",
                 f"{settings}, {number}" + (f" ({lost} failed)" if lost else ""),
-                ", ".join(_shown(here[way] / 1e3, 3) for way in MEASURED[:2]),
+                ", ".join(_rounded(median[direction] / 1e3, 3) for direction in MEASURED[:2]),
                 target if math.isnan(quotients[method]) else f"{quotients[method]:.2g}×, {target}",
-                _shown(here["client"]),
-                _shown(here["aggregation"] * 1e3),
-                _shown(here["memory"] / 1e9),
-                "exact" if away < 1e-5 else f"{100 * away:.2g} %",
+                _rounded(median["client"]),
+                _rounded(median["aggregation"] * 1e3),
+                _rounded(median["memory"] / 1e9),
+                "exact" if distance < 1e-5 else f"{100 * distance:.2g} %",
             )
         )
     return rows
 
 
-def mean(of: Figures) -> Estimate:
+def mean(figures: Figures) -> Estimate:
     """The mean over the settings."""
-    there = [figure for figure in of.values() if figure.n]
-    return estimate([(1 / len(there), figure) for figure in there])
+    values = [figure for figure in figures.values() if figure.n]
+    return estimate([(1 / len(values), figure) for figure in values])
 
 
-def gap(of: Figures, base: Figures) -> Estimate:
+def gap(figures: Figures, base: Figures) -> Estimate:
     """The accuracy above that of the base, over the settings as random effects; 0 of the base itself."""
-    gaps = [estimate([(1, f), (-1, base[setting])]) for setting, f in of.items() if f.n and f is not base[setting]]
+    gaps = [estimate([(1, f), (-1, base[setting])]) for setting, f in figures.items() if f.n and f is not base[setting]]
     if len(gaps) > 1 and all(gap.error for gap in gaps):
         return pooled(gaps)
     return gaps[0] if len(gaps) == 1 else Estimate(statistics.fmean([g.centre for g in gaps] or [0.0]), None)
@@ -151,13 +151,13 @@ def gap(of: Figures, base: Figures) -> Estimate:
 def curves(runs: pd.DataFrame) -> pd.DataFrame:
     """Each evaluation of each run: all bytes ``sent`` until then, without the head, and ``val_acc``."""
     named = runs[[*RUN, "points"]].explode("points", ignore_index=True)
-    made = named[RUN].join(pd.DataFrame([*named["points"]]))
-    return made.assign(sent=made["uplink_without_head"] + made["downlink_without_head"])
+    frame = named[RUN].join(pd.DataFrame([*named["points"]]))
+    return frame.assign(sent=frame["uplink_without_head"] + frame["downlink_without_head"])
 
 
-def _by_setting(found: pd.Series, runs: pd.Index) -> pd.DataFrame:
+def _by_setting(values: pd.Series, runs: pd.Index) -> pd.DataFrame:
     """Over the seeds the mean of each setting (rows) and method (columns); not a number (NaN) if a run has none."""
-    return found.reindex(runs).groupby(RUN[:2]).agg(lambda of: of.mean(skipna=False)).unstack("method")
+    return values.reindex(runs).groupby(RUN[:2]).agg(lambda seeds: seeds.mean(skipna=False)).unstack("method")
 
 
 def equal_bytes(points: pd.DataFrame) -> pd.DataFrame:
@@ -166,8 +166,8 @@ def equal_bytes(points: pd.DataFrame) -> pd.DataFrame:
     """
     ends = points.groupby(RUN)["sent"].last()
     budget = points["setting"].map(ends.xs(BASE, level="method").groupby("setting").mean() / 2)
-    found = _by_setting(points[points["sent"] <= budget].groupby(RUN)["val_acc"].last(), ends.index)
-    return found.sub(found[BASE], axis=0)
+    accuracies = _by_setting(points[points["sent"] <= budget].groupby(RUN)["val_acc"].last(), ends.index)
+    return accuracies.sub(accuracies[BASE], axis=0)
 
 
 def bytes_to_target(points: pd.DataFrame, runs: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
@@ -175,42 +175,42 @@ def bytes_to_target(points: pd.DataFrame, runs: pd.DataFrame) -> tuple[pd.Series
     median over the settings in which all runs reach it; and the number of runs that do.
     """
     last = runs[runs["method"] == BASE].groupby("setting")["val_acc"].mean()
-    there = points["val_acc"] >= points["setting"].map(TARGET * last)
-    first = points[there].groupby(RUN)["sent"].first()
+    reached = points["val_acc"] >= points["setting"].map(TARGET * last)
+    first = points[reached].groupby(RUN)["sent"].first()
     every = points.groupby(RUN).size().index
-    found = _by_setting(first, every)
-    return found.div(found[BASE], axis=0).median(), first.reindex(every).groupby("method").count()
+    multiples = _by_setting(first, every)
+    return multiples.div(multiples[BASE], axis=0).median(), first.reindex(every).groupby("method").count()
 
 
-def _shown(value: float, digits: int = 2) -> str:
+def _rounded(value: float, digits: int = 2) -> str:
     return "–" if math.isnan(value) else f"{value:.{digits}g}"
 
 
-def _points(found: Estimate, form: str = "+.1f") -> str:
+def _points(value: Estimate, form: str = "+.1f") -> str:
     """An accuracy in percent, or a difference in points, with its interval."""
-    return shown(found, form, 100).replace("-", "−")
+    return interval_text(value, form, 100).replace("-", "−")
 
 
 def exactness(method: str, keys: Mapping[str, Any]) -> float:
     """How far the server's step is from the mean of the products that the clients have trained: the Frobenius norm of
     the difference, over that of the clients' mean change, over all adapted layers.
 
-    A round of three clients with unequal data on a tiny encoder, rank 2 and alpha 4, after two other rounds. What a
-    layer computes is read by its answer to unit vectors, whatever the method makes of it.
+    A round of three clients with unequal data on a tiny encoder, rank 2 and alpha 4, after two other rounds. The map of
+    a layer is read from its answers to unit vectors, for any method.
 
     Args:
-        keys: of a configuration, of which ``lowrank.tau`` is taken.
+        keys: of a configuration; only ``lowrank.tau`` is used.
     """
-    own = {name: given for name, given in keys.items() if name == "lowrank.tau"}
+    overrides = {name: value for name, value in keys.items() if name == "lowrank.tau"}
     silent = mock.patch.object(logging.getLogger(ROWS_LOGGER), "disabled", True)
     with tempfile.TemporaryDirectory() as folder, quietly(folder), redirect_stderr(io.StringIO()), silent:
-        engine = Bench(folder).make("encoder", method, {"train.local_update_steps": 4, **own})
-        before, of_clients = torch.empty(0), dict[int, Tensor]()
+        engine = Bench(folder).make("encoder", method, {"train.local_update_steps": 4, **overrides})
+        before, by_client = torch.empty(0), dict[int, Tensor]()
         upload, last = engine.method.upload, engine.config.federate.total_round_num
 
         def spy(model: nn.Module, round: int, client: Any) -> Mapping[str, Tensor]:
             if round == last:
-                of_clients[client.id] = _responses(model)
+                by_client[client.id] = _responses(model)
             return upload(model, round, client)
 
         def on_round(record: Mapping[str, Any]) -> None:
@@ -224,9 +224,9 @@ def exactness(method: str, keys: Mapping[str, Any]) -> float:
             engine.run()
         after, rows = (
             _responses(engine.model),
-            [len(engine.workspace.data.clients[number - 1]) for number in of_clients],
+            [len(engine.workspace.data.clients[number - 1]) for number in by_client],
         )
-        mean = torch.from_numpy(np.average([*of_clients.values()], axis=0, weights=rows))
+        mean = torch.from_numpy(np.average([*by_client.values()], axis=0, weights=rows))
         return float((after - mean).norm() / (mean - before).norm())
 
 
@@ -235,18 +235,18 @@ def _responses(model: nn.Module) -> Tensor:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     model.eval()
-    found = []
+    answers = []
     with torch.no_grad():
         for layer in (module for module in model.modules() if isinstance(module, BaseTunerLayer)):
             units = torch.eye(layer.get_base_layer().in_features)
-            found.append((layer(units) - layer(torch.zeros_like(units))).double().flatten())
-    return torch.cat(found)
+            answers.append((layer(units) - layer(torch.zeros_like(units))).double().flatten())
+    return torch.cat(answers)
 
 
 def _draw(figures: Mapping[str, Figures], runs: pd.DataFrame, path: Path) -> None:
     """Accuracy against the bytes up, a point a method, with its interval."""
-    up, marks = runs.groupby("method")["uplink_without_head"].median() / 1e3, []
-    for place, (method, of) in enumerate(figures.items()):
-        marks.append(point(method, place, up[method], mean(of).centre, mean(of).ends))
+    uplink, marks = runs.groupby("method")["uplink_without_head"].median() / 1e3, []
+    for index, (method, by_setting) in enumerate(figures.items()):
+        marks.append(point(method, index, uplink[method], mean(by_setting).centre, mean(by_setting).ends))
     panel = Panel("leaderboard", "", "kB that a client sends up in a round", "accuracy on test data", marks)
     draw_on_white([panel], "mean over the settings with its 95 % interval", path, size=(7.2, 4.4))

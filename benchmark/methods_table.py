@@ -1,4 +1,4 @@
-"""Which method: what the committed cells say of each in the settings that it shares with LoRA, or with FedAvg."""
+"""Which method: a summary of the committed cells, in the settings that a method shares with LoRA, or with FedAvg."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ def by_setting(cells: pd.DataFrame, base: str) -> pd.DataFrame:
     are not at a method's best one, and settings in which ``base`` is no better than the majority class.
     """
     cells = cells[cells["test_acc"].notna() & ~cells["setting"].str.contains("(?:^|; )rate ")]
-    place = ["size", "experiment", "setting"]
-    of_base = cells[cells["method"] == base]
-    learned = (of_base["test_acc"] > of_base["majority"]).groupby([of_base[name] for name in place]).all()
-    means = cells.groupby(["method", *place])[["test_acc", "aggregation", *SENT]].mean()
+    keys = ["size", "experiment", "setting"]
+    base_cells = cells[cells["method"] == base]
+    learned = (base_cells["test_acc"] > base_cells["majority"]).groupby([base_cells[name] for name in keys]).all()
+    means = cells.groupby(["method", *keys])[["test_acc", "aggregation", *SENT]].mean()
     return means[means.index.droplevel("method").isin(learned.index[learned])]
 
 
 def against(cells: pd.DataFrame, suite: str, method: str, base: str) -> pd.DataFrame:
     """By setting: ``gap`` of accuracy in points, and the quotients ``up``, ``down`` and ``server`` to ``base``."""
     settings = by_setting(cells[cells["suite"] == suite], base)
-    both = settings.loc[method].join(settings.loc[base], rsuffix="_of_base", how="inner")
+    joined = settings.loc[method].join(settings.loc[base], rsuffix="_of_base", how="inner")
     quotients = {
-        name: both[metric] / both[f"{metric}_of_base"]
+        name: joined[metric] / joined[f"{metric}_of_base"]
         for name, metric in zip(("up", "down", "server"), (*SENT, "aggregation"))
     }
-    return pd.DataFrame({"gap": 100 * (both["test_acc"] - both["test_acc_of_base"]), **quotients})
+    return pd.DataFrame({"gap": 100 * (joined["test_acc"] - joined["test_acc_of_base"]), **quotients})
 
 
 def signed(value: float) -> str:
     return f"{value:+.1f}".replace("-", "−")
 
 
-def _times(found: pd.Series) -> str:
-    low, high = found.round(1).min(), found.round(1).max()
+def _times(ratios: pd.Series) -> str:
+    low, high = ratios.round(1).min(), ratios.round(1).max()
     return f"{low:g}×" if low == high else f"{low:g} to {high:g}×"
 
 
@@ -65,14 +65,14 @@ def table(cells: pd.DataFrame, methods: Sequence[Sequence[str]], base: str) -> l
     """By method the median gap to ``base`` with the worst and the best, the bytes, and the server's step."""
     head = ("method", "take it if", f"points against `{base}`", "bytes up, down", "server step")
     rows: list[tuple[str, ...]] = [(*head, "exact mean", "unequal ranks")]
-    for suite, method, reason, *more in methods:
-        found = against(cells, suite, method, base)
+    for suite, method, reason, *traits in methods:
+        frame = against(cells, suite, method, base)
         gap = "0"
         if method != base:
-            spread = map(signed, (found["gap"].median(), found["gap"].min(), found["gap"].max()))
-            gap = "{} ({} to {})".format(*spread) + f", ahead in {(found['gap'] > 0).sum()} of {len(found)} settings"
-        sent = f"{_times(found['up'])}, {_times(found['down'])}"
-        rows.append((f"`{method}`", reason, gap, sent, f"{found['server'].median():.2g}×", *more))
+            spread = map(signed, (frame["gap"].median(), frame["gap"].min(), frame["gap"].max()))
+            gap = "{} ({} to {})".format(*spread) + f", ahead in {(frame['gap'] > 0).sum()} of {len(frame)} settings"
+        sent = f"{_times(frame['up'])}, {_times(frame['down'])}"
+        rows.append((f"`{method}`", reason, gap, sent, f"{frame['server'].median():.2g}×", *traits))
     return rows
 
 
@@ -81,9 +81,9 @@ def draw(cells: pd.DataFrame, path: Path) -> None:
     panels = []
     for base, methods in (("fedlora", TEXT), ("fedavg", IMAGES)):
         marks = []
-        for place, (suite, method, *_) in enumerate(methods):
-            found = against(cells, suite, method, base)
-            low, middle, high = found["gap"].quantile([0.25, 0.5, 0.75])
-            marks.append(point(method, place, float(found["up"].median()), middle, (low, high)))
+        for index, (suite, method, *_) in enumerate(methods):
+            frame = against(cells, suite, method, base)
+            low, middle, high = frame["gap"].quantile([0.25, 0.5, 0.75])
+            marks.append(point(method, index, float(frame["up"].median()), middle, (low, high)))
         panels.append(Panel(suite, "", f"bytes up, as a multiple of {base}'s", "points of accuracy", marks))
     draw_on_white(panels, "median and middle half of the settings", path, size=(4.5, 3.4), in_a_row=2)

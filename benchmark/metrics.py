@@ -1,4 +1,4 @@
-"""The names of metrics in suites: which there are, which way they go, their scale and title."""
+"""The metrics of suites: names, direction, scale and title."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fs_lowrank.settings.metrics import METRICS, larger_is_better
 from .scorers import SCORERS
 
 BYTES = ("uplink", "downlink", "uplink_without_head", "downlink_without_head")
-#: of a run, besides what is measured on held-out data
-_OF_A_RUN = (*BYTES, "traffic", "traffic_without_head", "formula", "majority", "memory", "aggregation", "training")
+#: of a run, besides metrics on held-out data
+_RUN_METRICS = (*BYTES, "traffic", "traffic_without_head", "formula", "majority", "memory", "aggregation", "training")
 _BY_ROUND = rf"((val|test)_({'|'.join(METRICS)})|client_test_(acc|loss)(_mean|_std|_worst_decile)?)"
 #: of each evaluated round, of the run as a whole, and until a target is reached
 _FORMS = (
@@ -29,19 +29,19 @@ def unknown(metric: str, values: Collection[str] = ()) -> str:
     """Why there is no such metric, with the nearest one; empty if there is.
 
     Args:
-        values: those of a script.
+        values: names of a script's metrics.
     """
-    there, scorer = (*values, *_OF_A_RUN), metric.partition(":")[0]
-    if metric in there or any(form.fullmatch(metric) for form in _FORMS) or scorer in SCORERS and metric.count(":") > 1:
+    names, scorer = (*values, *_RUN_METRICS), metric.partition(":")[0]
+    if metric in names or any(form.fullmatch(metric) for form in _FORMS) or scorer in SCORERS and metric.count(":") > 1:
         return ""
-    near = nearest(metric, [*there, *(f"{split}_{name}" for split in ("test", "val") for name in METRICS)])
-    return f"there is no such metric{near}; docs/guides/benchmark.md lists them"
+    hint = nearest(metric, [*names, *(f"{split}_{name}" for split in ("test", "val") for name in METRICS)])
+    return f"there is no such metric{hint}; docs/guides/benchmark.md lists them"
 
 
 def of_test_data(metric: str) -> bool:
     """Whether it is measured on test data, so that nothing may be chosen by it."""
-    kind, _, rest = metric.partition(":")
-    name = rest if to_a_target(metric) else metric
+    kind, _, remainder = metric.partition(":")
+    name = remainder if to_a_target(metric) else metric
     return kind in SCORERS or name.removeprefix("client_").removeprefix("unseen_").startswith("test_")
 
 
@@ -61,8 +61,8 @@ def to_a_target(metric: str) -> bool:
 def scale_of(metric: str) -> tuple[float, int]:
     """The factor on a figure and its number of digits; 0 for bytes."""
     name = metric.rpartition(":")[2]
-    of_bytes = ("uplink", "downlink", "traffic", "formula", "memory")
-    if metric.startswith("bytes_to") or metric.partition("_")[0] in of_bytes:
+    byte_kinds = ("uplink", "downlink", "traffic", "formula", "memory")
+    if metric.startswith("bytes_to") or metric.partition("_")[0] in byte_kinds:
         return 0, 0
     if metric.startswith("rounds_to"):
         return 1, 0
@@ -74,7 +74,7 @@ def scale_of(metric: str) -> tuple[float, int]:
 
 def title_of(metric: str, language: bool = False) -> str:
     """A description of the metric, with its unit; accuracy is that of the next token for a language model."""
-    kind, _, rest = metric.partition(":")
+    kind, _, remainder = metric.partition(":")
     words = {
         "test_acc": "test accuracy, %",
         "test_loss": "test loss",
@@ -92,8 +92,8 @@ def title_of(metric: str, language: bool = False) -> str:
         "memory": "peak memory",
     }
     if to_a_target(metric):
-        name, _, target = rest.partition(":")
-        what = "all bytes, both directions" if kind == "bytes_to" else "rounds"
-        return f"{what}, until {shown_name(name, language)} is {target}"
+        name, _, target = remainder.partition(":")
+        amount = "all bytes, both directions" if kind == "bytes_to" else "rounds"
+        return f"{amount}, until {shown_name(name, language)} is {target}"
     title = words.get(metric, metric.replace("_", " "))
     return title.replace("accuracy", "next-token accuracy") if language else title

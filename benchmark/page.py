@@ -39,21 +39,21 @@ def html(text: str, root: Path | None = None) -> str:
 
     reader = MarkdownIt("commonmark", {"html": False}).enable("table")
     title, *tokens = (token for token in reader.parse(text) if token.level or token.tag != "h1")
-    seen, claims, here = Counter[str](), dict[str, list[str]](), "report"
+    seen, claims, anchor = Counter[str](), dict[str, list[str]](), "report"
     nav = Markup()
     for number, (token, content) in enumerate(zip(tokens, tokens[1:])):
         if token.type == "heading_open":
-            here = re.sub(r"[^\w]+", "-", content.content.casefold()).strip("-")
-            seen[here] += 1
-            here += f"-{seen[here]}" * (seen[here] > 1)
-            token.attrSet("id", here)
+            anchor = re.sub(r"[^\w]+", "-", content.content.casefold()).strip("-")
+            seen[anchor] += 1
+            anchor += f"-{seen[anchor]}" * (seen[anchor] > 1)
+            token.attrSet("id", anchor)
             claim = content.content.partition("Claim: ")[2].rpartition(" — ")[0]
             if claim:
-                claims.setdefault(claim, []).append(here)
+                claims.setdefault(claim, []).append(anchor)
             else:
-                nav += Markup('<a class="{}" href="#{}">{}</a>\n').format(token.tag, here, content.content)
+                nav += Markup('<a class="{}" href="#{}">{}</a>\n').format(token.tag, anchor, content.content)
         elif token.type == "table_open":
-            token.attrSet("data-name", f"{here[:60]}-{number}")
+            token.attrSet("data-name", f"{anchor[:60]}-{number}")
     for token in tokens:
         if token.content in claims and claims[token.content]:
             token.children = _linked(token, claims[token.content].pop(0))

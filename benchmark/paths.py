@@ -1,7 +1,7 @@
 """Numbers at dotted paths in the JSON files that a script wrote.
 
 A path is ``file.key.0.key``; ``*`` takes all of a list or mapping, ``-10:`` the last ten entries, and
-``LIST?key=value&key=value`` those entries of a list that have these values. Two paths are a quotient: ``A / B``.
+``LIST?key=value&key=value`` the entries of a list with these values. Two paths are a quotient: ``A / B``.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 from fs_lowrank import UserError
 
 
-def quotient(found: Mapping, path: str) -> float:
+def quotient(documents: Mapping, path: str) -> float:
     """The mean of the numbers at a path, or the quotient of two.
 
     Raises:
         UserError: the path does not exist, or its value is not a number.
     """
     first, _, second = path.partition(" / ")
-    return _mean(_numbers(found, first)) / (_mean(_numbers(found, second)) if second else 1)
+    return _mean(_numbers(documents, first)) / (_mean(_numbers(documents, second)) if second else 1)
 
 
-def quotients(found: Mapping, path: str) -> dict[int, float]:
+def quotients(documents: Mapping, path: str) -> dict[int, float]:
     """The numbers by seed at a path, or the quotients of two paths, each the mean of those of a seed.
 
     A seed that only one of them has, or where ``B`` is 0, has no number (NaN), as one that has failed. Entries that
@@ -35,18 +35,18 @@ def quotients(found: Mapping, path: str) -> dict[int, float]:
         UserError: the path does not exist, or has no seeds.
     """
     first, _, second = path.partition(" / ")
-    values, below = _by_seed(found, first), _by_seed(found, second) if second else {None: 1.0}
+    values, divisors = _by_seed(documents, first), _by_seed(documents, second) if second else {None: 1.0}
     if None in values:
         raise UserError(f"by_seed: {path}: expected entries with a seed, or a * that runs over the seeds")
-    constant = below.pop(None, None)
+    constant = divisors.pop(None, None)
     return {
-        seed: values[seed] / of if seed in values and (of := below.get(seed, constant)) else math.nan
-        for seed in sorted(values.keys() | below.keys(), key=int)
+        seed: values[seed] / divisor if seed in values and (divisor := divisors.get(seed, constant)) else math.nan
+        for seed in sorted(values.keys() | divisors.keys(), key=int)
     }
 
 
-def _by_seed(found: Mapping, path: str) -> dict[Any, float]:
-    numbers = _numbers(found, path)
+def _by_seed(documents: Mapping, path: str) -> dict[Any, float]:
+    numbers = _numbers(documents, path)
     return {seed: _mean([number for number in numbers if number[0] == seed]) for seed in dict(numbers)}
 
 
@@ -54,9 +54,9 @@ def _mean(numbers: list[tuple[int | None, float]]) -> float:
     return float(sum(value for _, value in numbers) / len(numbers))
 
 
-def _numbers(found: Mapping, path: str) -> list[tuple[int | None, float]]:
+def _numbers(documents: Mapping, path: str) -> list[tuple[int | None, float]]:
     """The numbers at a path, each with its seed if it has one."""
-    nodes: list[tuple[int | None, Any]] = [(None, found)]
+    nodes: list[tuple[int | None, Any]] = [(None, documents)]
     for part in path.split("."):
         name, chooses, wanted = part.partition("?")
         step = []
@@ -68,8 +68,8 @@ def _numbers(found: Mapping, path: str) -> list[tuple[int | None, float]]:
             elif name == "*":
                 step += [(at if seed is None else seed, value) for at, value in enumerate(items.values())]
             elif name not in by_name:
-                there = ", ".join(list(by_name)[:12]) or "a value"
-                raise UserError(f"values: {path}: there is no {name!r}, only {there}")
+                available = ", ".join(list(by_name)[:12]) or "a value"
+                raise UserError(f"values: {path}: there is no {name!r}, only {available}")
             else:
                 step += _chosen(by_name[name], part, wanted) if chooses else [(seed, by_name[name])]
         nodes = step

@@ -42,11 +42,11 @@ def plan(options: Options, extra: bool = False) -> list[Job]:
 
 def check_only(suites: Sequence[Suite], options: Options) -> None:
     """Raise ``UserError`` if ``--only`` names an experiment that no suite has."""
-    there = list(dict.fromkeys(name for suite in suites for name in suite.experiments))
+    available = list(dict.fromkeys(name for suite in suites for name in suite.experiments))
     for name in options.only:
-        if name not in there:
+        if name not in available:
             named = ", ".join(dict.fromkeys(s.name for s in suites))
-            raise UserError(f"--only {name}: {named} ({options.size}) has no such experiment{among(there, name)}")
+            raise UserError(f"--only {name}: {named} ({options.size}) has no such experiment{among(available, name)}")
 
 
 def chosen(suite: Suite, only: Sequence[str], extra: bool = False) -> list[Experiment]:
@@ -68,9 +68,9 @@ def jobs_of(suite: Suite, experiment: Experiment, options: Options, extra: bool 
         name = experiment.script.rpartition(".")[2]
         return [Script(suite, experiment, options, MethodEntry(name, name), {}, 0)]
     grid = _Grid(suite, experiment, options)
-    places = itertools.product(settings(experiment), methods_of(experiment, options, extra))
-    first = [grid.cell(method, setting) for setting, method in places]
-    return [*grid.searches.values(), *(cell.of_seed(seed) for seed in experiment.seeds for cell in first)]
+    pairs = itertools.product(settings(experiment), methods_of(experiment, options, extra))
+    cells = [grid.cell(method, setting) for setting, method in pairs]
+    return [*grid.searches.values(), *(cell.with_seed(seed) for seed in experiment.seeds for cell in cells)]
 
 
 def settings(experiment: Experiment) -> Iterator[dict[str, str]]:
@@ -110,14 +110,14 @@ class _Grid:
                         f"{', '.join(rates['table'])}; give it one, or a default, or a search"
                     )
                 if (name := rates.get("found_by")) and name not in suite.experiments:
-                    there = among(suite.experiments, name)
-                    raise UserError(f"learning_rates: found_by = {name!r}: no such experiment{there}")
+                    hint = among(suite.experiments, name)
+                    raise UserError(f"learning_rates: found_by = {name!r}: no such experiment{hint}")
                 keys[RATE] = rates["table"].get(method.label, rates["table"].get("default"))
                 rate = {"from": "table", "budget": rates["budget"], "found_by": rates.get("found_by", "")}
             elif rates:
-                place = self.place(rates["search"], setting)
-                at = method.label, tuple(place.items())
-                search = self.searches[at] = self.searches.get(at) or self.search(method, place, rates["search"])
+                labels = self.search_setting(rates["search"], setting)
+                key = method.label, tuple(labels.items())
+                search = self.searches[key] = self.searches.get(key) or self.search(method, labels, rates["search"])
             config = self.config({**keys, "seed": seed}, experiment.samples, experiment.evaluations, experiment.test)
             if experiment.evaluation and not config.is_language:
                 raise UserError(f"evaluation: {experiment.evaluation[0]['scorer']} needs a language model")
@@ -126,45 +126,45 @@ class _Grid:
         rate["point"] = {RATE: config.train.optimizer.lr}
         return Cell(suite, experiment, self.options, method, dict(setting), seed, config, search, rate)
 
-    def place(self, spec: Mapping[str, Any], setting: Mapping[str, str]) -> dict[str, str]:
+    def search_setting(self, spec: Mapping[str, Any], setting: Mapping[str, str]) -> dict[str, str]:
         """The setting of a cell's search: the cell's labels of the axes in ``each``, and ``at`` for the others."""
-        axes, each, at = self.experiment.axes, spec.get("each", []), {k: str(v) for k, v in spec.get("at", {}).items()}
-        for name in (*each, *at):
+        axes, free, at = self.experiment.axes, spec.get("each", []), {k: str(v) for k, v in spec.get("at", {}).items()}
+        for name in (*free, *at):
             if name not in axes:
                 raise UserError(f"learning_rates: search: no axis {name!r}{among(axes, name)}")
-        place = {}
+        result = {}
         for name, labels in axes.items():
-            place[name] = setting[name] if name in each else at.get(name, next(iter(labels)))
-            if place[name] not in labels:
+            result[name] = setting[name] if name in free else at.get(name, next(iter(labels)))
+            if result[name] not in labels:
                 raise UserError(
-                    f"learning_rates: search: at: {name} has no {place[name]!r}; there are: {', '.join(labels)}"
+                    f"learning_rates: search: at: {name} has no {result[name]!r}; there are: {', '.join(labels)}"
                 )
-        return place
+        return result
 
-    def search(self, method: MethodEntry, place: Mapping[str, str], spec: Mapping[str, Any]) -> Search:
+    def search(self, method: MethodEntry, setting: Mapping[str, str], spec: Mapping[str, Any]) -> Search:
         """The search of a method's rate in a setting."""
-        keys = lay(self.keys(method, place), {"eval.freq": 0, **flatten(spec.get("config", {}))})
+        keys = lay(self.keys(method, setting), {"eval.freq": 0, **flatten(spec.get("config", {}))})
         keys["seed"] = int(spec.get("seed", 100))
-        of_trials = range(keys["seed"], keys["seed"] + spec.get("seeds", SEEDS))
-        if both := sorted(set(of_trials) & set(self.experiment.seeds)):
+        trial_seeds = range(keys["seed"], keys["seed"] + spec.get("seeds", SEEDS))
+        if shared := sorted(set(trial_seeds) & set(self.experiment.seeds)):
             raise UserError(
-                f"learning_rates: search: its seed {both[0]} is one of the cells' seeds; give it another "
+                f"learning_rates: search: its seed {shared[0]} is one of the cells' seeds; give it another "
                 "'seed', since otherwise the search would select by a run that is reported"
             )
         config = self.config(keys, spec.get("samples", self.experiment.samples), None, "none")
         hpo.check_config(config, [spec.get("objective", "val_acc")])
         if any(key.startswith("early_stop.") for key in spec["space"]):
             _check_stop(config, stops=True)
-        return Search(self.suite, self.experiment, self.options, method, dict(place), keys["seed"], config, spec)
+        return Search(self.suite, self.experiment, self.options, method, dict(setting), keys["seed"], config, spec)
 
     def keys(self, method: MethodEntry, setting: Mapping[str, str]) -> dict[str, Any]:
         """The config of a method in a setting, by dotted key."""
-        keys, made, options = dict(self.experiment.config), self.experiment.training_file, self.options
+        keys, spec, options = dict(self.experiment.config), self.experiment.training_file, self.options
         for name, label in setting.items():
             keys = lay(keys, self.experiment.axes[name][label])
         keys = lay(keys, {**method.keys(setting), "federate.method": method.method, **options.overrides})
-        if made is not None:
-            keys |= {"data.type": _training_file(made), "data.root": str(Path(options.work) / "data")}
+        if spec is not None:
+            keys |= {"data.type": _file_name(spec), "data.root": str(Path(options.work) / "data")}
         elif options.data:
             keys["data.root"] = str(Path(options.data) / str(keys.get("data.root", "")))
         return keys
@@ -206,10 +206,10 @@ class _Grid:
         return load_config({**keys, **changes})
 
 
-def _training_file(made: Mapping[str, Any]) -> str:
+def _file_name(spec: Mapping[str, Any]) -> str:
     """The name of the file, which describes its content, so that it is made once."""
-    tasks = "+".join(sorted(made.get("tasks", []))) or "every_task"
-    return f"commonsense_{tasks}_{made.get('per_task') or 'all'}_{made.get('seed', 0)}.jsonl"
+    tasks = "+".join(sorted(spec.get("tasks", []))) or "every_task"
+    return f"commonsense_{tasks}_{spec.get('per_task') or 'all'}_{spec.get('seed', 0)}.jsonl"
 
 
 def make_training_file(job: Job) -> None:
@@ -220,13 +220,13 @@ def make_training_file(job: Job) -> None:
     """
     from .scorers.commonsense import training_file
 
-    made = job.experiment.training_file
-    if made is None:
+    spec = job.experiment.training_file
+    if spec is None:
         return
-    path = Path(job.options.work) / "data" / _training_file(made)
+    path = Path(job.options.work) / "data" / _file_name(spec)
     if not path.exists():
         training_file(
-            Path(job.options.data or "."), path, made.get("per_task"), int(made.get("seed", 0)), made.get("tasks", ())
+            Path(job.options.data or "."), path, spec.get("per_task"), int(spec.get("seed", 0)), spec.get("tasks", ())
         )
 
 

@@ -43,11 +43,11 @@ def write_report(options: Options) -> list[Path]:
     if not any(root.glob("*/*.json")):  # known at once; to plan every suite takes a minute
         raise _without_results(options, names)
     # A suite whose sizes do not differ is reported at the first.
-    own_sizes = [(name, size) for name in names for size in sizes_of(name) or SIZES[:1]]
-    asked = [(name, options.size) for name in names] if options.size in SIZES else own_sizes
-    check_only([load_suite(*each) for each in asked] if options.only else [], options)
+    all_sizes = [(name, size) for name in names for size in sizes_of(name) or SIZES[:1]]
+    requested = [(name, options.size) for name in names] if options.size in SIZES else all_sizes
+    check_only([load_suite(*pair) for pair in requested] if options.only else [], options)
 
-    def found_in(suite: Suite, experiment: Experiment, methods: tuple[str, ...] = ()) -> ExperimentResults:
+    def results_of(suite: Suite, experiment: Experiment, methods: tuple[str, ...] = ()) -> ExperimentResults:
         sized = dataclasses.replace(options, suites=(suite.name,), size=suite.size, methods=methods)
         return find(suite, experiment, sized, store)
 
@@ -55,56 +55,56 @@ def write_report(options: Options) -> list[Path]:
     def planned(name: str, size: str) -> tuple[Suite, Results]:
         """A suite with all of its results, by which claims are judged, whatever is shown."""
         suite = load_suite(name, size)
-        return suite, {e.name: found_in(suite, e) for e in suite.experiments.values()}
+        return suite, {e.name: results_of(suite, e) for e in suite.experiments.values()}
 
-    found: list[tuple[Suite, Results, Results, list[Row]]] = []
+    sections: list[tuple[Suite, Results, Results, list[Row]]] = []
     used: set[str] = set()
-    for suite, results in (planned(*each) for each in steps(asked, "reading suites")):
-        used |= {r["hash"] for each in results.values() for r in each.all_records}
-        shown = {
-            e.name: found_in(suite, e, options.methods) if options.methods else results[e.name]
+    for suite, results in (planned(*pair) for pair in steps(requested, "reading suites")):
+        used |= {r["hash"] for experiment in results.values() for r in experiment.all_records}
+        selected = {
+            e.name: results_of(suite, e, options.methods) if options.methods else results[e.name]
             for e in chosen(suite, options.only, extra=True)
         }
-        if any(each.has_any for each in shown.values()):
+        if any(experiment.has_any for experiment in selected.values()):
             judged = [
                 row
                 for row in judged_claims(suite, results).values()
-                if not options.only or not shown.keys().isdisjoint(row.claim["experiments"])
+                if not options.only or not selected.keys().isdisjoint(row.claim["experiments"])
             ]
-            found.append((suite, results, shown, judged))
-    if not found:
+            sections.append((suite, results, selected, judged))
+    if not sections:
         raise _without_results(options, names)
-    rows = [row for *_, judged in found for row in judged]
+    rows = [row for *_, judged in sections for row in judged]
     adjust_all(rows)
     suites = []
-    for suite, results, shown, judged in steps(found, "drawing suites"):
+    for suite, results, selected, judged in steps(sections, "drawing suites"):
 
         def elsewhere(name: str, experiment: str, size: str = suite.size) -> list[dict]:
-            there = planned(name, size)[1].get(experiment)  # it may be of the other size
-            return there.all_records if there else []
+            other = planned(name, size)[1].get(experiment)  # it may be of the other size
+            return other.all_records if other else []
 
         for row in judged:
             row.cause = cause_of(row, results, elsewhere)
-        experiments = [(each, draw_all(each, root)) for each in shown.values() if each.has_any]
+        experiments = [(entry, draw_all(entry, root)) for entry in selected.values() if entry.has_any]
         suites.append((suite, judged, _drawn(judged, root), experiments))
-    runs = {r["hash"]: r for row in rows for of in row.runs.values() for r in of if "rounds" in r}
+    runs = {r["hash"]: r for row in rows for records in row.runs.values() for r in records if "rounds" in r}
     cells = frame(store)
     live = cells[cells["hash"].isin(used)] if len(cells) else cells
-    whole = not (options.suites or options.only or options.methods) and options.size not in SIZES
-    own = whole and options.engine == "local" and has_page(root)
-    which = which_method(root, live) if own else ""
+    full = not (options.suites or options.only or options.methods) and options.size not in SIZES
+    official = full and options.engine == "local" and has_page(root)
+    guide = which_method(root, live) if official else ""
     head, *claims = claims_table(rows)
     text = markdown(
         "report",
         options.engine,
-        which,
+        guide,
         [head, *claims] if claims else [],
-        bare=sum("right" not in r for r in runs.values()),
+        unrecorded=sum("right" not in r for r in runs.values()),
         runs=len(runs),
-        once=sum(r.get("learning_rate", {}).get("seeds") == 1 for r in runs.values()),
+        one_seed=sum(r.get("learning_rate", {}).get("seeds") == 1 for r in runs.values()),
         suites=suites,
-        others=len(cells) - len(live),
-        damaged={str(Path(p).relative_to(root)): why for p, why in sorted(store.damaged.items())},
+        unused=len(cells) - len(live),
+        damaged={str(Path(p).relative_to(root)): reason for p, reason in sorted(store.damaged.items())},
     )
     written = {
         "report.md": text,
@@ -114,15 +114,15 @@ def write_report(options: Options) -> list[Path]:
     }
     for name, content in written.items():
         write_text(root / name, content)
-    boards = [(suite, results) for suite, results, *_ in found if suite.name == LEADERBOARD]
-    board = [path for each in boards for path in write_leaderboard(*each, root)]
-    pages = write_pages(root, live, rows, which) if own else []
+    boards = [(suite, results) for suite, results, *_ in sections if suite.name == LEADERBOARD]
+    board = [path for entry in boards for path in write_leaderboard(*entry, root)]
+    pages = write_pages(root, live, rows, guide) if official else []
     return [*(root / name for name in written), *board, *pages]
 
 
 def _without_results(options: Options, names: Sequence[str]) -> UserError:
-    where = ["--results", options.results, *(["--data", options.data] if options.data else [])]
-    run = hint("benchmark", "run", names[0], *where)
+    flags = ["--results", options.results, *(["--data", options.data] if options.data else [])]
+    run = hint("benchmark", "run", names[0], *flags)
     return UserError(f"{options.results} holds no result of {', '.join(names)}; run a suite first: {run}")
 
 
@@ -132,7 +132,7 @@ def _drawn(rows: Sequence[Row], root: Path) -> dict[str, str]:
     for row in rows:
         file = re.sub(r"[^\w]+", "-", f"claim-{row.suite.name}-{row.suite.size}-{row.name}")
         if f"report/{file}.png" in drawn.values():
-            file += f"-{len(drawn)}"  # names may differ in what a file's cannot hold
+            file += f"-{len(drawn)}"  # two names may differ in characters that no file name has
         path = root / "report" / f"{file}.png"
         if draw_claim(str(row.claim["says"]), row.by_experiment, path):
             drawn[row.name] = path.relative_to(root).as_posix()

@@ -42,8 +42,8 @@ class ExperimentResults:
             failed; the settings in order.
         searches: results of searches. failed: failures. wanted: number of cells in the grid. lost: (method, column) ->
             the seeds whose run failed. stale: (method, column) -> the seeds whose only result is of an earlier
-            revision of the method. unlike: method -> a sentence on its rate in a table, which no search of ``found_by``
-            has found.
+            revision of the method. unmatched: method -> a sentence on its rate in a table, which no search of
+            ``found_by`` has found.
     """
 
     suite: Suite
@@ -53,7 +53,7 @@ class ExperimentResults:
     failed: list[dict] = field(default_factory=list)
     lost: dict[tuple[str, str], set[int]] = field(default_factory=dict)
     stale: dict[tuple[str, str], set[int]] = field(default_factory=dict)
-    unlike: dict[str, str] = field(default_factory=dict)
+    unmatched: dict[str, str] = field(default_factory=dict)
     wanted: int = 0
 
     @property
@@ -63,14 +63,14 @@ class ExperimentResults:
     @property
     def columns(self) -> list[str]:
         order = [" / ".join(s.values()) for s in settings(self.experiment)]
-        there = {column for _, column in (*self.records, *self.lost)}
-        return [c for c in order if c in there]
+        available = {column for _, column in (*self.records, *self.lost)}
+        return [c for c in order if c in available]
 
     @property
     def fullest(self) -> str | None:
         """The first setting that has all methods, else the first setting; None without results."""
-        whole = (c for c in self.columns if all((m, c) in {**self.records, **self.lost} for m in self.methods))
-        return next(whole, self.columns[0] if self.columns else None)
+        complete = (c for c in self.columns if all((m, c) in {**self.records, **self.lost} for m in self.methods))
+        return next(complete, self.columns[0] if self.columns else None)
 
     @property
     def all_records(self) -> list[dict]:
@@ -97,13 +97,13 @@ class ExperimentResults:
         favours a method that rarely does. A seed whose value is infinite or not a number has diverged, and counts as
         failed.
         """
-        place = method, column
-        records, found = self.records.get(place, ()), self._by_seed(method, column, metric)
-        values = {seed: v for seed, v in found.items() if math.isfinite(v)}
+        key = method, column
+        records, by_seed = self.records.get(key, ()), self._by_seed(method, column, metric)
+        values = {seed: v for seed, v in by_seed.items() if math.isfinite(v)}
         aimed = metric.split(":")[1] if to_a_target(metric) else None
         measured = [r for r in records if aimed and any(aimed in point for point in r["history"]["evaluated"])]
         missed = [r["seed"] for r in measured if value(r, metric) is None]
-        failed, stale = self.lost.get(place, set()) | found.keys() - values.keys(), self.stale.get(place, ())
+        failed, stale = self.lost.get(key, set()) | by_seed.keys() - values.keys(), self.stale.get(key, ())
         if not (values or failed or missed or stale):
             return None
         majority = [(m, values[r["seed"]]) for r in records if (m := _majority(r, metric)) and r["seed"] in values]
@@ -117,7 +117,7 @@ class ExperimentResults:
             missed=tuple(sorted(missed)),
             stale=tuple(sorted(stale)),
             at_end=any(r.get("at_end") for r in records),
-            splits={r["seed"]: r["data"]["fingerprint"] for r in records if _of_images(r)},
+            splits={r["seed"]: r["data"]["fingerprint"] for r in records if _is_vision(r)},
             right={r["seed"]: rows_of(right) for r in records if (right := _right(r, metric))},
             versions=frozenset(r["versions"]["fs-lowrank"] for r in records if "versions" in r),
             processors=frozenset(r.get("machine", {}).get("processor", "") for r in records),
@@ -139,11 +139,11 @@ class ExperimentResults:
         figure = self.figure(method, column, metric)
         if figure is None:
             return "–"
-        text, missed = shown(figure, metric), len(figure.missed)
+        text, missed = figure_text(figure, metric), len(figure.missed)
         if missed:
             text = f"reached by {figure.n} of {figure.n + missed}" if figure.n else "not reached"
         counts = {"collapsed": len(figure.collapsed), "failed": len(figure.failed)}
-        notes = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        notes = ", ".join(f"{count} {label}" for label, count in counts.items() if count)
         return text + (f" ({notes})" if notes else "")
 
     def error(self, method: str, column: str, metric: str) -> float | None:
@@ -160,11 +160,11 @@ class ExperimentResults:
         fitting = [s for s in settings(self.experiment) if all(s.get(k) == v for k, v in labels.items())]
         return " / ".join(fitting[0].values()) if len(fitting) == 1 else None
 
-    def at(self, places: Sequence[tuple[str, Mapping[str, str]]]) -> tuple[list[dict], int]:
+    def at(self, pairs: Sequence[tuple[str, Mapping[str, str]]]) -> tuple[list[dict], int]:
         """The results of methods at labels, each once, and the number of runs that have failed."""
-        found = dict.fromkeys((method, self._column(labels) or "") for method, labels in places)
-        records = {r["hash"]: r for place in found for r in self.records.get(place, ())}
-        return [*records.values()], sum(len(self.lost.get(place, ())) for place in found)
+        keys = dict.fromkeys((method, self._column(labels) or "") for method, labels in pairs)
+        records = {r["hash"]: r for key in keys for r in self.records.get(key, ())}
+        return [*records.values()], sum(len(self.lost.get(key, ())) for key in keys)
 
 
 def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -> ExperimentResults:
@@ -174,7 +174,7 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
     at_end: dict[str, bool] = {}  # hash of a search -> whether a better rate may lie beyond
     jobs = jobs_of(suite, experiment, options)
     if not (experiment.script or options.methods):
-        jobs += _of_other_methods(suite, experiment, options, store)
+        jobs += _extra_jobs(suite, experiment, options, store)
     for job in jobs:
         if isinstance(job, Search):
             if record := job.result(store):
@@ -182,46 +182,46 @@ def find(suite: Suite, experiment: Experiment, options: Options, store: Store) -
             elif failed := store.read("failed", job.key):
                 results.failed.append(failed)
             continue
-        now = job.rated(store) or job
-        record, failed, place = now.result(store), store.read("failed", now.key), (now.method.label, now.column)
+        rated = job.rated(store) or job
+        record, failed, key = rated.result(store), store.read("failed", rated.key), (rated.method.label, rated.column)
         if failed and (record is None or failed["finished"] > record["finished"]):
             results.failed.append(failed)  # also a repetition, whose earlier result stays
         if record is not None:
-            record = {**record, "setting": dict(now.setting)}
-            if isinstance(now, Cell) and isinstance(job, Cell):
-                record.update(counted(record, now.config))
-                found_by = _search_of(now, job.search, store)
-                if found_by is not None and found_by["hash"] not in at_end:
-                    at_end[found_by["hash"]] = at_the_end(found_by)
-                record.update(learning_rate=dict(now.rate), at_end=found_by is not None and at_end[found_by["hash"]])
-                if found_by is None and (name := now.rate.get("found_by")):
-                    rate = ", ".join(value_of(v) for v in now.rate["point"].values())
-                    results.unlike[place[0]] = (
-                        f"The table's rate of {place[0]}, {rate}, won in no finished search of `{name}`"
+            record = {**record, "setting": dict(rated.setting)}
+            if isinstance(rated, Cell) and isinstance(job, Cell):
+                record.update(counted(record, rated.config))
+                source = _search_of(rated, job.search, store)
+                if source is not None and source["hash"] not in at_end:
+                    at_end[source["hash"]] = at_the_end(source)
+                record.update(learning_rate=dict(rated.rate), at_end=source is not None and at_end[source["hash"]])
+                if source is None and (name := rated.rate.get("found_by")):
+                    rate = ", ".join(value_of(v) for v in rated.rate["point"].values())
+                    results.unmatched[key[0]] = (
+                        f"The table's rate of {key[0]}, {rate}, won in no finished search of `{name}`"
                     )
             elif experiment.by_seed:
                 try:
                     record["by_seed"] = values_by_seed(record, experiment.by_seed, store)
                 except UserError as error:
                     raise UserError(f"{suite.path.name}: {experiment.name}: {error}") from None
-            results.records.setdefault(place, []).append(record)
+            results.records.setdefault(key, []).append(record)
         elif failed:
-            results.lost.setdefault(place, set()).add(now.seed)
-        elif any(store.read(of, k) for k in now.earlier_keys for of in ("cells", "superseded")):
-            results.stale.setdefault(place, set()).add(now.seed)
-        results.wanted += record is not None or not now.method.extra
+            results.lost.setdefault(key, set()).add(rated.seed)
+        elif any(store.read(kind, k) for k in rated.earlier_keys for kind in ("cells", "superseded")):
+            results.stale.setdefault(key, set()).add(rated.seed)
+        results.wanted += record is not None or not rated.method.extra
     results.searches = list(searches.values())
     return results
 
 
-def _of_other_methods(suite: Suite, experiment: Experiment, options: Options, store: Store) -> list[Job]:
+def _extra_jobs(suite: Suite, experiment: Experiment, options: Options, store: Store) -> list[Job]:
     """The jobs of methods that ``--methods`` gave to experiments of the suite; those that share a cell run it once."""
-    given, jobs = set[str](), list[Job]()
-    for (name, size, of), methods in store.methods.items():
-        at = suite.experiments.get(of) if (name, size) == (suite.name, suite.size) else None
-        if at is not None:
-            given |= methods & set(list_methods()) - {entry.label for entry in at.methods}
-    for name in sorted(given - {entry.label for entry in experiment.methods}):
+    names, jobs = set[str](), list[Job]()
+    for (name, size, grid), methods in store.methods.items():
+        target = suite.experiments.get(grid) if (name, size) == (suite.name, suite.size) else None
+        if target is not None:
+            names |= methods & set(list_methods()) - {entry.label for entry in target.methods}
+    for name in sorted(names - {entry.label for entry in experiment.methods}):
         with suppress(UserError):  # this experiment cannot have it, so that it has no result
             jobs += jobs_of(suite, experiment, replace(options, methods=(name,)))
     return jobs
@@ -237,8 +237,8 @@ def _search_of(cell: Cell, search: Search | None, store: Store) -> dict | None:
         return search.result(store)
     if not (name := cell.rate.get("found_by")):
         return None
-    there = jobs_of(cell.suite, cell.suite.experiments[name], cell.options)
-    searches = [s.result(store) for s in there if isinstance(s, Search) and s.method.label == cell.method.label]
+    jobs = jobs_of(cell.suite, cell.suite.experiments[name], cell.options)
+    searches = [s.result(store) for s in jobs if isinstance(s, Search) and s.method.label == cell.method.label]
     return next((s for s in searches if s and s["winner"]["point"] == cell.rate["point"]), None)
 
 
@@ -249,17 +249,17 @@ def values_by_seed(record: Mapping, paths: Mapping[str, str], store: Store) -> d
     Raises:
         UserError: a path does not exist in the files.
     """
-    found, checksums = {}, record.get("checksums", {})
+    documents, checksums = {}, record.get("checksums", {})
     for name in (name for name in record["files"] if name.endswith(".json")):
         path = store.results / name
         try:
-            found[path.stem] = read_json(path, dict | list, remedy="its figures have no spread")
+            documents[path.stem] = read_json(path, dict | list, remedy="its figures have no spread")
             if checksums.get(name, actual := file_digest(path)) != actual:
                 raise DamagedFile(f"{path} is not the file that its result was read from; its figures have no spread")
         except DamagedFile as error:
             store.damaged[str(path)] = str(error).removeprefix(f"{path} ")
             return {}
-    return {metric: quotients(found, path) for metric, path in paths.items()}
+    return {metric: quotients(documents, path) for metric, path in paths.items()}
 
 
 # -- metrics -------------------------------------------------------------------------------------------
@@ -272,44 +272,44 @@ def value(record: Mapping, metric: str) -> float | None:
     client and round; ``formula``, the papers' estimate of ``traffic``, twice the uplink; ``aggregation``,
     ``training``, ``memory``; ``bytes_to:val_acc:0.7``, all bytes until a value is reached; ``SCORER:TASK:METRIC``.
     """
-    kind, _, rest = metric.partition(":")
+    kind, _, remainder = metric.partition(":")
     if metric in record["metrics"]:
         return record["metrics"][metric]
-    if metric in (found := of_a_run(record)):
-        return found[metric]
+    if metric in (measured := measurements(record)):
+        return measured[metric]
     if to_a_target(metric):
-        name, _, target = rest.partition(":")
+        name, _, target = remainder.partition(":")
         return _reaches(record["history"]["evaluated"], name, float(target), kind == "rounds_to")
-    task, _, name = rest.rpartition(":")
+    task, _, name = remainder.rpartition(":")
     score = record.get("scores", {}).get(kind, {}).get(task, {}).get(name)
     return score if isinstance(score, (int, float)) else None
 
 
-def of_a_run(record: Mapping) -> dict[str, Any]:
-    """What is measured of a run beside its metrics, by name; None of what a study has not."""
+def measurements(record: Mapping) -> dict[str, Any]:
+    """Measurements of a run beside its metrics, by name; None where a study has none."""
     sent, seconds = record.get("bytes", {}).get("per_client_and_round", {}), record.get("seconds", {})
-    found = {name: sent.get(name) for name in BYTES}
+    values = {name: sent.get(name) for name in BYTES}
     if sent.keys() >= {*BYTES}:
-        found |= {f"traffic{head}": sent[f"uplink{head}"] + sent[f"downlink{head}"] for head in ("", "_without_head")}
-        found["formula"] = 2 * sent["uplink"]
+        values |= {f"traffic{head}": sent[f"uplink{head}"] + sent[f"downlink{head}"] for head in ("", "_without_head")}
+        values["formula"] = 2 * sent["uplink"]
     memory = record.get("peak_memory_bytes", {}).get("host")
     times = {"aggregation": seconds.get("aggregation_median"), "training": seconds.get("training")}
-    return {**found, **times, "memory": memory, "majority": record.get("majority")}
+    return {**values, **times, "memory": memory, "majority": record.get("majority")}
 
 
 def _right(record: Mapping, metric: str) -> Mapping | None:
-    """Which rows were right, of the test set or of the task that a scorer scored; None where that is not recorded."""
+    """The right rows of the test set, or of the task of a scorer; None where they are not recorded."""
     if metric == "test_acc":
         return record.get("right")
-    scorer, _, rest = metric.partition(":")
-    task, _, name = rest.rpartition(":")
+    scorer, _, remainder = metric.partition(":")
+    task, _, name = remainder.rpartition(":")
     return record.get("scores", {}).get(scorer, {}).get(task, {}).get(f"{name}_right")
 
 
 def _majority(record: Mapping, metric: str) -> float | None:
     """The majority class, of the test set or of the task that a scorer scored; None where the metric is no accuracy.
 
-    Of the clients' own models it is each client's own, in results that say it, and otherwise that of the whole test
+    Of the clients' own models it is each client's own, in results that have it, and otherwise that of the whole test
     set, which is less.
     """
     measured = metric.removesuffix("_last5")
@@ -340,7 +340,7 @@ def head_of(record: Mapping) -> str:
     return "trained, sent and averaged"
 
 
-def shown(figure: Figure, metric: str) -> str:
+def figure_text(figure: Figure, metric: str) -> str:
     """Mean ± standard deviation in the unit of the metric; ``–`` for no value."""
     if not figure.n:
         return "–"
@@ -350,5 +350,5 @@ def shown(figure: Figure, metric: str) -> str:
     return " ± ".join(f"{number * scale:.{digits}f}" if scale else human_bytes(number) for number in numbers)
 
 
-def _of_images(record: Mapping) -> bool:
+def _is_vision(record: Mapping) -> bool:
     return record.get("config", {}).get("model.task") == "ImageClassification"

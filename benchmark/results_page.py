@@ -1,4 +1,4 @@
-"""The generated parts of the page of the results and the README: what is between ``<!-- NAME -->`` marks."""
+"""The generated parts of the page of the results and the README, each between ``<!-- NAME -->`` marks."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ def has_page(root: Path) -> bool:
 
 
 def which_method(root: Path, cells: pd.DataFrame) -> str:
-    """What the committed cells say of each method, in Markdown, with the picture ``PICTURE`` below ``root``."""
+    """A summary of the committed cells by method, in Markdown, with the picture ``PICTURE`` below ``root``."""
     draw(cells, root / PICTURE)
     return markdown("methods", table(cells, TEXT, "fedlora"), table(cells, IMAGES, "fedavg"), PICTURE)
 
 
 def write_pages(root: Path, cells: pd.DataFrame, rows: Sequence[Row], methods: str) -> list[Path]:
-    """Write the generated parts of ``README.md`` below the results and beside them; those that have none stay.
+    """Write the generated parts of ``README.md`` below the results and beside them; a page without them stays.
 
     Args:
         cells: the frame of the results that the suites use. methods: which method, with the picture ``PICTURE``.
     """
-    here, front = root / "README.md", root.parent / "README.md"
-    shown = [row for row in rows if row.suite.size == "small" or not row.suite.sized]
-    larger = {(row.suite.name, row.name): row for row in rows if row not in shown and row.verdict != UNTESTED}
+    readme, front = root / "README.md", root.parent / "README.md"
+    listed = [row for row in rows if row.suite.size == "small" or not row.suite.sized]
+    larger = {(row.suite.name, row.name): row for row in rows if row not in listed and row.verdict != UNTESTED}
     lines = [("claim", "verdict", "the comparison that is met least (95 % interval)", "seeds")]
-    lines += [(f"[{row.claim['says']}](#{row.anchor})", row.verdict_here, row.gap, row.seeded) for row in shown]
+    lines += [(f"[{row.claim['says']}](#{row.anchor})", row.verdict_here, row.gap, row.seeded) for row in listed]
     parts = {
-        here: {
+        readme: {
             "methods": methods,
             "table": markdown("table", lines, "verdict"),
-            "claims": markdown("sections", shown, larger),
+            "claims": markdown("sections", listed, larger),
         },
         front: {"methods": markdown("table", table(cells, FRONT, "fedlora"))},
     }

@@ -55,8 +55,8 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
     board = Board(jobs, store)
     board.look()
     board.skipped, board.finished = board.finished, 0
-    for path, why in store.damaged.items():
-        say(f"damaged, and taken as missing: {path}: {why}")
+    for path, reason in store.damaged.items():
+        say(f"damaged, and taken as missing: {path}: {reason}")
     if not board.remaining:
         return board
     check([job for job in jobs if job.key in board.open], options)
@@ -112,20 +112,20 @@ def verify(options: Options) -> list[tuple[str, float | None, float | None]]:
     Path(options.work).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
         job = cell_of(dataclasses.replace(options, work=folder))
-        before = job.result(options.store)
-        if before is None:
+        recorded = job.result(options.store)
+        if recorded is None:
             raise UserError(f"--verify {options.cell}: this cell has no result yet; give --cell to run it")
-        with threads(before.get("machine", {}).get("threads", torch.get_num_threads())):
-            again = json.loads(json.dumps(execute(job)))
-    both = [(name, then, again["metrics"].get(name)) for name, then in before["metrics"].items()]
-    return [(name, then, now) for name, then, now in both if str(then) != str(now)]  # NaN is the same as NaN
+        with threads(recorded.get("machine", {}).get("threads", torch.get_num_threads())):
+            repeated = json.loads(json.dumps(execute(job)))
+    pairs = [(name, old, repeated["metrics"].get(name)) for name, old in recorded["metrics"].items()]
+    return [(name, old, new) for name, old, new in pairs if str(old) != str(new)]  # NaN is the same as NaN
 
 
 class Board:
     """The state of all jobs: finished, failed, running, or not started.
 
     Attributes:
-        skipped, finished: how many were done before, and in this call. failed: their records.
+        skipped, finished: how many were done before, and in this call. failed: records of failures.
         interrupted: whether the user did it.
     """
 
@@ -171,24 +171,24 @@ class Board:
             return None
         return self.store.read("failed", search.key) or {"error": "its record cannot be read"}
 
-    def finish(self, job: Job, found: Mapping | None) -> None:
-        """Write what ``work`` returned of a job that this process had claimed, and release its lock.
+    def finish(self, job: Job, outcome: Mapping | None) -> None:
+        """Write the outcome of a job that this process had claimed, as ``work`` returned it, and release its lock.
 
-        A job during which a worker died, which None says, is run once more; if that one dies too, the job has failed.
+        None: its worker died. The job is then run once more; if that worker dies too, the job has failed.
         """
         _, lock, _ = self.running.pop(job.key)
-        if found is None:
+        if outcome is None:
             self._deaths[job.key] += 1
-            found = _DIED if self._deaths[job.key] == _DEATHS else {}
+            outcome = _DIED if self._deaths[job.key] == _DEATHS else {}
         try:
-            if found:
-                self._write(job, found)
+            if outcome:
+                self._write(job, outcome)
         finally:
             lock.release()
 
-    def _write(self, job: Job, found: Mapping) -> None:
-        record = {**job.identity(), **found, "finished": time.time()}
-        if found["status"] == "failed":
+    def _write(self, job: Job, outcome: Mapping) -> None:
+        record = {**job.identity(), **outcome, "finished": time.time()}
+        if outcome["status"] == "failed":
             self.store.write("failed", {**record, "job": job.kind})
             return
         self.store.write(job.kind, record)
@@ -201,19 +201,19 @@ class Board:
         """Remove the jobs that were done since the last call from ``open``; returns a line about each."""
         news: list[str] = []
         for key, job in list(self.open.items()):
-            now = job.rated(self.store) or job
-            if not now.done(self.store):
+            ready = job.rated(self.store) or job
+            if not ready.done(self.store):
                 continue
             del self.open[key]
-            record, failed = now.result(self.store), self.store.read("failed", now.key)
-            if record is None or (failed and failed["finished"] >= now.options.since):
-                failed = failed or {**now.identity(), "error": "its record cannot be read"}
+            record, failed = ready.result(self.store), self.store.read("failed", ready.key)
+            if record is None or (failed and failed["finished"] >= ready.options.since):
+                failed = failed or {**ready.identity(), "error": "its record cannot be read"}
                 self.failed.append(failed)
-                news.append(f"failed  {now.where}  {now.label}: {failed['error']}")
+                news.append(f"failed  {ready.where}  {ready.label}: {failed['error']}")
                 continue
             self.finished += 1
             news.append(
-                f"done    {now.where}  {now.label}  {_headline(record, now)}  {record['seconds_in_all']:.0f} s  "
+                f"done    {ready.where}  {ready.label}  {_headline(record, ready)}  {record['seconds_in_all']:.0f} s  "
                 f"({len(self.open)} left)"
             )
         return news
@@ -227,8 +227,8 @@ class Board:
 
 def _headline(record: dict, job: Job) -> str:
     """A few figures of a result of ``job``."""
-    found = record.get("winner", {"point": {}, "values": record.get("metrics", {})})
-    point = [f"{key.rpartition('.')[2]} {value_of(value)}" for key, value in found["point"].items()]
-    shown = {name: value for name, value in found["values"].items() if name in ("val_acc", "val_loss", "test_acc")}
+    best = record.get("winner", {"point": {}, "values": record.get("metrics", {})})
+    point = [f"{key.rpartition('.')[2]} {value_of(value)}" for key, value in best["point"].items()]
+    metrics = {name: value for name, value in best["values"].items() if name in ("val_acc", "val_loss", "test_acc")}
     language = isinstance(job, Trained) and job.config.is_language
-    return ", ".join([*point, *(f"{name} {value:.3f}" for name, value in for_people(shown, language).items())])
+    return ", ".join([*point, *(f"{name} {value:.3f}" for name, value in for_people(metrics, language).items())])

@@ -15,7 +15,7 @@ from fs_lowrank.training import samples_trained
 
 from .job import Cell, Search
 
-#: ``of_data`` -> the rows of each client
+#: ``data_key`` -> the rows of each client
 _COUNTED: dict[str, list[int]] = {}
 
 
@@ -38,13 +38,13 @@ def within_budget(job: Cell | Search) -> Config:
         )
     sizes = _sizes(config)
     rounds, used = 0, 0
-    for of_a_round in _by_round(config, sizes):
-        if used + of_a_round > budget:
+    for round_samples in _by_round(config, sizes):
+        if used + round_samples > budget:
             break
-        rounds, used = rounds + 1, used + of_a_round
+        rounds, used = rounds + 1, used + round_samples
     if not rounds:
         raise UserError(
-            f"samples = {budget} is less than one round takes, {of_a_round}: {config.sampled_per_round} clients × "
+            f"samples = {budget} is less than one round takes, {round_samples}: {config.sampled_per_round} clients × "
             f"{config.train.local_update_steps} steps × {config.dataloader.batch_size}, or less for small clients"
         )
     if rounds == config.federate.total_round_num:
@@ -72,7 +72,7 @@ def _by_round(config: Config, sizes: Sequence[int]) -> Iterator[int]:
         yield sum(samples_trained(sizes[k - 1], method.phases(round, k), config.of_client(k)) or 0 for k in clients)
 
 
-def of_data(config: Config) -> str:
+def data_key(config: Config) -> str:
     """A text that is the same for two configurations that give the same clients."""
     key = config.seed, config.federate.client_num, config.data, config.llm.tok_len, config.model.type
     return repr((key, config.lowrank.test_seed, config.model.task, config.own_settings))
@@ -80,7 +80,7 @@ def of_data(config: Config) -> str:
 
 def _sizes(config: Config) -> list[int]:
     """The rows of each client; those of a configuration are counted once."""
-    if (key := of_data(config)) not in _COUNTED:
+    if (key := data_key(config)) not in _COUNTED:
         raw = load_raw(config.data, task=config.model.task)
         _COUNTED[key] = build_data(config, build_tokenizer(config), raw).partition.sizes().tolist()
     return _COUNTED[key]
@@ -89,7 +89,7 @@ def _sizes(config: Config) -> list[int]:
 def counted(record: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """``samples`` of a result, and ``samples_estimated``: whether it may have been fewer.
 
-    Results of before version 0.2.0 have counted every batch as full. Their count is made here, from what they hold: the
+    Results before version 0.2.0 have counted every batch as full. Their samples are counted here: from the
     sizes of the clients, the seed that draws the clients of a round, and the configuration. It is an estimate where
     clients dropped out or failed, whose rounds are not known.
 
@@ -98,6 +98,6 @@ def counted(record: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """
     if record.get("samples_counted"):
         return {"samples": record["samples"], "samples_estimated": False}
-    of_rounds = _by_round(config, record["data"]["clients"])
-    samples = sum(next(of_rounds) for _ in range(record["rounds"]))
+    by_round = _by_round(config, record["data"]["clients"])
+    samples = sum(next(by_round) for _ in range(record["rounds"]))
     return {"samples": samples, "samples_estimated": record["history"]["failed_clients"] > 0}

@@ -47,14 +47,14 @@ def _score(args: argparse.Namespace) -> None:
     spec |= {k: v for k in ("limit", "num_fewshot") if (v := getattr(args, k)) is not None}
     run = load_run(args.run, args.best)
     if run.labels or run.paired:
-        what = "an encoder-decoder model" if run.paired else "labelled texts"
-        raise UserError(f"--tasks: {args.run} is a run of {what}; lm-eval's tasks are for causal language models")
+        kind = "an encoder-decoder model" if run.paired else "labelled texts"
+        raise UserError(f"--tasks: {args.run} is a run of {kind}; lm-eval's tasks are for causal language models")
     console.print(f"model: {run.which}", soft_wrap=True)
-    found = scorers.score(run.model, run.tokenizer, spec, args.data)
+    results = scorers.score(run.model, run.tokenizer, spec, args.data)
     if args.json:
-        write_text(args.json, to_json({"run": str(run.saved), **spec, "scores": found}, indent=1))
+        write_text(args.json, to_json({"run": str(run.saved), **spec, "scores": results}, indent=1))
     lines = [("task", "samples", "score", "value")]
-    for task, values in found.items():
+    for task, values in results.items():
         scores = {k: v for k, v in values.items() if k != "version" and isinstance(v, float)}  # the task's, not a score
         for metric, value in scores.items():
             if metric.endswith("_stderr"):

@@ -20,7 +20,7 @@ from .page import value_of
 
 def script(
     module: str,
-    about: str,
+    docstring: str,
     options: Mapping[str, Mapping[str, Any]],
     study: Callable[..., dict],
     *,
@@ -32,11 +32,11 @@ def script(
     """Make the ``main`` of the module of a study.
 
     Args:
-        module: its ``__spec__.name``, which is also correct under ``python -m``. about: its docstring.
+        module: its ``__spec__.name``, which is also correct under ``python -m``. docstring: the module's.
         options: flag -> arguments of ``add_argument``. A ``type=int`` is a count, 1 or more.
         study: called with the options by name; returns plain data.
         plot: returns a ``matplotlib.figure.Figure`` of the result. lines: returns the lines to print.
-        readme: returns the text of the README of the folder, in which the result is then. out: the default folder.
+        readme: returns the text of the README of the folder, which then has the result. out: the default folder.
 
     Returns:
         A function of the command line's arguments that writes the result and returns the exit code, as ``fs-lowrank``
@@ -44,18 +44,18 @@ def script(
         an option.
     """
 
-    def write(actions: Sequence[argparse.Action], more: Mapping[str, Any], args: argparse.Namespace) -> None:
-        given, folder = {action.dest: getattr(args, action.dest) for action in actions}, args.out
+    def write(actions: Sequence[argparse.Action], extra: Mapping[str, Any], args: argparse.Namespace) -> None:
+        values, folder = {action.dest: getattr(args, action.dest) for action in actions}, args.out
         began = time.perf_counter()
-        found = study(**given, **more)
+        content = study(**values, **extra)
         result = {
             "schema": SCHEMA,
-            "command": " ".join([f"python -m {module}", *filter(None, (_said(a, given[a.dest]) for a in actions))]),
+            "command": " ".join([f"python -m {module}", *filter(None, (_flag(a, values[a.dest]) for a in actions))]),
             "versions": versions(),
-            **found,
+            **content,
             "seconds": round(time.perf_counter() - began, 1),
         }
-        stem = "_".join([module.rpartition(".")[2], *([given["data"]] if "data" in given else [])])
+        stem = "_".join([module.rpartition(".")[2], *([values["data"]] if "data" in values else [])])
         write_text(folder / f"{stem}.json", json.dumps(short(result), indent=1) + "\n")
         if plot:
             with replacing(folder / f"{stem}.png") as aside:
@@ -65,17 +65,17 @@ def script(
         for line in lines(result) if lines else ():
             print(line)
 
-    def main(argv: Sequence[str] | None = None, **more: Any) -> int:
+    def main(argv: Sequence[str] | None = None, **extra: Any) -> int:
         def make_parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser]]:
-            parser = shell.Parser(prog=f"python -m {module}", description=about.split("\n")[0])
+            parser = shell.Parser(prog=f"python -m {module}", description=docstring.split("\n")[0])
             actions = []
-            for flag, given in options.items():
-                count: dict[str, Any] = {"type": shell.at_least(1)} if given.get("type") is int else {}
-                actions.append(parser.add_argument(flag, **{**given, **count}))
+            for flag, arguments in options.items():
+                count: dict[str, Any] = {"type": shell.at_least(1)} if arguments.get("type") is int else {}
+                actions.append(parser.add_argument(flag, **{**arguments, **count}))
             parser.add_argument(
                 "--out", type=Path, default=Path(out), help="folder of the files (default: %(default)s)"
             )
-            parser.set_defaults(do=partial(write, actions, more))
+            parser.set_defaults(do=partial(write, actions, extra))
             return parser, [parser]
 
         return shell.run(make_parser, argv, shell.make_console(140), folder=lambda args: args.out)
@@ -83,7 +83,7 @@ def script(
     return main
 
 
-def _said(action: argparse.Action, value: Any) -> str:
+def _flag(action: argparse.Action, value: Any) -> str:
     """An option as text on a command line, without folders of the user."""
     if value is None or value is False or value == []:
         return ""

@@ -50,8 +50,8 @@ def measure(
     up, down, seconds = [], [], []
     for round in (1, 2):
         expected = [method.expected(state, round, k) for k in range(1, clients + 1)]
-        made = [{n: torch.randn(t.shape, generator=draw) for n, t in sent.items()} for sent in expected]
-        updates = [check_update(Update(k, 100, own), sent) for k, (own, sent) in enumerate(zip(made, expected), 1)]
+        drawn = [{n: torch.randn(t.shape, generator=draw) for n, t in sent.items()} for sent in expected]
+        updates = [check_update(Update(k, 100, noise), sent) for k, (noise, sent) in enumerate(zip(drawn, expected), 1)]
         up.append(nbytes(updates[0].tensors))
         message: dict = {}
         for _ in range(-(-repeats // 2)):

@@ -69,10 +69,10 @@ class Store:
     @cached_property
     def methods(self) -> dict[tuple[str, str, str], set[str]]:
         """(suite, size, experiment) -> the methods that have cells; read once."""
-        found: dict[tuple[str, str, str], set[str]] = {}
+        methods: dict[tuple[str, str, str], set[str]] = {}
         for r in self.all("cells"):
-            found.setdefault((r["suite"], r["size"], r["experiment"]), set()).add(r["method"])
-        return found
+            methods.setdefault((r["suite"], r["size"], r["experiment"]), set()).add(r["method"])
+        return methods
 
     def write(self, kind: str, record: Mapping) -> Path:
         """Write a result under its ``hash``. The record of an earlier failure of the same job is removed.

@@ -40,7 +40,7 @@ from .suite_keys import (
     SIZES,
     SUITE,
     TRAINING_FILE,
-    AsGiven,
+    PlainKeys,
 )
 
 SHIPPED = Path(__file__).parent / "suites"
@@ -69,7 +69,7 @@ class MethodEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experiment(AsGiven):
+class Experiment(PlainKeys):
     """One grid: methods × settings × seeds.
 
     Attributes:
@@ -106,10 +106,10 @@ class Suite:
     sized: bool = True
 
 
-def among(there: Iterable[str], name: object) -> str:
-    """For a message that ``name`` is not there: the nearest, and all that are."""
-    known = list(there)
-    return f"{nearest(str(name), known)}; there are: {', '.join(known) or 'none'}"
+def among(available: Iterable[str], name: object) -> str:
+    """For a message that ``name`` is not among the available names: the nearest one, and all of them."""
+    names = list(available)
+    return f"{nearest(str(name), names)}; there are: {', '.join(names) or 'none'}"
 
 
 def overview() -> Iterator[tuple[str, ...]]:
@@ -152,11 +152,11 @@ def load_suite(name: str, size: str) -> Suite:
         experiments["main"] = _experiment("main", layers, figures, origin)
     else:
         named = f"{size}.experiments" if "experiments" in sized else "experiments"
-        for key, given in (sized.get("experiments", tree.get("experiments")) or {}).items():
+        for key, section in (sized.get("experiments", tree.get("experiments")) or {}).items():
             at = f"{named}.{key}"
-            own = check_keys(given or {}, EXPERIMENT, origin, at)
-            above = [(place, {k: v for k, v in part.items() if k != "title"}) for place, part in layers]
-            experiments[str(key)] = _experiment(str(key), [*above, (at, own)], figures, origin)
+            checked = check_keys(section or {}, EXPERIMENT, origin, at)
+            outer = [(prefix, {k: v for k, v in part.items() if k != "title"}) for prefix, part in layers]
+            experiments[str(key)] = _experiment(str(key), [*outer, (at, checked)], figures, origin)
     return Suite(
         path.stem,
         path,
@@ -172,7 +172,7 @@ def load_suite(name: str, size: str) -> Suite:
 
 
 def _read(name: str) -> tuple[Path, Origin, dict]:
-    """The file of a suite, by name or path, and what is in it."""
+    """The file of a suite, by name or path, and its content."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else SHIPPED / f"{name}.yaml"
     if not path.exists():
         raise UserError(
@@ -184,26 +184,26 @@ def _read(name: str) -> tuple[Path, Origin, dict]:
 
 @cache
 def _parsed(path: Path, written: int) -> tuple[Origin, dict]:
-    """What is in a file that was written at a time, in nanoseconds: read once for all sizes."""
+    """The content of a file that was written at a time, in nanoseconds: read once for all sizes."""
     origin, tree = read_yaml(path)
     return origin, check_keys(tree, SUITE, origin)
 
 
-def _reference(given: dict | str | None, figures: Mapping[str, Any], origin: Origin, at: str) -> dict | None:
+def _reference(value: dict | str | None, figures: Mapping[str, Any], origin: Origin, at: str) -> dict | None:
     """The papers' figures, given directly or by their name in ``figures``."""
-    if isinstance(given, str):
-        if given not in figures:
-            origin.fail(at, f"= {given!r}: there are no such figures{among(figures, given)}")
-        given, at = figures[given], f"figures.{given}"
-    return None if given is None else check_keys(given, REFERENCE, origin, at)
+    if isinstance(value, str):
+        if value not in figures:
+            origin.fail(at, f"= {value!r}: there are no such figures{among(figures, value)}")
+        value, at = figures[value], f"figures.{value}"
+    return None if value is None else check_keys(value, REFERENCE, origin, at)
 
 
-def _claims(given: Mapping, tree: Mapping, origin: Origin) -> dict[str, dict]:
+def _claims(entries: Mapping, tree: Mapping, origin: Origin) -> dict[str, dict]:
     """The claims, whose experiments may be of any size."""
     named = [tree.get("experiments"), *((tree.get(s) or {}).get("experiments") for s in SIZES)]
-    names = {str(name) for of_size in named if isinstance(of_size, Mapping) for name in of_size} or {"main"}
+    names = {str(name) for section in named if isinstance(section, Mapping) for name in section} or {"main"}
     claims = {}
-    for name, claim in given.items():
+    for name, claim in entries.items():
         at = f"claims.{name}"
         claim = claims[name] = check_keys(claim, CLAIM, origin, at)
         claim["rule"] = [check_rule(c, origin, f"{at}.rule.{i}") for i, c in enumerate(claim["rule"])]
@@ -219,30 +219,30 @@ def _experiment(
     name: str, layers: Sequence[tuple[str, Mapping]], figures: Mapping[str, Any], origin: Origin
 ) -> Experiment:
     """An experiment from its keys and those of the suite and size around it, outermost first, each with its place."""
-    given, at = {}, dict.fromkeys(EXPERIMENT, layers[-1][0])
-    for place, part in layers:
-        given.update({key: value for key, value in part.items() if key in EXPERIMENT})
-        at.update({key: place for key in part if key in EXPERIMENT})
-    at = {key: f"{place}.{key}".lstrip(".") for key, place in at.items()}
+    merged, at = {}, dict.fromkeys(EXPERIMENT, layers[-1][0])
+    for prefix, part in layers:
+        merged.update({key: value for key, value in part.items() if key in EXPERIMENT})
+        at.update({key: prefix for key in part if key in EXPERIMENT})
+    at = {key: f"{prefix}.{key}".lstrip(".") for key, prefix in at.items()}
     config: dict[str, Any] = {}
     for _, part in layers:
         config = lay(config, flatten(part.get("config") or {}))
-    for key, value in (("config", config), ("methods", given.get("methods"))):
-        if not (value or given.get("script")):
+    for key, value in (("config", config), ("methods", merged.get("methods"))):
+        if not (value or merged.get("script")):
             origin.fail(at[key], "is missing")
-    methods = _methods(given.get("methods", []), origin, at["methods"])
-    axes = _axes(given.get("grid") or {}, origin, at["grid"])
+    methods = _methods(merged.get("methods", []), origin, at["methods"])
+    axes = _axes(merged.get("grid") or {}, origin, at["grid"])
     for entry in methods:
         for axis, labels in entry.where.items():
             for label in labels if axis in axes else [None]:
                 if label not in axes.get(axis, {}):
-                    lacks = f"{axis} {label!r}" if axis in axes else f"axis {axis!r}"
-                    origin.fail(at["methods"], f": where of {entry.label}: the grid has no {lacks}")
-    plain = {key: given[key] for key in keys_of(AsGiven) if given.get(key) is not None}
+                    missing = f"{axis} {label!r}" if axis in axes else f"axis {axis!r}"
+                    origin.fail(at["methods"], f": where of {entry.label}: the grid has no {missing}")
+    plain = {key: merged[key] for key in keys_of(PlainKeys) if merged.get(key) is not None}
     for metric in plain.get("metrics", ()):
-        if why := unknown(metric, plain.get("values", ())):
-            origin.fail(at["metrics"], f"has {metric!r}: {why}")
-    made = given.get("training_file")
+        if reason := unknown(metric, plain.get("values", ())):
+            origin.fail(at["metrics"], f"has {metric!r}: {reason}")
+    spec = merged.get("training_file")
     titled = {"title": plain.get("title") or name.replace("_", " "), "args": tuple(map(str, plain.get("args", ())))}
     return Experiment(
         **{**plain, **titled},
@@ -250,48 +250,48 @@ def _experiment(
         config=config,
         methods=methods,
         axes=axes,
-        rates=_rates(given.get("learning_rates"), origin, at["learning_rates"]),
-        evaluation=tuple(_evaluation(given.get("evaluation") or [], origin, at["evaluation"])),
-        reference=_reference(given.get("reference"), figures, origin, at["reference"]),
-        training_file=None if made is None else check_keys(made, TRAINING_FILE, origin, at["training_file"]),
+        rates=_rates(merged.get("learning_rates"), origin, at["learning_rates"]),
+        evaluation=tuple(_evaluation(merged.get("evaluation") or [], origin, at["evaluation"])),
+        reference=_reference(merged.get("reference"), figures, origin, at["reference"]),
+        training_file=None if spec is None else check_keys(spec, TRAINING_FILE, origin, at["training_file"]),
     )
 
 
-def _methods(given: list | str, origin: Origin, at: str) -> tuple[MethodEntry, ...]:
-    if isinstance(given, str) and given != "all":
-        origin.wrong(at, given, str(EXPERIMENT["methods"].meta["words"]))
+def _methods(value: list | str, origin: Origin, at: str) -> tuple[MethodEntry, ...]:
+    if isinstance(value, str) and value != "all":
+        origin.wrong(at, value, str(EXPERIMENT["methods"].meta["words"]))
     entries = []
-    for i, entry in enumerate(declared.methods().list_methods() if given == "all" else given):
+    for i, entry in enumerate(declared.methods().list_methods() if value == "all" else value):
         if isinstance(entry, str):
             entries.append(MethodEntry(entry, entry))
             continue
-        here = f"{at}.{i}"
-        entry = check_keys(entry, METHOD, origin, here)
-        config, where = flatten(entry.get("config") or {}), _axes(entry.get("where") or {}, origin, f"{here}.where")
+        path = f"{at}.{i}"
+        entry = check_keys(entry, METHOD, origin, path)
+        config, where = flatten(entry.get("config") or {}), _axes(entry.get("where") or {}, origin, f"{path}.where")
         name = entry.get("name", entry["method"])
         entries.append(MethodEntry(name, entry["method"], config, where, entry.get("extra", False)))
     labels = [e.label for e in entries]
-    twice = next((label for label in labels if labels.count(label) > 1), None)
-    if twice:
-        origin.fail(at, f"has {twice!r} twice; give one of them another 'name'")
+    duplicate = next((label for label in labels if labels.count(label) > 1), None)
+    if duplicate:
+        origin.fail(at, f"has {duplicate!r} twice; give one of them another 'name'")
     return tuple(entries)
 
 
-def _axes(given: Mapping, origin: Origin, at: str) -> dict[str, dict[str, dict]]:
+def _axes(grid: Mapping, origin: Origin, at: str) -> dict[str, dict[str, dict]]:
     """The axes: a config key with a list of values, or a name with labels and the keys that each label sets."""
     axes = {}
-    for name, values in given.items():
-        shown = short(name) if isinstance(values, list) else str(name)
-        if shown in axes:
+    for name, values in grid.items():
+        title = short(name) if isinstance(values, list) else str(name)
+        if title in axes:
             origin.fail(
                 f"{at}.{name}",
-                f"would be a second axis called {shown!r}; give one a name, with labels and the keys that each sets",
+                f"would be a second axis called {title!r}; give one a name, with labels and the keys that each sets",
             )
         if isinstance(values, list) and values:
             check_value(f"{at}.{name}", values, Key(list, {"once": True}), origin)
-            axes[shown] = {str(v): {name: v} for v in values}
+            axes[title] = {str(v): {name: v} for v in values}
         elif isinstance(values, Mapping) and values:
-            axes[shown] = {
+            axes[title] = {
                 str(label): flatten(check_value(f"{at}.{name}.{label}", keys, Key(dict), origin))
                 for label, keys in values.items()
             }
@@ -309,10 +309,10 @@ def short(key: str) -> str:
     return {"federate.client_num": "clients", "llm.adapter.args.0.r": "rank"}.get(key, key.rpartition(".")[2])
 
 
-def _rates(given: Mapping | None, origin: Origin, at: str) -> dict | None:
-    if given is None:
+def _rates(value: Mapping | None, origin: Origin, at: str) -> dict | None:
+    if value is None:
         return None
-    rates = check_keys(given, RATES, origin, at)
+    rates = check_keys(value, RATES, origin, at)
     if ("table" in rates) == ("search" in rates):
         origin.fail(at, "has both table and search, or none: expected either table (method: rate) or search")
     if "search" in rates:
@@ -326,14 +326,14 @@ def _rates(given: Mapping | None, origin: Origin, at: str) -> dict | None:
     return rates
 
 
-def _evaluation(given: list | Mapping, origin: Origin, at: str) -> list[dict]:
-    entries = [given] if isinstance(given, Mapping) else given
+def _evaluation(value: list | Mapping, origin: Origin, at: str) -> list[dict]:
+    entries = [value] if isinstance(value, Mapping) else value
     for i, entry in enumerate(entries):
-        parse(entry, origin, at if isinstance(given, Mapping) else f"{at}.{i}")
+        parse(entry, origin, at if isinstance(value, Mapping) else f"{at}.{i}")
     tasks = [(entry["scorer"], task) for entry in entries for task in entry.get("tasks", [""])]
-    twice = next((t for t in tasks if tasks.count(t) > 1), None)
-    if twice:
-        origin.fail(at, f"has {twice[0]}: {twice[1]} twice; one of the two results would be lost")
+    duplicate = next((t for t in tasks if tasks.count(t) > 1), None)
+    if duplicate:
+        origin.fail(at, f"has {duplicate[0]}: {duplicate[1]} twice; one of the two results would be lost")
     return [dict(entry) for entry in entries]
 
 

@@ -10,12 +10,12 @@ SIZES = ("small", "paper")
 
 _MAPPING, _SWITCH = Key(dict | None), Key(bool)
 _COUNT = Key(int | None, {"min": 1})
-_SOME = {"filled": True, "once": True}
+_FILLED = {"filled": True, "once": True}
 
 
 @dataclass(frozen=True, kw_only=True)
-class AsGiven:
-    """The keys of an experiment that it takes as they are given; None is as if the key were not there.
+class PlainKeys:
+    """The keys of an experiment that are used as they are in the file; None means the same as no key.
 
     Attributes:
         samples: number of samples that all clients together train on in a run; sets the rounds. evaluations:
@@ -40,7 +40,7 @@ class AsGiven:
 
 
 EXPERIMENT = {
-    **{name: replace(of, hint=of.hint | None) for name, of in keys_of(AsGiven).items()},
+    **{name: replace(spec, hint=spec.hint | None) for name, spec in keys_of(PlainKeys).items()},
     "config": _MAPPING,
     "methods": Key(list | str, {"words": "a list of methods, or all"}),
     "grid": _MAPPING,
@@ -90,7 +90,7 @@ CLAIM = {
     "needs": Key(str),
     "cause": Key(dict, {"words": "a mapping with says and experiments"}),
     "remark": Key(str),
-    "experiments": Key(list, _SOME, required=True),
-    "rule": Key(list, {**_SOME, "words": "a list of conditions"}, required=True),
+    "experiments": Key(list, _FILLED, required=True),
+    "rule": Key(list, {**_FILLED, "words": "a list of conditions"}, required=True),
 }
-CAUSE = {"says": Key(str, required=True), "experiments": Key(list[str], _SOME, required=True)}
+CAUSE = {"says": Key(str, required=True), "experiments": Key(list[str], _FILLED, required=True)}

@@ -1,4 +1,4 @@
-"""The report's template ``report.md``, and what it asks for."""
+"""The report's template ``report.md``, and the functions that it calls."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .metrics import scale_of, title_of, to_a_target
 from .page import plain, range_of, value_of
 from .plan import command
 from .results import ExperimentResults, head_of
-from .verdicts import said_of_gap
+from .verdicts import gap_text
 
 Table = list[tuple[str, ...]]
 
 
-def markdown(part: str, *given: Any, **named: Any) -> str:
-    """A part of the report: what a macro of ``report.md`` makes of its arguments."""
-    text = str(getattr(_template(), part)(*given, **named))
+def markdown(part: str, *arguments: Any, **named: Any) -> str:
+    """A part of the report: the text of a macro of ``report.md`` with these arguments."""
+    text = str(getattr(_template(), part)(*arguments, **named))
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n"
 
 
@@ -30,12 +30,12 @@ def markdown(part: str, *given: Any, **named: Any) -> str:
 def _template() -> Any:
     from jinja2 import Environment, PackageLoader
 
-    made = Environment(loader=PackageLoader(__package__), trim_blocks=True, lstrip_blocks=True)
-    made.filters |= {
+    environment = Environment(loader=PackageLoader(__package__), trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {
         "flow": lambda text: " ".join(text.split()) + "\n",  # one paragraph
         "plain": plain,
         "verdict": verdict,
-        "gap": lambda gap, what: said_of_gap(what, *gap),
+        "gap": lambda gap, subject: gap_text(subject, *gap),
         "command": command,
         "head": head_of,
         "unit": lambda by: "steps" if by == "batch" else "epochs",
@@ -53,11 +53,11 @@ def _template() -> Any:
         "seeds": _seeds,
         "papers": _papers,
         "rates": _rates,
-        "at_the_end_of_a_table": _at_the_end_of_a_table,
+        "at_the_end_of_a_table": _open_rates,
         "sent": _sent,
     }
-    made.tests["at_end"] = at_the_end
-    return made.get_template("report.md").module
+    environment.tests["at_end"] = at_the_end
+    return environment.get_template("report.md").module
 
 
 # -- the setting ------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def _majorities(records: Sequence[Mapping]) -> list[str]:
 
 
 def _several(records: Sequence[Mapping]) -> list[str]:
-    """In what the methods differ within a setting and seed, and should not."""
+    """The properties in which the methods differ within a setting and seed, and should not."""
     alike = pd.DataFrame(
         {
             "place": [str((r["seed"], r["setting"])) for r in records],
@@ -84,22 +84,22 @@ def _several(records: Sequence[Mapping]) -> list[str]:
 
 
 def _lost(records: Sequence[Mapping]) -> list[str]:
-    """What was left out or cut of the rows, where the results have counted it: of one, if they differ."""
+    """The rows left out or cut, where the results have counted them: those of one run, if runs differ."""
     from fs_lowrank.data import row_lines
 
-    said = [row_lines(r["data"].get("rows", {"read": 0, "skipped": {}, "truncated": {}})) for r in records]
-    lossy = [s for s in said if len(s) > 1]
+    texts = [row_lines(r["data"].get("rows", {"read": 0, "skipped": {}, "truncated": {}})) for r in records]
+    lossy = [s for s in texts if len(s) > 1]
     if not lossy:
         return []
     first = lossy[0]
-    return first if all(s == first for s in said) else [*first[:-1], f"{first[-1]} (in one of the runs)"]
+    return first if all(s == first for s in texts) else [*first[:-1], f"{first[-1]} (in one of the runs)"]
 
 
 def _repeats(records: Sequence[Mapping]) -> str:
     """A sentence about test rows that are in the training data as well, if the results have counted some."""
     counts = [r["data"]["test_rows_in_training"] for r in records if "test_rows_in_training" in r["data"]]
-    most, rows = max(counts, default=(0, 0))
-    return f"up to {most} of {rows:,} test rows are in the training data as well" if most else ""
+    repeated, rows = max(counts, default=(0, 0))
+    return f"up to {repeated} of {rows:,} test rows are in the training data as well" if repeated else ""
 
 
 # -- tables -----------------------------------------------------------------------------------------------
@@ -108,15 +108,15 @@ def _repeats(records: Sequence[Mapping]) -> str:
 def tables(results: ExperimentResults) -> list[tuple[str, Table, str]]:
     """One table per metric with settings as columns, and one per scorer and setting with tasks as columns.
 
-    Each has a title, rows, and how the paper's figures stand: ``beside`` ours, ``alone`` since we have none of their
+    Each has a title, rows, and the place of the paper's figures: ``beside`` ours, ``alone`` since we have none of their
     columns, or empty for none.
     """
-    found = []
+    listed = []
     plain = [m for m in results.experiment.metrics if m.count(":") < 2 or to_a_target(m)]
     for index, metric in enumerate(plain):
         columns = [(c or title_of(metric, results.language), metric, c) for c in results.columns]
         paper = index == 0 and not _scorer_of_reference(results)
-        found.append((title_of(metric, results.language), *_table(results, columns, results.columns, paper)))
+        listed.append((title_of(metric, results.language), *_table(results, columns, results.columns, paper)))
     by_scorer: dict[str, list[str]] = {}
     for metric in results.experiment.metrics:
         if metric not in plain:
@@ -128,8 +128,8 @@ def tables(results: ExperimentResults) -> list[tuple[str, Table, str]]:
             columns = [(names[metric], metric, column) for metric in metrics]
             title = f"Scorer `{scorer}`, {_scorer_in_words(results, scorer)}" + (f", {column}" if column else "")
             paper = _scorer_of_reference(results) == scorer
-            found.append((title, *_table(results, columns, list(dict.fromkeys(tasks)), paper)))
-    return found
+            listed.append((title, *_table(results, columns, list(dict.fromkeys(tasks)), paper)))
+    return listed
 
 
 def _scorer_of_reference(results: ExperimentResults) -> str:
@@ -146,16 +146,16 @@ def _table(
 ) -> tuple[Table, str]:
     """A table with columns (header, metric, setting), then the paper's figures by ``keys``."""
     values = (results.experiment.reference or {}).get("values", {}) if paper else {}
-    beside = [k for k in keys if any(_paper(values, m, k) for m in results.methods)]
-    rows = [("method", *(head for head, _, _ in columns), *(f"paper: {k}" if k else "paper" for k in beside))]
+    paper_keys = [k for k in keys if any(_paper(values, m, k) for m in results.methods)]
+    rows = [("method", *(head for head, _, _ in columns), *(f"paper: {k}" if k else "paper" for k in paper_keys))]
     for method in results.methods:
         cells = []
         for _, metric, at in columns:
             error = results.error(method, at, metric)
             spread = f" (s.e. {error * scale_of(metric)[0]:.2f})" if error is not None else ""
             cells.append(results.cell(method, at, metric) + spread)
-        rows.append((method, *cells, *(_paper(values, method, k) or "–" for k in beside)))
-    return rows, "beside" if beside else "alone" if values else ""
+        rows.append((method, *cells, *(_paper(values, method, k) or "–" for k in paper_keys)))
+    return rows, "beside" if paper_keys else "alone" if values else ""
 
 
 def _seeds(results: ExperimentResults) -> str:
@@ -190,11 +190,11 @@ def _rates(results: ExperimentResults) -> Table:
         merged.setdefault((method, point, rate["from"], values, cost), []).append(column)
     return [
         ("method", "setting", "learning rate", "from", "validation", "what the search cost"),
-        *((method, ", ".join(filter(None, columns)), *more) for (method, *more), columns in merged.items()),
+        *((method, ", ".join(filter(None, columns)), *cells) for (method, *cells), columns in merged.items()),
     ]
 
 
-def _at_the_end_of_a_table(results: ExperimentResults) -> list[str]:
+def _open_rates(results: ExperimentResults) -> list[str]:
     """The methods whose rate is from a table, and won at the end of the grid of its search."""
     return [
         *dict.fromkeys(

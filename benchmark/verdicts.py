@@ -1,7 +1,7 @@
-"""The claims of a suite in the report: what it takes to see each, what was run, the seeds, the verdict, the cause.
+"""The claims of a suite in the report: the needs of each, the runs, the seeds, the verdict, the cause.
 
-What a claim needs and the cause that was tested are in the suite (``needs``, ``cause``). What was run, the seeds and
-the verdict come from the results.
+The needs of a claim and the tested cause are in the suite (``needs``, ``cause``). The runs, the seeds and the verdict
+come from the results.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .conditions import (
     UNTESTED,
     Condition,
     adjust,
+    interval_text,
     judge,
-    shown,
     used,
     verdict,
     with_margins,
@@ -41,9 +41,9 @@ class Row:
 
     Attributes:
         groups: of experiments; those of a group share cells and count as one. runs: experiment -> the results that the
-            rule has looked at. lost: experiment -> the number of runs that have failed. others: experiment -> the
-            verdicts of a rule of ``keeps`` or ``close`` on the other methods. cause: the cause that was tested, with
-            what tested it; empty for a claim that holds, or of which nothing was run.
+            rule has looked at. lost: experiment -> the number of runs that have failed.
+        other_methods: experiment -> the verdicts of a rule of ``keeps`` or ``close`` on the other methods.
+        cause: the tested cause, with the runs that tested it; empty for a claim that holds or has no runs.
     """
 
     suite: Suite
@@ -52,7 +52,7 @@ class Row:
     groups: list[list[str]]
     runs: dict[str, list[dict]]
     lost: dict[str, int]
-    others: dict[str, dict[str, str]]
+    other_methods: dict[str, dict[str, str]]
     cause: str = ""
 
     @property
@@ -62,12 +62,12 @@ class Row:
     @property
     def verdicts(self) -> list[str]:
         """The verdict of each group: inconclusive if those of its experiments that were tested differ."""
-        found = []
+        result = []
         for group in self.groups:
-            own = {verdict(self.by_experiment[name]) for name in group}
-            tested = own - {UNTESTED} or own
-            found.append(tested.pop() if len(tested) == 1 else INCONCLUSIVE)
-        return found
+            judged = {verdict(self.by_experiment[name]) for name in group}
+            tested = judged - {UNTESTED} or judged
+            result.append(tested.pop() if len(tested) == 1 else INCONCLUSIVE)
+        return result
 
     @property
     def decided(self) -> str:
@@ -75,34 +75,34 @@ class Row:
         tested = [v for v in self.verdicts if v != UNTESTED]
         if len(set(tested)) < 2:
             return tested[0] if tested else UNTESTED
-        first, *others = [f"{v} in {tested.count(v)}" for v in (HOLDS, FAILS, INCONCLUSIVE, STALE) if v in tested]
-        return ", ".join([f"{first} of {len(tested)} experiments", *others])
+        first, *further = [f"{v} in {tested.count(v)}" for v in (HOLDS, FAILS, INCONCLUSIVE, STALE) if v in tested]
+        return ", ".join([f"{first} of {len(tested)} experiments", *further])
 
     @property
     def verdict(self) -> str:
         """The verdict, with the experiments that have runs and yet not all figures, while others decide."""
         ran = [any(self.runs[name] for name in group) for group in self.groups]
-        lacking = sum(v == UNTESTED and there for v, there in zip(self.verdicts, ran))
+        lacking = sum(v == UNTESTED and has_runs for v, has_runs in zip(self.verdicts, ran))
         return self.decided + (f", not tested in {lacking}" if lacking and self.decided != UNTESTED else "")
 
     @property
     def gaps(self) -> dict[str, tuple[Estimate, int, Condition]]:
-        """What is compared -> its estimate over the settings, how many they are, and one of the conditions.
+        """Subject -> its estimate over the settings, their number, and one of the conditions.
 
         Without experiments in which nothing was learned; of a group only the first that has the comparison.
         """
-        found: dict[str, list[tuple[Estimate, Condition]]] = {}
+        compared: dict[str, list[tuple[Estimate, Condition]]] = {}
         for group in self.groups:
-            learned = [e for e in group if all(c.verdict == HOLDS for c in self.by_experiment[e] if c.first)]
-            seen = {(c.what, c.where): c for e in reversed(learned) for c in self.by_experiment[e] if not c.first}
+            learned = [e for e in group if all(c.verdict == HOLDS for c in self.by_experiment[e] if c.premise)]
+            seen = {(c.subject, c.where): c for e in reversed(learned) for c in self.by_experiment[e] if not c.premise}
             for condition in seen.values():
                 if condition.estimate is not None:
-                    found.setdefault(condition.what, []).append((condition.estimate, condition))
+                    compared.setdefault(condition.subject, []).append((condition.estimate, condition))
         gaps = {}
-        for what, known in found.items():
-            estimates = [estimate for estimate, _ in known if estimate.error]
-            together = (pooled(estimates), len(estimates)) if len(estimates) > 1 else (known[0][0], 1)
-            gaps[what] = (*together, known[0][1])
+        for subject, entries in compared.items():
+            estimates = [estimate for estimate, _ in entries if estimate.error]
+            together = (pooled(estimates), len(estimates)) if len(estimates) > 1 else (entries[0][0], 1)
+            gaps[subject] = (*together, entries[0][1])
         return gaps
 
     @property
@@ -130,17 +130,17 @@ class Row:
         gaps = self.gaps
         if not gaps:
             return _NOTHING
-        what = min(gaps, key=lambda name: gaps[name][2].inside(gaps[name][0].centre))
-        return said_of_gap(what, *gaps[what])
+        subject = min(gaps, key=lambda name: gaps[name][2].inside(gaps[name][0].centre))
+        return gap_text(subject, *gaps[subject])
 
     @property
     def p(self) -> str:
         """The p values of its conditions, corrected for all conditions of the report."""
-        there = [c.adjusted for listed in self.by_experiment.values() for c in listed]
-        return ", ".join(f"{p:.2g}" for p in there if p is not None) or _NOTHING
+        values = [c.adjusted for listed in self.by_experiment.values() for c in listed]
+        return ", ".join(f"{p:.2g}" for p in values if p is not None) or _NOTHING
 
     def ran(self, experiment: str) -> str:
-        """What was run for the claim in an experiment."""
+        """The runs for the claim in an experiment, as text."""
         records, seeds = self.runs[experiment], self.seeds.get(experiment, ())
         parts = [_number(records)] if records else []
         parts += [f"{lost} failed"] if (lost := self.lost.get(experiment, 0)) else []
@@ -149,7 +149,7 @@ class Row:
         for key, word in (("rounds", "rounds"), ("samples", "samples trained on")):
             if counts := sorted({r[key] for r in records if r.get(key)}):
                 parts.append(f"{range_of(counts)} {word}")
-        parts += [_said(seeds)] if seeds else []
+        parts += [_seeds_text(seeds)] if seeds else []
         return f" — {'; '.join(parts)}" if parts else ""
 
     @property
@@ -167,73 +167,73 @@ class Row:
 
     @property
     def command(self) -> str:
-        """The command that runs what the verdict is from."""
+        """The command that repeats the runs behind the verdict."""
         experiments = [e for e in self.claim["experiments"] if e not in self.absent] or self.claim["experiments"][:1]
         first = self.suite.experiments.get(experiments[0])
         if first is None:
             return f"fs-lowrank benchmark run {self.suite.name} --size paper --only {experiments[0]} --data FOLDER"
         if first.script.startswith("studies."):
             return f"python -m {first.script} {' '.join(first.args)}".strip()
-        whole = command(self.suite, first, "local").replace(f"--only {first.name}", f"--only {','.join(experiments)}")
-        return f"{whole} --data FOLDER --workers 2"
+        text = command(self.suite, first, "local").replace(f"--only {first.name}", f"--only {','.join(experiments)}")
+        return f"{text} --data FOLDER --workers 2"
 
 
-def said_of_gap(what: str, found: Estimate, settings: int, condition: Condition) -> str:
-    """An estimate in points, or in what it is measured in, with its 95 % interval."""
+def gap_text(subject: str, gap: Estimate, settings: int, condition: Condition) -> str:
+    """An estimate in points, or in its own unit, with its 95 % interval."""
     scale = scale_of(condition.unit)[0]
     if scale == 100:
-        number, unit = shown(found, ".2f", 100), " points"
+        number, unit = interval_text(gap, ".2f", 100), " points"
     elif scale == 0:  # bytes
-        number, unit = shown(found, ".3g", 1e-6), " MB"
+        number, unit = interval_text(gap, ".3g", 1e-6), " MB"
     else:
-        number, unit = shown(found, ".3g"), ""
-    return f"{what}: " + number.replace("-", "−") + unit + (f", {settings} settings" if settings > 1 else "")
+        number, unit = interval_text(gap, ".3g"), ""
+    return f"{subject}: " + number.replace("-", "−") + unit + (f", {settings} settings" if settings > 1 else "")
 
 
 def judged_claims(suite: Suite, results: Mapping[str, ExperimentResults]) -> dict[str, Row]:
     """The claims by name, judged by their rules in each experiment with results."""
     judged = {}
     for name, claim in suite.claims.items():
-        there = {e: results[e] for e in claim["experiments"] if e in results}
-        rules = {e: with_margins(claim["rule"], found.experiment.reference) for e, found in there.items()}
-        by_experiment = {e: judge(rule, there[e].look) for e, rule in rules.items()}
-        looked = {e: found.at(used(claim["rule"], found.look)) for e, found in there.items()}
+        available = {e: results[e] for e in claim["experiments"] if e in results}
+        rules = {e: with_margins(claim["rule"], entry.experiment.reference) for e, entry in available.items()}
+        by_experiment = {e: judge(rule, available[e].look) for e, rule in rules.items()}
+        looked = {e: entry.at(used(claim["rule"], entry.look)) for e, entry in available.items()}
         runs = {e: records for e, (records, _) in looked.items()}
         lost = {e: number for e, (_, number) in looked.items()}
-        others = {e: _others(rules[e], there[e]) for e in there if runs[e]}
-        judged[name] = Row(suite, name, by_experiment, _sharing(runs), runs, lost, others)
+        other_methods = {e: _other_methods(rules[e], available[e]) for e in available if runs[e]}
+        judged[name] = Row(suite, name, by_experiment, _sharing(runs), runs, lost, other_methods)
     return judged
 
 
 def adjust_all(rows: Sequence[Row]) -> None:
     """Correct the p values of all conditions of a report together."""
-    places = [(row, e) for row in rows for e in row.by_experiment]
-    corrected = iter(adjust([c for row, e in places for c in row.by_experiment[e]]))
-    for row, e in places:
+    pairs = [(row, e) for row in rows for e in row.by_experiment]
+    corrected = iter(adjust([c for row, e in pairs for c in row.by_experiment[e]]))
+    for row, e in pairs:
         row.by_experiment[e] = [next(corrected) for _ in row.by_experiment[e]]
 
 
-def _others(rule: Sequence[Mapping], results: ExperimentResults) -> dict[str, str]:
-    """The verdicts of the conditions that anything meets which stays as it is, on the methods that they do not name."""
-    found: dict[str, str] = {}
+def _other_methods(rule: Sequence[Mapping], results: ExperimentResults) -> dict[str, str]:
+    """The verdicts of ``keeps`` and ``close``, which an unchanging method meets, on methods that they do not name."""
+    verdicts: dict[str, str] = {}
     for condition in rule:
         if condition["is"] in ("keeps", "close"):
             named = {*condition["methods"], condition["to"] if condition["is"] == "close" else ""}
             methods = [m for m in results.methods if m not in named]
             for method in methods:
-                (one,) = judge([{**condition, "methods": [method]}], results.look)
-                if one.verdict not in (UNTESTED, STALE):
-                    found[method] = one.verdict
-    return found
+                (result,) = judge([{**condition, "methods": [method]}], results.look)
+                if result.verdict not in (UNTESTED, STALE):
+                    verdicts[method] = result.verdict
+    return verdicts
 
 
 def _sharing(runs: Mapping[str, Sequence[Mapping]]) -> list[list[str]]:
     """The experiments in groups: two that share a cell, directly or through others, are in one group."""
     hashes = {e: {r["hash"] for r in records} for e, records in runs.items()}
     groups: list[list[str]] = []
-    for name, own in hashes.items():
-        near = [group for group in groups if any(own & hashes[other] for other in group)]
-        groups = [group for group in groups if group not in near] + [[e for group in near for e in group] + [name]]
+    for name, cells in hashes.items():
+        linked = [group for group in groups if any(cells & hashes[other] for other in group)]
+        groups = [group for group in groups if group not in linked] + [[e for group in linked for e in group] + [name]]
     return groups
 
 
@@ -246,21 +246,21 @@ def cause_of(row: Row, results: Mapping[str, ExperimentResults], elsewhere: Else
     if row.decided == HOLDS or not any(row.runs.values()):
         return ""
     tested, cause = [], row.claim.get("cause") or {}
-    for place in cause.get("experiments", ()):
-        other, _, experiment = str(place).rpartition("/")
-        if other:
-            records = elsewhere(other, experiment)
+    for reference in cause.get("experiments", ()):
+        suite, _, experiment = str(reference).rpartition("/")
+        if suite:
+            records = elsewhere(suite, experiment)
         else:
             records = results[experiment].all_records if experiment in results else []
         if records:
             seeds = sorted({r["seed"] for r in records if "rounds" in r})
-            tested.append(f"{place}: {_number(records)}" + (f", {_said(seeds)}" if seeds else ""))
+            tested.append(f"{reference}: {_number(records)}" + (f", {_seeds_text(seeds)}" if seeds else ""))
     if tested:
         return f"{cause['says'].rstrip('.')} ({'; '.join(tested)})"
     return "none" if FAILS in row.verdicts else ""
 
 
-def _said(seeds: Sequence[int]) -> str:
+def _seeds_text(seeds: Sequence[int]) -> str:
     return f"seed{'s' if len(seeds) > 1 else ''} {_listed(seeds)}"
 
 
@@ -272,7 +272,7 @@ def _listed(seeds: Sequence[int]) -> str:
 
 
 def _number(records: Sequence[Mapping]) -> str:
-    """How many runs there are, or for a study the command of its script."""
+    """The number of runs, or for a study the command of its script."""
     scripts = [r["label"] for r in records if "rounds" not in r and "label" in r]
     if scripts:
         return ", ".join(f"`{label}`" for label in scripts)
@@ -281,8 +281,8 @@ def _number(records: Sequence[Mapping]) -> str:
 
 def _seeds(rule: Sequence[Mapping], records: Sequence[Mapping]) -> list[int]:
     """The seeds of the results; of a study those of its figures in ``by_seed``, if the rule asks for one."""
-    asked = {condition.get("metric") for condition in rule}
-    studied = [seeds for r in records for metric, seeds in r.get("by_seed", {}).items() if metric in asked]
+    metrics = {condition.get("metric") for condition in rule}
+    studied = [seeds for r in records for metric, seeds in r.get("by_seed", {}).items() if metric in metrics]
     return sorted({s for seeds in studied for s in seeds} if studied else {r["seed"] for r in records if "rounds" in r})
 
 

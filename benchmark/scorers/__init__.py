@@ -32,7 +32,7 @@ def check(spec: dict, data_root: Path | str) -> None:
             how to get them.
     """
     module, options = parse(spec)
-    with _asked(module):
+    with _hub_access(module):
         module.check(options, Path(data_root))
 
 
@@ -48,7 +48,7 @@ def score(model, tokenizer, spec: dict, data_root: Path | str) -> dict[str, dict
     """
     module, options = parse(spec)
     training = model.training
-    with _asked(module):
+    with _hub_access(module):
         module.check(options, Path(data_root))
         model.eval()
         try:
@@ -57,8 +57,8 @@ def score(model, tokenizer, spec: dict, data_root: Path | str) -> dict[str, dict
             model.train(training)
 
 
-def _asked(module: Any) -> AbstractContextManager[None]:
-    """A context for a scorer that asks the hub for what is not on this machine, as its ``HUB`` says: ``hub()``."""
+def _hub_access(module: Any) -> AbstractContextManager[None]:
+    """A context for a scorer that asks the hub for missing files, if it has ``HUB``: ``hub()``."""
     from fs_lowrank.data.fetch.hub import hub
 
     return hub() if getattr(module, "HUB", False) else nullcontext()
@@ -76,8 +76,8 @@ def parse(spec: Mapping, origin: Origin | None = None, at: str = "evaluation"):
     if not isinstance(spec, Mapping) or "scorer" not in spec:
         origin.wrong(at, spec, f"a mapping with the key 'scorer', one of {', '.join(SCORERS)}")
     module = scorer(check_value(f"{at}.scorer", spec["scorer"], Key(str, {"choices": tuple(SCORERS)}), origin))
-    given = check_keys(spec, {"scorer": Key(str), **keys_of(module.Options)}, origin, at)
-    return module, module.Options(**{key: value for key, value in given.items() if key != "scorer"})
+    checked = check_keys(spec, {"scorer": Key(str), **keys_of(module.Options)}, origin, at)
+    return module, module.Options(**{key: value for key, value in checked.items() if key != "scorer"})
 
 
 def scorer(name: str):

@@ -81,8 +81,8 @@ def split_row(task: str, row: dict) -> Question:
         ValueError: the row does not have the format of its task, or cannot be reconstructed exactly.
     """
     form, instruction, answer = FORMS[task], row["instruction"], row["answer"]
-    text, found, choices = instruction.rpartition(_FORMAT)
-    if not (found and text.startswith(form.start) and text.endswith(form.last)):
+    text, separator, choices = instruction.rpartition(_FORMAT)
+    if not (separator and text.startswith(form.start) and text.endswith(form.last)):
         raise ValueError(f"not an instruction of {task}: {instruction[:200]!r}")
     text = text[len(form.start) : len(text) - len(form.last)]
     options: list[str] = []
@@ -91,8 +91,8 @@ def split_row(task: str, row: dict) -> Question:
         # options, or three, and an answer format of four.
         number = next((n for n in range(9, 0, -1) if f"{form.word}{n}: " in text), 0)
         for n in range(number, 0, -1):
-            text, found, option = text.rpartition(f"{form.between if n > 1 else form.first}{form.word}{n}: ")
-            if not found:
+            text, separator, option = text.rpartition(f"{form.between if n > 1 else form.first}{form.word}{n}: ")
+            if not separator:
                 raise ValueError(f"option {n} of {number} is missing: {instruction[:200]!r}")
             options.insert(0, option)
         right = int(answer[-1:]) - 1 if answer[:-1] == form.word.lower() and answer[-1:].isdigit() else -1
@@ -162,12 +162,12 @@ def training_file(
     counts, lines = {}, []
     for task in sorted(tasks or FORMS):
         rows = read(root, task, "train")
-        kept: Sequence[int] = range(len(rows))
+        indices: Sequence[int] = range(len(rows))
         if per_task is not None and per_task < len(rows):
-            kept = sorted(random.Random(f"{seed}:{task}").sample(kept, per_task))
-        for i in kept:
+            indices = sorted(random.Random(f"{seed}:{task}").sample(indices, per_task))
+        for i in indices:
             row = {key: rows[i][key] for key in ("instruction", "input", "output")}
             lines.append(json.dumps({**row, "category": task}, ensure_ascii=False))
-        counts[task] = len(kept)
+        counts[task] = len(indices)
     write_text(out, "\n".join(lines) + "\n")
     return counts

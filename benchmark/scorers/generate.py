@@ -94,8 +94,8 @@ def parse(task: str, reply: str) -> str | None:
     """The first answer word of ``task`` in ``reply``; None if there is none."""
     word = commonsense.FORMS[task].word.lower()
     pattern = {"": "true|false", "answer": "answer[1-5]", "ending": "ending[1-4]"}.get(word, f"{word}[12]")
-    found = re.search(pattern, reply)
-    return found and found[0]
+    match = re.search(pattern, reply)
+    return match and match[0]
 
 
 def prompts(rows: list[dict], tokenizer, template: str = "auto") -> list[list[int]]:
@@ -105,10 +105,10 @@ def prompts(rows: list[dict], tokenizer, template: str = "auto") -> list[list[in
         UserError: a prompt is longer than the tokenizer's limit.
     """
     frame = pd.DataFrame(rows, columns=["instruction", "input", "output"])
-    examples, kept = tokenize_instructions(frame, tokenizer, 1 << 20, template)
-    if not kept.all():
+    examples, mask = tokenize_instructions(frame, tokenizer, 1 << 20, template)
+    if not mask.all():
         raise UserError(
-            f"{int((~kept).sum())} of {len(rows)} prompts are longer than the model's limit of "
+            f"{int((~mask).sum())} of {len(rows)} prompts are longer than the model's limit of "
             f"{tokenizer.model_max_length} tokens"
         )
     # The prompt is the part without loss.
@@ -119,5 +119,5 @@ def prompts(rows: list[dict], tokenizer, template: str = "auto") -> list[list[in
 
 
 def _folder(task: str) -> str:
-    known = check_value("evaluation.tasks", task, Key(str, {"choices": (*commonsense.FORMS, *ALIASES)}), Origin())
-    return ALIASES.get(known, known)
+    name = check_value("evaluation.tasks", task, Key(str, {"choices": (*commonsense.FORMS, *ALIASES)}), Origin())
+    return ALIASES.get(name, name)

@@ -64,12 +64,12 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
     and ``sampling``.
     """
 
-    def found(**own) -> dict[str, Any]:
-        task = _task(options, root, **own)
+    def run(**sampling) -> dict[str, Any]:
+        task = _task(options, root, **sampling)
         return lm_eval_tasks.evaluated(model, tokenizer, [task], options, confirm_run_unsafe_code=True)
 
     with _permission(root):
-        greedy = found()
+        greedy = run()
         hits = [bool(sample["pass@1"]) for sample in greedy["samples"]["humaneval"]]
         result = {
             **share(hits, "pass@1"),
@@ -81,7 +81,7 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
         if options.samples:
             full = {"do_sample": True, "temperature": options.temperature, "top_k": 0, "top_p": 1.0}
             with drawing(options.seed):
-                values = found(repeats=options.samples, k=options.k, **full)["results"]["humaneval"]
+                values = run(repeats=options.samples, k=options.k, **full)["results"]["humaneval"]
             result |= {f"sampled_{k.partition(',')[0]}": float(v) for k, v in values.items() if k.startswith("pass@")}
             result["sampling"] = (
                 f"{options.samples} samples a problem, temperature {options.temperature:g}, seed {options.seed}"
@@ -93,12 +93,12 @@ def _task(options: Options, root: Path, repeats: int = 1, k: Sequence[int] = (1,
     """lm-eval's task with its pass@k of ``repeats`` solutions to each problem."""
     with lm_eval_tasks.local_first(root):
         task = lm_eval_tasks.manager().load("humaneval")["tasks"]["humaneval"]
-        own = {
+        overrides = {
             "repeats": repeats,
             "metric_list": [{**metric, "k": [*k]} for metric in task.config.metric_list],
             "generation_kwargs": {**task.config.generation_kwargs, "max_gen_toks": options.max_new_tokens, **sampling},
         }
-        return type(task)(config={**vars(task.config), **own})
+        return type(task)(config={**vars(task.config), **overrides})
 
 
 @contextmanager

@@ -55,19 +55,19 @@ def check(options: Options, root: Path) -> None:
         UserError: an unknown task; data that are neither local nor on a hub; a task that runs generated code; examples
             in the prompt without data for them.
     """
-    known = manager()
+    index = manager()
     for name in options.tasks:
-        entry = known.task_index.get(name)
+        entry = index.task_index.get(name)
         if entry is None and not Path(name).is_file():
             raise UserError(
-                f"lm-eval has no task {name!r}{nearest(name, known.all_tasks)}; `lm-eval ls tasks` shows them all"
+                f"lm-eval has no task {name!r}{nearest(name, index.all_tasks)}; `lm-eval ls tasks` shows them all"
             )
         # Checked before the task is built, because HumanEval's definition asks a hub for its metric.
         if entry is not None and (entry.cfg or {}).get("unsafe_code"):
             raise _unsafe(name)
     with local_first(root):
         try:
-            tasks = known.load(options.tasks)["tasks"]
+            tasks = index.load(options.tasks)["tasks"]
         except ValueError as error:
             if "Duplicate task" not in str(error):
                 raise
@@ -75,8 +75,8 @@ def check(options: Options, root: Path) -> None:
     for name, task in tasks.items():
         if getattr(task, "UNSAFE_CODE", False):
             raise _unsafe(name)
-        own = task.get_config("num_fewshot")
-        shots = own if own == 0 or options.num_fewshot is None else options.num_fewshot
+        default = task.get_config("num_fewshot")
+        shots = default if default == 0 or options.num_fewshot is None else options.num_fewshot
         if shots and not len(list(task.fewshot_docs() or [])):
             raise UserError(
                 f"{name} with num_fewshot {shots} needs examples, and the local copy has only the samples "
@@ -91,9 +91,9 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
     ``tasks``, the members of a group. Of multiple choice ``majority``, the accuracy of always choosing the place of the
     most frequent right answer. A metric behind a filter other than ``none`` keeps the filter's name.
     """
-    places: dict[str, str] = {}
-    with local_first(root, places):
-        found = evaluated(
+    sources: dict[str, str] = {}
+    with local_first(root, sources):
+        report = evaluated(
             model,
             tokenizer,
             options.tasks,
@@ -104,21 +104,21 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
         )
         built = cache(lambda: manager().load(options.tasks)["tasks"])
         chosen = {
-            task: _places(found["samples"][task], task, built)
-            for task, config in found["configs"].items()
+            task: _positions(report["samples"][task], task, built)
+            for task, config in report["configs"].items()
             if config.get("output_type") == "multiple_choice"
         }
-    counts = {task: n["effective"] for task, n in found["n-samples"].items()}
-    members = _members(found.get("group_subtasks", {}), counts)
+    counts = {task: n["effective"] for task, n in report["n-samples"].items()}
+    members = _members(report.get("group_subtasks", {}), counts)
     result = {}
-    for name, values in {**found["results"], **found.get("groups", {})}.items():
+    for name, values in {**report["results"], **report.get("groups", {})}.items():
         entry: dict[str, Any] = {
             key.removesuffix(",none"): float(value)
             for key, value in values.items()
             if "," in key and isinstance(value, (int, float))
         }
-        entry["version"] = found["versions"].get(name)
-        hits = [sample.get("acc") for sample in found["samples"].get(name, ())]
+        entry["version"] = report["versions"].get(name)
+        hits = [sample.get("acc") for sample in report["samples"].get(name, ())]
         if hits and {*hits} <= {0, 1}:
             entry["acc_right"] = right_rows(f"first {len(hits)}", list(map(bool, hits)))
         leaves = members.get(name, [name])
@@ -128,19 +128,19 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
             entry.update(n=sum(counts[task] for task in members[name]), tasks=members[name])
         else:
             entry.update(
-                n=counts[name], num_fewshot=found["n-shot"].get(name), data=places.get(name, "as lm-eval's task says")
+                n=counts[name], num_fewshot=report["n-shot"].get(name), data=sources.get(name, "as lm-eval's task says")
             )
         result[name] = entry
     return result
 
 
-def evaluated(model, tokenizer, tasks: Sequence, options: Any, max_length: int | None = None, **more) -> dict[str, Any]:
-    """What lm-eval finds of ``tasks``, with all samples; it sets no seed.
+def evaluated(model, tokenizer, tasks: Sequence, options: Any, max_length: int | None = None, **args) -> dict[str, Any]:
+    """lm-eval's report on ``tasks``, with all samples; it sets no seed.
 
     Args:
         tasks: names, or lm-eval's own objects.
         options: a scorer's, with ``limit`` and ``batch_size``.
-        more: for lm-eval's ``simple_evaluate``.
+        args: for lm-eval's ``simple_evaluate``.
     """
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
@@ -153,15 +153,15 @@ def evaluated(model, tokenizer, tasks: Sequence, options: Any, max_length: int |
             task_manager=manager(),
             limit=options.limit,
             bootstrap_iters=BOOTSTRAP,
-            log_samples=True,  # their right answers; they are not kept
+            log_samples=True,  # for their right answers; not stored
             random_seed=None,
             numpy_random_seed=None,
             torch_random_seed=None,
-            **more,
+            **args,
         )
 
 
-def _places(samples: Sequence[Mapping[str, Any]], name: str, built: Callable[[], Mapping[str, Any]]) -> list[str]:
+def _positions(samples: Sequence[Mapping[str, Any]], name: str, built: Callable[[], Mapping[str, Any]]) -> list[str]:
     """The place of the right answer among the choices of each sample of a task, as lm-eval finds it.
 
     Args:
@@ -172,14 +172,14 @@ def _places(samples: Sequence[Mapping[str, Any]], name: str, built: Callable[[],
     task = built()[name]
     if task.multiple_input:  # such as WinoGrande: the choices are texts, all with the target as their continuation
         return [str(task.doc_to_text(sample["doc"])) for sample in samples]
-    places = []
+    positions = []
     for number, sample in enumerate(samples):
         target = sample["target"]
         if isinstance(target, str):
             choices = task.doc_to_choice(sample["doc"])
             target = choices.index(target) if target in choices else f"none, in sample {number}"
-        places.append(str(target))
-    return places
+        positions.append(str(target))
+    return positions
 
 
 @cache
@@ -198,28 +198,28 @@ def _unsafe(name: str) -> UserError:
     )
 
 
-def local_first(root: Path, places: dict[str, str] | None = None) -> AbstractContextManager[Any]:
-    """A context in which tasks are built on local data if available; ``places`` receives the source by task."""
+def local_first(root: Path, sources: dict[str, str] | None = None) -> AbstractContextManager[Any]:
+    """A context in which tasks are built on local data if available; ``sources`` receives the source by task."""
     from lm_eval.api.task import ConfigurableTask
 
-    places, original = {} if places is None else places, ConfigurableTask.download
+    sources, original = {} if sources is None else sources, ConfigurableTask.download
 
     def download(self, dataset_kwargs=None, **kwargs):
-        name, where = self.config.task, (self.DATASET_PATH, self.DATASET_NAME)
-        local = None if self.config.custom_dataset else local_data.find(root, *where)
+        name, dataset = self.config.task, (self.DATASET_PATH, self.DATASET_NAME)
+        local = None if self.config.custom_dataset else local_data.find(root, *dataset)
         if local is not None:
-            self.dataset, places[name] = local
+            self.dataset, sources[name] = local
             return
         try:
             original(self, dataset_kwargs, **kwargs)
         except Exception as error:  # whatever a hub or its cache raises; nothing is hidden
-            expected = local_data.expected(root, *where)
-            here = f"there is no {expected}" if expected else "no local copy of it is known"
+            expected = local_data.expected(root, *dataset)
+            problem = f"there is no {expected}" if expected else "no local copy of it is known"
             raise UserError(
-                f"{name} needs the data set {'/'.join(filter(None, where))}: {here}, and no hub gave it "
+                f"{name} needs the data set {'/'.join(filter(None, dataset))}: {problem}, and no hub gave it "
                 f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
             ) from error
-        places[name] = f"data set {'/'.join(filter(None, where))}"
+        sources[name] = f"data set {'/'.join(filter(None, dataset))}"
 
     return patch.object(ConfigurableTask, "download", download)
 

@@ -123,10 +123,10 @@ def _mmlu(root: Path, test: Path, subject: str):
 def _mmlu_rows(path: Path, subject: str) -> list[dict]:
     """Six columns: question, four choices, and the answer as a letter or a number from 0; a header is optional."""
     try:
-        read = pd.read_csv(path, header=None, dtype=str, keep_default_na=False, encoding="utf-8")
+        frame = pd.read_csv(path, header=None, dtype=str, keep_default_na=False, encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
-    rows = read.iloc[1:] if read[0][0] == "question" else read
+    rows = frame.iloc[1:] if frame[0][0] == "question" else frame
     wrong = rows if rows.shape[1] != 6 else rows[~rows[5].str.strip().isin([*"ABCD", *"0123"])]
     if len(wrong) or not len(rows):
         raise UserError(
@@ -148,5 +148,5 @@ def _humaneval(path: Path):
 def _datasets(rows: dict[str, list[dict]], full: str) -> dict:
     from datasets import Dataset
 
-    made = {split: Dataset.from_list(part) for split, part in rows.items() if part}
-    return {split: made[split] if part else made[full].select([]) for split, part in rows.items()}
+    built = {split: Dataset.from_list(part) for split, part in rows.items() if part}
+    return {split: built[split] if part else built[full].select([]) for split, part in rows.items()}

@@ -25,7 +25,7 @@ from benchmark.conditions import (
 from benchmark.intervals import Estimate, Figure, estimate, figure_of, pooled, right_rows, rows_of
 from benchmark.job import at_the_end, decisive
 from benchmark.metrics import of_test_data, scale_of
-from benchmark.results import ExperimentResults, shown, value
+from benchmark.results import ExperimentResults, figure_text, value
 from benchmark.suite import load_suite
 from benchmark.verdicts import judged_claims
 from fs_lowrank import UserError, load_config
@@ -251,7 +251,7 @@ def test_no_seed_is_judged_by_what_it_has_chosen():
 
     rule = {"is": "best", "better": "a", "than": ["other"], "along": "rate", "points": [1.0, 10.0], "by": 0}
     found = judged({**rule, "chosen_by": "val_acc"}, look_at)
-    assert [*found.there["a at 1 or 10"].by_seed.values()] == [0.7, 0.71, 0.5]
+    assert [*found.available["a at 1 or 10"].by_seed.values()] == [0.7, 0.71, 0.5]
     assert found.slack > 0 and "of versions new and old" in found.text  # of both points
 
 
@@ -587,7 +587,7 @@ def test_collapsed_seeds_are_named_and_counted_and_no_claim_holds_by_them(monkey
         worse=[record(s, a) for s, a in enumerate((0.40, 0.41, 0.42))],
     )
     figure = found.figure("rolora", "", "test_acc")
-    assert figure.collapsed == (0.465,) and not figure.whole
+    assert figure.collapsed == (0.465,) and not figure.complete
     assert found.cell("rolora", "", "test_acc").endswith("(1 collapsed)")
     assert found.figure("rolora", "", "test_loss") is None
 
@@ -814,7 +814,7 @@ def test_a_seed_that_missed_the_target_holds_nothing_and_is_no_missing_figure(mo
     found = results_of(**{m: [record(s, n) for s, n in enumerate(sent)] for m, sent in methods.items()})
     metric = "bytes_to:val_acc:0.7"
     figure = found.figure("a", "", metric)
-    assert (figure.mean, figure.missed, figure.whole) == (10.5, (2,), False) and found.figure("c", "", metric).n == 0
+    assert (figure.mean, figure.missed, figure.complete) == (10.5, (2,), False) and found.figure("c", "", metric).n == 0
     assert [found.cell(m, "", metric) for m in "abcd"] == ["reached by 2 of 3", "21 B ± 1 B", "not reached", "–"]
     assert found.cell("a", "", "bytes_to:val_f1:0.7") == "–" and found.look("a", {}, "bytes_to:val_f1:0.7") is None
 
@@ -857,8 +857,11 @@ def test_figures_of_a_result():
     assert value(record, "bytes_to:val_acc:0.9") is None
     assert value(record, "generate:boolq:acc") == 0.5 and value(record, "generate:boolq:version") is None
     assert value(record, "lm_eval:boolq:acc") is None  # results of different scorers are never mixed
-    assert shown(by_seed([0.7, 0.8]), "test_acc") == "75.00 ± 7.07" and shown(by_seed([2048]), "uplink") == "2.0 kB"
-    assert shown(Figure(math.nan, None, 0), "test_acc") == "–" and scale_of("aggregation")[0] == 1000
+    assert (
+        figure_text(by_seed([0.7, 0.8]), "test_acc") == "75.00 ± 7.07"
+        and figure_text(by_seed([2048]), "uplink") == "2.0 kB"
+    )
+    assert figure_text(Figure(math.nan, None, 0), "test_acc") == "–" and scale_of("aggregation")[0] == 1000
 
 
 RATES = [0.01, 0.1, 1, 10]

@@ -111,7 +111,7 @@ def test_a_claim_has_a_figure_of_its_conditions(tmp_path):
     absent = Condition("c above d", "", "", {"c": None}, None, 0.0, float("inf"))
     assert absent.verdict == UNTESTED
     conditions = [condition("a above b", Estimate(0.02, 0.002, 5)), condition("a / b", Estimate(0.1, None), "quotient")]
-    learns = condition("a learns", Estimate(0.3, 0.001, 5), first=True)
+    learns = condition("a learns", Estimate(0.3, 0.001, 5), premise=True)
     accuracy, quotient = claim_panels({"main": [learns, *conditions, absent]})
     (_, point), (_, hollow) = accuracy.marks, quotient.marks
     low, high = (100 * end for end in conditions[0].estimate.ends)

@@ -589,7 +589,7 @@ def test_a_run_is_probed_with_the_threads_of_a_worker(place, monkeypatch, worker
     monkeypatch.syspath_prepend(str(place))
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     before, probed = torch.get_num_threads(), []
-    monkeypatch.setattr(estimate, "_of", lambda *job: probed.append(torch.get_num_threads()) or {"cells": 1})
+    monkeypatch.setattr(estimate, "_costs", lambda *job: probed.append(torch.get_num_threads()) or {"cells": 1})
     torch.set_num_threads(4)
     try:
         estimate.table(Options(("tiny.yaml",), results="probed", only=("main",)), workers, print)
@@ -705,7 +705,7 @@ def test_a_log_has_a_line_of_all_jobs_even_while_none_ends(place, monkeypatch, c
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(place)
     monkeypatch.setattr(progress, "LOG_EVERY", 0.0)
-    monkeypatch.setattr(benchmark.run, "make_crew", lambda *given, **options: None)
+    monkeypatch.setattr(benchmark.run, "worker_pool", lambda *given, **options: None)
     monkeypatch.setattr(benchmark.run, "hand_out", lambda board, work, pool, stop, say, look: (board.claim(), look()))
     without_own_methods(place, "logged.yaml")
     with progress.showing(live=False):

@@ -16,7 +16,7 @@ from benchmark.metrics import unknown
 from benchmark.plan import jobs_of, plan
 from benchmark.report import write_report
 from benchmark.results import find
-from benchmark.samples import counted, of_data, within_budget
+from benchmark.samples import counted, data_key, within_budget
 from benchmark.suite import SIZES, flatten, lay, load_suite, shipped
 from benchmark.template import markdown
 from benchmark.verdicts import judged_claims
@@ -102,7 +102,7 @@ def test_budget_counts_what_small_clients_train_on(write):
     with pytest.raises(UserError, match=f"samples = 20 is less than one round takes, {sum(sizes)}"):
         within_budget(plan(options(write(text.replace("1000", "20"))))[0])
     own = {"lowrank.clients": [{"clients": 1, "tok_len": 4}]}  # which may leave out rows, so that sizes differ
-    assert of_data(allowed) == of_data(cells["6"].config) != of_data(allowed.replace(own))
+    assert data_key(allowed) == data_key(cells["6"].config) != data_key(allowed.replace(own))
 
 
 def test_samples_of_older_results_are_counted_from_what_they_hold(write):

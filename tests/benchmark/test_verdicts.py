@@ -97,7 +97,7 @@ def test_a_margin_that_anything_meets_names_who_meets_it():
     found = results("one", **{method: [record(s, acc + s / 100) for s in (0, 1, 2)] for method, acc in at.items()})
     close = {"is": "close", "methods": ["a"], "to": "c", "within": 0.05}
     row, said, _ = rows({"rule": [close]}, {"one": found})
-    assert row.others == {"one": {"b": INCONCLUSIVE, "d": FAILS}}
+    assert row.other_methods == {"one": {"b": INCONCLUSIVE, "d": FAILS}}
     assert "The same rule on the other methods: one: b inconclusive, d does not hold." in said
 
 
