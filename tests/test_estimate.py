@@ -28,7 +28,7 @@ def test_the_figures_are_those_of_the_run(causal_settings):
     assert 8 * trained <= of(found, "optimizer") <= 8 * trained + 8 * 100
     assert of(found, "updates of a round") == 3 * 4 * trained
     engine.run()
-    kept = {id(states): states.nbytes for states, _ in workspace.prefix.kept.values()}
+    kept = {id(states): states.nbytes for states, _ in workspace.prefix.cached.values()}
     assert of(found, "states of frozen layers") == sum(kept.values())
     assert found.steps == 4 * 3 * 3 and 0 < found.seconds < 60 and not found.lacking and not found.advice
 

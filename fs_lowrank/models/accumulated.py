@@ -21,34 +21,34 @@ def add_accumulated(model: peft.PeftModel, seed: int) -> peft.PeftModel:
     return add_beside(model, ACCUMULATED, seed, r=1, lora_alpha=1, lora_dropout=0.0, init_lora_weights=True)
 
 
-def accumulate_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor, most: int | None = None) -> bool:
+def accumulate_pair(model: nn.Module, down_name: str, up: Tensor, down: Tensor, max_rank: int | None = None) -> bool:
     """Append a pair to the adapter ``ACCUMULATED`` of the layer with ``lora_A`` ``down_name``; the base is unchanged.
 
     Args:
         up: as for ``merge_pair``.
         down: as for ``merge_pair``.
-        most: the largest rank of the adapter, whose best approximation of that rank is kept if it is exceeded; None:
-            any rank.
+        max_rank: the largest rank of the adapter, which is replaced by its best approximation of that rank if it is
+            exceeded; None: any rank.
     Returns:
-        whether an approximation was kept: the pairs have a larger rank together.
+        whether an approximation was stored: the pairs have a larger rank together.
     """
     down_all = down_name.replace(".default.", f".{ACCUMULATED}.")
     up_all = down_all.replace(".lora_A.", ".lora_B.")
     parameters = dict(model.named_parameters())
-    own_up, own_down = parameters[up_all], parameters[down_all]
+    old_up, old_down = parameters[up_all], parameters[down_all]
     with torch.no_grad():
-        ups, downs = up.to(own_up.device).flatten(1), down.to(own_up.device).flatten(1)
-        if own_up.any():  # its initial pair has B = 0 and is replaced
-            ups, downs = torch.cat([own_up.flatten(1), ups], 1), torch.cat([own_down.flatten(1), downs])
+        ups, downs = up.to(old_up.device).flatten(1), down.to(old_up.device).flatten(1)
+        if old_up.any():  # its initial pair has B = 0 and is replaced
+            ups, downs = torch.cat([old_up.flatten(1), ups], 1), torch.cat([old_down.flatten(1), downs])
         widest = min(ups.shape[0], downs.shape[1])  # no product has a larger rank
-        limit = ups.shape[1] if most is None else min(most, widest)
+        limit = ups.shape[1] if max_rank is None else min(max_rank, widest)
         cut = ups.shape[1] > limit
         if cut:
             u, s, vh = low_rank_sum_svd([ups], [downs], [1.0], limit)
             ups, downs = u * s, vh
     # The pair of a convolution has the axes of a kernel as well.
-    ups = ups.reshape(*ups.shape, *own_up.shape[2:])
-    load_tensors(model, {up_all: ups, down_all: downs.reshape(len(downs), *own_down.shape[1:])})
+    ups = ups.reshape(*ups.shape, *old_up.shape[2:])
+    load_tensors(model, {up_all: ups, down_all: downs.reshape(len(downs), *old_down.shape[1:])})
     return cut and limit < widest
 
 

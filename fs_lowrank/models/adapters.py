@@ -26,11 +26,11 @@ from .kinds import (
     CLASSES,
     further,
     heads_by_place,
-    own_targets,
     say_idle,
     sizes,
     task_type,
     text_part,
+    vision_targets,
 )
 from .names import HEAD_MODULES, PEFT_HEADS, all_tensors, is_head, tags, with_owners, zero_at_start
 from .prompts import check_virtual_tokens, text_only
@@ -68,7 +68,7 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     # a convolution is adapted as the matrix of its kernels, so its rows are as long as one kernel
     longest = max((max(p.shape[:1].numel(), p.shape[1:].numel()) for p in model.parameters()), default=1)
     config = _config(model, spec, seed)
-    asked = {name: copy.deepcopy(getattr(config, name)) for name in further(spec)}
+    options = {name: copy.deepcopy(getattr(config, name)) for name in further(spec)}
     torch.manual_seed(derive(seed, "adapter"))
     with without_deprecation(), users_own(_BY_PEFT):
         rank = max([spec.r, *(getattr(config, "rank_pattern", None) or {}).values()])
@@ -83,7 +83,7 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
             f"llm.adapter.args: it would train {strange[0]}, which is no tensor of an adapter or a head, so it would "
             "never be sent; leave out bias, trainable_token_indices and adapters on embeddings"
         )
-    say_idle(wrapped, asked)
+    say_idle(wrapped, options)
     if spec.virtual_tokens:
         text_only(wrapped)
         check_virtual_tokens(wrapped, spec.method)
@@ -93,7 +93,7 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
 
 def _check_pairs(model: nn.Module, adapter: str) -> None:
     """Refuse pairs of a rank above the width of their layer, and on layers that give more than a product."""
-    of = "" if adapter == "default" else f" of the {adapter} pair"
+    suffix = "" if adapter == "default" else f" of the {adapter} pair"
     for name, module in model.named_modules():
         if adapter not in getattr(module, "lora_A", ()):
             continue
@@ -107,7 +107,7 @@ def _check_pairs(model: nn.Module, adapter: str) -> None:
         widest = (max if down.ndim > 2 else min)(down.flatten(1).shape[1], up.shape[0])
         if len(down) > widest:  # its own rank, by rank_pattern if that names it
             raise UserError(
-                f"rank {len(down)}{of} is above the width of {name}: its weight is "
+                f"rank {len(down)}{suffix} is above the width of {name}: its weight is "
                 f"{up.shape[0]} × {down.flatten(1).shape[1]}; choose r ≤ {widest}"
             )
 
@@ -149,9 +149,9 @@ def _freeze_inside(wrapped: peft.PeftModel, spec: AdapterSpec) -> None:
                 "modules that are called like it"
             )
         for part, _ in inner.named_modules():
-            whole = f"{part}.".startswith(f"{name}.") and not f"{part}.".startswith(f"{name}.modules_to_save.")
+            inside = f"{part}.".startswith(f"{name}.") and not f"{part}.".startswith(f"{name}.modules_to_save.")
             part = part.replace(".original_module", "")
-            if whole and spec.method not in PROMPTS and check_target_module_exists(plain, part):
+            if inside and spec.method not in PROMPTS and check_target_module_exists(plain, part):
                 raise UserError(
                     f"llm.adapter.args: no adapter can go on {part}: PEFT leaves out "
                     f"what is called {' or '.join(PEFT_HEADS)}, also inside the base; take other modules"
@@ -166,23 +166,23 @@ def _config(model: nn.Module, spec: AdapterSpec, seed: int = 0) -> peft.PeftConf
             f"llm.adapter.args: adapter_method {spec.method!r} is not known"
             f"{nearest(spec.method, CLASSES)}; known: {', '.join(sorted(CLASSES))}"
         )
-    given = {**task_type(model, spec), **sizes(model, spec, seed)}
+    arguments = {**task_type(model, spec), **sizes(model, spec, seed)}
     import peft
 
     config_class = getattr(peft, CLASSES[spec.method])
-    keys, own = dict(keys_of(config_class)), further(spec)
-    for name, of in keys.items():
-        values = [one.value for kind in typing.get_args(of.hint) if isinstance(kind, type(Enum)) for one in kind]
-        keys[name] = Key(of.hint, {"choices": values} if values else {})
+    keys, extra = dict(keys_of(config_class)), further(spec)
+    for name, key in keys.items():
+        values = [one.value for kind in typing.get_args(key.hint) if isinstance(kind, type(Enum)) for one in kind]
+        keys[name] = Key(key.hint, {"choices": values} if values else {})
     keys |= {"init_lora_weights": Key(Any)}  # PEFT accepts more than it lists, such as pissa_niter_16
-    check_keys(own, keys, Origin(), "llm.adapter.args.0")
+    check_keys(extra, keys, Origin(), "llm.adapter.args.0")
     for part in spec.extra.get("modules_to_save") or ():
         _check_named(model, part, "modules_to_save: ")
     if heads := heads_by_place(model):  # what the user names as well is there once
-        own = {**own, "modules_to_save": list(dict.fromkeys([*(own.get("modules_to_save") or ()), *heads]))}
+        extra = {**extra, "modules_to_save": list(dict.fromkeys([*(extra.get("modules_to_save") or ()), *heads]))}
     if spec.method in PROMPTS:
         with users_own(_BY_PEFT):
-            return config_class(**given, **own)
+            return config_class(**arguments, **extra)
     targets, layers = _targets(model, spec), _layers(model, spec)
     if spec.target_modules == ALL_LINEAR:
         layers = None  # the names are those of single modules
@@ -191,7 +191,7 @@ def _config(model: nn.Module, spec: AdapterSpec, seed: int = 0) -> peft.PeftConf
         targets, layers = _in_layers(model, targets or _usual_targets(model) or [], layers), None
     chosen = {} if layers is None else {"layers_to_transform": layers}
     with users_own(_BY_PEFT):
-        config = config_class(target_modules=targets, **chosen, **given, **own)
+        config = config_class(target_modules=targets, **chosen, **arguments, **extra)
     _check_patterns(model, config)
     return config
 
@@ -201,20 +201,20 @@ def _check_patterns(model: nn.Module, config: peft.PeftConfig) -> None:
     """Refuse a rank, a strength or an exclusion of modules that have no adapter in any case."""
     everything = copy.copy(cast("peft.LoraConfig", config))
     everything.exclude_modules = None
-    for name, of in (("exclude_modules", everything), ("rank_pattern", config), ("alpha_pattern", config)):
+    for name, scope in (("exclude_modules", everything), ("rank_pattern", config), ("alpha_pattern", config)):
         value = getattr(config, name, None) or ()
-        is_regex, among = isinstance(value, (str, Mapping)), _adapted(model, of)
+        is_regex, modules = isinstance(value, (str, Mapping)), _adapted(model, scope)
         for part in [value] if isinstance(value, str) else value:
             expression = part if is_regex else re.escape(part)
-            if not any(re.fullmatch(rf"(.*\.)?({expression})", module) for module in among):
+            if not any(re.fullmatch(rf"(.*\.)?({expression})", module) for module in modules):
                 raise UserError(
                     f"llm.adapter.args: {name}: {part!r} is of no module with an adapter; there are: "
-                    f"{', '.join(sorted({module.rpartition('.')[2] for module in among}))}"
+                    f"{', '.join(sorted({module.rpartition('.')[2] for module in modules}))}"
                 )
 
 
 def _inside(model: nn.Module, layers: Sequence[int] | None) -> tuple[str, ...]:
-    """How the full names of modules begin that a text goes through, in ``layers`` if some are chosen."""
+    """Prefixes of the full names of modules that a text goes through, in ``layers`` if some are chosen."""
     stack, part = layer_stack(model), text_part(model)[0]
     if layers is None or stack is None:
         return (f"{part}." if part else "",)
@@ -258,16 +258,16 @@ def _usual_targets(model: nn.Module) -> list[str] | None:
 
 
 def _targets(model: nn.Module, spec: AdapterSpec) -> list[str] | str | None:
-    own = own_targets(model)
+    defaults = vision_targets(model)
     if spec.target_modules is None:
-        if own is None and _usual_targets(model) is None:
+        if defaults is None and _usual_targets(model) is None:
             raise UserError(
                 "llm.adapter.args: target_modules is missing, and there is no usual choice for this model; name some "
                 f"of {', '.join(_last_names(model))}, or all-linear"
             )
-        return own
+        return defaults
     if spec.target_modules == ALL_LINEAR:
-        return own or _all_linear(model, spec)
+        return defaults or _all_linear(model, spec)
     if spec.pattern:
         return spec.pattern  # PEFT refuses one that fits no whole name of a module
     for module in spec.target_modules:
@@ -368,18 +368,18 @@ def module_of(name: str) -> str:
 ACCUMULATED = "accumulated"
 
 
-def add_beside(model: peft.PeftModel, name: str, seed: int, *, r: int | None = None, **others: Any) -> peft.PeftModel:
+def add_beside(model: peft.PeftModel, name: str, seed: int, *, r: int | None = None, **extra: Any) -> peft.PeftModel:
     """Add an adapter ``name``, in float32, on the layers of the shared one; every adapter is active afterwards.
 
     Args:
         r: its rank in every layer; None: the ranks of the shared adapter.
-        others: further arguments of its PEFT config that differ from those of the shared one.
+        extra: further arguments of its PEFT config that differ from those of the shared one.
     Raises:
         UserError: the rank is above the width of a layer.
     """
     config = copy.deepcopy(model.peft_config["default"])
     rank = {} if r is None else {"r": r, "rank_pattern": {}}
-    for key, value in {"modules_to_save": None, **rank, **others}.items():
+    for key, value in {"modules_to_save": None, **rank, **extra}.items():
         setattr(config, key, value)
     torch.manual_seed(derive(seed, "adapter", name))
     tuner = model.base_model

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .vision import VisionModel
 
 
-#: the tasks of models with labels, and what transformers calls them
+#: the tasks of models with labels, and transformers' names for them
 PROBLEMS = {
     "SequenceClassification": "single_label_classification",
     "SequenceRegression": "regression",
@@ -78,8 +78,8 @@ def hub_name(config: Settings, model: nn.Module | None = None) -> tuple[str, str
         return FETCHABLE[name].hub, ""
     if not folder.is_dir():
         return name, getattr(getattr(model, "config", None), "_commit_hash", None) or ""
-    of_cache = re.search(r"/models--([^/]+)/snapshots/([^/]+)$", folder.resolve().as_posix())  # huggingface_hub's cache
-    return (of_cache[1].replace("--", "/"), of_cache[2]) if of_cache else ("", "")
+    match = re.search(r"/models--([^/]+)/snapshots/([^/]+)$", folder.resolve().as_posix())  # huggingface_hub's cache
+    return (match[1].replace("--", "/"), match[2]) if match else ("", "")
 
 
 def model_name(model_type: str) -> str:
@@ -88,25 +88,25 @@ def model_name(model_type: str) -> str:
 
 
 @contextlib.contextmanager
-def _complaints(what: str, place: str) -> Iterator[None]:
-    """A context for loading from ``place``: any error of transformers becomes a ``UserError`` of one line."""
+def _complaints(part: str, source: str) -> Iterator[None]:
+    """A context for loading from ``source``: any error of transformers becomes a ``UserError`` of one line."""
     try:
-        with contextlib.nullcontext() if Path(place).is_dir() else hub():
+        with contextlib.nullcontext() if Path(source).is_dir() else hub():
             yield
     except UserError:
         raise
     except Exception as error:  # damaged files raise various errors: of safetensors, JSON, torch, a model's code
-        for path in sorted(Path(place).glob("*")):
+        for path in sorted(Path(source).glob("*")):
             refuse_pointer(path)
-        first, here = (str(error).strip() or type(error).__name__).splitlines()[0], Path(place).is_dir()
+        first, is_local = (str(error).strip() or type(error).__name__).splitlines()[0], Path(source).is_dir()
         if not isinstance(error, (OSError, ValueError)):
             first = f"{type(error).__name__}: {first}"
-        why = _known_cause(error) or not here and isinstance(error, OSError) and silence() or first
-        if not here:
+        reason = _known_cause(error) or not is_local and isinstance(error, OSError) and silence() or first
+        if not is_local:
             folders = [path.name for path in Path().iterdir() if path.is_dir()]
-            known = f"{', '.join(FETCHABLE)}){nearest(place, [*FETCHABLE, *folders])}"
-            why = f"it is neither a folder nor one of the models to fetch ({known}, and {why}"
-        raise UserError(f"model.type: cannot load the {what} of {place!r}: {why}") from error
+            names = f"{', '.join(FETCHABLE)}){nearest(source, [*FETCHABLE, *folders])}"
+            reason = f"it is neither a folder nor one of the models to fetch ({names}, and {reason}"
+        raise UserError(f"model.type: cannot load the {part} of {source!r}: {reason}") from error
 
 
 def _known_cause(error: Exception) -> str:
@@ -156,29 +156,29 @@ def build_tokenizer(config: Settings, folder: Path | None = None):
         return held(config)[1]
     from transformers import AutoTokenizer
 
-    place = locate(model_name(config.model.type))
+    source = locate(model_name(config.model.type))
     skeleton: Any = build_skeleton(config)
     length, room = data_args(config.data).get("max_len") or config.llm.tok_len, positions(skeleton)
-    taken = config.adapter.virtual_tokens if config.llm.adapter.use else 0
-    room = None if room is None else room - taken
-    of_it = f"{room} positions" + (f" left by {taken} virtual tokens" if taken else "")
-    asked = {"lowrank.clients: tok_len": max((of.get("tok_len", 0) for of in config.own_settings.values()), default=0)}
-    for key, tokens in {**asked, "llm.tok_len": length}.items():
+    reserved = config.adapter.virtual_tokens if config.llm.adapter.use else 0
+    room = None if room is None else room - reserved
+    limit = f"{room} positions" + (f" left by {reserved} virtual tokens" if reserved else "")
+    lengths = {"lowrank.clients: tok_len": max((s.get("tok_len", 0) for s in config.own_settings.values()), default=0)}
+    for key, tokens in {**lengths, "llm.tok_len": length}.items():
         if room is not None and isinstance(tokens, int) and tokens > room:
             raise UserError(
-                f"{key} = {tokens}: the model at {place!r} has {of_it}; set {key} (or max_len in data.args) to {room} "
+                f"{key} = {tokens}: the model at {source!r} has {limit}; set {key} (or max_len in data.args) to {room} "
                 "or less"
             )
-    place = place if folder is None else str(folder)
-    with _complaints("tokenizer", place):
-        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    source = source if folder is None else str(folder)
+    with _complaints("tokenizer", source):
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         largest = max(tokenizer.get_vocab().values(), default=-1)
-    for of_place in ("is_local", "local_files_only"):  # otherwise what a run saves depends on HF_HUB_OFFLINE
-        tokenizer.init_kwargs.pop(of_place, None)
+    for name in ("is_local", "local_files_only"):  # otherwise what a run saves depends on HF_HUB_OFFLINE
+        tokenizer.init_kwargs.pop(name, None)
     rows = skeleton.get_input_embeddings().weight.shape[0]
     if largest >= rows:
         raise UserError(
-            f"model.type: the tokenizer at {place!r} has {largest + 1} tokens, the model's embedding {rows} rows; the "
+            f"model.type: the tokenizer at {source!r} has {largest + 1} tokens, the model's embedding {rows} rows; the "
             "two do not belong together: put the tokenizer's files there that the model was trained with"
         )
     if length == "auto" and room is not None:
@@ -232,11 +232,11 @@ def build_model(
         if tokenizer is not None:
             settle_padding(module, pad_id(tokenizer))
         return module
-    place = config.lowrank.weights if config.is_vision else locate(model_name(config.model.type))
+    source = config.lowrank.weights if config.is_vision else locate(model_name(config.model.type))
 
     def decides() -> dict[str, Any] | None:
-        known = {
-            "place": [place, state := _state(place)],
+        inputs = {
+            "place": [source, state := _state(source)],
             "dtype": [config.dtype, config.quantised, config.lowrank.double_quant],
             "quantised": config.quantised and [config.torch_device, config.adapter.extra.get("modules_to_save")],
             "seed": config.seed,
@@ -247,21 +247,21 @@ def build_model(
             "tokenizer": None if tokenizer is None else [pad_id(tokenizer), tokenizer.eos_token_id],
         }
         on_gpu = config.quantised and config.torch_device != "cpu"  # which has no room for it twice
-        return None if state is None or config.model.device_map or on_gpu else known
+        return None if state is None or config.model.device_map or on_gpu else inputs
 
     def make() -> tuple[nn.Module, torch.Tensor]:
-        built = _built(config, place, num_labels, tokenizer, image_shape, label_names, say_new)
+        built = _built(config, source, num_labels, tokenizer, image_shape, label_names, say_new)
         vars(built)["decided_by"] = decides()
         return built, torch.get_rng_state()
 
-    model, drawn = memoized(
+    model, rng_state = memoized(
         "model",
         decides,
         make,
         copy=lambda pair: (_copy(pair[0]), pair[1]),
         size=lambda pair: sum(p.nbytes for p in pair[0].parameters()),
     )
-    torch.set_rng_state(drawn)
+    torch.set_rng_state(rng_state)
     return model
 
 
@@ -271,21 +271,21 @@ def _copy(model: nn.Module) -> nn.Module:
     That depends on where a matrix begins in a line of the processor's cache.
     """
 
-    def like(tensor: torch.Tensor) -> torch.Tensor:
+    def aligned(tensor: torch.Tensor) -> torch.Tensor:
         buffer = torch.empty(tensor.nbytes + 64, dtype=torch.uint8, device=tensor.device)
         start = (tensor.data_ptr() - buffer.data_ptr()) % 64
         return buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     # Quantised weights have a copy of their own.
     contiguous = [p for p in model.parameters() if type(p) is nn.Parameter and p.is_contiguous() and p.numel()]
-    return copy.deepcopy(model, {id(p): nn.Parameter(like(p.detach()), p.requires_grad) for p in contiguous})
+    return copy.deepcopy(model, {id(p): nn.Parameter(aligned(p.detach()), p.requires_grad) for p in contiguous})
 
 
-def _state(place: str) -> list[tuple[str, int, int]] | None:
-    """Names, sizes and times of the files at ``place``, by which a change is noticed; None for a name on a hub."""
-    if not place:
+def _state(source: str) -> list[tuple[str, int, int]] | None:
+    """Names, sizes and times of the files at ``source``, by which a change is noticed; None for a name on a hub."""
+    if not source:
         return []
-    path = Path(place).expanduser()
+    path = Path(source).expanduser()
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     try:
         return [(f.name, (s := f.stat()).st_size, s.st_mtime_ns) for f in files]
@@ -295,7 +295,7 @@ def _state(place: str) -> list[tuple[str, int, int]] | None:
 
 def _built(
     config: Settings,
-    place: str,
+    source: str,
     num_labels: int | None,
     tokenizer: Any,
     image_shape: tuple[int, int, int] | None,
@@ -319,11 +319,11 @@ def _built(
         options |= placing(config, skeleton) if config.model.device_map else {}
     torch.manual_seed(derive(config.seed, "model"))
     # check_loaded reports what matters of the loader's messages.
-    with transformers_silent(), _complaints("weights", place):
-        model, report = loader.from_pretrained(place, trust_remote_code=False, **options)
-    settle(model, config, place)
+    with transformers_silent(), _complaints("weights", source):
+        model, report = loader.from_pretrained(source, trust_remote_code=False, **options)
+    settle(model, config, source)
     refuse_reserved(model, f"model.type = {config.model.type}")
-    vars(model)["new_weights"] = check_loaded(model, report, place, num_labels if classifies else None, say_new)
+    vars(model)["new_weights"] = check_loaded(model, report, source, num_labels if classifies else None, say_new)
     if tokenizer is not None and classifies:
         settle_padding(model, pad_id(tokenizer), config.llm.tok_len)
     elif tokenizer is not None and model.config.pad_token_id is None:
@@ -374,15 +374,15 @@ def build_skeleton(config: Settings) -> nn.Module:
             return _vision_net(config, 10, (3, 32, 32))
         import transformers
 
-        place = locate(model_name(config.model.type))
-        with _complaints("configuration", place):
-            about, loader = transformers.AutoConfig.from_pretrained(place, trust_remote_code=False), _loader(config)
+        source = locate(model_name(config.model.type))
+        with _complaints("configuration", source):
+            spec, loader = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False), _loader(config)
             try:
-                return loader.from_config(about, trust_remote_code=False)
+                return loader.from_config(spec, trust_remote_code=False)
             except ValueError:
-                if about.is_encoder_decoder and config.model.task == "CausalLM":
+                if spec.is_encoder_decoder and config.model.task == "CausalLM":
                     raise UserError(
-                        f"model.type: {place!r} is an encoder-decoder model ({about.model_type}), which is not for "
+                        f"model.type: {source!r} is an encoder-decoder model ({spec.model_type}), which is not for "
                         "model.task CausalLM; set model.task Seq2SeqLM"
                     ) from None
                 raise

@@ -33,12 +33,12 @@ _TRAFFIC = 40
 class _Composed(_Base):
     """Base of the layers: one convolution with the sum of the kernels if that is possible and cheaper.
 
-    A layer defines ``_whole_weight(x)``, the sum of the kernels of base and active adapters; None: PEFT computes it.
+    A layer defines ``_full_weight(x)``, the sum of the kernels of base and active adapters; None: PEFT computes it.
     """
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         adapts = not (args or kwargs or self.disable_adapters or self.merged)
-        weight = self._whole_weight(x) if adapts else None
+        weight = self._full_weight(x) if adapts else None
         if weight is None:
             return super().forward(x, *args, **kwargs)
         return functional_call(self.get_base_layer(), {"weight": weight}, (x,))
@@ -58,7 +58,7 @@ class _Composed(_Base):
 class ComposedLoRA(_Composed, LoRAConv2d):
     """PEFT's LoRA on a convolution."""
 
-    def _whole_weight(self, x):
+    def _full_weight(self, x):
         if not self._plain() or self.lora_variant:
             return None
         active, weight = [a for a in self.active_adapters if a in self.lora_A], self.get_base_layer().weight
@@ -95,7 +95,7 @@ class ComposedLoRA(_Composed, LoRAConv2d):
 class _ComposedLycoris(_Composed):
     """PEFT computes the kernel of the adapter anyway and convolves with it a second time."""
 
-    def _whole_weight(self, x):
+    def _full_weight(self, x):
         active = [a for a in self.active_adapters if a in self.r]
         weight = self.get_base_layer().weight
         if not active or not self._plain() or any(self.training and self.module_dropout[a] for a in active):

@@ -63,10 +63,10 @@ def _only(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str, nn.Param
 
     The model is in evaluation mode, and computes in the dtype of its weights.
     """
-    own, wanted = dict(model.named_parameters()), set(names)
+    parameters, wanted = dict(model.named_parameters()), set(names)
     with preserving_modes(model), with_gradients(model, wanted), without_autocast(model), torch.enable_grad():
         model.eval()
-        yield {n: own[n] for n in sorted(wanted)}
+        yield {n: parameters[n] for n in sorted(wanted)}
 
 
 def _on(model: nn.Module, batches: Batches) -> Iterator[dict[str, Tensor]]:
@@ -112,9 +112,9 @@ def _likelihoods(draws: int, generator: torch.Generator) -> Scalars:
 
 def _gradients(logits: Tensor, tensors: Sequence[Tensor], scalars: Scalars) -> Iterator[tuple[Tensor | None, ...]]:
     """The gradients of each of ``scalars`` of the batch with respect to ``tensors``; None: unused."""
-    of_batch = scalars(logits)
-    for scalar in of_batch:
-        yield torch.autograd.grad(scalar, tensors, retain_graph=scalar is not of_batch[-1], allow_unused=True)
+    values = scalars(logits)
+    for scalar in values:
+        yield torch.autograd.grad(scalar, tensors, retain_graph=scalar is not values[-1], allow_unused=True)
 
 
 # -- the mean ------------------------------------------------------------------------------------------
@@ -125,10 +125,10 @@ def mean_gradients(model: nn.Module, batches: Batches, names: Iterable[str], sam
     with _only(model, names) as weights:
         sums, seen = {n: torch.zeros_like(w, dtype=torch.float32) for n, w in weights.items()}, 0
         for batch in _on(model, batches):
-            own = {n: t[: samples - seen] for n, t in batch.items()}
-            size = len(own["labels"])
-            found = torch.autograd.grad(unwrapped(model)(**own).loss * size, list(weights.values()), allow_unused=True)
-            for total, gradient in zip(sums.values(), found):
+            part = {n: t[: samples - seen] for n, t in batch.items()}
+            size = len(part["labels"])
+            grads = torch.autograd.grad(unwrapped(model)(**part).loss * size, list(weights.values()), allow_unused=True)
+            for total, gradient in zip(sums.values(), grads):
                 if gradient is not None:
                     total += gradient.float()
             seen += size
@@ -140,7 +140,7 @@ def mean_gradients(model: nn.Module, batches: Batches, names: Iterable[str], sam
 # -- the diagonal --------------------------------------------------------------------------------------
 
 
-def _known(module: nn.Module) -> bool:
+def _supported(module: nn.Module) -> bool:
     """Whether ``_squares`` supports ``module``."""
     if isinstance(module, nn.Conv2d):
         return module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
@@ -160,7 +160,7 @@ def _squares(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
     if isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.BatchNorm2d)):
         return _norm_squares(module, x, g)
     if isinstance(module, nn.Conv2d):
-        padding = cast(tuple[int, ...], module.padding)  # ``_known`` excludes text
+        padding = cast(tuple[int, ...], module.padding)  # ``_supported`` excludes text
         x = nn.functional.unfold(x, module.kernel_size, module.dilation, padding, module.stride)
         x, g = x.transpose(1, 2), g.flatten(2).transpose(1, 2)
     elif x.ndim == 2:
@@ -175,14 +175,14 @@ def _squares(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
 
 
 def _norm_squares(module: nn.LayerNorm | nn.GroupNorm | nn.BatchNorm2d, x: Tensor, g: Tensor) -> dict[str, Tensor]:
-    own = module.named_parameters(recurse=False)
-    plain_affine = {n: torch.full_like(p, float(n == "weight"), dtype=x.dtype) for n, p in own}
+    parameters = module.named_parameters(recurse=False)
+    plain_affine = {n: torch.full_like(p, float(n == "weight"), dtype=x.dtype) for n, p in parameters}
     plain = functional_call(module, plain_affine, (x,))
-    over = tuple(range(2, x.ndim))
+    axes = tuple(range(2, x.ndim))
     if isinstance(module, nn.LayerNorm):
-        over = tuple(range(1, x.ndim - len(module.normalized_shape)))
-    each = {"weight": g * plain, "bias": g}
-    return {n: (t.sum(over) if over else t).square().sum(0) for n, t in each.items()}
+        axes = tuple(range(1, x.ndim - len(module.normalized_shape)))
+    terms = {"weight": g * plain, "bias": g}
+    return {n: (t.sum(axes) if axes else t).square().sum(0) for n, t in terms.items()}
 
 
 def _embedding_squares(module: nn.Embedding, ids: Tensor, g: Tensor) -> Tensor:
@@ -190,10 +190,10 @@ def _embedding_squares(module: nn.Embedding, ids: Tensor, g: Tensor) -> Tensor:
     if module.padding_idx is not None:
         g = g * (ids != module.padding_idx)[..., None]
     # Occurrences of a token in one sample are summed before squaring.
-    own = ids + rows * torch.arange(len(ids), device=ids.device)[:, None]
-    kinds, place = own.flatten().unique(return_inverse=True)
-    summed = g.new_zeros(len(kinds), g.shape[-1]).index_add_(0, place, g.flatten(0, 1))
-    return g.new_zeros(rows, g.shape[-1]).index_add_(0, kinds % rows, summed.square_())
+    keys = ids + rows * torch.arange(len(ids), device=ids.device)[:, None]
+    unique, inverse = keys.flatten().unique(return_inverse=True)
+    summed = g.new_zeros(len(unique), g.shape[-1]).index_add_(0, inverse, g.flatten(0, 1))
+    return g.new_zeros(rows, g.shape[-1]).index_add_(0, unique % rows, summed.square_())
 
 
 def diagonal_fisher(
@@ -213,7 +213,7 @@ def diagonal_fisher(
         Nonnegative float32 tensors by name, with the shapes of the parameters.
     """
     owners = {n: model.get_submodule(n.rpartition(".")[0]) for n in names}
-    by_sample = any(not _known(m) or n.rpartition(".")[2] not in ("weight", "bias") for n, m in owners.items())
+    by_sample = any(not _supported(m) or n.rpartition(".")[2] not in ("weight", "bias") for n, m in owners.items())
     with _only(model, names) as parameters:
         total = _zeros(parameters)
         scalars, count = _likelihoods(draws, torch.Generator().manual_seed(seed)), 0
@@ -229,9 +229,9 @@ def _zeros(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n: torch.zeros(p.shape, device=p.device) for n, p in parameters.items()}
 
 
-def _samples(batch: Mapping[str, Tensor], most: int | None = None) -> list[dict[str, Tensor]]:
-    """The samples of a batch as batches, at most ``most`` of them."""
-    return [{k: v[i : i + 1] for k, v in batch.items()} for i in range(len(batch["labels"]))[:most]]
+def _samples(batch: Mapping[str, Tensor], limit: int | None = None) -> list[dict[str, Tensor]]:
+    """The samples of a batch as batches, at most ``limit`` of them."""
+    return [{k: v[i : i + 1] for k, v in batch.items()} for i in range(len(batch["labels"]))[:limit]]
 
 
 def _layers_differ(model: nn.Module, batch: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> bool:
@@ -384,8 +384,8 @@ def full_fisher(model: nn.Module, batches: Batches, names: Sequence[str], *, dra
         for batch in _on(model, batches):
             for sample in _samples(batch):
                 for grads in _gradients(_logits(model, sample), list(parameters.values()), scalars):
-                    known = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters.values(), grads)]
-                    flat = torch.cat([g.flatten() for g in known]).double().cpu()
+                    filled = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters.values(), grads)]
+                    flat = torch.cat([g.flatten() for g in filled]).double().cpu()
                     total.addr_(flat, flat)
                 count += 1
     return total / count

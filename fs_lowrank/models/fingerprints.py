@@ -16,11 +16,11 @@ from .kinds import unwrapped
 from .quantised import beside
 
 #: where a configuration was read from, by which version, and what ``lowrank.dtype`` decides
-_NOT_ITS_OWN = ("_name_or_path", "transformers_version", "dtype")
+_EXCLUDED = ("_name_or_path", "transformers_version", "dtype")
 
 
 def fingerprint_of(plain: nn.Module) -> str:
-    """``model_fingerprint`` of a model as ``build_model`` gave it; computed once for models that are kept."""
+    """``model_fingerprint`` of a model as ``build_model`` gave it; computed once for models in the memo."""
     return memoized("fingerprint", lambda: vars(plain).get("decided_by"), lambda: model_fingerprint(plain))
 
 
@@ -30,14 +30,13 @@ def model_fingerprint(model: nn.Module) -> str:
 
 
 def configuration_fingerprint(model: nn.Module) -> str:
-    """A hash over what the configurations of the model, and of how it generates, change of their classes' defaults, 12
-    digits; empty if it has none. Of a model that ``build_model`` gave, as its files say, without what it settled of the
-    ends of answers.
+    """A hash, 12 digits, of the values of the model's configuration and generation config that are not their classes'
+    defaults; empty if it has none. For a model of ``build_model``, as in its files, before ``settle_ends``.
     """
     inner = unwrapped(model)
     if "configured" in vars(inner):
         return vars(inner)["configured"]
-    found = [getattr(inner, name, None) for name in ("config", "generation_config")]
-    changed = [of.to_diff_dict() for of in found if of is not None and hasattr(of, "to_diff_dict")]
-    settings = [{k: v for k, v in each.items() if k not in _NOT_ITS_OWN} for each in changed]
+    configs = [getattr(inner, name, None) for name in ("config", "generation_config")]
+    changed = [config.to_diff_dict() for config in configs if config is not None and hasattr(config, "to_diff_dict")]
+    settings = [{k: v for k, v in diff.items() if k not in _EXCLUDED} for diff in changed]
     return digest({}, json.dumps(settings, sort_keys=True, default=str))[:12] if settings else ""

@@ -1,4 +1,4 @@
-"""What PEFT calls the kinds of adapters, what it takes for them, and where it would take another for one asked for."""
+"""PEFT's names for the kinds of adapters, its arguments for them, and the arguments that have no effect."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ def computes_by_length(model: nn.Module) -> bool:
     return bool(vars(unwrapped(model)).get("by_length"))
 
 
-def own_targets(model: nn.Module) -> list[str] | None:
+def vision_targets(model: nn.Module) -> list[str] | None:
     """The layers for adapters of one of our networks (``models.vision``); None for other models."""
     return getattr(model, "adapter_targets", None)
 
 
 def task_type(model: nn.Module, spec: AdapterSpec) -> dict[str, str]:
-    """What PEFT is told of the model's task, by which it chooses what it wraps the model in."""
+    """PEFT's name of the model's task, by which it chooses its wrapper of the model."""
     by_place = not vars(model).get("own_heads") and heads_by_place(model)  # PEFT's own class would ask for its config
-    if (any(hasattr(model, head) for head in HEAD_MODULES) or by_place) and not own_targets(model):
+    if (any(hasattr(model, head) for head in HEAD_MODULES) or by_place) and not vision_targets(model):
         return {"task_type": "SEQ_CLS"}
     if is_encoder_decoder(model):
         return {"task_type": "SEQ_2_SEQ_LM"} if spec.method in PROMPTS else {}
@@ -81,18 +81,18 @@ def heads_by_place(model: nn.Module) -> list[str]:
     ``classification_head``, DeBERTa's ``pooler``), and the base's ``pooler`` if the checkpoint had none; in a module of
     a program's, see ``models.given``.
     """
-    known: Any = model
-    if own := vars(known).get("own_heads"):
-        return list(own)
-    base = getattr(known, "base_model_prefix", "")
-    if not base or not hasattr(known, base) or getattr(known, "get_output_embeddings", lambda: None)() is not None:
+    net: Any = model
+    if heads := vars(net).get("own_heads"):
+        return list(heads)
+    base = getattr(net, "base_model_prefix", "")
+    if not base or not hasattr(net, base) or getattr(net, "get_output_embeddings", lambda: None)() is not None:
         return []
     beside = [
         name
-        for name, module in known.named_children()
+        for name, module in net.named_children()
         if name != base and next(module.parameters(), None) is not None and not name.endswith(PEFT_HEADS)
     ]
-    new = any(name.startswith(f"{base}.pooler.") for name in vars(known).get("new_weights", ()))
+    new = any(name.startswith(f"{base}.pooler.") for name in vars(net).get("new_weights", ()))
     return [*beside, f"{base}.pooler"] if new else beside
 
 
@@ -104,8 +104,8 @@ def sizes(model: nn.Module, spec: AdapterSpec, seed: int) -> dict[str, Any]:
             strength = {"lora_alpha": spec.lora_alpha, "lora_dropout": dropout, "use_rslora": spec.use_rslora}
             return {"r": spec.r, **strength}
         case "vera":  # the two frozen matrices that all layers share follow from a seed of their own
-            own = {} if "projection_prng_key" in spec.extra else {"projection_prng_key": derive(seed, "vera") % 2**31}
-            return {"r": spec.r, "vera_dropout": dropout, **own}
+            prng = {} if "projection_prng_key" in spec.extra else {"projection_prng_key": derive(seed, "vera") % 2**31}
+            return {"r": spec.r, "vera_dropout": dropout, **prng}
         case "oft":
             blocks = spec.extra.get("oft_block_size")
             return {
@@ -124,33 +124,33 @@ def sizes(model: nn.Module, spec: AdapterSpec, seed: int) -> dict[str, Any]:
 
 
 def _widths(model: Any, spec: AdapterSpec) -> dict[str, int]:
-    """What PEFT would look up under other names than some models have, DistilBERT's ``dim`` for example."""
+    """The sizes that PEFT looks up under names that some models lack: DistilBERT has ``dim``, for example."""
     names = {
         "token_dim": "hidden_size",
         "num_layers": "num_hidden_layers",
         "num_attention_heads": "num_attention_heads",
     }
     config: Any = getattr(getattr(model, "config", None), "get_text_config", dict)()
-    found = {name: getattr(config, own, None) for name, own in names.items() if name not in spec.extra}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {name: getattr(config, attribute, None) for name, attribute in names.items() if name not in spec.extra}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def further(spec: AdapterSpec) -> dict[str, Any]:
-    """The further arguments for PEFT's config, which changes lists, without what describes an adapter that is saved."""
+    """Copies of the further arguments for PEFT's config, which changes lists, without those of a saved adapter."""
     idle = {*OF_PEFT, *(name for name, default in FORMER.items() if spec.extra.get(name) == default)}
     return {name: copy.deepcopy(value) for name, value in spec.extra.items() if name not in idle}
 
 
-def say_idle(wrapped: peft.PeftModel, asked: Mapping[str, Any]) -> None:
-    """Say once which of the arguments ``asked`` for have no effect with this model."""
-    taken, modules = wrapped.peft_config["default"], list(wrapped.modules())
-    single = {name: value for name, value in asked.items() if not isinstance(value, (list, tuple, set, dict))}
-    idle = {name: f"PEFT takes {show(getattr(taken, name))}" for name in single if getattr(taken, name) != asked[name]}
-    if asked.get("bias", "none") != "none":  # ``add_adapter`` refuses one that trains
+def say_idle(wrapped: peft.PeftModel, options: Mapping[str, Any]) -> None:
+    """Say once which ``options`` arguments have no effect with this model."""
+    used, modules = wrapped.peft_config["default"], list(wrapped.modules())
+    single = {name: value for name, value in options.items() if not isinstance(value, (list, tuple, set, dict))}
+    idle = {name: f"PEFT takes {show(getattr(used, name))}" for name in single if getattr(used, name) != options[name]}
+    if options.get("bias", "none") != "none":  # ``add_adapter`` refuses one that trains
         idle["bias"] = "the modules with an adapter have none"
-    if asked.get("use_qalora") and not any(type(module).__name__.startswith("GPTQ") for module in modules):
+    if options.get("use_qalora") and not any(type(module).__name__.startswith("GPTQ") for module in modules):
         idle["use_qalora"] = "it is for weights quantised by GPTQ"
-    if asked.get("use_effective_conv2d") and not any(isinstance(module, nn.Conv2d) for module in modules):
+    if options.get("use_effective_conv2d") and not any(isinstance(module, nn.Conv2d) for module in modules):
         idle["use_effective_conv2d"] = "the model has no convolutions"
     for name, reason in idle.items():
-        say_once(f"llm.adapter.args.0.{name} = {show(asked[name])} has no effect: {reason}")
+        say_once(f"llm.adapter.args.0.{name} = {show(options[name])} has no effect: {reason}")

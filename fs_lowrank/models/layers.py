@@ -56,7 +56,7 @@ class Layer:
 
 
 @lru_cache(maxsize=1 << 16)
-def _place(name: str) -> tuple[str, str] | None:
+def _split_name(name: str) -> tuple[str, str] | None:
     """The layer and the letter of tensor ``name``; None for a tensor of no adapted layer."""
     letters = [letter for letter, end in _ENDS.items() if name.endswith(end)]
     return (name.removesuffix(_ENDS[letters[0]]), letters[0]) if letters and ":" not in name else None
@@ -66,6 +66,6 @@ def adapted_layers(tensors: Mapping[str, Tensor]) -> list[Layer]:
     """The adapted layers of ``tensors``, sorted by name. Names such as ``x:…`` belong to no layer."""
     layers: dict[str, dict[str, Tensor]] = {}
     for name in tensors:
-        if place := _place(name):
-            layers.setdefault(place[0], {})[place[1]] = tensors[name]
+        if parts := _split_name(name):
+            layers.setdefault(parts[0], {})[parts[1]] = tensors[name]
     return [Layer(name, **layers[name]) for name in sorted(layers)]

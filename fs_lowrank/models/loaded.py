@@ -1,4 +1,4 @@
-"""Checks of what was loaded: which weights of a checkpoint are missing, and which of them may be new; and whether a
+"""Checks of loaded weights: which weights of a checkpoint are missing, and which of them may be new; and whether a
 saved adapter is whole.
 
 A loader initialises weights that the checkpoint lacks at random. This is right for the head of a new task and wrong for
@@ -23,16 +23,16 @@ PUT_BACK = "put back the files of this folder as they were saved together, or tr
 
 
 def transformers_silent() -> AbstractContextManager[None]:
-    """Without the messages and progress bars of transformers, which are as they were before after the block."""
+    """A context without the messages and progress bars of transformers."""
     import transformers
 
     return silent(transformers, logging.ERROR)
 
 
 def check_loaded(
-    model: Any, report: Mapping[str, Any], place: str, classes: int | None, say_new: bool = True
+    model: Any, report: Mapping[str, Any], source: str, classes: int | None, say_new: bool = True
 ) -> list[str]:
-    """Check that the checkpoint at ``place`` holds all weights of ``model``; warn about new heads and unused tensors.
+    """Check that the checkpoint at ``source`` holds all weights of ``model``; warn about new heads and unused tensors.
 
     Two kinds of modules may be new: a head, which is a module outside the base model (``base_model_prefix``) without
     any tensor in the checkpoint, and the ``pooler`` of the base, which encoders saved without a classifier lack. Tied
@@ -53,7 +53,7 @@ def check_loaded(
     counters = {n for n, b in model.named_buffers() if not b.is_floating_point()}
     expected = model.state_dict().keys() - counters
     missing, unexpected = set(report["missing_keys"]) - counters, set(report["unexpected_keys"])
-    _check_shapes(report["mismatched_keys"], place, classes)
+    _check_shapes(report["mismatched_keys"], source, classes)
     modules: dict[str, set[str]] = {}
     for name in expected if classes is not None else ():
         modules.setdefault(_new_module(model, name), set()).add(name)
@@ -61,56 +61,56 @@ def check_loaded(
     lacking = sorted(missing - new)
     if lacking:
         raise UserError(
-            f"model.type: {place!r} lacks {len(lacking)} of the model's {len(expected)} weights ({_some(lacking)}), "
+            f"model.type: {source!r} lacks {len(lacking)} of the model's {len(expected)} weights ({_listed(lacking)}), "
             f"which would be random{_instead(unexpected)}; the checkpoint is "
             "incomplete, or its names are not this model's: save it again with save_pretrained, or take another"
         )
     if unexpected:
         say_once(
-            f"model.type: {place!r} has {len(unexpected)} tensors that the model has no place for; they are left out: "
-            f"{_some(unexpected)}"
+            f"model.type: {source!r} has {len(unexpected)} tensors that the model has no place for; they are left out: "
+            f"{_listed(unexpected)}"
         )
     if new and say_new:
-        said = f"model.type: {place!r} has no weights for {_some(new)}; they are new, drawn by the run's seed"
-        say_once(said, logging.INFO, ROWS_LOGGER)
+        message = f"model.type: {source!r} has no weights for {_listed(new)}; they are new, drawn by the run's seed"
+        say_once(message, logging.INFO, ROWS_LOGGER)
     return sorted(new)
 
 
 def difference(
-    given: Mapping[str, Tensor], expected: Mapping[str, Tensor], more: Mapping[str, Tensor] | None = None
+    tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], optional: Mapping[str, Tensor] | None = None
 ) -> str:
     """Why the tensors of a file are not those of ``expected``, in words; empty if they are.
 
     Args:
-        more: tensors that the file may have as well.
+        optional: tensors that the file may have as well.
     """
-    known = {**(more or {}), **expected}
-    lacking, strange = sorted(expected.keys() - given.keys()), sorted(given.keys() - known.keys())
+    allowed = {**(optional or {}), **expected}
+    lacking, strange = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - allowed.keys())
     if lacking:
         return (
-            f"it lacks {len(lacking)} of {len(expected)} tensors ({_some(lacking)}), which would be untrained"
+            f"it lacks {len(lacking)} of {len(expected)} tensors ({_listed(lacking)}), which would be untrained"
             f"{_instead(strange)}"
         )
     if strange:
-        return f"it has tensors that there is no place for ({_some(strange)})"
-    for name, tensor in sorted(given.items()):
-        if tensor.shape != known[name].shape:
-            return f"{name} is {tuple(tensor.shape)} there, expected {tuple(known[name].shape)}"
+        return f"it has tensors that there is no place for ({_listed(strange)})"
+    for name, tensor in sorted(tensors.items()):
+        if tensor.shape != allowed[name].shape:
+            return f"{name} is {tuple(tensor.shape)} there, expected {tuple(allowed[name].shape)}"
     return ""
 
 
 def _new_module(model: Any, name: str) -> str:
     """The module of weight ``name`` that may be new; empty if the weight must be in the checkpoint."""
     base = model.base_model_prefix
-    first, _, rest = name.partition(".")
+    first, _, tail = name.partition(".")
     if not base or not hasattr(model, base):
         return ""
     if first != base:
         return first
-    return f"{base}.pooler" if rest.startswith("pooler.") else ""
+    return f"{base}.pooler" if tail.startswith("pooler.") else ""
 
 
-def _check_shapes(mismatched: Iterable[tuple], place: str, classes: int | None) -> None:
+def _check_shapes(mismatched: Iterable[tuple], source: str, classes: int | None) -> None:
     for name, saved, expected in sorted((n, tuple(a), tuple(b)) for n, a, b in mismatched):
         wrong = f"{name} is {saved} in the checkpoint and {expected} by its config.json; they do not belong together"
         if classes is not None and expected[:1] == (classes,) and saved[1:] == expected[1:]:
@@ -118,14 +118,14 @@ def _check_shapes(mismatched: Iterable[tuple], place: str, classes: int | None) 
                 f"it is a classifier of {saved[0]} classes ({name} is {saved}), the data has {classes}; take data of "
                 f"{saved[0]} classes, or a checkpoint without a head"
             )
-        raise UserError(f"model.type: {place!r}: {wrong}")
+        raise UserError(f"model.type: {source!r}: {wrong}")
 
 
 def _instead(unexpected: Collection[str]) -> str:
-    """What there is instead of the missing weights."""
-    return f", and has {len(unexpected)} of other names ({_some(unexpected)})" if unexpected else ""
+    """The unexpected tensors beside missing weights, in words."""
+    return f", and has {len(unexpected)} of other names ({_listed(unexpected)})" if unexpected else ""
 
 
-def _some(names: Iterable[str]) -> str:
+def _listed(names: Iterable[str]) -> str:
     names = sorted(names)
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -38,7 +38,7 @@ def input_device(model: nn.Module) -> torch.device:
     inner = unwrapped(model)
     if device.type != "meta" or not hasattr(inner, "hf_device_map"):
         return device
-    placed = [place for place in inner.hf_device_map.values() if place not in ("cpu", "disk")]
+    placed = [d for d in inner.hf_device_map.values() if d not in ("cpu", "disk")]
     return torch.device(placed[0] if placed else "cpu")
 
 
@@ -102,7 +102,7 @@ def rounding(model: nn.Module) -> float:
 
 
 def machine(model: nn.Module) -> dict[str, Any]:
-    """Of this machine, of torch's settings and of the code of attention; for keys of what machines may share."""
+    """This machine, torch's settings and the code of attention, for keys of files that machines may share."""
     device = input_device(model)
     inner = unwrapped(model)
     return {

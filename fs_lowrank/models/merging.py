@@ -43,18 +43,18 @@ def check_products(model: nn.Module, method: str, merges: bool) -> None:
         kernel = zip(getattr(base, "dilation", ()), getattr(base, "kernel_size", ()))
         instead = ", or set lowrank.merge = False"
         if is_pair and getattr(base, "groups", 1) > 1:
-            what = f"has {base.groups} groups: PEFT's pair is no product of two matrices then"
+            flaw = f"has {base.groups} groups: PEFT's pair is no product of two matrices then"
             instead = ", or choose another method"
         elif merges and is_pair and any(step > 1 and size > 1 for step, size in kernel):
-            what, instead = "is dilated while PEFT's pair is not: no kernel is the sum of both", ""
+            flaw, instead = "is dilated while PEFT's pair is not: no kernel is the sum of both", ""
         elif merges and getattr(base, "padding_mode", "zeros") != "zeros":
-            what = f"has padding_mode = {base.padding_mode} while adapters pad with zeros: no kernel is the sum of both"
+            flaw = f"has padding_mode = {base.padding_mode} while adapters pad with zeros: no kernel is the sum of both"
         elif merges and name in shared:
-            what = f"shares its weight with {shared[name].removeprefix(_OF_PEFT)}: a merge would change that, too"
+            flaw = f"shares its weight with {shared[name].removeprefix(_OF_PEFT)}: a merge would change that, too"
         else:
             continue
         raise UserError(
-            f"llm.adapter.args: {method} takes no adapter on {name.removeprefix(_OF_PEFT)}, which {what}; "
+            f"llm.adapter.args: {method} takes no adapter on {name.removeprefix(_OF_PEFT)}, which {flaw}; "
             f"leave it out of modules{instead}"
         )
 

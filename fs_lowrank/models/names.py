@@ -83,8 +83,8 @@ def tags(name: str) -> frozenset[str]:
     return frozenset({"base"} if parts[-2:] == ["base_layer", "weight"] else {"base", "rest"})
 
 
-def refuse_reserved(model: nn.Module, what: str) -> None:
-    """Refuse a model without an adapter of which a parameter is called as those are that a method adds.
+def refuse_reserved(model: nn.Module, label: str) -> None:
+    """Refuse a model without an adapter that has a parameter with the name of a tensor that methods add.
 
     Raises:
         UserError: it would count as one of them, and never be trained or sent.
@@ -93,7 +93,7 @@ def refuse_reserved(model: nn.Module, what: str) -> None:
         reserved = {*_ADAPTER_PARTS, "original_module", "modules_to_save"} & {*name.split(".")}
         if reserved or tags(name) - {"base", "rest", "head"}:
             raise UserError(
-                f"{what}: its parameter {name!r} has a name that methods and PEFT use for what they add, so it "
+                f"{label}: its parameter {name!r} has a name that methods and PEFT use for what they add, so it "
                 "would count as added; give the module or the parameter another name"
             )
 
@@ -135,7 +135,7 @@ def is_statistic(name: str) -> bool:
 
 
 def all_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters of the model, the running statistics of its norms, and what is beside it; not copied."""
+    """The parameters of the model, the running statistics of its norms, and the tensors beside it; not copied."""
     buffers = {n.replace("|", "."): b for n, b in model.named_buffers() if ":" in n or n.endswith(_STATISTICS)}
     return {**dict(model.named_parameters()), **buffers}
 
@@ -146,15 +146,15 @@ def with_owners(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[nn.Mo
     Raises:
         KeyError: the model has no such tensor.
     """
-    found = {}
+    owned = {}
     for name in names:
         path, _, last = ("", "", name.replace(".", "|")) if ":" in name else name.rpartition(".")
         try:
             owner = model.get_submodule(path)
-            found[name] = owner, getattr(owner, last)
+            owned[name] = owner, getattr(owner, last)
         except AttributeError:
             raise KeyError(name) from None
-    return found
+    return owned
 
 
 def named_tensors(model: nn.Module, wanted: Iterable[str]) -> dict[str, Tensor]:
@@ -164,17 +164,17 @@ def named_tensors(model: nn.Module, wanted: Iterable[str]) -> dict[str, Tensor]:
 
 
 def sharing(model: nn.Module, layers: Iterable[str]) -> dict[str, str]:
-    """Those of ``layers`` whose weight another module has, too (a tied head and the embedding), and that module."""
-    places: dict[int, list[str]] = {}
+    """The ``layers`` whose weight another module has, too (a tied head and the embedding), and that module."""
+    holders: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for last, child in module.named_children():
             for parameter in child.parameters(recurse=False):
-                places.setdefault(id(parameter), []).append(f"{name}.{last}".lstrip(".").removesuffix(".base_layer"))
-    found = {}
+                holders.setdefault(id(parameter), []).append(f"{name}.{last}".lstrip(".").removesuffix(".base_layer"))
+    shared = {}
     for name in layers:
         layer: Any = model.get_submodule(name)
         base = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
         weight = getattr(base, "weight", None)
-        if others := [other for other in places.get(id(weight), ()) if other != name]:
-            found[name] = others[0]
-    return found
+        if twins := [other for other in holders.get(id(weight), ()) if other != name]:
+            shared[name] = twins[0]
+    return shared

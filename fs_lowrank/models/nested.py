@@ -64,9 +64,9 @@ def nested_shapes(a: torch.Size, b: torch.Size, rank_a: int, rank_b: int) -> dic
     }
 
 
-def nested_product(second: Tensor, first: Tensor, like: Tensor) -> Tensor:
-    """``second @ first`` in the shape of ``like``, the matrix to which the nested pair is added."""
-    return (second.flatten(1) @ first.flatten(1)).reshape(like.shape)
+def nested_product(second: Tensor, first: Tensor, template: Tensor) -> Tensor:
+    """``second @ first`` in the shape of ``template``, the matrix to which the nested pair is added."""
+    return (second.flatten(1) @ first.flatten(1)).reshape(template.shape)
 
 
 def cut_nested(layers: Iterable[Layer], rank_a: int, rank_b: int) -> dict[str, Tensor]:

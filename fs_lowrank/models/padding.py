@@ -1,4 +1,4 @@
-"""What a classifier gives for a text does not depend on the texts beside it, whose batch is padded to the longest."""
+"""A classifier's result for a text does not depend on the other texts of its batch, which is padded to the longest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def position_embeddings(model: nn.Module) -> list[nn.Embedding]:
 
 
 def settle_padding(model: nn.Module, pad: int, longest: int | str = "auto") -> None:
-    """Let the classifier ``model`` give for each text of a batch what it gives for the text alone.
+    """Let the classifier ``model`` give for each text of a batch the result that it gives for the text alone.
 
     A decoder reads the class at the last token that is not the padding token of its configuration, so that names
     ``pad`` from here on, also where it is saved. A model that looks at padding all the same computes the texts of a
@@ -68,19 +68,19 @@ def padding_matters(model: nn.Module, pad: int, score: Callable[[Tensor, Tensor]
     ends = [end] if isinstance(end, int) else list(end or ())[:1]  # BART reads the class where the text ends
     tokens = [token for token in range(12) if token not in (pad, *ends)]
     short, long = tokens[:3] + ends, tokens[:9] + ends
-    more = len(long) - len(short)
-    beside = [[pad] * more + short if left else short + [pad] * more, long]
-    seen = [[0] * more + [1] * len(short) if left else [1] * len(short) + [0] * more, [1] * len(long)]
+    padding = len(long) - len(short)
+    batch = [[pad] * padding + short if left else short + [pad] * padding, long]
+    mask = [[0] * padding + [1] * len(short) if left else [1] * len(short) + [0] * padding, [1] * len(long)]
     device = input_device(model)
     try:
         with drawing(0):
             alone = score(
                 torch.tensor([short], device=device), torch.ones(1, len(short), dtype=torch.long, device=device)
             )
-            both = score(torch.tensor(beside, device=device), torch.tensor(seen, device=device))
+            scores = score(torch.tensor(batch, device=device), torch.tensor(mask, device=device))
     except Exception:  # a model of a program's, or one for more than a text, may raise any
         return False
-    return bool(differing("logits", alone[0].float(), both[0].float(), rounding(model)))
+    return bool(differing("logits", alone[0].float(), scores[0].float(), rounding(model)))
 
 
 def _part(value: Any, rows: Tensor, padding: int) -> Any:
@@ -92,20 +92,20 @@ def _part(value: Any, rows: Tensor, padding: int) -> Any:
 
 def _compute_by_length(model: nn.Module, beyond: int = 0) -> None:
     """Let ``model`` compute the samples of each length of a batch without padding, if one is longer than ``beyond``."""
-    own = type(model)
+    cls = type(model)
 
-    @functools.wraps(own.forward)
+    @functools.wraps(cls.forward)
     def forward(self: nn.Module, attention_mask: Tensor | None = None, labels: Tensor | None = None, **inputs: Any):
         from transformers.modeling_outputs import SequenceClassifierOutput
 
-        given = {**inputs, "attention_mask": attention_mask, "labels": labels}
+        arguments = {**inputs, "attention_mask": attention_mask, "labels": labels}
         if attention_mask is None or attention_mask.shape[1] <= beyond or attention_mask.all():
-            return own.forward(self, **given)
+            return cls.forward(self, **arguments)
         lengths, logits, loss = attention_mask.sum(1), None, None
         for length in lengths.unique():
             rows, padding = (lengths == length).nonzero().squeeze(1), attention_mask.shape[1] - int(length)
-            parts = {n: _part(v, rows, 0 if n == "labels" else padding) for n, v in given.items()}
-            output = own.forward(self, **parts)
+            parts = {n: _part(v, rows, 0 if n == "labels" else padding) for n, v in arguments.items()}
+            output = cls.forward(self, **parts)
             if logits is None:
                 logits = output.logits.new_zeros(len(lengths), *output.logits.shape[1:])
             logits = logits.index_copy(0, rows.to(logits.device), output.logits)
@@ -115,5 +115,5 @@ def _compute_by_length(model: nn.Module, beyond: int = 0) -> None:
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
     # Its class and not its forward, so that copies of the module have it, too.
-    model.__class__ = type(own.__name__, (own,), {"forward": forward, "__module__": own.__module__})
+    model.__class__ = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
     vars(model)["by_length"] = True

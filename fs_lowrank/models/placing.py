@@ -22,7 +22,7 @@ from .names import tags
 
 
 def placing(config: Settings, skeleton: Any) -> dict[str, Any]:
-    """What transformers' ``from_pretrained`` takes, so that the base is spread as ``config.model`` says.
+    """Arguments of transformers' ``from_pretrained`` that spread the base as ``config.model`` says.
 
     Args:
         skeleton: the model without weights.
@@ -33,41 +33,41 @@ def placing(config: Settings, skeleton: Any) -> dict[str, Any]:
     from accelerate import infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
-    wanted, most = config.model.device_map, _sizes(config)
+    wanted, limits = config.model.device_map, _sizes(config)
     if config.torch_device == "cpu":
-        most = {"cpu": most.get("cpu", psutil.virtual_memory().available)}
+        limits = {"cpu": limits.get("cpu", psutil.virtual_memory().available)}
     folder = config.model.offload_folder
     if not folder:
         folder = tempfile.mkdtemp(prefix="fs_lowrank_")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    options = {"max_memory": most or None, "offload_folder": folder}
+    options = {"max_memory": limits or None, "offload_folder": folder}
     if config.quantised:  # transformers knows the sizes of what it quantises
         return {**options, "device_map": wanted}
-    about: Any = {"dtype": getattr(torch, config.dtype), "no_split_module_classes": skeleton._no_split_modules}
+    sizing: Any = {"dtype": getattr(torch, config.dtype), "no_split_module_classes": skeleton._no_split_modules}
     if wanted != "sequential":
-        most = get_balanced_memory(skeleton, most or None, low_zero=wanted == "balanced_low_0", **about)
-    places = infer_auto_device_map(skeleton, most or None, **about)
-    first = next((place for place in places.values() if place not in ("cpu", "disk")), "cpu")
+        limits = get_balanced_memory(skeleton, limits or None, low_zero=wanted == "balanced_low_0", **sizing)
+    devices = infer_auto_device_map(skeleton, limits or None, **sizing)
+    first = next((device for device in devices.values() if device not in ("cpu", "disk")), "cpu")
     # A head that is trained stays where it computes.
     by_place = tuple(heads_by_place(skeleton))
-    heads = [n for n in places if "head" in tags(f"{n}.weight") or n.startswith(by_place)]
-    return {**options, "device_map": {**places, **dict.fromkeys(heads, first)}}
+    heads = [n for n in devices if "head" in tags(f"{n}.weight") or n.startswith(by_place)]
+    return {**options, "device_map": {**devices, **dict.fromkeys(heads, first)}}
 
 
 def _sizes(config: Settings) -> dict[int | str, int | str]:
     from accelerate.utils import convert_file_size_to_int
 
-    found: dict[int | str, int | str] = {}
+    sizes: dict[int | str, int | str] = {}
     for text in config.model.max_memory:
         with users_own(f"model.max_memory: {text!r}", "expected DEVICE=SIZE, such as 0=20GiB or cpu=60GiB"):
             device, size = map(str.strip, text.split("="))
-            found["cpu" if device.lower() == "cpu" else int(device)] = convert_file_size_to_int(size)
-    return found
+            sizes["cpu" if device.lower() == "cpu" else int(device)] = convert_file_size_to_int(size)
+    return sizes
 
 
 @contextlib.contextmanager
 def at_home(model: nn.Module) -> Iterator[None]:
-    """A context in which weights that are kept elsewhere look as if they lay where they compute.
+    """A context in which offloaded weights look as if they lay where they compute.
 
     They have no values then. PEFT puts an adapter where the weight of its layer lies.
     """
@@ -86,7 +86,7 @@ def at_home(model: nn.Module) -> Iterator[None]:
             setattr(module, name, parameter)
 
 
-def kept_elsewhere(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def offloaded(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The weights of ``module`` alone that lie on the disk or in memory until it computes, with their names."""
     weights: Any = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
     for name, parameter in module.named_parameters(recurse=False):

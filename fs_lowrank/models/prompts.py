@@ -58,7 +58,7 @@ def check_virtual_tokens(model: Any, method: str) -> None:
     Args:
         method: ``adapter_method``, for the message.
     Raises:
-        UserError: the model cannot compute with them, they do not reach its output, or padding changes what it gives.
+        UserError: the model cannot compute with them, they do not reach its output, or padding changes it.
     """
     inner = model.get_base_model()
     if any(p.is_meta for p in model.parameters()):
@@ -82,16 +82,16 @@ def _wrong(model: Any, pad: int) -> str:
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]], device=ids.device)
 
     def logits(rows: slice, length: int) -> torch.Tensor:
-        own = {"input_ids": ids[rows, :length], "attention_mask": mask[rows, :length]}
-        more = {"decoder_input_ids": ids[rows]} if is_encoder_decoder(model) else {}
-        return model(**own, **more).logits.float()
+        inputs = {"input_ids": ids[rows, :length], "attention_mask": mask[rows, :length]}
+        decoder = {"decoder_input_ids": ids[rows]} if is_encoder_decoder(model) else {}
+        return model(**inputs, **decoder).logits.float()
 
     with torch.enable_grad():
-        both, alone = logits(slice(0, 2), 3), logits(slice(1, 2), 2)[0].detach()
+        pair, alone = logits(slice(0, 2), 3), logits(slice(1, 2), 2)[0].detach()
         tensors = [p for p in model.prompt_encoder.parameters() if p.requires_grad]
-        gradients = torch.autograd.grad(both.square().sum(), tensors, allow_unused=True)
+        gradients = torch.autograd.grad(pair.square().sum(), tensors, allow_unused=True)
     if not any(g is not None and bool(g.any()) for g in gradients):
         return "virtual tokens do not reach its output"
-    padded = both[1].detach()[: len(alone)] if both.ndim == 3 else both[1].detach()
+    padded = pair[1].detach()[: len(alone)] if pair.ndim == 3 else pair[1].detach()
     wrong = differing("logits", alone, padded, rounding(model))
     return wrong and f"padding changes what it gives: {wrong}"

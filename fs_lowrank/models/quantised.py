@@ -1,7 +1,8 @@
 """Bases whose matrices are quantised to 8 or 4 bits by bitsandbytes (``lowrank.dtype`` ``int8`` and ``nf4``).
 
-transformers quantises the matrices of linear layers while it loads them. What is trained, what is new for the task and
-what is shared with the embeddings stays as it is: heads, the output layer of a language model, an encoder's pooler.
+transformers quantises the matrices of linear layers while it loads them. Modules that train or are new for the task and
+weights that are shared with the embeddings, stay as they are: heads, the output layer of a language model, an encoder's
+pooler.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..errors import UserError, say_once
 from ..settings import Settings
 from .kinds import heads_by_place, unwrapped
 from .names import tags
-from .placing import kept_elsewhere
+from .placing import offloaded
 
 
 def has_bitsandbytes() -> bool:
@@ -35,7 +36,7 @@ def require_bitsandbytes(key: str) -> None:
 
 
 def loading(config: Settings, skeleton: Any) -> dict[str, Any]:
-    """What transformers' ``from_pretrained`` takes, so that the base is quantised; nothing if it is not to be.
+    """Arguments of transformers' ``from_pretrained`` that quantise the base; none if it is not to be quantised.
 
     A checkpoint that is quantised already is loaded as it is.
 
@@ -62,23 +63,23 @@ def loading(config: Settings, skeleton: Any) -> dict[str, Any]:
         return where
     return {
         **where,
-        "quantization_config": BitsAndBytesConfig(**options, llm_int8_skip_modules=_left(skeleton, config)),
+        "quantization_config": BitsAndBytesConfig(**options, llm_int8_skip_modules=_skipped(skeleton, config)),
     }
 
 
-def _left(skeleton: Any, config: Settings) -> list[str]:
+def _skipped(skeleton: Any, config: Settings) -> list[str]:
     """The names of the modules that are not quantised."""
     out, embeddings = skeleton.get_output_embeddings(), skeleton.get_input_embeddings()
     tied = {id(p) for p in embeddings.parameters()}
-    left = [
+    skipped = [
         name
         for name, module in skeleton.named_modules()
         if module is out or module is not skeleton and any(id(p) in tied for p in module.parameters(recurse=False))
     ]
-    left += [name for name, _ in skeleton.named_children() if "head" in tags(f"{name}.weight")]
-    left += heads_by_place(skeleton)
-    left += config.adapter.extra.get("modules_to_save") or []
-    return [*left, f"{skeleton.base_model_prefix}.pooler"]
+    skipped += [name for name, _ in skeleton.named_children() if "head" in tags(f"{name}.weight")]
+    skipped += heads_by_place(skeleton)
+    skipped += config.adapter.extra.get("modules_to_save") or []
+    return [*skipped, f"{skeleton.base_model_prefix}.pooler"]
 
 
 def to_quantise(skeleton: nn.Module, config: Settings) -> set[str]:
@@ -86,44 +87,44 @@ def to_quantise(skeleton: nn.Module, config: Settings) -> set[str]:
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    left = _left(skeleton, config)
+    skipped = _skipped(skeleton, config)
     named = ((name, m) for name, m in skeleton.named_modules() if type(m) is nn.Linear or isinstance(m, Conv1D))
-    return {name for name, _ in named if should_convert_module(name, left)}
+    return {name for name, _ in named if should_convert_module(name, skipped)}
 
 
-def settle(model: Any, config: Settings, place: str) -> None:
-    """Check what was loaded from ``place``, and say once which matrices are quantised.
+def settle(model: Any, config: Settings, source: str) -> None:
+    """Check the model that was loaded from ``source``, and say once which matrices are quantised.
 
     Raises:
         UserError: the checkpoint is quantised otherwise than the configuration says, or nothing could be quantised.
     """
-    found, asked = _kind(model), config.quantised
-    if found != asked:
-        advice = f"set lowrank.dtype {found}" if found in ("int8", "nf4") else "take a checkpoint that is not quantised"
+    kind, dtype = _kind(model), config.quantised
+    if kind != dtype:
+        advice = f"set lowrank.dtype {kind}" if kind in ("int8", "nf4") else "take a checkpoint that is not quantised"
         raise UserError(
-            f"model.type: the checkpoint at {place!r} is quantised already ({found}), and lowrank.dtype is "
+            f"model.type: the checkpoint at {source!r} is quantised already ({kind}), and lowrank.dtype is "
             f"{config.lowrank.dtype}; {advice}"
         )
-    if not asked:
+    if not dtype:
         return
     quantised = layers(model)
-    for module in quantised.values() if asked == "nf4" else ():
+    for module in quantised.values() if dtype == "nf4" else ():
         module.compute_dtype, module.compute_type_is_set = getattr(torch, config.dtype), True
         # For inference on some processors, it would change the weights for good and fetch code from a hub.
         module.support_avx512bf16_for_cpu = False
     inside = set(quantised)
-    left = {
+    skipped = {
         n.rpartition(".")[0] for n, p in model.named_parameters() if p.ndim > 1 and n.rpartition(".")[0] not in inside
     }
     if not inside:
         raise UserError(
-            f"lowrank.dtype = {asked}: {type(model).__name__} has no matrix that bitsandbytes quantises (its matrices: "
-            f"{', '.join(sorted(left)[:3])}, …); take lowrank.dtype bfloat16"
+            f"lowrank.dtype = {dtype}: {type(model).__name__} has no matrix that bitsandbytes quantises (its matrices: "
+            f"{', '.join(sorted(skipped)[:3])}, …); take lowrank.dtype bfloat16"
         )
     held = sum(t.nbytes for t in [*model.parameters(), *beside(model).values()])
     say_once(
-        f"lowrank.dtype = {asked}: {len(inside)} matrices are quantised, and the base takes {held / 1e6:,.0f} MB; in "
-        f"{config.dtype} stay: {', '.join(sorted(left))}, and vectors",
+        f"lowrank.dtype = {dtype}: {len(inside)} matrices are quantised, and the base takes {held / 1e6:,.0f} MB; in "
+        f"{config.dtype} stay: {', '.join(sorted(skipped))}, and vectors",
         logging.INFO,
     )
 
@@ -147,28 +148,28 @@ def layers(model: nn.Module) -> dict[str, Any]:
 
 def is_quantised(module: nn.Module) -> bool:
     """Whether bitsandbytes has quantised the weight of a layer."""
-    own = dict(module.named_parameters(recurse=False)).get(
+    weight = dict(module.named_parameters(recurse=False)).get(
         "weight"
     )  # PEFT's layers show the weight of the layer inside them as theirs
-    return type(own).__name__ in ("Params4bit", "Int8Params")
+    return type(weight).__name__ in ("Params4bit", "Int8Params")
 
 
 def beside(model: nn.Module) -> dict[str, Tensor]:
-    """By name, what of a model's weights is not in its parameters: the scales of quantised layers, which bitsandbytes
-    keeps beside them, and the values of weights that are kept elsewhere (``model.device_map``).
+    """A model's weights that are not among its parameters, by name: the scales of quantised layers, which bitsandbytes
+    stores beside them, and the values of offloaded weights (``model.device_map``).
     """
     return {f"{path}.{name}": tensor for path, module in model.named_modules() for name, tensor in _beside(module)}
 
 
 def _beside(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from _scales(module)
-    yield from kept_elsewhere(module)
+    yield from offloaded(module)
 
 
-def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+def direct_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The tensors of ``module`` alone, not of the modules in it: parameters, buffers, and ``beside``."""
-    own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-    return own | dict(_beside(module))
+    tensors = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+    return tensors | dict(_beside(module))
 
 
 def _scales(module: Any) -> Iterator[tuple[str, Tensor]]:
@@ -235,13 +236,13 @@ def _dequantised(layer: Any) -> Tensor:
 
 def _plain(layer: Any, weight: Tensor) -> nn.Module:
     """A layer of the kind that ``layer`` was before it was quantised."""
-    made: Any
+    plain: Any
     with torch.device("meta"):
         if layer.source_cls is nn.Linear:
-            made = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+            plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
         else:  # transformers' Conv1D, whose weight is the other way round
-            made, weight = layer.source_cls(layer.out_features, layer.in_features), weight.T.contiguous()
-    made.weight = nn.Parameter(weight, requires_grad=False)
+            plain, weight = layer.source_cls(layer.out_features, layer.in_features), weight.T.contiguous()
+    plain.weight = nn.Parameter(weight, requires_grad=False)
     if layer.bias is not None:
-        made.bias = layer.bias
-    return made
+        plain.bias = layer.bias
+    return plain

@@ -283,26 +283,26 @@ def load_weights(model: VisionModel, path: str | Path, new_head: bool = True) ->
     Raises:
         UserError: the file cannot be read, or a name or shape differs; the model is not changed then.
     """
-    given, parameters = read_weights(path), model.state_dict()
+    tensors, parameters = read_weights(path), model.state_dict()
     head = {n for n in parameters if model.get_submodule(n.rpartition(".")[0]) is model.head}
     # The counters of batch norms are not used.
     counters = {n for n in parameters if n.endswith("num_batches_tracked")}
-    reshaped = sorted(n for n in head & given.keys() if given[n].shape != parameters[n].shape)
-    if new_head and (reshaped or not head & given.keys()):
-        reason = f"{reshaped[0]} is {tuple(given[reshaped[0]].shape)} there" if reshaped else "the file has none"
+    reshaped = sorted(n for n in head & tensors.keys() if tensors[n].shape != parameters[n].shape)
+    if new_head and (reshaped or not head & tensors.keys()):
+        reason = f"{reshaped[0]} is {tuple(tensors[reshaped[0]].shape)} there" if reshaped else "the file has none"
         say_once(
             f"{path}: the head for {model.options.num_classes} classes is new ({', '.join(sorted(head))}): {reason}"
         )
-        given = {n: t for n, t in given.items() if n not in head}
+        tensors = {n: t for n, t in tensors.items() if n not in head}
     else:
         head = set()
     required = {n: t for n, t in parameters.items() if n not in head | counters}
-    given = {n: t for n, t in given.items() if n not in counters}
-    whole = (f"{n} is {t.dtype}" for n, t in sorted(given.items()) if not t.is_floating_point())
-    if wrong := difference(given, required) or next(whole, ""):
+    tensors = {n: t for n, t in tensors.items() if n not in counters}
+    integers = (f"{n} is {t.dtype}" for n, t in sorted(tensors.items()) if not t.is_floating_point())
+    if wrong := difference(tensors, required) or next(integers, ""):
         raise UserError(
             f"{path}: not the weights of this {model.options.type}: {wrong}; lowrank.norm, lowrank.width, "
             "model.use_bias and the images' shape must be as when it was saved"
         )
-    model.load_state_dict(given, strict=False)
+    model.load_state_dict(tensors, strict=False)
     return sorted(head)

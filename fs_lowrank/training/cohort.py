@@ -112,7 +112,7 @@ def train_cohort(
     losses = training.mean_losses()
     wait(training.device)
     return [
-        (LocalResult(loss, steps, samples), {n: t.clone() for n, t in slots.of(i).items()})
+        (LocalResult(loss, steps, samples), {n: t.clone() for n, t in slots.tensors(i).items()})
         for i, (loss, steps, samples) in enumerate(zip(losses, training.steps, training.samples))
     ]
 
@@ -173,7 +173,7 @@ class _Training:
         while current := {i: batch for i, batch in enumerate(upcoming) if batch is not None}:
             # The others' steps would move a client that has ended, too, by momentum and weight decay.
             for i in set(range(len(upcoming))) - current.keys() - ended.keys() if not pending else ():
-                ended[i] = {n: t.clone() for n, t in slots.of(i).items()}
+                ended[i] = {n: t.clone() for n, t in slots.tensors(i).items()}
             self.add_gradients(current)
             upcoming = [None if batch is None else next(batches, None) for batch, batches in zip(upcoming, streams)]
             pending += 1

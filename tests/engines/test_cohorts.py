@@ -135,7 +135,7 @@ def test_states_that_are_kept_of_some_only(both, trained):
     """Those of clients whose samples are not seen often enough are computed in each step."""
     prefix = both("encoder", {"federate.total_round_num": 1}, 4).workspace.prefix
     assert [prefix.budget.get(f"client {i}", False) for i in range(1, 5)] == [True, True, True, False] and prefix.parts
-    assert trained == [3, 2] and "client 1" in prefix.kept and "client 4" not in prefix.kept
+    assert trained == [3, 2] and "client 1" in prefix.cached and "client 4" not in prefix.cached
 
 
 @pytest.mark.more

@@ -43,7 +43,7 @@ def test_results_with_and_without_the_cache_are_equal(make, task, method):
     for engine in (kept, computed):
         engine.run()
         assert engine.workspace.prefix.depth == 1
-    assert len(kept.workspace.prefix.kept) == 5 and not computed.workspace.prefix.kept
+    assert len(kept.workspace.prefix.cached) == 5 and not computed.workspace.prefix.cached
     close(kept, computed)
 
 
@@ -66,7 +66,7 @@ def test_in_memory_and_in_files(make, task, tmp_path):
     memory, files = make(task, {}), make(task, {"train.cache_frozen_dir": str(folder)})
     memory.run()
     files.run()
-    assert files.workspace.prefix.kept and list(folder.glob("*.safetensors"))
+    assert files.workspace.prefix.cached and list(folder.glob("*.safetensors"))
     assert all(torch.equal(memory.ledger.state[n], files.ledger.state[n]) for n in memory.ledger.state)
 
 
@@ -76,16 +76,16 @@ def test_clients_beyond_the_budget_are_not_cached(make):
     whole.run()
     assert whole.workspace.prefix.parts
     # Without room for keys and values, the layer's input is kept alone.
-    sizes = {owner: len(states) * 32 * 4 for owner, (states, _) in whole.workspace.prefix.kept.items()}
+    sizes = {owner: len(states) * 32 * 4 for owner, (states, _) in whole.workspace.prefix.cached.items()}
     partly = make("encoder", {"train.cache_frozen_bytes": sum(sizes.values()) - 1})
     partly.run()
-    assert 0 < len(partly.workspace.prefix.kept) < len(sizes) and set(partly.workspace.prefix.kept) == {
+    assert 0 < len(partly.workspace.prefix.cached) < len(sizes) and set(partly.workspace.prefix.cached) == {
         o for o, kept in partly.workspace.prefix.budget.items() if kept
     }
     close(partly, whole)
     nothing = make("encoder", {"train.cache_frozen_bytes": 0})
     nothing.run()
-    assert not nothing.workspace.prefix.kept
+    assert not nothing.workspace.prefix.cached
     close(nothing, whole)
 
 
@@ -94,7 +94,7 @@ def test_clients_that_train_on_few_of_their_samples_are_cached_if_the_key_says_a
     runs = {value: make("encoder", {**few, "train.cache_frozen": value}) for value in ("auto", "all", "off")}
     for engine in runs.values():
         engine.run()
-    cached = {value: sum("client" in o for o in engine.workspace.prefix.kept) for value, engine in runs.items()}
+    cached = {value: sum("client" in o for o in engine.workspace.prefix.cached) for value, engine in runs.items()}
     assert cached["off"] == 0 and cached["auto"] < cached["all"] == len(runs["all"].workspace.clients)
     close(runs["all"], runs["off"])
 
@@ -115,7 +115,7 @@ def test_half_precision(make):
     kept, computed = (make("encoder", {"lowrank.dtype": "bfloat16", "train.cache_frozen": c}) for c in ("auto", "off"))
     for engine in (kept, computed):
         engine.run()
-    assert {states.dtype for states, _ in kept.workspace.prefix.kept.values()} == {torch.bfloat16}
+    assert {states.dtype for states, _ in kept.workspace.prefix.cached.values()} == {torch.bfloat16}
     for name, value in kept.ledger.state.items():
         torch.testing.assert_close(value, computed.ledger.state[name], atol=0.02, rtol=0.05)
 
@@ -130,7 +130,7 @@ def test_a_resumed_run_with_the_cache(make, tmp_path):
     stopped.run()
     resumed = make("causal", {**keys, "outdir": str(tmp_path / "stopped")})
     resumed.run(resume=True)
-    assert resumed.workspace.prefix.kept
+    assert resumed.workspace.prefix.cached
     assert all(torch.equal(whole.ledger.state[n], resumed.ledger.state[n]) for n in whole.ledger.state)
 
 

@@ -109,7 +109,7 @@ def test_autocast_computes_in_bfloat16_and_keeps_float32(make_engine, task):
     for name, value in state_of(plain).items():
         torch.testing.assert_close(half.ledger.state[name], value, atol=2e-2, rtol=0)
     # The states of frozen layers are kept, in entries of their own, and are those that are computed each time.
-    assert half.workspace.prefix.kept and half.workspace.prefix._key(
+    assert half.workspace.prefix.cached and half.workspace.prefix._key(
         half.workspace.data.clients[0]
     ) != plain.workspace.prefix._key(plain.workspace.data.clients[0])
     for name, value in state_of(half).items():

@@ -164,7 +164,7 @@ def test_kept_states_of_frozen_layers_are_those_of_this_base(bench, monkeypatch)
     keys = {"lowrank.dtype": "nf4", "train.optimizer": {"type": "SGD", "lr": 0.05}}
     engine, other = (bench.make("causal", "rolora", {**keys, "train.cache_frozen": c}) for c in ("auto", "off"))
     engine.run(), other.run()
-    assert engine.workspace.prefix.kept and not other.workspace.prefix.kept
+    assert engine.workspace.prefix.cached and not other.workspace.prefix.cached
     for name, value in state_of(engine).items():
         torch.testing.assert_close(value, other.ledger.state[name], atol=1e-6, rtol=1e-5)
     examples, prefix, found = engine.workspace.data.clients[0], engine.workspace.prefix, set()

@@ -105,7 +105,7 @@ def test_the_budget_goes_by_order_and_use(tiny_encoder):
     assert prefix.budget == {"a": False, "b": True, "c": False, "d": True}
     with prefix.states_of([("c", sets["c"], np.arange(2))], torch.device("cpu")):
         pass
-    assert not prefix.kept, "states beyond the budget are not cached"
+    assert not prefix.cached, "states beyond the budget are not cached"
 
 
 @pytest.mark.parametrize("shared", [None, 0, 1, 1e9])
@@ -145,7 +145,7 @@ def test_states_in_half_precision(tiny_encoder):
     inputs = {k: v for k, v in data.batch(np.arange(5)).items() if k != "labels"}
     with torch.no_grad(), prefix.states_of([("a", data, np.arange(5))], torch.device("cpu")):
         kept = model(**inputs).logits
-    assert kept.dtype == torch.bfloat16 and prefix.kept["a"][0].dtype == torch.bfloat16
+    assert kept.dtype == torch.bfloat16 and prefix.cached["a"][0].dtype == torch.bfloat16
     with torch.no_grad():
         torch.testing.assert_close(kept, model(**inputs).logits, atol=0.05, rtol=0.05)
 
@@ -327,7 +327,7 @@ def test_every_architecture_gives_equal_results_with_the_cache(name, caplog):
     for batch in (np.arange(9), np.array([3, 0]), np.array([7])):
         plain, kept = logits(prefix, data, batch, False), logits(prefix, data, batch, True)
         torch.testing.assert_close(kept, plain, atol=1e-5 * float(plain.abs().max()), rtol=1e-5)
-    assert bool(prefix.kept) == (name in KEPT)
+    assert bool(prefix.cached) == (name in KEPT)
     kept, computed = trained(name, data, 1e9), trained(name, data, 0)
     assert kept.keys() == computed.keys() and kept
     for n, value in kept.items():
@@ -343,7 +343,7 @@ def test_keys_and_values_of_every_family(name):
     for batch in (np.arange(9), np.array([3, 0]), np.array([7])):
         plain, kept = logits(prefix, data, batch, False), logits(prefix, data, batch, True)
         torch.testing.assert_close(kept, plain, atol=1e-5 * float(plain.abs().max()), rtol=1e-5)
-    assert prefix.kept["a"][0].shape[1] == 32 + sum(prefix.parts.values())
+    assert prefix.cached["a"][0].shape[1] == 32 + sum(prefix.parts.values())
     kept, computed = (gradients(prefix, data, k) for k in (True, False))
     assert kept.keys() == computed.keys() and kept
     largest = max(float(gradient.abs().max()) for gradient in computed.values())

@@ -151,7 +151,7 @@ def test_equal_in_single_precision(name, task):
     apart, plain, ours, reads = [], [], [], None
     for seed in range(20):
         model, data = make(name, task, dtype=torch.float32, seed=seed), examples(task, seed=seed)
-        reads, batch = reads.like(model) if reads else checked(model, data), data.batch(np.arange(7))
+        reads, batch = reads.copy_for(model) if reads else checked(model, data), data.batch(np.arange(7))
         oracle = make(name, task, seed=seed)
         oracle.load_state_dict(model.state_dict())
         exact = results(oracle, batch, contextlib.nullcontext())
@@ -270,7 +270,9 @@ def test_a_copy_needs_no_check():
     model, data = make("bert", "classes"), examples("classes")
     reads, other, batch = checked(model, data), copy.deepcopy(model), data.batch(np.arange(7))
     equal(
-        results(model, batch, contextlib.nullcontext()), results(other, batch, reads.like(other).reading(batch)), 1e-9
+        results(model, batch, contextlib.nullcontext()),
+        results(other, batch, reads.copy_for(other).reading(batch)),
+        1e-9,
     )
 
 

@@ -34,8 +34,8 @@ class Budget:
         tensors: the uncompressed update, by name; ``shapes`` and ``expand`` do not use the values.
         parameters: the names in ``tensors`` that are quantised; the other tensors are sent as they are.
         beside: the tensors that a method sends besides them, as ``KIND:NAME``. If NAME is a parameter, it is quantised
-            like the parameter; otherwise it is a symmetric matrix, of which eigenvectors are sent: the same number for all, as
-            many as fit into 16 bits per value of the parameters.
+            like the parameter; otherwise it is a symmetric matrix, of which eigenvectors are sent: one number for all,
+            as many as fit into 16 bits per value of the parameters.
     """
 
     def __init__(self, tensors: Tensors, parameters: Collection[str], beside: Tensors):

@@ -1,1 +1,1 @@
-"""What saves work, each tried against the plain way before it is used: states of frozen layers, one pass of many."""
+"""What saves work, each tried against the plain way before it is used: states of frozen layers, joint passes."""

@@ -29,18 +29,18 @@ def read_entry(
         return None
     try:
         with safe_open(path, "pt") as file:
-            tensors, about = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
-        if not intact(tensors, about):
+            tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
+        if not intact(tensors, metadata):
             raise ValueError("its checksum does not match")
     except FileNotFoundError:  # another process has made room meanwhile
         return None
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         logger.warning("%s is damaged (%s) and is made again", path, error)
         return None
-    return tensors, about
+    return tensors, metadata
 
 
-def write_entry(path: Path, tensors: Mapping[str, Tensor], about: dict[str, str]) -> None:
+def write_entry(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     """Write an entry, whole or not at all.
 
     Raises:
@@ -48,6 +48,6 @@ def write_entry(path: Path, tensors: Mapping[str, Tensor], about: dict[str, str]
     """
     try:
         with replacing(path, durable=False) as aside:
-            save_file(dict(tensors), aside, about)
+            save_file(dict(tensors), aside, metadata)
     except SafetensorError as error:  # a full disk
         raise OSError(str(error)) from error

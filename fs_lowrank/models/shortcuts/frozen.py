@@ -8,8 +8,8 @@ This is exact if the blocks are in one ``ModuleList``, pass only hidden states t
 depend on the padding of the batch. That holds for BERT, DeBERTa, GPT-2, Llama and most models, but not for XLM, XLNet,
 FNet or ConvBERT. Before training, a few samples are run with and without the cache; if they differ, it is not used.
 
-In the first layer above, keys and values come from the cached states by frozen matrices and the adapters. What the
-frozen matrices give is cached beside the states, if there is room for that of all samples.
+In the first layer above, keys and values come from the cached states by frozen matrices and the adapters. Outputs of
+frozen matrices are cached beside the states, if there is room for those of all samples.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..adapters import layer_stack
 from ..kinds import unwrapped
 from ..machine import input_device, machine, rounding
 from ..names import tags
-from ..quantised import beside, own_tensors
+from ..quantised import beside, direct_tensors
 from .reads import Attending, Enough, giving, instead, outermost
 from .states import SharedStates
 from .trials import Unfit, differing, failure, preserving_modes, rows_to_try, with_gradients
@@ -44,10 +44,10 @@ logger = logging.getLogger("fs_lowrank")
 #: number of samples whose states are computed in one batch
 COMPUTED_TOGETHER = 32
 #: passes over an owner's samples in a run from which on its states are cached. Filling the cache takes one: a run that
-#: is never repeated loses half a pass at most, and one that finds the states of another gains. It is the same whether
-#: states are cached for others or not, so that results are
+#: is never repeated loses half a pass at most, and a run that finds the states of another gains. It does not depend on
+#: whether states are stored for others, so that results do not
 PASSES = 0.5
-#: part of the name of what is kept for other runs; higher whenever something else is stored, or in another form
+#: part of the names of entries for other runs; higher whenever something else is stored, or in another form
 _FORMAT = 2
 
 
@@ -66,10 +66,10 @@ class Owners:
     examples: Callable[[int], Any]
 
     @classmethod
-    def of(cls, owners: Mapping[str, tuple[Any, float]]) -> Owners:
+    def from_examples(cls, owners: Mapping[str, tuple[Any, float]]) -> Owners:
         """From (examples, number of passes) by name."""
-        examples = [own for own, _ in owners.values()]
-        tokens = np.array([own.lengths.sum() for own in examples], np.int64)
+        examples = [samples for samples, _ in owners.values()]
+        tokens = np.array([samples.lengths.sum() for samples in examples], np.int64)
         return cls(list(owners), tokens, np.array([passes for _, passes in owners.values()]), examples.__getitem__)
 
 
@@ -80,7 +80,7 @@ class FrozenPrefix:
         model: the adapted model.
         trainable: tags of all parameters that are trained in any phase.
         limit: maximum size of the cache in bytes; other states are computed each time.
-        shared: where states are kept for other runs and processes, if its limit is not 0; None: in memory.
+        shared: where states are stored for other runs and processes, if its limit is not 0; None: in memory.
         changing: names of the base weights that the method changes; None: only states are cached, no keys and values.
         fewest: passes over an owner's samples from which on its states are cached.
     """
@@ -110,15 +110,15 @@ class FrozenPrefix:
         #: the first trainable block's modules whose outputs are cached beside its input -> their widths
         self.parts: dict[str, int] = {}
         self.first = Attending(self.layers[self.depth]) if self.depth else None
-        self.place = f"{name}{self.depth}."
+        self.path = f"{name}{self.depth}."
         self.limit = limit
         self.below: list[nn.Module] = []
         #: number of outputs of each block that has run; 0 for a bare tensor
         self.outputs: dict[nn.Module, int] = {}
         self._below: dict[str, Any] | None = None
         #: owner -> states of all its samples, and the first row of each sample
-        self.kept: dict[str, tuple[Tensor, np.ndarray]] = {}
-        #: owner -> whose states those of each of its samples are: another owner, its examples, and the sample's index
+        self.cached: dict[str, tuple[Tensor, np.ndarray]] = {}
+        #: owner -> where the states of each of its samples are: another owner, its examples, and the sample's index
         self.pieces: dict[str, list[tuple[str, Any, int]]] = {}
         #: owner -> whether its states are cached; a client that is not in it has none
         self.budget: dict[str, bool] = {}
@@ -135,20 +135,20 @@ class FrozenPrefix:
     def plan(
         self, owners: Mapping[str, tuple[Any, float]], clients: Owners | None = None, trial: Any | None = None
     ) -> None:
-        """Decide once whose states are cached, by number of uses and size, in the given order, and those with less than
-        a pass last.
+        """Decide once whose states are cached, by number of uses and size, in the given order, and owners with less
+        than a pass last.
 
-        The decision depends on the configuration and the data alone, not on the order of training or on what other runs
-        have kept, because a resumed run and the same run in a search have to make the same one. If the results of the
+        The decision depends on the configuration and the data alone, not on the order of training or on the entries of
+        other runs, because a resumed run and the same run in a search have to make the same one. If the results of the
         model differ with cached states, a warning gives the reason and the cache is not used.
 
         Args:
             owners: name -> (examples, number of passes over them in the run). Examples with fewer than ``fewest``
                 are not cached.
-            clients: further owners, who come after those.
+            clients: further owners, who come after ``owners``.
             trial: samples of lengths from the shortest to the longest of all owners; None: those of the first owner.
         """
-        groups = [group for group in (Owners.of(owners), clients) if group is not None and len(group.names)]
+        groups = [group for group in (Owners.from_examples(owners), clients) if group is not None and len(group.names)]
         trial = groups[0].examples(0) if trial is None else trial
         if self:
             self._probe(trial)
@@ -159,7 +159,7 @@ class FrozenPrefix:
         tokens = sum(int(group.tokens[chosen].sum()) for group, chosen in zip(groups, used))
         if tokens * self.columns * self.dtype.itemsize > self.limit:
             self.parts = {}
-        remaining, kept = self.limit, False
+        remaining, cached = self.limit, False
         self.budget = dict.fromkeys(owners, False)
         for group, chosen in zip(groups, used):
             for i in chosen[np.argsort(group.passes[chosen] < 1, kind="stable")].tolist():
@@ -167,8 +167,8 @@ class FrozenPrefix:
                 if size <= remaining:
                     remaining -= size
                     self.budget[group.names[i]] = True
-                    kept |= size > 0
-        wrong = self._differs(trial) if kept else ""
+                    cached |= size > 0
+        wrong = self._differs(trial) if cached else ""
         if wrong and self.parts:
             self.parts = {}
             wrong = self._differs(trial)
@@ -197,8 +197,8 @@ class FrozenPrefix:
         rows: list[Tensor] = []
         for owner, examples, indices in batch:
             if not self.budget.get(owner):
-                found = self._hidden(examples, indices).to(device, non_blocking=True)
-                rows += [row[: examples.lengths[i]] for row, i in zip(found, indices)]
+                states = self._hidden(examples, indices).to(device, non_blocking=True)
+                rows += [row[: examples.lengths[i]] for row, i in zip(states, indices)]
                 continue
             pieces = self.pieces.get(owner)
             rows += [self._row(*(pieces[i] if pieces else (owner, examples, i))) for i in indices]
@@ -209,9 +209,9 @@ class FrozenPrefix:
 
     def _row(self, owner: str, examples, index: int) -> Tensor:
         """The cached states of one sample; those of all samples of the owner are computed the first time."""
-        if owner not in self.kept:
-            self.kept[owner] = self._compute(owner, examples)
-        states, starts = self.kept[owner]
+        if owner not in self.cached:
+            self.cached[owner] = self._compute(owner, examples)
+        states, starts = self.cached[owner]
         return states[starts[index] : starts[index + 1]]
 
     @property
@@ -221,8 +221,8 @@ class FrozenPrefix:
 
     def _padded(self, rows: list[Tensor]) -> list[Tensor]:
         """The states of a batch, and the outputs of ``parts``: each ``(samples, longest, width)``."""
-        whole = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        return [piece.contiguous() for piece in whole.split([self.width, *self.parts.values()], -1)]
+        padded = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return [piece.contiguous() for piece in padded.split([self.width, *self.parts.values()], -1)]
 
     @contextlib.contextmanager
     def _bypass(self, pieces: list[Tensor]) -> Iterator[None]:
@@ -259,32 +259,32 @@ class FrozenPrefix:
         changing, first = self.changing, self.first
         if changing is None or first is None or device.type != "cpu":
             return {}
-        found: dict[str, int] = {}
+        widths: dict[str, int] = {}
 
         def base(name: str) -> bool:
             module = first.layer.get_submodule(name)
-            weights = {f"{self.place}{name}.{n}": p for n, p in module.named_parameters()}
-            kept = all("base" in tags(n) and n not in changing for n in weights)
-            return kept and any(p.ndim > 1 for p in weights.values())
+            weights = {f"{self.path}{name}.{n}": p for n, p in module.named_parameters()}
+            frozen = all("base" in tags(n) and n not in changing for n in weights)
+            return frozen and any(p.ndim > 1 for p in weights.values())
 
-        def probe(states: Tensor, given: Mapping[str, Any]) -> None:
-            needed, _ = first.needed(states, given)
+        def probe(states: Tensor, arguments: Mapping[str, Any]) -> None:
+            needed, _ = first.needed(states, arguments)
             with torch.enable_grad():
-                outputs, _ = first.modules_on_the_way(states.detach(), given)
+                outputs, _ = first.modules_on_the_way(states.detach(), arguments)
             frozen = outermost(
                 name
                 for name, t in outputs.items()
                 if not t.requires_grad and t.ndim == 3 and t.dtype == self.dtype and base(name)
             )
             within = [n for n in frozen if any(f"{n}.".startswith(f"{other}.") for other in needed)]
-            found.update({n: outputs[n].shape[-1] for n in within})
+            widths.update({n: outputs[n].shape[-1] for n in within})
 
         try:
             with with_gradients(self.model, self.learns):
                 self._hidden(examples, np.arange(1), probe)
         except Exception as error:  # a model's code may raise any error for inputs that it does not expect
             logger.debug("no keys and values are cached: %s", error)
-        return found
+        return widths
 
     @torch.no_grad()
     def _probe(self, examples) -> None:
@@ -334,8 +334,8 @@ class FrozenPrefix:
                     plain = self._ends(batch)
                     with self._bypass(pieces):
                         ends = self._ends(batch)
-                    for what, a, b in zip(("logits", "states"), plain, ends):
-                        if wrong := differing(what, a, b, eps):
+                    for label, a, b in zip(("logits", "states"), plain, ends):
+                        if wrong := differing(label, a, b, eps):
                             return wrong
             except Exception as error:
                 return failure(error)
@@ -369,10 +369,10 @@ class FrozenPrefix:
             states = args[0] if args else kwargs.get("hidden_states")
             inputs.append(states)
             if self.first is not None and (self.parts or use):
-                states, given = self.first.arguments(args, kwargs)
+                states, arguments = self.first.arguments(args, kwargs)
                 if use:
-                    use(states, given)
-                outputs = self.first.modules_on_the_way(states, given)[0]
+                    use(states, arguments)
+                outputs = self.first.modules_on_the_way(states, arguments)[0]
                 inputs[0] = torch.cat([states, *(outputs[name].detach() for name in self.parts)], -1)
             raise Enough
 
@@ -407,15 +407,15 @@ class FrozenPrefix:
             tensors = {
                 f"{i} {name}": tensor
                 for i, module in enumerate(self.below)
-                for name, tensor in own_tensors(module).items()
+                for name, tensor in direct_tensors(module).items()
             }
             if self.parts:
                 tensors |= {
                     name: tensor
                     for name, tensor in self.model.named_parameters()
-                    if name.startswith(self.place) and "base" in tags(name) and name not in (self.changing or ())
+                    if name.startswith(self.path) and "base" in tags(name) and name not in (self.changing or ())
                 }
-                tensors |= {n: t for n, t in beside(self.model).items() if n.startswith(self.place)}
+                tensors |= {n: t for n, t in beside(self.model).items() if n.startswith(self.path)}
             config = {k: v for k, v in unwrapped(self.model).config.to_dict().items() if k != "_name_or_path"}
             self._below = {
                 "weights": digest(tensors),

@@ -1,4 +1,4 @@
-"""Dropout of a part of a batch as of the whole batch, so that what is not computed does not change what is drawn.
+"""Dropout of a part of a batch as of the whole batch, so that draws do not depend on what is computed.
 
 A mask is drawn in the shape that it has for the whole batch, and the rows and positions that are computed are taken
 from it. So the random numbers are the same, and results with dropout are equal but for rounding. The exception is the
@@ -24,8 +24,8 @@ def draws(model: nn.Module) -> bool:
     for module in model.modules():
         if not module.training:
             continue
-        given = [value for name, value in vars(module).items() if "drop" in name]  # PEFT has one by the adapter's name
-        numbers = [n for value in given for n in (value.values() if isinstance(value, dict) else [value])]
+        values = [value for name, value in vars(module).items() if "drop" in name]  # PEFT has one by the adapter's name
+        numbers = [n for value in values for n in (value.values() if isinstance(value, dict) else [value])]
         if any(isinstance(n, float) and n > 0 for n in numbers) or isinstance(module, nn.Dropout) and module.p > 0:
             return True
     return False
@@ -33,7 +33,7 @@ def draws(model: nn.Module) -> bool:
 
 @contextmanager
 def comparable() -> Iterator[None]:
-    """A context in which the same is drawn each time, apart from all else; without attention's dropout on a GPU."""
+    """A context with the same draws each time, apart from all others; without attention's dropout on a GPU."""
     with drawing(0), _WithoutAttention():
         yield
 
@@ -48,13 +48,13 @@ class _WithoutAttention(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def draw(shape: tuple[int, ...], like: Tensor, p: float) -> Tensor:
-    """What dropout multiplies values of ``shape`` with: 0 or 1 / (1 - p)."""
-    return dropout(like.new_ones(shape), p)
+def draw(shape: tuple[int, ...], template: Tensor, p: float) -> Tensor:
+    """The factors of dropout for values of ``shape``: 0 or 1 / (1 - p)."""
+    return dropout(template.new_ones(shape), p)
 
 
 class Masks(TorchFunctionMode):
-    """A context in which dropout multiplies with what ``mask`` gives.
+    """A context in which dropout multiplies with the result of ``mask``.
 
     Args:
         mask: from the values and the probability; None for the mask that dropout draws itself.

@@ -6,7 +6,7 @@ positions that are read.
 
 The layer's own code runs twice. The first pass has all positions and ends where attention hands its keys and values to
 the cache that transformers' layers take for generating text. The second has the positions that are read, gets these
-keys and values from the cache, and takes over what the first pass computed. Its output is put back into its positions,
+keys and values from the cache, and takes over the outputs of the first pass. Its output is put back into its positions,
 and the others are zeros, which nobody reads. So no code here is for one family of models; the layers of BERT, RoBERTa,
 Llama, Qwen2, GPT-2 and others take such a cache. Queries are not computed in the first pass, except where they come
 from the same matrix as keys and values (GPT-2). Before use, results and gradients are compared on a few samples, in
@@ -31,8 +31,8 @@ from ..machine import input_device, rounding
 from .masks import Masks, comparable, draw, draws
 from .trials import Unfit, differing, failure, preserving_modes, rows_to_try
 
-#: of a batch's positions so many may be read at most; with more, two passes save nothing
-_MOST = 0.75
+#: the largest share of a batch's positions that may be read; with more, two passes save nothing
+_MAX_SHARE = 0.75
 #: names of the norm that follows the layers in transformers' models
 _NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
 #: names of the layers' argument for the cache
@@ -46,8 +46,8 @@ class Positions:
     """The positions of a batch of ``(samples, length)`` that are read.
 
     Attributes:
-        index: for each sample the positions to compute, ``(samples, most)``; with those of the sample with most of
-            them, so that samples with fewer have some that are not read.
+        index: for each sample the positions to compute, ``(samples, count)``; ``count`` is the largest number of a
+            sample, so that samples with fewer have some that are not read.
         rows: the read ones in the flattened batch. filled: the same in the flattened ``index``.
     """
 
@@ -57,24 +57,24 @@ class Positions:
     filled: Tensor
 
     @classmethod
-    def of(cls, read: Tensor, device: torch.device) -> Positions:
+    def from_mask(cls, read: Tensor, device: torch.device) -> Positions:
         """From a mask, bool ``(samples, length)``."""
         counts = read.sum(1, keepdim=True)
-        most = int(counts.max())
-        index = torch.argsort((~read).byte(), dim=1, stable=True)[:, :most]
-        filled = torch.arange(most, device=read.device) < counts
+        count = int(counts.max())
+        index = torch.argsort((~read).byte(), dim=1, stable=True)[:, :count]
+        filled = torch.arange(count, device=read.device) < counts
         flat = (mask.flatten().nonzero().squeeze(1) for mask in (read, filled))
         index, rows, filled = (t.to(device, non_blocking=True) for t in (index, *flat))
         return cls(read.shape[1], index, rows, filled)
 
-    def take(self, values: Tensor, at: int = 1) -> Tensor:
-        """What ``values``, ``(samples or 1, …)``, have at these positions; ``at``: their side for the positions."""
-        if values.shape[at] == 1 and self.length > 1:
+    def take(self, values: Tensor, axis: int = 1) -> Tensor:
+        """``values``, ``(samples or 1, …)``, at these positions; ``axis``: the axis of the positions."""
+        if values.shape[axis] == 1 and self.length > 1:
             return values  # the same for all positions
         index = self.index.to(values.device, non_blocking=True)
-        index = index.view(len(self.index), *[1] * (at - 1), -1, *[1] * (values.ndim - at - 1))
-        sides = (len(self.index), *values.shape[1:at], index.shape[at], *values.shape[at + 1 :])
-        return values.expand(len(self.index), *values.shape[1:]).gather(at, index.expand(sides))
+        index = index.view(len(self.index), *[1] * (axis - 1), -1, *[1] * (values.ndim - axis - 1))
+        shape = (len(self.index), *values.shape[1:axis], index.shape[axis], *values.shape[axis + 1 :])
+        return values.expand(len(self.index), *values.shape[1:]).gather(axis, index.expand(shape))
 
     def put_back(self, values: Tensor) -> Tensor:
         """``values`` at these positions of ``(samples, length, width)``, and zeros elsewhere."""
@@ -85,16 +85,16 @@ class Positions:
 
     def masks(self) -> Masks:
         """Dropout with the masks of all positions."""
-        samples, most = self.index.shape
+        samples, count = self.index.shape
 
         def mask(values: Tensor, p: float) -> Tensor | None:
-            at = values.ndim // 2
-            if values.ndim not in (3, 4) or (values.shape[0], values.shape[at]) != (samples, most):
+            axis = values.ndim // 2
+            if values.ndim not in (3, 4) or (values.shape[0], values.shape[axis]) != (samples, count):
                 return None
-            sides = (*values.shape[:at], self.length, *values.shape[at + 1 :])
-            return self.take(draw(sides, values, p), at)
+            shape = (*values.shape[:axis], self.length, *values.shape[axis + 1 :])
+            return self.take(draw(shape, values, p), axis)
 
-        return Masks(mask, most)
+        return Masks(mask, count)
 
 
 class Attending:
@@ -108,13 +108,13 @@ class Attending:
 
     def arguments(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """The layer's input, and its other arguments by name."""
-        given = dict(self.takes.bind(*args, **kwargs).arguments)
+        arguments = dict(self.takes.bind(*args, **kwargs).arguments)
         for name, parameter in self.takes.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                given |= given.pop(name, {})
-        return given.pop("hidden_states"), given
+                arguments |= arguments.pop(name, {})
+        return arguments.pop("hidden_states"), arguments
 
-    def run(self, states: Tensor, given: Mapping[str, Any]) -> Cache:
+    def run(self, states: Tensor, arguments: Mapping[str, Any]) -> Cache:
         """The cache with keys and values of all positions.
 
         Raises:
@@ -122,26 +122,26 @@ class Attending:
         """
         cache = Cache()
         with contextlib.suppress(Enough):
-            self.layer.forward(states, **{**given, self.cache: cache})
-        if cache.kept is None:
+            self.layer.forward(states, **{**arguments, self.cache: cache})
+        if cache.stored is None:
             raise Unfit("its layers hand keys and values to no cache")
         return cache
 
-    def modules_on_the_way(self, states: Tensor, given: Mapping[str, Any]) -> tuple[dict[str, Tensor], Cache]:
+    def modules_on_the_way(self, states: Tensor, arguments: Mapping[str, Any]) -> tuple[dict[str, Tensor], Cache]:
         """By name the outputs, ``(samples, length, …)``, of all modules that ran, and the cache."""
         outputs: dict[str, Tensor] = {}
         with contextlib.ExitStack() as stack:
             for name, module in self.layer.named_modules():
                 if name:
                     stack.enter_context(module.register_forward_hook(noting(outputs, name)))
-            cache = self.run(states, given)
+            cache = self.run(states, arguments)
         return {name: t for name, t in outputs.items() if t.shape[:2] == states.shape[:2]}, cache
 
-    def needed(self, states: Tensor, given: Mapping[str, Any]) -> tuple[list[str], dict[str, torch.Size]]:
-        """The outermost modules on the way that keys and values depend on, and the sides of the others' outputs."""
+    def needed(self, states: Tensor, arguments: Mapping[str, Any]) -> tuple[list[str], dict[str, torch.Size]]:
+        """The outermost modules on the way that keys and values depend on, and the shapes of the others' outputs."""
         with torch.enable_grad():
-            outputs, cache = self.modules_on_the_way(states.detach().requires_grad_(), given)
-            together = torch.stack([t.sum() for t in cache.kept or ()]).sum()
+            outputs, cache = self.modules_on_the_way(states.detach().requires_grad_(), arguments)
+            together = torch.stack([t.sum() for t in cache.stored or ()]).sum()
         outputs = {name: t for name, t in outputs.items() if t.requires_grad}
         outer = outermost(outputs)
         gradients = torch.autograd.grad(together, [outputs[n] for n in outer], allow_unused=True)
@@ -162,8 +162,8 @@ class OnlyRead:
         self.end = norms[0] if norms else self.layer
         self.attending = Attending(self.layer)
         self.causal = any(getattr(module, "is_causal", False) is True for module in self.layer.modules())
-        #: modules of the layer that the first pass computes, and those it need not -> their output's sides after the
-        #: first two; by name, as they are the same in a copy of the model
+        #: modules of the layer that the first pass computes, and those it need not -> their output's shape after the
+        #: first two axes; by name, as they are the same in a copy of the model
         self.shared: tuple[str, ...] = ()
         self.unneeded: dict[str, torch.Size] = {}
         self.usable = False
@@ -173,7 +173,7 @@ class OnlyRead:
     def __bool__(self) -> bool:
         return self.usable
 
-    def like(self, model: nn.Module) -> OnlyRead:
+    def copy_for(self, model: nn.Module) -> OnlyRead:
         """The same for a copy of the model, which is not checked again."""
         other = OnlyRead(model)
         other.shared, other.unneeded, other.usable = self.shared, self.unneeded, self.usable
@@ -208,39 +208,39 @@ class OnlyRead:
             device: of the model's inputs, if the caller knows it.
         """
         read = self.positions(batch) if (self.usable_in_training if self.layer.training else self) else None
-        if read is None or not 0 < int(read.sum(1).max()) <= _MOST * read.shape[1]:
+        if read is None or not 0 < int(read.sum(1).max()) <= _MAX_SHARE * read.shape[1]:
             yield
             return
-        with self._narrowed(Positions.of(read, device or input_device(self.model))):
+        with self._narrowed(Positions.from_mask(read, device or input_device(self.model))):
             yield
 
     @contextlib.contextmanager
-    def _narrowed(self, at: Positions) -> Iterator[None]:
+    def _narrowed(self, positions: Positions) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
 
             def narrow(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-                states, given = self.attending.arguments(args, kwargs)
-                if states.shape[:2] != (len(at.index), at.length):
-                    raise Unfit(f"its layers have {states.shape[1]} positions for {at.length} tokens")
+                states, arguments = self.attending.arguments(args, kwargs)
+                if states.shape[:2] != (len(positions.index), positions.length):
+                    raise Unfit(f"its layers have {states.shape[1]} positions for {positions.length} tokens")
                 drops = draws(layer)
-                cache, outputs = self._first_pass(states, given, drops)
+                cache, outputs = self._first_pass(states, arguments, drops)
                 for name, output in outputs.items():
-                    stack.enter_context(instead(layer.get_submodule(name), giving(at.take(output))))
+                    stack.enter_context(instead(layer.get_submodule(name), giving(positions.take(output))))
                 if drops:
-                    stack.enter_context(at.masks())
-                second = {name: _taken(value, at) for name, value in given.items()}
+                    stack.enter_context(positions.masks())
+                second = {name: _selected(value, positions) for name, value in arguments.items()}
                 if self.causal and second.get("attention_mask") is None:
-                    second["attention_mask"] = _causal_mask(at, states)
-                return (at.take(states),), {**second, self.attending.cache: cache}
+                    second["attention_mask"] = _causal_mask(positions, states)
+                return (positions.take(states),), {**second, self.attending.cache: cache}
 
             with (
                 self.layer.register_forward_pre_hook(narrow, with_kwargs=True),
                 self.layer.register_forward_hook(lambda *_: stack.close(), always_call=True),
-                self.end.register_forward_hook(lambda module, args, output: _put_back(output, at)),
+                self.end.register_forward_hook(lambda module, args, output: _put_back(output, positions)),
             ):
                 yield
 
-    def _first_pass(self, states: Tensor, given: Mapping[str, Any], drops: bool) -> tuple[Cache, dict[str, Tensor]]:
+    def _first_pass(self, states: Tensor, arguments: Mapping[str, Any], drops: bool) -> tuple[Cache, dict[str, Tensor]]:
         """Keys and values of all positions, and the outputs of the modules that were computed on the way to them.
 
         Args:
@@ -250,14 +250,14 @@ class OnlyRead:
         with contextlib.ExitStack() as stack:
             for name in self.shared:
                 stack.enter_context(self.layer.get_submodule(name).register_forward_hook(noting(outputs, name)))
-            for name, sides in self.unneeded.items():
+            for name, shape in self.unneeded.items():
                 module = self.layer.get_submodule(name)
                 if drops and draws(module):
                     stack.enter_context(module.register_forward_hook(noting(outputs, name)))
                 else:
-                    blank = states.new_zeros(()).expand(*states.shape[:2], *sides)
+                    blank = states.new_zeros(()).expand(*states.shape[:2], *shape)
                     stack.enter_context(instead(module, giving(blank)))
-            return self.attending.run(states, given), outputs
+            return self.attending.run(states, arguments), outputs
 
     # -- before it is trusted --------------------------------------------------------------------------
 
@@ -301,11 +301,11 @@ class OnlyRead:
                 self._probe(inputs)
             read = self.positions(batch)
             plain = self._results(inputs, read)
-            with self._narrowed(Positions.of(read, device or input_device(self.model))):
+            with self._narrowed(Positions.from_mask(read, device or input_device(self.model))):
                 ours = self._results(inputs, read)
             # Gradients are compared all together, because some of them are zero but for rounding.
-            for what, a, b in zip(("outputs", "gradients of the input", "gradients", "random numbers"), plain, ours):
-                if wrong := differing(what, a, b, rounding(self.model)):
+            for label, a, b in zip(("outputs", "gradients of the input", "gradients", "random numbers"), plain, ours):
+                if wrong := differing(label, a, b, rounding(self.model)):
                     return wrong
         return ""
 
@@ -316,9 +316,9 @@ class OnlyRead:
         entered: list[Tensor] = []
 
         def enter(layer, args, kwargs):
-            states, given = self.attending.arguments(args, kwargs)
+            states, arguments = self.attending.arguments(args, kwargs)
             entered.append(states.detach().requires_grad_())
-            return (entered[0],), given
+            return (entered[0],), arguments
 
         hook = self.layer.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
         device = input_device(self.model)
@@ -334,22 +334,22 @@ class OnlyRead:
 
     def _probe(self, inputs: dict[str, Tensor]) -> None:
         """Find the modules that the first pass runs, and which of them keys and values do not depend on."""
-        found: list[tuple[list[str], dict[str, torch.Size]]] = []
+        results: list[tuple[list[str], dict[str, torch.Size]]] = []
 
         def probe(layer, args, kwargs):
-            found.append(self.attending.needed(*self.attending.arguments(args, kwargs)))
+            results.append(self.attending.needed(*self.attending.arguments(args, kwargs)))
             raise Enough
 
         with self.layer.register_forward_pre_hook(probe, with_kwargs=True), contextlib.suppress(Enough):
             self.model(**inputs)
-        if not found:
+        if not results:
             raise Unfit("its last layer does not run")
-        needed, self.unneeded = found[0]
+        needed, self.unneeded = results[0]
         self.shared = tuple(needed)
 
 
 def outermost(names: Iterable[str]) -> list[str]:
-    """Those of ``names`` that are not inside another."""
+    """The ``names`` that are not inside another."""
     names = list(names)
     return [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
 
@@ -369,16 +369,16 @@ def instead(module: nn.Module, forward: Callable) -> Iterator[None]:
 
 
 class Cache:
-    """What a layer of transformers takes as ``past_key_values``: ends the first pass, and gives its keys afterwards."""
+    """The ``past_key_values`` of a layer of transformers: ends the first pass, and gives its keys afterwards."""
 
     def __init__(self) -> None:
-        self.kept: tuple[Tensor, Tensor] | None = None
+        self.stored: tuple[Tensor, Tensor] | None = None
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self.kept is None:
-            self.kept = keys, values
+        if self.stored is None:
+            self.stored = keys, values
             raise Enough
-        return self.kept
+        return self.stored
 
 
 def noting(outputs: dict[str, Tensor], name: str) -> Callable:
@@ -393,23 +393,23 @@ def giving(output: Tensor) -> Callable:
     return lambda *args, **kwargs: output
 
 
-def _taken(value: Any, at: Positions) -> Any:
-    """An argument of the layer for the positions: masks ``(samples, heads, queries, keys)``, other tensors with a side
-    for positions, and pairs of such (cosine and sine)."""
+def _selected(value: Any, positions: Positions) -> Any:
+    """An argument of the layer for the positions: masks ``(samples, heads, queries, keys)``, other tensors with an
+    axis for positions, and pairs of them (cosine and sine)."""
     if isinstance(value, tuple):
-        return tuple(_taken(v, at) for v in value)
-    return at.take(value, value.ndim // 2) if isinstance(value, Tensor) and value.ndim in (2, 3, 4) else value
+        return tuple(_selected(v, positions) for v in value)
+    return positions.take(value, value.ndim // 2) if isinstance(value, Tensor) and value.ndim in (2, 3, 4) else value
 
 
-def _causal_mask(at: Positions, states: Tensor) -> Tensor:
+def _causal_mask(positions: Positions, states: Tensor) -> Tensor:
     """Added to scores: nothing for earlier positions and its own, the smallest number for later ones."""
-    index = at.index.to(states.device, non_blocking=True)
-    later = torch.arange(at.length, device=states.device) > index[:, None, :, None]
+    index = positions.index.to(states.device, non_blocking=True)
+    later = torch.arange(positions.length, device=states.device) > index[:, None, :, None]
     return states.new_zeros(later.shape).masked_fill(later, torch.finfo(states.dtype).min)
 
 
-def _put_back(output: Any, at: Positions) -> Any:
-    return (at.put_back(output[0]), *output[1:]) if isinstance(output, tuple) else at.put_back(output)
+def _put_back(output: Any, positions: Positions) -> Any:
+    return (positions.put_back(output[0]), *output[1:]) if isinstance(output, tuple) else positions.put_back(output)
 
 
 class Enough(Exception):

@@ -25,7 +25,7 @@ from .trials import Unfit
 
 
 class Rows:
-    """Whose the rows of a batch are.
+    """The slots of the rows of a batch.
 
     Args:
         counts: the number of rows of each slot.
@@ -37,7 +37,7 @@ class Rows:
         self.total, self.all, self.device = sum(counts), len(self.slots) == len(counts), device
         self.equal = len(set(self.counts)) == 1
 
-    def of(self, stacked: Tensor) -> Tensor:
+    def select(self, stacked: Tensor) -> Tensor:
         """The tensors of the slots that have rows."""
         return stacked if self.all else stacked[self._index]
 
@@ -46,17 +46,17 @@ class Rows:
         return self._sent(self.slots)
 
     @cached_property
-    def each(self) -> Tensor:
+    def by_row(self) -> Tensor:
         """The slot of each row, ``(total,)``."""
         return self._sent(np.repeat(self.slots, self.counts))
 
     @cached_property
     def filled(self) -> tuple[Tensor, Tensor]:
         """Rows such that each slot has the same number, filled up with its own, and the places of the rows in them."""
-        most = max(self.counts)
-        places = np.concatenate([i * most + np.arange(n) for i, n in enumerate(self.counts)])
+        longest = max(self.counts)
+        places = np.concatenate([i * longest + np.arange(n) for i, n in enumerate(self.counts)])
         # Another slot's rows may be NaN, and so would the gradients be, in spite of their weight 0.
-        rows = np.repeat(np.cumsum(self.counts) - self.counts, most)
+        rows = np.repeat(np.cumsum(self.counts) - self.counts, longest)
         rows[places] = np.arange(self.total)
         return self._sent(rows), self._sent(places)
 
@@ -66,7 +66,7 @@ class Rows:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``F.linear`` with the slots' matrices ``(slots, out, in)``."""
-        weight, bias = self.of(weight), None if bias is None else self.of(bias)
+        weight, bias = self.select(weight), None if bias is None else self.select(bias)
         if self.equal:
             return _products(x, weight, bias)
         if self.device.type == "cpu":
@@ -87,9 +87,9 @@ class Slots:
     """The stacked tensors of several clients, and the forward pass with them.
 
     Args:
-        held: for each client its tensors by name, of which those that are equal for all are left to the model.
+        held: for each client its tensors by name; tensors that are equal for all are left to the model.
         scales: for each client PEFT's scale of each of its pairs, ``adapters.lora_scales``.
-        trained: tags of what is trained; these tensors are stacked in any case.
+        trained: tags of the trained tensors, which are stacked in any case.
 
     Raises:
         Unfit: a module computes with tensors that differ, and there is no slot-wise form for it.
@@ -102,25 +102,25 @@ class Slots:
         scales: Sequence[Mapping[str, float]],
         trained: Collection[str],
     ):
-        #: the rows of the batch that is computed, on a device
+        #: the rows of the current batch, on a device
         self._rows: Callable[[torch.device], Rows] | None = None
-        apart = [n for n, first in held[0].items() if first.numel() or any(h[n].numel() for h in held)]
-        apart = [n for n in apart if tags(n) & set(trained) or not all(_same(held[0][n], h[n]) for h in held[1:])]
-        if reason := unslotted(model, apart):
+        names = [n for n, first in held[0].items() if first.numel() or any(h[n].numel() for h in held)]
+        names = [n for n in names if tags(n) & set(trained) or not all(_same(held[0][n], h[n]) for h in held[1:])]
+        if reason := unslotted(model, names):
             raise Unfit(reason)
-        self.modules = {path: model.get_submodule(path) for path in sorted({n.rpartition(".")[0] for n in apart})}
-        own, here = all_tensors(model), lora_scales(model)
+        self.modules = {path: model.get_submodule(path) for path in sorted({n.rpartition(".")[0] for n in names})}
+        parameters, model_scales = all_tensors(model), lora_scales(model)
         self._shapes = [{n: tensors[n].shape for n in tensors} for tensors in held]
         #: name -> the clients' tensors, ``(slots, …)``
         self.stacked: dict[str, nn.Parameter] = {}
-        for name in own:
+        for name in parameters:
             if name.rpartition(".")[0] in self.modules:
-                each = [h.get(name, own[name].detach()) for h in held]
-                self.stacked[name] = nn.Parameter(_stack(name, each), requires_grad=False)
+                copies = [h.get(name, parameters[name].detach()) for h in held]
+                self.stacked[name] = nn.Parameter(_stack(name, copies), requires_grad=False)
         #: a pair's second module -> the clients' scales ÷ that of the model, which PEFT applies, ``(slots, 1, 1)``
         self.factors: dict[str, Tensor] = {}
         for path in self.modules:
-            ratios = [s[path] / here[path] for s in scales] if path in here else []
+            ratios = [s[path] / model_scales[path] for s in scales] if path in model_scales else []
             if any(r != 1 for r in ratios):
                 weight = self.stacked[f"{path}.weight"]
                 self.factors[path] = weight.new_tensor(ratios).view(-1, 1, 1)
@@ -132,7 +132,7 @@ class Slots:
             parameter.grad = None
         return [p for p in self.stacked.values() if p.requires_grad]
 
-    def of(self, slot: int) -> dict[str, Tensor]:
+    def tensors(self, slot: int) -> dict[str, Tensor]:
         """The tensors of one client, not copied, in its shapes."""
         return {
             n: p.detach()[slot][tuple(map(slice, self._shapes[slot].get(n, p.shape[1:])))]
@@ -141,8 +141,8 @@ class Slots:
 
     def put(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
         """Set the tensors of one client."""
-        for name, own in self.of(slot).items():
-            own.copy_(tensors[name])
+        for name, target in self.tensors(slot).items():
+            target.copy_(tensors[name])
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -172,8 +172,8 @@ class Slots:
             if x.ndim < 2 or len(x) != rows.total:
                 raise Unfit(f"{path} is computed for {len(x)} rows of a batch of {rows.total}")
             factor = self.factors.get(path)
-            mine = weight if factor is None or weight is None else weight * factor
-            return compute(module, rows, x, mine, bias)
+            scaled = weight if factor is None or weight is None else weight * factor
+            return compute(module, rows, x, scaled, bias)
 
         return forward
 
@@ -187,7 +187,7 @@ def _layer_norm(module: Any, rows: Rows, x: Tensor, weight: Tensor | None, bias:
     ones = (1,) * (x.ndim - 1 - len(module.normalized_shape))
     for stacked, combine in ((weight, torch.mul), (bias, torch.add)):
         if stacked is not None:
-            out = combine(out, stacked[rows.each].view(rows.total, *ones, *module.normalized_shape))
+            out = combine(out, stacked[rows.by_row].view(rows.total, *ones, *module.normalized_shape))
     return out
 
 
@@ -209,13 +209,13 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one, other)
 
 
-def _stack(name: str, each: Sequence[Tensor]) -> Tensor:
-    """The tensors in one, those of LoRA pairs of lower rank filled up with zeros."""
-    if len({t.shape for t in each}) == 1:
-        return torch.stack(list(each))
+def _stack(name: str, tensors: Sequence[Tensor]) -> Tensor:
+    """The tensors in one; LoRA pairs of lower rank are filled up with zeros."""
+    if len({t.shape for t in tensors}) == 1:
+        return torch.stack(list(tensors))
     if not {"lora_A", "lora_B"} & set(name.split(".")):
         raise Unfit(f"{name} has another shape at each client")
-    stacked = each[0].new_zeros(len(each), *(max(sides) for sides in zip(*(t.shape for t in each))))
-    for slot, tensor in zip(stacked, each):
+    stacked = tensors[0].new_zeros(len(tensors), *(max(sides) for sides in zip(*(t.shape for t in tensors))))
+    for slot, tensor in zip(stacked, tensors):
         slot[tuple(map(slice, tensor.shape))] = tensor
     return stacked

@@ -2,7 +2,7 @@
 
 An entry is named by a hash of all that decides its values: the weights of the frozen layers, the samples, the
 precision, the kind of attention, the device and its instructions, the number of threads, and the versions of the
-libraries. So a run gives the same numbers whether an earlier one has kept them or not.
+libraries. So a run gives the same numbers whether an earlier one has stored them or not.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .entries import read_entry, write_entry
 _ABANDONED = 3600.0
 
 
-def shared_folder(given: str = "") -> Path:
-    """Where the entries are: ``given``, else ``$FS_LOWRANK_FROZEN``, else ``frozen`` in the folder of fetched items."""
-    folder = given or os.environ.get("FS_LOWRANK_FROZEN")
+def shared_folder(path: str = "") -> Path:
+    """Where the entries are: ``path``, else ``$FS_LOWRANK_FROZEN``, else ``frozen`` in the folder of fetched items."""
+    folder = path or os.environ.get("FS_LOWRANK_FROZEN")
     return Path(folder).expanduser() if folder else home() / "frozen"
 
 
@@ -47,8 +47,8 @@ class SharedStates:
         return sorted(self.folder.glob("*.safetensors"), key=_used_and_size)
 
     def get(self, key: str, compute: Callable[[], Tensor]) -> Tensor:
-        """The states under ``key``, ``(tokens, width)``, memory-mapped from the disk; computed and kept if there are
-        none.
+        """The states under ``key``, ``(tokens, width)``, memory-mapped from the disk; computed and stored if there
+        are none.
 
         Of several processes that need the same entry one computes it, and the others wait. That one, too, has it from
         the file, so that it is in memory once for all of them.
@@ -56,16 +56,16 @@ class SharedStates:
         Args:
             compute: gives the states.
         """
-        if (found := self._read(key)) is not None:
-            return found
+        if (stored := self._read(key)) is not None:
+            return stored
         with ExitStack() as held:
             try:
                 held.enter_context(exclusive(self.folder / "locks" / f"{key[:2]}.lock"))
             except OSError as error:
                 self._say_unusable(error)
                 return compute()
-            if (found := self._read(key)) is not None:  # another process may have written it meanwhile
-                return found
+            if (stored := self._read(key)) is not None:  # another process may have written it meanwhile
+                return stored
             states = compute()
             try:
                 self._write(key, states)
@@ -82,12 +82,12 @@ class SharedStates:
 
     def _read(self, key: str) -> Tensor | None:
         path = self.folder / f"{key}.safetensors"
-        found = read_entry(path, lambda tensors, about: int(about["crc32"]) == _checksum(key, tensors["states"]))
-        if found is None:
+        entry = read_entry(path, lambda tensors, metadata: int(metadata["crc32"]) == _checksum(key, tensors["states"]))
+        if entry is None:
             return None
-        with suppress(OSError):  # in a folder that is only read, the order of use is not kept
+        with suppress(OSError):  # in a read-only folder, the order of use is not updated
             os.utime(path)
-        return found[0]["states"]
+        return entry[0]["states"]
 
     def _write(self, key: str, states: Tensor) -> None:
         size = states.numel() * states.element_size()
@@ -99,7 +99,7 @@ class SharedStates:
     def make_room(self, limit: float) -> int:
         """Remove the least recently used entries until they have ``limit`` bytes at most; returns how many went.
 
-        What a process that was killed while it wrote has left is removed, too. An entry that another process has mapped
+        Unfinished files of processes that were killed are removed, too. An entry that another process has mapped
         stays on the disk until that process ends.
         """
         for path in self.folder.glob(".*.writing"):

@@ -1,4 +1,4 @@
-"""What the trials of shortcuts share: a shortcut is compared with the plain way on a few samples before it is used."""
+"""Trials of shortcuts: a shortcut is compared with the plain way on a few samples before it is used."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Unfit(Exception):
 TRIED = 4
 
 
-def rows_to_try(lengths: np.ndarray, most: int = TRIED) -> np.ndarray:
-    """The rows of a trial, ``most`` at most: samples of lengths from the shortest to the longest, then others."""
+def rows_to_try(lengths: np.ndarray, limit: int = TRIED) -> np.ndarray:
+    """The rows of a trial, ``limit`` at most: samples of lengths from the shortest to the longest, then others."""
     _, first = np.unique(lengths, return_index=True)
-    first = first[np.linspace(0, len(first) - 1, min(len(first), most)).round().astype(int)]
-    return np.concatenate([first, np.setdiff1d(np.arange(len(lengths)), first)])[:most]
+    first = first[np.linspace(0, len(first) - 1, min(len(first), limit)).round().astype(int)]
+    return np.concatenate([first, np.setdiff1d(np.arange(len(lengths)), first)])[:limit]
 
 
 def samples_to_try(splits: Sequence[Examples | ImageExamples]) -> Examples | None:
@@ -43,16 +43,16 @@ def samples_to_try(splits: Sequence[Examples | ImageExamples]) -> Examples | Non
     )
 
 
-def differing(what: str, plain: Tensor, ours: Tensor, eps: float, least: float = 1e-4) -> str:
+def differing(label: str, plain: Tensor, ours: Tensor, eps: float, least: float = 1e-4) -> str:
     """How two tensors of equal shape differ beyond rounding, in words; ``""`` if they do not.
 
     Args:
-        what: the tensors are. eps: the relative rounding error (``machine.rounding``), which grows from layer to layer.
+        label: of the tensors. eps: the relative rounding error (``machine.rounding``), which grows from layer to layer.
         least: the relative difference that counts at least.
     """
     difference, scale = float((plain - ours).abs().max()), float(plain.abs().max())
     equal = difference <= max(least, 8 * eps) * scale  # not of NaN
-    return "" if equal else f"{what} up to {scale:.2g} differ by {difference:.2g}"
+    return "" if equal else f"{label} up to {scale:.2g} differ by {difference:.2g}"
 
 
 def failure(error: Exception) -> str:
