@@ -24,8 +24,8 @@ class Pictures(Callback):
     def on_end(self, run: Recorder, result: RunResult) -> None:
         data, title = run.workspace.data, f"{run.method.name} · {setting_of(run.config)}"
         histories = {run.method.name: [result.history]}
-        picture = curves(histories, data.majority, title=title, sizes=result.facts["held_out"])
-        result.saved["curves"] = save(picture, run.outdir / "curves.png")
+        chart = curves(histories, data.majority, title=title, sizes=result.facts["held_out"])
+        result.saved["curves"] = save(chart, run.outdir / "curves.png")
         if data.task.endswith("classification") and any("test" in r["metrics"] for r in result.history):
             on_test = run.evaluator.on_test()
             result.facts["on_test"] = {**on_test, "clients": extremes(on_test["clients"])}

@@ -43,22 +43,22 @@ def figure(
     same: bool = False,
     in_a_row: int = 5,
 ) -> Figure:
-    """A figure of panels with one legend below them; those that are ``main`` are larger, in the first row.
+    """A figure of panels with one legend below them; ``main`` panels are larger, in the first row.
 
     Args:
         title: above the panels; its lines are broken to the width of the figure.
         size: width and height in inches of a panel that is not ``main``. same: all have the same axis of y.
-        in_a_row: the most panels in a row, of those that are not ``main``.
+        in_a_row: the most panels in a row, without the ``main`` ones.
     """
     from matplotlib.figure import Figure
     from matplotlib.text import Text
 
     class Shown(Figure):
         def _repr_png_(self) -> bytes:
-            """What a notebook shows, whatever its backend is."""
+            """The picture for a notebook, whatever its backend is."""
             return drawn(self, "png")
 
-    main, others = ([panel for panel in panels if panel.main == wanted] for wanted in (True, False))
+    main, others = ([panel for panel in panels if panel.main == large] for large in (True, False))
     columns = -(-len(others) // max(-(-len(others) // in_a_row), 1))  # rows of as many panels each
     rows = [main] * bool(main) + [others[i : i + columns] for i in range(0, len(others), max(columns, 1))]
     heights = [max(panel.tall for panel in row) * (1.35 if row is main and others else 1.0) for row in rows] or [1.0]
@@ -67,23 +67,23 @@ def figure(
     wrapped = (textwrap.wrap(line.replace(" · ", "\u00a0· "), int(12 * width)) for line in title.splitlines())
     lines = [part for line in wrapped for part in line]
     # In inches: the title; the legend and the margins take the rest.
-    made = Shown(figsize=(width, size[1] * sum(heights) + 0.17 * len(lines) + 0.43), layout="constrained")
-    places: Any = made.add_gridspec(len(heights), 1, height_ratios=heights)
-    for place, row in zip(places, rows):
-        for panel, part in zip(row, place.subgridspec(1, len(main) if row is main else columns)):
-            axes = made.add_subplot(part, sharey=made.axes[0] if same and made.axes else None)
+    chart = Shown(figsize=(width, size[1] * sum(heights) + 0.17 * len(lines) + 0.43), layout="constrained")
+    slots: Any = chart.add_gridspec(len(heights), 1, height_ratios=heights)
+    for slot, row in zip(slots, rows):
+        for panel, part in zip(row, slot.subgridspec(1, len(main) if row is main else columns)):
+            axes = chart.add_subplot(part, sharey=chart.axes[0] if same and chart.axes else None)
             axes.set_autoscaley_on(True)  # the panel before has set the limits of all to its own
             _draw(axes, panel)
             if same:
                 axes.label_outer()
-    _add_legend(made, [mark for panel in panels for mark in panel.marks])
-    made.suptitle("\n".join(lines), fontsize=10)
-    texts = made.findobj(Text)
+    _add_legend(chart, [mark for panel in panels for mark in panel.marks])
+    chart.suptitle("\n".join(lines), fontsize=10)
+    texts = chart.findobj(Text)
     fallbacks = _fonts_with(frozenset(c for t in texts for c in t.get_text() if c.isprintable() and not c.isascii()))
     for text in texts:
         text.set_parse_math(False)  # a text with two "$" is shown as it is
         text.set_fontfamily([*text.get_fontfamily(), *fallbacks])
-    return made
+    return chart
 
 
 def _draw(axes: Axes, panel: Panel) -> None:
@@ -114,8 +114,8 @@ def _draw(axes: Axes, panel: Panel) -> None:
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         low, high = across.get_view_interval()
-        more = max(panel.least - (high - low), 0) / 2
-        ends = [max(low - more, 0), min(high + more, 1)] if panel.share else [low - more, high + more]
+        margin = max(panel.least - (high - low), 0) / 2
+        ends = [max(low - margin, 0), min(high + margin, 1)] if panel.share else [low - margin, high + margin]
         (axes.set_xlim if panel.sideways else axes.set_ylim)(*ends)
     if panel.sideways:
         axes.invert_yaxis()
@@ -163,8 +163,8 @@ def _draw_matrix(axes: Axes, matrix: Matrix) -> None:
             axes.text(j, i, text, ha="center", va="center", color="#fefefe" if dark else "#111111")
 
 
-def _add_legend(made: Figure, marks: Iterable[Line | Bars | Matrix]) -> None:
-    """What colours, styles and hollow points mean, below the panels; nothing where only one thing is drawn."""
+def _add_legend(chart: Figure, marks: Iterable[Line | Bars | Matrix]) -> None:
+    """A legend of colours, styles and hollow points below the panels; nothing where there is one entry."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -175,52 +175,52 @@ def _add_legend(made: Figure, marks: Iterable[Line | Bars | Matrix]) -> None:
             names |= {name: Patch(color=colour) for colour, name in zip(COLOURS, mark.parts)}
         elif isinstance(mark, Line):
             names.setdefault(mark.name, Line2D([], [], **_look(mark)))
-            alike = replace(mark, colour=GREY, marker="o" if mark.hollow else "")
-            meanings.setdefault(mark.means, Line2D([], [], **_look(alike)))
+            sample = replace(mark, colour=GREY, marker="o" if mark.hollow else "")
+            meanings.setdefault(mark.means, Line2D([], [], **_look(sample)))
     handles = {name: handle for name, handle in (names | meanings).items() if name}
     if len(names) > 1 or len(meanings) > 1:
-        columns = max(1, int(11 * made.get_figwidth() / (max(map(len, handles)) + 7)))
-        place: dict[str, Any] = {"loc": "outside lower center", "ncols": columns}
-        made.legend([*handles.values()], [*handles], **place, fontsize=9, frameon=False)
+        columns = max(1, int(11 * chart.get_figwidth() / (max(map(len, handles)) + 7)))
+        layout: dict[str, Any] = {"loc": "outside lower center", "ncols": columns}
+        chart.legend([*handles.values()], [*handles], **layout, fontsize=9, frameon=False)
 
 
 @cache
 def _fonts_with(characters: Iterable[str]) -> list[str]:
-    """Installed fonts that together have what the usual one lacks; a warning says which characters none has."""
+    """Installed fonts that together have the characters that the usual font lacks; a warning names any others."""
     from matplotlib import font_manager
 
     usual = font_manager.get_font(font_manager.findfont(font_manager.FontProperties())).get_charmap()
-    left, found = {*map(ord, characters)} - usual.keys(), []
+    missing, fonts = {*map(ord, characters)} - usual.keys(), []
     for font in font_manager.fontManager.ttflist:
-        if not left:
+        if not missing:
             break
-        has = left & font_manager.get_font(font.fname).get_charmap().keys()
-        if has and not font.name.startswith("Last Resort"):  # of matplotlib: a box for every character
-            found.append(font.name)
-            left -= has
-    if left:
-        lacking = "".join(map(chr, sorted(left)))
+        covered = missing & font_manager.get_font(font.fname).get_charmap().keys()
+        if covered and not font.name.startswith("Last Resort"):  # of matplotlib: a box for every character
+            fonts.append(font.name)
+            missing -= covered
+    if missing:
+        lacking = "".join(map(chr, sorted(missing)))
         logger.warning("no installed font has %s, so PNG and PDF pictures show boxes; install such a font", lacking)
-    return found
+    return fonts
 
 
-def save(made: Figure, path: Path) -> Path:
+def save(chart: Figure, path: Path) -> Path:
     """Write a figure as PNG, and as PDF beside it; returns ``path``.
 
     Raises:
         RunFailed: it cannot be written.
     """
-    with _as_we_draw():
-        made.draw_without_rendering()  # the layout, which takes longer than the rest: once for both files
-    made.set_layout_engine("none")
+    with _draw_settings():
+        chart.draw_without_rendering()  # the layout, which takes longer than the rest: once for both files
+    chart.set_layout_engine("none")
     # The PNG last, so that where it is, the PDF is, too.
     for target in (path.with_suffix(".pdf"), path):
-        content = drawn(made, target.suffix[1:])  # on a full disk matplotlib would raise other errors than the disk's
+        content = drawn(chart, target.suffix[1:])  # on a full disk matplotlib would raise other errors than the disk's
         write_bytes(target, content, durable=False)
     return path
 
 
-def drawn(made: Figure, kind: str, comment: str = "") -> bytes:
+def drawn(chart: Figure, kind: str, comment: str = "") -> bytes:
     """A figure as the content of a file, which is the same for the same figure.
 
     Args:
@@ -233,13 +233,13 @@ def drawn(made: Figure, kind: str, comment: str = "") -> bytes:
         "svg": {"metadata": dict.fromkeys(("Date", "Creator", "Format", "Type")), "transparent": True},
     }
     content = io.BytesIO()
-    with _as_we_draw():
-        made.savefig(content, format=kind, **options[kind])
+    with _draw_settings():
+        chart.savefig(content, format=kind, **options[kind])
     return content.getvalue()
 
 
 @contextmanager
-def _as_we_draw() -> Iterator[None]:
+def _draw_settings() -> Iterator[None]:
     import matplotlib
 
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fs-lowrank"}), warnings.catch_warnings():

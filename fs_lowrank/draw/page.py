@@ -48,7 +48,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page under a heading, or in another section what a click on its ``name`` opens."""
+    """A part of a page under a heading, or in another section a fold that a click on its ``name`` opens."""
 
     key: str
     name: str
@@ -76,8 +76,8 @@ def document(
         lead: lines below the title. body, nav: HTML before the sections, and in place of the list of them.
         renew: seconds after which a browser loads the page again; 0: never.
     """
-    given = {"title": title, "lead": lead, "body": body, "nav": nav, "renew": math.ceil(renew)}
-    text: str = _template().render(sections=[*filter(None, sections)], version=__version__, **given)
+    context = {"title": title, "lead": lead, "body": body, "nav": nav, "renew": math.ceil(renew)}
+    text: str = _template().render(sections=[*filter(None, sections)], version=__version__, **context)
     return text
 
 

@@ -1,4 +1,4 @@
-"""What a picture shows, as data: panels with lines and intervals, bars, or a matrix."""
+"""Pictures as data: panels with lines and intervals, bars, or a matrix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Line:
         x, y: as many of each. low, high: the ends of the intervals, as many; or none.
         colour: a number in the palette, or a colour. style: of the line, as matplotlib writes it; empty: points alone.
         marker: of a point, as matplotlib writes it; empty: none. None: the one that goes with the colour.
-        hollow: the points are drawn hollow. means: what ``style`` or a hollow point means, an entry of the legend.
+        hollow: the points are drawn hollow. means: the meaning of ``style`` or a hollow point, for the legend.
         band: draw the intervals as a band and not as bars.
     """
 
@@ -51,7 +51,7 @@ class Bars:
     parts: Mapping[str, Sequence[float]]
 
     def __str__(self) -> str:
-        return "; ".join(f"{name}: {', '.join(f'{size:.4g}' for size in of)}" for name, of in self.parts.items())
+        return "; ".join(f"{name}: {', '.join(f'{size:.4g}' for size in sizes)}" for name, sizes in self.parts.items())
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Matrix:
     """Values in rows and columns as shades.
 
     Attributes:
-        values: by row. scale: what they are. largest: of the scale; None: the largest value.
+        values: by row. scale: its name. largest: of the scale; None: the largest value.
         shown: texts in the cells, by row, or none.
     """
 
@@ -78,12 +78,12 @@ class Panel:
     """One picture.
 
     Attributes:
-        key: its name in a page. title: what it shows. x, y: what the axes are, with units. marks: what is drawn.
+        key: its name in a page. title: above it. x, y: labels of the axes, with units. marks: lines, bars or a matrix.
         main: it is larger than panels that are not. whole: x has whole numbers. log: the axis of x, which has
             ``ticks``, is logarithmic.
         share: y is a share, so that its axis ends at 0 and 1. least: the least length of the axis of y, so that noise
             does not fill it.
-        ticks: by place on the axis of x, what is written there in place of numbers. rows: the same on that of y.
+        ticks: by place on the axis of x, the texts there in place of numbers. rows: the same on the axis of y.
         sideways: x goes down, and y to the right; not with bars. tall: its height, relative to others.
     """
 

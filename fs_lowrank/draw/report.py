@@ -1,6 +1,6 @@
 """The page of a run, or of several side by side: the result, then curves, clients, data and settings.
 
-What is seen without a click answers a question; all figures, other curves and each client are folded.
+The parts outside a fold answer questions; all figures, other curves and each client are folded.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from .runs import (
 
 @dataclass
 class Shown:
-    """What the page shows of a run.
+    """The contents of the page for one run.
 
     Attributes:
-        name: that tells it from the others. label: what runs that differ in their seed alone have in common.
+        name: of this run alone. label: the same for runs that differ in their seed alone.
         ended: whether the run has. history: its records. data: of ``read_split``. labels: of the classes.
         last: the metrics of the last evaluated round. best: the number of the best round by validation data as
             ``round``, the metric as ``by``, and its metrics. on_test: of ``summary.json``.
         verdict: a sentence, if nothing was learned. majority: the fraction of the test set's most frequent class.
         held_out: number of samples by split, if they have classes.
-        sent: bytes that a client sends and receives in a round, as ``uplink`` and ``downlink``. seconds: by what for.
+        sent: bytes that a client sends and receives in a round, as ``uplink`` and ``downlink``. seconds: by phase.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Shown:
 
     @property
     def megabytes(self) -> float:
-        """What all clients send and receive in the whole run."""
+        """Megabytes that all clients send and receive in the whole run."""
         return sum(record["uplink_bytes"] + record["downlink_bytes"] for record in self.history) / 1e6
 
 
@@ -89,7 +89,7 @@ def write_page(runs: Sequence[Shown], out: str | Path, renew: float = 0.0) -> Pa
         Section("data", "Data", _data(runs)),
         Section("settings", "Settings", _settings(runs)),
     ]
-    lead = dict.fromkeys(setting_of(of[0].config, seeds=[run.config.seed for run in of]) for of in groups.values())
+    lead = dict.fromkeys(setting_of(g[0].config, seeds=[run.config.seed for run in g]) for g in groups.values())
     lead |= {state: None} if going else {}
     write_text(Path(out), document(_title(groups), sections, lead=[*lead], renew=renew if going else 0.0))
     return Path(out)
@@ -97,11 +97,11 @@ def write_page(runs: Sequence[Shown], out: str | Path, renew: float = 0.0) -> Pa
 
 def _title(groups: Mapping[str, Sequence[Shown]]) -> str:
     """The methods, the data and the number of clients."""
-    configs = [of[0].config for of in groups.values()]
+    configs = [group[0].config for group in groups.values()]
     data = dict.fromkeys(Path(config.data.type.partition("@")[0]).name for config in configs)
     clients = max(config.taking_part for config in configs)
-    what = _listed([*groups]) if len(groups) < 5 else f"{len(groups)} methods"
-    return f"{what} on {_listed([*data])}, {counted(clients, 'client')}"
+    methods = _listed([*groups]) if len(groups) < 5 else f"{len(groups)} methods"
+    return f"{methods} on {_listed([*data])}, {counted(clients, 'client')}"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -137,16 +137,16 @@ class _Score:
 
 def _scores(groups: Mapping[str, Sequence[Shown]], split: str, metric: str) -> list[_Score]:
     """The groups that have a score, the best one first."""
-    found, sign = [], 1 if larger_is_better(metric) else -1
+    scores, sign = [], 1 if larger_is_better(metric) else -1
     for label, runs in groups.items():
         if by_seed := {run.config.seed: run.last[key] for run in runs if (key := f"{split}_{metric}") in run.last}:
             values, size = [*by_seed.values()], runs[0].held_out.get(split, 0) if metric == "acc" else 0
             error = stdev(values) if len(values) > 1 else standard_error(values[0], size) if size else None
             sent = ([r.sent["uplink"] / 1e3, r.sent["downlink"] / 1e3, r.megabytes] for r in runs)
             price = [*map(fmean, zip(*sent)), fmean(r.seconds.get("training", 0.0) for r in runs)]
-            found.append(_Score(label, runs, by_seed, fmean(values), error, price))
-    found.sort(key=lambda score: -sign * score.mean)
-    return [_against(score, found[0], sign) for score in found]
+            scores.append(_Score(label, runs, by_seed, fmean(values), error, price))
+    scores.sort(key=lambda score: -sign * score.mean)
+    return [_against(score, scores[0], sign) for score in scores]
 
 
 def _against(score: _Score, best: _Score, sign: int) -> _Score:
@@ -158,14 +158,14 @@ def _against(score: _Score, best: _Score, sign: int) -> _Score:
 
         sure = float(stdtrit(len(gaps) - 1, 0.975)) * stdev(gaps) / math.sqrt(len(gaps))
         return replace(score, behind=fmean(gaps), sure=sure)
-    known = len(score.by_seed) == len(best.by_seed) == 1 and score.error is not None and best.error is not None
+    single = len(score.by_seed) == len(best.by_seed) == 1 and score.error is not None and best.error is not None
     sure = 1.96 * math.hypot(score.error or 0.0, best.error or 0.0)
-    return replace(score, behind=sign * (best.mean - score.mean), sure=sure if known else None)
+    return replace(score, behind=sign * (best.mean - score.mean), sure=sure if single else None)
 
 
 def _result(groups: Mapping[str, Sequence[Shown]]) -> list[Item]:
-    """What came out: which method, by how much, how sure, at what price."""
-    runs = [run for of in groups.values() for run in of]
+    """The result: the best method, its lead, how sure that is, and the price."""
+    runs = [run for group in groups.values() for run in group]
     split, metric = main_metric({run.name: [run.history] for run in runs}, _majority(runs))
     scores = _scores(groups, split, metric)
     if not scores:
@@ -173,18 +173,18 @@ def _result(groups: Mapping[str, Sequence[Shown]]) -> list[Item]:
     several = len(runs) > len(groups)
     rows = f"standard error of {runs[0].held_out.get(split, 0):,} {split} samples"
     spread = f"± is one {'standard deviation over the seeds' if several else rows}"
-    about = [spread] * any(score.error is not None for score in scores)
-    about += ["metrics are those of the last evaluated round", "the best round is the best by validation data"]
+    notes = [spread] * any(score.error is not None for score in scores)
+    notes += ["metrics are those of the last evaluated round", "the best round is the best by validation data"]
     if len(groups) > 1:
-        by = "the differences of equal seeds" if several else "the samples alone: another seed may change more"
-        about.append(f"behind the best: the difference and its interval of 95 %, by {by}")
+        basis = "the differences of equal seeds" if several else "the samples alone: another seed may change more"
+        notes.append(f"behind the best: the difference and its interval of 95 %, by {basis}")
     low = [run for run in runs if run.verdict]
-    said = low[0].verdict if len(runs) == len(low) == 1 else "not above the most frequent class by two standard errors"
+    text = low[0].verdict if len(runs) == len(low) == 1 else "not above the most frequent class by two standard errors"
     return [
         Note(_answer(scores, words(split, metric)), "answer"),
         _ranking(scores, words(split, metric)),
-        Note(f"{_listed([run.name for run in low])}: {said}." if low else "", "fails"),
-        Note("; ".join(about).capitalize() + "."),
+        Note(f"{_listed([run.name for run in low])}: {text}." if low else "", "fails"),
+        Note("; ".join(notes).capitalize() + "."),
         Section("figures", "All figures", [_figures(runs)]),
     ]
 
@@ -194,27 +194,27 @@ def _majority(runs: Sequence[Shown]) -> float | None:
 
 
 def _answer(scores: Sequence[_Score], name: str) -> str:
-    """Which method, by how much, how sure, at what price."""
+    """The best method, its lead, how sure that is, and the price, in sentences."""
     best, *others = scores
     share = _majority(best.runs)
-    said = [f"{best.label} has {'the best' if others else 'a'} {name} of {best}"]
-    said[0] += f"; the most frequent class alone gives {share:.3f}" if share is not None else ""
+    sentences = [f"{best.label} has {'the best' if others else 'a'} {name} of {best}"]
+    sentences[0] += f"; the most frequent class alone gives {share:.3f}" if share is not None else ""
     clear = [score.label for score in others if score.sure is not None and score.behind > score.sure]
     unsure = [score for score in others if score.sure is not None and score.behind <= score.sure]
     if clear:
-        said.append(f"behind by more than chance explains: {_listed(clear)}")
+        sentences.append(f"behind by more than chance explains: {_listed(clear)}")
     if unsure:
-        said.append(f"the difference from {_listed([score.label for score in unsure])} may be chance")
+        sentences.append(f"the difference from {_listed([score.label for score in unsure])} may be chance")
     if len(clear) + len(unsure) < len(others):
-        said.append("how sure that is, one run of each cannot tell: compare with several seeds")
+        sentences.append("how sure that is, one run of each cannot tell: compare with several seeds")
     equal = [score for score in (best, *unsure) if any(score.price[:3])]
     if equal:
         cheap = min(equal, key=lambda score: score.price[2])
         all_of_them = f"of {_listed([score.label for score in equal])}, {cheap.label} sends least"
-        who = all_of_them if len(equal) > 1 else f"the price of {cheap.label}"
+        subject = all_of_them if len(equal) > 1 else f"the price of {cheap.label}"
         up, down, in_all, _ = map(digits, cheap.price)
-        said.append(f"{who}: {up} kB up and {down} kB down per client and round, {in_all} MB in all")
-    return " ".join(f"{line[0].upper() if i else line[0]}{line[1:]}." for i, line in enumerate(said))
+        sentences.append(f"{subject}: {up} kB up and {down} kB down per client and round, {in_all} MB in all")
+    return " ".join(f"{line[0].upper() if i else line[0]}{line[1:]}." for i, line in enumerate(sentences))
 
 
 def _ranking(scores: Sequence[_Score], name: str) -> PageTable:
@@ -239,8 +239,8 @@ def _figures(runs: Sequence[Shown]) -> PageTable:
             figures["best round"] = f"{run.best['round']} by {run.best['by']}"
             figures |= {f"{name} in it": value for name, value in run.best.items() if name in run.last}
         figures |= {} if run.majority is None else {"majority class": run.majority}
-        figures |= {f"{way}, kB per client and round": run.sent[way] / 1e3 for way in ("uplink", "downlink")}
-        figures |= {"sent in all, MB": run.megabytes, **{f"{what}, s": spent for what, spent in run.seconds.items()}}
+        figures |= {f"{link}, kB per client and round": run.sent[link] / 1e3 for link in ("uplink", "downlink")}
+        figures |= {"sent in all, MB": run.megabytes, **{f"{phase}, s": spent for phase, spent in run.seconds.items()}}
         columns.append({name.replace("_", " "): value for name, value in figures.items()})
     return _facts("figures", runs, columns)
 
@@ -259,41 +259,41 @@ def _facts(name: str, runs: Sequence[Shown], columns: Sequence[Mapping[str, Any]
 def _curves(groups: Mapping[str, Sequence[Shown]]) -> list[Item]:
     histories = {label: [run.history for run in runs] for label, runs in groups.items()}
     first = next(iter(groups.values()))[0]
-    given = (histories, first.majority, first.held_out)
-    panels = curve_panels(*given)
+    arguments = (histories, first.majority, first.held_out)
+    panels = curve_panels(*arguments)
     if not panels:
         return [Note("No round has ended yet.")]
-    about = Note(
+    note = Note(
         "The training loss is that of the clients on their own data while they train: with skewed classes it falls "
         "within a round even if the global model learns nothing."
     )
-    bands, others = band_of(*given), [panel for panel in panels if not panel.main]
+    bands, others = band_of(*arguments), [panel for panel in panels if not panel.main]
     name = "Other metrics, training loss, norms"
     return [
         *(panel for panel in panels if panel.main),
         Note(f"{bands.capitalize()}." if bands else ""),
-        Section("other-curves", name, [*others, about] if others else []),
+        Section("other-curves", name, [*others, note] if others else []),
     ]
 
 
 def _clients(runs: Sequence[Shown]) -> list[Item]:
-    """The clients' classes, their scores, the confusion matrix, and what each client took part in."""
+    """The clients' classes, their scores, the confusion matrix, and the rounds and bytes of each client."""
     several, by_client = len(runs) > 1, {run.name: _by_client(run) for run in runs}
     drawn = [client_panel(run.data) for run in runs if run.data]
     panels = [panel for i, panel in enumerate(drawn) if panel.marks not in [other.marks for other in drawn[:i]]]
     panels = [replace(panel, key=f"clients-{i + 1}") for i, panel in enumerate(panels)]  # mostly all runs have the same
-    scores = {f"{run}, {whose}" if several else whose: of for run, by in by_client.items() for whose, of in by.items()}
+    scores = {f"{run}, {kind}" if several else kind: part for run, by in by_client.items() for kind, part in by.items()}
     panels += [score_panel(scores, _majority(runs))] if scores else []
     tested = [(run.name, confusion_panel(run.on_test["confusion"], run.labels)) for run in runs if run.on_test]
     confusions = [replace(panel, key=f"confusion-{name}", title=f"{panel.title}: {name}") for name, panel in tested]
-    kinds = dict.fromkeys(whose for by in by_client.values() for whose in by)
+    kinds = dict.fromkeys(kind for by in by_client.values() for kind in by)
     rows = []
     for run in runs:
         for client in run.data["clients"][:MOST_CLIENTS] if run.data else ():
-            key, own = str(client["client"]), [r for r in run.history if client["client"] in r["clients"]]
-            sent = sum(r["client_uplink_bytes"].get(key, 0) for r in own) / 1e3
-            of = [by_client[run.name].get(whose, {}).get(key, {}).get("acc", "") for whose in kinds]
-            rows.append([run.name, client["client"], client["size"], len(own), sent, *of])
+            key, records = str(client["client"]), [r for r in run.history if client["client"] in r["clients"]]
+            sent = sum(r["client_uplink_bytes"].get(key, 0) for r in records) / 1e3
+            accuracies = [by_client[run.name].get(kind, {}).get(key, {}).get("acc", "") for kind in kinds]
+            rows.append([run.name, client["client"], client["size"], len(records), sent, *accuracies])
     head = ["run", "client", "samples", "rounds that count", "kB sent up", *(f"test acc of {kind}" for kind in kinds)]
     return [
         *panels,
@@ -303,19 +303,19 @@ def _clients(runs: Sequence[Shown]) -> list[Item]:
 
 
 def _by_run(name: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> PageTable:
-    """A table whose first column is the run, which is left out where all rows are of the same one."""
+    """A table whose first column is the run; the column is left out where all rows are of one run."""
     first = len({row[0] for row in rows}) == 1
     return PageTable(name, head[first:], [row[first:] for row in rows])
 
 
 def _by_client(run: Shown) -> dict[str, dict[str, dict[str, float]]]:
     """The scores by client on its share of the test set: of the global model, and of the clients' own models."""
-    own: dict[str, dict[str, float]] = next(
+    personal: dict[str, dict[str, float]] = next(
         (record["client_scores"] for record in reversed(run.history) if "client_scores" in record), {}
     )
-    found = {"the global model": run.on_test.get("clients", {}), "own models": own}
-    scored = {whose: {c: of for c, of in scores.items() if "acc" in of} for whose, scores in found.items()}
-    return {whose: scores for whose, scores in scored.items() if scores}
+    sources = {"the global model": run.on_test.get("clients", {}), "own models": personal}
+    scored = {kind: {c: values for c, values in scores.items() if "acc" in values} for kind, scores in sources.items()}
+    return {kind: scores for kind, scores in scored.items() if scores}
 
 
 # -- data and settings -----------------------------------------------------------------------------------
@@ -333,32 +333,32 @@ def _failures(runs: Sequence[Shown]) -> list[Item]:
 
 
 def _data(runs: Sequence[Shown]) -> list[Item]:
-    """What was read, dropped, cut and held out."""
+    """The rows that were read, left out, cut and held out."""
     runs, columns = [run for run in runs if run.data], []
     for data in (run.data for run in runs):
         sizes, cut = data["sizes"], data.get("truncated") or {}
         facts = {"source": data["source"], "rows read": data.get("read", ""), "training rows": int(sizes.sum())}
         facts["clients"] = f"{len(sizes)}, of " + " to ".join(map(str, sorted({sizes.min(), sizes.max()}))) + " rows"
         facts["held out"] = ", ".join(f"{len(data[s]['rows'])} {s}" for s in ("validation", "test") if s in data)
-        facts["left out"] = "; ".join(f"{count} ({why})" for why, count in data["skipped"].items() if count)
+        facts["left out"] = "; ".join(f"{count} ({reason})" for reason, count in data["skipped"].items() if count)
         facts[f"cut to {data.get('tok_len')} tokens"] = "; ".join(f"{n} of {s}" for s, n in cut.items() if n)
-        again = (data.get("repeated") or {}).items()
-        facts["also in training"] = "; ".join(f"{n} of {s}" for s, n in again if n)
+        repeated = (data.get("repeated") or {}).items()
+        facts["also in training"] = "; ".join(f"{n} of {s}" for s, n in repeated if n)
         columns.append(facts)
     return [_facts("data", runs, columns)]
 
 
 def _settings(runs: Sequence[Shown]) -> list[Item]:
-    """The keys that are not at their default: those in which the runs differ, and then the others."""
-    given = [run.config.decisive() for run in runs]
+    """The keys that are not at their default: first the keys in which the runs differ, then the others."""
+    decisive = [run.config.decisive() for run in runs]
     methods = {run.config.federate.method for run in runs}
     plain = {m: load_config({"federate.client_num": 1, "federate.method": m}).decisive() for m in methods}
-    pairs = [(g, plain[g["federate.method"]]) for g in given]
+    pairs = [(g, plain[g["federate.method"]]) for g in decisive]
     keys = {k for g, usual in pairs for k in g if k == "federate.method" or g[k] != usual.get(k)}
-    texts = [{k: "" if g.get(k) is None else str(g[k]) for k in sorted(keys)} for g in given]
-    differ = {k for k in keys if len({of[k] for of in texts}) > 1}
+    texts = [{k: "" if g.get(k) is None else str(g[k]) for k in sorted(keys)} for g in decisive]
+    differ = {k for k in keys if len({row[k] for row in texts}) > 1}
     return [
-        _facts("differences", runs, [{k: v for k, v in of.items() if k in differ} for of in texts]),
-        _facts("settings", runs, [{k: v for k, v in of.items() if k not in differ} for of in texts]),
+        _facts("differences", runs, [{k: v for k, v in row.items() if k in differ} for row in texts]),
+        _facts("settings", runs, [{k: v for k, v in row.items() if k not in differ} for row in texts]),
         Note("Keys at their default are left out."),
     ]

@@ -1,4 +1,4 @@
-"""Which panels a run has: its curves, its clients, and what it predicts for the test set."""
+"""The panels of a run: its curves, its clients, and its predictions for the test set."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ _PARTS = {
 }
 _WORDS = {"acc": "accuracy", "token_acc": "next-token accuracy", "f1": "F1", "matthews": "Matthews' correlation"}
 SPLITS = ("test", "val", "client_test")
-#: what a curve goes along
-_PLACES = {"round": "round", "bytes": "MB sent so far by all clients, up and down"}
+#: the axes of x of a curve, with their labels
+_AXES = {"round": "round", "bytes": "MB sent so far by all clients, up and down"}
 
 
 def setting_of(config: Settings, *, seeds: Sequence[int] = ()) -> str:
-    """What is compared, in one line: data, model, clients, split, rate and seeds; a picture's title."""
+    """The setting of a run in one line: data, model, clients, split, rate and seeds; a picture's title."""
     args = config.data.splitter_args[0] if config.data.splitter_args else {}
-    how = f" ({', '.join(f'{key} {value}' for key, value in args.items())})" if args else ""
+    details = f" ({', '.join(f'{key} {value}' for key, value in args.items())})" if args else ""
     seeds = seeds or [config.seed]
     parts = [
         Path(config.data.type.partition("@")[0]).name,
         Path(config.model.type.partition("@")[0]).name,
         f"{counted(config.taking_part, 'client')}, {config.sampled_per_round} a round",
-        f"{config.data.splitter} split{how}",
+        f"{config.data.splitter} split{details}",
         f"lr {config.train.optimizer.lr:g}",
         f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}",
     ]
@@ -61,7 +61,7 @@ def setting_of(config: Settings, *, seeds: Sequence[int] = ()) -> str:
 
 
 def words(split: str, metric: str) -> str:
-    """What the metric of a split is called."""
+    """The name of a split's metric, for people."""
     return f"{split} {_WORDS.get(metric, metric)}".replace("_", " ")
 
 
@@ -72,8 +72,8 @@ def main_metric(histories: Histories, majority: float | None) -> tuple[str, str]
     """
     measured = [r["metrics"] for runs in histories.values() for history in runs for r in history]
     ranked = ("acc", "loss") if majority is not None else ("loss", "acc")
-    found = ((s, m) for s in SPLITS for m in ranked if any(m in of.get(s, {}) for of in measured))
-    return next(found, ("", ""))
+    choices = ((s, m) for s in SPLITS for m in ranked if any(m in metrics.get(s, {}) for metrics in measured))
+    return next(choices, ("", ""))
 
 
 def curve_panels(
@@ -97,13 +97,13 @@ def curve_panels(
         shares = metric in ("acc", "token_acc")
         size = (sizes or {}).get(split, 0) if majority is not None and metric == "acc" else 0
         name = words(split, "token_acc" if shares and majority is None else metric)
-        for place in _PLACES if (split, metric) == counts else ("round",):
-            lines = _lines(histories, place, ("metrics", split, metric), size)
+        for axis in _AXES if (split, metric) == counts else ("round",):
+            lines = _lines(histories, axis, ("metrics", split, metric), size)
             if lines and (split, metric) == ("test", "acc") and majority is not None:
                 ends = [end(x for line in lines for x in line.x) for end in (min, max)]
                 lines.append(Line("majority class", ends, [majority] * 2, colour=GREY, style=":"))
             least = max(0.1, 8 * math.sqrt(0.25 / size) if size else 0) if shares else None
-            panels.append(_curve(name, place, lines, least, share=shares, main=(split, metric) == counts))
+            panels.append(_curve(name, axis, lines, least, share=shares, main=(split, metric) == counts))
     panels.append(_curve("training loss, clients' own data", "round", _lines(histories, "round", ("loss",))))
     for key, name in (("adapter_norm", "norm of what is trained"), ("drift", "mean norm of a client's change")):
         lines = [line for part in _PARTS for line in _lines(histories, "round", (key, part))]
@@ -116,24 +116,24 @@ def curve_panels(
     ]
 
 
-def _curve(name: str, place: str, lines: Sequence[Line], least: float | None = None, **more: Any) -> Panel:
+def _curve(name: str, axis: str, lines: Sequence[Line], least: float | None = None, **options: Any) -> Panel:
     """A panel whose axis of y is ``least`` long, by default a quarter of its largest value."""
     if least is None:
         least = 0.25 * max((abs(y) for line in lines for y in line.y if math.isfinite(y)), default=0.0)
-    key, title = f"{name}-{place}".replace(" ", "-").replace("'", ""), f"{name} by {place}"
-    return Panel(key, title, _PLACES[place], name, lines, least=least, whole=place == "round", **more)
+    key, title = f"{name}-{axis}".replace(" ", "-").replace("'", ""), f"{name} by {axis}"
+    return Panel(key, title, _AXES[axis], name, lines, least=least, whole=axis == "round", **options)
 
 
-def _lines(histories: Histories, place: str, keys: Sequence[str], size: int = 0) -> list[Line]:
-    """For each label the mean over its runs of what their records have under ``keys``, with a band.
+def _lines(histories: Histories, axis: str, keys: Sequence[str], size: int = 0) -> list[Line]:
+    """For each label the mean over its runs of the records' values under ``keys``, with a band.
 
-    Labels without a value are left out, and by bytes those that send nothing.
+    Labels without a value are left out, and by bytes the labels that send nothing.
     """
     means, style = _PARTS.get(keys[-1], ("", "-"))
     lines = []
     for index, (label, runs) in enumerate(histories.items()):
-        points = np.array([*zip(*(_points(history, place, keys) for history in runs))])  # to the end of the shortest
-        if not len(points) or place == "bytes" and not points[..., 0].any():
+        points = np.array([*zip(*(_points(history, axis, keys) for history in runs))])  # to the end of the shortest
+        if not len(points) or axis == "bytes" and not points[..., 0].any():
             continue
         x, y = points.mean(axis=1).T.tolist()
         ends = np.empty((2, 0))
@@ -146,8 +146,8 @@ def _lines(histories: Histories, place: str, keys: Sequence[str], size: int = 0)
     return lines
 
 
-def _points(history: History, place: str, keys: Sequence[str]) -> list[tuple[float, float]]:
-    """Of every record that has a value under ``keys``: its place, and the value."""
+def _points(history: History, axis: str, keys: Sequence[str]) -> list[tuple[float, float]]:
+    """Of every record that has a value under ``keys``: its place on the axis, and the value."""
     points, sent = [], 0.0
     for record in history:
         sent += (record["uplink_bytes"] + record["downlink_bytes"]) / 1e6
@@ -155,12 +155,12 @@ def _points(history: History, place: str, keys: Sequence[str]) -> list[tuple[flo
         for key in keys:
             value = (value or {}).get(key)
         if value is not None:
-            points.append((record["round"] if place == "round" else sent, value))
+            points.append((record["round"] if axis == "round" else sent, value))
     return points
 
 
 def band_of(histories: Histories, majority: float | None, sizes: Mapping[str, int] | None) -> str:
-    """What the bands of ``curve_panels`` are; empty if there are none."""
+    """The meaning of the bands of ``curve_panels``; empty if there are none."""
     seeds = max((len(runs) for runs in histories.values()), default=0)
     split, metric = main_metric(histories, majority)
     size = (sizes or {}).get(split, 0) if metric == "acc" else 0
@@ -172,7 +172,7 @@ def band_of(histories: Histories, majority: float | None, sizes: Mapping[str, in
 def curves(
     histories: Histories, majority: float | None = None, *, title: str = "", sizes: Mapping[str, int] | None = None
 ) -> Figure:
-    """``curve_panels`` of the split that counts, as a figure, with ``title`` and what the bands are above."""
+    """``curve_panels`` of the split that counts, as a figure, with ``title`` and ``band_of`` above."""
     split, _ = main_metric(histories, majority)
     panels = curve_panels(histories, majority, sizes, [split])
     return figure(panels, "\n".join(filter(None, (title, band_of(histories, majority, sizes)))))
@@ -192,8 +192,8 @@ def client_panel(data: Mapping[str, Any]) -> Panel:
     count = len(data["clients"])
     clients = data["clients"][:MOST_CLIENTS]
     names, ticks = [*clients[0].get("labels", {})], _ticks([str(client["client"]) for client in clients])
-    whose = f"the first {len(clients)} of {count} clients" if count > len(clients) else "each client"
-    title = f"training samples of {whose}" + " by class" * bool(names)
+    subject = f"the first {len(clients)} of {count} clients" if count > len(clients) else "each client"
+    title = f"training samples of {subject}" + " by class" * bool(names)
     counts = {name: [client["labels"][name] for client in clients] for name in names}
     if len(names) > MOST_CLASSES:
         return Panel("clients", title, "client", "class", [Matrix([*counts.values()], "training samples")], ticks=ticks)
@@ -202,11 +202,11 @@ def client_panel(data: Mapping[str, Any]) -> Panel:
 
 
 def confusion_panel(counts: Sequence[Sequence[int]], names: Sequence[str]) -> Panel:
-    """What was predicted for the test set, as counts by true class and predicted class; ``names`` are the classes'."""
+    """The predictions for the test set, as counts by true class and predicted class; ``names`` are the classes'."""
     shares = [[count / max(sum(row), 1) for count in row] for row in counts]
-    few = len(counts) <= MOST_CLASSES
-    matrix = Matrix(shares, "share of the true class", 1.0, [[*map(str, row)] for row in counts] if few else ())
-    ticks = {i: name if len(name) <= 16 else name[:15] + "…" for i, name in enumerate(names) if few}
+    small = len(counts) <= MOST_CLASSES
+    matrix = Matrix(shares, "share of the true class", 1.0, [[*map(str, row)] for row in counts] if small else ())
+    ticks = {i: name if len(name) <= 16 else name[:15] + "…" for i, name in enumerate(names) if small}
     title = "predictions for the test set"
     return Panel("confusion", title, "predicted class", "true class", [matrix], ticks=ticks, rows=ticks)
 
@@ -220,13 +220,13 @@ def score_panel(scores: Mapping[str, Mapping[str, Mapping[str, float]]], majorit
     """
     first = next(iter(scores.values()))
     clients = sorted(first, key=lambda client: first[client]["acc"])
-    clients += sorted({client for of in scores.values() for client in of} - first.keys(), key=int)
+    clients += sorted({client for by_client in scores.values() for client in by_client} - first.keys(), key=int)
     marks = []
-    for index, (label, of) in enumerate(scores.items()):
-        shown = {place: of[client] for place, client in enumerate(clients) if client in of}
-        low, high = zip(*(wilson(score["acc"], int(score["samples"])) for score in shown.values()))
-        y = [score["acc"] for score in shown.values()]
-        marks.append(Line(label, [*shown], y, low, high, colour=index, style="", band=False))
+    for index, (label, by_client) in enumerate(scores.items()):
+        scored = {position: by_client[client] for position, client in enumerate(clients) if client in by_client}
+        low, high = zip(*(wilson(score["acc"], int(score["samples"])) for score in scored.values()))
+        y = [score["acc"] for score in scored.values()]
+        marks.append(Line(label, [*scored], y, low, high, colour=index, style="", band=False))
     if majority is not None:
         ends = [-0.5, len(clients) - 0.5]
         marks.append(Line("majority class of the test set", ends, [majority] * 2, colour=GREY, style=":"))
@@ -238,13 +238,13 @@ def score_panel(scores: Mapping[str, Mapping[str, Mapping[str, float]]], majorit
 def predictions(
     on_test: Mapping[str, Any], names: Sequence[str], majority: float | None = None, *, title: str = ""
 ) -> Figure:
-    """What was predicted for the test set, as a figure.
+    """The predictions for the test set, as a figure.
 
     Args:
         on_test: the confusion matrix and the accuracy by client, of ``Evaluator.on_test``. names: of the classes.
         majority: fraction of the most frequent class. title: above the figure.
     """
     panels = [confusion_panel(on_test["confusion"], names), score_panel({"": on_test["clients"]}, majority)]
-    about = "the global model on the test set; intervals: one standard error"
+    note = "the global model on the test set; intervals: one standard error"
     side = 3.0 + 0.3 * min(len(names), MOST_CLASSES)
-    return figure(panels, "\n".join(filter(None, (title, about))), size=(side + 1.8, side))
+    return figure(panels, "\n".join(filter(None, (title, note))), size=(side + 1.8, side))
