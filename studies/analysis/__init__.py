@@ -84,9 +84,9 @@ def band(axes: Any, x: Iterable[float], curves: Tensor, color: str, label: str, 
     axes.fill_between(x, curves.amin(0), curves.amax(0), color=color, alpha=0.15)
 
 
-def label(axes: Any, title: str, x: str, y: str, log: str = "", **more: Any) -> None:
-    """Title, names and legend of axes; ``log``: those of ``xy`` that are logarithmic. ``more``: as of ``axes.set``."""
-    axes.set(title=title, xlabel=x, ylabel=y, **{f"{axis}scale": "log" for axis in log}, **more)
+def label(axes: Any, title: str, x: str, y: str, log: str = "", **keys: Any) -> None:
+    """Title, names and legend of axes; ``log``: those of ``xy`` that are logarithmic. ``keys``: as of ``axes.set``."""
+    axes.set(title=title, xlabel=x, ylabel=y, **{f"{axis}scale": "log" for axis in log}, **keys)
     axes.legend(fontsize=9)
 
 

@@ -94,15 +94,15 @@ def study(
 def runs(base: Config, varied: Mapping[str, Mapping[str, Mapping]], rounds: int, seeds: int) -> list[dict[str, Any]]:
     """One run of LoRA per setting and seed, with ``e`` of every round and the final test accuracy."""
     entries: list[dict[str, Any]] = []
-    known: dict[str, tuple[float, list[float]]] = {}
+    memo: dict[str, tuple[float, list[float]]] = {}
     for axis, labels in varied.items():
         for label, keys in labels.items():
             for seed in range(seeds):
-                same = json.dumps([keys, seed], sort_keys=True)
-                if same not in known:
+                key = json.dumps([keys, seed], sort_keys=True)
+                if key not in memo:
                     config = base.replace({**keys, "federate.method": "fedlora"})
-                    known[same] = watched_run(config, rounds, seed, relative_error)
-                score, errors = known[same]
+                    memo[key] = watched_run(config, rounds, seed, relative_error)
+                score, errors = memo[key]
                 entries.append({"axis": axis, "label": label, "seed": seed, "errors": errors, "test_acc": score})
     return entries
 
@@ -111,10 +111,10 @@ def means(entries: list[dict]) -> dict[str, dict[str, dict]]:
     """Axis -> label -> the mean error over rounds and seeds, and the mean accuracy."""
     by_axis: dict[str, dict[str, dict]] = {}
     for entry in entries:
-        same = [e for e in entries if (e["axis"], e["label"]) == (entry["axis"], entry["label"])]
+        group = [e for e in entries if (e["axis"], e["label"]) == (entry["axis"], entry["label"])]
         by_axis.setdefault(entry["axis"], {})[entry["label"]] = {
-            "error": statistics.fmean(error for e in same for error in e["errors"]),
-            "test_acc": statistics.fmean(e["test_acc"] for e in same),
+            "error": statistics.fmean(error for e in group for error in e["errors"]),
+            "test_acc": statistics.fmean(e["test_acc"] for e in group),
         }
     return by_axis
 

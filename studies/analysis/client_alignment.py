@@ -70,12 +70,12 @@ def cosines(
     updates: Sequence[Mapping[str, Tensor]], mean: Mapping[str, Tensor], before: Mapping[str, Tensor], scale: float
 ) -> list[float]:
     """The cosine of each client's change to the global change; NaN if one of them is zero."""
-    whole = effective_change(mean, before, scale)
+    global_change = effective_change(mean, before, scale)
     result = []
     for tensors in updates:  # one at a time: a vector is as large as the network
-        own = effective_change(tensors, before, scale)
-        norms = (own.norm() * whole.norm()).item()
-        result.append(torch.dot(own, whole).item() / norms if norms else math.nan)
+        change = effective_change(tensors, before, scale)
+        norms = (change.norm() * global_change.norm()).item()
+        result.append(torch.dot(change, global_change).item() / norms if norms else math.nan)
     return result
 
 

@@ -65,9 +65,9 @@ def train(first: Tensor, second: Tensor, x: Tensor, y: Tensor, steps: int) -> Te
     """All clients' first layers after ``steps`` of gradient descent, ``(clients, width, 2)``."""
     first = first.expand(len(x), *first.shape).clone()
     for _ in range(steps):
-        before = x @ first.transpose(1, 2)
-        error = (torch.relu(before) @ second - y) / x.shape[1]
-        first -= RATE * ((before > 0) * error[..., None] * second).transpose(1, 2) @ x
+        hidden = x @ first.transpose(1, 2)
+        error = (torch.relu(hidden) @ second - y) / x.shape[1]
+        first -= RATE * ((hidden > 0) * error[..., None] * second).transpose(1, 2) @ x
     return first
 
 
@@ -85,11 +85,11 @@ def fuse(local: Tensor, second: Tensor, x: Tensor, server_steps: int) -> Tensor:
     """
     slopes, flat, samples = jacobians(local, second, x), local.flatten(1), x.shape[1]
     mean = flat.mean(0)
-    away, rows = torch.einsum("ksp,kp->ks", slopes, flat - mean).flatten(), slopes.flatten(0, 1)
+    offsets, rows = torch.einsum("ksp,kp->ks", slopes, flat - mean).flatten(), slopes.flatten(0, 1)
     values, vectors = torch.linalg.eigh(rows @ rows.T / samples)
     values = values.clamp_min(1e-300)
     gain = -torch.expm1(server_steps * torch.log1p(-SERVER_RATE * values)) / values
-    return (mean + rows.T @ (vectors @ (gain * (vectors.T @ away))) / samples).reshape(local.shape[1:])
+    return (mean + rows.T @ (vectors @ (gain * (vectors.T @ offsets))) / samples).reshape(local.shape[1:])
 
 
 def loss(first: Tensor, second: Tensor, x: Tensor, y: Tensor) -> float:
@@ -146,16 +146,16 @@ def bends(entries: list[dict]) -> list[dict[str, float]]:
     other seeds: chosen on the same seed, the fall and the rise would be positive by the choice alone.
     """
     losses = torch.tensor([entry["loss_by_seed"] for entry in entries], dtype=torch.float64)
-    found = []
+    result = []
     for seed in range(losses.shape[1]):
-        others = torch.cat([losses[:, :seed], losses[:, seed + 1 :]], dim=1)
-        best = losses[int(others.mean(1).argmin()) if others.shape[1] else 0, seed]
-        found.append({"falls": float(losses[0, seed] - best), "rises": float(losses[-1, seed] - best)})
-    return found
+        other_losses = torch.cat([losses[:, :seed], losses[:, seed + 1 :]], dim=1)
+        best = losses[int(other_losses.mean(1).argmin()) if other_losses.shape[1] else 0, seed]
+        result.append({"falls": float(losses[0, seed] - best), "rises": float(losses[-1, seed] - best)})
+    return result
 
 
 def study(seeds: int, step_seeds: int, widths=WIDTHS, steps=STEPS) -> dict:
-    """Both panels of the figure, and by seed what their claims are about."""
+    """Both panels of the figure, and by seed the values of their claims."""
     by_width = sweep([(width, AT_STEPS) for width in widths], seeds)
     by_steps = sweep([(AT_WIDTH, step) for step in steps], step_seeds)
     means = [[entry[f"fedfisher {SERVER_STEPS[0]}"]["mean"] for entry in entries] for entries in (by_width, by_steps)]
@@ -194,12 +194,12 @@ def plot(result: dict):
         f"{settings['steps_of_width_panel']} local steps, {settings['width_seeds']} seeds",
         f"width {settings['width_of_steps_panel']}, {settings['step_seeds']} seeds",
     )
-    for axes, key, name_of_axis, title in zip((left, right), ("width", "steps"), ("width", "local steps"), titles):
+    for axes, key, axis_name, title in zip((left, right), ("width", "steps"), ("width", "local steps"), titles):
         entries = result[f"by_{key}"]
         for name, model, marker in (*models, ("mean", "mean of the models", "s")):
-            means, errors = ([e[name][of] for e in entries] for of in ("mean", "standard_error"))
+            means, errors = ([e[name][statistic] for e in entries] for statistic in ("mean", "standard_error"))
             axes.errorbar([e[key] for e in entries], means, errors, marker=marker, capsize=3, label=model)
-        label(axes, title, name_of_axis, "training loss, mean ± standard error", "xy")
+        label(axes, title, axis_name, "training loss, mean ± standard error", "xy")
     return figure
 
 

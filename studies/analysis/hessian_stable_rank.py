@@ -61,20 +61,20 @@ def lanczos(matmul: Callable, dim: int, steps: int, generator: torch.Generator) 
     Every new vector is made orthogonal to all before it, twice, so that no Ritz value appears more than once.
     """
     v = torch.randn(dim, generator=generator)
-    basis, diagonal, beside = [v / v.norm()], [], []
+    basis, diagonal, norms = [v / v.norm()], [], []
     for _ in range(min(steps, dim)):
         w = matmul(basis[-1].unsqueeze(1)).squeeze(1)
         diagonal.append(torch.dot(w, basis[-1]))
-        found = torch.stack(basis, dim=1)
+        span = torch.stack(basis, dim=1)
         for _ in range(2):
-            w = w - found @ (found.T @ w)
-        beside.append(w.norm())
-        if beside[-1] < 1e-6 * max(abs(d) for d in diagonal):
+            w = w - span @ (span.T @ w)
+        norms.append(w.norm())
+        if norms[-1] < 1e-6 * max(abs(d) for d in diagonal):
             break  # the space is exhausted
-        basis.append(w / beside[-1])
+        basis.append(w / norms[-1])
     size = len(diagonal)
-    off = torch.stack(beside[: size - 1]) if size > 1 else torch.zeros(0)
-    small = torch.diag(torch.stack(diagonal)) + torch.diag(off, 1) + torch.diag(off, -1)
+    off_diagonal = torch.stack(norms[: size - 1]) if size > 1 else torch.zeros(0)
+    small = torch.diag(torch.stack(diagonal)) + torch.diag(off_diagonal, 1) + torch.diag(off_diagonal, -1)
     values, vectors = torch.linalg.eigh(small.double())
     order = values.abs().argsort(descending=True)
     return values[order].float(), torch.stack(basis[:size], dim=1) @ vectors[:, order].float()
@@ -90,14 +90,14 @@ def stable_rank(
     q = torch.linalg.qr(vectors[:, :leading]).Q
     exact = matmul(q).square().sum()
     g = torch.randn(dim, probes, generator=generator)
-    rest = matmul(g - q @ (q.T @ g)).square().sum(0)
+    residual = matmul(g - q @ (q.T @ g)).square().sum(0)
     spectral = values[0].abs()
-    frobenius2 = exact + rest.mean()
+    frobenius2 = exact + residual.mean()
     return {
         "stable_rank": (frobenius2 / spectral**2).item(),
         "spectral": spectral.item(),
         "frobenius": frobenius2.sqrt().item(),
-        "error": (rest.std() / probes**0.5 / spectral**2).item(),
+        "error": (residual.std() / probes**0.5 / spectral**2).item(),
     }
 
 
@@ -112,9 +112,9 @@ def network(inputs: int, hidden: int, classes: int, seed: int) -> nn.Module:
 def train(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, generator: torch.Generator) -> Iterator[int]:
     """Train with SGD on cross-entropy over epochs; yields the number of steps done, starting with 0."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
-    order, done = iter(()), 0
-    yield done
-    while done < steps:
+    order, step = iter(()), 0
+    yield step
+    while step < steps:
         rows = next(order, None)
         if rows is None:
             order = iter(torch.randperm(len(y), generator=generator).split(BATCH))
@@ -122,8 +122,8 @@ def train(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, genera
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
         optimizer.step()
-        done += 1
-        yield done
+        step += 1
+        yield step
 
 
 def measure(model: nn.Module, x: torch.Tensor, y: torch.Tensor, seed: int) -> dict[str, float]:
@@ -142,42 +142,42 @@ def curves(
 ) -> dict:
     """Both studies of the module's docstring; the first one trains ``steps`` steps on ``trained_on`` samples."""
     classes = int(data.y.max()) + 1
-    same, own = [], []
+    fresh, own_training = [], []
     for seed in range(seeds):
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(data.y), generator=generator)
         x, y = data.x[order], data.y[order]
         model = network(x.shape[1], hidden, classes, seed)
         fresh_x, fresh_y = x[trained_on:], y[trained_on:]
-        for done in train(model, x[:trained_on], y[:trained_on], steps, generator):
-            for size in sizes if done in (0, steps) else ():
+        for step in train(model, x[:trained_on], y[:trained_on], steps, generator):
+            for size in sizes if step in (0, steps) else ():
                 # Small samples vary more, so up to four disjoint samples are averaged.
                 parts = torch.randperm(max(sizes), generator=generator).split(size)[: min(4, max(sizes) // size)]
-                found = [measure(model, fresh_x[rows], fresh_y[rows], seed)["stable_rank"] for rows in parts]
-                same.append({"seed": seed, "steps": done, "samples": size, "stable_rank": sum(found) / len(found)})
+                ranks = [measure(model, fresh_x[rows], fresh_y[rows], seed)["stable_rank"] for rows in parts]
+                fresh.append({"seed": seed, "steps": step, "samples": size, "stable_rank": sum(ranks) / len(ranks)})
         for size in compared:
             model, curve = network(x.shape[1], hidden, classes, seed), []
-            for done in train(model, x[:size], y[:size], max(POINTS), generator):
-                if done in POINTS:
+            for step in train(model, x[:size], y[:size], max(POINTS), generator):
+                if step in POINTS:
                     with torch.no_grad():
                         loss = nn.functional.cross_entropy(model(x[:size]), y[:size]).item()
                     curve.append(
                         {
-                            "steps": done,
-                            "epochs": done * BATCH / size,
+                            "steps": step,
+                            "epochs": step * BATCH / size,
                             "loss": loss,
                             **measure(model, x[:size], y[:size], seed),
                         }
                     )
-            own.append({"samples": size, "seed": seed, "curve": curve})
-    return {"same_weights": same, "own_training": own}
+            own_training.append({"samples": size, "seed": seed, "curve": curve})
+    return {"same_weights": fresh, "own_training": own_training}
 
 
 def by_size(result: dict, steps: int) -> torch.Tensor:
     """The stable ranks of the first study after ``steps`` of training (seeds, sizes)."""
     sizes, seeds = result["settings"]["sizes"], range(result["settings"]["seeds"])
-    found = {(e["seed"], e["samples"]): e["stable_rank"] for e in result["same_weights"] if e["steps"] == steps}
-    return torch.tensor([[found[seed, size] for size in sizes] for seed in seeds])
+    ranks = {(e["seed"], e["samples"]): e["stable_rank"] for e in result["same_weights"] if e["steps"] == steps}
+    return torch.tensor([[ranks[seed, size] for size in sizes] for seed in seeds])
 
 
 def study(data: str, root: Path | None, **settings) -> dict:
@@ -225,9 +225,9 @@ def stable_ranks(result: dict, size: int) -> torch.Tensor:
 def plot(result: dict):
     settings = result["settings"]
     figure, (left, right) = panels(2, 12, 5)
-    for k, done in enumerate((0, settings["steps"])):
-        named = "at the start" if not done else f"after {done} steps on {settings['trained_on']} other samples"
-        band(left, settings["sizes"], by_size(result, done), f"C{k + 2}", named, marker="o")
+    for k, step in enumerate((0, settings["steps"])):
+        named = "at the start" if not step else f"after {step} steps on {settings['trained_on']} other samples"
+        band(left, settings["sizes"], by_size(result, step), f"C{k + 2}", named, marker="o")
     for k, size in enumerate(settings["compared"]):
         band(right, POINTS, stable_ranks(result, size), f"C{k}", f"N = {size}", marker="o")
     ratio, steps = r"$\|H\|_F^2\,/\,\|H\|_2^2$", f"steps of training, batches of {BATCH}"

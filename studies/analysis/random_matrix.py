@@ -72,11 +72,11 @@ def expected_stable_rank(theta: tuple[float, ...], dim: int, s: float, sigma: fl
 def bound(theta: tuple[float, ...], dim: int, s_small: float, s_large: float, sigma: float = SIGMA) -> float:
     """Theorem 3.2's lower bound (eq. 4) on srank(few samples, ``s_small``) - srank(many, ``s_large``)."""
     top = max(theta, key=abs)
-    out = [t for t in theta if abs(t) > sigma * s_large]
-    first = sum(8 * sigma**4 * s_small * s_large * abs(top / t - t / top) for t in out)
-    bulk = 4 * sigma**2 * (dim - len(out)) * (top**2 - sigma**4 * s_small**2 * s_large**2 / top**2)
+    outliers = [t for t in theta if abs(t) > sigma * s_large]
+    spikes = sum(8 * sigma**4 * s_small * s_large * abs(top / t - t / top) for t in outliers)
+    bulk = 4 * sigma**2 * (dim - len(outliers)) * (top**2 - sigma**4 * s_small**2 * s_large**2 / top**2)
     return (
-        (s_small**2 - s_large**2) / (outlier(top, s_small, sigma) * outlier(top, s_large, sigma)) ** 2 * (first + bulk)
+        (s_small**2 - s_large**2) / (outlier(top, s_small, sigma) * outlier(top, s_large, sigma)) ** 2 * (spikes + bulk)
     )
 
 
@@ -97,17 +97,17 @@ def gradients(theta, dim: int, s: float, ranks, alpha: float, beta: float, gener
 def cosines(theta, dim: int, s: float, ranks, clients: int, alpha: float, beta: float, seed: int) -> list[list[float]]:
     """For each rank, the cosine of every pair of clients."""
     generator = torch.Generator().manual_seed(seed)
-    made = torch.stack([gradients(theta, dim, s, ranks, alpha, beta, generator) for _ in range(clients)], dim=1)
-    units = made / made.norm(dim=-1, keepdim=True)
+    vectors = torch.stack([gradients(theta, dim, s, ranks, alpha, beta, generator) for _ in range(clients)], dim=1)
+    units = vectors / vectors.norm(dim=-1, keepdim=True)
     upper = torch.triu_indices(clients, clients, 1)
     return [(u @ u.T)[upper[0], upper[1]].tolist() for u in units]
 
 
 def expected_cosine(theta, s: float, rank: int, alpha: float, beta: float, sigma: float = SIGMA) -> float:
     """Eq. 54 for ranks up to the number of outliers, eq. 57 beyond."""
-    out = sorted((abs(t) for t in theta), reverse=True)
-    kept = [alpha**2 * max(0.0, 1 - (sigma * s / t) ** 2) for t in out[:rank]]
-    return sum(kept) / (alpha**2 * len(kept) + beta**2 * max(0, rank - len(out)))
+    outliers = sorted((abs(t) for t in theta), reverse=True)
+    overlaps = [alpha**2 * max(0.0, 1 - (sigma * s / t) ** 2) for t in outliers[:rank]]
+    return sum(overlaps) / (alpha**2 * len(overlaps) + beta**2 * max(0, rank - len(outliers)))
 
 
 def study(
@@ -124,18 +124,18 @@ def study(
     """The result of the command, as plain data."""
     by_size = []
     for n in samples:
-        s, ranks_found, tops, weak = scale(n), [], [], []
+        s, stable_ranks, tops, weak = scale(n), [], [], []
         for seed in range(seeds):
             generator = torch.Generator().manual_seed(1000 * n + seed)
             values = torch.linalg.eigvalsh(draw(THETA, dim, s, generator))
-            ranks_found.append(stable_rank(values))
+            stable_ranks.append(stable_rank(values))
             tops.append(values[-4:].flip(0).tolist())  # of the four positive thetas
             weak.append(torch.linalg.eigvalsh(draw((0.5 * SIGMA * s,), dim, s, generator))[-1].item() / s)
         by_size.append(
             {
                 "samples": n,
                 "s": s,
-                "stable_rank": ranks_found,
+                "stable_rank": stable_ranks,
                 "expected_stable_rank": expected_stable_rank(THETA, dim, s),
                 "largest_eigenvalues": tops,
                 "expected_eigenvalues": [outlier(t, s) for t in THETA if t > 0],
@@ -143,14 +143,14 @@ def study(
             }
         )
     gaps = []
-    for few, many in zip(by_size, by_size[1:]):
-        gap = sum(few["stable_rank"]) / seeds - sum(many["stable_rank"]) / seeds
+    for small, large in zip(by_size, by_size[1:]):
+        gap = sum(small["stable_rank"]) / seeds - sum(large["stable_rank"]) / seeds
         gaps.append(
             {
-                "few": few["samples"],
-                "many": many["samples"],
+                "few": small["samples"],
+                "many": large["samples"],
                 "measured": gap,
-                "bound": bound(THETA, dim, few["s"], many["s"]),
+                "bound": bound(THETA, dim, small["s"], large["s"]),
                 "positive": gap > 0,
             }
         )
@@ -186,9 +186,9 @@ def plot(result: dict):
     figure, (left, middle, right) = panels(3, 15, 5)
     sizes = [e["samples"] for e in by_size]
 
-    found = torch.tensor([e["stable_rank"] for e in by_size], dtype=torch.float64)
-    left.plot(sizes, found.mean(1), "o", ms=7, label=f"measured, mean of {settings['seeds']} draws")
-    left.vlines(sizes, found.amin(1), found.amax(1), lw=2)
+    ranks = torch.tensor([e["stable_rank"] for e in by_size], dtype=torch.float64)
+    left.plot(sizes, ranks.mean(1), "o", ms=7, label=f"measured, mean of {settings['seeds']} draws")
+    left.vlines(sizes, ranks.amin(1), ranks.amax(1), lw=2)
     left.plot(sizes, [e["expected_stable_rank"] for e in by_size], color="tab:orange", label="expected")
     label(left, "Theorem 3.2: fewer samples, larger stable rank", "samples N", r"$\|H\|_F^2\,/\,\|H\|_2^2$", "xy")
 

@@ -73,8 +73,8 @@ def subsample(data: Data, samples: int | None, seed: int) -> Data:
 def hold_out(data: Data, share: float, seed: int) -> Data:
     """Split the training data in two: the second part, a random `share`, replaces the test set."""
     order = torch.randperm(len(data.y), generator=torch.Generator().manual_seed(seed))
-    kept, held = order[int(share * len(order)) :], order[: int(share * len(order))]
-    return Data(data.x[kept], data.y[kept], data.x[held], data.y[held])
+    retained, held = order[int(share * len(order)) :], order[: int(share * len(order))]
+    return Data(data.x[retained], data.y[retained], data.x[held], data.y[held])
 
 
 def split_by_label(data: Data, num_clients: int) -> Clients:

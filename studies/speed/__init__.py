@@ -1,4 +1,4 @@
-"""Speed of what saves work relative to the plain form it replaces: ``python -m studies.speed.cohort``, ``….whole``,
+"""Speed of code that saves work, relative to the plain form: ``python -m studies.speed.cohort``, ``….whole``,
 ``….busy``, ``….gpu``, and ``….peers.case`` against other systems.
 
 Only ratios from one run are meaningful. The variants are timed in turn, so that other load on the machine affects all
@@ -35,34 +35,34 @@ def race(variants: Mapping[str, Callable[[], object]], repeats: int) -> dict[str
             started = clock()
             variant()
             seconds[name].append(clock() - started)
-    return {name: statistics.median(taken) for name, taken in seconds.items()}
+    return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 @contextlib.contextmanager
 def threads(number: int | None) -> Iterator[None]:
     """A context with ``number`` torch threads; None: unchanged."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number or before)
+    previous = torch.get_num_threads()
+    torch.set_num_threads(number or previous)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)
 
 
 def in_a_process(*arguments: str, **environment: str) -> str:
-    """What a new Python process printed to standard output.
+    """The standard output of a new Python process.
 
     Args:
         arguments: of ``python``. environment: variables beside those of this process.
 
     Raises:
-        RuntimeError: it failed; with what it wrote to standard error.
+        RuntimeError: it failed; with its standard error.
     """
-    given = {**os.environ, **environment}
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=given, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(arguments)[:200]} ended with {done.returncode}: {done.stderr[-2000:]}")
-    return done.stdout
+    variables = {**os.environ, **environment}
+    process = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=variables, capture_output=True, text=True)
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(arguments)[:200]} ended with {process.returncode}: {process.stderr[-2000:]}")
+    return process.stdout
 
 
 def difference(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> float:
@@ -73,20 +73,20 @@ def difference(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tens
 
 
 def row(
-    case: str, figure: str, value: float, note: str, agreement: float | None = None, least: float | None = None
+    case: str, figure: str, value: float, note: str, agreement: float | None = None, minimum: float | None = None
 ) -> dict:
     """A row of the table.
 
     Args:
         case: what was measured. figure: the meaning of ``value``. note: the times.
         agreement: relative difference between fast and slow results.
-        least: a lower bound for ``value``; without it there is no target.
+        minimum: a lower bound for ``value``; without it there is no target.
     """
-    target = "–" if least is None else f"≥ {least:g}"
+    target = "–" if minimum is None else f"≥ {minimum:g}"
     return dict(case=case, figure=figure, value=value, target=target, note=note, agreement=agreement)
 
 
-def said(result: Mapping) -> Iterator[str]:
+def row_lines(result: Mapping) -> Iterator[str]:
     """The rows of a result as lines."""
     for line in result["rows"]:
         yield f"{line['case']}: {line['figure']}: {line['value']:.3g} ({line['target']}) {line['note']}"

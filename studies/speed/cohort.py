@@ -22,7 +22,7 @@ from fs_lowrank.models.shortcuts.frozen import FrozenPrefix
 from fs_lowrank.training import train_client
 from fs_lowrank.training.cohort import Member, train_cohort
 
-from . import difference, race, row, said, table, threads
+from . import difference, race, row, row_lines, table, threads
 
 #: clients that train together
 CLIENTS = 7
@@ -34,7 +34,7 @@ MINILM = {
     "train": {"local_update_steps": 3, "optimizer": {"type": "SGD", "lr": 0.05}},
     "eval": {"split": ["test"]},
 }
-#: way -> the form that it is compared with, and what it is called
+#: form -> the form that it is compared with, and the name of the ratio
 COMPARED = {
     "together": ("alone", "one by one ÷ together"),
     "only what is read": ("together", "the last layer for all positions ÷ for those that are read"),
@@ -43,7 +43,7 @@ COMPARED = {
 
 
 def measure(config: Config, repeats: int, clients: int = CLIENTS) -> dict[str, Any]:
-    """``train.local_update_steps`` steps of each of ``clients`` in turn: alone, and together in three ways.
+    """``train.local_update_steps`` steps of each of ``clients`` in turn: alone, and together in three forms.
 
     The samples are the first of the data, of whatever lengths.
     """
@@ -69,30 +69,30 @@ def measure(config: Config, repeats: int, clients: int = CLIENTS) -> dict[str, A
             sent = method.upload(model, 1, workspace.clients[0])
             trained["alone"].append({n: t.detach().clone() for n, t in sent.items()})
 
-    def together(way: str, reads: Any, blocks: int) -> None:
-        own = config.replace(**{"train.blocks": blocks})
-        members = [Member(n, examples, method.phases(1, 1), i, own) for i, (n, examples) in enumerate(sets.items())]
+    def together(form: str, reads: Any, blocks: int) -> None:
+        changed = config.replace(**{"train.blocks": blocks})
+        members = [Member(n, examples, method.phases(1, 1), i, changed) for i, (n, examples) in enumerate(sets.items())]
         names = {*method.shared, *method.personal}
-        found = train_cohort(
-            model, members, lambda i: load_tensors(model, start), names, own, lr=lr, prefix=prefix, reads=reads
+        results = train_cohort(
+            model, members, lambda i: load_tensors(model, start), names, changed, lr=lr, prefix=prefix, reads=reads
         )
-        trained[way] = [tensors for _, tensors in found]
+        trained[form] = [tensors for _, tensors in results]
 
-    ways: dict[str, Callable[[], object]] = {"alone": alone, "together": partial(together, "together", None, 1)}
-    ways["only what is read"] = partial(together, "only what is read", workspace.reads, 1)
-    ways["in blocks"] = partial(together, "in blocks", workspace.reads, 0)
+    forms: dict[str, Callable[[], object]] = {"alone": alone, "together": partial(together, "together", None, 1)}
+    forms["only what is read"] = partial(together, "only what is read", workspace.reads, 1)
+    forms["in blocks"] = partial(together, "in blocks", workspace.reads, 0)
     steps = clients * config.train.local_update_steps
-    seconds = {name: taken / steps for name, taken in race(ways, repeats).items()}
+    seconds = {name: total / steps for name, total in race(forms, repeats).items()}
     batches = [examples.lengths[: config.dataloader.batch_size] for examples in sets.values()]
     return {
         "clients": clients,
         "seconds_a_clients_step": seconds,
         "only_read": bool(workspace.reads),
-        "speed_up": {way: seconds[base] / seconds[way] for way, (base, _) in COMPARED.items()},
+        "speed_up": {form: seconds[base] / seconds[form] for form, (base, _) in COMPARED.items()},
         "padding": 1 - sum(float(b.sum()) for b in batches) / sum(len(b) * int(b.max()) for b in batches),
         "difference": {
-            way: max(difference({n: ours[n] for n in theirs}, theirs) for ours, theirs in zip(of, trained["alone"]))
-            for way, of in trained.items()
+            form: max(difference({n: ours[n] for n in theirs}, theirs) for ours, theirs in zip(sent, trained["alone"]))
+            for form, sent in trained.items()
         },
     }
 
@@ -104,17 +104,17 @@ def study(repeats: int) -> dict[str, Any]:
         name = f"MiniLM, 2 of 6 layers adapted, {batch} × {tokens} tokens"
         config = load_config(MINILM, {"llm.tok_len": tokens, "dataloader.batch_size": batch})
         with threads(1):
-            found = results[name] = measure(config, repeats)
-        step = {way: f"{1e3 * taken:.4g} ms" for way, taken in found["seconds_a_clients_step"].items()}
-        for way, (base, words) in COMPARED.items():
-            note = f"{step[base]} ÷ {step[way]}; {found['padding']:.0%} of a whole batch are padding"
+            result = results[name] = measure(config, repeats)
+        step = {form: f"{1e3 * seconds:.4g} ms" for form, seconds in result["seconds_a_clients_step"].items()}
+        for form, (base, words) in COMPARED.items():
+            note = f"{step[base]} ÷ {step[form]}; {result['padding']:.0%} of a whole batch are padding"
             figure = f"a client's local step, {CLIENTS} clients: {words}"
-            rows.append(row(name, figure, found["speed_up"][way], note, found["difference"][way]))
+            rows.append(row(name, figure, result["speed_up"][form], note, result["difference"][form]))
     return {"threads": 1, "rows": rows, "results": results}
 
 
 OPTIONS = {"--repeats": dict(type=int, default=7)}
-main = script(__spec__.name, __doc__, OPTIONS, study, lines=said, readme=table, out="results/speed")
+main = script(__spec__.name, __doc__, OPTIONS, study, lines=row_lines, readme=table, out="results/speed")
 
 
 if __name__ == "__main__":

@@ -18,14 +18,14 @@ from benchmark.script import script
 from fs_lowrank import load_config, run
 from fs_lowrank.testing import small
 
-from . import row, said, table
+from . import row, row_lines, table
 
 CLIENTS = 50
 #: tokens of a sample that are not of its text: the template's words and the answer
 AROUND = 64
 #: of Llama's configuration: sizes of the vocabulary, the width, layers, heads, heads of keys, the inner width
 SIZES = "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size".split()
-#: case -> sizes, first adapted layer, samples of a batch, tokens of a sample, and the least ratio
+#: case -> sizes, first adapted layer, samples of a batch, tokens of a sample, and the minimum of the ratio
 CASES: dict[str, tuple[tuple[int, ...], int, int, int, float]] = {
     "Llama 3.2 1B's shape, all 16 layers": ((128256, 2048, 16, 32, 8, 8192), 0, 4, 512, 1),
     "Llama 2 7B's shape, layers 24 to 31 of 32": ((32000, 4096, 32, 32, 32, 11008), 24, 1, 512, 1),
@@ -66,9 +66,9 @@ def prepare(case: str, folder: Path, device: str = "cuda") -> dict[str, Any]:
     }
 
 
-def seconds(keys: dict[str, Any], folder: Path, **more: Any) -> float:
+def seconds(keys: dict[str, Any], folder: Path, **overrides: Any) -> float:
     """Median seconds of a round, without the first, which also prepares what later rounds use."""
-    history = run(load_config(keys, more, outdir=str(folder)), progress=False).history
+    history = run(load_config(keys, overrides, outdir=str(folder)), progress=False).history
     return statistics.median(record["seconds"]["training"] for record in history[1:])
 
 
@@ -76,18 +76,18 @@ def study(case: str) -> dict[str, Any]:
     """The result of the command, as plain data: the cases whose names contain ``case``."""
     rows = []
     for name in [name for name in CASES if case in name]:
-        sizes, _, batch, tokens, least = CASES[name]
-        with tempfile.TemporaryDirectory() as place:
-            keys = prepare(name, Path(place))
-            taken = [seconds(keys, Path(place) / cohort, **{"train.cohort": cohort}) for cohort in ("off", "auto")]
-        about = f"{name}, bfloat16, {CLIENTS} clients, {batch} × {tokens} tokens"
-        note = f"{taken[0]:.3g} s ÷ {taken[1]:.3g} s"
-        rows.append(row(about, "a round of one step, one by one ÷ together", taken[0] / taken[1], note, least=least))
+        sizes, _, batch, tokens, minimum = CASES[name]
+        with tempfile.TemporaryDirectory() as folder:
+            keys = prepare(name, Path(folder))
+            times = [seconds(keys, Path(folder) / cohort, **{"train.cohort": cohort}) for cohort in ("off", "auto")]
+        text = f"{name}, bfloat16, {CLIENTS} clients, {batch} × {tokens} tokens"
+        note = f"{times[0]:.3g} s ÷ {times[1]:.3g} s"
+        rows.append(row(text, "a round of one step, one by one ÷ together", times[0] / times[1], note, minimum=minimum))
     return {"device": torch.cuda.get_device_name(), "rows": rows}
 
 
 OPTIONS = {"--case": dict(default="", help="a part of a case's name, such as 1B (default: all)")}
-main = script(__spec__.name, __doc__, OPTIONS, study, lines=said, readme=table, out="results/speed")
+main = script(__spec__.name, __doc__, OPTIONS, study, lines=row_lines, readme=table, out="results/speed")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from benchmark.script import script
 from fs_lowrank.settings.reading import read_yaml
 from fs_lowrank.settings.tree import flatten
 
-from . import ROOT, in_a_process, row, said, table
+from . import ROOT, in_a_process, row, row_lines, table
 
 DEMO = ROOT / "examples" / "demo.yaml"
 METHODS = ("rolora", "ffa_lora", "fedlora", "flexlora")
@@ -40,14 +40,14 @@ RATES = [float(f"{10 ** (-3.5 + 0.15 * i):.3g}") for i in range(16)]
 def command(kind: str, settings: dict[str, Any], folder: Path) -> list[str]:
     """The command of the demo, a search or a suite, whose files are written to ``folder``."""
     if kind == "demo":
-        given = ["--cfg", str(DEMO), "--methods", ",".join(METHODS), "outdir", str(folder / "demo")]
-        return ["compare", *given, *(text for key, value in settings.items() for text in (key, str(value)))]
+        arguments = ["--cfg", str(DEMO), "--methods", ",".join(METHODS), "outdir", str(folder / "demo")]
+        return ["compare", *arguments, *(text for key, value in settings.items() for text in (key, str(value)))]
     keys = {**SHORT, **settings}
     if kind == "search":
         (folder / "rates.yaml").write_text(yaml.safe_dump({"train.optimizer.lr": {"grid": RATES}}))
-        given = ["--cfg", str(DEMO), "--space", str(folder / "rates.yaml"), "--dir", str(folder / "hpo")]
+        arguments = ["--cfg", str(DEMO), "--space", str(folder / "rates.yaml"), "--dir", str(folder / "hpo")]
         words = [text for key, value in keys.items() for text in (key, str(value))]
-        return ["hpo", "tune", *given, "--methods", "rolora", "--workers", "2", "--confirm", "0", *words]
+        return ["hpo", "tune", *arguments, "--methods", "rolora", "--workers", "2", "--confirm", "0", *words]
     config = {**flatten(read_yaml(DEMO)[1]), **keys}
     suite = {"config": config, "methods": list(METHODS), "seeds": [0, 1, 2], "test": "none", "metrics": ["val_acc"]}
     (folder / "suite.yaml").write_text(yaml.safe_dump(suite))
@@ -56,7 +56,7 @@ def command(kind: str, settings: dict[str, Any], folder: Path) -> list[str]:
 
 
 def _job(kind: str, setting: str) -> float:
-    """Seconds of a whole command, which begins with nothing kept on disk."""
+    """Seconds of a whole command, which begins with empty caches."""
     with tempfile.TemporaryDirectory() as name:
         arguments, started = command(kind, SETTINGS[setting], Path(name)), time.perf_counter()
         in_a_process("-m", "fs_lowrank", *arguments, HF_HUB_OFFLINE="1", FS_LOWRANK_FROZEN=f"{name}/frozen")
@@ -71,18 +71,18 @@ def study(turns: int) -> dict[str, Any]:
             demos[setting].append(_job("demo", setting))
     pairs = product(("search", "suite"), ("one process", "without"))  # these have a process for each worker
     jobs = {pair: _job(*pair) for pair in pairs}
-    whole, cores = {setting: statistics.median(taken) for setting, taken in demos.items()}, os.cpu_count()
+    medians, cores = {setting: statistics.median(times) for setting, times in demos.items()}, os.cpu_count()
     everything, saved = "the demo's four methods, the whole command", "÷ ours"
     plain = "clients one by one, whole batches, nothing kept for other runs"
     threads = f"one process with {cores} threads ÷ {cores} processes"
     rows = [
-        row(everything, f"one process, {plain} {saved}", *_ratio(whole["without"], whole["all"]), least=3),
-        row("the same", threads, *_ratio(whole["one process"], whole["all"]), least=1.2),
+        row(everything, f"one process, {plain} {saved}", *_ratio(medians["without"], medians["all"]), minimum=3),
+        row("the same", threads, *_ratio(medians["one process"], medians["all"]), minimum=1.2),
     ]
     for kind, name in (("search", "a search of 16 trials"), ("suite", "a suite of 12 cells")):
         case = f"{name} over the demo's data, two workers, the whole command"
-        taken = _ratio(jobs[kind, "without"], jobs[kind, "one process"])
-        rows.append(row(case, f"{plain} {saved}", *taken, least=3))
+        times = _ratio(jobs[kind, "without"], jobs[kind, "one process"])
+        rows.append(row(case, f"{plain} {saved}", *times, minimum=3))
     results = {"demo": demos, "jobs": {", ".join(job): seconds for job, seconds in jobs.items()}}
     return {"threads": cores, "rows": rows, "results": results}
 
@@ -92,7 +92,7 @@ def _ratio(over: float, under: float) -> tuple[float, str]:
 
 
 OPTIONS = {"--turns": dict(type=int, default=1)}
-main = script(__spec__.name, __doc__, OPTIONS, study, lines=said, readme=table, out="results/speed")
+main = script(__spec__.name, __doc__, OPTIONS, study, lines=row_lines, readme=table, out="results/speed")
 
 
 if __name__ == "__main__":

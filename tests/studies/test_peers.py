@@ -183,7 +183,7 @@ def test_a_run_that_takes_too_long_is_ended_with_all_that_it_started(monkeypatch
     monkeypatch.setattr(case, "LIMIT", 6.0)
     variant = environment.Variant("endless", {"threads": 1})
     peer = environment.Peer("endless", "Endless", str(script), (variant,))
-    run = case._one(peer, variant, tmp_path, tmp_path / "out", sys.executable, "")
+    run = case._run_once(peer, variant, tmp_path, tmp_path / "out", sys.executable, "")
     assert run == {"status": "not done after 6 s"}
     child = int((tmp_path / "out" / "pid").read_text())
     with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):  # it is no child of this process

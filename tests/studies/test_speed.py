@@ -44,7 +44,7 @@ def test_rounds_on_a_gpu_are_measured_one_by_one_and_together(tmp_path, monkeypa
 
 
 def test_the_table_has_a_line_for_each_figure(tmp_path):
-    rows = [row(case, "slow ÷ fast", value, "29 ÷ 4", 1e-7, least=5) for case, value in (("a", 7.25), ("b", 2.0))]
+    rows = [row(case, "slow ÷ fast", value, "29 ÷ 4", 1e-7, minimum=5) for case, value in (("a", 7.25), ("b", 2.0))]
     (tmp_path / "cohort.json").write_text(json.dumps({"rows": rows}))
     (tmp_path / "peers.json").write_text(json.dumps({"cells": []}))
     text = table(tmp_path)

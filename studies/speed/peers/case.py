@@ -58,33 +58,33 @@ FIGURES = ("rounds_per_second", "processor_seconds_a_round", "peak_bytes", "seco
 def study(clients: str, models: str, peers: str, rounds: int, repeat: int, tiny: bool) -> dict[str, Any]:
     """The result of the command, as plain data."""
     sizes, models_run = [int(n) for n in shell.names(clients)], _chosen("--models", models, SHAPES)
-    known = {peer.name: peer for peer in PEERS}
-    chosen = [] if peers == "none" else [known[name] for name in _chosen("--peers", peers, known)]
+    by_name = {peer.name: peer for peer in PEERS}
+    chosen = [] if peers == "none" else [by_name[name] for name in _chosen("--peers", peers, by_name)]
     if rounds < 2:
         raise UserError(f"--rounds {rounds}: expected at least 2 rounds, of which the first does not count")
     settings = {"rounds": rounds, "repeat": repeat, "tiny": tiny, "cpus": os.cpu_count()}
-    found: dict[str, Any] = {"settings": settings, "cells": [], "versions": {}, "missing": {}}
+    result: dict[str, Any] = {"settings": settings, "cells": [], "versions": {}, "missing": {}}
     pythons: dict[str, tuple[str, str]] = {OURS.name: (sys.executable, str(Path(__file__).parents[3]))}
     for peer in chosen:
         try:
-            python, more = prepared(peer)
-            pythons[peer.name] = (str(python), more)
+            python, python_path = prepared(peer)
+            pythons[peer.name] = (str(python), python_path)
         except Missing as error:
-            found["missing"][peer.name] = str(error)
+            result["missing"][peer.name] = str(error)
     systems = [peer for peer in (OURS, *chosen) if peer.name in pythons]
     for model in models_run:
         for size in sizes:
-            fewer = [c for c in found["cells"] if c["model"] == model]
-            cell = _cell(model, size, settings, systems, pythons, found["versions"], fewer)
-            found["cells"].append({"model": model, "clients": size, **cell})
-    return found
+            fewer = [c for c in result["cells"] if c["model"] == model]
+            cell = _cell(model, size, settings, systems, pythons, result["versions"], fewer)
+            result["cells"].append({"model": model, "clients": size, **cell})
+    return result
 
 
-def _chosen(flag: str, text: str, known: Iterable[str]) -> list[str]:
+def _chosen(flag: str, text: str, valid: Iterable[str]) -> list[str]:
     names = list(shell.names(text))
     for name in names:
-        if name not in known:
-            raise UserError(f"{flag} {name}: unknown{nearest(name, known)}; there are: {', '.join(known)}")
+        if name not in valid:
+            raise UserError(f"{flag} {name}: unknown{nearest(name, valid)}; there are: {', '.join(valid)}")
     return names
 
 
@@ -103,25 +103,25 @@ def _cell(
         fewer: the cells of the model with fewer clients.
     """
     runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    rounds, repeat, known = settings["rounds"], settings["repeat"], runs
+    rounds, repeat, measured = settings["rounds"], settings["repeat"], runs
     if clients >= MANY:
         rounds, repeat = 2, 1
         largest = max(fewer, key=lambda cell: cell["clients"], default=None)
-        known = {(s["system"], s["variant"]): s["runs"] for s in largest["systems"]} if largest else {}
+        measured = {(s["system"], s["variant"]): s["runs"] for s in largest["systems"]} if largest else {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "job"
         make_job(model, folder, clients, rounds, settings["tiny"])
         for turn in range(repeat):
             for peer in systems:
-                for variant in _variants(peer, runs if turn else known):
+                for variant in _variants(peer, runs if turn else measured):
                     out = Path(name) / f"{peer.name}_{peer.variants.index(variant)}_{turn}"
-                    run = _one(peer, variant, folder, out, *pythons[peer.name])
+                    run = _run_once(peer, variant, folder, out, *pythons[peer.name])
                     if run["status"] == "ok":
                         versions[peer.name] = run.pop("versions")
-                        run["apart"] = _apart(out, Path(name) / f"{OURS.name}_0_0")
+                        run["apart"] = _distance(out, Path(name) / f"{OURS.name}_0_0")
                     runs.setdefault((peer.name, variant.name), []).append(run)
-                    said = {k: v for k, v in run.items() if k in (*FIGURES, "status", "samples", "loss", "apart")}
-                    print(f"{model} {clients} {peer.name} ({variant.name}): {json.dumps(said)}", flush=True)
+                    figures = {k: v for k, v in run.items() if k in (*FIGURES, "status", "samples", "loss", "apart")}
+                    print(f"{model} {clients} {peer.name} ({variant.name}): {json.dumps(figures)}", flush=True)
     systems_run = [{"system": s, "variant": v, "runs": r, **_medians(r)} for (s, v), r in runs.items()]
     return {"rounds": rounds, "repeat": repeat, "systems": systems_run}
 
@@ -138,17 +138,17 @@ def _variants(peer: Peer, runs: dict[tuple[str, str], list[dict[str, Any]]]) -> 
     return [max(peer.variants, key=lambda v: rates.get(v.name, -1.0))]
 
 
-def _one(peer: Peer, variant: Variant, job: Path, out: Path, python: str, more: str) -> dict[str, Any]:
-    """What one run measured; ``status`` is "ok" or one line that says what went wrong."""
+def _run_once(peer: Peer, variant: Variant, job: Path, out: Path, python: str, python_path: str) -> dict[str, Any]:
+    """The measurements of one run; ``status`` is "ok" or one line with the failure."""
     out.mkdir()
     script = [str(Path(__file__).parent / peer.script), str(job), str(out), json.dumps(variant.settings)]
     environment = {
         **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        **({"PYTHONPATH": more} if more else {}),
+        **({"PYTHONPATH": python_path} if python_path else {}),
         "OMP_NUM_THREADS": str(variant.settings["threads"]),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "FS_LOWRANK_FROZEN": str(out / "frozen"),  # nothing that another run kept
+        "FS_LOWRANK_FROZEN": str(out / "frozen"),  # no cache of another run
     }
     started = time.perf_counter()
     with (out / "log.txt").open("w") as log:
@@ -177,13 +177,13 @@ def _end(process: subprocess.Popen) -> None:
     """End a run that is not over, and all that it started."""
     if process.poll() is None:
         started = psutil.Process(process.pid)
-        for one in (*started.children(recursive=True), started):
+        for child in (*started.children(recursive=True), started):
             with contextlib.suppress(psutil.Error):
-                one.kill()
+                child.kill()
         process.wait()
 
 
-def _apart(out: Path, reference: Path) -> float | None:
+def _distance(out: Path, reference: Path) -> float | None:
     """The relative difference of the trained tensors from ours; None where ours did not end."""
     if not (reference / "final.safetensors").exists():
         return None
@@ -211,10 +211,10 @@ def compared(cell: dict[str, Any]) -> list[dict[str, Any]]:
     best = max((s for s in ours if s["status"] == "ok"), key=lambda s: s["rounds_per_second"], default=None)
     rows = []
     for name in dict.fromkeys(s["system"] for s in cell["systems"]):
-        those = [s for s in cell["systems"] if s["system"] == name]
+        variants = [s for s in cell["systems"] if s["system"] == name]
         if name != OURS.name:
-            those = [max(those, key=lambda s: s.get("rounds_per_second", 0.0))]
-        for system in those:
+            variants = [max(variants, key=lambda s: s.get("rounds_per_second", 0.0))]
+        for system in variants:
             row = {k: v for k, v in system.items() if k != "runs"}
             if best and system["status"] == "ok":
                 if system["samples"] != best["samples"] or abs(system["loss"] / best["loss"] - 1) > CLOSE:
@@ -228,10 +228,10 @@ def compared(cell: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def table(found: dict[str, Any]) -> str:
+def table(result: dict[str, Any]) -> str:
     """The results as Markdown."""
     titles = {peer.name: peer.title for peer in (OURS, *PEERS)}
-    settings = found["settings"]
+    settings = result["settings"]
     lines = [
         "# The whole job against other systems",
         "",
@@ -242,7 +242,7 @@ def table(found: dict[str, Any]) -> str:
         "| " + " | ".join(COLUMNS) + " |",
         "| --- | ---: | --- | --- |" + " ---: |" * (len(COLUMNS) - 4),
     ]
-    for row in (row for cell in found["cells"] for row in compared(cell)):
+    for row in (row for cell in result["cells"] for row in compared(cell)):
         head = f"| {row['model']} | {row['clients']} | {titles[row['system']]} | {row['variant']} | "
         if row["status"] != "ok":
             lines.append(f"{head}{row['status']} |" + " |" * (len(COLUMNS) - 5))
@@ -259,9 +259,9 @@ def table(found: dict[str, Any]) -> str:
             "" if row["apart"] is None else f"{row['apart']:.0e}",
         ]
         lines.append(head + " | ".join(values) + " |")
-    lines += ["", *(f"- Not measured: {reason}." for reason in found["missing"].values())]
-    lines += [f"- {peer.title} needs to start: {peer.mends}." for peer in PEERS if peer.name in found["versions"]]
-    for name, packages in found["versions"].items():
+    lines += ["", *(f"- Not measured: {reason}." for reason in result["missing"].values())]
+    lines += [f"- {peer.title} needs to start: {peer.mends}." for peer in PEERS if peer.name in result["versions"]]
+    for name, packages in result["versions"].items():
         lines.append(f"- {titles[name]}: " + ", ".join(f"{p} {v}" for p, v in packages.items()) + ".")
     return "\n".join(lines) + "\n"
 

@@ -23,7 +23,7 @@ COMMON = ("torch", "transformers", "peft", "numpy", "safetensors", "psutil")
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run a peer: a name, and what its script is given."""
+    """One way to run a peer: a name, and the settings for its script."""
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Peer:
     Attributes:
         script: its file in this folder. variants: the settings, of which the faster counts.
         needs: requirements. variable: names the folder of a checkout, which has the folder ``checkout``.
-        mends: what it needs to start.
+        mends: the changes that it needs to start.
     """
 
     name: str
@@ -86,7 +86,7 @@ PEERS = (
 
 
 class Missing(UserError):
-    """A peer cannot be had; the message is one line."""
+    """A peer cannot be installed; the message is one line."""
 
 
 def prepared(peer: Peer) -> tuple[Path, str]:
@@ -103,9 +103,9 @@ def prepared(peer: Peer) -> tuple[Path, str]:
         venv.create(folder, with_pip=True, clear=True)
         pins = [f"{name}=={version(name).partition('+')[0]}" for name in COMMON]
         command = [str(folder / "bin/python"), "-m", "pip", "install", "--quiet", *pins, *peer.needs]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")] or ["pip failed"]
+        process = subprocess.run(command, capture_output=True, text=True)
+        if process.returncode:
+            errors = [line for line in process.stderr.splitlines() if line.startswith("ERROR: ")] or ["pip failed"]
             raise Missing(f"{peer.title}: cannot be installed: {errors[-1].removeprefix('ERROR: ')[:300]}")
         (folder / ".complete").touch()
     return folder / "bin/python", root

@@ -51,7 +51,7 @@ def configuration(job, out):
         "federate.online_aggr": False,
         "data.type": "job@llm",
         "data.root": str(out),
-        "data.splitter": "iid",  # asked for, and not used: register_job says which client has what
+        "data.splitter": "iid",  # required, and not used: register_job assigns the rows to clients
         "dataloader.batch_size": job.batch_size,
         "dataloader.shuffle": False,
         "model.type": f"{job.model}@huggingface_llm",
@@ -87,7 +87,7 @@ def register_job(job):
 
     def data(config, client_cfgs):
         # One sample to test, for the evaluation at the end, which the framework cannot leave out.
-        clients = {k + 1: ClientData(config, train=own, val=None, test=own[:1]) for k, own in enumerate(samples)}
+        clients = {k + 1: ClientData(config, train=rows, val=None, test=rows[:1]) for k, rows in enumerate(samples)}
         return StandaloneDataDict(clients, config), config
 
     register.register_data("job", data)
@@ -136,7 +136,7 @@ def work(job, out, settings):
     rounds = losses[: job.rounds]
     result = meter.result(
         versions={"federatedscope": revision(), **fedjob.versions("protobuf", "grpcio")},
-        samples=sum(number for of_round in rounds for _, number in of_round),
+        samples=sum(number for round_losses in rounds for _, number in round_losses),
         loss=sum(loss for loss, _ in rounds[-1]) / len(rounds[-1]),
     )
     return result, fedjob.trained(runner.server.model.model)

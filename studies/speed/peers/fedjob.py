@@ -1,4 +1,4 @@
-"""What the scripts of the peers share: reading the job, its data and model, and measuring. It imports nothing of ours.
+"""The shared part of the peers' scripts: the job, its data and model, and measuring. It imports nothing of ours.
 
 The folder of a job has ``job.json`` (``Job``), ``data.npz`` (``input_ids`` and ``labels`` of all samples in one row
 each, with their lengths, and each sample's client) and ``initial.safetensors``, the adapters and the head at the start.
@@ -72,7 +72,7 @@ class Job:
             }
         clients: list[list[dict[str, torch.Tensor]]] = [[] for _ in range(self.clients)]
         for index, owner in enumerate(owners):
-            clients[owner].append({name: torch.from_numpy(of[index].copy()) for name, of in rows.items()})
+            clients[owner].append({name: torch.from_numpy(values[index].copy()) for name, values in rows.items()})
         return clients
 
     def collate(self, samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -107,11 +107,11 @@ def trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def load(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Put ``tensors`` into the model; a name that it does not train is an error."""
-    own = trained(model)
-    if own.keys() != tensors.keys():
-        raise SystemExit(f"the model trains other tensors than the job: {sorted(own.keys() ^ tensors.keys())[:4]}")
+    targets = trained(model)
+    if targets.keys() != tensors.keys():
+        raise SystemExit(f"the model trains other tensors than the job: {sorted(targets.keys() ^ tensors.keys())[:4]}")
     for name, tensor in tensors.items():
-        own[name].copy_(tensor)
+        targets[name].copy_(tensor)
 
 
 def _proportional(process: psutil.Process) -> int:
@@ -167,8 +167,8 @@ class Meter(threading.Thread):
         self.processor.append(self.look())
         self.ends.append(time.time())
 
-    def result(self, **more: Any) -> dict[str, Any]:
-        """All that was measured, and ``more``."""
+    def result(self, **extra: Any) -> dict[str, Any]:
+        """All measurements, and ``extra``."""
         self.look(memory=True)
         self.over.set()
         return {
@@ -179,7 +179,7 @@ class Meter(threading.Thread):
             "processor_seconds": sum(self.spent.values()),
             "peak_bytes": self.peak,
             "memory": "PSS" if hasattr(self.main.memory_full_info(), "pss") else "RSS",
-            **more,
+            **extra,
         }
 
 
@@ -193,8 +193,8 @@ def main(work: Callable[[Job, Path, Mapping[str, Any]], tuple[dict[str, Any], Ma
     """The script of a peer: ``python SCRIPT JOB_FOLDER OUT_FOLDER [SETTINGS_AS_JSON]``.
 
     Args:
-        work: given the job, the folder for what the peer writes and the settings of the variant, returns what was
-            measured and the trained tensors; the result goes to ``result.json``, the tensors to ``final.safetensors``.
+        work: of the job, the folder for files of the peer and the settings of the variant; returns the measurements and
+            the trained tensors; the result goes to ``result.json``, the tensors to ``final.safetensors``.
     """
     folder, out = Path(sys.argv[1]), Path(sys.argv[2])
     settings = {"job": str(folder), **json.loads(sys.argv[3] if len(sys.argv) > 3 else "{}")}

@@ -26,8 +26,8 @@ client_app, server_app = ClientApp(), ServerApp()
 
 
 @lru_cache(1)
-def at_hand(folder, threads):
-    """The job, the model and the samples of all clients, kept by the process."""
+def load_job(folder, threads):
+    """The job, the model and the samples of all clients, in memory for later messages."""
     torch.set_num_threads(threads)
     job = fedjob.Job.read(folder)
     return job, job.peft_model().train(), job.samples()
@@ -37,10 +37,10 @@ def at_hand(folder, threads):
 def train(message, context):
     """A client's part of a round."""
     config = message.content["config"]
-    job, model, samples = at_hand(config["job"], config["threads"])
+    job, model, samples = load_job(config["job"], config["threads"])
     fedjob.load(model, message.content["arrays"].to_torch_state_dict())
-    own = samples[context.node_config["partition-id"]]
-    loader = torch.utils.data.DataLoader(own, batch_size=job.batch_size, collate_fn=job.collate)
+    rows = samples[context.node_config["partition-id"]]
+    loader = torch.utils.data.DataLoader(rows, batch_size=job.batch_size, collate_fn=job.collate)
     optimizer = job.make_optimizer([p for p in model.parameters() if p.requires_grad])
     losses, steps, seen = 0.0, 0, 0
     while steps < job.local_steps:
@@ -66,7 +66,7 @@ def in_sum(replies, weighted_by):
 
 
 def work(job, out, settings):
-    meter, found = fedjob.Meter(), {}
+    meter, results = fedjob.Meter(), {}
 
     @server_app.main()
     def serve(grid, context):
@@ -77,7 +77,7 @@ def work(job, out, settings):
             min_available_nodes=job.clients,
             train_metrics_aggr_fn=in_sum,
         )
-        found["result"] = strategy.start(
+        results["result"] = strategy.start(
             grid=grid,
             initial_arrays=ArrayRecord(fedjob.trained(job.peft_model())),
             train_config=ConfigRecord({"job": str(settings["job"]), "threads": settings["threads"]}),
@@ -94,16 +94,16 @@ def work(job, out, settings):
             "client_resources": {"num_cpus": settings["threads"], "num_gpus": 0.0},
         },
     )
-    rounds = found["result"].train_metrics_clientapp
+    rounds = results["result"].train_metrics_clientapp
     result = meter.result(
         versions=fedjob.versions("flwr", "ray"),
         samples=sum(int(r["samples"]) for r in rounds.values()),
         loss=rounds[job.rounds]["loss"],
     )
-    return result, found["result"].arrays.to_torch_state_dict()
+    return result, results["result"].arrays.to_torch_state_dict()
 
 
 if __name__ == "__main__":
-    import flower_job  # under its own name, so that Ray's processes import the client, and keep what it keeps
+    import flower_job  # under its own name, so that Ray's processes import the client, with its memo
 
     fedjob.main(flower_job.work)

@@ -119,8 +119,8 @@ def _save_texts(kind: str, folder: Path, words: list[str], rows: int) -> dict[st
     """Write texts of unequal length; returns the keys of ``data`` that read them."""
     draw = np.random.default_rng(0)
 
-    def text(mean: float, most: int) -> str:
-        length = int(np.clip(draw.lognormal(np.log(mean), 0.5), 4, most))
+    def text(mean: float, longest: int) -> str:
+        length = int(np.clip(draw.lognormal(np.log(mean), 0.5), 4, longest))
         return " ".join(draw.choice(words, length))
 
     if kind == "encoder":

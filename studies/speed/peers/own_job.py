@@ -27,13 +27,13 @@ def work(job: fedjob.Job, out: Path, settings: dict[str, Any]) -> tuple[dict[str
             meter.mark()
 
     result = fs_lowrank.run(config, progress=False, on_round=lambda record: meter.mark(), on_client=on_client)
-    found = meter.result(
+    measured = meter.result(
         versions=fedjob.versions("fs-lowrank"),
         samples=sum(r["samples"] for r in result.history),
         loss=result.history[-1]["loss"],
     )
     adapter = load_file(out / "run" / "adapter" / "adapter_model.safetensors")
-    return found, adapter
+    return measured, adapter
 
 
 if __name__ == "__main__":
