@@ -20,7 +20,7 @@ from .jobs.tables import write_tables
 from .jobs.workers import INSIDE
 from .methods import requirements
 from .runs.folder import check_outdir, holds_run, outdir_of, remove_run
-from .runs.progress import shown
+from .runs.progress import progress_bar
 from .seeds import preserving_generators
 from .versions import SCHEMA
 
@@ -94,7 +94,7 @@ def run(
             holding(model, tokenizer) if held else nullcontext(),
             preserving_generators(),
             preserving_start_method(),
-            shown(config, f"{config.federate.method}, rounds", progress, on_round, on_client) as (told, heard),
+            progress_bar(config, f"{config.federate.method}, rounds", progress, on_round, on_client) as (told, heard),
         ):
             told_of: dict[str, Any] = {"on_round": told, "on_client": heard, "callbacks": callbacks}
             result: RunResult = module.run(config, resume=bool(resume), **told_of)
@@ -180,7 +180,7 @@ def compare(
             with (
                 preserving_generators(),
                 preserving_start_method(),
-                shown(config, f"{name}, rounds", progress, *asked) as shown_to,
+                progress_bar(config, f"{name}, rounds", progress, *asked) as shown_to,
             ):
                 results[name] = run_row(name, configs[name], bool(resume), *shown_to, divided=config)
     picture = _write_comparison(config, configs, results, outdir)

@@ -28,50 +28,50 @@ _LOADERS = {"CausalLM": "AutoModelForCausalLM", "Seq2SeqLM": "AutoModelForSeq2Se
 
 
 def model_card(
-    config: Settings, facts: Mapping[str, Any], figures: Mapping[str, float], what: str, best: str = "", round: int = 0
+    config: Settings, facts: Mapping[str, Any], figures: Mapping[str, float], kind: str, best: str = "", round: int = 0
 ) -> str:
     """The card as Markdown.
 
     Args:
         config: the run's configuration. facts: of its ``RunResult``. figures: metrics of the round.
-        what: ``adapter``, for PEFT over the base model, or ``model``, a whole model.
+        kind: ``adapter``, for PEFT over the base model, or ``model``, a full model.
         best: of the best round, the metric by which it is; empty for the last round.
         round: its number.
     """
-    given, folder = model_name(config.model.type), outdir_of(config)
+    model, folder = model_name(config.model.type), outdir_of(config)
     # A path says nothing elsewhere, and may be the name of another model on a hub.
     base, revision = facts.get("hub") or ("", "")
-    base, on_hub = base or Path(given).name, bool(base)
-    header: dict[str, Any] = {"library_name": "peft" if what == "adapter" else "transformers"}
+    base, on_hub = base or Path(model).name, bool(base)
+    header: dict[str, Any] = {"library_name": "peft" if kind == "adapter" else "transformers"}
     if not config.is_vision:
         header |= {"base_model": base} if on_hub else {}
         header |= {"pipeline_tag": _PIPELINES.get(config.model.task, "text-classification")}
-    header["tags"] = ["federated-learning", "fs-lowrank", facts["method"], *(["lora"] if what == "adapter" else [])]
+    header["tags"] = ["federated-learning", "fs-lowrank", facts["method"], *(["lora"] if kind == "adapter" else [])]
     labels = facts.get("labels") or []
-    shown = {name: digits(value) for name, value in for_people(figures, config.is_language).items()}
+    values = {name: digits(value) for name, value in for_people(figures, config.is_language).items()}
     if facts.get("majority") is not None:  # otherwise an accuracy is one of tokens or of labels
         sizes = {name: size for split, size in facts["held_out"].items() if (name := f"{split}_acc") in figures}
-        shown |= {name: f"{shown[name]} ± {digits(standard_error(figures[name], n))}" for name, n in sizes.items()}
+        values |= {name: f"{values[name]} ± {digits(standard_error(figures[name], n))}" for name, n in sizes.items()}
     card: str = _template().render(
         header=yaml.safe_dump(header, sort_keys=False, allow_unicode=True).strip(),
         config=config,
         facts=facts,
-        what=what,
+        kind=kind,
         best=best,
         round=round,
         base=base,
-        loaded=base if on_hub else locate(given),
+        loaded=base if on_hub else locate(model),
         revision=revision,
-        fetched=f", as `fs-lowrank fetch {given}` gives it" if given in FETCHABLE and not Path(given).is_dir() else "",
+        fetched=f", as `fs-lowrank fetch {model}` gives it" if model in FETCHABLE and not Path(model).is_dir() else "",
         clients=counted(len(facts["clients"]), "client"),
         sizes=f"{min(facts['clients'])} to {max(facts['clients'])} samples",  # a filter of jinja2 is slow for many
-        figures=shown,
+        figures=values,
         labels=labels,
         names=json.dumps(labels, ensure_ascii=False),
-        folder=(folder / (f"{what}_best" if best else what)).as_posix(),
+        folder=(folder / (f"{kind}_best" if best else kind)).as_posix(),
         loader=_LOADERS.get(config.model.task, "AutoModelForSequenceClassification"),
         text=_TEXT,
-        shown=_SHOWN.get(config.model.task),
+        output=_OUTPUTS.get(config.model.task),
         again=shlex.quote((folder / "config.yaml").as_posix()),
         version=__version__,
     )
@@ -90,8 +90,8 @@ def _template() -> Any:
 #: no text of the data, which may be private
 _TEXT = "It was a good day."
 _GENERATED = "tokenizer.decode(model.generate(**inputs, max_new_tokens=8, do_sample=False)[0])"
-#: what the card prints for a text, by task
-_SHOWN = {
+#: the code whose output the card prints for a text, by task
+_OUTPUTS = {
     "CausalLM": _GENERATED,
     "Seq2SeqLM": _GENERATED,
     "SequenceRegression": "round(model(**inputs).logits.item(), 3)",

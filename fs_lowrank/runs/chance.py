@@ -1,4 +1,4 @@
-"""What a model reaches that has learned nothing: the accuracy and the loss of the best constant prediction."""
+"""The figures of a model that has learned nothing: accuracy and loss of the best constant prediction."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Chance:
         Args:
             split: ``validation`` or ``test``.
         """
-        from .split import read_about  # imports torch, which a verdict needs not
+        from .split import read_data_json  # imports torch, which a verdict needs not
 
-        return cls.of_data(read_about(folder), split)
+        return cls.of_data(read_data_json(folder), split)
 
     @classmethod
     def of_data(cls, data: Mapping[str, Any], split: str = "validation") -> Chance | None:
@@ -59,7 +59,7 @@ class Chance:
         return accuracy > self.share + 2 * self.error
 
     def verdict(self, accuracies: Mapping[str, float | None]) -> str:
-        """A sentence that names those of some accuracies that did not reach more than chance; empty if all did."""
+        """A sentence that names the accuracies that did not reach more than chance; empty if all did."""
         low = {name: acc for name, acc in accuracies.items() if acc is not None and not self.reached(acc)}
         listed = ", ".join(f"{name} {acc:.3f}" for name, acc in low.items())
         return f"{self.opening(max(low.values()))}: {listed}, while {self}" if low else ""
@@ -73,11 +73,11 @@ class Chance:
         return f"always predicting the majority class gives {self.share:.3f} ± {error:.3f} (two standard errors)"
 
     def reported(self, metric: str, metrics: Mapping[str, float]) -> float:
-        """The value of ``metric`` (a metric of classes) that a pruner is told.
+        """The value of ``metric`` (a metric of classes) for a pruner.
 
-        Everything at or below what a constant prediction reaches counts as the same value, so that a model that always
-        predicts the majority class is never ahead of one that has not learned anything yet. For F1 and Matthews'
-        correlation it is 0, although the F1 of naming always the second of two classes is larger.
+        All values up to those of a constant prediction count as the same one, so that a model that always predicts the
+        majority class is never ahead of one that has not learned anything yet. For F1 and Matthews' correlation it is
+        0, although the F1 of naming always the second of two classes is larger.
         """
         learned = "acc" not in metrics or self.reached(metrics["acc"])
         if metric == "loss":
@@ -89,8 +89,8 @@ class Chance:
 def run_verdict(data: Mapping[str, Any], final: Mapping[str, float], best: Mapping[str, Any]) -> str:
     """A sentence about a run whose last round is not above the majority class by more than two standard errors.
 
-    It says whether the best round was; and that of the test set counts, if it is evaluated, else that of validation
-    data. Empty if the run learned, or has no classes.
+    It says whether the best round was. The accuracy on the test set counts, if it is evaluated, else the one on
+    validation data. Empty if the run learned, or has no classes.
 
     Args:
         data: the content of ``data.json``. final, best: as of a ``RunResult``.

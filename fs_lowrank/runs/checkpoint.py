@@ -66,18 +66,18 @@ def save_checkpoint(
 
 
 def folder_of(round: int) -> str:
-    """The name of what is kept of ``round``."""
+    """The name of the folder for ``round``."""
     return f"round_{round:06d}"
 
 
 def saved_rounds(folder: Path) -> list[int]:
-    """The rounds that ``folder`` keeps something of, valid or not, in order; not copies that have another name."""
-    named = {int(found[1]) for path in folder.glob("round_*") if (found := re.fullmatch(r"round_(\d+)", path.name))}
-    return sorted(round for round in named if (folder / folder_of(round)).exists())
+    """The rounds that have a folder in ``folder``, valid or not, in order; not copies that have another name."""
+    numbers = {int(match[1]) for path in folder.glob("round_*") if (match := re.fullmatch(r"round_(\d+)", path.name))}
+    return sorted(round for round in numbers if (folder / folder_of(round)).exists())
 
 
 def remove_old(folder: Path, keep: int, loaded: int = 0) -> None:
-    """Remove all checkpoints but the newest ``keep``, and what a killed process left while it wrote.
+    """Remove all checkpoints but the newest ``keep``, and unfinished files of a killed process.
 
     Args:
         loaded: the round of a checkpoint that stays, because newer ones may be damaged.

@@ -1,7 +1,7 @@
 """``checksums.json``: the SHA-256 of files in the folder beside it, by their names, in the order of these.
 
 The folder of a run has one from its end on, until it is resumed, of the files that are read back of a finished run; and
-what is kept of a best round has one (``best``). Folders that versions before 0.2.0 wrote have none, and nothing is
+the folder of a best round has one (``best``). Folders that versions before 0.2.0 wrote have none, and no file is
 checked in them.
 """
 
@@ -16,9 +16,9 @@ from ..errors import DamagedFile
 from ..jobs.files import from_json, write_text
 
 FILE = "checksums.json"
-#: what may be kept of a round, and is saved of the last one
+#: the folders that may be stored of a round, and are saved of the last one
 KINDS = ("adapter", "model")
-#: of a finished run, what is checked when it is read back
+#: the files and folders of a finished run that are checked when they are read back
 CONTENTS = (
     *("config.yaml", "lowrank.yaml", "summary.json", "rounds.jsonl", "environment.json", "data.json", "rows.npz"),
     *(place for kind in KINDS for place in (kind, f"{kind}_best")),
@@ -27,15 +27,15 @@ CONTENTS = (
 
 
 def seal(folder: Path, places: Iterable[str], without: str = "") -> None:
-    """Note the checksums of those of ``places``, files and folders in ``folder``, that are there.
+    """Note the checksums of the existing files and folders among ``places`` in ``folder``.
 
     Args:
         without: the name of files that are left out.
     Raises:
         RunFailed: they cannot be written.
     """
-    found = [path for place in places for path in ((folder / place), *(folder / place).rglob("*")) if path.is_file()]
-    names = {path.relative_to(folder).as_posix(): path for path in found if path.name != without}
+    files = [path for place in places for path in ((folder / place), *(folder / place).rglob("*")) if path.is_file()]
+    names = {path.relative_to(folder).as_posix(): path for path in files if path.name != without}
     write_text(folder / FILE, json.dumps({name: file_digest(names[name]) for name in sorted(names)}, indent=1))
 
 
@@ -59,34 +59,34 @@ def damaged(folder: Path, places: Iterable[str] | None = None) -> tuple[Path, st
     Args:
         places: only these are looked at, and one that is missing is damaged.
     """
-    sums, at = folder / FILE, folder / FILE
+    sums, path = folder / FILE, folder / FILE
     if not sums.exists() and not sums.is_symlink():
         return None
-    looked_at = None if places is None else {*places}
+    names = None if places is None else {*places}
     try:
         for name, expected in from_json(sums.read_bytes()).items():
-            if looked_at is None or name.partition("/")[0] in looked_at:
-                at = folder / name
-                if file_digest(at) != expected:
+            if names is None or name.partition("/")[0] in names:
+                path = folder / name
+                if file_digest(path) != expected:
                     raise ValueError("its checksum does not match")
     except (OSError, ValueError) as error:
-        return at, "it is missing" if isinstance(error, FileNotFoundError) else str(error).split(": '")[0]
+        return path, "it is missing" if isinstance(error, FileNotFoundError) else str(error).split(": '")[0]
     return None
 
 
 def check_finished(folder: Path, places: Iterable[str], remedy: str = "") -> None:
-    """Check those of ``places`` in the folder of a finished run that were there when it ended.
+    """Check the files and folders among ``places`` that a finished run had when it ended.
 
     Args:
-        remedy: for the message, what is done without them.
+        remedy: for the message, how to go on without them.
     Raises:
-        DamagedFile: one is not what the run left, or the list of checksums is damaged; says how to go on.
+        DamagedFile: one differs from the run's, or the list of checksums is damaged; says how to go on.
     """
-    if found := damaged(folder, places):
-        file, reason = found
-        mend = (
+    if damage := damaged(folder, places):
+        file, reason = damage
+        advice = (
             "put back the file as it was, or run it again with resume=True (fs-lowrank run --cfg FILE --resume), which "
             f"writes its files anew from its checkpoint; if it was changed on purpose, remove {folder / FILE}, without "
             "which nothing is compared"
         )
-        raise DamagedFile(f"{file} differs from the file that the run wrote ({reason}); {remedy or mend}")
+        raise DamagedFile(f"{file} differs from the file that the run wrote ({reason}); {remedy or advice}")

@@ -42,9 +42,8 @@ def environment(device: torch.device) -> dict[str, Any]:
 def write_environment(path: Path, new_weights: Sequence[str], resumed_after: int | None, device: torch.device) -> None:
     """Write ``environment.json``; a resumed run adds its environment under ``resumed`` to that of the start.
 
-    If versions, the number of cores or threads, or the GPU (None: the CPU) differ from those before, a warning says
-    that results may differ in their last digits. Before version 0.2.0 the GPU was the machine's, also of a run on the
-    CPU.
+    If versions, the number of cores or threads, or the GPU (None: the CPU) have changed, a warning says that results
+    may differ in their last digits. Before version 0.2.0 the GPU was the machine's, also of a run on the CPU.
 
     Args:
         path: the file.
@@ -54,15 +53,15 @@ def write_environment(path: Path, new_weights: Sequence[str], resumed_after: int
     Raises:
         RunFailed: the file cannot be written.
     """
-    now = environment(device)
-    content: dict[str, Any] = {"schema": SCHEMA, **now, "new_weights": list(new_weights)}
+    current = environment(device)
+    content: dict[str, Any] = {"schema": SCHEMA, **current, "new_weights": list(new_weights)}
     if resumed_after is not None:
         try:
-            before, changed = _before(path, now)
+            before, changed = _before(path, current)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning("%s", cannot_read(path, error, "the run's first environment is unknown"))
         else:
-            content = {**before, "resumed": [*before.get("resumed", []), {"after_round": resumed_after, **now}]}
+            content = {**before, "resumed": [*before.get("resumed", []), {"after_round": resumed_after, **current}]}
             if changed:
                 logger.warning(
                     "resumed with another environment (%s): results may differ from those of an uninterrupted run in "
@@ -73,8 +72,8 @@ def write_environment(path: Path, new_weights: Sequence[str], resumed_after: int
 
 
 def changed_since(path: Path, device: torch.device) -> list[str]:
-    """What differs, on ``device``, from where the run of the ``environment.json`` at ``path`` ended, in words, of what
-    new and quantised weights depend on: versions and the GPU. If that is not known, it says so.
+    """The changes, in words, since the run of the ``environment.json`` at ``path`` ended, if it went on on ``device``:
+    of versions and the GPU, on which new and quantised weights depend. If they are not known, it says so.
     """
     try:
         _, changed = _before(path, environment(device))
@@ -83,13 +82,13 @@ def changed_since(path: Path, device: torch.device) -> list[str]:
     return [words for words in changed if words.split()[0] in ("fs-lowrank", "torch", "transformers", "gpu")]
 
 
-def _before(path: Path, now: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The content of the ``environment.json`` at ``path``, and how ``now`` differs from where its run ended."""
+def _before(path: Path, current: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The content of the ``environment.json`` at ``path``, and how ``current`` differs from where its run ended."""
     content = from_json(path.read_bytes())
-    then, here = _decisive([content, *content.get("resumed", [])][-1]), _decisive(now)
-    return content, [f"{name} {then.get(name)} → {here[name]}" for name in here if then.get(name) != here[name]]
+    old, new = _decisive([content, *content.get("resumed", [])][-1]), _decisive(current)
+    return content, [f"{name} {old.get(name)} → {new[name]}" for name in new if old.get(name) != new[name]]
 
 
 def _decisive(environment: dict[str, Any]) -> dict[str, Any]:
-    """What of an environment affects results."""
+    """The entries of an environment that affect results."""
     return {**environment["versions"], **{name: environment[name] for name in ("cpus", "threads", "gpu")}}

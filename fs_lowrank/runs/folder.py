@@ -15,7 +15,7 @@ from ..jobs.locks import take
 from ..settings import Settings
 from . import checksums
 
-#: what a run writes to its folder, and ``overwrite`` removes
+#: the names that a run writes to its folder, and ``overwrite`` removes
 CONTENTS = (
     *("rounds.jsonl", "checkpoint", "summary.json", "environment.json", "data.json", "rows.npz", "config.yaml"),
     *(f"{name}.{kind}" for name in ("curves", "clients", "test") for kind in ("png", "pdf")),
@@ -60,10 +60,10 @@ def check_outdir(config: Settings, resume: bool) -> None:
         CannotContinue: it holds one that cannot be continued.
     """
     folder = outdir_of(config)
-    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "not writable" if there.is_dir() else "no folder"
-        raise UserError(f"outdir: the folder {folder} cannot be made ({there} is {why}); choose another outdir")
+    nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        reason = "not writable" if nearest.is_dir() else "no folder"
+        raise UserError(f"outdir: the folder {folder} cannot be made ({nearest} is {reason}); choose another outdir")
     records = folder / "rounds.jsonl"
     checkpoint, finished = (folder / "checkpoint").exists(), (folder / "summary.json").exists()
     if not resume and (checkpoint or finished or (records.exists() and records.stat().st_size)):
@@ -86,8 +86,8 @@ def remove_run(folder: Path) -> None:
     """
     if not folder.is_dir():
         return
-    with writing(folder), ExitStack() as held:
-        held.callback(claim(folder).release)
+    with writing(folder), ExitStack() as stack:
+        stack.callback(claim(folder).release)
         for path in (*(folder / name for name in CONTENTS), *folder.glob(_LOGS)):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

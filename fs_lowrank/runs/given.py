@@ -1,4 +1,6 @@
-"""What ``run`` was given as objects, in the folder of the run, where every process of it and a resumed run read it."""
+"""Data and models that ``run`` was given as objects, in the run's folder, where its processes and a resumed run read
+them.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,9 @@ from ..settings.metrics import LANGUAGE, TASKS
 from ..versions import SCHEMA
 from .folder import check_outdir, claim, outdir_of
 
-#: the folders of the data and of the model, and in each the file that says what it is
+#: the folders of the data and of the model, and in each the file with facts about them
 DATA, MODEL, ABOUT = "given_data", "given_model", "about.json"
-#: what ``about.json`` of a model holds, as a message says it
+#: the entries of a model's ``about.json``, by their names in messages
 NAMES = {"digest": "model", "config": "model.config", "tokenizer": "tokenizer"}
 
 
@@ -35,8 +37,8 @@ NAMES = {"digest": "model", "config": "model.config", "tokenizer": "tokenizer"}
 def _locked(config: Config, name: str, resume: bool) -> Iterator[Path]:
     """The folder ``name`` in that of the run, which is locked during the block."""
     folder = outdir_of(config) / name
-    with writing(folder), ExitStack() as held:
-        held.callback(claim(folder.parent).release)
+    with writing(folder), ExitStack() as stack:
+        stack.callback(claim(folder.parent).release)
         check_outdir(config, resume)
         yield folder
 
@@ -47,7 +49,7 @@ def with_data(config: Config, data: Any, resume: bool) -> Config:
     Args:
         resume: a run is continued; if its folder has data, these have to be the same.
     Raises:
-        UserError: data of another kind; not those that the run began with; or a list of another length than
+        UserError: data of another kind; other data than at the start of the run; or a list of another length than
             ``federate.client_num``.
     """
     if config.is_vision:
@@ -57,20 +59,20 @@ def with_data(config: Config, data: Any, resume: bool) -> Config:
         )
     with _locked(config, DATA, resume) as folder:
         if resume and folder.exists():
-            about = _same(folder, data)
+            facts = _same(folder, data)
         else:
             with replaced(folder) as aside:
                 aside.mkdir()
-                about = {"schema": SCHEMA, **store(data, aside)}
-                (aside / ABOUT).write_text(to_json(about, indent=1), encoding="utf-8")
-    clients, place = about["clients"], folder.resolve()
-    train = str(place / about["train"]) if not clients else f"{glob.escape(str(place))}/{about['train']}"
+                facts = {"schema": SCHEMA, **store(data, aside)}
+                (aside / ABOUT).write_text(to_json(facts, indent=1), encoding="utf-8")
+    clients, root = facts["clients"], folder.resolve()
+    train = str(root / facts["train"]) if not clients else f"{glob.escape(str(root))}/{facts['train']}"
     if clients and clients != config.federate.client_num:
         raise UserError(
             f"data = a list of {clients}, one for each client, and federate.client_num is {config.federate.client_num}"
         )
     args = one_mapping("data.args", config.data.args, config.source)
-    args |= {split: str(place / about[split]) for split in ("validation", "test") if split in about}
+    args |= {split: str(root / facts[split]) for split in ("validation", "test") if split in facts}
     keys: dict[str, Any] = {"data.type": train, "data.args": [args] if args else []}
     if clients:
         keys |= {"data.splitter": "file" if clients > 1 else "iid", "data.splitter_args": []}
@@ -93,9 +95,9 @@ def with_model(config: Config, model: Any, tokenizer: Any, resume: bool) -> tupl
     from transformers import PreTrainedModel
 
     if not isinstance(model, nn.Module) or isinstance(model, PeftModel):
-        what = "an adapted model: expected the one without the adapter, such as from merge_and_unload()"
+        advice = "an adapted model: expected the one without the adapter, such as from merge_and_unload()"
         raise UserError(
-            f"model = {type(model).__name__}: {what if isinstance(model, nn.Module) else 'expected an nn.Module'}"
+            f"model = {type(model).__name__}: {advice if isinstance(model, nn.Module) else 'expected an nn.Module'}"
         )
     if not hasattr(tokenizer, "save_pretrained"):
         raise UserError(f"tokenizer = {type(tokenizer).__name__}: model=… needs its tokenizer, one of transformers")
@@ -114,21 +116,21 @@ def with_model(config: Config, model: Any, tokenizer: Any, resume: bool) -> tupl
                 "your own are for SequenceClassification, SequenceRegression and MultiLabelClassification"
             )
         return config.replace({"model.type": f"{type(model).__name__}{SUFFIX}", "model.task": task}), True
-    about = _digests(model, tokenizer)
+    digests = _digests(model, tokenizer)
     with _locked(config, MODEL, resume) as folder:
         if resume and folder.exists():
-            began = _about(folder)
-            others = [what for what, value in about.items() if began.get(what, value) != value]
-            if others:
+            saved = _read_facts(folder)
+            changed = [part for part, value in digests.items() if saved.get(part, value) != value]
+            if changed:
                 raise UserError(
-                    f"{NAMES[others[0]]}: not the one of the run in {folder.parent}; continue it with the same, "
+                    f"{NAMES[changed[0]]}: not the one of the run in {folder.parent}; continue it with the same, "
                     "without model=…, or choose another outdir"
                 )
         else:
             with replaced(folder) as aside, transformers_silent():
                 model.save_pretrained(str(aside))
                 tokenizer.save_pretrained(str(aside))
-                (aside / ABOUT).write_text(to_json({"schema": SCHEMA, **about}, indent=1), encoding="utf-8")
+                (aside / ABOUT).write_text(to_json({"schema": SCHEMA, **digests}, indent=1), encoding="utf-8")
     return config.replace({"model.type": f"{folder.resolve()}@{suffix}", "model.task": task}), False
 
 
@@ -143,24 +145,24 @@ def _task_of(model: Any) -> str:
 
 def _digests(model: Any, tokenizer: Any) -> dict[str, str]:
     """Hashes of the weights, of the configuration and of the tokenizer, by the keys of ``NAMES``."""
-    about = {"config": configuration_fingerprint(model), "tokenizer": tokenizer_fingerprint(tokenizer, saved=True)}
-    return {"digest": digest(model.state_dict()), **about}
+    digests = {"config": configuration_fingerprint(model), "tokenizer": tokenizer_fingerprint(tokenizer, saved=True)}
+    return {"digest": digest(model.state_dict()), **digests}
 
 
-def _about(folder: Path) -> dict[str, Any]:
-    """What ``folder`` says of what is in it."""
-    about: dict[str, Any] = read_json(folder / ABOUT, remedy="start again with overwrite=True")
-    return about
+def _read_facts(folder: Path) -> dict[str, Any]:
+    """The facts that ``folder`` has about its contents."""
+    facts: dict[str, Any] = read_json(folder / ABOUT, remedy="start again with overwrite=True")
+    return facts
 
 
 def _same(folder: Path, data: Any) -> dict[str, Any]:
-    """What ``folder`` says of its data, if they are ``data``."""
-    about = _about(folder)
+    """The facts that ``folder`` has about its data, if they are ``data``."""
+    facts = _read_facts(folder)
     with TemporaryDirectory(".writing", f".{DATA}.", folder.parent) as aside:
-        now = store(data, Path(aside))["digest"]
-    if now != about["digest"]:
+        current = store(data, Path(aside))["digest"]
+    if current != facts["digest"]:
         raise UserError(
-            f"data: not the data of the run in {folder.parent} (SHA-256 {now[:12]}, then "
-            f"{about['digest'][:12]}); continue it with the same, without data=…, or choose another outdir"
+            f"data: not the data of the run in {folder.parent} (SHA-256 {current[:12]}, then "
+            f"{facts['digest'][:12]}); continue it with the same, without data=…, or choose another outdir"
         )
-    return about
+    return facts

@@ -16,7 +16,7 @@ OnClient = Callable[[int, int, int], object]
 
 
 @contextmanager
-def shown(
+def progress_bar(
     config: Settings, name: str, show: bool | None, on_round: OnRound | None, on_client: OnClient | None
 ) -> Iterator[tuple[OnRound | None, OnClient | None]]:
     """The two functions that an engine calls; they also move a bar on standard error.
@@ -31,7 +31,7 @@ def shown(
         if bar is None:
             yield on_round, on_client
             return
-        said = ""
+        scores = ""
 
         def move(to: float, text: str) -> None:
             if not bar.n:  # rounds before a resumed one cost no time, so the time left does not count them
@@ -40,20 +40,20 @@ def shown(
             bar.update(round(to, 1) - bar.n)
 
         def of_round(record: dict[str, Any]) -> object:
-            nonlocal said
-            said = chief_scores(record["metrics"], config.is_language) or said
-            move(record["round"], said)
+            nonlocal scores
+            scores = chief_scores(record["metrics"], config.is_language) or scores
+            move(record["round"], scores)
             return on_round(record) if on_round else None
 
-        def of_client(round: int, done: int, of: int) -> object:
-            move(round - 1 + done / of, ", ".join(filter(None, (said, f"client {done + 1} of {of}"))))
-            return on_client(round, done, of) if on_client else None
+        def of_client(round: int, done: int, total: int) -> object:
+            move(round - 1 + done / total, ", ".join(filter(None, (scores, f"client {done + 1} of {total}"))))
+            return on_client(round, done, total) if on_client else None
 
         yield of_round, of_client
 
 
 def chief_scores(metrics: Mapping[str, Mapping[str, float]], language: bool) -> str:
     """The chief metric of each split, such as ``test acc 0.812  val acc 0.799``."""
-    chiefs = {split: {chief(of): of[chief(of)]} for split, of in metrics.items()}
-    shown = [(split, *item) for split, of in chiefs.items() for item in for_people(of, language).items()]
-    return "  ".join(f"{split} {name.replace('_', ' ')} {value:.3f}" for split, name, value in shown)
+    chiefs = {split: {chief(values): values[chief(values)]} for split, values in metrics.items()}
+    items = [(split, *item) for split, values in chiefs.items() for item in for_people(values, language).items()]
+    return "  ".join(f"{split} {name.replace('_', ' ')} {value:.3f}" for split, name, value in items)

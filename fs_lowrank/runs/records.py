@@ -19,7 +19,7 @@ Record = dict[str, Any]
 
 def flat_metrics(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The ``metrics`` of a round, by split and name, by ``SPLIT_NAME``; those of single clients are left out."""
-    return {f"{split}_{n}": value for split, of in metrics.items() for n, value in of.items() if n != "clients"}
+    return {f"{split}_{n}": value for split, values in metrics.items() for n, value in values.items() if n != "clients"}
 
 
 class Records:
@@ -78,26 +78,26 @@ def read_records(path: Path, up_to: int, digests: Sequence[str] = ()) -> list[Re
         CannotContinue: a line is not a record of a round, or not the one that was written; names file and line.
     """
     records: list[Record] = []
-    *lines, rest = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    if rest:
+    *lines, tail = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    if tail:
         try:
-            _parsed(rest)
-            lines.append(rest)
+            _parsed(tail)
+            lines.append(tail)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             logger.warning("%s: line %d was cut off while it was written; it is left out", path, len(lines) + 1)
     remedy = "restore the file, or start the run anew with overwrite=True or in another outdir"
     for number, line in enumerate(lines, start=1):
         try:
             record = _parsed(line)
-            wanted = record["round"] <= up_to
+            included = record["round"] <= up_to
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             reason = f"{type(error).__name__}: {error}"[:200]
             raise CannotContinue(
                 f"{path}, line {number}: expected the record of a round ({reason}); {remedy}"
             ) from None
         if number <= len(digests) and hashlib.sha256(line).hexdigest()[:12] != digests[number - 1]:
-            what = f"the record of round {record['round']} is not what the run wrote there"
-            raise CannotContinue(f"{path}, line {number}: {what}; {remedy}")
-        if wanted:
+            problem = f"the record of round {record['round']} is not what the run wrote there"
+            raise CannotContinue(f"{path}, line {number}: {problem}; {remedy}")
+        if included:
             records.append(record)
     return records

@@ -30,7 +30,7 @@ from ..models.saved import save_adapter
 from ..settings.metrics import larger_is_better
 from .chance import run_verdict
 from .records import flat_metrics
-from .split import read_about
+from .split import read_data_json
 from .summary import for_people
 
 if TYPE_CHECKING:
@@ -97,12 +97,12 @@ class RunResult:
     @property
     def verdict(self) -> str:
         """A sentence if the last round is no better than always predicting the majority class; empty otherwise."""
-        return run_verdict(read_about(self.outdir), self.final, self.best)
+        return run_verdict(read_data_json(self.outdir), self.final, self.best)
 
     def _figures(self) -> list[tuple[str, str]]:
-        """What is shown of the result: name and value."""
-        shown = for_people(self.final, self.language)
-        rows = [(name, digits(value)) for name, value in shown.items() if name != "best_round"]
+        """The figures of the result for people: name and value."""
+        metrics = for_people(self.final, self.language)
+        rows = [(name, digits(value)) for name, value in metrics.items() if name != "best_round"]
         if self.best:
             best = for_people({n: v for n, v in self.best.items() if n.startswith("test_")}, self.language)
             of_best = ", ".join(f"{n} {digits(v)}" for n, v in best.items())
@@ -111,8 +111,8 @@ class RunResult:
 
     def __repr__(self) -> str:
         method, figures = self.facts.get("method", "?"), ", ".join(f"{name} {value}" for name, value in self._figures())
-        said = f"; {self.verdict.partition(';')[0]}" if self.verdict else ""
-        return f"<{method}, {counted(len(self.history), 'round')}: {figures or 'not evaluated'}{said}; {self.outdir}>"
+        note = f"; {self.verdict.partition(';')[0]}" if self.verdict else ""
+        return f"<{method}, {counted(len(self.history), 'round')}: {figures or 'not evaluated'}{note}; {self.outdir}>"
 
     def _repr_html_(self) -> str:
         rows = [("rounds", str(len(self.history))), *self._figures(), ("folder", str(self.outdir))]
@@ -152,8 +152,8 @@ class RunResult:
     def clients_frame(self) -> DataFrame:
         """One row per client, by its number.
 
-        Columns: training ``samples``, the number of ``rounds`` in which its update counted and of those in which it
-        ``failed``, ``uplink_bytes``, ``downlink_bytes``, ``seconds`` of its training; and ``test_acc``, ``test_loss``,
+        Columns: training ``samples``; the number of ``rounds`` in which its update counted, and of rounds in which it
+        ``failed``; ``uplink_bytes``, ``downlink_bytes``, ``seconds`` of its training; and ``test_acc``, ``test_loss``,
         ``test_samples`` of ``client_scores``, where there are any.
         """
         from pandas import DataFrame
@@ -167,8 +167,8 @@ class RunResult:
             added = {"uplink_bytes": r["client_uplink_bytes"], "downlink_bytes": r["client_downlink_bytes"]}
             added |= {"rounds": dict.fromkeys(r["clients"], 1), "seconds": seconds}
             added["failed"] = dict.fromkeys((f["client"] for f in r["failed"]), 1)
-            for name, of in added.items():
-                for client, value in of.items():
+            for name, values in added.items():
+                for client, value in values.items():
                     totals[name][int(client) - 1] += value
         frame = DataFrame({"samples": self.facts.get("clients", ()), **totals}, index=range(1, count + 1))
         scores = DataFrame.from_dict(self.client_scores, orient="index").add_prefix("test_")
@@ -181,15 +181,15 @@ class RunResult:
 
         Args:
             metric: one that was measured in evaluated rounds, such as ``test_acc`` or ``val_loss``; one that is better
-                when smaller has to be at most the target. Of ``final`` these are all but what is computed from several
-                rounds or at the end alone: ``test_acc_last5``, ``best_round``, ``unseen_test_acc`` and the like.
+                when smaller has to be at most the target. Metrics of ``final`` that are computed from several rounds
+                or at the end alone are none: ``test_acc_last5``, ``best_round``, ``unseen_test_acc`` and the like.
         Raises:
-            UserError: no evaluated round has the metric; names those that there are.
+            UserError: no evaluated round has the metric; names the measured ones.
         """
         evaluated = [flat_metrics(record["metrics"]) for record in self.history]
-        if metric not in (there := sorted(set[str]().union(*evaluated))):
-            measured = ", ".join(there) or "none (eval.freq, eval.split)"
-            raise UserError(f"metric = {metric!r}: no round has it{nearest(metric, there)}; measured are: {measured}")
+        if metric not in (names := sorted(set[str]().union(*evaluated))):
+            measured = ", ".join(names) or "none (eval.freq, eval.split)"
+            raise UserError(f"metric = {metric!r}: no round has it{nearest(metric, names)}; measured are: {measured}")
         sign, total = (1 if larger_is_better(metric) else -1), 0
         for record, metrics in zip(self.history, evaluated):
             total += int(record["uplink_bytes"] + record["downlink_bytes"])
@@ -217,8 +217,8 @@ class RunResult:
         if ACCUMULATED in peft_config:
             save_adapter(folder, *one_adapter(self.model))
         else:
-            own = {n: t for n, t in model.state_dict().items() if "nested" not in tags(n)}  # that is not PEFT's
-            model.save_pretrained(str(folder), selected_adapters=["default"], state_dict=own)
+            tensors = {n: t for n, t in model.state_dict().items() if "nested" not in tags(n)}  # that is not PEFT's
+            model.save_pretrained(str(folder), selected_adapters=["default"], state_dict=tensors)
         sort_configs(Path(folder), self.facts.get("hub", ("", "")))
         if self.facts.get("images"):
             copy.deepcopy(model).unload().save_pretrained(Path(folder) / "base")

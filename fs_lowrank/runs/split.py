@@ -1,4 +1,4 @@
-"""Who has which rows: ``data.json``, and ``rows.npz`` with what there is of every row and of every client.
+"""The rows of each client: ``data.json``, and ``rows.npz`` with numbers for every row and every client.
 
 ``rows.npz`` has whole numbers in NumPy's format, without pickle: ``clients``, the rows of all clients one after the
 other; ``sizes``, how many of them each client has; ``labels``, their classes, if there are any; ``validation`` and
@@ -30,16 +30,16 @@ _REMEDY = "restore the file, or resume the run, which writes it again"
 
 
 def write_split(folder: Path, data: FederatedData) -> dict[str, Any]:
-    """Write both files into ``folder``; returns what ``read_split`` reads.
+    """Write both files into ``folder``; returns the same as ``read_split``.
 
     Raises:
         RunFailed: a file cannot be written.
     """
-    about, arrays = {"schema": SCHEMA, **data.record()}, data.arrays()
+    facts, arrays = {"schema": SCHEMA, **data.record()}, data.arrays()
     with replaced(folder / ROWS) as aside, aside.open("wb") as file:
         np.savez_compressed(file, **{name: _compact(array) for name, array in arrays.items()})  # type: ignore[arg-type]
-    write_text(folder / ABOUT, to_json(about, indent=1))
-    return _whole(about, arrays)
+    write_text(folder / ABOUT, to_json(facts, indent=1))
+    return _joined(facts, arrays)
 
 
 def _compact(numbers: np.ndarray) -> np.ndarray:
@@ -47,14 +47,14 @@ def _compact(numbers: np.ndarray) -> np.ndarray:
     return numbers.astype(np.min_scalar_type(int(numbers.max(initial=0))))
 
 
-def read_about(folder: Path) -> dict[str, Any]:
+def read_data_json(folder: Path) -> dict[str, Any]:
     """The content of ``data.json`` of the run in ``folder``, of any schema; empty if the run has not written it.
 
     Raises:
         DamagedFile: it cannot be read. NewerSchema: a newer version wrote it.
     """
-    about: dict[str, Any] = read_json(folder / ABOUT, missing={}, remedy=_REMEDY)
-    return about
+    facts: dict[str, Any] = read_json(folder / ABOUT, missing={}, remedy=_REMEDY)
+    return facts
 
 
 def read_split(folder: str | Path) -> dict[str, Any]:
@@ -70,30 +70,30 @@ def read_split(folder: str | Path) -> dict[str, Any]:
         UserError: a file is missing or damaged, or of a newer version.
     """
     folder = Path(folder)
-    about = read_about(folder)
-    if not about:
+    facts = read_data_json(folder)
+    if not facts:
         return {}
     path = folder / ROWS
     try:
-        if isinstance(about["clients"], list):  # schema 1
-            return {**about, "sizes": np.array([client["size"] for client in about["clients"]])}
+        if isinstance(facts["clients"], list):  # schema 1
+            return {**facts, "sizes": np.array([client["size"] for client in facts["clients"]])}
         with np.load(path, allow_pickle=False) as file:
-            return _whole(about, {name: file[name].astype(np.int64) for name in file.files})
+            return _joined(facts, {name: file[name].astype(np.int64) for name in file.files})
     except (OSError, EOFError, ValueError, LookupError, TypeError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{path} cannot be read: {error}; it belongs to {ABOUT} beside it") from error
 
 
-def _whole(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def _joined(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     rows, labels = (Ragged(arrays[name], arrays["sizes"]) if name in arrays else None for name in ("clients", "labels"))
-    if rows is None or len(rows) != about["clients"] or rows.lengths.sum() != len(rows.values):
-        raise ValueError(f"it does not have the rows of {about['clients']} clients")
+    if rows is None or len(rows) != facts["clients"] or rows.lengths.sum() != len(rows.values):
+        raise ValueError(f"it does not have the rows of {facts['clients']} clients")
 
     def client(i: int) -> dict[str, Any]:
-        record = client_record(i, len(rows[i]), None if labels is None else labels[i], about["classes"])
+        record = client_record(i, len(rows[i]), None if labels is None else labels[i], facts["classes"])
         return {**record, "rows": rows[i].tolist()}
 
     held_out = {
-        split: {**about[split], "rows": arrays[split].tolist()} for split in ("validation", "test") if split in about
+        split: {**facts[split], "rows": arrays[split].tolist()} for split in ("validation", "test") if split in facts
     }
     keys = arrays.get("keys", np.empty(0, np.int64))
-    return {**about, "clients": Lazy(len(rows), client), "sizes": rows.lengths, "keys": keys, **held_out}
+    return {**facts, "clients": Lazy(len(rows), client), "sizes": rows.lengths, "keys": keys, **held_out}

@@ -48,8 +48,8 @@ def shown_name(metric: str, language: bool) -> str:
 def for_people(metrics: Mapping[str, float], language: bool) -> dict[str, float]:
     """Metrics by the names that people are shown.
 
-    Of a language model ``acc`` is the accuracy of the next token, so it is called ``token_acc``, and beside each loss
-    stands its perplexity, the exponential.
+    Of a language model ``acc`` is the accuracy of the next token, so it is called ``token_acc``, and each loss has its
+    perplexity, the exponential, beside it.
 
     Args:
         metrics: by names such as ``acc``, ``test_acc_last5``, ``val_loss``.
@@ -83,16 +83,16 @@ def human_time(seconds: float) -> str:
 
 
 def of_clients(facts: Iterable[Mapping[str, Any]]) -> str:
-    """What ``client_test`` of these runs is of, by their facts, and what each client's most frequent class would give;
-    runs of before version 0.2.0 do not say.
+    """The models behind ``client_test`` of these runs, by their facts, and the accuracy of each client's most frequent
+    class; runs of before version 0.2.0 do not say.
     """
     facts = list(facts)
-    said = {f.get("own_models") for f in facts}
-    what = "every client's model, its own or the global one, on its share of the test set"
-    if said == {True}:
-        what = "every client's own model on its share of the test set"
-    if said == {False}:
-        what = "the global model on every client's share of the test set"
+    flags = {f.get("own_models") for f in facts}
+    subject = "every client's model, its own or the global one, on its share of the test set"
+    if flags == {True}:
+        subject = "every client's own model on its share of the test set"
+    if flags == {False}:
+        subject = "the global model on every client's share of the test set"
     constant = {share for f in facts if (share := f.get("client_majority")) is not None}
-    given = ", ".join(f"{share:.3f}" for share in sorted(constant))
-    return what + (f"; always answering with a client's own most frequent class: acc {given}" if given else "")
+    values = ", ".join(f"{share:.3f}" for share in sorted(constant))
+    return subject + (f"; always answering with a client's own most frequent class: acc {values}" if values else "")

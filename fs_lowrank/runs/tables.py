@@ -46,7 +46,7 @@ def _ends(result: RunResult) -> tuple[str, str]:
     if not result.client_scores:
         return "-", "-"
     main = chief(next(iter(result.client_scores.values())))
-    scores = {client: of[main] for client, of in result.client_scores.items()}
+    scores = {client: values[main] for client, values in result.client_scores.items()}
     ends = min(scores, key=scores.__getitem__), max(scores, key=scores.__getitem__)
     worst, best = ends if larger_is_better(main) else ends[::-1]
     return f"{worst}: {scores[worst]:.3f}", f"{best}: {scores[best]:.3f}"
@@ -64,5 +64,5 @@ def _best(result: RunResult) -> dict[str, float]:
     return for_people({k: v for k, v in result.best.items() if k != "by"}, result.language)
 
 
-def _values(found: Mapping[str, float], metrics: Sequence[str]) -> list[str]:
-    return [f"{found[m]:.3f}" if m in found else "-" for m in metrics]
+def _values(values: Mapping[str, float], metrics: Sequence[str]) -> list[str]:
+    return [f"{values[m]:.3f}" if m in values else "-" for m in metrics]
