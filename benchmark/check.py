@@ -27,13 +27,13 @@ def check(jobs: Sequence[Job], options: Options) -> None:
         UserError: the message lists everything that is wrong or missing, and how to get it.
     """
     problems: dict[str, None] = {}
-    looks: dict[tuple[str, str], tuple[Job, Callable[[], object]]] = {}
+    checks: dict[tuple[str, str], tuple[Job, Callable[[], object]]] = {}
     for job in jobs:
-        for key, look in _looks(job, options):
-            looks.setdefault(key, (job, look))
-    for job, look in looks.values():
+        for key, call in _checks(job, options):
+            checks.setdefault(key, (job, call))
+    for job, call in checks.values():
         try:
-            look()
+            call()
         except UserError as error:
             problems[f"{job.suite.name}: {job.experiment.name}: {error}"] = None
     for folder in (options.results, options.work):
@@ -49,7 +49,7 @@ def check(jobs: Sequence[Job], options: Options) -> None:
         )
 
 
-def _looks(job: Job, options: Options) -> Iterator[tuple[tuple[str, str], Callable[[], object]]]:
+def _checks(job: Job, options: Options) -> Iterator[tuple[tuple[str, str], Callable[[], object]]]:
     """The checks for a job, with a key; checks with the same key are the same."""
     if not isinstance(job, Cell | Search):
         yield ("script", job.experiment.script), lambda: _check_script(job.experiment.script)

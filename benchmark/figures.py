@@ -118,11 +118,11 @@ def _numbers(labels: Sequence[str]) -> list[float] | None:
 def along_axis(results: ExperimentResults) -> list[Panel]:
     """Mean and standard deviation of the first metric along the only axis; with several axes along the first one of
     numbers, with a panel for each setting of the others."""
-    metric, named = results.experiment.metrics[0], results.experiment.axes
+    metric, axes = results.experiment.metrics[0], results.experiment.axes
     if len(results.columns) < 2 or ":" in metric or scale_of(metric)[0] == 0:
         return []
-    numbered = (name for name, labels in named.items() if len(labels) > 1 and _numbers([*labels]))
-    name = next(iter(named), None) if len(named) == 1 else next(numbered, None)
+    numeric = (name for name, labels in axes.items() if len(labels) > 1 and _numbers([*labels]))
+    name = next(iter(axes), None) if len(axes) == 1 else next(numeric, None)
     if name is None:
         return []
     panels: dict[str, dict[str, str]] = {}  # the other labels -> the label on the axis -> the column
@@ -179,8 +179,8 @@ def curve_metric(results: ExperimentResults) -> str | None:
 
 def _axis_title(results: ExperimentResults, column: str) -> str:
     """The setting of ``column`` for a title."""
-    named = zip(results.experiment.axes, column.split(" / ")) if column else ()
-    return ", ".join(f"{n} {label}" for n, label in named)
+    pairs = zip(results.experiment.axes, column.split(" / ")) if column else ()
+    return ", ".join(f"{n} {label}" for n, label in pairs)
 
 
 def learning_curves(results: ExperimentResults) -> list[Panel]:
@@ -189,9 +189,9 @@ def learning_curves(results: ExperimentResults) -> list[Panel]:
     metric, panels = curve_metric(results), []
     if metric is None:
         return []
-    scale, judged = scale_of(metric)[0], results.experiment.metrics[0]
+    scale, first_metric = scale_of(metric)[0], results.experiment.metrics[0]
     for column in results.columns:
-        marks, cut = [], ""
+        marks, note = [], ""
         for index, method in enumerate(results.methods):
             records = [r for r in results.records.get((method, column), ()) if "history" in r]
             curves = [
@@ -202,13 +202,13 @@ def learning_curves(results: ExperimentResults) -> list[Panel]:
             if not points:
                 continue
             if len(points) < max(map(len, runs)):
-                cut += f"; {method} to the end of its shortest run"
+                note += f"; {method} to the end of its shortest run"
             x, y = ([statistics.fmean(point[i] for point in group) for group in points] for i in (0, 1))
             low, high = ([end(value for _, value in group) for group in points] for end in (min, max))
             marks.append(Line(method, x, y, low, high, colour=index))
-            end = results.figure(method, column, judged)
+            end = results.figure(method, column, first_metric)
             if end and (end.failed or end.collapsed):
                 marks += _hollow([(x[-1], y[-1])], index)
         name = title_of(metric, results.language)
-        panels.append(Panel("curves", _axis_title(results, column), "round" + cut, name, marks, whole=True))
+        panels.append(Panel("curves", _axis_title(results, column), "round" + note, name, marks, whole=True))
     return panels if any(panel.marks for panel in panels) else []

@@ -294,8 +294,8 @@ def open_ends(search: Mapping, config: Config | None) -> dict[str, int]:
     if ends := hpo.at_an_end(winner, points, config):
         return ends
     if not search.get("nothing_learned"):
-        level = [{key: p[key] for key in winner if key in p} for p in tried if p["value"] == best]
-        return next(filter(None, (hpo.at_an_end(point, points, config) for point in level)), {})
+        ties = [{key: p[key] for key in winner if key in p} for p in tried if p["value"] == best]
+        return next(filter(None, (hpo.at_an_end(point, points, config) for point in ties)), {})
     for key in winner:
         values = [p[key] for p in points if key in p]
         outer = {-1: min(values), 1: max(values)} if all(isinstance(v, (int, float)) for v in values) else {}

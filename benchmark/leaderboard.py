@@ -150,8 +150,8 @@ def gap(figures: Figures, base: Figures) -> Estimate:
 
 def curves(runs: pd.DataFrame) -> pd.DataFrame:
     """Each evaluation of each run: all bytes ``sent`` until then, without the head, and ``val_acc``."""
-    named = runs[[*RUN, "points"]].explode("points", ignore_index=True)
-    frame = named[RUN].join(pd.DataFrame([*named["points"]]))
+    rows = runs[[*RUN, "points"]].explode("points", ignore_index=True)
+    frame = rows[RUN].join(pd.DataFrame([*rows["points"]]))
     return frame.assign(sent=frame["uplink_without_head"] + frame["downlink_without_head"])
 
 
@@ -177,9 +177,9 @@ def bytes_to_target(points: pd.DataFrame, runs: pd.DataFrame) -> tuple[pd.Series
     last = runs[runs["method"] == BASE].groupby("setting")["val_acc"].mean()
     reached = points["val_acc"] >= points["setting"].map(TARGET * last)
     first = points[reached].groupby(RUN)["sent"].first()
-    every = points.groupby(RUN).size().index
-    multiples = _by_setting(first, every)
-    return multiples.div(multiples[BASE], axis=0).median(), first.reindex(every).groupby("method").count()
+    index = points.groupby(RUN).size().index
+    multiples = _by_setting(first, index)
+    return multiples.div(multiples[BASE], axis=0).median(), first.reindex(index).groupby("method").count()
 
 
 def _rounded(value: float, digits: int = 2) -> str:

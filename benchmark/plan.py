@@ -45,8 +45,8 @@ def check_only(suites: Sequence[Suite], options: Options) -> None:
     available = list(dict.fromkeys(name for suite in suites for name in suite.experiments))
     for name in options.only:
         if name not in available:
-            named = ", ".join(dict.fromkeys(s.name for s in suites))
-            raise UserError(f"--only {name}: {named} ({options.size}) has no such experiment{among(available, name)}")
+            names = ", ".join(dict.fromkeys(s.name for s in suites))
+            raise UserError(f"--only {name}: {names} ({options.size}) has no such experiment{among(available, name)}")
 
 
 def chosen(suite: Suite, only: Sequence[str], extra: bool = False) -> list[Experiment]:

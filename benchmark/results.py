@@ -100,8 +100,8 @@ class ExperimentResults:
         key = method, column
         records, by_seed = self.records.get(key, ()), self._by_seed(method, column, metric)
         values = {seed: v for seed, v in by_seed.items() if math.isfinite(v)}
-        aimed = metric.split(":")[1] if to_a_target(metric) else None
-        measured = [r for r in records if aimed and any(aimed in point for point in r["history"]["evaluated"])]
+        target = metric.split(":")[1] if to_a_target(metric) else None
+        measured = [r for r in records if target and any(target in point for point in r["history"]["evaluated"])]
         missed = [r["seed"] for r in measured if value(r, metric) is None]
         failed, stale = self.lost.get(key, set()) | by_seed.keys() - values.keys(), self.stale.get(key, ())
         if not (values or failed or missed or stale):

@@ -116,8 +116,8 @@ def overview() -> Iterator[tuple[str, ...]]:
     """The suites of this package: name, title and number of experiments at each of ``SIZES``; none is checked."""
     for name in shipped():
         tree = read_packaged(__package__, f"suites/{name}.yaml")
-        named = [{**tree, **(tree.get(size) or {})}.get("experiments") or ["main"] for size in SIZES]
-        yield name, tree["title"], *(counted(len(experiments), "experiment") for experiments in named)
+        by_size = [{**tree, **(tree.get(size) or {})}.get("experiments") or ["main"] for size in SIZES]
+        yield name, tree["title"], *(counted(len(experiments), "experiment") for experiments in by_size)
 
 
 def shipped() -> list[str]:
@@ -151,9 +151,9 @@ def load_suite(name: str, size: str) -> Suite:
     if "experiments" not in {**tree, **sized}:
         experiments["main"] = _experiment("main", layers, figures, origin)
     else:
-        named = f"{size}.experiments" if "experiments" in sized else "experiments"
+        base = f"{size}.experiments" if "experiments" in sized else "experiments"
         for key, section in (sized.get("experiments", tree.get("experiments")) or {}).items():
-            at = f"{named}.{key}"
+            at = f"{base}.{key}"
             checked = check_keys(section or {}, EXPERIMENT, origin, at)
             outer = [(prefix, {k: v for k, v in part.items() if k != "title"}) for prefix, part in layers]
             experiments[str(key)] = _experiment(str(key), [*outer, (at, checked)], figures, origin)
@@ -200,8 +200,8 @@ def _reference(value: dict | str | None, figures: Mapping[str, Any], origin: Ori
 
 def _claims(entries: Mapping, tree: Mapping, origin: Origin) -> dict[str, dict]:
     """The claims, whose experiments may be of any size."""
-    named = [tree.get("experiments"), *((tree.get(s) or {}).get("experiments") for s in SIZES)]
-    names = {str(name) for section in named if isinstance(section, Mapping) for name in section} or {"main"}
+    sections = [tree.get("experiments"), *((tree.get(s) or {}).get("experiments") for s in SIZES)]
+    names = {str(name) for section in sections if isinstance(section, Mapping) for name in section} or {"main"}
     claims = {}
     for name, claim in entries.items():
         at = f"claims.{name}"
@@ -243,9 +243,9 @@ def _experiment(
         if reason := unknown(metric, plain.get("values", ())):
             origin.fail(at["metrics"], f"has {metric!r}: {reason}")
     spec = merged.get("training_file")
-    titled = {"title": plain.get("title") or name.replace("_", " "), "args": tuple(map(str, plain.get("args", ())))}
+    texts = {"title": plain.get("title") or name.replace("_", " "), "args": tuple(map(str, plain.get("args", ())))}
     return Experiment(
-        **{**plain, **titled},
+        **{**plain, **texts},
         name=name,
         config=config,
         methods=methods,

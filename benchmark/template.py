@@ -69,7 +69,7 @@ def _majorities(records: Sequence[Mapping]) -> list[str]:
 
 def _several(records: Sequence[Mapping]) -> list[str]:
     """The properties in which the methods differ within a setting and seed, and should not."""
-    alike = pd.DataFrame(
+    frame = pd.DataFrame(
         {
             "place": [str((r["seed"], r["setting"])) for r in records],
             "data (their fingerprints differ within a setting and seed)": [r["data"]["fingerprint"] for r in records],
@@ -79,8 +79,8 @@ def _several(records: Sequence[Mapping]) -> list[str]:
             "batches": [r["config"]["dataloader.batch_size"] for r in records],
         }
     )
-    several = (alike.groupby("place").nunique() > 1).any()
-    return [*several.index[several]]
+    varies = (frame.groupby("place").nunique() > 1).any()
+    return [*varies.index[varies]]
 
 
 def _lost(records: Sequence[Mapping]) -> list[str]:

@@ -81,9 +81,9 @@ class Row:
     @property
     def verdict(self) -> str:
         """The verdict, with the experiments that have runs and yet not all figures, while others decide."""
-        ran = [any(self.runs[name] for name in group) for group in self.groups]
-        lacking = sum(v == UNTESTED and has_runs for v, has_runs in zip(self.verdicts, ran))
-        return self.decided + (f", not tested in {lacking}" if lacking and self.decided != UNTESTED else "")
+        flags = [any(self.runs[name] for name in group) for group in self.groups]
+        untested = sum(v == UNTESTED and has_runs for v, has_runs in zip(self.verdicts, flags))
+        return self.decided + (f", not tested in {untested}" if untested and self.decided != UNTESTED else "")
 
     @property
     def gaps(self) -> dict[str, tuple[Estimate, int, Condition]]:
@@ -101,8 +101,8 @@ class Row:
         gaps = {}
         for subject, entries in compared.items():
             estimates = [estimate for estimate, _ in entries if estimate.error]
-            together = (pooled(estimates), len(estimates)) if len(estimates) > 1 else (entries[0][0], 1)
-            gaps[subject] = (*together, entries[0][1])
+            summary = (pooled(estimates), len(estimates)) if len(estimates) > 1 else (entries[0][0], 1)
+            gaps[subject] = (*summary, entries[0][1])
         return gaps
 
     @property
@@ -197,9 +197,9 @@ def judged_claims(suite: Suite, results: Mapping[str, ExperimentResults]) -> dic
         available = {e: results[e] for e in claim["experiments"] if e in results}
         rules = {e: with_margins(claim["rule"], entry.experiment.reference) for e, entry in available.items()}
         by_experiment = {e: judge(rule, available[e].look) for e, rule in rules.items()}
-        looked = {e: entry.at(used(claim["rule"], entry.look)) for e, entry in available.items()}
-        runs = {e: records for e, (records, _) in looked.items()}
-        lost = {e: number for e, (_, number) in looked.items()}
+        lookups = {e: entry.at(used(claim["rule"], entry.look)) for e, entry in available.items()}
+        runs = {e: records for e, (records, _) in lookups.items()}
+        lost = {e: number for e, (_, number) in lookups.items()}
         other_methods = {e: _other_methods(rules[e], available[e]) for e in available if runs[e]}
         judged[name] = Row(suite, name, by_experiment, _sharing(runs), runs, lost, other_methods)
     return judged
@@ -218,8 +218,8 @@ def _other_methods(rule: Sequence[Mapping], results: ExperimentResults) -> dict[
     verdicts: dict[str, str] = {}
     for condition in rule:
         if condition["is"] in ("keeps", "close"):
-            named = {*condition["methods"], condition["to"] if condition["is"] == "close" else ""}
-            methods = [m for m in results.methods if m not in named]
+            excluded = {*condition["methods"], condition["to"] if condition["is"] == "close" else ""}
+            methods = [m for m in results.methods if m not in excluded]
             for method in methods:
                 (result,) = judge([{**condition, "methods": [method]}], results.look)
                 if result.verdict not in (UNTESTED, STALE):
@@ -282,8 +282,8 @@ def _number(records: Sequence[Mapping]) -> str:
 def _seeds(rule: Sequence[Mapping], records: Sequence[Mapping]) -> list[int]:
     """The seeds of the results; of a study those of its figures in ``by_seed``, if the rule asks for one."""
     metrics = {condition.get("metric") for condition in rule}
-    studied = [seeds for r in records for metric, seeds in r.get("by_seed", {}).items() if metric in metrics]
-    return sorted({s for seeds in studied for s in seeds} if studied else {r["seed"] for r in records if "rounds" in r})
+    by_seed = [seeds for r in records for metric, seeds in r.get("by_seed", {}).items() if metric in metrics]
+    return sorted({s for seeds in by_seed for s in seeds} if by_seed else {r["seed"] for r in records if "rounds" in r})
 
 
 def claims_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:

@@ -133,15 +133,15 @@ def plot(result: dict):
         label = f"{LABELS.get(method, method)}, lr {runs[0]['lr']:g}; test accuracy {accuracy:.3f}"
         band(axis, rounds, curves, f"C{k}", label, marker="o", ms=4)
     clients = settings["base"]["federate"]
-    taking = clients.get("sample_client_num", clients["client_num"])
-    orthogonal = 1 / math.sqrt(taking)
-    axis.axhline(orthogonal, color="grey", ls=":", label=f"orthogonal updates of {taking} equal clients")
+    sampled = clients.get("sample_client_num", clients["client_num"])
+    orthogonal = 1 / math.sqrt(sampled)
+    axis.axhline(orthogonal, color="grey", ls=":", label=f"orthogonal updates of {sampled} equal clients")
     axis.set(xlabel="round", ylabel="mean cosine to the global update", ylim=(0, 1))
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.legend(loc="best")
     axis.set_title(
         f"{settings['base']['model']['type'].split('@')[0]} on {settings['base']['data']['type']}: "
-        f"{clients['client_num']} clients, {taking} a round, {settings['seeds']} seed"
+        f"{clients['client_num']} clients, {sampled} a round, {settings['seeds']} seed"
         + "s (mean; band: smallest to largest)"
         * (settings["seeds"] > 1)
     )

@@ -226,8 +226,8 @@ def plot(result: dict):
     settings = result["settings"]
     figure, (left, right) = panels(2, 12, 5)
     for k, step in enumerate((0, settings["steps"])):
-        named = "at the start" if not step else f"after {step} steps on {settings['trained_on']} other samples"
-        band(left, settings["sizes"], by_size(result, step), f"C{k + 2}", named, marker="o")
+        text = "at the start" if not step else f"after {step} steps on {settings['trained_on']} other samples"
+        band(left, settings["sizes"], by_size(result, step), f"C{k + 2}", text, marker="o")
     for k, size in enumerate(settings["compared"]):
         band(right, POINTS, stable_ranks(result, size), f"C{k}", f"N = {size}", marker="o")
     ratio, steps = r"$\|H\|_F^2\,/\,\|H\|_2^2$", f"steps of training, batches of {BATCH}"

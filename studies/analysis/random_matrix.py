@@ -85,9 +85,9 @@ def gradients(theta, dim: int, s: float, ranks, alpha: float, beta: float, gener
     of the true one), beta along the following ones of the bulk, by falling magnitude."""
     values, vectors = torch.linalg.eigh(draw(theta, dim, s, generator))
     vectors = vectors[:, values.abs().argsort(descending=True)[: max(ranks)]]
-    true = sorted(range(len(theta)), key=lambda i: -abs(theta[i]))
+    order = sorted(range(len(theta)), key=lambda i: -abs(theta[i]))
     signs = torch.randint(2, (vectors.shape[1],), generator=generator) * 2.0 - 1.0
-    for j, i in enumerate(true[: vectors.shape[1]]):
+    for j, i in enumerate(order[: vectors.shape[1]]):
         signs[j] = torch.sign(vectors[i, j])
     weights = torch.full((vectors.shape[1],), beta, dtype=torch.float64)
     weights[: len(theta)] = alpha
@@ -205,8 +205,8 @@ def plot(result: dict):
     for k, entry in enumerate(result["theorem_3_3"]):
         cosine = torch.tensor(entry["cosines"], dtype=torch.float64)
         error = cosine.std(1) / math.sqrt(cosine.shape[1])
-        named = f"N = {entry['samples']}, measured ± 2 standard errors"
-        right.errorbar(entry["ranks"], cosine.mean(1), 2 * error, fmt="o", capsize=3, color=f"C{k}", label=named)
+        text = f"N = {entry['samples']}, measured ± 2 standard errors"
+        right.errorbar(entry["ranks"], cosine.mean(1), 2 * error, fmt="o", capsize=3, color=f"C{k}", label=text)
         right.plot(entry["ranks"], entry["expected"], color=f"C{k}", lw=1, label="expected, eqs. 54 and 57")
     right.axvline(len(settings["theta"]), color="grey", ls=":", label="number of outliers")
     title = "Theorem 3.3: alignment falls as the rank grows"

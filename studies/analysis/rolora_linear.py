@@ -268,8 +268,8 @@ def plot(result: dict):
 
     for colour, entry in zip(colours, result["rolora"]):
         curves = torch.tensor([r["loss"] for r in entry["runs"]], dtype=torch.float64).clamp_min(1e-33)
-        named = rf"RoLoRA, $\eta L^2 = {entry['eta_times_L_squared']:g}$"
-        middle.plot(rounds, curves.log().mean(0).exp(), color=colour, lw=2, label=named)
+        text = rf"RoLoRA, $\eta L^2 = {entry['eta_times_L_squared']:g}$"
+        middle.plot(rounds, curves.log().mean(0).exp(), color=colour, lw=2, label=text)
     curves = torch.tensor([r["loss"] for r in result["ffa_lora"]["runs"]], dtype=torch.float64)
     middle.plot(rounds, curves.mean(0), color="black", lw=2.5, label="FFA-LoRA")
     floor = r"$(1+\tilde c)\,\|b^*\|^2\delta_0^2$ (Prop. 4.6)"

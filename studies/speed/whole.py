@@ -72,17 +72,17 @@ def study(turns: int) -> dict[str, Any]:
     pairs = product(("search", "suite"), ("one process", "without"))  # these have a process for each worker
     jobs = {pair: _job(*pair) for pair in pairs}
     medians, cores = {setting: statistics.median(times) for setting, times in demos.items()}, os.cpu_count()
-    everything, saved = "the demo's four methods, the whole command", "÷ ours"
+    demo, ratio = "the demo's four methods, the whole command", "÷ ours"
     plain = "clients one by one, whole batches, nothing kept for other runs"
     threads = f"one process with {cores} threads ÷ {cores} processes"
     rows = [
-        row(everything, f"one process, {plain} {saved}", *_ratio(medians["without"], medians["all"]), minimum=3),
+        row(demo, f"one process, {plain} {ratio}", *_ratio(medians["without"], medians["all"]), minimum=3),
         row("the same", threads, *_ratio(medians["one process"], medians["all"]), minimum=1.2),
     ]
     for kind, name in (("search", "a search of 16 trials"), ("suite", "a suite of 12 cells")):
         case = f"{name} over the demo's data, two workers, the whole command"
         times = _ratio(jobs[kind, "without"], jobs[kind, "one process"])
-        rows.append(row(case, f"{plain} {saved}", *times, minimum=3))
+        rows.append(row(case, f"{plain} {ratio}", *times, minimum=3))
     results = {"demo": demos, "jobs": {", ".join(job): seconds for job, seconds in jobs.items()}}
     return {"threads": cores, "rows": rows, "results": results}
 

@@ -195,11 +195,11 @@ def _distance(out: Path, reference: Path) -> float | None:
 
 
 def _medians(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    good = [run for run in runs if run["status"] == "ok"]
-    if not good:
+    finished = [run for run in runs if run["status"] == "ok"]
+    if not finished:
         return {"status": runs[0]["status"]}
-    facts = {name: good[0][name] for name in ("samples", "loss", "apart", "memory")}
-    return {"status": "ok", **facts, **{name: statistics.median(run[name] for run in good) for name in FIGURES}}
+    facts = {name: finished[0][name] for name in ("samples", "loss", "apart", "memory")}
+    return {"status": "ok", **facts, **{name: statistics.median(run[name] for run in finished) for name in FIGURES}}
 
 
 def compared(cell: dict[str, Any]) -> list[dict[str, Any]]:
