@@ -1,7 +1,7 @@
-"""Files that are written for others to read.
+"""Files that other processes read.
 
 A file is written beside its place and then renamed, so that a reader finds the old or the new one. JSON is read by
-``read_json`` and ``from_json``, for which a file that came to harm is a ``DamagedFile`` of one line.
+``read_json`` and ``from_json``; a damaged file raises a ``DamagedFile`` of one line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from ..errors import DamagedFile, RunFailed, UserError
 from ..versions import check_schema
 
-#: the folders of names of open streams, which are written to even where they lead to a file
+#: folders of open streams, which are written in place even if they lead to a file
 _STREAMS = ("/dev", "/dev/fd", "/proc/self/fd")
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 _NO_ROOM, _NOT_ALLOWED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), (errno.EACCES, errno.EPERM)
@@ -39,7 +39,7 @@ def sync(path: Path) -> None:
 def replacing(path: str | Path, durable: bool = True) -> Iterator[Path]:
     """A path to write a file or a folder to, which replaces ``path`` when the block ends.
 
-    If the block raises an error, ``path`` is unchanged, and what the block wrote is removed.
+    If the block raises an error, ``path`` is unchanged, and the new file is removed.
 
     Args:
         durable: wait until it is on the disk, so that it survives a power failure.
@@ -66,7 +66,7 @@ def replacing(path: str | Path, durable: bool = True) -> Iterator[Path]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what processes that were killed while they wrote left in ``folder``; nobody may be writing there."""
+    """Remove the unfinished files of killed processes in ``folder``; nobody may be writing there."""
     for path in folder.glob(".*.writing"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -81,12 +81,12 @@ def to_json(value: Any, **layout: Any) -> str:
         layout: ``indent``, ``separators`` and ``ensure_ascii``, as for ``json.dumps``.
     """
 
-    def plain(part: Any) -> Any:
-        if isinstance(part, dict):
-            return {key: plain(item) for key, item in part.items()}
-        if isinstance(part, (list, tuple)):
-            return [plain(item) for item in part]
-        return None if isinstance(part, float) and not math.isfinite(part) else part
+    def plain(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: plain(item) for key, item in node.items()}
+        if isinstance(node, (list, tuple)):
+            return [plain(item) for item in node]
+        return None if isinstance(node, float) and not math.isfinite(node) else node
 
     return json.dumps(plain(value), allow_nan=False, **layout)
 
@@ -98,9 +98,9 @@ def from_json(text: str | bytes, kind: type | UnionType = dict) -> Any:
     """The content of a file, or of a line of one, that ``to_json`` wrote.
 
     Args:
-        kind: the type of all of it: ``dict``, ``list`` or both.
+        kind: the expected type: ``dict``, ``list`` or both.
     Raises:
-        ValueError: it is no JSON, or of another type; says which.
+        ValueError: invalid JSON, or another type; the message says which.
     """
     try:
         content = json.loads(text)
@@ -108,8 +108,8 @@ def from_json(text: str | bytes, kind: type | UnionType = dict) -> Any:
         raise ValueError(f"invalid JSON: {error}") from error
     if not isinstance(content, kind):
         text = json.dumps(content)
-        came = text if len(text) <= 60 else f"{text[:57]}…"
-        raise ValueError(f"{came} came, expected {_WORDS.get(kind, 'a mapping or a list')}")
+        excerpt = text if len(text) <= 60 else f"{text[:57]}…"
+        raise ValueError(f"{excerpt} came, expected {_WORDS.get(kind, 'a mapping or a list')}")
     return content
 
 
@@ -127,10 +127,10 @@ def read_json(
 
     Args:
         kind: as of ``from_json``.
-        missing: what is returned if there is no such file.
-        remedy: for the message, what the user can do, or what is done without the file; may be empty.
+        missing: is returned if there is no such file.
+        remedy: for the message: what the user can do, or what happens without the file; may be empty.
     Raises:
-        DamagedFile: it is missing or cannot be read, or is not as expected. NewerSchema: as of ``check_schema``.
+        DamagedFile: it is missing, unreadable or not as expected. NewerSchema: as of ``check_schema``.
     """
     try:
         content = from_json(Path(path).read_bytes(), kind)
@@ -145,14 +145,14 @@ def read_json(
 
 def cannot_read(path: str | Path, error: Exception, remedy: str = "restore the file") -> DamagedFile:
     """The error to raise if a file that was written for others cannot be read; names file, reason and remedy."""
-    said = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
-    return DamagedFile(f"{said}; {remedy}" if remedy else said)
+    message = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+    return DamagedFile(f"{message}; {remedy}" if remedy else message)
 
 
 def write_text(path: str | Path, text: str, durable: bool = True) -> None:
     """Write a text file atomically, in UTF-8; its folder is created.
 
-    A link stays, and what it points to is replaced. What is no file, such as ``/dev/stdout``, is written to.
+    A link stays, and its target is replaced. A device or pipe, such as ``/dev/stdout``, is written in place.
 
     Raises:
         RunFailed: it cannot be written, for instance on a full disk; the file is unchanged.
@@ -187,25 +187,25 @@ def writing(path: str | Path) -> Iterator[None]:
         raise
     except Exception as error:
         # safetensors raises its own error if it cannot write, tokenizers a bare Exception.
-        if isinstance(error, OSError) or _is_any_of(error, (*_OF_THE_DISK, *_NO_ROOM, *_NOT_ALLOWED)):
+        if isinstance(error, OSError) or _has_errno(error, (*_OF_THE_DISK, *_NO_ROOM, *_NOT_ALLOWED)):
             raise cannot_write(path, error) from error
         raise
 
 
-def _is_any_of(error: BaseException, numbers: Iterable[int]) -> bool:
-    number, said = getattr(error, "errno", None), str(error).lower()
+def _has_errno(error: BaseException, numbers: Iterable[int]) -> bool:
+    number, text = getattr(error, "errno", None), str(error).lower()
     if number is not None:
         return number in numbers
-    return any(os.strerror(n).lower() in said for n in numbers)  # that of safetensors is no OSError
+    return any(os.strerror(n).lower() in text for n in numbers)  # the error of safetensors is no OSError
 
 
 def disk_error(error: BaseException) -> RunFailed | None:
     """The error to raise if the cause of an exception is a full, broken or read-only disk; None if it is not.
 
-    Nothing else can be written then either, so that what runs many jobs ends, and goes on when there is room.
+    Then no other file can be written either, so that commands with many jobs end, and continue when there is room.
     """
     cause: BaseException | None = error
-    while cause is not None and not _is_any_of(cause, _OF_THE_DISK):
+    while cause is not None and not _has_errno(cause, _OF_THE_DISK):
         cause = cause.__cause__ or cause.__context__
     if cause is None:
         return None
@@ -215,5 +215,5 @@ def disk_error(error: BaseException) -> RunFailed | None:
 def cannot_write(path: str | Path, error: BaseException) -> RunFailed:
     """The error to raise if a file cannot be written; names file and reason."""
     reason = getattr(error, "strerror", None) or error
-    remedy = "make room" if _is_any_of(error, _NO_ROOM) else "correct that"
+    remedy = "make room" if _has_errno(error, _NO_ROOM) else "correct that"
     return RunFailed(f"{path} cannot be written: {reason}; {remedy}, and run again, a run with resume=True")

@@ -1,6 +1,6 @@
-"""What a process has loaded and needs again, such as a model before a method has changed it.
+"""Loaded values that a process needs again, such as a model before a method has changed it.
 
-Within ``memoizing``, a value is made once for all that decides it, and every use is a copy of its own.
+Within ``memoizing``, a value is made once for equal inputs, and every use is a copy of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Value = TypeVar("Value")
 
 #: bytes of all values together: a sixteenth of the machine's memory
 LIMIT = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 16
-#: by what decides them, the values, which nobody changes, and their bytes; the least recently used first
+#: key of the inputs -> the value, which nobody changes, and its bytes; the least recently used first
 Values = dict[str, tuple[Any, int]]
 _current: Values | None = None
 
@@ -34,34 +34,34 @@ def memoizing() -> Iterator[Values]:
 
 
 def memoized(
-    what: str,
+    kind: str,
     decides: Callable[[], Mapping[str, Any] | None],
     make: Callable[[], Value],
     copy: Callable[[Value], Value] = lambda value: value,
     size: Callable[[Value], int] = lambda value: 0,
 ) -> Value:
-    """What ``make`` gives; within ``memoizing``, a copy of what it gave before where the same decides it.
+    """The value of ``make``; within ``memoizing``, a copy of the earlier value for equal inputs.
 
-    Where the values exceed ``LIMIT``, the least recently used are dropped.
+    If the values exceed ``LIMIT``, the least recently used are removed.
 
     Args:
-        what: the kind of value. decides: gives all that decides it, as plain data; None: not known, so it is not kept.
+        kind: of the value. decides: gives all inputs as plain data; None: unknown, and the value is not stored.
         copy: of a value that its user may change. size: of a value, in bytes.
     """
-    known = None if _current is None else decides()
-    if _current is None or known is None:
+    inputs = None if _current is None else decides()
+    if _current is None or inputs is None:
         return make()
-    key = json.dumps([what, known], sort_keys=True, default=str)
+    key = json.dumps([kind, inputs], sort_keys=True, default=str)
     if key in _current:
         gc.collect()  # frees what the run before has left, whose model and the hooks on it refer to each other
         _current[key] = _current.pop(key)
     else:
-        made = make()
-        room = LIMIT - size(made)
+        fresh = make()
+        room = LIMIT - size(fresh)
         if room < 0:
-            return made
-        while sum(taken for _, taken in _current.values()) > room:
+            return fresh
+        while sum(used for _, used in _current.values()) > room:
             del _current[next(iter(_current))]
-        _current[key] = made, size(made)
+        _current[key] = fresh, size(fresh)
     value: Value = _current[key][0]
     return copy(value)

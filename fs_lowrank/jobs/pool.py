@@ -1,4 +1,4 @@
-"""Processes that keep what they have loaded: executors of the standard library, of one process each.
+"""Processes that keep their loaded values: executors of the standard library, of one process each.
 
 A process ends when this one does. One that dies is started anew, brought up to date, and its work is done again; after
 another death the run ends, and can be continued. Processes are forked from one that has imported the libraries and does
@@ -27,12 +27,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from ..errors import RunFailed, own_place
+from ..errors import RunFailed, user_location
 from ..spin import bound_spin
 
 logger = logging.getLogger("fs_lowrank")
 
-#: what every process of a run imports, beside its own code
+#: imports of every process of a run, beside its own code
 LIBRARIES = ("peft", "transformers.modeling_utils", "transformers.models.auto.modeling_auto", __name__)
 #: a function of a module, and its arguments
 Call = tuple[Any, ...]
@@ -40,7 +40,7 @@ Call = tuple[Any, ...]
 
 @dataclass(eq=False)
 class Work:
-    """A call that a process makes. ``future`` is done when it has ended; ``Pool.result`` gives what it returned."""
+    """A call that a process makes. ``future`` is done when it has ended; ``Pool.result`` gives its result."""
 
     rank: int
     call: Call
@@ -51,7 +51,7 @@ class Work:
         """Have the process of ``executor`` make the call."""
         self.executor = executor
         try:
-            self.future = executor.submit(_told, *self.call)
+            self.future = executor.submit(_call, *self.call)
         except BrokenProcessPool as error:  # it has died meanwhile
             self.future = Future()
             self.future.set_exception(error)
@@ -65,7 +65,7 @@ class Pool:
         prepare: gives the calls by which process number ``rank`` is brought up to date when it starts, also anew.
         name: of a process in messages, such as "process {} of federate.process_num", with its number from 1.
         imports: modules that every process imports.
-        restarts: how many of the processes may be started anew. say: is told of each.
+        restarts: the number of processes that may be started anew. say: gets a line for each.
 
     Attributes:
         prepared: the work by which the processes are brought up to date at first.
@@ -89,26 +89,26 @@ class Pool:
 
     def _start(self, rank: int) -> list[Work]:
         executor = self.executors[rank] = ProcessPoolExecutor(1, self.context)
-        given = dict(os.environ), os.getcwd()
+        inherited = dict(os.environ), os.getcwd()
         with _starting():
-            entered = self.submit(rank, _enter, *given)
+            entered = self.submit(rank, _enter, *inherited)
         (self.processes[rank],) = executor._processes.values()
         return [entered, *(self.submit(rank, *call) for call in self.prepare(rank))]
 
-    def submit(self, rank: int, function: Callable[..., Any], *given: Any) -> Work:
-        """Have process number ``rank`` call ``function`` with ``given`` after what it has to do already."""
-        work = Work(rank, (function, *given), self.executors[rank])
+    def submit(self, rank: int, function: Callable[..., Any], *args: Any) -> Work:
+        """Have process number ``rank`` call ``function`` with ``args`` after its earlier work."""
+        work = Work(rank, (function, *args), self.executors[rank])
         work.hand_to(work.executor)
         return work
 
     def result(self, work: Work) -> Any:
-        """What the call returns; waits for it.
+        """The result of the call; waits for it.
 
         Raises:
             RunFailed: its process died, and no other may take its place. Exception: the call raised it.
         """
         while isinstance(work.future.exception(), BrokenProcessPool):
-            if self.executors[work.rank] is work.executor:  # else another has taken its place for earlier work
+            if self.executors[work.rank] is work.executor:  # else another process replaced it for earlier work
                 self.replace(work.rank)
             work.hand_to(self.executors[work.rank])
         return work.future.result()
@@ -117,23 +117,23 @@ class Pool:
         """Start another process in place of number ``rank``, which has died.
 
         Raises:
-            RunFailed: there were as many deaths before as are allowed.
+            RunFailed: no restart is left.
         """
         self.executors[rank].shutdown()  # its process object knows how it ended after this
         code = self.processes[rank].exitcode or 0
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        how += ": out of memory, perhaps" * (code == -signal.SIGKILL)
-        ended = f"{self.name.format(rank + 1)} ended ({how})"
+        cause = f"signal {-code}" if code < 0 else f"exit code {code}"
+        cause += ": out of memory, perhaps" * (code == -signal.SIGKILL)
+        ended = f"{self.name.format(rank + 1)} ended ({cause})"
         _kill_family(self.processes[rank])
         if not self.restarts:
             raise RunFailed(f"{ended}; run again with resume=True")
         self.restarts -= 1
         self.say(f"{ended}; another takes its place")
-        for begun in self._start(rank):
-            self.result(begun)
+        for work in self._start(rank):
+            self.result(work)
 
     def end(self) -> None:
-        """End all processes, whatever they do, and what they have started."""
+        """Kill all processes and the processes that they have started."""
         for rank, executor in self.executors.items():
             _kill_family(self.processes[rank])
             executor.shutdown(cancel_futures=True)
@@ -169,9 +169,9 @@ def import_ahead(*imports: str) -> BaseContext:
 
 
 def _imports_ask_cuda() -> bool:
-    """Whether there are GPUs that importing ``LIBRARIES`` asks for: PEFT imports bitsandbytes, which does so.
+    """Whether importing ``LIBRARIES`` asks for GPUs of this machine: PEFT imports bitsandbytes, which does so.
 
-    What is forked from a process that has asked can use no GPU, nor choose which ones it sees.
+    A process forked after that can use no GPU, nor choose the visible ones.
     """
     if not find_spec("bitsandbytes"):
         return False
@@ -186,8 +186,8 @@ def _starting() -> Iterator[None]:
 
     So a script needs no ``if __name__ == "__main__"``.
     """
-    main, before = vars(sys.modules["__main__"]), dict(os.environ)
-    own: dict[str, Any] = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
+    main, environment = vars(sys.modules["__main__"]), dict(os.environ)
+    saved: dict[str, Any] = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
     main["__spec__"] = None
     os.environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     os.environ["PYTHONSAFEPATH"] = "1"
@@ -195,17 +195,17 @@ def _starting() -> Iterator[None]:
         yield
     finally:
         del main["__spec__"]
-        main.update(own)
+        main.update(saved)
         for name in ("PYTHONPATH", "PYTHONSAFEPATH"):
             os.environ.pop(name)
-            os.environ.update({name: before[name]} if name in before else {})
+            os.environ.update({name: environment[name]} if name in environment else {})
 
 
 # -- in a process --------------------------------------------------------------------------------------
 
 
 def _enter(environment: Mapping[str, str], folder: str) -> None:
-    """What every process does first: take the environment of the one that started it, and end with it."""
+    """The first call in every process: take over the environment of its parent, and end with the parent."""
     gc.freeze()  # else the first collection would copy every object of the process from which this one was forked
     os.environ.clear()
     os.environ.update(environment)
@@ -217,24 +217,24 @@ def _enter(environment: Mapping[str, str], folder: str) -> None:
 
 
 def print_to(path: Path) -> None:
-    """From now on, append what this process prints to the file at ``path``."""
+    """From now on, append the output of this process to the file at ``path``."""
     with path.open("a") as printed:
         os.dup2(printed.fileno(), 1)
         os.dup2(printed.fileno(), 2)
 
 
-def _told(function: Callable[..., Any], *given: Any) -> Any:
-    """What ``function`` returns. An error of it knows where it was raised, which its traceback says here alone.
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    """The result of ``function``. An error gets its location as ``place``, since its traceback exists here alone.
 
-    One that cannot be sent to another process would end this one; there are its words instead.
+    An error that cannot be sent to another process would end this one; a ``RuntimeError`` with its text replaces it.
     """
     try:
-        return function(*given)
+        return function(*args)
     except Exception as error:
-        place = own_place(error)
+        location = user_location(error)
         try:
             pickle.loads(pickle.dumps(error))
         except Exception:  # of a class of the user's, such as one whose __init__ takes two arguments
             error = RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
-        error.place = place  # type: ignore[attr-defined]
+        error.place = location  # type: ignore[attr-defined]
         raise error

@@ -37,7 +37,7 @@ def watched() -> bool:
 
 @contextmanager
 def showing(live: bool) -> Iterator[None]:
-    """During the block ``steps`` and ``line`` show what is done: ``live``, or as lines of a log."""
+    """During the block ``steps`` and ``line`` show progress: ``live``, or as lines of a log."""
     text = "{n:.10g} of {total}, {remaining} left{postfix}"
     shape = f"{{desc}}: {{bar:20}} {text}" if live else f"{{desc}}: {text}"
     look: dict[str, Any] = {"leave": False, "dynamic_ncols": True, "bar_format": shape, "delay": SOON}
@@ -50,10 +50,10 @@ def showing(live: bool) -> Iterator[None]:
         _LOOK.reset(token)
 
 
-def line(what: str, total: int, at_once: bool = False, **options: Any) -> AbstractContextManager[Any]:
+def line(label: str, total: int, at_once: bool = False, **options: Any) -> AbstractContextManager[Any]:
     """A bar of ``total`` parts (``tqdm.tqdm``), which the caller moves; None where nothing is shown.
 
-    tqdm is imported with the first bar: its import takes longer than that of most commands.
+    tqdm is imported with the first bar: its import takes longer than most commands.
 
     Args:
         at_once: a live line from the start on, moved at every call.
@@ -63,13 +63,13 @@ def line(what: str, total: int, at_once: bool = False, **options: Any) -> Abstra
         return nullcontext()
     if at_once and "file" not in look:
         options |= {"delay": 0, "mininterval": 0, "miniters": 0}
-    bar: AbstractContextManager[Any] = import_module("tqdm").tqdm(total=total, desc=what, **{**look, **options})
+    bar: AbstractContextManager[Any] = import_module("tqdm").tqdm(total=total, desc=label, **{**look, **options})
     return bar
 
 
-def steps(items: Collection[Item], what: str) -> Iterator[Item]:
-    """The items, which are the parts of long work: a line says how many of how many are done, and the time left."""
-    with line(what, len(items)) as bar:
+def steps(items: Collection[Item], label: str) -> Iterator[Item]:
+    """The items, which are the parts of long work: a line shows how many of them are done, and the time left."""
+    with line(label, len(items)) as bar:
         for item in items:
             yield item
             if bar is not None:
@@ -77,6 +77,6 @@ def steps(items: Collection[Item], what: str) -> Iterator[Item]:
 
 
 def above_lines() -> AbstractContextManager[None]:
-    """What is printed during the block is above the live lines."""
+    """Output during the block goes above the live lines."""
     tqdm: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
     return tqdm.external_write_mode(file=sys.stderr) if getattr(tqdm, "_instances", ()) else nullcontext()

@@ -24,7 +24,7 @@ from rich.logging import RichHandler
 from rich.segment import Segment
 from rich.text import Text
 
-from ..errors import RunFailed, UserError, nearest, own_place
+from ..errors import RunFailed, UserError, nearest, user_location
 from .escaped import log_to, message, printable
 from .progress import above_lines, showing, watched
 from .tables import output_of
@@ -34,7 +34,7 @@ OK, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose refusals are ``UserError``, so of one line as all others; ``--help`` shows the usage.
+    """A parser whose refusals are a ``UserError`` of one line; ``--help`` shows the usage.
 
     Attributes:
         example: a command line, with which the help of a command begins.
@@ -51,22 +51,22 @@ class Parser(argparse.ArgumentParser):
 
     def _overview(self) -> str:
         (commands,) = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
-        about = {choice.dest: choice.help or "" for choice in commands._choices_actions}
+        summaries = {choice.dest: choice.help or "" for choice in commands._choices_actions}
         lines = [self.format_usage(), self.description or "", ""]
         for title, names in self.groups.items():
             lines += [f"{title}:"]
             for name in names:
-                lines += [f"  {name:<10} {about.pop(name)}", f"  {'':<10} $ {commands.choices[name].example}"]
+                lines += [f"  {name:<10} {summaries.pop(name)}", f"  {'':<10} $ {commands.choices[name].example}"]
             lines += [""]
-        width = max(map(len, about))
-        lines += ["More:", *(f"  {name:<{width}} {text}" for name, text in about.items()), ""]
+        width = max(map(len, summaries))
+        lines += ["More:", *(f"  {name:<{width}} {text}" for name, text in summaries.items()), ""]
         return "\n".join([*lines, f"{self.prog} COMMAND --help shows a command's options", self.epilog or "", ""])
 
     def error(self, message: str) -> NoReturn:
         for action in self._actions:
             if isinstance(action.choices, Mapping):  # the commands
-                wrong = re.search(r"invalid choice: '([^']*)'", message)
-                message += nearest(wrong[1], action.choices) if wrong else f", one of {', '.join(action.choices)}"
+                match = re.search(r"invalid choice: '([^']*)'", message)
+                message += nearest(match[1], action.choices) if match else f", one of {', '.join(action.choices)}"
         raise UserError(f"{message}; see {self.prog} --help")
 
 
@@ -85,8 +85,8 @@ class _Console(Console):
 def make_console(width: int | None = None, **options: Any) -> Console:
     """A console, ``width`` columns wide if the output is no terminal and ``COLUMNS`` is not set (rich would assume 80).
 
-    What it prints is mostly names of files and words of users, in which ``[red]`` and ``:x:`` mean nothing; a part with
-    a style is a ``rich.text.Text``.
+    Its output is mostly names of files and words of users, in which ``[red]`` and ``:x:`` mean nothing; text with a
+    style is a ``rich.text.Text``.
     """
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else width
     return _Console(highlight=False, markup=False, emoji=False, width=width, **options)
@@ -113,9 +113,9 @@ def run(
 
     Args:
         make_parser: gives the parser and those of its commands. Each command has as default a function ``do`` of the
-            arguments; among these is ``again``, the command as it was given.
-        again: the text after Ctrl-C, which says how to continue.
-        folder: where the traceback of an error of the package is written, if the error has no ``run_folder``.
+            arguments; among these is ``again``, the command as given.
+        again: the text after Ctrl-C: how to continue.
+        folder: for the traceback of an error of the package, if the error has no ``run_folder``.
     """
     args = None
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -151,19 +151,19 @@ def message_of(error: Exception, folder: Path | None = None) -> str:
     """The message of an error for the user.
 
     For a ``UserError``, and an ``OSError``, which names file and reason, it is the error's text. Any other error is one
-    of the package, or of code that the user has given it: its traceback is written to a file, which the message names.
+    of the package or of the user's code: its traceback is written to a file, which the message names.
 
     Args:
         error: its attribute ``run_folder``, set by ``fs_lowrank.run``, takes precedence over ``folder``.
-        folder: where to write; None, or one that cannot be written to: the folder for temporary files.
+        folder: for the traceback; None, or one that cannot be written to: the folder for temporary files.
     """
     if isinstance(error, (UserError, OSError)):
         return str(error)
-    place = write_traceback(error, getattr(error, "run_folder", folder)) or "that --debug shows"
-    shown = place if isinstance(place, str) else f"in {place}"
-    if own := own_place(error):
-        return f"{in_one_line(error)} (in {own}, which is not of fs-lowrank; the traceback is {shown})"
-    return f"{in_one_line(error)} (an error in fs-lowrank; please report it, with the traceback {shown})"
+    path = write_traceback(error, getattr(error, "run_folder", folder)) or "that --debug shows"
+    location = path if isinstance(path, str) else f"in {path}"
+    if line := user_location(error):
+        return f"{in_one_line(error)} (in {line}, which is not of fs-lowrank; the traceback is {location})"
+    return f"{in_one_line(error)} (an error in fs-lowrank; please report it, with the traceback {location})"
 
 
 def in_one_line(error: BaseException) -> str:
@@ -179,19 +179,19 @@ def write_traceback(error: BaseException, folder: Path | None) -> Path | None:
     """
     text = "".join(traceback.format_exception(error))
     file = f"traceback-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{time.time_ns() % 10**9:09}.txt"
-    for place in (folder, Path(tempfile.gettempdir())):
+    for parent in (folder, Path(tempfile.gettempdir())):
         with contextlib.suppress(OSError):
-            if place is not None:
-                place.mkdir(parents=True, exist_ok=True)
-                (place / file).write_text(text, encoding="utf-8", errors="backslashreplace")
-                return place / file
+            if parent is not None:
+                parent.mkdir(parents=True, exist_ok=True)
+                (parent / file).write_text(text, encoding="utf-8", errors="backslashreplace")
+                return parent / file
     return None
 
 
 def as_options(text: str, options: Iterable[str]) -> str:
-    """A message of the library with the arguments that it names as the options of a command.
+    """A message of the library with its arguments written as options of a command.
 
-    The library says ``resume=True`` or ``text='COLUMN'``; a command that has such options ``--resume``,
+    The library says ``resume=True`` or ``text='COLUMN'``; a command with these options ``--resume``,
     ``--text COLUMN``.
 
     Args:
@@ -201,22 +201,22 @@ def as_options(text: str, options: Iterable[str]) -> str:
     if not names:
         return text
 
-    def said(match: re.Match[str]) -> str:
+    def as_option(match: re.Match[str]) -> str:
         value = "" if match[2] == "True" else " " + match[2].strip("'")
         return f"--{match[1].replace('_', '-')}{value}"
 
-    return re.sub(rf"(?<![\w.])({names})=(True|\d+|'[^'\n]*')", said, text)
+    return re.sub(rf"(?<![\w.])({names})=(True|\d+|'[^'\n]*')", as_option, text)
 
 
 def explain(error: Exception, folder: Path | None = None, options: Iterable[str] = ()) -> int:
-    """Print ``message_of`` the error, ``as_options``; returns the exit code that it means."""
+    """Print ``message_of`` the error, ``as_options``; returns its exit code."""
     text = message(as_options(message_of(error, folder), options))
     make_console(stderr=True).print(Text.assemble(("error:", "bold red"), " ", text), soft_wrap=True)
     return WRONG_USE if isinstance(error, UserError) and not isinstance(error, RunFailed) else FAILED
 
 
 def _log(args: argparse.Namespace, console: Console) -> None:
-    """Warnings on the console; with ``-v`` the package's information too, with ``--debug`` all that it logs."""
+    """Warnings on the console; with ``-v`` the package's information too, with ``--debug`` all its records."""
     logging.raiseExceptions = args.debug  # else logging prints a traceback if a message cannot be written
     log_to(RichHandler(console=console, show_path=False, show_time=False))
     if args.verbose or args.debug:
@@ -237,16 +237,16 @@ def _arguments(
         command.add_argument("--debug", action="store_true", help="log everything; show where an error came from")
         command.set_defaults(parser=command)
     # argparse takes -1e0 for an option; with a blank before it, it is a value.
-    args, rest = parser.parse_known_args([f" {text}" if re.match(r"-\.?\d", text) else text for text in argv])
-    options = [text for text in rest if text.startswith("-")]
+    args, extra = parser.parse_known_args([f" {text}" if re.match(r"-\.?\d", text) else text for text in argv])
+    options = [text for text in extra if text.startswith("-")]
     takes_overrides = hasattr(args, "overrides")
-    if options or (rest and not takes_overrides):
+    if options or (extra and not takes_overrides):
         hint = nearest(options[0], _options(args.parser)) if options else ""
-        plain = " (overrides are plain `key value` pairs, without dashes)" if takes_overrides else ""
-        args.parser.error(f"unrecognised: {' '.join(options or rest)}{hint}{plain}")
+        note = " (overrides are plain `key value` pairs, without dashes)" if takes_overrides else ""
+        args.parser.error(f"unrecognised: {' '.join(options or extra)}{hint}{note}")
     if takes_overrides:
-        # argparse takes the first sequence of them and returns the others in ``rest``, in order.
-        args.overrides = [text[1:] if text.startswith(" -") else text for text in (*args.overrides, *rest)]
+        # argparse takes the first sequence of them and returns the others in ``extra``, in order.
+        args.overrides = [text[1:] if text.startswith(" -") else text for text in (*args.overrides, *extra)]
     return args
 
 
@@ -262,8 +262,8 @@ def at_least(lowest: float, kind: type[int] | type[float] = int) -> Callable[[st
         with contextlib.suppress(ValueError):
             if lowest <= (value := kind(text)) < math.inf:
                 return value
-        whole = "whole " * (kind is int)
-        raise argparse.ArgumentTypeError(f"{text.strip()!r}: expected a {whole}number, {lowest} or more")
+        prefix = "whole " * (kind is int)
+        raise argparse.ArgumentTypeError(f"{text.strip()!r}: expected a {prefix}number, {lowest} or more")
 
     return number
 
@@ -271,7 +271,7 @@ def at_least(lowest: float, kind: type[int] | type[float] = int) -> Callable[[st
 def gpus(text: str | None) -> tuple[str, ...]:
     """The numbers of the GPUs in a list such as ``0,1``, or of all of them for ``all``.
 
-    They are torch's: of those that ``CUDA_VISIBLE_DEVICES`` names, if it is set.
+    The numbers are torch's, counted among the GPUs in ``CUDA_VISIBLE_DEVICES``, if it is set.
 
     Raises:
         UserError: torch finds no such GPU.
@@ -280,9 +280,9 @@ def gpus(text: str | None) -> tuple[str, ...]:
         return ()
     import torch
 
-    found = tuple(map(str, range(torch.cuda.device_count())))
-    given = found if text == "all" else names(text)
-    if not given or not {*given} <= {*found}:
-        there = ", ".join(found) or "none"
-        raise UserError(f"--gpus {text}: expected all, or numbers such as 0,1; the GPUs that torch finds here: {there}")
-    return given
+    available = tuple(map(str, range(torch.cuda.device_count())))
+    chosen = available if text == "all" else names(text)
+    if not chosen or not {*chosen} <= {*available}:
+        ids = ", ".join(available) or "none"
+        raise UserError(f"--gpus {text}: expected all, or numbers such as 0,1; the GPUs that torch finds here: {ids}")
+    return chosen

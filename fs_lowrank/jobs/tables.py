@@ -1,4 +1,4 @@
-"""Tables as lines of cells: on the screen, where every command shows its tables by this, as JSON, CSV and LaTeX."""
+"""Tables as lines of cells, for all commands: on the screen, as JSON, CSV and LaTeX."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from .files import to_json, write_text
 #: cells are plain text, or text with a style; the first line is the header; an empty line is a rule on the screen only
 Lines = Sequence[Sequence[str | Text]]
 
-#: in place of a file: what ``option`` gives for ``--json``
+#: in place of a file: the value of ``option`` for ``--json``
 JSON = Path("json")
-#: where it goes; None: the standard output
+#: the stream of the JSON; None: the standard output
 _output: TextIO | None = None
 
 
 def option(command: argparse.ArgumentParser, when: str = "") -> None:
-    """Give a command the option ``--table FILE``, for ``show``; ``when`` it has a table begins the help."""
-    about = f"{when}also write the table, as CSV and LaTeX; FILE ends with .csv or .tex"
-    given = command.add_mutually_exclusive_group()
-    given.add_argument("--table", metavar="FILE", type=_path, help=about)
+    """Give a command the option ``--table FILE``, for ``show``; ``when``: the beginning of the help."""
+    text = f"{when}also write the table, as CSV and LaTeX; FILE ends with .csv or .tex"
+    group = command.add_mutually_exclusive_group()
+    group.add_argument("--table", metavar="FILE", type=_path, help=text)
     as_json = f"{when}print the table as JSON instead, one object a row"
     if "--json" not in command._option_string_actions:  # of some commands it names a file
-        given.add_argument("--json", dest="table", action="store_const", const=JSON, help=as_json)
+        group.add_argument("--json", dest="table", action="store_const", const=JSON, help=as_json)
 
 
 def only_of_a_list(args: argparse.Namespace) -> None:
@@ -55,13 +55,13 @@ def _path(text: str) -> Path:
 
 
 def as_given(file: Path) -> str:
-    """What the command line has that gives ``file``."""
+    """The option of the command line for ``file``."""
     return "--json" if file is JSON else f"--table {file}"
 
 
 @contextlib.contextmanager
 def output_of(file: Path | None) -> Iterator[None]:
-    """Within the block, with ``JSON``, all that is said goes to standard error, and the table alone to the output."""
+    """Within the block, with ``JSON``, messages go to standard error, and the table alone to the output."""
     global _output
     if file is not JSON:
         yield
@@ -76,21 +76,21 @@ def show(
 ) -> None:
     """Print a table, and write it to ``file``, if one is given, as ``write_tables`` does; ``JSON``: print that instead.
 
-    On the screen no word is broken. Where there is no room for the longest word of each column, columns leave.
+    On the screen no word is broken. Without room for the longest word of each column, columns are hidden.
 
     Args:
-        right: the columns that stand at the right, by name.
-        leaves: the columns that may leave, the first one first.
+        right: the names of right-aligned columns.
+        leaves: the names of columns that may be hidden, the first one first.
     """
     if file is JSON:
         print(as_json(lines), file=_output)
         return
-    gone: list[str] = []
-    while _too_wide(table := rich_table(_without(lines, gone), right), console.width) and len(gone) < len(leaves):
-        gone.append(leaves[len(gone)])
+    hidden: list[str] = []
+    while _too_wide(table := rich_table(_without(lines, hidden), right), console.width) and len(hidden) < len(leaves):
+        hidden.append(leaves[len(hidden)])
     console.print(table)
-    if gone:
-        console.print(f"a wider terminal, and --json, show what has no room here: {', '.join(gone)}")
+    if hidden:
+        console.print(f"a wider terminal, and --json, show what has no room here: {', '.join(hidden)}")
     if file:
         write_tables(lines, file)
 
@@ -100,13 +100,13 @@ def _without(lines: Lines, names: Collection[str]) -> Lines:
 
 
 def _too_wide(table: Table, room: int) -> bool:
-    """Set the widths of the columns. The widest gives way first, to its longest word; True if that is not enough."""
+    """Set the widths of the columns. The widest shrinks first, to its longest word; True if that is not enough."""
     texts = [[str(text) for text in (column.header, *column.cells)] for column in table.columns]
-    least = [max(cell_len(word) for text in of for word in ["", *text.split()]) for of in texts]
-    widths = [max(cell_len(line) for text in of for line in ["", *text.splitlines()]) for of in texts]
+    minimum = [max(cell_len(word) for text in cells for word in ["", *text.split()]) for cells in texts]
+    widths = [max(cell_len(line) for text in cells for line in ["", *text.splitlines()]) for cells in texts]
     room -= 3 * len(widths) + 1
-    while sum(widths) > room and widths != least:
-        spare = [width if width > lowest else 0 for width, lowest in zip(widths, least)]
+    while sum(widths) > room and widths != minimum:
+        spare = [width if width > lowest else 0 for width, lowest in zip(widths, minimum)]
         widths[spare.index(max(spare))] -= 1
     for column, width in zip(table.columns, widths):
         column.width = width
@@ -130,7 +130,7 @@ def as_json(lines: Lines) -> str:
 
 
 def rich_table(lines: Lines, right: Collection[str] = ()) -> Table:
-    """A table for the screen, with the columns ``right`` at the right; brackets in plain text are no markup."""
+    """A table for the screen, with the columns ``right`` right-aligned; brackets in plain text are no markup."""
     header, *rows = lines
     table = Table(*(Column(_text(n), justify="right" if str(n) in right else "left", overflow="fold") for n in header))
     for row in rows:
@@ -146,7 +146,7 @@ def _text(cell: str | Text) -> Text:
 
 
 def write_tables(lines: Lines, path: Path) -> Path:
-    """Write ``path`` (``.csv``) and, beside it, the same as a LaTeX table (``.tex``, package booktabs).
+    """Write ``path`` (``.csv``) and, beside it, the LaTeX table (``.tex``, package booktabs).
 
     Raises:
         RunFailed: a file cannot be written.

@@ -1,4 +1,4 @@
-"""Worker processes of a suite or a search: the command hands them its jobs one by one, and alone writes results."""
+"""Worker processes of a suite or a search: the command hands them jobs one by one, and alone writes results."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .memo import memoizing
 from .pool import Call, Pool, Work, print_to
 from .shell import names
 
-#: how many workers that died are replaced
+#: number of dead workers that are replaced
 RESTARTS = 8
-#: seconds between two looks for jobs, and those after which a worker that does not stop is killed
+#: seconds between two looks for jobs, and until a worker that does not stop is killed
 PAUSE, PATIENCE = 0.5, 15.0
 #: open as long as a worker runs
 _opened = ExitStack()
-#: a variable that is set in every worker, so that what runs there starts no processes of its own unless it is told to
+#: a variable that is set in every worker, so that its jobs start no processes unless configured
 INSIDE = "FS_LOWRANK_WORKER"
 #: config keys of a worker that sees one GPU
 ON_ITS_GPU = {"use_gpu": True, "device": 0}
-#: what a user who stops a command reads
+#: the message for a user who stops a command
 CONTINUED = ": what runs ends now, and is continued next time; once more Ctrl-C kills it"
 
 
@@ -48,13 +48,13 @@ def stop_signals() -> Iterator[list[int]]:
         if len(stopped) > 1:
             raise KeyboardInterrupt
 
-    before = {}
+    previous = {}
     if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stopped
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
@@ -79,11 +79,11 @@ def worker_pool(
             output. say: prints a line.
     """
     # A scheduler that has set the variable gives this process a part of the machine's GPUs, by number or by name.
-    seen = names(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    own = [seen[int(gpu)] if seen else gpu for gpu in gpus]
+    visible = names(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    devices = [visible[int(gpu)] if visible else gpu for gpu in gpus]
 
     def variables(index: int) -> dict[str, str]:
-        gpu = {"CUDA_VISIBLE_DEVICES": own[index % len(own)]} if own else {}
+        gpu = {"CUDA_VISIBLE_DEVICES": devices[index % len(devices)]} if devices else {}
         return {INSIDE: "1", "OMP_NUM_THREADS": str(threads_each(workers)), **os.environ, **gpu}
 
     def prepare(index: int) -> list[Call]:
@@ -101,11 +101,11 @@ def hand_out(
     say: Callable[[str], object] = print,
     look: Callable[[], object] = lambda: None,
 ) -> None:
-    """Have the processes of ``pool`` do the jobs of ``board``, until none is left or ``stop`` says that time is over.
+    """Have the processes of ``pool`` do the jobs of ``board``, until none remains or ``stop`` gives a reason to end.
 
     Args:
-        board: ``claim()`` gives the next job, or None if there is none now; ``finish(job, found)`` is told what
-            ``work`` returned, None if its process died, ``{}`` if it was stopped; ``remaining``: whether any is left.
+        board: ``claim()`` gives the next job, or None if there is none now; ``finish(job, result)`` gets the
+            result of ``work``, None if its process died, ``{}`` if it was stopped; ``remaining``: whether jobs remain.
         work: a function of a module; it is called in a process with a job. SIGTERM asks it to end.
         stop: gives the reason to stop, such as "time is up"; empty: go on.
         say: prints a line. look: is called a few times a second.
@@ -113,32 +113,32 @@ def hand_out(
         UserError, RuntimeError: ``work`` raised it. RunFailed: too many processes died.
     """
     working: dict[Work, Any] = {}
-    idle, last = [*pool.processes], math.inf
+    idle, deadline = [*pool.processes], math.inf
     try:
         while working or (board.remaining and not stop()):
             look()
             while idle and not stop() and (job := board.claim()):
                 working[pool.submit(idle.pop(), work, job)] = job
-            if stop() and last == math.inf:
-                last = time.monotonic() + PATIENCE
+            if stop() and deadline == math.inf:
+                deadline = time.monotonic() + PATIENCE
                 say(stop() + CONTINUED)
-                for each in working:
-                    pool.processes[each.rank].terminate()
-            if time.monotonic() > last:
+                for call in working:
+                    pool.processes[call.rank].terminate()
+            if time.monotonic() > deadline:
                 break
             if working:
-                wait([each.future for each in working], PAUSE, FIRST_COMPLETED)
+                wait([call.future for call in working], PAUSE, FIRST_COMPLETED)
             else:
                 time.sleep(PAUSE)
-            for each in [each for each in working if each.future.done()]:
+            for call in [call for call in working if call.future.done()]:
                 try:
-                    found = each.future.result()
+                    result = call.future.result()
                 except BrokenProcessPool:  # its process has died
-                    found = {} if stop() else None
-                board.finish(working.pop(each), found)
-                if found is None:
-                    pool.replace(each.rank)
-                idle.append(each.rank)
+                    result = {} if stop() else None
+                board.finish(working.pop(call), result)
+                if result is None:
+                    pool.replace(call.rank)
+                idle.append(call.rank)
     except KeyboardInterrupt:
         if not stop():
             raise

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fs_lowrank import RunFailed, UserError
-from fs_lowrank.errors import own_place
+from fs_lowrank.errors import user_location
 from fs_lowrank.jobs import shell, workers
 from fs_lowrank.jobs.files import replacing, write_text
 from fs_lowrank.jobs.locks import exclusive, take
@@ -127,7 +127,7 @@ def test_what_is_installed_is_not_the_users_code(tmp_path, place, found):
     exec(compile(file.read_text(), file, "exec"), code)
     ours: dict = {"__name__": "fs_lowrank.somewhere", "broken": code["broken"]}
     exec("def caught():\n    try:\n        broken()\n    except KeyError as error:\n        return error\n", ours)
-    assert own_place(ours["caught"]()) == found
+    assert user_location(ours["caught"]()) == found
 
 
 @pytest.mark.parametrize("text", ["out/x[/y]", "[red]", "a[bold]b[/bold]", ":x:", r"\[red]"])

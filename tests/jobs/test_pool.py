@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fs_lowrank import RunFailed, UserError
-from fs_lowrank.errors import own_place
+from fs_lowrank.errors import user_location
 from fs_lowrank.jobs import pool as pools
 from fs_lowrank.jobs.pool import Pool, print_to
 
@@ -132,14 +132,14 @@ def test_errors_are_raised_here(made):
             pool.result(pool.submit(0, fail, kind))
         assert type(caught.value) is raised
     assert "in fail" in "".join(traceback.format_exception(caught.value))
-    assert own_place(caught.value).startswith("test_pool.py, line ")
+    assert user_location(caught.value).startswith("test_pool.py, line ")
 
 
 def test_an_error_that_cannot_be_sent_is_told(made):
     pool = made(1, restarts=0)
     with pytest.raises(RuntimeError, match="OfTwo: number 2") as caught:
         pool.result(pool.submit(0, fail_with_two))
-    assert own_place(caught.value).startswith("test_pool.py, line ")
+    assert user_location(caught.value).startswith("test_pool.py, line ")
     assert pool.result(pool.submit(0, told, "a")) == ["a"]
 
 
