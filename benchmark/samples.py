@@ -75,7 +75,7 @@ def _by_round(config: Config, sizes: Sequence[int]) -> Iterator[int]:
 def data_key(config: Config) -> str:
     """A text that is the same for two configurations that give the same clients."""
     key = config.seed, config.federate.client_num, config.data, config.llm.tok_len, config.model.type
-    return repr((key, config.lowrank.test_seed, config.model.task, config.own_settings))
+    return repr((key, config.lowrank.test_seed, config.model.task, config.client_settings))
 
 
 def _sizes(config: Config) -> list[int]:

@@ -96,7 +96,7 @@ def row_config(name: str, config: Config, outdir: str | Path) -> Config:
     of_several += ["reuse_clients", "robust", "robust_malicious", "robust_norm"]
     keys |= {f"lowrank.{name}": getattr(Lowrank(), name) for name in of_several}
     # A row's method has one rank for all.
-    own = {client: {k: v for k, v in of.items() if k != "rank"} for client, of in config.own_settings.items()}
+    own = {client: {k: v for k, v in of.items() if k != "rank"} for client, of in config.client_settings.items()}
     keys["lowrank.clients"] = [{"clients": client, **of} for client, of in own.items() if of]
     if name != "local":
         keys |= {"federate.client_num": 1, "federate.sample_client_num": -1, "federate.sample_client_rate": -1.0}

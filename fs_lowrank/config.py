@@ -33,7 +33,7 @@ from .settings import (
     read_yaml,
     show,
 )
-from .settings.adapter import OTHER_DEFAULTS, adapter_args, resolved_name, unsaid
+from .settings.adapter import OTHER_DEFAULTS, adapter_args, defaulted, resolved_name
 from .settings.build import read_section
 from .settings.clients import read_clients
 from .settings.conflicts import check_together
@@ -51,17 +51,16 @@ class Config(Settings):
     def replace(self, overrides: Mapping[str, Any] | Sequence[str] | None = None, /, **keys: Any) -> Config:
         """A changed copy, checked anew. Keys as in ``load_config``.
 
-        A new ``federate.method`` is one of our names (``fedavg`` then trains all weights). Of the hyperparameters
-        of the old method, those are kept that the new method also has and that are not at the old default. Whether
-        adapters are used is decided again: from ``llm.adapter.use`` as it was given, if the new method works with and
-        without them.
+        A new ``federate.method`` is one of our names (``fedavg`` then trains all weights). Hyperparameters of the old
+        method that differ from its defaults stay, if the new method has them too. The use of adapters is decided again:
+        from ``llm.adapter.use`` as given, if the new method works with and without them.
         """
         changes = {**flatten(as_overrides(overrides)), **flatten(as_overrides(keys))}
         changes = {resolved_name(key): value for key, value in changes.items()}
         method = str(changes.get("federate.method", self.federate.method))
         old, new = _method_class(self.federate.method, self.source), _method_class(method, self.source)
         tree, use = self.to_dict(), changes.get("llm.adapter.use", self.source.adapter)
-        tree["llm"]["adapter"]["args"][0].pop(self.source.unsaid, None)  # it stays at its default
+        tree["llm"]["adapter"]["args"][0].pop(self.source.defaulted, None)  # it stays at its default
         if new is not old:
             tree["llm"]["adapter"]["use"] = False if method.lower() in framework.WITH_ADAPTERS else None
             for name, value in self.lowrank.params.items():
@@ -114,7 +113,7 @@ def load_for(
         The configuration with its own method, and the overrides of each method by its resolved name.
     Raises:
         UserError: as for ``load_config``; an unknown method, a repeated method, or none; an override in ``lowrank``
-            that none of the methods has.
+            that no method has.
     """
     classes = [_method_class(name, Origin()) for name in methods]
     if not classes or len({cls.name for cls in classes}) < len(classes):
@@ -127,10 +126,10 @@ def load_for(
         if not any(taken_keys(cls, [key]) for cls in classes):
             unknown_parameter(key.split(".")[1], classes, Origin(overridden=frozenset(params)))
     shared = {key: value for key, value in flat.items() if key not in params}
-    of_methods = {cls.name: {key: params[key] for key in taken_keys(cls, params)} for cls in classes}
-    named = None if isinstance(path, Config) else lookup(_content(path, shared)[0], "federate.method")
-    config = load_config(path, {**shared, **of_methods.get(str(named).lower(), {})})  # it may need one of its own
-    return config, of_methods
+    by_method = {cls.name: {key: params[key] for key in taken_keys(cls, params)} for cls in classes}
+    file_method = None if isinstance(path, Config) else lookup(_content(path, shared)[0], "federate.method")
+    config = load_config(path, {**shared, **by_method.get(str(file_method).lower(), {})})  # it may need one of its own
+    return config, by_method
 
 
 def _content(path: Any, *changes: Mapping[str, Any], origin: Origin | None = None) -> tuple[dict[str, Any], Origin]:
@@ -147,10 +146,10 @@ def _content(path: Any, *changes: Mapping[str, Any], origin: Origin | None = Non
 
 
 def _build(tree: Mapping[str, Any], origin: Origin) -> Config:
-    others: dict[str, Any] = {}
-    config = read_section(Config, tree, "", origin, others)
-    named = lookup(tree, "federate.method") is not None
-    method = _resolve_method(config, named, origin)
+    framework_keys: dict[str, Any] = {}
+    config = read_section(Config, tree, "", origin, framework_keys)
+    has_method = lookup(tree, "federate.method") is not None
+    method = _resolve_method(config, has_method, origin)
     federate = dataclasses.replace(config.federate, method=method.name)
     task = config.model.task or infer_task(config.model.type)
     params = check_method_params(method, config.lowrank.params, origin)
@@ -160,16 +159,16 @@ def _build(tree: Mapping[str, Any], origin: Origin) -> Config:
     if use is False and adapts:
         trains = f"federate.method = {method.name} trains adapters; remove the key, or choose fedavg"
         origin.fail("llm.adapter.use", f"= False, but {trains} to train all weights")
-    origin = dataclasses.replace(origin, unsaid=unsaid(args[0] if args else {}))
-    given = {"use": adapts if use is None else use, "args": [adapter_args(args, origin)]}
+    origin = dataclasses.replace(origin, defaulted=defaulted(args[0] if args else {}))
+    adapter = {"use": adapts if use is None else use, "args": [adapter_args(args, origin)]}
     clients = read_clients(config.lowrank.clients, config.federate.client_num, origin)
     config = dataclasses.replace(
         config,
         federate=federate,
-        framework=others,
+        framework=framework_keys,
         source=origin,
         model=dataclasses.replace(config.model, task=task),
-        llm=dataclasses.replace(config.llm, adapter=dataclasses.replace(config.llm.adapter, **given)),
+        llm=dataclasses.replace(config.llm, adapter=dataclasses.replace(config.llm.adapter, **adapter)),
         lowrank=dataclasses.replace(config.lowrank, params=params, clients=clients),
     )
     check_together(config, method, needs, origin)
@@ -182,13 +181,13 @@ def _check_optimizers(config: Config, origin: Origin) -> None:
     if config.fedopt.use or server.extra:
         optimizer = declared("fs_lowrank.methods.server_optimizer").ServerOptimizer
         optimizer.from_config({"type": server.type, "lr": server.lr, **server.extra}, origin)
-    of_8_bits = config.train.optimizer.type in OPTIMIZERS_8BIT
-    if not config.train.optimizer.extra and not of_8_bits:
+    has_8_bits = config.train.optimizer.type in OPTIMIZERS_8BIT
+    if not config.train.optimizer.extra and not has_8_bits:
         return
     from .models.quantised import has_bitsandbytes
     from .training.optimizer import check_optimizer  # imports torch, which reading a config's schema should not
 
-    if of_8_bits and not has_bitsandbytes():
+    if has_8_bits and not has_bitsandbytes():
         return  # a run will say so; a file can be read without
 
     check_optimizer(config.train.optimizer, origin)
@@ -201,13 +200,13 @@ def _method_class(name: str, origin: Origin) -> Any:
         raise UserError(f"{origin.where('federate.method')}{error}") from None
 
 
-def _resolve_method(config: Config, named: bool, origin: Origin) -> Any:
+def _resolve_method(config: Config, has_method: bool, origin: Origin) -> Any:
     """The class of the method; see the docstring of the module."""
     name, use = config.federate.method.lower(), config.llm.adapter.use
     if name in framework.WITH_ADAPTERS:
         if use:
             name = framework.WITH_ADAPTERS[name]
-        elif use is None and not named and any(config.llm.adapter.args):
+        elif use is None and not has_method and any(config.llm.adapter.args):
             origin.fail(
                 "federate.method",
                 "is missing, and llm.adapter.args is given without llm.adapter.use: the "
@@ -239,7 +238,7 @@ def check_engine(config: Config, engine: str, together: Sequence[str] = ()) -> N
     idle += without_effect(config, engine, _method_class(config.federate.method, config.source))
     for name, value, reason in idle:
         say_once(f"{name} = {show(value)} has no effect: {reason}")
-    if config.llm.adapter.use and (name := config.source.unsaid):
+    if config.llm.adapter.use and (name := config.source.defaulted):
         spec = config.adapter
         ours, theirs = spec.to_args()[name], OTHER_DEFAULTS[spec.method][1]
         say_once(f"llm.adapter.args: {name} is not given: {ours} here, {theirs}")
@@ -249,5 +248,5 @@ def check_engine(config: Config, engine: str, together: Sequence[str] = ()) -> N
         for name, value, why in refused
     ]
     if listed or together:
-        what = f"federate.method = {config.federate.method} on engine={engine!r} does not honour"
-        raise UserError(f"{file + ': ' if file else ''}{what}; remove:\n  " + "\n  ".join([*listed, *together]))
+        subject = f"federate.method = {config.federate.method} on engine={engine!r} does not honour"
+        raise UserError(f"{file + ': ' if file else ''}{subject}; remove:\n  " + "\n  ".join([*listed, *together]))

@@ -1,7 +1,7 @@
-"""Copies of this package's modules for looking things up: what a method or a data set takes, without importing torch.
+"""Copies of this package's modules to look up the parameters of methods and data sets without importing torch.
 
-A module says in its docstring, its classes and its signatures what a reference shows, and only what they compute needs
-tensors. A copy has all of these; what it imports from other packages is absent in it.
+A reference shows docstrings, classes and signatures of a module; only the computations need tensors. A copy has all of
+these; names imported from other packages are absent in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-#: rooms whose modules import nothing that takes long, so that a copy has them as they are
+#: rooms whose modules import nothing slow, so that a copy uses them unchanged
 _QUICK = ("fs_lowrank.errors", "fs_lowrank.seeds", "fs_lowrank.settings", "fs_lowrank.versions")
 _QUICK_PACKAGES = {*sys.stdlib_module_names, "yaml"}
 
@@ -29,8 +29,8 @@ class _Absent:
             raise AttributeError(name)
         return self
 
-    def __call__(self, *given: Any, **options: Any) -> Any:
-        return given[0] if given and callable(given[0]) else self
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return args[0] if args and callable(args[0]) else self
 
     def __mro_entries__(self, bases: tuple) -> tuple:
         return ()
@@ -44,7 +44,7 @@ class _Absent:
 def declared(name: str) -> Any:
     """The module ``name`` of this package if it is imported already; else a copy that imports no other package.
 
-    A copy imports other modules of its own room as copies, and the rooms below ``algebra`` as they are.
+    A copy imports other modules of its own room as copies, and the rooms below ``algebra`` unchanged.
     """
     return sys.modules.get(name) or _copy(name)
 
@@ -63,16 +63,16 @@ def _copy(name: str) -> ModuleType:
             return builtins.__import__(target, globals, locals, names)
         return declared(target) if target.split(".")[:2] == room else _Absent()
 
-    given = {"__file__": str(file), "__package__": package, "__builtins__": {**vars(builtins), "__import__": import_}}
-    vars(module).update(given)
+    scope = {"__file__": str(file), "__package__": package, "__builtins__": {**vars(builtins), "__import__": import_}}
+    vars(module).update(scope)
     code: Any = SourceFileLoader(name, str(file)).get_code(name)
     exec(code, vars(module))
     return module
 
 
 def methods() -> Any:
-    """``fs_lowrank.methods`` or its copy; not the copy where packages add methods, which import the room itself."""
-    if not _are_added(tuple(sys.path)):
+    """``fs_lowrank.methods`` or its copy; never the copy if packages add methods, since these import the room."""
+    if not _methods_added(tuple(sys.path)):
         return declared("fs_lowrank.methods")
     from . import methods as room
 
@@ -80,6 +80,6 @@ def methods() -> Any:
 
 
 @cache
-def _are_added(path: tuple[str, ...]) -> bool:
+def _methods_added(path: tuple[str, ...]) -> bool:
     """Whether packages add methods; looked for once for each ``sys.path``, since that takes time."""
     return bool(entry_points(group=declared("fs_lowrank.methods.catalogue").ENTRY_POINTS))

@@ -3,8 +3,8 @@
 The files that carry ``"schema"`` are ``summary.json``, ``environment.json``, ``data.json`` and each checkpoint's
 ``meta.json`` of a run, the entries of ``comparison.json``, and the results of ``benchmark`` and ``hpo``. The schema of
 ``rounds.jsonl`` is that of the ``environment.json`` beside it. A file without the key was written by version 0.1.0, and
-is read as schema 1. Schema 2 has the clients' rows beside ``data.json`` (``runs.split``), and where clients' copies
-stand among the tensors of a checkpoint (``rounds.ledger``).
+is read as schema 1. Schema 2 has the clients' rows beside ``data.json`` (``runs.split``), and the positions of
+clients' copies among the tensors of a checkpoint (``rounds.ledger``).
 """
 
 from __future__ import annotations

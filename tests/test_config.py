@@ -456,9 +456,9 @@ def test_a_default_that_is_not_pefts_is_said(args, said, caplog):
         say_once.cache_clear()
         caplog.clear()
         check_local(each)
-        expected = said if each.llm.adapter.use and each.source.unsaid else ""
+        expected = said if each.llm.adapter.use and each.source.defaulted else ""
         assert ("is not given" in caplog.text) == bool(expected) and expected in caplog.text
-    assert bool(config.replace(seed=3).source.unsaid) == bool(said) and not make(config.to_dict()).source.unsaid
+    assert bool(config.replace(seed=3).source.defaulted) == bool(said) and not make(config.to_dict()).source.defaulted
 
 
 def test_scale():

@@ -5,7 +5,7 @@ import yaml
 
 from fs_lowrank import UserError, cli, load_config
 from fs_lowrank.data import PARTITIONERS
-from fs_lowrank.keys import find, others, reference, sentences
+from fs_lowrank.keys import find, framework_entries, reference, sentences
 from fs_lowrank.settings import known_keys
 
 
@@ -13,7 +13,7 @@ from fs_lowrank.settings import known_keys
 def test_every_key_is_listed_with_a_description():
     entries = reference()
     assert not [e.name for e in entries if not e.meaning.endswith((".", "!", "?"))]
-    names = {e.name for e in [*entries, *others()]}
+    names = {e.name for e in [*entries, *framework_entries()]}
     assert not set(known_keys()) - names
     assert len({(e.group, e.name) for e in entries}) == len(entries)
 

@@ -281,7 +281,7 @@ def _majority(test: Any) -> float | None:
 def _client_lengths(cfg: Settings) -> dict[int, list[int]]:
     """The clients with a text length of their own (``lowrank.clients``), by that length."""
     clients: dict[int, list[int]] = {}
-    for client, overrides in cfg.own_settings.items():
+    for client, overrides in cfg.client_settings.items():
         if "tok_len" in overrides:
             clients.setdefault(overrides["tok_len"], []).append(client)
     return clients

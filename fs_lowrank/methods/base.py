@@ -143,7 +143,7 @@ class Method(ABC):
                 f"llm.adapter.args: adapter_method = {adapter.method} has no halves A and B, which "
                 f"{self.name} works on; choose lora, or a method that averages adapters of any kind"
             )
-        if self.needs.adapter in ("any", "lora", "optional") and not adapter.is_added:
+        if self.needs.adapter in ("any", "lora", "optional") and not adapter.is_additive:
             option = "use_dora = True" if adapter.method == "lora" else f"adapter_method = {adapter.method}"
             raise UserError(
                 f"llm.adapter.args: {option}: it does not add to a weight, as {self.name} takes it to do; choose "

@@ -162,8 +162,8 @@ def build_tokenizer(config: Settings, folder: Path | None = None):
     reserved = config.adapter.virtual_tokens if config.llm.adapter.use else 0
     room = None if room is None else room - reserved
     limit = f"{room} positions" + (f" left by {reserved} virtual tokens" if reserved else "")
-    lengths = {"lowrank.clients: tok_len": max((s.get("tok_len", 0) for s in config.own_settings.values()), default=0)}
-    for key, tokens in {**lengths, "llm.tok_len": length}.items():
+    sizes = {"lowrank.clients: tok_len": max((s.get("tok_len", 0) for s in config.client_settings.values()), default=0)}
+    for key, tokens in {**sizes, "llm.tok_len": length}.items():
         if room is not None and isinstance(tokens, int) and tokens > room:
             raise UserError(
                 f"{key} = {tokens}: the model at {source!r} has {limit}; set {key} (or max_len in data.args) to {room} "

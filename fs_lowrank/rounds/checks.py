@@ -119,7 +119,7 @@ def of_one_client(config: Config) -> Config:
     Raises:
         UserError: clients have lengths of texts of their own; the process reads its data before it has a number.
     """
-    if any("tok_len" in keys for keys in config.own_settings.values()):
+    if any("tok_len" in keys for keys in config.client_settings.values()):
         raise UserError(
             "lowrank.clients gives clients a tok_len: a client with data of its own learns its number after it has "
             "read them; leave tok_len out"

@@ -13,7 +13,7 @@ from ..config import Config
 from ..data import Examples, ImageExamples
 from ..errors import UserError, nearest, say_once
 from ..methods import State
-from ..settings.metrics import chief, larger_is_better, measured, of_name
+from ..settings.metrics import chief, larger_is_better, measured, metric_name
 from ..training import evaluate
 from ..training.evaluate import batch_scores
 from ..training.schedule import evaluation_due
@@ -177,7 +177,7 @@ class Evaluator:
     @property
     def best_by(self) -> str:
         """The metric of ``eval.best_res_update_round_wise_key`` on validation data: ``val_acc`` for ``test_acc``."""
-        return f"val_{of_name(watched(self.config)[1])}"
+        return f"val_{metric_name(watched(self.config)[1])}"
 
     def check_best(self, clients_evaluate: bool = False) -> None:
         """Raise ``UserError`` if ``eval.save_best`` is True and no validation data are evaluated.

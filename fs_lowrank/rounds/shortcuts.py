@@ -92,7 +92,7 @@ class Shortcuts:
         rows = indices[clients.start - 1 : clients.stop - 1]
         length = 1.0 if config.is_vision else float(self.data.train.lengths.mean())
         passes = passes_of(config, rows.lengths, length) * share
-        for client in filter(clients.__contains__, config.own_settings):
+        for client in filter(clients.__contains__, config.client_settings):
             i = client - clients.start
             passes[i] = passes_of(config.of_client(client), rows.lengths[i : i + 1], length)[0] * share
         return Owners(

@@ -74,7 +74,7 @@ def method_of(config: Config) -> Method:
         only_sums=config.federate.use_ss or config.federate.online_aggr,
         local_steps=config.train.local_update_steps,
         own_steps={
-            c: keys["local_update_steps"] for c, keys in config.own_settings.items() if "local_update_steps" in keys
+            c: keys["local_update_steps"] for c, keys in config.client_settings.items() if "local_update_steps" in keys
         },
         train_head=config.lowrank.train_head,
         personal=config.lowrank.personal,

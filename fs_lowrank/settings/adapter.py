@@ -23,12 +23,12 @@ SHORT = {
 #: the arguments that choose layers
 OF_LAYERS = ("target_modules", "layers_to_transform", "layers_pattern", "exclude_modules")
 _LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules", "layers_to_transform", "use_rslora")
-#: PEFT's names of the arguments that are checked here -> ours
+#: PEFT's names of the arguments checked here -> ours
 _CHECKED = {"adapter_method": "method", "layers_to_transform": "layers"}
 _CHECKED |= {name: name for name in ("target_modules", "lora_alpha", "r", "lora_dropout", "use_rslora")}
-#: arguments of PEFT's first versions, with the only values that mean what later ones do without them
+#: arguments of PEFT's first versions, with the values that agree with later versions, which lack the arguments
 FORMER = {"enable_lora": None, "merge_weights": False}
-#: what PEFT's configs say of an adapter that is saved, whatever its kind; here PEFT sets it itself
+#: entries of PEFT's configs about a saved adapter of any kind; here PEFT sets them itself
 OF_PEFT = tuple("peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode task_type".split())
 #: ``target_modules`` for every linear module but the head's
 ALL_LINEAR = ("all-linear",)
@@ -36,7 +36,7 @@ ALL_LINEAR = ("all-linear",)
 ADDED = ("lora", "lokr", "loha")
 #: virtual tokens before the text: keys and values in every layer, embeddings, or a network that gives embeddings
 PROMPTS = ("prefix", "prompt", "p-tuning")
-#: the adapters that our methods train -> what they have of ``r``, ``lora_alpha`` and ``lora_dropout``
+#: the adapters that our methods train -> their arguments among ``r``, ``lora_alpha`` and ``lora_dropout``
 TRAINED = {
     **dict.fromkeys(ADDED, ("r", "lora_alpha", "lora_dropout")),
     "vera": ("r", "lora_dropout"),
@@ -44,7 +44,7 @@ TRAINED = {
     "ia3": (),
     **dict.fromkeys(PROMPTS, ()),
 }
-#: ``adapter_method`` -> the argument whose default is not PEFT's, and what it is there
+#: ``adapter_method`` -> the argument whose default is not PEFT's, and PEFT's default
 OTHER_DEFAULTS = {
     "lora": ("lora_alpha", "8 in PEFT and FederatedScope"),
     "lokr": ("lora_alpha", "8 in PEFT"),
@@ -56,7 +56,7 @@ OTHER_DEFAULTS = {
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """The adapter that ``llm.adapter.args`` asks for."""
+    """The adapter of ``llm.adapter.args``."""
 
     #: ``lora``, ``lokr``, ``loha``, ``vera``, ``oft``, ``ia3``, ``prefix``, ``prompt``, ``p-tuning``
     method: str = key("lora", choices=tuple(TRAINED), fold=True)
@@ -77,8 +77,8 @@ class AdapterSpec:
     extra: dict = field(default_factory=dict)
 
     @property
-    def is_added(self) -> bool:
-        """Whether the layer's weight is the base's plus what the adapter holds."""
+    def is_additive(self) -> bool:
+        """Whether the weight of a layer is the base's plus the adapter's."""
         return self.method in ADDED and not self.extra.get("use_dora")
 
     @property
@@ -92,12 +92,12 @@ class AdapterSpec:
     @property
     def pattern(self) -> str:
         """The regular expression that modules' whole names have to match, if ``target_modules`` is one; else empty."""
-        one = self.target_modules[0] if self.target_modules and len(self.target_modules) == 1 else ""
-        return one if re.search(r"[][\\^$*+?(){}|]", one) else ""
+        name = self.target_modules[0] if self.target_modules and len(self.target_modules) == 1 else ""
+        return name if re.search(r"[][\\^$*+?(){}|]", name) else ""
 
     @property
     def virtual_tokens(self) -> int:
-        """How many virtual tokens stand before the text; 0 for an adapter of layers."""
+        """The number of virtual tokens before the text; 0 for an adapter of layers."""
         return self.extra.get("num_virtual_tokens", 0) if self.method in PROMPTS else 0
 
     def scale(self, rank: int | None = None) -> float:
@@ -108,13 +108,13 @@ class AdapterSpec:
     def to_args(self) -> dict[str, Any]:
         """The mapping for ``llm.adapter.args``, in PEFT's names."""
         args: dict[str, Any] = {"adapter_package": "peft", "adapter_method": self.method}
-        own = ("r", "lora_alpha", "lora_dropout")
-        args |= {name: getattr(self, name) for name in own if name in TRAINED[self.method]}
+        names = ("r", "lora_alpha", "lora_dropout")
+        args |= {name: getattr(self, name) for name in names if name in TRAINED[self.method]}
         if self.method in ADDED:
             args["use_rslora"] = self.use_rslora
         if self.target_modules is not None:
-            one = self.pattern or self.target_modules == ALL_LINEAR
-            args["target_modules"] = self.target_modules[0] if one else list(self.target_modules)
+            single = self.pattern or self.target_modules == ALL_LINEAR
+            args["target_modules"] = self.target_modules[0] if single else list(self.target_modules)
         if self.layers is not None:
             args["layers_to_transform"] = list(self.layers)
         return {**args, **copy.deepcopy(self.extra)}
@@ -126,48 +126,48 @@ class AdapterSpec:
         Raises:
             UserError: a value of the wrong type or out of range, two spellings of one argument.
         """
-        origin, at = origin or Origin(), "llm.adapter.args.0."
-        named: dict[str, Any] = {}
+        origin, prefix = origin or Origin(), "llm.adapter.args.0."
+        arguments: dict[str, Any] = {}
         spelled: dict[str, str] = {}
-        for given, value in args.items():
-            name = SHORT.get(given, given)
+        for spelling, value in args.items():
+            name = SHORT.get(spelling, spelling)
             if name in spelled:
-                origin.fail(at + given, f"and {spelled[name]!r} are two spellings of one argument; keep one")
-            named[name], spelled[name] = value, given
+                origin.fail(prefix + spelling, f"and {spelled[name]!r} are two spellings of one argument; keep one")
+            arguments[name], spelled[name] = value, spelling
         for name in ("target_modules", "layers_to_transform"):
-            if name in named and isinstance(named[name], (str, int)) and not isinstance(named[name], bool):
-                named[name] = [named[name]]
-            if name in named and named[name] == []:
-                origin.fail(at + spelled[name], "is an empty list: nothing would train; name some, or leave it out")
-        if (package := named.pop("adapter_package", "peft")) != "peft":
-            origin.wrong(f"{at}adapter_package", package, "one of peft")
+            if name in arguments and isinstance(arguments[name], (str, int)) and not isinstance(arguments[name], bool):
+                arguments[name] = [arguments[name]]
+            if name in arguments and arguments[name] == []:
+                origin.fail(prefix + spelled[name], "is an empty list: nothing would train; name some, or leave it out")
+        if (package := arguments.pop("adapter_package", "peft")) != "peft":
+            origin.wrong(f"{prefix}adapter_package", package, "one of peft")
         keys = keys_of(cls)  # type: ignore[arg-type]  # classes are hashable
         values = {
-            ours: check_value(at + spelled[name], named.pop(name), keys[ours], origin)
+            ours: check_value(prefix + spelled[name], arguments.pop(name), keys[ours], origin)
             for name, ours in _CHECKED.items()
-            if name in named
+            if name in arguments
         }
-        spec = cls(**values, extra=named)
-        own = _LORA_KEYS if spec.method in PROMPTS else ("r", "lora_alpha", "lora_dropout")
-        if other := [name for name in own if name in spelled and name not in TRAINED[spec.method]]:
-            origin.fail(at + spelled[other[0]], f"is no argument of adapter_method {spec.method}; leave it out")
+        spec = cls(**values, extra=arguments)
+        common = _LORA_KEYS if spec.method in PROMPTS else ("r", "lora_alpha", "lora_dropout")
+        if foreign := [name for name in common if name in spelled and name not in TRAINED[spec.method]]:
+            origin.fail(prefix + spelled[foreign[0]], f"is no argument of adapter_method {spec.method}; leave it out")
         if spec.use_rslora and spec.method != "lora":
-            origin.fail(at + spelled["use_rslora"], f"is LoRA's, and adapter_method is {spec.method}; leave it out")
+            origin.fail(prefix + spelled["use_rslora"], f"is LoRA's, and adapter_method is {spec.method}; leave it out")
         if spec.method in PROMPTS:
-            if "num_virtual_tokens" not in named:
-                origin.fail(at + "num_virtual_tokens", f"is missing; say how many {spec.method} trains, such as 20")
-            check_value(at + "num_virtual_tokens", named["num_virtual_tokens"], Key(int, {"min": 1}), origin)
+            if "num_virtual_tokens" not in arguments:
+                origin.fail(prefix + "num_virtual_tokens", f"is missing; say how many {spec.method} trains, such as 20")
+            check_value(prefix + "num_virtual_tokens", arguments["num_virtual_tokens"], Key(int, {"min": 1}), origin)
         return spec
 
 
-def unsaid(args: Mapping[str, Any]) -> str:
-    """The argument that ``args`` leave to a default which is not PEFT's; empty if there is none."""
+def defaulted(args: Mapping[str, Any]) -> str:
+    """The argument missing in ``args`` whose default is not PEFT's; empty if there is none."""
     name, _ = OTHER_DEFAULTS.get(str(args.get("adapter_method", "lora")).lower(), ("", ""))
-    return "" if name in (SHORT.get(given, given) for given in args) or "oft_block_size" in args else name
+    return "" if name in (SHORT.get(spelling, spelling) for spelling in args) or "oft_block_size" in args else name
 
 
 def resolved_name(key: str) -> str:
-    """The key as it is in a loaded config, with PEFT's name instead of a short spelling."""
+    """The key as in a loaded config, with PEFT's name instead of a short spelling."""
     section, _, name = key.rpartition(".")
     return f"{section}.{SHORT[name]}" if section == "llm.adapter.args.0" and name in SHORT else key
 

@@ -15,52 +15,52 @@ from .schema import known_keys
 from .tree import sections
 
 
-def read_section(cls: type | None, raw: Any, prefix: str, origin: Origin, others: dict[str, Any]) -> Any:
-    """An instance of ``cls`` from its section of the file; None for a section that FederatedScope alone has.
+def read_section(cls: type | None, raw: Any, prefix: str, origin: Origin, framework_keys: dict[str, Any]) -> Any:
+    """An instance of ``cls`` from its section of the file; None for a section of FederatedScope alone.
 
     Args:
-        others: where FederatedScope's other keys go, if their values differ from its defaults.
+        framework_keys: is filled with FederatedScope's other keys whose values differ from its defaults.
     Raises:
         UserError: an unknown key, or a value of the wrong type or out of range.
     """
     if raw is not None and not isinstance(raw, Mapping):
         origin.wrong(prefix.rstrip("."), raw, "a section with keys of its own")
     keys: Mapping[str, Key] = keys_of(cls) if cls else {}
-    rest = next((name for name, of in keys.items() if "open" in of.meta), None)
-    values: dict[str, Any] = {rest: {}} if rest else {}
+    open_key = next((name for name, spec in keys.items() if "open" in spec.meta), None)
+    values: dict[str, Any] = {open_key: {}} if open_key else {}
     for key, value in (raw or {}).items():
-        name, of = prefix + key, keys.get(key)
-        if of and not {"open", "hidden"} & of.meta.keys():
-            if isinstance(of.hint, type) and dataclasses.is_dataclass(of.hint):
-                values[key] = read_section(of.hint, value, f"{name}.", origin, others)
+        name, spec = prefix + key, keys.get(key)
+        if spec and not {"open", "hidden"} & spec.meta.keys():
+            if isinstance(spec.hint, type) and dataclasses.is_dataclass(spec.hint):
+                values[key] = read_section(spec.hint, value, f"{name}.", origin, framework_keys)
             else:
-                values[key] = check_value(name, value, of, origin)
+                values[key] = check_value(name, value, spec, origin)
         elif name in framework.DEFAULTS:
             default = framework.DEFAULTS[name]
             if (checked := check_value(name, value, Key(type(default)), origin)) != default:
-                others[name] = checked
+                framework_keys[name] = checked
         elif framework.within(name, framework.OPEN) and name not in framework.OPEN:
-            others[name] = value
+            framework_keys[name] = value
         elif name in framework.SECTIONS:
-            read_section(None, value, f"{name}.", origin, others)
-        elif rest:
-            values[rest][key] = value  # which is checked when the section is used
+            read_section(None, value, f"{name}.", origin, framework_keys)
+        elif open_key:
+            values[open_key][key] = value  # which is checked when the section is used
         else:
             unknown_key(name, origin)
     return cls(**values) if cls else None
 
 
-def unknown_key(name: str, origin: Origin, more: Sequence[str] = ()) -> NoReturn:
-    """Refuse the key ``name``; the message names our keys and sections with this last part, or one of the same section
-    that is spelled alike. That two keys are of one section does not make them alike.
+def unknown_key(name: str, origin: Origin, extra: Sequence[str] = ()) -> NoReturn:
+    """Refuse the key ``name``; the message names our keys and sections with this last part, or a key of its section
+    with a similar last part. The section alone does not make two keys similar.
     """
-    known, (section, _, last) = [*known_keys(), *more], name.lower().rpartition(".")
-    ours = [key for key in known if key not in framework.DEFAULTS]
+    valid, (section, _, last) = [*known_keys(), *extra], name.lower().rpartition(".")
+    ours = [key for key in valid if key not in framework.DEFAULTS]
     ours += sorted(sections(ours))
-    same = [key for key in ours if key.rpartition(".")[2] == last]
-    same = [key for key in same if key.startswith(f"{section}.")] or same
-    if not 0 < len(same) <= 3:
-        beside = {key.rpartition(".")[2]: key for key in ours if key.rpartition(".")[0] == section}
-        same = [beside[close] for close in difflib.get_close_matches(last, beside, n=1)]
-    hint = f"; did you mean {' or '.join(map(repr, same))}?" if same else nearest(name, known, 0.8)
+    alike = [key for key in ours if key.rpartition(".")[2] == last]
+    alike = [key for key in alike if key.startswith(f"{section}.")] or alike
+    if not 0 < len(alike) <= 3:
+        siblings = {key.rpartition(".")[2]: key for key in ours if key.rpartition(".")[0] == section}
+        alike = [siblings[close] for close in difflib.get_close_matches(last, siblings, n=1)]
+    hint = f"; did you mean {' or '.join(map(repr, alike))}?" if alike else nearest(name, valid, 0.8)
     raise UserError(f"{origin.where(name)}unknown key {name!r}{hint}")

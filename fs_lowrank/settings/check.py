@@ -1,4 +1,4 @@
-"""Checks of values against the type, bounds and choices of their key, for everything that a user configures."""
+"""Checks of values against the type, bounds and choices of their key, for all that a user configures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def key(default: Any, **meta: Any) -> Any:
     lower case; ``also``, other spellings; ``filled``, a list or mapping must not be empty; ``once``, a list must not
     have an item twice; ``dropped``, items of a list that are left out, and why; ``words``, a description of the
     expected value, if the type is not enough; ``result=False``, the key does not affect the result; ``later``, the
-    default of a key that came after a release, which is the former behaviour and has no part in fingerprints; ``open``,
+    default of a key added after a release: the former behaviour, which is left out of fingerprints; ``open``,
     unknown keys are accepted.
     """
     if isinstance(default, (list, dict)):
@@ -39,23 +39,23 @@ def key(default: Any, **meta: Any) -> Any:
 
 def check_value(name: str, value: Any, key: Key, origin: Origin) -> Any:
     """``value``, converted to the type of the key and checked against its bounds and choices."""
-    given, meta = value, key.meta
+    raw, meta = value, key.meta
 
-    def wrong(more: str = "") -> NoReturn:
-        origin.wrong(name, given, expected(key) + more)
+    def wrong(hint: str = "") -> NoReturn:
+        origin.wrong(name, raw, expected(key) + hint)
 
-    for spelling, meant in meta.get("also", {}).items():
+    for spelling, canonical in meta.get("also", {}).items():
         folded = value.lower() if meta.get("fold") and isinstance(value, str) else value
         if type(folded) is type(spelling) and folded == spelling:
-            value = meant
+            value = canonical
     try:
         value = _coerce(plain(value), key.hint)
     except _Mismatch:
-        wrong(f"; write [{given[1:-1]}]" if isinstance(given, str) and re.fullmatch(r"\(.*\)", given, re.S) else "")
-    for item, why in meta.get("dropped", {}).items():
+        wrong(f"; write [{raw[1:-1]}]" if isinstance(raw, str) and re.fullmatch(r"\(.*\)", raw, re.S) else "")
+    for item, reason in meta.get("dropped", {}).items():
         if item in value:
-            value = [other for other in value if other != item]
-            say_once(f"{name}: {item} has no effect: {why}")
+            value = [entry for entry in value if entry != item]
+            say_once(f"{name}: {item} has no effect: {reason}")
     if meta.get("filled") and not value:
         wrong(" that is not empty")
     if meta.get("fold"):
@@ -83,64 +83,64 @@ class Key:
 
 
 @cache
-def keys_of(what: type | Callable[..., Any], skip: int = 0) -> dict[str, Key]:
+def keys_of(definition: type | Callable[..., Any], skip: int = 0) -> dict[str, Key]:
     """The fields of a dataclass, or the arguments of a function after the first ``skip``, as keys.
 
     A function gives by ``Annotated[float, {"above": 0.0}]`` the metadata that a dataclass gives by ``key``. An argument
     without a type accepts any value.
     """
-    if dataclasses.is_dataclass(what):
-        fields, missing, hints = dataclasses.fields(what), dataclasses.MISSING, typing.get_type_hints(what)
+    if dataclasses.is_dataclass(definition):
+        fields, missing, hints = dataclasses.fields(definition), dataclasses.MISSING, typing.get_type_hints(definition)
         defaults = {f.name: f.default if f.default_factory is missing else f.default_factory() for f in fields}
         return {
-            f.name: Key(hints[f.name], f.metadata, (of := defaults[f.name]) is missing, of) for f in fields if f.init
+            f.name: Key(hints[f.name], f.metadata, (val := defaults[f.name]) is missing, val) for f in fields if f.init
         }
-    hints = typing.get_type_hints(what, include_extras=True)
+    hints = typing.get_type_hints(definition, include_extras=True)
     keys = {}
-    for name, parameter in list(inspect.signature(what).parameters.items())[skip:]:
+    for name, parameter in list(inspect.signature(definition).parameters.items())[skip:]:
         hint, *noted = (
             typing.get_args(hints[name]) if hasattr(hints.get(name), "__metadata__") else [hints.get(name, Any)]
         )
-        given = parameter.default
-        keys[name] = Key(hint, noted[0] if noted else {}, given is parameter.empty, given)
+        default = parameter.default
+        keys[name] = Key(hint, noted[0] if noted else {}, default is parameter.empty, default)
     return keys
 
 
 def check_keys(
-    given: Any, keys: Mapping[str, Key], origin: Origin, at: str = "", only: Iterable[str] | None = None
+    mapping: Any, keys: Mapping[str, Key], origin: Origin, section: str = "", only: Iterable[str] | None = None
 ) -> dict[str, Any]:
-    """The values of ``given``, each checked against its key.
+    """The values of ``mapping``, each checked against its key.
 
     Args:
-        at: the dotted name of ``given``, for messages.
+        section: the dotted name of ``mapping``, for messages.
         only: the subset of ``keys`` that is allowed here; None: all.
     Raises:
         UserError: not a mapping; an unknown key (the message suggests the nearest); a missing key; a value of the
             wrong type or out of range. The message names file, line, dotted key, value, and what was expected.
     """
-    if not isinstance(given, Mapping):
-        origin.wrong(at or "the whole", given, "a mapping")
+    if not isinstance(mapping, Mapping):
+        origin.wrong(section or "the whole", mapping, "a mapping")
     allowed = list(keys if only is None else only)
-    prefix = f"{at}." if at else ""
+    prefix = f"{section}." if section else ""
     checked = {}
-    for name, value in given.items():
+    for name, value in mapping.items():
         if name not in allowed:
-            takes = f"there are: {', '.join(allowed)}" if allowed else "it takes none"
+            hint = f"there are: {', '.join(allowed)}" if allowed else "it takes none"
             raise UserError(
-                f"{origin.where(f'{prefix}{name}')}unknown key {prefix + str(name)!r}{nearest(name, allowed)}; {takes}"
+                f"{origin.where(f'{prefix}{name}')}unknown key {prefix + str(name)!r}{nearest(name, allowed)}; {hint}"
             )
         checked[name] = check_value(prefix + name, value, keys[name], origin)
     for name in allowed:
-        if keys[name].required and name not in given:
+        if keys[name].required and name not in mapping:
             origin.fail(prefix + name, "is missing")
     return checked
 
 
-def one_mapping(name: str, given: Any, origin: Origin) -> dict[str, Any]:
+def one_mapping(name: str, value: Any, origin: Origin) -> dict[str, Any]:
     """The mapping in a list of at most one mapping, FederatedScope's form of arguments; ``{}`` for an empty list."""
-    entries = [given] if isinstance(given, Mapping) else given or []
+    entries = [value] if isinstance(value, Mapping) else value or []
     if not isinstance(entries, (list, tuple)) or len(entries) > 1 or not all(isinstance(e, Mapping) for e in entries):
-        origin.wrong(name, given, "a list of one mapping")
+        origin.wrong(name, value, "a list of one mapping")
     return dict(entries[0]) if entries else {}
 
 
@@ -183,9 +183,9 @@ def _type_in_words(hint: Any) -> str:
         return "one of " + ", ".join(map(repr, args))
     if origin in (list, tuple) and args:
         fixed = origin is tuple and args[-1] is not ...
-        many = f"a list of {len(args)}" if fixed else "a list of"
+        length = f"a list of {len(args)}" if fixed else "a list of"
         plural = {int: " whole numbers", float: " numbers", str: " texts", dict: " mappings"}.get(args[0])
-        return f"{many}{plural}" if plural else many if fixed else "a list"
+        return f"{length}{plural}" if plural else length if fixed else "a list"
     return _EXPECTED.get(origin or hint, getattr(hint, "__name__", str(hint)))
 
 
@@ -194,7 +194,7 @@ class _Mismatch(Exception):
 
 
 def _coerce(value: Any, hint: Any) -> Any:
-    """``value`` converted to ``hint`` if that is unambiguous: an int for a float, a number given as text."""
+    """``value`` converted to ``hint`` if that is unambiguous: an int to a float, text to a number."""
     origin, args = typing.get_origin(hint) or hint, typing.get_args(hint)
     if isinstance(value, int) and not -(2**63) <= value < 2**63:  # which neither files nor tensors hold
         raise _Mismatch
@@ -227,5 +227,5 @@ def _coerce(value: Any, hint: Any) -> Any:
 
 
 def rounds_of(share: float, rounds: int) -> int:
-    """``share`` of ``rounds``, rounded up from what it is in decimals: 0.55 · 100 is above 55 in floating point."""
+    """``share`` of ``rounds``, rounded up as in decimals: 0.55 · 100 is above 55 in floating point."""
     return math.ceil(share * rounds - 1e-9)

@@ -2,7 +2,7 @@
 
 They come from a list in the configuration, from a table (``.csv``, ``.tsv``) with a column ``client`` and a row for
 each client, or from a file of FederatedScope's ``--client_cfg`` (``.yaml``: ``client_3: {train: {…}}``). A loaded
-configuration has them as a list in one form, whatever they came from.
+configuration has them as a list in one form.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .tree import flatten
 
 
 @dataclass(frozen=True)
-class OfClient:
-    """What a client may have for itself; None: as all clients."""
+class ClientKeys:
+    """The settings that a client may have for itself; None: as for all clients."""
 
     #: ``dataloader.batch_size`` of these clients
     batch_size: int | None = key(None, min=1)
@@ -43,8 +43,8 @@ class OfClient:
     rank: int | None = key(None, min=1)
 
 
-#: the key of a configuration -> what it is called here
-SPELLED = {
+#: key of a configuration -> its name here
+SHORT_NAMES = {
     "dataloader.batch_size": "batch_size",
     "train.local_update_steps": "local_update_steps",
     "train.batch_or_epoch": "batch_or_epoch",
@@ -52,16 +52,16 @@ SPELLED = {
     "llm.tok_len": "tok_len",
     "llm.adapter.args.0.r": "rank",
 }
-#: the other way round, of the keys that are replaced for a client: what it is called here -> the key
-CALLED = {name: key for key, name in SPELLED.items() if name != "rank"}
+#: name here -> key of a configuration, for the keys that are replaced for a client
+FULL_KEYS = {name: key for key, name in SHORT_NAMES.items() if name != "rank"}
 _KEY = "lowrank.clients"
 _NUMBERS = "a client's number, a span such as '3-10', or a list of them"
-#: which clients, their settings, the dotted key that names the clients, and where it is from
+#: the clients as given, their settings, the dotted key of the clients, and its origin
 Entry = tuple[Any, dict[str, Any], str, Origin]
 
 
 def read_clients(value: Any, clients: int, origin: Origin) -> list[dict[str, Any]]:
-    """The settings of clients in one form: a mapping for each group of clients that have the same.
+    """The settings of clients in one form: a mapping for each group of clients with equal settings.
 
     Args:
         value: of ``lowrank.clients``: a list of mappings, or the name of a file; or the content of one of
@@ -71,20 +71,20 @@ def read_clients(value: Any, clients: int, origin: Origin) -> list[dict[str, Any
         UserError: a file that cannot be read, a client that does not exist, a key that clients do not have or that is
             given twice, or a value that is wrong; the message names file and line.
     """
-    of: dict[int, dict[str, Any]] = {}
-    for who, settings, at, where in _entries(value, origin):
-        named = _named(settings, at.removesuffix(".clients"), where)
-        for number in _numbers(who, clients, at, where):
-            own = of.setdefault(number, {})
-            for name, (given, place) in named.items():
-                if name in own:
-                    where.fail(place, f"is given twice for client {number}")
-                own[name] = given
-                if {"lr", "lr_factor"} <= own.keys():
-                    where.fail(place, f"is one of lr and lr_factor, and both are given for client {number}")
+    by_client: dict[int, dict[str, Any]] = {}
+    for spec, settings, dotted, source in _entries(value, origin):
+        values = _checked(settings, dotted.removesuffix(".clients"), source)
+        for number in _numbers(spec, clients, dotted, source):
+            overrides = by_client.setdefault(number, {})
+            for name, (item, path) in values.items():
+                if name in overrides:
+                    source.fail(path, f"is given twice for client {number}")
+                overrides[name] = item
+                if {"lr", "lr_factor"} <= overrides.keys():
+                    source.fail(path, f"is one of lr and lr_factor, and both are given for client {number}")
     groups: dict[tuple[Any, ...], list[int]] = {}
-    for number in sorted(of):
-        groups.setdefault(tuple(sorted(of[number].items())), []).append(number)
+    for number in sorted(by_client):
+        groups.setdefault(tuple(sorted(by_client[number].items())), []).append(number)
     return [{"clients": _spans(numbers), **dict(settings)} for settings, numbers in groups.items() if settings]
 
 
@@ -111,13 +111,13 @@ def _entries(value: Any, origin: Origin) -> Iterator[Entry]:
 
 def _listed(value: Sequence[Any], origin: Origin) -> Iterator[Entry]:
     for i, entry in enumerate(value):
-        at = f"{_KEY}.{i}"
+        dotted = f"{_KEY}.{i}"
         if not isinstance(entry, Mapping) or "clients" not in entry:
-            origin.wrong(at, entry, "a mapping with the key clients, such as {clients: [5, 9], batch_size: 4}")
+            origin.wrong(dotted, entry, "a mapping with the key clients, such as {clients: [5, 9], batch_size: 4}")
         settings = flatten({name: item for name, item in entry.items() if name != "clients"})
         if not settings:
-            origin.wrong(at, entry, f"settings beside clients: {', '.join(keys_of(OfClient))}")
-        yield entry["clients"], settings, f"{at}.clients", origin
+            origin.wrong(dotted, entry, f"settings beside clients: {', '.join(keys_of(ClientKeys))}")
+        yield entry["clients"], settings, f"{dotted}.clients", origin
 
 
 def _frameworks(content: Mapping[str, Any], origin: Origin) -> Iterator[Entry]:
@@ -140,57 +140,57 @@ def _table(file: str, delimiter: str) -> Iterator[Entry]:
         try:
             cells = {column: read_value(cell) for column, cell in zip(header, row, strict=True) if cell.strip()}
         except ValueError as error:
-            wrong = f"a cell is not a value, or the header has other columns: {show(row)}: {error}"
-            raise UserError(f"{name}, line {reader.line_num}: {wrong}") from None
-        who = cells.pop("client", None)
-        yield who, cells, f"client_{who}", Origin(name, {f"client_{who}": reader.line_num})
+            problem = f"a cell is not a value, or the header has other columns: {show(row)}: {error}"
+            raise UserError(f"{name}, line {reader.line_num}: {problem}") from None
+        spec = cells.pop("client", None)
+        yield spec, cells, f"client_{spec}", Origin(name, {f"client_{spec}": reader.line_num})
 
 
-def _numbers(who: Any, clients: int, at: str, origin: Origin) -> list[int]:
-    """The numbers of clients in ``who``, of 1 to ``clients``."""
-    found: list[int] = []
-    for item in who if isinstance(who, (list, tuple)) else [who]:
+def _numbers(spec: Any, clients: int, dotted: str, origin: Origin) -> list[int]:
+    """The numbers of clients in ``spec``, from 1 to ``clients``."""
+    numbers: list[int] = []
+    for item in spec if isinstance(spec, (list, tuple)) else [spec]:
         span = re.fullmatch(r"\s*([0-9]{1,9})\s*-\s*([0-9]{1,9})\s*", item) if isinstance(item, str) else None
         if span is not None and int(span[1]) <= int(span[2]):
             first, last = int(span[1]), int(span[2])
         elif isinstance(item, int) and not isinstance(item, bool):
             first = last = item
         else:
-            origin.wrong(at, who, _NUMBERS)
+            origin.wrong(dotted, spec, _NUMBERS)
         for number in (first, last):
             if not 1 <= number <= clients:
-                origin.fail(at, f"= {show(who)}: there is no client {number}; federate.client_num is {clients}")
-        found += range(first, last + 1)
-    if not found:
-        origin.wrong(at, who, _NUMBERS)
-    return found
+                origin.fail(dotted, f"= {show(spec)}: there is no client {number}; federate.client_num is {clients}")
+        numbers += range(first, last + 1)
+    if not numbers:
+        origin.wrong(dotted, spec, _NUMBERS)
+    return numbers
 
 
 def _spans(numbers: list[int]) -> Any:
     """Numbers in order as ``read_clients`` takes them: one number, or a list of numbers and spans."""
     listed: list[Any] = []
     for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
-        of = [number for _, number in run]
-        listed += [f"{of[0]}-{of[-1]}"] if len(of) > 2 else of
+        members = [number for _, number in run]
+        listed += [f"{members[0]}-{members[-1]}"] if len(members) > 2 else members
     return listed[0] if len(listed) == 1 else listed
 
 
-def _named(settings: Mapping[str, Any], at: str, origin: Origin) -> dict[str, tuple[Any, str]]:
-    """The settings by their names here, each checked, with the dotted key that it was given as."""
-    keys, settings = keys_of(OfClient), dict(settings)
-    named: dict[str, tuple[Any, str]] = {}
+def _checked(settings: Mapping[str, Any], key: str, origin: Origin) -> dict[str, tuple[Any, str]]:
+    """Name here → checked value, and the dotted key as given."""
+    keys, settings = keys_of(ClientKeys), dict(settings)
+    values: dict[str, tuple[Any, str]] = {}
     match args := settings.pop("llm.adapter.args", None):
         case None:
             pass
         case [{"r": rank, **rest}] if not rest:
             settings["llm.adapter.args.0.r"] = rank
         case _:
-            origin.fail(f"{at}.llm.adapter.args", f"= {show(args)}: of the adapter, a client may have its own rank: r")
-    for given, value in settings.items():
-        name, place = SPELLED.get(given, given), f"{at}.{given}"
+            origin.fail(f"{key}.llm.adapter.args", f"= {show(args)}: of the adapter, a client may have its own rank: r")
+    for spelling, value in settings.items():
+        name, path = SHORT_NAMES.get(spelling, spelling), f"{key}.{spelling}"
         if name not in keys:
-            origin.fail(place, f"cannot be set by client{nearest(given, keys)}; a client may have: {', '.join(keys)}")
-        if name in named:
-            origin.fail(place, f"and {named[name][1]} are two spellings of one key; keep one")
-        named[name] = check_value(place, value, keys[name], origin), place
-    return {name: given for name, given in named.items() if given[0] is not None}
+            origin.fail(path, f"cannot be set by client{nearest(spelling, keys)}; a client may have: {', '.join(keys)}")
+        if name in values:
+            origin.fail(path, f"and {values[name][1]} are two spellings of one key; keep one")
+        values[name] = check_value(path, value, keys[name], origin), path
+    return {name: entry for name, entry in values.items() if entry[0] is not None}

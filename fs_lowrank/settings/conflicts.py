@@ -1,4 +1,4 @@
-"""What excludes what: values of a configuration that cannot be together, each with its reason. All are asked once."""
+"""Values of a configuration that exclude each other, with the reasons. Every conflict is looked for once."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def check_together(config: Settings, method: Any, needs: Any, origin: Origin) ->
     """Refuse values that cannot be together.
 
     Args:
-        method: the class of ``federate.method``. needs: what it requires with its hyperparameters.
+        method: the class of ``federate.method``. needs: its requirements with its hyperparameters.
     Raises:
         UserError: names file, line, key, value and reason, of the first conflict.
     """
-    for part in (_of_clients(config), _of_data(config), _of_models(config, method, needs), _of_devices(config)):
-        for refused, key, reason in part:
+    for group in (_of_clients(config), _of_data(config), _of_models(config, method, needs), _of_devices(config)):
+        for refused, key, reason in group:
             if refused:
                 origin.fail(key, f"= {show(config.get(key))}: {reason}")
 
@@ -44,18 +44,18 @@ def _of_clients(config: Settings) -> Iterator[Conflict]:
     yield lowrank.min_clients > config.sampled_per_round, "lowrank.min_clients", fewest
     bound = "expected 1 or more, as half of the updates exceed their median; or 0 for no bound"
     yield 0 < lowrank.max_update_norm_factor < 1, "lowrank.max_update_norm_factor", bound
-    own_rank = any("rank" in own for own in config.own_settings.values())
+    own_rank = any("rank" in entry for entry in config.client_settings.values())
     one_rank = f"it gives clients a rank, and federate.method = {federate.method} has one for all; see lowrank.ranks"
     yield own_rank and "ranks" not in lowrank.params, "lowrank.clients", one_rank
     number = f"expected the number of a client, 1 to {count}; or 0 for all clients"
     yield not 0 <= alone <= count, "federate.client_idx_for_local_train", number
-    own = lowrank.clients or len(lowrank.params.get("ranks") or ()) > 1
-    together = federate.mode != "standalone" or federate.use_ss or own
+    individual = lowrank.clients or len(lowrank.params.get("ranks") or ()) > 1
+    together = federate.mode != "standalone" or federate.use_ss or individual
     several = "it trains one client alone; leave federate.mode, federate.use_ss, lowrank.clients and lowrank.ranks out"
     yield alone and together, "federate.client_idx_for_local_train", several
     needed = robust_needs(lowrank.robust, lowrank.robust_malicious)
-    few = f"robust_malicious = {lowrank.robust_malicious} needs {needed} clients per round; there are "
-    yield config.sampled_per_round < needed, "lowrank.robust", f"{few}{config.sampled_per_round}"
+    shortage = f"robust_malicious = {lowrank.robust_malicious} needs {needed} clients per round; there are "
+    yield config.sampled_per_round < needed, "lowrank.robust", f"{shortage}{config.sampled_per_round}"
 
 
 def _of_data(config: Settings) -> Iterator[Conflict]:
@@ -72,48 +72,48 @@ def _of_data(config: Settings) -> Iterator[Conflict]:
     yield ".." in folder.parts or folder.is_absolute(), "expname", "expected a folder below outdir"
     for i, metric in enumerate(config.eval.metrics):
         tasks = METRICS[metric].tasks
-        others = task and metric not in ("acc", "loss") and task not in tasks
-        yield others, f"eval.metrics.{i}", f"it is for {' and '.join(tasks)}; model.task is {task}"
+        unsuited = task and metric not in ("acc", "loss") and task not in tasks
+        yield unsuited, f"eval.metrics.{i}", f"it is for {' and '.join(tasks)}; model.task is {task}"
     key = "eval.best_res_update_round_wise_key"
-    named = re.fullmatch(r"(\w+\.)?(train|val|test|client_test)_\w+", config.get(key))
-    yield not named, key, "expected SPLIT_METRIC, such as val_loss or test_acc"
+    match = re.fullmatch(r"(\w+\.)?(train|val|test|client_test)_\w+", config.get(key))
+    yield not match, key, "expected SPLIT_METRIC, such as val_loss or test_acc"
 
 
 def _of_models(config: Settings, method: Any, needs: Any) -> Iterator[Conflict]:
-    model, lowrank, task, whole = config.model, config.lowrank, config.model.task, not config.llm.adapter.use
-    takes = f"it is not for model.type = {model.type} ({task}); it takes models of {', '.join(needs.tasks)}"
-    yield task and task not in needs.tasks, "federate.method", takes
+    model, lowrank, task, full = config.model, config.lowrank, config.model.task, not config.llm.adapter.use
+    misfit = f"it is not for model.type = {model.type} ({task}); it takes models of {', '.join(needs.tasks)}"
+    yield task and task not in needs.tasks, "federate.method", misfit
     vision = f"expected ImageClassification, or nothing, with {model.type}"
     yield config.is_vision and task != "ImageClassification", "model.task", vision
     headless = f"{task} has no head of its own"
     yield not lowrank.train_head and config.is_language, "lowrank.train_head", headless
     trained = "modules_to_save of llm.adapter.args asks for trained modules; leave one of the two out"
     yield not lowrank.train_head and config.adapter.extra.get("modules_to_save"), "lowrank.train_head", trained
-    for refused, why in (
+    for refused, reason in (
         (needs.own_upload, f"federate.method = {method.name} computes with all weights, the head's too"),
-        (whole, f"the clients' own heads are saved beside their adapters, and {method.name} has none"),
+        (full, f"the clients' own heads are saved beside their adapters, and {method.name} has none"),
         (not lowrank.train_head, "lowrank.train_head is False; leave one of the two out"),
         (config.is_language, headless),
     ):
-        yield lowrank.personal and refused, "lowrank.personal", why
+        yield lowrank.personal and refused, "lowrank.personal", reason
     wiped = "it would wipe out the pre-trained weights of lowrank.weights; it is for training from scratch"
     zero = lowrank.base_init == "zero" and config.is_vision
     yield zero and lowrank.weights, "lowrank.base_init", wiped
-    changes = whole or needs.changes_base and needs.adapter != "optional"
+    changes = full or needs.changes_base and needs.adapter != "optional"
     advice = "take a method that leaves the base as it is, such as fedlora, or leave the key out"
     if "merge" in keys_of(method.Params):
         advice = "set lowrank.merge False, by which it keeps beside the base what it would merge"
     changed = f"federate.method = {method.name} changes the weights of the base; {advice}"
-    for name, given in (("lowrank.dtype", config.quantised), ("model.device_map", model.device_map)):
-        yield given and config.is_vision, name, f"it is for models of transformers, not {model.type}"
-        yield given and changes, name, changed
-    others = config.adapter.method != "lora" and not config.adapter.virtual_tokens
-    only = f"of a base of lowrank.dtype = {config.quantised} PEFT computes LoRA's pairs only; take lora"
-    yield config.quantised and others, "llm.adapter.args.0.adapter_method", only
+    for name, value in (("lowrank.dtype", config.quantised), ("model.device_map", model.device_map)):
+        yield value and config.is_vision, name, f"it is for models of transformers, not {model.type}"
+        yield value and changes, name, changed
+    not_lora = config.adapter.method != "lora" and not config.adapter.virtual_tokens
+    lora_only = f"of a base of lowrank.dtype = {config.quantised} PEFT computes LoRA's pairs only; take lora"
+    yield config.quantised and not_lora, "llm.adapter.args.0.adapter_method", lora_only
 
 
 def _of_devices(config: Settings) -> Iterator[Conflict]:
-    """Of adapters of virtual tokens, and of a model on several devices."""
+    """Conflicts of adapters of virtual tokens, and of a model on several devices."""
     spread, merges = config.model.device_map, config.lowrank.save_merged
     if config.llm.adapter.use and config.adapter.virtual_tokens:
         tokens = f"adapter_method = {config.adapter.method} trains virtual tokens before a text, "
@@ -125,5 +125,5 @@ def _of_devices(config: Settings) -> Iterator[Conflict]:
     start = config.adapter.extra.get("init_lora_weights", True)
     computes = "it computes with the weights of the base, which model.device_map keeps elsewhere; leave it out"
     yield spread and start not in (True, False, "gaussian"), "llm.adapter.args.0.init_lora_weights", computes
-    one = "it needs the whole model on one device; leave it out with model.device_map, and merge elsewhere"
-    yield spread and merges, "lowrank.save_merged", one
+    undivided = "it needs the whole model on one device; leave it out with model.device_map, and merge elsewhere"
+    yield spread and merges, "lowrank.save_merged", undivided

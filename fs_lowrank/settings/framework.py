@@ -16,17 +16,17 @@ _TABLES = read_packaged(__package__, "framework.yaml")
 DEFAULTS = flatten(_TABLES["defaults"])
 #: sections that accept unknown keys
 OPEN: list[str] = _TABLES["open"]
-#: all sections that it has keys in
+#: all sections of FederatedScope's keys
 SECTIONS = {*OPEN, *sections([*DEFAULTS, *OPEN])}
 #: keys and sections that do not affect the result of a run in one process
 HARMLESS: list[str] = _TABLES["harmless"]
 #: keys that are in every fingerprint, also at their defaults
 HASHED: list[str] = _TABLES["hashed"]
-#: values that describe what the local engine does anyway
+#: values that agree with the behaviour of the local engine
 SAME_AS_OURS: dict[str, list[object]] = _TABLES["same_as_ours"]
 #: section -> the key that turns it on; other sections have the key ``use``
 SWITCHES: dict[str, str] = _TABLES["switches"]
-#: key or section that is refused or without effect -> what takes its place
+#: key or section that is refused or without effect -> its replacement
 INSTEAD: dict[str, str] = _TABLES["instead"]
 #: engine -> keys and sections that it follows
 FOLLOWED: dict[str, list[str]] = _TABLES["followed"]
@@ -54,25 +54,25 @@ def switches(name: str) -> Iterator[str]:
             yield key
 
 
-def off_switch(name: str, given: Mapping[str, object]) -> str | None:
-    """The key that would turn on the feature of FederatedScope to which ``name`` belongs; None if ``given`` does so."""
-    return next((key for key in switches(name) if given.get(key, DEFAULTS[key]) == DEFAULTS[key]), None)
+def off_switch(name: str, values: Mapping[str, object]) -> str | None:
+    """The key that would turn on the feature of FederatedScope to which ``name`` belongs; None if ``values`` do."""
+    return next((key for key in switches(name) if values.get(key, DEFAULTS[key]) == DEFAULTS[key]), None)
 
 
-def decides_nothing(name: str, given: Mapping[str, object]) -> bool:
-    """Whether ``given[name]`` does not affect the result of a run in one process."""
-    same = given[name] in SAME_AS_OURS.get(name, ())
-    return within(name, HARMLESS) or bool(off_switch(name, given)) or same
+def decides_nothing(name: str, values: Mapping[str, object]) -> bool:
+    """Whether ``values[name]`` does not affect the result of a run in one process."""
+    as_ours = values[name] in SAME_AS_OURS.get(name, ())
+    return within(name, HARMLESS) or bool(off_switch(name, values)) or as_ours
 
 
-def word(name: str, engine: str, given: Mapping[str, object] | None = None) -> str:
-    """What an engine does with a key at a value that is not its default: ``followed``, ``no effect`` or ``refused``.
+def treatment(name: str, engine: str, values: Mapping[str, object] | None = None) -> str:
+    """How an engine treats a key whose value is not the default: ``followed``, ``no effect`` or ``refused``.
 
     Args:
-        given: the value of the key and of others; None: any, with all features turned on.
+        values: of this key and others; None: any, with all features turned on.
     """
-    if given is not None and off_switch(name, given):
+    if values is not None and off_switch(name, values):
         return "no effect"
-    if within(name, FOLLOWED[engine]) or given and given[name] in SAME_AS_OURS.get(name, ()):
+    if within(name, FOLLOWED[engine]) or values and values[name] in SAME_AS_OURS.get(name, ()):
         return "followed"
     return "no effect" if within(name, IDLE[engine]) else "refused"

@@ -1,4 +1,4 @@
-"""What is measured of a model on held-out data, for which tasks, and which way is better."""
+"""The metrics of a model on held-out data, their tasks, and their better direction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TASKS = (
     *("CausalLM", "Seq2SeqLM", "SequenceClassification", "SequenceRegression"),
     *("MultiLabelClassification", "ImageClassification"),
 )
-#: those whose accuracy is that of the next token
+#: tasks whose accuracy is that of the next token
 LANGUAGE = ("CausalLM", "Seq2SeqLM")
 _CLASSES = ("SequenceClassification", "ImageClassification")
 
@@ -21,7 +21,7 @@ class Metric:
     """A metric.
 
     Attributes:
-        larger: a larger value is better. tasks: it can be measured for. always: it need not be asked for.
+        larger: a larger value is better. tasks: with the metric. always: measured without a request.
     """
 
     larger: bool
@@ -40,19 +40,19 @@ METRICS = {
 }
 
 
-def extras(task: str, asked: list[str]) -> list[str]:
-    """The metrics beside loss and accuracy that are measured for ``task``: always, or where they are ``asked`` for."""
-    found = {name: of for name, of in METRICS.items() if name not in ("acc", "loss") and task in of.tasks}
-    return [name for name, of in found.items() if of.always or name in asked]
+def extras(task: str, requested: list[str]) -> list[str]:
+    """The metrics beside loss and accuracy that are measured for ``task``: always, or if ``requested``."""
+    metrics = {name: metric for name, metric in METRICS.items() if name not in ("acc", "loss") and task in metric.tasks}
+    return [name for name, metric in metrics.items() if metric.always or name in requested]
 
 
-def measured(task: str, asked: list[str]) -> list[str]:
-    """All metrics that are measured for ``task``; loss and accuracy where that is not known."""
-    return [name for name in ("loss", "acc") if not task or task in METRICS[name].tasks] + extras(task, asked)
+def measured(task: str, requested: list[str]) -> list[str]:
+    """All metrics that are measured for ``task``; loss and accuracy for an unknown task."""
+    return [name for name in ("loss", "acc") if not task or task in METRICS[name].tasks] + extras(task, requested)
 
 
 def perplexity(loss: float) -> float:
-    """Of a mean loss by token; that of 700 for a larger one, beyond which there is no such number."""
+    """Perplexity of a mean loss by token, limited to that of a loss of 700, since floats end there."""
     return math.exp(min(loss, 700.0))
 
 
@@ -64,19 +64,19 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 
 
 def standard_error(share: float, count: int) -> float:
-    """Of a share of ``count``: half the length of ``wilson``'s interval, so never 0."""
+    """The standard error of a share of ``count``: half the length of ``wilson``'s interval, so never 0."""
     low, high = wilson(share, count)
     return (high - low) / 2
 
 
-def of_name(name: str) -> str:
-    """The metric of a name such as ``acc_mean`` or ``test_f1``; the name itself, if it is of none."""
+def metric_name(name: str) -> str:
+    """The metric in a name such as ``acc_mean`` or ``test_f1``; the name itself if it has none."""
     return next((part for part in name.split("_") if part in METRICS), name)
 
 
 def larger_is_better(name: str) -> bool:
-    """Which way a metric goes, by a name such as ``test_acc`` or ``loss_mean``; that of others is up."""
-    metric = METRICS.get(of_name(name))
+    """The direction of a metric, by a name such as ``test_acc`` or ``loss_mean``; True for other names."""
+    metric = METRICS.get(metric_name(name))
     return metric is None or metric.larger
 
 

@@ -18,26 +18,26 @@ class Origin:
     lines: Mapping[str, int] = field(default_factory=dict)
     #: keys set by an override
     overridden: frozenset[str] = frozenset()
-    #: ``llm.adapter.use`` as it was given; None: not, so that each method decides for itself
+    #: ``llm.adapter.use`` as given; None: each method decides for itself
     adapter: bool | None = None
-    #: the argument of the adapter that was not given and whose default is not PEFT's (``adapter.OTHER_DEFAULTS``)
-    unsaid: str = ""
+    #: the missing argument of the adapter whose default is not PEFT's (``adapter.OTHER_DEFAULTS``)
+    defaulted: str = ""
 
     def where(self, key: str) -> str:
-        """``"FILE, line N: "``, without the parts that are not known."""
+        """``"FILE, line N: "``, without unknown parts."""
         parts = key.split(".")
         names = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
-        part = key not in self.lines and any(name.startswith(key + ".") for name in self.overridden)
-        if part or not self.overridden.isdisjoint(names):  # one of these replaces what the file has below it
+        is_section = key not in self.lines and any(name.startswith(key + ".") for name in self.overridden)
+        if is_section or not self.overridden.isdisjoint(names):  # one of these replaces the file's values below it
             return "override: "
         for name in names:
             if name in self.lines:
                 return f"{self.file}, line {self.lines[name]}: "
         return f"{self.file}: " if self.file else ""
 
-    def below(self, place: str) -> Origin:
-        """The origin of what is at the key ``place``, which knows its keys by their names below it."""
-        start = f"{place}."
+    def below(self, key: str) -> Origin:
+        """The origin of the values below ``key``, with keys relative to it."""
+        start = f"{key}."
         lines = {name.removeprefix(start): n for name, n in self.lines.items() if name.startswith(start)}
         overridden = frozenset(name.removeprefix(start) for name in self.overridden if name.startswith(start))
         return replace(self, lines=lines, overridden=overridden)

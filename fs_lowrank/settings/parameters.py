@@ -28,17 +28,17 @@ def taken_keys(cls: Any, keys: Iterable[str]) -> list[str]:
 def unknown_parameter(key: str, classes: Sequence[Any], origin: Origin) -> NoReturn:
     name, fields = f"lowrank.{key}", list(dict.fromkeys(field for cls in classes for field in keys_of(cls.Params)))
     hint = nearest(key, [*general_keys(), *fields])
-    has = f"keys of {', '.join(cls.name for cls in classes)}: {', '.join(fields) or 'none'}"
-    raise UserError(f"{origin.where(name)}unknown key {name!r}{hint}; {has}")
+    valid = f"keys of {', '.join(cls.name for cls in classes)}: {', '.join(fields) or 'none'}"
+    raise UserError(f"{origin.where(name)}unknown key {name!r}{hint}; {valid}")
 
 
-def check_method_params(cls: Any, given: Mapping[str, Any], origin: Origin | None = None) -> dict[str, Any]:
+def check_method_params(cls: Any, arguments: Mapping[str, Any], origin: Origin | None = None) -> dict[str, Any]:
     """All hyperparameters of the method: the given values, checked, and defaults for the others."""
     keys, origin = keys_of(cls.Params), origin or Origin()
-    for name in given:
+    for name in arguments:
         if name not in keys:
             unknown_parameter(name, [cls], origin)
-    values = check_keys(given, keys, origin, "lowrank")
+    values = check_keys(arguments, keys, origin, "lowrank")
     try:
         params = cls.Params(**values)
     except ValueError as error:

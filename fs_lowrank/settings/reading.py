@@ -49,16 +49,16 @@ def read_packaged(package: str, name: str) -> Any:
 
 
 def yaml_beside(path: str | os.PathLike[str]) -> list[str]:
-    """The names of the YAML files in the folder of ``path``, one of which may have been meant."""
+    """The names of the YAML files in the folder of ``path``, to suggest one for a misspelt name."""
     folder = os.path.dirname(os.path.expanduser(path)) or "."
     return [f for f in os.listdir(folder) if f.endswith((".yaml", ".yml"))] if os.path.isdir(folder) else []
 
 
-def read_text(path: str | os.PathLike[str], among: Callable[[str], Iterable[str]]) -> tuple[str, str]:
+def read_text(path: str | os.PathLike[str], candidates: Callable[[str], Iterable[str]]) -> tuple[str, str]:
     """The name of a file, with the user's folder for ``~``, and its text.
 
     Args:
-        among: gives the names of files of which one may have been meant.
+        candidates: gives the names of files to suggest for a missing one.
     Raises:
         UserError: it cannot be read.
     """
@@ -67,7 +67,7 @@ def read_text(path: str | os.PathLike[str], among: Callable[[str], Iterable[str]
         with open(name, encoding="utf-8-sig", newline="") as file:
             return name, file.read()
     except FileNotFoundError:
-        raise UserError(f"{name}: no such file{nearest(os.path.basename(name), among(name))}") from None
+        raise UserError(f"{name}: no such file{nearest(os.path.basename(name), candidates(name))}") from None
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
         raise UserError(f"{name!r}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
@@ -85,14 +85,14 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Origin, dict[str, Any]]:
         raise
     except _WRONG as error:
         mark = getattr(error, "problem_mark", None)
-        at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise UserError(f"{name}{at}: invalid YAML: {_problem(error)}") from None
+        position = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise UserError(f"{name}{position}: invalid YAML: {_problem(error)}") from None
     if not isinstance(content, dict):
         raise UserError(f"{name} holds a {type(content).__name__}: expected sections and keys, such as `federate:`")
     return Origin(name, lines), content
 
 
-#: what PyYAML raises: its own errors, and those of Python for values that do not suit an explicit tag
+#: errors of PyYAML: its own, and those of Python for values that do not suit an explicit tag
 _WRONG = (yaml.YAMLError, RecursionError, ValueError, LookupError, TypeError, AttributeError)
 
 
@@ -101,10 +101,10 @@ def _problem(error: Exception) -> str:
 
 
 def read_value(text: str) -> Any:
-    """What YAML reads from ``text``.
+    """The value of ``text`` in YAML.
 
     Raises:
-        ValueError: nothing; the text says why.
+        ValueError: invalid YAML; the text says why.
     """
     try:
         return yaml.load(text, Loader) if text.strip() else ""
@@ -112,13 +112,13 @@ def read_value(text: str) -> Any:
         raise ValueError(_problem(error)) from None
 
 
-def _lines(node: yaml.Node, prefix: str, lines: dict[str, int], file: str, left: Iterator[int]) -> None:
+def _lines(node: yaml.Node, prefix: str, lines: dict[str, int], file: str, remaining: Iterator[int]) -> None:
     """Record the line of every key. A key given twice is an error; YAML would silently use the last one.
 
     Args:
-        left: has one item for each value that may follow, with every alias written out.
+        remaining: has one item for each value that may follow, with every alias written out.
     """
-    if next(left, None) is None:
+    if next(remaining, None) is None:
         raise UserError(f"{file}: its aliases stand for more than {_MOST_VALUES:,} values; write the values out")
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
@@ -128,20 +128,20 @@ def _lines(node: yaml.Node, prefix: str, lines: dict[str, int], file: str, left:
             if name in lines:
                 raise UserError(f"{file}, line {line}: {name} is given twice; first in line {lines[name]}")
             lines[name] = line
-            _lines(value, name + ".", lines, file, left)
+            _lines(value, name + ".", lines, file, remaining)
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            _lines(item, f"{prefix}{index}.", lines, file, left)
+            _lines(item, f"{prefix}{index}.", lines, file, remaining)
 
 
-def as_overrides(given: Mapping[str, Any] | Sequence[str] | None) -> dict[str, Any]:
-    if given is None:
+def as_overrides(overrides: Mapping[str, Any] | Sequence[str] | None) -> dict[str, Any]:
+    if overrides is None:
         return {}
-    if isinstance(given, Mapping):
-        return {key.replace("__", ".") if isinstance(key, str) else key: value for key, value in given.items()}
-    if isinstance(given, str):
-        raise UserError(f"overrides = {given!r}: expected a mapping, or a list of keys and values in turn")
-    return parse_overrides(given)
+    if isinstance(overrides, Mapping):
+        return {key.replace("__", ".") if isinstance(key, str) else key: value for key, value in overrides.items()}
+    if isinstance(overrides, str):
+        raise UserError(f"overrides = {overrides!r}: expected a mapping, or a list of keys and values in turn")
+    return parse_overrides(overrides)
 
 
 def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
@@ -153,8 +153,8 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
     pairs = list(pairs)
     for key in pairs[::2]:
         if key.startswith("-") or "=" in key:
-            plain = key.lstrip("-").split("=")[0]
-            raise UserError(f"override {key!r}: write overrides as pairs, `{plain} VALUE`")
+            name = key.lstrip("-").split("=")[0]
+            raise UserError(f"override {key!r}: write overrides as pairs, `{name} VALUE`")
     if len(pairs) % 2:
         raise UserError(f"override {pairs[-1]!r} has no value: overrides come in pairs, `key value key value`")
     parsed: dict[str, Any] = {}

@@ -19,7 +19,7 @@ from ..jobs.files import write_text
 from . import framework
 from .adapter import AdapterSpec
 from .check import key, keys_of
-from .clients import CALLED, by_group
+from .clients import FULL_KEYS, by_group
 from .metrics import LANGUAGE, extras
 from .origin import Origin
 from .reading import Dumper
@@ -83,37 +83,37 @@ class Settings:
     def method_params(self) -> dict[str, Any]:
         """All hyperparameters of the method: ``create_method(config.federate.method, **config.method_params)``."""
         params = copy.deepcopy(self.lowrank.params)
-        if own := {client: of["rank"] for client, of in self.own_settings.items() if "rank" in of}:
+        if client_ranks := {client: entry["rank"] for client, entry in self.client_settings.items() if "rank" in entry}:
             ranks = params["ranks"] or (self.adapter.r,)
             clients = range(1, self.federate.client_num + 1)
-            params["ranks"] = tuple(own.get(client, ranks[(client - 1) % len(ranks)]) for client in clients)
+            params["ranks"] = tuple(client_ranks.get(client, ranks[(client - 1) % len(ranks)]) for client in clients)
         return params
 
     @cached_property
-    def own_settings(self) -> dict[int, dict[str, Any]]:
-        """What ``lowrank.clients`` says of each client that it names."""
-        return {client: own for clients, own in by_group(self.lowrank.clients) for client in clients}
+    def client_settings(self) -> dict[int, dict[str, Any]]:
+        """The settings in ``lowrank.clients`` by client."""
+        return {client: settings for clients, settings in by_group(self.lowrank.clients) for client in clients}
 
     def of_client(self, client: int) -> Settings:
         """The settings by which ``client`` trains."""
-        return self._of_clients.get(client, self)
+        return self._client_variants.get(client, self)
 
     def variants(self) -> list[Settings]:
-        """All different settings by which clients train, these first."""
-        return [self, *{id(own): own for own in self._of_clients.values()}.values()]
+        """All distinct settings by which clients train, these first."""
+        return [self, *{id(variant): variant for variant in self._client_variants.values()}.values()]
 
     @cached_property
-    def _of_clients(self) -> dict[int, Settings]:
-        """The settings of the clients that train by others than these; one object for all clients that share them."""
-        groups = [(clients, self._with(own)) for clients, own in by_group(self.lowrank.clients)]
-        return {client: made for clients, made in groups for client in clients}
+    def _client_variants(self) -> dict[int, Settings]:
+        """The settings of the clients that train by other settings; clients with equal settings share one object."""
+        groups = [(clients, self._with(overrides)) for clients, overrides in by_group(self.lowrank.clients)]
+        return {client: variant for clients, variant in groups for client in clients}
 
-    def _with(self, own: Mapping[str, Any]) -> Settings:
-        factor = {"lr": self.train.optimizer.lr * own["lr_factor"]} if "lr_factor" in own else {}
+    def _with(self, overrides: Mapping[str, Any]) -> Settings:
+        factor = {"lr": self.train.optimizer.lr * overrides["lr_factor"]} if "lr_factor" in overrides else {}
         settings = self
-        for name, value in (dict(own) | factor).items():
-            if name in CALLED:
-                settings = _replaced(settings, CALLED[name].split("."), value)
+        for name, value in (dict(overrides) | factor).items():
+            if name in FULL_KEYS:
+                settings = _replace(settings, FULL_KEYS[name].split("."), value)
         return settings
 
     @property
@@ -128,7 +128,7 @@ class Settings:
 
     @property
     def metrics(self) -> list[str]:
-        """What is measured beside loss and accuracy."""
+        """The metrics beside loss and accuracy."""
         return extras(self.model.task, self.eval.metrics)
 
     @property
@@ -167,12 +167,12 @@ class Settings:
 
     @property
     def dtype(self) -> str:
-        """``float32`` or ``bfloat16``, of what is computed and of all weights that are not quantised.
+        """``float32`` or ``bfloat16``: of the computation and of all weights that are not quantised.
 
         Half precision is bfloat16: in float16, AdamW's eps vanishes and gives NaN.
         """
-        asked = self.lowrank.compute_dtype if self.quantised else self.lowrank.dtype
-        return "bfloat16" if self.train.is_enable_half else asked
+        configured = self.lowrank.compute_dtype if self.quantised else self.lowrank.dtype
+        return "bfloat16" if self.train.is_enable_half else configured
 
     @property
     def quantised(self) -> str:
@@ -245,7 +245,7 @@ def known_keys() -> list[str]:
     return sorted({name for name, _, _ in flat_keys(Settings())} | set(framework.DEFAULTS))
 
 
-#: suffix of ``model.type`` -> the task of a model that is none of our image networks
+#: suffix of ``model.type`` -> the task, for models other than our image networks
 _TASKS = {"huggingface_llm": "CausalLM", "modelscope_llm": "CausalLM", "transformers": "SequenceClassification"}
 
 
@@ -256,20 +256,20 @@ def infer_task(model_type: str) -> str:
 
 def flat_keys(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     """Every key below ``section``: dotted name, value, and metadata of the field."""
-    for name, of in keys_of(section.__class__).items():
+    for name, spec in keys_of(section.__class__).items():
         value = getattr(section, name)
-        if dataclasses.is_dataclass(value) and "hidden" not in of.meta:
+        if dataclasses.is_dataclass(value) and "hidden" not in spec.meta:
             yield from flat_keys(value, f"{prefix}{name}.")
-        elif "open" in of.meta:
-            yield from ((prefix + key, item, of.meta) for key, item in value.items())
-        elif "hidden" not in of.meta:
-            yield prefix + name, value, of.meta
+        elif "open" in spec.meta:
+            yield from ((prefix + key, item, spec.meta) for key, item in value.items())
+        elif "hidden" not in spec.meta:
+            yield prefix + name, value, spec.meta
 
 
-def _replaced(section: Any, path: Sequence[str], value: Any) -> Any:
+def _replace(section: Any, path: Sequence[str], value: Any) -> Any:
     """A copy of ``section`` with one value below it replaced."""
-    first, *rest = path
-    return dataclasses.replace(section, **{first: _replaced(getattr(section, first), rest, value) if rest else value})
+    head, *tail = path
+    return dataclasses.replace(section, **{head: _replace(getattr(section, head), tail, value) if tail else value})
 
 
 def canonical(value: Any) -> Any:

@@ -50,25 +50,25 @@ def assign(tree: Any, key: str, value: Any) -> None:
     parts = key.split(".")
     node = tree
     for depth, part in enumerate(parts):
-        at: Any = _index(part) if isinstance(node, list) else part
-        if isinstance(node, list) and (at is None or at > len(node)):
+        index: Any = _index(part) if isinstance(node, list) else part
+        if isinstance(node, list) and (index is None or index > len(node)):
             listed = f"{'.'.join(parts[:depth])} is a list of {len(node)}"
             raise UserError(f"{key}: {listed}; expected an index up to {len(node)}, not {show(part)}")
-        if isinstance(node, list) and at == len(node):
+        if isinstance(node, list) and index == len(node):
             node.append(None)
         if depth == len(parts) - 1:
-            node[at] = value
+            node[index] = value
             return
-        if (node[at] if isinstance(node, list) else node.get(at)) is None:
-            node[at] = {} if _index(parts[depth + 1]) is None else []
-        if not isinstance(child := node[at], (dict, list)):
-            value_at = f"{'.'.join(parts[: depth + 1])} is a value ({show(child)})"
-            raise UserError(f"unknown key {key!r}: {value_at}, not a section")
+        if (node[index] if isinstance(node, list) else node.get(index)) is None:
+            node[index] = {} if _index(parts[depth + 1]) is None else []
+        if not isinstance(child := node[index], (dict, list)):
+            problem = f"{'.'.join(parts[: depth + 1])} is a value ({show(child)})"
+            raise UserError(f"unknown key {key!r}: {problem}, not a section")
         node = child
 
 
 def sections(names: Iterable[str]) -> set[str]:
-    """The sections that dotted keys are in, at all levels."""
+    """The sections of dotted keys, at all levels."""
     return {name.rsplit(".", depth)[0] for name in names for depth in range(1, name.count(".") + 1)}
 
 
@@ -103,6 +103,6 @@ def plain(value: Any, name: str = "") -> Any:
     if hasattr(value, "dtype") and hasattr(value, "item") and math.prod(value.shape) == 1:
         return value.item()
     if hasattr(value, "shape"):
-        what = f"{name or 'a value'} is a {type(value).__name__}"
-        raise UserError(f"{what}: expected text, a number or a list; data go to run(data=…)")
+        subject = f"{name or 'a value'} is a {type(value).__name__}"
+        raise UserError(f"{subject}: expected text, a number or a list; data go to run(data=…)")
     return value

@@ -64,7 +64,7 @@ def make_config(type="x", root="", args=(), splits=(0.8, 0.1, 0.1), splitter="ii
     sections = {name: SimpleNamespace(**vars(getattr(usual, name))) for name in ("federate", "llm", "lowrank", "model")}
     made = SimpleNamespace(
         **sections, data=SimpleNamespace(**{**vars(usual.data), **own}), seed=seed, source=Origin(), alone=0,
-        own_settings={},
+        client_settings={},
     )  # fmt: skip
     made.federate.client_num, made.llm.tok_len = clients, tok_len
     return made

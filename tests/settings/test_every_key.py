@@ -88,7 +88,7 @@ def test_a_key_of_the_framework_is_refused_or_reported(silent, other):
 @pytest.mark.more
 def test_a_key_of_the_framework_is_honoured_refused_or_reported_on_flower(silent):
     for name in silent(check, sorted(framework.DEFAULTS)):
-        assert framework.word(name, "flower") == "followed", name
+        assert framework.treatment(name, "flower") == "followed", name
 
 
 def used_names():

@@ -81,7 +81,7 @@ def test_a_key_of_the_framework_is_honoured_refused_or_reported(cfg, name, caplo
         assert f"{name} = " in str(error)
     else:
         reported = f"{name} = " in caplog.text and "has no effect" in caplog.text
-        followed = framework.word(name, "federatedscope") == "followed"
+        followed = framework.treatment(name, "federatedscope") == "followed"
         assert reported != followed or framework.off_switch(name, {})
 
 
@@ -94,7 +94,7 @@ def test_what_is_honoured_is_used():
     for folder in ("core/workers", "core/auxiliaries", "core/monitors", "core/configs"):
         read += (FRAMEWORK / folder).glob("*.py")
     text = "\n".join(path.read_text(encoding="utf-8") for path in [*read, FRAMEWORK / "core/fed_runner.py"])
-    honoured = [name for name in framework.DEFAULTS if framework.word(name, "federatedscope") == "followed"]
+    honoured = [name for name in framework.DEFAULTS if framework.treatment(name, "federatedscope") == "followed"]
     unused = [n for n in honoured if not re.search(rf"\.{n.rpartition('.')[2]}\b", text)]
     assert not unused
 
