@@ -234,7 +234,7 @@ class FedDyn(Corrected):
 
 KINDS: dict[str, type[Corrected]] = {"fedprox": FedProx, "scaffold": Scaffold, "feddyn": FedDyn}
 #: a method that overrides one of these ends a round with other weights than the mean of the clients'
-_MEAN_STEPS = ("upload", "expected", "view", "tailor", "recovered", "mean", "settle", "aggregate", "apply")
+_STEPS = ("upload", "expected", "view", "tailor", "recovered", "mean", "settle", "aggregate", "apply")
 
 
 def corrected(cls: type[Method], drift: DriftCorrection | None) -> type[Method]:
@@ -248,12 +248,10 @@ def corrected(cls: type[Method], drift: DriftCorrection | None) -> type[Method]:
     kind, option = KINDS[drift.kind], f"lowrank.drift = {drift.kind}"
     if not issubclass(cls, Averaging):
         raise UserError(f"{option}: {cls.name}'s server step is not a weighted mean; choose a method that averages")
-    overrides = (
-        [name for name in _MEAN_STEPS if getattr(cls, name) is not getattr(Averaging, name)] if kind.beside else []
-    )
-    if overrides:
+    custom = [name for name in _STEPS if getattr(cls, name) is not getattr(Averaging, name)] if kind.beside else []
+    if custom:
         raise UserError(
             f"{option} is for methods that go on from the mean of the clients' weights; {cls.name} does not (it has "
-            f"its own {overrides[0]}). Take fedprox, or a method such as fedlora, ffa_lora or rolora"
+            f"its own {custom[0]}). Take fedprox, or a method such as fedlora, ffa_lora or rolora"
         )
     return type(cls.__name__, (kind, cls), {"drift": drift})

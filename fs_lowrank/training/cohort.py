@@ -339,15 +339,13 @@ def never_together(model: nn.Module, config: Settings, held: Collection[str], ex
         return f"train.optimizer.type = {config.train.optimizer.type} does not step each number by itself"
     candidates = [n for n, p in model.named_parameters() if tags(n) & set(held) and "base" not in tags(n) and p.numel()]
     names = [n for n in candidates if not unslotted(model, [n])]
-    start = {n: model.get_parameter(n).detach().clone() for n in names}
+    net = {n: model.get_parameter(n).detach().clone() for n in names}
     if not names:
         return "no tensor that it trains is that of a linear layer or a layer norm"
     batches = dict(enumerate(np.split(np.resize(rows_to_try(examples.lengths), TRIED), [1, 2])))
     members = [Member("", examples, (), seed, config) for seed in batches]
     draw = torch.Generator().manual_seed(0)
-    nets = [
-        {n: start[n] + 0.02 * torch.randn(start[n].shape, generator=draw).to(start[n]) for n in names} for _ in batches
-    ]
+    nets = [{n: net[n] + 0.02 * torch.randn(net[n].shape, generator=draw).to(net[n]) for n in names} for _ in batches]
     try:
         with preserving_modes(model), with_gradients(model, names), torch.enable_grad():
             model.train(input_device(model).type == "cpu")
@@ -379,7 +377,7 @@ def never_together(model: nn.Module, config: Settings, held: Collection[str], ex
     except Exception as error:
         return failure(error)
     finally:
-        load_tensors(model, start)
+        load_tensors(model, net)
 
 
 def _single(model: nn.Module, member: Member, tensors: Mapping[str, Tensor], rows: np.ndarray) -> Gradients:

@@ -183,15 +183,12 @@ class OneShot(Gathering):
         """The diagonal of the Fisher at ``model`` over the client's data, float32, by parameter."""
         return diagonal_fisher(model, client.batches(), self.parameters, **self.label_draws(model, round, client))
 
-    def diagonal_entries(self, fisher: Tensors, tensors: Tensors) -> dict[str, Tensor]:
+    def diagonal_entries(self, fisher: Tensors, sent: Tensors) -> dict[str, Tensor]:
         """The entries ``fisher:…`` of a diagonal Fisher and, if only sums arrive, ``product:…`` of ``F_k W_k``."""
         if not self.setting.only_sums:
             return entries("fisher", fisher)
-        scaled = {n: f * SUM_SCALE for n, f in fisher.items()}
-        return {
-            **entries("fisher", scaled),
-            **entries("product", {n: f * tensors[n].float() for n, f in scaled.items()}),
-        }
+        large = {n: f * SUM_SCALE for n, f in fisher.items()}
+        return {**entries("fisher", large), **entries("product", {n: f * sent[n].float() for n, f in large.items()})}
 
     def diagonal_shapes(self, tensors: Tensors) -> dict[str, Tensor]:
         """Names and shapes of ``diagonal_entries``."""

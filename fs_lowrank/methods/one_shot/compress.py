@@ -71,12 +71,10 @@ class Budget:
     def expand(self, sent: Tensors) -> dict[str, Tensor]:
         """The arguments of ``compress`` from its result, up to rounding."""
         tensors = {n: sent[n] for n in self.exact}
-        for name, template in self.plain.items():
-            tensors[name] = unpack(sent[f"codes:{name}"], sent[f"scale:{name}"], template.shape, BITS).to(
-                template.dtype
-            )
-        for name, template in self.matrices.items():
-            shape = len(template), self.counts[name]
+        for name, tensor in self.plain.items():
+            tensors[name] = unpack(sent[f"codes:{name}"], sent[f"scale:{name}"], tensor.shape, BITS).to(tensor.dtype)
+        for name, matrix in self.matrices.items():
+            shape = len(matrix), self.counts[name]
             vectors = unpack(sent[f"codes:{name}"], sent[f"scale:{name}"], shape, VECTOR_BITS)
             tensors[name] = (vectors * sent[f"values:{name}"]) @ vectors.T
         return tensors

@@ -160,7 +160,7 @@ class FedFisher(OneShot):
             steps=params.steps,
             lr=params.lr,
             tolerance=tolerance,
-            intermediate=params.select,
+            scored=params.select,
             eps_inside=params.fisher == "kfac",
         )
         if self.needs.validation:

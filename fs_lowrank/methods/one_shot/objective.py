@@ -111,7 +111,7 @@ def minimise(
     steps: int,
     lr: float,
     tolerance: float,
-    intermediate: bool,
+    scored: bool,
     eps_inside: bool,
 ) -> Iterator[dict[str, Tensor]]:
     """The models to select from, in the dtypes of ``mean``; the last is the last iterate.
@@ -123,7 +123,7 @@ def minimise(
         steps: number of steps of adam and reference; maximum for cg.
         lr: learning rate of adam and reference.
         tolerance: factor by which cg reduces the residual.
-        intermediate: also yield the iterates before the last that are to be scored.
+        scored: also yield the iterates before the last that are to be scored.
         eps_inside: ``√(d + ε)`` for reference.
     """
 
@@ -133,9 +133,7 @@ def minimise(
     if solver == "closed":
         yield {**mean, **named((b, b.closed()) for b in blocks(torch.float64))}
     elif solver == "cg":
-        levels = [
-            *(takewhile(lambda f: f > 1.001 * tolerance, (10 ** (-i / 2) for i in count(1))) if intermediate else ())
-        ]
+        levels = [*(takewhile(lambda f: f > 1.001 * tolerance, (10 ** (-i / 2) for i in count(1))) if scored else ())]
         models = [dict(mean) for _ in (*levels, tolerance)]
         # One block at a time in float64, so that the server holds the clients' factors and little more.
         for block in blocks(torch.float64):
@@ -155,7 +153,7 @@ def minimise(
         else:
             # The authors score the iterates after steps 1, 101, …, and never the last.
             iterates = islice(summed_moments(gradient, start, lr=lr, eps_inside=eps_inside), steps)
-            last = steps - 1 if not intermediate else -1
+            last = steps - 1 if not scored else -1
         for i, iterate in enumerate(iterates):
-            if intermediate and i % SCORED == 0 or i == last:
+            if scored and i % SCORED == 0 or i == last:
                 yield {**mean, **named(zip(parts, iterate))}
