@@ -157,7 +157,7 @@ def _draw_matrix(axes: Axes, matrix: Matrix) -> None:
     look: dict[str, Any] = {"vmin": 0, "vmax": matrix.largest, "aspect": "auto", "interpolation": "none"}
     image: Any = axes.imshow(matrix.values, cmap=shades, **look)
     axes.figure.colorbar(image, ax=axes, label=matrix.scale)
-    for i, row in enumerate(matrix.shown):
+    for i, row in enumerate(matrix.texts):
         for j, text in enumerate(row):
             dark = image.norm(matrix.values[i][j]) > 0.5
             axes.text(j, i, text, ha="center", va="center", color="#fefefe" if dark else "#111111")

@@ -92,7 +92,7 @@ def _template() -> Any:
 
 def _cell(value: Any) -> tuple[str, str]:
     """The text of a cell, and the number that it is sorted by, or nothing."""
-    text, by = value if isinstance(value, tuple) else (value, value)
-    if not isinstance(by, (int, float)) or isinstance(by, bool):
+    text, key = value if isinstance(value, tuple) else (value, value)
+    if not isinstance(key, (int, float)) or isinstance(key, bool):
         return str(text), ""
-    return text if isinstance(text, str) else digits(text), repr(by)
+    return text if isinstance(text, str) else digits(text), repr(key)

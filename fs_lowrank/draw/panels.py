@@ -9,8 +9,8 @@ from typing import Any
 
 def digits(value: float) -> str:
     """A figure with three digits, as people are shown it: ``0.650``, ``27.7``, ``1,936``; a whole number as it is."""
-    whole = isinstance(value, int) or not value or abs(value) >= 999.5
-    return f"{value:,.0f}" if whole else f"{value:#.3g}".removesuffix(".")
+    integral = isinstance(value, int) or not value or abs(value) >= 999.5
+    return f"{value:,.0f}" if integral else f"{value:#.3g}".removesuffix(".")
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Line:
 
     def __str__(self) -> str:
         points = [f"{y:.4g} at {x:.4g}" for x, y in zip(self.x, self.y)]
-        shown = ", ".join(points) if len(points) < 13 else f"{points[0]} to {points[-1]}"
-        return f"{' '.join(filter(None, (self.name, self.means)))}: {shown}".removeprefix(": ")
+        text = ", ".join(points) if len(points) < 13 else f"{points[0]} to {points[-1]}"
+        return f"{' '.join(filter(None, (self.name, self.means)))}: {text}".removeprefix(": ")
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,16 @@ class Matrix:
 
     Attributes:
         values: by row. scale: its name. largest: of the scale; None: the largest value.
-        shown: texts in the cells, by row, or none.
+        texts: in the cells, by row, or none.
     """
 
     values: Sequence[Sequence[float]]
     scale: str
     largest: float | None = None
-    shown: Sequence[Sequence[str]] = ()
+    texts: Sequence[Sequence[str]] = ()
 
     def __str__(self) -> str:
-        rows = "; ".join(f"row {i + 1}: {', '.join(row)}" for i, row in enumerate(self.shown))
+        rows = "; ".join(f"row {i + 1}: {', '.join(row)}" for i, row in enumerate(self.texts))
         return rows or f"{len(self.values)} rows and {len(self.values[0])} columns, {self.scale}"
 
 

@@ -24,7 +24,7 @@ from ..rounds.workspace import Workspace
 
 logger = logging.getLogger("fs_lowrank")
 #: characters of a refusal, which has words of the client's
-_SHOWN = 1000
+_MAX_TEXT = 1000
 
 
 def memory_of(root: Path, identity: str, client: int) -> Path:
@@ -102,7 +102,7 @@ class Members(Transport):
         reason = reason or samples_objection(
             client, facts.get("samples"), self.ledger.admission, own_data, elsewhere=self.elsewhere
         )
-        return f"client {client}: {reason}"[:_SHOWN] if reason else ""
+        return f"client {client}: {reason}"[:_MAX_TEXT] if reason else ""
 
     def welcome(self, facts: Mapping[str, Any], process: Any) -> None:
         """Let a client take part for which there is no ``refusal``."""

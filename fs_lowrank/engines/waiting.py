@@ -14,7 +14,7 @@ logger = logging.getLogger("fs_lowrank")
 
 #: seconds without a reply until a warning says for whom the server waits: for processes that only have to introduce
 #: themselves, and for training or evaluation; half of the timeout at most; the next comes when the wait has doubled
-FIRST_WORD, OF_WORK = 5.0, 30.0
+FIRST_WARNING, WORK_WARNING = 5.0, 30.0
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def replies(
         lost: the reason why a peer will not reply; empty: it may.
         clock: gives seconds.
     """
-    peers, first = set(awaited), min(OF_WORK if work else FIRST_WORD, timeout / 2)
+    peers, first = set(awaited), min(WORK_WARNING if work else FIRST_WARNING, timeout / 2)
     last, warn_at = clock(), first
     while peers:
         before = len(peers)

@@ -19,7 +19,7 @@ from ..settings.origin import show
 #: default for the largest training set that an update may declare
 MAX_SAMPLES = 10**9
 #: characters of a client's text that an error message shows
-_SHOWN = 200
+_MAX_TEXT = 200
 #: the largest loss or time that is accepted: of float32, so that sums of them are finite
 LARGEST = torch.finfo(torch.float32).max
 
@@ -71,10 +71,10 @@ def check_update(update: Update, expected: Mapping[str, Tensor], max_samples: in
         raise RefusedUpdate(f"{sender}: sent {type(sent).__name__}, expected named tensors")
     for name in sent:
         if not isinstance(name, str):
-            raise RefusedUpdate(f"{sender}: the name {repr(name)[:_SHOWN]} of a tensor is not a text")
+            raise RefusedUpdate(f"{sender}: the name {repr(name)[:_MAX_TEXT]} of a tensor is not a text")
     for name in sorted(sent.keys() - expected.keys()):
-        hint = nearest(name, expected) if len(name) <= _SHOWN else ""
-        raise RefusedUpdate(f"{sender}: unknown tensor {name[:_SHOWN]!r}{hint}")
+        hint = nearest(name, expected) if len(name) <= _MAX_TEXT else ""
+        raise RefusedUpdate(f"{sender}: unknown tensor {name[:_MAX_TEXT]!r}{hint}")
     for name in sorted(expected.keys() - sent.keys()):
         raise RefusedUpdate(f"{sender}: tensor {name!r} is missing")
     device = next((t.device for t in expected.values() if not t.is_meta), None)

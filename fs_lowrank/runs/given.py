@@ -59,7 +59,7 @@ def with_data(config: Config, data: Any, resume: bool) -> Config:
         )
     with _locked(config, DATA, resume) as folder:
         if resume and folder.exists():
-            facts = _same(folder, data)
+            facts = _matching_facts(folder, data)
         else:
             with replaced(folder) as aside:
                 aside.mkdir()
@@ -155,7 +155,7 @@ def _read_facts(folder: Path) -> dict[str, Any]:
     return facts
 
 
-def _same(folder: Path, data: Any) -> dict[str, Any]:
+def _matching_facts(folder: Path, data: Any) -> dict[str, Any]:
     """The facts that ``folder`` has about its data, if they are ``data``."""
     facts = _read_facts(folder)
     with TemporaryDirectory(".writing", f".{DATA}.", folder.parent) as aside:

@@ -46,9 +46,9 @@ def _named(runs: list[tuple[Path, Config]]) -> list[tuple[str, str, Path, Config
     """With each run its name and its label: its method, or its place where that does not tell runs apart."""
     labels = [folder.name if _compared(folder) else config.federate.method for folder, config in runs]
     settings = [{key: v for key, v in config.decisive().items() if key != "seed"} for _, config in runs]
-    alike = all(a == b for n, a in zip(labels, settings) for m, b in zip(labels, settings) if n == m)
+    equal = all(a == b for n, a in zip(labels, settings) for m, b in zip(labels, settings) if n == m)
     seeds = [config.seed for _, config in runs]
-    if not alike or len({*zip(labels, seeds)}) < len(runs):
+    if not equal or len({*zip(labels, seeds)}) < len(runs):
         common = Path(os.path.commonpath([folder.resolve().parent for folder, _ in runs]))
         labels = [str(folder.resolve().relative_to(common)) for folder, _ in runs]
     several = {label for label in labels if labels.count(label) > 1}

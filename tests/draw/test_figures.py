@@ -29,7 +29,7 @@ def test_names_are_shown_as_they_are_written(tmp_path):
     panels = [
         Panel("a", "$title_$", "$x_$", "$y_$", lines, ticks=ticks),
         Panel("b", "", "x", "y", [Bars({name: [1.0, 2.0] for name in NAMES})], ticks=ticks),
-        Panel("c", "", "x", "y", [Matrix([[1, 0]] * 2, "share", shown=[["1", "0"]] * 2)], ticks=ticks, rows=ticks),
+        Panel("c", "", "x", "y", [Matrix([[1, 0]] * 2, "share", texts=[["1", "0"]] * 2)], ticks=ticks, rows=ticks),
     ]
     made = figures.figure(panels, "my_$data_$ · model")
     figures.save(made, tmp_path / "names.png")

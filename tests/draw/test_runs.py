@@ -186,7 +186,7 @@ def test_the_scores_of_clients_are_in_order_with_intervals():
 def test_a_confusion_matrix_is_by_true_class():
     panel = confusion_panel([[3, 1], [0, 0]], ["no", "a name of many letters"])
     (matrix,) = panel.marks
-    assert matrix.values == [[0.75, 0.25], [0, 0]] and matrix.shown == [["3", "1"], ["0", "0"]]
+    assert matrix.values == [[0.75, 0.25], [0, 0]] and matrix.texts == [["3", "1"], ["0", "0"]]
     assert (panel.y, panel.rows[1]) == ("true class", "a name of many …")
 
 

@@ -135,7 +135,7 @@ from fs_lowrank.engines import waiting
 from fs_lowrank.engines.flower import server
 
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
-waiting.FIRST_WORD = 0.1
+waiting.FIRST_WARNING = 0.1
 server.packed = lambda parcel: parcel
 asked = object.__new__(server.Nodes)
 asked.__dict__.update(timeout=0.5, pause=0.01, token="", simulated=False, stopped=lambda: False)
