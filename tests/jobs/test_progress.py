@@ -9,7 +9,7 @@ import pytest
 
 import fs_lowrank
 from fs_lowrank.jobs import progress, shell
-from fs_lowrank.runs.progress import shown
+from fs_lowrank.runs.progress import progress_bar
 
 
 def worked(monkeypatch, live: bool, what: str = "reading") -> str:
@@ -36,7 +36,7 @@ def test_a_log_has_the_whole_text(monkeypatch):
 def test_a_resumed_run_counts_only_its_own_rounds_for_the_time_left(monkeypatch, settings):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     config = fs_lowrank.load_config(settings, {"federate.total_round_num": 100})
-    with shown(config, "rolora", True, None, None) as (of_round, of_client):
+    with progress_bar(config, "rolora", True, None, None) as (of_round, of_client):
         of_client(91, 0, 2)
         time.sleep(0.2)
         of_client(91, 1, 2)
