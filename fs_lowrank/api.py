@@ -24,7 +24,7 @@ from .runs.progress import progress_bar
 from .seeds import preserving_generators
 from .versions import SCHEMA
 
-if TYPE_CHECKING:  # they take seconds, as what ``run`` and ``compare`` import does
+if TYPE_CHECKING:  # they take seconds, like the imports inside ``run`` and ``compare``
     from .callbacks import Callback
     from .runs.result import RunResult
 
@@ -65,11 +65,11 @@ def run(
         progress: show a bar on standard error. None: on a terminal and in a notebook.
         on_round: called with each round's record; return True to stop.
         on_client: called with (round, clients done, clients of the round).
-        callbacks: what else is done at the start, after each round and at the end.
+        callbacks: called at the start, after each round and at the end.
     Raises:
         UserError: an error that the user can correct. RunFailed: a valid run could not continue.
     """
-    resume, overwrite = _how(resume, overwrite)
+    resume, overwrite = _resume_mode(resume, overwrite)
     config = config if isinstance(config, Config) else load_config(config)
     folder = outdir_of(config)
     if resume is True and config.federate.mode == "standalone" and not holds_run(folder):
@@ -94,18 +94,21 @@ def run(
             holding(model, tokenizer) if held else nullcontext(),
             preserving_generators(),
             preserving_start_method(),
-            progress_bar(config, f"{config.federate.method}, rounds", progress, on_round, on_client) as (told, heard),
+            progress_bar(config, f"{config.federate.method}, rounds", progress, on_round, on_client) as (
+                report,
+                advance,
+            ),
         ):
-            told_of: dict[str, Any] = {"on_round": told, "on_client": heard, "callbacks": callbacks}
-            result: RunResult = module.run(config, resume=bool(resume), **told_of)
+            hooks: dict[str, Any] = {"on_round": report, "on_client": advance, "callbacks": callbacks}
+            result: RunResult = module.run(config, resume=bool(resume), **hooks)
     except Exception as error:
-        vars(error)["run_folder"] = outdir_of(config)  # where a command line writes the traceback of an error of ours
+        vars(error)["run_folder"] = outdir_of(config)  # a command line writes the traceback of an error of ours there
         raise
     return result
 
 
-def _how(resume: Resume, overwrite: bool) -> tuple[bool | Literal["auto"], bool]:
-    """``resume`` without "overwrite", and whether the run that is there is removed."""
+def _resume_mode(resume: Resume, overwrite: bool) -> tuple[bool | Literal["auto"], bool]:
+    """``resume`` without "overwrite", and whether an existing run is removed."""
     if resume not in (True, False, "auto", "overwrite"):
         raise UserError(f"resume = {resume!r}: expected True, False, 'auto' or 'overwrite'")
     if resume == "overwrite":
@@ -153,7 +156,7 @@ def compare(
     from .runs.given import with_data
 
     get_engine(engine)  # before anything is announced or written
-    resume, overwrite = _how(resume, overwrite)
+    resume, overwrite = _resume_mode(resume, overwrite)
     existing: dict[str, Any] = {"resume": "auto" if resume else False, "overwrite": overwrite, "progress": progress}
     methods, rows = split_names(names(methods) if isinstance(methods, str) else methods)
     config, keys_of = load_for(config, methods, overrides)
@@ -163,8 +166,8 @@ def compare(
             check_outdir(config.replace({"outdir": str(outdir / name), "expname": ""}), False)
         config = with_data(config, data, bool(resume))
     configs = _configs_of(config, keys_of, outdir)
-    of_schedule = configs.get("fedloru", config)  # with its own tau
-    configs |= {name: row_config(name, of_schedule if name == "relora" else config, outdir / name) for name in rows}
+    schedule_config = configs.get("fedloru", config)  # with its own tau
+    configs |= {name: row_config(name, schedule_config if name == "relora" else config, outdir / name) for name in rows}
     results = {}
     with memoizing():  # the model and the data are loaded once
         for name in keys_of:
@@ -176,13 +179,13 @@ def compare(
                 remove_run(outdir / name)
             if on_method:
                 on_method(name)
-            asked = (told.get("on_round"), told.get("on_client"))
+            hooks = (told.get("on_round"), told.get("on_client"))
             with (
                 preserving_generators(),
                 preserving_start_method(),
-                progress_bar(config, f"{name}, rounds", progress, *asked) as shown_to,
+                progress_bar(config, f"{name}, rounds", progress, *hooks) as bar_hooks,
             ):
-                results[name] = run_row(name, configs[name], bool(resume), *shown_to, divided=config)
+                results[name] = run_row(name, configs[name], bool(resume), *bar_hooks, divided=config)
     picture = _write_comparison(config, configs, results, outdir)
     for result in results.values():
         result.saved["comparison"] = picture
@@ -197,16 +200,16 @@ def _configs_of(config: Config, keys_of: Mapping[str, Mapping[str, Any]], outdir
     }
     if config.federate.total_round_num == 1 and not config.lowrank.reuse_clients:
         # All methods start from the same model, so clients that train alike are trained once.
-        place = {"lowrank.reuse_clients": str(outdir / "clients")}
+        reuse = {"lowrank.reuse_clients": str(outdir / "clients")}
         idle = {n: requirements(c.federate.method, c.lowrank.params).idle for n, c in configs.items()}
-        configs = {n: c if "lowrank.reuse_clients" in idle[n] else c.replace(place) for n, c in configs.items()}
+        configs = {n: c if "lowrank.reuse_clients" in idle[n] else c.replace(reuse) for n, c in configs.items()}
     return configs
 
 
 def _write_comparison(
     config: Config, configs: Mapping[str, Config], results: Mapping[str, RunResult], outdir: Path
 ) -> Path:
-    """Write the curves, the tables and ``comparison.json``, and return where the curves are."""
+    """Write the curves, the tables and ``comparison.json``; returns the path of the curves."""
     from .draw.figures import save
     from .draw.runs import curves, setting_of
     from .runs.environment import versions
@@ -216,8 +219,8 @@ def _write_comparison(
     first = next(iter(results.values()))
     majority = first.facts["majority"]
     histories = {n: [r.history] for n, r in results.items()}
-    made = curves(histories, majority, title=setting_of(config), sizes=first.facts.get("held_out"))
-    picture = save(made, outdir / "curves.png")
+    figure = curves(histories, majority, title=setting_of(config), sizes=first.facts.get("held_out"))
+    picture = save(figure, outdir / "curves.png")
     write_tables(result_lines(results), outdir / "comparison.csv")
     if lines := client_lines(results):
         write_tables(lines, outdir / "client_scores.csv")

@@ -65,7 +65,7 @@ class _InOnePlace(Callback):
 
 
 def split_names(methods: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The names of methods, and those of ``ROWS``, of what is to be compared.
+    """``methods`` divided into the names of methods and the names of ``ROWS``.
 
     Raises:
         UserError: a row is named twice, or there is no method beside the rows.
@@ -73,14 +73,14 @@ def split_names(methods: Sequence[str]) -> tuple[list[str], list[str]]:
     rows = [name for name in methods if name.lower() in ROWS]
     if len({name.lower() for name in rows}) < len(rows):
         raise UserError(f"compare needs distinct rows, got {', '.join(rows)}")
-    rest = [name for name in methods if name not in rows]
-    if rows and not rest:
+    others = [name for name in methods if name not in rows]
+    if rows and not others:
         raise UserError(f"{', '.join(rows)}: rows beside methods; name one method, too, such as fedlora")
-    return rest, [name.lower() for name in rows]
+    return others, [name.lower() for name in rows]
 
 
 def row_config(name: str, config: Config, outdir: str | Path) -> Config:
-    """The configuration of a row; its method averages, over one client or none. What does not apply to it is said.
+    """The configuration of a row; its method averages, over one client or none. Warns of settings that do not apply.
 
     Raises:
         UserError: for ``pooled`` and ``relora``, some clients train epochs and others steps.
@@ -92,19 +92,19 @@ def row_config(name: str, config: Config, outdir: str | Path) -> Config:
     if config.federate.process_num != 1:
         say_once(f"{name}: federate.process_num does not apply to it; it trains in one process")
     keys |= {"federate.use_ss": False, "federate.online_aggr": False, "federate.process_num": 1}
-    of_several = "drop_rate min_clients max_samples max_update_norm max_update_norm_factor drift drift_weight".split()
-    of_several += ["reuse_clients", "robust", "robust_malicious", "robust_norm"]
-    keys |= {f"lowrank.{name}": getattr(Lowrank(), name) for name in of_several}
+    shared_keys = "drop_rate min_clients max_samples max_update_norm max_update_norm_factor drift drift_weight".split()
+    shared_keys += ["reuse_clients", "robust", "robust_malicious", "robust_norm"]
+    keys |= {f"lowrank.{name}": getattr(Lowrank(), name) for name in shared_keys}
     # A row's method has one rank for all.
-    own = {client: {k: v for k, v in of.items() if k != "rank"} for client, of in config.client_settings.items()}
-    keys["lowrank.clients"] = [{"clients": client, **of} for client, of in own.items() if of]
+    overrides = {id: {k: v for k, v in values.items() if k != "rank"} for id, values in config.client_settings.items()}
+    keys["lowrank.clients"] = [{"clients": id, **values} for id, values in overrides.items() if values]
     if name != "local":
         keys |= {"federate.client_num": 1, "federate.sample_client_num": -1, "federate.sample_client_rate": -1.0}
         keys |= {"lowrank.clients": [], "federate.client_idx_for_local_train": 0}
         keys |= {"data.splitter": "iid", "data.splitter_args": [], "federate.make_global_eval": True}
         keys |= _in_one_place(name, config)
-        if dropped := {k for of in own.values() for k in of} - {"local_update_steps", "batch_or_epoch"}:
-            say_once(f"{name}: {', '.join(sorted(dropped))} of single clients (lowrank.clients) do not apply to it")
+        if ignored := {k for values in overrides.values() for k in values} - {"local_update_steps", "batch_or_epoch"}:
+            say_once(f"{name}: {', '.join(sorted(ignored))} of single clients (lowrank.clients) do not apply to it")
     if name == "local" or watched(config)[0] == CLIENTS:
         if config.early_stop.patience:
             say_once(f"{name}: early_stop does not apply to it; it trains all its rounds")
@@ -114,12 +114,12 @@ def row_config(name: str, config: Config, outdir: str | Path) -> Config:
 
 def _in_one_place(name: str, config: Config) -> dict[str, Any]:
     """How long one client with all data trains in a round, which is as long as the clients of a round do."""
-    each = [config.of_client(client).train for client in range(1, config.taking_part + 1)]
-    if len({train.batch_or_epoch for train in each}) > 1:
+    settings = [config.of_client(client).train for client in range(1, config.taking_part + 1)]
+    if len({train.batch_or_epoch for train in settings}) > 1:
         raise UserError(f"{name}: some clients train epochs and others steps (lowrank.clients); leave the row out")
-    together = config.sampled_per_round if each[0].batch_or_epoch == "batch" else 1
-    steps = together * sum(train.local_update_steps for train in each) / len(each)
-    return {"train.batch_or_epoch": each[0].batch_or_epoch, "train.local_update_steps": max(1, round(steps))}
+    clients = config.sampled_per_round if settings[0].batch_or_epoch == "batch" else 1
+    steps = clients * sum(train.local_update_steps for train in settings) / len(settings)
+    return {"train.batch_or_epoch": settings[0].batch_or_epoch, "train.local_update_steps": max(1, round(steps))}
 
 
 def run_row(
@@ -133,7 +133,7 @@ def run_row(
     """Run a row whose configuration comes from ``row_config``; the result is like that of a run.
 
     Args:
-        divided: the configuration that it comes from, whose clients' cached states serve all data in one place.
+        divided: the configuration of the comparison, whose clients' cached states serve all data in one place.
     """
     if name != "local":
         check_outdir(config, resume)
@@ -148,12 +148,12 @@ def run_row(
     workspace, outdir = Workspace(config), outdir_of(config)
     facts = {"method": "local", **facts_of(workspace), "own_models": True}
     facts["client_majority"] = workspace.data.client_majority
-    with ExitStack() as held:
-        held.callback(claim(outdir).release)
+    with ExitStack() as stack:
+        stack.callback(claim(outdir).release)
         ended = resume and _has_ended(outdir, facts)
         rounds = config.federate.total_round_num
         history = read_records(outdir / "rounds.jsonl", up_to=rounds) if ended else []
-        history = history or _written(workspace, _alone(workspace, on_client), facts)
+        history = history or _write_files(workspace, _train_alone(workspace, on_client), facts)
     record = history[-1]
     if on_round:
         on_round(record)
@@ -173,19 +173,19 @@ def _pieces(workspace: Workspace, divided: Config) -> list[tuple[str, Any, int]]
 
 def _has_ended(outdir: Path, facts: Mapping[str, Any]) -> bool:
     """Whether the folder holds this row, of the same configuration, data and model."""
-    again = "the row is trained again"
+    remedy = "the row is trained again"
     try:
-        summary = read_json(outdir / "summary.json", missing={}, remedy=again)
-        check_finished(outdir, ("summary.json", "rounds.jsonl"), again)
+        summary = read_json(outdir / "summary.json", missing={}, remedy=remedy)
+        check_finished(outdir, ("summary.json", "rounds.jsonl"), remedy)
     except DamagedFile as error:
         logger.warning("%s", error)
         return False
     return all(summary.get(key) == facts[key] for key in ("method", "data", "model", "config"))
 
 
-def _written(workspace: Workspace, found: dict[str, Any], facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _write_files(workspace: Workspace, outcome: dict[str, Any], facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Write the files of the row; returns its only record, as it is in the file."""
-    outdir, record = outdir_of(workspace.config), found.pop("record")
+    outdir, record = outdir_of(workspace.config), outcome.pop("record")
     unseal(outdir)
     workspace.config.dump(outdir / "config.yaml")
     write_environment(outdir / "environment.json", workspace.new_weights, None, workspace.device)
@@ -193,14 +193,14 @@ def _written(workspace: Workspace, found: dict[str, Any], facts: Mapping[str, An
     records = Records(outdir / "rounds.jsonl")
     records.add(record)
     final = flat_metrics(record["metrics"])
-    about = {"schema": SCHEMA, "final": final, "seed": workspace.config.seed}
-    write_text(outdir / "local.json", to_json({**about, **found}, indent=1))
-    write_text(outdir / "summary.json", to_json({**about, "bytes": dict.fromkeys(_BYTES, 0), **facts}, indent=1))
+    header = {"schema": SCHEMA, "final": final, "seed": workspace.config.seed}
+    write_text(outdir / "local.json", to_json({**header, **outcome}, indent=1))
+    write_text(outdir / "summary.json", to_json({**header, "bytes": dict.fromkeys(_BYTES, 0), **facts}, indent=1))
     seal_finished(outdir)
     return records.history
 
 
-def _alone(workspace: Workspace, on_client: Callable[[int, int, int], object] | None) -> dict[str, Any]:
+def _train_alone(workspace: Workspace, on_client: Callable[[int, int, int], object] | None) -> dict[str, Any]:
     """Train every client alone.
 
     Returns:
@@ -249,9 +249,9 @@ def _alone(workspace: Workspace, on_client: Callable[[int, int, int], object] | 
         score |= {
             split: evaluator.score(examples, split, config.metrics) for split, examples in workspace.held_out().items()
         }
-        own = workspace.data.client_tests[client.id - 1]
-        if own is not None:
-            score[CLIENTS] = {**evaluator.score(own, f"client {client.id} test"), "samples": len(own)}
+        test = workspace.data.client_tests[client.id - 1]
+        if test is not None:
+            score[CLIENTS] = {**evaluator.score(test, f"client {client.id} test"), "samples": len(test)}
         spent["evaluation"] += time.perf_counter() - ended
         scores.append(score)
     if not scores:
@@ -260,10 +260,10 @@ def _alone(workspace: Workspace, on_client: Callable[[int, int, int], object] | 
     for split in workspace.held_out():
         metrics[split] = {m: float(np.mean([s[split][m] for s in scores])) for m in scores[0][split]}
     shares = {s["client"]: s[CLIENTS] for s in scores if CLIENTS in s}
-    of_clients: dict[int, dict[str, float]] = {}
+    per_client: dict[int, dict[str, float]] = {}
     if shares:
         metrics[CLIENTS] = evaluator.combined(shares, {client: s["samples"] for client, s in shares.items()})
-        of_clients = metrics[CLIENTS].pop("clients")
+        per_client = metrics[CLIENTS].pop("clients")
     record = {
         "round": config.federate.total_round_num,
         "selected": [],
@@ -272,7 +272,7 @@ def _alone(workspace: Workspace, on_client: Callable[[int, int, int], object] | 
         "samples": samples,
         "loss": float(np.mean(losses)),
         "metrics": metrics,
-        **({"client_scores": {str(client): of for client, of in of_clients.items()}} if of_clients else {}),
+        **({"client_scores": {str(client): values for client, values in per_client.items()}} if per_client else {}),
         **_NOTHING_SENT,
         "seconds": spent,
     }

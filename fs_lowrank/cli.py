@@ -102,22 +102,22 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     for command in (methods, doctor, fetch):
         tables.option(command)
     add_commands(commands)
-    own = list(commands.choices.values())
+    parsers = list(commands.choices.values())
     for name, example in _EXAMPLES.items():
         commands.choices[name].example = example
     parser.groups = _GROUPS
     for name, point in extensions().items():
-        about = _OURS.get(name) or f"added by {point.dist.name if point.dist else point.value}"
-        commands.add_parser(name, help=f"{about}; has its own --help")
-    return parser, own
+        help_text = _OURS.get(name) or f"added by {point.dist.name if point.dist else point.value}"
+        commands.add_parser(name, help=f"{help_text}; has its own --help")
+    return parser, parsers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (``_CODES``)."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    asked = os.environ.get("COMP_LINE", "").split(" ")[1:-1][:1]  # the command of a line that a shell completes
-    if "_ARGCOMPLETE" in os.environ and {*asked} & {*extensions()}:
-        given, os.environ["_ARGCOMPLETE"] = asked, "2"  # its own parser completes it, without the first word
+    arglist = list(sys.argv[1:] if argv is None else argv)
+    completing = os.environ.get("COMP_LINE", "").split(" ")[1:-1][:1]  # the command of a line that a shell completes
+    if "_ARGCOMPLETE" in os.environ and {*completing} & {*extensions()}:
+        arglist, os.environ["_ARGCOMPLETE"] = completing, "2"  # its own parser completes it, without the first word
 
     def again(args: argparse.Namespace) -> str:
         if not hasattr(args, "resume"):
@@ -125,15 +125,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         outdir = getattr(args, "outdir", None)
         if outdir is None or not any(outdir.rglob("checkpoint")):
             return " before a round was saved, so there is nothing to continue; the same command begins anew"
-        words = [word for word in given if word not in ("--overwrite", "--resume")]
+        words = [word for word in arglist if word not in ("--overwrite", "--resume")]
         return f"; continue with: {hint(words[0], '--resume', *words[1:])}"
 
-    added = extensions().get(given[0]) if given else None
-    return run_extension(added, given[1:]) if added else shell.run(_parser, given, console, again, _folder)
+    extension = extensions().get(arglist[0]) if arglist else None
+    return run_extension(extension, arglist[1:]) if extension else shell.run(_parser, arglist, console, again, _folder)
 
 
 def _folder(args: argparse.Namespace) -> Path | None:
-    """Where the traceback of an error of the package is written: the folder of the run that the command is about."""
+    """The folder for the traceback of an error of the package: that of the command's run."""
     named = (getattr(args, name, None) for name in ("outdir", "run"))
     return next(filter(None, (*named, *getattr(args, "runs", ()))), None)
 
@@ -164,7 +164,7 @@ def _on_round(config) -> Callable[[dict], None]:
 
 
 def _beginning() -> list:
-    """A callback that prints what is trained, what is computed once, and where results go."""
+    """A callback that prints the number of trained weights, the cached layers, and the folder of the results."""
     from . import Callback
     from .models.shortcuts.masks import draws
     from .runs.summary import human_bytes, human_percent
@@ -176,17 +176,17 @@ def _beginning() -> list:
             if prefix := run.workspace.prefix:
                 once = f" once ({human_bytes(prefix.planned)})" if prefix.planned else ""
                 text += f"; computes the first {prefix.depth} of {len(prefix.layers)} layers{once} without dropout"
-            acts = (
+            dropout = (
                 f"dropout {'acts' if draws(run.workspace.model.train()) else 'is 0'}{' in the others' * bool(prefix)}"
             )
             resumes = f"; continues after round {len(run.history)}" if run.history else ""
-            say(f"  {text}; {acts}; results go to {run.outdir}{resumes}")
+            say(f"  {text}; {dropout}; results go to {run.outdir}{resumes}")
 
     return [Beginning()]
 
 
 def _overrides(args: argparse.Namespace) -> list[str]:
-    """The overrides of the command line, with those that have an option of their own."""
+    """The overrides of the command line, and its options that stand for a key."""
     options = {"federate.process_num": args.workers, "lowrank.clients": args.client_cfg}
     return [*args.overrides, *(word for key, value in options.items() if value for word in (key, value))]
 
@@ -194,13 +194,13 @@ def _overrides(args: argparse.Namespace) -> list[str]:
 def _announce(config, name: str) -> None:
     from .data.partition import BY_SITE
 
-    about = (
+    text = (
         f": {counted(config.taking_part, 'client')}, {config.sampled_per_round} a round, "
         f"{counted(config.federate.total_round_num, 'round')}, lr {config.train.optimizer.lr}, seed {config.seed}"
     )
     if config.data.splitter not in BY_SITE:
-        about += f"; simulated clients: one table is dealt out ({config.data.splitter})"
-    console.print(Text.assemble((name, "bold"), about))
+        text += f"; simulated clients: one table is dealt out ({config.data.splitter})"
+    console.print(Text.assemble((name, "bold"), text))
 
 
 def _figures(title: str | None, lines: Sequence[Sequence[str]]) -> Table:
@@ -228,14 +228,14 @@ def _print_figures(title: str | None, lines: Sequence[Sequence[str]], file: Path
     if (table.width or 0) <= console.width:
         console.print(table)
         return
-    head, *rest = [[cell.replace("\n", " ") for cell in line] for line in lines]
-    while rest:
-        for count in range(len(rest), 0, -1):
-            table = _figures(title, list(zip(head, *rest[:count])))
+    header, *columns = [[cell.replace("\n", " ") for cell in line] for line in lines]
+    while columns:
+        for count in range(len(columns), 0, -1):
+            table = _figures(title, list(zip(header, *columns[:count])))
             if (table.width or 0) <= console.width:
                 break
         console.print(table, crop=False)  # not truncated; a very narrow console wraps the lines
-        rest, title = rest[count:], None
+        columns, title = columns[count:], None
 
 
 def _print_results(results: dict, file: Path | None = None) -> None:
@@ -255,7 +255,7 @@ def _print_results(results: dict, file: Path | None = None) -> None:
 
 
 def _print_notes(results: dict) -> None:
-    """How sure a score is; what the run began with; clients that never took part; methods no better than chance."""
+    """Print standard errors, scores before round 1, clients that never took part, and methods no better than chance."""
     from .runs.summary import for_people
     from .settings.metrics import standard_error
 
@@ -265,13 +265,13 @@ def _print_notes(results: dict) -> None:
             score = result.final["test_acc"]
             error = f"{standard_error(score, rows):.3f} (one standard error of {rows:,} samples)"
             best, share = result.best.get("test_acc"), result.facts["majority"]
-            also = f"; in the best round {best:.3f} ± {standard_error(best, rows):.3f}" if best is not None else ""
-            also += f"; the most frequent class alone gives {share:.3f}" if share is not None else ""
-            say(f"  {name}: test accuracy {score:.3f} ± {error}{also}")
+            details = f"; in the best round {best:.3f} ± {standard_error(best, rows):.3f}" if best is not None else ""
+            details += f"; the most frequent class alone gives {share:.3f}" if share is not None else ""
+            say(f"  {name}: test accuracy {score:.3f} ± {error}{details}")
         if result.before:
-            shown = for_people({n: v for n, v in result.before.items() if n.count("_") == 1}, result.language)
-            began = ", ".join(f"{n.replace('_', ' ')} {v:.3f}" for n, v in shown.items())
-            say(f"  {name}: before round 1: {began}")
+            scores = for_people({n: v for n, v in result.before.items() if n.count("_") == 1}, result.language)
+            initial = ", ".join(f"{n.replace('_', ' ')} {v:.3f}" for n, v in scores.items())
+            say(f"  {name}: before round 1: {initial}")
         if "unseen_test_acc" in result.final:
             listed = ", ".join(map(str, result.unseen[:20])) + (", …" if len(result.unseen) > 20 else "")
             say(
@@ -307,20 +307,20 @@ def _dry_run(config, engine: str, file: Path | None) -> int:
     get_engine(engine)
     if engine not in added_engines():  # the others refuse what they do not honour when they run
         check_engine(config, engine)
-    found = estimate(config)
-    tables.show(console, found.lines(), file, right=("size",))
-    if found.seconds is not None and found.steps is not None:
+    usage = estimate(config)
+    tables.show(console, usage.lines(), file, right=("size",))
+    if usage.seconds is not None and usage.steps is not None:
         from .runs.summary import human_time
 
-        or_less = f" or less, as {found.together} clients train at once," if found.together > 1 else ""
+        or_less = f" or less, as {usage.cohort} clients train at once," if usage.cohort > 1 else ""
         say(
-            f"  about {human_time(found.seconds)}{or_less} for {found.steps:,.0f} steps of clients, and the evaluations"
+            f"  about {human_time(usage.seconds)}{or_less} for {usage.steps:,.0f} steps of clients, and the evaluations"
         )
-    for place in found.lacking:
-        say(f"  it will not fit: {place}", style="yellow")
-    for advice in found.advice:
+    for resource in usage.lacking:
+        say(f"  it will not fit: {resource}", style="yellow")
+    for advice in usage.advice:
         say(f"  set {advice}")
-    return 1 if found.lacking else 0
+    return 1 if usage.lacking else 0
 
 
 def _run(args: argparse.Namespace) -> int | None:
@@ -329,16 +329,16 @@ def _run(args: argparse.Namespace) -> int | None:
     if args.data is not None:
         args.cfg = init.write(args, None)
         say(f"{args.cfg}: written for {args.data}; its comments mark every guess")
-    elif said := init.given_options(args):
-        raise UserError(f"{', '.join(said)}: options of --data FILE; with --cfg, the file or `key value` says it")
+    elif options := init.used_options(args):
+        raise UserError(f"{', '.join(options)}: options of --data FILE; with --cfg, the file or `key value` says it")
     from .config import load_config
 
-    with line("reading the configuration", 1, at_once=True):  # PyTorch checks the arguments of its optimizers
+    with line("reading the configuration", 1, at_once=True):  # PyTorch checks the arglist of its optimizers
         config = load_config(args.cfg, _overrides(args))
     _announce(config, config.federate.method)
     if args.dry_run:
         return _dry_run(config, args.engine, args.table)
-    from .api import run  # takes seconds, and what is wrong in the file is said before
+    from .api import run  # takes seconds, and errors of the file are reported before
     from .runs.folder import outdir_of
 
     args.outdir = outdir_of(config)
@@ -353,10 +353,10 @@ def _run(args: argparse.Namespace) -> int | None:
     _print_notes({result.facts["method"]: result})
     _print_saved(result)
     if result.verdict:
-        more = ("--resume", "federate.total_round_num", 2 * len(result.history))
-        say(f"  next, for more rounds: {hint('run', '--cfg', result.outdir / 'config.yaml', *more)}")
-    of_texts = () if result.facts.get("images") else (("evaluate", "--data", "FILE"), ("predict", "--data", "FILE"))
-    for words in (("report",), *of_texts):
+        longer = ("--resume", "federate.total_round_num", 2 * len(result.history))
+        say(f"  next, for more rounds: {hint('run', '--cfg', result.outdir / 'config.yaml', *longer)}")
+    commands = () if result.facts.get("images") else (("evaluate", "--data", "FILE"), ("predict", "--data", "FILE"))
+    for words in (("report",), *commands):
         say(f"  next: {hint(words[0], result.outdir, *words[1:])}")
     return None
 
@@ -425,9 +425,9 @@ def _cache(args: argparse.Namespace) -> None:
         size = human_bytes(states.size())
         say(f"removed {states.make_room(-1)} entries, {size}, from {states.folder}")
         return
-    found = [path.stat() for path in reversed(states.entries())]
-    say(f"{len(found)} entries, {human_bytes(states.size())}, in {states.folder}")
-    lines = [(human_bytes(of.st_size), f"{datetime.fromtimestamp(of.st_mtime):%Y-%m-%d %H:%M}") for of in found]
+    stats = [path.stat() for path in reversed(states.entries())]
+    say(f"{len(stats)} entries, {human_bytes(states.size())}, in {states.folder}")
+    lines = [(human_bytes(stat.st_size), f"{datetime.fromtimestamp(stat.st_mtime):%Y-%m-%d %H:%M}") for stat in stats]
     tables.show(console, [("size", "last used"), *lines], args.table, right=("size",))
 
 
@@ -438,7 +438,7 @@ def _doctor(args: argparse.Namespace) -> int:
     checks = installed() if args.quick else examine()
     for check in checks:
         state, colour = ("ok", "green") if check.ok else ("missing", "red") if check.required else ("absent", "yellow")
-        lines.append((Text(state, colour), check.what, check.found + f"; {check.remedy}" * (not check.ok)))
+        lines.append((Text(state, colour), check.subject, check.status + f"; {check.remedy}" * (not check.ok)))
     tables.show(console, lines, args.table)
     return shell.OK if all(c.ok or not c.required for c in checks) else shell.FAILED
 

@@ -11,11 +11,11 @@ from importlib.util import find_spec
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report: ``found`` describes the state, ``remedy`` is shown unless ``ok``."""
+    """One line of the report: ``status`` describes the subject, ``remedy`` is shown unless ``ok``."""
 
-    what: str
+    subject: str
     ok: bool
-    found: str
+    status: str
     remedy: str = ""
     required: bool = False
 
@@ -32,7 +32,7 @@ def _package(name: str, remedy: str, required: bool = False) -> Check:
 
 
 def _engines() -> list[Check]:
-    """All engines; each is imported, as only that shows whether it can be used."""
+    """All engines; each is imported, since only an import shows whether it is usable."""
     from .engines.catalogue import added_engines, get_engine, list_engines
     from .errors import UserError
 
@@ -44,13 +44,13 @@ def _engines() -> list[Check]:
     for name in list_engines():
         try:
             get_engine(name)
-            about = f"added by another package ({added[name]})" if name in added else _version(name)
-            checks.append(Check(f"engine {name}", True, about))
+            status = f"added by another package ({added[name]})" if name in added else _version(name)
+            checks.append(Check(f"engine {name}", True, status))
         except UserError as error:
-            usual = "mend that package, or uninstall it" if name in added else "docs/guides has versions that work"
-            remedy = getattr(error, "remedy", usual)
+            default = "mend that package, or uninstall it" if name in added else "docs/guides has versions that work"
+            remedy = getattr(error, "remedy", default)
             checks.append(Check(f"engine {name}", False, getattr(error, "what", str(error)), remedy))
-    if any(check.ok and check.what == "engine federatedscope" for check in checks):
+    if any(check.ok and check.subject == "engine federatedscope" for check in checks):
         from .engines.federatedscope import compat
 
         checks += [Check(f"  mended: {m.name}", True, m.reason) for m in compat.applied()]
@@ -58,7 +58,7 @@ def _engines() -> list[Check]:
 
 
 def _version(name: str) -> str:
-    """What a built-in engine that can be used runs on."""
+    """The framework and version on which a usable built-in engine runs."""
     from .engines import locate_federatedscope, locate_flower
 
     if name == "flower":
@@ -92,8 +92,8 @@ def examine() -> list[Check]:
         import torch
 
         gpu = torch.cuda.is_available()
-        found = torch.cuda.get_device_name() if gpu else "none"
-        checks.append(Check("GPU", gpu, found, "none needed; with one, set use_gpu True"))
+        name = torch.cuda.get_device_name() if gpu else "none"
+        checks.append(Check("GPU", gpu, name, "none needed; with one, set use_gpu True"))
     checks += _engines()
     checks += [
         Check(f"data {n}", bool(resolve(n)), str(resolve(n) or "not fetched"), f"fs-lowrank fetch {n}")

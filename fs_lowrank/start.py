@@ -1,6 +1,6 @@
-"""A complete, commented configuration from data of the user's, by the names of columns, or from pictures.
+"""A complete, commented configuration from the user's data, by the names of columns, or from pictures.
 
-Nothing is decided silently: every line of the file that was guessed says so, and why.
+Nothing is decided silently: every guessed line of the file has a comment with the reason.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _USUAL = {
     "text_pair": ("text_pair",),
     "label": tuple("label class stars rating sentiment category target intent topic y".split()),
 }
-#: columns that say whose a row is
+#: names of columns with the client of a row
 _SITE = re.compile(r"(site|client|hospital|user|institution)s?([ _-]?(id|name))?", re.IGNORECASE)
 #: pixels; larger pictures are resized, as are those of unequal sizes
 LARGEST = 64
 
 
 @dataclass(frozen=True)
-class Given:
-    """What the user says; empty or None: looked for, or the usual.
+class Request:
+    """The user's choices; an empty one is found in the data, or is the usual value.
 
     Attributes:
         data: a file or folder that ``data.type`` reads as labelled texts or instructions, or a pattern for several, or
@@ -61,57 +61,57 @@ class Given:
     clients: int = 0
 
 
-def draft(given: Given) -> str:
-    """The text of a configuration file for ``given``; it has been loaded once, so it is known to be valid.
+def draft(request: Request) -> str:
+    """The text of a configuration file for ``request``; it has been loaded once, so it is known to be valid.
 
     Raises:
         UserError: the file cannot be read; columns that do not exist or have no usual name; labels that are no classes;
             a model that is not here; a value that no configuration may have.
     """
-    pictures = given.data.is_dir() and not is_saved(given.data)
-    lines = _pictures(given) if pictures else _texts(given)
+    pictures = request.data.is_dir() and not is_saved(request.data)
+    lines = _pictures(request) if pictures else _texts(request)
     text = "\n".join(" ".join(line.splitlines()) for line in lines) + "\n"
     config = load_config(yaml.load(text, Loader))
     data_args(config.data, config.source)
     return text
 
 
-def _texts(given: Given) -> list[str]:
+def _texts(request: Request) -> list[str]:
     """The lines for labelled texts, or for instructions with answers."""
-    columns, causal = _columns(given, train_table(given.data))
+    columns, causal = _columns(request, train_table(request.data))
     kind = "huggingface_llm" if causal else "transformers"
-    model = given.model or ("smollm2" if causal else "minilm")
+    model = request.model or ("smollm2" if causal else "minilm")
     model += "" if "@" in model else f"@{kind}"
-    config = _probe(given, model, {"data.args": [columns] if columns else [], "llm.tok_len": "auto"})
+    config = _probe(request, model, {"data.args": [columns] if columns else [], "llm.tok_len": "auto"})
     if (config.model.task == "CausalLM") != causal:
-        asked = "instructions and answers" if causal else "classes"
+        content = "instructions and answers" if causal else "classes"
         raise UserError(
-            f"model={model!r} is for {config.model.task}, and {given.data} has {asked}; "
+            f"model={model!r} is for {config.model.task}, and {request.data} has {content}; "
             f"write it {model.partition('@')[0]}@{kind}, or name the columns"
         )
     raw = load_raw(config.data, origin=config.source, task=config.model.task)
     build_tokenizer(config)  # a model without one is refused here
-    layers, about = _layers(build_skeleton(config))
-    guessed = ", ".join(f"the {role} is {column}" for role, column in columns.items() if not given.columns.get(role))
+    layers, comment = _layers(build_skeleton(config))
+    guessed = ", ".join(f"the {role} is {column}" for role, column in columns.items() if not request.columns.get(role))
     args = [f"  args: [{_flow(columns)}]"] if columns else ["  # guessed: conversations, by the name of their column"]
     args += [f"  # guessed: {guessed}"] if guessed else []
     llm = [
         "llm:",
         "  tok_len: auto                  # 99 % of the training rows fit, up to the limit of the model",
         f"  adapter: {{args: [{{{'r: 8, alpha: 16' if causal else 'r: 4, alpha: 8'}, {layers}}}]}}",
-        f"  # {about}",
+        f"  # {comment}",
     ]
     optimizer = f"AdamW, lr: {'1.0e-3' if causal else '5.0e-3'}"
-    return _file(given, raw, args, model, llm, method="rolora", batch=4 if causal else 16, optimizer=optimizer)
+    return _file(request, raw, args, model, llm, method="rolora", batch=4 if causal else 16, optimizer=optimizer)
 
 
-def _pictures(given: Given) -> list[str]:
+def _pictures(request: Request) -> list[str]:
     """The lines for a folder of class folders: a network for images, from scratch."""
-    for role, column in given.columns.items():
+    for role, column in request.columns.items():
         if column:
-            raise UserError(f"{role}={column!r}: {given.data} is a folder of pictures, which have no columns")
-    model = given.model or "resnet10"
-    config = _probe(given, model, {"federate.method": "fedavg"})
+            raise UserError(f"{role}={column!r}: {request.data} is a folder of pictures, which have no columns")
+    model = request.model or "resnet10"
+    config = _probe(request, model, {"federate.method": "fedavg"})
     args: list[str] = []
     try:
         raw = load_raw(config.data, origin=config.source)
@@ -123,50 +123,52 @@ def _pictures(given: Given) -> list[str]:
         args = [f"  args: [{{size: {LARGEST}}}]           # guessed: height and width of each"]
     if not config.is_vision:
         raise UserError(
-            f"model={model!r} reads texts, and {given.data} has pictures; name one of {', '.join(VISION_MODELS)}"
+            f"model={model!r} reads texts, and {request.data} has pictures; name one of {', '.join(VISION_MODELS)}"
         )
     llm = ["llm: {adapter: {args: [{r: 16, alpha: 16}]}}"]
-    return _file(given, raw, args, model, llm, "fedlora", 32, "SGD, lr: 0.03, momentum: 0.9")
+    return _file(request, raw, args, model, llm, "fedlora", 32, "SGD, lr: 0.03, momentum: 0.9")
 
 
-def _probe(given: Given, model: str, keys: Mapping[str, Any]) -> Config:
+def _probe(request: Request, model: str, keys: Mapping[str, Any]) -> Config:
     """A configuration that is enough to read the data and to build the model."""
-    some = {"data.type": str(given.data), "model.type": model, "federate.client_num": 1}
-    return load_config({**some, "federate.method": "fedlora", **keys})
+    minimal = {"data.type": str(request.data), "model.type": model, "federate.client_num": 1}
+    return load_config({**minimal, "federate.method": "fedlora", **keys})
 
 
 def _file(
-    given: Given, raw: RawData, args: list[str], model: str, llm: list[str], method: str, batch: int, optimizer: str
+    request: Request, raw: RawData, args: list[str], model: str, llm: list[str], method: str, batch: int, optimizer: str
 ) -> list[str]:
-    """All lines; ``method``: if the user names none, ``batch``: if a client has so many rows."""
-    clients, splitter = _clients(given, raw)
+    """All lines; ``method`` is used if the user names none, ``batch`` if a client has so many rows."""
+    clients, splitter = _clients(request, raw)
     rows = len(raw.train)
-    each = rows * 0.8 / clients
-    if each < 1:
-        raise UserError(f"clients={clients}: {given.data} has {rows} rows, of which {rows * 0.8:.0f} are for training")
+    share = rows * 0.8 / clients
+    if share < 1:
+        raise UserError(
+            f"clients={clients}: {request.data} has {rows} rows, of which {rows * 0.8:.0f} are for training"
+        )
     # Pictures are learned from scratch; for 300 reviews, 4 rounds ended at the majority class and 8 at 0.83.
     rounds = {IMAGE_CLASSIFICATION: 20, CAUSAL_LM: 4}.get(raw.task, 8)
     classes = f"{raw.num_labels} classes ({', '.join(raw.label_names[:8])})"
     return [
-        f"# {given.data.name}: {rows} rows, {'instructions and answers' if raw.task == CAUSAL_LM else classes}. "
+        f"# {request.data.name}: {rows} rows, {'instructions and answers' if raw.task == CAUSAL_LM else classes}. "
         "Run it with: fs-lowrank run --cfg THIS_FILE",
         "# `fs-lowrank keys NAME` explains a key; what is not here is at its default.",
         "seed: 0",
-        f"outdir: {_yaml(f'runs/{stem_of(given.data)}')}",
+        f"outdir: {_yaml(f'runs/{stem_of(request.data)}')}",
         "federate:",
-        f"  method: {given.method or method}                 # fs-lowrank methods lists them",
-        f"  client_num: {clients}                 # {'' if given.clients else 'guessed: '}about {each:.0f} training "
+        f"  method: {request.method or method}                 # fs-lowrank methods lists them",
+        f"  client_num: {clients}                 # {'' if request.clients else 'guessed: '}about {share:.0f} training "
         "rows each",
         "  sample_client_num: -1         # how many of them take part in a round; -1: all",
         f"  total_round_num: {rounds}            # to go on with more: raise it, and resume the run",
         "data:",
-        f"  type: {_yaml(str(given.data))}",
+        f"  type: {_yaml(str(request.data))}",
         *args,
         *(f"  {line}" for line in splitter),
         "  splits: [0.8, 0.1, 0.1]        # train, validation, test; of data without files or folders for these",
-        f"model: {{type: {_yaml(model)}}}" + ("" if given.model else "   # guessed: the usual one for such data"),
+        f"model: {{type: {_yaml(model)}}}" + ("" if request.model else "   # guessed: the usual one for such data"),
         *llm,
-        f"dataloader: {{batch_size: {max(1, min(batch, int(each)))}}}",
+        f"dataloader: {{batch_size: {max(1, min(batch, int(share)))}}}",
         "train:",
         "  local_update_steps: 10         # batches of a client in a round",
         f"  optimizer: {{type: {optimizer}}}   # `fs-lowrank hpo tune` searches it",
@@ -176,17 +178,17 @@ def _file(
     ]
 
 
-def _clients(given: Given, raw: RawData) -> tuple[int, list[str]]:
-    """How many clients there are, and the lines of ``data.splitter``: by site where the data say it, else dealt out."""
-    rows, kinds = len(raw.train), {name: int(raw.train[name].nunique()) for name in raw.fields}
-    site = next((name for name, count in kinds.items() if _SITE.fullmatch(name) and 2 <= count <= rows // 2), "")
+def _clients(request: Request, raw: RawData) -> tuple[int, list[str]]:
+    """The number of clients, and the lines of ``data.splitter``: by site if the data have one, else dealt out."""
+    rows, distinct = len(raw.train), {name: int(raw.train[name].nunique()) for name in raw.fields}
+    site = next((name for name, count in distinct.items() if _SITE.fullmatch(name) and 2 <= count <= rows // 2), "")
     if site:
-        by = ["splitter: field", f"splitter_args: [{_flow({'field': site})}]"]
-        return given.clients or kinds[site], [f"# guessed: the column {site} says whose a row is", *by]
-    files = kinds.get("file", 0)
-    if files > 1 and given.clients in (0, files):
+        splitter = ["splitter: field", f"splitter_args: [{_flow({'field': site})}]"]
+        return request.clients or distinct[site], [f"# guessed: the column {site} says whose a row is", *splitter]
+    files = distinct.get("file", 0)
+    if files > 1 and request.clients in (0, files):
         return files, ["# guessed: each file is a client; or iid: the rows of all are dealt out", "splitter: file"]
-    clients = given.clients or max(2, min(10, rows // 40))
+    clients = request.clients or max(2, min(10, rows // 40))
     lines = [
         "# simulated clients: the rows are dealt out. Or clients are files of their own: splitter: file;",
         "# or the values of a column: splitter: field, splitter_args: [{field: COLUMN}]",
@@ -198,14 +200,14 @@ def _clients(given: Given, raw: RawData) -> tuple[int, list[str]]:
     return clients, [*lines, f"# guessed, since {reason}: equal, random parts; or quantity, shards", "splitter: iid"]
 
 
-def _columns(given: Given, table: pd.DataFrame) -> tuple[dict[str, str], bool]:
+def _columns(request: Request, table: pd.DataFrame) -> tuple[dict[str, str], bool]:
     """``data.args``, and whether the rows are instructions with answers."""
-    named, there = {role: column for role, column in given.columns.items() if column}, [str(c) for c in table]
-    listed = ", ".join(there)
+    named, available = {role: column for role, column in request.columns.items() if column}, [str(c) for c in table]
+    listed = ", ".join(available)
     for role, column in named.items():
         if column not in table:
-            hint = nearest(column, there)
-            raise UserError(f"{role}={column!r}: {given.data} has no such column{hint}; there are: {listed}")
+            hint = nearest(column, available)
+            raise UserError(f"{role}={column!r}: {request.data} has no such column{hint}; there are: {listed}")
     language, classes = named.keys() & SYNONYMS.keys(), named.keys() & _USUAL.keys()
     if language and classes:
         raise UserError(
@@ -213,27 +215,27 @@ def _columns(given: Given, table: pd.DataFrame) -> tuple[dict[str, str], bool]:
         )
     if conversation_column(table) and not named:
         return {}, True
-    kind = given.model.partition("@")[2]
+    kind = request.model.partition("@")[2]
     usual = {
-        role: [column for name in names for column in there if column.lower() == name]
+        role: [column for name in names for column in available if column.lower() == name]
         for role, names in (SYNONYMS | _USUAL).items()
     }
-    asks = usual["instruction"] and usual["output"] and ("instruction" in there or "label" not in there)
+    asks = usual["instruction"] and usual["output"] and ("instruction" in available or "label" not in available)
     causal = bool(language or not classes and (kind == "huggingface_llm" or asks and kind != "transformers"))
     columns = {}
     for role in SYNONYMS if causal else _USUAL:
-        free = [column for column in usual[role] if column not in named.values()]
-        if column := named.get(role) or (free[0] if len(free) == 1 or free and causal else ""):
+        candidates = [column for column in usual[role] if column not in named.values()]
+        if column := named.get(role) or (candidates[0] if len(candidates) == 1 or candidates and causal else ""):
             columns[role] = column
         elif role not in ("input", "text_pair"):
-            more = (
+            advice = (
                 "; for plain text write the configuration by hand, with data.args [{template: '{COLUMN}', output: "
                 "COLUMN}]"
             )
             if not causal:
-                asked = usual["instruction"] or usual["output"]
-                more = "; of instructions with answers, instruction='COLUMN' and output='COLUMN'" if asked else ""
-            raise UserError(f"{given.data}: which column is the {role}? say {role}='COLUMN', of {listed}{more}")
+                matches = usual["instruction"] or usual["output"]
+                advice = "; of instructions with answers, instruction='COLUMN' and output='COLUMN'" if matches else ""
+            raise UserError(f"{request.data}: which column is the {role}? say {role}='COLUMN', of {listed}{advice}")
     return columns, causal
 
 
@@ -248,8 +250,8 @@ def _layers(skeleton: nn.Module) -> tuple[str, str]:
         return "modules: all-linear", "proposed: all linear modules, as the model is of no usual kind"
     depth = len(stack[1])
     layers = range(depth - max(1, round(depth / 3)), depth)
-    about = f"proposed: the modules that PEFT adapts in such models, in the last {len(layers)} of {depth} layers"
-    return f"modules: [{', '.join(modules)}], layers: [{', '.join(map(str, layers))}]", about
+    comment = f"proposed: the modules that PEFT adapts in such models, in the last {len(layers)} of {depth} layers"
+    return f"modules: [{', '.join(modules)}], layers: [{', '.join(map(str, layers))}]", comment
 
 
 def _yaml(text: str) -> str:

@@ -95,7 +95,7 @@ def enqueue(study: optuna.Study, points: Sequence[Mapping[str, Any]]) -> None:
 
 
 def retry_failed(study: optuna.Study) -> None:
-    """Queue each point whose trials have all failed once more."""
+    """Queue each point once more if all its trials have failed."""
     for trial in failures(study.get_trials(deepcopy=False)):
         AGAIN(study, trial)
 

@@ -11,7 +11,7 @@ from fs_lowrank.engines.local import LocalEngine
 
 
 def of(found, what):
-    return sum(need.size for need in found.needs if need.what == what)
+    return sum(need.size for need in found.needs if need.label == what)
 
 
 @pytest.mark.more
@@ -101,7 +101,7 @@ def test_processes_that_share_a_gpu(processes, gpus, most):
 def test_memory_and_time_of_several_processes(causal_settings, monkeypatch):
     """The run's own process has a model, and trains nothing; on a CPU a base in the file's dtype is mapped."""
     config = load_config(causal_settings, {"federate.client_num": 4, "train.cache_frozen": "off"})
-    monkeypatch.setattr(estimate, "_noted", lambda *workspace, **how: 1.0)
+    monkeypatch.setattr(estimate, "_measure", lambda *workspace, **how: 1.0)
     monkeypatch.setattr(estimate, "_timed", lambda device: contextlib.nullcontext([0.0]))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 

@@ -30,19 +30,19 @@ def add(commands) -> None:
 
 
 def _examples(args: argparse.Namespace) -> None:
-    there = {path.stem: path for path in sorted(folder().iterdir()) if path.suffix in SUFFIXES}
+    available = {path.stem: path for path in sorted(folder().iterdir()) if path.suffix in SUFFIXES}
     if not args.names:
-        lines = [(name, _first_line(path).lstrip('#" ').strip()) for name, path in there.items()]
+        lines = [(name, _first_line(path).lstrip('#" ').strip()) for name, path in available.items()]
         tables.show(console, [("example", "what"), *lines], args.table)
-        say(f"copy one with: {hint('examples', next(iter(there)))}")
+        say(f"copy one with: {hint('examples', next(iter(available)))}")
         return
     tables.only_of_a_list(args)
     chosen = []
     for name in args.names:
         stem = Path(name).stem if Path(name).suffix in SUFFIXES else Path(name).name
-        if stem not in there:
-            raise UserError(f"no example {name!r}{nearest(name, there)}; there are: {', '.join(there)}")
-        path = there[stem]
+        if stem not in available:
+            raise UserError(f"no example {name!r}{nearest(name, available)}; there are: {', '.join(available)}")
+        path = available[stem]
         copy = args.to / path.name
         if copy.exists():
             raise UserError(f"{copy} exists; remove it, or choose another folder with --to")
@@ -53,6 +53,6 @@ def _examples(args: argparse.Namespace) -> None:
 
 
 def _first_line(path: Path) -> str:
-    """What the example says of itself: the first line of the file, or of the first cell."""
+    """The description of an example: the first line of the file, or of the first cell."""
     text = read_json(path)["cells"][0]["source"] if path.suffix == ".ipynb" else path.read_text(encoding="utf-8")
     return "".join(text).splitlines()[0]

@@ -25,12 +25,12 @@ def add(commands) -> None:
     evaluate.add_argument("--json", metavar="FILE", type=Path, help="write the scores to a file, too")
     tables.option(evaluate)
     evaluate.set_defaults(do=_evaluate)
-    some = shell.at_least(1)
+    count = shell.at_least(1)
     predict = commands.add_parser("predict", help="add a column with the predictions of a finished run to a file")
     _common(predict, tuple(role for role in _ROLES if role not in ("label", "output")), required=True)
     predict.add_argument("--out", metavar="FILE", type=Path, help="default: NAME.predicted beside --data, as --data is")
     predict.add_argument("--column", default="prediction", metavar="NAME", help="default: prediction")
-    predict.add_argument("--tokens", type=some, default=64, metavar="N", help="most tokens of an answer (default: 64)")
+    predict.add_argument("--tokens", type=count, default=64, metavar="N", help="most tokens of an answer (default: 64)")
     predict.set_defaults(do=_predict)
 
 
@@ -60,12 +60,12 @@ def _read(args: argparse.Namespace, labelled: bool) -> tuple[Any, Any]:
     foreign = ("instruction", "input", "output") if run.labels else ("text", "text_pair", "label")
     for role in foreign:
         if columns[role]:
-            what = "labelled texts" if run.labels else "instructions"
-            raise UserError(f"--{role.replace('_', '-')}: {args.run} is a run over {what}")
+            content = "labelled texts" if run.labels else "instructions"
+            raise UserError(f"--{role.replace('_', '-')}: {args.run} is a run over {content}")
     rows = read_rows(run, args.data, columns, labelled)
-    left = "".join(f", {count} left out ({reason})" for reason, count in rows.left_out.items())
+    left_out = "".join(f", {count} left out ({reason})" for reason, count in rows.left_out.items())
     cut = f", {rows.cut} cut to {run.tok_len} tokens" if rows.cut else ""
-    say(f"{args.data}: {len(rows.table)} rows{left}{cut}")
+    say(f"{args.data}: {len(rows.table)} rows{left_out}{cut}")
     say(f"model: {run.which}")
     if rows.trained_on:
         say(f"the run was trained on {rows.trained_on} of these rows", style="yellow")
@@ -76,14 +76,14 @@ def _evaluate(args: argparse.Namespace) -> int | None:
     from ..finished import evaluate_rows
 
     names = ("tasks", "data", "limit", "num-fewshot", "json", "table")
-    given = {name: getattr(args, name.replace("-", "_")) for name in names}
+    options = {name: getattr(args, name.replace("-", "_")) for name in names}
     if args.tasks is not None:
         if columns := [f"--{role}" for role in _ROLES if getattr(args, role.replace("-", "_"))]:
             raise UserError(f"{', '.join(columns)}: of a file; the tasks of lm-eval have columns of their own")
-        words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+        words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
         words += ["--best"] if args.best else []
         return run_extension(extensions()["benchmark"], ["score", str(args.run), *words])
-    if unused := [f"--{name}" for name in ("limit", "num-fewshot") if given[name] is not None]:
+    if unused := [f"--{name}" for name in ("limit", "num-fewshot") if options[name] is not None]:
         raise UserError(f"{', '.join(unused)}: of --tasks A,B; a file is scored whole")
     run, rows = _read(args, labelled=True)
     scores = evaluate_rows(run, rows)
@@ -94,9 +94,9 @@ def _evaluate(args: argparse.Namespace) -> int | None:
         return None
     say("± is one standard error")
     if "majority" in scores and scores["acc"] <= scores["majority"] + 2 * scores["acc_error"]:
-        what = "set of classes" if run.config.model.task == "MultiLabelClassification" else "class"
+        label = "set of classes" if run.config.model.task == "MultiLabelClassification" else "class"
         better = "no better here" if scores["acc"] <= scores["majority"] else "not shown to be better here"
-        say(f"the model is {better} than always naming the most frequent {what}")
+        say(f"the model is {better} than always naming the most frequent {label}")
     return None
 
 
@@ -112,8 +112,8 @@ def _lines(scores: dict[str, Any], labelled: bool) -> list[tuple[str, str]]:
         lines += [("loss of always naming the mean", f"{scores['mean_loss']:.4f}")]
     if "majority" in scores:
         lines += [("majority class", f"{scores['majority']:.4f}")]
-    for label, of in scores.get("classes", {}).items():
-        recall = "-" if of["recall"] is None else f"{of['recall']:.4f} of {of['rows']}"
+    for label, counts in scores.get("classes", {}).items():
+        recall = "-" if counts["recall"] is None else f"{counts['recall']:.4f} of {counts['rows']}"
         lines += [(f"recall of {label}", recall)]
     return lines
 

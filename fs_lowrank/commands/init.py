@@ -37,15 +37,15 @@ def add(commands) -> None:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """The options of what a configuration is made from, for ``init`` and ``run``."""
+    """The options from which ``init`` and ``run`` make a configuration."""
     group = parser.add_argument_group("a file of your own (options that you leave out are guessed)")
-    for name, about in _COLUMNS.items():
-        group.add_argument(f"--{name}", default="", metavar="COLUMN", help=about)
+    for name, help_text in _COLUMNS.items():
+        group.add_argument(f"--{name}", default="", metavar="COLUMN", help=help_text)
     group.add_argument(
         "--model", default="", metavar="MODEL", help="folder or name (default: minilm, smollm2 or resnet10)"
     )
-    some, clients = shell.at_least(1), "number of clients (default: by the rows)"
-    group.add_argument("--clients", type=some, default=0, metavar="N", help=clients)
+    count, clients = shell.at_least(1), "number of clients (default: by the rows)"
+    group.add_argument("--clients", type=count, default=0, metavar="N", help=clients)
     group.add_argument("--method", default="", metavar="NAME", help="default: rolora; for pictures fedlora")
 
 
@@ -58,18 +58,18 @@ def _only_one() -> Path:
     from ..data.image_files import SUFFIXES as PICTURES
     from ..data.own import SUFFIXES
 
-    found = []
+    paths = []
     for path in sorted(Path().iterdir()):
         kinds = {file.suffix.lower() for file in path.glob("*/*")}
         if path.suffix.lower() in SUFFIXES or kinds and kinds <= {*PICTURES}:
-            found.append(path)
-    if len(found) == 1:
-        return found[0]
-    raise UserError(f"init needs a FILE: {', '.join(map(str, found)) or 'no texts or pictures are in this folder'}")
+            paths.append(path)
+    if len(paths) == 1:
+        return paths[0]
+    raise UserError(f"init needs a FILE: {', '.join(map(str, paths)) or 'no texts or pictures are in this folder'}")
 
 
-def given_options(args: argparse.Namespace) -> list[str]:
-    """Those of ``options`` that the command line has."""
+def used_options(args: argparse.Namespace) -> list[str]:
+    """The names of the ``options`` that the command line has."""
     names = [*(name.replace("-", "_") for name in _COLUMNS), "model", "clients", "method"]
     return [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
 
@@ -82,11 +82,11 @@ def write(args: argparse.Namespace, out: Path | None) -> Path:
     """
     from ..data.own import stem_of
     from ..declared import methods
-    from ..start import Given, draft
+    from ..start import Request, draft
 
-    said = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in _COLUMNS}
+    columns = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in _COLUMNS}
     method = methods().get_method_class(args.method).name if args.method else ""
-    text = draft(Given(args.data, said, model=args.model, method=method, clients=args.clients))
+    text = draft(Request(args.data, columns, model=args.model, method=method, clients=args.clients))
     out = out or Path(stem_of(args.data) + ".yaml")
     if out.exists() and out.read_text(encoding="utf-8", errors="replace") != text:
         raise UserError(

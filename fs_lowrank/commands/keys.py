@@ -40,8 +40,8 @@ def _keys(args: argparse.Namespace) -> None:
         say("\n".join(lines))
         return
     rows: list[Sequence[str | Text]] = [("key", "default", "meaning")]
-    for group, of in groupby(entries, lambda entry: entry.group):
-        rows += [(), (Text(group, "bold"), "", ""), *((entry.name, entry.default, entry.meaning) for entry in of)]
+    for group, members in groupby(entries, lambda entry: entry.group):
+        rows += [(), (Text(group, "bold"), "", ""), *((entry.name, entry.default, entry.meaning) for entry in members)]
     tables.show(console, rows, args.table, leaves=("default",))
     if not args.name:
         further = "one key in full: fs-lowrank keys NAME; FederatedScope's other keys: fs-lowrank keys FederatedScope"

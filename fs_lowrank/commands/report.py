@@ -33,13 +33,13 @@ def _report(args: argparse.Namespace) -> None:
     out = args.out or args.runs[0] / "report.html"
     if out.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"--out {out}: expected a file that ends with .html")
-    said = False
+    announced = False
     while True:
         runs = read_runs(args.runs)
         write_page(runs, out, args.every if args.live else 0.0)
-        if not said:
+        if not announced:
             say(str(out))
-            said = True
+            announced = True
         if not args.live or all(run.ended for run in runs):
             return
         time.sleep(args.every)

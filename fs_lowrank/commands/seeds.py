@@ -57,9 +57,9 @@ def compare_seeds(
     facts: dict[str, Any] = {}
     for seed in seeds:
         announce(f"seed {seed}")
-        own = [*args.overrides, "seed", str(seed), "outdir", str(outdir / f"seed_{seed}"), "expname", ""]
+        overrides = [*args.overrides, "seed", str(seed), "outdir", str(outdir / f"seed_{seed}"), "expname", ""]
         existing = {"resume": args.resume, "overwrite": args.overwrite}
-        results = compare(args.cfg, methods, args.engine, overrides=own, **existing, **callbacks)
+        results = compare(args.cfg, methods, args.engine, overrides=overrides, **existing, **callbacks)
         facts = next(iter(results.values())).facts
         for name, result in results.items():
             histories.setdefault(name, []).append(result.history)
@@ -69,27 +69,27 @@ def compare_seeds(
                 values.setdefault(name, {}).setdefault(metric, []).append(value)
     path = outdir / "seeds.json"
     write_text(path, to_json({"schema": SCHEMA, "seeds": seeds, "values": values}, indent=1))
-    drawn = curves(histories, facts["majority"], title=setting_of(config, seeds=seeds), sizes=facts.get("held_out"))
-    save(drawn, outdir / "curves.png")
+    figure = curves(histories, facts["majority"], title=setting_of(config, seeds=seeds), sizes=facts.get("held_out"))
+    save(figure, outdir / "curves.png")
     lines = _table(values, len(seeds), config.is_language)
     write_tables(lines, outdir / "seeds.csv")
     return lines, path
 
 
-def _table(given: Mapping[str, Mapping[str, Sequence[float]]], count: int, language: bool) -> list[list[str]]:
+def _table(scores: Mapping[str, Mapping[str, Sequence[float]]], count: int, language: bool) -> list[list[str]]:
     from ..runs.summary import for_people
 
     values: dict[str, dict[str, list[float]]] = {}
-    for name, measured in given.items():
-        whole = {metric: found for metric, found in measured.items() if len(found) == count}
-        by_seed = [for_people({m: found[i] for m, found in whole.items()}, language) for i in range(count)]
-        values[name] = {metric: [of[metric] for of in by_seed] for metric in by_seed[0]}
-    metrics = sorted({m for of in values.values() for m in of if m != "best_round"})
+    for name, measured in scores.items():
+        complete = {metric: numbers for metric, numbers in measured.items() if len(numbers) == count}
+        by_seed = [for_people({m: numbers[i] for m, numbers in complete.items()}, language) for i in range(count)]
+        values[name] = {metric: [row[metric] for row in by_seed] for metric in by_seed[0]}
+    metrics = sorted({m for row in values.values() for m in row if m != "best_round"})
     lines = [["method", *(m.replace("_", "\n") for m in metrics)]]
-    for name, of in values.items():
+    for name, row in values.items():
         cells = []
         for metric in metrics:
-            found = of.get(metric)
-            cells.append(f"{statistics.mean(found):.3f} ± {statistics.stdev(found):.3f}" if found else "-")
+            numbers = row.get(metric)
+            cells.append(f"{statistics.mean(numbers):.3f} ± {statistics.stdev(numbers):.3f}" if numbers else "-")
         lines.append([name, *cells])
     return lines

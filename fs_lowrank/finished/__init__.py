@@ -1,4 +1,4 @@
-"""What comes after a run: its model loaded again, evaluated on a file, or asked for predictions."""
+"""A finished run: its model loaded again, evaluated on a file, or asked for predictions."""
 
 from .predictions import answers, check_table, predict_rows, write_table
 from .rows import Rows, read_rows

@@ -28,12 +28,12 @@ from .scores import outputs, probabilities
 
 logger = logging.getLogger("fs_lowrank")
 
-#: what a spreadsheet takes for a formula: = and @, and a sign that is neither of a number nor a dash in a text
+#: texts that a spreadsheet computes as formulas: = and @, and a sign that is neither of a number nor a dash in a text
 _FORMULA = re.compile(r"[=@\t\r]|[+-](?![\d.,\s]*$)\S")
 
 
 def answers(run: FinishedRun, rows: Rows, tokens: int) -> list[str]:
-    """What the language model answers to each prompt, by the most likely token, at most ``tokens`` of them.
+    """The language model's answer to each prompt, by the most likely token, at most ``tokens`` of them.
 
     Raises:
         UserError: the end of a prompt is not known, or a prompt is empty.
@@ -45,7 +45,7 @@ def answers(run: FinishedRun, rows: Rows, tokens: int) -> list[str]:
             raise UserError("a row has no prompt of its own; of a run with loss_on: all, read rows with labelled=False")
         prompts.append(ids[:first].tolist())
     size = run.config.eval_batch_size
-    said = continue_prompts(
+    texts = continue_prompts(
         run.model,
         run.tokenizer,
         prompts,
@@ -58,7 +58,7 @@ def answers(run: FinishedRun, rows: Rows, tokens: int) -> list[str]:
             tokens,
         ),
     )
-    return [text.strip() for text in said]
+    return [text.strip() for text in texts]
 
 
 def predict_rows(run: FinishedRun, rows: Rows, column: str = "prediction", tokens: int = 64) -> pd.DataFrame:
@@ -71,8 +71,8 @@ def predict_rows(run: FinishedRun, rows: Rows, column: str = "prediction", token
     Raises:
         UserError: the table has such a column already.
     """
-    more = {CAUSAL_LM: [], REGRESSION: [], MULTI_LABEL: run.labels}.get(run.task, ["probability"])
-    names = [column, *(f"{column}_{name}" for name in more)]
+    suffixes = {CAUSAL_LM: [], REGRESSION: [], MULTI_LABEL: run.labels}.get(run.task, ["probability"])
+    names = [column, *(f"{column}_{name}" for name in suffixes)]
     for name in names:
         if name in rows.table:
             raise UserError(f"the table has a column {name!r} already; choose another name with column='NAME'")
@@ -86,15 +86,15 @@ def predict_rows(run: FinishedRun, rows: Rows, column: str = "prediction", token
 
 
 def _predictions(run: FinishedRun, rows: Rows, tokens: int) -> list[Sequence[Any]]:
-    """The cells of each new column, for the rows that were kept."""
+    """The cells of each new column, for the rows that were not left out."""
     if run.task == CAUSAL_LM:
         return [answers(run, rows, tokens)]
     if run.task == REGRESSION:
         return [outputs(run, rows.examples)[:, 0].round(6).tolist()]
     chances = probabilities(run, rows.examples)
     if run.task == MULTI_LABEL:
-        found = [[name for name, chance in zip(run.labels, row) if chance > 0.5] for row in chances]
-        return [found, *chances.T.round(6).tolist()]
+        classes = [[name for name, chance in zip(run.labels, row) if chance > 0.5] for row in chances]
+        return [classes, *chances.T.round(6).tolist()]
     return [[run.labels[i] for i in chances.argmax(axis=1)], chances.max(axis=1).round(6).tolist()]
 
 

@@ -29,7 +29,8 @@ class Rows:
     """A file, or a table, as examples.
 
     Attributes:
-        table: the file or table. examples: of the rows ``kept``, which are positions in ``table``, from 0.
+        table: the file or table. kept: the positions in ``table``, from 0, of the rows that were not left out.
+        examples: of these rows.
         left_out: number of rows by reason. cut: rows of which a text, or the answer, was cut to the run's length.
         trained_on: number of rows ``kept`` that the run was trained on, up to case, punctuation and blanks; 0 if its
             ``rows.npz`` has no ``keys``.
@@ -68,12 +69,12 @@ def read_rows(run: FinishedRun, data: Any, columns: dict[str, str] | None = None
     if run.task != CAUSAL_LM:
         flags = args["label"] if isinstance(args.get("label"), list) and not wanted.get("label") else []
         # runs of before version 0.2.0 do not say which columns they read
-        known = run.summary.get("columns") or text_columns({**args, **wanted}, table)
-        if wanted.get("text_pair") and not known.get("text_pair"):
+        names = run.summary.get("columns") or text_columns({**args, **wanted}, table)
+        if wanted.get("text_pair") and not names.get("text_pair"):
             raise UserError(
                 f"text_pair={wanted['text_pair']!r}: the run in {run.folder} learned from one text in a row"
             )
-        rows = _labelled(run, where, table, {**known, **wanted}, flags, labelled)
+        rows = _labelled(run, where, table, {**names, **wanted}, flags, labelled)
     else:
         rows = _instructed(run, where, table, {**args, **wanted}, labelled)
     return replace(rows, table=data) if isinstance(data, pd.DataFrame) else rows
@@ -81,10 +82,10 @@ def read_rows(run: FinishedRun, data: Any, columns: dict[str, str] | None = None
 
 def _require(where: str, table: pd.DataFrame, role: str, name: str) -> None:
     if name not in table:
-        there = [str(c) for c in table]
+        available = [str(c) for c in table]
         raise UserError(
-            f"{where}: no column {name!r}, which is the {role.replace('_', ' ')}{nearest(name, there)}; "
-            f"name it with {role}='COLUMN'; there are: {', '.join(there)}"
+            f"{where}: no column {name!r}, which is the {role.replace('_', ' ')}{nearest(name, available)}; "
+            f"name it with {role}='COLUMN'; there are: {', '.join(available)}"
         )
 
 
@@ -96,13 +97,13 @@ def _labelled(
     for role, name in (texts | ({} if flags or not answered else {"label": label})).items():
         _require(where, table, role, name)
     wanted = {*texts.values(), *(flags or [label])} if answered else {*texts.values()}
-    read = table[[name for name in table if name in wanted]]
+    frame = table[[name for name in table if name in wanted]]
     if not answered:  # a stand-in, which no column that is read has as its name
-        some = {REGRESSION: 0.0, MULTI_LABEL: run.labels[:1]}.get(run.task, run.labels[0])
+        filler = {REGRESSION: 0.0, MULTI_LABEL: run.labels[:1]}.get(run.task, run.labels[0])
         label = "".join(texts.values()) + "label"
-        read = read.assign(**{label: pd.Series([some] * len(table), index=table.index, dtype=object)})
+        frame = frame.assign(**{label: pd.Series([filler] * len(table), index=table.index, dtype=object)})
     columns = {**texts, "label": flags if flags and answered else label}
-    raw = labelled({"train": (where, read)}, columns, where, run.task, run.labels, trained=False)
+    raw = labelled({"train": (where, frame)}, columns, where, run.task, run.labels, trained=False)
     examples = tokenize_classification(raw.train, run.tokenizer, run.tok_len)
     if run.task == MULTI_LABEL:
         examples.sets = len(run.labels)
@@ -116,14 +117,14 @@ def _instructed(run: FinishedRun, where: str, table: pd.DataFrame, args: dict[st
             _require(where, table, role, args.get(role) or next((n for n in SYNONYMS[role] if n in table), role))
     columns = {name: value for name, value in args.items() if name != "category"}
     frame, _, left_out = instructions(table, where, columns, answered=labelled)
-    kept = frame.index.to_numpy()
+    positions = frame.index.to_numpy()
     # Without answers the labels say where the prompt ends.
     options = {key: args[key] for key in ("template", *(["loss_on"] if labelled else [])) if key in args}
-    examples, whole = tokenize_instructions(frame, run.tokenizer, run.tok_len, **options, paired=run.paired)
-    if not whole.all():
-        left_out["prompt too long"] = int((~whole).sum())
-    trained_on = _trained_on(run, frame[whole])
-    return Rows(table, examples, kept[whole], left_out, examples.truncated if labelled else 0, trained_on)
+    examples, complete = tokenize_instructions(frame, run.tokenizer, run.tok_len, **options, paired=run.paired)
+    if not complete.all():
+        left_out["prompt too long"] = int((~complete).sum())
+    trained_on = _trained_on(run, frame[complete])
+    return Rows(table, examples, positions[complete], left_out, examples.truncated if labelled else 0, trained_on)
 
 
 def _trained_on(run: FinishedRun, frame: pd.DataFrame) -> int:

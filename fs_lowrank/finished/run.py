@@ -25,7 +25,7 @@ from ..runs.checksums import KINDS, check_finished
 from ..runs.environment import changed_since
 from ..runs.records import read_records
 
-#: what is read of its folder beside what was trained
+#: the files of its folder that are read beside the trained tensors
 _READ = ("config.yaml", "summary.json", "rounds.jsonl", "environment.json")
 
 
@@ -35,7 +35,7 @@ class FinishedRun:
 
     Attributes:
         folder: of the run. config: its own. summary: the content of its ``summary.json``.
-        saved: the folder in it with what was trained: ``adapter``, ``model``, ``adapter_best`` or ``model_best``.
+        saved: the folder of the trained tensors: ``adapter``, ``model``, ``adapter_best`` or ``model_best`` in it.
         tokenizer: the one that was saved with it; of runs that saved none, the base's.
         labels: the classes, in the order of the model's outputs; of a regression, the name of what it predicts; empty
             for a language model.
@@ -50,10 +50,10 @@ class FinishedRun:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The global model with what was trained; loaded when it is first needed, so after a wrong file is refused."""
+        """The global model with its trained tensors; loaded when it is first needed, after a wrong file is refused."""
         adapted = self.saved.name.startswith("adapter")
         classes = len(self.labels) or None
-        config = _here(self.config)
+        config = _on_device(self.config)
         model = build_model(config, classes, self.tokenizer, label_names=self.labels, say_new=not adapted)
         if adapted:
             self._check_base(model)
@@ -66,31 +66,31 @@ class FinishedRun:
         return model.eval()
 
     def _check_base(self, model: nn.Module) -> None:
-        """Compare the base with that of the run, as far as its summary says (of version 0.1.0: the weights).
+        """Compare the base with the run's by the fingerprints in its summary (of version 0.1.0: the weights).
 
-        New weights, those that are quantised and what a configuration's class adds depend on versions and on the
-        machine, too: where these differ, it is a warning.
+        New and quantised weights, and the settings that a configuration's class adds, also depend on versions and on
+        the machine: where these differ, it is a warning.
 
         Raises:
             UserError: it is another one.
         """
-        found = {"model": fingerprint_of(model), "configuration": configuration_fingerprint(model)}
-        wrong = [name for name, now in found.items() if self.summary.get(name, now) != now]
+        current = {"model": fingerprint_of(model), "configuration": configuration_fingerprint(model)}
+        wrong = [name for name, value in current.items() if self.summary.get(name, value) != value]
         if not wrong:
             return
-        what = "weights" if wrong[0] == "model" else "settings in its config.json"
-        other = (
-            f"model.type: {self.config.model.type!r} has other {what} than when the run in {self.folder} trained its "
-            f"adapter on them (fingerprint {found[wrong[0]]}, then {self.summary[wrong[0]]})"
+        kind = "weights" if wrong[0] == "model" else "settings in its config.json"
+        message = (
+            f"model.type: {self.config.model.type!r} has other {kind} than when the run in {self.folder} trained its "
+            f"adapter on them (fingerprint {current[wrong[0]]}, then {self.summary[wrong[0]]})"
         )
-        if changed := changed_since(self.folder / "environment.json", device_of(_here(self.config))):
-            say_once(f"{other}; if its files are the same, that is by what has changed here: {', '.join(changed)}")
+        if changed := changed_since(self.folder / "environment.json", device_of(_on_device(self.config))):
+            say_once(f"{message}; if its files are the same, that is by what has changed here: {', '.join(changed)}")
             return
-        raise UserError(f"{other}; put back the files that were there, or train again")
+        raise UserError(f"{message}; put back the files that were there, or train again")
 
     @property
     def which(self) -> str:
-        """Which round's model this is; of the last round's also which round was better, if it was kept."""
+        """Which round's model this is; for the last round's also which round was better, if its model was saved."""
         best = self.summary.get("best", {})
         chosen = f"round {best.get('round')}, the best by {best.get('by')}"
         if self.saved.name.endswith("_best"):
@@ -98,10 +98,10 @@ class FinishedRun:
         history = read_records(self.folder / "rounds.jsonl", up_to=10**9)
         number = history[-1]["round"] if history else None
         last = f"{self.saved}, of {f'round {number}, the last' if number else 'the last round'}"
-        kept = self.saved.with_name(f"{self.saved.name}_best")
-        if not kept.is_dir() or number == best.get("round"):
+        best_folder = self.saved.with_name(f"{self.saved.name}_best")
+        if not best_folder.is_dir() or number == best.get("round"):
             return last
-        return f"{last}; {kept.name} is of {chosen}"
+        return f"{last}; {best_folder.name} is of {chosen}"
 
     @property
     def task(self) -> str:
@@ -115,18 +115,18 @@ class FinishedRun:
 
     @property
     def tok_len(self) -> int:
-        """The length in tokens that the run cut its samples to; of ``llm.tok_len: auto`` what it came to."""
+        """The length in tokens that the run cut its samples to; with ``llm.tok_len: auto`` the computed length."""
         length = data_args(self.config.data).get("max_len") or self.config.llm.tok_len
         return int(self.summary["rows"]["tok_len"]) if length == "auto" else length
 
 
-def _here(config: Config) -> Config:
-    """``config`` on a device that this machine has: the run's, else the first GPU, else the CPU, which is said."""
-    asked, count = torch.device(config.torch_device), torch.cuda.device_count()
-    if asked.type == "cpu" or (asked.index or 0) < count:
+def _on_device(config: Config) -> Config:
+    """``config`` on a device that this machine has: the run's, else, with a warning, the first GPU or the CPU."""
+    device, count = torch.device(config.torch_device), torch.cuda.device_count()
+    if device.type == "cpu" or (device.index or 0) < count:
         return config
     where = "the first GPU" if count else "the CPU"
-    say_once(f"the run computed on {asked}, which torch does not find here; its model is on {where}")
+    say_once(f"the run computed on {device}, which torch does not find here; its model is on {where}")
     return config.replace(use_gpu=count > 0, device=-1)
 
 
@@ -143,8 +143,8 @@ def load_run(folder: str | Path, best: bool = False, base: str = "") -> Finished
     folder = Path(folder)
     for name in ("config.yaml", "summary.json"):
         if not (folder / name).is_file():
-            what = "no run" if not (folder / "config.yaml").is_file() else "a run that has not ended"
-            raise UserError(f"{folder} holds {what}: there is no {name}; give the outdir of a finished run")
+            state = "no run" if not (folder / "config.yaml").is_file() else "a run that has not ended"
+            raise UserError(f"{folder} holds {state}: there is no {name}; give the outdir of a finished run")
     summary = read_json(folder / "summary.json")
     check_finished(folder, _READ)
     config = load_config(folder / "config.yaml")
@@ -158,8 +158,8 @@ def load_run(folder: str | Path, best: bool = False, base: str = "") -> Finished
         where = f"{folder} has neither {kinds[0]}/ nor {kinds[1]}/"
         if not best:
             raise UserError(f"{where}; the run did not save its trained tensors")
-        why = "eval.save_best was off" if summary.get("best") else "it evaluated no validation data (eval.split)"
-        raise UserError(f"{where}: {why}; without best=True, the last round's is taken")
+        reason = "eval.save_best was off" if summary.get("best") else "it evaluated no validation data (eval.split)"
+        raise UserError(f"{where}: {reason}; without best=True, the last round's is taken")
     check_finished(folder, [saved.name])
     if saved.name.startswith("model"):
         changed = {"model.type": f"{saved}@{config.model.type.rpartition('@')[2]}"}
@@ -167,8 +167,8 @@ def load_run(folder: str | Path, best: bool = False, base: str = "") -> Finished
         config = config.replace({**changed, "lowrank.dtype": config.dtype} if config.quantised else changed)
     elif base:
         config = config.replace({"model.type": f"{base}@{config.model.type.rpartition('@')[2]}"})
-    elif (place := Path(model_name(config.model.type))).is_absolute() and not place.exists():
-        raise UserError(f"the base model of {folder} is no longer at {place}; say where it is with base='FOLDER'")
+    elif (path := Path(model_name(config.model.type))).is_absolute() and not path.exists():
+        raise UserError(f"the base model of {folder} is no longer at {path}; say where it is with base='FOLDER'")
     labels = [str(name) for name in summary.get("labels") or []]
-    own = saved if (saved / "tokenizer_config.json").is_file() else None
-    return FinishedRun(folder, saved, config, summary, build_tokenizer(config, own), labels)
+    tokenizer = saved if (saved / "tokenizer_config.json").is_file() else None
+    return FinishedRun(folder, saved, config, summary, build_tokenizer(config, tokenizer), labels)

@@ -1,4 +1,4 @@
-"""What the model of a finished run computes for the rows of a file, and how good that is."""
+"""The outputs of a finished run's model for the rows of a file, and their scores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def evaluate_rows(run: FinishedRun, rows: Rows) -> dict[str, Any]:
     """Scores on the rows of a file.
 
     Returns:
-        ``rows``, those of them that the run was ``trained_on``, ``loss`` and the metrics that the run measured. Of
+        ``rows``, how many of them the run was ``trained_on``, ``loss`` and the metrics that the run measured. Of
         classes, sets of them and language models ``acc`` and its standard error ``acc_error``; ``acc`` of a language
         model is that of the next token, and ``perplexity`` and ``tokens`` are beside it. Of classes and sets
         ``majority``, the accuracy of always giving the most frequent one, and ``classes``: name → number of rows and
@@ -37,8 +37,8 @@ def evaluate_rows(run: FinishedRun, rows: Rows) -> dict[str, Any]:
         **mean_scores(batches, metrics),
     }
     if run.task == CAUSAL_LM:
-        counted = int(examples.losses(range(len(examples))).sum())
-        scores |= {"tokens": counted, "acc_error": standard_error(scores["acc"], counted)}
+        tokens = int(examples.losses(range(len(examples))).sum())
+        scores |= {"tokens": tokens, "acc_error": standard_error(scores["acc"], tokens)}
         return {**scores, "perplexity": perplexity(scores["loss"])}
     labels = np.asarray(examples.labels)
     if run.task not in (CLASSIFICATION, MULTI_LABEL):
@@ -47,7 +47,7 @@ def evaluate_rows(run: FinishedRun, rows: Rows) -> dict[str, Any]:
     if run.task == MULTI_LABEL:
         predicted, true = predicted == 1, true == 1
     else:
-        predicted, true = (of[:, None] == np.arange(len(run.labels)) for of in (predicted, true))
+        predicted, true = (indices[:, None] == np.arange(len(run.labels)) for indices in (predicted, true))
     counts = true.sum(axis=0)
     return {
         **scores,

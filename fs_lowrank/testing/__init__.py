@@ -68,7 +68,7 @@ def check_method(
     first: Exception | None = None
     with tempfile.TemporaryDirectory() as folder, quietly(folder):
         bench = Bench(folder, general)
-        for check, task in _asked(name, params):
+        for check, task in _checks_of(name, params):
             if only not in (None, check.name):
                 continue
             label = f"{check.name} ({task})"
@@ -92,10 +92,10 @@ def check_method(
 
 def asked_of(method: type[Method] | str, params: Mapping[str, Any] | None = None) -> dict[str, str]:
     """What the generic suite asks of a method: the check with its task → what must hold."""
-    return {f"{check.name} ({task})": check.asks for check, task in _asked(_name(method), params)}
+    return {f"{check.name} ({task})": check.asks for check, task in _checks_of(_name(method), params)}
 
 
-def _asked(name: str, params: Mapping[str, Any] | None) -> list[tuple[Check, str]]:
+def _checks_of(name: str, params: Mapping[str, Any] | None) -> list[tuple[Check, str]]:
     takes = requirements(name, params).tasks
     tasks = [task for task, kind in TASKS.items() if kind in takes]
     return [(check, task) for check in CHECKS for task in (tasks if check.every_task else tasks[:1])]

@@ -76,7 +76,7 @@ class Bench:
         """The configuration of that engine."""
         self._runs += 1
         outdir = self.folder / "runs" / str(self._runs)
-        few = {
+        defaults = {
             "federate.method": method,
             "federate.client_num": 3,
             "federate.total_round_num": 3,
@@ -86,7 +86,7 @@ class Bench:
             "lowrank.pictures": False,
             "eval.save_best": False,
         }
-        config = load_config(self.settings(task, outdir), {**few, **self._keys(method), **(keys or {})})
+        config = load_config(self.settings(task, outdir), {**defaults, **self._keys(method), **(keys or {})})
         # Of halves that train by turns each has a step, so that an update changes the product of both.
         halves = max(len(phase.turns) for phase in method_of(config).phases(1))
         steps = max(config.train.local_update_steps, halves)
@@ -105,7 +105,7 @@ def quietly(folder: str | Path) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-# -- what the checks compare -----------------------------------------------------------------------------
+# -- states, logits and records that the checks compare --------------------------------------------------
 
 
 def state_of(engine: LocalEngine) -> dict[str, Any]:
@@ -121,13 +121,13 @@ def equal(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 
 def logits(model: nn.Module, examples: Any, count: int = 6) -> Tensor:
-    """What the model, on whatever device, answers to the first examples, without padding; on the CPU."""
+    """The model's logits for the first examples, without padding; on the CPU, whatever the model's device."""
     batch = examples.batch(range(min(count, len(examples))))
     batch.pop("labels")
     device = input_device(model)
     model.eval()
     with torch.no_grad():
-        out = model(**{name: given.to(device) for name, given in batch.items()}).logits.cpu()
+        out = model(**{name: tensor.to(device) for name, tensor in batch.items()}).logits.cpu()
     return out[batch["attention_mask"].bool()] if out.ndim == 3 else out
 
 
@@ -140,7 +140,7 @@ def without_dropout(engine: LocalEngine) -> LocalEngine:
 
 
 def without_seconds(history: Any) -> list[dict[str, Any]]:
-    """The records of a run, without what is measured by the clock."""
+    """The records of a run, without the times."""
     return [
         {k: v for k, v in json.loads(json.dumps(r)).items() if k not in ("seconds", "client_seconds")} for r in history
     ]

@@ -54,7 +54,7 @@ def averages_head(method: Method | type[Method]) -> bool:
 
 
 def loads_with_the_plain_libraries(bench: Bench, engine: LocalEngine, task: str) -> Any:
-    """Run the engine; what it has saved gives its logits without this package. Returns the run's result."""
+    """Run the engine; the saved model gives its logits without this package. Returns the run's result."""
     untrained, names = logits(engine.model, engine.workspace.data.test), [n for n, _ in engine.model.named_parameters()]
     result, folder = engine.run(), engine.recorder.outdir
     wanted = logits(result.model, engine.workspace.data.test)
@@ -84,13 +84,13 @@ def loads_with_the_plain_libraries(bench: Bench, engine: LocalEngine, task: str)
     return result
 
 
-def _refuses(save: Callable[[], object], instead: str, what: str) -> None:
+def _refuses(save: Callable[[], object], instead: str, subject: str) -> None:
     try:
         save()
     except UserError as error:
         assert instead in str(error), f"it does not say what to do: {error}"
     else:
-        raise AssertionError(f"{what} was saved")
+        raise AssertionError(f"{subject} was saved")
 
 
 def check_run(bench: Bench, method: str, task: str) -> None:
@@ -106,8 +106,8 @@ def check_run(bench: Bench, method: str, task: str) -> None:
     }
 
     def on_round(record: Mapping[str, Any]) -> None:
-        view, own = engine.method.view(engine.ledger.state), all_tensors(engine.model)
-        wrong = [n for n in view if not torch.equal(own[n], view[n])]
+        view, tensors = engine.method.view(engine.ledger.state), all_tensors(engine.model)
+        wrong = [n for n in view if not torch.equal(tensors[n], view[n])]
         assert not wrong, f"after round {record['round']} the global model differs from the state in {wrong[:3]}"
         seen.append(record["round"])
 
@@ -119,8 +119,8 @@ def check_run(bench: Bench, method: str, task: str) -> None:
         assert not record["failed"], f"round {record['round']}: {record['failed']}"
         assert math.isfinite(record["loss"]), f"round {record['round']}: the training loss is {record['loss']}"
         assert record["selected"] == record["clients"] and len(record["clients"]) == 2, f"clients: {record['clients']}"
-        own = {"client_test"} if engine.workspace.personal.of_model else set()
-        assert record["metrics"].keys() == {"test", "val"} | own, f"evaluated: {sorted(record['metrics'])}"
+        extra = {"client_test"} if engine.workspace.personal.of_model else set()
+        assert record["metrics"].keys() == {"test", "val"} | extra, f"evaluated: {sorted(record['metrics'])}"
         values = [v for m in record["metrics"].values() for v in m.values()]
         assert all(math.isfinite(v) for v in values), f"metrics: {record['metrics']}"
     allowed = set(engine.method.view(engine.ledger.state)) | set(engine.method.changed_base(engine.model))
@@ -164,7 +164,7 @@ def check_learns(
     Args:
         below: what part of the loss at the start may be left.
     """
-    found = []
+    ratios = []
     for rate in rates:
         keys: dict[str, Any] = {"federate.total_round_num": 5, "train.local_update_steps": 6}
         # Of skewed clients a median, say, need not learn, and their training loss falls even if the server does not.
@@ -172,18 +172,18 @@ def check_learns(
         engine = bench.make(task, method, keys)
         start = engine.evaluator.score(engine.workspace.held_out()["test"], "test")["loss"]
         result = engine.run()
-        fell = result.final["test_loss"] / start
-        if fell < below:
+        ratio = result.final["test_loss"] / start
+        if ratio < below:
             return engine, result
-        found.append(f"{fell:.3f} at {rate:g}")
-    raise AssertionError(f"the test loss divided by that at the start is {', '.join(found)}; expected below {below}")
+        ratios.append(f"{ratio:.3f} at {rate:g}")
+    raise AssertionError(f"the test loss divided by that at the start is {', '.join(ratios)}; expected below {below}")
 
 
 def size(tensors: Mapping[str, Tensor], head: bool = True) -> int:
     """``numel × itemsize``, counted from shapes."""
     # What a method sends about a tensor of the head, as x:name, counts as the head's.
-    kept = [t for n, t in tensors.items() if head or "head" not in tags(n.rpartition(":")[2])]
-    return sum(math.prod(t.shape) * WIDTHS[t.dtype] for t in kept)
+    counted = [t for n, t in tensors.items() if head or "head" not in tags(n.rpartition(":")[2])]
+    return sum(math.prod(t.shape) * WIDTHS[t.dtype] for t in counted)
 
 
 def check_bytes(
@@ -199,26 +199,26 @@ def check_bytes(
     Args:
         cut: the part of a message that is meant for a client; None: the method's own ``tailor``.
     """
-    few = {"federate.client_num": 5, "federate.sample_client_rate": 0.45, "federate.total_round_num": 6}
-    engine = bench.make(task, method, {**few, **(keys or {})})
+    defaults = {"federate.client_num": 5, "federate.sample_client_rate": 0.45, "federate.total_round_num": 6}
+    engine = bench.make(task, method, {**defaults, **(keys or {})})
     states = {0: engine.ledger.state}
     sent: dict[tuple[int, int], dict[str, Tensor]] = {}
     messages: dict[int, dict[str, Tensor]] = {}
-    wholes: dict[tuple[int, int], dict[str, Tensor]] = {}
-    news: dict[int, dict[int, dict[str, Tensor]]] = {}
+    full_states: dict[tuple[int, int], dict[str, Tensor]] = {}
+    told: dict[int, dict[int, dict[str, Tensor]]] = {}
     upload, commit, add, tell = engine.method.upload, engine.ledger.commit, engine.recorder.add, engine.method.tell
 
     def spy_upload(model, round, client):
         tensors = upload(model, round, client)
-        of_all = sent.setdefault((round, client.id), {})
-        of_all.update({f"{client.exchange}:{n}": t.detach().clone() for n, t in tensors.items()})
+        uploads = sent.setdefault((round, client.id), {})
+        uploads.update({f"{client.exchange}:{n}": t.detach().clone() for n, t in tensors.items()})
         return tensors
 
     def spy_tell(updates, state, round, exchange):
         message = tell(updates, state, round, exchange)
         for client in range(1, 6):
-            own = cut(message, client) if cut else engine.method.tailor(message, client, {**state, **message})
-            news.setdefault(round, {}).setdefault(client, {}).update({f"{exchange}:{n}": t for n, t in own.items()})
+            part = cut(message, client) if cut else engine.method.tailor(message, client, {**state, **message})
+            told.setdefault(round, {}).setdefault(client, {}).update({f"{exchange}:{n}": t for n, t in part.items()})
         return message
 
     def spy_commit(round, state, message, *further):
@@ -230,7 +230,7 @@ def check_bytes(
         tensors = dict(engine.model.named_parameters())
         changed = {n: torch.empty_like(tensors[n]) for n in engine.method.changed_base(engine.model)}
         for client in range(1, 6):
-            wholes[record["round"], client] = {**engine.method.view(engine.ledger.state, client), **changed}
+            full_states[record["round"], client] = {**engine.method.view(engine.ledger.state, client), **changed}
         add(record)
 
     with (
@@ -240,32 +240,32 @@ def check_bytes(
         mock.patch.object(engine.recorder, "add", spy_add),
     ):
         result = engine.run()
-    stands_at: dict[int, int] = {}
+    standing: dict[int, int] = {}
     for record in result.history:
         round = record["round"]
         assert record["selected"] == sorted({*record["selected"]} & {1, 2, 3, 4, 5}) and len(record["selected"]) == 2
         up = {c: sent[round, c] for c in record["selected"]}
         counted = {str(c): size(t) for c, t in up.items()}
-        told = f"round {round}: uplink {record['client_uplink_bytes']}, counted by hand {counted}"
-        assert record["client_uplink_bytes"] == counted and record["uplink_bytes"] == sum(counted.values()), told
-        assert record["uplink_bytes_without_head"] == sum(size(t, head=False) for t in up.values()), told
+        text = f"round {round}: uplink {record['client_uplink_bytes']}, counted by hand {counted}"
+        assert record["client_uplink_bytes"] == counted and record["uplink_bytes"] == sum(counted.values()), text
+        assert record["uplink_bytes_without_head"] == sum(size(t, head=False) for t in up.values()), text
         down, bare = {}, 0
         for client in record["selected"]:
-            lacks: dict[str, Tensor] = {}
-            for missed in range(stands_at.get(client, 0) + 1, round):
-                lacks.update(messages[missed])
+            pending: dict[str, Tensor] = {}
+            for missed in range(standing.get(client, 0) + 1, round):
+                pending.update(messages[missed])
                 for merged in [n.split(":", 2)[2] for n in messages[missed] if n.startswith("merge:")]:
-                    lacks.pop(merged, None)  # the merge says all that there is to say of the pair
-            got = cut(lacks, client) if cut else engine.method.tailor(lacks, client, states[round - 1])
-            if got and size(wholes[round - 1, client]) < size(got):
-                got = wholes[round - 1, client]
-            got = {**got, **news.get(round, {}).get(client, {})}
-            down[str(client)], bare = size(got), bare + size(got, head=False)
-            stands_at[client] = round - 1
-        told = f"round {round}: downlink {record['client_downlink_bytes']}, counted by hand {down}"
-        assert record["client_downlink_bytes"] == down and record["downlink_bytes"] == sum(down.values()), told
-        assert record["downlink_bytes_without_head"] == bare, told
-        assert round > 1 or news or not record["downlink_bytes"], "round 1 sends down what comes from the seed"
+                    pending.pop(merged, None)  # the merge says all that there is to say of the pair
+            received = cut(pending, client) if cut else engine.method.tailor(pending, client, states[round - 1])
+            if received and size(full_states[round - 1, client]) < size(received):
+                received = full_states[round - 1, client]
+            received = {**received, **told.get(round, {}).get(client, {})}
+            down[str(client)], bare = size(received), bare + size(received, head=False)
+            standing[client] = round - 1
+        text = f"round {round}: downlink {record['client_downlink_bytes']}, counted by hand {down}"
+        assert record["client_downlink_bytes"] == down and record["downlink_bytes"] == sum(down.values()), text
+        assert record["downlink_bytes_without_head"] == bare, text
+        assert round > 1 or told or not record["downlink_bytes"], "round 1 sends down what comes from the seed"
     assert len({tuple(r["selected"]) for r in result.history}) > 1
     assert all(t == sum(r[k] for r in result.history) for k, t in result.bytes.items()), f"totals: {result.bytes}"
 
@@ -276,8 +276,8 @@ def check_dropouts(bench: Bench, method: str, task: str) -> None:
     lost = [f for r in history for f in r["failed"]]
     assert lost and all(f["kind"] == "dropped" for f in lost), f"failed: {lost}"
     for record in history:
-        gone = {f["client"] for f in record["failed"]}
-        assert set(record["clients"]) == set(record["selected"]) - gone and record["clients"], f"record: {record}"
+        dropped = {f["client"] for f in record["failed"]}
+        assert set(record["clients"]) == set(record["selected"]) - dropped and record["clients"], f"record: {record}"
 
 
 def check_weights(bench: Bench, method: str, task: str, weighs: bool | None = None) -> None:
@@ -290,8 +290,8 @@ def check_weights(bench: Bench, method: str, task: str, weighs: bool | None = No
     states = []
     for uniform in (False, True):
         fields = get_method_class(method).Params.__dataclass_fields__
-        own = {"lowrank.average_by": "samples"} if "average_by" in fields else {}
-        engine = bench.make(task, method, {"federate.ignore_weight": uniform, "federate.total_round_num": 1, **own})
+        params = {"lowrank.average_by": "samples"} if "average_by" in fields else {}
+        engine = bench.make(task, method, {"federate.ignore_weight": uniform, "federate.total_round_num": 1, **params})
         sent = _run_and_keep_uploads(engine)[1]
         sizes = [1 if uniform else len(e) for e in engine.workspace.data.clients]
         assert uniform or len(set(sizes)) > 1
@@ -359,15 +359,15 @@ def check_one_client(bench: Bench, method: str, task: str) -> None:
 def check_resume(bench: Bench, method: str, task: str) -> None:
     """A run that is stopped after round 1 and resumed ends bit-identically: the state holds all that matters."""
     keys = {"federate.total_round_num": 3, "federate.sample_client_num": 2, "lowrank.checkpoint_freq": 1}
-    whole = bench.make(task, method, keys)
-    expected = whole.run().history
+    uninterrupted = bench.make(task, method, keys)
+    expected = uninterrupted.run().history
     first = bench.make(task, method, keys, on_round=lambda record: record["round"] == 1)
     first.run()
     second = LocalEngine(first.config)
     history = second.run(resume=True).history
     different = sorted(
         n
-        for n, v in state_of(whole).items()
+        for n, v in state_of(uninterrupted).items()
         if n not in second.ledger.state or not equal({n: v}, {n: second.ledger.state[n]})
     )
     assert not different, f"after resuming, the state differs in {different[:3]}; keep what lasts in the state"
@@ -392,18 +392,18 @@ def check_cohort(bench: Bench, method: str, task: str, further: Mapping[str, Any
         if engine.workspace.device.type != "cpu":
             without_dropout(engine)
 
-    def train(model, members, *given, **options):
-        found = train_cohort(model, members, *given, **options)
+    def train(model, members, *arguments, **options):
+        result = train_cohort(model, members, *arguments, **options)
         trained.append(len(members))
-        return found
+        return result
 
     with mock.patch.object(trainer, "train_cohort", train):
-        found = together.run().history
+        history = together.run().history
     if not trained:
         return 0
-    for a, b in zip(alone.run().history, found, strict=True):
-        why = f"round {a['round']}: losses {a['loss']} and {b['loss']}, {b['failed']}; does it require alone=True?"
-        assert not b["failed"] and abs(a["loss"] - b["loss"]) < 1e-5, why
+    for a, b in zip(alone.run().history, history, strict=True):
+        message = f"round {a['round']}: losses {a['loss']} and {b['loss']}, {b['failed']}; does it require alone=True?"
+        assert not b["failed"] and abs(a["loss"] - b["loss"]) < 1e-5, message
     state = state_of(together)
     for name, value in state_of(alone).items():
         torch.testing.assert_close(_double(state[name]), _double(value), atol=1e-5, rtol=1e-5, msg=_named(name))
@@ -416,14 +416,14 @@ def check_arguments(bench: Bench, method: str, task: str) -> None:
     aggregate = engine.method.aggregate
 
     def spy(updates, state, round):
-        given = [{n: t.clone() for n, t in u.tensors.items()} for u in updates]
+        copies = [{n: t.clone() for n, t in u.tensors.items()} for u in updates]
         before = {n: v.clone() if isinstance(v, Tensor) else v for n, v in state.items()}
         new, message = aggregate(updates, state, round)
-        kept = all(equal(u.tensors, tensors) for u, tensors in zip(updates, given))
-        assert kept, f"round {round}: aggregate changed an update in place"
+        unchanged = all(equal(u.tensors, tensors) for u, tensors in zip(updates, copies))
+        assert unchanged, f"round {round}: aggregate changed an update in place"
         assert equal(state, before), f"round {round}: aggregate changed the state in place; return a new one"
-        again, said = aggregate(updates, state, round)
-        assert equal(new, again) and equal(message, said), f"round {round}: aggregate gave two results for one input"
+        new2, message2 = aggregate(updates, state, round)
+        assert equal(new, new2) and equal(message, message2), f"round {round}: aggregate gave two results for one input"
         return new, message
 
     with mock.patch.object(engine.method, "aggregate", spy):
@@ -437,8 +437,8 @@ def check_half_precision(bench: Bench, method: str, task: str) -> None:
     before, states = state_of(engine), []
     engine.on_round = lambda record: states.append(state_of(engine))
     result, sent = _run_and_keep_uploads(engine)
-    told = [(r["loss"], r["failed"]) for r in result.history]
-    assert all(math.isfinite(r["loss"]) and not r["failed"] for r in result.history), f"losses and failures: {told}"
+    losses = [(r["loss"], r["failed"]) for r in result.history]
+    assert all(math.isfinite(r["loss"]) and not r["failed"] for r in result.history), f"losses and failures: {losses}"
     assert any(p.dtype == torch.bfloat16 for p in engine.model.parameters()), "no parameter is bfloat16"
     kinds = {"adapter", "nested", "personal", ACCUMULATED}
     half = [n for n, p in engine.model.named_parameters() if tags(n) & kinds and p.dtype != torch.float32]
@@ -469,18 +469,18 @@ def check_server_optimizer(bench: Bench, method: str, task: str) -> None:
         raise AssertionError("a server optimizer is accepted, and would have no effect")
     plain, engine = bench.make(task, method, keys), bench.make(task, method, adam)
     start, means = state_of(engine), []
-    for each in (plain, engine):
+    for runner in (plain, engine):
 
-        def spy(mean, state, round, settle=each.method.settle):
+        def spy(mean, state, round, settle=runner.method.settle):
             means.append(mean)
             return settle(mean, state, round)
 
-        def told(*given, tell=each.method.tell):
-            start.update(news := tell(*given))  # from which clients went on
-            return news
+        def spy_tell(*arguments, tell=runner.method.tell):
+            start.update(message := tell(*arguments))  # from which clients went on
+            return message
 
-        with mock.patch.object(each.method, "settle", spy), mock.patch.object(each.method, "tell", told):
-            each.run()
+        with mock.patch.object(runner.method, "settle", spy), mock.patch.object(runner.method, "tell", spy_tell):
+            runner.run()
     # The same change, another step: FedAdam's first is lr · 0.1 Δ / (√(0.01 Δ² + 0.99 τ²) + τ).
     names = sorted(means[0].keys() & start.keys())
     assert names, "the mean has no tensor of the state"

@@ -39,8 +39,8 @@ def _flower(strategy: Any, states: Sequence[dict], sizes: Sequence[int], *_: Any
     for node, (state, size) in enumerate(zip(states, sizes), start=1):
         arrays, metrics = ArrayRecord(state), MetricRecord({strategy.weighted_by_key: size})
         content = RecordDict({strategy.arrayrecord_key: arrays, "metrics": metrics})
-        about = Metadata(1, f"reply {node}", node, 0, f"order {node}", "1", time.time(), 3600.0, "train")
-        replies.append(Message(metadata=about, content=content))
+        metadata = Metadata(1, f"reply {node}", node, 0, f"order {node}", "1", time.time(), 3600.0, "train")
+        replies.append(Message(metadata=metadata, content=content))
     arrays, _ = deepcopy(strategy).aggregate_train(1, replies)
     return arrays.to_torch_state_dict()
 
@@ -49,9 +49,9 @@ def _nvflare_models(states: Sequence[dict], sizes: Sequence[int]) -> list:
     from nvflare.apis.fl_constant import FLMetaKey
     from nvflare.app_common.abstract.fl_model import FLModel
 
-    given = enumerate(zip(states, sizes), start=1)
-    told = [(state, {FLMetaKey.NUM_STEPS_CURRENT_ROUND: n, "client_name": f"site-{k}"}) for k, (state, n) in given]
-    return [FLModel(params=state, meta=meta, current_round=0) for state, meta in told]
+    pairs = enumerate(zip(states, sizes), start=1)
+    entries = [(state, {FLMetaKey.NUM_STEPS_CURRENT_ROUND: n, "client_name": f"site-{k}"}) for k, (state, n) in pairs]
+    return [FLModel(params=state, meta=meta, current_round=0) for state, meta in entries]
 
 
 def _nvflare_workflow(workflow: Any, states: Sequence[dict], sizes: Sequence[int], *_: Any) -> Any:

@@ -23,7 +23,7 @@ import torch
 from ..errors import UserError
 from .foreign import as_step
 
-#: what a server step returns: tensors or arrays by name
+#: the result of a server step: tensors or arrays by name
 State = Mapping[str, Any]
 Step = Callable[[list[dict[str, torch.Tensor]], list[int], list[int], list[float]], State]
 
@@ -39,7 +39,7 @@ _ROUNDING = 1e-4
 
 @dataclass(frozen=True)
 class Finding:
-    """What the referee found of one layer.
+    """The referee's finding about one layer.
 
     Attributes:
         case: which ranks the clients have. layer: ``up``, ``down`` or ``head``.
@@ -89,21 +89,21 @@ def judge_server_step(step: Step, scale: float | None = None) -> list[Finding]:
     findings, step = [], as_step(step)
     for case, ranks in CASES.items():
         states, alphas = _clients(ranks), [ALPHA] * len(ranks)
-        given = [{name: tensor.clone() for name, tensor in state.items()} for state in states]
+        copies = [{name: tensor.clone() for name, tensor in state.items()} for state in states]
         try:
-            answer = step(given, list(SIZES), list(ranks), alphas)
+            answer = step(copies, list(SIZES), list(ranks), alphas)
         except Exception as error:
-            said = f"it raised {type(error).__name__}: {error}".splitlines()[0]
-            findings.append(Finding(case, "all", False, float("nan"), said))
+            cause = f"it raised {type(error).__name__}: {error}".splitlines()[0]
+            findings.append(Finding(case, "all", False, float("nan"), cause))
             continue
         try:
             returned = {str(name): _array(value) for name, value in answer.items()}
         except (AttributeError, TypeError, ValueError) as error:
-            came = f"the server step returned {type(answer).__name__}, expected a state dict of arrays by name: {error}"
-            raise UserError(came) from error
-        own = [{name: _array(value) for name, value in state.items()} for state in states]
-        findings += [_of_layer(case, layer, own, ranks, returned, scale) for layer in LAYERS]
-        findings.append(_of_head(case, own, returned))
+            text = f"the server step returned {type(answer).__name__}, expected a state dict of arrays by name: {error}"
+            raise UserError(text) from error
+        arrays = [{name: _array(value) for name, value in state.items()} for state in states]
+        findings += [_judge_layer(case, layer, arrays, ranks, returned, scale) for layer in LAYERS]
+        findings.append(_judge_head(case, arrays, returned))
     return findings
 
 
@@ -125,18 +125,18 @@ def _array(value: Any) -> np.ndarray:
     return np.asarray(value, dtype=np.float64)
 
 
-def _of_head(case: str, states: Sequence[Mapping[str, np.ndarray]], answer: Mapping[str, np.ndarray]) -> Finding:
+def _judge_head(case: str, states: Sequence[Mapping[str, np.ndarray]], answer: Mapping[str, np.ndarray]) -> Finding:
     heads, p = [state[_HEAD] for state in states], np.array(SIZES) / sum(SIZES)
     mean = np.tensordot(p, heads, 1)
-    got = answer.get(_HEAD)
-    if got is None or got.shape != mean.shape:
-        return Finding(case, "head", False, float("nan"), "the head is missing" if got is None else "of another shape")
-    known = {"a plain mean instead of the weighted one": np.mean(heads, 0)}
-    known |= {f"the head of client {k + 1}, not averaged": head for k, head in enumerate(heads)}
-    return _judged(case, "head", got, mean, known)
+    out = answer.get(_HEAD)
+    if out is None or out.shape != mean.shape:
+        return Finding(case, "head", False, float("nan"), "the head is missing" if out is None else "of another shape")
+    causes = {"a plain mean instead of the weighted one": np.mean(heads, 0)}
+    causes |= {f"the head of client {k + 1}, not averaged": head for k, head in enumerate(heads)}
+    return _judge(case, "head", out, mean, causes)
 
 
-def _of_layer(
+def _judge_layer(
     case: str,
     layer: str,
     states: Sequence[Mapping[str, np.ndarray]],
@@ -160,13 +160,13 @@ def _of_layer(
             return Finding(case, layer, False, float("nan"), "the server's pair has no component")
         factor = ALPHA / rank if scale is None else scale
         product = factor * up @ down
-    got = product + (0.0 if change is None else change)
-    if got.shape != exact.shape:
+    out = product + (0.0 if change is None else change)
+    if out.shape != exact.shape:
         return Finding(
-            case, layer, False, float("nan"), f"the product is {got.shape}, expected {exact.shape}: transposed"
+            case, layer, False, float("nan"), f"the product is {out.shape}, expected {exact.shape}: transposed"
         )
     cut = rank if change is None else min(exact.shape)
-    return _judged(case, layer, got, exact, dict(_mistakes(pairs, ranks, factor, cut)), cut)
+    return _judge(case, layer, out, exact, dict(_mistakes(pairs, ranks, factor, cut)), cut)
 
 
 def _sums(pairs, weights: Sequence[float], scales: Sequence[float]) -> np.ndarray:
@@ -190,17 +190,17 @@ def _mistakes(pairs, ranks: Sequence[int], factor: float, cut: int) -> Iterator[
     short = [largest - rank for rank in ranks]
     padded = [(np.pad(up, ((0, 0), (0, n))), np.pad(down, ((0, n), (0, 0)))) for (up, down), n in zip(pairs, short)]
     padding = "padding with zeros, and " if min(ranks) < largest else ""
-    both = itertools.product(weights.items(), scales.items())
-    for (of_weights, w), (of_scales, s) in sorted(both, key=lambda pair: bool(pair[0][0]) + bool(pair[1][0])):
-        said = [part for part in (of_weights, of_scales) if part]
+    cases = itertools.product(weights.items(), scales.items())
+    for (weight_label, w), (scale_label, s) in sorted(cases, key=lambda pair: bool(pair[0][0]) + bool(pair[1][0])):
+        labels = [part for part in (weight_label, scale_label) if part]
         mean = _sums(pairs, w, s)
-        if said:
-            yield "; ".join(said), _best(mean, cut)
+        if labels:
+            yield "; ".join(labels), _best(mean, cut)
         u, values, vh = np.linalg.svd(mean, full_matrices=False)
-        yield "; ".join(["√Σ in one half only", *said]), (u * np.sqrt(values))[:, :cut] @ vh[:cut] * factor**0.5
+        yield "; ".join(["√Σ in one half only", *labels]), (u * np.sqrt(values))[:, :cut] @ vh[:cut] * factor**0.5
         up, down = (np.stack([p * pair[i] for p, pair in zip(w, padded)]).sum(0) for i in (0, 1))
         means = f"{padding}A and B averaged each by itself: the product of means is not the mean of products"
-        yield "; ".join([means, *said]), s[-1] * up @ down
+        yield "; ".join([means, *labels]), s[-1] * up @ down
 
 
 def _best(matrix: np.ndarray, rank: int) -> np.ndarray:
@@ -210,14 +210,14 @@ def _best(matrix: np.ndarray, rank: int) -> np.ndarray:
     return best
 
 
-def _judged(
-    case: str, layer: str, got: np.ndarray, exact: np.ndarray, known: Mapping[str, np.ndarray], cut: int | None = None
+def _judge(
+    case: str, layer: str, out: np.ndarray, exact: np.ndarray, causes: Mapping[str, np.ndarray], cut: int | None = None
 ) -> Finding:
-    def off(from_: np.ndarray) -> float:
-        return float(np.linalg.norm(got - from_)) / max(float(np.linalg.norm(from_)), 1e-12)
+    def gap(reference: np.ndarray) -> float:
+        return float(np.linalg.norm(out - reference)) / max(float(np.linalg.norm(reference)), 1e-12)
 
-    error = off(exact)
-    if error < _ROUNDING or cut is not None and off(_best(exact, cut)) < _ROUNDING:
+    error = gap(exact)
+    if error < _ROUNDING or cut is not None and gap(_best(exact, cut)) < _ROUNDING:
         return Finding(case, layer, True, error, "")
-    cause = next((said for said, wrong in known.items() if off(wrong) < 10 * _ROUNDING), "no cause that is known here")
+    cause = next((name for name, wrong in causes.items() if gap(wrong) < 10 * _ROUNDING), "no cause that is known here")
     return Finding(case, layer, False, error, cause)

@@ -151,7 +151,7 @@ def test_a_run_of_another_machines_gpu_is_used_on_what_is_here(settings, monkeyp
     assert "the run computed on cuda:1, which torch does not find here; its model is on the CPU" in caplog.text
     for count, device in ((1, -1), (2, 1)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda n=count: n)
-        here = finished_run._here(load_run(result.outdir).config)
+        here = finished_run._on_device(load_run(result.outdir).config)
         assert here.use_gpu and here.device == device
     assert "its model is on the first GPU" in caplog.text
 

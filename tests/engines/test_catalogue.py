@@ -40,7 +40,7 @@ def install(tmp_path, monkeypatch):
 
 
 def check(name):
-    return next(c for c in examine() if c.what == name)
+    return next(c for c in examine() if c.subject == name)
 
 
 def test_the_built_in_engines():

@@ -8,7 +8,7 @@ from torch import nn
 from fs_lowrank import RunFailed, UserError, load_config
 from fs_lowrank.data import Examples
 from fs_lowrank.errors import say_once
-from fs_lowrank.estimate import kept_for_backward
+from fs_lowrank.estimate import peak_activations
 from fs_lowrank.models import quantised
 from fs_lowrank.models.adapters import layer_stack
 from fs_lowrank.models.checkpointing import recompute
@@ -62,7 +62,7 @@ def test_fewer_activations_are_kept(make_engine):
         engine = make_engine("causal", {**ALL, "train.checkpointing": checkpointing, "train.only_read": "off"})
         batch = engine.workspace.data.clients[0].batch(np.arange(8))
         engine.model.train()
-        with kept_for_backward(engine.workspace) as found:
+        with peak_activations(engine.workspace) as found:
             loss_of(engine.model, batch).backward()
         kept[checkpointing] = found[0]
     assert kept[True] < 0.6 * kept[False]

@@ -20,7 +20,7 @@ from fs_lowrank.settings.effects import without_effect
 
 def test_the_engine_is_listed_and_says_what_is_missing(monkeypatch):
     assert "flower" in list_engines()
-    found = next(c for c in examine() if c.what == "engine flower")
+    found = next(c for c in examine() if c.subject == "engine flower")
     assert found.ok == bool(find_spec("flwr") and find_spec("ray"))
     if not find_spec("flwr"):
         with pytest.raises(UserError, match=r"Flower \(flwr\) is not installed; pip install 'fs-lowrank\[flower\]'"):
