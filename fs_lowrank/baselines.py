@@ -58,7 +58,7 @@ _NOTHING_SENT = {**dict.fromkeys(_BYTES, 0), "client_uplink_bytes": {}, "client_
 
 
 class _InOnePlace(Callback):
-    """Nothing is sent where the data are in one place; a round of one client would count what it is given."""
+    """Nothing is sent where the data are in one place; a round of one client would count its message."""
 
     def after_round(self, run: Recorder, record: dict[str, Any]) -> None:
         record |= _NOTHING_SENT
@@ -73,10 +73,10 @@ def split_names(methods: Sequence[str]) -> tuple[list[str], list[str]]:
     rows = [name for name in methods if name.lower() in ROWS]
     if len({name.lower() for name in rows}) < len(rows):
         raise UserError(f"compare needs distinct rows, got {', '.join(rows)}")
-    others = [name for name in methods if name not in rows]
-    if rows and not others:
+    names = [name for name in methods if name not in rows]
+    if rows and not names:
         raise UserError(f"{', '.join(rows)}: rows beside methods; name one method, too, such as fedlora")
-    return others, [name.lower() for name in rows]
+    return names, [name.lower() for name in rows]
 
 
 def row_config(name: str, config: Config, outdir: str | Path) -> Config:
@@ -130,7 +130,7 @@ def run_row(
     on_client: Callable[[int, int, int], object] | None = None,
     divided: Config | None = None,
 ) -> RunResult:
-    """Run a row whose configuration comes from ``row_config``; the result is like that of a run.
+    """Run a row whose configuration comes from ``row_config``; the result is a run's.
 
     Args:
         divided: the configuration of the comparison, whose clients' cached states serve all data in one place.

@@ -174,8 +174,8 @@ def _beginning() -> list:
             total, trains = run.workspace.parameters["total"], run.workspace.parameters["trainable"]
             text = f"trains {trains:,} of {total:,} weights ({human_percent(trains / total)})"
             if prefix := run.workspace.prefix:
-                once = f" once ({human_bytes(prefix.planned)})" if prefix.planned else ""
-                text += f"; computes the first {prefix.depth} of {len(prefix.layers)} layers{once} without dropout"
+                cached = f" once ({human_bytes(prefix.planned)})" if prefix.planned else ""
+                text += f"; computes the first {prefix.depth} of {len(prefix.layers)} layers{cached} without dropout"
             dropout = (
                 f"dropout {'acts' if draws(run.workspace.model.train()) else 'is 0'}{' in the others' * bool(prefix)}"
             )
@@ -377,8 +377,8 @@ def _compare(args: argparse.Namespace) -> None:
         _print_figures(f"mean ± standard deviation over the seeds {args.seeds}", lines, args.table)
         say(f"every value: {path}; the table and the curves over seeds are beside it")
         return
-    shown = partial(compare, on_method=partial(_announce, config), on_round=_on_round(config), callbacks=_beginning())
-    results = shown(
+    runner = partial(compare, on_method=partial(_announce, config), on_round=_on_round(config), callbacks=_beginning())
+    results = runner(
         config, methods, args.engine, overrides=args.overrides, resume=args.resume, overwrite=args.overwrite
     )
     first = next(iter(results.values()))

@@ -321,7 +321,7 @@ def _add_time(usage: Estimate, workspace: Workspace, sizes: np.ndarray) -> None:
 
 
 def _advice(config: Config, usage: Estimate, resource: str) -> list[str]:
-    """Keys to change, for what is largest where there is too little room."""
+    """Keys to change: of each resource with too little room, for its largest need."""
     halved = f"dataloader.batch_size {max(1, config.dataloader.batch_size // 2)}"
     if config.dataloader.batch_tokens:
         halved = f"dataloader.batch_tokens {config.dataloader.batch_tokens // 2}"

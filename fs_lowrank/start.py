@@ -38,7 +38,7 @@ _USUAL = {
 }
 #: names of columns with the client of a row
 _SITE = re.compile(r"(site|client|hospital|user|institution)s?([ _-]?(id|name))?", re.IGNORECASE)
-#: pixels; larger pictures are resized, as are those of unequal sizes
+#: pixels; larger pictures and pictures of unequal sizes are resized
 LARGEST = 64
 
 

@@ -1,4 +1,4 @@
-"""The results of a study as texts: its winner's config file and what it cost. Nothing here needs Optuna."""
+"""The results of a study as texts: its winner's config file and its cost. Nothing here needs Optuna."""
 
 from __future__ import annotations
 

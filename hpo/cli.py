@@ -127,13 +127,13 @@ def _tune(args: argparse.Namespace) -> int:
     gpus, objectives = shell.gpus(args.gpus), parse_objectives(args.objective)
     workers = max(1, len(gpus)) if args.workers is None else args.workers
     options = vars(args) | {"name": name, "workers": workers, "gpus": gpus, "objectives": objectives}
-    ended = tune(config, space, Search(**{f.name: options[f.name] for f in dataclasses.fields(Search)}), say=_say)
-    if ended.how == "interrupted":
+    outcome = tune(config, space, Search(**{f.name: options[f.name] for f in dataclasses.fields(Search)}), say=_say)
+    if outcome.how == "interrupted":
         _say(f"interrupted; continue with:\n  {args.again}")
         return shell.INTERRUPTED
-    summaries = [summary(open_storage(args.where), n) for n in ended.studies]
+    summaries = [summary(open_storage(args.where), n) for n in outcome.studies]
     _print_table(summaries, args.table)
-    if ended.how == "timeout":
+    if outcome.how == "timeout":
         _say(f"time is up; continue with:\n  {args.again}")
         return shell.OK
     location = ["--dir", str(args.folder)] if args.folder != _FOLDER["default"] else []
@@ -184,8 +184,8 @@ def _print_table(summaries: Sequence[Mapping[str, Any]], file: Path | None) -> N
     def fresh(check: Mapping[str, Any] | None, language: bool) -> str:
         if check is None:
             return "not yet"
-        shown = [n for n in check["metrics"] if n.endswith("acc") or len(check["metrics"]) < 3]
-        values = [f"{shown_name(n, language)} {spread_text(check['metrics'][n])}" for n in shown]
+        names = [n for n in check["metrics"] if n.endswith("acc") or len(check["metrics"]) < 3]
+        values = [f"{shown_name(n, language)} {spread_text(check['metrics'][n])}" for n in names]
         return "  ".join(values) or f"{len(check['failed'])} failed"
 
     lines = [("study", "trials", "best", "at", "fresh seeds", *_COSTS)]

@@ -123,7 +123,7 @@ def reason_of(trial: FrozenTrial) -> tuple[str, str]:
 
 
 def failure_text(trial: FrozenTrial) -> tuple[str, str]:
-    """How a trial has failed, and after an unexpected error what to report; empty after others."""
+    """How a trial has failed, and after an unexpected error the file to report; empty after other errors."""
     report = trial.user_attrs.get("traceback")
     failed = "failed ({}): {}".format(*reason_of(trial))
     return failed, f"; please report it with {report}" if report else ""
@@ -133,7 +133,7 @@ def _point(trial: FrozenTrial) -> str:
     return json.dumps(trial.params or trial.system_attrs.get("fixed_params", {}), sort_keys=True)
 
 
-def drawn(trials: Sequence[FrozenTrial]) -> int:
+def point_count(trials: Sequence[FrozenTrial]) -> int:
     """The number of points of a study: its trials without repetitions of another trial."""
     return sum("failed_trial" not in t.system_attrs for t in trials)
 

@@ -27,7 +27,7 @@ from .space import Space
 from .storage import CONFIRM, load_study, open_storage, quiet, storage_errors
 from .worker import Searches, in_this_process, work
 
-#: number of points of a study whose space is no grid, unless it is given
+#: the default number of points of a study whose space is no grid
 TRIALS = 20
 
 

@@ -17,7 +17,7 @@ from fs_lowrank import Config
 from fs_lowrank.runs.chance import Chance
 
 from .objectives import WATCHED, metric_of, one_test_set
-from .search import budget, drawn, failure_text, failures, front, kind, reason_of
+from .search import budget, point_count, failure_text, failures, front, kind, reason_of
 from .settings import Settings, settings_of, space_of
 from .space import at_an_end, decoded
 from .storage import CONFIRM, load_study, open_storage, quiet
@@ -35,13 +35,13 @@ def confirmation(storage: BaseStorage, study: optuna.Study, winner: FrozenTrial)
     if name not in optuna.get_all_study_names(storage):
         return None
     trials = load_study(storage, name).get_trials(deepcopy=False)
-    done = {t.params["seed"]: t.user_attrs["metrics"] for t in trials if kind(t) == "complete"}
-    failed, measured = failures(trials), [done[seed] for seed in sorted(done)]
-    if not done and not failed:
+    by_seed = {t.params["seed"]: t.user_attrs["metrics"] for t in trials if kind(t) == "complete"}
+    failed, measured = failures(trials), [by_seed[seed] for seed in sorted(by_seed)]
+    if not by_seed and not failed:
         return None
     names = sorted(n for n in (measured or [{}])[0] if n.startswith(("val_", "test_")))
     return {
-        "seeds": sorted(done),
+        "seeds": sorted(by_seed),
         "failed": [reason_of(t)[1] for t in failed],
         "open": sum(kind(t) in ("waiting", "running") for t in trials),
         "metrics": {n: spread([metrics[n] for metrics in measured]) for n in names},
@@ -85,7 +85,7 @@ def summary(storage: BaseStorage, name: str) -> dict[str, Any]:
         **settings.to_dict(),
         "language": settings.base.is_language,
         "trials": dict(Counter(map(kind, trials))),
-        "points": drawn(trials),
+        "points": point_count(trials),
         "budget": budget(trials),
         "winners": winners,
         "tried": sorted(points_of(study), key=json.dumps),

@@ -24,7 +24,7 @@ from fs_lowrank.jobs.workers import PAUSE, stop_signals
 from . import storage as stored
 from .best import number_text, point_text
 from .objectives import OBJECTIVES, SUMMARY
-from .search import budget, drawn, enqueue, failure_text, fresh_seeds, front, kind
+from .search import budget, point_count, enqueue, failure_text, fresh_seeds, front, kind
 from .settings import make_pruner, make_sampler, settings_of, space_of
 from .space import decoded
 from .storage import AGAIN, CONFIRM, RETRY, load_study
@@ -77,7 +77,7 @@ class Searches:
         return len(self.studies) - len(self.done)
 
     def claim(self) -> Job | None:
-        """The next trial: of the study whose trials took the least time, so that all share a time limit."""
+        """The next trial, from the study that took the least time so far, so that all share a time limit."""
         spent = {name: budget(study.get_trials(deepcopy=False)) for name, study in self.studies.items()}
         for name in sorted(spent, key=lambda name: spent[name]["seconds"]):
             if name not in self.done and (job := self._next(name, spent[name]["client_steps"])):
@@ -114,10 +114,10 @@ class Searches:
         """A trial that waits in the queue, or that the sampler draws; None if there is none now."""
         optuna.storages.fail_stale_trials(study)
         trials = study.get_trials(deepcopy=False)
-        # Optuna waits for ever for a trial whose command died before its first heartbeat, so each is given one.
+        # Optuna waits for ever for a trial whose command died before its first heartbeat, so each gets one.
         for unseen in {t._trial_id for t in trials if t.state == TrialState.RUNNING} - self._seen:
             self._beat(unseen)
-        draws = wanted and settings.sampler != "grid" and drawn(trials) < wanted
+        draws = wanted and settings.sampler != "grid" and point_count(trials) < wanted
         if not draws and all(t.state != TrialState.WAITING for t in trials):
             return None
         study.sampler = make_sampler(settings, wanted, (settings.sampler_seed * 1_000_003 + len(trials)) % 2**32)

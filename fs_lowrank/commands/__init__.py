@@ -1,4 +1,4 @@
-"""The commands of ``fs-lowrank`` that have a file of their own, and those that packages add.
+"""The commands of ``fs-lowrank`` that have a file of their own, and the commands that packages add.
 
 A command's file has ``add(commands)``, which gives it a parser, and imports what it needs only when it runs.
 ``extensions`` finds the commands of packages through the entry-point group ``fs_lowrank.commands``.

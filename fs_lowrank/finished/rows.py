@@ -98,7 +98,7 @@ def _labelled(
         _require(where, table, role, name)
     wanted = {*texts.values(), *(flags or [label])} if answered else {*texts.values()}
     frame = table[[name for name in table if name in wanted]]
-    if not answered:  # a stand-in, which no column that is read has as its name
+    if not answered:  # a column of fillers, whose name no column of the frame has
         filler = {REGRESSION: 0.0, MULTI_LABEL: run.labels[:1]}.get(run.task, run.labels[0])
         label = "".join(texts.values()) + "label"
         frame = frame.assign(**{label: pd.Series([filler] * len(table), index=table.index, dtype=object)})

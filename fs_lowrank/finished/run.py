@@ -110,7 +110,7 @@ class FinishedRun:
 
     @property
     def paired(self) -> bool:
-        """Whether a decoder writes answers to what an encoder has read."""
+        """Whether an encoder reads the prompt and a decoder writes the answer."""
         return self.config.model.task == "Seq2SeqLM"
 
     @property

@@ -91,7 +91,7 @@ def check_method(
 
 
 def asked_of(method: type[Method] | str, params: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """What the generic suite asks of a method: the check with its task → what must hold."""
+    """The requirements of the generic suite for a method: the check with its task → the requirement."""
     return {f"{check.name} ({task})": check.asks for check, task in _checks_of(_name(method), params)}
 
 
@@ -106,6 +106,6 @@ def _name(method: type[Method] | str) -> str:
         return get_method_class(method).name
     name = getattr(method, "name", None) if isinstance(method, type) else None
     if name is None or registered().get(name) is not method:
-        shown = getattr(method, "__qualname__", repr(method))
-        raise UserError(f"{shown} is not a registered method; put @register_method('its_name') over the class")
+        label = getattr(method, "__qualname__", repr(method))
+        raise UserError(f"{label} is not a registered method; put @register_method('its_name') over the class")
     return name

@@ -21,7 +21,7 @@ from ..models.machine import input_device
 from ..rounds.workspace import method_of
 from . import small
 
-#: the small models by the name that the checks have for them, and what ``model.task`` is
+#: the checks' name of a small model -> its ``model.task``
 TASKS = {"encoder": "SequenceClassification", "causal": "CausalLM", "vision": "ImageClassification"}
 
 
@@ -132,7 +132,7 @@ def logits(model: nn.Module, examples: Any, count: int = 6) -> Tensor:
 
 
 def without_dropout(engine: LocalEngine) -> LocalEngine:
-    """``engine``, whose model draws no masks any more."""
+    """``engine``, with dropout off in its model."""
     for module in engine.model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

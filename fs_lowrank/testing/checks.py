@@ -32,7 +32,7 @@ from ..training.cohort import train_cohort
 from ..versions import SCHEMA
 from .bench import Bench, equal, logits, plain_model, state_of, without_dropout, without_seconds
 
-#: keys of a run whose model has moved far enough to be told from the untrained one
+#: keys of a run whose model differs measurably from the untrained one
 SAVED = {"lowrank.save_merged": True, "federate.total_round_num": 2, "train.optimizer": {"type": "AdamW", "lr": 0.02}}
 FILES = ("config.yaml", "environment.json", "data.json", "summary.json", "rounds.jsonl")
 WIDTHS = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2, torch.int64: 8, torch.uint8: 1}
@@ -139,10 +139,10 @@ def check_run(bench: Bench, method: str, task: str) -> None:
 
 def check_repetition(bench: Bench, method: str, task: str) -> None:
     """The same seed gives the same result to the bit."""
-    one, again = (bench.make(task, method, {"federate.sample_client_num": 2, "eval.freq": 1}) for _ in range(2))
+    one, twin = (bench.make(task, method, {"federate.sample_client_num": 2, "eval.freq": 1}) for _ in range(2))
     first = without_seconds(one.run().history)
-    torch.rand(7)  # what the process drew before has no say
-    assert first == without_seconds(again.run().history) and equal(state_of(one), state_of(again)), (
+    torch.rand(7)  # earlier draws of the process must have no effect
+    assert first == without_seconds(twin.run().history) and equal(state_of(one), state_of(twin)), (
         "the same configuration and seed gave another result; draw from setting.seed (draw_down, seeds.derive) only"
     )
 
@@ -151,8 +151,8 @@ def check_seed(bench: Bench, method: str, task: str) -> None:
     """Another seed gives another split and, if something is drawn, another start."""
     one, other = (bench.make(task, method, {"seed": seed}) for seed in (1, 2))
     # A pre-trained model that is trained in full starts as it is.
-    drawn = task != "causal" or "base" not in get_method_class(method).shared
-    assert equal(state_of(one), state_of(other)) != drawn, "the start does not depend on the seed"
+    differs = task != "causal" or "base" not in get_method_class(method).shared
+    assert equal(state_of(one), state_of(other)) != differs, "the start does not depend on the seed"
     assert one.workspace.data.fingerprint != other.workspace.data.fingerprint, "the split does not depend on the seed"
 
 
@@ -255,7 +255,7 @@ def check_bytes(
             for missed in range(standing.get(client, 0) + 1, round):
                 pending.update(messages[missed])
                 for merged in [n.split(":", 2)[2] for n in messages[missed] if n.startswith("merge:")]:
-                    pending.pop(merged, None)  # the merge says all that there is to say of the pair
+                    pending.pop(merged, None)  # the merge replaces the pair
             received = cut(pending, client) if cut else engine.method.tailor(pending, client, states[round - 1])
             if received and size(full_states[round - 1, client]) < size(received):
                 received = full_states[round - 1, client]
@@ -305,7 +305,7 @@ def check_weights(bench: Bench, method: str, task: str, weighs: bool | None = No
 
 
 def _run_and_keep_uploads(engine: LocalEngine) -> tuple[Any, dict[int, dict[str, Tensor]]]:
-    """Run the engine; its result, and copies of what the clients sent in round 1."""
+    """Run the engine; returns its result, and copies of the clients' updates of round 1."""
     sent: dict[int, dict[str, Tensor]] = {}
     upload = engine.method.upload
 
