@@ -17,7 +17,7 @@ from fs_lowrank import Config
 from fs_lowrank.runs.chance import Chance
 
 from .objectives import WATCHED, metric_of, one_test_set
-from .search import budget, point_count, failure_text, failures, front, kind, reason_of
+from .search import budget, failure_text, failures, front, kind, point_count, reason_of
 from .settings import Settings, settings_of, space_of
 from .space import at_an_end, decoded
 from .storage import CONFIRM, load_study, open_storage, quiet

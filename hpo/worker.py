@@ -24,7 +24,7 @@ from fs_lowrank.jobs.workers import PAUSE, stop_signals
 from . import storage as stored
 from .best import number_text, point_text
 from .objectives import OBJECTIVES, SUMMARY
-from .search import budget, point_count, enqueue, failure_text, fresh_seeds, front, kind
+from .search import budget, enqueue, failure_text, fresh_seeds, front, kind, point_count
 from .settings import make_pruner, make_sampler, settings_of, space_of
 from .space import decoded
 from .storage import AGAIN, CONFIRM, RETRY, load_study
