@@ -4,8 +4,8 @@
     config.train.optimizer.lr, config.adapter.r, config.method_params
 
 Defaults are FederatedScope's (branch ``llm``), except where a comment says otherwise. Its files load
-unchanged: a key of FederatedScope without a field here is kept in ``config.framework``, and ``check_local``
-refuses those that the local engine does not support. Any other unknown key is an error.
+unchanged: a key of FederatedScope without a field here goes into ``config.framework``, and ``check_local``
+refuses keys that the local engine does not support. Any other unknown key is an error.
 
 In FederatedScope, ``federate.method: FedAvg`` (the default) averages adapters if ``llm.adapter.use`` is True.
 Therefore ``fedavg``, or no method, becomes ``fedlora`` if ``llm.adapter.use`` is True, and trains all weights
@@ -91,7 +91,7 @@ def load_config(
             ``**{"federate.method": "rolora"}``.
     Raises:
         UserError: no such file, bad YAML, an unknown key, a wrong type, a value out of range. The message
-            names file, line, dotted key, value, and what was expected.
+            names file, line, dotted key, value, and the expected values.
     """
     if isinstance(path, Config):
         return path.replace(overrides, **keys) if overrides is None else path.replace(overrides).replace(**keys)
@@ -228,8 +228,8 @@ def check_engine(config: Config, engine: str, together: Sequence[str] = ()) -> N
         engine: local, federatedscope or flower.
         together: combinations that the engine does not honour, in words.
     Raises:
-        UserError: the message lists all such keys, with the reasons; or ``train.scheduler`` has a key or value that is
-            not ours.
+        UserError: the message lists the refused keys, with the reasons; or ``train.scheduler`` has a key or value that
+            is not ours.
     """
     from .training import schedule  # imports torch, which reading a config's schema should not
 

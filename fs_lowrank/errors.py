@@ -14,7 +14,7 @@ from pathlib import Path
 
 #: the packages of this repository
 _OURS = ("fs_lowrank", "benchmark", "hpo")
-#: where Python's own modules are, and the names of folders of installed ones, of which there may be several
+#: the folder of Python's own modules, and the names of folders of installed ones (there may be several)
 _STANDARD, _PACKAGES = sysconfig.get_path("stdlib"), {"site-packages", "dist-packages"}
 
 
@@ -68,7 +68,7 @@ def described(error: BaseException, text: str | None = None) -> str:
 
 
 @contextlib.contextmanager
-def users_own(subject: str, remedy: str = "") -> Iterator[None]:
+def user_errors(subject: str, remedy: str = "") -> Iterator[None]:
     """A context for running or reading a thing that the user supplies: a data set, a template, a file of weights.
 
     Args:

@@ -1,4 +1,4 @@
-"""Every use of randomness derives its own seed from the one of the run."""
+"""Every use of randomness derives a separate seed from the run's seed."""
 
 from __future__ import annotations
 

@@ -10,6 +10,6 @@ ROUNDS = 10_000
 
 
 def bound_spin() -> None:
-    """Bound the spinning of this process and of those it starts, unless the user has said how threads wait."""
+    """Bound the spinning of this process and of its children, unless the user has said how threads wait."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(ROUNDS))

@@ -18,11 +18,11 @@ from torch import nn
 
 from .config import Config, load_config
 from .data import CAUSAL_LM, IMAGE_CLASSIFICATION, RawData, load_raw
-from .data.own import stem_of, train_table
 from .data.sources import data_args
 from .data.stored import is_saved
 from .data.tables import conversation_column
 from .data.template import SYNONYMS
+from .data.user_data import stem_of, train_table
 from .errors import UserError, nearest
 from .models.adapters import layer_stack, target_modules
 from .models.build import build_skeleton, build_tokenizer

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..data.examples import IGNORED_LABEL, Examples
-from ..errors import UserError, say_once, users_own
+from ..errors import UserError, say_once, user_errors
 from ..jobs.files import cannot_read, cannot_write, from_json, sync, to_json, write_text
 from ..rounds.recorder import Callback, Recorder
 from ..seeds import derive
@@ -51,7 +51,7 @@ def score_of(config: Settings) -> tuple[str, Score]:
     module, _, name = score.partition(":")
     if not (module and name):
         raise UserError(f"{key}expected exact_match, rouge_l, or a function of (answer, reference) as MODULE:FUNCTION")
-    with users_own(f"{key}importing it", "the module must be on the path, as with PYTHONPATH=."):
+    with user_errors(f"{key}importing it", "the module must be on the path, as with PYTHONPATH=."):
         function = getattr(import_module(module), name)
     return name, function
 
@@ -149,7 +149,7 @@ class Answers(Callback):
         return mean
 
     def _scored(self, answer: str, reference: str) -> float:
-        with users_own(f"eval.generate.score = {self.options.score!r}: called with {answer!r} and {reference!r}, it"):
+        with user_errors(f"eval.generate.score = {self.options.score!r}: called with {answer!r} and {reference!r}, it"):
             value = self.score(answer, reference)
         if isinstance(value, (bool, int, float)) and math.isfinite(value):
             return float(value)

@@ -56,7 +56,7 @@ def _only_one() -> Path:
         UserError: there is none, or there are several.
     """
     from ..data.image_files import SUFFIXES as PICTURES
-    from ..data.own import SUFFIXES
+    from ..data.user_data import SUFFIXES
 
     paths = []
     for path in sorted(Path().iterdir()):
@@ -80,7 +80,7 @@ def write(args: argparse.Namespace, out: Path | None) -> Path:
     Raises:
         UserError: see ``start.draft``; the file exists with another content. RunFailed: it cannot be written.
     """
-    from ..data.own import stem_of
+    from ..data.user_data import stem_of
     from ..declared import methods
     from ..start import Request, draft
 

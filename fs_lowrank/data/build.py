@@ -319,7 +319,7 @@ def _split(
     train, validation, test = raw.train, raw.validation, raw.test
     validation_share = shares[1]
     present = [split for split, frame in (("test", test), ("validation", validation)) if frame is not None]
-    if len(present) == 1:  # of both, the run says it of data.splits as a whole
+    if len(present) == 1:  # with both, the run reports data.splits as a whole
         index = 2 if present == ["test"] else 1
         if shares[index] not in (0, Data().splits[index]):
             share = f"the share of {shares[index]:g} for {present[0]} rows (data.splits = {shares})"

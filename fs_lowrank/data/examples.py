@@ -35,7 +35,7 @@ class Examples:
             for a causal language model ``labels`` (``-100`` for tokens without loss). All rows lie in one array.
         labels: ``(n,)``: int64, the classes; float32, numbers to predict; None for a language model.
         sets: the number of classes, where labels are sets of them as bits (``labels.sets``); else 0.
-        paired: ``labels`` among the columns is a text of its own, which a decoder writes, not that of ``input_ids``.
+        paired: ``labels`` among the columns is a separate text, which a decoder writes, not that of ``input_ids``.
         pad_id: the padding token.
         pad_token_type_id: the same for ``token_type_ids``.
         truncated: how many texts were cut to the maximum length when these examples were made.

@@ -32,7 +32,7 @@ class FederatedData:
         majority: fraction of the most frequent class in ``test``, the accuracy of a constant prediction; None without
             classes.
         skipped: number of rows left out, by reason.
-        read: number of rows of the source, with those left out.
+        read: number of rows of the source, rows left out included.
         repeated: by held-out split, the number of rows that are training rows as well (``duplicates``).
         keys: hashes of the training rows, to recognise repeated rows: int64, from ``duplicates.row_keys``.
         truncated: number of texts cut to ``tok_len`` tokens, by split.
@@ -142,7 +142,7 @@ class FederatedData:
 
     @cached_property
     def clients(self) -> Sequence[Examples | ImageExamples]:
-        """The training examples of each client, selected when they are asked for."""
+        """The training examples of each client, selected on access."""
         train, indices = self.train, self.partition.indices
         return Lazy(len(indices), lambda i: train.select(indices[i]))
 
@@ -161,7 +161,7 @@ class FederatedData:
     @cached_property
     def client_majority(self) -> float | None:
         """The accuracy over ``client_tests`` of answering each client with the most frequent class of its training
-        data; None without classes or a test set. It is what a client's own model must exceed.
+        data; None without classes or a test set. A client's own model must exceed it.
         """
         test, labels = self.test, self.partition.labels
         if test is None or test.labels is None or labels is None or self.task in (REGRESSION, MULTI_LABEL):

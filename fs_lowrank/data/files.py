@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fs_lowrank.errors import UserError, nearest, say_once, users_own
+from fs_lowrank.errors import UserError, nearest, say_once, user_errors
 from fs_lowrank.settings import show
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json")
@@ -183,7 +183,7 @@ def _json(path: Path, text: str, is_list: bool) -> list[dict[str, Any]]:
         if not chunk.strip():
             continue
         where = str(path) if is_list else f"{path}, line {line}"
-        with users_own(f"{where}: reading it as JSON"):
+        with user_errors(f"{where}: reading it as JSON"):
             value = json.loads(chunk, object_pairs_hook=_unique_keys)
             json.dumps(value, ensure_ascii=False).encode()  # half of a UTF-16 pair is no character
         objects = value if is_list else [value]

@@ -28,7 +28,7 @@ import pandas as pd
 from fs_lowrank.data.fetch import usable
 from fs_lowrank.data.files import read_bytes, read_text, refuse_pointer
 from fs_lowrank.data.tables import IMAGE_CLASSIFICATION, RawData, count_skipped, several_classes
-from fs_lowrank.errors import UserError, nearest, say_once, users_own
+from fs_lowrank.errors import UserError, nearest, say_once, user_errors
 from fs_lowrank.jobs.progress import steps
 from fs_lowrank.settings.reading import read_packaged
 
@@ -129,7 +129,7 @@ def read_image_set(name: str, root: Path, home: str | Path | None = None) -> Raw
     for split, files in listed.items():
         count = spec.get("records", {}).get(split, 0)
         split_paths = list(islice(remaining, len(files)))
-        with users_own(f"{split_paths[0]}: reading it as a file of {name}"):
+        with user_errors(f"{split_paths[0]}: reading it as a file of {name}"):
             parts[split] = part = _READERS[spec["format"]](split_paths, spec, count)
         classes = {"label": len(spec.get("names", ())), **spec.get("labels", {})}
         for kind, labels in part.values.items():
@@ -203,7 +203,7 @@ def _listing(folder: Path) -> tuple[dict[str, dict[str, list[Path]]], dict[str, 
             say_once(f"{parent}: no image is in the folder of a class: {', '.join(empty)}; it is left out")
         return {name: paths for name, paths in files.items() if paths}
 
-    with users_own(f"{folder}: listing it"):
+    with user_errors(f"{folder}: listing it"):
         splits = {}
         for name, split in _SPLIT_NAMES.items() if (folder / TRAIN).is_dir() else [(".", TRAIN)]:
             if (folder / name).is_dir():
@@ -234,7 +234,7 @@ def _decode(files: list[Path], size: tuple[int, int] | None, channels: int | Non
 
     def read(path: Path) -> tuple[np.ndarray, list[str]]:
         refuse_pointer(path)
-        with users_own(f"{path}: reading it as an image"), Image.open(path) as image:
+        with user_errors(f"{path}: reading it as an image"), Image.open(path) as image:
             deep = image.mode.startswith("I;16") or image.mode == "I" and image.format == "PNG"
             if image.mode in ("I", "F") and not deep:
                 raise UserError(f"{path}: its pixels are numbers of 32 bits, of unknown range; save 8 or 16 bits")

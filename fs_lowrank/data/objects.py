@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from fs_lowrank.data.stored import frame_of
-from fs_lowrank.errors import UserError, users_own
+from fs_lowrank.errors import UserError, user_errors
 
 if TYPE_CHECKING:
     import datasets
@@ -67,7 +67,7 @@ def as_table(data: Any, where: str = "data") -> pd.DataFrame:
         UserError: as for ``store``.
     """
     dataset = _dataset(data, where)
-    with users_own(f"{where}: making a table of it"):
+    with user_errors(f"{where}: making a table of it"):
         return frame_of(dataset)
 
 
@@ -78,7 +78,7 @@ def _write(data: Any, path: Path, where: str) -> str:
     dataset = _dataset(data, where)
     schema = dataset.features.arrow_schema  # with the names of classes
     digest = hashlib.sha256(json.dumps(schema.names).encode())
-    with pa.ipc.new_stream(str(path), schema) as writer, users_own(f"{where}: making arrow data of it"):
+    with pa.ipc.new_stream(str(path), schema) as writer, user_errors(f"{where}: making arrow data of it"):
         for start in range(0, len(dataset), CHUNK):
             table = pa.Table.from_batches(dataset.with_format("arrow")[start : start + CHUNK].to_batches()).cast(schema)
             digest.update(json.dumps([table[name].to_pylist() for name in schema.names], default=str).encode())
@@ -95,18 +95,18 @@ def _dataset(data: Any, where: str) -> datasets.Dataset:
     if isinstance(data, datasets.Dataset):
         dataset = data
     elif isinstance(data, pd.DataFrame):
-        with users_own(f"{where}: making arrow data of it"):
+        with user_errors(f"{where}: making arrow data of it"):
             frame = data.astype(dict.fromkeys(data.select_dtypes("category"), object)).rename(columns=str)
             dataset = datasets.Dataset(pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata(None))
     elif isinstance(data, torch.utils.data.Dataset) and hasattr(data, "__len__"):
         rows = [_row(data, i, where) for i in range(len(data))]
-        for i, row in enumerate(rows):  # from_list would drop what the first item lacks
+        for i, row in enumerate(rows):  # from_list would drop columns that the first item lacks
             if row.keys() != rows[0].keys():
                 raise UserError(
                     f"{where}, item {i}: it has the columns {', '.join(sorted(row))}, and the first item has "
                     f"{', '.join(sorted(rows[0]))}; give every item the same, with None for a missing value"
                 )
-        with users_own(f"{where}: making arrow data of it"):
+        with user_errors(f"{where}: making arrow data of it"):
             dataset = datasets.Dataset.from_list(rows)
     else:
         raise UserError(f"{where} = {type(data).__name__}: expected {_EXPECTED}")
@@ -117,7 +117,7 @@ def _dataset(data: Any, where: str) -> datasets.Dataset:
 
 def _row(items: Any, i: int, data: str) -> dict[str, Any]:
     """An item of a torch dataset as a row."""
-    with users_own(f"{data}, item {i}: the data set"):
+    with user_errors(f"{data}, item {i}: the data set"):
         item = items[i]
     if isinstance(item, (tuple, list)) and len(item) in _TUPLES:
         item = dict(zip(_TUPLES[len(item)], item))

@@ -38,7 +38,7 @@ class Ragged(Sequence[np.ndarray]):
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[int] | np.ndarray]) -> Ragged:
-        """From rows of integers, copied into int64; a ``Ragged`` is returned as it is."""
+        """From rows of integers, copied into int64; a ``Ragged`` is returned unchanged."""
         if isinstance(rows, Ragged):
             return rows
         arrays = [np.asarray(row, dtype=np.int64) for row in rows]
@@ -61,7 +61,7 @@ class Ragged(Sequence[np.ndarray]):
         return len(self.lengths)
 
     def __getitem__(self, index):
-        """Row ``index``, a view; or for a slice, a ``Ragged`` of those rows."""
+        """Row ``index``, a view; or for a slice, a ``Ragged`` of its rows."""
         if isinstance(index, slice):
             return self.select(index)
         start = self.starts[index]

@@ -31,16 +31,6 @@ from fs_lowrank.data.fetch.hub import hub, silence
 from fs_lowrank.data.files import read_table, read_tsv
 from fs_lowrank.data.framework_sets import SETS, read_set
 from fs_lowrank.data.image_files import FOLDER_ARGS, IMAGE_SETS, read_folder, read_image_set
-from fs_lowrank.data.own import (
-    COMMON_ARGS,
-    LABELS,
-    LANGUAGE_ARGS,
-    SUFFIXES,
-    digests,
-    is_files,
-    read_user_files,
-    under,
-)
 from fs_lowrank.data.stored import frame_of, silent
 from fs_lowrank.data.tables import (
     CAUSAL_LM,
@@ -53,6 +43,16 @@ from fs_lowrank.data.tables import (
     require_columns,
 )
 from fs_lowrank.data.template import check_template
+from fs_lowrank.data.user_data import (
+    COMMON_ARGS,
+    LABELS,
+    LANGUAGE_ARGS,
+    SUFFIXES,
+    digests,
+    is_files,
+    read_user_files,
+    under,
+)
 from fs_lowrank.errors import UserError, nearest
 from fs_lowrank.settings import DataArgs, Origin, check_keys, keys_of, one_mapping
 from fs_lowrank.settings.reading import read_packaged
@@ -88,7 +88,7 @@ def load_raw(data_cfg: Any, home: str | Path | None = None, origin: Origin | Non
         data_cfg: has ``type``, ``root`` and ``args``.
         home: folder of fetched data; see ``fs_lowrank.data.fetch.home``.
         origin: origin of ``data_cfg``, for messages.
-        task: ``model.task``, which says whether labels are classes, numbers or sets of classes.
+        task: ``model.task``, which decides whether labels are classes, numbers or sets of classes.
 
     Raises:
         UserError: unknown name, missing or malformed file, missing column or label, or a single class.

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from fs_lowrank.data.files import refuse_pointer
-from fs_lowrank.errors import UserError, users_own
+from fs_lowrank.errors import UserError, user_errors
 
 SUFFIXES = (".parquet", ".arrow")
 
@@ -65,7 +65,7 @@ def read_stored(path: Path) -> dict[str, pd.DataFrame]:
     if not path.exists():
         raise UserError(f"no file {path}")
     refuse_pointer(path)
-    with silent(datasets), users_own(f"{path}: reading it", "write or copy it again"):
+    with silent(datasets), user_errors(f"{path}: reading it", "write or copy it again"):
         if is_saved(path):
             content = datasets.load_from_disk(str(path))
         elif path.suffix.lower() == ".parquet":

@@ -217,7 +217,7 @@ def instructions(
 
     Args:
         table: its index holds the numbers of its rows.
-        answered: the table has the answers; without them they are a stand-in.
+        answered: the table has the answers; without them a stand-in takes their place.
     """
     skipped: dict[str, int] = {}
     used: set[str | None]
@@ -278,8 +278,8 @@ def conversation_column(columns: Iterable[Any]) -> str:
 
 
 def _earlier(where: str | Path, table: pd.DataFrame) -> list[list[dict[str, str]]]:
-    """The turns before those of each row, as LLaMA-Factory's data have them: a text for the system, and ``history``,
-    pairs of a question and its answer. Nothing if the table has no such columns.
+    """The turns before each row's own, in LLaMA-Factory's columns: a text for the system, and ``history``, pairs of a
+    question and its answer. Empty if the table lacks these columns.
     """
     present = [name for name in ("system", "system_prompt", "history", "tools") if name in table]
     unread: dict[str, None] = {}

@@ -15,7 +15,7 @@ from fs_lowrank.algebra import digest
 from fs_lowrank.data.examples import IGNORED_LABEL, Examples
 from fs_lowrank.data.ragged import Ragged
 from fs_lowrank.data.template import ends, is_custom, prompted
-from fs_lowrank.errors import UserError, say_once, users_own
+from fs_lowrank.errors import UserError, say_once, user_errors
 from fs_lowrank.jobs.progress import steps
 
 BATCH = 1000
@@ -309,14 +309,14 @@ def _chats(tokenizer: Any, frame: pd.DataFrame) -> Iterator[tuple[str, str]]:
     """
     for row, turns in zip(frame.index, _turns(frame), strict=True):
         where = f"row {row + 1}: the model's chat template"
-        with users_own(where, _OTHER_TEMPLATE):
+        with user_errors(where, _OTHER_TEMPLATE):
             prompt = tokenizer.apply_chat_template(turns[:-1], tokenize=False, add_generation_prompt=True)
             rendered = tokenizer.apply_chat_template(turns, tokenize=False)
         if rendered.startswith(prompt):
             # The answer includes the end-of-turn token that follows it in the template, but not a final newline.
             yield prompt, rendered[len(prompt) :].rstrip()
             continue
-        with users_own(where, _OTHER_TEMPLATE):
+        with user_errors(where, _OTHER_TEMPLATE):
             earlier = tokenizer.apply_chat_template(turns[:-1], tokenize=False).rstrip()
             probe = [*turns[:-1], {**turns[-1], "content": _ANY}]
             rendered = tokenizer.apply_chat_template(probe, tokenize=False)

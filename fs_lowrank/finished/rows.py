@@ -13,11 +13,11 @@ import pandas as pd
 from ..data import CAUSAL_LM, Examples
 from ..data.duplicates import row_keys
 from ..data.objects import as_table
-from ..data.own import SUFFIXES, read_file
 from ..data.sources import data_args
 from ..data.tables import MULTI_LABEL, REGRESSION, conversation_column, instructions, labelled, text_columns
 from ..data.template import SYNONYMS, is_custom
 from ..data.tokenize import tokenize_classification, tokenize_instructions
+from ..data.user_data import SUFFIXES, read_file
 from ..errors import UserError, nearest
 from ..runs.split import read_split
 from ..settings import Origin

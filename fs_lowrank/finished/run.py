@@ -12,8 +12,8 @@ from torch import nn
 
 from ..config import Config, load_config
 from ..data import CAUSAL_LM, CLASSIFICATION
-from ..data.own import LABELS
 from ..data.sources import data_args
+from ..data.user_data import LABELS
 from ..errors import UserError, say_once
 from ..jobs.files import read_json
 from ..models.build import build_model, build_tokenizer, model_name

@@ -53,7 +53,7 @@ def memoized(
         return make()
     key = json.dumps([kind, inputs], sort_keys=True, default=str)
     if key in _current:
-        gc.collect()  # frees what the run before has left, whose model and the hooks on it refer to each other
+        gc.collect()  # frees the model of the run before: it and the hooks on it refer to each other
         _current[key] = _current.pop(key)
     else:
         fresh = make()

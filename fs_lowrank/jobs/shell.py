@@ -107,7 +107,7 @@ def run(
 ) -> int:
     """Run one command; returns the exit code.
 
-    0: success, or what the command returned; 1: a valid command could not continue (``RunFailed``, a file that cannot
+    0: success, or the command's own result; 1: a valid command could not continue (``RunFailed``, a file that cannot
     be read or written), or the package has an error; 2: wrong use (``UserError``); 130: interrupted. Every error is one
     line; a traceback is printed only with ``--debug``.
 

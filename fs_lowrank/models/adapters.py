@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..errors import UserError, nearest, users_own
+from ..errors import UserError, nearest, user_errors
 from ..seeds import derive
 from ..settings import ALL_LINEAR, AdapterSpec, Key, Origin, check_keys, keys_of
 from ..settings.adapter import PROMPTS
@@ -70,7 +70,7 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     config = _config(model, spec, seed)
     options = {name: copy.deepcopy(getattr(config, name)) for name in further(spec)}
     torch.manual_seed(derive(seed, "adapter"))
-    with without_deprecation(), users_own(_BY_PEFT):
+    with without_deprecation(), user_errors(_BY_PEFT):
         rank = max([spec.r, *(getattr(config, "rank_pattern", None) or {}).values()])
         if spec.method not in PROMPTS and rank > longest:  # before memory is taken for it
             raise UserError(f"rank {rank} is above the width of every layer; the longest has {longest}")
@@ -181,7 +181,7 @@ def _config(model: nn.Module, spec: AdapterSpec, seed: int = 0) -> peft.PeftConf
     if heads := heads_by_place(model):  # what the user names as well is there once
         extra = {**extra, "modules_to_save": list(dict.fromkeys([*(extra.get("modules_to_save") or ()), *heads]))}
     if spec.method in PROMPTS:
-        with users_own(_BY_PEFT):
+        with user_errors(_BY_PEFT):
             return config_class(**arguments, **extra)
     targets, layers = _targets(model, spec), _layers(model, spec)
     if spec.target_modules == ALL_LINEAR:
@@ -190,13 +190,13 @@ def _config(model: nn.Module, spec: AdapterSpec, seed: int = 0) -> peft.PeftConf
     if towers or layers is not None and "layers_to_transform" not in keys:
         targets, layers = _in_layers(model, targets or _usual_targets(model) or [], layers), None
     chosen = {} if layers is None else {"layers_to_transform": layers}
-    with users_own(_BY_PEFT):
+    with user_errors(_BY_PEFT):
         config = config_class(target_modules=targets, **chosen, **arguments, **extra)
     _check_patterns(model, config)
     return config
 
 
-@users_own(_BY_PEFT)
+@user_errors(_BY_PEFT)
 def _check_patterns(model: nn.Module, config: peft.PeftConfig) -> None:
     """Refuse a rank, a strength or an exclusion of modules that have no adapter in any case."""
     everything = copy.copy(cast("peft.LoraConfig", config))
@@ -239,7 +239,7 @@ def target_modules(model: nn.Module, spec: AdapterSpec) -> list[str]:
     return names
 
 
-@users_own(_BY_PEFT)
+@user_errors(_BY_PEFT)
 def _adapted(model: nn.Module, config: peft.PeftConfig) -> list[str]:
     """Full names of the modules to which PEFT would add an adapter by ``config``."""
     from peft.tuners.tuners_utils import check_target_module_exists

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import UserError, say_once, users_own
+from ..errors import UserError, say_once, user_errors
 from ..settings import Settings
 from .names import refuse_reserved, tags
 
@@ -117,7 +117,7 @@ def _check(module: nn.Module, num_labels: int) -> list[str]:
     outputs: dict[str, Any] = {}
     ids = torch.zeros(1, 2, dtype=torch.int64, device=next(module.parameters()).device)
     called = f"model: {type(module).__name__}, called with input_ids and attention_mask of one text,"
-    with ExitStack() as stack, users_own(called, "expected logits, or something with logits"):
+    with ExitStack() as stack, user_errors(called, "expected logits, or something with logits"):
         for name, child in module.named_children():
             if isinstance(child, nn.Linear):
                 hook = child.register_forward_hook(lambda *call, name=name: outputs.update({name: call[-1]}))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import users_own
+from ..errors import user_errors
 from ..settings import Settings
 from .kinds import heads_by_place
 from .names import tags
@@ -59,7 +59,7 @@ def _sizes(config: Settings) -> dict[int | str, int | str]:
 
     sizes: dict[int | str, int | str] = {}
     for text in config.model.max_memory:
-        with users_own(f"model.max_memory: {text!r}", "expected DEVICE=SIZE, such as 0=20GiB or cpu=60GiB"):
+        with user_errors(f"model.max_memory: {text!r}", "expected DEVICE=SIZE, such as 0=20GiB or cpu=60GiB"):
             device, size = map(str.strip, text.split("="))
             sizes["cpu" if device.lower() == "cpu" else int(device)] = convert_file_size_to_int(size)
     return sizes

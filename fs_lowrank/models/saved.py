@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..errors import UserError, users_own
+from ..errors import UserError, user_errors
 from ..jobs.files import replacing
 from .adapters import without_deprecation
 from .loaded import PUT_BACK, difference
@@ -47,11 +47,11 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     # Not PeftModel.from_pretrained: it leaves out what does not fit, and spreads a model with a device_map anew, losing
     # where its weights are kept.
     with without_deprecation():
-        with users_own(f"{described}, read as an adapter of this model,", PUT_BACK):
+        with user_errors(f"{described}, read as an adapter of this model,", PUT_BACK):
             config = PeftConfig.from_pretrained(str(folder))
             config.inference_mode, config.base_model_name_or_path = True, None  # where its base lies is not asked
             wrapped = get_peft_model(model, config)
-        with users_own(f"{file}, read as an adapter of this model,", PUT_BACK):
+        with user_errors(f"{file}, read as an adapter of this model,", PUT_BACK):
             tensors = load_file(file)
         expected = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
         # Of an adapted output layer, PEFT saves the weight of the base, too.

@@ -35,7 +35,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from ..errors import UserError, nearest, say_once, users_own
+from ..errors import UserError, nearest, say_once, user_errors
 from ..jobs.files import read_json, replacing, write_text
 from ..settings import VISION_MODELS
 from .chain import allow_growth, resize
@@ -249,7 +249,7 @@ def load_vision(folder: str | Path) -> VisionModel:
         UserError: no such folder, or files that do not match.
     """
     folder = Path(folder)
-    with users_own(f"{folder / OPTIONS}: reading it as a network's options"):
+    with user_errors(f"{folder / OPTIONS}: reading it as a network's options"):
         values = read_json(folder / OPTIONS)
         grown = dict(values.pop("grown", {}))
         options = VisionOptions(**{**values, "image_shape": tuple(values["image_shape"])})
@@ -268,7 +268,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     Raises:
         UserError: no such file, or not a safetensors file.
     """
-    with users_own(f"reading weights from {path}", "expected a .safetensors file"):
+    with user_errors(f"reading weights from {path}", "expected a .safetensors file"):
         return load_file(str(Path(path).expanduser()))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..config import Config
 from ..data import CLASSIFICATION, FederatedData, RawData
-from ..data.own import LABELS
+from ..data.user_data import LABELS
 from ..errors import UserError, nearest, say_once
 from ..methods import Method, Phase, State
 from ..models.names import HEAD_MODULES, TAGS, all_tensors, is_head, named_tensors, select, tags

@@ -13,7 +13,7 @@ import numpy as np
 from filelock import FileLock
 from torch import nn
 
-from ..errors import CannotContinue, DamagedFile, RunFailed, users_own
+from ..errors import CannotContinue, DamagedFile, RunFailed, user_errors
 from ..jobs.files import read_json, remove_unfinished, to_json, write_text
 from ..jobs.tables import write_tables
 from ..models.adapters import load_tensors
@@ -121,7 +121,7 @@ class Recorder:
         for callback in self.callbacks:
             kind = type(callback)
             external = not kind.__module__.startswith("fs_lowrank.")
-            with users_own(f"callbacks: {kind.__qualname__}.{hook}") if external else nullcontext():
+            with user_errors(f"callbacks: {kind.__qualname__}.{hook}") if external else nullcontext():
                 self.ended |= bool(getattr(callback, hook)(self, *arguments))
                 if external and hook == "after_round":
                     to_json(arguments[0])

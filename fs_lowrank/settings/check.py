@@ -116,7 +116,7 @@ def check_keys(
         only: the subset of ``keys`` that is allowed here; None: all.
     Raises:
         UserError: not a mapping; an unknown key (the message suggests the nearest); a missing key; a value of the
-            wrong type or out of range. The message names file, line, dotted key, value, and what was expected.
+            wrong type or out of range. The message names file, line, dotted key, value, and the expected values.
     """
     if not isinstance(mapping, Mapping):
         origin.wrong(section or "the whole", mapping, "a mapping")

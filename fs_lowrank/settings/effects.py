@@ -49,7 +49,7 @@ def _conditions(config: Settings, engine: str, method: Any, needs: Any) -> Itera
     rate = config.federate.sample_client_rate
     yield rate <= 0, f"federate.sample_client_rate = {rate:g} takes precedence", ("federate.sample_client_num",)
     rule = config.lowrank.robust
-    weighs = rule in ROBUST_WEIGHS or needs.own_robust_mean  # which may weight what it adds to the mean
+    weighs = rule in ROBUST_WEIGHS or needs.own_robust_mean  # which may weight its additions to the mean
     yield weighs, f"lowrank.robust = {rule} does not weight clients", ("federate.ignore_weight",)
     yield needs.validation, f"{method.name} selects nothing by validation data", ("lowrank.validation_samples",)
     momentum = config.train.optimizer.extra.get("momentum")

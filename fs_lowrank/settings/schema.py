@@ -138,7 +138,7 @@ class Settings:
 
     @property
     def alone(self) -> int:
-        """The client whose data alone are trained on (``federate.client_idx_for_local_train``); 0: those of all.
+        """The only client that trains (``federate.client_idx_for_local_train``); 0: all clients train.
 
         The data are divided among all clients, and the run is then one of a single client, whose number is 1.
         """

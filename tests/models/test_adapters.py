@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.pytorch_utils import Conv1D
 
 from fs_lowrank.config import load_config
-from fs_lowrank.errors import UserError, users_own
+from fs_lowrank.errors import UserError, user_errors
 from fs_lowrank.models.accumulated import accumulate_pair, add_accumulated, one_adapter
 from fs_lowrank.models.adapters import (
     add_adapter,
@@ -337,9 +337,9 @@ def test_tensors_that_no_method_trains_are_refused(tiny_encoder, extra, modules,
 
 
 def test_only_what_a_library_says_is_called_its_own():
-    with pytest.raises(UserError, match="^a sentence of ours$"), users_own("PEFT"):
+    with pytest.raises(UserError, match="^a sentence of ours$"), user_errors("PEFT"):
         raise UserError("a sentence of ours")
-    with pytest.raises(UserError, match="^PEFT raises ValueError: odd"), users_own("PEFT"):
+    with pytest.raises(UserError, match="^PEFT raises ValueError: odd"), user_errors("PEFT"):
         raise ValueError("odd")
 
 

@@ -37,7 +37,7 @@ COMMON_ARGS = ("max_len",)
 LANGUAGE_ARGS = (*COMMON_ARGS, "template", "loss_on")
 OWN_ARGS = (*COMMON_ARGS, "text", "text_pair", "label", "quoting", "test", "validation")
 OWN_LANGUAGE_ARGS = (*LANGUAGE_ARGS, "instruction", "input", "output", "category", "quoting", "test", "validation")
-#: model.task -> what labels are, where they are not classes
+#: model.task -> the kind of labels other than classes
 LABELS = {"SequenceRegression": REGRESSION, "MultiLabelClassification": MULTI_LABEL}
 HELD_OUT = ("validation", "test")
 _PATTERN = re.compile(r"[*?\[]")
