@@ -64,8 +64,8 @@ class FedSB(Ravan):
             return Averaging.upload(self, model, round, client)
         weights = {b: base_weight_name(b) for b in named_tensors(model, ("lora_B",))}
         gradients = mean_gradients(model, client.batches(), weights.values(), self.params.samples)
-        turned = {b: getattr(model.get_submodule(module_of(b)), "fan_in_fan_out", False) for b in weights}
-        return {f"grad:{b}": gradients[n].T if turned[b] else gradients[n].flatten(1) for b, n in weights.items()}
+        transposed = {b: getattr(model.get_submodule(module_of(b)), "fan_in_fan_out", False) for b in weights}
+        return {f"grad:{b}": gradients[n].T if transposed[b] else gradients[n].flatten(1) for b, n in weights.items()}
 
     def expected(self, state, round, client, exchange=TRAIN):
         if exchange == TRAIN:

@@ -121,6 +121,6 @@ class MFedLoRU(FedLoRU):
     def apply(self, model, message, round):
         super().apply(model, message, round)
         # The nested pairs of this copy start again, at the ranks that they have.
-        held = adapted_layers(named_tensors(model, ("nested",)))[0]
+        layer = adapted_layers(named_tensors(model, ("nested",)))[0]
         initial = adapted_layers(self.initial_nested(named_tensors(model, ("adapter",)), round))
-        load_tensors(model, cut_nested(initial, len(held.A_u), len(held.B_u)))
+        load_tensors(model, cut_nested(initial, len(layer.A_u), len(layer.B_u)))

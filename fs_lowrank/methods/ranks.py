@@ -33,10 +33,10 @@ def check_one_rank(adapter: AdapterSpec, method: str) -> None:
     Raises:
         UserError: the adapter has ranks or alphas by layer, or a bias.
     """
-    odd = [name for name in ("rank_pattern", "alpha_pattern", "lora_bias") if adapter.extra.get(name)]
-    if odd:
+    unsupported = [name for name in ("rank_pattern", "alpha_pattern", "lora_bias") if adapter.extra.get(name)]
+    if unsupported:
         raise UserError(
-            f"llm.adapter.args: {odd[0]}: {method} needs one alpha for all layers, ranks that differ by "
+            f"llm.adapter.args: {unsupported[0]}: {method} needs one alpha for all layers, ranks that differ by "
             "client only, and pairs without a bias; remove it, or choose another method"
         )
 

@@ -163,8 +163,8 @@ def refuse_negative(update: Update, names: Iterable[str]) -> None:
     Raises:
         RefusedUpdate: the message names client and tensor.
     """
-    held = {n: update.tensors[n] for n in names}
-    for (name, tensor), negative in zip(held.items(), values_of((t < 0).any() for t in held.values())):
+    tensors = {n: update.tensors[n] for n in names}
+    for (name, tensor), negative in zip(tensors.items(), values_of((t < 0).any() for t in tensors.values())):
         if negative:
             raise RefusedUpdate(
                 f"client {update.client}: {name} holds {float(tensor.min()):.6g}, expected no value below zero"

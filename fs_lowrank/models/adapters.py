@@ -77,10 +77,10 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
         wrapped = get_peft_model(model, config)
     _freeze_inside(wrapped, spec)
     compose(wrapped)
-    strange = [n for n, p in wrapped.named_parameters() if p.requires_grad and not tags(n) & {"adapter", "head"}]
-    if strange:
+    foreign = [n for n, p in wrapped.named_parameters() if p.requires_grad and not tags(n) & {"adapter", "head"}]
+    if foreign:
         raise UserError(
-            f"llm.adapter.args: it would train {strange[0]}, which is no tensor of an adapter or a head, so it would "
+            f"llm.adapter.args: it would train {foreign[0]}, which is no tensor of an adapter or a head, so it would "
             "never be sent; leave out bias, trainable_token_indices and adapters on embeddings"
         )
     say_idle(wrapped, options)
@@ -172,7 +172,7 @@ def _config(model: nn.Module, spec: AdapterSpec, seed: int = 0) -> peft.PeftConf
     config_class = getattr(peft, CLASSES[spec.method])
     keys, extra = dict(keys_of(config_class)), further(spec)
     for name, key in keys.items():
-        values = [one.value for kind in typing.get_args(key.hint) if isinstance(kind, type(Enum)) for one in kind]
+        values = [member.value for kind in typing.get_args(key.hint) if isinstance(kind, type(Enum)) for member in kind]
         keys[name] = Key(key.hint, {"choices": values} if values else {})
     keys |= {"init_lora_weights": Key(Any)}  # PEFT accepts more than it lists, such as pissa_niter_16
     check_keys(extra, keys, Origin(), "llm.adapter.args.0")

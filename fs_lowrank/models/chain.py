@@ -20,7 +20,7 @@ def chain(model: nn.Module, method: str) -> list[str]:
     Raises:
         UserError: the model has a bias, a norm, another parameter that belongs to neurons, or a branch.
     """
-    takes = (
+    message = (
         f"{method} reorders neurons, and takes nets of convolutional and linear layers without biases (model.use_bias "
         "False), norms (lowrank.norm none) and shortcuts, in which each layer feeds the next"
     )
@@ -29,16 +29,16 @@ def chain(model: nn.Module, method: str) -> list[str]:
     for name in dict(model.named_parameters()):
         if name not in plain:
             owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
-            raise UserError(f"{takes}; this model has {name} ({owner}); choose another method")
+            raise UserError(f"{message}; this model has {name} ({owner}); choose another method")
     if len(layers) < 2:
         raise UserError(f"{method} matches hidden neurons; this model has none")
     for (before, first), (after, second) in zip(layers, layers[1:]):
         width, inputs = first.weight.shape[0], second.weight.shape[1]
         flattened = isinstance(first, nn.Conv2d) and isinstance(second, nn.Linear) and inputs % width == 0
         if getattr(second, "groups", 1) != 1 or inputs != width and not flattened:
-            raise UserError(f"{takes}; {after} does not take the {width} outputs of {before}; choose another method")
+            raise UserError(f"{message}; {after} does not take the {width} outputs of {before}; choose another method")
     if blocks := [n for n, m in model.named_modules() if hasattr(m, "downsample")]:
-        raise UserError(f"{takes}; {blocks[0]} has a shortcut; choose another method")
+        raise UserError(f"{message}; {blocks[0]} has a shortcut; choose another method")
     return [f"{n}.weight" for n, _ in layers]
 
 

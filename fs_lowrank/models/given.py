@@ -71,13 +71,13 @@ def copy_of_held(config: Settings, num_labels: int | None = None) -> nn.Module:
     module = copy.deepcopy(held(config)[0]).to(getattr(torch, config.dtype))
     refuse_reserved(module, f"model.type = {config.model.type}")
     cls = type(module)
-    takes = inspect.signature(cls.forward).parameters
-    everything = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    parameters = inspect.signature(cls.forward).parameters
+    everything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     def forward(self: nn.Module, labels: torch.Tensor | None = None, **inputs: Any) -> Any:
         from transformers.modeling_outputs import SequenceClassifierOutput
 
-        arguments = inputs if everything else {name: value for name, value in inputs.items() if name in takes}
+        arguments = inputs if everything else {name: value for name, value in inputs.items() if name in parameters}
         output = cls.forward(self, **arguments)
         logits = output if isinstance(output, torch.Tensor) else output.logits
         plain = labels is not None and labels.ndim == 1 and not labels.is_floating_point()

@@ -85,14 +85,14 @@ def difference(
         optional: tensors that the file may have as well.
     """
     allowed = {**(optional or {}), **expected}
-    lacking, strange = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - allowed.keys())
-    if lacking:
+    missing, unexpected = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - allowed.keys())
+    if missing:
         return (
-            f"it lacks {len(lacking)} of {len(expected)} tensors ({_listed(lacking)}), which would be untrained"
-            f"{_instead(strange)}"
+            f"it lacks {len(missing)} of {len(expected)} tensors ({_listed(missing)}), which would be untrained"
+            f"{_instead(unexpected)}"
         )
-    if strange:
-        return f"it has tensors that there is no place for ({_listed(strange)})"
+    if unexpected:
+        return f"it has tensors that there is no place for ({_listed(unexpected)})"
     for name, tensor in sorted(tensors.items()):
         if tensor.shape != allowed[name].shape:
             return f"{name} is {tuple(tensor.shape)} there, expected {tuple(allowed[name].shape)}"

@@ -41,12 +41,12 @@ def check_products(model: nn.Module, method: str, merges: bool) -> None:
         layer: Any = model.get_submodule(name)
         base, is_pair = layer.get_base_layer(), hasattr(layer, "lora_A")
         kernel = zip(getattr(base, "dilation", ()), getattr(base, "kernel_size", ()))
-        instead = ", or set lowrank.merge = False"
+        advice = ", or set lowrank.merge = False"
         if is_pair and getattr(base, "groups", 1) > 1:
             flaw = f"has {base.groups} groups: PEFT's pair is no product of two matrices then"
-            instead = ", or choose another method"
+            advice = ", or choose another method"
         elif merges and is_pair and any(step > 1 and size > 1 for step, size in kernel):
-            flaw, instead = "is dilated while PEFT's pair is not: no kernel is the sum of both", ""
+            flaw, advice = "is dilated while PEFT's pair is not: no kernel is the sum of both", ""
         elif merges and getattr(base, "padding_mode", "zeros") != "zeros":
             flaw = f"has padding_mode = {base.padding_mode} while adapters pad with zeros: no kernel is the sum of both"
         elif merges and name in shared:
@@ -55,7 +55,7 @@ def check_products(model: nn.Module, method: str, merges: bool) -> None:
             continue
         raise UserError(
             f"llm.adapter.args: {method} takes no adapter on {name.removeprefix(_OF_PEFT)}, which {flaw}; "
-            f"leave it out of modules{instead}"
+            f"leave it out of modules{advice}"
         )
 
 

@@ -71,18 +71,18 @@ def at_home(model: nn.Module) -> Iterator[None]:
 
     They have no values then. PEFT puts an adapter where the weight of its layer lies.
     """
-    away: list[tuple[nn.Module, str, nn.Parameter]] = []
+    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     for module in model.modules():
         device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
         for name, parameter in list(module.named_parameters(recurse=False)) if device is not None else ():
             if parameter.device.type == "meta":
-                away.append((module, name, parameter))
+                replaced.append((module, name, parameter))
                 value = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
                 setattr(module, name, nn.Parameter(value, requires_grad=False))
     try:
         yield
     finally:
-        for module, name, parameter in away:
+        for module, name, parameter in replaced:
             setattr(module, name, parameter)
 
 

@@ -66,7 +66,7 @@ def check_virtual_tokens(model: Any, method: str) -> None:
     with preserving_modes(model):
         model.eval()
         try:
-            wrong = _wrong(model, inner.config.get_text_config().pad_token_id or 0)
+            wrong = _flaw(model, inner.config.get_text_config().pad_token_id or 0)
         except Exception as error:
             wrong = failure(error)
     if wrong:
@@ -76,7 +76,7 @@ def check_virtual_tokens(model: Any, method: str) -> None:
         )
 
 
-def _wrong(model: Any, pad: int) -> str:
+def _flaw(model: Any, pad: int) -> str:
     first, second, third = [token for token in range(4) if token != pad][:3]
     ids = torch.tensor([[first, second, third], [first, second, pad]], device=input_device(model))
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]], device=ids.device)

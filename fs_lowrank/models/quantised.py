@@ -58,11 +58,11 @@ def loading(config: Settings, skeleton: Any) -> dict[str, Any]:
             "bnb_4bit_use_double_quant": config.lowrank.double_quant,
         }
     device = "cuda:0" if config.torch_device == "cuda" else config.torch_device
-    where = {} if config.model.device_map else {"device_map": {"": device}}
+    placement = {} if config.model.device_map else {"device_map": {"": device}}
     if getattr(skeleton.config, "quantization_config", None):
-        return where
+        return placement
     return {
-        **where,
+        **placement,
         "quantization_config": BitsAndBytesConfig(**options, llm_int8_skip_modules=_skipped(skeleton, config)),
     }
 
@@ -121,9 +121,9 @@ def settle(model: Any, config: Settings, source: str) -> None:
             f"lowrank.dtype = {dtype}: {type(model).__name__} has no matrix that bitsandbytes quantises (its matrices: "
             f"{', '.join(sorted(skipped)[:3])}, …); take lowrank.dtype bfloat16"
         )
-    held = sum(t.nbytes for t in [*model.parameters(), *beside(model).values()])
+    size = sum(t.nbytes for t in [*model.parameters(), *beside(model).values()])
     say_once(
-        f"lowrank.dtype = {dtype}: {len(inside)} matrices are quantised, and the base takes {held / 1e6:,.0f} MB; in "
+        f"lowrank.dtype = {dtype}: {len(inside)} matrices are quantised, and the base takes {size / 1e6:,.0f} MB; in "
         f"{config.dtype} stay: {', '.join(sorted(skipped))}, and vectors",
         logging.INFO,
     )

@@ -41,9 +41,9 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
     described, file = Path(folder) / "adapter_config.json", Path(folder) / "adapter_model.safetensors"
-    for needed in (described, file):
-        if not needed.is_file():
-            raise UserError(f"{needed} is missing; {PUT_BACK}")
+    for path in (described, file):
+        if not path.is_file():
+            raise UserError(f"{path} is missing; {PUT_BACK}")
     # Not PeftModel.from_pretrained: it leaves out what does not fit, and spreads a model with a device_map anew, losing
     # where its weights are kept.
     with without_deprecation():

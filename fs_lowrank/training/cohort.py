@@ -280,9 +280,9 @@ def cohort_size(model: nn.Module, config: Settings, lengths: np.ndarray, depth: 
     if device.type != "cuda":
         return 1
     total = torch.cuda.get_device_properties(device).total_memory
-    held = sum(p.numel() * p.element_size() for p in model.parameters())
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
     longest = loads.batch_tokens or loads.batch_size * int(lengths.max())
-    room = (_GPU_SHARE * total - held) / bytes_a_token(model, len(stack[1]) - depth, int(lengths.max()))
+    room = (_GPU_SHARE * total - size) / bytes_a_token(model, len(stack[1]) - depth, int(lengths.max()))
     return max(1, int(min(room, _GPU_TOKENS) / longest))
 
 

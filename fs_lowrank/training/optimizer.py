@@ -50,5 +50,5 @@ def check_optimizer(optimizer: Optimizer, origin: Origin | None = None) -> None:
     try:
         trial.step()
     except Exception as error:  # torch raises various errors for invalid values
-        where = (origin or Origin()).where("train.optimizer")
-        raise UserError(f"{where}train.optimizer: {optimizer.type} does not take {extra}: {error}") from error
+        prefix = (origin or Origin()).where("train.optimizer")
+        raise UserError(f"{prefix}train.optimizer: {optimizer.type} does not take {extra}: {error}") from error

@@ -99,14 +99,14 @@ class FrozenPrefix:
         stack = layer_stack(model)
         self.layers = list(stack[1]) if stack else []
         name = stack[0] + "." if stack else ""
-        learns = [n for n, _ in model.named_parameters() if tags(n) & trainable]
-        in_stack = [int(n.removeprefix(name).split(".")[0]) for n in learns if stack and n.startswith(name)]
+        trained = [n for n, _ in model.named_parameters() if tags(n) & trainable]
+        in_stack = [int(n.removeprefix(name).split(".")[0]) for n in trained if stack and n.startswith(name)]
         # A trainable tensor outside the blocks is a head above them, or an embedding below, which excludes a cache.
-        below = [n for n in learns if not n.startswith(name) and "head" not in tags(n)]
+        below = [n for n in trained if not n.startswith(name) and "head" not in tags(n)]
         self.depth = min(in_stack, default=len(self.layers)) if not below else 0
         if self.depth >= len(self.layers):
             self.depth = 0 if not self.layers else min(self.depth, len(self.layers) - 1)
-        self.learns = frozenset(learns)
+        self.trained = frozenset(trained)
         #: the first trainable block's modules whose outputs are cached beside its input -> their widths
         self.parts: dict[str, int] = {}
         self.first = Attending(self.layers[self.depth]) if self.depth else None
@@ -280,7 +280,7 @@ class FrozenPrefix:
             widths.update({n: outputs[n].shape[-1] for n in within})
 
         try:
-            with with_gradients(self.model, self.learns):
+            with with_gradients(self.model, self.trained):
                 self._hidden(examples, np.arange(1), probe)
         except Exception as error:  # a model's code may raise any error for inputs that it does not expect
             logger.debug("no keys and values are cached: %s", error)
@@ -308,7 +308,7 @@ class FrozenPrefix:
         # All submodules, also those that run only in training.
         self.below = list({part: None for module in modules for part in module.modules()})
         frozen = {id(p) for module in self.below for p in module.parameters()}
-        if any(id(p) in frozen for n, p in self.model.named_parameters() if n in self.learns):
+        if any(id(p) in frozen for n, p in self.model.named_parameters() if n in self.trained):
             self.depth = 0  # a trained module of modules_to_save, such as an embedding, runs below the blocks
 
     @torch.no_grad()

@@ -102,14 +102,14 @@ class Attending:
 
     def __init__(self, layer: nn.Module):
         self.layer = layer
-        self.takes = inspect.signature(layer.forward)
+        self.signature = inspect.signature(layer.forward)
         #: the layer's argument for the cache; in some models it is among those that are passed on
-        self.cache = next((name for name in _CACHES if name in self.takes.parameters), _CACHES[0])
+        self.cache = next((name for name in _CACHES if name in self.signature.parameters), _CACHES[0])
 
     def arguments(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """The layer's input, and its other arguments by name."""
-        arguments = dict(self.takes.bind(*args, **kwargs).arguments)
-        for name, parameter in self.takes.parameters.items():
+        arguments = dict(self.signature.bind(*args, **kwargs).arguments)
+        for name, parameter in self.signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 arguments |= arguments.pop(name, {})
         return arguments.pop("hidden_states"), arguments
@@ -276,10 +276,10 @@ class OnlyRead:
             wrong = wrong or self._trial(batches, device, training=True)
             self.usable_in_training = not wrong
         if wrong:
-            when = " in training" if self.usable else ""
+            mode = " in training" if self.usable else ""
             name = type(unwrapped(self.model)).__name__
             say_once(
-                f"train.only_read: the last layer of {name} cannot be computed for some positions only{when} "
+                f"train.only_read: the last layer of {name} cannot be computed for some positions only{mode} "
                 f"({wrong}); it is computed for all"
             )
 
@@ -328,9 +328,9 @@ class OnlyRead:
         logits = (logits[read.to(logits.device)] if logits.ndim == 3 else logits).float()
         weights = torch.linspace(-1, 1, logits.numel(), device=logits.device).view_as(logits)
         trained = [p for p in self.layer.parameters() if p.requires_grad]
-        of_input, *gradients = torch.autograd.grad((logits * weights).sum(), [entered[0], *trained], allow_unused=True)
+        grad_in, *gradients = torch.autograd.grad((logits * weights).sum(), [entered[0], *trained], allow_unused=True)
         flat = [g.flatten().float() for g in gradients if g is not None]
-        return logits.detach(), of_input.float(), torch.cat(flat) if flat else logits.new_zeros(1), number
+        return logits.detach(), grad_in.float(), torch.cat(flat) if flat else logits.new_zeros(1), number
 
     def _probe(self, inputs: dict[str, Tensor]) -> None:
         """Find the modules that the first pass runs, and which of them keys and values do not depend on."""

@@ -43,12 +43,12 @@ class Rows:
 
     @cached_property
     def _index(self) -> Tensor:
-        return self._sent(self.slots)
+        return self._on_device(self.slots)
 
     @cached_property
     def by_row(self) -> Tensor:
         """The slot of each row, ``(total,)``."""
-        return self._sent(np.repeat(self.slots, self.counts))
+        return self._on_device(np.repeat(self.slots, self.counts))
 
     @cached_property
     def filled(self) -> tuple[Tensor, Tensor]:
@@ -58,9 +58,9 @@ class Rows:
         # Another slot's rows may be NaN, and so would the gradients be, in spite of their weight 0.
         rows = np.repeat(np.cumsum(self.counts) - self.counts, longest)
         rows[places] = np.arange(self.total)
-        return self._sent(rows), self._sent(places)
+        return self._on_device(rows), self._on_device(places)
 
-    def _sent(self, values: Sequence[int] | np.ndarray) -> Tensor:
+    def _on_device(self, values: Sequence[int] | np.ndarray) -> Tensor:
         """``values`` on the device, which is not waited for."""
         return torch.as_tensor(values).to(self.device, non_blocking=True)
 
