@@ -113,7 +113,7 @@ def keys_page():
         "",
         "| key | default | with our methods |",
         "| --- | --- | --- |",
-        *(f"| `{e.name}` | `{e.default}` | {e.engines} |" for e in keys.others()),
+        *(f"| `{e.name}` | `{e.default}` | {e.engines} |" for e in keys.framework_entries()),
     ]
     return "\n".join(lines) + "\n"
 
@@ -151,7 +151,7 @@ def from_the_code(name):
         lines += ["| --- | --- | --- |"]
         for field in fields:
             meaning = meanings.get(field.name, "").replace("|", "\\|")
-            lines.append(f"| `{field.name}` | `{keys.shown(field.default)}` | {meaning} |")
+            lines.append(f"| `{field.name}` | `{keys.as_yaml(field.default)}` | {meaning} |")
     return "\n".join(lines)
 
 
