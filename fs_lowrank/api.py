@@ -94,12 +94,9 @@ def run(
             holding(model, tokenizer) if held else nullcontext(),
             preserving_generators(),
             preserving_start_method(),
-            progress_bar(config, f"{config.federate.method}, rounds", progress, on_round, on_client) as (
-                report,
-                advance,
-            ),
+            progress_bar(config, f"{config.federate.method}, rounds", progress, on_round, on_client) as (report, tick),
         ):
-            hooks: dict[str, Any] = {"on_round": report, "on_client": advance, "callbacks": callbacks}
+            hooks: dict[str, Any] = {"on_round": report, "on_client": tick, "callbacks": callbacks}
             result: RunResult = module.run(config, resume=bool(resume), **hooks)
     except Exception as error:
         vars(error)["run_folder"] = outdir_of(config)  # a command line writes the traceback of an error of ours there

@@ -43,7 +43,7 @@ LARGEST = 64
 
 
 @dataclass(frozen=True)
-class Request:
+class Setup:
     """The user's choices; an empty one is found in the data, or is the usual value.
 
     Attributes:
@@ -61,38 +61,38 @@ class Request:
     clients: int = 0
 
 
-def draft(request: Request) -> str:
-    """The text of a configuration file for ``request``; it has been loaded once, so it is known to be valid.
+def draft(setup: Setup) -> str:
+    """The text of a configuration file for ``setup``; it has been loaded once, so it is known to be valid.
 
     Raises:
         UserError: the file cannot be read; columns that do not exist or have no usual name; labels that are no classes;
             a model that is not here; a value that no configuration may have.
     """
-    pictures = request.data.is_dir() and not is_saved(request.data)
-    lines = _pictures(request) if pictures else _texts(request)
+    pictures = setup.data.is_dir() and not is_saved(setup.data)
+    lines = _pictures(setup) if pictures else _texts(setup)
     text = "\n".join(" ".join(line.splitlines()) for line in lines) + "\n"
     config = load_config(yaml.load(text, Loader))
     data_args(config.data, config.source)
     return text
 
 
-def _texts(request: Request) -> list[str]:
+def _texts(setup: Setup) -> list[str]:
     """The lines for labelled texts, or for instructions with answers."""
-    columns, causal = _columns(request, train_table(request.data))
+    columns, causal = _columns(setup, train_table(setup.data))
     kind = "huggingface_llm" if causal else "transformers"
-    model = request.model or ("smollm2" if causal else "minilm")
+    model = setup.model or ("smollm2" if causal else "minilm")
     model += "" if "@" in model else f"@{kind}"
-    config = _probe(request, model, {"data.args": [columns] if columns else [], "llm.tok_len": "auto"})
+    config = _probe(setup, model, {"data.args": [columns] if columns else [], "llm.tok_len": "auto"})
     if (config.model.task == "CausalLM") != causal:
         content = "instructions and answers" if causal else "classes"
         raise UserError(
-            f"model={model!r} is for {config.model.task}, and {request.data} has {content}; "
+            f"model={model!r} is for {config.model.task}, and {setup.data} has {content}; "
             f"write it {model.partition('@')[0]}@{kind}, or name the columns"
         )
     raw = load_raw(config.data, origin=config.source, task=config.model.task)
     build_tokenizer(config)  # a model without one is refused here
     layers, comment = _layers(build_skeleton(config))
-    guessed = ", ".join(f"the {role} is {column}" for role, column in columns.items() if not request.columns.get(role))
+    guessed = ", ".join(f"the {role} is {column}" for role, column in columns.items() if not setup.columns.get(role))
     args = [f"  args: [{_flow(columns)}]"] if columns else ["  # guessed: conversations, by the name of their column"]
     args += [f"  # guessed: {guessed}"] if guessed else []
     llm = [
@@ -102,16 +102,16 @@ def _texts(request: Request) -> list[str]:
         f"  # {comment}",
     ]
     optimizer = f"AdamW, lr: {'1.0e-3' if causal else '5.0e-3'}"
-    return _file(request, raw, args, model, llm, method="rolora", batch=4 if causal else 16, optimizer=optimizer)
+    return _file(setup, raw, args, model, llm, method="rolora", batch=4 if causal else 16, optimizer=optimizer)
 
 
-def _pictures(request: Request) -> list[str]:
+def _pictures(setup: Setup) -> list[str]:
     """The lines for a folder of class folders: a network for images, from scratch."""
-    for role, column in request.columns.items():
+    for role, column in setup.columns.items():
         if column:
-            raise UserError(f"{role}={column!r}: {request.data} is a folder of pictures, which have no columns")
-    model = request.model or "resnet10"
-    config = _probe(request, model, {"federate.method": "fedavg"})
+            raise UserError(f"{role}={column!r}: {setup.data} is a folder of pictures, which have no columns")
+    model = setup.model or "resnet10"
+    config = _probe(setup, model, {"federate.method": "fedavg"})
     args: list[str] = []
     try:
         raw = load_raw(config.data, origin=config.source)
@@ -123,50 +123,48 @@ def _pictures(request: Request) -> list[str]:
         args = [f"  args: [{{size: {LARGEST}}}]           # guessed: height and width of each"]
     if not config.is_vision:
         raise UserError(
-            f"model={model!r} reads texts, and {request.data} has pictures; name one of {', '.join(VISION_MODELS)}"
+            f"model={model!r} reads texts, and {setup.data} has pictures; name one of {', '.join(VISION_MODELS)}"
         )
     llm = ["llm: {adapter: {args: [{r: 16, alpha: 16}]}}"]
-    return _file(request, raw, args, model, llm, "fedlora", 32, "SGD, lr: 0.03, momentum: 0.9")
+    return _file(setup, raw, args, model, llm, "fedlora", 32, "SGD, lr: 0.03, momentum: 0.9")
 
 
-def _probe(request: Request, model: str, keys: Mapping[str, Any]) -> Config:
+def _probe(setup: Setup, model: str, keys: Mapping[str, Any]) -> Config:
     """A configuration that is enough to read the data and to build the model."""
-    minimal = {"data.type": str(request.data), "model.type": model, "federate.client_num": 1}
+    minimal = {"data.type": str(setup.data), "model.type": model, "federate.client_num": 1}
     return load_config({**minimal, "federate.method": "fedlora", **keys})
 
 
 def _file(
-    request: Request, raw: RawData, args: list[str], model: str, llm: list[str], method: str, batch: int, optimizer: str
+    setup: Setup, raw: RawData, args: list[str], model: str, llm: list[str], method: str, batch: int, optimizer: str
 ) -> list[str]:
     """All lines; ``method`` is used if the user names none, ``batch`` if a client has so many rows."""
-    clients, splitter = _clients(request, raw)
+    clients, splitter = _clients(setup, raw)
     rows = len(raw.train)
     share = rows * 0.8 / clients
     if share < 1:
-        raise UserError(
-            f"clients={clients}: {request.data} has {rows} rows, of which {rows * 0.8:.0f} are for training"
-        )
+        raise UserError(f"clients={clients}: {setup.data} has {rows} rows, of which {rows * 0.8:.0f} are for training")
     # Pictures are learned from scratch; for 300 reviews, 4 rounds ended at the majority class and 8 at 0.83.
     rounds = {IMAGE_CLASSIFICATION: 20, CAUSAL_LM: 4}.get(raw.task, 8)
     classes = f"{raw.num_labels} classes ({', '.join(raw.label_names[:8])})"
     return [
-        f"# {request.data.name}: {rows} rows, {'instructions and answers' if raw.task == CAUSAL_LM else classes}. "
+        f"# {setup.data.name}: {rows} rows, {'instructions and answers' if raw.task == CAUSAL_LM else classes}. "
         "Run it with: fs-lowrank run --cfg THIS_FILE",
         "# `fs-lowrank keys NAME` explains a key; what is not here is at its default.",
         "seed: 0",
-        f"outdir: {_yaml(f'runs/{stem_of(request.data)}')}",
+        f"outdir: {_yaml(f'runs/{stem_of(setup.data)}')}",
         "federate:",
-        f"  method: {request.method or method}                 # fs-lowrank methods lists them",
-        f"  client_num: {clients}                 # {'' if request.clients else 'guessed: '}about {share:.0f} training "
+        f"  method: {setup.method or method}                 # fs-lowrank methods lists them",
+        f"  client_num: {clients}                 # {'' if setup.clients else 'guessed: '}about {share:.0f} training "
         "rows each",
         "  sample_client_num: -1         # how many of them take part in a round; -1: all",
         f"  total_round_num: {rounds}            # to go on with more: raise it, and resume the run",
         "data:",
-        f"  type: {_yaml(str(request.data))}",
+        f"  type: {_yaml(str(setup.data))}",
         *args,
         *(f"  {line}" for line in splitter),
         "  splits: [0.8, 0.1, 0.1]        # train, validation, test; of data without files or folders for these",
-        f"model: {{type: {_yaml(model)}}}" + ("" if request.model else "   # guessed: the usual one for such data"),
+        f"model: {{type: {_yaml(model)}}}" + ("" if setup.model else "   # guessed: the usual one for such data"),
         *llm,
         f"dataloader: {{batch_size: {max(1, min(batch, int(share)))}}}",
         "train:",
@@ -178,17 +176,17 @@ def _file(
     ]
 
 
-def _clients(request: Request, raw: RawData) -> tuple[int, list[str]]:
+def _clients(setup: Setup, raw: RawData) -> tuple[int, list[str]]:
     """The number of clients, and the lines of ``data.splitter``: by site if the data have one, else dealt out."""
     rows, distinct = len(raw.train), {name: int(raw.train[name].nunique()) for name in raw.fields}
     site = next((name for name, count in distinct.items() if _SITE.fullmatch(name) and 2 <= count <= rows // 2), "")
     if site:
         splitter = ["splitter: field", f"splitter_args: [{_flow({'field': site})}]"]
-        return request.clients or distinct[site], [f"# guessed: the column {site} says whose a row is", *splitter]
+        return setup.clients or distinct[site], [f"# guessed: the column {site} says whose a row is", *splitter]
     files = distinct.get("file", 0)
-    if files > 1 and request.clients in (0, files):
+    if files > 1 and setup.clients in (0, files):
         return files, ["# guessed: each file is a client; or iid: the rows of all are dealt out", "splitter: file"]
-    clients = request.clients or max(2, min(10, rows // 40))
+    clients = setup.clients or max(2, min(10, rows // 40))
     lines = [
         "# simulated clients: the rows are dealt out. Or clients are files of their own: splitter: file;",
         "# or the values of a column: splitter: field, splitter_args: [{field: COLUMN}]",
@@ -200,14 +198,14 @@ def _clients(request: Request, raw: RawData) -> tuple[int, list[str]]:
     return clients, [*lines, f"# guessed, since {reason}: equal, random parts; or quantity, shards", "splitter: iid"]
 
 
-def _columns(request: Request, table: pd.DataFrame) -> tuple[dict[str, str], bool]:
+def _columns(setup: Setup, table: pd.DataFrame) -> tuple[dict[str, str], bool]:
     """``data.args``, and whether the rows are instructions with answers."""
-    named, available = {role: column for role, column in request.columns.items() if column}, [str(c) for c in table]
+    named, available = {role: column for role, column in setup.columns.items() if column}, [str(c) for c in table]
     listed = ", ".join(available)
     for role, column in named.items():
         if column not in table:
             hint = nearest(column, available)
-            raise UserError(f"{role}={column!r}: {request.data} has no such column{hint}; there are: {listed}")
+            raise UserError(f"{role}={column!r}: {setup.data} has no such column{hint}; there are: {listed}")
     language, classes = named.keys() & SYNONYMS.keys(), named.keys() & _USUAL.keys()
     if language and classes:
         raise UserError(
@@ -215,7 +213,7 @@ def _columns(request: Request, table: pd.DataFrame) -> tuple[dict[str, str], boo
         )
     if conversation_column(table) and not named:
         return {}, True
-    kind = request.model.partition("@")[2]
+    kind = setup.model.partition("@")[2]
     usual = {
         role: [column for name in names for column in available if column.lower() == name]
         for role, names in (SYNONYMS | _USUAL).items()
@@ -235,7 +233,7 @@ def _columns(request: Request, table: pd.DataFrame) -> tuple[dict[str, str], boo
             if not causal:
                 matches = usual["instruction"] or usual["output"]
                 advice = "; of instructions with answers, instruction='COLUMN' and output='COLUMN'" if matches else ""
-            raise UserError(f"{request.data}: which column is the {role}? say {role}='COLUMN', of {listed}{advice}")
+            raise UserError(f"{setup.data}: which column is the {role}? say {role}='COLUMN', of {listed}{advice}")
     return columns, causal
 
 

@@ -22,7 +22,7 @@ _COSTS = ("rounds", "client-steps", "seconds")
 def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser]]:
     from .objectives import FILE, OBJECTIVES, PRUNERS, SAMPLERS
 
-    natural, count = shell.at_least(0), shell.at_least(1)
+    natural, pos = shell.at_least(0), shell.at_least(1)
     names, costs = ", ".join(OBJECTIVES), "client-steps after which no trial of a study starts"
     # option, metavar, help, and further arguments of add_argument
     storing: tuple[tuple, ...] = (
@@ -36,13 +36,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
         *storing,
         ("--methods", "A,B", "one study for each method"),
         ("--data", "X,Y", "one study for each data set (data.type)"),
-        (
-            "--trials",
-            "N",
-            "number of points of a study (default: the whole grid, or 20)",
-            {"type": count, "default": 0},
-        ),
-        ("--budget", "N", costs, {"type": count, "dest": "limit"}),
+        ("--trials", "N", "number of points of a study (default: the whole grid, or 20)", {"type": pos, "default": 0}),
+        ("--budget", "N", costs, {"type": pos, "dest": "limit"}),
         ("--timeout", "S", "seconds after which this call ends", {"type": shell.at_least(0.001, float)}),
         ("--workers", "N", "processes (default: 1, or one for each GPU); 0 runs in this one", {"type": natural}),
         ("--gpus", "0,1", "a GPU for each worker; or all"),
@@ -50,7 +45,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
         ("--sampler-seed", "N", "seed of the sampler", {"type": int, "default": 0}),
         ("--pruner", None, "default: median, and none for a grid", {"choices": PRUNERS, "default": ""}),
         ("--objective", "NAMES", f"of {names}; several give a Pareto front (default: val_acc)", {"default": "val_acc"}),
-        ("--seeds", "K", "runs averaged in a trial", {"type": count, "default": 1}),
+        ("--seeds", "K", "runs averaged in a trial", {"type": pos, "default": 1}),
         ("--confirm", "K", "fresh seeds for the winner (default: 3)", {"type": natural, "default": 3}),
         ("--engine", "NAME", "what runs the trials (default: local)", {"default": "local"}),
         ("--retry-failed", ..., "run failed trials once more"),

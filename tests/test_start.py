@@ -13,7 +13,7 @@ from PIL import Image
 from fs_lowrank import UserError, cli, load_config
 from fs_lowrank.data.template import SYNONYMS
 from fs_lowrank.settings.reading import Loader
-from fs_lowrank.start import _USUAL, Request, _yaml, draft
+from fs_lowrank.start import _USUAL, Setup, _yaml, draft
 from fs_lowrank.testing.small import make_reviews
 
 
@@ -36,7 +36,7 @@ def at(tmp_path, monkeypatch):
 def given(path, model="", **said):
     """What the user says: columns by role, and other keys."""
     columns = {role: said.pop(role) for role in (*_USUAL, *SYNONYMS) if role in said}
-    return Request(path, columns, model=str(model), **said)
+    return Setup(path, columns, model=str(model), **said)
 
 
 def made(path, model, **said):

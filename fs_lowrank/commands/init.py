@@ -82,11 +82,11 @@ def write(args: argparse.Namespace, out: Path | None) -> Path:
     """
     from ..data.user_data import stem_of
     from ..declared import methods
-    from ..start import Request, draft
+    from ..start import Setup, draft
 
     columns = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in _COLUMNS}
     method = methods().get_method_class(args.method).name if args.method else ""
-    text = draft(Request(args.data, columns, model=args.model, method=method, clients=args.clients))
+    text = draft(Setup(args.data, columns, model=args.model, method=method, clients=args.clients))
     out = out or Path(stem_of(args.data) + ".yaml")
     if out.exists() and out.read_text(encoding="utf-8", errors="replace") != text:
         raise UserError(
