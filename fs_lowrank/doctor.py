@@ -49,7 +49,7 @@ def _engines() -> list[Check]:
         except UserError as error:
             default = "mend that package, or uninstall it" if name in added else "docs/guides has versions that work"
             remedy = getattr(error, "remedy", default)
-            checks.append(Check(f"engine {name}", False, getattr(error, "what", str(error)), remedy))
+            checks.append(Check(f"engine {name}", False, getattr(error, "reason", str(error)), remedy))
     if any(check.ok and check.subject == "engine federatedscope" for check in checks):
         from .engines.federatedscope import compat
 
