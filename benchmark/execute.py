@@ -227,9 +227,9 @@ def _search(search: Search) -> dict:
     """
     config, space = within_budget(search), dict(search.spec["space"])
     steps = [_study(search, config, "search", space)]
-    grids = [kind.get("grid", ()) for kind in space.values()]
+    grids = [kind["grid"] for kind in space.values() if "grid" in kind]
     grown: list[dict] = []
-    while any(grids) and len(grown) < search.spec.get("grow", math.prod(map(len, grids))):
+    while grids and len(grown) < search.spec.get("grow", math.prod(map(len, grids))):
         point = next_point(_summary(steps, grown, space), config)
         if point is None:
             break

@@ -34,8 +34,8 @@ def plan(options: Options, extra: bool = False) -> list[Job]:
                 jobs.setdefault(job.key, job)
     if not jobs:
         raise UserError(
-            f"{', '.join(options.suites)}: every experiment there is extra; name one by --only: "
-            f"{', '.join(name for suite in suites for name in suite.experiments)}"
+            f"{', '.join(options.suites)}: every experiment is extra, or every method of it; name one by --only, of "
+            f"{', '.join(name for suite in suites for name in suite.experiments)}, or a method by --methods"
         )
     return list(jobs.values())
 

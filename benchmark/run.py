@@ -116,7 +116,9 @@ def verify(options: Options) -> list[tuple[str, float | None, float | None]]:
         if recorded is None:
             raise UserError(f"--verify {options.cell}: this cell has no result yet; give --cell to run it")
         with threads(recorded.get("machine", {}).get("threads", torch.get_num_threads())):
-            repeated = json.loads(json.dumps(execute(job)))
+            # A script's files go there, too.
+            again = dataclasses.replace(job, options=dataclasses.replace(job.options, results=folder))
+            repeated = json.loads(json.dumps(execute(again)))
     pairs = [(name, old, repeated["metrics"].get(name)) for name, old in recorded["metrics"].items()]
     return [(name, old, new) for name, old, new in pairs if str(old) != str(new)]  # NaN is the same as NaN
 

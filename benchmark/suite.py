@@ -207,6 +207,7 @@ def _claims(entries: Mapping, tree: Mapping, origin: Origin) -> dict[str, dict]:
         at = f"claims.{name}"
         claim = claims[name] = check_keys(claim, CLAIM, origin, at)
         claim["rule"] = [check_rule(c, origin, f"{at}.rule.{i}") for i, c in enumerate(claim["rule"])]
+        claim["experiments"] = [str(key) for key in claim["experiments"]]
         for key in claim["experiments"]:
             if key not in names:
                 origin.fail(f"{at}.experiments", f"= {key!r}: there is no such experiment{among(sorted(names), key)}")

@@ -31,10 +31,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmark.execute import threads
 from benchmark.script import script
 from fs_lowrank import UserError
 
-from ..speed import threads
 from . import band, label, panels, seeds_option
 from .data import DATA, Data, data_options, load
 

@@ -32,10 +32,10 @@ from typing import Any
 
 import torch
 
+from benchmark.execute import threads
 from benchmark.script import script
 from fs_lowrank.jobs import shell
 
-from ..speed import threads
 from . import band, moments, panels, seeds_option
 from .data import DATA, Data, data_options, load
 

@@ -7,7 +7,6 @@ of them, and medians are compared.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
 import subprocess
@@ -36,17 +35,6 @@ def race(variants: Mapping[str, Callable[[], object]], repeats: int) -> dict[str
             variant()
             seconds[name].append(clock() - started)
     return {name: statistics.median(times) for name, times in seconds.items()}
-
-
-@contextlib.contextmanager
-def threads(number: int | None) -> Iterator[None]:
-    """A context with ``number`` torch threads; None: unchanged."""
-    previous = torch.get_num_threads()
-    torch.set_num_threads(number or previous)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(previous)
 
 
 def in_a_process(*arguments: str, **environment: str) -> str:

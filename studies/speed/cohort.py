@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmark.execute import threads
 from benchmark.script import script
 from fs_lowrank import Config, load_config
 from fs_lowrank.engines.local import LocalEngine
@@ -22,7 +23,7 @@ from fs_lowrank.models.shortcuts.frozen import FrozenPrefix
 from fs_lowrank.training import train_client
 from fs_lowrank.training.cohort import Member, train_cohort
 
-from . import difference, race, row, row_lines, table, threads
+from . import difference, race, row, row_lines, table
 
 #: clients that train together
 CLIENTS = 7

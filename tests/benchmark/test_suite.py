@@ -16,6 +16,7 @@ from benchmark.metrics import unknown
 from benchmark.plan import jobs_of, plan
 from benchmark.report import write_report
 from benchmark.results import find
+from benchmark.run import verify
 from benchmark.samples import counted, data_key, within_budget
 from benchmark.suite import SIZES, flatten, lay, load_suite, shipped
 from benchmark.template import markdown
@@ -175,6 +176,12 @@ def test_an_extra_experiment_runs_only_where_it_is_named(write, capsys):
     assert main(["list", path]) == 0
     listed = capsys.readouterr().out
     assert "deeper *" in listed and "first *" not in listed and "runs only if --only names it" in listed
+    path = write("""
+        config: {data: {type: a.csv}, federate: {client_num: 2}}
+        methods: [{method: flora, extra: true}]
+        """)
+    with pytest.raises(UserError, match="or every method of it; name one by --only, of main, or a method by --methods"):
+        plan(options(path))
 
 
 def test_the_hash_depends_on_the_content_of_a_file_of_the_user(write, tmp_path):
@@ -329,6 +336,23 @@ def study(write, tmp_path, monkeypatch):
         return given
 
     return study
+
+
+def test_a_claim_names_an_experiment_whose_name_is_a_number(study):
+    rule = "{is: value, methods: [study_of_n], metric: m, at_least: 0.5}"
+    claims = f"claims: {{c: {{says: x, experiments: [20], rule: [{rule}]}}}}"
+    given = study(f"{claims}\nexperiments: {{20: {{{VALUES}, args: [--n, 1]}}}}")
+    assert load_suite(given.suites[0], "small").claims["c"]["experiments"] == ["20"]
+
+
+def test_a_study_that_is_verified_leaves_its_files_as_they_were(study, tmp_path):
+    given = study(f"experiments: {{s: {{{VALUES}, args: [--n, 0.1]}}}}")
+    (job,) = plan(given)
+    (file,) = (tmp_path / "results" / "scripts").rglob("*.json")
+    (tmp_path / "study_of_n.py").write_text(STUDY.replace("+ 0.02", "+ 0.03"))
+    before = file.read_bytes()
+    assert verify(dataclasses.replace(given, cell=job.key)) == [("m", pytest.approx(0.12), pytest.approx(0.13))]
+    assert file.read_bytes() == before
 
 
 def test_the_two_sizes_of_a_study_have_files_of_their_own(study, tmp_path):
