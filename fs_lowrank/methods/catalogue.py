@@ -86,7 +86,8 @@ def list_methods() -> list[str]:
 
 
 def get_method_class(name: str) -> type[Method]:
-    """The method's class; names are case-insensitive, ``fedit`` and ``lora`` mean ``fedlora``.
+    """The method's class; names are case-insensitive, ``fedit`` and ``lora`` mean ``fedlora``, and ``rb_lora`` means
+    ``raflora``.
 
     Raises:
         UserError: no such method; names the nearest.

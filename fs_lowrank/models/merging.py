@@ -41,7 +41,7 @@ def check_products(model: nn.Module, method: str, merges: bool) -> None:
         layer: Any = model.get_submodule(name)
         base, is_pair = layer.get_base_layer(), hasattr(layer, "lora_A")
         kernel = zip(getattr(base, "dilation", ()), getattr(base, "kernel_size", ()))
-        advice = ", or set lowrank.merge = False"
+        advice = ", or set lowrank.merge = False if the method has that key"
         if is_pair and getattr(base, "groups", 1) > 1:
             flaw = f"has {base.groups} groups: PEFT's pair is no product of two matrices then"
             advice = ", or choose another method"

@@ -10,7 +10,8 @@ Zhang et al., "DENSE: Data-Free One-Shot Federated Learning", NeurIPS 2022, Algo
 The student starts at the mean, and the epoch that is best on validation data is kept. ``L_BN`` is the distance of the
 inputs of each batch norm to its running statistics, summed over layers and clients as in the authors' code
 (github.com/zj-jayzhang/DENSE), and zero in networks without batch norm. As in the code of Jhunjhunwala et al. 2024,
-``f`` weights by ``p_k``, and images are cropped and flipped at random. Their range is that of the validation images.
+``f`` weights by ``p_k``, and images are cropped and flipped at random. Their range is that
+of a batch of validation images.
 """
 
 from __future__ import annotations

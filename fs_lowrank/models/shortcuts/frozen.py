@@ -135,8 +135,8 @@ class FrozenPrefix:
     def plan(
         self, owners: Mapping[str, tuple[Any, float]], clients: Owners | None = None, trial: Any | None = None
     ) -> None:
-        """Decide once whose states are cached, by number of uses and size, in the given order, and owners with less
-        than a pass last.
+        """Decide once whose states are cached: of each owner in the given order, and of those with less than a pass
+        last, if they fit into the remaining limit.
 
         The decision depends on the configuration and the data alone, not on the order of training or on the entries of
         other runs, because a resumed run and the same run in a search have to make the same one. If the results of the
