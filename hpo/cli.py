@@ -179,8 +179,9 @@ def _print_table(summaries: Sequence[Mapping[str, Any]], file: Path | None) -> N
     def fresh(check: Mapping[str, Any] | None, language: bool) -> str:
         if check is None:
             return "not yet"
-        names = [n for n in check["metrics"] if n.endswith("acc") or len(check["metrics"]) < 3]
-        values = [f"{shown_name(n, language)} {spread_text(check['metrics'][n])}" for n in names]
+        metrics = check["metrics"]
+        names = [n for n in metrics if n.endswith("acc")] if len(metrics) > 2 else []
+        values = [f"{shown_name(n, language)} {spread_text(metrics[n])}" for n in names or metrics]
         return "  ".join(values) or f"{len(check['failed'])} failed"
 
     lines = [("study", "trials", "best", "at", "fresh seeds", *_COSTS)]

@@ -37,6 +37,9 @@ def draw(storage: BaseStorage, names: Sequence[str], folder: Path) -> list[Path]
     if not any(points_of(study) for study in studies):
         raise UserError("there is no finished trial to draw yet; continue the search with the command that began it")
     settings = settings_of(studies[0])
+    other = next((s.study_name for s in studies if settings_of(s).objectives != settings.objectives), None)
+    if other:
+        raise UserError(f"{names[0]} and {other} have other objectives; name one of them with --study")
     labels = [shown_name(name, settings.base.is_language) for name in settings.objectives]
     plots: list[tuple[str, Any, Any, dict[str, Any]]] = []
     if len(labels) == 1:

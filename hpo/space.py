@@ -272,6 +272,8 @@ def _parameter(key: str, entry: Any, origin: Origin) -> Parameter:
     kind = kinds[0]
     options = check_keys(entry, _KEYS, origin, key, (kind, *KINDS[kind], "when"))
     entry = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items() if value}
+    if kind == "int" and entry.get("step", 1) % 1:
+        origin.wrong(f"{key}.step", entry["step"], "a whole number, since the value is one")
     if "when" in entry:
         entry["when"] = {k: v if isinstance(v, list) else [v] for k, v in entry["when"].items()}
     return Parameter(key, kind, entry)

@@ -42,7 +42,7 @@ def explained(error: BaseException) -> tuple[str, str]:
     text = str(error) if isinstance(error, UserError) else in_one_line(error)
     if isinstance(error, MemoryError) or re.search("out ?of ?memory|can't allocate", text, re.IGNORECASE):
         return "memory", text
-    return "nan" if re.search(r"(?<![\w.])(nans?|inf)(?![\w.])", text, re.IGNORECASE) else "error", text
+    return "nan" if re.search(r"(?<![\w.])(nans?|inf|not finite)(?![\w.])", text, re.IGNORECASE) else "error", text
 
 
 def trial_config(base: Config, point: Mapping, metric: str, folder: Path, seed: int, test: bool = False) -> Config:

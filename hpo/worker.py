@@ -20,6 +20,7 @@ from optuna.trial import TrialState
 from fs_lowrank import RunFailed
 from fs_lowrank.jobs.files import to_json, write_text
 from fs_lowrank.jobs.workers import PAUSE, stop_signals
+from fs_lowrank.versions import SCHEMA
 
 from . import storage as stored
 from .best import number_text, point_text
@@ -87,7 +88,8 @@ class Searches:
 
     def _write_summary(self, name: str) -> None:
         """Write the file of ``hpo status``, since Optuna takes seconds until it has opened its storage."""
-        write_text(self.folder / name / SUMMARY, to_json(summary(self.storage, name)), durable=False)
+        content = {"schema": SCHEMA, **summary(self.storage, name)}
+        write_text(self.folder / name / SUMMARY, to_json(content), durable=False)
 
     def _next(self, name: str, steps: float) -> Job | None:
         """The next trial of a study, or of a winner of it on a fresh seed."""

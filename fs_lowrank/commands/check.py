@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from ..errors import UserError
+from ..errors import UserError, user_errors
 from ..jobs import shell, tables
 from ..jobs.shell import console
 
@@ -34,7 +34,8 @@ def _check(args: argparse.Namespace) -> int:
         raise UserError(
             f"{args.step}: expected FILE:FUNCTION, such as my_server.py:aggregate; there is no file {file!r}"
         )
-    names = runpy.run_path(file, run_name="fs_lowrank.check")
+    with user_errors(file):
+        names = runpy.run_path(file, run_name="fs_lowrank.check")
     if name not in names:
         listed = ", ".join(sorted(n for n, v in names.items() if callable(v) and not n.startswith("_")))
         raise UserError(f"{file} has no function {name!r}; it has: {listed or 'none'}")

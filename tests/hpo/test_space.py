@@ -79,6 +79,10 @@ WRONG = [
         "unknown key 'train.optimizer.lr.stepp'; did you mean 'step'",
     ),
     (
+        {"train.local_update_steps": {"int": [1, 9], "step": 2.5}},
+        "train.local_update_steps.step = 2.5: expected a whole number",
+    ),
+    (
         {"train.local_update_steps": {"int": [1.5, 4]}},
         "train.local_update_steps.int = .1.5, 4.: expected .low, high., two whole numbers",
     ),
