@@ -206,6 +206,8 @@ def _listing(folder: Path) -> tuple[dict[str, dict[str, list[Path]]], dict[str, 
     with user_errors(f"{folder}: listing it"):
         splits = {}
         for name, split in _SPLIT_NAMES.items() if (folder / TRAIN).is_dir() else [(".", TRAIN)]:
+            if (folder / name).is_dir() and split in splits:
+                raise UserError(f"{folder}: has several folders of {split} data, {name} among them; keep one")
             if (folder / name).is_dir():
                 splits[split] = classes(folder / name)
         listed = {path for by_class in splits.values() for paths in by_class.values() for path in paths}

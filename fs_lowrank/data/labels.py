@@ -77,7 +77,8 @@ def numbers(where: str, column: str, labels: pd.Series) -> pd.Series:
 def check_lists(where: str, column: str, labels: pd.Series) -> None:
     """Raise ``UserError`` if a label is no list of classes."""
     for row, value in labels.items():
-        if isinstance(value, (str, Mapping)) or not hasattr(value, "__iter__"):
+        is_list = hasattr(value, "__iter__") and not isinstance(value, (str, Mapping))
+        if not is_list or any(hasattr(kind, "__iter__") and not isinstance(kind, str) for kind in value):
             raise UserError(
                 f"{where}, row {row + 1}: label {value!r} in column {column!r}: expected a list of classes; columns of "
                 "0 and 1 are named by data.args [{label: [COLUMN, …]}]"

@@ -127,6 +127,7 @@ class Round:
         self.admission, self.base = ledger.admission, base
         self.failed: list[Failure] = []
         self.uplink: dict[int, Sizes] = {}
+        self._earlier_uplink: Mapping[int, Sizes] = {}  # of the exchanges before this one
         self.downlink: dict[int, Sizes] = {}
         self.evaluation_downlink = 0
         self.losses: dict[int, float] = {}
@@ -338,7 +339,7 @@ class Round:
         self.state = {**self.state, **self._news}
         self.exchange += 1
         self.goes_on = self.exchange + 1 < len(self.exchanges)
-        self._waiting, self.counted = self.counted, set()
+        self._waiting, self.counted, self._earlier_uplink = self.counted, set(), dict(self.uplink)
         self.intake, self.norms = self._intake() or Intake(), {}
         self._tasks.clear()
 
@@ -354,14 +355,17 @@ class Round:
             self.fail(client, "refused", reason)
             self.counted.discard(client)
             del self.uplink[client]
+            if client in self._earlier_uplink:
+                self.uplink[client] = self._earlier_uplink[client]
         try:
             least = self.ledger.config.lowrank.min_clients
             updates, usable = self.intake.close(without=refused.keys()), len(self.counted)
             if usable < least:
-                raise TooFewClients(f"{usable} usable updates, lowrank.min_clients is {least}")
+                raise TooFewClients(f"{usable} usable updates, lowrank.min_clients is {least}", least)
         except TooFewClients as error:
             self.roll_back()
-            raise TooFewClients(f"round {self.number}: {error}", least) from None
+            error.args = (f"round {self.number}: {error}",)
+            raise
         return updates
 
     def _step(self, updates: list[Update], model: nn.Module | None) -> tuple[State, Mapping[str, Tensor]]:

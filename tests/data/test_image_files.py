@@ -289,6 +289,10 @@ def test_invalid_folders(folder, tmp_path):
     picture(folder / "test" / "bird" / "0.png", 1)
     with pytest.raises(UserError, match="class 'bird' of test does not occur in training"):
         load(folder, "", tmp_path)
+    picture(folder / "val" / "cat" / "0.png", 1)
+    picture(folder / "validation" / "cat" / "0.png", 1)
+    with pytest.raises(UserError, match="several folders of validation data, validation among them; keep one"):
+        load(folder, "", tmp_path)
     (tmp_path / "one" / "only").mkdir(parents=True)
     with pytest.raises(UserError, match=r"found 0 folder\(s\) with images \(none\)"):
         load(tmp_path / "one", "", tmp_path)

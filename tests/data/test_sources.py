@@ -606,6 +606,9 @@ def test_sets_of_classes_as_text_are_called_that(tmp_path):
     write(tmp_path / "a.csv", "text,label\na,\nb,x|y\nc,y\n")
     with pytest.raises(UserError, match="row 2: label 'x.y' .*expected a list of classes"):
         load("a.csv", tmp_path, task="MultiLabelClassification")
+    write(tmp_path / "a.jsonl", '{"text": "a", "label": ["x"]}\n{"text": "b", "label": [["x"]]}\n')
+    with pytest.raises(UserError, match="row 2: label .*x.* expected a list of classes"):
+        load("a.jsonl", tmp_path, task="MultiLabelClassification")
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet", "a/cat/0.png"])

@@ -171,6 +171,18 @@ def test_norms_are_bounded_in_every_exchange(bench, thrice):
     assert [f["client"] for f in first["failed"]] == [i + 1 for i, size in enumerate(sizes) if size > 25]
 
 
+def test_an_outlier_of_the_last_exchange_has_sent_what_it_sent_before(bench, thrice):
+    engine = bench.make("encoder", "thrice", {**FEW, "lowrank.max_update_norm_factor": 50.0})
+    upload = engine.method.upload
+    engine.method.upload = lambda model, round, client: {
+        n: t * (1e4 if (client.id, client.exchange) == (2, "send") else 1)
+        for n, t in upload(model, round, client).items()
+    }
+    first, _ = engine.run().history
+    assert [f["client"] for f in first["failed"]] == [2] and first["clients"] == [1, 3]
+    assert first["client_uplink_bytes"]["2"] == 4 + 4 * len(engine.ledger.state) < first["client_uplink_bytes"]["1"]
+
+
 def test_what_a_client_did_between_two_exchanges_is_nothing_to_a_server_that_starts_anew(bench, thrice, tmp_path):
     """The server was killed while the client waited for the next exchange; then it has the client evaluated, or leaves
     it out of the round and has it train in the next."""

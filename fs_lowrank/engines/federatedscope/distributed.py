@@ -250,7 +250,10 @@ class Clients(Members):
         if self.listener is None:
             return
         reason = "" if error is None else str(error) if isinstance(error, UserError) else repr(error)
-        until, seats = time.monotonic() + min(self.timeout, _END), [member.process for member in self.members.values()]
+        until, seats = (
+            time.monotonic() + min(self.timeout, _END),
+            [member.process for member in [*self.members.values()]],
+        )
         with self.news:
             self.ended = Parcel({}, end=reason[:4000])
             self.news.notify_all()
