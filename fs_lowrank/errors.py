@@ -30,6 +30,14 @@ class CannotContinue(UserError):
     """The files in a run's folder are damaged or of another run, so that this run has to start anew."""
 
 
+class UnusableEngine(UserError):
+    """An engine cannot be used. Attributes: ``reason``, and ``remedy``, the advice to the user."""
+
+    def __init__(self, reason: str, remedy: str):
+        super().__init__(f"{reason}; {remedy}")
+        self.reason, self.remedy = reason, remedy
+
+
 class DamagedFile(UserError):
     """A file that a program wrote for others cannot be read; the message names file and remedy."""
 

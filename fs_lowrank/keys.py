@@ -99,12 +99,12 @@ def find(name: str) -> list[Entry]:
         UserError: there is none; names the nearest.
     """
     query = name.strip(".")
-    known = [*reference(), *framework_entries()]
-    exact = [e for e in known if e.name == query or e.name.startswith(query + ".")]
-    entries = exact or [e for e in known if e.name.rpartition(".")[2] == query]
-    entries = entries or [e for e in known if e.group.rpartition(": ")[2] == query]
+    all_entries = [*reference(), *framework_entries()]
+    exact = [e for e in all_entries if e.name == query or e.name.startswith(query + ".")]
+    entries = exact or [e for e in all_entries if e.name.rpartition(".")[2] == query]
+    entries = entries or [e for e in all_entries if e.group.rpartition(": ")[2] == query]
     if not entries:
-        names = [e.name for e in known]
+        names = [e.name for e in all_entries]
         raise UserError(
             f"no key {name!r}{nearest(query, [*names, *(n.rpartition('.')[2] for n in names)])}; "
             "`fs-lowrank keys` lists them"

@@ -22,8 +22,6 @@ logger = logging.getLogger("fs_lowrank")
 
 #: seconds that a tracker may take for a round's record, since it may have to ask a server
 LIMIT = 60.0
-#: entries with a number for each client, which a page of curves does not show
-_BY_CLIENT = ("selected", "clients", "failed", "robust", "reused")
 
 
 def trackers_of(config: Config) -> list[str]:
@@ -173,7 +171,7 @@ def numbers(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """The numbers of a record by path; lists and tables with an entry for each client are left out."""
     flat: dict[str, float] = {}
     for key, value in record.items():
-        if key in _BY_CLIENT or key.startswith("client_") or key in ("round", "schema"):
+        if key.startswith("client_") or key in ("round", "schema"):
             continue
         if isinstance(value, Mapping):
             flat |= numbers(value, f"{prefix}{key}/")

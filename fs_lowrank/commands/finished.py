@@ -130,4 +130,4 @@ def _predict(args: argparse.Namespace) -> None:
     run, rows = _read(args, labelled=False)
     table = predict_rows(run, rows, args.column, args.tokens)
     write_table(table, out, data_args(run.config.data).get("quoting"))
-    say(f"{out}: {len(rows.kept)} predictions in the column {args.column}")
+    say(f"{out}: {len(rows.positions)} predictions in the column {args.column}")

@@ -12,7 +12,7 @@ from ..jobs.shell import say
 
 _COLUMNS = {
     "text": "column of the text",
-    "text-pair": "column of a second sentence",
+    "text_pair": "column of a second sentence",
     "label": "column of the class",
     "instruction": "column of the instruction",
     "input": "column of the instruction's input",
@@ -40,7 +40,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     """The options from which ``init`` and ``run`` make a configuration."""
     group = parser.add_argument_group("a file of your own (options that you leave out are guessed)")
     for name, help_text in _COLUMNS.items():
-        group.add_argument(f"--{name}", default="", metavar="COLUMN", help=help_text)
+        group.add_argument(f"--{name.replace('_', '-')}", default="", metavar="COLUMN", help=help_text)
     group.add_argument(
         "--model", default="", metavar="MODEL", help="folder or name (default: minilm, smollm2 or resnet10)"
     )
@@ -70,7 +70,7 @@ def _only_one() -> Path:
 
 def used_options(args: argparse.Namespace) -> list[str]:
     """The names of the ``options`` that the command line has."""
-    names = [*(name.replace("-", "_") for name in _COLUMNS), "model", "clients", "method"]
+    names = [*_COLUMNS, "model", "clients", "method"]
     return [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
 
 
@@ -84,7 +84,7 @@ def write(args: argparse.Namespace, out: Path | None) -> Path:
     from ..declared import methods
     from ..start import Setup, draft
 
-    columns = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in _COLUMNS}
+    columns = {name: getattr(args, name) for name in _COLUMNS}
     method = methods().get_method_class(args.method).name if args.method else ""
     text = draft(Setup(args.data, columns, model=args.model, method=method, clients=args.clients))
     out = out or Path(stem_of(args.data) + ".yaml")

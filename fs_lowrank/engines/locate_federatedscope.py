@@ -13,7 +13,7 @@ from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..errors import UserError
+from ..errors import UnusableEngine
 
 ROOT = "FEDERATEDSCOPE_ROOT"
 VERSION = "0.3.0"
@@ -27,14 +27,6 @@ _REMEDY = (
     "`pip install --no-deps -e FOLDER`), then: pip install 'fs-lowrank[federatedscope]'; "
     "see docs/guides/federatedscope.md"
 )
-
-
-class Unusable(UserError):
-    """The framework cannot be used. Attributes: ``reason``, and ``remedy``, the advice to the user."""
-
-    def __init__(self, reason: str, remedy: str = _REMEDY):
-        super().__init__(f"{reason}; {remedy}")
-        self.reason, self.remedy = reason, remedy
 
 
 def package_folder() -> Path | None:
@@ -62,21 +54,20 @@ def require() -> Path:
     """The framework's package folder, checked.
 
     Raises:
-        Unusable: the framework is not there, is another version or branch, or packages that it needs are missing.
+        UnusableEngine: the framework is not there, is another version or branch, or packages that it needs are missing.
     """
     folder, root = package_folder(), os.environ.get(ROOT)
+    flaw = ""
     if folder is None:
-        raise Unusable(f"{ROOT} = {root} has no package federatedscope" if root else "FederatedScope is not installed")
-    if not (folder / BRANCH_FILE).is_file():
-        raise Unusable(f"the FederatedScope in {folder} is not the branch {BRANCH} (it has no {BRANCH_FILE})")
-    if (named := version(folder)) != VERSION:
-        raise Unusable(
-            f"the FederatedScope in {folder} is version {named}; this plug-in is written for "
-            f"{VERSION} of branch {BRANCH}"
-        )
+        flaw = f"{ROOT} = {root} has no package federatedscope" if root else "FederatedScope is not installed"
+    elif not (folder / BRANCH_FILE).is_file():
+        flaw = f"the FederatedScope in {folder} is not the branch {BRANCH} (it has no {BRANCH_FILE})"
+    elif (named := version(folder)) != VERSION:
+        wanted = f"{VERSION} of branch {BRANCH}"
+        flaw = f"the FederatedScope in {folder} is version {named}; this plug-in is written for {wanted}"
+    if flaw or folder is None:
+        raise UnusableEngine(flaw, _REMEDY)
     if absent := [package for package in NEEDS if not list(distributions(name=package))]:
-        raise Unusable(
-            f"FederatedScope is in {folder}, but packages that it needs are not installed",
-            f"pip install {' '.join(absent)}",
-        )
+        flaw = f"FederatedScope is in {folder}, but packages that it needs are not installed"
+        raise UnusableEngine(flaw, f"pip install {' '.join(absent)}")
     return folder

@@ -79,7 +79,7 @@ def predict_rows(run: FinishedRun, rows: Rows, column: str = "prediction", token
     table = rows.table.copy()
     for name, values in zip(names, _predictions(run, rows, tokens), strict=True):
         cells = np.full(len(table), "", dtype=object)
-        for row, value in zip(rows.kept, values, strict=True):
+        for row, value in zip(rows.positions, values, strict=True):
             cells[row] = value
         table[name] = pd.Series(cells, index=table.index, dtype=object)
     return table

@@ -29,16 +29,16 @@ class Rows:
     """A file, or a table, as examples.
 
     Attributes:
-        table: the file or table. kept: the positions in ``table``, from 0, of the rows that were not left out.
+        table: the file or table. positions: those in ``table``, from 0, of the rows that were not left out.
         examples: of these rows.
         left_out: number of rows by reason. cut: rows of which a text, or the answer, was cut to the run's length.
-        trained_on: number of rows ``kept`` that the run was trained on, up to case, punctuation and blanks; 0 if its
-            ``rows.npz`` has no ``keys``.
+        trained_on: number of rows at ``positions`` that the run was trained on, up to case, punctuation and blanks; 0
+            if its ``rows.npz`` has no ``keys``.
     """
 
     table: pd.DataFrame
     examples: Examples
-    kept: np.ndarray
+    positions: np.ndarray
     left_out: dict[str, int]
     cut: int
     trained_on: int

@@ -175,11 +175,7 @@ class Ledger:
         Args:
             base_bytes: of the changed base after the last round, whose message the model has applied.
         """
-        self._drop_old(nbytes(self.method.view(self.state)) + base_bytes)
-        self._raise_floor(self.horizon)
-
-    def _drop_old(self, limit: int) -> None:
-        """Drop the oldest messages until the others have at most ``limit`` bytes, or are of one round."""
+        limit = nbytes(self.method.view(self.state)) + base_bytes
         by_round: Counter[int] = Counter()
         for sent, tensor in self.outbox.values():
             by_round[sent] += tensor.numel() * tensor.element_size()
@@ -190,6 +186,7 @@ class Ledger:
             total -= by_round[sent]
             self.horizon = sent
         self.outbox = {n: message for n, message in self.outbox.items() if message[0] > self.horizon}
+        self._raise_floor(self.horizon)
 
     # -- on disk -----------------------------------------------------------------------------------
 

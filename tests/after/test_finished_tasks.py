@@ -136,7 +136,7 @@ def test_an_encoder_decoder_model(made, tmp_path, capsys):
     ids = torch.from_numpy(np.asarray(rows.examples.columns["input_ids"][0]).astype(np.int64))[None]
     made_of_it = run.model.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
     assert said[0] == run.tokenizer.decode(made_of_it[0], skip_special_tokens=True).strip() and len(said) == len(
-        rows.kept
+        rows.positions
     )
     assert cli.main(["evaluate", str(result.outdir), "--tasks", "arc_easy"]) == 2
     assert "a run of an encoder-decoder model" in " ".join(capsys.readouterr().err.split())

@@ -22,7 +22,7 @@ def work(job: fedjob.Job, out: Path, settings: dict[str, Any]) -> tuple[dict[str
     ours = read_json(Path(settings["job"]) / "ours.json", remedy="run the peers again")
     config = fs_lowrank.load_config(ours, keys, outdir=str(out / "run"))
 
-    def on_client(round: int, done: int, of: int) -> None:
+    def on_client(round: int, done: int, total: int) -> None:
         if not meter.ends:
             meter.mark()
 
