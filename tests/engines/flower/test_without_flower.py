@@ -25,7 +25,7 @@ def test_the_engine_is_listed_and_says_what_is_missing(monkeypatch):
     if not find_spec("flwr"):
         with pytest.raises(UserError, match=r"Flower \(flwr\) is not installed; pip install 'fs-lowrank\[flower\]'"):
             get_engine("flower")
-        assert "not installed" in found.found and "pip install" in found.remedy
+        assert "not installed" in found.status and "pip install" in found.remedy
     monkeypatch.setattr(locate_flower, "version", lambda name: "1.30.0")
     with pytest.raises(UserError, match="flwr 1.30.0 is installed, and this engine is written for 1.41 or later"):
         locate_flower.require()
