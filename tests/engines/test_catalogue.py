@@ -59,7 +59,7 @@ def test_an_engine_of_another_package_runs_by_name(install, settings, tmp_path, 
     assert "an engine from elsewhere" in capsys.readouterr().out
     same = fs_lowrank.run(fs_lowrank.load_config(settings, {**keys, "outdir": str(tmp_path / "same")}))
     assert all(torch.equal(a, b) for a, b in zip(result.model.parameters(), same.model.parameters(), strict=True))
-    assert check("engine elsewhere").ok and "good_engine" in check("engine elsewhere").found
+    assert check("engine elsewhere").ok and "good_engine" in check("engine elsewhere").status
     with pytest.raises(UserError, match="no engine 'elsewhare'; did you mean 'elsewhere'"):
         fs_lowrank.run(fs_lowrank.load_config(settings), "elsewhare")
 
@@ -85,7 +85,7 @@ def test_an_error_in_an_engine_names_its_package(install, settings, code, messag
     with pytest.raises(UserError, match=message):
         fs_lowrank.compare(config, ["fedlora"], "elsewhere")
     broken = check("engine elsewhere")
-    assert not broken.ok and "elsewhere" in broken.found and broken.remedy
+    assert not broken.ok and "elsewhere" in broken.status and broken.remedy
     assert not broken.required and get_engine("local")
 
 
