@@ -7,8 +7,9 @@ import logging
 import math
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import redirect_stderr
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +27,7 @@ from fs_lowrank.testing.bench import Bench, quietly
 from .conditions import interval_text
 from .figures import draw_on_white, point
 from .frame import row
-from .intervals import Estimate, Figure, estimate, pooled
+from .intervals import Estimate, Figure, estimate, figure_of, pooled
 from .methods_table import signed
 from .results import ExperimentResults
 from .suite import Suite
@@ -141,11 +142,21 @@ def mean(figures: Figures) -> Estimate:
 
 
 def gap(figures: Figures, base: Figures) -> Estimate:
-    """The accuracy above that of the base, over the settings as random effects; 0 of the base itself."""
-    gaps = [estimate([(1, f), (-1, base[setting])]) for setting, f in figures.items() if f.n and f is not base[setting]]
+    """The accuracy above that of the base with the same seeds, over the settings as random effects; 0 of the base."""
+    gaps = []
+    for setting, figure in figures.items():
+        common = figure.by_seed.keys() & base[setting].by_seed.keys()
+        if common and figure is not base[setting]:
+            gaps.append(estimate([(1, _on(figure, common)), (-1, _on(base[setting], common))]))
     if len(gaps) > 1 and all(gap.error for gap in gaps):
         return pooled(gaps)
     return gaps[0] if len(gaps) == 1 else Estimate(statistics.fmean([g.centre for g in gaps] or [0.0]), None)
+
+
+def _on(figure: Figure, seeds: Collection[int]) -> Figure:
+    """The figure over some of its seeds."""
+    few = figure_of({seed: figure.by_seed[seed] for seed in sorted(seeds)})
+    return replace(figure, mean=few.mean, std=few.std, n=few.n, by_seed=few.by_seed)
 
 
 def curves(runs: pd.DataFrame) -> pd.DataFrame:

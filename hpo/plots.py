@@ -39,7 +39,7 @@ def draw(storage: BaseStorage, names: Sequence[str], folder: Path) -> list[Path]
     settings = settings_of(studies[0])
     other = next((s.study_name for s in studies if settings_of(s).objectives != settings.objectives), None)
     if other:
-        raise UserError(f"{names[0]} and {other} have other objectives; name one of them with --study")
+        raise UserError(f"{names[0]} and {other} have other objectives; draw one of them alone")
     labels = [shown_name(name, settings.base.is_language) for name in settings.objectives]
     plots: list[tuple[str, Any, Any, dict[str, Any]]] = []
     if len(labels) == 1:

@@ -171,7 +171,7 @@ def numbers(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """The numbers of a record by path; lists and tables with an entry for each client are left out."""
     flat: dict[str, float] = {}
     for key, value in record.items():
-        if key.startswith("client_") or key in ("round", "schema"):
+        if key.startswith("client_") or key in ("clients", "round", "schema"):
             continue
         if isinstance(value, Mapping):
             flat |= numbers(value, f"{prefix}{key}/")

@@ -63,6 +63,11 @@ def test_gaps_without_a_spread_have_their_mean():
     assert found.centre == pytest.approx(0.2) and found.ends is None and gap(base, base).centre == 0
 
 
+def test_a_method_is_compared_on_the_seeds_that_both_have():
+    base = {"a": figure_of({0: 0.5, 1: 0.6, 2: 0.9}), "b": figure_of({0: 0.4, 1: 0.4, 2: 0.4})}
+    assert gap({"a": figure_of({1: 0.7}), "b": figure_of({1: 0.5, 7: 0.0})}, base).centre == pytest.approx(0.1)
+
+
 def run_of(setting, method, *points):
     """A run whose rounds sent so many bytes, of the head as many again, and had these scores."""
     sent = ("uplink", "downlink", "uplink_without_head", "downlink_without_head")
