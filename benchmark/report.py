@@ -33,7 +33,8 @@ _CSV: dict[str, Any] = {"index": False, "float_format": "%.6g", "lineterminator"
 
 
 def write_report(options: Options) -> list[Path]:
-    """Write ``report.md``, ``report.html``, ``report/*.png``, ``results.csv`` and ``claims.csv`` below the results.
+    """Write ``report.md``, ``report.html``, ``report/*.png``, ``results.csv`` and, of all suites, ``claims.csv`` below
+    the results.
 
     Raises:
         UserError: there are no results, or the report cannot be written.
@@ -109,9 +110,10 @@ def write_report(options: Options) -> list[Path]:
     written = {
         "report.md": text,
         "report.html": html(text, root),
-        "claims.csv": pd.DataFrame(claims, columns=head).to_csv(**_CSV),
         "results.csv": cells.to_csv(**_CSV),
     }
+    if full:  # of all suites, as results.csv is
+        written["claims.csv"] = pd.DataFrame(claims, columns=head).to_csv(**_CSV)
     for name, content in written.items():
         write_text(root / name, content)
     boards = [(suite, results) for suite, results, *_ in sections if suite.name == LEADERBOARD]

@@ -277,16 +277,11 @@ def test_wrong_facts_from_a_client_do_not_end_the_run(quick, monkeypatch, online
 
     train, said = LowRankClient._train, list(FACTS)
 
-    def lies(self, round):
-        parcel, samples = train(self, round)
-        return (
-            (Parcel(parcel.tensors, **{**parcel.facts, **FACTS[said[round - 1]]}), samples)
-            if self.ID == 2
-            else (
-                parcel,
-                samples,
-            )
-        )
+    def lies(self, task):
+        parcel, samples = train(self, task)
+        if self.ID == 2:
+            parcel = Parcel(parcel.tensors, **{**parcel.facts, **FACTS[said[task.round - 1]]})
+        return parcel, samples
 
     monkeypatch.setattr(LowRankClient, "_train", lies)
     keys = {"federate.total_round_num": len(FACTS), "federate.online_aggr": online, "eval.freq": -1}
@@ -313,9 +308,9 @@ def test_a_wrongly_quantised_update_does_not_end_the_run(quick, monkeypatch):
         4: lambda t: {n: x[:0] if n.startswith("scale:") else x for n, x in t.items()},
     }
 
-    def lies(self, round):
-        parcel, samples = train(self, round)
-        return (Parcel(spoil[round](parcel.tensors), **parcel.facts) if self.ID == 2 else parcel), samples
+    def lies(self, task):
+        parcel, samples = train(self, task)
+        return (Parcel(spoil[task.round](parcel.tensors), **parcel.facts) if self.ID == 2 else parcel), samples
 
     monkeypatch.setattr(LowRankClient, "_train", lies)
     keys = {"federate.method": "rolora", "quantization.method": "uniform", "quantization.nbits": 8, "eval.freq": -1}
