@@ -349,7 +349,9 @@ def test_a_study_that_is_verified_leaves_its_files_as_they_were(study, tmp_path)
     given = study(f"experiments: {{s: {{{VALUES}, args: [--n, 0.1]}}}}")
     (job,) = plan(given)
     (file,) = (tmp_path / "results" / "scripts").rglob("*.json")
-    (tmp_path / "study_of_n.py").write_text(STUDY.replace("+ 0.02", "+ 0.03"))
+    (tmp_path / "study_of_n.py").write_text(
+        STUDY.replace("+ 0.02", "+ 0.030")
+    )  # of another size, so Python reads it again
     before = file.read_bytes()
     assert verify(dataclasses.replace(given, cell=job.key)) == [("m", pytest.approx(0.12), pytest.approx(0.13))]
     assert file.read_bytes() == before
