@@ -33,8 +33,9 @@ _CSV: dict[str, Any] = {"index": False, "float_format": "%.6g", "lineterminator"
 
 
 def write_report(options: Options) -> list[Path]:
-    """Write ``report.md``, ``report.html``, ``report/*.png``, ``results.csv`` and, of all suites, ``claims.csv`` below
-    the results.
+    """Write ``report.md``, ``report.html``, ``report/*.png``, ``results.csv`` and ``claims.csv`` below the results.
+
+    Beside the page of the committed results, a report of some suites leaves ``claims.csv``, which is of all, as it is.
 
     Raises:
         UserError: there are no results, or the report cannot be written.
@@ -112,7 +113,7 @@ def write_report(options: Options) -> list[Path]:
         "report.html": html(text, root),
         "results.csv": cells.to_csv(**_CSV),
     }
-    if full:  # of all suites, as results.csv is
+    if full or not has_page(root):  # the committed table of claims is of all suites
         written["claims.csv"] = pd.DataFrame(claims, columns=head).to_csv(**_CSV)
     for name, content in written.items():
         write_text(root / name, content)

@@ -115,6 +115,9 @@ def test_half_a_pass_is_enough_wherever_states_are_kept(tiny_encoder, tmp_path, 
     prefix = FrozenPrefix(model_of(tiny_encoder, (1,)), {"adapter", "head"}, 1e9, store)
     prefix.plan({"a": (sets["a"], 0.49), "b": (sets["b"], 0.5), "c": (sets["c"], 9)})
     assert prefix.budget == {"a": False, "b": True, "c": True}
+    whole = FrozenPrefix(model_of(tiny_encoder, (1,)), {"adapter", "head"}, 1e9, store, fewest=0.0)
+    whole.plan({"a": (sets["a"], 0.01), "b": (sets["b"], 0), "c": (sets["c"], 9)})
+    assert whole.budget == {"a": True, "b": False, "c": True}, "of samples that are never used nothing is cached"
 
 
 def test_those_with_less_than_a_pass_take_what_the_others_leave(tiny_encoder, tmp_path):

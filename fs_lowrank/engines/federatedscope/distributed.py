@@ -252,7 +252,7 @@ class Clients(Members):
         reason = "" if error is None else str(error) if isinstance(error, UserError) else repr(error)
         until, seats = (
             time.monotonic() + min(self.timeout, _END),
-            [member.process for member in [*self.members.values()]],
+            [member.process for member in list(self.members.values())],
         )
         with self.news:
             self.ended = Parcel({}, end=reason[:4000])

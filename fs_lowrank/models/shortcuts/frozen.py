@@ -155,7 +155,7 @@ class FrozenPrefix:
         if not self:
             return
         self.parts = self._find_parts(trial)
-        used = [np.flatnonzero(group.passes >= self.fewest) for group in groups]
+        used = [np.flatnonzero((group.passes >= self.fewest) & (group.passes > 0)) for group in groups]
         tokens = sum(int(group.tokens[chosen].sum()) for group, chosen in zip(groups, used))
         if tokens * self.columns * self.dtype.itemsize > self.limit:
             self.parts = {}
