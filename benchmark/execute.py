@@ -1,9 +1,10 @@
 """Runs a job: trains and evaluates a cell, searches a learning rate, or runs a script; returns the content of its JSON
-file."""
+file. A worker process does so for the command, which alone writes results."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import platform
@@ -27,7 +28,8 @@ import fs_lowrank
 from fs_lowrank import Config, RunFailed, RunResult, UserError
 from fs_lowrank.data.files import file_digest
 from fs_lowrank.errors import CannotContinue
-from fs_lowrank.jobs.files import read_json, write_bytes
+from fs_lowrank.jobs.files import disk_error, read_json, write_bytes
+from fs_lowrank.jobs.shell import message_of
 from fs_lowrank.models.machine import device_of
 from fs_lowrank.runs.environment import machine, versions
 from fs_lowrank.runs.records import flat_metrics
@@ -43,13 +45,31 @@ from .paths import quotient
 from .plan import command
 from .results import head_of
 from .samples import within_budget
+from .suite import import_all
 
 #: digits after the decimal point in a curve
 _DIGITS = 5
 
 
-class Interrupted(BaseException):
-    """The user stops the run; the next call continues from the checkpoint."""
+def work(job: Job) -> dict:
+    """Run a job in a worker process, in which SIGTERM raises ``KeyboardInterrupt``.
+
+    Returns:
+        Its result; the kind and the text of its error, with ``status`` failed; nothing if it was interrupted: the next
+        call continues from its checkpoint.
+    Raises:
+        RunFailed: the disk is full or broken, so that no other job could run either.
+    """
+    try:
+        import_all(job.suite.imports)
+        return execute(job)
+    except KeyboardInterrupt:
+        return {}
+    except Exception as error:  # the failure of a cell must not end the others; it is recorded
+        if broken := disk_error(error):
+            raise RunFailed(f"{job.where}: {job.label}: {broken}") from error
+        logging.getLogger("fs_lowrank").error("%s: %s failed: %s", job.where, job.label, message_of(error, job.folder))
+        return {"status": "failed", "kind": type(error).__name__, "error": str(error)}
 
 
 def execute(job: Job) -> dict:
@@ -58,7 +78,7 @@ def execute(job: Job) -> dict:
     Returns:
         the record for ``Store.write``, without ``finished``.
     Raises:
-        Interrupted: the user stopped it.
+        KeyboardInterrupt: the user stopped it.
         Exception: any error of the run.
     """
     began = time.monotonic()
@@ -286,7 +306,7 @@ def _study(search: Search, config: Config, name: str, space: Mapping, diverges: 
     )
     ended = hpo.tune(config, hpo.space_from(space), options, say=partial(print, flush=True))
     if ended.how != "done":
-        raise Interrupted
+        raise KeyboardInterrupt
     results = hpo.results(options.where, name)
     if lost := [reason for kind, reason in results["failed"] if kind != "nan"]:
         raise UserError(f"{len(lost)} of its trials failed, so it chose among fewer than it should: {lost[0]}")

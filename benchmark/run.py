@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import signal
 import tempfile
 import time
 from collections import Counter
@@ -20,13 +21,14 @@ from fs_lowrank.jobs.shell import make_console
 from fs_lowrank.jobs.workers import ON_ITS_GPU, hand_out, stop_signals, worker_pool
 from fs_lowrank.runs.summary import for_people
 
-from .job import Job, Options, Search, Trained
+from .job import Cell, Job, Options, Search, Trained
 from .page import value_of
 from .plan import plan
 from .store import Store
 
 #: number of workers that may die while they run a job, before the job counts as failed
 _DEATHS = 2
+UNREADABLE = {"error": "its record cannot be read"}
 _DIED = {
     "status": "failed",
     "kind": "died",
@@ -42,8 +44,8 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
         UserError: before any training, if something is wrong or missing.
         RunFailed: results cannot be written, or too many workers died.
     """
-    from . import worker
     from .check import check
+    from .execute import work
 
     console = console or make_console(140)
 
@@ -67,8 +69,8 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
         f"{board.remaining} jobs to do, {board.skipped} done before; {workers} worker{'s' * (workers > 1)}; "
         f"their logs: {logs}"
     )
-    imports = [*dict.fromkeys(job.suite.imports for job in jobs)]
-    pool = worker_pool(workers, [worker.__name__], [(worker.begin, imports)], gpus=gpus, logs=logs, say=say)
+    interrupt = signal.signal, signal.SIGTERM, signal.default_int_handler
+    pool = worker_pool(workers, [work.__module__], [interrupt], gpus=gpus, logs=logs, say=say)
     with stop_signals() as stopped, line("jobs", board.remaining) as bar:
 
         def look() -> None:
@@ -78,7 +80,7 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
                 bar.set_postfix_str(board.state, refresh=False)
                 bar.update(board.finished + len(board.failed) - bar.n)  # by 0, too: a log has its line every 30 s
 
-        hand_out(board, worker.work, pool, lambda: "stopping" * bool(stopped), say, look)
+        hand_out(board, work, pool, lambda: "stopping" * bool(stopped), say, look)
         look()
     board.interrupted = bool(stopped)
     return board
@@ -151,7 +153,9 @@ class Board:
         for job in self.open.values():
             ready = job.rated(self.store)
             if ready is None:
-                if (failed := self._failed_search(job)) and not job.done(self.store):
+                assert isinstance(job, Cell) and job.search
+                if job.search.done(self.store) and not job.done(self.store):  # it has failed in this call
+                    failed = self.store.read("failed", job.search.key) or UNREADABLE
                     error = f"the search of its learning rate failed: {failed['error']}"
                     self._write(job, {"status": "failed", "kind": "search", "error": error})
                 continue
@@ -165,13 +169,6 @@ class Board:
             self.running[ready.key] = ready, lock, time.time()
             return ready
         return None
-
-    def _failed_search(self, job: Job) -> dict | None:
-        """The failure of the search that a job needs, in this call."""
-        search = getattr(job, "search", None)
-        if search is None or not search.done(self.store):
-            return None
-        return self.store.read("failed", search.key) or {"error": "its record cannot be read"}
 
     def finish(self, job: Job, outcome: Mapping | None) -> None:
         """Write the outcome of a job that this process had claimed, as ``work`` returned it, and release its lock.
@@ -209,7 +206,7 @@ class Board:
             del self.open[key]
             record, failed = ready.result(self.store), self.store.read("failed", ready.key)
             if record is None or (failed and failed["finished"] >= ready.options.since):
-                failed = failed or {**ready.identity(), "error": "its record cannot be read"}
+                failed = failed or {**ready.identity(), **UNREADABLE}
                 self.failed.append(failed)
                 news.append(f"failed  {ready.where}  {ready.label}: {failed['error']}")
                 continue

@@ -15,10 +15,10 @@ import yaml
 
 pytest.importorskip("optuna")
 
+from benchmark.execute import work  # noqa: E402
 from benchmark.job import Options  # noqa: E402
 from benchmark.plan import plan  # noqa: E402
 from benchmark.run import Board  # noqa: E402
-from benchmark.worker import work  # noqa: E402
 from fs_lowrank import load_config  # noqa: E402
 from hpo.search import kind  # noqa: E402
 from hpo.space import space_from  # noqa: E402

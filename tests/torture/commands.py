@@ -162,7 +162,7 @@ def _main(name: str, argv: list[str]) -> int:
 
 def _in_this_process(board: Any, *others: Any) -> None:
     """In place of ``hand_out``: does the work of its processes here."""
-    from benchmark.worker import work
+    from benchmark.execute import work
     from fs_lowrank.jobs.memo import memoizing
 
     with memoizing():
