@@ -12,10 +12,8 @@ Call ``check`` before training and ``score`` after it. A PEFT adapter is not mer
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from fs_lowrank.settings import Key, Origin, check_keys, check_value, keys_of
 
@@ -32,8 +30,7 @@ def check(spec: dict, data_root: Path | str) -> None:
             how to get them.
     """
     module, options = parse(spec)
-    with _hub_access(module):
-        module.check(options, Path(data_root))
+    module.check(options, Path(data_root))
 
 
 def score(model, tokenizer, spec: dict, data_root: Path | str) -> dict[str, dict]:
@@ -48,20 +45,12 @@ def score(model, tokenizer, spec: dict, data_root: Path | str) -> dict[str, dict
     """
     module, options = parse(spec)
     training = model.training
-    with _hub_access(module):
-        module.check(options, Path(data_root))
-        model.eval()
-        try:
-            return module.score(model, tokenizer, options, Path(data_root))
-        finally:
-            model.train(training)
-
-
-def _hub_access(module: Any) -> AbstractContextManager[None]:
-    """A context for a scorer that asks the hub for missing files, if it has ``HUB``: ``hub()``."""
-    from fs_lowrank.data.fetch.hub import hub
-
-    return hub() if getattr(module, "HUB", False) else nullcontext()
+    module.check(options, Path(data_root))
+    model.eval()
+    try:
+        return module.score(model, tokenizer, options, Path(data_root))
+    finally:
+        model.train(training)
 
 
 def parse(spec: Mapping, origin: Origin | None = None, at: str = "evaluation"):

@@ -3,14 +3,14 @@
 Hu et al., "LLM-Adapters: An Adapter Family for Parameter-Efficient Fine-Tuning of LLMs", EMNLP 2023.
 
 Files: ``commonsense/<task>/train.json`` and ``test.json``, lists of ``{instruction, input, output, answer}``. An
-instruction contains the question, the options and the format of the answer; ``split_row`` parses it and checks that
-nothing is lost.
+instruction contains the question, the options and the format of the answer, which ``split_row`` parses.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,15 @@ class Form:
     between: str = " "
     last: str = "\n\n"
 
+    def pattern(self, options: int) -> re.Pattern[str]:
+        """The instruction of a question with so many options; its groups are the question and the options.
+
+        A number that the question itself has is not taken for that of an option, since the first group is the longest.
+        """
+        marks = (f"{self.between if n else self.first}{self.word}{n + 1}: " for n in range(options))
+        parts = self.start, *marks, f"{self.last}Answer format: "
+        return re.compile("(.*)".join(map(re.escape, parts)) + ".*", re.DOTALL)
+
 
 #: the eight tasks by the name of their folder
 FORMS = {
@@ -46,7 +55,6 @@ FORMS = {
         "Please choose the correct answer to fill in the blank to complete the given sentence: ", "Option", last=" "
     ),
 }
-_FORMAT = "Answer format: "
 HOW_TO_GET = (
     "these files are LLM-Adapters' dataset/<task>/{train,test}.json; "
     "put them below the data root as commonsense/<task>/"
@@ -55,56 +63,29 @@ HOW_TO_GET = (
 
 @dataclass(frozen=True)
 class Question:
-    """A row: the question, its options (none for BoolQ), the index of the right option, and the answer as a word.
-
-    For BoolQ, ``right`` is 1 for true. ``form`` is the text after ``Answer format:``.
-    """
+    """A row: the question, its options (none for BoolQ), and the index of the right option; for BoolQ, 1 for true."""
 
     question: str
     options: tuple[str, ...]
     right: int
-    answer: str
-    form: str
-
-    def instruction(self, task: str) -> str:
-        """The instruction of this row."""
-        form, text = FORMS[task], self.question
-        for i, option in enumerate(self.options):
-            text += f"{form.between if i else form.first}{form.word}{i + 1}: {option}"
-        return f"{form.start}{text}{form.last}{_FORMAT}{self.form}"
 
 
 def split_row(task: str, row: dict) -> Question:
-    """Parse ``row``.
+    """Parse ``row``, of which nothing is lost.
 
     Raises:
-        ValueError: the row does not have the format of its task, or cannot be reconstructed exactly.
+        ValueError: the row does not have the format of its task, or its answer is none of the options.
     """
     form, instruction, answer = FORMS[task], row["instruction"], row["answer"]
-    text, separator, choices = instruction.rpartition(_FORMAT)
-    if not (separator and text.startswith(form.start) and text.endswith(form.last)):
-        raise ValueError(f"not an instruction of {task}: {instruction[:200]!r}")
-    text = text[len(form.start) : len(text) - len(form.last)]
-    options: list[str] = []
-    if form.word:
-        # Search from the right, so that a number in the question is not taken for an option. Some ARC rows have five
-        # options, or three, and an answer format of four.
-        number = next((n for n in range(9, 0, -1) if f"{form.word}{n}: " in text), 0)
-        for n in range(number, 0, -1):
-            text, separator, option = text.rpartition(f"{form.between if n > 1 else form.first}{form.word}{n}: ")
-            if not separator:
-                raise ValueError(f"option {n} of {number} is missing: {instruction[:200]!r}")
-            options.insert(0, option)
-        right = int(answer[-1:]) - 1 if answer[:-1] == form.word.lower() and answer[-1:].isdigit() else -1
-        valid = 0 <= right < len(options)
-    else:
-        right, valid = int(answer == "true"), answer in ("true", "false")
-    if not valid:
+    # Some ARC rows have five options, or three, and an answer format of four.
+    number = next((n for n in range(9, 0, -1) if form.word and f"{form.word}{n}: " in instruction), 0)
+    match = form.pattern(number).fullmatch(instruction)
+    if match is None:
+        raise ValueError(f"not an instruction of {task} with {number} options: {instruction[:200]!r}")
+    answers = [f"{form.word.lower()}{n + 1}" for n in range(number)] if form.word else ["false", "true"]
+    if answer not in answers:
         raise ValueError(f"answer {answer!r} is none of the options of {instruction[:200]!r}")
-    question = Question(text, tuple(options), right, answer, choices)
-    if question.instruction(task) != instruction:
-        raise ValueError(f"the options cannot be separated from the question in {instruction[:200]!r}")
-    return question
+    return Question(match[1], match.groups()[1:], answers.index(answer))
 
 
 def path(root: Path, task: str, split: str) -> Path:

@@ -23,9 +23,6 @@ from ..intervals import right_rows
 from . import lm_eval_tasks
 from .share import share
 
-#: asks the hub for the problems and the metric if they are not on this machine
-HUB = True
-
 
 @dataclass(frozen=True)
 class Options:
@@ -55,7 +52,7 @@ def check(options: Options, root: Path) -> None:
     if max(options.k) > max(options.samples, 1):
         raise UserError(f"evaluation.k = {options.k}: pass@{max(options.k)} needs as many samples; give samples: N")
     with _permission(root):
-        _task(options, root)
+        _task(options)
 
 
 def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
@@ -65,7 +62,7 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
     """
 
     def run(**sampling) -> dict[str, Any]:
-        task = _task(options, root, **sampling)
+        task = _task(options, **sampling)
         return lm_eval_tasks.evaluated(model, tokenizer, [task], options, confirm_run_unsafe_code=True)
 
     with _permission(root):
@@ -89,21 +86,20 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
     return {"humaneval": result}
 
 
-def _task(options: Options, root: Path, repeats: int = 1, k: Sequence[int] = (1,), **sampling) -> Any:
+def _task(options: Options, repeats: int = 1, k: Sequence[int] = (1,), **sampling) -> Any:
     """lm-eval's task with its pass@k of ``repeats`` solutions to each problem."""
-    with lm_eval_tasks.local_first(root):
-        task = lm_eval_tasks.manager().load("humaneval")["tasks"]["humaneval"]
-        overrides = {
-            "repeats": repeats,
-            "metric_list": [{**metric, "k": [*k]} for metric in task.config.metric_list],
-            "generation_kwargs": {**task.config.generation_kwargs, "max_gen_toks": options.max_new_tokens, **sampling},
-        }
-        return type(task)(config={**vars(task.config), **overrides})
+    task = lm_eval_tasks.manager().load("humaneval")["tasks"]["humaneval"]
+    overrides = {
+        "repeats": repeats,
+        "metric_list": [{**metric, "k": [*k]} for metric in task.config.metric_list],
+        "generation_kwargs": {**task.config.generation_kwargs, "max_gen_toks": options.max_new_tokens, **sampling},
+    }
+    return type(task)(config={**vars(task.config), **overrides})
 
 
 @contextmanager
 def _permission(root: Path) -> Iterator[None]:
-    """A context in which lm-eval's task may run programs, by a local copy of its metric if there is one.
+    """A context in which lm-eval's task may run programs, on local copies of problems and metric if there are any.
 
     Raises:
         UserError: the metric cannot be loaded.
@@ -112,13 +108,14 @@ def _permission(root: Path) -> Iterator[None]:
     import evaluate  # type: ignore[import-untyped]
 
     local = root / "humaneval" / "code_eval"
-    try:
-        metric = evaluate.load(str(local) if local.is_dir() else local.name)
-    except Exception as error:  # whatever the library or the hub raises
-        raise UserError(
-            f"the metric code_eval cannot be loaded ({error}); HumanEval needs it from the hub or as a local copy of "
-            f"its folder, {local}"
-        ) from error
-    allowed = patch.dict(os.environ, HF_ALLOW_CODE_EVAL="1")  # the permission is run_unsafe_code
-    with allowed, patch.object(evaluate, "load", lambda name: metric):
-        yield
+    with lm_eval_tasks.local_first(root):
+        try:
+            metric = evaluate.load(str(local) if local.is_dir() else local.name)
+        except Exception as error:  # whatever the library or the hub raises
+            raise UserError(
+                f"the metric code_eval cannot be loaded ({error}); HumanEval needs it from the hub or as a local copy "
+                f"of its folder, {local}"
+            ) from error
+        allowed = patch.dict(os.environ, HF_ALLOW_CODE_EVAL="1")  # the permission is run_unsafe_code
+        with allowed, patch.object(evaluate, "load", lambda name: metric):
+            yield

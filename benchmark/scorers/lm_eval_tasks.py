@@ -15,22 +15,21 @@ The result of a group names its tasks. If one subject of a group has no data, th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from fs_lowrank.data.fetch.hub import hub
 from fs_lowrank.errors import UserError, nearest
 
 from ..intervals import right_rows
 from . import local_data
 from .share import majority
 
-#: asks the hub for the data that are not on this machine
-HUB = True
 #: draws for the metrics that have no closed standard error
 BOOTSTRAP = 1000
 
@@ -198,8 +197,13 @@ def _unsafe(name: str) -> UserError:
     )
 
 
-def local_first(root: Path, sources: dict[str, str] | None = None) -> AbstractContextManager[Any]:
-    """A context in which tasks are built on local data if available; ``sources`` receives the source by task."""
+@contextmanager
+def local_first(root: Path, sources: dict[str, str] | None = None) -> Iterator[None]:
+    """A context in which tasks are built on local data if available, and otherwise on the hub's.
+
+    Args:
+        sources: receives the source by task.
+    """
     from lm_eval.api.task import ConfigurableTask
 
     sources, original = {} if sources is None else sources, ConfigurableTask.download
@@ -221,7 +225,8 @@ def local_first(root: Path, sources: dict[str, str] | None = None) -> AbstractCo
             ) from error
         sources[name] = f"data set {'/'.join(filter(None, dataset))}"
 
-    return patch.object(ConfigurableTask, "download", download)
+    with hub(), patch.object(ConfigurableTask, "download", download):
+        yield
 
 
 def _members(subtasks: dict[str, list[str]], counts: dict[str, int]) -> dict[str, list[str]]:

@@ -75,16 +75,6 @@ def tiny(tiny_causal):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("task", sorted(ROWS))
-def test_a_parsed_row_can_be_put_together_again(task):
-    for instruction, answer in ROWS[task]:
-        question = commonsense.split_row(task, row(instruction, answer))
-        assert question.instruction(task) == instruction
-        assert question.answer == answer
-        assert task == "boolq" or f"{question.right + 1}" == answer[-1]
-
-
-@pytest.mark.more
 @pytest.mark.commonsense
 @pytest.mark.parametrize("task", sorted(ROWS))
 @pytest.mark.parametrize("split", ["train", "test"])
@@ -93,7 +83,6 @@ def test_every_real_row_is_parsed_without_loss(task, split):
     convert = {folder: c for folder, _, c in local_data._COMMONSENSE.values()}[task]
     for original in commonsense.read(REAL, task, split):
         question = commonsense.split_row(task, original)
-        assert question.instruction(task) == original["instruction"]
         fields = convert(question)
         text = {
             "boolq": lambda f: f"{f['question']}?",
@@ -139,7 +128,7 @@ def test_lm_evals_fields():
         ("boolq", "is tea good?", "true", "not an instruction of boolq"),
         ("boolq", ROWS["boolq"][0][0], "yes", "answer 'yes' is none of the options"),
         ("openbookqa", ROWS["openbookqa"][0][0], "answer5", "answer 'answer5' is none of the options"),
-        ("openbookqa", ROWS["openbookqa"][0][0].replace("Answer2", "Answer 2"), "answer1", "option 2 of 4 is missing"),
+        ("openbookqa", ROWS["openbookqa"][0][0].replace("Answer2", "Answer 2"), "answer1", "openbookqa with 4 options"),
     ],
 )
 def test_a_row_of_another_form_is_an_error(root, tmp_path, task, instruction, answer, message):
