@@ -284,34 +284,20 @@ def test_a_search_with_a_failed_trial_fails_and_is_completed_by_the_next_run(pla
     assert found.methods == ["shown as"] and found.cells == 1
 
 
-@pytest.mark.parametrize(
-    "grid, grow, expected, diverged, at_end",
-    [
-        ("[1e-7, 1e-6]", 2, [1e-7, 1e-6, 1e-5, 1e-4], [], True),  # larger is better, until the budget is used
-        ("[1e-5, 1e+3]", None, [1e-13, 1e-5, 1e3], [1e11], True),  # the winner is inside, but has learned nothing
-        ("[1e-7, 1e-6]", 0, [1e-7, 1e-6], [], True),
-    ],
-)
 @pytest.mark.more
-def test_a_grid_grows_until_the_winner_is_inside_or_the_budget_ends(
-    place, monkeypatch, grid, grow, expected, diverged, at_end
-):
+def test_a_grid_of_real_runs_grows_by_points_that_may_diverge(place, monkeypatch):
+    """The winner is inside, but has learned nothing, so that the grid grows at both ends in turn."""
     monkeypatch.chdir(place)
-    more = "seeds: 1" if grow is None else f"seeds: 1, grow: {grow}"
-    space = f"{{train.optimizer.lr: {{grid: {grid}}}}}"
-    rates = f"learning_rates: {{search: {{space: {space}, objective: val_loss, {more}}}}}\n"
+    space = "{train.optimizer.lr: {grid: [1e-5, 1e+3]}}"
+    rates = f"learning_rates: {{search: {{space: {space}, objective: val_loss, seeds: 1}}}}\n"
     (place / "growing.yaml").write_text(begun(place, own=False) + rates)
-    work = f"growing_work_{grow}_{at_end}"
-    search = plan(Options(("growing.yaml",), results="growing_results", work=work))[0]
-    found = execute(search)
-    assert sorted(p["train.optimizer.lr"] for p in found["tried"]) == pytest.approx(expected)
-    assert [p["train.optimizer.lr"] for p in found["grown"]] == pytest.approx(
-        [*(v for v in expected if v not in eval(grid)), *diverged]
-    )
-    assert at_the_end(found) is at_end and found["diverged"] == len(diverged)
+    found = execute(plan(Options(("growing.yaml",), results="growing_results", work="growing_work"))[0])
+    assert sorted(p["train.optimizer.lr"] for p in found["tried"]) == pytest.approx([1e-13, 1e-5, 1e3])
+    assert [p["train.optimizer.lr"] for p in found["grown"]] == pytest.approx([1e-13, 1e11])
+    assert at_the_end(found) and found["diverged"] == 1 and found["trials"]["complete"] == 3
     best = min(found["tried"], key=lambda p: p["value"])
     assert found["winner"]["point"] == {"train.optimizer.lr": best["train.optimizer.lr"]}
-    assert found["winner"]["values"]["val_loss"] == best["value"] and found["trials"]["complete"] == len(expected)
+    assert found["winner"]["values"]["val_loss"] == best["value"]
 
 
 class _Studies:
@@ -343,8 +329,9 @@ def searched(place, monkeypatch):
     monkeypatch.syspath_prepend(str(place))
     text = begun(place)
 
-    def make(space, value, name, seeds=1, **more):
-        (place / f"{name}.yaml").write_text(text + f"learning_rates: {{search: {{space: {space}, seeds: {seeds}}}}}\n")
+    def make(space, value, name, seeds=1, grow=None, **more):
+        spec = f"space: {space}, seeds: {seeds}" + (f", grow: {grow}" if grow is not None else "")
+        (place / f"{name}.yaml").write_text(text + f"learning_rates: {{search: {{{spec}}}}}\n")
         studies = _Studies(value, **more)
         monkeypatch.setattr(benchmark.execute, "_study", studies)
         search, *cells = plan(Options((f"{name}.yaml",), results=f"{name}_results", work=f"{name}_work"))
@@ -356,41 +343,31 @@ def searched(place, monkeypatch):
 RATE, DECAY = "train.optimizer.lr", "train.optimizer.weight_decay"
 
 
-def test_a_grid_ends_inside_where_nothing_lies_beyond(searched):
-    search, _, studies = searched(
-        "{llm.adapter.args.0.r: {grid: [1, 2]}}", lambda p: -p["llm.adapter.args.0.r"], "ranks"
-    )
+FLAT = {"learned": lambda value: value > 0.5}
+
+
+@pytest.mark.parametrize(
+    "key, grid, value, more, winner, grown, at_end",
+    [
+        (RATE, [1e-7, 1e-6], lambda v: v, {"grow": 2}, 1e-4, [1e-5, 1e-4], True),  # until the budget is used
+        (RATE, [1e-7, 1e-6], lambda v: v, {"grow": 0}, 1e-6, [], True),
+        ("llm.adapter.args.0.r", [1, 2], lambda v: -v, {}, 1, [], False),  # nothing lies beyond
+        # The next value would be 1.62, which is no dropout; 0.95 would be one, so a better value may lie beyond.
+        ("llm.adapter.args.0.lora_dropout", [0.5, 0.9], lambda v: v, {}, 0.9, [], True),
+        # 0.1 is as good as 0.01, and 1 is worse: then the winner is inside.
+        (RATE, [1e-3, 1e-2, 1e-1], lambda v: v in (1e-2, 1e-1), {}, 1e-2, [1], False),
+        # Where nothing is learned it grows at both ends in turn, the smaller values first, until something is learned.
+        (RATE, [1e-2, 1e-1, 1], lambda v: 0.5 + 0.4 * np.isclose(v, 1e-4), FLAT, 1e-4, [1e-3, 10, 1e-4], True),
+        (RATE, [1e-2, 1e-1, 1], lambda v: 0.5 + 0.4 * np.isclose(v, 10), FLAT, 10, [1e-3, 10, 100], False),
+    ],
+)
+def test_a_grid_grows_until_the_winner_is_inside_or_nothing_is_left(
+    searched, key, grid, value, more, winner, grown, at_end
+):
+    search, _, _ = searched(f"{{{key}: {{grid: {grid}}}}}", lambda point: value(point[key]), "grid", **more)
     found = execute(search)
-    assert found["winner"]["point"] == {"llm.adapter.args.0.r": 1} and found["grown"] == [] and not at_the_end(found)
-
-
-def test_a_search_that_can_try_nothing_beyond_its_end_is_done(searched):
-    """The next value would be 1.62, which is no dropout; 0.95 would be one, so a better value may lie beyond."""
-    dropout = "llm.adapter.args.0.lora_dropout"
-    search, _, _ = searched(f"{{{dropout}: {{grid: [0.5, 0.9]}}}}", lambda p: p[dropout], "dropout")
-    found = execute(search)
-    assert found["winner"]["point"] == {dropout: 0.9} and found["grown"] == [] and at_the_end(found)
-
-
-def test_a_grid_grows_where_a_point_at_its_end_is_as_good(searched):
-    """0.1 is as good as 0.01, and 1 is worse: then the winner is inside."""
-    search, _, _ = searched(f"{{{RATE}: {{grid: [1e-3, 1e-2, 1e-1]}}}}", lambda p: p[RATE] in (1e-2, 1e-1), "level")
-    found = execute(search)
-    assert [p[RATE] for p in found["grown"]] == [1] and found["winner"]["point"] == {RATE: 1e-2}
-    assert not at_the_end(found)
-
-
-@pytest.mark.parametrize("rate", [1e-4, 10])
-def test_a_grid_of_which_nothing_is_learned_grows_at_both_ends(searched, rate):
-    """In turn, the smaller values first, until something is learned or the budget ends."""
-    space = f"{{{RATE}: {{grid: [1e-2, 1e-1, 1]}}}}"
-    search, _, _ = searched(
-        space, lambda p: 0.5 + 0.4 * np.isclose(p[RATE], rate), f"flat_{rate}", learned=lambda value: value > 0.5
-    )
-    found = execute(search)
-    tried = [p[RATE] for p in found["grown"]]
-    assert tried == pytest.approx([1e-3, 10, *([100] if rate == 10 else [1e-4])])
-    assert found["winner"]["point"] == {RATE: pytest.approx(rate)} and at_the_end(found) == (rate < 1)
+    assert found["winner"]["point"] == {key: pytest.approx(winner)} and at_the_end(found) is at_end
+    assert [point[key] for point in found["grown"]] == pytest.approx(grown)
 
 
 def test_a_grid_grows_beyond_one_key_at_a_time(searched):

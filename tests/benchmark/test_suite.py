@@ -234,7 +234,7 @@ def test_a_method_may_have_a_config_of_its_own_at_a_point_of_the_grid(write):
 )
 def test_wrong_suites(write, wrong):
     with pytest.raises(UserError, match=".*".join(map(re.escape, wrong["says"].split("*")))):
-        plan(options(write(wrong["suite"])))
+        plan(options(write(wrong.get("suite") or "config: {a: 1}\nmethods: [rolora]\n" + wrong["then"])))
 
 
 @pytest.mark.more
