@@ -15,7 +15,7 @@ The result of a group names its tasks. If one subject of a group has no data, th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -101,14 +101,14 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
             num_fewshot=options.num_fewshot,
             apply_chat_template=options.chat,
         )
-        built = cache(lambda: manager().load(options.tasks)["tasks"])
-        chosen = {
-            task: _positions(report["samples"][task], task, built)
-            for task, config in report["configs"].items()
-            if config.get("output_type") == "multiple_choice"
-        }
+        built = manager().load(options.tasks)
+    chosen = {
+        name: _positions(report["samples"][name], task)
+        for name, task in built["tasks"].items()
+        if task.OUTPUT_TYPE == "multiple_choice"
+    }
     counts = {task: n["effective"] for task, n in report["n-samples"].items()}
-    members = _members(report.get("group_subtasks", {}), counts)
+    members = {name: sorted(t.task_name for t in group.get_all_tasks()) for name, group in built["groups"].items()}
     result = {}
     for name, values in {**report["results"], **report.get("groups", {})}.items():
         entry: dict[str, Any] = {
@@ -160,15 +160,8 @@ def evaluated(model, tokenizer, tasks: Sequence, options: Any, max_length: int |
         )
 
 
-def _positions(samples: Sequence[Mapping[str, Any]], name: str, built: Callable[[], Mapping[str, Any]]) -> list[str]:
-    """The place of the right answer among the choices of each sample of a task, as lm-eval finds it.
-
-    Args:
-        built: gives all tasks by name.
-    """
-    if all(isinstance(sample["target"], int) for sample in samples):
-        return [str(sample["target"]) for sample in samples]
-    task = built()[name]
+def _positions(samples: Sequence[Mapping[str, Any]], task: Any) -> list[str]:
+    """The place of the right answer among the choices of each sample of a task, as lm-eval finds it."""
     if task.multiple_input:  # such as WinoGrande: the choices are texts, all with the target as their continuation
         return [str(task.doc_to_text(sample["doc"])) for sample in samples]
     positions = []
@@ -227,12 +220,3 @@ def local_first(root: Path, sources: dict[str, str] | None = None) -> Iterator[N
 
     with hub(), patch.object(ConfigurableTask, "download", download):
         yield
-
-
-def _members(subtasks: dict[str, list[str]], counts: dict[str, int]) -> dict[str, list[str]]:
-    """The sorted tasks of each group, including those of its subgroups."""
-
-    def leaves(name: str) -> set[str]:
-        return {name} if name in counts else {task for child in subtasks.get(name, ()) for task in leaves(child)}
-
-    return {group: sorted(leaves(group)) for group in subtasks if group not in counts}
