@@ -28,7 +28,7 @@ import fs_lowrank
 from fs_lowrank import Config, RunFailed, RunResult, UserError
 from fs_lowrank.data.files import file_digest
 from fs_lowrank.errors import CannotContinue
-from fs_lowrank.jobs.files import disk_error, read_json, write_bytes
+from fs_lowrank.jobs.files import disk_error, read_json, replacing
 from fs_lowrank.jobs.shell import message_of
 from fs_lowrank.models.machine import device_of
 from fs_lowrank.runs.environment import machine, versions
@@ -356,19 +356,12 @@ def _script(job: Script) -> dict:
     if not documents:
         raise RuntimeError(f"{job.label} wrote no JSON into --out")
     sized = [job.suite.size] if job.suite.sized else []
-    target = Path(job.options.results) / "scripts" / "-".join([job.suite.name, *sized, job.experiment.name])
-    target.mkdir(parents=True, exist_ok=True)
-    checksums = {}
-    for path in sorted(p for p in folder.iterdir() if p.is_file()):
-        write_bytes(target / path.name, path.read_bytes())
-        checksums[str((target / path.name).relative_to(job.options.results))] = file_digest(path)
+    target = Path("scripts", "-".join([job.suite.name, *sized, job.experiment.name]))
+    with replacing(Path(job.options.results) / target) as aside:
+        shutil.copytree(folder, aside)
+    checksums = {str(target / path.name): file_digest(path) for path in sorted(folder.iterdir()) if path.is_file()}
     metrics = {name: quotient(documents, path) for name, path in job.experiment.values.items()}
-    return {
-        "metrics": metrics,
-        "scores": {},
-        "files": list(checksums),
-        "checksums": checksums,
-    }
+    return {"metrics": metrics, "scores": {}, "files": list(checksums), "checksums": checksums}
 
 
 # -- the machine ---------------------------------------------------------------------------------------
