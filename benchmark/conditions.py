@@ -21,7 +21,7 @@ from typing import Any
 
 from fs_lowrank.settings import Key, Origin, check_keys, check_value
 
-from .intervals import LEVEL, Estimate, Figure, estimate, figure_of
+from .intervals import LEVEL, Estimate, Figure, estimate
 from .metrics import better, of_test_data, scale_of, unknown
 
 HOLDS, FAILS, INCONCLUSIVE = "holds", "does not hold", "inconclusive"
@@ -74,7 +74,7 @@ def check_rule(condition: Any, origin: Origin, at: str) -> dict:
     return checked
 
 
-@dataclass(frozen=True)
+@dataclass
 class Condition:
     """That an estimate lies between two bounds, with its figures and its verdict.
 
@@ -84,7 +84,7 @@ class Condition:
         estimate: None if a figure has no value.
         premise: whether the claim is not tested if this is not met, regardless of the other conditions.
         unit: of the estimate. bars: verdict -> an obstacle to it besides chance; empty if there is none.
-        notes: further sentences. adjusted: the p value, corrected for all conditions of a report.
+        adjusted: the p value, corrected for all conditions of a report.
     """
 
     subject: str
@@ -97,7 +97,6 @@ class Condition:
     premise: bool = False
     unit: str = "test_acc"
     bars: Mapping[str, str] = field(default_factory=dict)
-    notes: Sequence[str] = ()
     adjusted: float | None = None
 
     @property
@@ -170,7 +169,6 @@ class Condition:
         facts += [f"{name}: {note}" for name, figure in self.available.items() for note in figure.notes]
         versions = sorted(frozenset().union(*(figure.versions for figure in self.available.values())))
         facts += [f"the runs are of versions {' and '.join(versions)}"] * (len(versions) > 1)
-        facts += self.notes
         bar = self.bars.get(self.towards) if self.estimate else ""
         return "; ".join([*facts, *([f"so {bar}"] if bar else [])])
 
@@ -191,13 +189,13 @@ def verdict(conditions: Sequence[Condition]) -> str:
     return next((v for v in (FAILS, STALE, UNTESTED, INCONCLUSIVE, HOLDS) if v in verdicts), UNTESTED)
 
 
-def adjust(conditions: Sequence[Condition]) -> list[Condition]:
-    """The conditions with p values that are corrected for all of them, except exact ones and each ``premise``."""
+def adjust(conditions: Sequence[Condition]) -> None:
+    """Correct the p values for all of the conditions, except exact ones and each ``premise``."""
     from scipy.stats import false_discovery_control
 
-    chance = [c.p for c in conditions if c.p and not c.premise]
-    corrected = iter(false_discovery_control(chance).tolist() if chance else ())
-    return [replace(c, adjusted=next(corrected)) if c.p and not c.premise else c for c in conditions]
+    chance = [c for c in conditions if c.p and not c.premise]
+    for condition, p in zip(chance, false_discovery_control([c.p for c in chance]).tolist()):
+        condition.adjusted = p
 
 
 def judge(rule: Sequence[Mapping], look: Lookup) -> list[Condition]:
@@ -225,25 +223,22 @@ def with_margins(rule: Sequence[Mapping], reference: Mapping | None) -> list[Map
         reference: the paper's figures for the experiment, in percent.
     """
     values = {m: {str(k): v for k, v in row.items()} for m, row in (reference or {}).get("values", {}).items()}
+
+    def paper(method: str, labels: Mapping[str, str]) -> Sequence:
+        """The mean, which is None if there is none, and the standard deviation."""
+        key = " / ".join(labels.values())
+        cell = next((c for k, c in values.get(method, {}).items() if k == key or k.startswith(f"{key} / ")), None)
+        return cell if isinstance(cell, list) else (cell, 0.0)
+
     conditions: list[Mapping] = []
     for condition in rule:
-        if condition.get("within") != PAPER:
-            conditions.append(condition)
-            continue
-        setting, method = condition.get("where", {}), condition["methods"][0]
-        axis = condition.get("along")
-        pair = [(method, ""), (condition["to"], "")]
-        if axis:
-            pair = [(method, condition["from"]), (method, condition["to"])]
-        cells: list[Any] = []
-        for name, label in pair:
-            key = " / ".join([str(label)] * bool(axis) + [str(v) for v in setting.values()])
-            row = values.get(name, {})
-            cells.append(next((cell for k, cell in row.items() if k == key or k.startswith(f"{key} / ")), None))
-        if None not in cells:
-            (mean, spread), (other, other_spread) = (cell if isinstance(cell, list) else (cell, 0.0) for cell in cells)
-            gap = mean - other if axis else abs(mean - other)
-            conditions.append({**condition, "within": round((gap + 2 * math.hypot(spread, other_spread)) / 100, 4)})
+        if condition.get("within") == PAPER:
+            (mean, spread), (other, other_spread) = (paper(*place) for place in used([condition], lambda *_: None)[:2])
+            if mean is None or other is None:
+                continue
+            gap = mean - other if condition["is"] == "keeps" else abs(mean - other)
+            condition = {**condition, "within": round((gap + 2 * math.hypot(spread, other_spread)) / 100, 4)}
+        conditions.append(condition)
     return conditions
 
 
@@ -424,30 +419,25 @@ def _best_figure(
     basis: Mapping[float, Figure], curve: Mapping[float, Figure], by: str, method: str
 ) -> tuple[str, Figure | None]:
     """The figure of a method at the point that the other seeds choose, with a name that has the points."""
-    values, right = dict[int, float](), {}
-    failed, points, at_end = [], set(), False
+    import pandas as pd
+
+    held = pd.DataFrame({point: entry.by_seed for point, entry in basis.items()})
+    chosen, at_end = dict[int, float](), False
     for seed in sorted({s for entry in curve.values() for s in (*entry.by_seed, *entry.failed)}):
-        scores = {}
-        for point, entry in basis.items():
-            other_values = [v for s, v in entry.by_seed.items() if s != seed] or [*entry.by_seed.values()]
-            scores[point] = better(by) * sum(other_values) / len(other_values) if other_values else -math.inf
-        point = max(scores, key=scores.__getitem__)
+        means = held.drop(index=seed, errors="ignore").mean().fillna(held.mean())
+        scores = (better(by) * means).fillna(-math.inf)
+        chosen[seed] = float(scores.idxmax())
         # On a plateau that reaches an end, as of a method that learned nothing at any point, the best point is open.
-        at_end |= max(scores[min(scores)], scores[max(scores)]) >= scores[point] - 1e-9
-        points.add(point)
-        if seed in curve[point].by_seed:
-            values[seed] = curve[point].by_seed[seed]
-            right.update({seed: curve[point].right[seed]} if seed in curve[point].right else {})
-        else:
-            failed.append(seed)
-    base = curve[min(points)] if points else next(iter(curve.values()))
-    figure = figure_of(values)
+        at_end |= max(scores[min(curve)], scores[max(curve)]) >= scores.max() - 1e-9
+    points = sorted({*chosen.values()})
+    figures = {seed: curve[point] for seed, point in chosen.items()}
+    values = {seed: figure.by_seed[seed] for seed, figure in figures.items() if seed in figure.by_seed}
     collapsed = {value for point in points for value in curve[point].collapsed}
-    return f"{method} at {' or '.join(f'{point:g}' for point in sorted(points))}", replace(
-        base,
-        **{name: getattr(figure, name) for name in ("mean", "std", "n", "by_seed")},
-        right=right,
-        failed=tuple(failed),
+    return f"{method} at {' or '.join(f'{point:g}' for point in points)}", replace(
+        curve[points[0]] if points else next(iter(curve.values())),
+        by_seed=values,
+        right={seed: figures[seed].right[seed] for seed in values if seed in figures[seed].right},
+        failed=tuple(seed for seed in chosen if seed not in values),
         collapsed=tuple(sorted(value for value in values.values() if value in collapsed)),
         majority=next((f.majority for f in curve.values() if f.majority is not None), None),
         at_end=at_end,

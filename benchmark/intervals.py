@@ -25,8 +25,7 @@ class Figure:
     """A metric over seeds.
 
     Attributes:
-        std: sample standard deviation; None for one seed. by_seed: the values, if known by seed.
-        exact: it is counted or computed, not measured, so that it has no spread.
+        by_seed: the values. exact: it is counted or computed, not measured, so that it has no spread.
         collapsed: the values at or below the ``majority`` class. failed: the seeds whose run failed or diverged, which
             have no value; with ``n`` = 0 no seed has one. missed: the seeds that did not reach the target of
             ``bytes_to`` or ``rounds_to``, which have no value either. stale: the seeds whose only run is of an earlier
@@ -38,10 +37,7 @@ class Figure:
         versions, processors: of the runs; an empty processor is not known.
     """
 
-    mean: float
-    std: float | None
-    n: int
-    by_seed: Mapping[int, float] = field(default_factory=dict, compare=False, repr=False)
+    by_seed: Mapping[int, float]
     exact: bool = False
     collapsed: tuple[float, ...] = ()
     majority: float | None = None
@@ -53,6 +49,20 @@ class Figure:
     right: Mapping[int, tuple[str, Any]] = field(default_factory=dict, compare=False, repr=False)
     versions: frozenset[str] = frozenset()
     processors: frozenset[str] = frozenset()
+
+    @property
+    def n(self) -> int:
+        return len(self.by_seed)
+
+    @property
+    def mean(self) -> float:
+        """Not a number (NaN) without a value."""
+        return statistics.fmean(self.by_seed.values() or [math.nan])
+
+    @property
+    def std(self) -> float | None:
+        """The sample standard deviation; None with fewer than two values."""
+        return statistics.stdev(self.by_seed.values()) if self.n > 1 else None
 
     def __str__(self) -> str:
         if not self.n:
@@ -83,13 +93,6 @@ class Figure:
         if self.at_end and not self.exact:
             notes.append("its rate won at the end of the grid")
         return notes
-
-
-def figure_of(values: Mapping[int, float]) -> Figure:
-    """Mean and standard deviation of values by seed."""
-    listed = [*values.values()]
-    mean, std = statistics.fmean(listed or [math.nan]), statistics.stdev(listed) if len(listed) > 1 else None
-    return Figure(mean, std, len(listed), dict(values))
 
 
 @dataclass(frozen=True)
@@ -135,20 +138,20 @@ def estimate(parts: Sequence[tuple[float, Figure]], shift: float = 0.0) -> Estim
     """
     shift += sum(factor * figure.mean for factor, figure in parts if figure.exact)
     drawn = [(factor, figure) for factor, figure in parts if not figure.exact]
-    centre = sum(factor * figure.mean for factor, figure in drawn)
     if not drawn:
         return Estimate(shift, 0.0)
     first, *peers = [figure for _, figure in drawn]
     common = [seed for seed in first.by_seed if all(seed in other.by_seed for other in peers)]
     paired = peers and len(common) > 1
     paired = paired and all(s in first.splits and first.splits[s] == f.splits.get(s) for f in peers for s in common)
+    terms = drawn
+    if paired:
+        terms = [(1.0, Figure({s: sum(factor * figure.by_seed[s] for factor, figure in drawn) for s in common}))]
+    centre = sum(factor * figure.mean for factor, figure in terms)
     error: float | None = None
     degrees: float = 0.0
-    if paired:
-        sums = [sum(factor * figure.by_seed[seed] for factor, figure in drawn) for seed in common]
-        centre, error, degrees = statistics.fmean(sums), statistics.stdev(sums) / math.sqrt(len(sums)), len(sums) - 1
-    elif all(figure.std is not None for _, figure in drawn):
-        shares = [((factor * (figure.std or 0.0)) ** 2 / figure.n, figure.n) for factor, figure in drawn]
+    if all(figure.n > 1 for _, figure in terms):
+        shares = [((factor * (figure.std or 0.0)) ** 2 / figure.n, figure.n) for factor, figure in terms]
         error = math.sqrt(sum(share for share, _ in shares))
         degrees = error**4 / (sum(share**2 / (n - 1) for share, n in shares) or 1.0)
     if error is not None and error <= _ROUNDING * max(abs(factor * figure.mean) for factor, figure in drawn):

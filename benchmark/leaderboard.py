@@ -27,7 +27,7 @@ from fs_lowrank.testing.bench import Bench, quietly
 from .conditions import interval_text
 from .figures import draw_on_white, point
 from .frame import row
-from .intervals import Estimate, Figure, estimate, figure_of, pooled
+from .intervals import Estimate, Figure, estimate, pooled
 from .methods_table import signed
 from .results import ExperimentResults
 from .suite import Suite
@@ -155,8 +155,7 @@ def gap(figures: Figures, base: Figures) -> Estimate:
 
 def _on(figure: Figure, seeds: Collection[int]) -> Figure:
     """The figure over some of its seeds."""
-    few = figure_of({seed: figure.by_seed[seed] for seed in sorted(seeds)})
-    return replace(figure, mean=few.mean, std=few.std, n=few.n, by_seed=few.by_seed)
+    return replace(figure, by_seed={seed: figure.by_seed[seed] for seed in sorted(seeds)})
 
 
 def curves(runs: pd.DataFrame) -> pd.DataFrame:

@@ -15,6 +15,7 @@ from fs_lowrank import UserError
 from fs_lowrank.errors import hint
 from fs_lowrank.jobs.progress import steps
 
+from .conditions import adjust
 from .figures import draw_all, draw_claim
 from .frame import frame
 from .job import Options
@@ -26,7 +27,7 @@ from .results_page import has_page, which_method, write_pages
 from .store import write_text
 from .suite import SIZES, Experiment, Suite, load_suite, shipped, sizes_of
 from .template import markdown
-from .verdicts import Row, adjust_all, cause_of, claims_table, judged_claims
+from .verdicts import Row, cause_of, claims_table, judged_claims
 
 Results = dict[str, ExperimentResults]
 _CSV: dict[str, Any] = {"index": False, "float_format": "%.6g", "lineterminator": "\n"}
@@ -77,7 +78,7 @@ def write_report(options: Options) -> list[Path]:
     if not sections:
         raise _without_results(options, names)
     rows = [row for *_, judged in sections for row in judged]
-    adjust_all(rows)
+    adjust([c for row in rows for conditions in row.by_experiment.values() for c in conditions])
     suites = []
     for suite, results, selected, judged in steps(sections, "drawing suites"):
 

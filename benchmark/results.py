@@ -15,7 +15,7 @@ from fs_lowrank.jobs.files import read_json
 from fs_lowrank.runs.summary import human_bytes
 from fs_lowrank.settings.metrics import LANGUAGE, larger_is_better
 
-from .intervals import Figure, figure_of, rows_of
+from .intervals import Figure, rows_of
 from .job import Cell, Job, Options, Search, at_the_end
 from .metrics import BYTES, scale_of, to_a_target
 from .page import value_of
@@ -107,10 +107,9 @@ class ExperimentResults:
         if not (values or failed or missed or stale):
             return None
         majority = [(m, values[r["seed"]]) for r in records if (m := _majority(r, metric)) and r["seed"] in values]
-        figure = figure_of(values)
-        return replace(
-            figure,
-            exact=metric in _EXACT and figure.std == 0,
+        return Figure(
+            values,
+            exact=metric in _EXACT and Figure(values).std == 0,
             collapsed=tuple(sorted(v for m, v in majority if v <= m + _ROUNDING)),
             majority=majority[0][0] if majority else None,
             failed=tuple(sorted(failed)),

@@ -16,7 +16,6 @@ from .conditions import (
     STALE,
     UNTESTED,
     Condition,
-    adjust,
     interval_text,
     judge,
     used,
@@ -203,14 +202,6 @@ def judged_claims(suite: Suite, results: Mapping[str, ExperimentResults]) -> dic
         other_methods = {e: _other_methods(rules[e], available[e]) for e in available if runs[e]}
         judged[name] = Row(suite, name, by_experiment, _sharing(runs), runs, lost, other_methods)
     return judged
-
-
-def adjust_all(rows: Sequence[Row]) -> None:
-    """Correct the p values of all conditions of a report together."""
-    pairs = [(row, e) for row in rows for e in row.by_experiment]
-    corrected = iter(adjust([c for row, e in pairs for c in row.by_experiment[e]]))
-    for row, e in pairs:
-        row.by_experiment[e] = [next(corrected) for _ in row.by_experiment[e]]
 
 
 def _other_methods(rule: Sequence[Mapping], results: ExperimentResults) -> dict[str, str]:

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from benchmark.cli import main
-from benchmark.intervals import figure_of
+from benchmark.intervals import Figure
 from benchmark.leaderboard import HEAD, MEASURED, bytes_to_target, curves, equal_bytes, exactness, gap, table
 from benchmark.suite import load_suite
 from fs_lowrank import list_methods
@@ -63,14 +63,14 @@ def test_the_page_has_a_row_for_each_method(tmp_path, tiny_encoder, reviews_csv,
 
 
 def test_gaps_without_a_spread_have_their_mean():
-    ours, base = ({name: figure_of({0: acc}) for name, acc in zip("ab", accs)} for accs in ((0.6, 0.7), (0.5, 0.4)))
+    ours, base = ({name: Figure({0: acc}) for name, acc in zip("ab", accs)} for accs in ((0.6, 0.7), (0.5, 0.4)))
     found = gap(ours, base)
     assert found.centre == pytest.approx(0.2) and found.ends is None and gap(base, base).centre == 0
 
 
 def test_a_method_is_compared_on_the_seeds_that_both_have():
-    base = {"a": figure_of({0: 0.5, 1: 0.6, 2: 0.9}), "b": figure_of({0: 0.4, 1: 0.4, 2: 0.4})}
-    assert gap({"a": figure_of({1: 0.7}), "b": figure_of({1: 0.5, 7: 0.0})}, base).centre == pytest.approx(0.1)
+    base = {"a": Figure({0: 0.5, 1: 0.6, 2: 0.9}), "b": Figure({0: 0.4, 1: 0.4, 2: 0.4})}
+    assert gap({"a": Figure({1: 0.7}), "b": Figure({1: 0.5, 7: 0.0})}, base).centre == pytest.approx(0.1)
 
 
 def run_of(setting, method, *points):
@@ -95,7 +95,7 @@ def test_a_run_without_a_metric_is_in_no_median(monkeypatch):
     monkeypatch.setattr("benchmark.leaderboard.exactness", lambda method, keys: 0.0)
     run = {**run_of("a", "fedlora", (10, 0.5), (20, 0.8)), **dict.fromkeys(MEASURED), "uplink_without_head": 2e3}
     runs = [{**run, "config": {"federate.method": "fedlora"}, "memory": of} for of in (3e9, 5e9, None)]
-    (row,) = table({"fedlora": {"a": figure_of({0: 0.5})}}, pd.DataFrame(runs))
+    (row,) = table({"fedlora": {"a": Figure({0: 0.5})}}, pd.DataFrame(runs))
     shown = dict(zip(HEAD, row))
     assert (shown["memory, GB"], shown["server, ms"], shown["kB up, down"]) == ("4", "–", "2, –")
 

@@ -101,7 +101,9 @@ def test_accuracy_is_that_of_the_next_token_for_a_language_model():
 
 
 def condition(what, estimate, unit="test_acc", **more):
-    found = Condition(what, "", "", {"a": Figure(0.5, 0.1, 3)}, estimate, 0.0, float("inf"), unit=unit, **more)
+    found = Condition(
+        what, "", "", {"a": Figure({0: 0.4, 1: 0.5, 2: 0.6})}, estimate, 0.0, float("inf"), unit=unit, **more
+    )
     assert found.verdict in (HOLDS, INCONCLUSIVE)
     return found
 
