@@ -177,7 +177,8 @@ def interval_text(estimate: Estimate, form: str = ".4g", factor: float = 1.0) ->
     """An estimate with its 95 % interval."""
     ends = estimate.ends
     numbers = [format(factor * value, form) for value in (estimate.centre, *(ends or ()))]
-    return numbers[0] if ends is None or not estimate.error else "{} ({} to {})".format(*numbers)
+    text = numbers[0] if ends is None or not estimate.error else "{} ({} to {})".format(*numbers)
+    return text.replace("-", "−")
 
 
 def verdict(conditions: Sequence[Condition]) -> str:
@@ -268,14 +269,15 @@ def _condition(
     shift: float = 0.0,
     unit: str = "",
 ) -> Condition:
-    """A condition on the sum of ``parts``, each a factor, a name and a figure.
+    """A condition on the sum of ``parts``, each a factor, a name and a figure; of its negative if lower is better.
 
     Args:
         favours: the names of the figures in whose favour the condition holds. refuted_for: those in whose favour it is
             refuted; by default the others.
     """
     figures = {name: figure for _, name, figure in parts}
-    measured = [(factor, figure) for factor, _, figure in parts if figure is not None and figure.n]
+    sign = -1 if condition.get("lower_is_better") else 1
+    measured = [(sign * factor, figure) for factor, _, figure in parts if figure is not None and figure.n]
     total = estimate(measured, shift) if len(measured) == len(parts) else None
     if refuted_for is None:
         refuted_for = [name for name in figures if name not in favours]
@@ -294,48 +296,42 @@ def _condition(
     return Condition(subject, setting, requirement, figures, total, *bounds, unit=unit or metric, bars=bars)
 
 
-def _exceeds(condition: Mapping, subject: str, parts: Parts, favours: Sequence[str], detail: str = "") -> Condition:
+def _exceeds(condition: Mapping, subject: str, parts: Parts, detail: str = "") -> Condition:
     """A condition that the sum of ``parts`` is above ``by``, and not equal to it."""
     bounds = math.nextafter(condition["by"], math.inf), math.inf
+    favours = [name for factor, name, _ in parts if factor > 0]
     return _condition(condition, subject, f"more than {condition['by']:g}{detail}", parts, bounds, favours)
 
 
-def _sign(condition: Mapping) -> int:
-    return -1 if condition.get("lower_is_better") else 1
-
-
-def _ends(condition: Mapping, figure: Getter, method: str) -> list[tuple[str, Figure | None]]:
-    """The figures of a method at both ends of the axis, with their names."""
-    axis = condition["along"]
-    return [(f"{method}, {axis} {condition[end]}", figure(method, **{axis: condition[end]})) for end in ("from", "to")]
+def _fall(condition: Mapping, figure: Getter, method: str, factor: int) -> Parts:
+    """The parts of a factor times the fall of a method along the axis."""
+    axis, first, last = (condition[key] for key in ("along", "from", "to"))
+    ends = ((factor, first), (-factor, last))
+    return [(f, f"{method}, {axis} {label}", figure(method, **{axis: label})) for f, label in ends]
 
 
 def _falls(condition: Mapping, figure: Getter) -> Iterator[Condition]:
     """``drops`` and ``keeps``: by how much each method falls along an axis."""
-    sign = _sign(condition)
     for method in condition["methods"]:
-        (first, at_first), (last, at_last) = _ends(condition, figure, method)
-        parts = [(sign, first, at_first), (-sign, last, at_last)]
+        parts = _fall(condition, figure, method, 1)
         if condition["is"] == "drops":
-            yield _exceeds(condition, f"{method} falls", parts, [first])
+            yield _exceeds(condition, f"{method} falls", parts)
         else:
-            bounds = -math.inf, condition["within"]
+            bounds, names = (-math.inf, condition["within"]), [name for _, name, _ in parts]
             requirement = f"at most {condition['within']:g}"
-            yield _condition(condition, f"{method} keeps", requirement, parts, bounds, [first, last], [first])
+            yield _condition(condition, f"{method} keeps", requirement, parts, bounds, names, names[:1])
 
 
 def _above(condition: Mapping, figure: Getter) -> Iterator[Condition]:
     """The lead of a method over others; along an axis, the difference of their falls."""
-    sign, name = _sign(condition), condition["better"]
+    name = condition["better"]
     for other in condition["than"]:
         if "along" in condition:
-            (first, at_first), (last, at_last) = _ends(condition, figure, name)
-            (begin, at_begin), (end, at_end) = _ends(condition, figure, other)
-            parts = [(-sign, first, at_first), (sign, last, at_last), (sign, begin, at_begin), (-sign, end, at_end)]
-            yield _exceeds(condition, f"{name} falls by less than {other}", parts, [last, begin])
+            parts = [*_fall(condition, figure, name, -1), *_fall(condition, figure, other, 1)]
+            yield _exceeds(condition, f"{name} falls by less than {other}", parts)
         else:
-            parts = [(sign, name, figure(name)), (-sign, other, figure(other))]
-            yield _exceeds(condition, f"{name} above {other}", parts, [name])
+            parts = [(1, name, figure(name)), (-1, other, figure(other))]
+            yield _exceeds(condition, f"{name} above {other}", parts)
 
 
 def _close(condition: Mapping, figure: Getter) -> Iterator[Condition]:
@@ -381,7 +377,7 @@ def _learns(condition: Mapping, figure: Getter) -> Iterator[Condition]:
         if majority is not None:
             majority = replace(majority, exact=True)
         parts = [(1, method, value), (-1, "majority class", majority)]
-        result = _exceeds(condition, f"{method} learns", parts, [method])
+        result = _exceeds(condition, f"{method} learns", parts)
         # A better rate beyond the end of the grid could only add to what was learned.
         learned = HOLDS if value is not None and value.complete else ""
         bars = {k: "" if k == learned else bar for k, bar in result.bars.items()}
@@ -401,15 +397,15 @@ def _best(condition: Mapping, figure: Getter) -> Iterator[Condition]:
     For each seed the point is that of the mean of the other seeds, so that no seed is judged by what it has chosen.
     Nothing is decided where test data choose.
     """
-    name, by, sign = condition["better"], condition["chosen_by"], _sign(condition)
+    name, by = condition["better"], condition["chosen_by"]
     chosen: dict[str, tuple[str, Figure | None]] = {}
     for method in (name, *condition["than"]):
         basis, curve = _curve(condition, partial(figure, metric=by), method), _curve(condition, figure, method)
         chosen[method] = (method, None) if basis is None or curve is None else _best_figure(basis, curve, by, method)
     for other in condition["than"]:
-        parts = [(sign, *chosen[name]), (-sign, *chosen[other])]
+        parts = [(1, *chosen[name]), (-1, *chosen[other])]
         subject = f"{name} at its best above {other} at its own"
-        lead = _exceeds(condition, subject, parts, [chosen[name][0]], f", each where {by} is best")
+        lead = _exceeds(condition, subject, parts, f", each where {by} is best")
         if of_test_data(by):
             lead = replace(lead, bars=dict.fromkeys(lead.bars, "nothing is decided: test data have chosen the points"))
         yield lead
@@ -428,7 +424,7 @@ def _best_figure(
         scores = (better(by) * means).fillna(-math.inf)
         chosen[seed] = float(scores.idxmax())
         # On a plateau that reaches an end, as of a method that learned nothing at any point, the best point is open.
-        at_end |= max(scores[min(curve)], scores[max(curve)]) >= scores.max() - 1e-9
+        at_end |= bool(max(scores[min(curve)], scores[max(curve)]) >= scores.max() - 1e-9)
     points = sorted({*chosen.values()})
     figures = {seed: curve[point] for seed, point in chosen.items()}
     values = {seed: figure.by_seed[seed] for seed, figure in figures.items() if seed in figure.by_seed}

@@ -88,7 +88,7 @@ def execute(job: Job) -> dict:
     return {
         **record,
         "seconds_in_all": round(time.monotonic() - began + content.get("seconds_in_all", 0.0), 2),
-        "command": command(job.suite, job.experiment, job.options.engine),
+        "command": command(job.suite, [job.experiment.name], job.options.engine),
         "versions": versions(),
         "commit": commit(),
         "machine": _machine(job),

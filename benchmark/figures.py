@@ -177,12 +177,6 @@ def curve_metric(results: ExperimentResults) -> str | None:
     return next((n for n in ("val_acc", "client_test_acc", "test_acc", "val_loss", "test_loss") if n in names), None)
 
 
-def _axis_title(results: ExperimentResults, column: str) -> str:
-    """The setting of ``column`` for a title."""
-    pairs = zip(results.experiment.axes, column.split(" / ")) if column else ()
-    return ", ".join(f"{n} {label}" for n, label in pairs)
-
-
 def learning_curves(results: ExperimentResults) -> list[Panel]:
     """The metric of the curves by round, a panel for each setting: means over seeds with bands from the smallest to the
     largest; the end of a method with a lost seed is hollow."""
@@ -210,5 +204,6 @@ def learning_curves(results: ExperimentResults) -> list[Panel]:
             if end and (end.failed or end.collapsed):
                 marks += _hollow([(x[-1], y[-1])], index)
         name = title_of(metric, results.language)
-        panels.append(Panel("curves", _axis_title(results, column), "round" + note, name, marks, whole=True))
+        title = ", ".join(f"{axis} {label}" for axis, label in zip(results.experiment.axes, column.split(" / ")))
+        panels.append(Panel("curves", title, "round" + note, name, marks, whole=True))
     return panels if any(panel.marks for panel in panels) else []

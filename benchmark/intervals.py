@@ -77,22 +77,17 @@ class Figure:
     @property
     def notes(self) -> list[str]:
         """Remarks for a reader besides the mean and spread."""
-        notes, seeds = [], self.n + len(self.failed) + len(self.missed)
-        if self.collapsed:
-            values = ", ".join(f"{value:.4g}" for value in self.collapsed)
-            notes.append(
-                f"{len(self.collapsed)} of {self.n} seeds collapsed to the majority class ({values}; majority "
-                f"{self.majority:.4g})"
-            )
-        if self.failed:
-            notes.append(f"{len(self.failed)} of {seeds} seeds failed")
-        if self.missed:
-            notes.append(f"{len(self.missed)} of {seeds} seeds did not reach the target")
-        if self.stale:
-            notes.append(f"{len(self.stale)} seeds are of an earlier revision of the method and left out")
-        if self.at_end and not self.exact:
-            notes.append("its rate won at the end of the grid")
-        return notes
+        seeds = self.n + len(self.failed) + len(self.missed)
+        values = ", ".join(f"{value:.4g}" for value in self.collapsed)
+        majority = f"({values}; majority {self.majority or 0.0:.4g})"
+        counted = (
+            (self.collapsed, f"of {self.n} seeds collapsed to the majority class {majority}"),
+            (self.failed, f"of {seeds} seeds failed"),
+            (self.missed, f"of {seeds} seeds did not reach the target"),
+            (self.stale, "seeds are of an earlier revision of the method and left out"),
+        )
+        notes = [f"{len(affected)} {words}" for affected, words in counted if affected]
+        return notes + ["its rate won at the end of the grid"] * (self.at_end and not self.exact)
 
 
 @dataclass(frozen=True)

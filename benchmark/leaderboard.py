@@ -39,19 +39,6 @@ LEADERBOARD = "leaderboard"
 BASE = "fedlora"
 #: bytes are counted up to this share of the base's accuracy in a setting
 TARGET = 0.98
-HEAD = (
-    "method",
-    "accuracy",
-    f"points against `{BASE}`, equal rounds",
-    "equal bytes",
-    "settings, runs",
-    "kB up, down",
-    "bytes to a common accuracy",
-    "client, s",
-    "server, ms",
-    "memory, GB",
-    "off the mean of the products",
-)
 #: the columns of runs whose medians are in the table
 MEASURED = ["uplink_without_head", "downlink_without_head", "client", "aggregation", "memory"]
 #: the columns that identify a run
@@ -72,7 +59,8 @@ def write_leaderboard(suite: Suite, results: Mapping[str, ExperimentResults], ro
     rows = table(figures, runs)
     _draw(figures, runs, page.with_suffix(".svg"))
     experiments = [experiment for experiment in results.values() if experiment.cells]
-    write_text(page, markdown("leaderboard", [HEAD, *rows], experiments, page.with_suffix(".svg").name))
+    lines = [[*rows[0]], *([*row.values()] for row in rows)]
+    write_text(page, markdown("leaderboard", lines, experiments, page.with_suffix(".svg").name))
     return [page, page.with_suffix(".svg")]
 
 
@@ -104,33 +92,34 @@ def _run_columns(record: Mapping[str, Any]) -> dict[str, Any]:
     return {"client": seconds, "points": record["history"]["evaluated"], "config": config}
 
 
-def table(figures: Mapping[str, Figures], runs: pd.DataFrame) -> list[tuple[str, ...]]:
-    """The rows below ``HEAD``."""
+def table(figures: Mapping[str, Figures], runs: pd.DataFrame) -> list[dict[str, str]]:
+    """A row for each method: column -> text."""
     by_method, points = runs.groupby("method"), curves(runs)
     medians = runs[MEASURED].astype(float).groupby(runs["method"]).median()
     equal, (quotients, reached) = equal_bytes(points), bytes_to_target(points, runs)
-    rows: list[tuple[str, ...]] = []
+    rows = []
     for method, by_setting in figures.items():
         median, number, config = medians.loc[method], len(by_method.groups[method]), by_method["config"].first()[method]
         gaps, settings = equal[method].dropna(), sum(figure.n > 0 for figure in by_setting.values())
         note = f" in {counted(len(gaps), 'setting')}" if len(gaps) < settings else ""
         lost = sum(len(figure.failed) for figure in by_setting.values())
         distance = exactness(config["federate.method"], config)
-        target = f"reached by {reached[method]} of {number}"
+        multiple = "" if math.isnan(quotients[method]) else f"{quotients[method]:.2g}×, "
+        ahead = interval_text(gap(by_setting, figures[BASE]), "+.1f", 100) if method != BASE else "0"
         rows.append(
-            (
-                f"`{method}`",
-                _points(mean(by_setting), ".1f"),
-                _points(gap(by_setting, figures[BASE])) if method != BASE else "0",
-                signed(100 * gaps.mean()) + note if len(gaps) else "–",
-                f"{settings}, {number}" + (f" ({lost} failed)" if lost else ""),
-                ", ".join(_rounded(median[direction] / 1e3, 3) for direction in MEASURED[:2]),
-                target if math.isnan(quotients[method]) else f"{quotients[method]:.2g}×, {target}",
-                _rounded(median["client"]),
-                _rounded(median["aggregation"] * 1e3),
-                _rounded(median["memory"] / 1e9),
-                "exact" if distance < 1e-5 else f"{100 * distance:.2g} %",
-            )
+            {
+                "method": f"`{method}`",
+                "accuracy": interval_text(mean(by_setting), ".1f", 100),
+                f"points against `{BASE}`, equal rounds": ahead,
+                "equal bytes": signed(100 * gaps.mean()) + note if len(gaps) else "–",
+                "settings, runs": f"{settings}, {number}" + (f" ({lost} failed)" if lost else ""),
+                "kB up, down": ", ".join(_rounded(median[direction] / 1e3, 3) for direction in MEASURED[:2]),
+                "bytes to a common accuracy": f"{multiple}reached by {reached[method]} of {number}",
+                "client, s": _rounded(median["client"]),
+                "server, ms": _rounded(median["aggregation"] * 1e3),
+                "memory, GB": _rounded(median["memory"] / 1e9),
+                "off the mean of the products": "exact" if distance < 1e-5 else f"{100 * distance:.2g} %",
+            }
         )
     return rows
 
@@ -196,11 +185,6 @@ def _rounded(value: float, digits: int = 2) -> str:
     return "–" if math.isnan(value) else f"{value:.{digits}g}"
 
 
-def _points(value: Estimate, form: str = "+.1f") -> str:
-    """An accuracy in percent, or a difference in points, with its interval."""
-    return interval_text(value, form, 100).replace("-", "−")
-
-
 def exactness(method: str, keys: Mapping[str, Any]) -> float:
     """How far the server's step is from the mean of the products that the clients have trained: the Frobenius norm of
     the difference, over that of the clients' mean change, over all adapted layers.
@@ -215,27 +199,22 @@ def exactness(method: str, keys: Mapping[str, Any]) -> float:
     silent = mock.patch.object(logging.getLogger(ROWS_LOGGER), "disabled", True)
     with tempfile.TemporaryDirectory() as folder, quietly(folder), redirect_stderr(io.StringIO()), silent:
         engine = Bench(folder).make("encoder", method, {"train.local_update_steps": 4, **overrides})
-        before, by_client = torch.empty(0), dict[int, Tensor]()
-        upload, last = engine.method.upload, engine.config.federate.total_round_num
+        by_client, after_round = dict[int, Tensor](), list[Tensor]()
+        upload = engine.method.upload
 
         def spy(model: nn.Module, round: int, client: Any) -> Mapping[str, Tensor]:
-            if round == last:
-                by_client[client.id] = _responses(model)
+            by_client[client.id] = _responses(model)  # at the end those of the last round
             return upload(model, round, client)
 
         def on_round(record: Mapping[str, Any]) -> None:
-            nonlocal before
-            if record["round"] == last - 1:
-                engine.workspace.load_global(engine.ledger.state)
-                before = _responses(engine.model)
+            engine.workspace.load_global(engine.ledger.state)
+            after_round.append(_responses(engine.model))
 
         with mock.patch.object(engine.method, "upload", spy):
             engine.on_round = on_round
             engine.run()
-        after, rows = (
-            _responses(engine.model),
-            [len(engine.workspace.data.clients[number - 1]) for number in by_client],
-        )
+        before, after = after_round[-2:]
+        rows = [len(engine.workspace.data.clients[number - 1]) for number in by_client]
         mean = torch.from_numpy(np.average([*by_client.values()], axis=0, weights=rows))
         return float((after - mean).norm() / (mean - before).norm())
 

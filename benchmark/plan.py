@@ -54,10 +54,10 @@ def chosen(suite: Suite, only: Sequence[str], extra: bool = False) -> list[Exper
     return [e for e in suite.experiments.values() if (e.name in only if only else extra or not e.extra)]
 
 
-def command(suite: Suite, experiment: Experiment, engine: str) -> str:
-    """The command that runs an experiment."""
+def command(suite: Suite, experiments: Sequence[str], engine: str) -> str:
+    """The command that runs experiments."""
     name = suite.name if suite.path.parent == SHIPPED else shlex.quote(str(suite.path))
-    return f"fs-lowrank benchmark run {name} --size {suite.size} --only {experiment.name}" + (
+    return f"fs-lowrank benchmark run {name} --size {suite.size} --only {','.join(experiments)}" + (
         f" --engine {engine}" if engine != "local" else ""
     )
 

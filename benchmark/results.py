@@ -134,7 +134,7 @@ class ExperimentResults:
         return next((r["by_seed"][metric] for r in records if metric in r.get("by_seed", {})), values)
 
     def cell(self, method: str, column: str, metric: str) -> str:
-        """The figure as text for a table."""
+        """The figure as text for a table, that of a single run with the scorer's standard error."""
         figure = self.figure(method, column, metric)
         if figure is None:
             return "–"
@@ -143,12 +143,10 @@ class ExperimentResults:
             text = f"reached by {figure.n} of {figure.n + missed}" if figure.n else "not reached"
         counts = {"collapsed": len(figure.collapsed), "failed": len(figure.failed)}
         notes = ", ".join(f"{count} {label}" for label, count in counts.items() if count)
-        return text + (f" ({notes})" if notes else "")
-
-    def error(self, method: str, column: str, metric: str) -> float | None:
-        """The standard error from the scorer, if there is only one seed."""
         records = self.records.get((method, column), ())
-        return value(records[0], f"{metric}_stderr") if len(records) == 1 and metric.count(":") > 1 else None
+        error = _scored(records[0], f"{metric}_stderr") if len(records) == 1 else None
+        spread = f" (s.e. {error * scale_of(metric)[0]:.2f})" if error is not None else ""
+        return text + (f" ({notes})" if notes else "") + spread
 
     def look(self, method: str, labels: Mapping[str, str], metric: str) -> Figure | None:
         """The figure at these labels; None if they do not determine one setting."""
@@ -279,9 +277,15 @@ def value(record: Mapping, metric: str) -> float | None:
     if to_a_target(metric):
         name, _, target = remainder.partition(":")
         return _reaches(record["history"]["evaluated"], name, float(target), kind == "rounds_to")
-    task, _, name = remainder.rpartition(":")
-    score = record.get("scores", {}).get(kind, {}).get(task, {}).get(name)
+    score = _scored(record, metric)
     return score if isinstance(score, (int, float)) else None
+
+
+def _scored(record: Mapping, metric: str) -> Any:
+    """The entry ``SCORER:TASK:NAME`` of the scores; None if there is none."""
+    scorer, _, remainder = metric.partition(":")
+    task, _, name = remainder.rpartition(":")
+    return record.get("scores", {}).get(scorer, {}).get(task, {}).get(name)
 
 
 def measurements(record: Mapping) -> dict[str, Any]:
@@ -298,11 +302,7 @@ def measurements(record: Mapping) -> dict[str, Any]:
 
 def _right(record: Mapping, metric: str) -> Mapping | None:
     """The right rows of the test set, or of the task of a scorer; None where they are not recorded."""
-    if metric == "test_acc":
-        return record.get("right")
-    scorer, _, remainder = metric.partition(":")
-    task, _, name = remainder.rpartition(":")
-    return record.get("scores", {}).get(scorer, {}).get(task, {}).get(f"{name}_right")
+    return record.get("right") if metric == "test_acc" else _scored(record, f"{metric}_right")
 
 
 def _majority(record: Mapping, metric: str) -> float | None:

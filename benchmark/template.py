@@ -11,7 +11,7 @@ import pandas as pd
 
 from .conditions import verdict
 from .job import at_the_end
-from .metrics import scale_of, title_of, to_a_target
+from .metrics import title_of, to_a_target
 from .page import plain, range_of, value_of
 from .plan import command
 from .results import ExperimentResults, head_of
@@ -149,11 +149,7 @@ def _table(
     paper_keys = [k for k in keys if any(_paper(values, m, k) for m in results.methods)]
     rows = [("method", *(head for head, _, _ in columns), *(f"paper: {k}" if k else "paper" for k in paper_keys))]
     for method in results.methods:
-        cells = []
-        for _, metric, at in columns:
-            error = results.error(method, at, metric)
-            spread = f" (s.e. {error * scale_of(metric)[0]:.2f})" if error is not None else ""
-            cells.append(results.cell(method, at, metric) + spread)
+        cells = (results.cell(method, at, metric) for _, metric, at in columns)
         rows.append((method, *cells, *(_paper(values, method, k) or "–" for k in paper_keys)))
     return rows, "beside" if paper_keys else "alone" if values else ""
 
@@ -211,5 +207,4 @@ def _sent(results: ExperimentResults) -> Table:
     column = results.fullest
     if column is None or not any(results.has(m, column, "uplink") for m in results.methods):
         return []
-    rows = [("method", *(title_of(m) for m in metrics))]
-    return rows + [(m, *(results.cell(m, column, k) for k in metrics)) for m in results.methods]
+    return _table(results, [(title_of(metric), metric, column) for metric in metrics], (), False)[0]

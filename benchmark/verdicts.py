@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+
+from fs_lowrank.errors import counted
 
 from .conditions import (
     FAILS,
@@ -173,8 +176,7 @@ class Row:
             return f"fs-lowrank benchmark run {self.suite.name} --size paper --only {experiments[0]} --data FOLDER"
         if first.script.startswith("studies."):
             return f"python -m {first.script} {' '.join(first.args)}".strip()
-        text = command(self.suite, first, "local").replace(f"--only {first.name}", f"--only {','.join(experiments)}")
-        return f"{text} --data FOLDER --workers 2"
+        return f"{command(self.suite, experiments, 'local')} --data FOLDER --workers 2"
 
 
 def gap_text(subject: str, gap: Estimate, settings: int, condition: Condition) -> str:
@@ -186,7 +188,7 @@ def gap_text(subject: str, gap: Estimate, settings: int, condition: Condition) -
         number, unit = interval_text(gap, ".3g", 1e-6), " MB"
     else:
         number, unit = interval_text(gap, ".3g"), ""
-    return f"{subject}: " + number.replace("-", "−") + unit + (f", {settings} settings" if settings > 1 else "")
+    return f"{subject}: {number}{unit}" + (f", {settings} settings" if settings > 1 else "")
 
 
 def judged_claims(suite: Suite, results: Mapping[str, ExperimentResults]) -> dict[str, Row]:
@@ -209,12 +211,9 @@ def _other_methods(rule: Sequence[Mapping], results: ExperimentResults) -> dict[
     verdicts: dict[str, str] = {}
     for condition in rule:
         if condition["is"] in ("keeps", "close"):
-            excluded = {*condition["methods"], condition["to"] if condition["is"] == "close" else ""}
-            methods = [m for m in results.methods if m not in excluded]
-            for method in methods:
-                (result,) = judge([{**condition, "methods": [method]}], results.look)
-                if result.verdict not in (UNTESTED, STALE):
-                    verdicts[method] = result.verdict
+            others = [method for method in results.methods if method not in (*condition["methods"], condition["to"])]
+            judged = zip(others, judge([{**condition, "methods": others}], results.look))
+            verdicts |= {method: c.verdict for method, c in judged if c.verdict not in (UNTESTED, STALE)}
     return verdicts
 
 
@@ -264,10 +263,8 @@ def _listed(seeds: Sequence[int]) -> str:
 
 def _number(records: Sequence[Mapping]) -> str:
     """The number of runs, or for a study the command of its script."""
-    scripts = [r["label"] for r in records if "rounds" not in r and "label" in r]
-    if scripts:
-        return ", ".join(f"`{label}`" for label in scripts)
-    return "1 run" if len(records) == 1 else f"{len(records)} runs"
+    scripts = [f"`{r['label']}`" for r in records if "rounds" not in r and "label" in r]
+    return ", ".join(scripts) or counted(len(records), "run")
 
 
 def _seeds(rule: Sequence[Mapping], records: Sequence[Mapping]) -> list[int]:
@@ -280,18 +277,6 @@ def _seeds(rule: Sequence[Mapping], records: Sequence[Mapping]) -> list[int]:
 def claims_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """All claims with their verdicts, below a header."""
     head = ("claim", "suite", "size", "verdict", "gap", "p", "seeds", "what it takes", "tested cause")
-    lines = [
-        (
-            row.claim["says"],
-            row.suite.name,
-            row.suite.size if row.suite.sized else "",
-            row.verdict,
-            row.gap,
-            row.p,
-            row.seeded,
-            row.needs,
-            row.cause,
-        )
-        for row in rows
-    ]
-    return [head, *lines]
+    facts = attrgetter("verdict", "gap", "p", "seeded", "needs", "cause")
+    places = ((row.claim["says"], row.suite.name, row.suite.size if row.suite.sized else "") for row in rows)
+    return [head, *((*place, *facts(row)) for place, row in zip(places, rows))]

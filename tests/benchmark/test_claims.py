@@ -819,6 +819,7 @@ def test_a_seed_that_missed_the_target_holds_nothing_and_is_no_missing_figure(mo
     figure = found.figure("a", "", metric)
     assert (figure.mean, figure.missed, figure.complete) == (10.5, (2,), False) and found.figure("c", "", metric).n == 0
     assert [found.cell(m, "", metric) for m in "abcd"] == ["reached by 2 of 3", "21 B ± 1 B", "not reached", "–"]
+    assert results_of(alone=[record(0, 10)]).cell("alone", "", metric) == "10 B"
     assert found.cell("a", "", "bytes_to:val_f1:0.7") == "–" and found.look("a", {}, "bytes_to:val_f1:0.7") is None
 
     def above(better, other):
