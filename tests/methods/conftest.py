@@ -23,6 +23,23 @@ LAYERS = ("up", "conv", "down")
 ALPHA = 6
 
 
+def close(a, b, tolerance=1e-5):
+    np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=tolerance, rtol=tolerance)
+
+
+def best(matrix, rank):
+    """Its best approximation of this rank."""
+    u, s, vh = np.linalg.svd(matrix, full_matrices=False)
+    return (u[:, :rank] * s[:rank]) @ vh[:rank]
+
+
+def equal(a, b):
+    """Named tensors are equal to the bit."""
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
 class Net(nn.Module):
     """12 × 7, then a convolution of 5 × (3·1·2), then 6 × 15, then a classifier: nothing is square."""
 
@@ -93,6 +110,19 @@ class Toy:
         """``s · B · A`` of a layer in float64, with ``s`` by the rank the pair has."""
         up, down = cls.pair(tensors, layer)
         return ALPHA / (down.shape[0] ** 0.5 if rsLoRA else down.shape[0]) * up @ down
+
+    @classmethod
+    def mean_product(cls, updates: Iterable[Update], layer: str, *, rsLoRA: bool = False) -> np.ndarray:
+        """``Σ p_k s_k B_k A_k`` of a layer."""
+        p = cls.weights(u.num_samples for u in updates)
+        return sum(w * cls.change(u.tensors, layer, rsLoRA=rsLoRA) for w, u in zip(p, updates))
+
+    @classmethod
+    def mean_pair(cls, updates: Iterable[Update], layer: str) -> tuple[np.ndarray, np.ndarray]:
+        """``Σ p_k B_k`` and ``Σ p_k A_k`` of a layer."""
+        p, halves = cls.weights(u.num_samples for u in updates), [cls.pair(u.tensors, layer) for u in updates]
+        up, down = (sum(w * half[i] for w, half in zip(p, halves)) for i in (0, 1))
+        return up, down
 
     @staticmethod
     def head(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:

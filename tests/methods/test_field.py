@@ -14,18 +14,9 @@ from fs_lowrank.rounds.intake import RunningMean
 from fs_lowrank.rounds.round import Round
 from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.testing import Bench, quietly
+from tests.methods.conftest import best, close
 
 SIZES = (3, 10, 27)
-
-
-def close(a, b, tolerance=1e-5):
-    np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=tolerance, rtol=tolerance)
-
-
-def products(toy, updates, layer):
-    """``Σ p_k s_k B_k A_k``."""
-    p = toy.weights(u.num_samples for u in updates)
-    return sum(w * toy.change(u.tensors, layer) for w, u in zip(p, updates))
 
 
 def weight(model, layer):
@@ -48,7 +39,7 @@ def test_fedex_loras_model_is_the_mean_of_the_products(toy, federation):
         fed.round(round)
         for layer in toy.layers:
             whole = weight(fed.model, layer) + toy.change(fed.ledger.state, layer)
-            close(whole, before[layer] + products(toy, fed.received, layer))
+            close(whole, before[layer] + toy.mean_product(fed.received, layer))
 
 
 def test_fedex_loras_residual_is_zero_with_one_client_and_is_cut_to_its_best_approximation(toy, federation):
@@ -59,8 +50,8 @@ def test_fedex_loras_residual_is_zero_with_one_client_and_is_cut_to_its_best_app
     message = fed.round(1)
     assert {t.shape[1] for n, t in message.items() if n.startswith("merge:") and "lora_B" in n} == {1}
     for layer in toy.layers:
-        u, s, vh = np.linalg.svd(products(toy, fed.received, layer) - toy.change(fed.ledger.state, layer))
-        close(weight(fed.model, layer) - before[layer], s[0] * np.outer(u[:, 0], vh[0]))
+        residual = toy.mean_product(fed.received, layer) - toy.change(fed.ledger.state, layer)
+        close(weight(fed.model, layer) - before[layer], best(residual, 1))
 
 
 # -- fedsvd ----------------------------------------------------------------------------------------------
@@ -105,15 +96,6 @@ def test_raflora_averages_each_rank_over_the_clients_that_have_it(toy, federatio
         close(toy.change(fed.ledger.state, layer), expected, 2e-5)
 
 
-def test_raflora_with_equal_ranks_is_flexlora(toy, federation):
-    states = []
-    for name in ("raflora", "flexlora"):
-        fed = federation(toy.method(name, 2), SIZES)
-        fed.round(1)
-        states.append(fed.ledger.state)
-    assert all((states[0][n] - states[1][n]).abs().max() < 1e-6 for n in states[0])
-
-
 # -- florist ---------------------------------------------------------------------------------------------
 
 
@@ -124,11 +106,11 @@ def test_florist_merges_the_fewest_components_that_hold_the_threshold(toy, feder
         before = {layer: weight(fed.model, layer) for layer in toy.layers}
         message = fed.round(round)
         for layer in toy.layers:
-            mean = products(toy, fed.received, layer)
-            u, s, vh = np.linalg.svd(mean, full_matrices=False)
+            mean = toy.mean_product(fed.received, layer)
+            s = np.linalg.svd(mean, compute_uv=False)
             held = np.cumsum(s**2) / np.sum(s**2)
             count = int(np.argmax(held >= threshold - 1e-12)) + 1
-            close(weight(fed.model, layer) - before[layer], u[:, :count] * s[:count] @ vh[:count], 2e-5)
+            close(weight(fed.model, layer) - before[layer], best(mean, count), 2e-5)
             if threshold < 1:
                 (sent,) = (t for n, t in message.items() if n.startswith(f"merge:{round}:") and f"{layer}.lora_A" in n)
                 assert len(sent) == count
@@ -141,12 +123,6 @@ def test_florist_sends_one_component_of_a_layer_that_nobody_trained(toy):
 
 
 # -- fedask ----------------------------------------------------------------------------------------------
-
-
-def best(matrix, rank):
-    """Its best approximation of this rank."""
-    u, s, vh = np.linalg.svd(matrix, full_matrices=False)
-    return u[:, :rank] * s[:rank] @ vh[:rank]
 
 
 def trained(fed, toy, layer):
@@ -226,25 +202,6 @@ def test_hetlora_weights_zero_padded_halves_by_the_norms_of_the_products(toy, fe
             close(down, padded_down)
 
 
-def test_hetlora_with_equal_norms_and_ranks_is_fedlora_of_equal_weights(toy):
-    draw = torch.Generator().manual_seed(0)
-    results = []
-    for name, params in (("hetlora", {"prune": 1.0}), ("fedlora", {})):
-        method = toy.method(name, uniform=True, **params)
-        state = method.initial_state(method.adapt(toy.net()))
-        draw.manual_seed(0)
-        updates = []
-        for client in (1, 2, 3):
-            sent = {n: torch.randn(t.shape, generator=draw) for n, t in method.expected(state, 1, client).items()}
-            for n in [n for n in sent if "lora_B" in n]:
-                product = sent[n].flatten(1) @ sent[n.replace("lora_B", "lora_A")].flatten(1)
-                sent[n] = sent[n] / product.norm()
-            updates.append(Update(client, client, sent))
-        results.append(method.aggregate(updates, state, 1)[0])
-    for n, t in results[1].items():
-        close(results[0][n], t, 1e-6)
-
-
 def test_hetloras_clients_shrink_where_their_last_components_do(toy, federation):
     fed = federation(toy.method("hetlora", ranks=(4, 3, 2), prune=0.5), SIZES)
     assert fed.method.pruned_rank(4) == 2 and fed.method.pruned_rank(1) == 1
@@ -320,16 +277,10 @@ def test_frlora_trains_the_principal_components_and_adds_what_they_learn(toy, fe
         before = {layer: weight(fed.model, layer) for layer in toy.layers}
         fed.round(round)
         for layer in toy.layers:
-            halves = [toy.pair(u.tensors, layer) for u in fed.received]
-            up, down = (sum(w * h[i] for w, h in zip(toy.weights(SIZES), halves)) for i in (0, 1))
+            up, down = toy.mean_pair(fed.received, layer)
             scale = toy.alpha / len(down)
             close(weight(fed.model, layer) - before[layer], scale * up @ down - toy.change(first, layer))
         assert all(torch.equal(fed.everything()[n], first[n]) for n in first if "lora_" in n)
-
-
-def test_frlora_refuses_a_start_that_moves_the_base_before_it():
-    with pytest.raises(UserError, match="init_lora_weights = pissa moves a part of the base.*frlora"):
-        create_method("frlora", adapter=AdapterSpec(r=2, extra={"init_lora_weights": "pissa"}), rounds=2)
 
 
 # -- lora_fair -------------------------------------------------------------------------------------------
@@ -353,10 +304,9 @@ def test_lora_fairs_frobenius_correction_is_the_minimum(toy, federation, lam):
     fed = federation(toy.method("lora_fair", loss="frobenius", lam=lam), SIZES)
     fed.round(1)
     for layer in toy.layers:
-        target, (up, down) = products(toy, fed.received, layer), toy.pair(fed.ledger.state, layer)
+        target, (up, down) = toy.mean_product(fed.received, layer), toy.pair(fed.ledger.state, layer)
         scale = toy.alpha / len(down)
-        halves = [toy.pair(u.tensors, layer) for u in fed.received]
-        mean_up, mean_down = (sum(w * h[i] for w, h in zip(toy.weights(SIZES), halves)) for i in (0, 1))
+        mean_up, mean_down = toy.mean_pair(fed.received, layer)
         close(down, mean_down)
         # The gradient of ‖ΔW − s (B̄ + ΔB) Ā‖² + λ ‖ΔB‖² is zero.
         slope = -scale * (target - scale * up @ down) @ down.T + lam * (up - mean_up)
@@ -372,12 +322,11 @@ def test_lora_fairs_cosine_correction_turns_the_product_towards_the_mean(toy, fe
     fed = federation(toy.method("lora_fair", lam=0.0, server_steps=3000, server_lr=0.05), SIZES)
     fed.round(1)
     for layer in toy.layers:
-        target, (_, down) = products(toy, fed.received, layer), toy.pair(fed.ledger.state, layer)
-        halves = [toy.pair(u.tensors, layer) for u in fed.received]
-        mean_up = sum(w * h[0] for w, h in zip(toy.weights(SIZES), halves))
-        best = cosine(target, target @ np.linalg.pinv(down) @ down)
+        target, (_, down) = toy.mean_product(fed.received, layer), toy.pair(fed.ledger.state, layer)
+        mean_up, _ = toy.mean_pair(fed.received, layer)
+        highest = cosine(target, target @ np.linalg.pinv(down) @ down)
         reached, before = cosine(target, toy.change(fed.ledger.state, layer)), cosine(target, mean_up @ down)
-        assert before < reached <= best + 1e-6 and best - reached < 0.2 * (best - before) + 1e-3
+        assert before < reached <= highest + 1e-6 and highest - reached < 0.2 * (highest - before) + 1e-3
 
 
 # -- fedsa_lora, and heads of the clients' own -----------------------------------------------------------
@@ -591,31 +540,13 @@ def test_ravan_does_not_go_on_from_a_state_of_an_earlier_version(toy, federation
         fed.method.view(before)
 
 
-def test_ravan_refuses_a_start_that_moves_the_base():
-    with pytest.raises(UserError, match="init_lora_weights = pissa moves a part of the base into the pair"):
-        create_method("ravan", adapter=AdapterSpec(extra={"init_lora_weights": "pissa"}))
-
-
 # -- la_lora ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.more
-def test_la_loras_first_step_of_b_alone_is_that_of_ffa_lora_and_its_second_changes_a(tmp_path):
-    states = {}
-    with quietly(tmp_path):
-        bench = Bench(tmp_path, {"federate.total_round_num": 1})
-        for method, steps in (("ffa_lora", 1), ("la_lora", 1), ("la_lora", 2)):
-            first = {"lowrank.first": "b"} if method == "la_lora" else {}
-            engine = bench.make("encoder", method, {"train.local_update_steps": steps, **first})
-            start = dict(engine.ledger.state)
-            engine.run()
-            states[method, steps] = engine.ledger.state
-    one, two = states["la_lora", 1], states["la_lora", 2]
-    for n, t in states["ffa_lora", 1].items():
-        close(one[n], t, 1e-7)
-    halves = [n for n in start if "lora_A" in n]
-    assert all(torch.allclose(one[n], start[n], atol=1e-7) for n in halves), "but for rounding of the mean"
-    assert not any(torch.allclose(two[n], start[n], atol=1e-4) for n in halves)
+def test_la_lora_trains_its_halves_by_turns(toy):
+    for first, halves in (("a", ("lora_A", "lora_B")), ("b", ("lora_B", "lora_A"))):
+        (phase,) = toy.method("la_lora", first=first).phases(1, 1)
+        assert phase.turns == halves and {*phase.train} == {*halves, "head"}
 
 
 @pytest.mark.parametrize("first, never", [("a", "lora_B"), ("b", "lora_A")])

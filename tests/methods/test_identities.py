@@ -5,37 +5,22 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from fs_lowrank.errors import UserError
-from fs_lowrank.methods import Update, create_method, list_methods
+from fs_lowrank.methods import create_method
+from fs_lowrank.models.names import named_tensors, tags
 from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.training.local import set_trainable
+from tests.methods.conftest import best, close, equal
 
 SIZES = (3, 10, 27)
 #: compared with their papers' formulas in ``test_field``
 FIELD = ("fedex_lora", "fedsvd", "raflora", "hetlora", "fedrot_lora", "frlora", "lora_fair", "la_lora", "florist")
-#: those that merge into the base
-MERGING = ("flora", "fedex_lora", "frlora", "florist")
 PAIRS = ("fedlora", "ffa_lora", "rolora", "flexlora", "flora", *FIELD)
 RANKED = ("flexlora", "flora", "raflora", "florist", "hetlora")
 BUILT_IN = ("fedavg", *PAIRS)
 #: ``make test`` leaves the methods of the field to ``make test-more``
 EACH = [pytest.param(name, marks=pytest.mark.more if name in FIELD else ()) for name in BUILT_IN]
-
-
-def equal(a, b):
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
-
-
-def close(a, b, tolerance=2e-6):
-    np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=tolerance, rtol=tolerance)
-
-
-def test_all_built_in_methods_are_here():
-    assert set(BUILT_IN) <= set(list_methods())
 
 
 # -- the averaging methods -----------------------------------------------------------------------------
@@ -71,21 +56,6 @@ def test_the_exact_methods_average_the_products(toy, federation, name, rsLoRA):
                 for w, fed_copy in zip(p, map(fed.everything, fed.copies))
             )
             close(toy.change(fed.ledger.state, layer, rsLoRA=rsLoRA), expected, 1e-5)
-
-
-def test_fedlora_is_inexact(toy, federation):
-    fed = federation(toy.method("fedlora"), SIZES)
-    p = toy.weights(SIZES)
-    fed.round(1)
-    for layer in toy.layers:
-        halves = [toy.pair(u.tensors, layer) for u in fed.received]
-        scale = toy.alpha / halves[0][1].shape[0]
-        mean_of_products = sum(w * scale * b @ a for w, (b, a) in zip(p, halves))
-        mean_b, mean_a = (sum(w * pair[i] for w, pair in zip(p, halves)) for i in (0, 1))
-        product_of_means = scale * mean_b @ mean_a
-        got = toy.change(fed.ledger.state, layer)
-        close(got, product_of_means, 1e-5)
-        assert np.linalg.norm(got - mean_of_products) > 0.1 * np.linalg.norm(mean_of_products)
 
 
 # -- which half is sent in a round ---------------------------------------------------------------------
@@ -128,29 +98,28 @@ def test_the_frozen_half_is_the_same_tensor_everywhere(toy, federation, name):
 @pytest.mark.parametrize(
     "name, params",
     [
-        *((n, {}) for n in BUILT_IN),
+        *((n, {}) for n in (*BUILT_IN, "fedask", "pfedlora")),
         *((n, {"ranks": (1, 3, 2)}) for n in (*RANKED, "fedask")),
-        ("fedask", {}),
-        *(("fedloru", {"tau": 2, "init": init}) for init in ("random", "momentum") if "fedloru" in list_methods()),
+        *(("fedloru", {"tau": 2, "merge": m, "init": init}) for m in (True, False) for init in ("random", "momentum")),
+        *(("mfedloru", {"tau": 2, "nested_ranks": ranks}) for ranks in ((1, 0), (1,))),
+        *(("fedhm", {"rank_factors": factors}) for factors in ((2, 5), (3,))),
     ],
 )
 def test_clients_that_missed_rounds_catch_up_to_the_bit(toy, federation, name, params):
-    fed = federation(toy.method(name, **params), SIZES * 2)
-    # Clients 1 and 4 have the same rank and size. 1 always takes part, 4 late, 5 once, and 6 not before the end.
+    fed = federation(toy.method(name, r=3, **params), SIZES * 2)
+    own = {n for n in fed.everything() if tags(n) & set(fed.method.personal)}
+    # 1 always takes part, 3 and 4 late, 5 once, and 6 not before the end.
     for round, clients in enumerate([(1, 2), (1, 2, 3), (1, 3, 4), (1, 2), (1, 5), (1, 2, 3)], start=1):
         fed.round(round, clients)
     for client in fed.copies:
         fed.catch_up(client, 7)
-    equal(fed.everything(4), fed.everything(1))
-    for client in fed.copies:
-        now = fed.everything(client)
+    twin = 4 if "ranks" in params else 3  # of the rank of client 1
+    equal(*({n: t for n, t in fed.everything(client).items() if n not in own} for client in (1, twin)))
+    for client, copy in fed.copies.items():
+        now = {**fed.everything(client), **named_tensors(copy, fed.method.shared)}
         view = fed.method.view(fed.ledger.state, client)
-        equal({n: now[n] for n in view}, view)
-        frozen = now.keys() - view.keys()
-        equal({n: now[n] for n in frozen}, {n: fed.everything()[n] for n in frozen})
-    if "ranks" not in params:
-        close(toy.outputs(fed.copies[6]), toy.outputs(fed.model), 1e-6)
-        equal(fed.everything(6), fed.everything())
+        merged = fed.method.changed_base(fed.model)  # by each copy itself
+        equal({n: now[n] for n in (*view, *merged)}, {**{n: fed.everything()[n] for n in merged}, **view})
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -181,85 +150,7 @@ def test_results_do_not_depend_on_the_order_of_arrival(toy, federation, name):
         equal(other, results[0])
 
 
-@pytest.mark.parametrize("name", EACH)
-def test_results_do_not_depend_on_client_ids_up_to_rounding(toy, federation, name):
-    # The same three updates with other ids: only the order of summation differs.
-    fed = federation(toy.method(name), SIZES)
-    fed.round(1)
-    updates = fed.received
-    state, changes = federation(toy.method(name), SIZES).ledger.state, []
-    for order in ((0, 1, 2), (2, 0, 1)):
-        again = [Update(k + 1, updates[i].num_samples, updates[i].tensors) for k, i in enumerate(order)]
-        model = toy.method(name).adapt(toy.net())
-        _, message = fed.method.aggregate(again, state, 1)
-        fed.method.apply(model, message, 1)
-        changes.append(toy.outputs(model))
-    close(*changes, 1e-5)
-
-
-@pytest.mark.parametrize("name, rank", [*((n, ()) for n in BUILT_IN), *((n, (r,)) for n in RANKED for r in (1, 3))])
-def test_one_client_one_round_is_local_training(toy, federation, name, rank):
-    exact = {"threshold": 1.0} if name == "florist" else {}  # by default it leaves small components out
-    fed = federation(toy.method(name, **({"ranks": rank} if rank else {}), **exact), (7,))
-    local = fed.copies[1]
-    trains = {tag for phase in fed.method.phases(1) for tag in phase.train}
-    assert trains
-    optimizer = torch.optim.SGD(set_trainable(local, trains), lr=0.2, momentum=0.9, weight_decay=0.01)
-    plain = local.get_base_model() if name != "fedavg" else local
-    inputs, labels = toy.inputs(), torch.arange(16) % 3
-    untrained = toy.outputs(local)
-    for _ in range(6):
-        nn.functional.cross_entropy(plain(inputs), labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    trained = toy.outputs(local)
-    assert (trained - untrained).abs().max() > 0.05
-    fed.receive(fed.update(1, 1), 1)
-    message = fed.finish(1)
-    fed.method.apply(fed.model, message, 1)
-    close(toy.outputs(fed.model), trained, 1e-5)
-    # After it has received the result, the client computes the same function as before.
-    fed.catch_up(1, 2)
-    close(toy.outputs(local), trained, 1e-5)
-
-
-@pytest.mark.parametrize("name", EACH)
-def test_only_shared_tensors_change(toy, federation, name):
-    fed = federation(toy.method(name), SIZES)
-    start = fed.everything()
-    for round in (1, 2, 3):
-        fed.round(round)
-    now = fed.everything()
-    may_move = set(fed.method.view(fed.ledger.state)) | set(fed.method.changed_base(fed.model))
-    equal({n: now[n] for n in now.keys() - may_move}, {n: start[n] for n in now.keys() - may_move})
-    assert bool(fed.method.changed_base(fed.model)) == (name in MERGING)
-    view = fed.method.view(fed.ledger.state)
-    equal({n: now[n] for n in view}, view)
-
-
-@pytest.mark.parametrize("name", EACH)
-def test_aggregate_does_not_change_its_arguments(toy, federation, name):
-    fed = federation(toy.method(name), SIZES)
-    fed.round(1)
-    state, updates = fed.ledger.state, fed.received
-    before = {n: t.clone() for n, t in state.items()}
-    sent = [{n: t.clone() for n, t in u.tensors.items()} for u in updates]
-    new, message = fed.method.aggregate(updates, state, 2)
-    for tensor in (*new.values(), *message.values()):
-        if not any(tensor is old for old in state.values()):
-            tensor.mul_(2)
-    equal(state, before)
-    for update, copy in zip(updates, sent):
-        equal(dict(update.tensors), copy)
-
-
 # -- clients of different ranks ------------------------------------------------------------------------
-
-
-def dense_average(toy, updates, layer, rsLoRA=False):
-    """``Σ p_k s_k B_k A_k``, in float64."""
-    p = toy.weights(u.num_samples for u in updates)
-    return sum(w * toy.change(u.tensors, layer, rsLoRA=rsLoRA) for w, u in zip(p, updates))
 
 
 @pytest.mark.parametrize("ranks, r", [((1, 2, 2), 5), ((2,), 5), ((1, 1, 3), 5)])
@@ -273,7 +164,7 @@ def test_flexlora_loses_nothing_at_the_sum_of_ranks(toy, federation, ranks, r, s
         fed.round(round)
         for layer in toy.layers:
             got = toy.change(fed.ledger.state, layer, rsLoRA=rsLoRA)
-            close(got, dense_average(toy, fed.received, layer, rsLoRA), 2e-5)
+            close(got, toy.mean_product(fed.received, layer, rsLoRA=rsLoRA), 2e-5)
 
 
 @pytest.mark.parametrize("split", ["b", "sqrt"])
@@ -284,18 +175,15 @@ def test_flexlora_cuts_to_the_best_rank(toy, federation, split, rsLoRA):
     for round in (1, 2):
         fed.round(round, (1, 2, 3))
         for layer in toy.layers:
-            u, s, vh = np.linalg.svd(dense_average(toy, fed.received, layer, rsLoRA), full_matrices=False)
-
-            def best(rank, u=u, s=s, vh=vh):
-                return (u[:, :rank] * s[:rank]) @ vh[:rank]
-
-            close(toy.change(fed.ledger.state, layer, rsLoRA=rsLoRA), best(server_rank), 2e-5)
+            product = toy.mean_product(fed.received, layer, rsLoRA=rsLoRA)
+            s = np.linalg.svd(product, compute_uv=False)
+            close(toy.change(fed.ledger.state, layer, rsLoRA=rsLoRA), best(product, server_rank), 2e-5)
             for client, rank in enumerate(ranks, start=1):
                 view = fed.method.view(fed.ledger.state, client)
                 up, down = toy.pair(view, layer)
                 assert down.shape[0] == up.shape[1] == rank
                 # The client multiplies by its own s_k = alpha / r_k (or alpha / √r_k).
-                close(toy.change(view, layer, rsLoRA=rsLoRA), best(rank), 2e-5)
+                close(toy.change(view, layer, rsLoRA=rsLoRA), best(product, rank), 2e-5)
                 if split == "b":  # all of Σ in B: A's rows are orthonormal
                     close(down @ down.T, np.eye(rank), 1e-5)
                     close(toy.alpha / (rank**0.5 if rsLoRA else rank) * np.linalg.norm(up, axis=0), s[:rank], 2e-5)
@@ -313,7 +201,7 @@ def test_flexlora_fills_missing_components_with_trainable_directions(toy, federa
         up, down = toy.pair(fed.ledger.state, layer)
         close(down @ down.T, np.eye(3), 1e-5)
         assert not up[:, 1:].any()
-        close(toy.change(fed.ledger.state, layer), dense_average(toy, fed.received, layer), 2e-5)
+        close(toy.change(fed.ledger.state, layer), toy.mean_product(fed.received, layer), 2e-5)
 
 
 @pytest.mark.parametrize("trained", [1, 2])
@@ -331,7 +219,7 @@ def test_flexloras_missing_components_train_where_the_values_are_shared(toy, fed
     fed.jump = some
     fed.round(1, (1,))
     for layer in toy.layers:
-        product = dense_average(toy, fed.received, layer)
+        product = toy.mean_product(fed.received, layer)
         values = np.linalg.svd(product, compute_uv=False)[:trained]
         up, down = toy.pair(fed.ledger.state, layer)
         close(toy.change(fed.ledger.state, layer), product, 2e-5)
@@ -370,11 +258,10 @@ def test_any_list_of_ranks_and_any_subset(toy, federation, name, ranks, r, clien
         assert [toy.pair(u.tensors, "up")[1].shape[0] for u in fed.received] == [of[k - 1] for k in present]
         for layer in toy.layers:
             if name == "flora":
-                total[layer] = total[layer] + dense_average(toy, fed.received, layer)
+                total[layer] = total[layer] + toy.mean_product(fed.received, layer)
             else:
-                u, s, vh = np.linalg.svd(dense_average(toy, fed.received, layer), full_matrices=False)
-                rank = max(r, *ranks, 1)  # the largest in the list, whether or not such a client takes part
-                total[layer] = (u[:, :rank] * s[:rank]) @ vh[:rank]
+                # the largest in the list, whether or not such a client takes part
+                total[layer] = best(toy.mean_product(fed.received, layer), max(r, *ranks, 1))
         head = {
             n: sum(
                 w * toy.head(u.tensors)[n]
@@ -403,7 +290,7 @@ def test_floras_weights_are_the_dense_average(toy, federation, ranks, rsLoRA):
     for round, clients in enumerate(((1, 2, 3), (3, 1), (2,)), start=1):
         fed.round(round, clients)
         for layer in toy.layers:
-            total[layer] = total[layer] + dense_average(toy, fed.received, layer, rsLoRA)
+            total[layer] = total[layer] + toy.mean_product(fed.received, layer, rsLoRA=rsLoRA)
             close(base_change(toy, fed.model, layer), total[layer], 2e-5)
 
 

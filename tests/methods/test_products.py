@@ -1,6 +1,5 @@
 """Products ``s B A`` that are kept beside the base or merged into it, and the layers on which there is none."""
 
-import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -16,6 +15,7 @@ from fs_lowrank.models.layers import adapted_layers
 from fs_lowrank.models.names import named_tensors
 from fs_lowrank.models.saved import save_adapter
 from fs_lowrank.settings import AdapterSpec
+from tests.methods.conftest import best, close
 
 SIZES = (3, 10)
 KEPT = [("fedloru", {"merge": False, "tau": 1}), ("flora", {"merge": False})]
@@ -24,18 +24,12 @@ ALL_KEPT = [*KEPT, ("pfedloru", {"merge": False, "tau": 1})]
 MERGED = [("fedloru", {"tau": 1}), ("mfedloru", {"tau": 1}), ("pfedloru", {"tau": 1}), ("flora", {})]
 
 
-def close(a, b, tolerance=1e-5):
-    np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=tolerance, rtol=tolerance)
-
-
 def accumulated(toy, name, updates, layer):
     """What a round adds to ``W`` by the definition of the method, in float64: FLoRA's mean of the products of the
     clients, or FedLoRU's product of the means."""
-    p = toy.weights(u.num_samples for u in updates)
     if name == "flora":
-        return sum(w * toy.change(u.tensors, layer) for w, u in zip(p, updates))
-    halves = [toy.pair(u.tensors, layer) for u in updates]
-    b, a = (sum(w * half[i] for w, half in zip(p, halves)) for i in (0, 1))
+        return toy.mean_product(updates, layer)
+    b, a = toy.mean_pair(updates, layer)
     return toy.alpha / len(a) * b @ a
 
 
@@ -54,10 +48,7 @@ def test_a_first_product_counts_once_at_any_rank(toy, federation, name, options,
 def test_the_best_product_of_rank_one_is_kept(toy, federation):
     fed = federation(toy.method("flora", r=1, merge=False, max_kept_rank=1), SIZES)
     fed.round(1)
-    change = {}
-    for layer in toy.layers:
-        u, s, vh = np.linalg.svd(accumulated(toy, "flora", fed.received, layer))
-        change[layer] = s[0] * np.outer(u[:, 0], vh[0])
+    change = {layer: best(accumulated(toy, "flora", fed.received, layer), 1) for layer in toy.layers}
     close(toy.outputs(fed.model), toy.dense_outputs(change, toy.head(fed.ledger.state)))
 
 
@@ -73,24 +64,23 @@ def test_the_initialisation_of_the_pair_is_not_that_of_the_products(toy, federat
     close(toy.outputs(fed.model), toy.dense_outputs(total, toy.head(fed.ledger.state)))
 
 
-@pytest.mark.parametrize("name, options", KEPT)
-def test_an_initialisation_that_changes_the_base_is_refused(name, options):
-    adapter = AdapterSpec(extra={"init_lora_weights": "pissa"})
-    with pytest.raises(UserError, match="init_lora_weights = pissa changes the base, and lowrank.merge = False"):
-        create_method(name, adapter=adapter, **options)
-    create_method(name, adapter=adapter, merge=True)
-
-
 @pytest.mark.parametrize("start", ["pissa", "olora", "loftq"])
-def test_an_initialisation_that_moves_the_base_into_a_pair_needs_the_whole_pair_at_every_client(start):
+@pytest.mark.parametrize(
+    "name, options, said",
+    [
+        ("fedloru", {"merge": False}, "changes the base, and lowrank.merge = False keeps LoRA pairs beside one"),
+        ("flora", {"merge": False}, "changes the base, and lowrank.merge = False keeps LoRA pairs beside one"),
+        *((name, {"ranks": (1, 4)}, "moves a part of the base into pairs of rank 4") for name in ("flora", "flexlora")),
+        ("frlora", {}, "moves a part of the base into the pair, as frlora does itself; leave it out"),
+        ("ravan", {}, "moves a part of the base into the pair, which starts with the bases of ravan; leave it out"),
+    ],
+)
+def test_an_initialisation_that_moves_the_base_is_refused(name, options, said, start):
+    """By methods that keep the base, that move it themselves, or whose clients hold a part of a pair."""
     adapter = AdapterSpec(r=4, extra={"init_lora_weights": start})
-    for name in ("flora", "flexlora"):
-        create_method(name, adapter=adapter)
-        create_method(name, adapter=adapter, ranks=(4, 4))
-        with pytest.raises(
-            UserError, match=f"init_lora_weights = {start} moves a part of the base into pairs of rank 4"
-        ):
-            create_method(name, adapter=adapter, ranks=(1, 4))
+    with pytest.raises(UserError, match=f"init_lora_weights = {start} {said}"):
+        create_method(name, adapter=adapter, **options)
+    create_method("flora", adapter=adapter, ranks=(4, 4))
 
 
 @pytest.mark.parametrize("name, options", ALL_KEPT)
