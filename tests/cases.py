@@ -10,14 +10,35 @@ from fs_lowrank.methods import get_method_class, requirements
 from fs_lowrank.testing import TASKS
 from fs_lowrank.testing.small import _save, save_tokenizer
 
-#: of a model of 3 layers and width 32, as most families name them
-SIZES = {
-    **{"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48},
-    **{"max_position_embeddings": 64, "pad_token_id": 0},
-}
 SPECIAL = {"bos_token_id": 2, "eos_token_id": 3}
-#: the same of a GPT-2
-GPT2 = {"vocab_size": 40, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "pad_token_id": 0, **SPECIAL}
+#: what a configuration may call its sizes, and small values
+_SMALL = {
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "emb_dim", "dim", "embedding_size", "word_embed_proj_dim", "n_embd"), 32
+    ),
+    **dict.fromkeys(("intermediate_size", "d_inner", "ffn_dim", "hidden_dim", "d_ff"), 48),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "attention_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "intra_bottleneck_size"), 16),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "type_vocab_size"), 2),
+    **{"attention_hidden_size": 32, "rotary_dim": 4, "max_position_embeddings": 128, "vocab_size": 40},
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size", "mamba_d_state"), 16),
+}
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
+
+
+def small_config(kind: str, *, layers: int = 2, **own: Any) -> Any:
+    """A configuration of the family ``kind`` of width 32, by the names that it has for its sizes, and with ``own``."""
+    from transformers import AutoConfig
+
+    defaults = AutoConfig.for_model(kind)
+    named = {*defaults.to_dict(), *defaults.attribute_map}
+    sizes = {n: size for n, size in {**_SMALL, **dict.fromkeys(_LAYERS, layers)}.items() if n in named}
+    return AutoConfig.for_model(kind, **{**sizes, "pad_token_id": 0, **SPECIAL, **own})
 
 
 def enlarge(model: Any, std: float, part: str = "") -> Any:

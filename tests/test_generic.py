@@ -13,7 +13,6 @@ from fs_lowrank.finished import load_run
 from fs_lowrank.methods import get_method_class, requirements
 from fs_lowrank.testing import TASKS, checks
 from fs_lowrank.testing.bench import logits, state_of
-from fs_lowrank.training import train_client
 
 METHODS = list_methods()
 RANKED = [n for n in METHODS if "ranks" in get_method_class(n).Params.__dataclass_fields__]
@@ -196,35 +195,15 @@ def test_weights_by_samples_or_equal(bench, method):
     checks.check_weights(bench, method, "encoder", weighs=True)
 
 
-@pytest.mark.parametrize(
-    "optimizer", [{"type": "SGD", "momentum": 0.9, "weight_decay": 0.1}, {"type": "AdamW", "weight_decay": 0.5}]
-)
 @pytest.mark.parametrize("method", ["rolora", "ffa_lora"])
-def test_the_frozen_half_keeps_every_bit_in_a_run(make, monkeypatch, method, optimizer):
-    import fs_lowrank.rounds.trainer as trainer
-
-    engine = make("encoder", method, {"train.optimizer": {"lr": 0.05, **optimizer}, "federate.total_round_num": 4})
-    rounds = []
-
-    def spy(model, examples, phases, config, **options):
-        before = {n: p.detach().clone() for n, p in model.named_parameters()}
-        result = train_client(model, examples, phases, config, **options)
-        frozen = [n for n in before if not any(half in n for half in (*phases[0].train, "modules_to_save"))]
-        own = dict(model.named_parameters())
-        assert all(torch.equal(before[n], own[n]) for n in frozen)
-        assert any(not torch.equal(before[n], own[n]) for n in before if phases[0].train[0] in n)
-        rounds.append(phases[0].train[0])
-        return result
-
-    monkeypatch.setattr(trainer, "train_client", spy)
+def test_the_frozen_half_keeps_every_bit_in_a_run(make, method):
+    decays = {"type": "AdamW", "lr": 0.05, "weight_decay": 0.5}
+    engine = make("encoder", method, {"train.optimizer": decays, "federate.total_round_num": 4})
     states = [state_of(engine)]
     engine.on_round = lambda record: states.append(state_of(engine)) and None
     assert not any(r["failed"] for r in engine.run().history)
-    trained = ["lora_B", "lora_A" if method == "rolora" else "lora_B"] * 2
-    assert rounds == [half for half in trained for _ in range(3)]
-    for half, before, after in zip(trained, states, states[1:]):
-        still = "lora_B" if half == "lora_A" else "lora_A"
-        assert all(torch.equal(before[n], after[n]) == (still in n) for n in before if "lora_" in n)
+    for half, before, after in zip(["lora_A", "lora_B" if method == "rolora" else "lora_A"] * 2, states, states[1:]):
+        assert all(torch.equal(before[n], after[n]) == (half in n) for n in before if "lora_" in n)
 
 
 # -- what is saved -------------------------------------------------------------------------------------

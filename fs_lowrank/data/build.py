@@ -19,7 +19,7 @@ from fs_lowrank.data.images import ImageExamples, Pipeline
 from fs_lowrank.data.labels import as_classes, edges
 from fs_lowrank.data.partition import Partition, Rows, matching_shares, partition
 from fs_lowrank.data.ragged import Ragged
-from fs_lowrank.data.sources import CAUSAL_LM, RawData, data_args, load_raw
+from fs_lowrank.data.sources import CAUSAL_LM, RawData, data_args, length_of, load_raw
 from fs_lowrank.data.tables import MULTI_LABEL, REGRESSION, count_skipped
 from fs_lowrank.data.tokenize import (
     check_vocabulary,
@@ -163,7 +163,7 @@ class _Texts:
         self.options = {key: args[key] for key in ("template", "loss_on") if key in args}
         self.paired = cfg.model.task == "Seq2SeqLM"
         self.skipped, self.truncated = dict(raw.skipped), dict[str, int]()
-        length = args.get("max_len", None) or cfg.llm.tok_len
+        self.key, length = length_of(cfg)
         self.length: int = self._fitting_length(train) if length == "auto" else length
         check_vocabulary(train, tokenizer)
 
@@ -185,13 +185,9 @@ class _Texts:
         """The rows of a split as examples, and the rows retained."""
         examples, retained = self._encoded(frame, self.length)
         dropped = int((~retained).sum())
-        _check_dropped(
-            self.cfg,
-            dropped,
-            len(frame),
-            f"of {split} have a prompt that fills llm.tok_len = {self.length}",
-            "raise llm.tok_len (auto: to fit the data)",
-        )
+        reason = f"of {split} have a prompt that fills {self.key} = {self.length}"
+        remedy = f"raise {self.key}" + (" (auto: to fit the data)" if self.key == "llm.tok_len" else "")
+        _check_dropped(self.cfg, dropped, len(frame), reason, remedy)
         count_skipped(self.skipped, "prompt too long", dropped)
         self.truncated[split] = examples.truncated
         return examples, frame[retained]

@@ -58,6 +58,12 @@ from fs_lowrank.settings import DataArgs, Origin, check_keys, keys_of, one_mappi
 from fs_lowrank.settings.reading import read_packaged
 
 
+def length_of(cfg: Any) -> tuple[str, int | str]:
+    """The key that says how many tokens a text has at most, and its value."""
+    own = data_args(cfg.data).get("max_len")
+    return ("max_len of data.args", own) if own else ("llm.tok_len", cfg.llm.tok_len)
+
+
 def data_args(data_cfg: Any, origin: Origin | None = None, only: Iterable[str] | None = None) -> dict[str, Any]:
     """The checked mapping in ``data.args``; ``{}`` for an empty list.
 

@@ -101,7 +101,7 @@ def tokenize_classification(frame: pd.DataFrame, tokenizer: Any, max_len: int) -
     max_len = _limit(tokenizer, max_len)
     special = tokenizer.num_special_tokens_to_add(pair=pair)
     if max_len < special + 1 + pair:
-        raise UserError(f"llm.tok_len {max_len} leaves no room for text beside {special} special tokens")
+        raise UserError(f"tok_len (or max_len) {max_len} leaves no room for text beside {special} special tokens")
     columns: dict[str, list[Ragged]] = {}
     truncated = 0
     for start in steps(range(0, len(frame), BATCH), f"tokenising {len(frame):,} rows"):
@@ -183,7 +183,7 @@ def tokenize_instructions(
 
     examples, retained = _encoded(frame, tokenizer, form, as_pair if paired else as_one, paired)
     if len(frame) and not retained.any():
-        raise UserError(f"all {len(frame)} prompts fill llm.tok_len {max_len} without an answer token; raise it")
+        raise UserError(f"all {len(frame)} prompts fill tok_len (or max_len) {max_len} without an answer; raise it")
     return examples, retained
 
 
@@ -262,7 +262,7 @@ def _joined(columns: dict[str, list[Ragged]]) -> dict[str, Ragged]:
 def _limit(tokenizer: Any, max_len: int) -> int:
     limit = getattr(tokenizer, "model_max_length", max_len) or max_len
     if limit < max_len:
-        say_once(f"llm.tok_len = {max_len} is lowered to {limit}, the longest text that the tokenizer is made for")
+        say_once(f"tok_len (or max_len) = {max_len} is lowered to {limit}, the longest text that the tokenizer takes")
     return int(min(max_len, limit))
 
 

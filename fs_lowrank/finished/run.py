@@ -12,7 +12,7 @@ from torch import nn
 
 from ..config import Config, load_config
 from ..data import CAUSAL_LM, CLASSIFICATION
-from ..data.sources import data_args
+from ..data.sources import length_of
 from ..data.user_data import LABELS
 from ..errors import UserError, say_once
 from ..jobs.files import read_json
@@ -116,8 +116,8 @@ class FinishedRun:
     @property
     def tok_len(self) -> int:
         """The length in tokens that the run cut its samples to; with ``llm.tok_len: auto`` the computed length."""
-        length = data_args(self.config.data).get("max_len") or self.config.llm.tok_len
-        return int(self.summary["rows"]["tok_len"]) if length == "auto" else length
+        _, length = length_of(self.config)
+        return int(self.summary["rows"]["tok_len"] if length == "auto" else length)
 
 
 def _on_device(config: Config) -> Config:

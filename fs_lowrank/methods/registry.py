@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from ..errors import UserError
 from ..settings import Lowrank
 from .base import Averaging, Gathering, Method
 
 _METHODS: dict[str, type[Method]] = {}
-#: attributes that version 0.1.0 read, and what replaces them
+#: attributes that version 0.1.0 read and that would be ignored without a word, and what replaces them
 _FORMER = {
-    "averages": "derive from Averaging for True, from Gathering for False",
-    "additive": "return replace(super().requires(params), sums=…) from requires",
-    "needs_only_sums": "return replace(super().requires(params), sums=…) from requires",
-    "selects": "return replace(super().requires(params), validation=…) from requires",
-    "plans_ahead": "return replace(super().requires(params), rounds=…) from requires",
-    "tasks": "return replace(super().requires(params), tasks=…) from requires",
-    "lora_only": 'return replace(super().requires(params), adapter="lora") from requires',
     "either": 'return replace(super().requires(params), adapter="optional") from requires',
-    "chains_only": "call models.chain.chain in adapt(model), which refuses other networks",
-    "averages_head": "name in averaged the tags whose mean a Gathering method takes",
     "average": "override mean(updates, state) of Averaging, or call mean_of(updates, tags)",
     "combine": "derive from Averaging, whose aggregate calls its wrappers",
 }
@@ -48,7 +39,8 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
         existing = _METHODS.get(name)
         if existing is not None and (existing.__module__, existing.__qualname__) != (cls.__module__, cls.__qualname__):
             raise UserError(f"method {name!r} is registered already, by {existing.__module__}.{existing.__qualname__}")
-        refuse_former(name, dir(cls))
+        for former in sorted(_FORMER.keys() & set(dir(cls))):
+            raise UserError(f"method {name!r}: the attribute {former} is no longer read; instead, {_FORMER[former]}")
         if not issubclass(cls, (Averaging, Gathering)) or inspect.isabstract(cls):
             raise UserError(
                 f"method {name!r}: {cls.__qualname__} does not define its server step; derive it from Averaging (a "
@@ -61,12 +53,6 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
         return cls
 
     return register
-
-
-def refuse_former(name: str, attributes: Iterable[str]) -> None:
-    """Raise a ``UserError`` if one of the ``attributes`` of the method ``name`` belongs to the former contract."""
-    for former in sorted(_FORMER.keys() & set(attributes)):
-        raise UserError(f"method {name!r}: the attribute {former} is no longer read; instead, {_FORMER[former]}")
 
 
 def registered() -> Mapping[str, type[Method]]:

@@ -16,7 +16,7 @@ from torch import nn
 from ..data.fetch import FETCHABLE, usable
 from ..data.fetch.hub import hub, silence
 from ..data.files import refuse_pointer
-from ..data.sources import data_args
+from ..data.sources import length_of
 from ..data.tokenize import pad_id
 from ..errors import UserError, nearest
 from ..jobs.memo import memoized
@@ -158,17 +158,14 @@ def build_tokenizer(config: Settings, folder: Path | None = None):
 
     source = locate(model_name(config.model.type))
     skeleton: Any = build_skeleton(config)
-    length, room = data_args(config.data).get("max_len") or config.llm.tok_len, positions(skeleton)
+    (length_key, length), room = length_of(config), positions(skeleton)
     reserved = config.adapter.virtual_tokens if config.llm.adapter.use else 0
     room = None if room is None else room - reserved
     limit = f"{room} positions" + (f" left by {reserved} virtual tokens" if reserved else "")
     sizes = {"lowrank.clients: tok_len": max((s.get("tok_len", 0) for s in config.client_settings.values()), default=0)}
-    for key, tokens in {**sizes, "llm.tok_len": length}.items():
+    for key, tokens in {**sizes, length_key: length}.items():
         if room is not None and isinstance(tokens, int) and tokens > room:
-            raise UserError(
-                f"{key} = {tokens}: the model at {source!r} has {limit}; set {key} (or max_len in data.args) to {room} "
-                "or less"
-            )
+            raise UserError(f"{key} = {tokens}: the model at {source!r} has {limit}; set {key} to {room} or less")
     source = source if folder is None else str(folder)
     with _complaints("tokenizer", source):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)

@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 _BATCH_LIMIT, _COHORT_LIMIT, _MAX_CLIENTS = 4.0, 32.0, 16
 #: ``auto`` on a GPU: the part of its memory that may be used, and the tokens of a pass with which it is busy
 _GPU_SHARE, _GPU_TOKENS = 0.5, 65536
-#: the optimizers of torch that step each number alone; Adafactor and Muon do not, nor optimizers of 8 bits, whose
-#: numbers share a scale
+#: the optimizers of torch that step each number alone; Adafactor does not, nor optimizers of 8 bits, whose numbers
+#: share a scale
 _ELEMENTWISE = ("adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd")
 Item = TypeVar("Item")
 #: a loss, its gradients, None for a tensor that it does not depend on, and the random number that is drawn next

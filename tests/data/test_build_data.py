@@ -130,7 +130,10 @@ def test_rows_left_out_and_cut_are_counted_and_reported(tmp_path, config, chat_t
     cfg.data.max_dropped = 0.09
     with pytest.raises(UserError, match="1 of 10 rows of train have a prompt that fills llm.tok_len = 12.*max_dropped"):
         build_data(cfg, chat_tokenizer)
-    cfg.llm.tok_len, cfg.data.max_dropped = "auto", 0.0
+    cfg.llm.tok_len, cfg.data.args = 64, [{"max_len": 12}]
+    with pytest.raises(UserError, match="prompt that fills max_len of data.args = 12.*raise max_len of data.args"):
+        build_data(cfg, chat_tokenizer)
+    cfg.llm.tok_len, cfg.data.max_dropped, cfg.data.args = "auto", 0.0, []
     data = build_data(cfg, chat_tokenizer)
     assert not data.skipped.get("prompt too long") and data.truncated == {"train": 0}
     assert data.tok_len == max(client.lengths.max() for client in data.clients)

@@ -133,7 +133,7 @@ def test_truncation_keeps_an_answer_token_or_drops_the_row(chat_tokenizer):
     examples, kept = tokenize_instructions(frame, chat_tokenizer, 4)
     assert kept.tolist() == [True, False]
     assert examples.columns["input_ids"][0].tolist() == ids("<|user|> a <|bot|> b")
-    with pytest.raises(UserError, match="all 2 prompts fill llm.tok_len 3"):
+    with pytest.raises(UserError, match=r"all 2 prompts fill tok_len \(or max_len\) 3 without an answer"):
         tokenize_instructions(frame, chat_tokenizer, 3)
 
 
@@ -183,4 +183,4 @@ def test_a_length_lowered_by_the_tokenizer_is_reported(encoder_tokenizer, caplog
     frame = pd.DataFrame({"text": ["a b c d e f"], "label": [1]})
     for _ in range(2):
         assert len(tokenize_classification(frame, encoder_tokenizer, 9).columns["input_ids"][0]) == 5
-    assert caplog.text.count("llm.tok_len = 9 is lowered to 5") == 1
+    assert caplog.text.count("tok_len (or max_len) = 9 is lowered to 5") == 1

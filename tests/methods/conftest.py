@@ -147,10 +147,11 @@ class Federation:
     rounds can therefore be compared with one that did not, and no two clients agree by chance.
     """
 
-    def __init__(self, method: Method, sizes: tuple[int, ...], min_clients: int = 1):
+    def __init__(self, method: Method, sizes: tuple[int, ...], min_clients: int = 1, net=Toy.net, batches=None):
         self.method, self.sizes = method, sizes
-        self.copies = {k: method.adapt(Toy.net()) for k in range(1, len(sizes) + 1)}
-        self.model = method.adapt(Toy.net())
+        self.copies = {k: method.adapt(net()) for k in range(1, len(sizes) + 1)}
+        self.model = method.adapt(net())
+        self.batches = batches or self.batches
         self.ledger = ledger_of(method, method.initial_state(self.model), len(sizes), min_clients=min_clients)
         for client, copy in self.copies.items():
             load_tensors(copy, method.view(self.ledger.state, client))
@@ -206,24 +207,29 @@ class Federation:
         sent = self.method.upload(self.copies[client], round, own)
         return Update(client, size, {n: t.detach().clone() for n, t in sent.items()})
 
-    def round(self, round: int, clients: Iterable[int] | None = None, order=None) -> dict[str, Tensor]:
-        """One round; ``received`` holds the updates of its last exchange afterwards."""
-        exchanges = self.at(round).exchanges
+    def play(self, round: int, clients: Iterable[int] | None = None) -> list[dict[int, Update]]:
+        """A round up to the server's step; the updates of each exchange by client."""
+        exchanges, sent = self.at(round).exchanges, list[dict[int, Update]]()
         for exchange in exchanges:
-            self.received = []
+            sent.append({})
             for client in clients or self.copies:
                 told = self.catch_up(client, round) if exchange == exchanges[0] else self.downlink(client, round)
                 if exchange != exchanges[0]:
                     load_told(self.copies[client], told)
                 if exchange == "train":
                     self.jump(client, round)
-                self.received.append(self.update(client, round, exchange, told))
-            for update in (order or list)(self.received):
+                sent[-1][client] = self.update(client, round, exchange, told)
+            for update in sent[-1].values():
                 self.receive(update, round)
             if exchange != exchanges[-1]:
                 for client in self.at(round).waiting:
                     self.at(round).fail(client, "absent", "it did not take part")
                 self.at(round).go_on()
+        return sent
+
+    def round(self, round: int, clients: Iterable[int] | None = None) -> dict[str, Tensor]:
+        """One round; ``received`` holds the updates of its last exchange afterwards."""
+        self.received = list(self.play(round, clients)[-1].values())
         message = self.finish(round)
         self.method.apply(self.model, message, round)
         return message

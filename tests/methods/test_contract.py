@@ -34,16 +34,7 @@ class Median(Gathering):
 @pytest.mark.parametrize(
     "flag, value, instead",
     [
-        ("averages", False, "Averaging .* Gathering"),
-        ("additive", None, r"replace\(super\(\).requires\(params\), sums="),
-        ("needs_only_sums", classmethod(lambda cls: True), r"replace\(super\(\).requires\(params\), sums="),
-        ("selects", True, r"replace\(super\(\).requires\(params\), validation="),
-        ("plans_ahead", property(lambda self: True), r"replace\(super\(\).requires\(params\), rounds="),
-        ("tasks", ("ImageClassification",), r"replace\(super\(\).requires\(params\), tasks="),
-        ("lora_only", True, r'replace\(super\(\).requires\(params\), adapter="lora"\)'),
         ("either", True, r'replace\(super\(\).requires\(params\), adapter="optional"\)'),
-        ("chains_only", True, "models.chain"),
-        ("averages_head", False, "in averaged"),
         ("average", lambda self, updates, state: ({}, {}), r"mean\(updates, state\)"),
         ("combine", None, "wrappers"),
     ],
@@ -57,17 +48,6 @@ def test_an_attribute_of_the_former_contract_is_refused_with_the_new_spelling(ba
         ):
             register_method("old")(cls)
     assert "old" not in list_methods()
-
-
-def test_an_attribute_of_the_former_contract_on_an_instance_is_refused():
-    @register_method("sets_it_later")
-    class SetsItLater(Averaging):
-        def __init__(self, params, setting):
-            super().__init__(params, setting)
-            self.selects = True
-
-    with pytest.raises(UserError, match=r"the attribute selects is no longer read; .*requires\(params\), validation="):
-        create_method("sets_it_later")
 
 
 def test_a_class_without_a_server_step_is_refused():
@@ -150,6 +130,8 @@ def test_shared_tags_determine_whether_there_is_an_adapter():
         ("fedhm", {}, "fedhm"),
         ("regmean", {}, "regmean"),
         ("fedfisher", {"compress": True}, "fedfisher with lowrank.compress = True"),
+        *(("fedfisher", {"fisher": form}, f"fedfisher with lowrank.fisher = {form}") for form in ("kfac", "full")),
+        ("fisher_merge", {"rule": "target"}, "fisher_merge with lowrank.rule = target"),
     ],
 )
 def test_a_server_that_sees_only_sums_is_refused_if_the_method_needs_each_update(name, params, said):

@@ -1,19 +1,15 @@
 """FedLoRU, its variants and baselines, compared with dense float64 computations on layers that are not square."""
 
-import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
 
 from fs_lowrank.algebra import factorise, product_norm_squared
 from fs_lowrank.algebra.factorise import to_matrix
 from fs_lowrank.errors import UserError
 from fs_lowrank.methods import create_method
-from fs_lowrank.models.accumulated import one_adapter
 from fs_lowrank.models.adapters import load_tensors
 from fs_lowrank.models.factorised import Factorised, factorise_layers, frobenius
 from fs_lowrank.models.names import named_tensors, tags
-from fs_lowrank.models.saved import save_adapter
 from fs_lowrank.settings import AdapterSpec
 from tests.methods.conftest import best, close, equal
 
@@ -87,22 +83,6 @@ def test_accumulation_rounds(toy, federation, schedule, rounds):
     fed = federation(toy.method("fedloru", tau=3, schedule=schedule), SIZES)
     merged = [r for r in range(1, 7) if any(n.startswith("merge:") for n in fed.round(r))]
     assert tuple(merged) == rounds
-
-
-def test_the_accumulated_pairs_are_one_adapter_for_plain_peft(toy, federation, tmp_path):
-    fed = federation(toy.method("fedloru", r=2, tau=2, merge=False, rsLoRA=True), SIZES)
-    for round in range(1, 5):
-        fed.round(round)
-    save_adapter(tmp_path, *one_adapter(fed.model))
-    assert LoraConfig.from_pretrained(str(tmp_path)).r == 4, "two accumulations of rank 2, and an open pair of zeros"
-    net = toy.net()
-    with torch.no_grad():
-        for name, value in toy.head(fed.ledger.state).items():
-            getattr(net.classifier, name).copy_(torch.from_numpy(value))
-    close(toy.outputs(PeftModel.from_pretrained(net, str(tmp_path))), toy.outputs(fed.model), 1e-5)
-    fed.round(5)
-    save_adapter(tmp_path / "open", *one_adapter(fed.model))
-    assert LoraConfig.from_pretrained(str(tmp_path / "open")).r == 6
 
 
 @pytest.mark.parametrize(
@@ -324,89 +304,64 @@ def test_frobenius_decay_adds_its_gradient(toy):
     close(product_norm_squared(net.conv.factor_U, net.conv.factor_V).item(), dense.item(), 1e-10)
 
 
+def held(tensors, layer):
+    """The weight of a layer that a client sends, in full or as factors."""
+    own = {n.removeprefix(f"{layer}."): t.double() for n, t in tensors.items() if n.startswith(f"{layer}.")}
+    assert ("base_layer.weight" in own) != ("factor_U" in own) == ("factor_V" in own)
+    full = own.get("base_layer.weight")
+    return (multiply(own["factor_U"], own["factor_V"]) if full is None else full).numpy()
+
+
 @pytest.mark.parametrize("average_by", ["uniform", "samples"])
-def test_fedhm_averages_the_products(toy, federation, average_by):
-    fed = federation(toy.method("fedhm", rank_factors=(2, 4), average_by=average_by), SIZES)
-    p = toy.weights(SIZES) if average_by == "samples" else np.full(3, 1 / 3)
-    for round in (1, 2):
-        fed.round(round)
+@pytest.mark.parametrize(
+    "factors, master", [((2, 4), False), ((1, 3, 2), False), ((1,), False), ((1, 3, 2), True), ((2, 4, 4), True)]
+)
+def test_fedhm_averages_the_weights_of_its_clients_and_its_own_where_no_client_has_the_smallest_factor(
+    toy, federation, factors, master, average_by
+):
+    fed = federation(toy.method("fedhm", rank_factors=factors, master=master, average_by=average_by), SIZES)
+    of = [factors[k % len(factors)] for k in range(len(SIZES))]
+    for number, clients in enumerate(((1, 2, 3), (2, 3), (1, 2)), start=1):
+        before = {n: t for n, t in fed.ledger.state.items() if ".factor_" not in n}
+        message = fed.round(number, clients)
+        sizes, tensors = [SIZES[k - 1] for k in clients], [u.tensors for u in fed.received]
+        if master and min(of[k - 1] for k in clients) > min(factors):
+            sizes, tensors = [*sizes, sum(sizes) // len(sizes)], [*tensors, before]
+        p = toy.weights(sizes if average_by == "samples" else [1] * len(sizes))
         for layer in toy.layers:
-            products = []
-            for update in fed.received:
-                u, v = (update.tensors[f"{layer}.factor_{half}"].double() for half in "UV")
-                products.append(multiply(u, v).numpy())
-                d_out = {"up": 12, "conv": 5, "down": 6}[layer]
-                assert v.shape[0] == max(round_half_even(d_out / (2, 4)[(update.client - 1) % 2]), 1)
-            wanted = sum(w * x for w, x in zip(p, products))
-            close(fed.ledger.state[f"{layer}.base_layer.weight"].double(), wanted, 1e-5)
+            wanted = sum(
+                w * held({n: t for n, t in part.items() if ":" not in n}, layer) for w, part in zip(p, tensors)
+            )
+            close(fed.ledger.state[f"{layer}.base_layer.weight"], wanted)
         for name in ("classifier.weight", "up.base_layer.bias"):
-            close(fed.ledger.state[name].double(), sum(w * u.tensors[name].double() for w, u in zip(p, fed.received)))
-    # The client's next factors are the best approximation of the mean at its rank.
-    fed.catch_up(2, 3)
-    weight = fed.ledger.state["down.base_layer.weight"].double().numpy()
-    now = fed.everything(2)
-    got = now["down.factor_U"].double().numpy() @ now["down.factor_V"].double().numpy()
-    close(got, best(weight, 2))
+            close(fed.ledger.state[name], sum(w * part[name].double() for w, part in zip(p, tensors)))
+        for client, part in zip(clients, tensors):
+            factor = of[client - 1]
+            ranks = [part[f"{layer}.factor_V"].shape[0] for layer in toy.layers] if factor > 1 else []
+            assert ranks == [max(round(d_out / factor), 1) for d_out in (12, 5, 6)][: len(ranks)]
+        assert any(n.startswith("svd:") for n in message) == (max(factors) > 1)
 
 
-FULL = (".base_layer.weight", ".factor_U", ".factor_V")
+def test_a_fedhm_clients_factors_are_the_best_approximation_of_the_mean(toy, federation):
+    fed = federation(toy.method("fedhm", rank_factors=(2, 3)), SIZES)
+    fed.round(1)
+    fed.catch_up(2, 2)
+    weight, now = fed.ledger.state["down.base_layer.weight"].double().numpy(), fed.everything(2)
+    close(now["down.factor_U"].double() @ now["down.factor_V"].double(), best(weight, 2))
 
 
-@pytest.mark.parametrize("average_by", ["uniform", "samples"])
-@pytest.mark.parametrize("factors", [(1, 3, 2), (1,)])
-def test_fedhm_of_rank_factor_one_is_the_full_layer(toy, federation, factors, average_by):
-    fed = federation(toy.method("fedhm", rank_factors=factors, average_by=average_by, decay=0.1), SIZES)
-    whole = [k for k in (1, 2, 3) if factors[(k - 1) % len(factors)] == 1]
-    p = toy.weights(SIZES) if average_by == "samples" else np.full(3, 1 / 3)
-    for k in whole:
-        assert torch.equal(toy.outputs(fed.copies[k]), toy.outputs(toy.net())), (
-            "nothing is truncated, in the convolution either"
-        )
-        assert all(phase.penalty is None for phase in fed.method.phases(1, k)), (
-            "without factors there is no Frobenius decay"
-        )
-    assert len(whole) == 3 or fed.method.phases(1, 2)[0].penalty is not None
+def test_fedhm_of_rank_factor_one_is_the_full_layer(toy, federation):
+    fed = federation(toy.method("fedhm", rank_factors=(1, 3, 2), decay=0.1), SIZES)
+    assert torch.equal(toy.outputs(fed.copies[1]), toy.outputs(toy.net())), "nothing is cut, in the convolution either"
+    assert fed.method.phases(1, 1)[0].penalty is None, "without factors there is no Frobenius decay"
+    assert fed.method.phases(1, 2)[0].penalty is not None
+    fed.round(1)
     size = sum(t.numel() for t in toy.net().parameters())
-    for round in (1, 2):
-        message = fed.round(round)
-        for layer in toy.layers:
-            total = 0
-            for w, update in zip(p, fed.received):
-                t = {n.removeprefix(layer): v.double() for n, v in update.tensors.items() if n.startswith(layer)}
-                full = update.client in whole
-                assert full == (FULL[0] in t) and full != (FULL[1] in t) and full != (FULL[2] in t)
-                total = total + w * (t[FULL[0]] if full else multiply(t[FULL[1]], t[FULL[2]]))
-            close(fed.ledger.state[layer + FULL[0]].double(), total, 1e-5)
-        for name in ("classifier.weight", "up.base_layer.bias"):
-            close(fed.ledger.state[name].double(), sum(w * u.tensors[name].double() for w, u in zip(p, fed.received)))
-        assert any(n.startswith("svd:") for n in message) == (len(whole) < 3)
-    for k in whole:
-        received = fed.catch_up(k, 3)
-        assert sum(t.numel() for t in received.values()) == size, "it is sent the full weights and nothing else"
-        assert sum(t.numel() for t in fed.received[k - 1].tensors.values()) == size
-        for layer in toy.layers:
-            assert torch.equal(fed.everything(k)[layer + FULL[0]], fed.ledger.state[layer + FULL[0]])
-
-
-def test_fedhm_averages_its_master_if_no_client_has_the_smallest_factor(toy, federation):
-    for master, clients, joins in ((True, (2, 3), True), (True, (1, 2), False), (False, (2, 3), False)):
-        fed = federation(toy.method("fedhm", rank_factors=(1, 3, 2), master=master), SIZES)
-        fed.round(1)
-        before = {n: t.double() for n, t in fed.ledger.state.items()}
-        fed.round(2, clients=clients)
-        for layer in toy.layers:
-            name, held = layer + FULL[0], []
-            for update in fed.received:
-                t = {n.removeprefix(layer): v.double() for n, v in update.tensors.items() if n.startswith(layer)}
-                held.append(t[FULL[0]] if FULL[0] in t else multiply(t[FULL[1]], t[FULL[2]]))
-            held += [before[name]] * joins
-            close(fed.ledger.state[name].double(), sum(held) / len(held), 1e-5)
-        heads = [u.tensors["classifier.weight"].double() for u in fed.received] + [before["classifier.weight"]] * joins
-        close(fed.ledger.state["classifier.weight"].double(), sum(heads) / len(heads))
-
-
-def round_half_even(x):
-    return int(np.rint(x))
+    for tensors in (fed.catch_up(1, 2), fed.received[0].tensors):
+        assert sum(t.numel() for t in tensors.values()) == size, "the full weights and nothing else"
+    for layer in toy.layers:
+        name = f"{layer}.base_layer.weight"
+        assert torch.equal(fed.everything(1)[name], fed.ledger.state[name])
 
 
 def test_fedhm_refuses_layers_without_factors(toy):

@@ -24,15 +24,14 @@ from fs_lowrank.methods import (
     get_method_class,
     list_methods,
 )
-from fs_lowrank.models.adapters import load_tensors
 from fs_lowrank.rounds.admission import Admission, change_norm, check_loss, check_update
 from fs_lowrank.rounds.codec import Uniform
-from fs_lowrank.rounds.copies import load_told
 from fs_lowrank.rounds.finite import BadRound
 from fs_lowrank.rounds.parcel import Parcel
 from fs_lowrank.rounds.round import Round
 from fs_lowrank.settings import AdapterSpec
-from fs_lowrank.training.local import set_trainable
+from tests.methods.conftest import Federation
+from tests.methods.one_shot.conftest import Bench, Pictures
 from tests.servers import ledger_of
 
 METHODS = list_methods()
@@ -93,30 +92,7 @@ def few(examples):
     )
 
 
-class Pictures(nn.Module):
-    """Convolutions of 3 and 5 channels, then 20-7-4, on 1 × 10 × 10, no biases, so that every method accepts it."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 3, 3, bias=False), nn.Conv2d(3, 5, 2, bias=False)
-        self.fc1, self.classifier = nn.Linear(20, 7, bias=False), nn.Linear(7, 4, bias=False)
-
-    def features(self, x):
-        x = nn.functional.max_pool2d(torch.relu(self.conv1(x)), 2)
-        x = nn.functional.max_pool2d(torch.relu(self.conv2(x)), 1, stride=2)
-        return torch.relu(self.fc1(x.flatten(1)))
-
-    def forward(self, pixel_values, labels=None):
-        logits = self.classifier(self.features(pixel_values))
-        return SimpleNamespace(
-            logits=logits, loss=None if labels is None else nn.functional.cross_entropy(logits, labels)
-        )
-
-
-def data(count, seed):
-    draw = torch.Generator().manual_seed(seed)
-    x, y = torch.randn(count, 1, 10, 10, generator=draw), torch.randint(0, 4, (count,), generator=draw)
-    return [{"pixel_values": x[i : i + 5], "labels": y[i : i + 5]} for i in range(0, count, 5)]
+data = functools.partial(Bench.data, kind=Pictures)
 
 
 def prepared(name, params=None, options=None):
@@ -140,31 +116,13 @@ def _prepared(name, params, options):
         **{**{k: v for k, v in SHORT.items() if k in fields}, **dict(params)},
         **options,
     )
-    plain = Pictures().to(dtype)
-    model = method.adapt(copy.deepcopy(plain))
-    state = method.initial_state(model)
-    method.workbench = Workbench(copy.deepcopy(model), lambda: iter(data(10, 99)), 7)
-    copies = {client: method.adapt(copy.deepcopy(plain)) for client in SIZES}
-    exchanges, sent, now, told = method.exchanges(state, 1), [], state, {}
-    for exchange in exchanges:
-        updates = {}
-        for client, size in SIZES.items():
-            own = copies[client]
-            load_tensors(own, method.view(now, client) if exchange == exchanges[0] else {})
-            load_told(own, method.tailor(told, client, now))
-            draw = torch.Generator().manual_seed(client)
-            for phase in method.phases(1, client) if exchange == "train" else ():
-                for parameter in set_trainable(own, phase.train):
-                    with torch.no_grad():
-                        parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw))
-            rows = lambda c=client, n=size: iter(data(n, c))  # noqa: E731
-            tensors = method.upload(own, 1, Client(client, size, rows, exchange, method.tailor(told, client, now)))
-            updates[client] = Update(client, size, {n: t.detach().clone() for n, t in tensors.items()})
-        sent.append(updates)
-        if exchange != exchanges[-1]:
-            told = method.tell(list(updates.values()), now, 1, exchange)
-            now = {**now, **told}
-    return SimpleNamespace(method=method, model=model, state=state, updates=sent[-1], earlier=sent[:-1])
+    plain, sizes = Pictures().to(dtype), tuple(SIZES.values())
+    batches = lambda client: iter(data(SIZES[client], seed=client))  # noqa: E731
+    fed = Federation(method, sizes, net=lambda: copy.deepcopy(plain), batches=batches)
+    state = method.initial_state(fed.model)
+    method.workbench = Workbench(copy.deepcopy(fed.model), lambda: iter(data(10, seed=99)), 7)
+    *earlier, updates = fed.play(1)
+    return SimpleNamespace(method=method, model=fed.model, state=state, updates=updates, earlier=earlier)
 
 
 def round_of(made, number=1, clients=(1, 2, 3), **bounds):
@@ -217,22 +175,11 @@ def enlarged(tensor, scale, how, seed):
 
 
 @pytest.mark.more
-@EACH
-@few(6)
-@given(
-    exponent=st.floats(0, 38.5) | st.sampled_from([math.log10(LARGEST), 19.0, 18.9, 38.0]),
-    clients=st.sets(st.sampled_from([1, 2, 3]), min_size=1),
-    how=st.sampled_from(["one value", "constant", "signs", "normal", "scaled"]),
-    only_one=st.booleans(),
-    seed=st.integers(0, 99),
+@pytest.mark.parametrize(
+    "name, params, options",
+    [pytest.param(*v, id=f"{i}-{v[0]}") for i, v in enumerate([*((name, {}, {}) for name in METHODS), *VARIANTS])],
 )
-def test_finite_values_of_any_size(name, exponent, clients, how, only_one, seed):
-    finite_or_bad(prepared(name), exponent, clients, how, only_one, seed)
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("name, params, options", VARIANTS, ids=[f"{i}-{v[0]}" for i, v in enumerate(VARIANTS)])
-@few(2)
+@few(3)
 @given(
     share=st.floats(0, 1) | st.sampled_from([0.5, 1.0]),
     clients=st.sets(st.sampled_from([1, 2, 3]), min_size=1),
@@ -240,20 +187,17 @@ def test_finite_values_of_any_size(name, exponent, clients, how, only_one, seed)
     only_one=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_finite_values_of_any_size_in_variants(name, params, options, share, clients, how, only_one, seed):
+def test_finite_values_of_any_size(name, params, options, share, clients, how, only_one, seed):
+    """If ``clients`` send values up to the largest of their dtype, they or the round are refused, or all is finite."""
     largest = math.log10(torch.finfo(options.get("dtype", torch.float32)).max)
-    finite_or_bad(prepared(name, params, options), share * largest, clients, how, only_one, seed)
-
-
-def finite_or_bad(made, exponent, clients, how, only_one, seed):
-    """If ``clients`` send values of about ``10 ** exponent``, they are refused, or the round is, or all is finite."""
+    made, size = prepared(name, params, options), 10.0 ** min(share * largest, 308.25)
     one, model = round_of(made), copy.deepcopy(made.model)
     for client, update in made.updates.items():
         tensors = dict(update.tensors)
         if client in clients:
             names = sorted(tensors)
             for n in [names[seed % len(names)]] if only_one else names:
-                tensors[n] = enlarged(tensors[n], 10.0 ** min(exponent, 308.25), how, seed)
+                tensors[n] = enlarged(tensors[n], size, how, seed)
         # A Fisher of random signs is refused by ``Method.check``; an honest client never is.
         assert one.take(client, parcel_of(dataclasses.replace(update, tensors=tensors))) or client in clients
     if len(one.failed) == len(made.updates):
@@ -277,18 +221,6 @@ def finite_or_bad(made, exponent, clients, how, only_one, seed):
         with torch.no_grad():
             made.method.apply(model, message, 1)
         assert finite(ledger.state) and finite(message) and finite(model.state_dict())
-
-
-@EACH
-def test_honest_updates_give_a_finite_model(name):
-    """For comparison with the test above: a round of honest clients is not discarded."""
-    made = prepared(name)
-    one, model = round_of(made), copy.deepcopy(made.model)
-    for update in made.updates.values():
-        take(one, update)
-    with torch.no_grad():
-        made.method.apply(model, one.finish(model).message, 1)
-    assert finite(one.ledger.state) and finite(model.state_dict())
 
 
 def test_a_server_step_without_a_finite_candidate_is_a_bad_round():
@@ -396,39 +328,21 @@ def test_updates_other_than_mappings_are_refused(tensors):
         check_update(Update(1, 7, tensors), prepared("fedlora").state)
 
 
-@EACH
-@few(4)
-@given(how=st.sampled_from(["gradient", "parameter", "strided", "transposed", "expanded", "view"]))
-def test_the_memory_layout_of_a_dense_tensor_does_not_matter(name, how):
-    made = prepared(name)
-    plain = {
-        n: t * 0 + t.flatten()[0] if how == "expanded" and t.is_floating_point() and t.numel() else t
-        for n, t in made.updates[1].tensors.items()
-    }
+LAYOUTS = {
+    "gradient": lambda t: t.clone().requires_grad_(),
+    "parameter": nn.Parameter,
+    "strided": lambda t: torch.stack([t, t], dim=-1)[..., 0],
+    "transposed": lambda t: t.T.contiguous().T,
+    "expanded": lambda t: t[:1, :1].expand_as(t),
+    "view": lambda t: torch.cat([torch.zeros(5), t.flatten(), torch.zeros(9)])[5:-9].view_as(t),
+}
 
-    def laid(t):
-        if how in ("gradient", "parameter"):
-            if not t.is_floating_point():
-                return t
-            return t.clone().requires_grad_() if how == "gradient" else nn.Parameter(t.clone())
-        if how == "strided":
-            return torch.stack([t, t], dim=-1)[..., 0]
-        if how == "transposed":
-            return t.T.contiguous().T if t.ndim == 2 else t
-        if how == "expanded" and t.is_floating_point():
-            return t.flatten()[:1].expand(t.shape) if t.ndim == 1 else t.flatten()[0].expand(t.shape)
-        return torch.cat([torch.zeros(5, dtype=t.dtype), t.flatten(), torch.zeros(9, dtype=t.dtype)])[5:-9].view(
-            t.shape
-        )
 
-    if how == "expanded" and any(not t.numel() for t in plain.values()):
-        return
-    update = Update(1, SIZES[1], {n: laid(t) for n, t in plain.items()})
-    one = round_of(made)
-    take(one, update)
-    (checked,) = one.intake.updates
-    for n, tensor in checked.tensors.items():
-        assert torch.equal(tensor, plain[n]) and not tensor.requires_grad and tensor.is_contiguous()
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_memory_layout_of_a_dense_tensor_does_not_matter(layout):
+    sent = LAYOUTS[layout](torch.randn(3, 5))
+    tensor = check_update(Update(1, 7, {"a": sent}), {"a": torch.zeros(3, 5)}).tensors["a"]
+    assert torch.equal(tensor, sent) and not tensor.requires_grad and tensor.is_contiguous()
 
 
 # -- what is sent beside weights -------------------------------------------------------------------------
@@ -576,34 +490,10 @@ def test_a_client_must_be_one_that_was_asked(name):
     assert not one.counted and not one.failed and one.waiting == {1, 2, 3}
 
 
-def test_only_clients_asked_in_this_round_count():
-    made = prepared("fedlora")
-    one = round_of(made, clients=(1, 3))
-    assert not one.take(2, parcel_of(made.updates[2])), "not asked"
-    assert one.take(1, parcel_of(made.updates[1])) and not one.take(1, parcel_of(made.updates[1])), "heard already"
-    one.fail(3, "failed", "no answer")
-    one.finish()
-    assert not one.take(3, parcel_of(made.updates[3])), "the round is over"
-    after = Round(2, one.ledger, (3,))
-    assert not after.take(3, parcel_of(made.updates[3], round=2)), "not asked yet"
-    after.ask(3)
-    assert not after.take(3, parcel_of(made.updates[3], round=1)), "of the round before"
-    assert after.take(3, parcel_of(made.updates[3], round=2))
-
-
-@few(60)
-@given(
-    loss=st.one_of(
-        st.booleans(), st.none(), st.text(max_size=3), st.lists(st.integers(), max_size=2), st.complex_numbers()
-    )
+@pytest.mark.parametrize(
+    "loss", [float("nan"), float("inf"), -float("inf"), 1e39, 10**400, -(10**400), True, None, "1", [1], 1j], ids=str
 )
-def test_a_loss_is_a_number(loss):
-    with pytest.raises(RefusedUpdate, match="client 4: its loss is .*, expected a finite number"):
-        check_loss(4, loss)
-
-
-@pytest.mark.parametrize("loss", [float("nan"), float("inf"), -float("inf"), 1e39, 10**400, -(10**400)])
-def test_a_loss_is_finite(loss):
+def test_a_loss_is_a_finite_number(loss):
     with pytest.raises(RefusedUpdate, match="client 4: its loss is .*, expected a finite number"):
         check_loss(4, loss)
     assert check_loss(4, 3) == 3.0 and check_loss(4, -1e38) == -1e38
@@ -638,21 +528,6 @@ def test_a_bound_on_the_norm(name):
     for client, norm in norms.items():
         reference = made.method.view(made.state, client)
         assert change_norm(made.updates[client].tensors, reference) == pytest.approx(norm, rel=1e-9)
-
-
-@EACH
-@few(2)
-@given(exponent=st.floats(4, 38))
-def test_a_factor_over_the_rounds_median(name, exponent):
-    made = prepared(name)
-    one = round_of(made, max_update_norm_factor=1000.0)
-    for client, update in made.updates.items():
-        tensors = {n: enlarged(t, 10.0**exponent, "constant", 1) for n, t in update.tensors.items()}
-        take(one, dataclasses.replace(update, tensors=tensors) if client == 2 else update)
-    if max(norm_of(made, c, made.updates[c].tensors) for c in (1, 3)) * 1000 < 10.0**exponent:
-        refused = one.admission.outliers(one.norms)
-        assert list(refused) == [2] and "lowrank.max_update_norm_factor is 1000" in refused[2]
-        assert [u.client for u in one.intake.close(without=refused)] == [1, 3]
 
 
 def test_the_median_is_the_lower_of_two_and_zero_disables_the_factor():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from torch import nn
 from torch.nn import functional as F
 
@@ -94,16 +94,18 @@ def test_what_is_kept_has_no_dropout(toy, federation, name, options):
 
 
 @pytest.mark.parametrize("name, options", KEPT)
-@pytest.mark.parametrize("thin", [False, True])
+@pytest.mark.parametrize("thin, rsLoRA", [(False, False), (True, True)])
 def test_what_is_kept_of_a_convolution_trains_and_is_an_adapter(
-    toy, federation, name, options, thin, tmp_path, monkeypatch
+    toy, federation, name, options, thin, rsLoRA, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(ComposedLoRA, "_pays", lambda self, x, rank: not thin)
-    fed, net = federation(toy.method(name, **options), SIZES), toy.net()
+    fed, net = federation(toy.method(name, rsLoRA=rsLoRA, **options), SIZES), toy.net()
     for round in (1, 2, 3):
         fed.round(round)
     fed.model.train().get_base_model()(toy.inputs()).sum().backward()
     save_adapter(tmp_path, *one_adapter(fed.model))
+    # The ranks add up, to the width of a layer at most.
+    assert LoraConfig.from_pretrained(str(tmp_path)).r == {"fedloru": 3 * 2, "flora": 7}[name]
     with torch.no_grad():
         for key, value in toy.head(fed.ledger.state).items():
             getattr(net.classifier, key).copy_(torch.from_numpy(value))

@@ -73,17 +73,6 @@ def test_several_rounds_against_the_reference(toy, federation, name, label):
         assert all(torch.equal(own[n], fed.ledger.state[n]) for n in x)
 
 
-def test_yogi_takes_the_sign(toy, federation):
-    # If Δ² is above v, Yogi's v grows; Adam's rule would give other values from the second round on.
-    states = []
-    for kind in ("Yogi", "Adam"):
-        fed = federation(toy.method("fedlora", server_optimizer={"type": kind, "lr": 0.05}), SIZES)
-        for round in (1, 2, 3):
-            fed.round(round)
-        states.append(fed.ledger.state)
-    assert any(not torch.equal(states[0][n], states[1][n]) for n in states[0])
-
-
 @pytest.mark.parametrize("name", AVERAGING)
 def test_sgd_with_learning_rate_1_is_fedavg_to_the_bit(toy, federation, name):
     plain, wrapped = (
@@ -134,10 +123,6 @@ def test_server_optimizer_memory_is_not_part_of_the_model(toy, federation):
             "expected a list of 2 numbers or nothing, at least 0 and below 1",
         ),
         ({"type": "Adam", "lr": 0.1, "betas": 5}, "betas = 5: expected a list of 2 numbers"),
-        ({"type": "Adam", "lr": 0.1, "betas": [0.9]}, r"betas = \[0.9\]: expected a list of 2 numbers"),
-        ({"type": "Adam", "lr": 0.1, "betas": ["a", "b"]}, "expected a list of 2 numbers"),
-        ({"type": "Adam", "lr": 0.1, "tau": "abc"}, "tau = 'abc': expected a number"),
-        ({"type": "SGD", "lr": 1, "momentum": "abc"}, "momentum = 'abc': expected a number"),
         ({"type": "SGD", "lr": True}, "lr = True: expected a number"),
     ],
 )
@@ -154,23 +139,19 @@ def test_a_wrong_value_in_a_file_is_named_with_its_line(tmp_path):
             load_config(tmp_path / "a.yaml")
 
 
-def test_the_usual_names_of_optimizers_are_accepted():
-    for given, kind in (
-        ("FedAvg", "sgd"),
-        ("FedAvgM", "sgd"),
-        ("FedAdam", "adam"),
-        ("FedYogi", "yogi"),
-        ("fedadagrad", "adagrad"),
-    ):
-        assert create_method("fedlora", server_optimizer={"type": given}).wrappers[0].type == kind
-
-
 @pytest.mark.parametrize(
-    "kind, lr", [("SGD", 1.0), ("FedAvgM", 1.0), ("Adam", 0.01), ("Adagrad", 0.01), ("Yogi", 0.01)]
+    "given, kind, lr",
+    [
+        *((name, "sgd", 1.0) for name in ("SGD", "FedAvg", "FedAvgM")),
+        *((name, "adam", 0.01) for name in ("Adam", "FedAdam")),
+        *((name, "adagrad", 0.01) for name in ("Adagrad", "fedadagrad")),
+        *((name, "yogi", 0.01) for name in ("Yogi", "FedYogi")),
+    ],
 )
-def test_the_default_learning_rate(kind, lr):
-    for given in ({}, {"lr": None}):
-        assert create_method("fedlora", server_optimizer={"type": kind, **given}).wrappers[0].lr == lr
+def test_the_usual_names_and_the_default_learning_rate(given, kind, lr):
+    for more in ({}, {"lr": None}):
+        (optimizer,) = create_method("fedlora", server_optimizer={"type": given, **more}).wrappers
+        assert (optimizer.type, optimizer.lr) == (kind, lr)
 
 
 def test_a_server_optimizer_without_other_keys_is_fedavg():

@@ -85,6 +85,7 @@ def test_lora_a_depends_only_on_the_seed(tiny_encoder):
             {"target_modules": ("query",), "r": 4, "extra": {"rank_pattern": {"query": 10**9}}},
             "rank 1000000000 is above the width of every layer",
         ),
+        ({"target_modules": ("query",), "r": 10**18}, "rank 10{18} is above the width of every layer; the longest has"),
         ({"method": "prefx"}, "adapter_method 'prefx' is not known; did you mean 'prefix'"),
         ({"target_modules": ("classifier",)}, "llm.adapter.args: PEFT raises .*: No modules were targeted"),
         ({"target_modules": ("LayerNorm",)}, "llm.adapter.args: PEFT raises .*is not supported"),
@@ -100,10 +101,6 @@ def test_lora_a_depends_only_on_the_seed(tiny_encoder):
         (
             {"target_modules": ("query",), "extra": {"modules_to_save": ["pooller"]}},
             "modules_to_save: this model has no module 'pooller'; did you mean",
-        ),
-        (
-            {"target_modules": ("query",), "extra": {"rank_pattern": {"qury": 2}}},
-            "rank_pattern: 'qury' is of no module with an adapter",
         ),
         ({"target_modules": ("query",), "extra": {"rank_pattern": {"(": 2}}}, "PEFT raises .*: missing \\)"),
         ({"target_modules": ("query",), "extra": {"foo": 1}}, "unknown key 'llm.adapter.args.0.foo'; there are: .*"),
@@ -341,12 +338,6 @@ def test_only_what_a_library_says_is_called_its_own():
         raise UserError("a sentence of ours")
     with pytest.raises(UserError, match="^PEFT raises ValueError: odd"), user_errors("PEFT"):
         raise ValueError("odd")
-
-
-def test_a_rank_that_no_memory_could_hold_is_refused_before_any_is_taken(tiny_encoder):
-    model = AutoModelForSequenceClassification.from_pretrained(str(tiny_encoder))
-    with pytest.raises(UserError, match="rank 1000000000000000000 is above the width of every layer; the longest has"):
-        add_adapter(model, AdapterSpec(r=10**18, target_modules=("query",)), seed=0)
 
 
 @pytest.mark.parametrize("loader", [AutoModelForCausalLM, AutoModelForSequenceClassification])

@@ -3,6 +3,7 @@
 If a test fails here, a library has changed; the message names the place that relies on it.
 """
 
+import ast
 import inspect
 from pathlib import Path
 
@@ -124,36 +125,6 @@ BORROWED = {
 }
 
 
-@pytest.mark.more
-def test_no_other_private_name_of_a_library_is_used():
-    """Looks in the code for attributes with a leading underscore that are not defined in our own code."""
-    import ast
-
-    root = Path(fs_lowrank.__file__).parent.parent
-    ours, used = set(), {}
-    trees = {
-        path.relative_to(root).as_posix(): ast.parse(path.read_text())
-        for room in ("fs_lowrank", "benchmark", "hpo")
-        for path in (root / room).rglob("*.py")
-    }
-    for tree in trees.values():
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                ours.add(node.name)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                ours.add(node.attr)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                ours.add(node.id)
-    for name, tree in trees.items():
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
-                continue
-            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-            if not own and node.attr not in ours and node.attr not in DOCUMENTED:
-                used.setdefault(name, set()).add(node.attr)
-    assert used == BORROWED
-
-
 #: attributes of a library's objects that decide what they run, and the only files that replace them
 REPLACED = {
     "fs_lowrank/models/convolution.py": {"__class__"},
@@ -164,22 +135,29 @@ REPLACED = {
 
 
 @pytest.mark.more
-def test_no_private_module_is_imported_and_nothing_else_is_replaced():
-    """Looks in the code for imports of names with a leading underscore, and for assignments to ``REPLACED``."""
-    import ast
-
+def test_nothing_else_of_a_library_s_own_is_used_or_replaced():
+    """Looks in the code for attributes and imports with a leading underscore that are not ours, and for assignments."""
     root = Path(fs_lowrank.__file__).parent.parent
-    imported, replaced = [], {}
+    ours, private, imported, replaced = set(), {}, [], {}
     for path in (path for room in ("fs_lowrank", "benchmark", "hpo") for path in (root / room).rglob("*.py")):
         name = path.relative_to(root).as_posix()
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.Import, ast.ImportFrom)) and not getattr(node, "level", 0):
-                parts = (getattr(node, "module", None) or "").split(".")
-                parts += [part for alias in node.names for part in alias.name.split(".")]
-                private = [part for part in parts if part.startswith("_") and not part.startswith("__")]
-                imported += [f"{name}, line {node.lineno}: {part}" for part in private]
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                ours.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                ours.add(node.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                ours.add(node.attr)
                 if node.attr in ("__class__", "forward"):
                     replaced.setdefault(name, set()).add(node.attr)
+            elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                    private.setdefault(name, set()).add(node.attr)
+            elif isinstance(node, (ast.Import, ast.ImportFrom)) and not getattr(node, "level", 0):
+                parts = (getattr(node, "module", None) or "").split(".")
+                parts += [part for alias in node.names for part in alias.name.split(".")]
+                imported += [f"{name}: {part}" for part in parts if part.startswith("_") and not part.startswith("__")]
+    used = {name: names - ours - DOCUMENTED for name, names in private.items()}
+    assert {name: names for name, names in used.items() if names} == BORROWED
     assert not imported
     assert replaced == REPLACED, "give the reason in the code, test what it relies on above, and add the file here"

@@ -23,28 +23,10 @@ from fs_lowrank.errors import RunFailed, UserError
 from fs_lowrank.models.adapters import layer_stack
 from fs_lowrank.models.names import all_tensors
 from fs_lowrank.testing import small
-from tests.cases import enlarge
+from tests.cases import enlarge, small_config
 
 pytestmark = pytest.mark.more
 
-#: what a configuration may call its sizes, and small values
-SIZES = {
-    **dict.fromkeys(
-        ("hidden_size", "d_model", "emb_dim", "dim", "embedding_size", "word_embed_proj_dim", "n_embd"), 32
-    ),
-    **dict.fromkeys(("intermediate_size", "d_inner", "ffn_dim", "hidden_dim", "d_ff"), 48),
-    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "attention_heads"), 4),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "intra_bottleneck_size"), 16),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
-    **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
-    **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "type_vocab_size"), 2),
-    **{"attention_hidden_size": 32, "rotary_dim": 4, "max_position_embeddings": 128},
-    **dict.fromkeys(("chunk_size", "mamba_chunk_size", "mamba_d_state"), 16),
-}
 #: further keys of some families: the state or the place that once made their results differ
 OWN = {
     "big_bird": {"block_size": 2, "num_random_blocks": 1},
@@ -71,14 +53,10 @@ FEW = [("opt", "answers"), ("phi3", "classes"), ("xlnet", "classes"), ("llama", 
 
 def configured(kind, task):
     """A small configuration with dropout; decoders that classify name another padding than the tokenizer does."""
-    defaults = AutoConfig.for_model(kind)
-    named = {*defaults.to_dict(), *defaults.attribute_map}
-    sizes = {name: size for name, size in SIZES.items() if name in named}
-    dropouts = [n for n, v in defaults.to_dict().items() if "drop" in n and "layer" not in n and type(v) is float]
-    sizes |= dict.fromkeys(dropouts, 0.1)
+    defaults = AutoConfig.for_model(kind).to_dict()
+    dropouts = [n for n, v in defaults.items() if "drop" in n and "layer" not in n and type(v) is float]
     pad = 5 if task == "classes" and kind in TASKS["answers"][1] else 0
-    special = {"pad_token_id": pad, "bos_token_id": 2, "eos_token_id": 3}
-    return AutoConfig.for_model(kind, **{**sizes, **special, **OWN.get(kind, {})})
+    return small_config(kind, **{**dict.fromkeys(dropouts, 0.1), "pad_token_id": pad, **OWN.get(kind, {})})
 
 
 def save(kind, task, folder):

@@ -6,7 +6,7 @@ import logging
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from fs_lowrank.data import Examples
 from fs_lowrank.models.adapters import add_adapter
@@ -15,7 +15,7 @@ from fs_lowrank.models.shortcuts.frozen import FrozenPrefix
 from fs_lowrank.models.shortcuts.states import SharedStates
 from fs_lowrank.models.shortcuts.trials import samples_to_try
 from fs_lowrank.settings import AdapterSpec
-from tests.cases import GPT2, SIZES, SPECIAL, enlarge
+from tests.cases import enlarge, small_config
 
 pytestmark = pytest.mark.more
 
@@ -35,33 +35,12 @@ def model_of(folder, layers, causal=False, head_only=False):
     return add_adapter(model, AdapterSpec(r=2, target_modules=modules, layers=layers), seed=0).eval()
 
 
-@pytest.fixture(params=["encoder", "causal"])
-def kind(request, tiny_encoder, tiny_causal):
-    return request.param == "causal", tiny_causal if request.param == "causal" else tiny_encoder
-
-
 @pytest.mark.parametrize("layers, depth", [((0,), 0), ((1,), 1), ((1, 2), 1), ((2,), 2)])
-@pytest.mark.parametrize("folder", [False, True])
-def test_the_same_logits(kind, layers, depth, folder, tmp_path):
-    causal, place = kind
-    model, data = model_of(place, layers, causal), examples(causal=causal)
-    prefix = FrozenPrefix(model, {"adapter", "head"}, 1e9, SharedStates(tmp_path, 1e9) if folder else None)
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_depth_is_that_of_the_first_trained_layer(tiny_encoder, tiny_causal, causal, layers, depth):
+    model = model_of(tiny_causal if causal else tiny_encoder, layers, causal)
+    prefix = FrozenPrefix(model, {"adapter", "head"}, 1e9)
     assert prefix.depth == depth and bool(prefix) == (depth > 0)
-    prefix.plan({"a": (data, 5)})
-    for batch in (np.arange(9), np.array([3, 0]), np.array([7]), np.array([2, 2])):
-        inputs = {k: v for k, v in data.batch(batch).items() if k != "labels"}
-        mask = inputs["attention_mask"].bool()
-        with torch.no_grad():
-            plain = model(**inputs).logits
-            with prefix.states_of([("a", data, batch)], torch.device("cpu")):
-                kept = model(**inputs).logits
-        if causal:  # values at padded positions have no meaning
-            plain, kept = plain[mask], kept[mask]
-        torch.testing.assert_close(kept, plain, atol=1e-5, rtol=1e-5)
-    assert bool(list(tmp_path.glob("*.safetensors"))) == bool(folder and depth)
-    # The model has not changed.
-    with torch.no_grad():
-        torch.testing.assert_close(model(**inputs).logits[mask] if causal else model(**inputs).logits, plain)
 
 
 def test_the_layers_below_do_not_run(tiny_encoder):
@@ -221,44 +200,24 @@ def test_keys_and_values_of_other_weights_have_another_name(tiny_encoder, monkey
 
 # -- architectures -------------------------------------------------------------------------------------
 
-_FOUR = {**SIZES, "num_hidden_layers": 4}
-_GROUPED = {**_FOUR, **SPECIAL, "num_key_value_heads": 2}
 _RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 0}
-#: name -> (model type, sizes, adapted module)
+_BUCKETS = {"position_buckets": 8, "norm_rel_ebd": "layer_norm", "share_att_key": True, "position_biased_input": False}
+#: name -> (model type, keys of its own, adapted module)
 ARCHITECTURES = {
-    "bert": ("bert", _FOUR, "value"),
-    "llama": ("llama", _GROUPED, "v_proj"),
-    "roberta": ("roberta", _FOUR, "value"),
-    "qwen2": ("qwen2", _GROUPED, "v_proj"),
-    "gpt2": ("gpt2", {**GPT2, "n_layer": 4}, "c_attn"),
-    "deberta": ("deberta", {**_FOUR, **_RELATIVE}, "in_proj"),
-    "deberta-v2": ("deberta-v2", {**_FOUR, **_RELATIVE, "conv_kernel_size": 3, "conv_act": "gelu"}, "value_proj"),
-    "deberta-v3": (
-        "deberta-v2",
-        {
-            **_FOUR,
-            **_RELATIVE,
-            "position_buckets": 8,
-            "norm_rel_ebd": "layer_norm",
-            "share_att_key": True,
-            "position_biased_input": False,
-        },
-        "value_proj",
-    ),
-    "xlm": (
-        "xlm",
-        {"vocab_size": 40, "emb_dim": 32, "n_layers": 4, "n_heads": 4, "max_position_embeddings": 64, "pad_index": 0},
-        "v_lin",
-    ),
-    "fnet": ("fnet", {k: v for k, v in _FOUR.items() if k != "num_attention_heads"}, "dense"),
-    "convbert": ("convbert", {**_FOUR, "embedding_size": 32, "conv_kernel_size": 3}, "value"),
-    "longformer": ("longformer", {**_FOUR, "attention_window": 4}, "value"),
-    "xlnet": (
-        "xlnet",
-        {"vocab_size": 40, "d_model": 32, "n_layer": 4, "n_head": 4, "d_inner": 48, "pad_token_id": 0},
-        "layer_1",
-    ),
-    "rwkv": ("rwkv", {**_FOUR, **SPECIAL, "attention_hidden_size": 32, "context_length": 64}, "value"),
+    "bert": ("bert", {}, "value"),
+    "llama": ("llama", {}, "v_proj"),
+    "roberta": ("roberta", {}, "value"),
+    "qwen2": ("qwen2", {}, "v_proj"),
+    "gpt2": ("gpt2", {}, "c_attn"),
+    "deberta": ("deberta", _RELATIVE, "in_proj"),
+    "deberta-v2": ("deberta-v2", {**_RELATIVE, "conv_kernel_size": 3, "conv_act": "gelu"}, "value_proj"),
+    "deberta-v3": ("deberta-v2", {**_RELATIVE, **_BUCKETS}, "value_proj"),
+    "xlm": ("xlm", {"pad_index": 0}, "v_lin"),
+    "fnet": ("fnet", {}, "dense"),
+    "convbert": ("convbert", {"conv_kernel_size": 3}, "value"),
+    "longformer": ("longformer", {"attention_window": 4}, "value"),
+    "xlnet": ("xlnet", {}, "layer_1"),
+    "rwkv": ("rwkv", {}, "value"),
 }
 KEPT, COMPUTED = (
     ["bert", "llama", "roberta", "qwen2", "gpt2", "deberta", "deberta-v2", "deberta-v3"],
@@ -274,10 +233,10 @@ KEYS_AND_VALUES = {
 
 
 def random_model(name):
-    kind, sizes, module = ARCHITECTURES[name]
+    kind, own, module = ARCHITECTURES[name]
     torch.manual_seed(0)
     loader = AutoModelForCausalLM if name in CAUSAL else AutoModelForSequenceClassification
-    model = loader.from_config(AutoConfig.for_model(kind, **sizes))
+    model = loader.from_config(small_config(kind, layers=4, **own))
     return add_adapter(enlarge(model, 0.3), AdapterSpec(r=2, target_modules=(module,), layers=(2, 3)), seed=0).eval()
 
 

@@ -13,36 +13,34 @@ from fs_lowrank.models.build import build_model
 from fs_lowrank.models.kinds import heads_by_place
 from fs_lowrank.models.names import is_head, tags
 from fs_lowrank.settings import ALL_LINEAR, AdapterSpec
+from tests.cases import small_config
 
 pytestmark = pytest.mark.more
 
-SMALL = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-BART = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-BART |= {"vocab_size": 40, "d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_position_embeddings": 24}
-BART |= {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 3}
-XLNET = {"vocab_size": 40, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24, "pad_token_id": 0}
-T5 = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
-T5 |= {"pad_token_id": 0, "eos_token_id": 3, "decoder_start_token_id": 0}
-#: architecture -> its configuration, the modules for LoRA, and the parts of its head
+#: architecture -> its own keys, the modules for LoRA, and the parts of its head
 MODELS = {
-    "bert": (lambda: hf.BertConfig(**SMALL), ["query"], {"classifier"}),
-    "bert, without a pooler": (lambda: hf.BertConfig(**SMALL), ["query"], {"classifier", "bert.pooler"}),
-    "deberta": (lambda: hf.DebertaV2Config(**SMALL), ["query_proj"], {"classifier", "pooler"}),
-    "xlnet": (lambda: hf.XLNetConfig(**XLNET), ["layer_1"], {"sequence_summary", "logits_proj"}),
-    "bart": (lambda: hf.BartConfig(**BART), ["q_proj"], {"classification_head"}),
-    "t5": (lambda: hf.T5Config(**T5), ["q"], {"classification_head"}),
+    "bert": ({}, ["query"], {"classifier"}),
+    "bert, without a pooler": ({}, ["query"], {"classifier", "bert.pooler"}),
+    "deberta-v2": ({}, ["query_proj"], {"classifier", "pooler"}),
+    "xlnet": ({}, ["layer_1"], {"sequence_summary", "logits_proj"}),
+    "bart": ({"decoder_start_token_id": 3}, ["q_proj"], {"classification_head"}),
+    "t5": ({"decoder_start_token_id": 0}, ["q"], {"classification_head"}),
 }
+
+
+def new_model(name, folder):
+    """A classifier whose base alone is in the folder."""
+    torch.manual_seed(1)
+    without = {"add_pooling_layer": False} if "without" in name else {}
+    kind = name.partition(",")[0]
+    AutoModel.from_config(small_config(kind, **MODELS[name][0]), **without).save_pretrained(folder / "base")
+    return build_model(load_config({"federate.client_num": 2, "model.type": f"{folder / 'base'}@transformers"}), 3)
 
 
 @pytest.fixture(params=MODELS)
 def case(request, tmp_path):
     """The new model, the modules for LoRA, and the parts of its head."""
-    make, modules, head = MODELS[request.param]
-    torch.manual_seed(1)
-    without = {"add_pooling_layer": False} if "without" in request.param else {}
-    AutoModel.from_config(make(), **without).save_pretrained(tmp_path / "base")
-    config = load_config({"federate.client_num": 2, "model.type": f"{tmp_path / 'base'}@transformers"})
-    return build_model(config, 3), modules, head
+    return new_model(request.param, tmp_path), *MODELS[request.param][1:]
 
 
 def adapted(model, modules, method="fedlora", **further):
@@ -96,13 +94,12 @@ def test_all_linear_leaves_out_the_head(case):
 
 def test_byte_figures_of_full_training_set_the_head_apart(settings, tiny_encoder, tmp_path, no_curves):
     tokenizer = hf.AutoTokenizer.from_pretrained(str(tiny_encoder))
-    base = hf.DebertaV2Config(**{**SMALL, "vocab_size": len(tokenizer)})
-    AutoModel.from_config(base).save_pretrained(tmp_path / "base")
+    AutoModel.from_config(small_config("deberta-v2", vocab_size=len(tokenizer))).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     keys = {"federate.method": "fedavg", "federate.client_num": 2, "federate.total_round_num": 1}
     keys |= {"model.type": f"{tmp_path / 'base'}@transformers", "llm.adapter.args": [{}]}
     record = run(load_config(settings, keys)).history[0]
-    head = 4 * (16 * 16 + 16 + 16 * 2 + 2)  # the pooler and the classifier, float32
+    head = 4 * (32 * 32 + 32 + 32 * 2 + 2)  # the pooler and the classifier, float32
     assert record["uplink_bytes"] - record["uplink_bytes_without_head"] == 2 * head
     assert record["drift"].keys() == record["adapter_norm"].keys() == {"base", "head"}
     with pytest.raises(UserError, match="train_head = False without an adapter would train pooler.dense"):
@@ -114,14 +111,11 @@ def test_language_models_and_modules_of_ones_own_have_none(tiny_causal):
     assert heads_by_place(torch.nn.Sequential(torch.nn.Linear(3, 2))) == []
 
 
-@pytest.mark.parametrize("name", ["deberta", "xlnet", "bart", "t5"])
+@pytest.mark.parametrize("name", ["deberta-v2", "xlnet", "bart", "t5"])
 def test_virtual_tokens_are_refused_or_train_the_head_too(name, tmp_path):
-    torch.manual_seed(1)
-    AutoModel.from_config(MODELS[name][0]()).save_pretrained(tmp_path / "base")
-    config = load_config({"federate.client_num": 2, "model.type": f"{tmp_path / 'base'}@transformers"})
-    model, spec = build_model(config, 3), AdapterSpec(method="prompt", extra={"num_virtual_tokens": 3})
+    model, spec = new_model(name, tmp_path), AdapterSpec(method="prompt", extra={"num_virtual_tokens": 3})
     method = create_method("fedlora", adapter=spec, rounds=2)
-    if name == "deberta":
+    if name == "deberta-v2":
         sent = method.initial_state(method.adapt(model))
         assert len(sent) == 1 + len(model.new_weights)
         assert sum("head" in tags(n) for n in sent) == len(model.new_weights)

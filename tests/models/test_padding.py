@@ -19,31 +19,19 @@ from fs_lowrank.models.given import holding
 from fs_lowrank.testing import small
 from fs_lowrank.training.evaluate import evaluate
 from fs_lowrank.training.generate import continue_prompts
-from tests.cases import enlarge
+from tests.cases import enlarge, small_config
 
-SIZES = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 #: decoders, which read the class at the last token of a text; ``test_families.py`` has all of them, with one padding
-DECODERS = {
-    "llama": SIZES | {"intermediate_size": 48},
-    "bloom": SIZES,
-    "opt": SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "mpt": {"vocab_size": 40, "d_model": 32, "n_layers": 2, "n_heads": 4},
-}
+DECODERS = ["llama", "bloom", "opt", "mpt"]
 #: models that look at the padding of a batch: at its last position, at neighbours, at all positions
-LOOKING = {
-    "xlnet": {"vocab_size": 40, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48},
-    "convbert": SIZES | {"intermediate_size": 48, "embedding_size": 32},
-    "mobilebert": SIZES | {"intermediate_size": 48, "embedding_size": 32, "intra_bottleneck_size": 16},
-    "fnet": {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48},
-}
+LOOKING = ["xlnet", "convbert", "mobilebert", "fnet"]
 
 
-def saved(folder, kind, pad, eos=3, **sizes):
+def saved(folder, kind, pad):
     """A classifier with all weights of such a size that positions differ."""
     small.save_tokenizer(folder)
-    config = AutoConfig.for_model(kind, **sizes, num_labels=2, pad_token_id=pad, bos_token_id=2, eos_token_id=eos)
     torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(config)
+    model = AutoModelForSequenceClassification.from_config(small_config(kind, num_labels=2, pad_token_id=pad))
     enlarge(model, 0.2).save_pretrained(str(folder))
     return folder
 
@@ -65,7 +53,7 @@ def check_alone_as_in_a_batch(model, examples):
 def test_a_decoder_reads_the_class_at_the_last_token(kind, tmp_path):
     for name, pad in {"as the tokenizer": 0, "another": 5, "beyond": -1, "none": None}.items():
         try:
-            folder = saved(tmp_path / name, kind, pad, **DECODERS[kind])
+            folder = saved(tmp_path / name, kind, pad)
         except Exception as error:
             assert pad == -1, error  # the family refuses such a configuration itself
             continue
@@ -77,7 +65,7 @@ def test_a_decoder_reads_the_class_at_the_last_token(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k == "xlnet" else pytest.mark.more) for k in LOOKING])
 def test_a_model_that_looks_at_padding_gets_none(kind, tmp_path):
-    model, examples = loaded(saved(tmp_path / "m", kind, 0, **LOOKING[kind]))
+    model, examples = loaded(saved(tmp_path / "m", kind, 0))
     check_alone_as_in_a_batch(model, examples)
     batch = examples.batch(np.arange(6))
     alone, whole = torch.cat([model(**examples.batch([row])).logits for row in range(6)]), model(**batch)
@@ -115,12 +103,8 @@ def test_an_answer_does_not_depend_on_the_prompts_beside_it(kind, tmp_path):
     """RWKV reads padding on the left, and BART's decoder counts it; GPT-2 does neither."""
     small.save_tokenizer(tmp_path)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
-    sizes = {"bart": {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}}
     torch.manual_seed(4)
-    config = AutoConfig.for_model(
-        kind, **{**SIZES, **sizes.get(kind, {})}, pad_token_id=0, eos_token_id=3, bos_token_id=2
-    )
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = AutoModelForCausalLM.from_config(small_config(kind)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.3)

@@ -6,7 +6,7 @@ import logging
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
 from fs_lowrank.data import Examples
@@ -15,18 +15,16 @@ from fs_lowrank.models.adapters import add_adapter
 from fs_lowrank.models.shortcuts.frozen import FrozenPrefix
 from fs_lowrank.models.shortcuts.reads import OnlyRead
 from fs_lowrank.settings import AdapterSpec
-from tests.cases import GPT2, SIZES, SPECIAL, enlarge
+from tests.cases import enlarge, small_config
 
 pytestmark = pytest.mark.more
 
-GROUPED = {**SIZES, **SPECIAL, "num_key_value_heads": 2}
-#: name -> (sizes, all modules that can be adapted)
+_BERT = ["query", "key", "value", "attention.output.dense", "intermediate.dense", "output.dense"]
+_LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+#: name -> all modules that can be adapted
 FAMILIES = {
-    "bert": (SIZES, ["query", "key", "value", "attention.output.dense", "intermediate.dense", "output.dense"]),
-    "roberta": (SIZES, ["query", "key", "value", "attention.output.dense", "intermediate.dense", "output.dense"]),
-    "llama": (GROUPED, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
-    "qwen2": (GROUPED, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
-    "gpt2": (GPT2, ["c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"]),
+    **{"bert": _BERT, "roberta": _BERT, "llama": _LLAMA, "qwen2": _LLAMA},
+    "gpt2": ["c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"],
 }
 ENCODERS = ("bert", "roberta")
 CASES = [(name, "classes") for name in FAMILIES] + [(name, "answers") for name in FAMILIES if name not in ENCODERS]
@@ -45,12 +43,11 @@ def make(
 ):
     torch.manual_seed(seed)
     loader = AutoModelForCausalLM if task == "answers" else AutoModelForSequenceClassification
-    sizes, every = FAMILIES[name]
-    config = AutoConfig.for_model(name, **sizes, **settings_of(name, dropout))
+    config = small_config(name, layers=3, **settings_of(name, dropout))
     model = loader.from_config(config, attn_implementation=attention)
     enlarge(model, 0.2)
     if modules != "base":
-        chosen = tuple(modules or every)
+        chosen = tuple(modules or FAMILIES[name])
         model = add_adapter(
             model, AdapterSpec(r=2, lora_alpha=4, lora_dropout=lora_dropout, target_modules=chosen, **spec), seed=0
         )
@@ -76,9 +73,11 @@ def flipped(batch):
     }
 
 
-def results(model, batch, context, training=False):
+def results(model, batch, context, training=False, prefix=None):
     """Loss, logits that are read, and gradients."""
     model.train(training)
+    if prefix:
+        prefix.eval_below()
     model.zero_grad()
     torch.manual_seed(5)
     with context:
@@ -142,32 +141,6 @@ def test_equal_to_the_plain_forward(name, task, attention, dtype, relative):
 
 
 @pytest.mark.parametrize("name, task", CASES)
-def test_equal_in_single_precision(name, task):
-    """Within 1e-6 of the plain forward, in loss, logits and every gradient, and as close to double precision as that.
-
-    How two orders of a sum are rounded depends on the draw of the weights and on the processor, by up to 2.8e-6 for one
-    gradient of one draw; so the distances are means over draws.
-    """
-    apart, plain, ours, reads = [], [], [], None
-    for seed in range(20):
-        model, data = make(name, task, dtype=torch.float32, seed=seed), examples(task, seed=seed)
-        reads, batch = reads.copy_for(model) if reads else checked(model, data), data.batch(np.arange(7))
-        oracle = make(name, task, seed=seed)
-        oracle.load_state_dict(model.state_dict())
-        exact = results(oracle, batch, contextlib.nullcontext())
-        everywhere = results(model, batch, contextlib.nullcontext())
-        where_read = results(model, batch, reads.reading(batch))
-        apart.append(distances(everywhere, where_read))
-        plain.append(distances(exact, everywhere))
-        ours.append(distances(exact, where_read))
-    for tensor in apart[0]:
-        assert np.mean([draw[tensor] for draw in apart]) <= 1e-6, tensor
-    means = [np.mean([list(draw.values()) for draw in draws]) for draws in (plain, ours)]
-    assert means[0] <= 2e-6
-    assert means[1] <= 1.1 * means[0]
-
-
-@pytest.mark.parametrize("name, task", CASES)
 def test_dropout_draws_the_masks_of_all_positions(name, task):
     model, data = make(name, task, dropout=0.2, lora_dropout=0.3), examples(task)
     reads = checked(model, data)
@@ -225,24 +198,11 @@ def test_with_kept_states(name, task, layers):
     assert prefix.depth == layers[0] and prefix.budget == {"a": True}
     batch = data.batch(np.arange(7))
 
-    def step(context):
-        model.train()
-        prefix.eval_below()
-        model.zero_grad()
-        torch.manual_seed(5)
-        with context:
-            loss = model(**batch).loss
-        loss.backward()
-        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
     both = contextlib.ExitStack()
     both.enter_context(prefix.states_of([("a", data, np.arange(7))], torch.device("cpu")))
-    plain = step(contextlib.nullcontext())
+    plain = results(model, batch, contextlib.nullcontext(), True, prefix)
     both.enter_context(reads.reading(batch))
-    ours = step(both)
-    assert plain.keys() == ours.keys()
-    for n, gradient in plain.items():
-        torch.testing.assert_close(ours[n], gradient)
+    equal(plain, results(model, batch, both, True, prefix), 1e-7)
 
 
 def test_a_norm_that_trains_gets_its_gradient():
@@ -297,9 +257,9 @@ def test_half_precision():
 # -- where it cannot be --------------------------------------------------------------------------------
 
 
-def classifier(kind, **sizes):
+def classifier(kind):
     torch.manual_seed(0)
-    return AutoModelForSequenceClassification.from_config(AutoConfig.for_model(kind, **sizes)).eval()
+    return AutoModelForSequenceClassification.from_config(small_config(kind, layers=3)).eval()
 
 
 def refused(model, data, caplog):
@@ -318,18 +278,35 @@ def refused(model, data, caplog):
     return said[0]
 
 
-def test_layers_without_keys_and_values_are_computed_for_all_positions(caplog):
-    model = classifier("fnet", **{k: v for k, v in SIZES.items() if k != "num_attention_heads"})
-    assert "FNetForSequenceClassification" in refused(model, examples("classes"), caplog)
+@pytest.mark.parametrize("kind, said", [("fnet", "FNetForSequenceClassification"), ("distilbert", "to no cache")])
+def test_layers_without_keys_and_values_or_without_a_cache_are_computed_for_all_positions(kind, said, caplog):
+    assert said in refused(classifier(kind), examples("classes"), caplog)
 
 
-def test_layers_that_take_no_cache_are_computed_for_all_positions(caplog):
-    sizes = {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48, "vocab_size": 40}
-    assert "to no cache" in refused(classifier("distilbert", **sizes), examples("classes"), caplog)
+class Flat(torch.nn.Module):
+    """A layer whose dropout sees all positions as one side, as in some mixtures of experts."""
+
+    def __init__(self, dense):
+        super().__init__()
+        self.dense, self.drop = dense, torch.nn.Dropout(0.4)
+
+    def forward(self, states):
+        return self.drop(self.dense(states).flatten(0, 1)).view(*states.shape[:-1], -1)
+
+
+def test_with_dropout_that_no_mask_fits_training_computes_all_positions(caplog):
+    model, data = make("bert", "classes"), examples("classes")
+    layer = model.base_model.model.bert.encoder.layer[-1].intermediate
+    layer.dense = Flat(layer.dense)
+    reads, batch = checked(model, data), data.batch(np.arange(7))
+    said = "the last layer of BertForSequenceClassification cannot be computed for some positions only in training"
+    assert not reads.usable_in_training and said in caplog.text
+    plain = results(model, batch, contextlib.nullcontext(), training=True)
+    equal(plain, results(model, batch, reads.reading(batch), training=True), 0.0)
 
 
 def test_a_head_that_reads_other_positions_is_found(caplog):
-    model = classifier("bert", **SIZES)
+    model = classifier("bert")
 
     class Mean(torch.nn.Module):
         def forward(self, states):
@@ -341,7 +318,7 @@ def test_a_head_that_reads_other_positions_is_found(caplog):
 
 def test_a_layer_that_uses_queries_for_its_keys_is_found(caplog):
     """What the second pass would compute from other rows is seen in the comparison."""
-    model = classifier("bert", **SIZES)
+    model = classifier("bert")
     model.bert.encoder.layer[-1].attention.self.key.register_forward_hook(
         lambda module, args, output: output + output.mean(1, keepdim=True)
     )

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, BigBirdConfig, BigBirdModel
+from transformers import AutoModelForSequenceClassification, BigBirdModel
 
 import fs_lowrank
 from fs_lowrank.data import Examples
@@ -11,13 +11,12 @@ from fs_lowrank.errors import UserError
 from fs_lowrank.models.build import build_model, build_tokenizer
 from fs_lowrank.testing import small
 from fs_lowrank.training.steady import check_steady
-from tests.cases import SIZES
+from tests.cases import small_config
 
 #: sparse attention, in batches of more than 14 tokens
 BIG_BIRD = {"block_size": 2, "num_random_blocks": 1}
 #: positions that are scaled by the longest batch that there was, beyond 16 tokens
 DYNAMIC = {
-    "num_key_value_heads": 2,
     "max_position_embeddings": 16,
     "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
 }
@@ -25,9 +24,7 @@ DYNAMIC = {
 
 def model_of(kind, **keys):
     torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(
-        AutoConfig.for_model(kind, **{**SIZES, "num_hidden_layers": 2, **keys})
-    )
+    model = AutoModelForSequenceClassification.from_config(small_config(kind, **keys))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return model
@@ -70,8 +67,9 @@ def test_big_bird_is_settled_when_it_is_built(settings, tmp_path):
     """The batch by which padding is tried is short, so attention is the same in every process and resumed run."""
     vocabulary = small.save_tokenizer(tmp_path / "model")
     torch.manual_seed(0)
-    about = BigBirdConfig(**{**SIZES, **BIG_BIRD, "vocab_size": vocabulary, "sep_token_id": 1})
-    BigBirdModel(about).save_pretrained(tmp_path / "model")
+    BigBirdModel(small_config("big_bird", **BIG_BIRD, vocab_size=vocabulary, sep_token_id=1)).save_pretrained(
+        tmp_path / "model"
+    )
     keys = {"model.type": f"{tmp_path / 'model'}@transformers", "llm.adapter.args": [{"r": 2, "modules": ["query"]}]}
     config = fs_lowrank.load_config(settings, keys)
     model = build_model(config, 2, build_tokenizer(config))

@@ -26,8 +26,9 @@ from fs_lowrank.training.optimizer import check_optimizer, make_optimizer
 from fs_lowrank.training.schedule import lr_at, schedule_of
 
 
-def config(**keys):
-    return load_config({"federate.client_num": 1, "federate.method": "fedlora", "dataloader.batch_size": 4, **keys})
+def config(keys=None):
+    own = {"federate.client_num": 1, "federate.method": "fedlora", "dataloader.batch_size": 4}
+    return load_config({**own, **(keys or {})})
 
 
 def data(count=10, classes=3, seed=0):
@@ -80,7 +81,7 @@ def test_the_frozen_half_does_not_change(model, kind, extra, half, frozen):
         if "lora_B" in n:
             p.data.normal_()
     before = snapshot(model)
-    cfg = config(**{"train.local_update_steps": 5, "train.optimizer": {"type": kind, **extra}})
+    cfg = config({"train.local_update_steps": 5, "train.optimizer": {"type": kind, **extra}})
     train_client(model, data(), [Phase((half, "head"))], cfg, lr=0.05, seed=1)
     changed = moved(model, before)
     assert changed == {n for n in before if half in n or "modules_to_save" in n}
@@ -99,7 +100,7 @@ def test_no_optimizer_state_survives_a_switch_of_halves(model, monkeypatch):
         return optimizer
 
     monkeypatch.setattr(local, "make_optimizer", spy)
-    cfg = config(**{"train.local_update_steps": 2, "train.optimizer": {"type": "AdamW"}})
+    cfg = config({"train.local_update_steps": 2, "train.optimizer": {"type": "AdamW"}})
     train_client(
         model, data(), [Phase(("lora_B",)), Phase(("lora_A",), steps=1), Phase(("lora_B",))], cfg, lr=0.05, seed=1
     )
@@ -115,7 +116,7 @@ def test_turns_are_steps_of_one_optimizer_that_sees_one_half_at_a_time(model, ki
             p.data.normal_()
     halves = "lora_B", "lora_A"
     whole = {"dataloader.batch_size": len(data()), "grad.grad_clip": 0.5}
-    cfg = config(**{"train.local_update_steps": 5, "train.optimizer": {"type": kind, **extra}, **whole})
+    cfg = config({"train.local_update_steps": 5, "train.optimizer": {"type": kind, **extra}, **whole})
     other = copy.deepcopy(model)
     train_client(model, data(), [Phase((*halves, "head"), turns=halves)], cfg, lr=0.05, seed=1)
     own = set_trainable(other, (*halves, "head"))
@@ -136,15 +137,6 @@ def test_turns_are_steps_of_one_optimizer_that_sees_one_half_at_a_time(model, ki
 def test_turns_are_of_what_trains():
     with pytest.raises(UserError, match="turns = .*: lora_A is not in train"):
         Phase(("lora_B", "head"), turns=("lora_A", "lora_B"))
-
-
-def test_a_phase_without_the_head_does_not_change_it(model):
-    before = snapshot(model)
-    train_client(model, data(), [Phase(("lora_B",))], config(), lr=0.1, seed=1)
-    assert all("lora_B" in n for n in moved(model, before))
-    names = {n for n, p in model.named_parameters() if p.requires_grad}
-    assert names and all("lora_B" in n for n in names)
-    assert len(set_trainable(model, ("adapter", "head"))) == 2 * 3 + 2
 
 
 class Normed(nn.Module):
@@ -185,7 +177,7 @@ def statistics(model):
 def test_the_statistics_of_a_frozen_norm_do_not_change(norm, affine):
     model = Normed(norm, affine=affine, track_running_stats=True)
     before = statistics(model)
-    train_client(model, Numbers(0), [Phase(("head",))], config(**{"train.local_update_steps": 3}), lr=0.1, seed=1)
+    train_client(model, Numbers(0), [Phase(("head",))], config({"train.local_update_steps": 3}), lr=0.1, seed=1)
     after = statistics(model)
     changed = {n for n in after if not torch.equal(after[n], before[n])}
     assert changed == {"classifier.1.running_mean", "classifier.1.running_var"}
@@ -199,7 +191,7 @@ def test_the_statistics_of_a_frozen_norm_do_not_change(norm, affine):
 
 def test_no_client_counts_the_batches_of_another():
     """With ``momentum=None``, running statistics are means over the batches that a norm has counted."""
-    cfg, model, ends = config(**{"train.local_update_steps": 3}), Normed(momentum=None), []
+    cfg, model, ends = config({"train.local_update_steps": 3}), Normed(momentum=None), []
     sent = {n: t.clone() for n, t in all_tensors(model).items()}
     seen = []
     model.first.register_forward_pre_hook(lambda m, args: seen.append(args[0].detach().double()))
@@ -218,7 +210,7 @@ def test_against_a_plain_loop(model):
     """The same batches are trained with plain torch."""
     other = copy.deepcopy(model)
     cfg = config(
-        **{
+        {
             "train.local_update_steps": 3,
             "train.batch_or_epoch": "epoch",
             "train.optimizer": {"type": "SGD", "momentum": 0.5},
@@ -243,21 +235,6 @@ def test_against_a_plain_loop(model):
     close(model, other, 1e-6, 1e-5)
 
 
-def test_equal_seeds_give_equal_results(tiny_encoder, model):
-    for module in model.modules():  # with dropout
-        if isinstance(module, nn.Dropout):
-            module.p = 0.3
-    twins = [copy.deepcopy(model) for _ in range(3)]
-    for seed, twin in zip((5, 5, 6), twins):
-        torch.manual_seed(int(torch.rand(()) * 1000))
-        train_client(
-            twin, data(), [Phase(("adapter", "head"))], config(**{"train.local_update_steps": 4}), lr=0.1, seed=seed
-        )
-    first, again, other = map(snapshot, twins)
-    assert all(torch.equal(first[n], again[n]) for n in first)
-    assert any(not torch.equal(first[n], other[n]) for n in first)
-
-
 # -- how long ------------------------------------------------------------------------------------------
 
 
@@ -275,27 +252,13 @@ def test_an_epoch_of_batches(size, drop_last):
     assert ordered.tolist() == list(range(size))
 
 
-@pytest.mark.parametrize(
-    "keys, steps, samples",
-    [
-        ({"train.local_update_steps": 7}, 7, 4 + 4 + 2 + 4 + 4 + 2 + 4),
-        ({"train.local_update_steps": 2, "train.batch_or_epoch": "epoch"}, 6, 20),
-        ({"train.local_update_steps": 2, "train.batch_or_epoch": "epoch", "dataloader.drop_last": True}, 4, 16),
-        ({"train.local_update_steps": 2, "grad.grad_accum_count": 3}, 6, 20),
-    ],
-)
-def test_number_of_steps(model, keys, steps, samples):
-    result = train_client(model, data(), [Phase(("lora_B",))], config(**keys), lr=0.1, seed=0)
-    assert (result.steps, result.samples) == (steps, samples)
-
-
 @pytest.mark.more
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 8, 9])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("unit, accumulated", [("batch", 1), ("batch", 3), ("epoch", 2)])
 def test_samples_and_steps_are_counted_as_they_are_taken(model, size, drop_last, unit, accumulated):
     settings = config(
-        **{
+        {
             "train.local_update_steps": 3,
             "train.batch_or_epoch": unit,
             "grad.grad_accum_count": accumulated,
@@ -315,13 +278,13 @@ def test_accumulated_gradients_are_one_larger_batch(model):
     other = copy.deepcopy(model)
     common = {"train.local_update_steps": 1, "dataloader.shuffle": False}
     train_client(
-        model, data(8), [Phase(("lora_B", "head"))], config(**common, **{"dataloader.batch_size": 8}), lr=0.5, seed=0
+        model, data(8), [Phase(("lora_B", "head"))], config({**common, "dataloader.batch_size": 8}), lr=0.5, seed=0
     )
     train_client(
         other,
         data(8),
         [Phase(("lora_B", "head"))],
-        config(**common, **{"dataloader.batch_size": 4, "grad.grad_accum_count": 2}),
+        config({**common, "dataloader.batch_size": 4, "grad.grad_accum_count": 2}),
         lr=0.5,
         seed=0,
     )
@@ -330,7 +293,7 @@ def test_accumulated_gradients_are_one_larger_batch(model):
 
 def test_gradients_are_clipped(model):
     before = snapshot(model)
-    cfg = config(**{"train.local_update_steps": 1, "grad.grad_clip": 1e-3})
+    cfg = config({"train.local_update_steps": 1, "grad.grad_clip": 1e-3})
     train_client(model, data(), [Phase(("lora_B", "head"))], cfg, lr=1.0, seed=0)
     step = math.sqrt(sum((p - before[n]).norm().item() ** 2 for n, p in model.named_parameters()))
     assert step == pytest.approx(1e-3, rel=1e-3)

@@ -103,9 +103,7 @@ class FrozenPrefix:
         in_stack = [int(n.removeprefix(name).split(".")[0]) for n in trained if stack and n.startswith(name)]
         # A trainable tensor outside the blocks is a head above them, or an embedding below, which excludes a cache.
         below = [n for n in trained if not n.startswith(name) and "head" not in tags(n)]
-        self.depth = min(in_stack, default=len(self.layers)) if not below else 0
-        if self.depth >= len(self.layers):
-            self.depth = 0 if not self.layers else min(self.depth, len(self.layers) - 1)
+        self.depth = min(in_stack, default=len(self.layers) - 1) if self.layers and not below else 0
         self.trained = frozenset(trained)
         #: the first trainable block's modules whose outputs are cached beside its input -> their widths
         self.parts: dict[str, int] = {}

@@ -76,13 +76,18 @@ class Bench:
         round: int = 1,
         validation=None,
         options=None,
+        net=None,
         **params,
     ):
-        """The message and other results of a round in which local training ended at ``models``."""
+        """The message and other results of a round in which local training ended at ``models``.
+
+        Args:
+            options: of ``create_method``. net: of the net ``kind``.
+        """
         sizes = sizes or [20 + 3 * k for k in range(len(models))]
         data = data or [cls.data(n, seed=k, kind=kind) for k, n in enumerate(sizes)]
         method = create_method(name, seed=5, **(options or {}), **params)
-        model = method.adapt(cls.net(kind))
+        model = method.adapt(cls.net(kind, **(net or {})))
         state = method.initial_state(model)
         validation = validation or cls.data(30, seed=99, kind=kind)
         method.workbench = Workbench(model, lambda: iter(validation), 7)

@@ -116,19 +116,11 @@ def test_a_wider_network_is_loaded_trained_and_sent(bench):
 def test_a_checkpoint_holds_the_wider_net(vision_settings, tmp_path, no_curves):
     import fs_lowrank
 
+    keys = {"federate.method": "pfnm", "federate.client_num": 3, "federate.total_round_num": 3, "lowrank.width": 0.5}
+    keys |= {"model.type": "lenet", "model.use_bias": False}
+
     def config(name):
-        return fs_lowrank.load_config(
-            vision_settings,
-            {
-                "federate.method": "pfnm",
-                "federate.client_num": 3,
-                "federate.total_round_num": 3,
-                "model.type": "lenet",
-                "model.use_bias": False,
-                "lowrank.width": 0.5,
-                "outdir": str(tmp_path / name),
-            },
-        )
+        return fs_lowrank.load_config(vision_settings, {**keys, "outdir": str(tmp_path / name)})
 
     whole = fs_lowrank.run(config("whole"))
     fs_lowrank.run(config("cut"), on_round=lambda record: record["round"] == 2)
@@ -223,39 +215,13 @@ def test_generated_images_have_the_shape_and_range_of_the_data(shape):
     assert images.min() >= -1.5 and images.max() <= 2.0 and images.std() > 0
 
 
-@pytest.mark.more
-def test_dense_depends_on_the_seed_only_and_does_not_change_the_model(bench):
-    models = [bench.net(bench.pictures, seed=k) for k in range(2)]
-    one, two = (bench.one_round("dense", models, kind=bench.pictures, student_lr=0.1, **SMALL_DENSE) for _ in range(2))
-    assert all(torch.equal(one.message[n], two.message[n]) for n in one.message)
-    fresh = bench.net(bench.pictures)
-    assert all(torch.equal(p, dict(fresh.named_parameters())[n]) for n, p in one.model.named_parameters())
-    assert not any(t.requires_grad for t in one.message.values())
-
-
 def test_batch_norm_statistics_enter_dense(bench):
-    class Normed(bench.pictures):
-        def __init__(self):
-            super().__init__(norm=True)
-
-    models = []
-    for k in range(2):
-        torch.manual_seed(k)
-        model = Normed().train()
-        model(torch.randn(20, 1, 10, 10))
-        models.append(model.eval())
-    runs = [
-        bench.one_round(
-            "dense",
-            models,
-            kind=Normed,
-            data=[bench.data(20, kind=bench.pictures)] * 2,
-            validation=bench.data(20, kind=bench.pictures),
-            lambda1=weight,
-            **SMALL_DENSE,
-        )
-        for weight in (0.0, 10.0)
-    ]
+    models = [bench.net(bench.pictures, seed=k, norm=True) for k in range(2)]
+    for model in models:
+        model.train()(torch.randn(20, 1, 10, 10))
+        model.eval()
+    given = {"kind": bench.pictures, "net": {"norm": True}, **SMALL_DENSE}
+    runs = [bench.one_round("dense", models, lambda1=weight, **given) for weight in (0.0, 10.0)]
     assert runs[1].method.losses["generator_first"][0] > runs[0].method.losses["generator_first"][0] + 1
     assert "norm.running_mean" in runs[0].message
     assert all(bool(torch.isfinite(t).all()) for t in runs[1].message.values())
