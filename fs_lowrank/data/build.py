@@ -164,7 +164,7 @@ class _Texts:
         self.paired = cfg.model.task == "Seq2SeqLM"
         self.skipped, self.truncated = dict(raw.skipped), dict[str, int]()
         self.key, length = length_of(cfg)
-        self.length: int = self._fitting_length(train) if length == "auto" else length
+        self.length = self._fitting_length(train) if isinstance(length, str) else length
         check_vocabulary(train, tokenizer)
 
     def _fitting_length(self, train: pd.DataFrame) -> int:
