@@ -79,16 +79,19 @@ def run(
         import_ahead("fs_lowrank.engines.pool")  # while this process does
     from .callbacks import Callback
     from .models.given import holding
-    from .runs.given import with_data, with_model
+    from .runs.given import DATA, MODEL, with_data, with_model
 
     if not isinstance(callbacks, Sequence) or not all(isinstance(callback, Callback) for callback in callbacks):
         raise UserError(f"callbacks = {callbacks!r}: expected a list of objects derived from fs_lowrank.Callback")
     module = get_engine(engine)
-    if overwrite:
-        remove_run(folder)
+    written, held, existing = [], False, (bool(resume), overwrite)
     if data is not None:
-        config = with_data(config, data, bool(resume))
-    config, held = (config, False) if model is None else with_model(config, model, tokenizer, bool(resume))
+        config, written = with_data(config, data, *existing), [DATA]
+    if model is not None:
+        config, held = with_model(config, model, tokenizer, *existing)
+        written += [] if held else [MODEL]
+    if overwrite:  # now that data and model are not refused
+        remove_run(folder, keep=written)
     try:
         with (
             holding(model, tokenizer) if held else nullcontext(),
@@ -161,7 +164,7 @@ def compare(
     if data is not None:
         for name in () if resume or overwrite else (*keys_of, *rows):
             check_outdir(config.replace({"outdir": str(outdir / name), "expname": ""}), False)
-        config = with_data(config, data, bool(resume))
+        config = with_data(config, data, bool(resume), overwrite)
     configs = _configs_of(config, keys_of, outdir)
     schedule_config = configs.get("fedloru", config)  # with its own tau
     configs |= {name: row_config(name, schedule_config if name == "relora" else config, outdir / name) for name in rows}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -78,8 +79,8 @@ def check_outdir(config: Settings, resume: bool) -> None:
         )
 
 
-def remove_run(folder: Path) -> None:
-    """Remove the files of a run from its folder; other files stay.
+def remove_run(folder: Path, keep: Iterable[str] = ()) -> None:
+    """Remove the files of a run from its folder; other files stay, and those of the names ``keep``.
 
     Raises:
         RunFailed: another run is writing to the folder, or something cannot be removed.
@@ -88,7 +89,7 @@ def remove_run(folder: Path) -> None:
         return
     with writing(folder), ExitStack() as stack:
         stack.callback(claim(folder).release)
-        for path in (*(folder / name for name in CONTENTS), *folder.glob(_LOGS)):
+        for path in (*(folder / name for name in CONTENTS if name not in keep), *folder.glob(_LOGS)):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:

@@ -5,7 +5,7 @@ them.
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +25,7 @@ from ..models.loaded import transformers_silent
 from ..settings import one_mapping
 from ..settings.metrics import LANGUAGE, TASKS
 from ..versions import SCHEMA
-from .folder import check_outdir, claim, outdir_of
+from .folder import check_outdir, claim, holds_run, outdir_of
 
 #: the folders of the data and of the model, and in each the file with facts about them
 DATA, MODEL, ABOUT = "given_data", "given_model", "about.json"
@@ -34,20 +34,22 @@ NAMES = {"digest": "model", "config": "model.config", "tokenizer": "tokenizer"}
 
 
 @contextmanager
-def _locked(config: Config, name: str, resume: bool) -> Iterator[Path]:
+def _locked(config: Config, name: str, resume: bool, overwrite: bool) -> Iterator[Path]:
     """The folder ``name`` in that of the run, which is locked during the block."""
     folder = outdir_of(config) / name
     with writing(folder), ExitStack() as stack:
         stack.callback(claim(folder.parent).release)
-        check_outdir(config, resume)
+        if not (overwrite and holds_run(folder.parent)):
+            check_outdir(config, resume)
         yield folder
 
 
-def with_data(config: Config, data: Any, resume: bool) -> Config:
+def with_data(config: Config, data: Any, resume: bool, overwrite: bool = False) -> Config:
     """``config`` with ``data`` (see ``data.objects``), which are written to the folder of the run.
 
     Args:
         resume: a run is continued; if its folder has data, these have to be the same.
+        overwrite: the caller removes the run in the folder next, all but these data, since wrong ones are refused here.
     Raises:
         UserError: data of another kind; other data than at the start of the run; or a list of another length than
             ``federate.client_num``.
@@ -57,7 +59,10 @@ def with_data(config: Config, data: Any, resume: bool) -> Config:
             f"data=… is for text, and model.type = {config.model.type} for images: name them by data.type, such as a "
             "folder with one subfolder for each class"
         )
-    with _locked(config, DATA, resume) as folder:
+    parts, count = data.get("train") if isinstance(data, Mapping) else data, config.federate.client_num
+    if isinstance(parts, (list, tuple)) and len(parts) not in (0, count):
+        raise UserError(f"data = a list of {len(parts)}, one for each client, and federate.client_num is {count}")
+    with _locked(config, DATA, resume, overwrite) as folder:
         if resume and folder.exists():
             facts = _matching_facts(folder, data)
         else:
@@ -67,19 +72,15 @@ def with_data(config: Config, data: Any, resume: bool) -> Config:
                 (aside / ABOUT).write_text(to_json(facts, indent=1), encoding="utf-8")
     clients, root = facts["clients"], folder.resolve()
     train = str(root / facts["train"]) if not clients else f"{glob.escape(str(root))}/{facts['train']}"
-    if clients and clients != config.federate.client_num:
-        raise UserError(
-            f"data = a list of {clients}, one for each client, and federate.client_num is {config.federate.client_num}"
-        )
     args = one_mapping("data.args", config.data.args, config.source)
     args |= {split: str(root / facts[split]) for split in ("validation", "test") if split in facts}
-    keys: dict[str, Any] = {"data.type": train, "data.args": [args] if args else []}
-    if clients:
-        keys |= {"data.splitter": "file" if clients > 1 else "iid", "data.splitter_args": []}
-    return config.replace(keys)
+    by_file: dict[str, Any] = {"data.splitter": "file" if clients > 1 else "iid", "data.splitter_args": []}
+    return config.replace({"data.type": train, "data.args": [args] if args else [], **(by_file if clients else {})})
 
 
-def with_model(config: Config, model: Any, tokenizer: Any, resume: bool) -> tuple[Config, bool]:
+def with_model(
+    config: Config, model: Any, tokenizer: Any, resume: bool, overwrite: bool = False
+) -> tuple[Config, bool]:
     """``config`` with a model of the program's.
 
     A model that transformers can load from a folder is written to that of the run, for further processes and resumed
@@ -117,7 +118,7 @@ def with_model(config: Config, model: Any, tokenizer: Any, resume: bool) -> tupl
             )
         return config.replace({"model.type": f"{type(model).__name__}{SUFFIX}", "model.task": task}), True
     digests = _digests(model, tokenizer)
-    with _locked(config, MODEL, resume) as folder:
+    with _locked(config, MODEL, resume, overwrite) as folder:
         if resume and folder.exists():
             saved = _read_facts(folder)
             changed = [part for part, value in digests.items() if saved.get(part, value) != value]
@@ -151,8 +152,7 @@ def _digests(model: Any, tokenizer: Any) -> dict[str, str]:
 
 def _read_facts(folder: Path) -> dict[str, Any]:
     """The facts that ``folder`` has about its contents."""
-    facts: dict[str, Any] = read_json(folder / ABOUT, remedy="start again with overwrite=True")
-    return facts
+    return dict(read_json(folder / ABOUT, remedy="start again with overwrite=True"))
 
 
 def _matching_facts(folder: Path, data: Any) -> dict[str, Any]:

@@ -77,6 +77,20 @@ def test_the_run_goes_on_with_the_same_and_without_but_not_with_others(few, from
     }
 
 
+def test_overwrite_keeps_the_run_if_the_data_or_the_model_are_refused(few, tmp_path):
+    config, folder = few("run"), tmp_path / "run"
+    fs_lowrank.run(config, data=FRAME)
+
+    def files():
+        return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+    before = files()
+    for wrong in ({"data": 3}, {"data": [FRAME, FRAME]}, {"data": {"tset": FRAME}}, {"model": 3}):
+        with pytest.raises(UserError, match="data|model"):
+            fs_lowrank.run(config, overwrite=True, **wrong)
+        assert files() == before, wrong
+
+
 @pytest.mark.more
 def test_one_data_set_for_each_client(few):
     parts = [FRAME[:30], datasets.Dataset.from_pandas(FRAME[30:80]), FRAME[80:]]
