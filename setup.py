@@ -57,6 +57,7 @@ setup(
         "accelerate>=1.0",
         "safetensors>=0.5",
         "numpy>=2.0",
+        "packaging>=24",
         "pandas>=2.2",
         "filelock>=3.16",
         "pypi-simple>=1.6",

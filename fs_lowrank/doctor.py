@@ -5,8 +5,10 @@ from __future__ import annotations
 import platform
 import shutil
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
+
+from packaging.requirements import Requirement
 
 
 @dataclass(frozen=True)
@@ -20,15 +22,29 @@ class Check:
     required: bool = False
 
 
-_CORE = ("torch", "transformers", "peft", "datasets", "safetensors", "rich", "matplotlib", "pyyaml")
-_EXTRAS = {"optuna": "hpo", "lm_eval": "eval", "bitsandbytes": "quant"}
+#: the packages of extras that are looked for
+_EXTRAS = {"optuna": "hpo", "lm-eval": "eval", "bitsandbytes": "quant"}
 
 
-def _package(name: str, remedy: str, required: bool = False) -> Check:
+def _packages() -> list[Check]:
+    """The packages that the metadata of this one requires, in versions that it takes; then those of extras."""
     try:
-        return Check(name, True, version(name), required=required)
+        needs = [Requirement(text) for text in requires("fs-lowrank") or ()]
     except PackageNotFoundError:
-        return Check(name, False, "not installed", remedy, required)
+        return [Check("fs-lowrank", False, "not installed", "pip install -e . in its clone", required=True)]
+    checks = []
+    for package in needs:
+        extra = _EXTRAS.get(package.name)
+        if package.marker and not package.marker.evaluate({"extra": extra or ""}):
+            continue
+        try:
+            status = version(package.name)
+            fits = package.specifier.contains(status, prereleases=True)
+        except PackageNotFoundError:
+            status, fits = "not installed", False
+        remedy = f"pip install 'fs-lowrank[{extra}]'" if extra else f"pip install '{package}', as in constraints.txt"
+        checks.append(Check(package.name, fits, status, remedy, required=not extra))
+    return checks
 
 
 def _engines() -> list[Check]:
@@ -75,8 +91,7 @@ def installed() -> list[Check]:
     """The packages and their versions, required ones first; nothing is imported."""
     supported = (3, 11) <= tuple(map(int, platform.python_version_tuple()[:2]))
     checks = [Check("Python", supported, platform.python_version(), "install Python 3.11 or later", required=True)]
-    checks += [_package(n, "pip install fs-lowrank with constraints.txt", required=True) for n in _CORE]
-    checks += [_package(n, f"pip install 'fs-lowrank[{extra}]'") for n, extra in _EXTRAS.items()]
+    checks += _packages()
     if find_spec("torchvision"):
         remedy = "nothing here needs it, and a build that does not match torch breaks transformers and peft: "
         checks.append(Check("torchvision", False, "installed", remedy + "pip uninstall torchvision"))
@@ -100,12 +115,5 @@ def examine() -> list[Check]:
         for n in FETCHABLE
     ]
     free = shutil.disk_usage(next(p for p in (home(), *home().parents) if p.exists())).free
-    checks.append(
-        Check(
-            "disk",
-            free > 2e9,
-            f"{free / 1e9:.0f} GB free in {home()}",
-            "make room, or set FS_LOWRANK_HOME to another disk",
-        )
-    )
-    return checks
+    more = "make room, or set FS_LOWRANK_HOME to another disk"
+    return [*checks, Check("disk", free > 2e9, f"{free / 1e9:.0f} GB free in {home()}", more)]

@@ -16,7 +16,7 @@ import yaml
 import benchmark.cli
 import fs_lowrank
 import hpo.cli
-from fs_lowrank import cli, list_methods
+from fs_lowrank import cli, doctor, list_methods
 from fs_lowrank.__main__ import main
 from fs_lowrank.errors import ROWS_LOGGER, RunFailed, UserError, say_once
 from fs_lowrank.models.shortcuts.states import SharedStates, shared_folder
@@ -233,6 +233,7 @@ def test_no_width_cuts_the_table(command, capsys, monkeypatch, width, in_a_table
     "methods, message",
     [
         ("rolora,rollora", "did you mean 'rolora'"),
+        ("rolora,locl", "did you mean 'local'"),
         ("rolora,rolora", "distinct methods"),
         (",", "distinct methods"),
         ("fedlora,lora", "distinct methods"),
@@ -423,6 +424,16 @@ def test_doctor(command):
     text = squeeze(out)
     wanted = ("Python", "torch", "transformers", "peft", "engine local", "disk")
     assert code == 0 and all(part in text for part in wanted)
+
+
+def test_doctor_asks_for_what_the_package_requires(command, monkeypatch):
+    needs = ["filelock>=3.16", "torch>=99", "no-such-package", 'pytest>=8; extra == "dev"']
+    monkeypatch.setattr(doctor, "requires", lambda name: needs)
+    code, out, _ = command("doctor", "--quick")
+    lines = [line for line in out.splitlines() if any(re.split("[>;]", need)[0] in line for need in needs)]
+    assert code == 1 and len(lines) == 3
+    for line, words in zip(lines, (("ok",), ("missing", "pip install 'torch>=99'"), ("missing", "not installed"))):
+        assert all(word in line for word in words), line
 
 
 def test_fetch_lists_and_refuses(command):

@@ -812,6 +812,9 @@ def test_default_config_is_a_schema():
         ("optimizer", "'fedopt.optimizer' or 'train.optimizer'"),
         ("federate.rounds", ""),
         ("train.epochs", ""),
+        ("data.pre_transfrom", "'data.pre_transform'"),  # a key of FederatedScope, and ours is data.transform
+        ("expname_tags", "'expname_tag'"),
+        ("data.split", "'data.splits'"),  # not eval.split
     ],
 )
 def test_a_key_that_is_not_alike_is_not_named(key, meant):

@@ -97,7 +97,7 @@ def get_method_class(name: str) -> type[Method]:
     key = _ALIASES.get(key, key)
     methods = registered()
     if key not in methods:
-        hint = f"; {_ALTERNATIVES[key]}" if key in _ALTERNATIVES else nearest(key, methods)
+        hint = f"; {_ALTERNATIVES[key]}" if key in _ALTERNATIVES else nearest(key, [*methods, *_ALTERNATIVES])
         raise UserError(f"federate.method: no method {name!r}{hint}; there are: {', '.join(sorted(methods))}")
     return methods[key]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..errors import UserError, nearest
@@ -51,16 +51,22 @@ def read_section(cls: type | None, raw: Any, prefix: str, origin: Origin, framew
 
 
 def unknown_key(name: str, origin: Origin, extra: Sequence[str] = ()) -> NoReturn:
-    """Refuse the key ``name``; the message names our keys and sections with this last part, or a key of its section
-    with a similar last part. The section alone does not make two keys similar.
+    """Refuse the key ``name``; the message names a key of its section with nearly this last part, or our keys and
+    sections with this last part, or one of its section with a similar one. The section alone does not make two keys
+    similar.
     """
     valid, (section, _, last) = [*known_keys(), *extra], name.lower().rpartition(".")
-    ours = [key for key in valid if key not in framework.DEFAULTS]
-    ours += sorted(sections(ours))
-    alike = [key for key in ours if key.rpartition(".")[2] == last]
-    alike = [key for key in alike if key.startswith(f"{section}.")] or alike
+    ours = {key for key in valid if key not in framework.DEFAULTS}
+    ours |= sections(ours)
+
+    def siblings(keys: Iterable[str], cutoff: float) -> list[str]:
+        named = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
+        return [named[close] for close in difflib.get_close_matches(last, named, n=1, cutoff=cutoff)]
+
+    if not (alike := siblings([*valid, *ours], 0.85)):
+        alike = sorted(key for key in ours if key.rpartition(".")[2] == last)
+        alike = [key for key in alike if key.startswith(f"{section}.")] or alike
     if not 0 < len(alike) <= 3:
-        siblings = {key.rpartition(".")[2]: key for key in ours if key.rpartition(".")[0] == section}
-        alike = [siblings[close] for close in difflib.get_close_matches(last, siblings, n=1)]
+        alike = siblings(ours, 0.6)
     hint = f"; did you mean {' or '.join(map(repr, alike))}?" if alike else nearest(name, valid, 0.8)
     raise UserError(f"{origin.where(name)}unknown key {name!r}{hint}")
