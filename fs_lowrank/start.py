@@ -14,10 +14,11 @@ from typing import Any
 
 import pandas as pd
 import yaml
+from jinja2 import Environment, PackageLoader, Template
 from torch import nn
 
 from .config import Config, load_config
-from .data import CAUSAL_LM, IMAGE_CLASSIFICATION, RawData, load_raw
+from .data import CAUSAL_LM, RawData, load_raw
 from .data.sources import data_args
 from .data.stored import is_saved
 from .data.tables import conversation_column
@@ -68,16 +69,38 @@ def draft(setup: Setup) -> str:
         UserError: the file cannot be read; columns that do not exist or have no usual name; labels that are no classes;
             a model that is not here; a value that no configuration may have.
     """
-    pictures = setup.data.is_dir() and not is_saved(setup.data)
-    lines = _pictures(setup) if pictures else _texts(setup)
-    text = "\n".join(" ".join(line.splitlines()) for line in lines) + "\n"
+    facts = _pictures(setup) if setup.data.is_dir() and not is_saved(setup.data) else _texts(setup)
+    raw: RawData = facts.pop("raw")
+    rows, clients = len(raw.train), _clients(setup, raw)
+    share = rows * 0.8 / clients["clients"]
+    if share < 1:
+        number = f"clients={clients['clients']}"
+        raise UserError(f"{number}: {setup.data} has {rows} rows, of which {rows * 0.8:.0f} are for training")
+    content = "instructions and answers"
+    if raw.task != CAUSAL_LM:
+        content = f"{raw.num_labels} classes ({', '.join(raw.label_names[:8])})"
+    facts |= {"setup": setup, "stem": stem_of(setup.data), "rows": rows, "content": content, "share": share, **clients}
+    text = _template().render(facts)
     config = load_config(yaml.load(text, Loader))
     data_args(config.data, config.source)
     return text
 
 
-def _texts(setup: Setup) -> list[str]:
-    """The lines for labelled texts, or for instructions with answers."""
+def _template() -> Template:
+    """The file with gaps, of which none takes more than one line."""
+    look: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    look |= {"variable_start_string": "<<", "variable_end_string": ">>", "finalize": _in_one_line}
+    pages = Environment(loader=PackageLoader(__package__), **look)
+    pages.filters |= {"yaml": _yaml, "flow": _flow}
+    return pages.get_template("init.yaml")
+
+
+def _in_one_line(value: Any) -> str:
+    return " ".join(str(value).splitlines())
+
+
+def _texts(setup: Setup) -> dict[str, Any]:
+    """The gaps for labelled texts, or for instructions with answers."""
     columns, causal = _columns(setup, train_table(setup.data))
     kind = "huggingface_llm" if causal else "transformers"
     model = setup.model or ("smollm2" if causal else "minilm")
@@ -91,42 +114,33 @@ def _texts(setup: Setup) -> list[str]:
         )
     raw = load_raw(config.data, origin=config.source, task=config.model.task)
     build_tokenizer(config)  # a model without one is refused here
-    layers, comment = _layers(build_skeleton(config))
+    layers, why = _layers(build_skeleton(config))
     guessed = ", ".join(f"the {role} is {column}" for role, column in columns.items() if not setup.columns.get(role))
-    args = [f"  args: [{_flow(columns)}]"] if columns else ["  # guessed: conversations, by the name of their column"]
-    args += [f"  # guessed: {guessed}"] if guessed else []
-    llm = [
-        "llm:",
-        "  tok_len: auto                  # 99 % of the training rows fit, up to the limit of the model",
-        f"  adapter: {{args: [{{{'r: 8, alpha: 16' if causal else 'r: 4, alpha: 8'}, {layers}}}]}}",
-        f"  # {comment}",
-    ]
-    optimizer = f"AdamW, lr: {'1.0e-3' if causal else '5.0e-3'}"
-    return _file(setup, raw, args, model, llm, method="rolora", batch=4 if causal else 16, optimizer=optimizer)
+    gaps = {"kind": "instructions" if causal else "texts", "raw": raw, "model": model, "columns": columns}
+    return {**gaps, "guessed": guessed, "layers": layers, "why_layers": why}
 
 
-def _pictures(setup: Setup) -> list[str]:
-    """The lines for a folder of class folders: a network for images, from scratch."""
+def _pictures(setup: Setup) -> dict[str, Any]:
+    """The gaps for a folder of class folders: a network for images, from scratch."""
     for role, column in setup.columns.items():
         if column:
             raise UserError(f"{role}={column!r}: {setup.data} is a folder of pictures, which have no columns")
     model = setup.model or "resnet10"
     config = _probe(setup, model, {"federate.method": "fedavg"})
-    args: list[str] = []
+    size = 0
     try:
         raw = load_raw(config.data, origin=config.source)
         resized = raw.images is not None and max(raw.images.shape[2:]) > LARGEST
     except UserError:  # pictures of unequal sizes; any other reason comes again
         resized = True
     if resized:
-        raw = load_raw(config.replace({"data.args": [{"size": LARGEST}]}).data, origin=config.source)
-        args = [f"  args: [{{size: {LARGEST}}}]           # guessed: height and width of each"]
+        size = LARGEST
+        raw = load_raw(config.replace({"data.args": [{"size": size}]}).data, origin=config.source)
     if not config.is_vision:
         raise UserError(
             f"model={model!r} reads texts, and {setup.data} has pictures; name one of {', '.join(VISION_MODELS)}"
         )
-    llm = ["llm: {adapter: {args: [{r: 16, alpha: 16}]}}"]
-    return _file(setup, raw, args, model, llm, "fedlora", 32, "SGD, lr: 0.03, momentum: 0.9")
+    return {"kind": "pictures", "raw": raw, "model": model, "size": size}
 
 
 def _probe(setup: Setup, model: str, keys: Mapping[str, Any]) -> Config:
@@ -135,67 +149,16 @@ def _probe(setup: Setup, model: str, keys: Mapping[str, Any]) -> Config:
     return load_config({**minimal, "federate.method": "fedlora", **keys})
 
 
-def _file(
-    setup: Setup, raw: RawData, args: list[str], model: str, llm: list[str], method: str, batch: int, optimizer: str
-) -> list[str]:
-    """All lines; ``method`` is used if the user names none, ``batch`` if a client has so many rows."""
-    clients, splitter = _clients(setup, raw)
-    rows = len(raw.train)
-    share = rows * 0.8 / clients
-    if share < 1:
-        raise UserError(f"clients={clients}: {setup.data} has {rows} rows, of which {rows * 0.8:.0f} are for training")
-    # Pictures are learned from scratch; for 300 reviews, 4 rounds ended at the majority class and 8 at 0.83.
-    rounds = {IMAGE_CLASSIFICATION: 20, CAUSAL_LM: 4}.get(raw.task, 8)
-    classes = f"{raw.num_labels} classes ({', '.join(raw.label_names[:8])})"
-    return [
-        f"# {setup.data.name}: {rows} rows, {'instructions and answers' if raw.task == CAUSAL_LM else classes}. "
-        "Run it with: fs-lowrank run --cfg THIS_FILE",
-        "# `fs-lowrank keys NAME` explains a key; what is not here is at its default.",
-        "seed: 0",
-        f"outdir: {_yaml(f'runs/{stem_of(setup.data)}')}",
-        "federate:",
-        f"  method: {setup.method or method}                 # fs-lowrank methods lists them",
-        f"  client_num: {clients}                 # {'' if setup.clients else 'guessed: '}about {share:.0f} training "
-        "rows each",
-        "  sample_client_num: -1         # how many of them take part in a round; -1: all",
-        f"  total_round_num: {rounds}            # to go on with more: raise it, and resume the run",
-        "data:",
-        f"  type: {_yaml(str(setup.data))}",
-        *args,
-        *(f"  {line}" for line in splitter),
-        "  splits: [0.8, 0.1, 0.1]        # train, validation, test; of data without files or folders for these",
-        f"model: {{type: {_yaml(model)}}}" + ("" if setup.model else "   # guessed: the usual one for such data"),
-        *llm,
-        f"dataloader: {{batch_size: {max(1, min(batch, int(share)))}}}",
-        "train:",
-        "  local_update_steps: 10         # batches of a client in a round",
-        f"  optimizer: {{type: {optimizer}}}   # `fs-lowrank hpo tune` searches it",
-        "eval:",
-        "  freq: 2                        # rounds between evaluations",
-        "  split: [test, val]",
-    ]
-
-
-def _clients(setup: Setup, raw: RawData) -> tuple[int, list[str]]:
-    """The number of clients, and the lines of ``data.splitter``: by site if the data have one, else dealt out."""
+def _clients(setup: Setup, raw: RawData) -> dict[str, Any]:
+    """The number of ``clients``, and whether they are values of a column (``site``) or ``files``; else dealt out."""
     rows, distinct = len(raw.train), {name: int(raw.train[name].nunique()) for name in raw.fields}
     site = next((name for name, count in distinct.items() if _SITE.fullmatch(name) and 2 <= count <= rows // 2), "")
     if site:
-        splitter = ["splitter: field", f"splitter_args: [{_flow({'field': site})}]"]
-        return setup.clients or distinct[site], [f"# guessed: the column {site} says whose a row is", *splitter]
+        return {"site": site, "clients": setup.clients or distinct[site]}
     files = distinct.get("file", 0)
     if files > 1 and setup.clients in (0, files):
-        return files, ["# guessed: each file is a client; or iid: the rows of all are dealt out", "splitter: file"]
-    clients = setup.clients or max(2, min(10, rows // 40))
-    lines = [
-        "# simulated clients: the rows are dealt out. Or clients are files of their own: splitter: file;",
-        "# or the values of a column: splitter: field, splitter_args: [{field: COLUMN}]",
-    ]
-    if raw.label_names and rows * 0.8 / clients >= 40:
-        lines += ["# guessed, since a client has 40 rows: its own mixture of classes; or iid, shards, quantity"]
-        return clients, [*lines, "splitter: dirichlet", "splitter_args: [{alpha: 1.0, min_size: 8}]"]
-    reason = "a client has few rows" if raw.label_names else "answers have no classes"
-    return clients, [*lines, f"# guessed, since {reason}: equal, random parts; or quantity, shards", "splitter: iid"]
+        return {"files": True, "clients": files}
+    return {"clients": setup.clients or max(2, min(10, rows // 40))}
 
 
 def _columns(setup: Setup, table: pd.DataFrame) -> tuple[dict[str, str], bool]:
