@@ -66,7 +66,7 @@ def test_a_run_and_its_files(bench, method, task):
     checks.check_run(bench, method, task)
 
 
-@pytest.mark.parametrize("check", ["repetition", "seed", "resume", "arguments"])
+@pytest.mark.parametrize("check", ["seed", "resume", "arguments"])
 @pytest.mark.parametrize("method, task", FIRST)
 def test_every_method_with_every_model(bench, method, task, check):
     CHECKS[check](bench, method, task)

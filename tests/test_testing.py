@@ -92,7 +92,7 @@ _GENERATOR = torch.Generator()
         (Remembers, "resume", "after resuming, the state differs in .*; keep what lasts in the state"),
         (Overwrites, "arguments", "aggregate changed an update in place"),
         (Equal, "weights", "head|classifier"),
-        (Noisy, "repetition", "the same configuration and seed gave another result"),
+        (Noisy, "resume", "the same configuration and seed gave another result"),
         (Noisy, "arguments", "two results for one input"),
         (Frozen, "learns", "expected below 0.99"),
         (Frozen, "one client", "Tensor-likes are not close"),
@@ -136,7 +136,7 @@ def test_wrong_use_is_named():
     for method in (Unregistered, type("Child", (registry.registered()["rolora"],), {}), 3):
         with pytest.raises(UserError, match="register_method|is not a registered method|no method"):
             check_method(method)
-    with pytest.raises(UserError, match="no check 'bites'; there are: run, repetition, seed"):
+    with pytest.raises(UserError, match="no check 'bites'; there are: run, seed, learns"):
         check_method("rolora", only="bites")
     with pytest.raises(UserError, match="did you mean 'mix'"):
         check_method("rolora", {"mixx": 1})
