@@ -24,16 +24,18 @@ from .declared import declared, methods
 from .errors import UserError, say_once
 from .settings import (
     OPTIMIZERS_8BIT,
+    AdapterSpec,
     Origin,
     Settings,
     check_method_params,
     flatten,
     framework,
     keys_of,
+    one_mapping,
     read_yaml,
     show,
 )
-from .settings.adapter import OTHER_DEFAULTS, adapter_args, defaulted, resolved_name
+from .settings.adapter import OTHER_DEFAULTS, defaulted, resolved_name
 from .settings.build import read_section
 from .settings.clients import read_clients
 from .settings.conflicts import check_together
@@ -154,13 +156,13 @@ def _build(tree: Mapping[str, Any], origin: Origin) -> Config:
     task = config.model.task or infer_task(config.model.type)
     params = check_method_params(method, config.lowrank.params, origin)
     needs = method.requires(method.Params(**params))
-    use, args = config.llm.adapter.use, config.llm.adapter.args
+    use, args = config.llm.adapter.use, one_mapping("llm.adapter.args", config.llm.adapter.args, origin)
     adapts = needs.adapts(origin.adapter if use is None else use)
     if use is False and adapts:
         trains = f"federate.method = {method.name} trains adapters; remove the key, or choose fedavg"
         origin.fail("llm.adapter.use", f"= False, but {trains} to train all weights")
-    origin = dataclasses.replace(origin, defaulted=defaulted(args[0] if args else {}))
-    adapter = {"use": adapts if use is None else use, "args": [adapter_args(args, origin)]}
+    origin = dataclasses.replace(origin, defaulted=defaulted(args))
+    adapter = {"use": adapts if use is None else use, "args": [AdapterSpec.from_args(args, origin).to_args()]}
     clients = read_clients(config.lowrank.clients, config.federate.client_num, origin)
     config = dataclasses.replace(
         config,

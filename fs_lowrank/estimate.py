@@ -11,10 +11,9 @@ import math
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ from torch import Tensor, nn
 from .algebra import nbytes
 from .config import Config
 from .engines.pool import processes_of
-from .methods import State
 from .models.build import build_skeleton
 from .models.machine import device_of, wait
 from .models.quantised import beside, to_quantise
@@ -162,7 +160,8 @@ def _probe(config: Config, usage: Estimate, resource: str, copies: int) -> None:
     widest = max(config.variants(), key=lambda settings: settings.dataloader.batch_size)
     examples = largest_batch(workspace.data.train, widest)
     cohort = usage.cohort = Trainer(workspace).cohort
-    activations = step(workspace, examples)
+    with peak_activations(workspace) as activations:
+        _train(workspace, examples)
     trained = set_trainable(model, method.phases(1, 1)[0].train)
     numbers = sum(p.numel() for p in trained)
     state = _optimizer_state(trained, config)
@@ -173,7 +172,7 @@ def _probe(config: Config, usage: Estimate, resource: str, copies: int) -> None:
     basis = f"a step of {len(examples)} samples of up to {int(examples.lengths.max())} tokens"
     if cohort > 1:
         basis += f", for {cohort} clients at once"
-    needs.append(Need("activations", copies * cohort * activations, resource, basis))
+    needs.append(Need("activations", copies * cohort * activations[0], resource, basis))
     if workspace.prefix is not None:
         where = "disk" if config.train.cache_frozen_dir else "memory"
         needs.append(Need("states of frozen layers", workspace.prefix.planned, where, "arithmetic, if all are stored"))
@@ -205,34 +204,15 @@ def largest_batch(examples: Any, config: Settings) -> Any:
     return examples.select(np.argsort(-examples.lengths, kind="stable")[: min(count, len(examples))])
 
 
-def step(workspace: Workspace, examples: Any) -> float:
-    """Bytes that a training step holds for its backward pass."""
-    return _measure(workspace, lambda: peak_activations(workspace), examples)
-
-
-def _measure(
-    workspace: Workspace,
-    meter: Callable[[], AbstractContextManager[list[float]]],
-    examples: Any,
-    steps: int = 1,
-    **overrides: Any,
-) -> float:
-    """The reading of ``meter`` for a training of ``steps``, which begins and ends with the model as client 1 begins."""
+def _train(workspace: Workspace, examples: Any, steps: int = 1, **options: Any) -> None:
+    """A training of ``steps`` that begins, and leaves the model, as client 1 begins."""
+    config = workspace.config
     keys = {"train.batch_or_epoch": "batch", "grad.grad_accum_count": 1, "train.local_update_steps": steps}
     phases = [replace(phase, steps=None) for phase in workspace.method.phases(1, 1)[:1]]
-    initial: State = {n: t.clone() if isinstance(t, Tensor) else t for n, t in workspace.initial_state.items()}
-    workspace.load_client(initial, 1)
-    options: dict[str, Any] = {
-        "lr": workspace.config.train.optimizer.lr,
-        "seed": derive(workspace.config.seed, "probe"),
-        **overrides,
-    }
-    with meter() as readings:
-        train_client(
-            workspace.model, examples, phases, workspace.config.replace(keys), reads=workspace.reads, **options
-        )
-    workspace.load_client(initial, 1)
-    return readings[0]
+    workspace.load_client(workspace.initial_state, 1)
+    options |= {"lr": config.train.optimizer.lr, "seed": derive(config.seed, "probe"), "reads": workspace.reads}
+    train_client(workspace.model, examples, phases, config.replace(keys), **options)
+    workspace.load_client(workspace.initial_state, 1)
 
 
 @contextmanager
@@ -307,24 +287,21 @@ def _add_time(usage: Estimate, workspace: Workspace, sizes: np.ndarray) -> None:
             with _timed(workspace.device) as seconds:
                 batch_scores(workspace.model, sample, size, owner=f"{split} probed", reads=workspace.reads)
             usage.scoring[split] = seconds[0] * math.ceil(len(examples) / size)
-    client, meter = int(np.argsort(sizes)[len(sizes) // 2]), partial(_timed, workspace.device)
-    probe: dict[str, Any] = {
-        "examples": workspace.data.clients[client],
-        "owner": f"client {client + 1}",
-        "prefix": workspace.prefix,
-    }
-    _measure(workspace, meter, **probe)  # the first one also fills the caches of the later ones
+    client = int(np.argsort(sizes)[len(sizes) // 2])
+    probe: dict[str, Any] = {"owner": f"client {client + 1}", "prefix": workspace.prefix}
+    _train(workspace, workspace.data.clients[client], **probe)  # the first one also fills the caches of the later ones
     probe_steps = max(1, min(_MAX_STEPS, round(batches * steps / len(rounds))))
-    training = usage.steps * _measure(workspace, meter, steps=probe_steps, **probe) / probe_steps
+    with _timed(workspace.device) as seconds:
+        _train(workspace, workspace.data.clients[client], probe_steps, **probe)
+    training = usage.steps * seconds[0] / probe_steps
     evaluations = sum(evaluation_due(config, t) for t in rounds)
     usage.seconds = (training + evaluations * sum(usage.scoring[split] for split in workspace.held_out())) / processes
 
 
 def _advice(config: Config, usage: Estimate, resource: str) -> list[str]:
     """Keys to change: of each resource with too little room, for its largest need."""
-    halved = f"dataloader.batch_size {max(1, config.dataloader.batch_size // 2)}"
-    if config.dataloader.batch_tokens:
-        halved = f"dataloader.batch_tokens {config.dataloader.batch_tokens // 2}"
+    batch, tokens = max(1, config.dataloader.batch_size // 2), config.dataloader.batch_tokens // 2
+    halved = f"dataloader.batch_tokens {tokens}" if tokens else f"dataloader.batch_size {batch}"
     smaller_batch = f"{halved} grad.grad_accum_count {2 * config.grad.grad_accum_count}"
     for_base = ["lowrank.dtype nf4, or bfloat16", "model.device_map auto: more GPUs, or memory and disk"]
     for_step = ["train.checkpointing True", smaller_batch, "a smaller llm.tok_len", "train.cohort off"]

@@ -81,10 +81,10 @@ def test_what_does_not_fit_says_what_to_change(causal_settings, monkeypatch, cap
 
 
 def test_a_step_that_takes_more_than_a_gpu_has(causal_settings, monkeypatch):
-    def full(workspace, examples):
+    def full(workspace, *how, **options):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(estimate, "step", full)
+    monkeypatch.setattr(estimate, "_train", full)
     found = estimate.estimate(load_config(causal_settings))
     assert found.lacking == ["memory"] and found.seconds is None and "train.checkpointing True" in found.advice
 
@@ -101,8 +101,8 @@ def test_processes_that_share_a_gpu(processes, gpus, most):
 def test_memory_and_time_of_several_processes(causal_settings, monkeypatch):
     """The run's own process has a model, and trains nothing; on a CPU a base in the file's dtype is mapped."""
     config = load_config(causal_settings, {"federate.client_num": 4, "train.cache_frozen": "off"})
-    monkeypatch.setattr(estimate, "_measure", lambda *workspace, **how: 1.0)
-    monkeypatch.setattr(estimate, "_timed", lambda device: contextlib.nullcontext([0.0]))
+    monkeypatch.setattr(estimate, "_train", lambda *workspace, **how: None)
+    monkeypatch.setattr(estimate, "_timed", lambda device: contextlib.nullcontext([1.0]))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
     def figures(processes, **keys):

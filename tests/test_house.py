@@ -188,7 +188,7 @@ NOT_CODE = {
 #: room -> the most lines of code that it may have, and beside it where it is to go. A room that needs more says what
 #: another gives up; one that has got smaller keeps what it won
 BUDGETS = {
-    "settings, config, keys": 1605,  # 1,300
+    "settings, config, keys": 1604,  # 1,300
     "fs_lowrank.algebra": 427,  # 420
     "fs_lowrank.data": 2566,  # 2,200
     "fs_lowrank.models": 2896,  # 2,750
@@ -197,10 +197,10 @@ BUDGETS = {
     "fs_lowrank.rounds": 2226,  # 1,900
     "fs_lowrank.callbacks": 357,  # 400
     "fs_lowrank.engines": 2079,  # 1,900
-    "fs_lowrank.runs": 794,  # 750
+    "fs_lowrank.runs": 793,  # 750
     "fs_lowrank.draw": 646,  # 450
     "fs_lowrank.jobs": 664,  # 300
-    "front": 2722,  # 2,100
+    "front": 2647,  # 2,100
     "hpo": 1166,  # 950
     "benchmark": 3657,  # 2,550, and the leaderboard
     "studies": 2092,  # 2,100

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,19 +76,16 @@ def compare_seeds(
 
 
 def _table(scores: Mapping[str, Mapping[str, Sequence[float]]], count: int, language: bool) -> list[list[str]]:
+    import pandas as pd
+
     from ..runs.summary import for_people
 
-    values: dict[str, dict[str, list[float]]] = {}
+    cells: dict[str, dict[str, str]] = {}
     for name, measured in scores.items():
         complete = {metric: numbers for metric, numbers in measured.items() if len(numbers) == count}
         by_seed = [for_people({m: numbers[i] for m, numbers in complete.items()}, language) for i in range(count)]
-        values[name] = {metric: [row[metric] for row in by_seed] for metric in by_seed[0]}
-    metrics = sorted({m for row in values.values() for m in row if m != "best_round"})
-    lines = [["method", *(m.replace("_", "\n") for m in metrics)]]
-    for name, row in values.items():
-        cells = []
-        for metric in metrics:
-            numbers = row.get(metric)
-            cells.append(f"{statistics.mean(numbers):.3f} ± {statistics.stdev(numbers):.3f}" if numbers else "-")
-        lines.append([name, *cells])
-    return lines
+        table = pd.DataFrame(by_seed).drop(columns="best_round", errors="ignore")
+        cells[name] = {m: f"{table[m].mean():.3f} ± {table[m].std():.3f}" for m in table}
+    metrics = sorted({metric for row in cells.values() for metric in row})
+    head = ["method", *(metric.replace("_", "\n") for metric in metrics)]
+    return [head, *([name, *(row.get(metric, "-") for metric in metrics)] for name, row in cells.items())]

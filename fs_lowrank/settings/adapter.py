@@ -170,9 +170,3 @@ def resolved_name(key: str) -> str:
     """The key as in a loaded config, with PEFT's name instead of a short spelling."""
     section, _, name = key.rpartition(".")
     return f"{section}.{SHORT[name]}" if section == "llm.adapter.args.0" and name in SHORT else key
-
-
-def adapter_args(args: list[dict], origin: Origin) -> dict[str, Any]:
-    if len(args) > 1:
-        origin.wrong("llm.adapter.args", args, f"a list of one mapping, not {len(args)}")
-    return AdapterSpec.from_args(args[0] if args else {}, origin).to_args()
