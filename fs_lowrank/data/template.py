@@ -46,11 +46,11 @@ def check_template(args: Mapping[str, Any], origin: Origin) -> None:
         expected = f"{', '.join(TEMPLATES)}, or a text with columns in braces, such as '{{question}}\\n{{output}}'"
         origin.wrong(key, template, expected + nearest(template, TEMPLATES))
     try:
-        fields = [name for _, name in _parts(template) if name is not None]
+        fields = [name for _, name in _parsed(template)[0] if name is not None]
     except ValueError as error:
         origin.fail(key, f"= {template!r}: {error}")
     answers = [args["output"]] if args.get("output") else list(SYNONYMS["output"])
-    if fields[-1] not in (*answers, "output") or fields[-1] in fields[:-1]:
+    if not fields or fields[-1] not in (*answers, "output") or fields[-1] in fields[:-1]:
         present = {*answers, "output"} & set(fields)
         problem = "must have the answer once, and as its last field" if present else "has no field of the answer"
         origin.fail(key, f"= {template!r} {problem}: {' or '.join(f'{{{name}}}' for name in answers)}")
@@ -58,29 +58,31 @@ def check_template(args: Mapping[str, Any], origin: Origin) -> None:
 
 def ends(template: str) -> bool:
     """Whether a template of the user's has text after the answer."""
-    parts = _parts(template)
-    last = max(i for i, (_, name) in enumerate(parts) if name is not None)
-    return any(text.strip() for text, _ in parts[last + 1 :])
+    return bool(_parsed(template)[1].strip())
 
 
 def prompted(template: str) -> bool:
     """Whether a template of the user's has a text or a field before the answer; else the whole text is learned."""
-    (text, name), *following = _parts(template)
-    return bool(text) or any(name is not None for _, name in following)
+    parts, _ = _parsed(template)
+    return bool(parts[0][0]) or len(parts) > 1
 
 
-def _parts(template: str) -> list[tuple[str, str | None]]:
-    """Texts, and the column after each; None after an escaped brace, and where the template ends with text.
+def _parsed(template: str) -> tuple[list[tuple[str, str | None]], str]:
+    """Texts with the column after each, up to the answer's, which is the last column; and the text after the answer.
+
+    The column is None after an escaped brace. Without any column, the first are empty.
 
     Raises:
         ValueError: braces that do not match, or hold more than a name.
     """
-    parts = []
+    parts: list[tuple[str, str | None]] = []
+    answer = 0
     for text, name, spec, conversion in string.Formatter().parse(template):
         if name == "" or spec or conversion:
             raise ValueError("expected the name of a column between braces; {{ and }} are braces themselves")
         parts.append((text, name))
-    return parts
+        answer = answer if name is None else len(parts)
+    return parts[:answer], "".join(text for text, _ in parts[answer:])
 
 
 def prompts(
@@ -99,14 +101,11 @@ def prompts(
     columns = [str(column) for column in table]
     texts: list[str | pd.Series] = []
     used = set()
-    parts = _parts(args["template"])
-    last = max(i for i, (_, name) in enumerate(parts) if name is not None)
-    for index, (text, name) in enumerate(parts[: last + 1]):
+    parts, ending = _parsed(args["template"])
+    for index, (text, name) in enumerate(parts, start=1):
         texts.append(text)
-        if name is None:  # the text ends with a brace
+        if name is None or index == len(parts) and not answered:  # the text ends with a brace, or before the answer
             continue
-        if index == last and not answered:
-            break
         candidates = [args[name]] if name in SYNONYMS and args.get(name) else [name, *SYNONYMS.get(name, ())]
         column = next((c for c in candidates if c in table), None)
         if column is None:
@@ -120,6 +119,5 @@ def prompts(
     prompt = pd.Series("", index=table.index, dtype=object)
     for piece in texts:
         prompt = prompt + piece
-    ending = "".join(text for text, _ in parts[last + 1 :])
     output = answer.where(answer.str.strip() == "", answer + ending) if isinstance(answer, pd.Series) else answer
     return pd.DataFrame({"instruction": prompt, "input": "", "output": output}, index=table.index), used

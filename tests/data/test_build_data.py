@@ -285,6 +285,7 @@ def test_a_template_with_columns(tmp_path, config, chat_tokenizer):
             "own.json: data.args: template: no column 'questoin'; did you mean 'question'.; there are: ",
         ),
         ("{question}", "has no field of the answer: {answer}"),
+        ("{{answer}}", "has no field of the answer: {answer}"),
         ("{answer} {question}", "must have the answer once, and as its last field: {answer}"),
         ("{answer} {answer}", "must have the answer once"),
         ("{question {answer}", "data.args.0.template = "),
