@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import zlib
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +16,7 @@ from fs_lowrank.data.examples import Examples
 from fs_lowrank.data.federated import FederatedData
 from fs_lowrank.data.images import ImageExamples, Pipeline
 from fs_lowrank.data.labels import as_classes, edges
-from fs_lowrank.data.partition import Partition, Rows, matching_shares, partition
+from fs_lowrank.data.partition import Partition, Rows, apportion, matching_shares, partition
 from fs_lowrank.data.ragged import Ragged
 from fs_lowrank.data.sources import CAUSAL_LM, RawData, data_args, length_of, load_raw
 from fs_lowrank.data.tables import MULTI_LABEL, REGRESSION, count_skipped
@@ -202,33 +201,32 @@ class _Texts:
                 out.
         """
         for length, clients in _client_lengths(self.cfg).items():
-            examples = self._cut_to(length, clients, examples, train, parts)
+            indices = list(parts.indices)
+            rows = np.sort(np.concatenate([indices[client - 1] for client in clients]))
+            try:
+                shorter, retained = self._encoded(train.iloc[rows], length)
+            except UserError as error:
+                raise UserError(f"lowrank.clients: tok_len = {length}, of client {clients[0]}: {error}") from error
+            for client in clients:
+                client_rows = indices[client - 1]
+                indices[client - 1] = client_rows[retained[np.searchsorted(rows, client_rows)]]
+                if not len(indices[client - 1]):
+                    raise UserError(f"lowrank.clients: tok_len = {length} leaves client {client} no answer; raise it")
+            if not retained.all():
+                reason = f"of the clients with tok_len = {length} (lowrank.clients) have a prompt that fills it"
+                _check_dropped(self.cfg, int((~retained).sum()), len(retained), reason, "raise it")
+                parts.indices = Ragged.of(indices)
+                count_skipped(self.skipped, "prompt too long", int((~retained).sum()))
+            # Texts of these rows that were counted as cut when they were encoded at the usual length.
+            counted = self._encoded(train.iloc[rows], self.length)[0].truncated
+            truncated = examples.truncated - counted + shorter.truncated
+            order = np.arange(len(examples))
+            order[rows[retained]] = len(examples) + np.arange(len(shorter))
+            both = Examples.together((part, np.arange(len(part))) for part in (examples, shorter))
+            examples = both.select(order)
+            examples.truncated = truncated
         self.truncated["train"] = examples.truncated
         return examples
-
-    def _cut_to(
-        self, length: int, clients: Sequence[int], examples: Examples, train: pd.DataFrame, parts: Partition
-    ) -> Examples:
-        rows = np.sort(np.concatenate([parts.indices[client - 1] for client in clients]))
-        try:
-            shorter, retained = self._encoded(train.iloc[rows], length)
-        except UserError as error:
-            raise UserError(f"lowrank.clients: tok_len = {length}, of client {clients[0]}: {error}") from error
-        indices = list(parts.indices)
-        for client in clients:
-            client_rows = indices[client - 1]
-            indices[client - 1] = client_rows[retained[np.searchsorted(rows, client_rows)]]
-            if not len(indices[client - 1]):
-                raise UserError(f"lowrank.clients: tok_len = {length} leaves client {client} no answer; raise it")
-        if not retained.all():
-            reason = f"of the clients with tok_len = {length} (lowrank.clients) have a prompt that fills it"
-            _check_dropped(self.cfg, int((~retained).sum()), len(retained), reason, "raise it")
-            parts.indices = Ragged.of(indices)
-            count_skipped(self.skipped, "prompt too long", int((~retained).sum()))
-        replaced = examples.replaced(rows[retained], shorter)
-        # Texts of these rows that were counted as cut when they were encoded at the usual length.
-        replaced.truncated -= self._encoded(train.iloc[rows], self.length)[0].truncated
-        return replaced
 
 
 def _partitioned(
@@ -261,7 +259,7 @@ def _digest(examples: dict[str, Any], parts: Partition) -> str:
     digest = hashlib.sha256()
     for split in ("train", "validation", "test"):
         digest.update((examples[split].fingerprint() if split in examples else "none").encode())
-    sizes, indices = parts.sizes(), parts.indices.flat()
+    sizes, indices = parts.sizes(), parts.indices.values
     # For each client the number of its rows, then the rows.
     digest.update(np.insert(indices, np.cumsum(sizes) - sizes, sizes).astype("<i8").tobytes())
     return digest.hexdigest()
@@ -340,10 +338,7 @@ def _stratified(frame: pd.DataFrame, share: float, rng: np.random.Generator) -> 
     """A bool array that selects ``share`` of the rows of every class, up to rounding."""
     labels = as_classes(frame["label"].to_numpy()) if "label" in frame else np.zeros(len(frame), dtype=np.int64)
     kinds, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
-    quota = share * counts
-    sizes = np.floor(quota + 1e-9).astype(np.int64)
-    missing = int(round(share * len(frame))) - int(sizes.sum())
-    sizes[np.argsort(sizes - quota, kind="stable")[: max(missing, 0)]] += 1
+    sizes = apportion(share * counts, round(share * len(frame)))
     chosen = np.zeros(len(frame), dtype=bool)
     for kind in range(len(kinds)):
         members = rng.permutation(np.flatnonzero(inverse == kind))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -74,37 +73,20 @@ class Examples:
         return sum(rows.values.nbytes for rows in self.columns.values())
 
     def select(self, indices: Sequence[int] | np.ndarray) -> Examples:
-        """The examples at ``indices``, in that order; the token arrays are shared, not copied."""
+        """The examples at ``indices``, in that order, copied."""
         chosen = np.asarray(indices, dtype=np.int64)
-        return Examples(
-            {name: rows.select(chosen) for name, rows in self.columns.items()},
-            None if self.labels is None else self.labels[chosen],
-            self.pad_id,
-            self.pad_token_type_id,
-            sets=self.sets,
-            paired=self.paired,
-        )
+        columns = {name: rows.select(chosen) for name, rows in self.columns.items()}
+        labels = None if self.labels is None else self.labels[chosen]
+        return replace(self, columns=columns, labels=labels, truncated=0)
 
-    def replaced(self, rows: np.ndarray, new: Examples) -> Examples:
-        """A copy with ``new`` in the place of the examples at ``rows``; classes stay."""
-        order = np.arange(len(self))
-        order[rows] = len(self) + np.arange(len(rows))
-        joined = {name: Ragged.join([column, new.columns[name]]).select(order) for name, column in self.columns.items()}
-        return dataclasses.replace(self, columns=joined, truncated=self.truncated + new.truncated)
-
-    @classmethod
-    def together(cls, selections: Iterable[tuple[Examples, np.ndarray]]) -> Examples:
+    @staticmethod
+    def together(selections: Iterable[tuple[Examples, np.ndarray]]) -> Examples:
         """The examples at some indices of several sets with the same columns, set after set, copied."""
         chosen = [examples.select(indices) for examples, indices in selections]
         first = chosen[0]
-        return cls(
-            {name: Ragged.join(examples.columns[name] for examples in chosen) for name in first.columns},
-            None if first.labels is None else np.concatenate([examples.labels for examples in chosen]),
-            first.pad_id,
-            first.pad_token_type_id,
-            sets=first.sets,
-            paired=first.paired,
-        )
+        columns = {name: Ragged.join(examples.columns[name] for examples in chosen) for name in first.columns}
+        labels = None if first.labels is None else np.concatenate([examples.labels for examples in chosen])
+        return replace(first, columns=columns, labels=labels)
 
     def losses(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """How many losses each of the examples at ``indices`` has: one; or one for each labelled token but, where it is
@@ -137,7 +119,7 @@ class Examples:
             if self.paired and name == "labels":
                 positions = np.arange(max(rows.lengths[chosen].max(), 1))[None, :] < rows.lengths[chosen][:, None]
             padded = np.full(positions.shape, fill.get(name, 0), dtype=np.int64)
-            padded[positions] = rows.select(chosen).flat()
+            padded[positions] = rows.select(chosen).values
             tensors[name] = torch.from_numpy(padded)
         if self.labels is not None:
             labels = self.labels[chosen]
@@ -150,7 +132,7 @@ class Examples:
         for name in sorted(self.columns):
             digest.update(name.encode() + b"\0")
             for start in range(0, len(self), _CHUNK):
-                digest.update(self.columns[name][start : start + _CHUNK].flat().astype("<i8").tobytes())
+                digest.update(self.columns[name][start : start + _CHUNK].values.astype("<i8").tobytes())
         if self.paired:
             digest.update(b"paired\0" + self.columns["labels"].lengths.astype("<i8").tobytes())
         if self.labels is not None and self.labels.dtype.kind == "f":

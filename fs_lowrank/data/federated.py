@@ -11,7 +11,7 @@ import numpy as np
 
 from fs_lowrank.data.examples import Examples
 from fs_lowrank.data.images import ImageExamples
-from fs_lowrank.data.partition import Partition
+from fs_lowrank.data.partition import Partition, class_counts
 from fs_lowrank.data.ragged import Lazy, Ragged
 from fs_lowrank.data.tables import MULTI_LABEL, REGRESSION
 from fs_lowrank.errors import counted
@@ -78,10 +78,10 @@ class FederatedData:
             split: {
                 "from": "train" if split in self.cut else split,
                 "size": len(self.rows[split]),
-                **({"labels": self._counts(examples)} if classes and examples is not None else {}),
+                **({"labels": class_counts(np.asarray(examples.labels), self.label_names)} if classes else {}),
             }
             for split, examples in (("validation", self.validation), ("test", self.test))
-            if split in self.rows
+            if examples is not None
         }
         return {
             "source": self.source,
@@ -102,15 +102,11 @@ class FederatedData:
 
         In contrast to these rows, the indices of ``partition`` count only the retained training rows.
         """
-        order = self.partition.indices.flat()
+        order = self.partition.indices.values
         labels = {} if self.partition.labels is None else {"labels": self.partition.labels[order]}
         held_out = {split: rows for split, rows in self.rows.items() if split != "train"}
         numbers = {"clients": self.rows["train"][order], "sizes": self.partition.sizes()}
         return {**numbers, **labels, **held_out, "keys": np.unique(self.keys)}
-
-    def _counts(self, examples: Examples | ImageExamples) -> dict[str, int]:
-        counts = np.bincount(np.asarray(examples.labels), minlength=len(self.label_names))
-        return {name: int(count) for name, count in zip(self.label_names, counts, strict=True)}
 
     def counts(self) -> dict[str, Any]:
         """Rows read, left out, cut and repeated, and the maximum length, for ``data.json`` and ``summary.json``."""

@@ -73,6 +73,12 @@ class Partition:
         return self.label_names or [str(value) for value in range(int(self.labels.max(initial=-1)) + 1)]
 
 
+def class_counts(labels: np.ndarray, names: Sequence[str]) -> dict[str, int]:
+    """How many of ``labels`` are each class, by its name."""
+    counts = np.bincount(labels, minlength=len(names))
+    return {name: int(count) for name, count in zip(names, counts, strict=True)}
+
+
 def client_record(index: int, size: int, labels: np.ndarray | None, names: Sequence[str] | None) -> dict[str, Any]:
     """One client: ``client`` (from 1), ``size`` and, for classes, ``labels`` (counts by name).
 
@@ -81,8 +87,7 @@ def client_record(index: int, size: int, labels: np.ndarray | None, names: Seque
     """
     record: dict[str, Any] = {"client": index + 1, "size": size}
     if labels is not None and names is not None:
-        counts = np.bincount(labels, minlength=len(names))
-        record["labels"] = {name: int(count) for name, count in zip(names, counts, strict=True)}
+        record["labels"] = class_counts(labels, names)
     return record
 
 
@@ -123,13 +128,18 @@ def partition(
         origin.fail("data.splitter", f"= {name!r}: there is no such splitter{hint}")
     function = PARTITIONERS[name]
     args = check_keys(args or {}, keys_of(function, 3), origin, "data.splitter_args.0")
+    floor = args.get("min_size") or 1
     if num_clients > rows.size:
         raise UserError(
             f"{num_clients} clients cannot share {rows.size} training rows: every client needs at least one; "
             "lower federate.client_num or use more data"
         )
+    if (needed := floor * num_clients) > rows.size:
+        raise UserError(
+            f"min_size {floor} for each of {num_clients} clients needs {needed} rows; there are {rows.size}"
+        )
     parts = Ragged.of(function(rows, int(num_clients), rng, **args))
-    everything = parts.flat()
+    everything = parts.values
     # A partitioner may be a third party's, and no metric would show a lost or repeated row.
     if len(parts) != num_clients or not np.array_equal(np.sort(everything), np.arange(rows.size)):
         raise RuntimeError(f"splitter {name!r} did not give every row to exactly one of {num_clients} clients")
@@ -158,7 +168,7 @@ def matching_shares(parts: Partition, train: Rows, held_out: Rows, rng: np.rando
     """
     train_classes, held_out_classes = _matching_classes(parts, train, held_out)
     row_owners = np.empty(train.size, np.int64)
-    row_owners[parts.indices.flat()] = parts.indices.owners()
+    row_owners[parts.indices.values] = parts.indices.owners()
     kinds, inverse = np.unique(train_classes, return_inverse=True)
     by_class = dict(zip(kinds.tolist(), Ragged.by_owner(inverse, len(kinds))))
     owners = np.empty(held_out.size, np.int64)
@@ -166,14 +176,18 @@ def matching_shares(parts: Partition, train: Rows, held_out: Rows, rng: np.rando
         members = rng.permutation(np.flatnonzero(held_out_classes == kind))
         # A class that is not in the training rows is divided by the size of the clients.
         counts = np.bincount(row_owners[by_class[kind]], minlength=len(parts)) if kind in by_class else parts.sizes()
-        weights = counts.astype(float)
-        quota = weights / weights.sum() * len(members)
-        sizes = np.floor(quota + 1e-9).astype(np.int64)
         # Ties are broken at random; otherwise the first clients would win them for every class.
-        order = rng.permutation(len(quota))
-        sizes[order[np.argsort((sizes - quota)[order], kind="stable")][: len(members) - sizes.sum()]] += 1
+        sizes = apportion(counts / counts.sum() * len(members), len(members), rng.permutation(len(parts)))
         owners[members] = np.repeat(np.arange(len(parts)), sizes)
     return Ragged.by_owner(owners, len(parts))
+
+
+def apportion(quota: np.ndarray, total: int, order: np.ndarray | None = None) -> np.ndarray:
+    """Round ``quota`` to whole numbers with sum ``total`` by largest remainder, of equal ones by ``order``."""
+    sizes = np.floor(quota + 1e-9).astype(np.int64)
+    order = np.arange(len(quota)) if order is None else order
+    sizes[order[np.argsort((sizes - quota)[order], kind="stable")][: total - sizes.sum()]] += 1
+    return sizes
 
 
 def _matching_classes(parts: Partition, train: Rows, held_out: Rows) -> tuple[np.ndarray, np.ndarray]:
@@ -211,16 +225,15 @@ def lda(
     ``field`` is a column to use instead of the class; without classes the default is ``category``. Every client gets at
     least ``min_size`` rows: the draw is repeated, and finally rows are moved from the largest clients.
     """
-    floor = _floor(min_size, num_clients, rows.size)
     groups = _groups(rows, field)
     best_size, best = -1, Ragged.of([])
     for _ in range(DRAWS):
         shuffled, sizes = _deal(groups, (_dirichlet(rng, alpha, num_clients) for _ in groups), rng)
         if (size := sizes.sum(0).min()) > best_size:
             best_size, best = size, _dealt(shuffled, sizes)
-        if best_size >= floor:
+        if best_size >= min_size:
             return best
-    return _lift(best, floor, rng)
+    return _lift(best, min_size, rng)
 
 
 @register_partitioner("mixture")
@@ -239,7 +252,6 @@ def mixture(
     in the rows of the clients but not in their mixtures. The code of Jhunjhunwala et al. (2024) uses 3. ``field`` is as
     for ``lda``; a client with fewer than ``min_size`` rows gets rows from the largest clients.
     """
-    floor = _floor(min_size, num_clients, rows.size)
     groups = _groups(rows, field)
     draw = rng if mixture_seed is None else np.random.RandomState(mixture_seed)
     mixtures = np.empty((num_clients, len(groups)))
@@ -249,7 +261,7 @@ def mixture(
     shares = (
         column / column.sum() if column.sum() > 0 else np.full(num_clients, 1 / num_clients) for column in mixtures.T
     )
-    return _lift(_dealt(*_deal(groups, shares, rng)), floor, rng)
+    return _lift(_dealt(*_deal(groups, shares, rng)), min_size, rng)
 
 
 @register_partitioner("shards")
@@ -268,7 +280,7 @@ def shards(
         )
     ordered = np.concatenate([rng.permutation(group) for group in _groups(rows, field).values()])
     dealt = Ragged(ordered, _even(rows.size, count)).select(rng.permutation(count))
-    return Ragged(dealt.flat(), dealt.lengths.reshape(num_clients, shards_per_client).sum(1))
+    return Ragged(dealt.values, dealt.lengths.reshape(num_clients, shards_per_client).sum(1))
 
 
 @register_partitioner("field", "meta")
@@ -287,7 +299,6 @@ def by_field(
     drawn from Dirichlet(size_alpha); without it they are equal. The default of ``field`` is the only column, or else
     ``category``.
     """
-    floor = _floor(min_size, num_clients, rows.size)
     if field is None:
         names = list(rows.fields)
         field = names[0] if len(names) == 1 else "category"
@@ -299,24 +310,24 @@ def by_field(
         )
         lists = list(groups.values())
         shared = Ragged.of(rng.permutation(np.concatenate(lists[client::num_clients])) for client in range(num_clients))
-        return _lift(shared, floor, rng)
+        return _lift(shared, min_size, rng)
     counts = np.array(list(map(len, groups.values())))
-    room, allotted = counts // floor, np.ones(len(counts), np.int64)
+    room, allotted = counts // min_size, np.ones(len(counts), np.int64)
     for value, count in zip(groups, counts):
-        if count < floor:
-            raise UserError(f"column {field!r}: value {value!r} has {count} rows, fewer than min_size {floor}")
+        if count < min_size:
+            raise UserError(f"column {field!r}: value {value!r} has {count} rows, fewer than min_size {min_size}")
     # The Sainte-Laguë method of apportionment: the next client goes to the first value with the largest quotient.
     for _ in range(num_clients - len(groups)):
         quotients = np.where(allotted < room, counts / (2 * allotted + 1), 0.0)
         if not quotients.any():
             raise UserError(
-                f"column {field!r}: no more than {room.sum()} clients of one value and at least {floor} rows "
+                f"column {field!r}: no more than {room.sum()} clients of one value and at least {min_size} rows "
                 f"are possible, {num_clients} are asked for"
             )
         allotted[quotients.argmax()] += 1
     parts = []
     for group, clients in zip(groups.values(), allotted.tolist()):
-        sizes = _sizes(len(group), clients, size_alpha, floor, rng)
+        sizes = _sizes(len(group), clients, size_alpha, min_size, rng)
         parts.append(Ragged(rng.permutation(group), sizes))
     return Ragged.join(parts)
 
@@ -348,17 +359,8 @@ def quantity(
     rows: Rows, num_clients: int, rng: np.random.Generator, alpha: Alpha = 0.5, min_size: MinSize = 1
 ) -> Ragged:
     """Random rows; sizes are drawn from Dirichlet(alpha), at least ``min_size``."""
-    sizes = _sizes(rows.size, num_clients, alpha, _floor(min_size, num_clients, rows.size), rng)
+    sizes = _sizes(rows.size, num_clients, alpha, min_size, rng)
     return Ragged(rng.permutation(rows.size), sizes)
-
-
-def _floor(min_size: int, num_clients: int, size: int) -> int:
-    if min_size * num_clients > size:
-        raise UserError(
-            f"min_size {min_size} for each of {num_clients} clients needs {min_size * num_clients} rows; "
-            f"there are {size}"
-        )
-    return min_size
 
 
 def _groups(rows: Rows, field: str | None) -> dict[Any, np.ndarray]:
@@ -390,9 +392,7 @@ def _dirichlet(rng: np.random.Generator | np.random.RandomState, alpha: float, c
 def _sizes(total: int, count: int, alpha: float | None, floor: int, rng: np.random.Generator) -> np.ndarray:
     """``count`` sizes of at least ``floor`` whose sum is ``total``."""
     shares = np.full(count, 1.0 / count) if alpha is None else _dirichlet(rng, alpha, count)
-    sizes = np.floor(shares * total).astype(np.int64)
-    remainder = np.argsort(sizes - shares * total, kind="stable")[: total - sizes.sum()]
-    sizes[remainder] += 1
+    sizes = apportion(shares * total, total)
     for giver, receiver in _moves(sizes, floor):
         sizes[giver] -= 1
         sizes[receiver] += 1
@@ -429,7 +429,7 @@ def _dealt(rows: np.ndarray, sizes: np.ndarray) -> Ragged:
 
 def _lift(parts: Ragged, floor: int, rng: np.random.Generator) -> Ragged:
     """Move random rows from the largest clients until each client has at least ``floor`` rows."""
-    rows = parts.flat().copy()
+    rows = parts.values.copy()
     for part in Ragged(rows, parts.lengths):
         part[:] = rng.permutation(part)
     owners, sizes, starts = parts.owners(), parts.lengths.copy(), np.cumsum(parts.lengths) - parts.lengths

@@ -25,16 +25,15 @@ class Lazy(Sequence[T], Generic[T]):
 
 
 class Ragged(Sequence[np.ndarray]):
-    """Arrays of unequal length in one: row ``i`` is ``values[starts[i] : starts[i] + lengths[i]]``, not copied.
+    """Arrays of unequal length, one after the other in ``values``.
 
     Args:
         values: one-dimensional. lengths: int64 ``(rows,)``.
-        starts: int64 ``(rows,)``; None: the rows lie one after the other.
     """
 
-    def __init__(self, values: np.ndarray, lengths: np.ndarray, starts: np.ndarray | None = None):
+    def __init__(self, values: np.ndarray, lengths: np.ndarray):
         self.values, self.lengths = values, np.asarray(lengths, dtype=np.int64)
-        self.starts = np.cumsum(self.lengths) - self.lengths if starts is None else starts
+        self.starts = np.cumsum(self.lengths) - self.lengths
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[int] | np.ndarray]) -> Ragged:
@@ -48,7 +47,7 @@ class Ragged(Sequence[np.ndarray]):
     def join(cls, parts: Iterable[Ragged]) -> Ragged:
         """The rows of all ``parts``, copied."""
         parts = list(parts)
-        values = [part.flat() for part in parts] or [np.empty(0, np.int64)]
+        values = [part.values for part in parts] or [np.empty(0, np.int64)]
         lengths = [part.lengths for part in parts] or [np.empty(0, np.int64)]
         return cls(np.concatenate(values), np.concatenate(lengths))
 
@@ -61,7 +60,7 @@ class Ragged(Sequence[np.ndarray]):
         return len(self.lengths)
 
     def __getitem__(self, index):
-        """Row ``index``, a view; or for a slice, a ``Ragged`` of its rows."""
+        """Row ``index``, a view; or for a slice, a ``Ragged`` of its rows, copied."""
         if isinstance(index, slice):
             return self.select(index)
         start = self.starts[index]
@@ -72,30 +71,23 @@ class Ragged(Sequence[np.ndarray]):
             yield self.values[start : start + length]
 
     def select(self, chosen: np.ndarray | slice) -> Ragged:
-        """Some rows, in that order; their values are shared."""
-        return Ragged(self.values, self.lengths[chosen], self.starts[chosen])
-
-    def flat(self) -> np.ndarray:
-        """All rows one after the other; a view if they lie so."""
-        ends = self.starts + self.lengths
-        if np.array_equal(self.starts[1:], ends[:-1]):
-            return self.values[self.starts[0] : ends[-1]] if len(self) else self.values[:0]
-        offsets = np.cumsum(self.lengths) - self.lengths
-        return self.values[np.repeat(self.starts - offsets, self.lengths) + np.arange(self.lengths.sum())]
+        """Some rows, in that order, copied."""
+        lengths = self.lengths[chosen]
+        moved = self.starts[chosen] - (np.cumsum(lengths) - lengths)
+        return Ragged(self.values[np.repeat(moved, lengths) + np.arange(lengths.sum())], lengths)
 
     def owners(self) -> np.ndarray:
-        """For every value of ``flat``, the number of its row."""
+        """For every one of ``values``, the number of its row."""
         return np.repeat(np.arange(len(self)), self.lengths)
 
     def sums(self, summands: np.ndarray) -> np.ndarray:
         """For each row, the sum of ``summands[value]`` over its values, int64."""
-        totals = np.concatenate([[0], np.cumsum(summands[self.flat()], dtype=np.int64)])
-        ends = np.cumsum(self.lengths)
-        return totals[ends] - totals[ends - self.lengths]
+        totals = np.concatenate([[0], np.cumsum(summands[self.values], dtype=np.int64)])
+        return totals[self.starts + self.lengths] - totals[self.starts]
 
     def narrowed(self) -> Ragged:
         """The same rows in 32 bits, if their values fit; else as they are."""
         bounds = np.iinfo(np.int32)
         if self.values.size and not bounds.min <= self.values.min() <= self.values.max() <= bounds.max:
             return self
-        return Ragged(self.values.astype(np.int32, copy=False), self.lengths, self.starts)
+        return Ragged(self.values.astype(np.int32, copy=False), self.lengths)

@@ -160,8 +160,8 @@ def tokenize_instructions(
     chat = not paired and (talks or chats)
     start = [] if chat or paired else _start(tokenizer)  # a chat template contains the first token
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    usual = _joined_input if paired and template == "auto" else _alpaca
-    form: Form = _custom if custom else partial(_chats, tokenizer) if chat else usual
+    usual = _joined_input if custom or paired and template == "auto" else _alpaca
+    form: Form = partial(_chats, tokenizer) if chat else usual
     if not end and len(frame):
         first = frame.iloc[:BATCH]
         contents = [turns[-1]["content"].rstrip() for turns in _turns(first)] if chat else []
@@ -245,12 +245,8 @@ def _check_end(template: str, closed: bool = False) -> None:
         )
 
 
-def _custom(frame: pd.DataFrame) -> Iterator[tuple[str, str]]:
-    """Prompts and answers by a template of the user's (``data.template``)."""
-    return zip(frame["instruction"], frame["output"], strict=True)
-
-
 def _joined_input(frame: pd.DataFrame) -> Iterator[tuple[str, str]]:
+    """The instruction and its input, which a template of the user's leaves empty."""
     for instruction, context, output in zip(frame["instruction"], frame["input"], frame["output"], strict=True):
         yield (f"{instruction}\n{context}" if context.strip() else instruction), output
 

@@ -13,16 +13,14 @@ def lists(ragged):
     return [row.tolist() for row in ragged]
 
 
-def test_rows_are_views_of_one_array():
+def test_rows_lie_in_one_array():
     ragged = Ragged.of(ROWS)
     assert lists(ragged) == ROWS and len(ragged) == 5 and ragged[-1].tolist() == [5, 6]
-    assert lists(ragged[1:3]) == ROWS[1:3] and ragged[1:3].flat().tolist() == [7, 7, 7]
+    assert lists(ragged[1:3]) == ROWS[1:3] and ragged[1:3].values.tolist() == [7, 7, 7]
     some = ragged.select(np.array([4, 0, 0, 1]))
-    assert lists(some) == [[5, 6], [3, 1], [3, 1], []] and some.flat().tolist() == [5, 6, 3, 1, 3, 1]
-    ragged[0][0] = 9
-    assert some[1].tolist() == [9, 1], "values are shared"
+    assert lists(some) == [[5, 6], [3, 1], [3, 1], []] and some.values.tolist() == [5, 6, 3, 1, 3, 1]
     assert lists(Ragged.join([ragged, some])) == lists(ragged) + lists(some)
-    assert lists(Ragged.of([])) == [] == Ragged.of([]).flat().tolist() == lists(Ragged.join([]))
+    assert lists(Ragged.of([])) == [] == Ragged.of([]).values.tolist() == lists(Ragged.join([]))
     with pytest.raises(IndexError):
         ragged[5]
 
