@@ -70,10 +70,7 @@ def _random_vertical_flip(x: Tensor, rng: Rng, p: Chance = 0.5) -> Tensor:
 
 
 def _pad(x: Tensor, rng: Rng, padding: Padding, padding_mode: PaddingMode = "constant") -> Tensor:
-    if not padding:
-        return x
-    if padding_mode == "constant" or x.is_floating_point():
-        return torch.nn.functional.pad(x, [padding] * 4, mode=padding_mode)
+    # torch mirrors no bytes
     return torch.nn.functional.pad(x.float(), [padding] * 4, mode=padding_mode).to(x.dtype)
 
 

