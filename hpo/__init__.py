@@ -8,7 +8,7 @@ from typing import Any
 
 _LAZY = {
     "TRIALS": "start",
-    "Search": "start",
+    "Search": "settings",
     "Space": "space",
     "accepts": "space",
     "at_an_end": "space",

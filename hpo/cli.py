@@ -220,8 +220,8 @@ def _print_status(args: argparse.Namespace, summaries: Sequence[Mapping[str, Any
     for study in summaries:
         cost = f"{study['points']} points; {budget_text(study['budget'])}"
         _say(f"{study['study']}: {study['sampler']}, pruner {study['pruner']}, {cost}")
-        for number, (failure, report), point in study["failures"]:
-            _say(f"  #{number} {failure} at {point}{report}")
+        for number, failure, point in study["failures"]:
+            _say(f"  #{number} at {point}: {failure}")
 
 
 def _best(args: argparse.Namespace) -> None:

@@ -6,7 +6,6 @@ named after its configuration, so it continues from the checkpoint there.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -122,15 +121,10 @@ def reason_of(trial: FrozenTrial) -> tuple[str, str]:
     return trial.user_attrs.get("kind") or "lost", trial.user_attrs.get("reason", "its worker died")
 
 
-def failure_text(trial: FrozenTrial) -> tuple[str, str]:
-    """How a trial has failed, and after an unexpected error the file to report; empty after other errors."""
+def failure_text(trial: FrozenTrial) -> str:
+    """How a trial has failed, and after an unexpected error the file to report."""
     report = trial.user_attrs.get("traceback")
-    failed = "failed ({}): {}".format(*reason_of(trial))
-    return failed, f"; please report it with {report}" if report else ""
-
-
-def _point(trial: FrozenTrial) -> str:
-    return json.dumps(trial.params or trial.system_attrs.get("fixed_params", {}), sort_keys=True)
+    return "failed ({}): {}".format(*reason_of(trial)) + (f"; please report it with {report}" if report else "")
 
 
 def point_count(trials: Sequence[FrozenTrial]) -> int:
@@ -139,10 +133,9 @@ def point_count(trials: Sequence[FrozenTrial]) -> int:
 
 
 def failures(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-    """The last trial of each point that has failed, or was lost for the last time, and waits for no other trial."""
-    ended = {_point(t) for t in trials if t.state != TrialState.FAIL}
-    failed = {_point(t): t for t in trials if kind(t) in ("failed", "lost")}
-    return [trial for point, trial in failed.items() if point not in ended]
+    """The trials that have failed, or were lost, and that no other trial repeats."""
+    repeated = {number for t in trials for number in t.system_attrs.get("retry_history", ())}
+    return [t for t in trials if kind(t) in ("failed", "lost") and t.number not in repeated]
 
 
 def budget(trials: Sequence[FrozenTrial]) -> dict[str, float]:

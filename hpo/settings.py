@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import optuna
@@ -14,25 +15,67 @@ import optuna
 from fs_lowrank import Config, UserError, load_config
 from fs_lowrank.versions import check_schema
 
+from .objectives import FILE
 from .space import Space, space_from
 
 #: the attribute of a study that holds its settings
 META = "fs_lowrank_hpo"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """The options that decide the values of trials.
+
+    Attributes:
+        sampler, pruner: empty for those that fit the space.
+        seeds: number of runs averaged in a trial, at the config's seed and the following ones.
+    """
+
+    objectives: tuple[str, ...] = ("val_acc",)
+    sampler: str = ""
+    sampler_seed: int = 0
+    pruner: str = ""
+    seeds: int = 1
+    engine: str = "local"
+
+
 @dataclass(frozen=True)
-class Settings:
-    """The settings of a study; it cannot be continued with others."""
+class Search(Choices):
+    """The options of a search.
+
+    Attributes:
+        name: of the study, or the first part of the names of several.
+        trials: number of points of a study, including pruned and failed ones, of a grid the first ones; 0: the whole
+            grid, or ``start.TRIALS``.
+        limit: client-steps after which no trial of a study starts.
+        timeout: seconds for this call.
+        workers: number of processes; 0 runs the trials in this one.
+        gpus: each worker gets one of them.
+        confirm: number of fresh seeds for the winner; 0 leaves it unconfirmed.
+    """
+
+    name: str
+    trials: int = 0
+    limit: float | None = None
+    timeout: float | None = None
+    workers: int = 1
+    gpus: tuple[str, ...] = ()
+    confirm: int = 3
+    storage: str | Path = ""
+    folder: str | Path = "runs/hpo"
+    retry_failed: bool = False
+
+    @property
+    def where(self) -> str:
+        return str(self.storage or Path(self.folder) / FILE)
+
+
+@dataclass(frozen=True)
+class Settings(Choices):
+    """The settings of a study, with its sampler and its pruner; it cannot be continued with others."""
 
     config: dict
     space: dict
-    objectives: tuple[str, ...] = ("val_acc",)
-    sampler: str = "tpe"
-    sampler_seed: int = 0
-    pruner: str = "none"
-    #: number of runs of a trial, at the config's seed and the following ones
-    seeds: int = 1
-    engine: str = "local"
 
     @property
     def base(self) -> Config:
@@ -67,24 +110,28 @@ def check_fit(settings: Settings, space: Space) -> None:
     Raises:
         UserError: names the setting and what fits.
     """
-    several, searched, pruner = len(settings.objectives) > 1, {p.key for p in space.parameters}, settings.pruner
-    ranges = [p for p in space.parameters if not p.values and not any(k in searched for k in p.when)]
-    if settings.sampler == "cmaes" and (several or len(ranges) < max(2, len(space.parameters))):
+    ranges = [p for p in space.parameters if not p.values and settings.space.keys().isdisjoint(p.when)]
+    if settings.sampler == "cmaes" and (len(settings.objectives) > 1 or len(ranges) < max(2, len(space.parameters))):
         raise UserError("the sampler cmaes needs one objective and two or more ranges that always apply; use tpe or gp")
-    if pruner == "none":
-        return
-    if several or settings.base.eval.freq < 1:
-        raise UserError(
-            f"pruner {pruner}: it needs one objective, and evaluations between the rounds; leave it out, or set "
-            "eval.freq 1"
+    if settings.pruner != "none" and (reason := unprunable(settings)):
+        raise UserError(reason)
+
+
+def unprunable(settings: Settings) -> str:
+    """Why no trial of the study can be pruned, and what to do; empty if trials can be."""
+    if len(settings.objectives) > 1 or settings.base.eval.freq < 1:
+        return (
+            f"pruner {settings.pruner}: it needs one objective, and evaluations between the rounds; leave it out, or "
+            "set eval.freq 1"
         )
-    if "federate.method" in searched:
-        raise UserError(
+    if "federate.method" in settings.space:
+        return (
             "federate.method is searched, and a method is not pruned by the curves of another; give each method a "
             "study (studies: {federate.method: [...]}), or leave the pruner out"
         )
-    if "federate.total_round_num" in searched:
-        raise UserError("federate.total_round_num is searched, so rounds cannot decide what to prune; leave pruner out")
+    if "federate.total_round_num" in settings.space:
+        return "federate.total_round_num is searched, so rounds cannot decide what to prune; leave pruner out"
+    return ""
 
 
 def make_sampler(settings: Settings, wanted: int, seed: int) -> optuna.samplers.BaseSampler:

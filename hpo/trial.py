@@ -10,8 +10,8 @@ import socket
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from fs_lowrank.rounds.workspace import method_of
 from fs_lowrank.runs.chance import Chance
 from fs_lowrank.runs.checkpoint import saved_rounds
 from fs_lowrank.runs.records import flat_metrics, read_records
-from fs_lowrank.runs.split import read_split
+from fs_lowrank.runs.split import read_data_json, read_split
 from fs_lowrank.training import steps_taken
 
 from .objectives import WATCHED, metric_of, one_test_set
@@ -38,7 +38,11 @@ _BYTES = ("uplink_bytes", "downlink_bytes")
 
 
 def explained(error: BaseException) -> tuple[str, str]:
-    """The kind of an error of a run (``nan``, ``memory`` or ``error``), and the reason."""
+    """The kind of an error of a run (``interrupted``, ``disk``, ``nan``, ``memory`` or ``error``), and the reason."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", "the search was stopped"
+    if disk := disk_error(error):
+        return "disk", str(disk)
     text = str(error) if isinstance(error, UserError) else in_one_line(error)
     if isinstance(error, MemoryError) or re.search("out ?of ?memory|can't allocate", text, re.IGNORECASE):
         return "memory", text
@@ -72,6 +76,14 @@ def history_of(folder: Path) -> list[dict[str, Any]]:
     """The records of a run up to its last checkpoint, from which it continues."""
     saved = saved_rounds(folder / "checkpoint")
     return read_records(folder / "rounds.jsonl", up_to=max(saved)) if saved else []
+
+
+def client_steps(config: Config, history: Sequence[Mapping[str, Any]]) -> int:
+    """The total number of local steps, in all phases, of the clients whose updates counted in these rounds."""
+    method, turns = method_of(config), [(r["round"], c, config.of_client(c)) for r in history for c in r["clients"]]
+    epochs = any(settings.train.batch_or_epoch == "epoch" for *_, settings in turns)
+    sizes = read_split(config.outdir)["sizes"].tolist() if epochs else None
+    return sum(steps_taken(sizes[c - 1] if sizes else 0, method.phases(t, c), settings) for t, c, settings in turns)
 
 
 @dataclass
@@ -120,7 +132,11 @@ class Job:
                 if pruned:
                     break
         except (Exception, KeyboardInterrupt) as error:
-            self._failed(error)
+            kind, reason = explained(error)
+            if kind == "error" and not isinstance(error, UserError):
+                trial.set_user_attr("traceback", str(write_traceback(error, self.folder)))
+            trial.set_user_attr("kind", kind)
+            trial.set_user_attr("reason", reason)
             return TrialState.FAIL, None
         finally:
             self._spend()
@@ -133,19 +149,6 @@ class Job:
             means[n] for n in (self.settings.objectives if self.seed is None else (self.metric,))
         ]
 
-    def _failed(self, error: BaseException) -> None:
-        """Note the kind and the reason of an error of a run."""
-        if isinstance(error, KeyboardInterrupt):
-            kind, reason = "interrupted", "the search was stopped"
-        elif disk := disk_error(error):
-            kind, reason = "disk", str(disk)
-        else:
-            kind, reason = explained(error)
-            if kind == "error" and not isinstance(error, UserError):
-                self.trial.set_user_attr("traceback", str(write_traceback(error, self.folder)))
-        self.trial.set_user_attr("kind", kind)
-        self.trial.set_user_attr("reason", reason)
-
     def _run_seed(self, seed: int, reports: bool) -> tuple[dict[str, float], bool]:
         """The metrics of one run, and whether it is pruned; it continues an earlier one in its folder."""
         config = trial_config(self.base, self.point, self.metric, self.folder / "trials", seed, self.seed is not None)
@@ -156,17 +159,16 @@ class Job:
                 if pruned := self.prunes(record, folder, reports):
                     history = history[: record["round"]]
                     break
-            steps = _Steps(config)
             if len(history) < rounds and not pruned:
-                pruned = self._train(config, history, steps, reports)
+                pruned = self._train(config, history, reports)
         last = next((r["metrics"] for r in reversed(history) if "val" in r["metrics"]), None)
         metrics = flat_metrics(last or {})
         if self.metric not in metrics:
             raise UserError(f"the run gives no {self.metric}, but {', '.join(sorted(metrics)) or 'nothing'}")
-        metrics.update(client_steps=sum(map(steps, history)), rounds=len(history))
+        metrics.update(client_steps=client_steps(config, history), rounds=len(history))
         return metrics | {k: sum(r[k] for r in history) for k in _BYTES}, pruned
 
-    def _train(self, config: Config, history: list[dict[str, Any]], steps: _Steps, reports: bool) -> bool:
+    def _train(self, config: Config, history: list[dict[str, Any]], reports: bool) -> bool:
         """Run to the end, or until the trial is pruned, which it returns; new records are appended to ``history``."""
         pruned = False
 
@@ -177,7 +179,7 @@ class Job:
         def on_round(record: dict[str, Any]) -> bool:
             nonlocal pruned
             history.append(record)
-            self._spend({"rounds": 1, "client_steps": steps(record), **{k: record[k] for k in _BYTES}})
+            self._spend({"rounds": 1, "client_steps": client_steps(config, [record]), **{k: record[k] for k in _BYTES}})
             pruned = self.prunes(record, Path(config.outdir), reports)
             if record["round"] < config.federate.total_round_num and not pruned:
                 on_client()
@@ -200,8 +202,8 @@ class Job:
         name = metric_of(self.settings.objectives).removeprefix("val_")
         if not reports or name not in metrics:
             return False
-        if "chance" not in trial.user_attrs and (chance := Chance.of_run(folder)):
-            trial.set_user_attr("chance", chance.to_dict())
+        if "chance" not in trial.user_attrs and (chance := Chance.of_data(read_data_json(folder))):
+            trial.set_user_attr("chance", asdict(chance))
         if len(self.settings.objectives) > 1:
             return False
         stored = trial.user_attrs.get("chance") if self.settings.pruner != "none" else None
@@ -214,20 +216,3 @@ class Job:
         self.cost.update(costs or {})
         seconds = round(time.perf_counter() - self.began, 2)
         self.trial.set_user_attr("budget", {**self.cost, "seconds": seconds})
-
-
-class _Steps:
-    """The total number of local steps, in all phases, of the clients whose updates counted in a round."""
-
-    def __init__(self, config: Config):
-        self.config, self.method = config, method_of(config)
-        self.sizes: list[int] | None = None
-
-    def __call__(self, record: dict[str, Any]) -> int:
-        steps = 0
-        for client in record["clients"]:
-            config, phases = self.config.of_client(client), self.method.phases(record["round"], client)
-            if self.sizes is None and config.train.batch_or_epoch == "epoch":
-                self.sizes = read_split(Path(self.config.outdir))["sizes"].tolist()
-            steps += steps_taken(self.sizes[client - 1] if self.sizes else 0, phases, config)
-        return steps

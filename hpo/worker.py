@@ -19,14 +19,14 @@ from optuna.trial import TrialState
 
 from fs_lowrank import RunFailed
 from fs_lowrank.jobs.files import to_json, write_text
-from fs_lowrank.jobs.workers import PAUSE, stop_signals
+from fs_lowrank.jobs.workers import ON_ITS_GPU, PAUSE, stop_signals
 from fs_lowrank.versions import SCHEMA
 
 from . import storage as stored
 from .best import number_text, point_text
 from .objectives import OBJECTIVES, SUMMARY
 from .search import budget, enqueue, failure_text, fresh_seeds, front, kind, point_count
-from .settings import make_pruner, make_sampler, settings_of, space_of
+from .settings import Search, make_pruner, make_sampler, settings_of, space_of
 from .space import decoded
 from .storage import AGAIN, CONFIRM, RETRY, load_study
 from .summary import summary
@@ -42,26 +42,18 @@ class Searches:
     Args:
         storage: the storage of the studies.
         wanted: number of points of each study.
-        folder: of all studies; each has a folder of its own name in it.
-        confirm: number of fresh seeds for each winner.
-        limit: client-steps after which no trial of a study starts.
-        overrides: config keys of the processes' devices.
+        options: of the search; each study has a folder of its own name in its ``folder``.
         say: prints a line.
     """
 
     def __init__(
-        self,
-        storage: RDBStorage,
-        wanted: Mapping[str, int],
-        folder: str | Path,
-        *,
-        confirm: int = 3,
-        limit: float | None = None,
-        overrides: Mapping[str, Any] | None = None,
-        say: Callable[[str], object] = print,
+        self, storage: RDBStorage, wanted: Mapping[str, int], options: Search, say: Callable[..., Any] = print
     ):
-        self.storage, self.wanted, self.folder = storage, wanted, Path(folder)
-        self.confirm, self.limit, self.overrides, self.say = confirm, limit, overrides or {}, say
+        self.storage, self.wanted, self.options, self.say = storage, wanted, options, say
+        self.folder = Path(options.folder)
+        device = {"device": int(options.gpus[0])} if options.gpus and not options.workers else {}
+        #: config keys of the processes' devices
+        self.overrides = ON_ITS_GPU | device if options.gpus else {}
         self.studies = {name: load_study(storage, name) for name in wanted}
         self.settings = {name: settings_of(study) for name, study in self.studies.items()}
         #: the studies without a trial that waits or runs
@@ -94,18 +86,18 @@ class Searches:
     def _next(self, name: str, steps: float) -> Job | None:
         """The next trial of a study, or of a winner of it on a fresh seed."""
         study, settings, folder = self.studies[name], self.settings[name], self.folder / name
-        base, exhausted = settings.base, self.limit is not None and steps >= self.limit
-        if not exhausted and (trial := self._ask(study, settings, self.wanted[name])):
+        base, limit, count = settings.base, self.options.limit, self.options.confirm
+        if (limit is None or steps < limit) and (trial := self._ask(study, settings, self.wanted[name])):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # Optuna wants no text "json:…" as a choice
                 point = space_of(study).suggest(trial, base)
             return Job(settings, folder, trial, point, overrides=self.overrides)
         running = _is_running(study)
-        for winner in front(study) if self.confirm and not running else ():
+        for winner in front(study) if count and not running else ():
             fresh, first = fresh_seeds(study, self.storage, winner), base.seed + FRESH
-            enqueue(fresh, [{"seed": seed} for seed in range(first, first + self.confirm)])
+            enqueue(fresh, [{"seed": seed} for seed in range(first, first + count)])
             if trial := self._ask(fresh, settings):
-                seed = trial.suggest_int("seed", first, first + self.confirm - 1)
+                seed = trial.suggest_int("seed", first, first + count - 1)
                 return Job(settings, folder, trial, decoded(winner.params), seed, self.overrides)
             running = running or _is_running(fresh)
         if not running:
@@ -177,7 +169,7 @@ class Searches:
         elif outcome == "lost":
             RETRY(study, trial)
         elif outcome == "failed":
-            self.say(f"{label}: {''.join(failure_text(trial))}")
+            self.say(f"{label}: {failure_text(trial)}")
         else:
             names = job.settings.objectives
             if job.seed is not None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..settings.metrics import standard_error
@@ -35,24 +33,14 @@ class Chance:
         return cls(share, standard_error(share, rows), -sum(p * math.log(p) for p in shares))
 
     @classmethod
-    def of_run(cls, folder: Path, split: str = "validation") -> Chance | None:
-        """From the ``data.json`` of a run; None if it names no classes or has no such data.
+    def of_data(cls, data: Mapping[str, Any], split: str = "validation") -> Chance | None:
+        """From the content of a run's ``data.json``; None if it names no classes or has no such data.
 
         Args:
             split: ``validation`` or ``test``.
         """
-        from .split import read_data_json  # imports torch, which a verdict needs not
-
-        return cls.of_data(read_data_json(folder), split)
-
-    @classmethod
-    def of_data(cls, data: Mapping[str, Any], split: str = "validation") -> Chance | None:
-        """From the content of a run's ``data.json``, as ``of_run``."""
         counts = (data.get(split) or {}).get("labels") or {}
         return cls.of_counts(list(counts.values())) if any(counts.values()) else None
-
-    def to_dict(self) -> dict[str, float]:
-        return dataclasses.asdict(self)
 
     def reached(self, accuracy: float) -> bool:
         """Whether an accuracy is above the majority class by more than two standard errors."""

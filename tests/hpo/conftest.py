@@ -12,8 +12,8 @@ pytest.importorskip("optuna")
 
 import fs_lowrank  # noqa: E402
 from fs_lowrank import load_config  # noqa: E402
+from hpo import Search, tune  # noqa: E402
 from hpo.space import space_from  # noqa: E402
-from hpo.start import Search, tune  # noqa: E402
 
 
 @pytest.fixture

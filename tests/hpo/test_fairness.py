@@ -101,7 +101,7 @@ def test_the_methods_of_a_search_share_a_time_limit(search, runs, monkeypatch):
     options, ended, _ = search(rates, sampler="random", pruner="none", trials=100, timeout=1e-6)
     wanted = dict.fromkeys(ended.studies, 100)
     storage = open_storage(options.where)
-    in_this_process(Searches(storage, wanted, options.folder, confirm=0), lambda: "time is up" * (now[0] > 90))
+    in_this_process(Searches(storage, wanted, options), lambda: "time is up" * (now[0] > 90))
     spent = [hpo.results(options.where, name)["budget"]["seconds"] for name in ended.studies]
     assert sum(spent) == pytest.approx(now[0]) and max(spent) - min(spent) <= 10
     counts = [len(load_study(storage, name).get_trials(states=None)) for name in ended.studies]

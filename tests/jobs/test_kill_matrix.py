@@ -20,9 +20,9 @@ from benchmark.job import Options  # noqa: E402
 from benchmark.plan import plan  # noqa: E402
 from benchmark.run import Board  # noqa: E402
 from fs_lowrank import load_config  # noqa: E402
+from hpo import Search, tune  # noqa: E402
 from hpo.search import kind  # noqa: E402
 from hpo.space import space_from  # noqa: E402
-from hpo.start import Search, tune  # noqa: E402
 from hpo.storage import load_study, open_storage  # noqa: E402
 
 pytestmark = [
