@@ -156,10 +156,9 @@ def test_a_configuration_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path, config = tmp_path / "c.yaml", load_config({"federate.client_num": 2})
     config.dump(path)
     before = path.read_bytes()
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", _full)
-        with pytest.raises(RunFailed, match=f"{path} cannot be written: No space left on device"):
-            config.replace({"seed": 7}).dump(path)
+    monkeypatch.setattr(os, "replace", _full)
+    with pytest.raises(RunFailed, match=f"{path} cannot be written: No space left on device"):
+        config.replace({"seed": 7}).dump(path)
     assert path.read_bytes() == before and [*tmp_path.iterdir()] == [path]
 
 

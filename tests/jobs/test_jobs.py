@@ -56,6 +56,18 @@ def test_the_width_is_the_terminals_or_that_of_the_environment(monkeypatch):
     assert shell.make_console(120).width == 80
 
 
+def command(do, folder, *options, **given):
+    """Run a command that calls ``do``; returns its exit code."""
+
+    def make_parser():
+        parser = argparse.ArgumentParser(prog="python -m thing")
+        commands = parser.add_subparsers()
+        commands.add_parser("go").set_defaults(do=do)
+        return parser, commands.choices.values()
+
+    return shell.run(make_parser, ["go", *options], shell.make_console(120), folder=lambda args: folder, **given)
+
+
 @pytest.mark.parametrize(
     "raised, code, line",
     [
@@ -77,33 +89,20 @@ def test_exit_codes_and_messages_of_a_command(raised, code, line, capsys, tmp_pa
         if raised:
             raise raised
 
-    def make_parser():
-        parser = argparse.ArgumentParser(prog="python -m thing")
-        commands = parser.add_subparsers()
-        commands.add_parser("go").set_defaults(do=do)
-        return parser, commands.choices.values()
-
-    console = shell.make_console(120)
-    assert shell.run(make_parser, ["go"], console, lambda args: f"; again: {args.again}", lambda args: tmp_path) == code
+    assert command(do, tmp_path, again=lambda args: f"; again: {args.again}") == code
     printed = "".join(capsys.readouterr())
     assert "Traceback" not in printed and line in printed and printed.strip().count("\n") == 0
     bug = isinstance(raised, KeyError)
     for file in tmp_path.iterdir():
         assert bug and str(file) in printed and "in do" in file.read_text() and "KeyError" in file.read_text()
     assert len(list(tmp_path.iterdir())) == bug
-    shell.run(make_parser, ["go", "--debug"], console, folder=lambda args: tmp_path)
+    command(do, tmp_path, "--debug")
     assert ("Traceback" in "".join(capsys.readouterr())) == (code in (1, 2))
 
 
 def test_an_error_of_the_package_is_told_from_one_of_the_users_code(tmp_path, capsys):
     def printed(do):
-        def make_parser():
-            parser = argparse.ArgumentParser(prog="python -m thing")
-            commands = parser.add_subparsers()
-            commands.add_parser("go").set_defaults(do=do)
-            return parser, commands.choices.values()
-
-        assert shell.run(make_parser, ["go"], shell.make_console(120), folder=lambda args: tmp_path) == 1
+        assert command(do, tmp_path) == 1
         return capsys.readouterr().err
 
     assert "(an error in fs-lowrank; please report it, with the traceback in " in printed(shell.names)

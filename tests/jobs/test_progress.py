@@ -4,6 +4,8 @@ import io
 import re
 import sys
 import time
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 
@@ -12,25 +14,21 @@ from fs_lowrank.jobs import progress, shell
 from fs_lowrank.runs.progress import progress_bar
 
 
-def worked(monkeypatch, live: bool, what: str = "reading") -> str:
+def worked(monkeypatch, live: bool) -> str:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.setattr(progress, "SOON", 0)
     monkeypatch.setattr(progress, "LOG_EVERY", 1e-9)
     with progress.showing(live):
-        for part in progress.steps(range(4), what):
+        for part in progress.steps(range(4), "AdaLoRA"):
             if live and part == 2:
                 shell.make_console(file=sys.stderr).print("printed meanwhile")
     return sys.stderr.getvalue()
 
 
-def test_a_log_has_lines(monkeypatch):
+def test_a_log_has_lines_with_the_whole_label(monkeypatch):
     lines = worked(monkeypatch, live=False).splitlines()
-    assert lines[-1].startswith("reading: 4 of 4, ") and lines[-1].endswith(" left")
-    assert all(line.startswith("reading: ") for line in lines)
-
-
-def test_a_log_has_the_whole_text(monkeypatch):
-    assert worked(monkeypatch, live=False, what="AdaLoRA").splitlines()[-1].startswith("AdaLoRA: 4 of 4, ")
+    assert lines[-1].startswith("AdaLoRA: 4 of 4, ") and lines[-1].endswith(" left")
+    assert all(line.startswith("AdaLoRA: ") for line in lines)
 
 
 def test_a_resumed_run_counts_only_its_own_rounds_for_the_time_left(monkeypatch, settings):
@@ -51,14 +49,10 @@ def test_a_terminal_has_one_line_below_what_is_printed(monkeypatch):
     assert not before.rpartition("\r")[2] and not before.split("\r")[-2].strip()  # the line was wiped out
 
 
-def test_nothing_is_shown_where_nobody_asked_for_it(monkeypatch):
+@pytest.mark.parametrize("shown", [nullcontext, partial(progress.showing, live=False)], ids=["nobody asked", "a log"])
+def test_quick_work_shows_nothing(monkeypatch, shown):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert list(progress.steps([1, 2], "reading")) == [1, 2] and not sys.stderr.getvalue()
-
-
-def test_quick_work_shows_nothing_in_a_log(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with progress.showing(live=False):
+    with shown():
         assert list(progress.steps([1, 2], "reading")) == [1, 2]
     assert not sys.stderr.getvalue()
 
