@@ -38,7 +38,7 @@ from .rounds.finite import not_finite
 from .rounds.record import Failure
 from .rounds.recorder import Callback, Recorder, facts_of
 from .rounds.workspace import Workspace
-from .runs.checksums import check_finished, seal_finished, unseal
+from .runs.checksums import check_finished, seal, unseal
 from .runs.environment import write_environment
 from .runs.folder import check_outdir, claim, outdir_of
 from .runs.records import Records, flat_metrics, read_records
@@ -196,7 +196,7 @@ def _write_files(workspace: Workspace, outcome: dict[str, Any], facts: Mapping[s
     header = {"schema": SCHEMA, "final": final, "seed": workspace.config.seed}
     write_text(outdir / "local.json", to_json({**header, **outcome}, indent=1))
     write_text(outdir / "summary.json", to_json({**header, "bytes": dict.fromkeys(_BYTES, 0), **facts}, indent=1))
-    seal_finished(outdir)
+    seal(outdir)
     return records.history
 
 

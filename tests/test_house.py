@@ -195,13 +195,13 @@ BUDGETS = {
     "fs_lowrank.methods": 2536,  # 1,850, and 1,500 more for the methods of the field
     "fs_lowrank.training": 744,  # 700
     "fs_lowrank.rounds": 2226,  # 1,900
-    "fs_lowrank.callbacks": 357,  # 400
+    "fs_lowrank.callbacks": 343,  # 400
     "fs_lowrank.engines": 2079,  # 1,900
-    "fs_lowrank.runs": 793,  # 750
+    "fs_lowrank.runs": 785,  # 750
     "fs_lowrank.draw": 646,  # 450
-    "fs_lowrank.jobs": 664,  # 300
+    "fs_lowrank.jobs": 663,  # 300
     "front": 2647,  # 2,100
-    "hpo": 1166,  # 950
+    "hpo": 1138,  # 950
     "benchmark": 3657,  # 2,550, and the leaderboard
     "studies": 2092,  # 2,100
 }

@@ -13,8 +13,9 @@ import numpy as np
 
 from ..data.examples import IGNORED_LABEL, Examples
 from ..errors import UserError, say_once, user_errors
-from ..jobs.files import cannot_read, cannot_write, from_json, sync, to_json, write_text
+from ..jobs.files import cannot_read, from_json, to_json, write_text
 from ..rounds.recorder import Callback, Recorder
+from ..runs.records import append_line
 from ..seeds import derive
 from ..settings import Settings
 from ..training.generate import continue_prompts
@@ -140,12 +141,7 @@ class Answers(Callback):
             value = self._scored(answer.strip(), reference)
             rows.append({"prompt": text, "reference": reference, "answer": answer.strip(), self.name: value})
         mean = {self.name: float(np.mean([row[self.name] for row in rows]))}
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(to_json({"round": round, **mean, "answers": rows}) + "\n")
-            sync(self.path)
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
+        append_line(self.path, to_json({"round": round, **mean, "answers": rows}))
         return mean
 
     def _scored(self, answer: str, reference: str) -> float:

@@ -17,7 +17,7 @@ from ..jobs.files import remove_unfinished, replacing
 from ..rounds.recorder import Callback, Recorder
 from ..runs import checksums
 from ..runs.checkpoint import folder_of, saved_rounds
-from ..runs.checksums import KINDS, damaged
+from ..runs.checksums import KINDS
 from ..runs.records import flat_metrics
 from ..runs.result import RunResult
 from .saved import save_trained
@@ -37,7 +37,7 @@ class Best(Callback):
             run.global_model()
             metrics, folder = flat_metrics(record["metrics"]), place_of(record["round"])
             save_trained(run, run.result(), folder, metrics, record["round"], run.evaluator.best_by)
-            seal(run.outdir, record["round"])
+            checksums.seal(run.outdir / folder)
 
     def on_end(self, run: Recorder, result: RunResult) -> None:
         keep_only(run.outdir, saved_rounds(run.outdir / "checkpoint"))
@@ -73,11 +73,6 @@ def keep_only(outdir: Path, checkpoints: Iterable[int]) -> None:
             shutil.rmtree(outdir / place_of(round))
 
 
-def seal(outdir: Path, round: int) -> None:
-    """Note the checksums of all files of ``round``."""
-    checksums.seal(outdir / place_of(round), KINDS)
-
-
 def go_back(outdir: Path, round: int) -> None:
     """Remove the rounds after ``round``, from which a run goes on, and unfinished files of a killed process.
 
@@ -85,20 +80,16 @@ def go_back(outdir: Path, round: int) -> None:
         CannotContinue: an earlier round's files are damaged.
     """
     for earlier in best_rounds(outdir):
+        folder = outdir / place_of(earlier)
         if earlier > round:
-            shutil.rmtree(outdir / place_of(earlier))
-        else:
-            remove_unfinished(outdir / place_of(earlier))
-            _check(outdir / place_of(earlier))
-
-
-def _check(folder: Path) -> None:
-    """Raise ``CannotContinue`` if a file is not as it was when it was written, as far as that is known (``seal``)."""
-    if damage := damaged(folder):
-        file, reason = damage
-        raise CannotContinue(
-            f"{file} is damaged ({reason}); restore it, or remove {folder} to go on without that round's model"
-        )
+            shutil.rmtree(folder)
+            continue
+        remove_unfinished(folder)
+        if damage := checksums.damaged(folder):
+            file, reason = damage
+            raise CannotContinue(
+                f"{file} is damaged ({reason}); restore it, or remove {folder} to go on without that round's model"
+            )
 
 
 def publish(outdir: Path, round: int, move: bool) -> dict[str, Path]:

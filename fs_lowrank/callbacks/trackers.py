@@ -17,6 +17,7 @@ from typing import Any
 from ..config import Config
 from ..errors import UserError
 from ..rounds.recorder import Callback, Recorder
+from ..settings.tree import flatten
 
 logger = logging.getLogger("fs_lowrank")
 
@@ -117,7 +118,9 @@ class Trackers(Callback):
             arguments |= self._wandb()
         tracker = kind(self._name(name), **arguments)
         tracker.start()
-        tracker.store_init_configuration(_plain(self.config.to_dict()))
+        values = flatten(self.config.to_dict())
+        plain = {key: v if isinstance(v, (bool, int, float, str)) else str(v) for key, v in values.items()}
+        tracker.store_init_configuration(plain)
         return tracker
 
     def _name(self, name: str) -> str:
@@ -177,15 +180,4 @@ def numbers(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
             flat |= numbers(value, f"{prefix}{key}/")
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             flat[prefix + key] = value
-    return flat
-
-
-def _plain(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A configuration as dotted keys with values that every tracker takes."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= _plain(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value if isinstance(value, (bool, int, float, str)) else str(value)
     return flat

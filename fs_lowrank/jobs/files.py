@@ -58,20 +58,23 @@ def replacing(path: str | Path, durable: bool = True) -> Iterator[Path]:
         if durable:
             sync(path.parent)
     except BaseException:
-        if aside.is_dir():
-            shutil.rmtree(aside, ignore_errors=True)
         with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
+            remove(aside)
         raise
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with its contents; one that is missing is no error."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def remove_unfinished(folder: Path) -> None:
     """Remove the unfinished files of killed processes in ``folder``; nobody may be writing there."""
     for path in folder.glob(".*.writing"):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        remove(path)
 
 
 def to_json(value: Any, **layout: Any) -> str:

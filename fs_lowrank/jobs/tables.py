@@ -45,18 +45,14 @@ def only_of_a_list(args: argparse.Namespace) -> None:
         UserError: it is given.
     """
     if args.table:
-        raise UserError(f"{as_given(args.table)}: there is a table only without a name; leave one of them out")
+        option_text = "--json" if args.table is JSON else f"--table {args.table}"
+        raise UserError(f"{option_text}: there is a table only without a name; leave one of them out")
 
 
 def _path(text: str) -> Path:
     if Path(text).suffix.lower() not in (".csv", ".tex"):
         raise argparse.ArgumentTypeError(f"{text!r}: expected a file that ends with .csv or .tex; both are written")
     return Path(text).with_suffix(".csv")
-
-
-def as_given(file: Path) -> str:
-    """The option of the command line for ``file``."""
-    return "--json" if file is JSON else f"--table {file}"
 
 
 @contextlib.contextmanager

@@ -321,7 +321,7 @@ class Recorder:
             "seed": self.config.seed,
         }
         write_text(self.outdir / "summary.json", to_json(summary, indent=1))
-        checksums.seal_finished(self.outdir)
+        checksums.seal(self.outdir)
         return result
 
 

@@ -26,26 +26,17 @@ CONTENTS = (
 )
 
 
-def seal(folder: Path, places: Iterable[str], without: str = "") -> None:
-    """Note the checksums of the existing files and folders among ``places`` in ``folder``.
+def seal(folder: Path) -> None:
+    """Note the checksums of a run that has ended, or of a best round, in ``folder``.
 
-    Args:
-        without: the name of files that are left out.
+    Model cards, into which people write, are left out.
+
     Raises:
         RunFailed: they cannot be written.
     """
-    files = [path for place in places for path in ((folder / place), *(folder / place).rglob("*")) if path.is_file()]
-    names = {path.relative_to(folder).as_posix(): path for path in files if path.name != without}
+    files = [path for place in CONTENTS for path in ((folder / place), *(folder / place).rglob("*")) if path.is_file()]
+    names = {path.relative_to(folder).as_posix(): path for path in files if path.name != "README.md"}
     write_text(folder / FILE, json.dumps({name: file_digest(names[name]) for name in sorted(names)}, indent=1))
-
-
-def seal_finished(folder: Path) -> None:
-    """Note the checksums of a run that has ended in ``folder``; not of model cards, into which people write.
-
-    Raises:
-        RunFailed: they cannot be written.
-    """
-    seal(folder, CONTENTS, without="README.md")
 
 
 def unseal(folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from ..errors import CannotContinue, RunFailed, UserError
-from ..jobs.files import writing
+from ..jobs.files import remove, writing
 from ..jobs.locks import take
 from ..settings import Settings
 from . import checksums
@@ -90,7 +89,4 @@ def remove_run(folder: Path, keep: Iterable[str] = ()) -> None:
     with writing(folder), ExitStack() as stack:
         stack.callback(claim(folder).release)
         for path in (*(folder / name for name in CONTENTS if name not in keep), *folder.glob(_LOGS)):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+            remove(path)

@@ -22,6 +22,18 @@ def flat_metrics(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {f"{split}_{n}": value for split, values in metrics.items() for n, value in values.items() if n != "clients"}
 
 
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a text file, in UTF-8; it is on the disk when this returns.
+
+    Raises:
+        RunFailed: it cannot be written.
+    """
+    with writing(path):
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+        sync(path)
+
+
 class Records:
     """The records of a run, on disk and in memory.
 
@@ -46,10 +58,7 @@ class Records:
             RunFailed: it cannot be written.
         """
         line = to_json(record)
-        with writing(self.path):
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
-            sync(self.path)
+        append_line(self.path, line)
         self.digests.append(_digest(line))
         self.history.append(_parsed(line))  # so that the history is the same as in a resumed run
 

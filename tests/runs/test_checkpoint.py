@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 import fs_lowrank.runs.checkpoint as module
 from fs_lowrank.callbacks import best
 from fs_lowrank.errors import UserError
+from fs_lowrank.runs import checksums
 from fs_lowrank.runs.checkpoint import load_checkpoint, save_checkpoint, saved_rounds
 
 META = {"numbers": {"t": 3, "x": 0.1}, "synced": {1: 2, 10: 0}, "outbox": {"a": (1, [2, 3], "float32")}, "config": {}}
@@ -119,7 +120,7 @@ def test_what_was_kept_of_a_round_with_a_damaged_list_of_checksums_is_refused(tm
     folder = tmp_path / best.place_of(1)
     (folder / "adapter").mkdir(parents=True)
     (folder / "adapter" / "x").write_text("x")
-    best.seal(tmp_path, 1)
+    checksums.seal(folder)
     best.go_back(tmp_path, 1)
     (folder / "checksums.json").write_text(content)
     with pytest.raises(UserError, match=f"is damaged .*restore it, or remove {folder} to go on"):
@@ -186,7 +187,7 @@ def test_what_is_kept_of_the_best_round_is_checked_before_a_run_goes_on(tmp_path
         folder.mkdir(parents=True)
         save_file({"a": torch.ones(3, 2)}, folder / "adapter_model.safetensors")
         (folder / "tokenizer.json").write_text("{}")
-        best.seal(tmp_path, 2)
+        checksums.seal(folder.parent)
         return tmp_path / best.place_of(2)
 
     folder = make()

@@ -156,17 +156,17 @@ def test_a_name_that_no_terminal_can_show(capfd):
 
 
 def test_a_record_is_on_the_disk_before_the_checkpoint_that_includes_its_round(config, monkeypatch):
-    order, sync, save = [], records.sync, recorder.save_checkpoint
+    order, append, save = [], records.append_line, recorder.save_checkpoint
 
-    def synced(path):
-        sync(path)
+    def appended(path, line):
+        append(path, line)
         order.append(("record", len(path.read_text().splitlines())))
 
     def saved(folder, round, *args, **options):
         order.append(("checkpoint", round))
         return save(folder, round, *args, **options)
 
-    monkeypatch.setattr(records, "sync", synced)
+    monkeypatch.setattr(records, "append_line", appended)
     monkeypatch.setattr(recorder, "save_checkpoint", saved)
     fs_lowrank.run(config)
     assert order == [("record", 1), ("checkpoint", 1), ("record", 2), ("checkpoint", 2)]
