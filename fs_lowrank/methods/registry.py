@@ -11,9 +11,18 @@ from ..settings import Lowrank
 from .base import Averaging, Gathering, Method
 
 _METHODS: dict[str, type[Method]] = {}
-#: attributes that version 0.1.0 read and that would be ignored without a word, and what replaces them
+#: attributes that version 0.1.0 read, which would be ignored without a word, and what replaces them
 _FORMER = {
+    "averages": "derive from Averaging for True, from Gathering for False",
+    "additive": "return replace(super().requires(params), sums=…) from requires",
+    "needs_only_sums": "return replace(super().requires(params), sums=…) from requires",
+    "selects": "return replace(super().requires(params), validation=…) from requires",
+    "plans_ahead": "return replace(super().requires(params), rounds=…) from requires",
+    "tasks": "return replace(super().requires(params), tasks=…) from requires",
+    "lora_only": 'return replace(super().requires(params), adapter="lora") from requires',
     "either": 'return replace(super().requires(params), adapter="optional") from requires',
+    "chains_only": "call models.chain.chain in adapt(model), which refuses other networks",
+    "averages_head": "name in averaged the tags whose mean a Gathering method takes",
     "average": "override mean(updates, state) of Averaging, or call mean_of(updates, tags)",
     "combine": "derive from Averaging, whose aggregate calls its wrappers",
 }

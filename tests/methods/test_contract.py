@@ -34,7 +34,16 @@ class Median(Gathering):
 @pytest.mark.parametrize(
     "flag, value, instead",
     [
+        ("averages", False, "Averaging .* Gathering"),
+        ("additive", None, r"replace\(super\(\).requires\(params\), sums="),
+        ("needs_only_sums", classmethod(lambda cls: True), r"replace\(super\(\).requires\(params\), sums="),
+        ("selects", True, r"replace\(super\(\).requires\(params\), validation="),
+        ("plans_ahead", property(lambda self: True), r"replace\(super\(\).requires\(params\), rounds="),
+        ("tasks", ("ImageClassification",), r"replace\(super\(\).requires\(params\), tasks="),
+        ("lora_only", True, r'replace\(super\(\).requires\(params\), adapter="lora"\)'),
         ("either", True, r'replace\(super\(\).requires\(params\), adapter="optional"\)'),
+        ("chains_only", True, "models.chain"),
+        ("averages_head", False, "in averaged"),
         ("average", lambda self, updates, state: ({}, {}), r"mean\(updates, state\)"),
         ("combine", None, "wrappers"),
     ],
