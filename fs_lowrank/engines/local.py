@@ -12,7 +12,6 @@ from typing import Any
 
 from ..callbacks import Callback, callbacks_of
 from ..config import Config, check_local
-from ..rounds.copies import apology, own_tensors
 from ..rounds.ledger import Ledger
 from ..rounds.loop import Loop
 from ..rounds.parcel import Parcel
@@ -39,20 +38,13 @@ class SharedModel(Transport):
         workspace, by_client = self.workspace, {order.client: order for order in orders}
         yield from ((order, Parcel({})) for order in by_client.values() if order.purpose == "follow")
         for cohort in self.trainer.cohorts([order.task for order in by_client.values() if order.purpose == "train"]):
-            for task, fitted in self.trainer.fit_all(
+            for task, answer, personal in self.trainer.answers(
                 cohort, lambda task: workspace.load(task.view, task.client, task.told)
             ):
-                client, round = task.client, task.round
-                if isinstance(fitted, Exception):
-                    answer = apology(round, fitted)
-                    answer.facts["followed"] = True
-                else:
-                    update = fitted.update
-                    if workspace.personal.untrained or not task.alone:  # undone if the update does not count in the end
-                        workspace.personal.keep(client, round, own_tensors(workspace.method, workspace.model, task))
-                    facts = {"samples": update.num_samples, "loss": fitted.result.loss, "spent": fitted.spent}
-                    answer = Parcel(update.tensors, round=round, **facts)
-                yield by_client[client], answer
+                if "error" not in answer.facts:  # undone if the update does not count in the end
+                    workspace.personal.keep(task.client, task.round, personal)
+                answer.facts["followed"] = True
+                yield by_client[task.client], answer
 
 
 class LocalEngine(Loop):

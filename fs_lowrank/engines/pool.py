@@ -23,13 +23,12 @@ from torch import Tensor
 from ..algebra import on_device
 from ..config import Config, load_config
 from ..data import Examples, ImageExamples
-from ..errors import described
 from ..jobs.pool import Call, Pool, Work, print_to
 from ..jobs.workers import INSIDE
 from ..methods import State
 from ..models.adapters import load_tensors
 from ..models.shortcuts.frozen import COMPUTED_TOGETHER
-from ..rounds.copies import copied, load_told, own_tensors
+from ..rounds.copies import copied, load_told
 from ..rounds.evaluator import CLIENTS, Evaluator
 from ..rounds.ledger import Ledger
 from ..rounds.parcel import Parcel
@@ -40,7 +39,7 @@ from ..rounds.transport import Transport
 from ..rounds.workspace import Workspace
 from ..runs.folder import outdir_of
 from ..settings import Settings
-from ..training.evaluate import BatchScore, batch_scores, mean_scores
+from ..training.evaluate import BatchScore, mean_scores
 from ..training.metrics import of_outputs
 
 #: of a process, in messages
@@ -137,13 +136,12 @@ class Processes(Transport):
         calls = (("train", round, [self._order(task) for task in cohort]) for cohort in cohorts)
         ranks = spread([cohort[0].client // self.trainer.cohort for cohort in cohorts], self.count)
         for cohort, answers in zip(cohorts, self._results(ranks, calls)):
-            for client, (facts, update, personal) in zip((task.client for task in cohort), answers):
-                if "error" not in facts:
-                    workspace.personal.keep(
-                        client, round, unpacked(personal, workspace.device)
-                    )  # undone if it does not count
-                tensors = self.codec.encode(unpacked(update, workspace.device))
-                yield by_client[client], Parcel(tensors, **facts, round=round, followed=True)
+            for task, (data, personal) in zip(cohort, answers):
+                answer = Parcel.of(data)
+                if "error" not in answer.facts:  # undone if the update does not count in the end
+                    workspace.personal.keep(task.client, round, unpacked(personal, workspace.device))
+                tensors = self.codec.encode(on_device(answer.tensors, workspace.device))
+                yield by_client[task.client], Parcel(tensors, **answer.facts, followed=True)
 
     def _order(self, task: Task) -> Ordered:
         facts = {"exchange": task.exchange, "goes_on": task.goes_on, "further": task.further}
@@ -219,7 +217,7 @@ class _Clients:
     """Any of the run's clients, on this process's copy of the model."""
 
     def __init__(self, workspace: Workspace):
-        self.workspace, self.trainer = workspace, Trainer(workspace)
+        self.workspace, self.trainer, self.evaluator = workspace, Trainer(workspace), Evaluator(workspace)
         self.round, self.shared = 0, copied(workspace.model, workspace.method.shared)
 
     def sync(self, round: int, data: bytes) -> None:
@@ -238,10 +236,9 @@ class _Clients:
     def _load_global(self) -> None:
         load_tensors(self.workspace.model, {**self.shared, **self.workspace.personal.untrained})
 
-    def train(self, round: int, clients: Sequence[Ordered]) -> list[tuple[dict[str, Any], bytes, bytes]]:
-        """By client the facts of its answer, its update, and its personal tensors."""
+    def train(self, round: int, clients: Sequence[Ordered]) -> list[tuple[bytes, bytes]]:
+        """By client its answer, and its personal tensors."""
         workspace, states = self.workspace, {client: data for client, data, *_ in clients}
-        answers: list[tuple[dict[str, Any], bytes, bytes]] = []
         tasks = [
             workspace.task(client, round, facts, unpacked(told, workspace.device) if facts["further"] else None)
             for client, _, facts, told in clients
@@ -251,22 +248,14 @@ class _Clients:
             load_tensors(workspace.model, unpacked(states[task.client], workspace.device))
             load_told(workspace.model, task.told)
 
-        for task, fitted in self.trainer.fit_all(tasks, load):
-            if isinstance(fitted, Exception):
-                answers.append(({"error": described(fitted)}, packed({}), packed({})))
-                continue
-            stored = workspace.personal.untrained or not task.alone
-            personal = own_tensors(workspace.method, workspace.model, task) if stored else {}
-            facts = {"samples": fitted.update.num_samples, "spent": fitted.spent, "loss": fitted.result.loss}
-            answers.append((facts, packed(fitted.update.tensors), packed(personal)))
-        return answers
+        return [(answer.to_bytes(), packed(personal)) for _, answer, personal in self.trainer.answers(tasks, load)]
 
     def score_client(self, client: int, data: bytes) -> list[BatchScore]:
         """The scores of a client's model on its test data."""
         load_tensors(self.workspace.model, unpacked(data, self.workspace.device))
-        examples = self.workspace.data.client_tests[client - 1]
+        examples = self.workspace.test_of(client)
         assert examples is not None
-        return self._scores(examples, f"client {client} test")
+        return self.evaluator.batches(examples, f"client {client} test")
 
     def score_part(self, split: str, part: int, parts: int) -> list[BatchScore]:
         """The scores of the global model on part number ``part`` of ``parts`` of a split."""
@@ -275,21 +264,8 @@ class _Clients:
         examples = part_of(workspace.held_out()[split], part, parts, workspace.config.eval_batch_size)
         if workspace.prefix is not None:
             workspace.prefix.budget[owner] = workspace.prefix.budget.get(split, False)
-        return (
-            self._scores(examples, owner, outputs=bool(of_outputs(workspace.config.metrics))) if len(examples) else []
-        )
-
-    def _scores(self, examples: Examples | ImageExamples, owner: str, outputs: bool = False) -> list[BatchScore]:
-        workspace, size = self.workspace, self.workspace.config.eval_batch_size
-        return batch_scores(
-            workspace.model,
-            examples,
-            size,
-            outputs=outputs,
-            owner=owner,
-            prefix=workspace.prefix,
-            reads=workspace.reads,
-        )
+        outputs = bool(of_outputs(workspace.config.metrics))
+        return self.evaluator.batches(examples, owner, outputs) if len(examples) else []
 
 
 _clients: _Clients

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..algebra import wide
+from ..settings import Settings
 from .record import by_part
 
 Sizes = tuple[int, int]
@@ -116,13 +117,14 @@ class Uniform(Codec):
         return {**super()._nbytes(tensors), **encoded}
 
 
-def codec_of(method: str, nbits: int) -> Codec:
+def codec_of(config: Settings) -> Codec:
     """The encoding of messages and updates that the framework's section ``quantization`` asks for."""
-    return Uniform(nbits) if method == "uniform" else Codec()
+    return Uniform(config.get("quantization.nbits")) if config.get("quantization.method") == "uniform" else Codec()
 
 
-def why_no_codec(method: str, nbits: int) -> list[str]:
+def why_no_codec(config: Settings) -> list[str]:
     """The errors in the values of ``quantization``, in words; none if ``codec_of`` takes them."""
+    method, nbits = config.get("quantization.method"), config.get("quantization.nbits")
     if method not in ("none", "uniform"):
         return [f"quantization.method = {method}: expected none or uniform"]
     wrong = method == "uniform" and nbits not in _WHOLE_NUMBERS

@@ -5,19 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..algebra import on_device
 from ..errors import CannotContinue, UserError, described
-from ..methods import Method, Tensors, Update
+from ..methods import Method, Tensors
 from ..models.adapters import load_tensors
 from ..models.machine import input_device
 from ..models.names import all_tensors, named_tensors
 from ..runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, saved_rounds
-from .admission import copies
 from .codec import Codec
 from .ledger import Standing
 from .parcel import Parcel
@@ -31,58 +29,14 @@ class LostCopy(RuntimeError):
     """A message continues from another round than the standing of the client's copy."""
 
 
-class SharedCopy:
-    """A client that shares one model with all others: its tensors are loaded before it trains.
-
-    Args:
-        method: the federated method.
-        model: the shared model.
-        client: the number of the client.
-        personal: holds its personal tensors.
-    """
-
-    def __init__(self, method: Method, model: nn.Module, client: int, personal: PersonalParts):
-        self.method, self.model, self.client, self.personal = method, model, client, personal
-
-    def catch_up(self, parcel: Parcel) -> Tensors | None:
-        """Load the client's tensors into the model; the parcel holds all shared ones. Returns the tensors it is told.
-
-        Raises:
-            LostCopy: the client is to go on in a round, and has lost its earlier work in it.
-        """
-        told, names = parcel.tensors, parcel.facts.get("told", ())
-        load_tensors(self.model, {n: t for n, t in told.items() if n not in names})
-        return self._load_personal(parcel.facts, {n: told[n] for n in names})
-
-    def _load_personal(self, facts: Mapping[str, Any], told: Tensors) -> Tensors | None:
-        if "undo" in facts:
-            self.personal.undo(self.client, facts["undo"])
-        if "told" in facts:
-            if self.personal.before.get(self.client, (0, None))[0] != facts["round"]:
-                raise LostCopy(f"it has lost its earlier answer in round {facts['round']}")
-        else:
-            if facts["purpose"] == "train":
-                self.personal.undo(self.client, facts["round"])  # a resumed server repeats the round
-            self.personal.leave_part(self.client)  # it may have been stopped between two exchanges
-        load_tensors(self.model, self.personal.of(self.client))
-        if told:
-            load_told(self.model, told)
-        return told if "told" in facts else None
-
-    def keep(self, task: Task) -> None:
-        """Note the personal tensors of the client after ``task``, which the model has just done."""
-        if self.personal.untrained or not task.alone:
-            self.personal.keep(self.client, task.round, own_tensors(self.method, self.model, task))
-
-
-class OwnCopy(SharedCopy):
+class OwnCopy:
     """A client with a model of its own, which is up to date to the end of some round.
 
     Changes by local training are reset before the next message is applied, so that the copy is the one that the server
     assumes. ``save`` and ``restore`` are for a process that ends after every message.
 
     Args:
-        method, client, personal: as for ``SharedCopy``.
+        method: the federated method. client: the number of the client. personal: holds its personal tensors.
         model: as the method adapted it; this is the copy at round 0.
         codec: how messages travel.
         identity: of the run; a copy that another run has saved is not restored.
@@ -101,7 +55,7 @@ class OwnCopy(SharedCopy):
         codec: Codec,
         identity: str = "",
     ):
-        super().__init__(method, model, client, personal)
+        self.method, self.model, self.client, self.personal = method, model, client, personal
         self.codec, self.identity = codec, identity
         self.standing = Standing()
         load_tensors(model, method.view(method.initial_state(model), client))
@@ -115,7 +69,8 @@ class OwnCopy(SharedCopy):
             These tensors; None in the first exchange of a round.
 
         Raises:
-            LostCopy: the message continues from another round than the copy's, or the round goes on without its part.
+            LostCopy: the message continues from another round than the copy's, or the client is to go on in a round
+                and has lost its earlier work in it.
         """
         facts = parcel.facts
         load_tensors(self.model, self.shared)
@@ -138,7 +93,20 @@ class OwnCopy(SharedCopy):
         if facts.get("whole") or stands != self.standing.round:
             self.shared = copied(self.model, self.method.shared)
         self.standing = Standing(stands, facts.get("stamp") or "")
-        return self._load_personal(facts, tensors if "told" in facts else {})
+        if "undo" in facts:
+            self.personal.undo(self.client, facts["undo"])
+        if "told" in facts:
+            if self.personal.before.get(self.client, (0, None))[0] != facts["round"]:
+                raise LostCopy(f"it has lost its earlier answer in round {facts['round']}")
+        else:
+            if facts["purpose"] == "train":
+                self.personal.undo(self.client, facts["round"])  # a resumed server repeats the round
+            self.personal.leave_part(self.client)  # it may have been stopped between two exchanges
+        load_tensors(self.model, self.personal.of(self.client))
+        if "told" not in facts:
+            return None
+        load_told(self.model, tensors)
+        return tensors
 
     def save(self, folder: Path) -> None:
         """Write the client's state; ``restore`` in another process continues from it.
@@ -240,11 +208,6 @@ def changed_base(method: Method, model: nn.Module) -> dict[str, Tensor]:
     """The base weights of ``model`` that ``method`` has changed by now (``Method.changed_base``), not copied."""
     changed = set(method.changed_base(model))
     return {n: p.detach() for n, p in model.named_parameters() if n in changed}
-
-
-def answer(round: int, update: Update, loss: float, codec: Codec) -> Parcel:
-    """The answer of a client that trained in ``round``; its tensors are copies, as the update holds the model's own."""
-    return Parcel(codec.encode(copies(update.tensors)), round=round, samples=update.num_samples, loss=loss)
 
 
 def apology(round: int, error: Exception) -> Parcel:

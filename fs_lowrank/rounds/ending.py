@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
-from safetensors import SafetensorError
 
 from ..algebra import nbytes
-from ..errors import RunFailed
 from .finite import BadRound
 from .intake import TooFewClients
 from .personal import PersonalParts
@@ -52,21 +49,6 @@ def end_round(round: Round, recorder: Recorder) -> Finished | None:
         if round.base is not None:
             ledger.bound(nbytes(round.base()))
     return finished
-
-
-@contextmanager
-def ending(recorder: Recorder) -> Iterator[None]:
-    """A context for all rounds of a run: a file that cannot be read or written is a ``RunFailed`` that says how to go
-    on, and the folder of the run is released at the end.
-    """
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise RunFailed(
-            f"the run in {recorder.outdir} stopped: {error}; when that is mended, run again with resume=True"
-        ) from error
-    finally:
-        recorder.release()
 
 
 def _undo(round: Round, clients: Iterable[int], personal: PersonalParts) -> None:

@@ -14,8 +14,8 @@ from ..data import Examples, ImageExamples
 from ..errors import UserError, nearest, say_once
 from ..methods import State
 from ..settings.metrics import chief, larger_is_better, measured, metric_name
-from ..training import evaluate
-from ..training.evaluate import batch_scores
+from ..training.evaluate import BatchScore, batch_scores, mean_scores
+from ..training.metrics import of_outputs
 from ..training.schedule import evaluation_due
 from .workspace import Workspace
 
@@ -44,10 +44,14 @@ def ranked(record: Mapping[str, Any], split: str, metric: str) -> float | None:
 
 
 class Evaluator:
-    """Evaluates on the model of ``workspace``."""
+    """Evaluates on the model of ``workspace``.
 
-    def __init__(self, workspace: Workspace):
-        self.workspace, self.config = workspace, workspace.config
+    Args:
+        clients_evaluate: with ``federate.make_global_eval`` False, clients evaluate validation data, too.
+    """
+
+    def __init__(self, workspace: Workspace, clients_evaluate: bool = False):
+        self.workspace, self.config, self.clients_evaluate = workspace, workspace.config, clients_evaluate
 
     def due(self, round: int) -> bool:
         """Whether ``round`` ends with an evaluation."""
@@ -92,17 +96,13 @@ class Evaluator:
         Args:
             owner: name of ``examples`` in the cache of frozen layers.
         """
-        size = self.config.eval_batch_size
-        workspace = self.workspace
-        return evaluate(
-            workspace.model,
-            examples,
-            size,
-            metrics=metrics,
-            owner=owner,
-            prefix=workspace.prefix,
-            reads=workspace.reads,
-        )
+        return mean_scores(self.batches(examples, owner, outputs=bool(of_outputs(metrics))), metrics)
+
+    def batches(self, examples: Examples | ImageExamples, owner: str, outputs: bool = False) -> list[BatchScore]:
+        """As ``training.evaluate.batch_scores``, of the model as it is."""
+        workspace, size = self.workspace, self.config.eval_batch_size
+        saving = {"prefix": workspace.prefix, "reads": workspace.reads}
+        return batch_scores(workspace.model, examples, size, outputs=outputs, owner=owner, **saving)
 
     def on_test(self) -> dict[str, Any]:
         """The predictions of a classifier, as it is, for the test set.
@@ -111,10 +111,8 @@ class Evaluator:
             ``confusion``, numbers of samples by true class (rows) and predicted class (columns); ``clients``: by
             client, ``acc`` of the same predictions on its share of the test set, and its number of ``samples``.
         """
-        workspace, test, size = self.workspace, self.workspace.held_out()["test"], self.config.eval_batch_size
-        batches = batch_scores(
-            workspace.model, test, size, outputs=True, owner="test", prefix=workspace.prefix, reads=workspace.reads
-        )
+        workspace, test = self.workspace, self.workspace.held_out()["test"]
+        batches = self.batches(test, "test", outputs=True)
         predicted, labels = (np.concatenate([batch[column] for batch in batches]) for column in (3, 4))
         classes, shares = len(workspace.data.label_names), workspace.data.test_shares
         pairs = np.bincount(labels * classes + predicted, minlength=classes**2)
@@ -179,17 +177,10 @@ class Evaluator:
         """The metric of ``eval.best_res_update_round_wise_key`` on validation data: ``val_acc`` for ``test_acc``."""
         return f"val_{metric_name(watched(self.config)[1])}"
 
-    def check_best(self, clients_evaluate: bool = False) -> None:
-        """Raise ``UserError`` if ``eval.save_best`` is True and no validation data are evaluated.
-
-        Args:
-            clients_evaluate: with ``federate.make_global_eval`` False, clients evaluate validation data.
-        """
-        config = self.config
-        available, evaluated = (
-            self.workspace.data.validation is not None,
-            config.federate.make_global_eval or clients_evaluate,
-        )
+    def check_best(self) -> None:
+        """Raise ``UserError`` if ``eval.save_best`` is True and no validation data are evaluated."""
+        config, available = self.config, self.workspace.data.validation is not None
+        evaluated = config.federate.make_global_eval or self.clients_evaluate
         if config.eval.save_best is True and not (available and "val" in config.eval.split and evaluated):
             raise UserError(
                 "eval.save_best = True: the best round is chosen by validation data, and none are evaluated; give "

@@ -8,18 +8,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from filelock import FileLock
+from safetensors import SafetensorError
 
 from ..algebra import on_device
 from ..config import Config
+from ..errors import RunFailed
 from ..runs.folder import outdir_of
 from ..runs.result import RunResult
 from ..settings.metrics import measured
 from .admission import LARGEST, number_of
-from .ending import end_round, ending
+from .ending import end_round
 from .evaluator import CLIENTS, Evaluator
 from .ledger import Ledger
 from .parcel import Parcel
-from .record import Spent, added
 from .recorder import Callback, Recorder
 from .round import Order, Purpose, Round
 from .transport import Lost, Transport
@@ -74,14 +75,19 @@ class Loop:
             RunFailed: something cannot be written, too few clients remain, or another run writes to the folder.
         """
         error: BaseException | None = None
-        with ending(self.recorder):
-            try:
-                return self._run(resume)
-            except BaseException as caught:
-                error = caught
-                raise
-            finally:
-                self.transport.end(error)
+        try:
+            return self._run(resume)
+        except (OSError, SafetensorError) as caught:
+            error, folder = caught, self.recorder.outdir
+            raise RunFailed(
+                f"the run in {folder} stopped: {caught}; when that is mended, run again with resume=True"
+            ) from caught
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            self.transport.end(error)
+            self.recorder.release()
 
     def _run(self, resume: bool) -> RunResult:
         checkpoint, recorder = self.recorder.start(resume), self.recorder
@@ -104,12 +110,11 @@ class Loop:
     def _round(self, number: int) -> dict[str, Any]:
         transport, base = self.transport, self.workspace.changed_base
         round = Round(number, self.ledger, intake=transport.intake, codec=transport.codec, base=base)
-        spent: dict[int, Spent] = {}
         seconds = {"training": 0.0, "aggregation": 0.0}
         finished = None
         while finished is None:
             started = time.perf_counter()
-            self._train(round, spent)
+            self._train(round)
             trained = time.perf_counter()
             finished = end_round(round, self.recorder)
             if finished is not None and finished.message is not None:
@@ -121,10 +126,10 @@ class Loop:
             }
         metrics = self._evaluate(round) if self.evaluator.due(number) else {}
         seconds["evaluation"] = time.perf_counter() - ended
-        return round.record(metrics, seconds, dict(sorted(spent.items())))
+        return round.record(metrics, seconds)
 
-    def _train(self, round: Round, spent: dict[int, Spent]) -> None:
-        """Have the clients for which ``round`` waits train or answer; add the seconds of each to ``spent``."""
+    def _train(self, round: Round) -> None:
+        """Have the clients for which ``round`` waits train or answer."""
         for client, reason in self.transport.missing(round.selected).items():
             round.fail(client, "absent", reason)
         invited = sorted(round.waiting)
@@ -138,9 +143,6 @@ class Loop:
                 round.fail(order.client, answer.kind, answer.reason)
             elif order.purpose == "train":
                 round.take(order.client, answer)
-                if "spent" in answer.facts:
-                    new, before = spent_by(answer.facts), spent.get(order.client)
-                    spent[order.client] = added(new, before) if before else new
             elif "error" in answer.facts:
                 round.fail(order.client, "failed", str(answer.facts["error"])[:1000])
         for client in round.waiting:
@@ -199,20 +201,11 @@ class Loop:
         return metrics
 
 
-# A client's facts have any type, so these functions take values that fit and leave out the others.
-
-
-def spent_by(facts: Mapping[str, Any]) -> Spent:
-    """The seconds of a client's training, by the facts of its answer."""
-    match facts.get("spent"):
-        case {"training": training, "upload": upload, "reused": bool(reused)}:
-            seconds = [number_of(value, lowest=0.0) or 0.0 for value in (training, upload)]
-            return {"training": seconds[0], "upload": seconds[1], "reused": reused}
-    return {"training": 0.0, "upload": 0.0, "reused": False}
-
-
 def scores_in(facts: Mapping[str, Any], metrics: Collection[str]) -> dict[str, float]:
-    """The ``metrics`` of a client's own model; empty if one of them is missing or no number that it can be."""
+    """The ``metrics`` of a client's own model, by the facts of its answer, which have any type.
+
+    Empty if one of them is missing or no number that it can be.
+    """
     reported = facts.get("scores")
     if not isinstance(reported, dict):
         return {}

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import cached_property
 from pathlib import Path
 
-from ..data import Examples, ImageExamples
 from ..errors import UserError
-from ..methods import Client, revisions
+from ..methods import revisions
 from ..models.adapters import load_tensors
 from .codec import Codec
-from .copies import LostCopy, OwnCopy, answer, apology
+from .copies import LostCopy, OwnCopy, apology, own_tensors
 from .evaluator import Evaluator
 from .joining import agreed, proof_of
 from .parcel import Parcel
@@ -28,11 +26,10 @@ class Node:
 
     Args:
         workspace: of this process, which serves no rounds. codec: how tensors are encoded on their way.
-        own_data: all data that the process reads are those of the one client for which it works.
     """
 
-    def __init__(self, workspace: Workspace, codec: Codec | None = None, own_data: bool = False):
-        self.workspace, self.codec, self.own_data = workspace, codec or Codec(), own_data
+    def __init__(self, workspace: Workspace, codec: Codec | None = None):
+        self.workspace, self.codec = workspace, codec or Codec()
         self.trainer = Trainer(workspace)
         #: the tensors that a run changes in the model, as they were at the start
         self._start = {
@@ -57,32 +54,24 @@ class Node:
         Raises:
             UserError: there is no such client.
         """
-        _, examples, tests = self.of(client)
-        config = self.workspace.config
+        self.check(client)
+        config, tests = self.workspace.config, self.workspace.test_of(client)
         return Parcel(
             {},
             client=client,
-            own_data=self.own_data,
+            own_data=self.workspace.undivided,
             config=config.decisive(),
             revisions=revisions(config),
             proof=self.proof,
             agreed=self.agreed,
-            samples=len(examples),
+            samples=len(self.workspace.training_of(client)),
             tested=len(tests) if tests is not None else 0,
         )
 
-    def of(self, client: int) -> tuple[Client, Examples | ImageExamples, Examples | ImageExamples | None]:
-        """A client by its number, its training data, and its test data if it has some.
-
-        Raises:
-            UserError: there is no such client.
-        """
-        workspace, count = self.workspace, self.workspace.config.federate.client_num
-        if not 1 <= client <= count:
+    def check(self, client: int) -> None:
+        """Raise ``UserError`` if there is no such client."""
+        if not 1 <= client <= (count := self.workspace.config.federate.client_num):
             raise UserError(f"there is no client {client}; federate.client_num is {count}")
-        index = 0 if self.own_data else client - 1
-        participant = dataclasses.replace(workspace.clients[index], id=client)
-        return participant, workspace.data.clients[index], workspace.data.client_tests[index]
 
     def obey(self, order: Parcel, client: int, memory: Path, identity: str) -> Parcel:
         """Bring the copy of ``client`` up to date, and train or evaluate it; the answer.
@@ -97,7 +86,7 @@ class Node:
         Raises:
             UserError: there is no such client.
         """
-        participant, examples, tests = self.of(client)
+        self.check(client)
         workspace, round, purpose = self.workspace, order.facts["round"], order.facts["purpose"]
         load_tensors(workspace.model, self._start)
         personal = PersonalParts(workspace.personal.untrained)
@@ -109,11 +98,9 @@ class Node:
             try:
                 if purpose == "train":
                     task = workspace.task(client, round, order.facts, told)
-                    fitted = self.trainer.fit(participant, examples, round, workspace.model, workspace.prefix, task)
-                    reply = answer(round, fitted.update, fitted.result.loss, self.codec)
-                    reply.facts["spent"] = fitted.spent
-                    copy.keep(task)
-                elif purpose == "evaluate" and tests is not None:
+                    reply = self.trainer.fit(task, workspace.model, workspace.prefix).answer(round, self.codec)
+                    personal.keep(client, round, own_tensors(workspace.method, workspace.model, task))
+                elif purpose == "evaluate" and (tests := workspace.test_of(client)) is not None:
                     reply.facts["scores"] = Evaluator(workspace).score(tests, f"client {client} test")
             except Exception as error:  # must not end the round of the others; the server records it
                 reply = apology(round, error)

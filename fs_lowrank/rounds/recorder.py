@@ -75,7 +75,6 @@ class Recorder:
         ledger: its state is saved and restored.
         outdir: the folder.
         callbacks: the run calls them beside writing records.
-        clients_evaluate: with ``federate.make_global_eval`` False, clients evaluate validation data, too.
         lock: of the folder, if it is locked already; ``release`` releases it.
 
     Attributes:
@@ -94,17 +93,17 @@ class Recorder:
         ledger: Ledger,
         outdir: Path,
         callbacks: Sequence[Callback],
-        clients_evaluate: bool = False,
         lock: FileLock | None = None,
     ):
         self.workspace, self.evaluator, self.ledger = workspace, evaluator, ledger
         self.config, self.method = workspace.config, workspace.method
         self.outdir, self.callbacks = outdir, list(callbacks)
-        self.clients_evaluate = clients_evaluate
         self.before: dict[str, float] = {}
         self.ended = False
         self.exits = ExitStack()
-        self._lock = lock
+        self._locked = lock is not None
+        if lock is not None:
+            self.exits.callback(lock.release)
         #: the records of the finished rounds, and their file once it is open
         self.history: list[dict[str, Any]] = []
         self._records: Records | None = None
@@ -159,9 +158,6 @@ class Recorder:
     def release(self) -> None:
         """Close the run's open files and trackers, and unlock the folder if it is locked."""
         self.exits.close()
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
 
     def start(self, resume: bool) -> Checkpoint | None:
         """Lock the folder, restore its last checkpoint if ``resume``, and write the files that describe the run.
@@ -173,8 +169,9 @@ class Recorder:
             CannotContinue: it holds another run, or one that is damaged. NewerSchema: a newer version wrote it.
             RunFailed: another run writes to the folder, or a file cannot be written.
         """
-        self.evaluator.check_best(self.clients_evaluate)
-        self._lock = self._lock or claim(self.outdir)
+        self.evaluator.check_best()
+        if not self._locked:
+            self.exits.callback(claim(self.outdir).release)
         check_outdir(self.config, resume)
         remove_unfinished(self.outdir)
         records = self.outdir / "rounds.jsonl"

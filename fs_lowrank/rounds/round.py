@@ -27,7 +27,7 @@ from .finite import BadRound, WrongStep, require_finite, require_valid
 from .intake import Intake, TooFewClients
 from .ledger import Ledger, Standing
 from .parcel import Parcel
-from .record import Failure, Spent, changes, norms
+from .record import Failure, Spent, changes, norms, spent_by
 from .task import Task
 
 logger = logging.getLogger("fs_lowrank")
@@ -99,7 +99,8 @@ class Round:
         losses, samples: by client, the training loss and the number of samples of the admitted updates.
         norms: by client, the norms of the exchange's admitted updates, if the ledger's admission bounds them.
         drift: by client, how far its admitted update is from its start values, by half of the pair.
-        trains: the clients that were asked to train.
+        spent: by client, its cost in its process, by its own report.
+        trains: the clients that were asked to train; absent ones may have been, before the server was resumed.
         skipped: why the round was left out; empty if it was not.
         unevaluated: by client, why its evaluation after the round was left out, where clients evaluate.
     """
@@ -134,11 +135,12 @@ class Round:
         self.samples: dict[int, int] = {}
         self.norms: dict[int, float] = {}
         self.drift: dict[int, dict[str, float]] = {}
+        self.spent: dict[int, Spent] = {}
         self.trains: set[int] = set()
         self.skipped = ""
         self.unevaluated: dict[int, str] = {}
-        #: by client, how the server's step treated its update
-        self.notes: Mapping[int, str] = {}
+        #: a client, and how a server's step treated its update
+        self.notes: list[tuple[int, str]] = []
         self._waiting = set(self.selected)
         #: the tasks of the clients that are asked, until their answers are taken
         self._tasks: dict[int, Task] = {}
@@ -257,6 +259,8 @@ class Round:
                 self.number,
             )
             return False
+        if "spent" in facts:
+            self.spent[client] = spent_by(facts, self.spent.get(client, {}))
         if "error" in facts:
             if facts.get("lost"):
                 self.ledger.forget([client])
@@ -295,6 +299,8 @@ class Round:
         if client not in self._waiting:
             return
         self._waiting.discard(client)
+        if kind == "absent":
+            self.trains.add(client)
         for by_client in (self.losses, self.samples, self.drift):  # of an exchange before
             by_client.pop(client, None)
         self.failed.append({"client": client, "kind": kind, "reason": reason})
@@ -374,13 +380,14 @@ class Round:
         try:
             with torch.no_grad():
                 result: Any
+                self.method.notes = {}
                 if self.goes_on:
                     message = self.method.tell(updates, before, self.number, self.exchanges[self.exchange])
                     result = ({**before, **message}, message) if isinstance(message, Mapping) else message
                 else:
                     result = self.method.aggregate(updates, before, self.number)
                 state, message = require_valid(result, before, self.method)
-                self.notes = dict(self.method.notes)
+                self.notes += self.method.notes.items()
                 if not self.codec.exact:
                     # The server uses the message as clients will decode it, so that all copies stay equal.
                     decoded = self.codec.decode(self.codec.encode(message), message)
@@ -413,12 +420,7 @@ class Round:
         """Restore the ledger as it was before this round."""
         self.ledger.synced, self.ledger.undone = (dict(saved) for saved in self._before)
 
-    def record(
-        self,
-        metrics: Mapping[str, Mapping[str, Any]],
-        seconds: Mapping[str, float],
-        spent: Mapping[int, Spent],
-    ) -> dict[str, Any]:
+    def record(self, metrics: Mapping[str, Mapping[str, Any]], seconds: Mapping[str, float]) -> dict[str, Any]:
         """The record of the round for ``rounds.jsonl``; after ``finish``, and after an evaluation by messages.
 
         The downlink is that of all orders that were delivered: to train, to follow and to evaluate. Where clients
@@ -438,11 +440,9 @@ class Round:
         Args:
             metrics: by split and name; under the name ``clients`` those of each client.
             seconds: the durations of ``training``, ``aggregation`` and ``evaluation``.
-            spent: by client, its cost in this process (``trainer.Fitted``).
         """
-        notes = {} if self.skipped else self.notes
-        robust, unevaluated = _listed(notes), _listed(self.unevaluated)
-        reused = sum(s["training"] for s in spent.values() if s["reused"])
+        robust, unevaluated = _listed([] if self.skipped else self.notes), _listed(self.unevaluated.items())
+        reused = sum(s["training"] for s in self.spent.values() if s["reused"])
         losses = sorted(self.losses.items())  # in a fixed order, as updates come in any
         samples = sum(self.samples[client] for client in self.losses)
         trained = self.ledger.samples_trained({} if self.skipped else self.samples, self.number)
@@ -478,12 +478,12 @@ class Round:
                 for half in sorted({half for d in self.drift.values() for half in d})
             },
             "seconds": {**seconds, "training": seconds["training"] + reused},
-            "client_seconds": spent,
+            "client_seconds": dict(sorted(self.spent.items())),
         }
 
 
-def _listed(reasons: Mapping[int, str]) -> list[dict[str, Any]]:
-    return [{"client": client, "reason": reasons[client]} for client in sorted(reasons)]
+def _listed(reasons: Iterable[tuple[int, str]]) -> list[dict[str, Any]]:
+    return [{"client": client, "reason": reason} for client, reason in sorted(reasons, key=lambda pair: pair[0])]
 
 
 def _naming(client: int, reason: str) -> str:

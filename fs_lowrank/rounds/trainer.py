@@ -15,9 +15,8 @@ from functools import cached_property
 import numpy as np
 from torch import Tensor, nn
 
-from ..data import Examples, ImageExamples
 from ..errors import UserError, say_once
-from ..methods import Client, Update
+from ..methods import Update
 from ..models.adapters import load_tensors
 from ..models.machine import wait
 from ..models.shortcuts.frozen import FrozenPrefix
@@ -26,6 +25,10 @@ from ..models.shortcuts.trials import failure
 from ..training import train_client
 from ..training.cohort import Member, cohort_size, evenly, never_together, obstacle, parts_of, places, train_cohort
 from ..training.local import LocalResult
+from .admission import copies
+from .codec import Codec
+from .copies import apology, own_tensors
+from .parcel import Parcel
 from .record import Spent
 from .reuse import Reuse
 from .task import Task
@@ -47,6 +50,16 @@ class Fitted:
     result: LocalResult
     spent: Spent
 
+    def answer(self, round: int, codec: Codec | None = None) -> Parcel:
+        """The client's answer in ``round``.
+
+        Args:
+            codec: encodes copies of the tensors; None: they stay the model's own.
+        """
+        tensors = self.update.tensors if codec is None else codec.encode(copies(self.update.tensors))
+        facts = {"samples": self.update.num_samples, "loss": self.result.loss, "spent": self.spent}
+        return Parcel(tensors, round=round, **facts)
+
 
 class Trainer:
     """Trains clients on the data and the models of ``workspace``.
@@ -59,34 +72,26 @@ class Trainer:
         self.workspace, self.config = workspace, workspace.config
         self.reuse = Reuse(self.config.lowrank.reuse_clients) if self.config.lowrank.reuse_clients else None
 
-    def fit(
-        self,
-        client: Client,
-        examples: Examples | ImageExamples,
-        round: int,
-        model: nn.Module,
-        prefix: FrozenPrefix | None,
-        task: Task | None = None,
-    ) -> Fitted:
-        """Train ``model`` as ``client`` in ``round``."""
-        workspace, reuse, started = self.workspace, self.reuse, time.perf_counter()
-        task = task or workspace.task(client.id, round)
+    def fit(self, task: Task, model: nn.Module, prefix: FrozenPrefix | None) -> Fitted:
+        """Train ``model`` as the client of ``task``."""
+        reuse, started = self.reuse, time.perf_counter()
         if not task.trains:
-            return self._fitted(task, client, model, LocalResult(0.0, 0, 0), 0.0)
+            return self._fitted(task, model, LocalResult(0.0, 0, 0), 0.0)
+        examples = self.workspace.training_of(task.client)
         config, phases, lr, seed = task.settings, task.phases, task.lr, task.seed
         key = reuse.key(config, model, examples, phases, lr=lr, seed=seed) if reuse else None
         if reuse and key and (entry := reuse.find(key)):
             tensors, facts = entry
             load_tensors(model, tensors)
-            return self._fitted(task, client, model, LocalResult(**facts["result"]), facts["seconds"], reused=True)
-        owner, reads = f"client {client.id}", self.reads_of(model)
+            return self._fitted(task, model, LocalResult(**facts["result"]), facts["seconds"], reused=True)
+        owner, reads = f"client {task.client}", self.reads_of(model)
         result = train_client(
             model, examples, phases, config, owner=owner, prefix=prefix, reads=reads, lr=lr, seed=seed
         )
         seconds = time.perf_counter() - started
         if reuse and key:
             reuse.keep(key, model, phases, {"result": asdict(result), "seconds": seconds})
-        return self._fitted(task, client, model, result, seconds)
+        return self._fitted(task, model, result, seconds)
 
     def reads_of(self, model: nn.Module) -> OnlyRead | None:
         """The last layer of ``model`` for the positions that are read: the workspace's, or a copy of it."""
@@ -94,11 +99,11 @@ class Trainer:
         return reads if reads is None or model is self.workspace.model else reads.copy_for(model)
 
     def _fitted(
-        self, task: Task, client: Client, model: nn.Module, result: LocalResult, seconds: float, reused: bool = False
+        self, task: Task, model: nn.Module, result: LocalResult, seconds: float, reused: bool = False
     ) -> Fitted:
-        """The outcome of ``client``, whose trained tensors ``model`` holds."""
+        """The outcome of ``task``, whose client's trained tensors ``model`` holds."""
         started, method, device = time.perf_counter(), self.workspace.method, self.workspace.device
-        client = replace(client, exchange=task.exchange, told=task.told)
+        client = replace(self.workspace.client(task.client), exchange=task.exchange, told=task.told)
         tensors = {n: t.detach().to(device) for n, t in method.upload(model, task.round, client).items()}
         if method.needs.own_upload:
             wait(device)
@@ -157,35 +162,35 @@ class Trainer:
                 groups.append(group)
         return groups
 
-    def fit_all(
+    def answers(
         self, tasks: Sequence[Task], load: Callable[[Task], object]
-    ) -> Iterator[tuple[Task, Fitted | Exception]]:
+    ) -> Iterator[tuple[Task, Parcel, dict[str, Tensor]]]:
         """Train the model as the client of each task: together if they are several, and one by one if that fails.
 
         Args:
             load: loads the tensors of a client into the model.
         Returns:
-            for each the result of ``fit``, or its error; while that is in use the model holds the client's tensors.
+            for each its answer, or ``copies.apology``, and the tensors that stay with the client; while these are in
+            use the model holds the client's tensors.
         """
-        workspace = self.workspace
+        workspace, model = self.workspace, self.workspace.model
         together = self._fit_together(tasks, load) if len(tasks) > 1 and tasks[0].trains else {}
         for task in tasks:
-            participant, examples = workspace.client(task.client), workspace.data.clients[task.client - 1]
-            fitted: Fitted | Exception
             try:
                 load(task)
                 if task.client in together:
                     result, tensors, seconds = together[task.client]
-                    load_tensors(workspace.model, tensors)
-                    fitted = self._fitted(task, participant, workspace.model, result, seconds)
+                    load_tensors(model, tensors)
+                    fitted = self._fitted(task, model, result, seconds)
                 else:
-                    fitted = self.fit(participant, examples, task.round, workspace.model, workspace.prefix, task)
+                    fitted = self.fit(task, model, workspace.prefix)
+                answer, personal = fitted.answer(task.round), own_tensors(workspace.method, model, task)
             except UserError:
                 raise
             except Exception as error:  # the failure of one client is recorded and must not end the round
                 logger.debug("client %d", task.client, exc_info=True)
-                fitted = error
-            yield task, fitted
+                answer, personal = apology(task.round, error), {}
+            yield task, answer, personal
 
     def _fit_together(
         self, tasks: Sequence[Task], load: Callable[[Task], object]
@@ -195,8 +200,9 @@ class Trainer:
         Nothing if they have to be trained one by one.
         """
         workspace, started, clients = self.workspace, time.perf_counter(), [task.client for task in tasks]
-        data = workspace.data.clients
-        members = [Member(f"client {t.client}", data[t.client - 1], t.phases, t.seed, t.settings) for t in tasks]
+        members = [
+            Member(f"client {t.client}", workspace.training_of(t.client), t.phases, t.seed, t.settings) for t in tasks
+        ]
         try:
             outcomes = train_cohort(
                 workspace.model,

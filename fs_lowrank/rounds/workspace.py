@@ -91,7 +91,7 @@ class Workspace:
     Args:
         config: the configuration of the run.
         serves: the server step runs in this process, so a method that chooses by validation data is given them.
-        undivided: all data that this process reads belong to one client.
+        undivided: all data that this process reads belong to one client, for whose number it works.
 
     Attributes:
         initial_state: the method's state before round 1, on one device also where the model is on several.
@@ -106,7 +106,7 @@ class Workspace:
     """
 
     def __init__(self, config: Config, *, serves: bool = True, undivided: bool = False):
-        self.config = config
+        self.config, self.undivided = config, undivided
         if config.quantised:
             require_bitsandbytes(f"lowrank.dtype = {config.quantised}")
         if (optimizer := config.train.optimizer.type) in OPTIMIZERS_8BIT:
@@ -173,8 +173,19 @@ class Workspace:
 
     def client(self, number: int) -> Client:
         """Client ``number``, from 1."""
-        data, size = self.data.clients, int(self.sizes[number - 1])
-        return Client(number, size, batches=lambda: self.in_batches(data[number - 1])())
+        size = int(self.sizes[self._index(number)])
+        return Client(number, size, batches=lambda: self.in_batches(self.training_of(number))())
+
+    def training_of(self, number: int) -> Examples | ImageExamples:
+        """The training data of client ``number``."""
+        return self.data.clients[self._index(number)]
+
+    def test_of(self, number: int) -> Examples | ImageExamples | None:
+        """The share of the test set that client ``number`` has; None: it has none."""
+        return self.data.client_tests[self._index(number)]
+
+    def _index(self, number: int) -> int:
+        return 0 if self.undivided else number - 1
 
     def kinds(self) -> range:
         """The clients to look at where clients may differ in their ranks or phases: no more than ``KINDS``."""
@@ -183,7 +194,7 @@ class Workspace:
     def tested(self) -> Iterator[tuple[int, Examples | ImageExamples]]:
         """The clients that have a share of the test set, each with its share."""
         for index in self.data.tested():
-            share = self.data.client_tests[index]
+            share = self.test_of(index + 1)
             assert share is not None
             yield index + 1, share
 
@@ -247,7 +258,7 @@ class Workspace:
 
     def load(self, view: Mapping[str, Tensor], client: int, told: Tensors | None = None) -> None:
         """Load the shared tensors ``view``, the personal ones of ``client`` and those ``told`` into the model."""
-        load_tensors(self.model, {**view, **self.personal.get(client, self.personal.untrained)})
+        load_tensors(self.model, {**view, **self.personal.of(client)})
         if told:
             load_told(self.model, told)
 

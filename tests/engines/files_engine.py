@@ -20,7 +20,7 @@ import torch
 from fs_lowrank.config import Config, check_local, load_config
 from fs_lowrank.engines.transport import Lost, Transport, run_over
 from fs_lowrank.jobs.files import replacing
-from fs_lowrank.rounds.codec import Codec, Uniform
+from fs_lowrank.rounds.codec import codec_of
 from fs_lowrank.rounds.copies import personal_in, standing_in
 from fs_lowrank.rounds.ledger import Ledger
 from fs_lowrank.rounds.node import Node
@@ -34,13 +34,8 @@ from fs_lowrank.runs.result import RunResult
 LIMIT, CORES = 600.0, os.cpu_count() or 1
 
 
-def codec_of(config: Config) -> Codec:
-    """How messages and updates are encoded; this engine honours the framework's ``quantization``."""
-    return Uniform(config.get("quantization.nbits")) if config.get("quantization.method") == "uniform" else Codec()
-
-
 def check(config: Config) -> None:
-    """Raise ``UserError`` for keys that only the framework honours."""
+    """Raise ``UserError`` for keys that only the framework honours; its ``quantization`` is honoured here, too."""
     others = config.framework
     if config.get("quantization.method") == "uniform" and config.get("quantization.nbits") in (8, 16):
         others = {name: value for name, value in others.items() if not name.startswith("quantization.")}

@@ -41,18 +41,10 @@ def test_each_client_trains_by_its_own(few):
     assert record["samples"] > sum(own.values()) and other.history[0]["samples"] <= sum(samples.values())
     workspace = Workspace(config)
     workspace.load_client(workspace.initial_state, 5)
-    result = (
-        Trainer(workspace)
-        .fit(workspace.clients[4], workspace.data.clients[4], 1, workspace.model, workspace.prefix)
-        .result
-    )
+    result = Trainer(workspace).fit(workspace.task(5, 1), workspace.model, workspace.prefix).result
     assert result.steps == 5 and result.samples <= 80
     workspace.load_client(workspace.initial_state, 2)
-    result = (
-        Trainer(workspace)
-        .fit(workspace.clients[1], workspace.data.clients[1], 1, workspace.model, workspace.prefix)
-        .result
-    )
+    result = Trainer(workspace).fit(workspace.task(2, 1), workspace.model, workspace.prefix).result
     assert (result.steps, result.samples) == (2, 6)
 
 

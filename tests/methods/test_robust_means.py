@@ -110,7 +110,7 @@ def test_the_record_names_clients_that_were_left_out_or_scaled(toy, federation, 
     played(fed)
     one = fed.at(1)
     fed.finish(1)
-    record = one.record({}, {"training": 0.0}, {})
+    record = one.record({}, {"training": 0.0})
     noted = {note["client"]: note["reason"] for note in record.get("robust", [])}
     assert record["clients"] == [1, 2, 3, 4, 5, 6, 7] and not record["failed"]
     if rule in ("median", "trimmed_mean"):

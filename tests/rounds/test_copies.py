@@ -9,14 +9,15 @@ from torch import nn
 from fs_lowrank.methods import Client, Update, create_method
 from fs_lowrank.models.names import named_tensors
 from fs_lowrank.rounds.codec import Codec, Uniform
-from fs_lowrank.rounds.copies import LostCopy, OwnCopy, answer, apology, changed_base, standing_in
+from fs_lowrank.rounds.copies import LostCopy, OwnCopy, apology, changed_base, own_tensors, personal_in, standing_in
 from fs_lowrank.rounds.ledger import Standing
 from fs_lowrank.rounds.parcel import Parcel
 from fs_lowrank.rounds.personal import PersonalParts
 from fs_lowrank.rounds.round import Round
+from fs_lowrank.rounds.trainer import Fitted
 from fs_lowrank.runs.checkpoint import _meta_sum
 from fs_lowrank.settings import AdapterSpec
-from fs_lowrank.training.local import set_trainable
+from fs_lowrank.training.local import LocalResult, set_trainable
 from fs_lowrank.versions import NewerSchema
 from tests.servers import ledger_of
 
@@ -83,16 +84,20 @@ class Run:
                 for parameter in set_trainable(copy.model, phase.train):
                     with torch.no_grad():
                         parameter.add_(0.1 * torch.randn(parameter.shape, generator=drawn))
-            copy.keep(self.ledger.task(client, round))
+            task = self.ledger.task(client, round)
+            copy.personal.keep(client, round, own_tensors(copy.method, copy.model, task))
             sent = copy.method.upload(copy.model, round, Client(client, client))
-            reply = answer(round, Update(client, client, sent), 1.0, self.codec).to_bytes()
+            fitted = Fitted(Update(client, client, sent), LocalResult(1.0, 1, client), {})
+            reply = fitted.answer(round, self.codec).to_bytes()
         copy.save(self.folder / str(client))
         self.standings[client] = copy.standing
         return reply
 
-    def round(self, number, clients=(1, 2, 3), spoil=lambda client, parcel: parcel):
-        current = Round(number, self.ledger, clients, codec=self.codec, base=self.base)
+    def round(self, number, clients=(1, 2, 3), spoil=lambda client, parcel: parcel, absent=()):
+        current = Round(number, self.ledger, (*clients, *absent), codec=self.codec, base=self.base)
         sizes = {}
+        for client in absent:
+            current.fail(client, "absent", "its process is gone")
         for client in clients:
             order = current.ask(client, self.standings[client])
             reply = self.follow(client, order.parcel.to_bytes())
@@ -246,8 +251,11 @@ def test_training_that_did_not_count_does_not_change_the_personal_tensors(tmp_pa
         current = Round(2, run.ledger, (1, 2, 3))
         for client in (1, 2, 3):
             assert run.follow(client, current.ask(client, run.standings[client]).parcel.to_bytes())
-        run.round(2, (1, 3))  # the server process that asked before has ended
-        run.ledger.undone[2] = 2
+        run.round(2, (1, 3), absent=(2,))  # the server process that asked before has ended
+        saved, before = (
+            personal_in(tmp_path / name / "2", 2, "run", run.ledger.undone.get(2)) for name in ("run", "other")
+        )
+        assert saved.keys() == before.keys() and all(torch.equal(saved[n], before[n]) for n in saved)
     run.round(3)
     other.round(3)
     for client in (1, 2, 3):

@@ -107,6 +107,15 @@ def test_bytes_of_all_exchanges_count(bench, thrice):
     assert set(record["client_downlink_bytes"].values()) == {4 + downs + 4}
 
 
+@pytest.mark.more
+def test_the_record_says_what_a_robust_mean_did_in_each_exchange(bench):
+    keys = {**FEW, "lowrank.robust": "norm_bound", "lowrank.robust_norm": 1e-6}
+    first, second = bench.make("encoder", "fed_sb", keys).run().history
+    everyone = first["clients"]
+    assert [note["client"] for note in first["robust"]] == sorted(2 * everyone), "its first round has two exchanges"
+    assert [note["client"] for note in second["robust"]] == everyone
+
+
 @pytest.mark.parametrize("fails_in", ["weigh", "train", "send"])
 def test_a_client_that_is_lost_on_the_way_is_left_out(bench, thrice, fails_in):
     engine = bench.make("encoder", "thrice", {**FEW, "lowrank.personal": ["head"]})

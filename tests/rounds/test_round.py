@@ -53,7 +53,7 @@ def test_answers_come_in_any_order():
             assert current.take(client, sent(current, client))
         assert not current.waiting
         message = current.finish().message
-        ends.append((message, current.record({}, {"training": 1.0}, {})))
+        ends.append((message, current.record({}, {"training": 1.0})))
     for message, record in ends[1:]:
         assert all(torch.equal(message[n], ends[0][0][n]) for n in message)
         assert record == ends[0][1]
@@ -69,7 +69,7 @@ def test_the_norm_of_a_client_without_a_finite_loss_does_not_count_for_the_bound
         loss = math.nan if client == 2 else client / 3
         assert current.take(client, Parcel(tensors, round=1, samples=client, loss=loss)) == (client != 2)
     assert current.finish().undone == {2} and current.losses == {1: 1 / 3, 3: 1.0, 4: 4 / 3}
-    record = current.record({}, {"training": 1.0}, {})
+    record = current.record({}, {"training": 1.0})
     reason = "client 2: its loss is nan, expected a finite number"
     assert record["failed"] == [{"client": 2, "kind": "refused", "reason": reason}] and record["clients"] == [1, 3, 4]
 
@@ -221,7 +221,7 @@ def test_bytes_of_evaluation_are_in_the_same_record():
         order = current.ask(client, purpose="evaluate")
         assert order.parcel.facts["stands"] == 1 and order.sizes[0] == whole
         current.delivered(order)
-    record = current.record({"test": {"acc": 0.5}}, {"training": 0.0}, {})
+    record = current.record({"test": {"acc": 0.5}}, {"training": 0.0})
     assert record["client_downlink_bytes"] == {1: whole, 2: whole, 3: whole}
     assert record["evaluation_downlink_bytes"] == record["downlink_bytes"] == 3 * whole
     assert not Round(2, server, (3,)).ask(3).parcel.tensors, "it received the message for the evaluation"

@@ -90,7 +90,7 @@ def server_of(method: str, kind: str, bench: Bench) -> Server:
         workspace, trainer, honest = engine.workspace, Trainer(engine.workspace), {}
         for client in workspace.clients:
             workspace.load_client(workspace.initial_state, client.id)
-            fitted = trainer.fit(client, workspace.data.clients[client.id - 1], 1, workspace.model, workspace.prefix)
+            fitted = trainer.fit(workspace.task(client.id, 1), workspace.model, workspace.prefix)
             tensors = {n: t.detach().clone() for n, t in fitted.update.tensors.items()}
             facts = {"round": 1, "samples": fitted.update.num_samples, "loss": fitted.result.loss}
             honest[client.id] = Answer(client.id, tensors, facts)
@@ -195,7 +195,7 @@ def suffered(server: Server, client: int, changes: list[Poison]) -> tuple[Ending
             return "failed", f"{name} of the model is not finite"
     try:
         seconds = {"training": 0.0, "aggregation": 0.0, "evaluation": 0.0}
-        json.dumps(round.record({}, seconds, {}), allow_nan=False)
+        json.dumps(round.record({}, seconds), allow_nan=False)
     except ValueError as error:
         return "failed", f"the record of the round is no JSON: {error}"
     return "valid", "within its shape, its dtype and what is finite"

@@ -11,7 +11,7 @@ from federatedscope.core.workers import Client
 from ...algebra import nbytes
 from ...errors import UserError
 from ...rounds.codec import codec_of
-from ...rounds.copies import OwnCopy, SharedCopy, answer, apology
+from ...rounds.copies import OwnCopy, apology, own_tensors
 from ...rounds.parcel import Parcel
 from ...rounds.task import Task
 from . import wire
@@ -25,7 +25,7 @@ class LowRankClient(Client):
     """A client.
 
     Attributes:
-        copy: its copy of the model. evaluates: it has held-out rows.
+        copy: its copy of the model, if it has one of its own. evaluates: it has held-out rows.
     """
 
     #: the framework would pickle a model here, to learn its size
@@ -40,10 +40,11 @@ class LowRankClient(Client):
         splits = [split for split in config.eval.split if kwargs["data"].get(split, {}).get("examples") is not None]
         super().__init__(config=for_frameworks_workers(config, splits), **kwargs)
         self.evaluates = bool(splits)
-        self.codec = codec_of(config.quantization.method, config.quantization.nbits)
+        self.codec = codec_of(self.session.config)
         workspace = self.session.workspace
-        parts = workspace.method, kwargs["model"], self.ID, workspace.personal
-        self.copy: SharedCopy = SharedCopy(*parts) if self.session.shares_model else OwnCopy(*parts, self.codec)
+        if not self.session.shares_model:
+            parts = workspace.method, kwargs["model"], self.ID, workspace.personal
+            self.copy = OwnCopy(*parts, self.codec)
         self.trainer.number, self.trainer.prefix = self.ID, self.session.prefix_for(kwargs["model"], self.ID)
         # In kbit; the framework computes from it how long a message would take.
         sent = self.session.method.expected(self.session.ledger.state, 1, self.ID)
@@ -56,11 +57,11 @@ class LowRankClient(Client):
         parcel = message.content
         self.state, round = message.state, parcel.facts["round"]
         try:
-            told = self.copy.catch_up(parcel)
+            task = self._catch_up(parcel)
             if parcel.facts["purpose"] == "follow":
                 return
             self.session.on_client(round, self.ID, self.session.config.sampled_per_round)
-            update, samples = self._train(self.session.workspace.task(self.ID, round, parcel.facts, told))
+            update, samples = self._train(task)
         except UserError:
             raise
         except Exception as error:  # this client has failed; the server records it and continues with the others
@@ -69,14 +70,24 @@ class LowRankClient(Client):
             update, samples = apology(round, error), 0
         self._send(update, message, samples)
 
+    def _catch_up(self, parcel: Parcel) -> Task:
+        """Bring the model up to date; the client's work."""
+        workspace = self.session.workspace
+        if self.session.shares_model:  # it contains the merges of the message already
+            task = self.session.tasks.pop(self.ID)
+            workspace.load(task.view, self.ID, task.told)
+            return task
+        told = self.copy.catch_up(parcel)
+        return workspace.task(self.ID, parcel.facts["round"], parcel.facts, told)
+
     def _train(self, task: Task) -> tuple[Parcel, int]:
         """The answer, and the number of samples processed."""
-        trainer = self.trainer
+        trainer, workspace = self.trainer, self.session.workspace
         trainer.task = task
         samples, _, results = trainer.train()
-        self.copy.keep(task)
+        workspace.personal.keep(self.ID, task.round, own_tensors(workspace.method, trainer.ctx.model, task))
         logger.info(self._monitor.format_eval_res(results, rnd=self.state, role=f"Client #{self.ID}", return_raw=True))
-        return answer(task.round, trainer.outcome, trainer.loss, self.codec), samples
+        return trainer.fitted.answer(task.round, self.codec), samples
 
     def _send(self, parcel: Parcel, message: Message, samples: int) -> None:
         timestamp = self._gen_timestamp(init_timestamp=message.timestamp, instance_number=samples)
@@ -86,7 +97,7 @@ class LowRankClient(Client):
     # -- evaluation and end ------------------------------------------------------------------------
 
     def callback_funcs_for_evaluate(self, message: Message):
-        self.copy.catch_up(message.content)
+        self._catch_up(message.content)
         if not self.evaluates:
             self.comm_manager.send(
                 wire.message("metrics", self.ID, [message.sender], "none", message.state, message.timestamp)

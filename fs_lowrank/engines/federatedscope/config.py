@@ -228,7 +228,7 @@ def from_framework(cfg) -> Config:
             f"eval.best_res_update_round_wise_key = {best} has no effect: federate.make_global_eval is False, and "
             "between processes clients report client_test_loss and client_test_acc"
         )
-    check_engine(config, "federatedscope", _excluded(cfg, method))
+    check_engine(config, "federatedscope", [*why_no_codec(config), *_excluded(cfg, method)])
     check_resources(cfg)
     return config
 
@@ -252,7 +252,7 @@ def _excluded(cfg, method: str) -> list[str]:
     """The combinations that do not work with ``method``, in words."""
     federate, distributed = cfg.federate, cfg.federate.mode == "distributed"
     best, trainer = cfg.eval.best_res_update_round_wise_key, cfg.trainer.type
-    reasons = why_no_codec(cfg.quantization.method, cfg.quantization.nbits)
+    reasons = []
     for feature in (name for name in _EXCLUSIVE if federate[name]):
         keys, reason = _EXCLUSIVE[feature]
         conflicts = {name: value for name in keys if (value := operator.attrgetter(name)(cfg)) not in (0, "none")}

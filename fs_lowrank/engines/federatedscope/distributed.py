@@ -100,7 +100,7 @@ class Clients(Members):
     def __init__(self, config: Config, cfg: Any):
         super().__init__(config, Path(cfg.outdir) / "distributed", elsewhere="distribute.data_idx -1")
         self.cfg, self.timeout = cfg, config.lowrank.timeout
-        self.codec = codec_of(cfg.quantization.method, cfg.quantization.nbits)
+        self.codec = codec_of(config)
         self.inbox: queue.SimpleQueue[tuple[int, int, Parcel | Lost]] = queue.SimpleQueue()
         self.listener: Listener | None = None
         #: the notice for clients, once the run has ended
@@ -296,8 +296,7 @@ class RemoteClient:
         """
         session, keys = self.session, self.cfg.distribute
         token = own_token(session.outdir / f"token_{keys.client_port}")
-        codec = codec_of(self.cfg.quantization.method, self.cfg.quantization.nbits)
-        self.node = Node(session.workspace, codec, session.has_own_data)
+        self.node = Node(session.workspace, codec_of(session.config))
         self.channel = Channel(self.address, keys, token)
         uniform = session.method.setting.uniform
         self.sharing = Sharing(keys, self.timeout, uniform) if self.cfg.federate.use_ss else None

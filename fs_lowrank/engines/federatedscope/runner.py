@@ -26,7 +26,7 @@ class Parallel(Processes):
     """Processes that honour the keys of the framework's configuration for updates on their way."""
 
     def __init__(self, config: Config, count: int, cfg: Any):
-        self.cfg, self.codec = cfg, codec_of(cfg.quantization.method, cfg.quantization.nbits)
+        self.cfg, self.codec = cfg, codec_of(config)
         super().__init__(config, count)
 
     def intake(self) -> Intake | None:

@@ -15,7 +15,6 @@ from federatedscope.core.workers import Server
 
 from ...rounds.codec import codec_of
 from ...rounds.evaluator import average
-from ...rounds.parcel import Parcel
 from ...rounds.round import Order, Round
 from . import wire
 from .aggregator import MethodAggregator
@@ -47,8 +46,7 @@ class LowRankServer(Server):
         self.session = current()
         rows = [split for split, examples in self.session.workspace.held_out().items() if len(examples)]
         super().__init__(config=for_frameworks_workers(config, rows), **kwargs)
-        self.ledger, quantization = self.session.ledger, config.quantization
-        self.codec = codec_of(quantization.method, quantization.nbits)
+        self.ledger, self.codec = self.session.ledger, codec_of(self.session.config)
         self.online = config.federate.online_aggr
         self.aggregator = MethodAggregator(self.session)
         self.aggregators = [self.aggregator]
@@ -98,13 +96,9 @@ class LowRankServer(Server):
 
     def _deliver(self, order: Order, kind: str, state: int) -> None:
         """Send ``order``, which has arrived by then."""
-        parcel, client = order.parcel, order.client
         if self.session.shares_model:
-            # The shared model already contains the merges of the message, so the client loads the state.
-            view = self.session.method.view(self.ledger.state, client)
-            told = {n: parcel.tensors[n] for n in parcel.facts.get("told", ())}
-            parcel = Parcel({**view, **told}, **{**parcel.facts, "whole": True})
-        self.comm_manager.send(wire.message(kind, self.ID, [client], parcel, state, self.cur_timestamp))
+            self.session.tasks[order.client] = order.task
+        self.comm_manager.send(wire.message(kind, self.ID, [order.client], order.parcel, state, self.cur_timestamp))
         self._monitor.track_upload_bytes(order.sizes[0])
         self.round.delivered(order)
 
@@ -147,8 +141,7 @@ class LowRankServer(Server):
     def _close_round(self, metrics: dict) -> None:
         """Write the round's record, and a checkpoint where one is due; then begin the next round, or end the run."""
         session, self.seconds["evaluation"] = self.session, time.perf_counter() - self.evaluation_started
-        record = self.round.record(metrics, self.seconds, dict(sorted(session.spent.items())))
-        session.spent.clear()
+        record = self.round.record(metrics, self.seconds)
         session.recorder.add(record)
         if not session.on_round(record) and not session.recorder.ended and self.state < self.total_round_num:
             self._start_new_training_round()

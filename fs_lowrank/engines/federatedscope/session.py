@@ -23,8 +23,8 @@ from ...methods import Method
 from ...models.shortcuts.frozen import FrozenPrefix
 from ...rounds.evaluator import Evaluator
 from ...rounds.ledger import Ledger
-from ...rounds.record import Spent
 from ...rounds.recorder import Recorder
+from ...rounds.task import Task
 from ...rounds.trainer import Trainer
 from ...rounds.workspace import Workspace
 from ...runs.result import RunResult
@@ -63,8 +63,8 @@ class Session:
         self.on_client: Callable[[int, int, int], object] = lambda *_: None
         self.resume = False
         self.result: RunResult | None = None
-        #: by client, the cost of its training in this round
-        self.spent: dict[int, Spent] = {}
+        #: by client, the task of the last order, for clients that share the model
+        self.tasks: dict[int, Task] = {}
         self._models_built = 0
 
     # A server of other processes has these in its loop, and a client has no ledger.
@@ -83,7 +83,7 @@ class Session:
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        return Evaluator(self.workspace)
+        return Evaluator(self.workspace, clients_evaluate=True)
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -94,8 +94,7 @@ class Session:
     def recorder(self) -> Recorder:
         # wandb is told by the framework
         callbacks = self.callbacks(self.config.lowrank.trackers)
-        parts = self.workspace, self.evaluator, self.ledger, self.outdir, callbacks
-        recorder = Recorder(*parts, clients_evaluate=True)
+        recorder = Recorder(self.workspace, self.evaluator, self.ledger, self.outdir, callbacks)
         recorder.config_name = self.config_name
         return recorder
 

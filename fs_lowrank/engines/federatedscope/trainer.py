@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from federatedscope.core.trainers import GeneralTorchTrainer
 
-from ...methods import Update
 from ...models.names import all_tensors
-from ...rounds.record import added
 from ...rounds.task import Task
+from ...rounds.trainer import Fitted
 from ...training import evaluate
 from . import saved
 from .config import TRAINER
@@ -33,7 +32,7 @@ class LowRankTrainer(GeneralTorchTrainer):
     Attributes:
         number: of the client; 0 on the server. task: its work. Both, and ``prefix``, are set before training.
         prefix: the cache of the frozen layers' outputs, or None.
-        outcome: the update of the last training. loss: its mean loss.
+        fitted: the outcome of the last training.
         results: the last evaluation of each split: mean loss and accuracy.
     """
 
@@ -41,8 +40,7 @@ class LowRankTrainer(GeneralTorchTrainer):
         self.session = current()
         self.number, self.prefix = 0, None
         self.task: Task | None = None
-        self.outcome: Update | None = None
-        self.loss = 0.0
+        self.fitted: Fitted | None = None
         self.results: dict[str, dict[str, float]] = {}
         super().__init__(*args, **kwargs)
 
@@ -57,19 +55,9 @@ class LowRankTrainer(GeneralTorchTrainer):
 
     def train(self, target_data_split_name="train", hooks_set=None):
         """Do ``task``; returns the samples processed, the tensors to send, and metrics."""
-        session, task = self.session, self.task
-        fitted = session.trainer.fit(
-            session.workspace.clients[self.number - 1],
-            self.ctx.train_data,
-            task.round,
-            self.ctx.model,
-            self.prefix,
-            task,
-        )
-        before = session.spent.get(self.number)
-        session.spent[self.number] = added(fitted.spent, before) if before else fitted.spent
-        self.outcome, self.loss, samples = fitted.update, fitted.result.loss, fitted.result.samples
-        metrics = {"train_loss": self.loss * samples, "train_avg_loss": self.loss, "train_total": samples}
+        self.fitted = fitted = self.session.trainer.fit(self.task, self.ctx.model, self.prefix)
+        loss, samples = fitted.result.loss, fitted.result.samples
+        metrics = {"train_loss": loss * samples, "train_avg_loss": loss, "train_total": samples}
         return samples, dict(fitted.update.tensors), metrics
 
     def evaluate(self, target_data_split_name="test"):

@@ -19,12 +19,12 @@ from flwr.clientapp import ClientApp
 from ...config import Config, load_config
 from ...data.fetch import home
 from ...errors import UserError
+from ...rounds.codec import codec_of
 from ...rounds.copies import apology, standing_in
 from ...rounds.node import Node
 from ...rounds.parcel import Parcel
 from ...rounds.workspace import Workspace
 from ..members import memory_of
-from . import keys
 from .messages import packed, unpacked
 
 
@@ -94,4 +94,4 @@ def config_of(order: Parcel, options: Mapping[str, Any], folder: Path | None) ->
 @lru_cache(1)
 def _node(config: str, own_data: bool) -> Node:
     loaded = load_config(json.loads(config))
-    return Node(Workspace(loaded, serves=False, undivided=own_data), keys.codec(loaded), own_data)
+    return Node(Workspace(loaded, serves=False, undivided=own_data), codec_of(loaded))

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from ...config import Config, check_engine
-from ...rounds.codec import Codec, codec_of, why_no_codec
+from ...rounds.codec import why_no_codec
 from ..program import check_others
 
 
 def check(config: Config) -> None:
     """Raise ``UserError`` for modules of the program and keys that the engine does not honour; report idle keys."""
     check_others(config, "take engine local, with federate.process_num 1")
-    check_engine(config, "flower", why_no_codec(*_quantization(config)))
-
-
-def codec(config: Config) -> Codec:
-    """How messages and updates are encoded."""
-    return codec_of(*_quantization(config))
-
-
-def _quantization(config: Config) -> tuple[str, int]:
-    return config.get("quantization.method"), config.get("quantization.nbits")
+    check_engine(config, "flower", why_no_codec(config))

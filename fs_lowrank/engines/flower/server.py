@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...config import Config
 from ...errors import RunFailed
+from ...rounds.codec import codec_of
 from ...rounds.copies import personal_in
 from ...rounds.ledger import Ledger
 from ...rounds.parcel import Parcel
@@ -27,7 +28,6 @@ from ...rounds.workspace import Workspace
 from ...runs.folder import outdir_of
 from ..members import Members, memory_of
 from ..waiting import Silent, replies
-from . import keys
 from .messages import packed, unpacked
 
 logger = logging.getLogger("fs_lowrank")
@@ -61,7 +61,7 @@ class Nodes(Members):
         simulated: bool = False,
     ):
         super().__init__(config, outdir_of(config) / FOLDER, elsewhere="own-data=true")
-        self.codec, self.timeout = keys.codec(config), config.lowrank.timeout
+        self.codec, self.timeout = codec_of(config), config.lowrank.timeout
         self.grid, self.stopped, self.pause, self.simulated = grid, stopped, pause, simulated
         #: node -> why it does not take part; of these ``silent`` did not even answer
         self.refused: dict[int, str] = {}
