@@ -101,8 +101,8 @@ class Evaluator:
     def batches(self, examples: Examples | ImageExamples, owner: str, outputs: bool = False) -> list[BatchScore]:
         """As ``training.evaluate.batch_scores``, of the model as it is."""
         workspace, size = self.workspace, self.config.eval_batch_size
-        saving = {"prefix": workspace.prefix, "reads": workspace.reads}
-        return batch_scores(workspace.model, examples, size, outputs=outputs, owner=owner, **saving)
+        prefix, reads = workspace.prefix, workspace.reads
+        return batch_scores(workspace.model, examples, size, outputs=outputs, owner=owner, prefix=prefix, reads=reads)
 
     def on_test(self) -> dict[str, Any]:
         """The predictions of a classifier, as it is, for the test set.

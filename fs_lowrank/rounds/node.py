@@ -80,9 +80,9 @@ class Node:
             order: the parcel of an ``Order``.
             memory: the client's folder. identity: of the run; the state of another run there is not used.
         Returns:
-            For ``train`` the update (``copies.answer``), for ``evaluate`` the fact ``scores``; after an error the fact
-            ``error``. The fact ``followed`` says that the copy was saved as the order has it, also if training failed,
-            and ``standing`` where it is now (``joining.reported_standing``).
+            For ``train`` the update (``trainer.Fitted.answer``), for ``evaluate`` the fact ``scores``; after an error
+            the fact ``error``. The fact ``followed`` says that the copy was saved as the order has it, also if training
+            failed, and ``standing`` where it is now (``joining.reported_standing``).
         Raises:
             UserError: there is no such client.
         """

@@ -239,8 +239,9 @@ class Round:
     def take(self, client: int, parcel: Parcel) -> bool:
         """Admit the answer of ``client``.
 
-        It has tensors and the facts ``round``, ``samples`` and ``loss`` (``copies.answer``). If the client could not
-        train, it has the fact ``error``, and ``lost`` if its copy could not follow (``copies.apology``).
+        It has tensors and the facts ``round``, ``samples``, ``loss`` and ``spent`` (``trainer.Fitted.answer``). If the
+        client could not train, it has the fact ``error``, and ``lost`` if its copy could not follow
+        (``copies.apology``).
 
         Reads of an update that wait for the device: whether it is finite, those of ``Method.check``, and norms for
         ``drift`` and for bounds of norms.

@@ -69,9 +69,9 @@ class Transport(ABC):
     def exchange(self, orders: Iterable[Order]) -> Iterator[tuple[Order, Parcel | Lost]]:
         """Carry out ``orders``, all of one round and one purpose at most beside ``follow``; one answer for each.
 
-        Answers may come in any order. A client makes its answer with ``rounds.node.Node.obey``, or with ``answer`` and
-        ``apology`` of ``rounds.copies``. The loop checks the content of an answer. The transport has to know that it
-        comes from this client.
+        Answers may come in any order. A client makes its answer with ``rounds.node.Node.obey``, or with
+        ``trainer.Fitted.answer`` and ``copies.apology``. The loop checks the content of an answer. The transport has to
+        know that it comes from this client.
         """
 
     def personal(self) -> Mapping[int, Mapping[str, Tensor]]:

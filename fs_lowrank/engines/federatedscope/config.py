@@ -252,7 +252,7 @@ def _excluded(cfg, method: str) -> list[str]:
     """The combinations that do not work with ``method``, in words."""
     federate, distributed = cfg.federate, cfg.federate.mode == "distributed"
     best, trainer = cfg.eval.best_res_update_round_wise_key, cfg.trainer.type
-    reasons = []
+    reasons: list[str] = []
     for feature in (name for name in _EXCLUSIVE if federate[name]):
         keys, reason = _EXCLUSIVE[feature]
         conflicts = {name: value for name in keys if (value := operator.attrgetter(name)(cfg)) not in (0, "none")}

@@ -63,9 +63,8 @@ class Nodes(Members):
         super().__init__(config, outdir_of(config) / FOLDER, elsewhere="own-data=true")
         self.codec, self.timeout = codec_of(config), config.lowrank.timeout
         self.grid, self.stopped, self.pause, self.simulated = grid, stopped, pause, simulated
-        #: node -> why it does not take part; of these ``silent`` did not even answer
-        self.refused: dict[int, str] = {}
-        self.silent: set[int] = set()
+        #: node -> why it does not take part; ``Silent`` if it did not even answer
+        self.refused: dict[int, Lost] = {}
 
     # -- who is there ------------------------------------------------------------------------------
 
@@ -89,20 +88,21 @@ class Nodes(Members):
 
     def missing(self, clients: Collection[int]) -> Mapping[int, str]:
         if self.refused and not self.members:
-            reasons = sorted({re.sub(r"^client \d+: ", "", reason) for reason in self.refused.values()})
+            reasons = sorted({re.sub(r"^client \d+: ", "", lost.reason) for lost in self.refused.values()})
             raise RunFailed(f"no node can take part; refused were {len(self.refused)}: {'; '.join(reasons[:3])}")
         # What was wrong may be mended by now; a node that does not answer would cost every round the time to wait.
-        self.refused = {node: reason for node, reason in self.refused.items() if node in self.silent}
+        self.refused = {node: lost for node, lost in self.refused.items() if isinstance(lost, Silent)}
         present = self._present()
         return {client: self._why_absent(client) for client in clients if client not in present}
 
     def _why_absent(self, client: int) -> str:
-        for reason in self.refused.values():
+        reasons = [lost.reason for lost in self.refused.values()]
+        for reason in reasons:
             if reason.startswith(f"client {client}: "):
                 return f"its node was refused: {reason.partition(': ')[2]}"
         if client in self.members:
             return "its node is not connected"
-        strangers = [reason for reason in self.refused.values() if not reason.startswith("client ")]
+        strangers = [reason for reason in reasons if not reason.startswith("client ")]
         return "; ".join(["no node has joined for it", *(f"one was refused: {reason}" for reason in strangers[:1])])
 
     def _present(self) -> set[int]:
@@ -110,34 +110,32 @@ class Nodes(Members):
         assert self.grid is not None
         connected = set(self.grid.get_node_ids())
         # A node that was not connected meanwhile is called again, with or without another number.
-        self.silent &= connected
-        self.refused = {node: reason for node, reason in self.refused.items() if node in connected}
+        self.refused = {node: lost for node, lost in self.refused.items() if node in connected}
         called = {member.process for member in self.members.values()} | self.refused.keys()
         new = sorted(connected - called)
         for first in range(0, len(new), AT_A_TIME):
             calls = {node: Parcel({}, kind="call") for node in new[first : first + AT_A_TIME]}
             for node, reply in self._carried(calls, work=False):
-                if reason := self._joined(node, reply, connected):
-                    logger.warning("refused node %d: %s", node, reason)
-                    self.refused[node] = reason
-                    if isinstance(reply, Silent):
-                        self.silent.add(node)
+                if lost := self._joined(node, reply, connected):
+                    logger.warning("refused node %d: %s", node, lost.reason)
+                    self.refused[node] = lost
         return {client for client, member in self.members.items() if member.process in connected}
 
-    def _joined(self, node: int, reply: Parcel | Lost, connected: set[int]) -> str:
+    def _joined(self, node: int, reply: Parcel | Lost, connected: set[int]) -> Lost | None:
         """Let a node that has introduced itself take part; the reason if it cannot."""
         if isinstance(reply, Lost):
-            return reply.reason
+            return reply
         if "error" in reply.facts:
-            return str(reply.facts["error"])[:1000]
+            return Lost("refused", str(reply.facts["error"])[:1000])
         if reason := self.refusal(reply.facts):
-            return reason
+            return Lost("refused", reason)
         client = reply.facts["client"]
         before = self.members.get(client)
         if before and before.process in connected:
-            return f"client {client} has joined already, as node {before.process}; choose another partition-id"
+            reason = f"client {client} has joined already, as node {before.process}; choose another partition-id"
+            return Lost("refused", reason)
         self.welcome(reply.facts, node)
-        return ""
+        return None
 
     # -- messages ----------------------------------------------------------------------------------
 

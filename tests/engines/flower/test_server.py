@@ -15,8 +15,9 @@ from fs_lowrank.engines.flower.keys import check
 from fs_lowrank.engines.flower.messages import packed, unpacked
 from fs_lowrank.engines.flower.server import Nodes
 from fs_lowrank.engines.transport import run_over
-from fs_lowrank.rounds.loop import scores_in, spent_by
+from fs_lowrank.rounds.loop import scores_in
 from fs_lowrank.rounds.parcel import Parcel
+from fs_lowrank.rounds.record import spent_by
 from fs_lowrank.runs.checkpoint import load_checkpoint
 from fs_lowrank.testing import small
 from tests.cases import same_model
@@ -361,7 +362,7 @@ def test_what_a_node_says_of_itself_is_not_believed(quick, federation):
 @pytest.mark.parametrize("wrong", [10**400, -(10**400), float("nan"), float("inf"), -1.5, "1", True, None])
 def test_numbers_that_cannot_be(wrong):
     """They are left out; none of them is an error, nor comes into a sum."""
-    assert spent_by({"spent": {"training": wrong, "upload": 2, "reused": False}})["training"] == 0.0
+    assert spent_by({"spent": {"training": wrong, "upload": 2, "reused": False}}, {})["training"] == 0.0
     assert scores_in({"scores": {"acc": wrong, "loss": 0.5}}, ["loss", "acc"]) == {}
     if wrong != -1.5:
         assert scores_in({"scores": {"acc": 0.5, "loss": wrong}}, ["loss", "acc"]) == {}
