@@ -41,7 +41,7 @@ class SharedModel(Transport):
             for task, answer, personal in self.trainer.answers(
                 cohort, lambda task: workspace.load(task.view, task.client, task.told)
             ):
-                if "error" not in answer.facts:  # undone if the update does not count in the end
+                if personal is not None:  # undone if the update does not count in the end
                     workspace.personal.keep(task.client, task.round, personal)
                 answer.facts["followed"] = True
                 yield by_client[task.client], answer

@@ -138,7 +138,7 @@ class Processes(Transport):
         for cohort, answers in zip(cohorts, self._results(ranks, calls)):
             for task, (data, personal) in zip(cohort, answers):
                 answer = Parcel.of(data)
-                if "error" not in answer.facts:  # undone if the update does not count in the end
+                if personal is not None:  # undone if the update does not count in the end
                     workspace.personal.keep(task.client, round, unpacked(personal, workspace.device))
                 tensors = self.codec.encode(on_device(answer.tensors, workspace.device))
                 yield by_client[task.client], Parcel(tensors, **answer.facts, followed=True)
@@ -236,8 +236,8 @@ class _Clients:
     def _load_global(self) -> None:
         load_tensors(self.workspace.model, {**self.shared, **self.workspace.personal.untrained})
 
-    def train(self, round: int, clients: Sequence[Ordered]) -> list[tuple[bytes, bytes]]:
-        """By client its answer, and its personal tensors."""
+    def train(self, round: int, clients: Sequence[Ordered]) -> list[tuple[bytes, bytes | None]]:
+        """By client its answer, and the tensors that stay with it, if there can be any."""
         workspace, states = self.workspace, {client: data for client, data, *_ in clients}
         tasks = [
             workspace.task(client, round, facts, unpacked(told, workspace.device) if facts["further"] else None)
@@ -248,7 +248,10 @@ class _Clients:
             load_tensors(workspace.model, unpacked(states[task.client], workspace.device))
             load_told(workspace.model, task.told)
 
-        return [(answer.to_bytes(), packed(personal)) for _, answer, personal in self.trainer.answers(tasks, load)]
+        return [
+            (answer.to_bytes(), None if personal is None else packed(personal))
+            for _, answer, personal in self.trainer.answers(tasks, load)
+        ]
 
     def score_client(self, client: int, data: bytes) -> list[BatchScore]:
         """The scores of a client's model on its test data."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ MAX_SAMPLES = 10**9
 _MAX_TEXT = 200
 #: the largest loss or time that is accepted: of float32, so that sums of them are finite
 LARGEST = torch.finfo(torch.float32).max
+#: the cost of a client in its process: seconds of ``training`` and ``upload``, and whether it was ``reused``
+Spent = dict[str, float | bool]
 
 #: the classes of tensors that are accepted
 _PLAIN = (Tensor, nn.Parameter)
@@ -33,6 +35,16 @@ def number_of(value: object, lowest: float = -LARGEST, highest: float = LARGEST)
         return None
     # Compared before it is converted, as an int of 400 digits cannot become a float.
     return float(value) if lowest <= value <= highest else None
+
+
+def spent_by(facts: Mapping[str, Any], before: Spent) -> Spent:
+    """The cost of a client by the facts of its answer, which have any type, and of the exchanges ``before`` it."""
+    match facts["spent"]:
+        case {"training": training, "upload": upload, "reused": bool(reused)}:
+            seconds = {"training": training, "upload": upload}
+            spent: Spent = {n: before.get(n, 0.0) + (number_of(s, lowest=0.0) or 0.0) for n, s in seconds.items()}
+            return {**spent, "reused": bool(reused or before.get("reused"))}
+    return before or {"training": 0.0, "upload": 0.0, "reused": False}
 
 
 def check_loss(client: int, loss: object) -> float:

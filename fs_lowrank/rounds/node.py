@@ -64,7 +64,7 @@ class Node:
             revisions=revisions(config),
             proof=self.proof,
             agreed=self.agreed,
-            samples=len(self.workspace.training_of(client)),
+            samples=len(self.workspace.training[client - 1]),
             tested=len(tests) if tests is not None else 0,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -13,22 +13,9 @@ from torch import Tensor
 from ..algebra import change_norms
 from ..models.names import is_head, tags
 from ..settings.metrics import chief
-from .admission import number_of
 
 #: with more clients, only the record of the last round has the scores of all; others have so many at either end
 MANY, EXTREME = 100, 10
-#: the cost of a client in a process: seconds of ``training`` and ``upload``, and whether it was ``reused``
-Spent = dict[str, float | bool]
-
-
-def spent_by(facts: Mapping[str, Any], before: Spent) -> Spent:
-    """The cost of a client by the facts of its answer, which have any type, and of the exchanges ``before`` it."""
-    match facts["spent"]:
-        case {"training": training, "upload": upload, "reused": bool(reused)}:
-            seconds = {"training": training, "upload": upload}
-            spent: Spent = {n: before.get(n, 0.0) + (number_of(s, lowest=0.0) or 0.0) for n, s in seconds.items()}
-            return {**spent, "reused": bool(reused or before.get("reused"))}
-    return before or {"training": 0.0, "upload": 0.0, "reused": False}
 
 
 class Failure(TypedDict):

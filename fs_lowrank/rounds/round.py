@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from ..algebra import on_device
 from ..errors import described
 from ..methods import RefusedUpdate, State, Update
-from .admission import check_loss
+from .admission import Spent, check_loss, spent_by
 from .codec import Codec, Sizes
 from .finite import BadRound, WrongStep, require_finite, require_valid
 from .intake import Intake, TooFewClients
 from .ledger import Ledger, Standing
 from .parcel import Parcel
-from .record import Failure, Spent, changes, norms, spent_by
+from .record import Failure, changes, norms
 from .task import Task
 
 logger = logging.getLogger("fs_lowrank")

@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from ..errors import UserError, say_once
-from ..methods import Update
+from ..methods import Client, Update
 from ..models.adapters import load_tensors
 from ..models.machine import wait
 from ..models.shortcuts.frozen import FrozenPrefix
@@ -25,11 +25,10 @@ from ..models.shortcuts.trials import failure
 from ..training import train_client
 from ..training.cohort import Member, cohort_size, evenly, never_together, obstacle, parts_of, places, train_cohort
 from ..training.local import LocalResult
-from .admission import copies
+from .admission import Spent, copies
 from .codec import Codec
 from .copies import apology, own_tensors
 from .parcel import Parcel
-from .record import Spent
 from .reuse import Reuse
 from .task import Task
 from .workspace import Workspace
@@ -74,16 +73,16 @@ class Trainer:
 
     def fit(self, task: Task, model: nn.Module, prefix: FrozenPrefix | None) -> Fitted:
         """Train ``model`` as the client of ``task``."""
-        reuse, started = self.reuse, time.perf_counter()
+        reuse, started, client = self.reuse, time.perf_counter(), self.workspace.client(task.client)
         if not task.trains:
-            return self._fitted(task, model, LocalResult(0.0, 0, 0), 0.0)
-        examples = self.workspace.training_of(task.client)
+            return self._fitted(task, client, model, LocalResult(0.0, 0, 0), 0.0)
+        examples = self.workspace.training[task.client - 1]
         config, phases, lr, seed = task.settings, task.phases, task.lr, task.seed
         key = reuse.key(config, model, examples, phases, lr=lr, seed=seed) if reuse else None
         if reuse and key and (entry := reuse.find(key)):
             tensors, facts = entry
             load_tensors(model, tensors)
-            return self._fitted(task, model, LocalResult(**facts["result"]), facts["seconds"], reused=True)
+            return self._fitted(task, client, model, LocalResult(**facts["result"]), facts["seconds"], reused=True)
         owner, reads = f"client {task.client}", self.reads_of(model)
         result = train_client(
             model, examples, phases, config, owner=owner, prefix=prefix, reads=reads, lr=lr, seed=seed
@@ -91,7 +90,7 @@ class Trainer:
         seconds = time.perf_counter() - started
         if reuse and key:
             reuse.keep(key, model, phases, {"result": asdict(result), "seconds": seconds})
-        return self._fitted(task, model, result, seconds)
+        return self._fitted(task, client, model, result, seconds)
 
     def reads_of(self, model: nn.Module) -> OnlyRead | None:
         """The last layer of ``model`` for the positions that are read: the workspace's, or a copy of it."""
@@ -99,11 +98,11 @@ class Trainer:
         return reads if reads is None or model is self.workspace.model else reads.copy_for(model)
 
     def _fitted(
-        self, task: Task, model: nn.Module, result: LocalResult, seconds: float, reused: bool = False
+        self, task: Task, client: Client, model: nn.Module, result: LocalResult, seconds: float, reused: bool = False
     ) -> Fitted:
-        """The outcome of ``task``, whose client's trained tensors ``model`` holds."""
+        """The outcome of ``task`` of ``client``, whose trained tensors ``model`` holds."""
         started, method, device = time.perf_counter(), self.workspace.method, self.workspace.device
-        client = replace(self.workspace.client(task.client), exchange=task.exchange, told=task.told)
+        client = replace(client, exchange=task.exchange, told=task.told)
         tensors = {n: t.detach().to(device) for n, t in method.upload(model, task.round, client).items()}
         if method.needs.own_upload:
             wait(device)
@@ -164,14 +163,14 @@ class Trainer:
 
     def answers(
         self, tasks: Sequence[Task], load: Callable[[Task], object]
-    ) -> Iterator[tuple[Task, Parcel, dict[str, Tensor]]]:
+    ) -> Iterator[tuple[Task, Parcel, dict[str, Tensor] | None]]:
         """Train the model as the client of each task: together if they are several, and one by one if that fails.
 
         Args:
             load: loads the tensors of a client into the model.
         Returns:
-            for each its answer, or ``copies.apology``, and the tensors that stay with the client; while these are in
-            use the model holds the client's tensors.
+            for each its answer, or ``copies.apology``, and the tensors that stay with the client, None if there can be
+            none; while these are in use the model holds the client's tensors.
         """
         workspace, model = self.workspace, self.workspace.model
         together = self._fit_together(tasks, load) if len(tasks) > 1 and tasks[0].trains else {}
@@ -181,15 +180,16 @@ class Trainer:
                 if task.client in together:
                     result, tensors, seconds = together[task.client]
                     load_tensors(model, tensors)
-                    fitted = self._fitted(task, model, result, seconds)
+                    fitted = self._fitted(task, workspace.client(task.client), model, result, seconds)
                 else:
                     fitted = self.fit(task, model, workspace.prefix)
-                answer, personal = fitted.answer(task.round), own_tensors(workspace.method, model, task)
+                answer, stays = fitted.answer(task.round), workspace.personal.untrained or not task.alone
+                personal = own_tensors(workspace.method, model, task) if stays else None
             except UserError:
                 raise
             except Exception as error:  # the failure of one client is recorded and must not end the round
                 logger.debug("client %d", task.client, exc_info=True)
-                answer, personal = apology(task.round, error), {}
+                answer, personal = apology(task.round, error), None
             yield task, answer, personal
 
     def _fit_together(
@@ -200,9 +200,8 @@ class Trainer:
         Nothing if they have to be trained one by one.
         """
         workspace, started, clients = self.workspace, time.perf_counter(), [task.client for task in tasks]
-        members = [
-            Member(f"client {t.client}", workspace.training_of(t.client), t.phases, t.seed, t.settings) for t in tasks
-        ]
+        data = workspace.training
+        members = [Member(f"client {t.client}", data[t.client - 1], t.phases, t.seed, t.settings) for t in tasks]
         try:
             outcomes = train_cohort(
                 workspace.model,

@@ -9,7 +9,7 @@ one would have drawn, on every engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -96,7 +96,7 @@ class Workspace:
     Attributes:
         initial_state: the method's state before round 1, on one device also where the model is on several.
         personal: by client, the tensors that stay with it. clients: each made when it is asked for.
-        sizes: of their training sets.
+        training: the training data of client n at position n - 1. sizes: of the training sets.
         parameters: the number of parameters of the plain model, and the largest number that a client trains.
         heads: the modules of a model without an adapter that are a head by their place (``names.is_head``).
         base_fingerprint: hash of the plain model. configured: of its configuration, empty if it has none.
@@ -132,6 +132,8 @@ class Workspace:
         self.method.workbench = self._workbench() if serves and self.method.needs.validation else None
         self.sizes = self.data.partition.sizes()
         self.clients = Lazy(len(self.data.clients), lambda index: self.client(index + 1))
+        everyone = Lazy(config.federate.client_num, lambda _: self.data.clients[0])
+        self.training: Sequence[Examples | ImageExamples] = everyone if undivided else self.data.clients
         self.initial_state = on_device(self.method.initial_state(self.model), self.device)
         check_tags(self.method, self.model, self.initial_state)
         say_half(config, {**self.initial_state, **self.changed_base()})
@@ -173,19 +175,12 @@ class Workspace:
 
     def client(self, number: int) -> Client:
         """Client ``number``, from 1."""
-        size = int(self.sizes[self._index(number)])
-        return Client(number, size, batches=lambda: self.in_batches(self.training_of(number))())
-
-    def training_of(self, number: int) -> Examples | ImageExamples:
-        """The training data of client ``number``."""
-        return self.data.clients[self._index(number)]
+        size = int(self.sizes[0 if self.undivided else number - 1])
+        return Client(number, size, batches=lambda: self.in_batches(self.training[number - 1])())
 
     def test_of(self, number: int) -> Examples | ImageExamples | None:
         """The share of the test set that client ``number`` has; None: it has none."""
-        return self.data.client_tests[self._index(number)]
-
-    def _index(self, number: int) -> int:
-        return 0 if self.undivided else number - 1
+        return self.data.client_tests[0 if self.undivided else number - 1]
 
     def kinds(self) -> range:
         """The clients to look at where clients may differ in their ranks or phases: no more than ``KINDS``."""
@@ -258,7 +253,7 @@ class Workspace:
 
     def load(self, view: Mapping[str, Tensor], client: int, told: Tensors | None = None) -> None:
         """Load the shared tensors ``view``, the personal ones of ``client`` and those ``told`` into the model."""
-        load_tensors(self.model, {**view, **self.personal.of(client)})
+        load_tensors(self.model, {**view, **self.personal.get(client, self.personal.untrained)})
         if told:
             load_told(self.model, told)
 

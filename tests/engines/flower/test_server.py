@@ -15,9 +15,9 @@ from fs_lowrank.engines.flower.keys import check
 from fs_lowrank.engines.flower.messages import packed, unpacked
 from fs_lowrank.engines.flower.server import Nodes
 from fs_lowrank.engines.transport import run_over
+from fs_lowrank.rounds.admission import spent_by
 from fs_lowrank.rounds.loop import scores_in
 from fs_lowrank.rounds.parcel import Parcel
-from fs_lowrank.rounds.record import spent_by
 from fs_lowrank.runs.checkpoint import load_checkpoint
 from fs_lowrank.testing import small
 from tests.cases import same_model
