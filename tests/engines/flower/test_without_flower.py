@@ -11,10 +11,11 @@ import fs_lowrank
 from fs_lowrank import UserError, cli
 from fs_lowrank.doctor import examine
 from fs_lowrank.engines import get_engine, list_engines, locate_flower
-from fs_lowrank.engines.flower.keys import check, codec
+from fs_lowrank.engines.flower.keys import check
 from fs_lowrank.engines.flower.project import CONFIG
 from fs_lowrank.engines.waiting import listed, replies
 from fs_lowrank.methods import get_method_class
+from fs_lowrank.rounds.codec import codec_of
 from fs_lowrank.settings.effects import without_effect
 
 
@@ -80,7 +81,7 @@ def test_keys_that_the_engine_does_not_honour(quick):
 def test_keys_that_have_an_effect_here_and_not_on_the_embedded_engine(quick):
     config = quick("some", {"quantization.method": "uniform", "lowrank.timeout": 5.0, "train.cohort": 4})
     check(config)
-    assert codec(config).nbits == 8 and codec(quick("plain")).exact
+    assert codec_of(config).nbits == 8 and codec_of(quick("plain")).exact
     method = get_method_class(config.federate.method)
     idle = {name for name, _, _ in without_effect(config, "flower", method)}
     assert "train.cohort" in idle and not idle & {"lowrank.timeout", "quantization.method"}
