@@ -148,8 +148,8 @@ class Endless(torch.utils.data.IterableDataset):
     "data, said",
     [
         (3, "data = int: expected a datasets.Dataset, a DataFrame or a torch Dataset with a length"),
-        ([FRAME, [1]], r"data\[1\] = list: expected a datasets.Dataset"),
-        ([{"text": "a", "label": 1}], r"data\[0\] = dict: expected .*; rows go into Dataset.from_list"),
+        ([FRAME, [1], FRAME], r"data\[1\] = list: expected a datasets.Dataset"),
+        ([{"text": "a", "label": 1}, FRAME, FRAME], r"data\[0\] = dict: expected .*; rows go into Dataset.from_list"),
         ({"train": FRAME, "dev": FRAME}, "a mapping with 'train', 'dev': expected train, and perhaps validation and"),
         ({"train": FRAME, "test": [FRAME]}, r"data\['test'\]: only train is a list"),
         ([], r"data\['train'\]: only train is a list, with one object for each client"),
@@ -194,7 +194,7 @@ class Broken(Items):
 def test_an_error_of_the_data_set_is_none_of_writing(few, tmp_path, error):
     for resume in (False, "auto"):
         with pytest.raises(UserError, match=r"^data\[0\], item 3: the data set raises ") as caught:
-            fs_lowrank.run(few("run"), data=[Broken(error), FRAME], resume=resume)
+            fs_lowrank.run(few("run"), data=[Broken(error), FRAME, FRAME], resume=resume)
         assert caught.value.__cause__ is error and not isinstance(caught.value, RunFailed)
         assert " ".join(str(error).split()) in str(caught.value)
     assert not list((tmp_path / "run").glob(".given*"))
