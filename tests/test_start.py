@@ -247,6 +247,16 @@ def test_a_folder_of_pictures_is_a_run_in_one_command(tmp_path, monkeypatch, cap
     assert json.loads(Path("runs/photos/summary.json").read_text())["final"]["test_acc"] >= 0
 
 
+def test_init_takes_the_only_file_or_folder_of_pictures_here(at, capsys):
+    assert cli.main(["init"]) == 2 and "no texts or pictures are in this folder" in capsys.readouterr().err
+    pictures(Path("photos"), [(8, 8)])
+    Path("runs/one").mkdir(parents=True)
+    Path("runs/one/curves.png").touch(), Path("runs/one/config.yaml").touch()  # the folder of a run is none
+    assert cli.main(["init"]) == 0 and "resnet10" in Path("photos.yaml").read_text()
+    at("reviews.csv", make_reviews(60))
+    assert cli.main(["init"]) == 2 and "init needs a FILE: photos, reviews.csv" in capsys.readouterr().err
+
+
 def test_columns_that_look_like_instructions_are_named_as_such(at):
     path = at("asked.jsonl", pd.DataFrame({"question": ["a?", "b?"], "reply": ["c", "d"]}))
     with pytest.raises(UserError, match="of instructions with answers, instruction='COLUMN' and output='COLUMN'"):
@@ -273,7 +283,6 @@ def test_init_writes_once_and_run_runs_it(at, tiny_encoder, capsys):
     "arguments, said",
     [
         (["run"], "run needs --cfg FILE, a configuration, or --data FILE"),
-        (["init"], "the following arguments are required: FILE"),
         (["run", "--cfg", "a.yaml", "--data", "b.csv"], "run needs --cfg FILE"),
         (["run", "--cfg", "a.yaml", "--text", "x"], "--text: options of --data FILE"),
         (["init", "no.csv"], "no file no.csv"),

@@ -24,10 +24,12 @@ def add(commands) -> None:
     parser = commands.add_parser("init", help="write a complete, commented configuration for data of your own")
     parser.add_argument(
         "data",
+        nargs="?",
         metavar="FILE",
         type=Path,
         help="labelled texts or instructions: CSV, TSV, JSON, JSON Lines, Parquet or Arrow, a folder of save_to_disk, "
-        "or a pattern for several in quotes, such as 'clients/*.csv'; or a folder with a folder of pictures a class",
+        "or a pattern for several in quotes, such as 'clients/*.csv'; or a folder with a folder of pictures a class; "
+        "by default the only one here",
     )
     options(parser)
     parser.add_argument("--out", metavar="FILE", type=Path, help="the configuration (default: FILE's name, .yaml)")
@@ -45,6 +47,25 @@ def options(parser: argparse.ArgumentParser) -> None:
     count, clients = shell.at_least(1), "number of clients (default: by the rows)"
     group.add_argument("--clients", type=count, default=0, metavar="N", help=clients)
     group.add_argument("--method", default="", metavar="NAME", help="default: rolora; for pictures fedlora")
+
+
+def _only_one() -> Path:
+    """The only file of texts, or folder of pictures, in the working directory.
+
+    Raises:
+        UserError: there is none, or there are several.
+    """
+    from ..data.image_files import SUFFIXES as PICTURES
+    from ..data.user_data import SUFFIXES
+
+    paths = []
+    for path in sorted(Path().iterdir()):
+        kinds = {file.suffix.lower() for file in path.glob("*/*")}
+        if path.suffix.lower() in SUFFIXES or kinds and kinds <= {*PICTURES}:
+            paths.append(path)
+    if len(paths) == 1:
+        return paths[0]
+    raise UserError(f"init needs a FILE: {', '.join(map(str, paths)) or 'no texts or pictures are in this folder'}")
 
 
 def used_options(args: argparse.Namespace) -> list[str]:
@@ -76,6 +97,7 @@ def write(args: argparse.Namespace, out: Path | None) -> Path:
 
 
 def _init(args: argparse.Namespace) -> None:
+    args.data = args.data or _only_one()
     out = write(args, args.out)
     say(out.read_text(encoding="utf-8"), end="")
     say(f"\nwritten to {out}; run it with: {hint('run', '--cfg', out)}")
