@@ -18,7 +18,7 @@ help:
 	@echo "            with the embedded engine (results/flower.md), make flower-slow has the federation of docs/guides/flower.md"
 	@echo "make test-quant   the tests of quantised bases, with bitsandbytes in an environment of its own"
 	@echo "make walks  a first hour as a notebook, work that is killed and goes on, and the tutorials, from an installed wheel"
-	@echo "make torture NUMBER=100 SEED=0   kill, damage, poison and break runs, at most ten minutes at a time; KINDS=kills,damage"
+	@echo "make torture NUMBER=100 SEED=0   kill and damage runs, at most ten minutes at a time; KINDS=kills,damage"
 	@echo "make soak   distributed runs with something wrong, and the longest waits in them (below ten minutes); ONLY=drops"
 	@echo "make check  look at the code without running it: style, format, types, and the documentation, built into site/"
 	@echo "make lint, make types, make docs   one of these alone; make format writes the format"
@@ -102,8 +102,8 @@ flower-all: $(FLOWER)/.installed
 	FLOWER_TABLE=results/flower $(FLOWER)/bin/python -m pytest -q -m slow tests/engines/flower/test_every_method.py
 
 flower-slow: $(FLOWER)/.installed
-	@echo "== killing the simulation, and a federation with TLS part by part"
-	$(FLOWER)/bin/python -m pytest -q -m slow tests/engines/flower/test_simulation.py tests/engines/flower/test_deployment.py
+	@echo "== further keys, and killing the simulation, and a federation with TLS part by part"
+	$(FLOWER)/bin/python -m pytest -q -m slow tests/engines/flower --ignore tests/engines/flower/test_every_method.py
 
 # Given again, it goes on where it was. Exit code 1 where something has failed; the table is in results/torture.
 NUMBER ?= 100

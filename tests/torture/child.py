@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import ctypes
 import faulthandler
@@ -12,7 +11,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,26 +90,6 @@ def last_line(text: str) -> str:
     return lines[-1].strip()[:300] if lines else ""
 
 
-@contextlib.contextmanager
-def limited(seconds: float) -> Iterator[None]:
-    """Raise ``TimeoutError`` in the block when it has used this many processor seconds, or after it, if it went on."""
-    over = []
-
-    def stop(number: int, frame: object) -> None:
-        over.append(f"more than {seconds:g} s of the processor")
-        raise TimeoutError(over[0])
-
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
-    if over:  # what ran has caught it
-        raise TimeoutError(over[0])
-
-
 def fork(work: Callable[[], int | None], out: Path, limit: float = HANG, kill_at: float | None = None) -> Ended:
     """Run ``work`` in a forked child, whose working folder is that of ``out``.
 
@@ -155,20 +134,7 @@ def spawn(
     argv: Sequence[str], out: Path, env: dict[str, str], limit: float = HANG, kill_at: float | None = None
 ) -> Ended:
     """Run ``argv`` as a command in a new process; the other arguments are those of ``fork``."""
-    err = out.with_suffix(".err")
-    started = time.monotonic()
-    child = os.fork()
-    if child == 0:
-        try:
-            die_with_parent()
-            os.setpgid(0, 0)
-            for descriptor, path in ((1, out), (2, err)):
-                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-            os.chdir(out.parent)
-            os.execve(argv[0], [argv[0], "-X", "faulthandler", *argv[1:]], env)
-        finally:
-            os._exit(98)
-    return _wait(child, started, out, err, limit, kill_at)
+    return fork(lambda: os.execve(argv[0], [argv[0], "-X", "faulthandler", *argv[1:]], env), out, limit, kill_at)
 
 
 def _wait(child: int, started: float, out: Path, err: Path, limit: float, kill_at: float | None) -> Ended:
@@ -223,31 +189,6 @@ _DURATIONS = ("training total", "aggregation a round")
 #: files whose content may differ between a run and the same run resumed, by durations and the number of threads; only
 #: their existence is compared
 _DIFFER = (".lock", "environment.json", "curves.png", "curves.pdf", "summary.tex", "events")
-
-
-def unsound(folder: Path) -> str:
-    """What no finished run may leave: a file that cannot be read, JSON with NaN, tensors that are not finite, or no
-    record at all; empty if all is well.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    if not (folder / "rounds.jsonl").is_file():
-        return "rounds.jsonl is missing"
-    for path in sorted(p for p in folder.rglob("*") if p.suffix in (".json", ".jsonl", ".safetensors")):
-        name = path.relative_to(folder)
-        try:
-            if path.suffix == ".safetensors":
-                bad = [n for n, t in load_file(path).items() if t.is_floating_point() and not t.isfinite().all()]
-                if bad:
-                    return f"{name}: {bad[0]} is not finite"
-                continue
-            text = path.read_text(encoding="utf-8")
-            for part in text.splitlines() if path.suffix == ".jsonl" else [text]:
-                json.loads(part, parse_constant=_no_constant)
-        except (OSError, ValueError, SafetensorError) as error:
-            return f"{name}: {error}"
-    return ""
 
 
 def _no_constant(name: str) -> None:

@@ -1,24 +1,16 @@
-"""Damaged files.
-
-A run is stopped after its second round, a file that it reads is damaged, and it is resumed. Of every third seed, a run
-or a comparison has ended, and ``evaluate``, ``predict``, ``report`` or ``compare --resume`` reads it.
-"""
+"""Damaged files: a run is stopped after its second round, a file that it reads is damaged, and it is resumed."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from .bench import COMMAND_LINE, Bench, Outcome, variants
-from .child import Ended, fork
-from .tiny import RUNS, settings
+from .child import fork
+from .tiny import FORMATS, settings
 
 SHARD = 25
 
@@ -46,9 +38,7 @@ def half(run: str, bench: Bench) -> Path:
 
 def case(seed: int, bench: Bench) -> list[Outcome]:
     draw = random.Random(seed)
-    if seed % 3 == 2:
-        return [_of_ended(draw, bench)]
-    run = draw.choice(variants())
+    run = draw.choice([*variants(), *FORMATS])
     with bench.place() as outdir:
         source, other = half(run, bench), half(draw.choice(variants()), bench)
         for path in source.parent.glob("run*"):  # with the folders beside it that belong to the run
@@ -83,143 +73,17 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
         return [outcome]
 
 
-def _of_ended(draw: random.Random, bench: Bench) -> Outcome:
-    """A command about what has ended, of which one file is damaged.
-
-    What an ended run left is compared with its checksums, except by ``compare --resume``. Where there are none, and a
-    damaged file is still one of its kind, such as a base or data, the command may have another result, which counts as
-    valid; a file that is cut off, empty or gone may not change a score.
-    """
-    command = draw.choice(("evaluate", "predict", "report", "compare"))
-    run = draw.choice(
-        [name for name in variants() if command in ("report", "compare") or name not in variants("vision")]
-    )
-    kind = RUNS[run].get("kind", "encoder")
-    source = bench.reference(run).folder if command != "compare" else _compared(kind, bench)
-    wanted = bench.folder / "wanted" / f"{command} {run if command != 'compare' else kind}".replace(" ", "_")
-    if not wanted.exists():
-        with bench.place() as outdir:
-            shutil.copytree(source, outdir)
-            ended, found = _told(command, kind, outdir, bench)
-        if ended.code or not found:
-            raise RuntimeError(f"{command} of {run!r} fails by itself: {ended.err or ended.out}")
-        wanted.parent.mkdir(exist_ok=True)
-        wanted.write_text(found, encoding="utf-8")
-    with bench.place() as outdir:
-        shutil.copytree(source, outdir)
-        target = draw.choice(_read_by(command, kind, outdir, bench, draw))
-        damage, before = draw.choice(DAMAGES), target.read_bytes()
-        place = target.relative_to(bench.folder if target.is_relative_to(bench.inputs) else outdir)
-        what = f"{command} of {run if command != 'compare' else kind}: {damage.__name__.lstrip('_')} of {place}"
-        try:
-            what += damage(target, draw, _others(target, half(draw.choice(variants()), bench), bench))
-            ended, found = _told(command, kind, outdir, bench)
-        finally:
-            put_back(target, before)
-        if ended.fault:
-            return Outcome("failed", what, ended.fault, command)
-        if ended.code:
-            named = [part for part in (*place.parts, target.parent.name) if len(part) > 2]
-            # Of data, a base or a tokenizer that has changed it says which of them, and of which run.
-            named += [f"the {what} is not what the run in" for what in ("data", "model", "tokenizer")]
-            if not any(part in ended.err for part in named):
-                return Outcome("failed", what, f"names no file: {ended.err}", command)
-            return Outcome("refused", what, ended.err, command)
-        if found == wanted.read_text(encoding="utf-8"):
-            return Outcome("resumed" if command == "compare" else "same", what, seen=command)
-        if _compared_by(command, target, outdir):
-            return Outcome("failed", what, f"another result, and the run has a checksum: {ended.out[-300:]}", command)
-        if damage in (_flip, _zeros, _append, _swap) or target.suffix == ".jsonl":
-            return Outcome("valid", what, f"another result: {ended.out[-300:]}", command)
-        return Outcome("failed", what, f"another result without an error: {ended.out[-300:]}", command)
-
-
-def _compared_by(command: str, target: Path, outdir: Path) -> bool:
-    """Whether the command compares ``target`` with a checksum."""
-    sums = outdir / "checksums.json"
-    if command == "compare" or target == sums or not sums.exists() or not target.is_relative_to(outdir):
-        return False
-    return target.relative_to(outdir).as_posix() in json.loads(sums.read_text(encoding="utf-8"))
-
-
-def _compared(kind: str, bench: Bench) -> Path:
-    """The folder of a comparison that has ended."""
-    folder = bench.folder / "compared" / kind
-    if not (folder / "run" / "comparison.json").exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        ended, _ = _told("compare", kind, folder / "run", bench)
-        if ended.code:
-            raise RuntimeError(f"the comparison of {kind} fails by itself: {ended.err or ended.out}")
-    return folder / "run"
-
-
-def _told(command: str, kind: str, outdir: Path, bench: Bench) -> tuple[Ended, str]:
-    """How the command about ``outdir`` ended, and what it found out, without what differs from one call to the next."""
-    beside, data = outdir.parent, bench.inputs / {"causal": "instructions.jsonl"}.get(kind, "reviews.csv")
-    out = beside / {"evaluate": "scores.json", "predict": f"predicted{data.suffix}"}.get(command, "report.html")
-    out.unlink(missing_ok=True)
-    if command == "compare":
-        config, out = beside / "config.yaml", outdir / "comparison.json"
-        keys: dict[str, Any] = {
-            "federate.method": "fedlora",
-            "federate.total_round_num": 1,
-            "lowrank.pictures": False,
-            "kind": kind,
-        }
-        config.write_text(yaml.safe_dump(settings(bench.inputs, outdir, **keys)), encoding="utf-8")
-        argv = ["compare", "--cfg", str(config), "--methods", "fedlora,local,pooled", "--resume"]
-    elif command == "report":
-        argv = ["report", str(outdir), "--out", str(out)]
-    else:
-        argv = [command, str(outdir), "--data", str(data), "--json" if command == "evaluate" else "--out", str(out)]
-
-    def work() -> int:
-        from fs_lowrank import cli
-
-        return cli.main(argv)
-
-    ended = fork(work, beside / "printed.out")
-    if ended.code or not out.is_file():
-        return ended, ""
-    text = out.read_text(encoding="utf-8").replace(str(outdir), "RUN")
-    if command != "compare":
-        return ended, text
-    return ended, json.dumps({name: of["final"] for name, of in json.loads(text).items()}, sort_keys=True)
-
-
-def _read_by(command: str, kind: str, outdir: Path, bench: Bench, draw: random.Random) -> list[Path]:
-    """A group of the files that the command reads."""
-    written = _files(outdir)
-    if command != "compare":  # which goes on from checkpoints and what is kept of the best round
-        written = [path for path in written if path.parent == outdir or path.parent.parent == outdir]
-    top = [path for path in written if path.suffix in (".json", ".jsonl", ".yaml", ".npz")]
-    if command == "report":
-        return [path for path in top if path.parent == outdir]
-    inputs = [
-        path
-        for name in {"causal": ("causal",), "vision": ("images",)}.get(kind, ("encoder",))
-        for path in _files(bench.inputs / name)
-    ]
-    weights = [path for path in written if path.suffix == ".safetensors" or "adapter" in path.parent.name]
-    return draw.choice([group for group in (top, top, weights, inputs) if group])
-
-
 def _groups(run: str, bench: Bench, outdir: Path, draw: random.Random) -> list[Path]:
     """Groups of files: in the folder of the run, in the folders beside it, and its inputs."""
-    kind = RUNS[run].get("kind", "encoder")
-    inputs = {
-        "encoder": ["encoder", "reviews.csv"],
-        "causal": ["causal", "instructions.jsonl"],
-        "vision": ["images"],
-    }[kind]
+    tree = settings(bench.inputs, outdir, run)
+    model, data = tree["model"]["type"].partition("@")[0], tree["data"].get("root", tree["data"]["type"])
     checkpoint = _files(outdir / "checkpoint")
     groups = [
         checkpoint,
         checkpoint,
         [p for p in _files(outdir) if p not in checkpoint],
         [p for folder in outdir.parent.glob(f"{outdir.name}.*") for p in _files(folder)],
-        *(_files(bench.inputs / name) for name in inputs),
+        *(_files(Path(place)) for place in (model, data)),
     ]
     return draw.choice([group for group in groups if group])
 

@@ -32,11 +32,8 @@ KINDS = {
     "kills": "kills at random instants",
     "writes": "faults inside the writing",
     "commands": "faults inside the writing of comparisons, searches and suites",
-    "disks": "full disks",
     "damage": "damaged files",
-    "inputs": "damaged inputs and records",
-    "updates": "poisoned updates",
-    "configs": "broken configurations",
+    "records": "damaged records of searches and suites",
     "hub": "slow hubs",
 }
 ENDINGS = ("refused", "same", "resumed", "valid", "failed")

@@ -40,7 +40,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "fedloru from scratch": {"federate.method": "fedloru", "lowrank.tau": 2, "kind": "vision"},
 }
 
-#: further runs, on data in other formats, which ``make_formats`` writes
+#: further runs, on data in other formats
 FORMATS: dict[str, dict[str, Any]] = {
     "fedavg on parquet": {"federate.method": "fedavg", "data.type": "{inputs}/formats/reviews.parquet"},
     "fedavg on arrow": {"federate.method": "fedavg", "data.type": "{inputs}/formats/reviews.arrow"},
@@ -54,14 +54,19 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_formats(folder: Path) -> None:
-    """Write the folder ``formats`` beside what ``make_inputs`` wrote: the reviews as parquet, as a stream of arrow and
-    as a folder of ``save_to_disk``, and images as IDX files.
+def make_inputs(folder: Path) -> None:
+    """Write ``encoder``, ``causal``, ``reviews.csv``, ``instructions.jsonl`` and ``images`` to ``folder``; and in
+    ``formats`` the reviews as parquet, as a stream of arrow and as saved by ``save_to_disk``, and images as IDX files.
     """
     import datasets
     import pandas as pd
     import pyarrow as pa
 
+    small.save_encoder(folder / "encoder")
+    small.save_causal(folder / "causal")
+    small.save_reviews(folder)
+    small.save_instructions(folder)
+    small.save_images(folder / "images")
     target = folder / "formats"
     (target / "idx").mkdir(parents=True)
     rows = pd.read_csv(folder / "reviews.csv")
@@ -79,15 +84,6 @@ def make_formats(folder: Path) -> None:
             (target / "idx" / f"{split}-{what}-idx{values.ndim}-ubyte").write_bytes(head + values.tobytes())
 
 
-def make_inputs(folder: Path) -> None:
-    """Write ``encoder``, ``causal``, ``reviews.csv``, ``instructions.jsonl`` and ``images`` to ``folder``."""
-    small.save_encoder(folder / "encoder")
-    small.save_causal(folder / "causal")
-    small.save_reviews(folder)
-    small.save_instructions(folder)
-    small.save_images(folder / "images")
-
-
 def settings(inputs: Path, outdir: Path, run: str = "", **changes: Any) -> dict[str, Any]:
     """A configuration as nested data: three clients, three rounds, one step.
 
@@ -98,36 +94,17 @@ def settings(inputs: Path, outdir: Path, run: str = "", **changes: Any) -> dict[
     """
     keys = {**RUNS, **FORMATS}.get(run, {}) | changes
     kind = keys.pop("kind", "encoder")
-    of_kind: dict[str, dict[str, Any]] = {
-        "encoder": {
-            "data": {"type": str(inputs / "reviews.csv")},
-            "model": {"type": f"{inputs / 'encoder'}@transformers"},
-            "adapter": {"r": 2, "alpha": 4, "modules": ["query", "intermediate.dense"]},
-        },
-        "causal": {
-            "data": {"type": str(inputs / "instructions.jsonl")},
-            "model": {"type": f"{inputs / 'causal'}@huggingface_llm"},
-            "adapter": {"r": 2, "alpha": 4, "modules": ["q_proj", "v_proj"]},
-        },
-        "vision": {
-            "data": {"type": str(inputs / "images")},
-            "model": {"type": "lenet", "use_bias": False},
-            "adapter": {"r": 2, "alpha": 4},
-        },
-    }
-    chosen = of_kind[kind]
-    tree: dict[str, Any] = {
-        "outdir": str(outdir),
-        "seed": 3,
-        "federate": {"client_num": 3, "total_round_num": 3},
-        "data": {**chosen["data"], "splitter": "iid", "splits": [0.7, 0.1, 0.2]},
-        "model": chosen["model"],
-        "llm": {"tok_len": 80 if kind == "causal" else 16, "adapter": {"args": [chosen["adapter"]]}},
-        "dataloader": {"batch_size": 8},
-        "train": {"optimizer": {"type": "AdamW", "lr": 0.01}},
-        "lowrank": {"pictures": False} | ({"width": 0.25} if kind == "vision" else {}),
-    }
-    for name, value in keys.items():
+    few: dict[str, Any] = {"federate.client_num": 3, "federate.total_round_num": 3, "train.local_update_steps": 1}
+    few["lowrank.pictures"] = False
+    if kind == "causal":
+        tree = small.causal_settings(inputs / "causal", inputs / "instructions.jsonl", outdir)
+    elif kind == "vision":
+        tree = small.vision_settings(inputs / "images", outdir)
+        few |= {"model": {"type": "lenet", "use_bias": False}, "lowrank.width": 0.25}
+    else:
+        tree = small.encoder_settings(inputs / "encoder", inputs / "reviews.csv", outdir)
+    few["data"] = {"type": tree["data"]["type"], "splitter": "iid", "splits": [0.7, 0.1, 0.2]}
+    for name, value in {**few, **keys}.items():
         *sections, last = name.split(".")
         node = tree
         for section in sections:
