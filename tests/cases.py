@@ -90,3 +90,32 @@ def same_model(a: Any, b: Any, atol: float = 0.0) -> None:
 
     for (name, x), (_, y) in zip(a.model.named_parameters(), b.model.named_parameters(), strict=True):
         assert torch.equal(x, y) if not atol else torch.allclose(x, y, rtol=0, atol=atol), name
+
+
+def same_run(local: Any, other: Any, shares_model: bool = True) -> None:
+    """The global tensors of two results are equal to the bit, and so are the records except for seconds, the last, best
+    and first scores, and what is saved of the best round.
+
+    Args:
+        shares_model: clients of the other engine use the server's model as well. If they have copies, and evaluate
+            models of their own, they are sent the result of the round for it, which counts. The embedded engine
+            sends it in the next round instead, and never sends the last one.
+    """
+    same_model(local, other)
+    follow = not shares_model and "client_test" in local.history[-1]["metrics"]
+    for a, b in zip(local.history, other.history, strict=True):
+        for key in a.keys() - {"seconds", "client_seconds"}:
+            assert (follow and "downlink" in key) or a[key] == b[key], key
+    assert local.final == other.final and local.best == other.best and local.before == other.before
+    for file in local.outdir.glob("*_best/*.safetensors"):
+        assert file.read_bytes() == (other.outdir / file.relative_to(local.outdir)).read_bytes()
+
+
+def lives(process: Any) -> bool:
+    """Whether a ``psutil.Process`` has not ended; one that has, and that nobody waits for, is a zombie."""
+    import psutil
+
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -11,12 +11,14 @@ import traceback
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import psutil
 import pytest
 
 from fs_lowrank import RunFailed, UserError
 from fs_lowrank.errors import user_location
 from fs_lowrank.jobs import pool as pools
 from fs_lowrank.jobs.pool import Pool, print_to
+from tests.cases import lives
 
 ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
 
@@ -175,18 +177,10 @@ def test_a_script_without_a_guard_and_processes_that_end_with_it(tmp_path):
     assert wait([parent.stdout], 60), "it has said nothing within a minute"
     lines = [parent.stdout.readline() for _ in range(3)]
     assert lines[:2] == ["the script runs\n", "a is told\n"]
+    worker = psutil.Process(int(lines[2]))
     parent.kill()
     parent.communicate(timeout=60)
     deadline = time.monotonic() + 30
-    while _runs(int(lines[2])):
+    while lives(worker):
         assert time.monotonic() < deadline, "a process has outlived the script"
         time.sleep(0.1)
-
-
-def _runs(number: int) -> bool:
-    try:
-        os.kill(number, 0)
-        state = Path(f"/proc/{number}/stat")
-        return not (state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z")
-    except ProcessLookupError:
-        return False

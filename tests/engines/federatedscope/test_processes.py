@@ -4,16 +4,10 @@ import pytest
 
 import fs_lowrank
 from fs_lowrank.errors import UserError
+from tests.cases import same_run
 
 pytestmark = pytest.mark.federatedscope
 THREE = {"federate.process_num": 3}
-
-
-def same(a, b):
-    for name, tensor in a.model.named_parameters():
-        assert tensor.equal(dict(b.model.named_parameters())[name]), name
-    for x, y in zip(a.history, b.history, strict=True):
-        assert {k: x[k] for k in x if "seconds" not in k} == {k: y[k] for k in y if "seconds" not in k}
 
 
 @pytest.mark.parametrize(
@@ -43,7 +37,7 @@ def same(a, b):
 def test_processes_do_not_change_the_result(quick, keys):
     alone = fs_lowrank.run(quick("alone", keys), "federatedscope")
     apart = fs_lowrank.run(quick("apart", {**keys, **THREE}), "federatedscope")
-    same(alone, apart)
+    same_run(alone, apart)
     assert [sorted(map(int, r["client_seconds"])) for r in apart.history] == [r["clients"] for r in apart.history]
     processes = min(3, keys.get("federate.sample_client_num", 3))
     assert f"process_num: {processes}" in next(apart.outdir.glob("config.yaml")).read_text()
@@ -54,7 +48,7 @@ def test_clients_scores_are_those_of_the_embedded_engine(quick, method):
     keys = {"federate.method": method, "federate.make_global_eval": False, "federate.sample_client_num": 2}
     keys |= {"lowrank.tau": 2} if method == "pfedloru" else {}
     local = fs_lowrank.run(quick("local", keys))
-    same(local, fs_lowrank.run(quick("apart", {**keys, **THREE}), "federatedscope"))
+    same_run(local, fs_lowrank.run(quick("apart", {**keys, **THREE}), "federatedscope"))
 
 
 def test_secret_sharing_works_between_processes(quick, assert_same):
@@ -74,47 +68,11 @@ def test_the_files_of_save_to_and_a_run_that_is_restored(quick, assert_same, tmp
     assert_same(whole, rest, atol=0)
 
 
-def test_the_error_of_a_process_is_reported(quick, monkeypatch, tmp_path):
-    from fs_lowrank.engines.pool import Processes
-
-    prepare = Processes._prepare
-
-    def elsewhere(processes, rank):
-        log, (load, config, *given) = prepare(processes, rank)
-        return [
-            log,
-            (load, {**config, "data": {**config["data"], "root": str(tmp_path), "type": "missing@file"}}, *given),
-        ]
-
-    monkeypatch.setattr(Processes, "_prepare", elsewhere)
-    with pytest.raises(UserError, match="missing@file"):
-        fs_lowrank.run(quick("run", {"federate.method": "rolora", **THREE}), "federatedscope")
-
-
-def test_processes_in_distributed_mode(quick):
-    with pytest.raises(UserError, match="federate.process_num = 3 divides the clients of a standalone run"):
-        fs_lowrank.run(
-            quick("run", {"federate.method": "rolora", "federate.mode": "distributed", **THREE}), "federatedscope"
-        )
-
-
-@pytest.mark.parametrize("training", [3, 1])
-def test_auto_is_the_number_of_the_embedded_engine(quick, monkeypatch, training):
-    from fs_lowrank.engines.federatedscope import run as module
-
-    class Chosen(Exception):
-        pass
-
-    def chosen(*given, **named):
-        raise Chosen(module.sessions.current().config.federate.process_num)
-
-    monkeypatch.setattr(module, "LoopRunner" if training > 1 else "get_runner", chosen)
-    monkeypatch.setattr(module, "processes_of", lambda config: training)
-    keys = {"federate.method": "rolora", "federate.process_num": "auto"}
-    with pytest.raises(Chosen, match=str(training)):
+@pytest.mark.parametrize("number", [3, "auto"])
+def test_processes_in_distributed_mode(quick, number):
+    keys = {"federate.method": "rolora", "federate.mode": "distributed", "federate.process_num": number}
+    with pytest.raises(UserError, match=f"federate.process_num = {number} divides the clients of a standalone run"):
         fs_lowrank.run(quick("run", keys), "federatedscope")
-    with pytest.raises(UserError, match="federate.process_num = auto divides the clients of a standalone run"):
-        fs_lowrank.run(quick("apart", {**keys, "federate.mode": "distributed"}), "federatedscope")
 
 
 def test_the_frameworks_own_methods_keep_its_runner():
@@ -151,18 +109,6 @@ def test_the_frameworks_launcher_with_enough_gpus(quick, monkeypatch):
         get_runner(
             data=data, server_class=get_server_cls(cfg), client_class=get_client_cls(cfg), config=cfg.clone()
         ).run()
-        same(alone, current().result)
+        same_run(alone, current().result)
     finally:
         close_session()
-
-
-def test_a_method_of_the_running_script_is_refused_with_further_processes(quick, monkeypatch):
-    from fs_lowrank.methods import get_method_class
-    from fs_lowrank.methods.registry import registered
-
-    mine = type("Mine", (get_method_class("rolora"),), {"__module__": "__main__", "name": "mine"})
-    monkeypatch.setitem(registered(), "mine", mine)
-    keys = {"federate.method": "mine", "federate.total_round_num": 1}
-    assert fs_lowrank.run(quick("one", keys), "federatedscope").history
-    with pytest.raises(fs_lowrank.UserError, match="federate.method = mine: other processes do not have"):
-        fs_lowrank.run(quick("two", {**keys, "federate.process_num": 2}), "federatedscope")

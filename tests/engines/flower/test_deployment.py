@@ -17,6 +17,7 @@ import torch
 
 import fs_lowrank
 from fs_lowrank.runs.checkpoint import saved_rounds
+from tests.cases import lives
 
 pytestmark = [pytest.mark.flower, pytest.mark.slow, pytest.mark.timeout(1500)]
 #: seconds for which a test waits for one thing; on a busy machine a process takes half a minute to start
@@ -148,12 +149,7 @@ def kill(shell, *processes):
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-
-    def alive(process):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return process.status() != psutil.STATUS_ZOMBIE
-
-    shell.until(lambda: not any(map(alive, processes)), "the end of what was killed")
+    shell.until(lambda: not any(map(lives, processes)), "the end of what was killed")
 
 
 def tree(process):

@@ -1,12 +1,10 @@
-"""What the run says of clients that are not evaluated and of nodes that are refused; and whom it tells its records."""
+"""What the run says of clients that are not evaluated and of nodes that are refused."""
 
 import re
 
 import pytest
 
 import fs_lowrank
-from fs_lowrank.engines.flower.server import Nodes
-from fs_lowrank.rounds.loop import Loop
 from tests.engines.flower.test_server import serve
 
 pytestmark = pytest.mark.flower
@@ -56,14 +54,3 @@ def test_nodes_that_are_all_refused_end_the_run_with_their_reason(quick, federat
     said = str(caught.value)
     assert said.startswith("no node can take part; refused were 3: ") and "min_clients" not in said
     assert said.count("they differ in train.optimizer.lr") == 1
-
-
-def test_the_trackers_are_those_of_the_embedded_engine(quick, federation, monkeypatch):
-    """FederatedScope's key for one of them counts, too."""
-    from fs_lowrank.callbacks import callbacks_of, trackers
-
-    asked = []
-    monkeypatch.setattr(trackers, "check_trackers", lambda names: asked.append(list(names)))
-    config = quick("run", {"federate.method": "rolora", "wandb.use": True})
-    Loop(config, Nodes(config), callbacks_of(config, ()))
-    assert asked == [["wandb"]]

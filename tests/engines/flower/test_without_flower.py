@@ -1,7 +1,5 @@
 """What does not need Flower: the folder of an app, the keys, and what is said where Flower is absent."""
 
-import subprocess
-import sys
 import tomllib
 from importlib.util import find_spec
 
@@ -122,36 +120,3 @@ def test_of_many_five_are_named(caplog):
     assert [reply.reason for _, reply in came] == ["gone"] * 8 + ["no answer within lowrank.timeout, 60 s"]
     assert "waiting for node 8: no answer" in caplog.text
     assert listed(range(9)) == "0, 1, 2, 3, 4 and 4 more"
-
-
-#: an exchange of the server with nodes that never answer; Flower's classes are stood in for
-SILENT = """
-import logging, sys
-from types import SimpleNamespace
-from unittest.mock import MagicMock
-
-for name in ("flwr", "flwr.app", "flwr.serverapp", "flwr.common", "flwr.clientapp"):
-    sys.modules[name] = MagicMock()
-from fs_lowrank.engines import waiting
-from fs_lowrank.engines.flower import server
-
-logging.basicConfig(format="%(message)s", stream=sys.stdout)
-waiting.FIRST_WARNING = 0.1
-server.packed = lambda parcel: parcel
-asked = object.__new__(server.Nodes)
-asked.__dict__.update(timeout=0.5, pause=0.01, token="", simulated=False, stopped=lambda: False)
-asked.config = SimpleNamespace(to_dict=dict)
-asked.grid = SimpleNamespace(push_messages=lambda of: [str(id(of[0]))], pull_messages=lambda of: [])
-server.Message = lambda *args, **options: SimpleNamespace()
-for node, answer in asked._carried({7: server.Parcel({})}, work=False):
-    print(node, answer.reason)
-"""
-
-
-@pytest.mark.more
-def test_the_server_says_for_whom_it_waits():
-    ended = subprocess.run([sys.executable, "-c", SILENT], capture_output=True, text=True, timeout=120)
-    assert not ended.returncode, ended.stderr
-    *words, last = ended.stdout.splitlines()
-    assert words and all(w.startswith("waiting for node 7: no answer for 0 s; for up to 0 s more, by") for w in words)
-    assert last == "7 no answer within lowrank.timeout, 0.5 s"
