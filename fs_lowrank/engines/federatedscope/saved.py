@@ -46,9 +46,9 @@ def read(path: str, device: torch.device | str) -> dict[str, Any]:
     Raises:
         ValueError: it is damaged. Others, by what its bytes lead to: it was not written by ``federate.save_to``.
     """
-    with zipfile.ZipFile(path) as archive:  # torch writes checksums and does not compare them
-        if damaged := archive.testzip():
-            raise ValueError(f"it is damaged: {damaged} has another checksum")
+    with zipfile.ZipFile(path) as archive:  # torch compares no checksums, and reads nothing of what is marked a folder
+        if damaged := archive.testzip() or next((i.filename for i in archive.infolist() if i.external_attr), ""):
+            raise ValueError(f"it is damaged: {damaged} has another checksum, or other attributes")
     try:
         content: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
     except UnpicklingError:  # torch advises to load such a file all the same

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import queue
 import runpy
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
+#: what a distributed run has if its test does not say otherwise
+KEYS = {"federate.method": "rolora", "train.local_update_steps": 2, "federate.total_round_num": 3}
 
 
 @pytest.fixture
@@ -66,31 +69,29 @@ class Cluster:
     free_ports = staticmethod(free_ports)
     wait_for = staticmethod(wait_for)
 
-    def __init__(self):
+    def __init__(self, settings, folder):
         # Processes are forked from one that has imported everything, which makes their start fast.
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["fs_lowrank.engines.federatedscope.run", "runpy"])
-        self.processes = []
+        self.settings, self.folder, self.processes = settings, folder, []
         #: of the last ``launch``: the ports, and the command of each worker
         self.ports: list[int] = []
         self.commands: dict[int, dict] = {}
 
-    def start(self, settings, overrides, sabotage=None):
+    def start(self, overrides, sabotage=None, settings=None):
         answers = self.context.Queue()
-        process = self.context.Process(
-            target=runpy.run_path,
-            args=(str(HERE / "process.py"),),
-            daemon=True,
-            kwargs={"init_globals": {"job": (settings, overrides, sabotage or {}), "answers": answers}},
-        )
+        told = {"job": (settings or self.settings, overrides, sabotage or {}), "answers": answers}
+        script, told = (str(HERE / "process.py"),), {"init_globals": told}
+        process = self.context.Process(target=runpy.run_path, args=script, daemon=True, kwargs=told)
         process.start()
         self.processes.append(process)
         return process, answers
 
-    def launch(self, settings, clients=2, overrides=None, sabotage=None, changed=None, only=None):
-        """Start the workers (0 is the server), or those of ``only``.
+    def launch(self, clients=2, overrides=None, sabotage=None, changed=None, only=None):
+        """Start the workers (0 is the server), or those of ``only``, for a run in the folder ``run`` of the test.
 
         Args:
+            overrides: keys beside ``KEYS``.
             sabotage: by worker, see ``process.py``.
             changed: further overrides, by worker.
         """
@@ -103,31 +104,35 @@ class Cluster:
             "distribute.server_port": ports[0],
             "federate.client_num": clients,
             "lowrank.timeout": 30.0,
+            "outdir": str(self.folder / "run"),
+            **KEYS,
             **(overrides or {}),
         }
-        started = {}
-        for worker in range(clients + 1) if only is None else only:
-            own = (
-                {"distribute.role": "server"}
-                if worker == 0
-                else {
-                    "distribute.role": "client",
-                    "distribute.data_idx": worker,
-                    "distribute.client_port": ports[worker],
-                }
-            )
+        for worker in range(clients + 1):
+            own = {"distribute.role": "client", "distribute.data_idx": worker, "distribute.client_port": ports[worker]}
+            own = own if worker else {"distribute.role": "server"}
             self.commands[worker] = {**common, **own, **(changed or {}).get(worker, {})}
-            started[worker] = self.start(settings, self.commands[worker], (sabotage or {}).get(worker))
-        return started
+        return {worker: self.again(worker, (sabotage or {}).get(worker)) for worker in only or self.commands}
 
-    def again(self, settings, worker, sabotage=None):
-        """Start a worker of the last ``launch`` again, with the same command."""
-        return self.start(settings, self.commands[worker], sabotage)
+    def again(self, worker, sabotage=None):
+        """Start a worker of the last ``launch``, or start it again with the same command."""
+        return self.start(self.commands[worker], sabotage)
 
-    def run(self, *args, timeout=90.0, **kwargs):
-        """Start the workers as ``launch`` does, and return the result of each (see ``wait``)."""
-        started = self.launch(*args, **kwargs)
-        return {worker: self.wait(*process, timeout=timeout) for worker, process in started.items()}
+    def run(self, *args, codes=None, timeout=90.0, **kwargs):
+        """Start the workers as ``launch`` does, and return the result of each (see ``ended``)."""
+        return self.ended(self.launch(*args, **kwargs), codes, timeout)
+
+    def ended(self, started, codes=None, timeout=90.0):
+        """The results of workers (see ``wait``), which end with exit code 0, or with that of ``codes``."""
+        workers = {worker: self.wait(*process, timeout=timeout) for worker, process in started.items()}
+        for worker, found in workers.items():
+            assert found.code == (codes or {}).get(worker, 0), (worker, found.said)
+        return workers
+
+    def records(self):
+        """The records that the server has written so far."""
+        path = self.folder / "run" / "rounds.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def wait(self, process, answers, timeout=90.0):
         """The result of a worker: ``kind`` (ok, or an error class), ``said`` or ``history``, ``tensors``, ``code``."""
@@ -155,7 +160,7 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster():
-    processes = Cluster()
+def cluster(settings, tmp_path):
+    processes = Cluster(settings, tmp_path)
     yield processes
     processes.stop()

@@ -13,7 +13,6 @@
 - ``says``: the text of the error with which the client's training fails in round 2
 - ``reports``: what the client says of its evaluation, by the names of metrics, in place of what it has measured
 - ``counts_in``: the file into which a client writes the bytes of tensors that it has received
-- ``naps``: (a round, seconds): the client sleeps so long in the training of that round
 - ``waits_in``: a folder, where a file of this process has its longest wait in seconds: as ``client`` from a message of
   its own to the server's next one, as ``server`` from asking a client until the server has its answer or gives it up
 - ``dies_evaluating``: the client exits when it is asked to evaluate; ``resume``: the run is resumed
@@ -68,9 +67,6 @@ try:
             os._exit(9)
         if round == sabotage.get("silent_in"):
             time.sleep(1000)
-        napping, seconds = sabotage.get("naps", (0, 0))
-        if round == napping:
-            time.sleep(seconds)
 
     def on_round(record):
         if record["round"] == sabotage.get("dies_after"):

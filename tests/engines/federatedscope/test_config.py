@@ -156,6 +156,8 @@ print(cfg.lowrank.mix, [m.name for m in compat.applied()])
         ("trainer.type", "graphminibatch_trainer", "cannot train for rolora"),
         ("finetune.before_eval", True, "our methods do not use it"),
         ("llm.offsite_tuning.use", True, "our methods do not use it"),
+        ("fedopt.annealing", True, "our methods do not use it"),
+        ("regularizer.type", "proximal_regularizer", "our methods do not use it"),
     ],
 )
 def test_features_that_do_not_work_with_our_methods_are_refused(cfg, key, value, why):

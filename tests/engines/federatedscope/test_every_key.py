@@ -100,23 +100,6 @@ def test_what_is_honoured_is_used():
 
 
 @pytest.mark.parametrize(
-    "name, value, parts",
-    [
-        ("fedopt.annealing", True, ("fedopt.annealing = True: our methods do not use it",)),
-        ("llm.retry_on_nan_loss", True, ("llm.retry_on_nan_loss = True: our methods do not use it",)),
-        ("aggregator.robust_rule", "krum", ("aggregator.robust_rule = 'krum'", "lowrank.robust")),
-        ("regularizer.type", "proximal_regularizer", ("our methods do not use it",)),
-        ("model.dropout", 0.4, ("model.dropout = 0.4: our methods do not use it",)),
-    ],
-)
-def test_what_is_refused_says_why(cfg, name, value, parts):
-    cfg.merge_from_list([name, value])
-    with pytest.raises(UserError) as caught:
-        resolved(cfg)
-    assert all(part in str(caught.value) for part in parts), caught.value
-
-
-@pytest.mark.parametrize(
     "name, value, reason",
     [
         ("llm.chat.max_len", 7, "our methods do not use it"),

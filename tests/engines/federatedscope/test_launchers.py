@@ -53,17 +53,8 @@ def test_our_command(config_file, tmp_path):
     assert "round   2/2" in done.stdout and "INFO:" not in done.stdout + done.stderr
     assert "INFO:" in (tmp_path / "run" / "exp_print.log").read_text()
     left = {p.name for p in (tmp_path / "run").iterdir()}
-    assert {
-        "adapter",
-        "checkpoint",
-        "config.yaml",
-        "curves.png",
-        "environment.json",
-        "rounds.jsonl",
-        "summary.json",
-        "exp_print.log",
-        "eval_results.log",
-    } <= left
+    assert {"adapter", "checkpoint", "config.yaml", "curves.png", "environment.json", "rounds.jsonl"} <= left
+    assert {"summary.json", "exp_print.log", "eval_results.log"} <= left
 
 
 @framework
@@ -121,19 +112,11 @@ def test_the_frameworks_own_fedavg_still_runs(tmp_path):
 
 
 @framework
-def test_an_unknown_method_ends_the_launcher(tmp_path):
-    done = launch({"federate.method": "roloora"}, tmp_path)
-    assert done.returncode == 1 and "error: federate.method: no method 'roloora'; did you mean 'rolora'" in done.stderr
-
-
-@framework
 @pytest.mark.parametrize(
     "overrides, said",
     [
-        (
-            {"federate.method": "rolora", "lowrank.timout": 9},
-            "unknown key 'lowrank.timout'; did you mean 'timeout'",
-        ),
+        ({"federate.method": "roloora"}, "error: federate.method: no method 'roloora'; did you mean 'rolora'"),
+        ({"lowrank.timout": 9, "federate.method": "rolora"}, "unknown key 'lowrank.timout'; did you mean 'timeout'"),
         ({"federate.metod": "rolora"}, "unknown key 'federate.metod'; did you mean 'federate.method'"),
         ({"federate.client_num": "many"}, "Type mismatch"),
     ],

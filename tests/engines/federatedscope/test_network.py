@@ -6,7 +6,6 @@ Every wait has a limit.
 from __future__ import annotations
 
 import base64
-import json
 import os
 import re
 import signal
@@ -19,16 +18,6 @@ import fs_lowrank
 from fs_lowrank.rounds.parcel import Parcel
 
 pytestmark = pytest.mark.federatedscope
-KEYS = {"federate.method": "rolora", "train.local_update_steps": 2, "federate.total_round_num": 3}
-
-
-def keys(tmp_path, **more):
-    return {**KEYS, "outdir": str(tmp_path / "run"), **more}
-
-
-def records(tmp_path) -> list[dict]:
-    path = tmp_path / "run" / "rounds.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 class Stranger:
@@ -105,18 +94,17 @@ def text_of(parcel: Parcel) -> str:
 # -- slow and silent parties ---------------------------------------------------------------------------
 
 
-def test_a_stopped_client_does_not_delay_the_others_and_takes_part_again(settings, cluster, tmp_path):
+def test_a_stopped_client_does_not_delay_the_others_and_takes_part_again(cluster):
     """A client that is stopped for longer than ``lowrank.timeout`` is left out of its rounds, and takes part later."""
     more = {"lowrank.timeout": 4.0, "federate.total_round_num": 14, "lowrank.min_clients": 2, "eval.freq": 0}
-    started = cluster.launch(settings, 3, keys(tmp_path, **more), sabotage={0: {"sleeps": 0.5}})
-    cluster.wait_for(lambda: len(records(tmp_path)) >= 2)
+    started = cluster.launch(3, more, sabotage={0: {"sleeps": 0.5}})
+    cluster.wait_for(lambda: len(cluster.records()) >= 2)
     os.kill(started[2][0].pid, signal.SIGSTOP)
-    cluster.wait_for(lambda: any(f["client"] == 2 for r in records(tmp_path) for f in r["failed"]))
-    left_out = len(records(tmp_path))
-    cluster.wait_for(lambda: len(records(tmp_path)) >= left_out + 2)
+    cluster.wait_for(lambda: any(f["client"] == 2 for r in cluster.records() for f in r["failed"]))
+    left_out = len(cluster.records())
+    cluster.wait_for(lambda: len(cluster.records()) >= left_out + 2)
     os.kill(started[2][0].pid, signal.SIGCONT)
-    server = cluster.wait(*started[0])
-    assert server.code == 0, server.said
+    server = cluster.ended(started)[0]
     assert [r["round"] for r in server.history] == list(range(1, 15))
     assert all({1, 3} <= set(r["clients"]) for r in server.history)
     failures = [f for r in server.history for f in r["failed"]]
@@ -124,18 +112,16 @@ def test_a_stopped_client_does_not_delay_the_others_and_takes_part_again(setting
     assert {f["client"] for f in failures} == {2}
     assert all(re.match("no answer within|its process is gone", f["reason"]) for f in failures)
     assert len(failures) < 12 and 2 in server.history[-1]["clients"]
-    assert [cluster.wait(*started[client]).code for client in (1, 2, 3)] == [0, 0, 0]
 
 
-def test_a_client_stopped_in_the_clients_evaluation_is_said_and_left_out(settings, cluster, tmp_path):
+def test_a_client_stopped_in_the_clients_evaluation_is_said_and_left_out(cluster, tmp_path):
     """It is stopped while the server is between two rounds, so it neither trains nor evaluates any more."""
     more = {"lowrank.timeout": 8.0, "federate.make_global_eval": False, "eval.freq": 1, "lowrank.min_clients": 1}
-    started = cluster.launch(settings, 2, keys(tmp_path, **more), sabotage={0: {"waits_for": str(tmp_path)}})
+    started = cluster.launch(2, more, sabotage={0: {"waits_for": str(tmp_path)}})
     cluster.wait_for(lambda: (tmp_path / "here").exists())
     os.kill(started[2][0].pid, signal.SIGSTOP)
     (tmp_path / "go").touch()
-    server = cluster.wait(*started[0])
-    assert server.code == 0, server.said
+    server = cluster.ended({0: started[0]})[0]
     assert [r["clients"] for r in server.history] == [[1, 2], [1], [1]]
     assert [sorted(r["client_scores"]) for r in server.history] == [["1", "2"], ["1"], ["1"]]
     assert [u["client"] for u in server.history[0].get("unevaluated", [])] in ([], [2])
@@ -146,44 +132,39 @@ def test_a_client_stopped_in_the_clients_evaluation_is_said_and_left_out(setting
 # -- return --------------------------------------------------------------------------------------------
 
 
-def test_a_killed_client_returns_with_the_same_command(settings, cluster, tmp_path):
+def test_a_killed_client_returns_with_the_same_command(cluster):
     more = {"federate.total_round_num": 12, "lowrank.min_clients": 1}
-    started = cluster.launch(settings, 2, keys(tmp_path, **more), sabotage={0: {"sleeps": 0.7}})
-    cluster.wait_for(lambda: len(records(tmp_path)) >= 2)
+    started = cluster.launch(2, more, sabotage={0: {"sleeps": 0.7}})
+    cluster.wait_for(lambda: len(cluster.records()) >= 2)
     started[2][0].kill()
     started[2][0].join(10)
-    started[2] = cluster.again(settings, 2)
-    workers = {w: cluster.wait(*process) for w, process in started.items()}
-    assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
+    started[2] = cluster.again(2)
+    workers = cluster.ended(started)
     assert 2 in workers[0].history[-1]["clients"]
 
 
-def test_of_two_processes_of_one_client_the_later_is_refused(settings, cluster, tmp_path):
+def test_of_two_processes_of_one_client_the_later_is_refused(cluster):
     """The same command is started once more while the first still runs."""
     more = {"federate.total_round_num": 6, "lowrank.min_clients": 2}
-    started = cluster.launch(settings, 2, keys(tmp_path, **more), sabotage={0: {"sleeps": 0.7}})
-    cluster.wait_for(lambda: len(records(tmp_path)) >= 2)
-    later = cluster.wait(*cluster.again(settings, 2))
+    started = cluster.launch(2, more, sabotage={0: {"sleeps": 0.7}})
+    cluster.wait_for(lambda: len(cluster.records()) >= 2)
+    later = cluster.wait(*cluster.again(2))
     assert later.kind == "RunFailed" and "another run is writing into" in later.said
-    workers = [cluster.wait(*process) for process in started.values()]
-    assert [w.code for w in workers] == [0, 0, 0], [w.said for w in workers]
+    cluster.ended(started)
 
 
 @pytest.mark.parametrize("method", ["rolora", "fedloru"])
-def test_a_resumed_server_finds_its_clients(quick, settings, assert_same, cluster, tmp_path, method):
+def test_a_resumed_server_finds_its_clients(quick, assert_same, cluster, method):
     """The clients keep running; the result is that of a run that was not interrupted."""
     shape = {"federate.total_round_num": 5, "federate.client_num": 2, "federate.method": method}
     shape |= {"lowrank.tau": 2} if method == "fedloru" else {}
-    whole = fs_lowrank.run(quick("whole", {**KEYS, **shape}))
-    started = cluster.launch(
-        settings, 2, keys(tmp_path, **shape, **{"lowrank.min_clients": 2}), sabotage={0: {"dies_after": 3}}
-    )
+    whole = fs_lowrank.run(quick("whole", shape))
+    started = cluster.launch(2, {**shape, "lowrank.min_clients": 2}, sabotage={0: {"dies_after": 3}})
     assert cluster.wait(*started[0]).code == 9
-    started[0] = cluster.again(settings, 0, {"resume": True})
-    workers = {w: cluster.wait(*process) for w, process in started.items()}
-    assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
+    started[0] = cluster.again(0, {"resume": True})
+    workers = cluster.ended(started)
     assert [r["round"] for r in workers[0].history] == [1, 2, 3, 4, 5]
-    assert_same(dict(whole.model.named_parameters()), workers[0].tensors, atol=0)
+    assert_same(whole, workers[0].tensors, atol=0)
 
 
 # -- messages that do not fit --------------------------------------------------------------------------
@@ -203,13 +184,12 @@ WRONG = {
 }
 
 
-def test_no_invalid_message_ends_the_server(quick, settings, assert_same, cluster, tmp_path, capfd):
+def test_no_invalid_message_ends_the_server(settings, cluster, tmp_path, capfd):
     """Messages of strangers and of a client that does not fit are ignored, and the others' result is not changed."""
     more = {"federate.client_num": 3, "federate.make_global_eval": False, "federate.total_round_num": 4}
     more |= {"lowrank.timeout": 60.0, "lowrank.min_clients": 1}
-    started = cluster.launch(settings, 3, keys(tmp_path, **more), only=[0, 1, 2])
-    command = {**cluster.commands[2], "distribute.data_idx": 3}
-    stranger, client = Stranger(cluster.ports[0]), Hostile(command, settings, 3)
+    started = cluster.launch(3, more, only=[0, 1, 2])
+    stranger, client = Stranger(cluster.ports[0]), Hostile(cluster.commands[3], settings, 3)
     cluster.wait_for(lambda: client.join() == "OK")
     order = client.next_order()
     assert order.facts["purpose"] == "train" and order.facts["round"] == 1
@@ -243,8 +223,7 @@ def test_no_invalid_message_ends_the_server(quick, settings, assert_same, cluste
     assert client.send(state=4, content=text_of(answer)) == "OK"
     order = client.next_order(4)
     assert client.send(state=5, content=text_of(Parcel({}, round=3, agreed="another"))) == "OK"
-    workers = {w: cluster.wait(*process, timeout=120) for w, process in started.items()}
-    assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
+    workers = cluster.ended(started, timeout=120)
     history = workers[0].history
     assert [r["clients"] for r in history] == [[1, 2], [1, 2, 3], [1, 2], [1, 2]]
     first, last = history[0]["failed"][0], history[2]["failed"][0]
@@ -255,12 +234,11 @@ def test_no_invalid_message_ends_the_server(quick, settings, assert_same, cluste
     assert "Traceback" not in (tmp_path / "run" / "exp_print.log").read_text() + "".join(capfd.readouterr())
 
 
-def test_who_may_have_a_number(settings, cluster, tmp_path):
+def test_who_may_have_a_number(settings, cluster):
     """A number that is taken by a process that lives; a token of another form; a wrong proof, configuration or size."""
     more = {"federate.total_round_num": 2, "lowrank.timeout": 60.0}
-    started = cluster.launch(settings, 2, keys(tmp_path, **more), only=[0])
-    command = {**cluster.commands[0], "distribute.role": "client", "distribute.data_idx": 1}
-    one = Hostile(command, settings, 1)
+    started = cluster.launch(2, more, only=[0])
+    one = Hostile(cluster.commands[1], settings, 1)
     cluster.wait_for(lambda: one.join() == "OK")
 
     def refused(client=1, token="c" * 32, **changed):
@@ -279,9 +257,9 @@ def test_who_may_have_a_number(settings, cluster, tmp_path):
     assert started[0][0].is_alive()
 
 
-def test_a_message_larger_than_expected_is_refused(settings, cluster, tmp_path):
-    most = {"distribute.grpc_max_receive_message_length": 1_000_000}
-    started = cluster.launch(settings, 2, keys(tmp_path, **most, **{"lowrank.timeout": 90.0}), only=[0])
+def test_a_message_larger_than_expected_is_refused(cluster):
+    more = {"distribute.grpc_max_receive_message_length": 1_000_000, "lowrank.timeout": 90.0}
+    started = cluster.launch(2, more, only=[0])
     stranger = Stranger(cluster.ports[0])
     cluster.wait_for(lambda: stranger.send() == "UNAUTHENTICATED")
     before = memory_of(started[0][0].pid)
@@ -291,12 +269,11 @@ def test_a_message_larger_than_expected_is_refused(settings, cluster, tmp_path):
     assert stranger.send() == "UNAUTHENTICATED", "it still answers"
 
 
-def test_a_client_whose_answer_is_too_large_says_which_key_to_raise(settings, cluster, tmp_path):
+def test_a_client_whose_answer_is_too_large_says_which_key_to_raise(cluster):
     """The server goes on without it."""
     own = {"llm.adapter.args": [{"r": 32, "alpha": 32}], "federate.total_round_num": 1, "lowrank.min_clients": 1}
     small = {2: {"distribute.grpc_max_send_message_length": 12_000}}
-    workers = cluster.run(settings, 2, keys(tmp_path, **own), changed=small)
-    assert [w.code for w in workers.values()] == [0, 0, 2], [w.said for w in workers.values()]
+    workers = cluster.run(2, own, changed=small, codes={2: 2})
     assert "raise distribute.grpc_max_send_message_length" in workers[2].said
     (failed,) = workers[0].history[0]["failed"]
     assert failed["client"] == 2 and failed["reason"] == "its process is gone"

@@ -57,10 +57,3 @@ def test_a_table_that_would_run_code_is_refused_unread(quick, tmp_path, sampler)
     file.write_bytes(pickle.dumps({1: ROW, 2: Ran()}))
     keys = {"federate.sampler": sampler, "federate.resource_info_file": str(file)}
     assert "it names builtins.exec, and what it names would run" in refused(quick, tmp_path, keys)
-
-
-def test_a_table_of_resources_is_enough(quick, tmp_path):
-    file = tmp_path / "resources.pkl"
-    file.write_bytes(pickle.dumps({number: ROW for number in range(5)}))
-    result = fs_lowrank.run(quick("run", {**KEYS, "federate.resource_info_file": str(file)}), "federatedscope")
-    assert result.history[0]["clients"]

@@ -107,120 +107,76 @@ def test_virtual_tokens(quick, assert_same, kind):
     assert [r["client_uplink_bytes"] for r in other.history] == [r["client_uplink_bytes"] for r in local.history]
 
 
-def test_a_causal_model(causal_settings, assert_same, tmp_path):
-    keys = {"federate.method": "rolora", "train.local_update_steps": 2, "federate.sample_client_num": 3}
-    local = fs_lowrank.run(fs_lowrank.load_config(causal_settings, {**keys, "outdir": str(tmp_path / "a")}))
-    other = fs_lowrank.run(
-        fs_lowrank.load_config(causal_settings, {**keys, "outdir": str(tmp_path / "b")}), "federatedscope"
-    )
+def test_a_causal_model(causal_settings, few, assert_same):
+    keys = {"federate.method": "rolora", "federate.sample_client_num": 3, "federate.total_round_num": 4}
+    local, other = (fs_lowrank.run(few(name, keys, causal_settings), name) for name in ("local", "federatedscope"))
     assert_same(local, other)
-    assert (tmp_path / "b" / "adapter" / "adapter_model.safetensors").exists()
+    assert (other.outdir / "adapter" / "adapter_model.safetensors").exists()
 
 
 @pytest.mark.parametrize("method, keys", CASES, ids=IDS)
-def test_distributed(quick, settings, assert_same, cluster, tmp_path, method, keys):
-    keys = {
-        "federate.method": method,
-        "train.local_update_steps": 2,
-        "federate.total_round_num": 3,
-        "federate.client_num": 2,
-        **keys,
-    }
-    local = fs_lowrank.run(quick("local", keys))
-    workers = cluster.run(settings, 2, {**keys, "outdir": str(tmp_path / "distributed")})
-    assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
-    assert_same(dict(local.model.named_parameters()), workers[0].tensors)
-    for a, b in zip(local.history, workers[0].history, strict=True):
+def test_distributed(quick, assert_same, cluster, method, keys):
+    keys = {"federate.method": method, "federate.total_round_num": 3, "federate.client_num": 2, **keys}
+    local, other = fs_lowrank.run(quick("local", keys)), cluster.run(2, keys)[0]
+    assert_same(local, other.tensors)
+    for a, b in zip(local.history, other.history, strict=True):
         for key in ("client_uplink_bytes", "client_downlink_bytes"):
             assert b[key] == a[key]
 
 
 @pytest.mark.parametrize("method", ["rolora", *ACCUMULATING[:1]])
-def test_distributed_with_absent_clients(quick, settings, assert_same, cluster, tmp_path, method):
-    keys = {
-        "federate.method": method,
-        "train.local_update_steps": 2,
-        "federate.total_round_num": 6,
-        "federate.client_num": 3,
-        "federate.sample_client_num": 1,
-        "seed": 5,
-        **({"lowrank.tau": 2} if method in ACCUMULATING else {}),
-    }
+def test_distributed_with_absent_clients(quick, assert_same, cluster, method):
+    keys = {"federate.method": method, "federate.total_round_num": 6, "federate.client_num": 3, "seed": 5}
+    keys |= {"federate.sample_client_num": 1, **({"lowrank.tau": 2} if method in ACCUMULATING else {})}
     local = fs_lowrank.run(quick("local", keys))
-    workers = cluster.run(settings, 3, {**keys, "outdir": str(tmp_path / "distributed")})
     assert len({c for r in local.history for c in r["selected"]}) > 1, "the seed must let clients come late"
-    assert_same(dict(local.model.named_parameters()), workers[0].tensors)
+    assert_same(local, cluster.run(3, keys)[0].tensors)
 
 
-def test_clients_with_data_of_their_own(quick, settings, assert_same, cluster, tmp_path, reviews_csv):
+#: the rows of a file are those of one client
+ITS_OWN = {"distribute.data_idx": -1, "data.splitter": "iid", "data.splitter_args": []}
+
+
+def test_clients_with_data_of_their_own(quick, assert_same, cluster, tmp_path, reviews_csv):
     """Clients with files of their own (``distribute.data_idx`` -1) match one engine that divides all rows by owner."""
     reviews = pd.read_csv(reviews_csv)
     reviews["owner"] = np.where(np.arange(len(reviews)) < 200, "a", "b")
     reviews.to_csv(tmp_path / "all.csv", index=False)
     for owner, rows in reviews.groupby("owner"):
         rows.drop(columns="owner").to_csv(tmp_path / f"{owner}.csv", index=False)
-    keys = {
-        "federate.method": "rolora",
-        "federate.client_num": 2,
-        "federate.total_round_num": 3,
-        "eval.split": [],
-        "train.local_update_steps": 2,
-        "data.type": str(tmp_path / "all.csv"),
-        "data.splits": [1.0, 0.0, 0.0],
-        "data.splitter": "field",
-        "data.splitter_args": [{"field": "owner"}],
-        "dataloader.batch_size": 400,
-    }  # one batch of all rows, so that their order has no effect
+    keys = {"federate.method": "rolora", "federate.client_num": 2, "federate.total_round_num": 3, "eval.split": []}
+    keys |= {"data.type": str(tmp_path / "all.csv"), "data.splits": [1.0, 0.0, 0.0], "data.splitter": "field"}
+    # One batch of all rows, so that their order has no effect.
+    keys |= {"data.splitter_args": [{"field": "owner"}], "dataloader.batch_size": 400}
     local = fs_lowrank.run(quick("local", keys))
     own = {
-        worker: {
-            "distribute.data_idx": -1,
-            "data.type": str(tmp_path / f"{owner}.csv"),
-            "data.splitter": "iid",
-            "data.splitter_args": [],
-            "outdir": str(tmp_path / owner),
-        }
+        worker: {**ITS_OWN, "data.type": str(tmp_path / f"{owner}.csv"), "outdir": str(tmp_path / owner)}
         for worker, owner in ((1, "a"), (2, "b"))
     }
-    workers = cluster.run(
-        settings, 2, {**keys, "outdir": str(tmp_path / "distributed")}, changed=own, sabotage={2: {"late": 5.0}}
-    )  # clients are numbered in the order in which they join
-    assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
-    assert_same(dict(local.model.named_parameters()), workers[0].tensors)
-    assert [r["loss"] for r in workers[0].history] == pytest.approx([r["loss"] for r in local.history], abs=1e-5)
+    # Clients are numbered in the order in which they join.
+    other = cluster.run(2, keys, changed=own, sabotage={2: {"late": 5.0}})[0]
+    assert_same(local, other.tensors)
+    assert [r["loss"] for r in other.history] == pytest.approx([r["loss"] for r in local.history], abs=1e-5)
 
 
-def test_clients_with_data_of_their_own_evaluate_all_of_it(settings, cluster, tmp_path, reviews_csv):
+def test_clients_with_data_of_their_own_evaluate_all_of_it(cluster, tmp_path, reviews_csv):
     """The server's rows would give each of the two half as many."""
     pd.read_csv(reviews_csv).head(100).to_csv(tmp_path / "few.csv", index=False)
-    keys = {
-        "federate.method": "rolora",
-        "federate.total_round_num": 2,
-        "federate.make_global_eval": False,
-        "eval.split": ["test"],
-        "eval.freq": 1,
-        "train.local_update_steps": 1,
-        "data.type": str(tmp_path / "few.csv"),
-        "data.splits": [0.8, 0.0, 0.2],
-        "data.splitter": "iid",
-        "data.splitter_args": [],
-    }
+    keys = {"federate.make_global_eval": False, "eval.split": ["test"], "eval.freq": 1, **ITS_OWN}
+    keys |= {"data.type": str(tmp_path / "few.csv"), "data.splits": [0.8, 0.0, 0.2]}
     own = {worker: {"distribute.data_idx": -1, "outdir": str(tmp_path / f"client{worker}")} for worker in (1, 2)}
-    workers = cluster.run(settings, 2, {**keys, "outdir": str(tmp_path / "run")}, changed=own)
-    assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
-    for record in workers[0].history:
+    for record in cluster.run(2, keys, changed=own)[0].history:
         assert [scores["samples"] for scores in record["client_scores"].values()] == [20, 20]
         assert "unevaluated" not in record
 
 
-def test_clients_are_scored_on_their_own_shares_of_the_test_set(quick, settings, cluster, tmp_path):
+def test_clients_are_scored_on_their_own_shares_of_the_test_set(quick, cluster):
     """Each has the texts of its domain; on every third row of all the personal models would score worse."""
     keys = {"federate.method": "pfedlora", "federate.client_num": 3, "federate.total_round_num": 2}
     keys |= {"data.splitter": "field", "data.splitter_args": [{"field": "domain"}], "train.local_update_steps": 4}
     keys |= {"federate.make_global_eval": False, "eval.split": ["test"], "eval.freq": 1}
     local, other = (fs_lowrank.run(quick(name, keys), name) for name in ("local", "federatedscope"))
-    workers = cluster.run(settings, 3, {**keys, "outdir": str(tmp_path / "distributed")})
-    assert [w.code for w in workers.values()] == [0] * 4, [w.said for w in workers.values()]
+    workers = cluster.run(3, keys)
     for wanted, alone, between in zip(local.history, other.history, workers[0].history, strict=True):
         assert len({scores["samples"] for scores in wanted["client_scores"].values()}) == 3
         for record in (alone, between):
@@ -235,35 +191,26 @@ def test_clients_are_scored_on_their_own_shares_of_the_test_set(quick, settings,
 
 
 @pytest.mark.parametrize("method", ["rolora", "fedloru"])
-def test_quantised_messages_between_processes(quick, settings, assert_same, cluster, tmp_path, method):
-    keys = {
-        "federate.method": method,
-        "train.local_update_steps": 2,
-        "federate.client_num": 3,
-        "federate.sample_client_num": 2,
-        "quantization.method": "uniform",
-        "quantization.nbits": 8,
-        **({"lowrank.tau": 2} if method in ACCUMULATING else {}),
-    }
-    alone = fs_lowrank.run(quick("alone", keys), "federatedscope")
-    workers = cluster.run(settings, 3, {**keys, "outdir": str(tmp_path / "distributed")})
-    assert [w.code for w in workers.values()] == [0] * 4, [w.said for w in workers.values()]
-    assert_same(dict(alone.model.named_parameters()), workers[0].tensors)
-    for a, b in zip(alone.history, workers[0].history, strict=True):
+def test_quantised_messages_between_processes(quick, assert_same, cluster, method):
+    keys = {"federate.method": method, "federate.client_num": 3, "federate.sample_client_num": 2}
+    keys |= {"quantization.method": "uniform", "quantization.nbits": 8, "federate.total_round_num": 4}
+    keys |= {"lowrank.tau": 2} if method in ACCUMULATING else {}
+    alone, other = fs_lowrank.run(quick("alone", keys), "federatedscope"), cluster.run(3, keys)[0]
+    assert_same(alone, other.tensors)
+    for a, b in zip(alone.history, other.history, strict=True):
         for key in ("client_uplink_bytes", "client_downlink_bytes"):
             assert b[key] == a[key]
 
 
 @pytest.mark.parametrize("keys", [{}, {"federate.make_global_eval": False, "federate.share_local_model": True}])
-def test_the_best_round_by_validation_data_is_saved(quick, settings, cluster, tmp_path, keys):
+def test_the_best_round_by_validation_data_is_saved(quick, cluster, tmp_path, keys):
     """Also where clients evaluate; in distributed mode by the server alone."""
     keys = {"federate.client_num": 2, "federate.total_round_num": 3, "train.local_update_steps": 2, **keys}
     keys |= {"train.optimizer.lr": 0.05, "eval.save_best": True}
     results = [fs_lowrank.run(quick("other", keys), "federatedscope")]
     if "federate.make_global_eval" not in keys:
         results.append(fs_lowrank.run(quick("local", keys)))
-        workers = cluster.run(settings, 2, {**keys, "outdir": str(tmp_path / "distributed")})
-        assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
+        cluster.run(2, {"federate.method": "fedlora", **keys, "outdir": str(tmp_path / "distributed")})
         assert not list(tmp_path.glob("distributed/client_*/*_best"))
     folders = [tmp_path / "other", *([tmp_path / "local", tmp_path / "distributed"] if len(results) > 1 else [])]
     rounds = [json.loads((folder / "summary.json").read_text())["best"]["round"] for folder in folders]
@@ -278,7 +225,7 @@ def test_the_best_round_by_validation_data_is_saved(quick, settings, cluster, tm
 
 
 @pytest.mark.parametrize("share", [False, True], ids=["own_models", "one_model"])
-def test_scores_of_each_client_and_before_round_1(quick, settings, cluster, tmp_path, share):
+def test_scores_of_each_client_and_before_round_1(quick, cluster, share):
     keys = {"federate.method": "rolora", "federate.client_num": 3, "federate.total_round_num": 2, "eval.before": True}
     keys |= {"federate.sample_client_num": 1, "eval.client_scores": True, "federate.share_local_model": share}
     local, other = (fs_lowrank.run(quick(name, keys), name) for name in ("local", "federatedscope"))
@@ -293,8 +240,5 @@ def test_scores_of_each_client_and_before_round_1(quick, settings, cluster, tmp_
         result = fs_lowrank.run(quick("clients", keys), "federatedscope")
         scores = [s for r in result.history for s in r["client_scores"].values()]
         assert len(scores) == 6 and all(0 <= s["acc"] <= 1 and s["samples"] > 0 for s in scores)
-        keys |= {"federate.share_local_model": False, "outdir": str(tmp_path / "distributed")}
-        keys |= {"federate.make_global_eval": True, "eval.client_scores": True}
-        workers = cluster.run(settings, 3, keys)
-        assert [w.code for w in workers.values()] == [0] * 4, [w.said for w in workers.values()]
-        assert list(workers[0].history[-1]["client_scores"]) == ["1", "2", "3"]
+        keys |= {"federate.share_local_model": False, "federate.make_global_eval": True, "eval.client_scores": True}
+        assert list(cluster.run(3, keys)[0].history[-1]["client_scores"]) == ["1", "2", "3"]

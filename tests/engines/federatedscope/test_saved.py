@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import resource
-import zipfile
 from collections import OrderedDict
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -66,13 +65,6 @@ def test_what_is_written_is_read(saved, tmp_path):
     assert torch.load(path, weights_only=True)["model"].keys() == {"a", "b"}, "the framework reads it too"
 
 
-def test_a_link_stays_a_link(saved, tmp_path):
-    (tmp_path / "link").symlink_to(tmp_path / "file")
-    for _ in range(2):
-        saved.write(str(tmp_path / "link"), CONTENT)
-        assert (tmp_path / "link").is_symlink() and (tmp_path / "file").is_file()
-
-
 def test_a_full_disk_leaves_the_file_of_before(saved, tmp_path):
     path = tmp_path / "x.ckpt"
     saved.write(str(path), CONTENT)
@@ -104,25 +96,6 @@ def test_a_run_that_cannot_save_says_so_in_one_line(quick, tmp_path, whose):
     assert one_line(error)
 
 
-def test_every_flipped_bit_of_a_tensor_is_noticed(saved, tmp_path):
-    path = tmp_path / "x.ckpt"
-    saved.write(str(path), CONTENT)
-    whole = path.read_bytes()
-    with zipfile.ZipFile(path) as archive:
-        names = [name for name in archive.namelist() if "/data/" in name]
-        stored = [archive.read(name) for name in names]
-    assert len(names) == 4
-    for data in stored:
-        at = whole.index(data)
-        for bit in (0, 8 * len(data) - 1):
-            bytes_ = bytearray(whole)
-            bytes_[at + bit // 8] ^= 1 << bit % 8
-            path.write_bytes(bytes_)
-            with pytest.raises(UserError, match=r"x.ckpt .ValueError: it is damaged: .* has another checksum") as error:
-                restore(saved, path)
-            assert one_line(error)
-
-
 def test_bytes_that_came_to_harm_are_one_line_or_change_nothing(saved, tmp_path):
     path = tmp_path / "x.ckpt"
     saved.write(str(path), CONTENT)
@@ -138,7 +111,8 @@ def test_bytes_that_came_to_harm_are_one_line_or_change_nothing(saved, tmp_path)
                 restore(saved, path)
             assert one_line(error)
         else:
-            assert back["cur_round"] == 2 and torch.equal(back["model"]["a"], CONTENT["model"]["a"])
+            assert back["cur_round"] == 2 and all(torch.equal(back["model"][n], t) for n, t in CONTENT["model"].items())
+            assert torch.equal(back["state"]["a"], CONTENT["state"]["a"]) and back["base"]["w"].eq(1).all()
     assert refused > 50, refused
     for size in (0, 1, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
@@ -194,6 +168,7 @@ def test_what_does_not_fit_the_run_is_one_line(quick, tmp_path):
     cases = [
         ({"state": {n: v for n, v in content["state"].items() if n != name}}, name),
         ({"base": {"no.such.weight": torch.ones(1)}}, "no.such.weight"),
+        ({"state": {**content["state"], name: torch.ones(1)}}, f"{name} differs"),
         ({"method": "fedlora"}, "is of method 'fedlora', this run's is 'rolora'"),
     ]
     for changed, said in cases:
@@ -201,3 +176,6 @@ def test_what_does_not_fit_the_run_is_one_line(quick, tmp_path):
         with pytest.raises(UserError) as error:
             fs_lowrank.run(quick("b", {"federate.method": method, **restored}), "federatedscope")
         assert said in str(error.value) and one_line(error)
+    path.unlink()
+    with pytest.raises(UserError, match="No such file"):
+        fs_lowrank.run(quick("b", {"federate.method": method, **restored}), "federatedscope")

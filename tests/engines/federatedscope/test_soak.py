@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import select
-import signal
 import socket
 import threading
 import time
@@ -25,16 +24,7 @@ from fs_lowrank.runs.environment import versions
 
 pytestmark = [pytest.mark.federatedscope, pytest.mark.slow]
 PLUGIN = "engines.federatedscope"
-KEYS = {"federate.method": "rolora", "train.local_update_steps": 2, "federate.total_round_num": 4}
-
-
-def keys(tmp_path, **more):
-    return {**KEYS, "federate.client_num": 2, "outdir": str(tmp_path / "run"), **more}
-
-
-def records(tmp_path) -> list[dict]:
-    path = tmp_path / "run" / "rounds.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+TWO = {"federate.method": "rolora", "federate.client_num": 2}
 
 
 ABOUT = """# Soak
@@ -67,18 +57,17 @@ class Waits:
         """``sabotage`` by which the server and these clients measure their waits."""
         return {worker: {"waits_in": str(self.folder)} for worker in (0, *healthy)}
 
-    def compare(self, what: str, timeout: float, rounds: int = 1) -> dict[str, float]:
+    def compare(self, what: str, timeout: float) -> dict[str, float]:
         """Compare the longest waits with their limits, and note them in the table of ``SOAK_TABLE``.
 
         Args:
             what: went wrong. timeout: ``lowrank.timeout``.
-            rounds: the largest number of rounds in a row to which a client's wait may extend.
         """
         files = [json.loads(path.read_text()) for path in self.folder.iterdir()]
         longest = {role: max(found[role] for found in files if role in found) for role in ("client", "server")}
         limit = timeout + 6.0
         row = {"what": what, "timeout": timeout}
-        row |= {"client": round(longest["client"], 1), "client_limit": rounds * limit}
+        row |= {"client": round(longest["client"], 1), "client_limit": limit}
         row |= {"server": round(longest["server"], 1), "server_limit": limit}
         assert row["client"] <= row["client_limit"] and row["server"] <= row["server_limit"], row
         if place := os.environ.get("SOAK_TABLE"):
@@ -185,94 +174,75 @@ SERVER_PHASES = {
 
 
 @pytest.mark.parametrize("phase", CLIENT_PHASES)
-def test_a_client_killed_in_each_phase_returns(quick, settings, assert_same, cluster, waits, tmp_path, phase):
+def test_a_client_killed_in_each_phase_returns(quick, assert_same, cluster, waits, phase):
     """What it did not deliver is in the records; if that is nothing, the result is that of a run without the kill."""
     more = {"federate.make_global_eval": False, "federate.total_round_num": 200}
     sabotage = {**waits.measured(1), 2: {"dies_at": CLIENT_PHASES[phase]}}
     sabotage[0] |= {"sleeps": 0.5, "until": (8, 2)}
-    started = cluster.launch(settings, 2, keys(tmp_path, **more), sabotage)
+    started = cluster.launch(2, more, sabotage)
     assert cluster.wait(*started[2]).code == 9
-    started[2] = cluster.again(settings, 2)
-    assert cluster.wait(*started[2]).code == 0
-    server = cluster.wait(*started[0])
-    assert server.code == 0, server.said
+    started[2] = cluster.again(2)
+    server = cluster.ended({worker: started[worker] for worker in (2, 0)})[0]
     assert 2 in server.history[-1]["clients"]
     for record in server.history:
         lost = {failure["client"] for failure in record["failed"]}
         assert {1, 2} - {*record["clients"]} == lost <= {2}
-    without = [r["round"] for r in server.history if r["failed"]]
-    if not without:
-        more["federate.total_round_num"] = len(server.history)
-        whole = fs_lowrank.run(quick("whole", {**keys(tmp_path), **more, "outdir": str(tmp_path / "whole")}))
-        assert_same(dict(whole.model.named_parameters()), server.tensors, atol=0)
+    if not any(r["failed"] for r in server.history):
+        rounds = {"federate.total_round_num": len(server.history)}
+        assert_same(fs_lowrank.run(quick("whole", {**TWO, **more, **rounds})), server.tensors, atol=0)
     waits.compare(f"a client is killed when it {phase}", 30.0)
 
 
 @pytest.mark.parametrize("phase", SERVER_PHASES)
-def test_a_server_killed_in_each_phase_is_resumed(quick, settings, assert_same, cluster, waits, tmp_path, phase):
+def test_a_server_killed_in_each_phase_is_resumed(quick, assert_same, cluster, waits, phase):
     """The result is, to the bit, that of a run that was not interrupted."""
-    more = {"federate.make_global_eval": False, "lowrank.min_clients": 2}
-    whole = fs_lowrank.run(quick("whole", {**keys(tmp_path), **more, "outdir": str(tmp_path / "whole")}))
+    more = {"federate.make_global_eval": False, "lowrank.min_clients": 2, "federate.total_round_num": 4}
+    whole = fs_lowrank.run(quick("whole", {**TWO, **more}))
     sabotage = waits.measured(1, 2)
     again = {**sabotage[0], "resume": True}
     sabotage[0]["dies_at"] = SERVER_PHASES[phase]
-    started = cluster.launch(settings, 2, keys(tmp_path, **more), sabotage)
+    started = cluster.launch(2, more, sabotage)
     assert cluster.wait(*started[0]).code == 9
-    started[0] = cluster.again(settings, 0, again)
-    workers = {w: cluster.wait(*process) for w, process in started.items()}
-    assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
-    assert_same(dict(whole.model.named_parameters()), workers[0].tensors, atol=0)
+    started[0] = cluster.again(0, again)
+    assert_same(whole, cluster.ended(started)[0].tensors, atol=0)
     waits.compare(f"the server is killed when it {phase}", 30.0)
 
 
-def test_a_network_that_drops_for_a_minute(settings, cluster, waits, tmp_path, relay):
+def test_a_network_that_drops_for_a_minute(cluster, waits, relay):
     """Nothing passes between the server and client 2, in either direction; its updates count, a minute late."""
     (server_port,) = cluster.free_ports(1)
-    lines = (relay(server_port),)
+    line = relay(server_port)
     more = {"lowrank.timeout": 150.0, "federate.total_round_num": 6, "distribute.server_port": server_port}
     sabotage = waits.measured(1)
     sabotage[0]["sleeps"] = 0.5
-    started = cluster.launch(
-        settings,
-        2,
-        keys(tmp_path, **more),
-        sabotage,
-        changed={2: {"distribute.server_port": lines[0].port}},
-    )
-    cluster.wait_for(lambda: len(records(tmp_path)) >= 2)
-    for line in lines:
-        line.open = False
-    before = [line.carried for line in lines]
-    assert all(before), "every message in either direction goes through a relay"
+    started = cluster.launch(2, more, sabotage, changed={2: {"distribute.server_port": line.port}})
+    cluster.wait_for(lambda: len(cluster.records()) >= 2)
+    line.open, before = False, line.carried
+    assert before, "every message in either direction goes through the relay"
     time.sleep(60)
-    assert [line.carried for line in lines] == before and len(records(tmp_path)) <= 3
-    for line in lines:
-        line.open = True
-    workers = {w: cluster.wait(*process, timeout=240) for w, process in started.items()}
-    assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
-    assert all(r["clients"] == [1, 2] for r in workers[0].history)
+    assert line.carried == before and len(cluster.records()) <= 3
+    line.open = True
+    history = cluster.ended(started, timeout=240)[0].history
+    assert all(r["clients"] == [1, 2] for r in history)
     assert waits.compare("no packet between the server and a client for 60 s", 150.0)["server"] > 40
 
 
-def test_ten_thousand_connections(settings, cluster, waits, tmp_path):
+def both_take_part(cluster, started, sabotage):
+    """Clients are started where the server has its strangers, and both take part in every round."""
+    started |= {client: cluster.again(client, sabotage[client]) for client in (1, 2)}
+    history = cluster.ended(started, timeout=180)[0].history
+    assert all(r["clients"] == [1, 2] for r in history)
+
+
+def test_ten_thousand_connections(cluster, waits):
     """Idle connections do not prevent clients from joining."""
     sabotage = waits.measured(1, 2)
-    started = cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 90.0}), sabotage, only=[0])
-    idle: list[socket.socket] = []
-    try:
-        cluster.wait_for(lambda: _reachable(cluster.ports[0]))
+    started = cluster.launch(2, {"lowrank.timeout": 90.0}, sabotage, only=[0])
+    cluster.wait_for(lambda: _reachable(cluster.ports[0]))
+    with contextlib.ExitStack() as idle:
         for _ in range(10_000):
-            idle.append(socket.create_connection(("127.0.0.1", cluster.ports[0]), timeout=20))
-        more = {"distribute.role": "client", "distribute.server_port": cluster.ports[0]}
-        for client in (1, 2):
-            own = {"distribute.data_idx": client, "distribute.client_port": cluster.ports[client]}
-            started[client] = cluster.start(settings, {**cluster.commands[0], **more, **own}, sabotage[client])
-        workers = {w: cluster.wait(*process, timeout=180) for w, process in started.items()}
-    finally:
-        for each in idle:
-            each.close()
-    assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
-    assert all(r["clients"] == [1, 2] for r in workers[0].history)
+            idle.enter_context(socket.create_connection(("127.0.0.1", cluster.ports[0]), timeout=20))
+        both_take_part(cluster, started, sabotage)
     waits.compare("10,000 connections that say nothing", 90.0)
 
 
@@ -282,20 +252,15 @@ def _reachable(port: int) -> bool:
     return False
 
 
-def test_peers_that_stop_inside_a_message(settings, cluster, waits, tmp_path, relay):
+def test_peers_that_stop_inside_a_message(cluster, waits, relay):
     """Messages that are never completed do not block those of the clients."""
     sabotage = waits.measured(1, 2)
-    started = cluster.launch(settings, 2, keys(tmp_path, **{"lowrank.timeout": 60.0}), sabotage, only=[0])
+    started = cluster.launch(2, {"lowrank.timeout": 60.0}, sabotage, only=[0])
     cluster.wait_for(lambda: _reachable(cluster.ports[0]))
     line = relay(cluster.ports[0], most=30_000)
     calls = [_incomplete_message(line.port) for _ in range(100)]
-    more = {"distribute.role": "client", "distribute.server_port": cluster.ports[0]}
-    for client in (1, 2):
-        own = {"distribute.data_idx": client, "distribute.client_port": cluster.ports[client]}
-        started[client] = cluster.start(settings, {**cluster.commands[0], **more, **own}, sabotage[client])
-    workers = {w: cluster.wait(*process, timeout=150) for w, process in started.items()}
-    assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
-    assert all(r["clients"] == [1, 2] for r in workers[0].history) and len(calls) == 100
+    both_take_part(cluster, started, sabotage)
+    assert len(calls) == 100
     waits.compare("100 peers that stop inside a message", 60.0)
 
 
@@ -309,61 +274,3 @@ def _incomplete_message(port: int):
     channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)])
     message = Message("join_in", 1, [0], 0, "x" * 500_000, 0)
     return channel, service.gRPCComServeFuncStub(channel).sendMessage.future(message.transform(), timeout=120)
-
-
-def test_answers_after_their_round(settings, cluster, waits, tmp_path):
-    """What client 2 sends in round 3 is of round 2: it changes nothing, and the client takes part again."""
-    more = {"lowrank.timeout": 6.0, "federate.total_round_num": 14}
-    sabotage = {**waits.measured(1), 2: {"naps": (2, 9.0)}}
-    sabotage[0]["sleeps"] = 0.5
-    workers = cluster.run(settings, 2, keys(tmp_path, **more), sabotage, timeout=150)
-    assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
-    history = workers[0].history
-    assert all(1 in r["clients"] for r in history) and history[-1]["clients"] == [1, 2]
-    assert [f["client"] for f in history[1]["failed"]] == [2] and "no answer within" in history[1]["failed"][0][
-        "reason"
-    ]
-    waits.compare("a client answers after its round", 6.0)
-
-
-def test_numbers_that_are_taken(settings, cluster, waits, tmp_path):
-    """Processes that claim the numbers of clients, in the run and of a client that is stopped, are refused."""
-    more = {"lowrank.timeout": 30.0, "federate.total_round_num": 12, "federate.client_num": 3}
-    sabotage = waits.measured(1, 2)
-    sabotage[0]["sleeps"] = 1.0
-    started = cluster.launch(settings, 3, keys(tmp_path, **more), sabotage)
-    cluster.wait_for(lambda: len(records(tmp_path)) >= 1)
-    os.kill(started[3][0].pid, signal.SIGSTOP)
-    ports = cluster.free_ports(4)
-    claims = [
-        cluster.start(settings, {**cluster.commands[claimed], "distribute.client_port": port})
-        for claimed, port in zip((1, 2, 3, 3), ports)
-    ]
-    refused = [cluster.wait(*claim) for claim in claims]
-    os.kill(started[3][0].pid, signal.SIGCONT)
-    assert [r.code for r in refused] == [2] * 4, [r.said for r in refused]
-    assert all("has joined already" in r.said for r in refused)
-    workers = {w: cluster.wait(*process, timeout=120) for w, process in started.items()}
-    assert [w.code for w in workers.values()] == [0] * 4, [w.said for w in workers.values()]
-    assert all({1, 2} <= {*r["clients"]} for r in workers[0].history)
-    waits.compare("four processes claim numbers that are taken", 30.0)
-
-
-def test_sampled_participation(settings, cluster, waits, tmp_path):
-    """Two of four clients take part in a round, and one of the four is stopped."""
-    more = {"federate.client_num": 4, "federate.sample_client_num": 2, "federate.total_round_num": 12}
-    more["lowrank.timeout"] = 5.0
-    sabotage = waits.measured(1, 2, 3)
-    sabotage[0]["sleeps"] = 0.3
-    started = cluster.launch(settings, 4, keys(tmp_path, **more), sabotage)
-    cluster.wait_for(lambda: len(records(tmp_path)) >= 1)
-    os.kill(started[4][0].pid, signal.SIGSTOP)
-    workers = {w: cluster.wait(*started[w], timeout=150) for w in (0, 1, 2, 3)}
-    assert [w.code for w in workers.values()] == [0] * 4, [w.said for w in workers.values()]
-    history = workers[0].history
-    assert [r["round"] for r in history] == list(range(1, 13))
-    for record in history:
-        assert {f["client"] for f in record["failed"]} <= {4} and {*record["selected"]} - {4} <= {*record["clients"]}
-    asked = {c: [0, *(r["round"] for r in history if c in r["selected"]), 13] for c in (1, 2, 3)}
-    apart = max(b - a for rounds in asked.values() for a, b in zip(rounds, rounds[1:]))
-    waits.compare("two of four clients a round, and one is stopped", 5.0, rounds=apart)

@@ -1,7 +1,6 @@
 """Features of the framework with our methods: evaluation, early stopping, saving, secret sharing, quantisation."""
 
 import json
-import pickle
 
 import pytest
 import torch
@@ -33,17 +32,9 @@ def test_secret_sharing_gives_the_same_mean(quick, assert_same, method):
 @pytest.mark.parametrize(
     "own", [{"federate.method": "rolora"}, {"federate.method": "fedask", "lowrank.ranks": [1, 3, 2]}]
 )
-def test_secret_sharing_between_processes(quick, settings, assert_same, cluster, tmp_path, own):
-    keys = {
-        **own,
-        "federate.client_num": 3,
-        "federate.total_round_num": 2,
-        "train.local_update_steps": 2,
-    }
-    local = fs_lowrank.run(quick("local", keys))
-    workers = cluster.run(settings, 3, {**keys, "federate.use_ss": True, "outdir": str(tmp_path / "shared")})
-    assert [w.code for w in workers.values()] == [0] * 4, [w.said for w in workers.values()]
-    assert_same(dict(local.model.named_parameters()), workers[0].tensors)
+def test_secret_sharing_between_processes(quick, assert_same, cluster, own):
+    keys = {**own, "federate.client_num": 3, "federate.total_round_num": 2}
+    assert_same(fs_lowrank.run(quick("local", keys)), cluster.run(3, {**keys, "federate.use_ss": True})[0].tensors)
 
 
 @pytest.mark.parametrize("key", ["federate.use_ss", "federate.online_aggr"])
@@ -98,17 +89,6 @@ def test_early_stopping(quick, by_clients):
     assert len(other.history) == len(local.history) < 12
 
 
-def test_clients_evaluate_their_shares(quick):
-    keys = {"federate.method": "rolora", "federate.sample_client_num": 2, "eval.freq": 2}
-    local = fs_lowrank.run(quick("local", keys))
-    other = fs_lowrank.run(quick("other", {**keys, "federate.make_global_eval": False}), "federatedscope")
-    for a, b in zip(local.history, other.history, strict=True):
-        assert a["metrics"].keys() == b["metrics"].keys()
-        for split in a["metrics"]:
-            assert b["metrics"][split] == pytest.approx(a["metrics"][split], abs=1e-4)
-    assert (other.outdir / "eval_results.log").read_text().count("Results_weighted_avg") == 2
-
-
 @SHARE
 @pytest.mark.parametrize(
     "method, keys",
@@ -120,8 +100,6 @@ def test_clients_evaluate_their_shares(quick):
     ],
 )
 def test_saving_and_restoring_with_the_round(quick, assert_same, tmp_path, method, keys, share):
-    if method not in METHODS:
-        pytest.skip(f"no method {method}")
     keys = {"federate.method": method, "federate.sample_client_num": 3, "federate.share_local_model": share, **keys}
     whole = fs_lowrank.run(quick("whole", keys), "federatedscope")
     saved = tmp_path / "saved" / "model.ckpt"
@@ -134,22 +112,6 @@ def test_saving_and_restoring_with_the_round(quick, assert_same, tmp_path, metho
     rest = fs_lowrank.run(quick("rest", {**keys, "federate.restore_from": str(final)}), "federatedscope")
     assert [r["round"] for r in rest.history] == [3, 4]
     assert_same(whole, rest)
-
-
-def test_restoring_from_another_run_is_refused(quick, tmp_path):
-    saved = tmp_path / "model.ckpt"
-    fs_lowrank.run(quick("a", {"federate.method": "rolora", "federate.save_to": str(saved)}), "federatedscope")
-    for keys, said in (
-        ({"federate.method": "fedlora"}, "is of method 'rolora'"),
-        ({"federate.method": "rolora", "llm.adapter.args.0.r": 3}, "weight differs"),
-        ({"federate.restore_from": str(tmp_path / "none")}, "No such file"),
-    ):
-        with pytest.raises(UserError, match=said):
-            fs_lowrank.run(quick("b", {"federate.restore_from": str(saved), **keys}), "federatedscope")
-    with open(saved, "wb") as file:
-        pickle.dump(print, file)
-    with pytest.raises((UserError, pickle.UnpicklingError)):
-        fs_lowrank.run(quick("c", {"federate.method": "rolora", "federate.restore_from": str(saved)}), "federatedscope")
 
 
 @SHARE
@@ -190,45 +152,18 @@ def test_resuming_a_run_that_was_killed_before_its_end(quick, assert_same, monke
     assert_same(whole, rest, atol=0)
 
 
-def test_resuming_between_processes(quick, settings, assert_same, cluster, tmp_path):
-    keys = {
-        "federate.method": "fedloru",
-        "lowrank.tau": 2,
-        "federate.client_num": 2,
-        "federate.total_round_num": 4,
-        "train.local_update_steps": 2,
-    }
+def test_resuming_between_processes(quick, assert_same, cluster):
+    keys = {"federate.method": "fedloru", "lowrank.tau": 2, "federate.client_num": 2, "federate.total_round_num": 4}
     whole = fs_lowrank.run(quick("whole", keys))
-    keys["outdir"] = str(tmp_path / "cut")
-    workers = cluster.run(settings, 2, {**keys, "lowrank.min_clients": 2}, sabotage={1: {"dies_in": 4}})
-    assert workers[0].code == 1
-    workers = cluster.run(
-        settings, 2, {**keys, "lowrank.min_clients": 2}, sabotage={w: {"resume": w == 0} for w in range(3)}
-    )
-    assert [w.code for w in workers.values()] == [0, 0, 0], [w.said for w in workers.values()]
-    assert_same(dict(whole.model.named_parameters()), workers[0].tensors)
-
-
-def test_sampling_by_the_framework(quick, tmp_path):
-    info = tmp_path / "resources.pkl"
-    info.write_bytes(pickle.dumps({i: {"computation": 10.0 + i, "communication": 100.0 + i} for i in range(11)}))
-    keys = {
-        "federate.method": "rolora",
-        "federate.client_num": 10,
-        "federate.sample_client_num": 3,
-        "data.splitter": "iid",
-        "data.splitter_args": [],
-        "federate.sampler": "group",
-        "federate.total_round_num": 3,
-        "federate.resource_info_file": str(info),
-    }
-    result = fs_lowrank.run(quick("run", keys), "federatedscope")
-    assert [len(r["clients"]) for r in result.history] == [3, 3, 3]
+    keys["lowrank.min_clients"] = 2
+    cluster.run(2, keys, sabotage={1: {"dies_in": 4}}, codes={0: 1, 1: 9, 2: 1})
+    assert_same(whole, cluster.run(2, keys, sabotage={0: {"resume": True}})[0].tensors)
 
 
 def test_the_frameworks_log_and_metrics_have_the_bytes_that_were_sent(quick):
     result = fs_lowrank.run(quick("run", {"federate.method": "rolora"}), "federatedscope")
     log = (result.outdir / "exp_print.log").read_text()
+    assert "np.float" not in log + (result.outdir / "eval_results.log").read_text(), "numbers are plain"
     first = result.history[0]
     assert f"round 1: 5 of 5 clients, {first['uplink_bytes']} bytes up, 0 bytes down" in log
     system = [json.loads(line) for line in (result.outdir / "system_metrics.log").read_text().splitlines()]
@@ -261,27 +196,24 @@ def test_clients_without_held_out_rows(quick, key):
     assert (result.outdir / "eval_results.log").read_text().count("Results_weighted_avg") == len(result.history)
 
 
-def test_clients_without_held_out_rows_between_processes(quick, settings, cluster, tmp_path):
+def test_clients_without_held_out_rows_between_processes(quick, cluster):
     keys = {"federate.method": "rolora", "federate.client_num": 4, "federate.total_round_num": 2, **FEW}
-    keys |= {"train.local_update_steps": 2, "data.splitter": "iid", "data.splitter_args": []}
-    alone = fs_lowrank.run(quick("alone", keys), "federatedscope")
-    workers = cluster.run(settings, 4, {**keys, "outdir": str(tmp_path / "run")})
-    assert [w.code for w in workers.values()] == [0] * 5, [w.said for w in workers.values()]
-    for a, b in zip(alone.history, workers[0].history, strict=True):
+    keys |= {"data.splitter": "iid", "data.splitter_args": []}
+    alone, other = fs_lowrank.run(quick("alone", keys), "federatedscope"), cluster.run(4, keys)[0]
+    for a, b in zip(alone.history, other.history, strict=True):
         means = {name: b["metrics"]["client_test"][name] for name in a["metrics"]["test"]}
         assert means == pytest.approx(a["metrics"]["test"], abs=1e-5)
         assert b["client_uplink_bytes"] == a["client_uplink_bytes"]  # one without rows is not asked to evaluate
 
 
-def test_the_downlink_counts_what_clients_receive(quick, settings, cluster, tmp_path):
+def test_the_downlink_counts_what_clients_receive(quick, cluster, tmp_path):
     """It is the bytes of the tensors in all messages that a client has read, those for evaluation included."""
     keys = {"federate.method": "fedlora", "federate.make_global_eval": False, "federate.sample_client_num": 2}
-    keys |= {"federate.client_num": 3, "federate.total_round_num": 3, "train.local_update_steps": 2}
+    keys |= {"federate.client_num": 3, "federate.total_round_num": 3}
     counts = {client: {"counts_in": str(tmp_path / f"received_{client}")} for client in (1, 2, 3)}
-    workers = cluster.run(settings, 3, {**keys, "outdir": str(tmp_path / "run")}, sabotage=counts)
-    assert [w.code for w in workers.values()] == [0] * 4, [w.said for w in workers.values()]
+    history = cluster.run(3, keys, sabotage=counts)[0].history
     received = {client: int((tmp_path / f"received_{client}").read_text()) for client in (1, 2, 3)}
-    sent = {c: sum(r["client_downlink_bytes"].get(str(c), 0) for r in workers[0].history) for c in received}
+    sent = {c: sum(r["client_downlink_bytes"].get(str(c), 0) for r in history) for c in received}
     assert sent == received and all(received.values())
     alone = fs_lowrank.run(quick("alone", keys), "federatedscope")
-    assert [r["downlink_bytes"] for r in alone.history] == [r["downlink_bytes"] for r in workers[0].history]
+    assert [r["downlink_bytes"] for r in alone.history] == [r["downlink_bytes"] for r in history]

@@ -7,18 +7,7 @@ import pickle
 import pytest
 import torch
 
-from fs_lowrank.rounds.parcel import Parcel
-
 pytestmark = pytest.mark.federatedscope
-
-
-def test_content_survives_as_text():
-    from fs_lowrank.engines.federatedscope.wire import parcel_of, text_of
-
-    tensors = {"a.lora_A.default.weight": torch.arange(6.0).reshape(2, 3)}
-    parcel = Parcel(tensors, round=3)
-    back = parcel_of(text_of(parcel))
-    assert back.facts == {"round": 3} and torch.equal(back.tensors["a.lora_A.default.weight"], *tensors.values())
 
 
 class Harm:
@@ -48,13 +37,6 @@ def test_other_content_is_refused_and_never_unpickled(content, tmp_path, monkeyp
     with pytest.raises((ValueError, TypeError)):
         parcel_of(content)
     assert not (tmp_path / "harmed").exists()
-
-
-def test_the_framework_measures_the_size_of_the_tensors():
-    from fs_lowrank.engines.federatedscope.wire import message
-
-    tensors = {"a": torch.zeros(1000), "b": torch.zeros(10, dtype=torch.float64)}
-    assert message("model_para", 0, [1, 2], Parcel(tensors)).count_bytes() == (4080, 8160)
 
 
 @pytest.mark.parametrize("parties", [2, 5, 12])
