@@ -82,7 +82,6 @@ FIRST_VARIANTS = {
     "test_it_says_once_why_clients_train_alone": 1,
     "test_a_huge_update_is_refused_where_norms_are_bounded": 2,
     "test_a_bad_round_stops_the_run_and_leaves_the_last_good_one": 1,
-    "test_killed_in_the_middle_of_a_file": 1,
     "test_too_few_clients_stop_the_run_and_leave_the_last_good_round": 1,
     "test_an_update_that_is_wrong_is_refused_and_changes_nothing": 2,
     "test_a_disk_that_is_full_while_writing": 1,
@@ -325,6 +324,25 @@ def reviews_csv(small, tmp_path_factory):
 def instructions_jsonl(small, tmp_path_factory):
     """120 instructions with answers, in Alpaca's form."""
     return small.save_instructions(tmp_path_factory.mktemp("instructions"))
+
+
+@pytest.fixture(scope="session")
+def task_files(small, tmp_path_factory):
+    """A folder with reviews and a score of each (``scores.csv``), or a set of classes as a list (``sets.jsonl``) and as
+    columns of 0 and 1 (``flags.csv``); and with a small T5."""
+    import numpy as np
+
+    from tests.cases import save_t5
+
+    folder, draw = tmp_path_factory.mktemp("tasks"), np.random.default_rng(2)
+    frame = small.make_reviews(300, seed=3)
+    scored = frame.assign(score=2.0 * frame["label"] + 0.3 * draw.standard_normal(300))
+    scored.drop(columns="label").to_csv(folder / "scores.csv", index=False)
+    sets = [["good"] * label + ["tea"] * (d == "tea") for label, d in zip(frame["label"], frame["domain"])]
+    frame.assign(label=sets).to_json(folder / "sets.jsonl", orient="records", lines=True)
+    flags = {name: [int(name in own) for own in sets] for name in ("good", "tea")}
+    frame[["text", "domain"]].assign(**flags).to_csv(folder / "flags.csv", index=False)
+    return save_t5(folder)
 
 
 @pytest.fixture

@@ -90,7 +90,6 @@ DAMAGE = {
 }
 
 
-@pytest.mark.more
 @pytest.mark.filterwarnings("ignore:Unexpected keyword arguments")
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_adapter_is_refused_and_not_used_without_what_it_lacks(runs, tmp_path, name):
@@ -108,7 +107,6 @@ def test_a_damaged_adapter_is_refused_and_not_used_without_what_it_lacks(runs, t
             _ = load_run(folder).model
 
 
-@pytest.mark.more
 def test_a_head_that_is_missing_is_named(runs, reviews_csv, tmp_path, capsys):
     folder = unsealed(shutil.copytree(runs["classes"].outdir, tmp_path / "run"))
     tensors(lambda all: {n: t for n, t in all.items() if "classifier" not in n})(folder / "adapter")
@@ -119,7 +117,6 @@ def test_a_head_that_is_missing_is_named(runs, reviews_csv, tmp_path, capsys):
         assert len(lines) == 1 and "it lacks 2 of" in lines[0] and "model.classifier.bias" in lines[0]
 
 
-@pytest.mark.more
 def test_a_base_that_is_spread_over_devices_refuses_the_same(runs, instructions_jsonl, tmp_path):
     """The place of the weights changes neither the fingerprint of the base nor what is asked of the adapter."""
     run, _ = copy_of(runs["instructions"], tmp_path)
@@ -134,7 +131,6 @@ def test_a_base_that_is_spread_over_devices_refuses_the_same(runs, instructions_
         _ = load_run(run).model
 
 
-@pytest.mark.more
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:Model has `tie_word_embeddings=True`")
 def test_an_adapted_output_layer_loads_although_its_file_has_the_weight_of_the_base(
     tiny_causal, instructions_jsonl, tmp_path
@@ -169,7 +165,6 @@ def read_all(folder, best=False):
     return run, run.which
 
 
-@pytest.mark.more
 def test_a_flipped_bit_in_what_was_trained_is_refused(runs, reviews_csv, tmp_path, capsys):
     """It is a valid file of another result, which evaluate and predict used as if it were the run's."""
     run = shutil.copytree(runs["classes"].outdir, tmp_path / "renamed")
@@ -188,7 +183,6 @@ def test_a_flipped_bit_in_what_was_trained_is_refused(runs, reviews_csv, tmp_pat
     assert cli.main(["evaluate", str(run), "--data", str(reviews_csv)]) == 0
 
 
-@pytest.mark.more
 def test_every_file_that_is_read_of_a_finished_run_is_compared(runs, tmp_path):
     outdir = runs["classes"].outdir
     sums = json.loads((outdir / "checksums.json").read_text())
@@ -213,7 +207,6 @@ def test_every_file_that_is_read_of_a_finished_run_is_compared(runs, tmp_path):
         shutil.rmtree(run)
 
 
-@pytest.mark.more
 def test_what_is_read_by_nobody_may_change(runs, tmp_path):
     run = shutil.copytree(runs["classes"].outdir, tmp_path / "run")
     (run / "adapter" / "README.md").write_text("Our model of reviews.")
@@ -224,7 +217,6 @@ def test_what_is_read_by_nobody_may_change(runs, tmp_path):
     read_runs([run])
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("content", ["{", "[]", '{"config.yaml": 5}', "[" * 100_000], ids=lambda text: text[:4])
 def test_a_damaged_list_of_checksums_is_one_line(runs, tmp_path, content):
     run = shutil.copytree(runs["classes"].outdir, tmp_path / "run")
@@ -235,7 +227,6 @@ def test_a_damaged_list_of_checksums_is_one_line(runs, tmp_path, content):
         load_run(run)
 
 
-@pytest.mark.more
 def test_a_resumed_run_writes_what_is_damaged_anew(runs, tmp_path):
     outdir = runs["classes"].outdir
     run = shutil.copytree(outdir, tmp_path / "run")
@@ -278,7 +269,6 @@ def test_other_settings_of_the_base_are_refused(runs, tmp_path):
         _ = load_run(run).model
 
 
-@pytest.mark.more
 def test_where_versions_differ_another_base_is_a_warning(runs, tmp_path, caplog):
     """Another version may draw new weights otherwise, which does not make the run useless."""
     run, base = copy_of(runs["classes"], tmp_path)
@@ -310,7 +300,6 @@ def test_a_summary_that_does_not_say_what_the_base_was_is_read(runs, tmp_path, c
     assert load_run(run).model is not None and not caplog.records
 
 
-@pytest.mark.more
 def test_a_model_that_was_saved_whole_needs_no_base(tiny_encoder, reviews_csv, tmp_path):
     settings = small.encoder_settings(tiny_encoder, reviews_csv, tmp_path / "made")
     keys = {"federate.method": "fedavg", "federate.total_round_num": 1, "lowrank.pictures": False}
@@ -323,7 +312,6 @@ def test_a_model_that_was_saved_whole_needs_no_base(tiny_encoder, reviews_csv, t
 # -- the tokenizer -------------------------------------------------------------------------------------
 
 
-@pytest.mark.more
 def test_the_tokenizer_is_the_one_that_was_saved_with_the_adapter(runs, reviews_csv, tmp_path):
     run, base = copy_of(runs["classes"], tmp_path)
     before = build_tokenizer(load_config(run / "config.yaml"))

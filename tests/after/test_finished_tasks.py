@@ -12,31 +12,21 @@ from fs_lowrank import UserError, cli
 from fs_lowrank.finished import evaluate_rows, load_run, predict_rows, read_rows
 from fs_lowrank.runs.split import read_split
 from fs_lowrank.testing import small
-from tests.cases import save_t5
 
 
 @pytest.fixture(scope="module")
-def made(tiny_encoder, tmp_path_factory, instructions_jsonl):
+def made(tiny_encoder, tmp_path_factory, instructions_jsonl, task_files):
     """Results by task, and the file that each has learned from."""
-    folder, draw = tmp_path_factory.mktemp("tasks"), np.random.default_rng(2)
-    frame = small.make_reviews(300, seed=3)
-    sets = [["good"] * label + ["tea"] * (d == "tea") for label, d in zip(frame["label"], frame["domain"])]
-    scored = frame.assign(stars=2.0 * frame["label"] + 0.3 * draw.standard_normal(300)).drop(columns="label")
-    scored.to_csv(folder / "scores.csv", index=False)
-    frame.assign(label=sets).to_json(folder / "sets.jsonl", orient="records", lines=True)
-    flags = {name: [int(name in own) for own in sets] for name in ("good", "tea")}
-    frame[["text"]].assign(**flags).to_csv(folder / "flags.csv", index=False)
-    (folder / "t5").mkdir()
-    save_t5(folder / "t5")
+    folder = tmp_path_factory.mktemp("runs")
     tasks = {
-        "numbers": ("scores.csv", "SequenceRegression", {"data.args": [{"label": "stars"}]}),
+        "numbers": ("scores.csv", "SequenceRegression", {"data.args": [{"label": "score"}]}),
         "sets": ("sets.jsonl", "MultiLabelClassification", {"eval.metrics": ["acc", "f1"]}),
         "flags": ("flags.csv", "MultiLabelClassification", {"data.args": [{"label": ["good", "tea"]}]}),
-        "t5": (instructions_jsonl, "Seq2SeqLM", {"model.type": f"{folder / 't5'}@huggingface_llm"}),
+        "t5": (instructions_jsonl, "Seq2SeqLM", {"model.type": f"{task_files}@huggingface_llm"}),
     }
     found = {}
     for name, (file, task, more) in tasks.items():
-        path = folder / file
+        path = task_files / file
         make = small.causal_settings if name == "t5" else small.encoder_settings
         keys = {"model.task": task, "federate.total_round_num": 2, "lowrank.pictures": False, "data.splitter": "iid"}
         keys |= {"data.splitter_args": [], "federate.client_num": 3, "train.optimizer.lr": 0.02, **more}
@@ -77,16 +67,16 @@ def test_numbers(made, tmp_path, capsys):
     run, file = load_run(result.outdir), held_out(result, path, tmp_path / "test.csv")
     scores = evaluate_rows(run, read_rows(run, file))
     table = pd.read_csv(file)
-    assert scores["mean_loss"] == pytest.approx(float(np.var(table["stars"])), rel=1e-4) and "acc" not in scores
+    assert scores["mean_loss"] == pytest.approx(float(np.var(table["score"])), rel=1e-4) and "acc" not in scores
     predicted = predict_rows(run, read_rows(run, file, labelled=False))["prediction"].astype(float)
-    assert np.mean((predicted - table["stars"]) ** 2) == pytest.approx(scores["loss"], rel=1e-3)
-    assert np.corrcoef(predicted, table["stars"])[0, 1] == pytest.approx(scores["pearson"], abs=1e-3)
+    assert np.mean((predicted - table["score"]) ** 2) == pytest.approx(scores["loss"], rel=1e-3)
+    assert np.corrcoef(predicted, table["score"])[0, 1] == pytest.approx(scores["pearson"], abs=1e-3)
     assert cli.main(["evaluate", str(result.outdir), "--data", str(file), "--json", str(tmp_path / "s.json")]) == 0
     said = capsys.readouterr().out
     assert "pearson" in said and "loss of always naming the mean" in said and "acc" not in said.split("model:")[1]
     assert json.loads((tmp_path / "s.json").read_text())["spearman"] == pytest.approx(scores["spearman"])
-    table.assign(stars="many").to_csv(tmp_path / "wrong.csv", index=False)
-    with pytest.raises(UserError, match="row 1: label 'many' in column 'stars': expected a number"):
+    table.assign(score="many").to_csv(tmp_path / "wrong.csv", index=False)
+    with pytest.raises(UserError, match="row 1: label 'many' in column 'score': expected a number"):
         read_rows(run, tmp_path / "wrong.csv")
 
 

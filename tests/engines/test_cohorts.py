@@ -1,7 +1,6 @@
 """``train.cohort``: clients that train in one pass end where they end one by one, and who cannot is trained alone."""
 
 import dataclasses
-import itertools
 import math
 import re
 
@@ -128,14 +127,6 @@ QUICK = (
 def test_the_same_run(both, trained, case):
     both(*CASES[case])
     assert trained == [3, 2] * 2
-
-
-@pytest.mark.more
-def test_states_that_are_kept_of_some_only(both, trained):
-    """Those of clients whose samples are not seen often enough are computed in each step."""
-    prefix = both("encoder", {"federate.total_round_num": 1}, 4).workspace.prefix
-    assert [prefix.budget.get(f"client {i}", False) for i in range(1, 5)] == [True, True, True, False] and prefix.parts
-    assert trained == [3, 2] and "client 1" in prefix.cached and "client 4" not in prefix.cached
 
 
 @pytest.mark.more
@@ -323,6 +314,12 @@ ALONE = {
         {"federate.method": "mfedloru", "lowrank.nested_ranks": [1, 1], "llm.adapter.args.0.r": 3},
         "is a tensor of Nested, which",
     ),
+    # It is computed for the tokens with a label, whose number is not that of the batch's rows.
+    "a language model's head": (
+        "causal",
+        {"llm.adapter.args": [{"r": 2, "modules": ["q_proj"], "modules_to_save": ["lm_head"]}]},
+        "",
+    ),
     "an optimizer of matrices": (
         "encoder",
         {"train.optimizer": {"type": "Adafactor", "lr": 0.01}},
@@ -344,21 +341,29 @@ def test_it_says_once_why_clients_train_alone(make_engine, trained, caplog, case
     assert all(torch.equal(t, plain.ledger.state[n]) for n, t in ours.ledger.state.items())
 
 
-@pytest.mark.more
-def test_a_method_that_asks_for_it(make_engine, trained, caplog, monkeypatch):
-    engine = make_engine("encoder", {**SGD, "train.cohort": 3})
-    monkeypatch.setattr(engine.method, "needs", dataclasses.replace(engine.method.needs, alone=True))
-    engine.run()
-    assert not trained and "one by one: federate.method = fedlora asks for it" in caplog.text
+def asks_for_it(engine):
+    return {"needs": dataclasses.replace(engine.method.needs, alone=True)}
+
+
+def other_phases(engine):
+    shared = engine.method.shared
+    return {"phases": lambda t, c=None: [Phase(shared, steps=1)] if c == 2 else [Phase(shared)]}
 
 
 @pytest.mark.more
-def test_clients_with_other_phases(make_engine, trained, caplog, monkeypatch):
+@pytest.mark.parametrize(
+    "changes, cohorts, said",
+    [
+        (asks_for_it, [], "one by one: federate.method = fedlora asks for it"),
+        (other_phases, [2, 2], "the clients train different tensors"),  # clients 3 and 4 train together
+    ],
+)
+def test_what_a_method_says(make_engine, trained, caplog, monkeypatch, changes, cohorts, said):
     engine = make_engine("encoder", {**SGD, "federate.client_num": 4, "train.cohort": 2})
-    phases = {2: [Phase(engine.method.shared, steps=1)]}
-    monkeypatch.setattr(engine.method, "phases", lambda t, c=None: phases.get(c, [Phase(engine.method.shared)]))
+    for name, value in changes(engine).items():
+        monkeypatch.setattr(engine.method, name, value)
     engine.run()
-    assert trained == [2, 2] and "the clients train different tensors" in caplog.text, "clients 3 and 4 train together"
+    assert trained == cohorts and said in caplog.text
 
 
 def test_images(vision_settings, trained, caplog):
@@ -387,15 +392,6 @@ def test_a_model_whose_samples_depend_on_their_company(make_engine, tiny_encoder
     assert "one by one: dropout of values of shape (1, 4, 32) is not drawn sample by sample" in caplog.text
     assert all(torch.equal(t, before[n]) for n, t in all_tensors(engine.model).items())
     assert asked == {n: p.requires_grad for n, p in engine.model.named_parameters()}
-
-
-@pytest.mark.more
-def test_a_language_models_head_that_is_trained(make_engine, trained, caplog):
-    """It is computed for the tokens with a label, whose number is not that of the batch's rows."""
-    keys = {"llm.adapter.args": [{"r": 2, "modules": ["q_proj"], "modules_to_save": ["lm_head"]}]}
-    engine = make_engine("causal", {**SGD, **keys, "train.cohort": 3})
-    engine.run()
-    assert not trained and "one by one" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -455,25 +451,3 @@ def test_auto_decides_by_the_sizes(settings, tmp_path):
     with torch.device("meta"):
         causal = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_layer=2))
     assert cohort.bytes_a_token(causal, 0, 100) == 4 * 3 * 50257
-
-
-def test_auto_gives_every_core_as_many_cohorts():
-    assert [cohort.evenly(8, n, 2) for n in (1, 2, 7, 10, 50, 200)] == [1, 1, 4, 5, 7, 8]
-    assert [cohort.evenly(8, n, 1) for n in (7, 10, 200)] == [7, 5, 8] and cohort.evenly(8, 16, 64) == 1
-    for size, n, cores in itertools.product((2, 7, 16), (3, 10, 50), (1, 2, 8)):
-        number = math.ceil(n / cohort.evenly(size, n, cores))
-        assert cohort.evenly(size, n, cores) <= size and (number >= min(cores, n) or cores > n / 2)
-
-
-@pytest.mark.more
-def test_cohorts_are_of_equal_sizes(make_engine):
-    workspace = make_engine("text", {**SGD, "federate.client_num": 6, "train.cohort": 4}).workspace
-
-    def cohorts(*clients):
-        return [
-            [task.client for task in of]
-            for of in Trainer(workspace).cohorts([workspace.task(client, 1) for client in clients])
-        ]
-
-    assert cohorts(5, 1, 4, 2, 3, 6) == [[5, 1, 4], [2, 3, 6]] and cohorts(5, 1) == [[5, 1]]
-    assert cohorts(5, 1, 4, 2, 3) == [[5, 1, 4], [2, 3]]

@@ -7,6 +7,8 @@ from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.rounds import trainer
 from fs_lowrank.runs.summary import of_clients
 
+pytestmark = pytest.mark.more
+
 
 def stalls(settings, values, **keys):
     engine = LocalEngine(fs_lowrank.load_config(settings, keys))
@@ -14,28 +16,12 @@ def stalls(settings, values, **keys):
     return engine.evaluator.stalled(records)
 
 
-@pytest.mark.more
 def test_an_evaluation_that_only_the_end_of_a_shorter_run_asked_for_does_not_count(settings):
     keys = {"early_stop.patience": 1, "eval.freq": 2, "federate.total_round_num": 5}
     assert not stalls(settings, [None, 1.0, 1.1], **keys), "round 3 was the last"
     assert stalls(settings, [None, 1.0, 0.9, 1.1], **keys)
     assert stalls(settings, [None, 1.0, None, 0.9, 0.95], **keys)
-
-
-@pytest.mark.more
-@pytest.mark.parametrize(
-    "values, patience, delta, stalled",
-    [
-        ([1.0, 0.9, 0.95, 0.96], 2, 0.0, True),
-        ([1.0, 0.9, 0.95, 0.8], 2, 0.0, False),
-        ([1.0, 0.99, 0.98], 2, 0.1, True),  # it improves, but never by more than delta
-        ([1.0, 0.8, 0.6], 2, 0.1, False),
-        ([1.0, 1.0, 1.0, 1.0], 0, 0.0, False),  # off
-    ],
-)
-def test_it_stops_after_patience_evaluations_without_improvement(settings, values, patience, delta, stalled):
-    keys = {"early_stop.patience": patience, "early_stop.delta": delta}
-    assert stalls(settings, values, **keys) is stalled
+    assert not stalls(settings, [1.0, 1.0, 1.0, 1.0], **{"early_stop.patience": 0}), "it is off"
 
 
 # mode, patience, delta, key, values, the evaluation at which FederatedScope's EarlyStopper stopped (0: at none)
@@ -67,7 +53,6 @@ FRAMEWORKS = [
 ]
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("mode, patience, delta, key, values, stops", FRAMEWORKS)
 def test_it_stops_where_federatedscope_does(settings, mode, patience, delta, key, values, stops):
     keys = {"early_stop.patience": patience, "early_stop.delta": delta, "early_stop.improve_indicator_mode": mode}
@@ -78,13 +63,6 @@ def test_it_stops_where_federatedscope_does(settings, mode, patience, delta, key
     assert (stopped or [0])[0] == stops
 
 
-@pytest.mark.more
-def test_a_run_ends_early(settings):
-    keys = {"early_stop.patience": 1, "early_stop.delta": 100.0, "federate.total_round_num": 6}
-    assert len(fs_lowrank.run(fs_lowrank.load_config(settings, keys)).history) == 2
-
-
-@pytest.mark.more
 def test_keys_that_cannot_be_honoured_are_refused(settings):
     with pytest.raises(fs_lowrank.UserError, match="val_loss, a split that is not evaluated; evaluated are: test"):
         LocalEngine(fs_lowrank.load_config(settings, {"early_stop.patience": 2, "eval.split": ["test"]}))
@@ -101,7 +79,6 @@ def test_keys_that_cannot_be_honoured_are_refused(settings):
     assert LocalEngine(fs_lowrank.load_config(settings, keys))
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("key, said", [("test_loss", True), ("client_test_acc", True), ("val_loss", False)])
 def test_it_is_said_that_test_data_decide_when_a_run_stops(settings, caplog, key, said):
     keys = {"eval.client_scores": True, "eval.best_res_update_round_wise_key": key}
@@ -112,7 +89,6 @@ def test_it_is_said_that_test_data_decide_when_a_run_stops(settings, caplog, key
     assert "the test data choose" not in caplog.text
 
 
-@pytest.mark.more
 @pytest.mark.parametrize(
     "key, said",
     [
@@ -126,7 +102,6 @@ def test_a_metric_that_is_not_measured_is_named(settings, key, said):
         LocalEngine(fs_lowrank.load_config(settings, {"eval.best_res_update_round_wise_key": key}))
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("key, value", [("client_test_acc_mean", -0.7), ("val_avg_loss", 0.5), ("test_acc", -0.9)])
 def test_the_watched_key_is_found(settings, key, value):
     engine = LocalEngine(fs_lowrank.load_config(settings, {"eval.best_res_update_round_wise_key": key}))
@@ -134,7 +109,6 @@ def test_the_watched_key_is_found(settings, key, value):
     assert engine.evaluator.key_value({"metrics": metrics}) == value
 
 
-@pytest.mark.more
 @pytest.mark.parametrize(
     "method, own, words",
     [
@@ -154,8 +128,3 @@ def test_it_is_said_whose_models_are_scored_and_samples_are_counted(
     result = fs_lowrank.run(config)
     assert result.facts["own_models"] is own and of_clients([result.facts]).startswith(words)
     assert result.history[0]["samples"] == sum(one.samples for one in trained) > 0
-
-
-def test_runs_that_do_not_say_whose_models_they_are():
-    assert "its own or the global one" in of_clients([{"own_models": True}, {"own_models": False}])
-    assert "its own or the global one" in of_clients([{}])

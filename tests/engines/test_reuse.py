@@ -18,34 +18,30 @@ from fs_lowrank.rounds.reuse import Reuse
 pytestmark = pytest.mark.more
 
 
+FEW = {"federate.client_num": 3, "federate.total_round_num": 1, "train.local_update_steps": 3}
+
+
 @pytest.fixture
-def run(settings, tmp_path, monkeypatch, no_curves):
-    """``run(**keys)``: a one-round run whose clients are kept; (the result, how many were trained)."""
-    trained, real = [], trainer.train_client
+def trained(monkeypatch):
+    """The owners of all data that were trained on."""
+    owners, real = [], trainer.train_client
 
     def spy(*args, **options):
-        trained.append(options["owner"])
+        owners.append(options["owner"])
         return real(*args, **options)
 
     monkeypatch.setattr(trainer, "train_client", spy)
+    return owners
+
+
+@pytest.fixture
+def run(few, tmp_path, trained):
+    """``run(method, keys)``: a one-round run whose clients are kept; (the result, how many were trained)."""
     counter = iter(range(100))
 
-    def run(method="fedavg", engine="local", **keys):
-        before = len(trained)
-        result = fs_lowrank.run(
-            load_config(
-                settings,
-                {
-                    "federate.method": method,
-                    "federate.client_num": 3,
-                    "federate.total_round_num": 1,
-                    "lowrank.reuse_clients": str(tmp_path / "clients"),
-                    "outdir": str(tmp_path / str(next(counter))),
-                    **{k.replace("__", "."): v for k, v in keys.items()},
-                },
-            ),
-            engine,
-        )
+    def run(method="fedavg", keys=None):
+        before, kept = len(trained), {"lowrank.reuse_clients": str(tmp_path / "clients")}
+        result = fs_lowrank.run(few(str(next(counter)), {"federate.method": method, **kept, **(keys or {})}))
         return result, len(trained) - before
 
     return run
@@ -68,8 +64,8 @@ def test_methods_whose_clients_train_alike_share_them(run):
     assert record["loss"] == first.history[0]["loss"] and record["uplink_bytes"] == first.history[0]["uplink_bytes"]
     for method in ("fedfisher", "fisher_merge", "regmean"):
         assert run(method)[1] == 0
-    assert run("fedfisher", lowrank__fisher="kfac")[1] == 0
-    assert run("fedlora")[1] == 3 and run("fedlora", "local")[1] == 0, "with an adapter the training is another"
+    assert run("fedfisher", {"lowrank.fisher": "kfac"})[1] == 0
+    assert run("fedlora")[1] == 3 and run("fedlora")[1] == 0, "with an adapter the training is another"
 
 
 def test_a_training_under_another_s_name_is_not_taken(tmp_path, caplog):
@@ -96,33 +92,22 @@ def test_a_training_under_another_s_name_is_not_taken(tmp_path, caplog):
 )
 def test_settings_that_change_the_training_change_the_key(run, keys):
     run()
-    assert run(**keys)[1] == 3
+    assert run(keys=keys)[1] == 3
 
 
 def test_another_configuration_of_the_model_changes_the_key(run, tiny_encoder, tmp_path):
     base = Path(shutil.copytree(tiny_encoder, tmp_path / "base"))
-    run(model__type=f"{base}@transformers")
+    run(keys={"model.type": f"{base}@transformers"})
     content = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**content, "layer_norm_eps": 1e-3}))
-    assert run(model__type=f"{base}@transformers")[1] == 3
+    assert run(keys={"model.type": f"{base}@transformers"})[1] == 3
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {
-            "lowrank.min_clients": 2,
-            "eval.split": ["test"],
-            "federate.ignore_weight": True,
-            "lowrank.validation_samples": 7,
-        },
-        {"federate.total_round_num": 2},
-    ],
-    ids=["server", "rounds"],
-)
-def test_settings_of_the_server_do_not_change_the_key(run, keys):
+def test_settings_of_the_server_do_not_change_the_key(run):
     run()
-    assert run(**keys)[1] == 3 * (keys.get("federate.total_round_num", 1) - 1), "round 2 starts from another model"
+    of_server = {"lowrank.min_clients": 2, "federate.ignore_weight": True, "lowrank.validation_samples": 7}
+    assert run(keys={**of_server, "eval.split": ["test"]})[1] == 0
+    assert run(keys={"federate.total_round_num": 2})[1] == 3, "round 2 starts from another model"
 
 
 @pytest.fixture
@@ -179,86 +164,51 @@ def test_a_client_is_trained_again_if_its_entry_is_damaged(run, tmp_path, caplog
 def test_a_folder_that_cannot_be_used(run, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFailed, match="lowrank.reuse_clients: could not store a client in .*file: .*; make room"):
-        run(lowrank__reuse_clients=str(tmp_path / "file"))
+        run(keys={"lowrank.reuse_clients": str(tmp_path / "file")})
 
 
 @pytest.mark.slow
-def test_a_comparison_of_one_round_trains_its_clients_once(settings, tmp_path, monkeypatch):
-    trained, real = [], trainer.train_client
-    monkeypatch.setattr(trainer, "train_client", lambda *a, **o: trained.append(o["owner"]) or real(*a, **o))
-    keys = {
-        "federate.method": "fedavg",
-        "federate.client_num": 3,
-        "federate.total_round_num": 1,
-        "outdir": str(tmp_path / "all"),
-    }
-    results = fs_lowrank.compare(load_config(settings, keys), ["fedavg", "fedfisher", "regmean"])
+def test_a_comparison_of_one_round_trains_its_clients_once(few, trained, tmp_path):
+    results = fs_lowrank.compare(few("all", {"federate.method": "fedavg"}), ["fedavg", "fedfisher", "regmean"])
     assert len(trained) == 3 and len(list((tmp_path / "all" / "clients").iterdir())) == 3
     comparison = json.loads((tmp_path / "all" / "comparison.json").read_text())
     assert len({results[m].facts["config"] for m in results}) == 3
     times = [comparison[m]["seconds"]["training"] for m in results]
     assert min(times) > 0.9 * times[0], "all methods report the time of the shared training"
     # With two rounds, the second one starts from each method's own model, so clients are not stored.
-    fs_lowrank.compare(
-        load_config(settings, {**keys, "federate.total_round_num": 2, "outdir": str(tmp_path / "two")}), ["fedavg"]
-    )
+    fs_lowrank.compare(few("two", {"federate.method": "fedavg", "federate.total_round_num": 2}), ["fedavg"])
     assert len(trained) == 3 + 6 and not (tmp_path / "two" / "clients").exists()
 
 
 # -- validation data of the server ---------------------------------------------------------------------------
 
 
-def test_all_methods_select_on_the_same_held_out_samples(settings, tmp_path):
+def test_all_methods_select_on_the_same_held_out_samples(few):
     drawn = []
-    for i, (method, keys) in enumerate(
-        (("regmean", {}), ("fedfisher", {"lowrank.solver": "adam"}), ("regmean", {"seed": 9}))
-    ):
-        engine = LocalEngine(
-            load_config(
-                settings,
-                {"federate.method": method, "lowrank.validation_samples": 12, "outdir": str(tmp_path / str(i)), **keys},
-            )
-        )
-        labels = [b["labels"] for b in engine.method.workbench.validation()]
-        rows = {tuple(r[r != 0].tolist()) for b in engine.method.workbench.validation() for r in b["input_ids"]}
-        held_out = {
-            tuple(r[r != 0].tolist())
-            for r in engine.workspace.data.validation.batch(range(len(engine.workspace.data.validation)))["input_ids"]
-        }
-        assert sum(map(len, labels)) == 12 and rows <= held_out
-        drawn.append((sorted(rows), torch.cat(labels).tolist()))
+    for method, keys in (("regmean", {}), ("fedfisher", {"lowrank.solver": "adam"}), ("regmean", {"seed": 9})):
+        engine = LocalEngine(few("x", {"federate.method": method, "lowrank.validation_samples": 12, **keys}))
+        validation, batches = engine.workspace.data.validation, list(engine.method.workbench.validation())
+        rows = {tuple(r[r != 0].tolist()) for b in batches for r in b["input_ids"]}
+        held_out = {tuple(r[r != 0].tolist()) for r in validation.batch(range(len(validation)))["input_ids"]}
+        labels = torch.cat([b["labels"] for b in batches]).tolist()
+        assert len(labels) == 12 and rows <= held_out
+        drawn.append((sorted(rows), labels))
     assert drawn[0] == drawn[1] != drawn[2]
-    plain = LocalEngine(load_config(settings, {"federate.method": "fedfisher", "outdir": str(tmp_path / "p")}))
-    assert plain.method.workbench is None
+    assert LocalEngine(few("plain", {"federate.method": "fedfisher"})).method.workbench is None
 
 
-def test_without_a_validation_split(settings, tmp_path):
-    keys = {"data.splits": [0.8, 0.0, 0.2], "eval.split": ["test"], "outdir": str(tmp_path / "x")}
-    with pytest.raises(
-        UserError,
-        match="federate.method = regmean chooses among models by validation data, and there "
-        "are none; give data.splits a share",
-    ):
-        LocalEngine(load_config(settings, {"federate.method": "regmean", **keys}))
-    LocalEngine(load_config(settings, {"federate.method": "fedfisher", **keys}))
+def test_without_a_validation_split(few):
+    keys = {"data.splits": [0.8, 0.0, 0.2], "eval.split": ["test"]}
+    said = "regmean chooses among models by validation data, and there are none; give data.splits a share"
+    with pytest.raises(UserError, match=f"federate.method = {said}"):
+        LocalEngine(few("x", {"federate.method": "regmean", **keys}))
+    LocalEngine(few("x", {"federate.method": "fedfisher", **keys}))
 
 
 @pytest.mark.slow
-def test_fedfisher_on_adapters(settings, tmp_path, no_curves):
-    for fisher in ("diag", "kfac"):
-        result = fs_lowrank.run(
-            load_config(
-                settings,
-                {
-                    "federate.method": "fedfisher",
-                    "llm.adapter.use": True,
-                    "lowrank.fisher": fisher,
-                    "federate.total_round_num": 1,
-                    "outdir": str(tmp_path / fisher),
-                },
-            )
-        )
-        assert set(result.saved) == {"adapter", "adapter_best", "curves"} and not any(
-            r["failed"] for r in result.history
-        )
-        assert all("lora_" in n or "classifier" in n for n, p in result.model.named_parameters() if p.requires_grad)
+@pytest.mark.parametrize("fisher", ["diag", "kfac"])
+def test_fedfisher_on_adapters(few, fisher):
+    keys = {"federate.method": "fedfisher", "llm.adapter.use": True, "lowrank.fisher": fisher}
+    result = fs_lowrank.run(few("run", keys))
+    assert set(result.saved) == {"adapter", "adapter_best", "curves"} and not result.history[0]["failed"]
+    assert all("lora_" in n or "classifier" in n for n, p in result.model.named_parameters() if p.requires_grad)

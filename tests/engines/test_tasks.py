@@ -7,45 +7,24 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 import fs_lowrank
 from fs_lowrank import UserError
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.rounds.evaluator import Evaluator
 from fs_lowrank.rounds.workspace import Workspace
-from fs_lowrank.testing import small
-from fs_lowrank.training import evaluate
 from fs_lowrank.training.local import loss_of
 from fs_lowrank.training.metrics import measure
-from tests.cases import same_model, save_t5
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """Reviews with a score, and with sets of classes as lists and as columns of 0 and 1; and a small T5."""
-    folder, draw = tmp_path_factory.mktemp("tasks"), np.random.default_rng(2)
-    frame = small.make_reviews(300, seed=3)
-    scored = frame.assign(score=2.0 * frame["label"] + 0.3 * draw.standard_normal(300))
-    scored.drop(columns="label").to_csv(folder / "scores.csv", index=False)
-    sets = [
-        [*(["good"] if label else []), *(["tea"] if d == "tea" else [])]
-        for label, d in zip(frame["label"], frame["domain"])
-    ]
-    frame[["text", "domain"]].assign(label=sets).to_json(folder / "sets.jsonl", orient="records", lines=True)
-    flags = {name: [int(name in own) for own in sets] for name in ("good", "tea")}
-    frame[["text", "domain"]].assign(**flags).to_csv(folder / "flags.csv", index=False)
-    save_t5(folder)
-    return folder
-
+from tests.cases import same_model
 
 FEW = {"federate.client_num": 3, "train.local_update_steps": 4}
 
 
 @pytest.fixture
-def regression(few, files):
+def regression(few, task_files):
     keys = {
-        "data.type": str(files / "scores.csv"),
+        "data.type": str(task_files / "scores.csv"),
         "data.args": [{"label": "score"}],
         "model.task": "SequenceRegression",
     }
@@ -53,15 +32,15 @@ def regression(few, files):
 
 
 @pytest.fixture
-def multi(few, files):
-    keys = {"data.type": str(files / "sets.jsonl"), "model.task": "MultiLabelClassification"}
+def multi(few, task_files):
+    keys = {"data.type": str(task_files / "sets.jsonl"), "model.task": "MultiLabelClassification"}
     return lambda name, more=None: few(name, {**keys, **(more or {})})
 
 
 @pytest.fixture
-def t5(few, files, causal_settings):
+def t5(few, task_files, causal_settings):
     adapter = [{"r": 2, "alpha": 6, "modules": ["q", "v"]}]
-    keys = {"model.type": f"{files}@huggingface_llm", "model.task": "Seq2SeqLM", "llm.adapter.args": adapter}
+    keys = {"model.type": f"{task_files}@huggingface_llm", "model.task": "Seq2SeqLM", "llm.adapter.args": adapter}
     return lambda name, more=None: few(name, {**keys, **(more or {})}, causal_settings)
 
 
@@ -101,11 +80,8 @@ def test_metrics_by_hand():
 def test_a_regression(regression):
     result = fs_lowrank.run(regression("run", {"eval.before": True, "eval.client_scores": True}))
     workspace = Workspace(regression("site"))
-    assert (
-        workspace.data.task == "regression"
-        and workspace.data.majority is None
-        and workspace.data.test.labels.dtype == np.float32
-    )
+    data = workspace.data
+    assert data.task == "regression" and data.majority is None and data.test.labels.dtype == np.float32
     logits, labels = outputs(result, workspace.data.test)
     predicted = logits[:, 0].astype(np.float64)
     assert result.final["test_loss"] == pytest.approx(np.mean((predicted - labels) ** 2), rel=1e-5)
@@ -113,6 +89,8 @@ def test_a_regression(regression):
     assert result.final["test_spearman"] == pytest.approx(np.corrcoef(ranks(predicted), ranks(labels))[0, 1], abs=1e-3)
     assert result.final["test_loss"] < result.before["test_loss"], "it learns"
     assert not any("acc" in name for name in result.final)
+    batch = workspace.data.train.batch(range(8))
+    assert torch.allclose(loss_of(workspace.model, batch), workspace.model(**batch).loss, atol=1e-6)
     worst = max(score["loss"] for score in result.client_scores.values())
     assert result.final["client_test_loss_worst_decile"] == pytest.approx(worst)
     loaded = AutoModelForSequenceClassification.from_pretrained(result.save_model(result.outdir / "again"))
@@ -131,12 +109,6 @@ def test_numbers_are_divided_like_classes(regression):
     assert max(labels[0]) <= np.median(labels[1]) <= min(labels[2]) and data.partition.labels is None
 
 
-def test_the_mean_of_a_regressions_loss_is_the_models_own(regression):
-    workspace = Workspace(regression("site"))
-    batch = workspace.data.train.batch(range(8))
-    assert torch.allclose(loss_of(workspace.model, batch), workspace.model(**batch).loss, atol=1e-6)
-
-
 @pytest.mark.parametrize("task", ["regression", "multi", "t5"])
 @pytest.mark.more
 def test_cohorts_and_processes_have_the_same_result(task, request):
@@ -150,7 +122,7 @@ def test_cohorts_and_processes_have_the_same_result(task, request):
 
 
 @pytest.mark.more
-def test_sets_of_classes(multi, files):
+def test_sets_of_classes(multi, task_files):
     result = fs_lowrank.run(multi("run", {"eval.metrics": ["acc", "f1"], "federate.total_round_num": 3}))
     workspace = Workspace(multi("site"))
     assert workspace.data.label_names == ["good", "tea"] and workspace.data.num_labels == 2
@@ -162,7 +134,7 @@ def test_sets_of_classes(multi, files):
     sigmoid = 1 / (1 + np.exp(-logits.astype(np.float64)))
     loss = -np.log(np.where(labels == 1, sigmoid, 1 - sigmoid)).mean()
     assert result.final["test_loss"] == pytest.approx(loss, rel=1e-4)
-    flags = {"data.type": str(files / "flags.csv"), "data.args": [{"label": ["good", "tea"]}]}
+    flags = {"data.type": str(task_files / "flags.csv"), "data.args": [{"label": ["good", "tea"]}]}
     assert Workspace(multi("flags", flags)).data.fingerprint == workspace.data.fingerprint
     batch = workspace.data.train.batch(range(8))
     assert torch.allclose(loss_of(workspace.model, batch), workspace.model(**batch).loss, atol=1e-6)
@@ -235,8 +207,8 @@ def test_an_encoder_decoder_model(t5):
         ),
     ],
 )
-def test_what_does_not_fit_classes_is_refused(few, keys, said, files):
-    more = {"data.type": str(files / "sets.jsonl")} if "model.task" in keys else {}
+def test_what_does_not_fit_classes_is_refused(few, keys, said, task_files):
+    more = {"data.type": str(task_files / "sets.jsonl")} if "model.task" in keys else {}
     with pytest.raises(UserError, match=said) as caught:
         LocalEngine(few("run", {**keys, **more}))
     assert "\n" not in str(caught.value)
@@ -259,13 +231,13 @@ def test_what_does_not_fit_an_encoder_decoder_is_refused(t5, keys, said):
         LocalEngine(t5("run", keys))
 
 
-def test_labels_that_do_not_fit_are_refused(few, files, multi):
-    scores = {"data.type": str(files / "scores.csv"), "data.args": [{"label": "score"}]}
+def test_labels_that_do_not_fit_are_refused(few, task_files, multi):
+    scores = {"data.type": str(task_files / "scores.csv"), "data.args": [{"label": "score"}]}
     with pytest.raises(UserError, match="which is a regression: set model.task SequenceRegression; or write classes"):
         Workspace(few("run", scores))
     with pytest.raises(UserError, match="scores.csv, row 1: label .* in column 'score': expected a list of classes"):
         Workspace(multi("run", scores))
-    flags = {"data.type": str(files / "flags.csv"), "data.args": [{"label": ["good", "tea"]}]}
+    flags = {"data.type": str(task_files / "flags.csv"), "data.args": [{"label": ["good", "tea"]}]}
     with pytest.raises(UserError, match="expected one class; for sets of classes set model.task MultiLabelClassif"):
         Workspace(few("run", flags))
 
@@ -278,20 +250,3 @@ def test_a_search_goes_by_what_is_measured(few):
         UserError, match="objective val_f1: it is not measured with model.task = SequenceClassification"
     ):
         check_config(few("run"), ["val_f1"])
-
-
-@pytest.mark.more
-def test_the_scores_of_a_classifier_are_those_of_before(few):
-    """Without further metrics nothing but loss and accuracy is recorded, in that form."""
-    workspace = Workspace(few("run"))
-    found = evaluate(workspace.model, workspace.data.test, 8)
-    assert list(found) == ["loss", "acc"] and isinstance(found["acc"], float)
-
-
-def test_a_model_with_a_decoder_is_trained_alone_where_cohorts_are_automatic(tmp_path):
-    from fs_lowrank.training.cohort import cohort_size
-
-    config = fs_lowrank.load_config("examples/demo.yaml", {"train.cohort": "auto"})
-    with torch.device("meta"):
-        model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", num_layers=2))
-    assert cohort_size(model.to_empty(device="cpu"), config, np.full(10, 5), 0) == 1

@@ -26,7 +26,6 @@ from fs_lowrank.testing import Bench, quietly, small
 from fs_lowrank.testing.bench import equal, state_of
 from fs_lowrank.training.evaluate import evaluate
 from fs_lowrank.training.generate import continue_prompts
-from tests.cases import save_t5
 
 pytestmark = pytest.mark.more
 
@@ -135,9 +134,8 @@ def test_tokens_that_start_as_the_words_of_a_text(tiny_causal, language_model):
 
 
 @pytest.mark.parametrize("kind", ["prefix", *(pytest.param(kind, marks=pytest.mark.more) for kind in KINDS[1:])])
-def test_an_encoder_decoder_model(causal_settings, tmp_path, kind):
-    save_t5(tmp_path)
-    keys = {"model.type": f"{tmp_path}@huggingface_llm", "model.task": "Seq2SeqLM", **args(kind)}
+def test_an_encoder_decoder_model(causal_settings, task_files, kind):
+    keys = {"model.type": f"{task_files}@huggingface_llm", "model.task": "Seq2SeqLM", **args(kind)}
     keys |= {"federate.total_round_num": 2, "train.optimizer": {"type": "SGD", "lr": 0.5}, "eval.before": True}
     result = fs_lowrank.run(load_config(causal_settings, keys), progress=False)
     assert result.final["test_loss"] < result.before["test_loss"]
@@ -155,18 +153,13 @@ def test_an_encoder_decoder_model(causal_settings, tmp_path, kind):
         for kind in KINDS
     ],
 )
-def test_numbers_and_sets_of_classes(settings, reviews_csv, tmp_path, task, kind):
-    import pandas as pd
-
-    frame = pd.read_csv(reviews_csv)
-    if task == "MultiLabelClassification":
-        frame["label"] = [
-            ["good"] * label + ["tea"] * (d == "tea") for label, d in zip(frame["label"], frame["domain"])
-        ]
-    frame.to_json(tmp_path / "rows.jsonl", orient="records", lines=True)
-    keys = {"data.type": str(tmp_path / "rows.jsonl"), "model.task": task, **args(kind), "eval.before": True}
+def test_numbers_and_sets_of_classes(settings, task_files, task, kind):
+    file, label = ("scores.csv", "score") if task == "SequenceRegression" else ("sets.jsonl", "label")
+    keys = {"data.type": str(task_files / file), "data.args": [{"label": label}], "model.task": task, **args(kind)}
     keys |= {"federate.total_round_num": 2, "train.optimizer": {"type": "SGD", "lr": 0.3}, "data.splitter": "iid"}
-    result = fs_lowrank.run(load_config(settings, {**keys, "data.splitter_args": []}), progress=False)
+    result = fs_lowrank.run(
+        load_config(settings, {**keys, "data.splitter_args": [], "eval.before": True}), progress=False
+    )
     assert result.final["test_loss"] < result.before["test_loss"]
 
 

@@ -5,30 +5,19 @@ import json
 import pytest
 import torch
 
-import fs_lowrank
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.errors import UserError
 from fs_lowrank.models.names import all_tensors, is_statistic
 
+FEW = {"federate.client_num": 3, "train.local_update_steps": 3}
+
 
 @pytest.fixture
-def make(vision_settings, tmp_path, no_curves):
+def make(few, vision_settings):
+    return lambda name, keys=None: LocalEngine(few(name, keys, vision_settings))
 
-    def make(name, keys=None, **callbacks):
-        return LocalEngine(
-            fs_lowrank.load_config(
-                vision_settings,
-                {
-                    "federate.client_num": 3,
-                    "federate.total_round_num": 2,
-                    "outdir": str(tmp_path / name),
-                    **(keys or {}),
-                },
-            ),
-            **callbacks,
-        )
 
-    return make
+METHODS = ("fedavg", "ffa_lora", "rolora")
 
 
 def same(a, b):
@@ -38,17 +27,8 @@ def same(a, b):
 
 @pytest.mark.more
 def test_it_learns(make):
-    result = make(
-        "run",
-        {
-            "federate.total_round_num": 4,
-            "train.local_update_steps": 8,
-            "eval.freq": 0,
-            "data.splitter": "iid",
-            "data.splitter_args": [],
-            "federate.client_num": 2,
-        },
-    ).run()
+    keys = {"federate.total_round_num": 4, "train.local_update_steps": 8, "eval.freq": 0, "federate.client_num": 2}
+    result = make("run", {**keys, "data.splitter": "iid", "data.splitter_args": []}).run()
     assert result.final["test_acc"] > 0.8
 
 
@@ -58,11 +38,13 @@ def test_layers_without_adapter_are_trained_and_averaged_with_their_statistics(m
     engine = make("run", {"federate.method": method, "federate.total_round_num": 1})
     start = {n: t.clone() for n, t in all_tensors(engine.model).items()}
     sent, upload = {}, engine.method.upload
-    monkeypatch.setattr(
-        engine.method,
-        "upload",
-        lambda m, r, c: sent.setdefault(c.id, {n: t.detach().clone() for n, t in upload(m, r, c).items()}),
-    )
+
+    def sending(model, round, client):
+        tensors = upload(model, round, client)
+        sent[client.id] = {n: t.detach().clone() for n, t in tensors.items()}
+        return tensors
+
+    monkeypatch.setattr(engine.method, "upload", sending)
     engine.run()
     sizes = [len(e) for e in engine.workspace.data.clients]
     now, frozen = all_tensors(engine.model), {n for n in start if method == "fedlora" and "base_layer" in n}
@@ -79,13 +61,10 @@ def test_layers_without_adapter_are_trained_and_averaged_with_their_statistics(m
 @pytest.mark.more
 def test_the_parameter_counts_are_reported(make):
     engine = make("run", {"federate.total_round_num": 1})
-    assert engine.run().facts["parameters"] == engine.workspace.parameters
-    assert (
-        json.loads((engine.recorder.outdir / "summary.json").read_text())["parameters"] == engine.workspace.parameters
-    )
-    counts = {
-        m: make(m, {"federate.method": m}).workspace.parameters["trainable"] for m in ("fedavg", "ffa_lora", "rolora")
-    }
+    counts = engine.workspace.parameters
+    assert engine.run().facts["parameters"] == counts
+    assert json.loads((engine.recorder.outdir / "summary.json").read_text())["parameters"] == counts
+    counts = {m: make(m, {"federate.method": m}).workspace.parameters["trainable"] for m in METHODS}
     total, trains = engine.workspace.parameters["total"], engine.workspace.parameters["trainable"]
     assert counts["fedavg"] == total > trains == counts["rolora"] > counts["ffa_lora"]
 
@@ -95,11 +74,12 @@ def test_augmentation_is_drawn_in_training_only_and_from_the_seed(make, monkeypa
     engine, again = make("a"), make("b")
     data, seen = type(engine.workspace.data.test), []
     batch = data.batch
-    monkeypatch.setattr(
-        data,
-        "batch",
-        lambda self, indices, augment=None: seen.append(augment is not None) or batch(self, indices, augment),
-    )
+
+    def noting(self, indices, augment=None):
+        seen.append(augment is not None)
+        return batch(self, indices, augment)
+
+    monkeypatch.setattr(data, "batch", noting)
     engine.evaluator.evaluate(engine.ledger.state)
     list(engine.workspace.clients[0].batches())
     assert seen and not any(seen)
@@ -136,9 +116,8 @@ def test_from_given_weights_norms_and_stem_stay_frozen(make, tmp_path):
 @pytest.mark.more
 @pytest.mark.parametrize("kind", ["Adam", "Yogi"])
 def test_a_server_optimizer_leaves_statistics_to_the_mean(make, kind):
-    engine = make(
-        "run", {"federate.method": "fedavg", "fedopt.use": True, "fedopt.optimizer": {"type": kind, "lr": 1.0}}
-    )
+    optimizer = {"fedopt.use": True, "fedopt.optimizer": {"type": kind, "lr": 1.0}}
+    engine = make("run", {"federate.method": "fedavg", **optimizer})
     engine.run()
     variances = [t for n, t in all_tensors(engine.model).items() if n.endswith("running_var")]
     assert variances and all((t > 0).all() for t in variances)
@@ -167,14 +146,9 @@ def test_text_for_a_network_for_images_and_the_other_way_round(make, reviews_csv
 
 
 @pytest.mark.more
-def test_flexlora_where_a_rank_is_above_a_layers_inputs(vision_settings):
+def test_flexlora_where_a_rank_is_above_a_layers_inputs(make):
     # A 1 × 1 convolution from 4 to 8 channels at rank 8: its A has more rows than there are directions.
-    engine = LocalEngine(
-        fs_lowrank.load_config(
-            vision_settings,
-            {"federate.method": "flexlora", "llm.adapter.args.0.r": 8, "federate.total_round_num": 2, "eval.freq": -1},
-        )
-    )
+    engine = make("run", {"federate.method": "flexlora", "llm.adapter.args.0.r": 8, "eval.freq": -1})
     assert any(a.shape[0] > a[0].numel() for n, a in engine.ledger.state.items() if ".lora_A." in n)
     result = engine.run()
     assert len(result.history) == 2 and all(t.isfinite().all() for t in engine.ledger.state.values())

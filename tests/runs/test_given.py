@@ -15,27 +15,28 @@ FRAME = small.make_reviews(120)
 
 
 class Items(torch.utils.data.Dataset):
-    """A PyTorch dataset of the reviews, as mappings or as tuples."""
+    """A PyTorch dataset of these items; an error among them is raised."""
 
-    def __init__(self, tuples):
-        self.tuples = tuples
+    def __init__(self, *items):
+        self.items = items
 
     def __len__(self):
-        return len(FRAME)
+        return len(self.items)
 
     def __getitem__(self, i):
-        row = FRAME.iloc[i]
-        label = torch.tensor(int(row["label"]))
-        return (row["text"], label) if self.tuples else {"text": row["text"], "label": label, "domain": row["domain"]}
+        if isinstance(self.items[i], Exception):
+            raise self.items[i]
+        return self.items[i]
 
 
+ROWS = [{**row, "label": torch.tensor(row["label"])} for row in FRAME.to_dict("records")]
 FORMS = {
     "frame": lambda: FRAME,
     "dataset": lambda: datasets.Dataset.from_pandas(FRAME),
     "selected": lambda: datasets.Dataset.from_pandas(pd.concat([FRAME, FRAME])).select(range(120)),
-    "torch": lambda: Items(False),
-    "tuples": lambda: Items(True),
-    "subset": lambda: torch.utils.data.Subset(Items(False), range(120)),
+    "torch": lambda: Items(*ROWS),
+    "tuples": lambda: Items(*((row["text"], row["label"]) for row in ROWS)),
+    "subset": lambda: torch.utils.data.Subset(Items(*ROWS), range(120)),
 }
 
 
@@ -65,7 +66,7 @@ def test_the_run_goes_on_with_the_same_and_without_but_not_with_others(few, from
         fs_lowrank.run(config, data=FRAME[:-1], resume=True)
     with pytest.raises(UserError, match="holds a run already"):
         fs_lowrank.run(config, data=FRAME[:-1])
-    result = fs_lowrank.run(config, data=Items(False), resume=True)
+    result = fs_lowrank.run(config, data=Items(*ROWS), resume=True)
     assert result.final == from_file.final
     shutil.rmtree(tmp_path / "run")
     shutil.move(tmp_path / "kept", tmp_path / "run")
@@ -116,27 +117,8 @@ def test_a_comparison_writes_them_once(few, tmp_path):
 
 @pytest.mark.federatedscope
 def test_on_the_framework(few, from_file):
-    from fs_lowrank.engines import locate_federatedscope
-
-    try:
-        locate_federatedscope.require()
-    except UserError as error:
-        pytest.skip(str(error))
     result = fs_lowrank.run(few("framework", {"federate.process_num": 3}), "federatedscope", data=FRAME)
     assert result.facts["data"] == from_file.facts["data"]
-
-
-class Of(torch.utils.data.Dataset):
-    """A PyTorch dataset of these items."""
-
-    def __init__(self, *items):
-        self.items = items
-
-    def __len__(self):
-        return len(self.items)
-
-    def __getitem__(self, i):
-        return self.items[i]
 
 
 class Endless(torch.utils.data.IterableDataset):
@@ -164,9 +146,12 @@ class Endless(torch.utils.data.IterableDataset):
             "data: making arrow data of it raises ValueError: Duplicate column names",
         ),
         (FRAME.assign(n=pd.arrays.SparseArray([1] * 120)), "data: making arrow data of it raises "),
-        (Of(("a\ud800", 1)), "data: making arrow data of it raises "),
-        (Of(("a", 2**70)), "data: making arrow data of it raises "),
-        (Of({"text": "a", "label": 1}, {"text": "a", "label": 1, "history": "b"}), "data, item 1: it has the columns"),
+        (Items(("a\ud800", 1)), "data: making arrow data of it raises "),
+        (Items(("a", 2**70)), "data: making arrow data of it raises "),
+        (
+            Items({"text": "a", "label": 1}, {"text": "a", "label": 1, "history": "b"}),
+            "data, item 1: it has the columns",
+        ),
         (torch.utils.data.TensorDataset(torch.ones(4, 2)), "data, item 0 = tuple: expected a mapping of columns, "),
     ],
 )
@@ -177,24 +162,11 @@ def test_what_cannot_be_used_is_one_line_and_leaves_nothing(few, tmp_path, data,
     assert not list((tmp_path / "run").glob(".given*"))
 
 
-class Broken(Items):
-    """A PyTorch dataset that raises an error of its own at an item."""
-
-    def __init__(self, error):
-        super().__init__(False)
-        self.error = error
-
-    def __getitem__(self, i):
-        if i == 3:
-            raise self.error
-        return super().__getitem__(i)
-
-
 @pytest.mark.parametrize("error", [OSError("the share\nis gone"), Exception("no such row"), KeyError("text")])
 def test_an_error_of_the_data_set_is_none_of_writing(few, tmp_path, error):
     for resume in (False, "auto"):
         with pytest.raises(UserError, match=r"^data\[0\], item 3: the data set raises ") as caught:
-            fs_lowrank.run(few("run"), data=[Broken(error), FRAME, FRAME], resume=resume)
+            fs_lowrank.run(few("run"), data=[Items(*ROWS[:3], error), FRAME, FRAME], resume=resume)
         assert caught.value.__cause__ is error and not isinstance(caught.value, RunFailed)
         assert " ".join(str(error).split()) in str(caught.value)
     assert not list((tmp_path / "run").glob(".given*"))
@@ -206,7 +178,7 @@ def test_data_that_cannot_be_written_are_named(few, monkeypatch):
 
     monkeypatch.setattr("pyarrow.ipc.new_stream", full)
     with pytest.raises(RunFailed, match="given_data cannot be written: No space left on device"):
-        fs_lowrank.run(few("run"), data=Items(False))
+        fs_lowrank.run(few("run"), data=Items(*ROWS))
 
 
 def test_images_are_named_as_files(vision_settings):

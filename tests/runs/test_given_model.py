@@ -213,17 +213,10 @@ def test_a_head_that_is_nowhere_is_named_or_said_to_stay(trains_last):
 
 @pytest.mark.federatedscope
 def test_on_the_framework(own, tiny_encoder):
-    from fs_lowrank.engines import locate_federatedscope
-
-    try:
-        locate_federatedscope.require()
-    except UserError as error:
-        pytest.skip(str(error))
     tokenizer = AutoTokenizer.from_pretrained(tiny_encoder)
     ours = fs_lowrank.run(own("ours"), model=Bag(), tokenizer=tokenizer)
     theirs = fs_lowrank.run(own("theirs"), "federatedscope", model=Bag(), tokenizer=tokenizer)
-    for (name, x), (_, y) in zip(ours.model.named_parameters(), theirs.model.named_parameters(), strict=True):
-        assert torch.allclose(x, y, atol=1e-5), name
+    same_model(ours, theirs, atol=1e-5)
 
 
 #: what a method or PEFT adds is known by such names
