@@ -86,8 +86,10 @@ class Loop:
             error = caught
             raise
         finally:
-            self.transport.end(error)
-            self.recorder.release()
+            try:
+                self.transport.end(error)
+            finally:
+                self.recorder.release()
 
     def _run(self, resume: bool) -> RunResult:
         checkpoint, recorder = self.recorder.start(resume), self.recorder
