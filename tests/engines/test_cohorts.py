@@ -228,7 +228,7 @@ def test_a_client_that_fails_does_not_take_the_others(make_engine, trained, capl
         clients = list(engine.workspace.data.clients)
         unknown = {"input_ids": [np.full_like(row, 10**6) for row in clients[1].columns["input_ids"]]}
         clients[1] = dataclasses.replace(clients[1], columns={**clients[1].columns, **unknown})
-        engine.workspace.data.clients = clients
+        engine.workspace.training = clients
         engine.run()
     assert trained == [] and "are trained one by one: IndexError" in caplog.text
     for a, b in zip(ours.recorder.history, plain.recorder.history, strict=True):
