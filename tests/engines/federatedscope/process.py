@@ -95,10 +95,10 @@ try:
 
         fit = Trainer.fit
 
-        def says(self, client, examples, round, *given):
-            if round == 2:
+        def says(self, task, *given):
+            if task.round == 2:
                 raise RuntimeError(sabotage["says"])
-            return fit(self, client, examples, round, *given)
+            return fit(self, task, *given)
 
         Trainer.fit = says
     if "reports" in sabotage:

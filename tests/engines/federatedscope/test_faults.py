@@ -148,10 +148,10 @@ def test_a_failing_client_is_recorded(quick, monkeypatch):
 
     fit = Trainer.fit
 
-    def fails(self, client, *args):
-        if client.id == 3:
+    def fails(self, task, *args):
+        if task.client == 3:
             raise RuntimeError("out of memory")
-        return fit(self, client, *args)
+        return fit(self, task, *args)
 
     monkeypatch.setattr(Trainer, "fit", fails)
     result = fs_lowrank.run(quick("run", {"federate.method": "rolora"}), "federatedscope")
