@@ -166,11 +166,11 @@ def test_a_client_whose_training_fails_and_one_whose_update_is_not_finite(quick,
 
     fit = Trainer.fit
 
-    def broken(self, client, *given):
-        if not self.workspace.method.workbench and client.id == 1:
+    def broken(self, task, *given):
+        if not self.workspace.method.workbench and task.client == 1:
             raise RuntimeError("no memory")
-        fitted = fit(self, client, *given)
-        if client.id == 2:
+        fitted = fit(self, task, *given)
+        if task.client == 2:
             next(iter(fitted.update.tensors.values())).fill_(float("nan"))
         return fitted
 
