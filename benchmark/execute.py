@@ -390,7 +390,8 @@ def _peak(device: torch.device) -> dict:
     """Peak memory in bytes, of this process and of what it has on the run's GPU, if that is its device; that of the
     processes of ``federate.process_num`` is not in it.
     """
-    peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     with contextlib.suppress(OSError):  # only Linux has /proc
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
