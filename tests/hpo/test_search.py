@@ -107,8 +107,9 @@ def test_a_worker_loads_the_model_and_tokenizes_the_data_once(search, monkeypatc
     from fs_lowrank.models import build
 
     made = []
-    for module in (data, build):
-        monkeypatch.setattr(module, "_built", lambda *given, of=module, f=module._built: made.append(of) or f(*given))
+    for module, name in ((data, "_build"), (build, "_built")):
+        make = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, of=module, f=make: made.append(of) or f(*given))
     _, ended, _ = search()
     assert ended.how == "done" and made == [data, build]
 
