@@ -104,7 +104,8 @@ def _complaints(part: str, source: str) -> Iterator[None]:
         reason = _known_cause(error) or not is_local and isinstance(error, OSError) and silence() or first
         if not is_local:
             folders = [path.name for path in Path().iterdir() if path.is_dir()]
-            names = f"{', '.join(FETCHABLE)}){nearest(source, [*FETCHABLE, *folders])}"
+            models = [name for name, item in FETCHABLE.items() if item.hub]
+            names = f"{', '.join(models)}){nearest(source, [*models, *folders])}"
             reason = f"it is neither a folder nor one of the models to fetch ({names}, and {reason}"
         raise UserError(f"model.type: cannot load the {part} of {source!r}: {reason}") from error
 

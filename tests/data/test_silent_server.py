@@ -87,7 +87,11 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.parametrize(
     "keys, message",
     [
-        (["model.type", "some/model@transformers"], "model.type: cannot load the configuration of 'some/model'"),
+        (
+            ["model.type", "some/model@transformers"],
+            "cannot load the configuration of 'some/model': it is neither a folder nor one of the models to fetch "
+            "(minilm, smollm2), and ",
+        ),
         pytest.param(
             ["model.type", "lenet", "data.type", "some/data@huggingface_datasets"],
             "cannot load data set 'some/data'",
