@@ -15,9 +15,9 @@ from ..methods import Method, State
 from ..models.names import tags
 from ..settings.origin import show
 
-#: Up to this magnitude, merging a message into the base cannot overflow: a product of four of its values (LoHa), summed
-#: over any rank, is far from the limit of float32. Beyond it, the merge is tried on a copy first.
-_HARMLESS = 1e8
+#: Up to this power of the base's largest number, merging a message into the base cannot overflow: a product of four of
+#: its values (LoHa), summed over any rank, is far from that number. Beyond it, the merge is tried on a copy first.
+_HARMLESS = 0.2
 
 
 class WrongStep(UserError):
@@ -85,7 +85,10 @@ def require_finite(
         if not math.isfinite(size):
             raise BadRound(f"round {round}: the server's step gave a {name} that is not finite")
         largest = max(largest, size)
-    if model is not None and largest > _HARMLESS:
+    if model is None:
+        return
+    limits = [torch.finfo(tensor.dtype).max for tensor in model.parameters() if tensor.is_floating_point()]
+    if largest > min(limits, default=0.0) ** _HARMLESS:
         trial, before = copy.deepcopy(model), model.state_dict()
         method.apply(trial, message, round)
         for name, tensor in trial.state_dict().items():
