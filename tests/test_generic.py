@@ -105,10 +105,7 @@ def test_it_learns_and_saves_only_the_files_of_its_configuration(bench, method):
 )
 def test_clients_that_train_together_end_where_they_end_one_by_one(bench, method, task):
     penalised = "tail_penalty" in get_method_class(method).Params.__dataclass_fields__
-    further = {"lowrank.tail_penalty": 0.0} if penalised else {}
-    if method == "lora_fair":  # the steps of its cosine, from the small B of few steps, magnify what is rounded
-        further = {"lowrank.loss": "frobenius"}
-    trained = checks.check_cohort(bench, method, task, further)
+    trained = checks.check_cohort(bench, method, task, {"lowrank.tail_penalty": 0.0} if penalised else None)
     method = get_method_class(method)
     needs = requirements(method.name)
     adapts = needs.adapts(None) and not needs.alone and "base" not in (*method.shared, *method.personal)

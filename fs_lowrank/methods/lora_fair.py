@@ -6,7 +6,8 @@ Bian et al., "LoRA-FAIR: Federated LoRA Fine-Tuning with Aggregation and Initial
     ΔB = argmin S(ΔW, s (B̄ + ΔB) Ā) + λ ‖ΔB‖
 
 ``loss: cosine`` is the paper's: ``S`` is one minus the cosine of the two as vectors, minimised by ``server_steps``
-steps of (proximal) gradient descent from zero. It ignores the length of the product. ``loss: frobenius`` is ours: the
+steps of (proximal) gradient descent from zero. It ignores the length of the product. Its slope grows as B̄ gets small,
+so that the steps may overshoot; B̄ stays where they end higher than they began. ``loss: frobenius`` is ours: the
 squared norm of the difference and of ΔB, whose minimum is the solution of a system of ``r × r``; for ``lam: 0`` it is
 the best B for Ā.
 Neither forms a matrix of ``d_out × d_in``.
@@ -76,6 +77,12 @@ class LoRAFAIR(Gathering):
         """By proximal steps on ``−⟨ΔW, X⟩ / (‖ΔW‖ ‖X‖) + λ ‖ΔB‖`` with ``X = (B̄ + ΔB) Ā``: ``‖ΔB‖`` has no gradient at
         zero, where it starts.
         """
+
+        def objective(change: Tensor) -> Tensor:
+            corrected = up + change
+            size = (corrected * (corrected @ gram)).sum().sqrt()
+            return self.params.lam * change.norm() - (corrected * onto).sum() / (length * size)
+
         change = torch.zeros_like(up)
         for _ in range(self.params.server_steps):
             corrected = up + change
@@ -85,7 +92,7 @@ class LoRAFAIR(Gathering):
             moved = change - self.params.server_lr * slope
             shrinks = self.params.server_lr * self.params.lam / moved.norm().clamp(min=torch.finfo(up.dtype).tiny)
             change = moved * (1 - shrinks).clamp(min=0)
-        return up + change
+        return up + change if objective(change) < objective(torch.zeros_like(up)) else up
 
 
 def _length(up: Tensor, down: Tensor) -> Tensor:

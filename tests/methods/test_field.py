@@ -329,6 +329,30 @@ def test_lora_fairs_cosine_correction_turns_the_product_towards_the_mean(toy, fe
         assert before < reached <= highest + 1e-6 and highest - reached < 0.2 * (highest - before) + 1e-3
 
 
+@pytest.mark.parametrize("small", [1.0, 1e-4, 1e-8])
+def test_lora_fairs_cosine_objective_never_rises(toy, federation, small):
+    """From a small B the steps are too long: at 1e-8 they led from −0.9 to 1,475."""
+    fed = federation(toy.method("lora_fair"), SIZES)
+    updates = []
+    for client in fed.copies:
+        fed.jump(client, 1)
+        update = fed.update(client, 1)
+        tensors = {n: small * t if "lora_B" in n else t for n, t in update.tensors.items()}
+        updates.append(dataclasses.replace(update, tensors=tensors))
+    state, _ = fed.method.aggregate(updates, fed.ledger.state, 1)
+    for layer in toy.layers:
+        target, (up, down), (mean_up, _) = (
+            toy.mean_product(updates, layer),
+            toy.pair(state, layer),
+            toy.mean_pair(updates, layer),
+        )
+        before, after = (
+            -cosine(target, mean_up @ down),
+            -cosine(target, up @ down) + 0.01 * np.linalg.norm(up - mean_up),
+        )
+        assert after <= before + 1e-6, layer
+
+
 # -- fedsa_lora, and heads of the clients' own -----------------------------------------------------------
 
 
