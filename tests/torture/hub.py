@@ -22,24 +22,25 @@ _OK = (
     + b"\r\n\r\n"
 )
 _JSON, _HTML = b"application/json", b"text/html"
-#: behaviours of the server after a request, by name: bytes that it sends at once, and whether it then closes the
-#: connection or waits for ever. How long a whole answer may take is left to the libraries, which have no limit for it
-ANSWERS: dict[str, tuple[bytes, bool]] = {
-    "never answers": (b"", False),
-    "closes at once": (b"", True),
-    "stops inside the status line": (b"HTTP/1.1 2", False),
-    "stops after the headers": (_OK % (_JSON, 1000), False),
-    "closes inside the body": (_OK % (_JSON, 1000) + b'{"a": ', True),
-    "answers 500": (b"HTTP/1.1 500 Oh\r\nContent-Length: 0\r\n\r\n", True),
-    "answers 503, later": (b"HTTP/1.1 503 No\r\nRetry-After: 3600\r\nContent-Length: 0\r\n\r\n", True),
-    "answers 429": (b"HTTP/1.1 429 Slow\r\nRetry-After: 3600\r\nContent-Length: 0\r\n\r\n", True),
-    "answers 401": (b"HTTP/1.1 401 No\r\nContent-Length: 0\r\n\r\n", True),
-    "answers 404": (b"HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n", True),
-    "redirects to itself": (b"HTTP/1.1 302 On\r\nLocation: /again\r\nContent-Length: 0\r\n\r\n", True),
-    "answers with HTML": (_OK % (_HTML, 20) + b"<html>log in</html>\n", True),
-    "answers with null": (_OK % (_JSON, 4) + b"null", True),
-    "answers with noise": (b"\x00\xff" * 500, True),
-    "sends headers without end": (b"HTTP/1.1 200 OK\r\n" + b"X-A: b\r\n" * 100_000, False),
+#: behaviours of the server after a request, by name: bytes that it sends at once, bytes that it sends one per second,
+#: and whether it then waits for ever or closes the connection
+ANSWERS: dict[str, tuple[bytes, bytes, bool]] = {
+    "never answers": (b"", b"", False),
+    "closes at once": (b"", b"", True),
+    "stops inside the status line": (b"HTTP/1.1 2", b"", False),
+    "stops after the headers": (_OK % (_JSON, 1000), b"", False),
+    "sends a byte a second": (_OK % (_JSON, 10**6), b"{" * 10**4, False),
+    "closes inside the body": (_OK % (_JSON, 1000) + b'{"a": ', b"", True),
+    "answers 500": (b"HTTP/1.1 500 Oh\r\nContent-Length: 0\r\n\r\n", b"", True),
+    "answers 503, later": (b"HTTP/1.1 503 No\r\nRetry-After: 3600\r\nContent-Length: 0\r\n\r\n", b"", True),
+    "answers 429": (b"HTTP/1.1 429 Slow\r\nRetry-After: 3600\r\nContent-Length: 0\r\n\r\n", b"", True),
+    "answers 401": (b"HTTP/1.1 401 No\r\nContent-Length: 0\r\n\r\n", b"", True),
+    "answers 404": (b"HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n", b"", True),
+    "redirects to itself": (b"HTTP/1.1 302 On\r\nLocation: /again\r\nContent-Length: 0\r\n\r\n", b"", True),
+    "answers with HTML": (_OK % (_HTML, 20) + b"<html>log in</html>\n", b"", True),
+    "answers with null": (_OK % (_JSON, 4) + b"null", b"", True),
+    "answers with noise": (b"\x00\xff" * 500, b"", True),
+    "sends headers without end": (b"HTTP/1.1 200 OK\r\n" + b"X-A: b\r\n" * 100_000, b"", False),
 }
 ASKS = ("model", "data", "fetch")
 
@@ -47,14 +48,19 @@ ASKS = ("model", "data", "fetch")
 @contextlib.contextmanager
 def server(answer: str) -> Iterator[str]:
     """The address of a server with one behaviour."""
-    sent, closes = ANSWERS[answer]
+    first, slowly, closes = ANSWERS[answer]
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
     open_: list[socket.socket] = []
+    stopped = threading.Event()
 
     def talk(peer: socket.socket) -> None:
         with contextlib.suppress(OSError):
             peer.recv(65536)
-            peer.sendall(sent)
+            peer.sendall(first)
+            for byte in slowly:
+                if stopped.wait(1.0):
+                    return
+                peer.sendall(bytes([byte]))
             if closes:
                 peer.close()
 
@@ -69,6 +75,7 @@ def server(answer: str) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
+        stopped.set()
         for each in (listener, *open_):
             with contextlib.suppress(OSError):
                 each.close()
@@ -76,6 +83,8 @@ def server(answer: str) -> Iterator[str]:
 
 def case(seed: int, bench: Bench) -> list[Outcome]:
     answer, ask = list(ANSWERS)[seed % len(ANSWERS)], ASKS[seed // len(ANSWERS) % len(ASKS)]
+    if ANSWERS[answer][1] and ask == "fetch":  # a slow download goes on, and shows its progress
+        ask = "model"
     what = f"the {'package index' if ask == 'fetch' else 'hub'} {answer}; asked for: {ask}"
     with bench.place() as outdir, server(answer) as address:
         tree = settings(bench.inputs, outdir, "rolora, two of three")

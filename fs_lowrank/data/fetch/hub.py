@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from functools import cache
 
@@ -10,8 +11,8 @@ import requests
 
 from fs_lowrank.errors import say_once
 
-#: the longest wait for the first answer of the hub
-HUB_SECONDS = 5.0
+#: the longest wait for the first ``HUB_BYTES`` of the hub's answer
+HUB_SECONDS, HUB_BYTES = 5.0, 64
 
 
 def reason_of(error: BaseException) -> str:
@@ -24,9 +25,14 @@ def reason_of(error: BaseException) -> str:
 @cache
 def _failure(endpoint: str) -> str:
     """Why ``endpoint`` cannot be asked; empty if it answers."""
+    until = time.monotonic() + HUB_SECONDS
     try:
         with requests.get(endpoint, timeout=HUB_SECONDS, allow_redirects=False, stream=True) as answer:
-            next(answer.iter_content(1), b"")  # some servers send headers and then nothing
+            for _ in zip(
+                range(HUB_BYTES), answer.iter_content(1)
+            ):  # some servers send headers, and then next to nothing
+                if time.monotonic() > until:
+                    return f"fewer than {HUB_BYTES} bytes came within {HUB_SECONDS:g} s"
     except requests.RequestException as error:
         late = isinstance(error, requests.Timeout)
         return f"nothing came within {HUB_SECONDS:g} s" if late else reason_of(error)
