@@ -16,8 +16,9 @@ from ..models.names import tags
 from ..settings.origin import show
 
 #: Up to this power of the base's largest number, merging a message into the base cannot overflow: a product of four of
-#: its values (LoHa), summed over any rank, is far from that number. Beyond it, the merge is tried on a copy first.
-_HARMLESS = 0.2
+#: its values (LoHa), each sum over a rank of up to 16 also in float16, is below that number. Beyond it, the merge is
+#: tried on a copy first.
+_HARMLESS = 0.1
 
 
 class WrongStep(UserError):
