@@ -45,8 +45,17 @@ def check(ups, downs, weights, rank):
         np.testing.assert_allclose((side @ side.T).numpy(), np.eye(count), atol=2e-6)
     # By Eckart and Young, the nearest of its rank is the best approximation.
     # If two singular values are almost equal, the best matrix is not unique, but its distance is.
-    distance = np.linalg.norm(((u * s) @ vh).double().numpy() - target)
-    assert distance <= np.linalg.norm(wanted - target) + 2e-6 * size
+    product = ((u * s) @ vh).double().numpy()
+    assert np.linalg.norm(product - target) <= np.linalg.norm(wanted - target) + 2e-6 * size
+    return product, wanted
+
+
+@pytest.mark.parametrize("d_out, d_in", [(13, 29), (29, 13), (40, 7), (7, 40)])
+@pytest.mark.parametrize("ranks", [(2, 2), (1, 3, 2), (4,), (6, 5, 8, 9)])
+@pytest.mark.parametrize("rank", [1, 3, 6])
+def test_equals_the_dense_svd(d_out, d_in, ranks, rank):
+    product, wanted = check(*draw(d_out, d_in, ranks), rank)
+    np.testing.assert_allclose(product, wanted, atol=1e-4)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -96,6 +96,15 @@ def test_raflora_averages_each_rank_over_the_clients_that_have_it(toy, federatio
         close(toy.change(fed.ledger.state, layer), expected, 2e-5)
 
 
+def test_raflora_with_equal_ranks_is_flexlora(toy, federation):
+    states = []
+    for name in ("raflora", "flexlora"):
+        fed = federation(toy.method(name, 2), SIZES)
+        fed.round(1)
+        states.append(fed.ledger.state)
+    assert all((states[0][n] - t).abs().max() < 1e-6 for n, t in states[1].items())
+
+
 # -- florist ---------------------------------------------------------------------------------------------
 
 

@@ -80,7 +80,10 @@ def test_an_initialisation_that_moves_the_base_is_refused(name, options, said, s
     adapter = AdapterSpec(r=4, extra={"init_lora_weights": start})
     with pytest.raises(UserError, match=f"init_lora_weights = {start} {said}"):
         create_method(name, adapter=adapter, **options)
-    create_method("flora", adapter=adapter, ranks=(4, 4))
+    for options in ({}, {"ranks": (4, 4)}):
+        for name in ("flora", "flexlora"):
+            create_method(name, adapter=adapter, **options)
+    create_method("fedloru", adapter=adapter, merge=True)
 
 
 @pytest.mark.parametrize("name, options", ALL_KEPT)

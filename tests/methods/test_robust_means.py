@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
 from fs_lowrank.config import load_config
 from fs_lowrank.errors import UserError
@@ -225,3 +226,14 @@ def test_keys_reach_the_method():
     content = {"federate": {"method": "rolora", "client_num": 8}, "lowrank": {"robust": "krum", "robust_malicious": 2}}
     assert method_of(load_config(content)).robust == RobustMean("krum", malicious=2)
     assert method_of(load_config({"federate": {"method": "rolora", "client_num": 8}})).robust is None
+
+
+@pytest.mark.more
+def test_nothing_read_from_a_client_is_changed(toy, federation):
+    for rule in RULES:
+        fed = federation(toy.method("fedlora", robust=RobustMean(rule, malicious=2)), SIZES)
+        _, updates = played(fed)
+        before = [{n: t.clone() for n, t in u.tensors.items()} for u in updates]
+        with torch.no_grad():
+            fed.method.aggregate(updates, fed.ledger.state, 1)
+        assert all(torch.equal(u.tensors[n], b[n]) for u, b in zip(updates, before) for n in b)

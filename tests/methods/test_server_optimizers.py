@@ -123,6 +123,10 @@ def test_server_optimizer_memory_is_not_part_of_the_model(toy, federation):
             "expected a list of 2 numbers or nothing, at least 0 and below 1",
         ),
         ({"type": "Adam", "lr": 0.1, "betas": 5}, "betas = 5: expected a list of 2 numbers"),
+        ({"type": "Adam", "lr": 0.1, "betas": [0.9]}, r"betas = \[0.9\]: expected a list of 2 numbers"),
+        ({"type": "Adam", "lr": 0.1, "betas": ["a", "b"]}, "expected a list of 2 numbers"),
+        ({"type": "Adam", "lr": 0.1, "tau": "abc"}, "tau = 'abc': expected a number"),
+        ({"type": "SGD", "lr": 1, "momentum": "abc"}, "momentum = 'abc': expected a number"),
         ({"type": "SGD", "lr": True}, "lr = True: expected a number"),
     ],
 )

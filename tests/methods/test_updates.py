@@ -1,6 +1,7 @@
 """Updates that are refused, and methods that cannot be created."""
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -36,9 +37,11 @@ def without(tensors, name):
 
 #: what is made of an update's tensors and the name of one of them, and what is said
 FAULTS = {
-    "nan": (changed(lambda t: torch.full_like(t, float("nan"))), "NaN or Inf"),
-    "inf": (changed(lambda t: torch.cat([-t.new_full((1,), float("inf")), t.flatten()[1:]]).view_as(t)), "NaN or Inf"),
+    "nan": (changed(lambda t: torch.cat([t.flatten()[:-1], t.new_tensor([math.nan])]).view_as(t)), "NaN or Inf"),
+    "inf": (changed(lambda t: torch.cat([t.new_tensor([math.inf]), t.flatten()[1:]]).view_as(t)), "NaN or Inf"),
+    "-inf": (changed(lambda t: torch.cat([t.new_tensor([-math.inf]), t.flatten()[1:]]).view_as(t)), "NaN or Inf"),
     "as many values": (changed(torch.flatten), "has shape"),
+    "transposed": (changed(lambda t: t.transpose(0, 1).contiguous()), "has shape"),
     "one row less": (changed(lambda t: t[1:]), "has shape"),
     "dtype": (changed(torch.Tensor.double), "has dtype torch.float64, expected torch.float32"),
     "one letter more": (lambda t, n: {**without(t, n), f"{n}s": t[n]}, "unknown tensor.*did you mean 'base_model"),
@@ -48,9 +51,12 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("how", FAULTS)
-def test_a_wrong_update_is_refused_by_client_and_tensor(toy, federation, how):
-    fed = federation(toy.method("fedlora"), SIZES)
+@pytest.mark.parametrize(
+    "method, how",
+    [(method, how) for method in METHODS for how in FAULTS if method in ("fedlora", "flora") or how == "transposed"],
+)
+def test_a_wrong_update_is_refused_by_client_and_tensor(toy, federation, method, how):
+    fed = federation(toy.method(method), SIZES)
     update, (spoil, said) = fed.update(2, 1), FAULTS[how]
     name = sorted(update.tensors)[1]
     with pytest.raises(RefusedUpdate, match=f"client 2.*{said}") as refusal:

@@ -215,6 +215,16 @@ def test_generated_images_have_the_shape_and_range_of_the_data(shape):
     assert images.min() >= -1.5 and images.max() <= 2.0 and images.std() > 0
 
 
+@pytest.mark.more
+def test_dense_depends_on_the_seed_only_and_does_not_change_the_model(bench):
+    models = [bench.net(bench.pictures, seed=k) for k in range(2)]
+    one, two = (bench.one_round("dense", models, kind=bench.pictures, student_lr=0.1, **SMALL_DENSE) for _ in range(2))
+    assert all(torch.equal(one.message[n], two.message[n]) for n in one.message)
+    fresh = bench.net(bench.pictures)
+    assert all(torch.equal(p, dict(fresh.named_parameters())[n]) for n, p in one.model.named_parameters())
+    assert not any(t.requires_grad for t in one.message.values())
+
+
 def test_batch_norm_statistics_enter_dense(bench):
     models = [bench.net(bench.pictures, seed=k, norm=True) for k in range(2)]
     for model in models:
