@@ -286,7 +286,7 @@ def test_every_architecture_gives_equal_results_with_the_cache(name, caplog):
     assert [s.partition(" (")[0] for s in said] == (
         [] if name in KEPT else [f"train.cache_frozen: the cache cannot be used with {inner}"]
     )
-    for batch in (np.arange(9), np.array([3, 0]), np.array([7])):
+    for batch in (np.arange(9), np.array([3, 0]), np.array([7]), np.array([2, 2])):
         plain, kept = logits(prefix, data, batch, False), logits(prefix, data, batch, True)
         torch.testing.assert_close(kept, plain, atol=1e-5 * float(plain.abs().max()), rtol=1e-5)
     assert bool(prefix.cached) == (name in KEPT)
@@ -302,7 +302,7 @@ def test_keys_and_values_of_every_family(name):
     prefix = FrozenPrefix(model, {"adapter", "head"}, 1e9, changing=())
     prefix.plan({"a": (data, 5)})
     assert prefix.depth == 2 and prefix.budget == {"a": True} and prefix.parts == KEYS_AND_VALUES[name]
-    for batch in (np.arange(9), np.array([3, 0]), np.array([7])):
+    for batch in (np.arange(9), np.array([3, 0]), np.array([7]), np.array([2, 2])):
         plain, kept = logits(prefix, data, batch, False), logits(prefix, data, batch, True)
         torch.testing.assert_close(kept, plain, atol=1e-5 * float(plain.abs().max()), rtol=1e-5)
     assert prefix.cached["a"][0].shape[1] == 32 + sum(prefix.parts.values())

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -184,12 +185,28 @@ def test_an_entry_that_is_removed_between_two_looks_is_made_again_without_a_word
     assert store.get("a", lambda: torch.ones(2, 3)).sum() == 6 and not caplog.records
 
 
-def test_who_computes_an_entry_has_it_from_the_file_too(folder):
-    """So it is in memory once for all."""
+def mapped_from(tensor):
+    """The file in whose mapping the values of ``tensor`` are; empty for the process's own memory."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, *_, file = (line.split(maxsplit=5) + [""])[:6]
+        start, end = (int(at, 16) for at in span.split("-"))
+        if start <= tensor.data_ptr() < end:
+            return file
+    return ""
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not say what is mapped")
+def test_who_computes_an_entry_and_who_finds_it_have_the_same_memory(folder):
     values = torch.arange(40_000.0).reshape(1000, 40)
-    computed = SharedStates(folder, 1e6).get("a", lambda: values)
-    assert torch.equal(computed, values) and computed.data_ptr() != values.data_ptr()
-    assert SharedStates(folder, 1e5).get("b", lambda: values) is values, "an entry above the limit is not kept"
+    assert mapped_from(values) != str(folder / "a.safetensors")
+    store = SharedStates(folder, 1e6)
+    computed = store.get("a", lambda: values)
+    found = SharedStates(folder, 1e6).get("a", lambda: pytest.fail("it is there"))
+    for mapped in (computed, found):
+        assert torch.equal(mapped, values) and mapped_from(mapped) == str(folder / "a.safetensors")
+    store = SharedStates(folder, 1e5)
+    large = store.get("b", lambda: values)
+    assert large is values, "an entry above the limit is not kept"
 
 
 def test_an_error_of_what_computes_is_no_error_of_the_disk(folder):
