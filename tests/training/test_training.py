@@ -139,6 +139,15 @@ def test_turns_are_of_what_trains():
         Phase(("lora_B", "head"), turns=("lora_A", "lora_B"))
 
 
+def test_a_phase_without_the_head_does_not_change_it(model):
+    before = snapshot(model)
+    train_client(model, data(), [Phase(("lora_B",))], config(), lr=0.1, seed=1)
+    assert all("lora_B" in n for n in moved(model, before))
+    names = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert names and all("lora_B" in n for n in names)
+    assert len(set_trainable(model, ("adapter", "head"))) == 2 * 3 + 2
+
+
 class Normed(nn.Module):
     """Two norms in the base and one in the head; that of the head is ``classifier.1``."""
 
@@ -235,6 +244,21 @@ def test_against_a_plain_loop(model):
     close(model, other, 1e-6, 1e-5)
 
 
+def test_equal_seeds_give_equal_results(tiny_encoder, model):
+    for module in model.modules():  # with dropout
+        if isinstance(module, nn.Dropout):
+            module.p = 0.3
+    twins = [copy.deepcopy(model) for _ in range(3)]
+    for seed, twin in zip((5, 5, 6), twins):
+        torch.manual_seed(int(torch.rand(()) * 1000))
+        train_client(
+            twin, data(), [Phase(("adapter", "head"))], config({"train.local_update_steps": 4}), lr=0.1, seed=seed
+        )
+    first, again, other = map(snapshot, twins)
+    assert all(torch.equal(first[n], again[n]) for n in first)
+    assert any(not torch.equal(first[n], other[n]) for n in first)
+
+
 # -- how long ------------------------------------------------------------------------------------------
 
 
@@ -250,6 +274,20 @@ def test_an_epoch_of_batches(size, drop_last):
     loads = Dataloader(batch_size=4, shuffle=False)
     ordered = np.concatenate(list(batch_indices(range(size), loads, np.random.default_rng(0))))
     assert ordered.tolist() == list(range(size))
+
+
+@pytest.mark.parametrize(
+    "keys, steps, samples",
+    [
+        ({"train.local_update_steps": 7}, 7, 4 + 4 + 2 + 4 + 4 + 2 + 4),
+        ({"train.local_update_steps": 2, "train.batch_or_epoch": "epoch"}, 6, 20),
+        ({"train.local_update_steps": 2, "train.batch_or_epoch": "epoch", "dataloader.drop_last": True}, 4, 16),
+        ({"train.local_update_steps": 2, "grad.grad_accum_count": 3}, 6, 20),
+    ],
+)
+def test_number_of_steps(model, keys, steps, samples):
+    result = train_client(model, data(), [Phase(("lora_B",))], config(keys), lr=0.1, seed=0)
+    assert (result.steps, result.samples) == (steps, samples)
 
 
 @pytest.mark.more
