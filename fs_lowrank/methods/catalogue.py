@@ -11,7 +11,7 @@ from ..errors import UserError, nearest
 from ..settings import AdapterSpec, Settings, check_method_params
 from .base import Averaging, Method
 from .drift import DriftCorrection, corrected
-from .registry import registered
+from .registry import refuse_former, registered
 from .robust import RobustMean
 from .server_optimizer import ServerOptimizer
 from .terms import Requires, Setting
@@ -147,6 +147,7 @@ def create_method(
     steps = local_steps, dict(own_steps or {})
     settings = rounds, seed, uniform, from_scratch, with_adapter, only_sums, *steps, train_head, tuple(personal)
     method = cls(cls.Params(**check_method_params(cls, params)), Setting(adapter or AdapterSpec(), *settings))
+    refuse_former(cls.name, vars(method))
     if not train_head and any("head" in (*method.shared, *phase.train) for phase in method.phases(1)):
         raise UserError(
             f"lowrank.train_head = False: {cls.name} names the head in its phases, so it would train it nevertheless; "

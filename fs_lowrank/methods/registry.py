@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from ..errors import UserError
 from ..settings import Lowrank
@@ -48,8 +48,7 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
         existing = _METHODS.get(name)
         if existing is not None and (existing.__module__, existing.__qualname__) != (cls.__module__, cls.__qualname__):
             raise UserError(f"method {name!r} is registered already, by {existing.__module__}.{existing.__qualname__}")
-        for former in sorted(_FORMER.keys() & set(dir(cls))):
-            raise UserError(f"method {name!r}: the attribute {former} is no longer read; instead, {_FORMER[former]}")
+        refuse_former(name, dir(cls))
         if not issubclass(cls, (Averaging, Gathering)) or inspect.isabstract(cls):
             raise UserError(
                 f"method {name!r}: {cls.__qualname__} does not define its server step; derive it from Averaging (a "
@@ -62,6 +61,12 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
         return cls
 
     return register
+
+
+def refuse_former(name: str, attributes: Iterable[str]) -> None:
+    """Raise a ``UserError`` if one of the ``attributes`` of the method ``name`` belongs to the former contract."""
+    for former in sorted(_FORMER.keys() & set(attributes)):
+        raise UserError(f"method {name!r}: the attribute {former} is no longer read; instead, {_FORMER[former]}")
 
 
 def registered() -> Mapping[str, type[Method]]:

@@ -59,6 +59,17 @@ def test_an_attribute_of_the_former_contract_is_refused_with_the_new_spelling(ba
     assert "old" not in list_methods()
 
 
+def test_an_attribute_of_the_former_contract_on_an_instance_is_refused():
+    @register_method("sets_it_later")
+    class SetsItLater(Averaging):
+        def __init__(self, params, setting):
+            super().__init__(params, setting)
+            self.selects = True
+
+    with pytest.raises(UserError, match=r"the attribute selects is no longer read; .*requires\(params\), validation="):
+        create_method("sets_it_later")
+
+
 def test_a_class_without_a_server_step_is_refused():
     for cls in (type("Bare", (Method,), {}), type("Own", (Method,), {"aggregate": Median.aggregate}), Gathering):
         with pytest.raises(UserError, match="does not define its server step; derive it from Averaging"):
