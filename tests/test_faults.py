@@ -6,8 +6,10 @@ import logging
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from multiprocessing.connection import wait
@@ -23,6 +25,7 @@ import fs_lowrank.runs.checkpoint as checkpoint
 from fs_lowrank import cli, load_config
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.errors import RunFailed, UserError
+from fs_lowrank.methods import get_method_class
 from fs_lowrank.models.names import named_tensors
 from fs_lowrank.rounds.ledger import Ledger
 from fs_lowrank.rounds.round import Round
@@ -30,6 +33,7 @@ from fs_lowrank.runs.checkpoint import load_checkpoint
 from fs_lowrank.runs.records import Records
 from fs_lowrank.settings import Settings
 from fs_lowrank.training import train_client
+from tests.torture.child import difference
 
 RUNS = {
     "rolora under FedAdam": {
@@ -203,7 +207,30 @@ def test_killed_at_any_step_and_resumed(make, monkeypatch, run):
         resumed = make(f"killed {moment}", keys)
         resumed.run(resume=True)
         check_equal_runs(resumed, reference)
+        assert not list(resumed.recorder.outdir.glob("checkpoint/.*"))
         shutil.rmtree(resumed.recorder.outdir)
+
+
+@pytest.mark.slow
+def test_killed_several_times(make):
+    keys = RUNS["rolora under FedAdam"]
+    reference = make("whole", keys)
+    reference.run()
+    deaths = 0
+
+    def go_on():
+        with pytest.MonkeyPatch.context() as patch:
+            last = 12 + 4 * deaths
+            count_steps(patch, lambda number, name: number == last and os.kill(os.getpid(), signal.SIGKILL))
+            make("killed", keys).run(resume=True)
+
+    while in_child(go_on) == signal.SIGKILL:
+        deaths += 1
+        assert deaths < 20
+    assert deaths >= 2
+    last = make("killed", keys)
+    last.run(resume=True)
+    check_equal_runs(last, reference)
 
 
 @pytest.fixture
@@ -338,6 +365,30 @@ def test_a_disk_that_is_full_while_writing(make, monkeypatch, call):
         assert load_checkpoint(engine.recorder.outdir / "checkpoint").round == 2
     engine.run(resume=True)
     check_equal_runs(engine, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.02, 0.4, 0.8])
+def test_a_file_system_that_is_too_small(config_file, tmp_path, share):
+    """The command ends with one line, and goes on to the same files where the file system has grown."""
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"]).returncode:
+        pytest.skip("no file system of a given size can be mounted")
+    keys = ["federate.total_round_num", "3", "lowrank.pictures", "False", "outdir"]
+    command = ["run", "--cfg", str(config_file), *keys]
+    assert cli.main([*command, str(tmp_path / "whole")]) == 0
+    pages = sum(-(-file.stat().st_size // 4096) for file in (tmp_path / "whole").rglob("*") if file.is_file())
+    disk, run = tmp_path / "disk", shlex.join([sys.executable, "-m", "fs_lowrank", *command])
+    disk.mkdir()
+    script = f"""mount -t tmpfs -o size={int(4 * share * pages)}k none {disk} || exit 9
+        {run} {disk}/run && exit 8
+        mount -o remount,size=64m {disk}
+        {run} {disk}/run --resume && cp -r {disk}/run {tmp_path}/run"""
+    given = {"cwd": Path(cli.__file__).parents[1], "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
+    ended = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, **given)
+    assert ended.returncode == 0, ended
+    (line,) = (line for line in ended.stderr.splitlines() if "error: " in line)
+    assert "No space left on device; make room" in line and "Traceback" not in ended.stderr
+    assert not difference(tmp_path / "run", tmp_path / "whole", disk / "run")
 
 
 # -- resumed with other keys ---------------------------------------------------------------------------
@@ -549,6 +600,56 @@ def test_a_run_is_resumed_after_a_round_with_too_few_clients(make):
     done = len(records_of(make("run").recorder.outdir))
     result = make("run", {**keys, "lowrank.min_clients": 1}).run(resume=True)
     assert 0 < done < 6 and [r["round"] for r in result.history] == [*range(1, 7)]
+
+
+def adapter_of(folder):
+    return {n: t for n, t in saved_by(folder).items() if n.startswith("adapter/")}
+
+
+#: what a client sends in place of its tensors
+SENDS = {
+    "nothing": lambda sent: {},
+    "no text as a name": lambda sent: {**sent, 7: torch.ones(2)},
+    "half of a letter": lambda sent: {**sent, "\ud800": torch.ones(2)},
+    "a name without end": lambda sent: {**sent, "a" * 100_000: torch.ones(2)},
+    "sparse": lambda sent: {n: t.to_sparse() for n, t in sent.items()},
+    "quantised": lambda sent: {n: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8) for n, t in sent.items()},
+    "complex": lambda sent: {n: t.to(torch.complex64) for n, t in sent.items()},
+    "10^12 values": lambda sent: {n: torch.zeros(1).expand(10**12) for n in sent},
+    "64 dimensions": lambda sent: {n: t.reshape(*[1] * (64 - t.ndim), *t.shape) for n, t in sent.items()},
+}
+
+
+@pytest.mark.more
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("what", SENDS)
+def test_a_client_that_sends_anything_does_not_end_a_command(
+    config_file, monkeypatch, capsys, tmp_path, what, left_without
+):
+    command = ["run", "--cfg", str(config_file), "federate.total_round_num", "2", "lowrank.pictures", "False"]
+    if "command" not in left_without:
+        with monkeypatch.context() as patch:
+            without_client_2(patch, rounds=(1, 2))
+            assert cli.main([*command, "outdir", str(tmp_path / "absent")]) == 0
+        left_without["command"] = adapter_of(tmp_path / "absent")
+    method = get_method_class("rolora")
+    upload = method.upload
+
+    def sends(self, model, round, client):
+        sent = {n: t.detach().clone() for n, t in upload(self, model, round, client).items()}
+        return SENDS[what](sent) if client.id == 2 else sent
+
+    monkeypatch.setattr(method, "upload", sends)
+    assert cli.main(command) == 0
+    printed = "".join(capsys.readouterr())
+    assert "Traceback" not in printed and "please report" not in printed
+    records = records_of(tmp_path / "run")
+    assert len(records) == 2
+    for record in records:
+        (failure,) = record["failed"]
+        assert (failure["client"], failure["kind"], record["clients"]) == (2, "refused", [1, 3, 4])
+        assert re.fullmatch("client 2: .{5,400}", failure["reason"])
+    equal(adapter_of(tmp_path / "run"), left_without["command"])
 
 
 def test_too_few_clients_from_the_first_round(config_file, monkeypatch, capsys, tmp_path):
