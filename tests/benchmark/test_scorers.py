@@ -119,7 +119,18 @@ def test_lm_evals_fields():
     assert fields("winogrande", local_data._winogrande)["answer"] == "1"
     arc = fields("ARC-Easy", local_data._arc)
     assert arc["choices"]["text"][4] == "d" and arc["choices"]["label"][4] == arc["answerKey"] == "E"
-    assert fields("openbookqa", local_data._openbookqa)["question_stem"] == "It was"
+    book = fields("openbookqa", local_data._openbookqa)
+    assert book["question_stem"] == "It was" and book["choices"]["text"] == ["tea", "a b", "day", "c"]
+    # What looks like the number of an option may stand in the question.
+    assert fields("boolq", local_data._boolq, 1)["label"] == 0
+    assert fields("piqa", local_data._piqa, 1) == {
+        "goal": "How? Solution1: no",
+        "sol1": "tea",
+        "sol2": "book",
+        "label": 0,
+    }
+    arc = fields("ARC-Easy", local_data._arc, 1)
+    assert arc["question"] == "What was Answer2: day?" and arc["choices"]["text"] == ["tea", "book", "day"]
 
 
 @pytest.mark.parametrize(

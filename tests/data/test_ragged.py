@@ -19,6 +19,7 @@ def test_rows_lie_in_one_array():
     assert lists(ragged[1:3]) == ROWS[1:3] and ragged[1:3].values.tolist() == [7, 7, 7]
     some = ragged.select(np.array([4, 0, 0, 1]))
     assert lists(some) == [[5, 6], [3, 1], [3, 1], []] and some.values.tolist() == [5, 6, 3, 1, 3, 1]
+    assert np.shares_memory(ragged[0], ragged.values), "a row is a view"
     assert lists(Ragged.join([ragged, some])) == lists(ragged) + lists(some)
     assert lists(Ragged.of([])) == [] == Ragged.of([]).values.tolist() == lists(Ragged.join([]))
     with pytest.raises(IndexError):

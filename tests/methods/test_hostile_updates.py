@@ -174,24 +174,40 @@ def enlarged(tensor, scale, how, seed):
     return (values.double() * scale).clamp(-top, top).to(tensor.dtype).reshape(tensor.shape)
 
 
+DRAWN = {
+    "clients": st.sets(st.sampled_from([1, 2, 3]), min_size=1),
+    "how": st.sampled_from(["one value", "constant", "signs", "normal", "scaled"]),
+    "only_one": st.booleans(),
+    "seed": st.integers(0, 99),
+}
+
+
 @pytest.mark.more
-@pytest.mark.parametrize(
-    "name, params, options",
-    [pytest.param(*v, id=f"{i}-{v[0]}") for i, v in enumerate([*((name, {}, {}) for name in METHODS), *VARIANTS])],
-)
-@few(3)
-@given(
-    share=st.floats(0, 1) | st.sampled_from([0.5, 1.0]),
-    clients=st.sets(st.sampled_from([1, 2, 3]), min_size=1),
-    how=st.sampled_from(["one value", "constant", "signs", "normal", "scaled"]),
-    only_one=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_finite_values_of_any_size(name, params, options, share, clients, how, only_one, seed):
-    """If ``clients`` send values up to the largest of their dtype, they or the round are refused, or all is finite."""
+@EACH
+@few(6)
+@given(exponent=st.floats(0, 38.5) | st.sampled_from([math.log10(LARGEST), 19.0, 18.9, 38.0]), **DRAWN)
+def test_finite_values_of_any_size(name, exponent, clients, how, only_one, seed):
+    finite_or_bad(prepared(name), exponent, clients, how, only_one, seed)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name, params, options", VARIANTS, ids=[f"{i}-{v[0]}" for i, v in enumerate(VARIANTS)])
+@few(2)
+@given(share=st.floats(0, 1) | st.sampled_from([0.5, 1.0]), **DRAWN)
+def test_finite_values_of_any_size_in_variants(name, params, options, share, clients, how, only_one, seed):
     largest = math.log10(torch.finfo(options.get("dtype", torch.float32)).max)
-    made, size = prepared(name, params, options), 10.0 ** min(share * largest, 308.25)
-    one, model = round_of(made), copy.deepcopy(made.model)
+    finite_or_bad(prepared(name, params, options), share * largest, clients, how, only_one, seed)
+
+
+@EACH
+def test_honest_updates_give_a_finite_model(name):
+    """For comparison with the tests above: a round of honest clients is not discarded."""
+    finite_or_bad(prepared(name), 0.0, set(), "scaled", False, 0)
+
+
+def finite_or_bad(made, exponent, clients, how, only_one, seed):
+    """If ``clients`` send values of about ``10 ** exponent``, they are refused, or the round is, or all is finite."""
+    one, model, size = round_of(made), copy.deepcopy(made.model), 10.0 ** min(exponent, 308.25)
     for client, update in made.updates.items():
         tensors = dict(update.tensors)
         if client in clients:
@@ -491,7 +507,12 @@ def test_a_client_must_be_one_that_was_asked(name):
 
 
 @pytest.mark.parametrize(
-    "loss", [float("nan"), float("inf"), -float("inf"), 1e39, 10**400, -(10**400), True, None, "1", [1], 1j], ids=str
+    "loss",
+    [
+        *(float("nan"), float("inf"), -float("inf"), 1e39, 10**400, -(10**400), 1j),
+        *(True, False, None, "", "1", [], [0, 1]),
+    ],
+    ids=str,
 )
 def test_a_loss_is_a_finite_number(loss):
     with pytest.raises(RefusedUpdate, match="client 4: its loss is .*, expected a finite number"):

@@ -15,7 +15,6 @@ from fs_lowrank.callbacks import trackers
 from fs_lowrank.callbacks.trackers import numbers, trackers_of
 from fs_lowrank.settings.sections import TRACKERS
 
-pytestmark = pytest.mark.more
 RUN = {"federate.total_round_num": 3, "eval.freq": 2, "lowrank.pictures": False}
 
 
@@ -32,6 +31,7 @@ def read(folder):
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+@pytest.mark.more
 def test_tensorboard_shows_what_the_records_have_also_after_an_interruption(config):
     pytest.importorskip("tensorboard")
     config = config.replace({"lowrank.trackers": ["tensorboard"]})
@@ -53,6 +53,14 @@ def test_tensorboard_shows_what_the_records_have_also_after_an_interruption(conf
         assert not thread.is_alive(), "it ends with the run"
 
 
+def test_numbers_of_a_record():
+    lists = {"selected": [1, 2], "failed": [{"client": 2}], "skipped": "why"}
+    seconds = {"client_seconds": {"1": {"training": 2.0, "reused": False}}}
+    record = {"round": 4, "loss": 0.5, **lists, **seconds, "metrics": {"val": {"acc": 0.25, "clients": {"std": 0.1}}}}
+    assert numbers(record) == {"loss": 0.5, "metrics/val/acc": 0.25}
+
+
+@pytest.mark.more
 def test_a_tracker_that_fails_ends_no_run(config, caplog):
     pytest.importorskip("tensorboard")
     plain = fs_lowrank.run(config.replace(outdir=f"{config.outdir}_plain"), progress=False)
@@ -64,6 +72,7 @@ def test_a_tracker_that_fails_ends_no_run(config, caplog):
     assert "lowrank.trackers: tensorboard gets no further numbers: " in caplog.text
 
 
+@pytest.mark.more
 def test_a_tracker_whose_server_never_answers_ends_no_run(config, caplog, monkeypatch):
     """Its class is one of accelerate's, with a connection to a socket that accepts and says nothing."""
     monkeypatch.setattr(trackers, "LIMIT", 1.0)
@@ -85,6 +94,7 @@ def test_a_tracker_whose_server_never_answers_ends_no_run(config, caplog, monkey
     assert "tensorboard gets no further numbers: TimeoutError: no answer for 1 s" in caplog.text
 
 
+@pytest.mark.more
 def test_a_tracker_that_is_not_installed_or_unknown_is_refused(config):
     with pytest.raises(UserError, match="lowrank.trackers: aim is not installed; install it with: pip install aim"):
         fs_lowrank.run(config.replace({"lowrank.trackers": ["aim"]}), progress=False)
@@ -94,6 +104,7 @@ def test_a_tracker_that_is_not_installed_or_unknown_is_refused(config):
         fs_lowrank.run(config.replace({"wandb.use": True}), progress=False)
 
 
+@pytest.mark.more
 def test_names_are_those_of_accelerate(config, monkeypatch):
     known = tracking.LOGGER_TYPE_TO_CLASS
     assert known.keys() <= set(TRACKERS), "an older accelerate knows fewer"

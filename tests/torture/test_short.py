@@ -66,6 +66,11 @@ def test_cases_of_every_kind(tmp_path):
     torture(tmp_path, [*driver.KINDS], 3)
 
 
+def test_one_of_25_seeds_runs_from_the_command_line_whatever_else_depends_on_the_seed():
+    chosen = [seed for seed in range(5000) if bench.by_command_line(seed)]
+    assert len(chosen) == 5000 // bench.COMMAND_LINE and {seed % 5 for seed in chosen} == {0, 1, 2, 3, 4}
+
+
 @pytest.mark.parametrize(
     "code, err, fault",
     [
