@@ -158,6 +158,8 @@ print(cfg.lowrank.mix, [m.name for m in compat.applied()])
         ("llm.offsite_tuning.use", True, "our methods do not use it"),
         ("fedopt.annealing", True, "our methods do not use it"),
         ("regularizer.type", "proximal_regularizer", "our methods do not use it"),
+        ("llm.retry_on_nan_loss", True, "our methods do not use it"),
+        ("model.dropout", 0.4, "our methods do not use it"),
     ],
 )
 def test_features_that_do_not_work_with_our_methods_are_refused(cfg, key, value, why):

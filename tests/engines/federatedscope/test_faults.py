@@ -143,6 +143,12 @@ def test_a_client_without_its_data(quick):
         fs_lowrank.run(config, "federatedscope")
 
 
+def test_a_model_that_the_method_cannot_adapt(quick):
+    config = quick("run", {"llm.adapter.args": [{"r": 2, "modules": ["conv_pw"]}]})
+    with pytest.raises(UserError, match="no module 'conv_pw'"):
+        fs_lowrank.run(config, "federatedscope")
+
+
 def test_a_failing_client_is_recorded(quick, monkeypatch):
     from fs_lowrank.rounds.trainer import Trainer
 

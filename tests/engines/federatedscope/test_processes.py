@@ -68,6 +68,22 @@ def test_the_files_of_save_to_and_a_run_that_is_restored(quick, assert_same, tmp
     assert_same(whole, rest, atol=0)
 
 
+@pytest.mark.parametrize("training", [3, 1])
+def test_auto_is_the_number_of_the_embedded_engine(quick, monkeypatch, training):
+    from fs_lowrank.engines.federatedscope import run as module
+
+    class Chosen(Exception):
+        pass
+
+    def chosen(*given, **named):
+        raise Chosen(module.sessions.current().config.federate.process_num)
+
+    monkeypatch.setattr(module, "LoopRunner" if training > 1 else "get_runner", chosen)
+    monkeypatch.setattr(module, "processes_of", lambda config: training)
+    with pytest.raises(Chosen, match=str(training)):
+        fs_lowrank.run(quick("run", {"federate.method": "rolora", "federate.process_num": "auto"}), "federatedscope")
+
+
 @pytest.mark.parametrize("number", [3, "auto"])
 def test_processes_in_distributed_mode(quick, number):
     keys = {"federate.method": "rolora", "federate.mode": "distributed", "federate.process_num": number}

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import socket
 import threading
 import time
@@ -57,17 +58,18 @@ class Waits:
         """``sabotage`` by which the server and these clients measure their waits."""
         return {worker: {"waits_in": str(self.folder)} for worker in (0, *healthy)}
 
-    def compare(self, what: str, timeout: float) -> dict[str, float]:
+    def compare(self, what: str, timeout: float, rounds: int = 1) -> dict[str, float]:
         """Compare the longest waits with their limits, and note them in the table of ``SOAK_TABLE``.
 
         Args:
             what: went wrong. timeout: ``lowrank.timeout``.
+            rounds: the largest number of rounds in a row to which a client's wait may extend.
         """
         files = [json.loads(path.read_text()) for path in self.folder.iterdir()]
         longest = {role: max(found[role] for found in files if role in found) for role in ("client", "server")}
         limit = timeout + 6.0
         row = {"what": what, "timeout": timeout}
-        row |= {"client": round(longest["client"], 1), "client_limit": limit}
+        row |= {"client": round(longest["client"], 1), "client_limit": rounds * limit}
         row |= {"server": round(longest["server"], 1), "server_limit": limit}
         assert row["client"] <= row["client_limit"] and row["server"] <= row["server_limit"], row
         if place := os.environ.get("SOAK_TABLE"):
@@ -274,3 +276,20 @@ def _incomplete_message(port: int):
     channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)])
     message = Message("join_in", 1, [0], 0, "x" * 500_000, 0)
     return channel, service.gRPCComServeFuncStub(channel).sendMessage.future(message.transform(), timeout=120)
+
+
+def test_sampled_participation(cluster, waits):
+    """Two of four clients take part in a round, and one of the four is stopped."""
+    more = {"federate.sample_client_num": 2, "federate.total_round_num": 12, "lowrank.timeout": 5.0}
+    sabotage = waits.measured(1, 2, 3)
+    sabotage[0]["sleeps"] = 0.3
+    started = cluster.launch(4, more, sabotage)
+    cluster.wait_for(lambda: len(cluster.records()) >= 1)
+    os.kill(started[4][0].pid, signal.SIGSTOP)
+    history = cluster.ended({worker: started[worker] for worker in (0, 1, 2, 3)}, timeout=150)[0].history
+    assert [r["round"] for r in history] == list(range(1, 13))
+    for record in history:
+        assert {f["client"] for f in record["failed"]} <= {4} and {*record["selected"]} - {4} <= {*record["clients"]}
+    asked = {c: [0, *(r["round"] for r in history if c in r["selected"]), 13] for c in (1, 2, 3)}
+    apart = max(b - a for rounds in asked.values() for a, b in zip(rounds, rounds[1:]))
+    waits.compare("two of four clients a round, and one is stopped", 5.0, rounds=apart)

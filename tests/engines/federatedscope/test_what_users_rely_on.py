@@ -89,6 +89,17 @@ def test_early_stopping(quick, by_clients):
     assert len(other.history) == len(local.history) < 12
 
 
+def test_clients_evaluate_their_shares(quick):
+    keys = {"federate.method": "rolora", "federate.sample_client_num": 2, "eval.freq": 2}
+    local = fs_lowrank.run(quick("local", keys))
+    other = fs_lowrank.run(quick("other", {**keys, "federate.make_global_eval": False}), "federatedscope")
+    for a, b in zip(local.history, other.history, strict=True):
+        assert a["metrics"].keys() == b["metrics"].keys()
+        for split in a["metrics"]:
+            assert b["metrics"][split] == pytest.approx(a["metrics"][split], abs=1e-4)
+    assert (other.outdir / "eval_results.log").read_text().count("Results_weighted_avg") == 2
+
+
 @SHARE
 @pytest.mark.parametrize(
     "method, keys",

@@ -7,6 +7,8 @@ import pickle
 import pytest
 import torch
 
+from fs_lowrank.rounds.parcel import Parcel
+
 pytestmark = pytest.mark.federatedscope
 
 
@@ -37,6 +39,13 @@ def test_other_content_is_refused_and_never_unpickled(content, tmp_path, monkeyp
     with pytest.raises((ValueError, TypeError)):
         parcel_of(content)
     assert not (tmp_path / "harmed").exists()
+
+
+def test_the_framework_measures_the_size_of_the_tensors():
+    from fs_lowrank.engines.federatedscope.wire import message
+
+    tensors = {"a": torch.zeros(1000), "b": torch.zeros(10, dtype=torch.float64)}
+    assert message("model_para", 0, [1, 2], Parcel(tensors)).count_bytes() == (4080, 8160)
 
 
 @pytest.mark.parametrize("parties", [2, 5, 12])
