@@ -30,6 +30,38 @@ _SMALL = {
 }
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
 
+#: hyperparameters that change what is sent, or what a copy must remember
+VARIANTS = [
+    ("rolora", {}),
+    ("flora", {"lowrank.ranks": [1, 3, 2]}),
+    ("fedloru", {"lowrank.tau": 2, "federate.total_round_num": 3, "federate.sample_client_num": 2, "seed": 5}),
+    ("fedloru", {"lowrank.tau": 1, "fedopt.use": True, "fedopt.optimizer.type": "Adam", "fedopt.optimizer.lr": 0.01}),
+    ("pfedloru", {"lowrank.tau": 2, "federate.total_round_num": 3, "lowrank.drop_rate": 0.4, "seed": 5}),
+    ("fedloru", {"lowrank.tau": 2, "lowrank.merge": False, "federate.total_round_num": 3}),
+    ("rolora", {"federate.make_global_eval": False}),
+    ("rolora", {"model.device_map": "auto"}),
+    ("rolora", {"lowrank.drift": "scaffold", "train.optimizer": {"type": "SGD", "lr": 0.1}}),
+]
+#: the same, for slow tests
+FURTHER = [
+    ("fedloru", {"lowrank.tau": 2, "lowrank.init": "momentum", "federate.total_round_num": 3}),
+    ("fedloru", {"lowrank.tau": 2, "lowrank.merge": False, "lowrank.init": "momentum", "federate.total_round_num": 3}),
+    ("fedloru", {"lowrank.tau": 1, "llm.adapter.args.0.adapter_method": "loha"}),
+    ("fedloru", {"lowrank.tau": 1, "llm.adapter.args.0.adapter_method": "lokr"}),
+    ("pmfedloru", {"lowrank.tau": 2, "lowrank.nested_ranks": [1, 0], "llm.adapter.args.0.r": 3}),
+    ("mfedloru", {"lowrank.robust": "median", "lowrank.nested_ranks": [1, 0], "llm.adapter.args.0.r": 3}),
+    ("pfedlora", {"lowrank.variant": 2}),
+    ("rolora", {"lowrank.robust": "norm_bound"}),
+    ("fedlora", {"lowrank.drift": "feddyn", "lowrank.drift_weight": 0.5}),
+    ("rolora", {"eval.client_scores": True, "eval.before": True}),
+    ("fedhm", {"lowrank.rank_factors": [2, 8, 4]}),
+    ("fedfisher", {"lowrank.fisher": "kfac", "lowrank.steps": 40}),
+    ("fedfisher", {"lowrank.fisher": "kfac", "lowrank.steps": 40, "lowrank.compress": True}),
+    ("mfedloru", {"lowrank.tau": 2, "lowrank.nested_ranks": [1, 0], "llm.adapter.args.0.r": 3}),
+    ("pfedlora", {"lowrank.drop_rate": 0.4, "seed": 5, "federate.total_round_num": 3}),
+    ("fedloru", {"lowrank.tau": 2, "federate.sample_client_num": 1, "seed": 5, "federate.total_round_num": 5}),
+]
+
 
 def small_config(kind: str, *, layers: int = 2, **own: Any) -> Any:
     """A configuration of the family ``kind`` of width 32, by the names that it has for its sizes, and with ``own``."""
@@ -106,9 +138,20 @@ def same_run(local: Any, other: Any, shares_model: bool = True) -> None:
     for a, b in zip(local.history, other.history, strict=True):
         for key in a.keys() - {"seconds", "client_seconds"}:
             assert (follow and "downlink" in key) or a[key] == b[key], key
+        assert a["client_seconds"].keys() == b["client_seconds"].keys()
     assert local.final == other.final and local.best == other.best and local.before == other.before
-    for file in local.outdir.glob("*_best/*.safetensors"):
-        assert file.read_bytes() == (other.outdir / file.relative_to(local.outdir)).read_bytes()
+    saved = [
+        {file.relative_to(result.outdir): file.read_bytes() for file in result.outdir.glob("*_best/*.safetensors")}
+        for result in (local, other)
+    ]
+    assert saved[0] == saved[1]
+    if follow:
+        next_round, at_once = ([record["downlink_bytes"] for record in result.history] for result in (local, other))
+        assert sum(next_round) < sum(at_once)
+        assert not any("evaluation_downlink_bytes" in record for record in local.history)
+        assert all(0 < record["evaluation_downlink_bytes"] <= record["downlink_bytes"] for record in other.history)
+        if all(len(record["selected"]) == len(local.facts["clients"]) for record in local.history):
+            assert next_round[1:] == at_once[:-1]
 
 
 def lives(process: Any) -> bool:

@@ -1,23 +1,29 @@
-"""The engine of ``docs/guides/own_engine.md``, which starts a command for each order, as the page has it.
-
-``make flower`` compares every method on clients that keep nothing but their disks between two messages.
-"""
+"""The engine of ``docs/guides/own_engine.md``, which starts a command for each order, as the page has it."""
 
 import importlib
+import io
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import fs_lowrank
-from tests.cases import same_model
+from fs_lowrank.methods import get_method_class
+from tests.cases import FURTHER, VARIANTS, engine_cases, same_model, same_run
 
 pytestmark = pytest.mark.more
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "own_engine.md"
+TEXT = [(m, {}) for m, keys in engine_cases() if not keys]
+CASES = [(m, keys, "settings") for m, keys in (*TEXT, *VARIANTS[1:], *FURTHER)]
+CASES += [(m, {}, "causal_settings") for m, keys in engine_cases("causal") if not keys]
+CASES += [(m, {}, "vision_settings") for m in fs_lowrank.list_methods() if (m, {}) not in TEXT]
 FEW = {"federate.client_num": 2, "train.cache_frozen": "off"}
 
 
@@ -33,18 +39,6 @@ def engine(tmp_path, monkeypatch):
     del sys.modules["commands_engine"]
 
 
-def test_a_stopped_run_whose_client_lost_its_disk_ends_as_on_the_embedded_engine(engine, few):
-    keys = {"federate.method": "fedloru", "lowrank.tau": 1}
-    config = few("commands", keys)
-    engine.run(config, on_round=lambda record: True)
-    there = Path(config.outdir) / "clients"
-    assert sorted(place.name for place in there.iterdir()) == ["1", "2"]
-    shutil.rmtree(there / "1")
-    resumed = engine.run(config, resume=True)
-    assert not any(record["failed"] for record in resumed.history)
-    same_model(fs_lowrank.run(few("local", keys)), resumed)
-
-
 def test_a_client_whose_process_fails_is_left_out_of_its_round(engine, few, monkeypatch):
     run, orders = subprocess.run, []
 
@@ -58,3 +52,45 @@ def test_a_client_whose_process_fails_is_left_out_of_its_round(engine, few, monk
     assert first["clients"] == [1] and second["clients"] == [1, 2]
     # What it was sent in round 1 is not on its disk, so it is sent again.
     assert second["client_downlink_bytes"]["2"] >= second["client_downlink_bytes"]["1"]
+
+
+@pytest.fixture
+def at_once(engine, monkeypatch):
+    """Each command runs in this process, whose imports are done, and has nothing but its input and its disk."""
+
+    def run(command, input, **options):
+        output = io.BytesIO()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", command[2:])
+            patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(input)))
+            patch.setattr(sys, "stdout", io.TextIOWrapper(output))
+            runpy.run_path(engine.__file__, run_name="__main__")
+            return SimpleNamespace(stdout=output.getvalue())
+
+    monkeypatch.setattr(engine, "subprocess", SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired))
+    monkeypatch.setattr(engine, "ThreadPoolExecutor", lambda threads: nullcontext(SimpleNamespace(map=map)))
+
+
+def test_clients_that_lost_their_disks_end_as_on_the_embedded_engine(engine, at_once, few):
+    """Client 1 loses it while the run is stopped, client 2 while it runs; either is sent everything, which counts."""
+    keys = {"federate.method": "fedloru", "lowrank.tau": 1, "federate.total_round_num": 3}
+    local, config = fs_lowrank.run(few("local", keys)), few("commands", keys)
+    engine.run(config, on_round=lambda record: True)
+    there = Path(config.outdir) / "clients"
+    assert sorted(place.name for place in there.iterdir()) == ["1", "2"]
+    shutil.rmtree(there / "1")
+    resumed = engine.run(config, resume=True, on_round=lambda r: r["round"] == 2 and shutil.rmtree(there / "2"))
+    assert not any(record["failed"] for record in resumed.history)
+    sent, least = (result.history[2]["client_downlink_bytes"] for result in (resumed, local))
+    assert sent["1"] == least["1"] == least["2"] < sent["2"]
+    same_model(local, resumed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method, keys, kind", CASES)
+def test_the_result_is_that_of_the_embedded_engine(engine, at_once, few, keys_of, request, method, keys, kind):
+    of = request.getfixturevalue(kind)
+    one_shot = ".one_shot." in get_method_class(method).__module__
+    own = {"federate.client_num": 3, "federate.sample_client_num": 3 if keys else 2, **keys_of(method), **keys}
+    own |= {"federate.method": method} | ({"federate.total_round_num": 1} if one_shot else {})
+    same_run(fs_lowrank.run(few("local", own, of)), engine.run(few("commands", own, of)), shares_model=False)

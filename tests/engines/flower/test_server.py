@@ -18,37 +18,9 @@ from fs_lowrank.engines.transport import run_over
 from fs_lowrank.rounds.admission import spent_by
 from fs_lowrank.rounds.loop import scores_in
 from fs_lowrank.runs.checkpoint import load_checkpoint
-from tests.cases import same_model, same_run
+from tests.cases import FURTHER, VARIANTS, same_model, same_run
 
 pytestmark = pytest.mark.flower
-
-#: hyperparameters that change what is sent, or what a copy must remember
-VARIANTS = [
-    ("rolora", {}),
-    ("flora", {"lowrank.ranks": [1, 3, 2]}),
-    ("fedloru", {"lowrank.tau": 2, "federate.total_round_num": 3, "federate.sample_client_num": 2, "seed": 5}),
-    ("fedloru", {"lowrank.tau": 1, "fedopt.use": True, "fedopt.optimizer.type": "Adam", "fedopt.optimizer.lr": 0.01}),
-    ("pfedloru", {"lowrank.tau": 2, "federate.total_round_num": 3, "lowrank.drop_rate": 0.4, "seed": 5}),
-    ("fedloru", {"lowrank.tau": 2, "lowrank.merge": False, "federate.total_round_num": 3}),
-    ("rolora", {"federate.make_global_eval": False}),
-    ("rolora", {"model.device_map": "auto"}),
-    ("rolora", {"lowrank.drift": "scaffold", "train.optimizer": {"type": "SGD", "lr": 0.1}}),
-]
-#: the same, for ``make flower-slow``
-FURTHER = [
-    ("fedloru", {"lowrank.tau": 2, "lowrank.init": "momentum", "federate.total_round_num": 3}),
-    ("fedloru", {"lowrank.tau": 2, "lowrank.merge": False, "lowrank.init": "momentum", "federate.total_round_num": 3}),
-    ("fedloru", {"lowrank.tau": 1, "llm.adapter.args.0.adapter_method": "loha"}),
-    ("fedloru", {"lowrank.tau": 1, "llm.adapter.args.0.adapter_method": "lokr"}),
-    ("pmfedloru", {"lowrank.tau": 2, "lowrank.nested_ranks": [1, 0], "llm.adapter.args.0.r": 3}),
-    ("mfedloru", {"lowrank.robust": "median", "lowrank.nested_ranks": [1, 0], "llm.adapter.args.0.r": 3}),
-    ("pfedlora", {"lowrank.variant": 2}),
-    ("rolora", {"lowrank.robust": "norm_bound"}),
-    ("fedlora", {"lowrank.drift": "feddyn", "lowrank.drift_weight": 0.5}),
-    ("rolora", {"eval.client_scores": True, "eval.before": True}),
-    ("fedhm", {"lowrank.rank_factors": [2, 8, 4]}),
-    ("fedfisher", {"lowrank.fisher": "kfac", "lowrank.steps": 40, "lowrank.compress": True}),
-]
 
 
 def serve(config, grid, resume=False, on_round=None, **more):
@@ -69,6 +41,15 @@ def test_the_result_is_that_of_the_embedded_engine(quick, federation, method, ke
     assert _node.cache_info().misses == loaded + 1, "a process that lives on loads the base model once"
 
 
+def test_numbers_to_predict(quick, federation, task_files):
+    """Clients of a regression have a loss, and no accuracy."""
+    keys = {"data.type": str(task_files / "scores.csv"), "data.args": [{"label": "score"}]}
+    keys |= {"model.task": "SequenceRegression", "federate.total_round_num": 1, "federate.make_global_eval": False}
+    local, other = fs_lowrank.run(quick("local", keys)), serve(quick("flower", keys), federation().grid)
+    same(local, other)
+    assert other.history[0]["client_scores"]["1"].keys() == {"loss", "samples"}
+
+
 def test_the_files_are_those_of_the_embedded_engine(quick, federation):
     keys = {"federate.method": "pfedloru", "lowrank.tau": 1}
     config = quick("flower", keys)
@@ -85,6 +66,15 @@ def test_quantised_messages(quick, federation):
     small = serve(quick("small", keys), federation().grid)
     assert small.history[-1]["uplink_bytes"] < 0.3 * plain.history[-1]["uplink_bytes"]
     assert not any(r["failed"] for r in small.history)
+
+
+def test_a_message_without_a_parcel_is_refused():
+    from flwr.app import Array, ArrayRecord, RecordDict
+
+    with pytest.raises(ValueError, match="holds no parcel in safetensors, but parcel"):
+        unpacked(RecordDict({"parcel": ArrayRecord([torch.zeros(2).numpy()])}))
+    with pytest.raises(ValueError, match="holds no parcel in safetensors, but parcel"):
+        unpacked(RecordDict({"parcel": ArrayRecord({"parcel": Array("float32", (1,), "numpy.ndarray", b"")})}))
 
 
 # -- nodes that fail -----------------------------------------------------------------------------------
@@ -345,6 +335,12 @@ def test_numbers_that_cannot_be(wrong):
     assert scores_in({"scores": {"acc": wrong, "loss": 0.5}}, ["loss", "acc"]) == {}
     if wrong != -1.5:
         assert scores_in({"scores": {"acc": 0.5, "loss": wrong}}, ["loss", "acc"]) == {}
+
+
+def test_the_scores_of_a_client_are_those_that_its_task_has():
+    assert scores_in({"scores": {"loss": 2.5}}, ["loss"]) == {"loss": 2.5}
+    assert scores_in({"scores": {"loss": 2.5}}, ["loss", "acc"]) == {}
+    assert scores_in({"scores": {"loss": 2, "acc": 1, "more": 3}}, ["loss", "acc"]) == {"loss": 2.0, "acc": 1.0}
 
 
 def test_too_few_clients_end_the_run_and_it_can_be_resumed(quick, federation):
