@@ -1,13 +1,20 @@
 """``train.cohort``: clients that train in one pass end where they end one by one, and who cannot is trained alone."""
 
 import dataclasses
+import itertools
 import math
 import re
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+)
 
 import fs_lowrank
 from fs_lowrank.engines.local import LocalEngine
@@ -127,6 +134,14 @@ QUICK = (
 def test_the_same_run(both, trained, case):
     both(*CASES[case])
     assert trained == [3, 2] * 2
+
+
+@pytest.mark.more
+def test_states_that_are_kept_of_some_only(both, trained):
+    """Those of clients whose samples are not seen often enough are computed in each step."""
+    prefix = both("encoder", {"federate.total_round_num": 1}, 4).workspace.prefix
+    assert [prefix.budget.get(f"client {i}", False) for i in range(1, 5)] == [True, True, True, False] and prefix.parts
+    assert trained == [3, 2] and "client 1" in prefix.cached and "client 4" not in prefix.cached
 
 
 @pytest.mark.more
@@ -451,3 +466,27 @@ def test_auto_decides_by_the_sizes(settings, tmp_path):
     with torch.device("meta"):
         causal = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_layer=2))
     assert cohort.bytes_a_token(causal, 0, 100) == 4 * 3 * 50257
+    with torch.device("meta"):
+        model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", num_layers=2))
+    model = model.to_empty(device="cpu")
+    assert size(5, **{"dataloader.batch_size": 2}) == 1, "it has a decoder"
+
+
+def test_auto_gives_every_core_as_many_cohorts():
+    assert [cohort.evenly(8, n, 2) for n in (1, 2, 7, 10, 50, 200)] == [1, 1, 4, 5, 7, 8]
+    assert [cohort.evenly(8, n, 1) for n in (7, 10, 200)] == [7, 5, 8] and cohort.evenly(8, 16, 64) == 1
+    for size, n, cores in itertools.product((2, 7, 16), (3, 10, 50), (1, 2, 8)):
+        number = math.ceil(n / cohort.evenly(size, n, cores))
+        assert cohort.evenly(size, n, cores) <= size and (number >= min(cores, n) or cores > n / 2)
+
+
+@pytest.mark.more
+def test_cohorts_are_of_equal_sizes(make_engine):
+    workspace = make_engine("text", {**SGD, "federate.client_num": 6, "train.cohort": 4}).workspace
+
+    def cohorts(*clients):
+        tasks = [workspace.task(client, 1) for client in clients]
+        return [[task.client for task in group] for group in Trainer(workspace).cohorts(tasks)]
+
+    assert cohorts(5, 1, 4, 2, 3, 6) == [[5, 1, 4], [2, 3, 6]] and cohorts(5, 1) == [[5, 1]]
+    assert cohorts(5, 1, 4, 2, 3) == [[5, 1, 4], [2, 3]]

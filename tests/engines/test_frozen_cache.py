@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import AutoTokenizer, FNetConfig, FNetModel
 
 pytestmark = pytest.mark.more
 
@@ -109,3 +110,42 @@ def test_half_precision(make):
     assert {states.dtype for states, _ in kept.workspace.prefix.cached.values()} == {torch.bfloat16}
     for name, value in kept.ledger.state.items():
         torch.testing.assert_close(value, computed.ledger.state[name], atol=0.02, rtol=0.05)
+
+
+def resumed(make, task, keys, folder):
+    """A run that was stopped after its first round, and has gone on."""
+    stopped, engine = (make(task, {**keys, "outdir": str(folder / "stopped")}) for _ in range(2))
+    stopped.on_round = lambda record: True
+    stopped.run()
+    engine.run(resume=True)
+    return engine
+
+
+@pytest.mark.slow
+def test_a_resumed_run_with_the_cache(make, tmp_path):
+    whole = make("causal", {})
+    whole.run()
+    engine = resumed(make, "causal", {}, tmp_path)
+    assert engine.workspace.prefix.cached
+    assert all(torch.equal(value, engine.ledger.state[n]) for n, value in whole.ledger.state.items())
+
+
+@pytest.mark.slow
+def test_a_model_whose_scores_depend_on_padding(make, tiny_encoder, tmp_path, caplog):
+    """Its texts are computed by length, without the cache, also after resuming."""
+    folder, tokenizer = str(tmp_path / "fnet"), AutoTokenizer.from_pretrained(str(tiny_encoder))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 48, "max_position_embeddings": 64}
+    FNetModel(FNetConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    adapter = {"r": 2, "modules": ["intermediate.dense"], "layers": [1, 2]}
+    keys = {"model.type": f"{folder}@transformers", "llm.adapter.args": [adapter]}
+    kept = make("encoder", keys)
+    assert "FNetForSequenceClassification gives a text another score where it is padded" in caplog.text
+    computed = make("encoder", {**keys, "train.cache_frozen": "off"})
+    for engine in (kept, computed):
+        engine.run()
+    further = resumed(make, "encoder", keys, tmp_path)
+    assert kept.workspace.prefix is None and further.workspace.prefix is None
+    for engine in (computed, further):
+        assert all(torch.equal(value, engine.ledger.state[n]) for n, value in kept.ledger.state.items())

@@ -170,3 +170,10 @@ def test_processes_evaluate_the_same_batches_as_one_process(few, parts):
     pieces = [pool.part_of(test, part, parts, size) for part in range(parts)]
     assert sum(map(len, pieces)) == len(test)
     assert [s for piece in pieces if len(piece) for s in batch_scores(engine.model, piece, size)] == whole
+
+
+def test_work_goes_to_the_process_of_its_home_in_even_shares():
+    assert pool.spread([0, 1, 2, 3], 2) == [0, 1, 0, 1]
+    assert pool.spread([0, 2, 4, 1], 2) == [0, 0, 1, 1]
+    assert pool.spread([0, 0, 0], 3) == [0, 1, 2]
+    assert pool.spread([], 2) == []

@@ -31,11 +31,12 @@ CASES = [
 
 
 @pytest.mark.more
+@pytest.mark.parametrize("engine", ["local", pytest.param("federatedscope", marks=pytest.mark.federatedscope)])
 @pytest.mark.parametrize("keys, said", CASES, ids=["method", "splitter"])
-def test_what_the_script_registers_is_for_its_own_process(registers, few, keys, said):
-    assert fs_lowrank.run(few("run", {"data.splitter": "iid", **keys})).history, "which has it"
+def test_what_the_script_registers_is_for_its_own_process(registers, few, keys, said, engine):
+    assert fs_lowrank.run(few("run", {"data.splitter": "iid", **keys}), engine).history, "which has it"
     with pytest.raises(UserError, match=said) as caught:
-        fs_lowrank.run(few("run", {"data.splitter": "iid", **keys, "federate.process_num": 2}), overwrite=True)
+        fs_lowrank.run(few("two", {"data.splitter": "iid", **keys, "federate.process_num": 2}), engine)
     assert "set federate.process_num 1" in str(caught.value)
     with pytest.raises(UserError, match=said) as caught:
         check(few("run", {"data.splitter": "iid", **keys}))

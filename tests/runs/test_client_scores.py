@@ -134,3 +134,8 @@ def test_before_round_1(make):
 def test_without_a_test_set_it_is_refused(make):
     with pytest.raises(UserError, match="eval.client_scores = True .* but none is held out; give data.splits a share"):
         fs_lowrank.run(make("none", {"data.splits": [0.8, 0.2, 0.0]}))
+
+
+def test_runs_that_do_not_say_whose_models_they_are():
+    assert "its own or the global one" in of_clients([{"own_models": True}, {"own_models": False}])
+    assert "its own or the global one" in of_clients([{}])
