@@ -258,6 +258,12 @@ def _getter(condition: Mapping, look: Lookup) -> Getter:
 # -- kinds ---------------------------------------------------------------------------------------------
 
 
+def _difference(condition: Mapping, bound: float) -> str:
+    """A bound of a difference, for an accuracy in points, too."""
+    scale = scale_of(condition.get("metric", "test_acc"))[0]
+    return f"{bound:g}" + f" ({100 * bound:g} points)" * (scale == 100 and bound != 0)
+
+
 def _condition(
     condition: Mapping,
     subject: str,
@@ -300,7 +306,8 @@ def _exceeds(condition: Mapping, subject: str, parts: Parts, detail: str = "") -
     """A condition that the sum of ``parts`` is above ``by``, and not equal to it."""
     bounds = math.nextafter(condition["by"], math.inf), math.inf
     favours = [name for factor, name, _ in parts if factor > 0]
-    return _condition(condition, subject, f"more than {condition['by']:g}{detail}", parts, bounds, favours)
+    requirement = f"more than {_difference(condition, condition['by'])}{detail}"
+    return _condition(condition, subject, requirement, parts, bounds, favours)
 
 
 def _fall(condition: Mapping, figure: Getter, method: str, factor: int) -> Parts:
@@ -318,7 +325,7 @@ def _falls(condition: Mapping, figure: Getter) -> Iterator[Condition]:
             yield _exceeds(condition, f"{method} falls", parts)
         else:
             bounds, names = (-math.inf, condition["within"]), [name for _, name, _ in parts]
-            requirement = f"at most {condition['within']:g}"
+            requirement = f"at most {_difference(condition, condition['within'])}"
             yield _condition(condition, f"{method} keeps", requirement, parts, bounds, names, names[:1])
 
 
@@ -338,10 +345,9 @@ def _close(condition: Mapping, figure: Getter) -> Iterator[Condition]:
     name, margin = condition["to"], condition["within"]
     for method in condition["methods"]:
         parts = [(1, method, figure(method)), (-1, name, figure(name))]
-        names = [method, name]
-        yield _condition(
-            condition, f"{method} close to {name}", f"at most {margin:g} apart", parts, (-margin, margin), names, names
-        )
+        subject, names = f"{method} close to {name}", [method, name]
+        requirement = f"at most {_difference(condition, margin)} apart"
+        yield _condition(condition, subject, requirement, parts, (-margin, margin), names, names)
 
 
 def _ratio(condition: Mapping, figure: Getter) -> Iterator[Condition]:

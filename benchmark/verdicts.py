@@ -35,6 +35,8 @@ from .suite import Suite
 #: (suite, experiment) -> its results, for the experiments of other suites
 Elsewhere = Callable[[str, str], list[dict]]
 _NOTHING = "–"
+#: scale of a metric -> the form, factor and unit of its differences
+_FORMS: dict[float, tuple[str, float, str]] = {100: (".2f", 100.0, " points"), 0: (".3g", 1e-6, " MB")}
 
 
 @dataclass
@@ -181,13 +183,8 @@ class Row:
 
 def gap_text(subject: str, gap: Estimate, settings: int, condition: Condition) -> str:
     """An estimate in points, or in its own unit, with its 95 % interval."""
-    scale = scale_of(condition.unit)[0]
-    if scale == 100:
-        number, unit = interval_text(gap, ".2f", 100), " points"
-    elif scale == 0:  # bytes
-        number, unit = interval_text(gap, ".3g", 1e-6), " MB"
-    else:
-        number, unit = interval_text(gap, ".3g"), ""
+    form, factor, unit = _FORMS.get(scale_of(condition.unit)[0], (".3g", 1.0, ""))
+    number = interval_text(gap, form, factor)
     return f"{subject}: {number}{unit}" + (f", {settings} settings" if settings > 1 else "")
 
 

@@ -371,6 +371,7 @@ def test_close_ratio_value():
         judged({**near, "within": 0.05}).verdict == HOLDS and judged({**near, "within": 0.015}).verdict == INCONCLUSIVE
     )
     assert judged({**close, "within": 0.05, "where": {"clients": 50}}).verdict == FAILS
+    assert "asked: at most 0.05 (5 points) apart" in judged({**near, "within": 0.05}).text
     ratio = {"is": "ratio", "of": "rolora", "to": "lora", "where": {"clients": 3}}
     assert judged({**ratio, "about": 1, "within": 0.1}).verdict == HOLDS
     assert judged({**ratio, "about": 0.5, "within": 0.1}).verdict == FAILS
