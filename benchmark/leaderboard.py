@@ -182,7 +182,8 @@ def bytes_to_target(points: pd.DataFrame, runs: pd.DataFrame) -> tuple[pd.Series
 
 
 def _rounded(value: float, digits: int = 2) -> str:
-    return "–" if math.isnan(value) else f"{value:.{digits}g}"
+    """``value`` with that many digits that count: 400, not 4e+02."""
+    return "–" if math.isnan(value) else f"{float(f'{value:.{digits}g}'):g}"
 
 
 def exactness(method: str, keys: Mapping[str, Any]) -> float:

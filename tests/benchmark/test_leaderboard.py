@@ -94,9 +94,9 @@ def test_bytes_are_without_the_head_and_settings_without_a_score_are_counted():
 def test_a_run_without_a_metric_is_in_no_median(monkeypatch):
     monkeypatch.setattr("benchmark.leaderboard.exactness", lambda method, keys: 0.0)
     run = {**run_of("a", "fedlora", (10, 0.5), (20, 0.8)), **dict.fromkeys(MEASURED), "uplink_without_head": 2e3}
-    runs = [{**run, "config": {"federate.method": "fedlora"}, "memory": of} for of in (3e9, 5e9, None)]
+    runs = [{**run, "config": {"federate.method": "fedlora"}, "memory": of} for of in (3e11, 5e11, None)]
     (row,) = table({"fedlora": {"a": Figure({0: 0.5})}}, pd.DataFrame(runs))
-    assert (row["memory, GB"], row["server, ms"], row["kB up, down"]) == ("4", "–", "2, –")
+    assert (row["memory, GB"], row["server, ms"], row["kB up, down"]) == ("400", "–", "2, –")
 
 
 #: they train all weights, or networks of their own
