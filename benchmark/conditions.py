@@ -260,8 +260,8 @@ def _getter(condition: Mapping, look: Lookup) -> Getter:
 
 def _difference(condition: Mapping, bound: float) -> str:
     """A bound of a difference, for an accuracy in points, too."""
-    scale = scale_of(condition.get("metric", "test_acc"))[0]
-    return f"{bound:g}" + f" ({100 * bound:g} points)" * (scale == 100 and bound != 0)
+    points, of_accuracy = f"{100 * bound:g}", scale_of(condition.get("metric", "test_acc"))[0] == 100
+    return f"{bound:g}" + f" ({points} point{'s' * (points != '1')})" * (of_accuracy and bound != 0)
 
 
 def _condition(
