@@ -28,9 +28,8 @@ def _failure(endpoint: str) -> str:
     until = time.monotonic() + HUB_SECONDS
     try:
         with requests.get(endpoint, timeout=HUB_SECONDS, allow_redirects=False, stream=True) as answer:
-            for _ in zip(
-                range(HUB_BYTES), answer.iter_content(1)
-            ):  # some servers send headers, and then next to nothing
+            # Some servers send headers, and then next to nothing.
+            for _ in zip(range(HUB_BYTES), answer.iter_content(1)):
                 if time.monotonic() > until:
                     return f"fewer than {HUB_BYTES} bytes came within {HUB_SECONDS:g} s"
     except requests.RequestException as error:
