@@ -59,7 +59,7 @@ def table(options: Options, workers: int, say: Callable[[str], None], gpus: Sequ
     head = ("experiment", "cells", "searches", "runs", "samples", "time", "GPU memory", "memory", "disk", "not known")
     lines: list[Sequence[str]] = [head]
     lines += [_line(str(where), sums) for where, sums in frame.groupby("where", sort=False).agg(reducers).iterrows()]
-    lines += [(), _line(f"in all, by {workers} workers", total)]
+    lines += [(), _line(f"in all, by {workers} worker{'s' * (workers > 1)}", total)]
     return lines if gpus else [(*line[:6], *line[7:]) for line in lines]
 
 

@@ -522,7 +522,7 @@ def test_a_gpu_that_runs_are_estimated_for(place, bench, monkeypatch, workers, s
     options = ["--gpus", "1,2", "--workers", str(workers), "--results", "on_gpus"]
     code, said = bench("run", "tiny.yaml", "--only", "main", "--estimate", *options)
     assert code == 0 and set(probed) == {(True, 1)}, said
-    row = re.findall(rf"│ in all, by {workers} workers +│(.*)", said)[0].split("│")
+    row = re.findall(rf"│ in all, by {workers} workers? +│(.*)", said)[0].split("│")
     sizes = [figure.strip() for figure in row[4:8]]
     # 8 cells score their test set, all workers at a time
     assert sizes == sums
