@@ -29,7 +29,7 @@ _NOT_WHOLE = "a seed collapsed or failed"
 
 def draw_all(results: ExperimentResults, root: Path) -> dict[str, str]:
     """Draw all figures of an experiment, none of a script; returns files below ``root`` by title."""
-    if results.experiment.script or not results.cells:
+    if results.experiment.script or not results.records:
         return {}
     stem = f"{results.suite.name}-{results.suite.size}-{results.experiment.name}"
     drawings = {}

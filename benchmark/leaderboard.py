@@ -58,7 +58,7 @@ def write_leaderboard(suite: Suite, results: Mapping[str, ExperimentResults], ro
         return []
     rows = table(figures, runs)
     _draw(figures, runs, page.with_suffix(".svg"))
-    experiments = [experiment for experiment in results.values() if experiment.cells]
+    experiments = [experiment for experiment in results.values() if experiment.records]
     lines = [[*rows[0]], *([*row.values()] for row in rows)]
     write_text(page, markdown("leaderboard", lines, experiments, page.with_suffix(".svg").name))
     return [page, page.with_suffix(".svg")]

@@ -82,12 +82,8 @@ class ExperimentResults:
         return any(r.get("config", {}).get("model.task") in LANGUAGE for r in self.all_records[:1])
 
     @property
-    def cells(self) -> int:
-        return len(self.all_records)
-
-    @property
     def has_any(self) -> bool:
-        return bool(self.cells or self.failed or self.searches or self.stale)
+        return bool(self.records or self.failed or self.searches or self.stale)
 
     def figure(self, method: str, column: str, metric: str) -> Figure | None:
         """The figure at a setting; without a value if all seeds failed, missed their target or are stale, and None if

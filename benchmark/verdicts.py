@@ -90,8 +90,8 @@ class Row:
         return self.decided + (f", not tested in {untested}" if untested and self.decided != UNTESTED else "")
 
     @property
-    def gaps(self) -> dict[str, tuple[Estimate, int, Condition]]:
-        """Subject -> its estimate over the settings, their number, and one of the conditions.
+    def gaps(self) -> dict[str, tuple[Estimate, list[Estimate], Condition]]:
+        """Subject -> its estimate over the settings, those of the settings if there are several, and one condition.
 
         Without experiments in which nothing was learned; of a group only the first that has the comparison.
         """
@@ -104,8 +104,8 @@ class Row:
                     compared.setdefault(condition.subject, []).append((condition.estimate, condition))
         gaps = {}
         for subject, entries in compared.items():
-            estimates = [estimate for estimate, _ in entries if estimate.error]
-            summary = (pooled(estimates), len(estimates)) if len(estimates) > 1 else (entries[0][0], 1)
+            spread = [estimate for estimate, _ in entries if estimate.error]
+            summary = (pooled(spread), spread) if len(spread) > 1 else (entries[0][0], [])
             gaps[subject] = (*summary, entries[0][1])
         return gaps
 
@@ -181,11 +181,19 @@ class Row:
         return f"{command(self.suite, experiments, 'local')} --data FOLDER --workers 2"
 
 
-def gap_text(subject: str, gap: Estimate, settings: int, condition: Condition) -> str:
-    """An estimate in points, or in its own unit, with its 95 % interval."""
+def gap_text(subject: str, gap: Estimate, settings: Sequence[Estimate], condition: Condition) -> str:
+    """An estimate in points, or in its own unit, with its 95 % interval.
+
+    Args:
+        settings: the estimates of the settings, if there are several. Of two the text has both in place of an interval,
+            since two say too little about other settings.
+    """
     form, factor, unit = _FORMS.get(scale_of(condition.unit)[0], (".3g", 1.0, ""))
     number = interval_text(gap, form, factor)
-    return f"{subject}: {number}{unit}" + (f", {settings} settings" if settings > 1 else "")
+    if len(settings) == 2:
+        mean, *both = (interval_text(Estimate(e.centre, None), form, factor) for e in (gap, *settings))
+        number = f"{mean} ({' and '.join(both)})"
+    return f"{subject}: {number}{unit}" + (f", {len(settings)} settings" if settings else "")
 
 
 def judged_claims(suite: Suite, results: Mapping[str, ExperimentResults]) -> dict[str, Row]:

@@ -21,7 +21,7 @@ def add(commands) -> None:
         type=shell.at_least(0.1, float),
         default=10.0,
         metavar="S",
-        help="seconds between two renewals (default: 10)",
+        help="with --live: seconds between two renewals (default: 10)",
     )
     parser.set_defaults(do=_report)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from benchmark.job import at_the_end, decisive
 from benchmark.metrics import of_test_data, scale_of
 from benchmark.results import ExperimentResults, figure_text, value
 from benchmark.suite import load_suite
-from benchmark.verdicts import judged_claims
+from benchmark.verdicts import gap_text, judged_claims
 from fs_lowrank import UserError, load_config
 from fs_lowrank.settings import Origin
 
@@ -162,6 +163,15 @@ def test_several_settings_together():
 
 
 @pytest.mark.more
+def test_two_settings_are_shown_in_place_of_an_interval_that_says_nothing():
+    settings = [Estimate(0.02, 0.005, 4), Estimate(-0.01, 0.004, 4), Estimate(0.01, 0.004, 4)]
+    condition = SimpleNamespace(unit="test_acc")
+    two = gap_text("a above b", pooled(settings[:2]), settings[:2], condition)
+    assert re.fullmatch(r"a above b: 0\.\d\d \(2\.00 and −1\.00\) points, 2 settings", two)
+    assert re.search(r" to .* points, 3 settings$", gap_text("a above b", pooled(settings), settings, condition))
+    assert gap_text("a above b", settings[0], [], condition).endswith("(0.61 to 3.39) points")
+
+
 def test_several_settings_of_equal_methods_are_told_apart_in_5_percent_at_most():
     rng, times, told = np.random.default_rng(0), 500, 0
     for _ in range(times):

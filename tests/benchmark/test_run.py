@@ -281,7 +281,7 @@ def test_a_search_with_a_failed_trial_fails_and_is_completed_by_the_next_run(pla
     done = {**execute(cell.rated(store)), "finished": 3.0}
     store.write("cells", done)
     found = find(search.suite, search.experiment, search.options, store)
-    assert found.methods == ["shown as"] and found.cells == 1
+    assert found.methods == ["shown as"] and len(found.all_records) == 1
 
 
 @pytest.mark.more
@@ -453,7 +453,7 @@ def test_a_rate_is_at_the_end_of_the_grid_of_its_own_experiment(place, monkeypat
     ends, unlike = {}, {}
     for name in ("main", "other", "third", "fourth"):
         found = find(suite, suite.experiments[name], options, store)
-        assert found.cells == 4
+        assert len(found.all_records) == 4
         ends[name], unlike[name] = found.figure("fedlora", "2", "test_acc").at_end, markdown("rates", found)
     assert ends == {"main": False, "other": True, "third": True, "fourth": False} and len(store.all("cells")) == 8
     said = "The table's rate of fedlora, 0.03, won in no finished search of `other`."
@@ -718,7 +718,7 @@ def test_a_repetition_that_fails_is_reported_beside_the_earlier_result(place, mo
     for then, failures in ((100.0, 0), (200.0, 1)):
         store.write("failed", {**cell.identity(), "error": "then", "finished": then})
         found = find(suite, suite.experiments["trouble"], options, store)
-        assert found.cells == 1 and len(found.failed) == failures
+        assert len(found.all_records) == 1 and len(found.failed) == failures
 
 
 def test_suites_do_not_run_generated_code_without_permission():
