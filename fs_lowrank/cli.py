@@ -17,7 +17,7 @@ from rich.text import Text
 from . import __version__
 from .commands import add_commands, init, seeds
 from .commands.extensions import extensions, run_extension
-from .errors import UserError, counted, hint
+from .errors import UserError, between, counted, hint
 from .jobs import shell, tables
 from .jobs.progress import line
 from .jobs.shell import console, say
@@ -176,11 +176,10 @@ def _beginning() -> list:
             if prefix := run.workspace.prefix:
                 cached = f" once ({human_bytes(prefix.planned)})" if prefix.planned else ""
                 text += f"; computes the first {prefix.depth} of {len(prefix.layers)} layers{cached} without dropout"
-            dropout = (
-                f"dropout {'acts' if draws(run.workspace.model.train()) else 'is 0'}{' in the others' * bool(prefix)}"
-            )
+            dropout = "acts" if draws(run.workspace.model.train()) else "is 0"
             resumes = f"; continues after round {len(run.history)}" if run.history else ""
-            say(f"  {text}; {dropout}; results go to {run.outdir}{resumes}")
+            console.print(f"  {text}; dropout {dropout}{' in the others' * bool(prefix)}{resumes}")
+            say(f"  results go to {run.outdir}")
 
     return [Beginning()]
 
@@ -267,20 +266,20 @@ def _print_notes(results: dict) -> None:
             best, share = result.best.get("test_acc"), result.facts["majority"]
             details = f"; in the best round {best:.3f} ± {standard_error(best, rows):.3f}" if best is not None else ""
             details += f"; the most frequent class alone gives {share:.3f}" if share is not None else ""
-            say(f"  {name}: test accuracy {score:.3f} ± {error}{details}")
+            console.print(f"  {name}: test accuracy {score:.3f} ± {error}{details}")
         if result.before:
             scores = for_people({n: v for n, v in result.before.items() if n.count("_") == 1}, result.language)
             initial = ", ".join(f"{n.replace('_', ' ')} {v:.3f}" for n, v in scores.items())
             say(f"  {name}: before round 1: {initial}")
         if "unseen_test_acc" in result.final:
             listed = ", ".join(map(str, result.unseen[:20])) + (", …" if len(result.unseen) > 20 else "")
-            say(
+            console.print(
                 f"  {name}: {len(result.unseen)} of {len(result.facts['clients'])} clients never took part ({listed}): "
                 f"test {'token ' * result.language}acc {result.final['unseen_test_acc']:.3f} on their shares of the "
                 "test set"
             )
         if result.verdict:
-            say(f"  {name}: {result.verdict}", style="yellow")
+            console.print(f"  {name}: {result.verdict}", style="yellow")
 
 
 def _print_saved(result) -> None:
@@ -313,9 +312,7 @@ def _dry_run(config, engine: str, file: Path | None) -> int:
         from .runs.summary import human_time
 
         or_less = f" or less, as {usage.cohort} clients train at once," if usage.cohort > 1 else ""
-        say(
-            f"  about {human_time(usage.seconds)}{or_less} for {usage.steps:,.0f} steps of clients, and the evaluations"
-        )
+        say(f"  about {human_time(usage.seconds)}{or_less} for {usage.steps:,.0f} steps of clients, and evaluation")
     for resource in usage.lacking:
         say(f"  it will not fit: {resource}", style="yellow")
     for advice in usage.advice:
@@ -382,8 +379,8 @@ def _compare(args: argparse.Namespace) -> None:
         config, methods, args.engine, overrides=args.overrides, resume=args.resume, overwrite=args.overwrite
     )
     first = next(iter(results.values()))
-    sizes = sorted(first.facts["clients"])
-    say(f"\ndata: {first.facts['source']}; {counted(len(sizes), 'client')} of {sizes[0]} to {sizes[-1]} samples")
+    sizes = first.facts["clients"]
+    say(f"\ndata: {first.facts['source']}; {counted(len(sizes), 'client')} of {between(sizes)} samples")
     _print_results(results, args.table)
     _print_notes(results)
     for name, result in results.items():
@@ -434,7 +431,7 @@ def _cache(args: argparse.Namespace) -> None:
 def _doctor(args: argparse.Namespace) -> int:
     from .doctor import examine, installed
 
-    lines: list[Sequence[str | Text]] = [("", "what", "found, and what to do")]
+    lines: list[Sequence[str | Text]] = [("", "part", "status and remedy")]
     checks = installed() if args.quick else examine()
     for check in checks:
         state, colour = ("ok", "green") if check.ok else ("missing", "red") if check.required else ("absent", "yellow")
@@ -454,7 +451,7 @@ def _fetch(args: argparse.Namespace) -> None:
         return
     tables.only_of_a_list(args)
     for name in args.names:
-        say(f"{name}: {fetch(name, progress=say)}")
+        fetch(name, progress=say)
 
 
 if __name__ == "__main__":

@@ -98,6 +98,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
+def between(values: Iterable[int]) -> str:
+    """``24 to 40``, the least and the greatest of whole numbers; ``32`` if all are equal."""
+    return " to ".join(map(str, sorted({min(values), max(values)})))
+
+
 def hint(*words: object) -> str:
     """``fs-lowrank WORDS``, quoted for a shell: a command in a message, ready to run."""
     return shlex.join(["fs-lowrank", *map(str, words)])

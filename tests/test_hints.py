@@ -7,13 +7,17 @@ from pathlib import Path
 import pytest
 
 from fs_lowrank import cli
-from fs_lowrank.errors import hint
+from fs_lowrank.errors import between, hint
 from fs_lowrank.testing.small import make_reviews
 
 
 def offered(text):
     """The commands that ``text`` offers, as arguments of ``fs-lowrank``."""
     return [shlex.split(line)[1:] for line in re.findall(r"(?:with|next|first): (fs-lowrank .+)", text)]
+
+
+def test_equal_sizes_are_one_number():
+    assert between([40, 24, 32]) == "24 to 40" and between([32, 32]) == "32"
 
 
 def test_words_are_quoted():

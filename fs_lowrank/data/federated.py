@@ -14,7 +14,7 @@ from fs_lowrank.data.images import ImageExamples
 from fs_lowrank.data.partition import Partition, class_counts
 from fs_lowrank.data.ragged import Lazy, Ragged
 from fs_lowrank.data.tables import MULTI_LABEL, REGRESSION
-from fs_lowrank.errors import counted
+from fs_lowrank.errors import between, counted
 
 
 @dataclass
@@ -118,7 +118,7 @@ class FederatedData:
         sizes = self.partition.sizes()
         parts = row_lines(self.counts())
         clients = counted(len(sizes), "client")
-        parts.append(f"{sizes.sum()} for training by {clients} ({sizes.min()} to {sizes.max()} each)")
+        parts.append(f"{sizes.sum()} for training by {clients} ({between(sizes)} each)")
         held_out = {"validation": self.validation, "test": self.test}
         parts += [f"{len(examples)} for {split}" for split, examples in held_out.items() if examples is not None]
         if self.task == REGRESSION:

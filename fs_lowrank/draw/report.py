@@ -14,7 +14,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from ..config import Config, load_config
-from ..errors import counted
+from ..errors import between, counted
 from ..jobs.files import write_text
 from ..settings.metrics import larger_is_better, standard_error
 from .page import Item, Note, PageTable, Section, document
@@ -338,7 +338,7 @@ def _data(runs: Sequence[Shown]) -> list[Item]:
     for data in (run.data for run in runs):
         sizes, cut = data["sizes"], data.get("truncated") or {}
         facts = {"source": data["source"], "rows read": data.get("read", ""), "training rows": int(sizes.sum())}
-        facts["clients"] = f"{len(sizes)}, of " + " to ".join(map(str, sorted({sizes.min(), sizes.max()}))) + " rows"
+        facts["clients"] = f"{len(sizes)}, of {between(sizes)} rows"
         facts["held out"] = ", ".join(f"{len(data[s]['rows'])} {s}" for s in ("validation", "test") if s in data)
         facts["left out"] = "; ".join(f"{count} ({reason})" for reason, count in data["skipped"].items() if count)
         facts[f"cut to {data.get('tok_len')} tokens"] = "; ".join(f"{n} of {s}" for s, n in cut.items() if n)

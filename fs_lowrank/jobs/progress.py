@@ -39,7 +39,7 @@ def watched() -> bool:
 def showing(live: bool) -> Iterator[None]:
     """During the block ``steps`` and ``line`` show progress: ``live``, or as lines of a log."""
     text = "{n:.10g} of {total}, {remaining} left{postfix}"
-    shape = f"{{desc}}: {{bar:20}} {text}" if live else f"{{desc}}: {text}"
+    shape = f"{{desc}}: {{bar}} {text}" if live else f"{{desc}}: {text}"
     look: dict[str, Any] = {"leave": False, "dynamic_ncols": True, "bar_format": shape, "delay": SOON}
     if not live:
         look |= {"delay": LOG_EVERY, "mininterval": LOG_EVERY, "miniters": 0, "file": _Log()}

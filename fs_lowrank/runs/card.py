@@ -14,7 +14,7 @@ import yaml
 
 from ..data.fetch import FETCHABLE
 from ..draw.panels import digits
-from ..errors import counted
+from ..errors import between, counted
 from ..models.build import locate, model_name
 from ..settings import Settings
 from ..settings.metrics import standard_error
@@ -64,7 +64,7 @@ def model_card(
         revision=revision,
         fetched=f", as `fs-lowrank fetch {model}` gives it" if model in FETCHABLE and not Path(model).is_dir() else "",
         clients=counted(len(facts["clients"]), "client"),
-        sizes=f"{min(facts['clients'])} to {max(facts['clients'])} samples",  # a filter of jinja2 is slow for many
+        sizes=f"{between(facts['clients'])} samples",  # a filter of jinja2 is slow for many
         figures=values,
         labels=labels,
         names=json.dumps(labels, ensure_ascii=False),

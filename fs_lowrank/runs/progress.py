@@ -46,7 +46,7 @@ def progress_bar(
             return on_round(record) if on_round else None
 
         def of_client(round: int, done: int, total: int) -> object:
-            move(round - 1 + done / total, ", ".join(filter(None, (scores, f"client {done + 1} of {total}"))))
+            move(round - 1 + done / total, scores)
             return on_client(round, done, total) if on_client else None
 
         yield of_round, of_client

@@ -49,6 +49,15 @@ def test_a_terminal_has_one_line_below_what_is_printed(monkeypatch):
     assert not before.rpartition("\r")[2] and not before.split("\r")[-2].strip()  # the line was wiped out
 
 
+def test_the_bar_of_a_line_leaves_room_for_its_text(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    narrow = {"ncols": 80, "dynamic_ncols": False}
+    with progress.showing(live=True), progress.line("fedlora, rounds", 8, at_once=True, **narrow) as bar:
+        bar.set_postfix_str("test acc 0.325  val acc 0.250")
+    lines = [line for line in sys.stderr.getvalue().split("\r") if "acc" in line]
+    assert lines and all(line.endswith("test acc 0.325  val acc 0.250") and len(line) == 80 for line in lines)
+
+
 @pytest.mark.parametrize("shown", [nullcontext, partial(progress.showing, live=False)], ids=["nobody asked", "a log"])
 def test_quick_work_shows_nothing(monkeypatch, shown):
     monkeypatch.setattr(sys, "stderr", io.StringIO())

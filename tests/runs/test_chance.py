@@ -93,7 +93,9 @@ def test_run_and_compare_report_that_nothing_was_learned(settings, tmp_path, cap
     score = json.loads((folder / "summary.json").read_text())["final"]["test_acc"]
     assert not chance.reached(score), "an untrained model"
     said = f"fedlora: nothing was learned: test_acc {score:.3f}, while {chance}; the training loss"
-    assert said in " ".join(capsys.readouterr().out.split())
+    out = capsys.readouterr().out
+    assert said in " ".join(out.split())
+    assert all(len(line) <= cli.console.width for line in out.splitlines() if "learned" in line or "trains" in line)
 
 
 def test_the_names_of_a_language_models_metrics():
