@@ -840,7 +840,7 @@ def test_a_finished_run_is_not_overwritten(make):
     before = {path: path.read_bytes() for path in engine.recorder.outdir.rglob("*") if path.is_file()}
     with pytest.raises(UserError, match="holds a run already"):
         make("run", {**keys, "seed": 9}).run()
-    with pytest.raises(UserError, match="kept no checkpoint.*choose another outdir"):
+    with pytest.raises(UserError, match="without a checkpoint.*choose another outdir"):
         make("run", keys).run(resume=True)
     assert before == {path: path.read_bytes() for path in engine.recorder.outdir.rglob("*") if path.is_file()}
 

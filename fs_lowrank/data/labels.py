@@ -52,7 +52,7 @@ def warn_alike(where: str, column: str, names: Sequence[str]) -> None:
         same.setdefault("".join(c for c in folded if c.isprintable() and not c.isspace()), []).append(name)
     notes = [f"{', '.join(map(repr, dups))} differ in case, blanks or width only" for dups in same.values() if dups[1:]]
     missing = [name for key in _MISSING & same.keys() for name in same[key]]
-    notes += [f"{', '.join(map(repr, sorted(missing)))} may stand for no label"] * bool(missing)
+    notes += [f"{', '.join(map(repr, sorted(missing)))} may mean no label"] * bool(missing)
     if notes:
         say_once(f"{where}: each is a class of its own in column {column!r}: {'; '.join(notes)}")
 

@@ -26,7 +26,7 @@ from fs_lowrank.data.labels import (
     without_label,
 )
 from fs_lowrank.data.template import SYNONYMS, is_custom, prompted, prompts
-from fs_lowrank.errors import UserError, nearest, say_once
+from fs_lowrank.errors import UserError, counted, nearest, say_once
 
 CLASSIFICATION = "classification"
 REGRESSION = "regression"
@@ -215,7 +215,7 @@ def instructions(
     elif (chats := conversation_column(table)) and "instruction" not in args:
         turns = [_conversation(f"{where}, row {row + 1}", chats, talk, answered) for row, talk in table[chats].items()]
         if any("weight" in turn for talk in turns for turn in talk):
-            say_once(f"{where}: the 'weight' of a turn is not read: the last turn is what is learned")
+            say_once(f"{where}: the 'weight' of a turn is not read: the model learns the last turn")
         if any(earlier):
             turns = [talk if talk[0]["role"] == "system" else [*before, *talk] for before, talk in zip(earlier, turns)]
         frame = pd.DataFrame({"messages": pd.Series(turns, index=table.index, dtype=object)})
@@ -345,7 +345,7 @@ def require_columns(where: str | Path, table: pd.DataFrame, columns: list[str]) 
 
 def several_classes(labels: pd.Series, where: str) -> None:
     if labels.nunique() < 2:
-        raise UserError(f"{where}: all {len(labels)} rows have one class; a classifier needs at least two")
+        raise UserError(f"{where}: one class in {counted(len(labels), 'row')}; a classifier needs at least two")
 
 
 def fingerprint(raw: RawData) -> str:

@@ -105,7 +105,7 @@ def curve_panels(
             least = max(0.1, 8 * math.sqrt(0.25 / size) if size else 0) if shares else None
             panels.append(_curve(name, axis, lines, least, share=shares, main=(split, metric) == counts))
     panels.append(_curve("training loss, clients' own data", "round", _lines(histories, "round", ("loss",))))
-    for key, name in (("adapter_norm", "norm of what is trained"), ("drift", "mean norm of a client's change")):
+    for key, name in (("adapter_norm", "norm of the trained tensors"), ("drift", "mean norm of a client's change")):
         lines = [line for part in _PARTS for line in _lines(histories, "round", (key, part))]
         panels.append(_curve(name, "round", lines))
     # One evaluation is no curve, but it may be the result.
@@ -230,7 +230,7 @@ def score_panel(scores: Mapping[str, Mapping[str, Mapping[str, float]]], majorit
     if majority is not None:
         ends = [-0.5, len(clients) - 0.5]
         marks.append(Line("majority class of the test set", ends, [majority] * 2, colour=GREY, style=":"))
-    along = "client, by the accuracy" + f" of {next(iter(scores))}" * (len(scores) > 1)
+    along = "client, by accuracy" + f" of {next(iter(scores))}" * (len(scores) > 1)
     title = "accuracy on each client's share of the test set"
     return Panel("client-scores", title, along, "accuracy", marks, share=True, ticks=_ticks(clients))
 

@@ -233,7 +233,7 @@ def _arguments(
 ) -> argparse.Namespace:
     """Parse the command line. Overrides, if the command takes them, may be before, between and after options."""
     for command in commands:
-        command.add_argument("-v", "--verbose", action="store_true", help="say more of what is done")
+        command.add_argument("-v", "--verbose", action="store_true", help="say more")
         command.add_argument("--debug", action="store_true", help="log everything; show where an error came from")
         command.set_defaults(parser=command)
     # argparse takes -1e0 for an option; with a blank before it, it is a value.

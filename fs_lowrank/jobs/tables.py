@@ -86,7 +86,7 @@ def show(
         hidden.append(leaves[len(hidden)])
     console.print(table)
     if hidden:
-        console.print(f"a wider terminal, and --json, show what has no room here: {', '.join(hidden)}")
+        console.print(f"a wider terminal, and --json, also show: {', '.join(hidden)}")
     if file:
         write_tables(lines, file)
 

@@ -31,7 +31,7 @@ INSIDE = "FS_LOWRANK_WORKER"
 #: config keys of a worker that sees one GPU
 ON_ITS_GPU = {"use_gpu": True, "device": 0}
 #: the message for a user who stops a command
-CONTINUED = ": what runs ends now, and is continued next time; once more Ctrl-C kills it"
+CONTINUED = ": running work ends now, and is continued next time; another Ctrl-C kills it"
 
 
 @contextmanager

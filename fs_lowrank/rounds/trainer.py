@@ -129,7 +129,7 @@ class Trainer:
         if workspace.method.needs.alone:
             reason = f"federate.method = {config.federate.method} asks for it"
         elif self.reuse:
-            reason = "lowrank.reuse_clients keeps clients that were trained alone"
+            reason = "lowrank.reuse_clients stores clients that were trained alone"
         else:
             reason = never_together(workspace.model, config, self._held, workspace.shortcuts.tried)
         if reason:

@@ -73,7 +73,7 @@ def check_outdir(config: Settings, resume: bool) -> None:
         )
     if resume and finished and not checkpoint:
         raise CannotContinue(
-            f"{folder} holds a finished run that kept no checkpoint, by its lowrank.checkpoint_freq, so there is "
+            f"{folder} holds a finished run without a checkpoint (lowrank.checkpoint_freq), so there is "
             "nothing to continue; replace it with overwrite=True, or choose another outdir"
         )
 

@@ -102,7 +102,7 @@ def _of_models(config: Settings, method: Any, needs: Any) -> Iterator[Conflict]:
     changes = full or needs.changes_base and needs.adapter != "optional"
     advice = "take a method that leaves the base as it is, such as fedlora, or leave the key out"
     if "merge" in keys_of(method.Params):
-        advice = "set lowrank.merge False, by which it keeps beside the base what it would merge"
+        advice = "set lowrank.merge False, with which it merges nothing into the base"
     changed = f"federate.method = {method.name} changes the weights of the base; {advice}"
     for name, value in (("lowrank.dtype", config.quantised), ("model.device_map", model.device_map)):
         yield value and config.is_vision, name, f"it is for models of transformers, not {model.type}"
@@ -123,7 +123,7 @@ def _of_devices(config: Settings) -> Iterator[Conflict]:
     processes = "it spreads one model over all devices, and federate.process_num puts one on each; leave one out"
     yield spread and config.federate.process_num != 1, "model.device_map", processes
     start = config.adapter.extra.get("init_lora_weights", True)
-    computes = "it computes with the weights of the base, which model.device_map keeps elsewhere; leave it out"
+    computes = "it computes with the weights of the base, which model.device_map puts elsewhere; leave it out"
     yield spread and start not in (True, False, "gaussian"), "llm.adapter.args.0.init_lora_weights", computes
     undivided = "it needs the whole model on one device; leave it out with model.device_map, and merge elsewhere"
     yield spread and merges, "lowrank.save_merged", undivided

@@ -121,7 +121,7 @@ def test_glue_errors(tmp_path):
         load("sst2@glue", tmp_path)
     for file in ("train.tsv", "dev.tsv"):
         write(tmp_path / "SST-2" / file, "sentence\tlabel\na\t1\n")
-    with pytest.raises(UserError, match="all 1 rows have one class"):
+    with pytest.raises(UserError, match="one class in 1 row"):
         load("sst2@glue", tmp_path)
 
 
@@ -167,7 +167,7 @@ BROKEN = [
     ("a.csv", 'text,label\na,1\n"b,0\n', "line 3: unexpected end of data; .*the file is cut"),
     ("a.csv", "text,text\na,1\n", "names a column twice"),
     ("a.csv", "text,lable\na,1\n", "no column 'label'; did you mean 'lable'.*there are: text, lable"),
-    ("a.csv", "text,label\na,1\nb,1\n", "all 2 rows have one class"),
+    ("a.csv", "text,label\na,1\nb,1\n", "one class in 2 rows"),
     ("a.csv", b"text,label\na,1\nb\xff,0\n", "line 3: not UTF-8: byte 0xff"),
     ("a.csv", b"\xef\xbb\xbftext,label\na,1\nb\xff,0\n", "line 3: not UTF-8: byte 0xff"),
     (
@@ -424,7 +424,7 @@ def test_what_public_formats_have_beside_a_conversation_is_said(tmp_path, caplog
     load("w.jsonl", tmp_path)
     assert {r.getMessage().split(": ", 1)[1] for r in caplog.records} == {
         "the column 'history' is not read",
-        "the 'weight' of a turn is not read: the last turn is what is learned",
+        "the 'weight' of a turn is not read: the model learns the last turn",
     }
     write(tmp_path / "e.jsonl", json.dumps({"instruction": "a", "output": "b", "system": "", "history": []}))
     assert list(load("e.jsonl", tmp_path).train) == ["instruction", "input", "output", "system"]
@@ -588,7 +588,7 @@ def test_rows_without_a_label_are_left_out_and_counted(tmp_path, nothing):
         (["Pos", "pos", "neg"], "'Pos', 'pos' differ in case, blanks or width only"),
         (["1", "1\x00", "2"], "'1', '1\\x00' differ in"),
         (["a b", "ab", "\uff41b"], "'a b', 'ab', '\uff41b' differ in"),
-        (["NA", "a", "None"], "'NA', 'None' may stand for no label"),
+        (["NA", "a", "None"], "'NA', 'None' may mean no label"),
         (["a", "b", "unsure"], ""),
     ],
 )

@@ -68,4 +68,4 @@ def hub() -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = previous
-    say_once(f"{constants.ENDPOINT} does not answer ({failure}); what is in its cache (HF_HOME) is used")
+    say_once(f"{constants.ENDPOINT} does not answer ({failure}); its cache (HF_HOME) is used")
