@@ -158,7 +158,7 @@ def _on_round(config) -> Callable[[dict], None]:
         if len(line) + len(sent + end) <= console.width:  # the table at the end has the bytes too
             line.append(sent)
         line.append(end)
-        say(line)
+        console.print(line)
 
     return on_round
 

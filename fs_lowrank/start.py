@@ -189,13 +189,10 @@ def _columns(setup: Setup, table: pd.DataFrame) -> tuple[dict[str, str], bool]:
         if column := named.get(role) or (candidates[0] if len(candidates) == 1 or candidates and causal else ""):
             columns[role] = column
         elif role not in ("input", "text_pair"):
-            advice = (
-                "; for plain text write the configuration by hand, with data.args [{template: '{COLUMN}', output: "
-                "COLUMN}]"
-            )
-            if not causal:
-                matches = usual["instruction"] or usual["output"]
-                advice = "; of instructions with answers, instruction='COLUMN' and output='COLUMN'" if matches else ""
+            advice = "; of instructions with answers, instruction='COLUMN' and output='COLUMN'"
+            if causal:
+                template = "[{template: '{COLUMN}', output: COLUMN}]"
+                advice = f"; for plain text write the configuration by hand, with data.args {template}"
             raise UserError(f"{setup.data}: which column is the {role}? say {role}='COLUMN', of {listed}{advice}")
     return columns, causal
 

@@ -189,7 +189,7 @@ def test_a_configuration_that_says_another_column_is_refused(monkeypatch, at, ti
         (
             pd.DataFrame({"a": [1, 2] * 20, "b": [3, 4] * 20}),
             {},
-            "which column is the text. say text='COLUMN', of a, b",
+            "which column is the text. say text='COLUMN', of a, b; of instructions with answers, instruction=",
         ),
         (make_reviews(60).assign(review="x"), {}, "which column is the text. say text='COLUMN', of text, label"),
         (make_reviews(60), {"label": "label", "output": "text"}, "label is of a classification, output of instr"),
