@@ -393,6 +393,8 @@ def _compare(args: argparse.Namespace) -> None:
 def _methods(args: argparse.Namespace) -> None:
     import inspect
 
+    from rich.markdown import Markdown
+
     from .declared import methods
 
     if args.name is None:
@@ -405,12 +407,13 @@ def _methods(args: argparse.Namespace) -> None:
         return
     tables.only_of_a_list(args)
     cls = methods().get_method_class(args.name)
-    say(inspect.cleandoc(inspect.getmodule(cls).__doc__ or cls.__doc__ or ""))
+    console.print(Markdown(inspect.cleandoc(inspect.getmodule(cls).__doc__ or cls.__doc__ or ""), "ansi_dark"))
     fields = dataclasses.fields(cls.Params)
     console.print("\nhyperparameters (config section lowrank):" if fields else "\nno hyperparameters of its own")
     for field in fields:
         limits = [f"{k} {field.metadata[k]}" for k in ("min", "max", "choices") if k in field.metadata]
-        say(f"  {field.name} = {field.default!r}: {field.metadata.get('help', '')} ({', '.join(limits)})")
+        text = f"  {field.name} = {field.default!r}: {field.metadata.get('help', '')}"
+        console.print(text + f" ({', '.join(limits)})" * bool(limits))
 
 
 def _cache(args: argparse.Namespace) -> None:
