@@ -116,8 +116,10 @@ def suite(tmp_path_factory):
 
 
 @pytest.mark.parametrize("width, scheme", [(1400, "light"), (400, "dark")])
-def test_the_page_of_a_suite_opens(show, suite, width, scheme):
+def test_the_page_of_a_suite_opens(browser, show, suite, width, scheme):
     show(suite, width, scheme)
+    beside = "getComputedStyle(document.querySelector('.cards td[data-label=verdict]'), '::before').content"
+    assert browser.execute_script(f"return {beside}") == ("none" if width > 640 else '"verdict"')
 
 
 @pytest.mark.skipif(not (ROOT / "site" / "index.html").exists(), reason="make docs builds the site")

@@ -79,7 +79,7 @@ def test_the_first_screen_of_a_comparison_has_the_answer_and_the_ranking(tmp_pat
     assert "<title>b and a on reviews.csv, 4 clients</title>" in text
     assert text.index("a has the best test accuracy") < text.index('data-name="result"') < text.index("<svg")
     table = text[text.index('data-name="result"') :]
-    assert table.index(">a<") < table.index(">b<") and 'data-label="behind the best"' in table
+    assert table.index(">a<") < table.index(">b<") and "<th>behind the best</th>" in table
 
 
 def test_runs_that_differ_in_their_seed_have_one_label(tmp_path):

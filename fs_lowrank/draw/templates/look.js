@@ -63,7 +63,10 @@ document.querySelectorAll("table").forEach((table, number) => {
     button.onclick = () => save(table, table.dataset.name ?? `table-${number + 1}`, format);
     buttons.append(button);
   }
-  [...table.tHead.rows[0].cells].forEach((header, column) => {
+  const headers = [...table.tHead.rows[0].cells];
+  table.classList.toggle("cards", headers.length > 3);
+  headers.forEach((header, column) => {
+    for (const row of table.tBodies[0].rows) row.cells[column].dataset.label = header.textContent;
     header.tabIndex = 0;
     header.classList.toggle("number", table.tBodies[0].rows[0]?.cells[column].classList.contains("number"));
     header.onclick = () => sort(table, column);
