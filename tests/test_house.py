@@ -188,11 +188,11 @@ NOT_CODE = {
 #: room -> the most lines of code that it may have, and beside it where it is to go. A room that needs more says what
 #: another gives up; one that has got smaller keeps what it won
 BUDGETS = {
-    "settings, config, keys": 1604,  # 1,300
+    "settings, config, keys": 1605,  # 1,300
     "fs_lowrank.algebra": 427,  # 420
     "fs_lowrank.data": 2493,  # 2,200
     "fs_lowrank.models": 2897,  # 2,750
-    "fs_lowrank.methods": 2552,  # 1,850, and 1,500 more for the methods of the field
+    "fs_lowrank.methods": 2547,  # 1,850, and 1,500 more for the methods of the field
     "fs_lowrank.training": 744,  # 700
     "fs_lowrank.rounds": 2188,  # 1,900
     "fs_lowrank.callbacks": 343,  # 400

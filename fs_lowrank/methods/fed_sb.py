@@ -13,15 +13,14 @@ function of the base: η is ``first_step``. The authors' code has s = 1 and take
 one place; here the clients of round 1 send them, once, as large as the weights of the layers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..algebra import signed, top_components
-from ..errors import UserError
 from ..models.adapters import base_weight_name, module_of
 from ..models.curvature import mean_gradients
-from ..models.names import all_tensors, named_tensors, pairs
+from ..models.names import named_tensors, pairs
 from ..settings import key
 from .base import Averaging, State
 from .ravan import Ravan, small_of
@@ -42,15 +41,9 @@ class FedSB(Ravan):
 
     params: Params
 
-    def adapt(self, model):
-        model = super().adapt(model)
-        for b in named_tensors(model, ("lora_B",)):
-            if not all_tensors(model)[base_weight_name(b)].is_floating_point():
-                raise UserError(
-                    f"lowrank.dtype: {self.name} needs gradients of the base's weights, which a quantised base has "
-                    "not; take bfloat16, or a method such as ravan"
-                )
-        return model
+    @classmethod
+    def requires(cls, params):
+        return replace(super().requires(params), float_base=True)
 
     def initial_state(self, model):
         state = super().initial_state(model)

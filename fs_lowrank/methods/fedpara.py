@@ -38,7 +38,7 @@ class FedPara(Averaging):
 
     @classmethod
     def requires(cls, params):
-        return replace(super().requires(params), alone=True)
+        return replace(super().requires(params), alone=True, float_base=True)
 
     @property
     def adapter(self):

@@ -47,6 +47,8 @@ class Requires:
         changes_base: the method trains weights of the base, replaces them or merges into them, so that they cannot be
             quantised (``lowrank.dtype``). By default that of a method with ``base`` in ``shared`` or ``personal``, and
             of one that overrides ``changed_base``.
+        float_base: the method computes with the values or the gradients of the base's weights, so that they cannot be
+            quantised either.
         alone: a client needs the model to itself while it trains, because the method computes with the model's own
             tensors then, by hooks for example. ``train.cohort`` trains the clients of other methods together.
         layers: of ``llm.adapter.args`` only the choice of layers is used, because the method adds no adapter to them.
@@ -66,6 +68,7 @@ class Requires:
     validation: bool = False
     rounds: bool = False
     changes_base: bool = False
+    float_base: bool = False
     alone: bool = False
     layers: bool = False
     ranks: tuple[int, ...] = ()

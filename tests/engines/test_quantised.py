@@ -28,7 +28,7 @@ def keys_of(method):
     own = get_method_class(method).Params.__dataclass_fields__
     params = {"merge": False, **({"tau": 2} if "tau" in own else {})} if "merge" in own else {}
     needs = requirements(method, params)
-    if needs.adapter == "none" or needs.changes_base and needs.adapter != "optional":
+    if needs.adapter == "none" or needs.float_base or needs.changes_base and needs.adapter != "optional":
         return None
     use = {"llm.adapter.use": True} if needs.adapter == "optional" else {}
     return {**use, **{f"lowrank.{name}": value for name, value in params.items()}}
@@ -276,8 +276,10 @@ def test_what_stays_as_it_is_is_named(build, caplog):
         ("encoder", {"federate.method": "fedfisher"}, ("fedfisher changes", "leave the key out")),
         ("causal", {"federate.method": "fedloru"}, ("fedloru changes", "lowrank.merge False")),
         ("causal", {"federate.method": "flora"}, ("flora changes", "lowrank.merge False")),
+        ("causal", {"federate.method": "fed_sb"}, ("fed_sb computes with the base", "bfloat16")),
+        ("encoder", {"federate.method": "fedpara"}, ("fedpara computes with the base", "bfloat16")),
         ("causal", {"llm.adapter.args.0.adapter_method": "loha"}, ("adapter_method = 'loha'", "take lora")),
-        ("vision", {"federate.method": "fedlora"}, ("PEFT raises",)),
+        ("vision", {"federate.method": "fedlora"}, ("it is for models of transformers",)),
     ],
 )
 def test_what_cannot_be_quantised_is_refused_in_one_line(bench, tmp_path, task, keys, words):
