@@ -149,8 +149,8 @@ def compare(
         told: ``on_round``, ``on_client`` and ``callbacks``, as for ``run``; the rows have no callbacks.
 
     Raises:
-        UserError: an unknown method, or an override that none of the methods has (raised before anything runs); and
-            the errors of ``run``. RunFailed: the comparison cannot be written.
+        UserError: an unknown method, an override that none of the methods has, or a folder that holds a run (raised
+            before anything runs); and the errors of ``run``. RunFailed: the comparison cannot be written.
     """
     from .baselines import row_config, run_row, split_names
     from .runs.given import with_data
@@ -161,9 +161,9 @@ def compare(
     methods, rows = split_names(names(methods) if isinstance(methods, str) else methods)
     config, keys_of = load_for(config, methods, overrides)
     outdir = outdir_of(config)
+    for name in () if resume or overwrite else ("", *keys_of, *rows):
+        check_outdir(config.replace({"outdir": str(outdir / name), "expname": ""}), False)
     if data is not None:
-        for name in () if resume or overwrite else (*keys_of, *rows):
-            check_outdir(config.replace({"outdir": str(outdir / name), "expname": ""}), False)
         config = with_data(config, data, bool(resume), overwrite)
     configs = _configs_of(config, keys_of, outdir)
     schedule_config = configs.get("fedloru", config)  # with its own tau

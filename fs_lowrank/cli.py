@@ -273,11 +273,9 @@ def _print_notes(results: dict) -> None:
             say(f"  {name}: before round 1: {initial}")
         if "unseen_test_acc" in result.final:
             listed = ", ".join(map(str, result.unseen[:20])) + (", …" if len(result.unseen) > 20 else "")
-            console.print(
-                f"  {name}: {len(result.unseen)} of {len(result.facts['clients'])} clients never took part ({listed}): "
-                f"test {'token ' * result.language}acc {result.final['unseen_test_acc']:.3f} on their shares of the "
-                "test set"
-            )
+            score = f"test {'token ' * result.language}acc {result.final['unseen_test_acc']:.3f} on their test rows"
+            part = f"{len(result.unseen)} of {len(result.facts['clients'])} clients never took part ({listed})"
+            console.print(f"  {name}: {part}: {score}")
         if result.verdict:
             console.print(f"  {name}: {result.verdict}", style="yellow")
 

@@ -125,8 +125,9 @@ def test_overrides_reach_the_run(command, config_file, tmp_path):
 @pytest.mark.more
 def test_a_folder_that_holds_a_run(command, config_file, tmp_path):
     assert command("run", "--cfg", config_file)[0] == 0
-    code, _, err = command("run", "--cfg", config_file)
-    assert code == 2 and "holds a run already" in err and "--resume" in err
+    for again in (["run"], ["compare", "--methods", "rolora"]):  # a comparison would replace its curves
+        code, _, err = command(*again, "--cfg", config_file)
+        assert code == 2 and f"{tmp_path / 'run'} holds a run already" in err and "--resume" in err
     before = (tmp_path / "run" / "rounds.jsonl").read_bytes()
     code, out, _ = command("run", "--cfg", config_file, "--resume")
     assert code == 0 and "starting at round 1" not in out and "round   1/" not in out
