@@ -80,7 +80,7 @@ def write_report(options: Options) -> list[Path]:
     rows = [row for *_, judged in sections for row in judged]
     adjust([c for row in rows for conditions in row.by_experiment.values() for c in conditions])
     suites = []
-    for suite, results, selected, judged in steps(sections, "drawing suites"):
+    for suite, results, selected, judged in sections:
 
         def elsewhere(name: str, experiment: str, size: str = suite.size) -> list[dict]:
             other = planned(name, size)[1].get(experiment)  # it may be of the other size
@@ -88,7 +88,8 @@ def write_report(options: Options) -> list[Path]:
 
         for row in judged:
             row.cause = cause_of(row, results, elsewhere)
-        experiments = [(entry, draw_all(entry, root)) for entry in selected.values() if entry.has_any]
+        shown = steps([entry for entry in selected.values() if entry.has_any], f"drawing {suite.name}")
+        experiments = [(entry, draw_all(entry, root)) for entry in shown]
         suites.append((suite, judged, _drawn(judged, root), experiments))
     runs = {r["hash"]: r for row in rows for records in row.runs.values() for r in records if "rounds" in r}
     cells = frame(store)
@@ -109,11 +110,7 @@ def write_report(options: Options) -> list[Path]:
         unused=len(cells) - len(live),
         damaged={str(Path(p).relative_to(root)): reason for p, reason in sorted(store.damaged.items())},
     )
-    written = {
-        "report.md": text,
-        "report.html": html(text, root),
-        "results.csv": cells.to_csv(**_CSV),
-    }
+    written = {"report.md": text, "report.html": html(text, root), "results.csv": cells.to_csv(**_CSV)}
     if full or not has_page(root):  # the committed table of claims is of all suites
         written["claims.csv"] = pd.DataFrame(claims, columns=head).to_csv(**_CSV)
     for name, content in written.items():

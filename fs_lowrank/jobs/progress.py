@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -18,14 +19,15 @@ _LOOK: ContextVar[dict[str, Any] | None] = ContextVar("look", default=None)
 
 
 class _Log:
-    """Standard error, on which a bar is a line of its own each time."""
+    """Standard error, on which a bar is a line of its own, at most one every ``LOG_EVERY`` seconds."""
+
+    last = time.monotonic()
 
     def write(self, text: str) -> None:
-        if line := text.replace("\x1b[A", "").strip():
-            print(line, file=sys.stderr)
-
-    def flush(self) -> None:
-        """Lines are written at once."""
+        line = text.replace("\x1b[A", "").strip()
+        if line and time.monotonic() - self.last >= LOG_EVERY:
+            self.last = time.monotonic()
+            print(line, file=sys.stderr, flush=True)
 
 
 def watched() -> bool:
@@ -38,11 +40,9 @@ def watched() -> bool:
 @contextmanager
 def showing(live: bool) -> Iterator[None]:
     """During the block ``steps`` and ``line`` show progress: ``live``, or as lines of a log."""
-    text = "{n:.10g} of {total}, {remaining} left{postfix}"
-    shape = f"{{desc}}: {{bar}} {text}" if live else f"{{desc}}: {text}"
+    shape = f"{{desc}}: {'{bar} ' * live}{{n:.10g}} of {{total}}, {{remaining}} left{{postfix}}"
     look: dict[str, Any] = {"leave": False, "dynamic_ncols": True, "bar_format": shape, "delay": SOON}
-    if not live:
-        look |= {"delay": LOG_EVERY, "mininterval": LOG_EVERY, "miniters": 0, "file": _Log()}
+    look |= {"mininterval": SOON / 10, "miniters": 0, "file": None if live else _Log()}
     token = _LOOK.set(look)
     try:
         yield
@@ -61,8 +61,8 @@ def line(label: str, total: int, at_once: bool = False, **options: Any) -> Abstr
     look = _LOOK.get()
     if look is None:
         return nullcontext()
-    if at_once and "file" not in look:
-        options |= {"delay": 0, "mininterval": 0, "miniters": 0}
+    if at_once:
+        options |= {"delay": 0, "mininterval": 0}
     bar: AbstractContextManager[Any] = import_module("tqdm").tqdm(total=total, desc=label, **{**look, **options})
     return bar
 

@@ -681,6 +681,7 @@ def test_wrong_use(place, monkeypatch, capsys):
 def test_a_log_has_a_line_of_all_jobs_even_while_none_ends(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(place)
+    monkeypatch.setattr(progress, "SOON", 0)
     monkeypatch.setattr(progress, "LOG_EVERY", 0.0)
     monkeypatch.setattr(benchmark.run, "worker_pool", lambda *given, **options: None)
     monkeypatch.setattr(benchmark.run, "hand_out", lambda board, work, pool, stop, say, look: (board.claim(), look()))

@@ -410,7 +410,7 @@ def test_a_suite_with_one_size_is_reported(study, tmp_path, monkeypatch, capfd):
     with progress.showing(live=True):
         write_report(given)
     shown = capfd.readouterr().err
-    assert "reading suites: " in shown and "drawing suites: " in shown
+    assert "reading suites: " in shown and "drawing mine: " in shown
     assert "(paper)" in (tmp_path / "results" / "report.md").read_text()
 
 

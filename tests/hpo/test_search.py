@@ -514,7 +514,8 @@ def test_best_refuses_a_winner_that_was_not_confirmed(search, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_command_line_in_worker_processes(config, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "LOG_EVERY", 0.1)
+    monkeypatch.setattr(progress, "SOON", 0)
+    monkeypatch.setattr(progress, "LOG_EVERY", 0.0)
     (tmp_path / "space.yaml").write_text("train.optimizer.lr: {grid: [1e-3, 1e-2]}")
     config.dump(tmp_path / "run.yaml")
     files = ["--cfg", tmp_path / "run.yaml", "--space", tmp_path / "space.yaml", "--dir", tmp_path / "hpo"]

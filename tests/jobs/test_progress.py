@@ -31,6 +31,18 @@ def test_a_log_has_lines_with_the_whole_label(monkeypatch):
     assert all(line.startswith("AdaLoRA: ") for line in lines)
 
 
+def test_a_log_has_lines_of_short_work_too_if_it_is_long_together(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(progress, "SOON", 0)
+    monkeypatch.setattr(progress, "LOG_EVERY", 0.5)
+    monkeypatch.setattr(progress._Log, "last", time.monotonic())
+    with progress.showing(live=False):
+        for suite in "abcd":
+            for _ in progress.steps([1, 2], suite):
+                time.sleep(0.12)
+    assert 1 <= len(sys.stderr.getvalue().splitlines()) <= 2
+
+
 def test_a_resumed_run_counts_only_its_own_rounds_for_the_time_left(monkeypatch, settings):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     config = fs_lowrank.load_config(settings, {"federate.total_round_num": 100})
