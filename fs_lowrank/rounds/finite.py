@@ -28,7 +28,7 @@ class WrongStep(UserError):
 class BadRound(RuntimeError):
     """The server step failed on updates that were admitted; state and outbox are those before the round."""
 
-    remedy = "set lowrank.on_bad_round to skip, or bound lowrank.max_update_norm or lowrank.max_update_norm_factor"
+    remedy = "set lowrank.on_bad_round to skip, bound norms by lowrank.max_update_norm, or correct a method of your own"
 
 
 def require_valid(result: Any, before: State, method: Method) -> tuple[State, Mapping[str, Tensor]]:

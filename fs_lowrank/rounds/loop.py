@@ -136,11 +136,13 @@ class Loop:
             round.fail(client, "absent", reason)
         invited = sorted(round.waiting)
         answers = self._exchange(round, invited, "train")
-        for done in range(len(invited)):
-            self.on_client(round.number, done, len(invited))
+        unanswered = {*invited}
+        while unanswered:
+            self.on_client(round.number, len(invited) - len(unanswered), len(invited))
             if (reply := next(answers, None)) is None:
                 break
             order, answer = reply
+            unanswered.discard(order.client)
             if isinstance(answer, Lost):
                 round.fail(order.client, answer.kind, answer.reason)
             elif order.purpose == "train":
@@ -148,7 +150,7 @@ class Loop:
             elif "error" in answer.facts:
                 round.fail(order.client, "failed", str(answer.facts["error"])[:1000])
         for client in round.waiting:
-            round.fail(client, "failed", "its answer is not of this round")
+            round.fail(client, "failed", "no answer of it is for this round")
 
     def _exchange(
         self, round: Round, clients: Collection[int], purpose: Purpose

@@ -13,7 +13,7 @@ import numpy as np
 from filelock import FileLock
 from torch import nn
 
-from ..errors import CannotContinue, DamagedFile, RunFailed, user_errors
+from ..errors import CannotContinue, DamagedFile, RunFailed, UserError, nearest, user_errors
 from ..jobs.files import read_json, remove_unfinished, to_json, write_text
 from ..jobs.tables import write_tables
 from ..models.adapters import load_tensors
@@ -46,6 +46,13 @@ class Callback:
     A run calls the functions of all callbacks in the order of the list, in the process that has the server's state. An
     error of the user's code ends the run, which ``resume=True`` continues.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Raise ``UserError`` for a misspelt function, which no run would call."""
+        super().__init_subclass__(**options)
+        for name in vars(cls).keys() - vars(Callback).keys():
+            if name[0] != "_" and (hint := nearest(name, ("on_start", "after_round", "on_end"), 0.8)):
+                raise UserError(f"{cls.__name__}.{name}: a run calls no function of this name{hint}")
 
     def on_start(self, run: Recorder) -> object:
         """The run begins, or goes on after the rounds in ``run.history``.
@@ -153,7 +160,8 @@ class Recorder:
             if round > 1
             else f"no round was completed; start again, and {error.remedy}"
         )
-        return RunFailed(f"{error} ({'; '.join(f['reason'] for f in failed[:3]) or 'nobody failed'}); {outlook}")
+        reasons = "; ".join(f["reason"] for f in failed[:3])
+        return RunFailed(f"{error}{f' ({reasons})' if reasons else ''}; {outlook}")
 
     def release(self) -> None:
         """Close the run's open files and trackers, and unlock the folder if it is locked."""

@@ -112,6 +112,14 @@ def test_what_is_no_callback_is_refused(config, given):
         fs_lowrank.run(config, callbacks=given)
 
 
+def test_a_misspelt_function_is_refused_where_the_class_is_written():
+    with pytest.raises(UserError, match="Mine.after_rounds: .*did you mean 'after_round'"):
+
+        class Mine(Callback):
+            def after_rounds(self, run, record):
+                return True
+
+
 def test_a_wrong_callback_does_not_cost_the_run_that_was_to_be_overwritten(config):
     folder = fs_lowrank.run(config).outdir
     with pytest.raises(UserError, match="callbacks = "):

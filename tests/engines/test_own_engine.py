@@ -86,6 +86,13 @@ def test_clients_that_lost_their_disks_end_as_on_the_embedded_engine(engine, at_
     same_model(local, resumed)
 
 
+def test_an_answer_that_comes_twice_takes_no_other_clients_place(engine, at_once, few, monkeypatch):
+    exchange = engine.Commands.exchange
+    monkeypatch.setattr(engine.Commands, "exchange", lambda *args: (r for r in exchange(*args) for _ in range(2)))
+    history = engine.run(few("commands", {"federate.method": "fedlora", "eval.freq": 0})).history
+    assert [(record["clients"], record["failed"]) for record in history] == [([1, 2], [])] * len(history)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method, keys, kind", CASES)
 def test_the_result_is_that_of_the_embedded_engine(engine, at_once, few, keys_of, request, method, keys, kind):

@@ -322,7 +322,7 @@ def test_what_a_node_says_of_itself_is_not_believed(quick, federation):
     assert first["clients"] == second["clients"] == [1, 3]
     reasons = {f["client"]: f["reason"] for f in first["failed"]}
     assert reasons == {
-        2: "its answer is not of this round",
+        2: "no answer of it is for this round",
         4: "the message holds no parcel in safetensors, but nothing",
         5: "Flower: ray.exceptions.ActorDiedError: The actor died",
     }
