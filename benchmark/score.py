@@ -32,9 +32,8 @@ def add(commands: Any) -> None:
         "--num-fewshot", type=shell.at_least(0), metavar="N", help="examples in the prompt (default: the task's)"
     )
     parser.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the scores to a file, too")
     parser.add_argument("--best", action="store_true", help=BEST)
-    tables.option(parser)
+    tables.option(parser, scores=True)
     parser.set_defaults(do=_score)
 
 

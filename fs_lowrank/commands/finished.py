@@ -22,8 +22,7 @@ def add(commands) -> None:
     evaluate.add_argument("--tasks", metavar="A,B", help="score on tasks of lm-eval: arc_easy, mmlu_stem, …")
     for name in ("limit", "num-fewshot"):
         evaluate.add_argument(f"--{name}", metavar="N", help="with --tasks: see `fs-lowrank benchmark score --help`")
-    evaluate.add_argument("--json", metavar="FILE", type=Path, help="write the scores to a file, too")
-    tables.option(evaluate)
+    tables.option(evaluate, scores=True)
     evaluate.set_defaults(do=_evaluate)
     count = shell.at_least(1)
     predict = commands.add_parser("predict", help="add a column with the predictions of a finished run to a file")
@@ -80,8 +79,9 @@ def _evaluate(args: argparse.Namespace) -> int | None:
     if args.tasks is not None:
         if columns := [f"--{role}" for role in _ROLES if getattr(args, role.replace("-", "_"))]:
             raise UserError(f"{', '.join(columns)}: of a file; the tasks of lm-eval have columns of their own")
-        words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
-        words += ["--best"] if args.best else []
+        named = {name: value for name, value in options.items() if value is not None and value is not tables.JSON}
+        words = [word for name, value in named.items() for word in (f"--{name}", str(value))]
+        words += ["--json"] * (args.table is tables.JSON) + ["--best"] * args.best
         return run_extension(extensions()["benchmark"], ["score", str(args.run), *words])
     if unused := [f"--{name}" for name in ("limit", "num-fewshot") if options[name] is not None]:
         raise UserError(f"{', '.join(unused)}: of --tasks A,B; a file is scored whole")

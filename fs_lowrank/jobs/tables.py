@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -28,14 +28,27 @@ JSON = Path("json")
 _output: TextIO | None = None
 
 
-def option(command: argparse.ArgumentParser, when: str = "") -> None:
-    """Give a command the option ``--table FILE``, for ``show``; ``when``: the beginning of the help."""
+class _ScoresOrTable(argparse.Action):
+    """``--json FILE`` is the file of the scores; ``--json`` alone is that of a table, ``JSON``."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, option: str | None = None) -> None:
+        setattr(namespace, "table" if value is JSON else self.dest, value)
+
+
+def option(command: argparse.ArgumentParser, when: str = "", scores: bool = False) -> None:
+    """Give a command the options ``--table FILE`` and ``--json``, for ``show``.
+
+    Args:
+        when: the beginning of the help. scores: ``--json FILE`` names a file for more than the table, ``args.json``.
+    """
     text = f"{when}also write the table, as CSV and LaTeX; FILE ends with .csv or .tex"
     group = command.add_mutually_exclusive_group()
     group.add_argument("--table", metavar="FILE", type=_path, help=text)
     as_json = f"{when}print the table as JSON instead, one object a row"
-    if "--json" not in command._option_string_actions:  # of some commands it names a file
-        group.add_argument("--json", dest="table", action="store_const", const=JSON, help=as_json)
+    as_json += "; with FILE: write the scores to it, too" * scores
+    alone: dict[str, Any] = {"dest": "table", "action": "store_const"}
+    named = {"metavar": "FILE", "nargs": "?", "type": Path, "action": _ScoresOrTable}
+    (command if scores else group).add_argument("--json", const=JSON, help=as_json, **(named if scores else alone))
 
 
 def only_of_a_list(args: argparse.Namespace) -> None:
@@ -59,7 +72,7 @@ def _path(text: str) -> Path:
 def output_of(file: Path | None) -> Iterator[None]:
     """Within the block, with ``JSON``, messages go to standard error, and the table alone to the output."""
     global _output
-    if file is not JSON:
+    if file is not JSON or sys.stdout is sys.stderr:  # the command that called this one has done so
         yield
         return
     _output = sys.stdout

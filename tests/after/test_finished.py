@@ -333,6 +333,8 @@ def test_the_commands(runs, test_rows, reviews_csv, tmp_path, capsys):
     assert cli.main(["evaluate", folder, "--data", str(test_rows), "--json", str(tmp_path / "scores.json")]) == 0
     assert f"{runs['classes'].final['test_acc']:.4f} ±" in capsys.readouterr().out
     assert json.loads((tmp_path / "scores.json").read_text())["rows"] == 60
+    assert cli.main(["evaluate", folder, "--data", str(test_rows), "--json"]) == 0
+    assert {"acc", "loss"} <= {entry["score"] for entry in json.loads(capsys.readouterr().out)}
     partly = pd.read_csv(test_rows).astype({"label": object})
     partly.loc[3, "label"] = ""
     partly.to_csv(tmp_path / "partly.csv", index=False)

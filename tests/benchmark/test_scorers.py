@@ -473,6 +473,8 @@ def test_a_finished_run_by_one_command(root, tmp_path, tiny_causal, instructions
     assert cli.main([*command, "--json", str(tmp_path / "scores.json")]) == 0, capsys.readouterr().err
     printed = capsys.readouterr().out
     assert "arc_easy" in printed and "acc_norm" in printed
+    assert cli.main([*command, "--json"]) == 0
+    assert {row["task"] for row in json.loads(capsys.readouterr().out)} == {"arc_easy", "boolq"}
     loaded = load_run(tmp_path / "run")
     spec = {"scorer": "lm_eval", "tasks": ["arc_easy", "boolq"], "limit": 2}
     assert json.loads((tmp_path / "scores.json").read_text())["scores"] == json.loads(
