@@ -89,6 +89,7 @@ def title_of(metric: str, language: bool = False) -> str:
         "formula": "both directions by the papers' formula, 2 × up",
         "traffic_without_head": "both directions without the head, per client and round",
         "aggregation": "server aggregation, median of a round, ms",
+        "training": "training of all clients in all rounds, s",
         "memory": "peak memory",
     }
     if to_a_target(metric):
