@@ -21,7 +21,8 @@ _LOOK: ContextVar[dict[str, Any] | None] = ContextVar("look", default=None)
 class _Log:
     """Standard error, on which a bar is a line of its own, at most one every ``LOG_EVERY`` seconds."""
 
-    last = time.monotonic()
+    def __init__(self) -> None:
+        self.last = time.monotonic()
 
     def write(self, text: str) -> None:
         line = text.replace("\x1b[A", "").strip()

@@ -35,7 +35,6 @@ def test_a_log_has_lines_of_short_work_too_if_it_is_long_together(monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.setattr(progress, "SOON", 0)
     monkeypatch.setattr(progress, "LOG_EVERY", 0.5)
-    monkeypatch.setattr(progress._Log, "last", time.monotonic())
     with progress.showing(live=False):
         for suite in "abcd":
             for _ in progress.steps([1, 2], suite):
