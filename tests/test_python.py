@@ -130,7 +130,7 @@ def test_a_bar_where_somebody_looks_on(config, monkeypatch, capsys):
     told = []
     result = fs_lowrank.run(config, progress=True, on_round=lambda r: told.append(r["round"]), on_client=lambda *_: 0)
     shown = capsys.readouterr()
-    assert not shown.out and "fedlora, rounds: " in shown.err and "client 2 of 2" in shown.err and told == [1, 2]
+    assert not shown.out and "fedlora, rounds: " in shown.err and "1.5 of 2, " in shown.err and told == [1, 2]
     assert "2 of 2, " in shown.err and f"test acc {result.final['test_acc']:.3f}" in shown.err
     fs_lowrank.run(config, overwrite=True)
     assert "fedlora, rounds: " not in capsys.readouterr().err, "nobody looks on here"

@@ -115,7 +115,6 @@ BORROWED = {
     "fs_lowrank/commands/__init__.py": {"_SubParsersAction"},
     # the commands of a parser with their help, for the overview; the options that it has
     "fs_lowrank/jobs/shell.py": {"_choices_actions", "_SubParsersAction"},
-    "fs_lowrank/jobs/tables.py": {"_option_string_actions"},
     # the id by which a heartbeat is recorded: Optuna records the first one too late (hpo/worker.py)
     "hpo/worker.py": {"_trial_id"},
     # what accelerate must not divide, as transformers' own from_pretrained(device_map=…) asks its models

@@ -64,7 +64,8 @@ document.querySelectorAll("table").forEach((table, number) => {
     buttons.append(button);
   }
   const headers = [...table.tHead.rows[0].cells];
-  table.classList.toggle("cards", headers.length > 3);
+  // the site scrolls its tables itself, those without a class
+  if (headers.length > 3 && !table.closest(".md-typeset")) table.classList.add("cards");
   headers.forEach((header, column) => {
     for (const row of table.tBodies[0].rows) row.cells[column].dataset.label = header.textContent;
     header.tabIndex = 0;
