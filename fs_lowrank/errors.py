@@ -8,7 +8,7 @@ import logging
 import shlex
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -98,7 +98,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def between(values: Iterable[int]) -> str:
+def between(values: Collection[int]) -> str:
     """``24 to 40``, the least and the greatest of whole numbers; ``32`` if all are equal."""
     return " to ".join(map(str, sorted({min(values), max(values)})))
 

@@ -107,7 +107,7 @@ def _of_models(config: Settings, method: Any, needs: Any) -> Iterator[Conflict]:
     for name, value in (("lowrank.dtype", config.quantised), ("model.device_map", model.device_map)):
         yield value and config.is_vision, name, f"it is for models of transformers, not {model.type}"
         yield value and changes, name, changed
-    yield config.quantised and needs.float_base, "lowrank.dtype", f"{method.name} computes with the base; take bfloat16"
+    yield config.quantised and needs.float_base, "lowrank.dtype", f"{method.name} needs float weights; take bfloat16"
     not_lora = config.adapter.method != "lora" and not config.adapter.virtual_tokens
     lora_only = f"of a base of lowrank.dtype = {config.quantised} PEFT computes LoRA's pairs only; take lora"
     yield config.quantised and not_lora, "llm.adapter.args.0.adapter_method", lora_only

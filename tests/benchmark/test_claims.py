@@ -162,7 +162,6 @@ def test_several_settings_together():
     assert found.error == pytest.approx(max(error, math.sqrt(1 / weights.sum())))
 
 
-@pytest.mark.more
 def test_two_settings_are_shown_in_place_of_an_interval_that_says_nothing():
     settings = [Estimate(0.02, 0.005, 4), Estimate(-0.01, 0.004, 4), Estimate(0.01, 0.004, 4)]
     condition = SimpleNamespace(unit="test_acc")
@@ -172,6 +171,7 @@ def test_two_settings_are_shown_in_place_of_an_interval_that_says_nothing():
     assert gap_text("a above b", settings[0], [], condition).endswith("(0.61 to 3.39) points")
 
 
+@pytest.mark.more
 def test_several_settings_of_equal_methods_are_told_apart_in_5_percent_at_most():
     rng, times, told = np.random.default_rng(0), 500, 0
     for _ in range(times):
