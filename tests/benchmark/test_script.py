@@ -91,5 +91,7 @@ def test_a_study_runs_under_python_m(tmp_path):
     command = ["benchmark.server_costs", "--clients", "2", "--repeats", "1", "--out", str(tmp_path)]
     subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True, timeout=300)
     written = json.loads((tmp_path / "server_costs.json").read_text())
-    assert written["command"] == "python -m benchmark.server_costs --clients 2 --rank 4 --repeats 1"
-    assert written["methods"]["rolora"]["up_kB"] < written["methods"]["fedlora"]["up_kB"]
+    assert written["command"] == "python -m benchmark.server_costs --clients 2 --rank 4 --repeats 1 --passes 1"
+    (rows,) = written["passes"]
+    assert rows["rolora"]["up_kB"] < rows["fedlora"]["up_kB"]
+    assert rows["flora"]["with_product_seconds"] > rows["flora"]["server_seconds"]
