@@ -78,10 +78,7 @@ def study(clients: int, rank: int, repeats: int, passes: int) -> dict:
 def lines(result: dict) -> Iterator[str]:
     for number, rows in enumerate(result["passes"], 1):
         for name, row in rows.items():
-            yield (
-                f"pass {number:2} {name:10} up {row['up_kB']:8.1f} kB  down {row['down_kB']:9.1f} kB  "
-                f"server {row['server_seconds']:.4f} s"
-            )
+            yield f"pass {number:2} {name:10} both ways {row['both_kB']:9.1f} kB  server {row['server_seconds']:.4f} s"
 
 
 OPTIONS = {

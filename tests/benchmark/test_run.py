@@ -115,7 +115,7 @@ def surroundings(place):
     return {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(place)]),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
     }
 
 
@@ -127,7 +127,7 @@ def bench(place, surroundings):
     def run(*args):
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out, redirect_stderr(out):
             patch.chdir(place)
-            patch.syspath_prepend(str(place))
+            patch.setattr(sys, "path", [*sys.path])  # as an installed command, without the working directory
             for name, value in surroundings.items():
                 patch.setenv(name, value)
             patch.setattr(registry, "_METHODS", dict(registry._METHODS))
