@@ -102,7 +102,7 @@ def write_report(options: Options) -> list[Path]:
         "report",
         options.engine,
         guide,
-        [head, *claims] if claims else [],
+        [row[:-2] for row in (head, *claims)] if claims else [],
         unrecorded=sum("right" not in r for r in runs.values()),
         runs=len(runs),
         one_seed=sum(r.get("learning_rate", {}).get("seeds") == 1 for r in runs.values()),
