@@ -12,8 +12,6 @@ that share the rest. An inner config is merged into the outer one; any other key
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -360,15 +358,13 @@ def lay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def import_all(modules: tuple[str, ...]) -> None:
-    """Import modules that register methods of a suite, also from the folder that the command is started in.
+    """Import modules that register methods of a suite.
 
     Raises:
         UserError: a module cannot be imported.
     """
     from importlib import import_module
 
-    if os.getcwd() not in sys.path:  # `python -m` has it, an installed command does not
-        sys.path.append(os.getcwd())
     for name in modules:
         try:
             import_module(name)

@@ -140,6 +140,9 @@ def test_the_command(tmp_path, capsys):
     assert "the head of client 1, not averaged" in " ".join(capsys.readouterr().out.split())
     assert cli.main(["check", f"{file}:other"]) == 2 and "it has: step" in capsys.readouterr().err
     assert cli.main(["check", "nowhere.py:step"]) == 2 and "there is no file" in capsys.readouterr().err
+    (tmp_path / "beside_it.py").write_text("def step(states, sizes, ranks, alphas):\n    return states[0]\n")
+    file.write_text("from beside_it import step\n")
+    assert cli.main(["check", f"{file}:step"]) == 1
     file.write_text("import nowhere_at_all\n")
     assert cli.main(["check", f"{file}:step"]) == 2
     assert f"{file} raises ModuleNotFoundError: No module named 'nowhere_at_all'" in capsys.readouterr().err

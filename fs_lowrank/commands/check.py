@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import runpy
+import sys
 from pathlib import Path
 
 from rich.text import Text
@@ -31,9 +32,8 @@ def _check(args: argparse.Namespace) -> int:
 
     file, _, name = args.step.rpartition(":")
     if not file or not Path(file).is_file():
-        raise UserError(
-            f"{args.step}: expected FILE:FUNCTION, such as my_server.py:aggregate; there is no file {file!r}"
-        )
+        raise UserError(f"{args.step}: expected FILE:FUNCTION, such as server.py:aggregate; there is no file {file!r}")
+    sys.path.append(str(Path(file).resolve().parent))  # for modules beside it, as python FILE
     with user_errors(file):
         names = runpy.run_path(file, run_name="fs_lowrank.check")
     if name not in names:
