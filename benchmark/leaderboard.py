@@ -5,9 +5,8 @@ from __future__ import annotations
 import io
 import logging
 import math
-import statistics
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from fs_lowrank.testing.bench import Bench, quietly
 from .conditions import interval_text
 from .figures import draw_on_white, point
 from .frame import row
-from .intervals import Estimate, Figure, estimate, pooled
+from .intervals import Estimate, Figure, estimate
 from .methods_table import signed
 from .results import ExperimentResults
 from .suite import Suite
@@ -96,22 +95,23 @@ def table(figures: Mapping[str, Figures], runs: pd.DataFrame) -> list[dict[str, 
     """A row for each method: column -> text."""
     by_method, points = runs.groupby("method"), curves(runs)
     medians = runs[MEASURED].astype(float).groupby(runs["method"]).median()
-    equal, (quotients, reached) = equal_bytes(points), bytes_to_target(points, runs)
+    equal, (multiples, reached) = equal_bytes(points), bytes_to_target(points, runs)
     rows = []
     for method, by_setting in figures.items():
         median, number, config = medians.loc[method], len(by_method.groups[method]), by_method["config"].first()[method]
-        gaps, settings = equal[method].dropna(), sum(figure.n > 0 for figure in by_setting.values())
-        note = f" in {counted(len(gaps), 'setting')}" if len(gaps) < settings else ""
+        settings = sum(figure.n > 0 for figure in by_setting.values())
+        gaps, ratios = equal[method].dropna(), multiples[method].dropna()
+        notes = [f" in {counted(len(c), 'setting')}" if len(c) < settings else "" for c in (gaps, ratios)]
         lost = sum(len(figure.failed) for figure in by_setting.values())
         distance = exactness(config["federate.method"], config)
-        multiple = "" if math.isnan(quotients[method]) else f"{quotients[method]:.2g}×, "
+        multiple = f"{ratios.median():.2g}×{notes[1]}, " if len(ratios) else ""
         ahead = interval_text(gap(by_setting, figures[BASE]), "+.1f", 100) if method != BASE else "0"
         rows.append(
             {
                 "method": f"`{method}`",
                 "accuracy": interval_text(mean(by_setting), ".1f", 100),
                 f"points against `{BASE}`, equal rounds": ahead,
-                "equal bytes": signed(100 * gaps.mean()) + note if len(gaps) else "–",
+                "equal bytes": signed(100 * gaps.mean()) + notes[0] if len(gaps) else "–",
                 "settings, runs": f"{settings}, {number}" + (f" ({lost} failed)" if lost else ""),
                 "kB up, down": ", ".join(_rounded(median[direction] / 1e3, 3) for direction in MEASURED[:2]),
                 "bytes to a common accuracy": f"{multiple}reached by {reached[method]} of {number}",
@@ -131,20 +131,17 @@ def mean(figures: Figures) -> Estimate:
 
 
 def gap(figures: Figures, base: Figures) -> Estimate:
-    """The accuracy above that of the base with the same seeds, over the settings as random effects; 0 of the base."""
-    gaps = []
-    for setting, figure in figures.items():
-        common = figure.by_seed.keys() & base[setting].by_seed.keys()
-        if common and figure is not base[setting]:
-            gaps.append(estimate([(1, _on(figure, common)), (-1, _on(base[setting], common))]))
-    if len(gaps) > 1 and all(gap.error for gap in gaps):
-        return pooled(gaps)
-    return gaps[0] if len(gaps) == 1 else Estimate(statistics.fmean([g.centre for g in gaps] or [0.0]), None)
+    """The accuracy above that of the base, the mean over the settings, by the seeds that all of them have.
 
-
-def _on(figure: Figure, seeds: Collection[int]) -> Figure:
-    """The figure over some of its seeds."""
-    return replace(figure, by_seed={seed: figure.by_seed[seed] for seed in sorted(seeds)})
+    A seed gives all methods the same split and the same clients, so the interval is that of the differences by seed.
+    """
+    pairs = [(figure, base[setting]) for setting, figure in figures.items() if figure.n]
+    seeds = sorted(set.intersection(*({*figure.by_seed} for pair in pairs for figure in pair)))
+    terms = []
+    for factor, figure in (part for ours, theirs in pairs for part in ((1, ours), (-1, theirs))):
+        by_seed = {seed: figure.by_seed[seed] for seed in seeds}
+        terms.append((factor / len(pairs), replace(figure, by_seed=by_seed, splits=dict.fromkeys(seeds, ""))))
+    return estimate(terms)
 
 
 def curves(runs: pd.DataFrame) -> pd.DataFrame:
@@ -161,24 +158,25 @@ def _by_setting(values: pd.Series, runs: pd.Index) -> pd.DataFrame:
 
 def equal_bytes(points: pd.DataFrame) -> pd.DataFrame:
     """By setting and method the accuracy on validation data above that of the base when both have sent half of what the
-    base sends; NaN where a run had not been evaluated by then.
+    base sends, interpolated between two evaluations; NaN where a run had not been evaluated by then.
     """
-    ends = points.groupby(RUN)["sent"].last()
-    budget = points["setting"].map(ends.xs(BASE, level="method").groupby("setting").mean() / 2)
-    accuracies = _by_setting(points[points["sent"] <= budget].groupby(RUN)["val_acc"].last(), ends.index)
+    curve, ends = points.groupby(RUN), points.groupby(RUN)["sent"].last()
+    budgets = ends.xs(BASE, level="method").groupby("setting").mean() / 2
+    at_budget = {run: np.interp(budgets[run[0]], c["sent"], c["val_acc"], left=math.nan) for run, c in curve}
+    accuracies = _by_setting(pd.Series(at_budget).rename_axis(RUN), ends.index)
     return accuracies.sub(accuracies[BASE], axis=0)
 
 
-def bytes_to_target(points: pd.DataFrame, runs: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
-    """By method all bytes until ``TARGET`` of the base's accuracy on validation data, as a multiple of the base's, the
-    median over the settings in which all runs reach it; and the number of runs that do.
+def bytes_to_target(points: pd.DataFrame, runs: pd.DataFrame) -> tuple[pd.DataFrame, pd.Series]:
+    """By setting and method all bytes until ``TARGET`` of the base's accuracy on validation data, as a multiple of the
+    base's, NaN unless all runs of both reach it; and by method the number of runs that do.
     """
     last = runs[runs["method"] == BASE].groupby("setting")["val_acc"].mean()
     reached = points["val_acc"] >= points["setting"].map(TARGET * last)
     first = points[reached].groupby(RUN)["sent"].first()
     index = points.groupby(RUN).size().index
     multiples = _by_setting(first, index)
-    return multiples.div(multiples[BASE], axis=0).median(), first.reindex(index).groupby("method").count()
+    return multiples.div(multiples[BASE], axis=0), first.reindex(index).groupby("method").count()
 
 
 def _rounded(value: float, digits: int = 2) -> str:

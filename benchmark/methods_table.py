@@ -12,39 +12,45 @@ from fs_lowrank.draw.panels import Panel
 from .figures import draw_on_white, point
 
 SENT = ["uplink_without_head", "downlink_without_head"]
-#: rows of tables: suite, method, take it if, exact, unequal ranks
+#: kind of data -> the suites whose settings count, of the leaderboard those with texts
+SUITES = {"texts": ("glue", "leaderboard"), "images": ("vision",)}
+LEADERBOARD_IMAGES = "fmnist"
+#: rows of tables: kind of data, method, take it if, exact, unequal ranks
 TEXT = (
-    ("glue", "fedlora", "you have no reason for another one", "no", "no"),
-    ("glue", "rolora", "bytes matter", "yes", "no"),
-    ("glue", "ffa_lora", "only one matrix of the pair may change", "yes", "no"),
-    ("glue", "flexlora", "clients need unequal ranks", "but for the cut to the rank", "yes"),
-    ("glue", "flora", "the same, with an exact mean, where downlink is cheap", "yes", "yes"),
+    ("texts", "fedlora", "you have no reason for another one", "no", "no"),
+    ("texts", "rolora", "bytes matter", "yes", "no"),
+    ("texts", "ffa_lora", "only one matrix of the pair may change", "yes", "no"),
+    ("texts", "flexlora", "clients need unequal ranks", "but for the cut to the rank", "yes"),
+    ("texts", "flora", "the same, with an exact mean, where downlink is cheap", "yes", "yes"),
 )
 IMAGES = (
-    ("vision", "fedavg", "you can send all weights", "yes", "no"),
-    ("vision", "fedhm", "image networks start from scratch, at unequal ranks", "but for the cut", "yes"),
-    ("vision", "fedlora", "bytes matter", "no", "no"),
-    ("vision", "fedloru", "the rank has to grow over the rounds", "no", "no"),
+    ("images", "fedavg", "you can send all weights", "yes", "no"),
+    ("images", "fedhm", "image networks start from scratch, at unequal ranks", "but for the cut", "yes"),
+    ("images", "fedlora", "bytes matter", "no", "no"),
+    ("images", "fedloru", "the rank has to grow over the rounds", "no", "no"),
 )
 FRONT = (*TEXT, IMAGES[1])
 
 
 def by_setting(cells: pd.DataFrame, base: str) -> pd.DataFrame:
-    """The means over seeds of each method and setting. Without cells of a curve over the learning rate, of which most
-    are not at a method's best one, and settings in which ``base`` is no better than the majority class.
+    """The means over seeds of each method and setting with two or more. Without cells of a curve over the learning
+    rate, of which most are not at a method's best one, and settings in which ``base`` is no better than the majority
+    class.
     """
     cells = cells[cells["test_acc"].notna() & ~cells["setting"].str.contains("(?:^|; )rate ")]
-    keys = ["size", "experiment", "setting"]
+    keys = ["suite", "size", "experiment", "setting"]
     base_cells = cells[cells["method"] == base]
     learned = (base_cells["test_acc"] > base_cells["majority"]).groupby([base_cells[name] for name in keys]).all()
-    means = cells.groupby(["method", *keys])[["test_acc", "aggregation", *SENT]].mean()
+    groups = cells.groupby(["method", *keys])
+    means = groups[["test_acc", "aggregation", *SENT]].mean()[groups.size() > 1]
     return means[means.index.droplevel("method").isin(learned.index[learned])]
 
 
-def against(cells: pd.DataFrame, suite: str, method: str, base: str) -> pd.DataFrame:
+def against(cells: pd.DataFrame, kind: str, method: str, base: str) -> pd.DataFrame:
     """By setting: ``gap`` of accuracy in points, and the quotients ``up``, ``down`` and ``server`` to ``base``."""
-    settings = by_setting(cells[cells["suite"] == suite], base)
-    joined = settings.loc[method].join(settings.loc[base], rsuffix="_of_base", how="inner")
+    suites = (cells["suite"] != "leaderboard") | (cells["experiment"] != LEADERBOARD_IMAGES)
+    settings = by_setting(cells[suites & cells["suite"].isin(SUITES[kind])], base)
+    joined = settings.loc[method].join(settings.loc[base].add_suffix("_of_base"), how="inner")
     quotients = {
         name: joined[metric] / joined[f"{metric}_of_base"]
         for name, metric in zip(("up", "down", "server"), (*SENT, "aggregation"))
@@ -65,8 +71,8 @@ def table(cells: pd.DataFrame, methods: Sequence[Sequence[str]], base: str) -> l
     """By method the median gap to ``base`` with the worst and the best, the bytes, and the server's step."""
     head = ("method", "take it if", f"points against `{base}`", "bytes up, down", "server step")
     rows: list[tuple[str, ...]] = [(*head, "exact mean", "unequal ranks")]
-    for suite, method, reason, *traits in methods:
-        frame = against(cells, suite, method, base)
+    for kind, method, reason, *traits in methods:
+        frame = against(cells, kind, method, base)
         gap = "0"
         if method != base:
             spread = map(signed, (frame["gap"].median(), frame["gap"].min(), frame["gap"].max()))
@@ -81,9 +87,9 @@ def draw(cells: pd.DataFrame, path: Path) -> None:
     panels = []
     for base, methods in (("fedlora", TEXT), ("fedavg", IMAGES)):
         marks = []
-        for index, (suite, method, *_) in enumerate(methods):
-            frame = against(cells, suite, method, base)
+        for index, (kind, method, *_) in enumerate(methods):
+            frame = against(cells, kind, method, base)
             low, middle, high = frame["gap"].quantile([0.25, 0.5, 0.75])
             marks.append(point(method, index, float(frame["up"].median()), middle, (low, high)))
-        panels.append(Panel(suite, "", f"bytes up, as a multiple of {base}'s", "points of accuracy", marks))
+        panels.append(Panel(kind, "", f"bytes up, as a multiple of {base}'s", "points of accuracy", marks))
     draw_on_white(panels, "median and middle half of the settings", path, size=(4.5, 3.4), in_a_row=2)

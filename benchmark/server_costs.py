@@ -45,13 +45,11 @@ def measure(name: str, clients: int, rank: int, repeats: int) -> dict:
     blocks = ({name: nn.Linear(WIDTH, WIDTH, bias=False) for name in ("q", "v")} for _ in range(LAYERS))
     state = method.initial_state(method.adapt(nn.ModuleList(nn.ModuleDict(block) for block in blocks)))
     draw = torch.Generator().manual_seed(0)
-    up, down, seconds, with_product = [], [], [], []
+    both, seconds, with_product = [], [], []
     for round in (1, 2):
         expected = [method.expected(state, round, k) for k in range(1, clients + 1)]
         drawn = [{n: torch.randn(t.shape, generator=draw) for n, t in sent.items()} for sent in expected]
         updates = [check_update(Update(k, 100, noise), sent) for k, (noise, sent) in enumerate(zip(drawn, expected), 1)]
-        up.append(nbytes(updates[0].tensors))
-        message: dict = {}
         for _ in range(-(-repeats // 2)):
             began = time.perf_counter()
             _, message = method.aggregate(updates, state, round)
@@ -60,11 +58,9 @@ def measure(name: str, clients: int, rank: int, repeats: int) -> dict:
                 for b, a in pairs(stacks):
                     torch.mm(stacks[b], stacks[a])
             with_product.append(time.perf_counter() - began)
-        down.append(nbytes(message))
+        both.append(nbytes(updates[0].tensors) + nbytes(message))
     return {
-        "up_kB": statistics.fmean(up) / 1e3,
-        "down_kB": statistics.fmean(down) / 1e3,
-        "both_kB": (statistics.fmean(up) + statistics.fmean(down)) / 1e3,
+        "both_kB": statistics.fmean(both) / 1e3,
         "server_seconds": statistics.median(seconds),
         "with_product_seconds": statistics.median(with_product),
     }

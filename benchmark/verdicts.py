@@ -104,9 +104,10 @@ class Row:
                     compared.setdefault(condition.subject, []).append((condition.estimate, condition))
         gaps = {}
         for subject, entries in compared.items():
-            spread = [estimate for estimate, _ in entries if estimate.error]
-            summary = (pooled(spread), spread) if len(spread) > 1 else (entries[0][0], [])
-            gaps[subject] = (*summary, entries[0][1])
+            spread = [entry for entry in entries if entry[0].error] or entries[:1]
+            estimates = [estimate for estimate, _ in spread]
+            summary = (pooled(estimates), estimates) if len(estimates) > 1 else (estimates[0], [])
+            gaps[subject] = (*summary, spread[0][1])
         return gaps
 
     @property

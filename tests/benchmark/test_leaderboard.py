@@ -2,8 +2,10 @@
 
 import textwrap
 
+import numpy as np
 import pandas as pd
 import pytest
+from scipy.stats import t
 
 from benchmark.cli import main
 from benchmark.intervals import Figure
@@ -68,9 +70,19 @@ def test_gaps_without_a_spread_have_their_mean():
     assert found.centre == pytest.approx(0.2) and found.ends is None and gap(base, base).centre == 0
 
 
-def test_a_method_is_compared_on_the_seeds_that_both_have():
+def test_a_method_is_compared_on_the_seeds_that_both_have_in_all_settings():
     base = {"a": Figure({0: 0.5, 1: 0.6, 2: 0.9}), "b": Figure({0: 0.4, 1: 0.4, 2: 0.4})}
     assert gap({"a": Figure({1: 0.7}), "b": Figure({1: 0.5, 7: 0.0})}, base).centre == pytest.approx(0.1)
+
+
+def test_every_setting_counts_alike_and_the_interval_is_that_of_the_differences_by_seed():
+    draw = np.random.default_rng(0)
+    base = {name: dict(enumerate(draw.normal(0.6, spread, 5))) for name, spread in (("a", 0.001), ("b", 0.2))}
+    ours = {name: {s: v + draw.normal(0.02, 0.01) for s, v in values.items()} for name, values in base.items()}
+    found = gap(*({name: Figure(values) for name, values in entry.items()} for entry in (ours, base)))
+    by_seed = np.mean([[ours[n][s] - base[n][s] for s in range(5)] for n in "ab"], axis=0)
+    low, high = t.interval(0.95, 4, by_seed.mean(), by_seed.std(ddof=1) / 5**0.5)
+    assert found.ends == (pytest.approx(low), pytest.approx(high)) and high - low < 0.04
 
 
 def run_of(setting, method, *points):
@@ -88,7 +100,9 @@ def test_bytes_are_without_the_head_and_settings_without_a_score_are_counted():
     runs = pd.DataFrame(runs)
     quotients, reached = bytes_to_target(curves(runs), runs)
     assert equal_bytes(curves(runs))["flora"].dropna().to_dict() == {"a": pytest.approx(0.3)}  # b was not evaluated
-    assert quotients["flora"] == (10 / 20 + 15 / 20) / 2 and reached["flora"] == 2
+    assert quotients["flora"].to_dict() == {"a": 10 / 20, "b": 15 / 20} and reached["flora"] == 2
+    between = pd.DataFrame([run_of("a", "fedlora", (10, 0.5), (20, 0.8)), run_of("a", "rolora", (5, 0.4), (15, 0.6))])
+    assert equal_bytes(curves(between))["rolora"].to_dict() == {"a": pytest.approx(0.0)}  # 0.5 after 10
 
 
 def test_a_run_without_a_metric_is_in_no_median(monkeypatch):

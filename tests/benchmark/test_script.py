@@ -93,5 +93,5 @@ def test_a_study_runs_under_python_m(tmp_path):
     written = json.loads((tmp_path / "server_costs.json").read_text())
     assert written["command"] == "python -m benchmark.server_costs --clients 2 --rank 4 --repeats 1 --passes 1"
     (rows,) = written["passes"]
-    assert rows["rolora"]["up_kB"] < rows["fedlora"]["up_kB"]
+    assert rows["rolora"]["both_kB"] < rows["fedlora"]["both_kB"]
     assert rows["flora"]["with_product_seconds"] > rows["flora"]["server_seconds"]
