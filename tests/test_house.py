@@ -202,7 +202,7 @@ BUDGETS = {
     "fs_lowrank.jobs": 670,  # 300
     "front": 2658,  # 2,100
     "hpo": 1138,  # 950
-    "benchmark": 3651,  # 2,550, and the leaderboard
+    "benchmark": 3654,  # 2,550, and the leaderboard
     "studies": 2092,  # 2,100
 }
 #: rooms with one budget, by their names here

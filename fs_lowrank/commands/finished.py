@@ -18,7 +18,7 @@ _ROLES = ("text", "text-pair", "label", "instruction", "input", "output")
 
 def add(commands) -> None:
     evaluate = commands.add_parser("evaluate", help="score the model of a finished run on a file")
-    _common(evaluate, _ROLES, "CSV, TSV, JSON or JSON Lines; with --tasks, a folder with copies of the tasks' data")
+    _common(evaluate, _ROLES, "CSV, TSV, JSON, JSON Lines, Parquet, Arrow; with --tasks, a folder of the tasks' data")
     evaluate.add_argument("--tasks", metavar="A,B", help="score on tasks of lm-eval: arc_easy, mmlu_stem, …")
     for name in ("limit", "num-fewshot"):
         evaluate.add_argument(f"--{name}", metavar="N", help="with --tasks: see `fs-lowrank benchmark score --help`")

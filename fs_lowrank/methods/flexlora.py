@@ -8,7 +8,8 @@ NeurIPS 2024.
 
 ``split: sqrt`` gives √Σ to each half; where Σ is zero, as for components that the clients of a round lack, A keeps its
 direction whole and B is zero, as two zeros would never train. The default gives all of Σ to B, as in the authors' code.
-Differs from the authors' code in cost only: ΔW is never formed (``algebra.low_rank_sum_svd``).
+Differs from the authors' code in cost only: ΔW is formed only where R = Σ r_k is not below its smaller side
+(``algebra.low_rank_sum_svd``).
 """
 
 from dataclasses import dataclass

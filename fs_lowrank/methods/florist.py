@@ -7,8 +7,8 @@ Language Models", MLSys 2026.
     W ← W + (U_q Σ_q) V_qᵀ, then a new A is drawn and B = 0
 
 The rank ``q`` that travels down is a layer's own and differs from round to round, so the downlink no longer grows with
-the number of clients. ``threshold: 1`` keeps all and is FLoRA, exact. The decomposition is that of the stacked factors
-(``algebra.low_rank_sum_svd``), never of the dense ΔW.
+the number of clients. ``threshold: 1`` keeps all and is FLoRA, exact. The decomposition is that of the stacked factors,
+while they are smaller than the dense ΔW (``algebra.low_rank_sum_svd``).
 
 Differs from the authors' code: it stacks the pairs without ``s_k`` and leaves the scale to the model that merges, which
 is the same only where ``alpha_k / r_k`` is equal for all clients, as it is there. Here the alpha is one for all.

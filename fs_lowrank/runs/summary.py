@@ -14,7 +14,7 @@ from ..settings.metrics import perplexity
 def per_client_and_round(history: Sequence[dict]) -> dict[str, float]:
     """Mean bytes that a client sends and receives in a round, with and without the head.
 
-    The downlink excludes round 1, in which everything comes from the seed and nothing is sent.
+    The downlink excludes round 1, in which most methods send nothing, since everything comes from the seed.
 
     Returns:
         ``uplink``, ``uplink_without_head``, ``downlink``, ``downlink_without_head`` in bytes.
