@@ -58,6 +58,12 @@ def test_seeds_are_named_by_experiment_where_they_differ():
     assert row.seeded == "one: 0, 1; two: 5"
 
 
+def test_a_gap_is_of_the_experiment_with_several_seeds_also_after_one_with_a_single_seed():
+    single = results("two", a=[record(5, 0.2)], b=[record(5, 0.9)])
+    for order in (["one", "two"], ["two", "one"]):
+        assert "above b: 20.25 (" in rows({"experiments": order}, {"one": AHEAD, "two": single})[0].gap
+
+
 def test_a_claim_without_results_says_so():
     row, said, table = rows({}, {"one": results("one")})
     assert (row.needs, row.seeded, row.cause) == ("–", "–", "")
