@@ -104,10 +104,9 @@ class Row:
                     compared.setdefault(condition.subject, []).append((condition.estimate, condition))
         gaps = {}
         for subject, entries in compared.items():
-            spread = [entry for entry in entries if entry[0].error] or entries[:1]
-            estimates = [estimate for estimate, _ in spread]
-            summary = (pooled(estimates), estimates) if len(estimates) > 1 else (estimates[0], [])
-            gaps[subject] = (*summary, spread[0][1])
+            estimates, conditions = zip(*([entry for entry in entries if entry[0].error] or entries[:1]))
+            summary = (pooled(estimates), [*estimates]) if len(estimates) > 1 else (estimates[0], [])
+            gaps[subject] = (*summary, conditions[0])
         return gaps
 
     @property

@@ -206,6 +206,9 @@ def _starting() -> Iterator[None]:
 
 def _enter(environment: Mapping[str, str], folder: str) -> None:
     """The first call in every process: take over the environment of its parent, and end with the parent."""
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore, which would be reported as leaked by a killed process
     gc.freeze()  # else the first collection would copy every object of the process from which this one was forked
     os.environ.clear()
     os.environ.update(environment)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tqdm import tqdm
 
 from fs_lowrank import RunFailed, UserError
 from fs_lowrank.errors import user_location
@@ -184,3 +185,20 @@ def test_a_script_without_a_guard_and_processes_that_end_with_it(tmp_path):
     while lives(worker):
         assert time.monotonic() < deadline, "a process has outlived the script"
         time.sleep(0.1)
+
+
+def bar():
+    """Show a progress bar, whose lock is a semaphore unless it was replaced."""
+    return [*tqdm(range(2), disable=False)]
+
+
+@pytest.mark.more
+def test_a_killed_process_leaves_no_semaphore(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import test_pool\nfrom fs_lowrank.jobs.pool import Pool\npool = Pool(1)\n"
+        "assert pool.result(pool.submit(0, test_pool.bar)) == [0, 1]\npool.end()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])}
+    ended = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0 and "leaked" not in ended.stderr, ended.stderr
