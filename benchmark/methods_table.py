@@ -13,7 +13,7 @@ from .figures import draw_on_white, point
 
 SENT = ["uplink_without_head", "downlink_without_head"]
 #: kind of data -> the suites whose settings count, of the leaderboard those with texts
-SUITES = {"texts": ("glue", "leaderboard"), "images": ("vision",)}
+SUITES = {"texts": ("glue", "leaderboard"), "images": ("vision", "costs")}
 LEADERBOARD_IMAGES = "fmnist"
 #: rows of tables: kind of data, method, take it if, exact, unequal ranks
 TEXT = (
