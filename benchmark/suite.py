@@ -12,6 +12,8 @@ that share the rest. An inner config is merged into the outer one; any other key
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -358,13 +360,14 @@ def lay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def import_all(modules: tuple[str, ...]) -> None:
-    """Import modules that register methods of a suite.
+    """Import modules that register methods of a suite, also from the folder that the command is started in.
 
     Raises:
         UserError: a module cannot be imported.
     """
     from importlib import import_module
 
+    sys.path.extend({os.getcwd()} - {*sys.path})  # `python -m` has it, an installed command does not
     for name in modules:
         try:
             import_module(name)

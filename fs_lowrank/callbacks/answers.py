@@ -52,7 +52,7 @@ def score_of(config: Settings) -> tuple[str, Score]:
     module, _, name = score.partition(":")
     if not (module and name):
         raise UserError(f"{key}expected exact_match, rouge_l, or a function of (answer, reference) as MODULE:FUNCTION")
-    with user_errors(f"{key}importing it", "it must be installed, or lie in the working directory"):
+    with user_errors(f"{key}importing it", "the module must be on the path, as with PYTHONPATH=."):
         function = getattr(import_module(module), name)
     return name, function
 

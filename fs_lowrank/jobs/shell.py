@@ -109,8 +109,7 @@ def run(
 
     0: success, or the command's own result; 1: a valid command could not continue (``RunFailed``, a file that cannot
     be read or written), or the package has an error; 2: wrong use (``UserError``); 130: interrupted. Every error is one
-    line; a traceback is printed only with ``--debug``. Modules of the user's in the working directory can be imported,
-    as under ``python -m``.
+    line; a traceback is printed only with ``--debug``.
 
     Args:
         make_parser: gives the parser and those of its commands. Each command has as default a function ``do`` of the
@@ -124,7 +123,6 @@ def run(
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name may have characters that no terminal can show
     try:
-        sys.path.extend({os.getcwd()} - set(sys.path))
         parser, commands = make_parser()
         if "_ARGCOMPLETE" in os.environ:  # set by the shell when it asks for completions
             import argcomplete

@@ -96,7 +96,7 @@ def test_what_counts_as_a_match():
     "keys, said",
     [
         ({"freq": 1, "score": "rougel"}, "expected exact_match, rouge_l, or a function"),
-        ({"freq": 1, "score": "no_such_module:f"}, "no_such_module.*must be installed, or lie in"),
+        ({"freq": 1, "score": "no_such_module:f"}, "no_such_module.*must be on the path"),
         ({"freq": 1, "score": "json:no_such_function"}, "no_such_function"),
         ({"freq": 1, "split": "val"}, "the run has no val data"),
         ({"freq": 1, "split": "train"}, "eval.generate.split"),
