@@ -132,17 +132,18 @@ def mean(figures: Figures) -> Estimate:
 
 
 def gap(figures: Figures, base: Figures) -> Estimate:
-    """The accuracy above that of the base, the mean over the settings, by the seeds that all of them have.
+    """The accuracy above that of the base, the mean over the settings in which both have a seed; NaN without one.
 
-    A seed gives all methods the same split and the same clients, so the interval is that of the differences by seed.
+    A seed gives all methods the same split and the same clients, so the figures are paired over the seeds that all
+    settings share, if there are two or more.
     """
-    pairs = [(figure, base[setting]) for setting, figure in figures.items() if figure.n]
-    seeds = sorted(set.intersection(*({*figure.by_seed} for pair in pairs for figure in pair)))
     terms = []
-    for factor, figure in (part for ours, theirs in pairs for part in ((1, ours), (-1, theirs))):
-        by_seed = {seed: figure.by_seed[seed] for seed in seeds}
-        terms.append((factor / len(pairs), replace(figure, by_seed=by_seed, splits=dict.fromkeys(seeds, ""))))
-    return estimate(terms)
+    for setting, figure in figures.items():
+        seeds = sorted(figure.by_seed.keys() & base[setting].by_seed.keys())
+        for sign, part in ((1, figure), (-1, base[setting])) if seeds else ():
+            by_seed = {seed: part.by_seed[seed] for seed in seeds}
+            terms.append((sign, replace(part, by_seed=by_seed, splits=dict.fromkeys(seeds, ""))))
+    return estimate([(2 * sign / len(terms), part) for sign, part in terms]) if terms else Estimate(math.nan, None)
 
 
 def curves(runs: pd.DataFrame) -> pd.DataFrame:

@@ -1,5 +1,6 @@
 """The leaderboard: measured exactness, and a page from cells of a small suite."""
 
+import math
 import textwrap
 
 import numpy as np
@@ -73,6 +74,9 @@ def test_gaps_without_a_spread_have_their_mean():
 def test_a_method_is_compared_on_the_seeds_that_both_have_in_all_settings():
     base = {"a": Figure({0: 0.5, 1: 0.6, 2: 0.9}), "b": Figure({0: 0.4, 1: 0.4, 2: 0.4})}
     assert gap({"a": Figure({1: 0.7}), "b": Figure({1: 0.5, 7: 0.0})}, base).centre == pytest.approx(0.1)
+    part = gap({"a": Figure({0: 0.6}), "b": Figure({2: 0.7}), "c": Figure({})}, {**base, "c": Figure({0: 0.1})})
+    assert part.centre == pytest.approx(0.2) and part.ends is None  # a run that goes on has other seeds by setting
+    assert math.isnan(gap({"a": Figure({7: 0.7})}, base).centre)
 
 
 def test_every_setting_counts_alike_and_the_interval_is_that_of_the_differences_by_seed():
