@@ -250,7 +250,7 @@ def test_a_report_when_only_the_searches_are_done(place, done, bench):
 
 
 @pytest.mark.slow
-def test_a_search_with_a_failed_trial_fails_and_is_completed_by_the_next_run(place, monkeypatch):
+def test_a_search_with_a_failed_trial_fails_and_is_completed_by_the_next_run(place, own_methods, monkeypatch):
     sick = {"from": 2, "runs": 0}
 
     @register_method("sick_lora")
