@@ -48,7 +48,7 @@ class DriftCorrection:
     Attributes:
         kind: one of the names above.
         weight: μ or α.
-        clients: the number of all clients, N.
+        clients: the number of clients of the run, N.
     """
 
     kind: str
@@ -87,7 +87,7 @@ class DriftCorrection:
                 refuse(key, f"= {config.get(key)}: {step}; leave one of the two out")
         if config.model.device_map and kind != "none":
             refuse("model.device_map", f"is set, and lowrank.drift = {kind} is for a model on one device")
-        return None if kind == "none" else cls(kind, weight, config.federate.client_num)
+        return None if kind == "none" else cls(kind, weight, config.taking_part)
 
 
 class Weight(NamedTuple):

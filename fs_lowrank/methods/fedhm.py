@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..algebra import factor_matrices, factorise, stack_pairs, weighted_mean
+from ..algebra import factor_matrices, factorise, stack_pairs, weighted_mean, wide
 from ..algebra.factorise import from_matrix
 from ..models.adapters import load_tensors, target_modules
 from ..models.factorised import empty_factors, factorise_layers, frobenius, full_shape
@@ -167,15 +167,16 @@ class FedHM(Averaging):
     @staticmethod
     def mean_weight(weights: Sequence[float], layers: Sequence[Layer], template: Tensor) -> Tensor:
         """``Σ p_k W_k`` of one layer, where ``W_k`` is ``U_k V_k`` of the clients that hold factors."""
-        mean = torch.zeros_like(template)
-        if factorised := [(p, *factor_matrices(k.U, k.V)) for p, k in zip(weights, layers) if k.U is not None]:
-            shares, lefts, rights = zip(*factorised)
-            left, right = stack_pairs(lefts, rights, shares)
+        dtype = wide(template.dtype)  # in half precision the weights would not add up to 1
+        mean = torch.zeros_like(template, dtype=dtype)
+        if factorised := [(p, factor_matrices(k.U, k.V)) for p, k in zip(weights, layers) if k.U is not None]:
+            shares, pairs = zip(*factorised)
+            left, right = stack_pairs(*([half.to(dtype) for half in halves] for halves in zip(*pairs)), shares)
             mean = from_matrix(left @ right, template.shape)
         for p, layer in zip(weights, layers):
             if layer.W is not None:
-                mean = mean + p * layer.W
-        return mean
+                mean = mean + p * layer.W.to(dtype)
+        return mean.to(template.dtype)
 
     def settle(self, mean, state, round):
         message = {**mean, **self.factors(mean)}

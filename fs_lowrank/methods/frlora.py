@@ -9,6 +9,8 @@ Inexact: the product of the means is not the mean of the products. Every copy de
 component is such that the largest entry of its row of A₀ is positive, so that all copies agree up to rounding.
 """
 
+from dataclasses import replace
+
 import torch
 
 from ..algebra import signed
@@ -25,6 +27,10 @@ from .registry import register_method
 class FRLoRA(Merging, Averaging):
     source = "ICLR 2025"
     sends = "A and B"
+
+    @classmethod
+    def requires(cls, params):
+        return replace(super().requires(params), float_base=True)
 
     def __init__(self, params, setting):
         super().__init__(params, setting)

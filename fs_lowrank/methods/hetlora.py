@@ -10,6 +10,7 @@ Cho et al., "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundatio
 Inexact, as FedLoRA. The halves are weighted by the size of a client's change instead of its number of samples, so
 that a client of a small rank, whose change is often smaller, does not water down the components that it lacks.
 ``B_k`` is padded in the scale of the server's pair. A layer that no client has changed gets the mean by samples.
+Rows of A that no client of the round holds stay: their columns of B become zero, and two zeros would never train again.
 A client's weight grows with its update: set ``lowrank.max_update_norm`` if clients are not trusted.
 
 The paper leaves some choices open. Here a client has one rank for all layers, and each layer has its own weights. The
@@ -41,6 +42,7 @@ def _padded(tensor: Tensor, template: Tensor) -> Tensor:
 class HetLoRA(RankedMethod):
     source = "Cho et al., EMNLP 2024"
     sends = "A and B, at the client's rank of the round"
+    revision = 2
 
     @dataclass(frozen=True)
     class Params(RankedParams):
@@ -54,8 +56,7 @@ class HetLoRA(RankedMethod):
         idle = {"lowrank.tail_penalty": "lowrank.prune = 1 leaves every rank as it is"} if params.prune == 1 else {}
         return replace(super().requires(params), idle=idle)
 
-    def pruned_rank(self, rank: int) -> int:
-        """``q``, to which a client of ``rank`` shrinks, at least 1."""
+    def pruned_rank(self, rank):
         return max(1, int(self.params.prune * rank))
 
     def tail(self, tensors: Tensors) -> Tensor:
@@ -87,6 +88,8 @@ class HetLoRA(RankedMethod):
                 for s, (up, down) in zip(scales, halves)
             ]
             new |= weighted_mean(padded, weights)
+            held = max(len(down) for _, down in halves)
+            new[a][held:] = state[a][held:]
         return {**state, **new, **self.shrunk(updates, state)}, new
 
     def shrunk(self, updates, state) -> dict[str, int]:

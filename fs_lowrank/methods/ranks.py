@@ -76,10 +76,12 @@ class RankedMethod(Gathering):
     def __init__(self, params, setting):
         super().__init__(params, setting)
         check_one_rank(setting.adapter, self.name)
-        if (start := setting.adapter.moves_base) and any(r != self.rank() for r in params.ranks):
+        if (start := setting.adapter.moves_base) and any(
+            self.pruned_rank(r) < self.rank() for r in params.ranks or (self.rank(),)
+        ):
             raise UserError(
                 f"llm.adapter.args: init_lora_weights = {start} moves a part of the base into pairs of rank "
-                f"{self.rank()}. Clients of a smaller rank would lack some of it; take gaussian, or one rank for all"
+                f"{self.rank()}. Clients of a smaller rank, or whose rank shrinks, would lack some of it; take gaussian"
             )
         self.averaged = self.whole
 
@@ -96,6 +98,10 @@ class RankedMethod(Gathering):
     @property
     def adapter(self) -> AdapterSpec:
         return dataclasses.replace(self.setting.adapter, r=self.rank())
+
+    def pruned_rank(self, rank: int) -> int:
+        """The rank, at least 1, to which a client of ``rank`` may shrink in a round."""
+        return rank
 
     def rank_now(self, client: int, state: State) -> int:
         """The rank of ``client`` in the round that begins with ``state``."""

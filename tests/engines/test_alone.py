@@ -7,6 +7,7 @@ import fs_lowrank
 from fs_lowrank import load_config
 from fs_lowrank.baselines import row_config
 from fs_lowrank.errors import UserError
+from fs_lowrank.methods import DriftCorrection
 from fs_lowrank.rounds.workspace import Workspace
 
 ALONE = "federate.client_idx_for_local_train"
@@ -44,6 +45,11 @@ def test_a_run_of_one_client(settings, tmp_path, no_curves):
 def test_all_data_in_one_place_are_those_of_all_clients(settings, tmp_path):
     pooled = row_config("pooled", load_config(settings, {**KEYS, ALONE: 3}), tmp_path / "pooled")
     assert pooled.alone == 0 and pooled.taking_part == 1
+
+
+def test_a_correction_of_drift_counts_the_clients_of_the_run(settings):
+    keys = {"federate.method": "fedlora", "lowrank.drift": "feddyn", "lowrank.drift_weight": 0.1}
+    assert DriftCorrection.from_config(load_config(settings, {**KEYS, **keys, ALONE: 2})).clients == 1
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,10 @@ from fs_lowrank.algebra import factorise, product_norm_squared
 from fs_lowrank.algebra.factorise import to_matrix
 from fs_lowrank.errors import UserError
 from fs_lowrank.methods import create_method
+from fs_lowrank.methods.fedhm import FedHM
 from fs_lowrank.models.adapters import load_tensors
 from fs_lowrank.models.factorised import Factorised, factorise_layers, frobenius
+from fs_lowrank.models.layers import Layer
 from fs_lowrank.models.names import named_tensors, tags
 from fs_lowrank.settings import AdapterSpec
 from tests.methods.conftest import best, close, equal
@@ -340,6 +342,18 @@ def test_fedhm_averages_the_weights_of_its_clients_and_its_own_where_no_client_h
             ranks = [part[f"{layer}.factor_V"].shape[0] for layer in toy.layers] if factor > 1 else []
             assert ranks == [max(round(d_out / factor), 1) for d_out in (12, 5, 6)][: len(ranks)]
         assert any(n.startswith("svd:") for n in message) == (max(factors) > 1)
+
+
+def test_fedhm_in_half_precision_does_not_scale_weights_that_nobody_trains():
+    draw = torch.Generator().manual_seed(0)
+    u, v = torch.randn(12, 2, generator=draw).bfloat16(), torch.randn(2, 7, generator=draw).bfloat16()
+    layers = [Layer("net", U=u, V=v)] * 3
+    for _ in range(30):  # a third in bfloat16 is 1.002 times a third
+        mean = FedHM.mean_weight([1 / 3] * 3, layers, torch.empty(12, 7, dtype=torch.bfloat16))
+        left, values, right = torch.linalg.svd(mean.float(), full_matrices=False)
+        layers = [Layer("net", U=(left[:, :2] * values[:2]).bfloat16(), V=right[:2].bfloat16())] * 3
+    assert mean.dtype == torch.bfloat16
+    assert mean.float().norm() == pytest.approx((u.float() @ v.float()).norm().item(), rel=0.02)
 
 
 def test_a_fedhm_clients_factors_are_the_best_approximation_of_the_mean(toy, federation):

@@ -211,6 +211,23 @@ def test_hetlora_weights_zero_padded_halves_by_the_norms_of_the_products(toy, fe
             close(down, padded_down)
 
 
+def test_hetlora_keeps_the_rows_of_a_that_no_client_of_the_round_holds(toy, federation):
+    fed = federation(toy.method("hetlora", ranks=(2, 4), prune=1.0), SIZES[:2])
+    first = {layer: toy.pair(fed.ledger.state, layer)[1] for layer in toy.layers}
+    fed.round(1, [1])
+    for layer in toy.layers:
+        up, down = toy.pair(fed.ledger.state, layer)
+        assert not up[:, 2:].any(), "so that the model is the mean of the padded halves"
+        assert np.array_equal(down[2:], first[layer][2:]) and down[2:].any(1).all(), "two zeros would never train"
+
+
+def test_hetlora_refuses_a_start_of_which_a_client_that_shrinks_would_lack_a_part(toy):
+    adapter = AdapterSpec(r=4, target_modules=("up",), extra={"init_lora_weights": "pissa"})
+    with pytest.raises(UserError, match="init_lora_weights = pissa .* or whose rank shrinks"):
+        toy.method("hetlora", adapter=adapter)
+    toy.method("hetlora", adapter=adapter, prune=1.0)
+
+
 def test_hetloras_clients_shrink_where_their_last_components_do(toy, federation):
     fed = federation(toy.method("hetlora", ranks=(4, 3, 2), prune=0.5), SIZES)
     assert fed.method.pruned_rank(4) == 2 and fed.method.pruned_rank(1) == 1
