@@ -69,7 +69,8 @@ class Answers(Callback):
         self.name, self.score = score_of(run.config)
         self.prompts, self.references = self._questions()
         self._scored(self.references[0], self.references[0])  # a function of the user's fails before round 1
-        write_text(self.path, "".join(line + "\n" for line in self._earlier(len(run.history))))
+        last = run.history[-1]["round"] if run.history else 0
+        write_text(self.path, "".join(line + "\n" for line in self._earlier(last)))
 
     def after_round(self, run: Recorder, record: dict[str, Any]) -> None:
         round = record["round"]

@@ -122,6 +122,6 @@ class Members(Transport):
         # A process that cannot even read its configuration reports no hash, and has no update either.
         if answer.facts.get("agreed", member.agreed if failed else None) != member.agreed:
             del self.members[order.client]  # so that it introduces itself again, and is told the difference
-            return Lost("refused", "it has another configuration or base model than when it joined")
+            return Lost("refused", "it has another number, configuration or base model than when it joined")
         member.standing = reported_standing(answer.facts)
         return answer

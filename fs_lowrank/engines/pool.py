@@ -28,7 +28,7 @@ from ..jobs.workers import INSIDE
 from ..methods import State
 from ..models.adapters import load_tensors
 from ..models.shortcuts.frozen import COMPUTED_TOGETHER
-from ..rounds.copies import copied, load_told
+from ..rounds.copies import apology, copied, load_told
 from ..rounds.evaluator import CLIENTS, Evaluator
 from ..rounds.ledger import Ledger
 from ..rounds.parcel import Parcel
@@ -140,8 +140,12 @@ class Processes(Transport):
                 answer = Parcel.of(data)
                 if personal is not None:  # undone if the update does not count in the end
                     workspace.personal.keep(task.client, round, unpacked(personal, workspace.device))
-                tensors = self.codec.encode(on_device(answer.tensors, workspace.device))
-                yield by_client[task.client], Parcel(tensors, **answer.facts, followed=True)
+                try:
+                    parcel = Parcel(self.codec.encode(on_device(answer.tensors, workspace.device)), **answer.facts)
+                except ValueError as error:  # values that cannot be quantised
+                    parcel = apology(round, error)
+                parcel.facts["followed"] = True
+                yield by_client[task.client], parcel
 
     def _order(self, task: Task) -> Ordered:
         facts = {"exchange": task.exchange, "goes_on": task.goes_on, "further": task.further}

@@ -186,10 +186,13 @@ class Recorder:
         checkpoint = load_checkpoint(self.outdir / "checkpoint", self.workspace.device) if resume else None
         if checkpoint:
             self.restore(checkpoint)
-            self.history = read_records(records, checkpoint.round, checkpoint.meta.get("records", ()))
-            if [record["round"] for record in self.history] != list(range(1, checkpoint.round + 1)):
+            written = checkpoint.meta.get("records")
+            self.history = read_records(records, checkpoint.round, written or ())
+            # A run from a checkpoint of the framework's (federate.restore_from) begins in a later round.
+            first = 1 if written is None else checkpoint.round - len(written) + 1
+            if [record["round"] for record in self.history] != list(range(first, checkpoint.round + 1)):
                 raise CannotContinue(
-                    f"{records} does not hold the rounds 1 to {checkpoint.round} once each; another program "
+                    f"{records} does not hold the rounds {first} to {checkpoint.round} once each; another program "
                     "wrote into it, so the run cannot be continued; start it anew with overwrite=True, or in another "
                     "outdir"
                 )

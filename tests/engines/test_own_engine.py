@@ -16,6 +16,7 @@ import pytest
 
 import fs_lowrank
 from fs_lowrank.methods import get_method_class
+from fs_lowrank.runs.folder import remove_run
 from tests.cases import FURTHER, VARIANTS, engine_cases, same_model, same_run
 
 pytestmark = pytest.mark.more
@@ -84,6 +85,15 @@ def test_clients_that_lost_their_disks_end_as_on_the_embedded_engine(engine, at_
     sent, least = (result.history[2]["client_downlink_bytes"] for result in (resumed, local))
     assert sent["1"] == least["1"] == least["2"] < sent["2"]
     same_model(local, resumed)
+
+
+def test_a_run_that_is_begun_anew_starts_without_what_stayed_with_the_clients(engine, at_once, few):
+    keys = {"federate.method": "fedlora", "lowrank.personal": ["head"], "eval.freq": 0}
+    config = few("commands", keys)
+    first = engine.run(config)
+    remove_run(Path(config.outdir))
+    again = engine.run(config)
+    assert [r["loss"] for r in again.history] == [r["loss"] for r in first.history]
 
 
 def test_an_answer_that_comes_twice_takes_no_other_clients_place(engine, at_once, few, monkeypatch):

@@ -32,6 +32,7 @@ class LowRankServer(Server):
         round: the current round, or the last one until its evaluation is complete.
         seconds: that the parts of the round took.
         to_ask: clients that have not been sent the round's message yet, if they are asked one after another.
+        to_draw: numbers of clients, by round, that the framework's sampler drew before the run was resumed.
         only_ends: whether all rounds of the resumed run are done, but not its end.
     """
 
@@ -52,8 +53,9 @@ class LowRankServer(Server):
         self.aggregators = [self.aggregator]
         self.models = [None]  # the framework would pickle the model to learn its size
         self.to_ask: list[int] = []
-        self.session.recorder.start(self.session.resume)
-        self.state = self.ledger.stood
+        checkpoint = self.session.recorder.start(self.session.resume)
+        self.state = checkpoint.round if checkpoint else self.ledger.stood
+        self.to_draw = [len(record["selected"]) for record in self.session.recorder.history]
         if self.state:
             self.ledger.forget(range(1, self.client_num + 1))  # their copies are those of the start
         self.only_ends = self.state >= self.total_round_num or self.session.recorder.ended
@@ -74,11 +76,10 @@ class LowRankServer(Server):
                 self._deliver(self.round.ask(client, purpose="evaluate"), msg_type, self.state - 1)
             return
         self.round_started = time.perf_counter()
-        drawn = None if self._cfg.federate.sampler == "uniform" else self.sampler.sample(size=sample_client_num)
         self.round = Round(
             self.state + 1,
             self.ledger,
-            None if drawn is None else map(int, drawn),
+            None if self._cfg.federate.sampler == "uniform" else self._draw(sample_client_num),
             intake=partial(intake_of, self.session.cfg, self.session.workspace),
             codec=self.codec,
             base=self.session.workspace.changed_base,
@@ -86,6 +87,13 @@ class LowRankServer(Server):
         self.to_ask = list(self.round.selected)
         self._ask(1 if self.online else len(self.to_ask))
         self._advance()
+
+    def _draw(self, count: int) -> list[int]:
+        """The clients that the framework's sampler draws; after a resume it first repeats its draws of before."""
+        for before in self.to_draw:
+            self.sampler.change_state(self.sampler.sample(size=before), "idle")
+        self.to_draw = []
+        return [int(client) for client in self.sampler.sample(size=count)]
 
     def _ask(self, count: int) -> None:
         """Send the round's message to the next ``count`` clients that will train."""

@@ -26,11 +26,11 @@ class Sharing:
 
     Args:
         cfg: the framework's section ``distribute``. timeout: seconds to wait for the others' shares.
-        uniform: all clients have the same weight.
+        uniform: all clients have the same weight. clients: the number that have to share, or nothing is sent.
     """
 
-    def __init__(self, cfg: Any, timeout: float, uniform: bool):
-        self.cfg, self.timeout, self.uniform = cfg, timeout, uniform
+    def __init__(self, cfg: Any, timeout: float, uniform: bool, clients: int):
+        self.cfg, self.timeout, self.uniform, self.clients = cfg, timeout, uniform, clients
         self.address = f"{cfg.client_host}:{cfg.client_port}"
         #: of the round in which this client trains: by token, which opens nothing else, the other client's share
         self._shares: dict[str, Parcel | None] = {}
@@ -56,6 +56,8 @@ class Sharing:
         facts, until = answer.facts, time.monotonic() + self.timeout
         weight = 1 if self.uniform else facts["samples"]
         try:
+            if len(others) + 1 < self.clients:  # a sum over fewer, or of one, would show what a client sent
+                raise RuntimeError(f"{len(others) + 1} of {self.clients} clients share in this exchange; all have to")
             local, *outgoing = split_secret(answer.tensors, weight, len(others) + 1)
             for (address, token), tensors in zip(others.values(), outgoing):
                 self._send(client, address, token, Parcel(tensors), until)

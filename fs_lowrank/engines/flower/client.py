@@ -76,9 +76,9 @@ def carry_out(order: Parcel, options: Mapping[str, Any], folder: Path | None) ->
     if order.facts.get("kind") == "call":
         reply = node.introduction(client)
         reply.facts["standing"] = list(standing_in(memory, client, identity))
-        return reply
-    reply = node.obey(order, client, memory, identity)
-    reply.facts["agreed"] = node.agreed
+    else:
+        reply = node.obey(order, client, memory, identity)
+    reply.facts["agreed"] = f"client {client}, {node.agreed}"  # a node that is restarted may name another client
     return reply
 
 

@@ -270,6 +270,16 @@ def test_a_wrongly_quantised_update_does_not_end_the_run(quick, monkeypatch):
     assert all(r["failed"][0]["kind"] == "refused" for r in history)
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_values_that_cannot_be_quantised_cost_the_client_its_round(quick, processes):
+    keys = {"federate.method": "rolora", "quantization.method": "uniform", "quantization.nbits": 8, "eval.freq": -1}
+    keys |= {"federate.process_num": processes, "train.optimizer.type": "SGD", "train.local_update_steps": 3}
+    keys |= {"lowrank.clients": [{"clients": [2], "lr": 1e30}], "federate.total_round_num": 1}
+    (record,) = fs_lowrank.run(quick("run", keys), "federatedscope").history
+    (failed,) = record["failed"]
+    assert failed["client"] == 2 and failed["kind"] == "failed" and "cannot be quantised" in failed["reason"]
+
+
 @pytest.mark.parametrize("key", ["federate.use_ss", "federate.online_aggr"])
 def test_a_norm_factor_needs_the_updates(quick, key):
     with pytest.raises(UserError, match=f"lowrank.max_update_norm_factor = 10.0 and {key} together"):

@@ -228,7 +228,7 @@ def test_no_invalid_message_ends_the_server(settings, cluster, tmp_path, capfd):
     assert [r["clients"] for r in history] == [[1, 2], [1, 2, 3], [1, 2], [1, 2]]
     first, last = history[0]["failed"][0], history[2]["failed"][0]
     assert first["kind"] == last["kind"] == "refused" and "cannot be read" in first["reason"]
-    assert "another configuration or base model" in last["reason"]
+    assert "another number, configuration or base model" in last["reason"]
     (left_out,) = history[0]["unevaluated"]
     assert left_out == {"client": 3, "reason": "its answer has no loss and acc that it can be"}
     assert "Traceback" not in (tmp_path / "run" / "exp_print.log").read_text() + "".join(capfd.readouterr())

@@ -91,7 +91,7 @@ def sharing():
     def make(timeout=20.0):
         section = {"client_host": "127.0.0.1", "client_port": free_ports(1)[0], "grpc_compression": "nocompression"}
         section |= {"grpc_max_send_message_length": 2**20, "grpc_max_receive_message_length": 2**20}
-        made.append(Sharing(SimpleNamespace(**section), timeout, uniform=False))
+        made.append(Sharing(SimpleNamespace(**section), timeout, uniform=False, clients=2))
         return made[-1]
 
     yield make
@@ -113,6 +113,13 @@ def given(sharing, token, tensors) -> str:
     finally:
         channel.close()
     return "OK"
+
+
+def test_a_client_sends_nothing_if_fewer_clients_share_than_there_are(sharing):
+    """Alone, its share of the secret would be its update."""
+    update = Parcel({"w": torch.tensor([1.0, -2.5])}, round=3, samples=5)
+    answer = sharing().summed(update, 1, {})
+    assert not answer.tensors and answer.facts["error"].endswith("1 of 2 clients share in this exchange; all have to")
 
 
 def test_a_client_takes_one_share_of_each_other_client_in_a_round(sharing):

@@ -1,6 +1,7 @@
 """Features of the framework with our methods: evaluation, early stopping, saving, secret sharing, quantisation."""
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -122,6 +123,55 @@ def test_saving_and_restoring_with_the_round(quick, assert_same, tmp_path, metho
     assert saved.exists(), "the best round is saved under the plain name"
     rest = fs_lowrank.run(quick("rest", {**keys, "federate.restore_from": str(final)}), "federatedscope")
     assert [r["round"] for r in rest.history] == [3, 4]
+    assert_same(whole, rest)
+
+
+def test_resuming_a_run_that_began_at_a_later_round(quick, assert_same, tmp_path):
+    saved = tmp_path / "model.ckpt"
+    keys = {"federate.method": "fedlora"}
+    whole = fs_lowrank.run(quick("whole", keys), "federatedscope")
+    fs_lowrank.run(
+        quick("half", {**keys, "federate.save_to": str(saved), "federate.total_round_num": 2}), "federatedscope"
+    )
+    restored = {**keys, "federate.restore_from": str(saved.with_name("final_model.ckpt"))}
+    fs_lowrank.run(quick("rest", restored), "federatedscope", on_round=lambda record: record["round"] == 3)
+    for _ in range(2):  # in the middle, and at its end
+        rest = fs_lowrank.run(quick("rest", restored), "federatedscope", resume=True)
+        assert [r["round"] for r in rest.history] == [3, 4]
+        assert_same(whole, rest)
+
+
+def test_resuming_after_a_round_that_was_left_out(quick, assert_same, monkeypatch):
+    cls = get_method_class("fedlora")
+    aggregate = cls.aggregate
+
+    def broken(self, updates, state, round):
+        if round == 2:
+            raise ArithmeticError("no convergence")
+        return aggregate(self, updates, state, round)
+
+    monkeypatch.setattr(cls, "aggregate", broken)
+    keys = {"federate.method": "fedlora", "lowrank.on_bad_round": "skip"}
+    whole = fs_lowrank.run(quick("whole", keys), "federatedscope")
+    fs_lowrank.run(quick("cut", keys), "federatedscope", on_round=lambda record: record["round"] == 2)
+    for _ in range(2):
+        rest = fs_lowrank.run(quick("cut", keys), "federatedscope", resume=True)
+        assert [r["round"] for r in rest.history] == [1, 2, 3, 4]
+        assert_same(whole, rest)
+
+
+@pytest.mark.parametrize("sampler", ["group", "responsiveness"])
+def test_resuming_with_a_sampler_of_the_framework(quick, assert_same, tmp_path, sampler):
+    """It draws from NumPy's generator, which starts anew with the process."""
+    info = tmp_path / "resources.pkl"
+    info.write_bytes(pickle.dumps({i: {"computation": 10.0 * i, "communication": 100.0} for i in range(11)}))
+    keys = {"federate.method": "fedlora", "federate.client_num": 10, "federate.sample_client_num": 3}
+    keys |= {"federate.sampler": sampler, "federate.resource_info_file": str(info), "data.splitter": "iid"}
+    keys |= {"data.splitter_args": [], "federate.total_round_num": 6}
+    whole = fs_lowrank.run(quick("whole", keys), "federatedscope")
+    fs_lowrank.run(quick("cut", keys), "federatedscope", on_round=lambda record: record["round"] == 3)
+    rest = fs_lowrank.run(quick("cut", keys), "federatedscope", resume=True)
+    assert [r["selected"] for r in rest.history] == [r["selected"] for r in whole.history]
     assert_same(whole, rest)
 
 

@@ -254,8 +254,22 @@ def test_a_node_that_is_started_anew_with_another_configuration(quick, federatio
     first, second, third, fourth = serve(config, one.grid, on_round=on_round).history
     assert [r["clients"] for r in (first, second, third, fourth)] == [[1, 2, 3], [1, 3], [1, 3], [1, 2, 3]]
     [changed], [absent] = second["failed"], third["failed"]
-    assert changed["kind"] == "refused" and "another configuration or base model than when" in changed["reason"]
+    assert changed["kind"] == "refused" and "another number, configuration or base model than when" in changed["reason"]
     assert absent["kind"] == "absent" and "they differ in train.optimizer.lr" in absent["reason"]
+
+
+def test_a_node_that_is_started_anew_as_another_client(quick, federation):
+    """It has the same key, and would train on the data of client 3 in the name of client 2."""
+    config = quick("moves", {"federate.method": "rolora", "federate.total_round_num": 3, "lowrank.timeout": 3.0})
+    one = federation()
+
+    def on_round(record):
+        if record["round"] == 1:
+            one.contexts[one.nodes[1]].node_config["partition-id"] = 2
+
+    first, second, third = serve(config, one.grid, on_round=on_round).history
+    assert [r["clients"] for r in (first, second, third)] == [[1, 2, 3], [1, 3], [1, 3]]
+    assert second["failed"][0]["kind"] == "refused" and "another number" in second["failed"][0]["reason"]
 
 
 def test_a_node_with_data_of_its_own(quick, federation, reviews_csv, tmp_path):
