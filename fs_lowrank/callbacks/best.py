@@ -40,11 +40,12 @@ class Best(Callback):
             checksums.seal(run.outdir / folder)
 
     def on_end(self, run: Recorder, result: RunResult) -> None:
-        keep_only(run.outdir, saved_rounds(run.outdir / "checkpoint"))
+        checkpoints = saved_rounds(run.outdir / "checkpoint")
+        keep_only(run.outdir, checkpoints)
         if not (result.best and run.config.eval.save_best):
             return
         round = result.best["round"]
-        saved = publish(run.outdir, round, move=not run.config.lowrank.checkpoint_freq)
+        saved = publish(run.outdir, round, move=not checkpoints)
         if not saved:
             logger.warning(
                 "round %d was the best by %s, but the run did not save it; there is no adapter_best",
@@ -70,6 +71,7 @@ def keep_only(outdir: Path, checkpoints: Iterable[int]) -> None:
     needed = {*rounds[-1:], *(max((r for r in rounds if r <= c), default=0) for c in checkpoints)}
     for round in rounds:
         if round not in needed:
+            checksums.unseal(outdir / place_of(round))  # a process that is killed next leaves files that nobody misses
             shutil.rmtree(outdir / place_of(round))
 
 

@@ -22,6 +22,8 @@ class Pictures(Callback):
             save(figure([client_panel(read_split(run.outdir))], setting_of(run.config), size=(8.0, 3.4)), picture)
 
     def on_end(self, run: Recorder, result: RunResult) -> None:
+        if not result.history:
+            return
         data, title = run.workspace.data, f"{run.method.name} · {setting_of(run.config)}"
         histories = {run.method.name: [result.history]}
         chart = curves(histories, data.majority, title=title, sizes=result.facts["held_out"])

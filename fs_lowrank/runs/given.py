@@ -44,6 +44,11 @@ def _locked(config: Config, name: str, resume: bool, overwrite: bool) -> Iterato
         yield folder
 
 
+def _begun(folder: Path) -> bool:
+    """Whether a run has begun with the data or the model in ``folder``; one of ``compare`` is in a folder beside it."""
+    return folder.exists() and any(map(holds_run, (folder.parent, *folder.parent.glob("*/"))))
+
+
 def with_data(config: Config, data: Any, resume: bool, overwrite: bool = False) -> Config:
     """``config`` with ``data`` (see ``data.objects``), which are written to the folder of the run.
 
@@ -63,7 +68,7 @@ def with_data(config: Config, data: Any, resume: bool, overwrite: bool = False) 
     if isinstance(parts, (list, tuple)) and len(parts) not in (0, count):
         raise UserError(f"data = a list of {len(parts)}, one for each client, and federate.client_num is {count}")
     with _locked(config, DATA, resume, overwrite) as folder:
-        if resume and folder.exists():
+        if resume and _begun(folder):
             facts = _matching_facts(folder, data)
         else:
             with replaced(folder) as aside:
@@ -119,7 +124,7 @@ def with_model(
         return config.replace({"model.type": f"{type(model).__name__}{SUFFIX}", "model.task": task}), True
     digests = _digests(model, tokenizer)
     with _locked(config, MODEL, resume, overwrite) as folder:
-        if resume and folder.exists():
+        if resume and _begun(folder):
             saved = _read_facts(folder)
             changed = [part for part, value in digests.items() if saved.get(part, value) != value]
             if changed:

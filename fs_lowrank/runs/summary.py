@@ -36,7 +36,7 @@ def per_client_and_round(history: Sequence[dict]) -> dict[str, float]:
 def seconds(history: Sequence[dict]) -> dict[str, float]:
     """Seconds of the whole run for training, aggregation and evaluation, and the median aggregation of a round."""
     total = {k: sum(r["seconds"][k] for r in history) for k in ("training", "aggregation", "evaluation")}
-    total["aggregation_median"] = statistics.median(r["seconds"]["aggregation"] for r in history)
+    total["aggregation_median"] = statistics.median([r["seconds"]["aggregation"] for r in history] or [0.0])
     return total
 
 

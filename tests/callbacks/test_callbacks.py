@@ -48,6 +48,11 @@ def engine(request):
     return request.param
 
 
+def test_a_run_that_a_callback_ends_before_it_begins(config, engine):
+    result = fs_lowrank.run(config, engine, callbacks=[Noted(last=0)])
+    assert result.history == [] and result.final == {"noted": 0.5}
+
+
 def test_they_are_called_in_order_and_what_they_add_is_written(config, engine):
     noted = Noted()
     result = fs_lowrank.run(config, engine, callbacks=[noted])

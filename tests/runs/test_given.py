@@ -78,6 +78,12 @@ def test_the_run_goes_on_with_the_same_and_without_but_not_with_others(few, from
     }
 
 
+def test_data_that_were_refused_before_a_run_began_do_not_stand_in_its_way(few, tmp_path):
+    with pytest.raises(UserError, match="no column 'label'"):
+        fs_lowrank.run(few("run"), data=FRAME.rename(columns={"label": "stars"}), resume="auto")
+    assert fs_lowrank.run(few("run"), data=FRAME, resume="auto").history
+
+
 def test_overwrite_keeps_the_run_if_the_data_or_the_model_are_refused(few, tmp_path):
     config, folder = few("run"), tmp_path / "run"
     fs_lowrank.run(config, data=FRAME)
