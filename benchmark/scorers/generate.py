@@ -20,6 +20,7 @@ import pandas as pd
 from fs_lowrank.data.examples import IGNORED_LABEL
 from fs_lowrank.data.tokenize import tokenize_instructions
 from fs_lowrank.errors import UserError
+from fs_lowrank.models.kinds import is_encoder_decoder, unwrapped
 from fs_lowrank.settings import Key, Origin, check_value
 from fs_lowrank.training.generate import continue_prompts
 
@@ -61,19 +62,19 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
 
     ``version`` identifies the rules above; ``decoding`` and ``template`` describe the settings.
     """
-    result = {}
+    result, paired = {}, is_encoder_decoder(unwrapped(model))
+    usual = "instruction" if paired else "chat" if getattr(tokenizer, "chat_template", None) else "alpaca"
     for task in options.tasks:
         rows = commonsense.read(root, _folder(task), "test")[: options.limit]
         replies = continue_prompts(
             model,
             tokenizer,
-            prompts(rows, tokenizer, options.template),
+            prompts(rows, tokenizer, options.template, paired),
             batch_size=options.batch_size,
             max_new_tokens=options.max_new_tokens,
             num_beams=options.num_beams,
         )
         answers = [parse(_folder(task), reply) for reply in replies]
-        chat = options.template != "alpaca" and getattr(tokenizer, "chat_template", None)
         hits = [answer == row["answer"] for answer, row in zip(answers, rows)]
         result[task] = {
             **share(hits, "acc"),
@@ -84,7 +85,7 @@ def score(model, tokenizer, options: Options, root: Path) -> dict[str, dict]:
             "version": "first answer word, 1",
             "decoding": f"{'greedy' if options.num_beams == 1 else f'{options.num_beams} beams'}, at most "
             f"{options.max_new_tokens} new tokens, batches of {options.batch_size} padded on the left",
-            "template": "chat" if chat else "alpaca",
+            "template": usual if options.template == "auto" else options.template,
             "data": f"commonsense/{_folder(task)}/test.json",
         }
     return result
@@ -98,22 +99,23 @@ def parse(task: str, reply: str) -> str | None:
     return match and match[0]
 
 
-def prompts(rows: list[dict], tokenizer, template: str = "auto") -> list[list[int]]:
+def prompts(rows: list[dict], tokenizer, template: str = "auto", paired: bool = False) -> list[list[int]]:
     """Token ids of the prompt of each row, as in training.
 
+    Args:
+        paired: for an encoder-decoder model, whose prompt is a text of its own with an end.
     Raises:
         UserError: a prompt is longer than the tokenizer's limit.
     """
     frame = pd.DataFrame(rows, columns=["instruction", "input", "output"])
-    examples, mask = tokenize_instructions(frame, tokenizer, 1 << 20, template)
-    if not mask.all():
+    examples, mask = tokenize_instructions(frame, tokenizer, 1 << 20, template, paired=paired)
+    if cut := examples.truncated if paired else int((~mask).sum()):
         raise UserError(
-            f"{int((~mask).sum())} of {len(rows)} prompts are longer than the model's limit of "
-            f"{tokenizer.model_max_length} tokens"
+            f"{cut} of {len(rows)} prompts are longer than the model's limit of {tokenizer.model_max_length} tokens"
         )
-    # The prompt is the part without loss.
+    # The prompt is the part without loss, or a text of its own.
     return [
-        ids[labels == IGNORED_LABEL].tolist()
+        ids.tolist() if paired else ids[labels == IGNORED_LABEL].tolist()
         for ids, labels in zip(examples.columns["input_ids"], examples.columns["labels"])
     ]
 

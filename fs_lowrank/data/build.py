@@ -169,7 +169,10 @@ class _Texts:
     def _fitting_length(self, train: pd.DataFrame) -> int:
         """The length in tokens, up to the limit of the model, with which 99 % of the training rows are not cut."""
         examples, _ = self._encoded(train, min(self.tokenizer.model_max_length, LONGEST))
-        return int(np.quantile(examples.lengths, 0.99, method="higher"))
+        lengths = examples.lengths
+        if examples.paired:  # the answers are cut to it as well
+            lengths = np.maximum(lengths, examples.columns["labels"].lengths)
+        return int(np.quantile(lengths, 0.99, method="higher"))
 
     def _encoded(self, frame: pd.DataFrame, length: int) -> tuple[Examples, np.ndarray]:
         """The rows of ``frame`` as examples, and a mask of the rows retained, bool ``(rows,)``."""

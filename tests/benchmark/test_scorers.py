@@ -461,6 +461,17 @@ def test_prompts_are_those_of_training(tiny):
     assert ids[0] == tokenizer(ALPACA_NO_INPUT.format(instruction=rows[0]["instruction"]))["input_ids"]
 
 
+def test_prompts_of_an_encoder_decoder_model_are_those_of_training(tiny, monkeypatch):
+    """The instruction as it is, and the end."""
+    _, tokenizer = tiny
+    rows = [row(*r) for r in ROWS["boolq"]]
+    ids = generate.prompts(rows, tokenizer, paired=True)
+    assert ids[0] == [*tokenizer(rows[0]["instruction"])["input_ids"], tokenizer.eos_token_id]
+    monkeypatch.setattr(tokenizer, "model_max_length", 3)
+    with pytest.raises(UserError, match=f"{len(rows)} of {len(rows)} prompts are longer than the model's limit of 3"):
+        generate.prompts(rows, tokenizer, paired=True)
+
+
 @pytest.mark.more
 def test_a_finished_run_by_one_command(root, tmp_path, tiny_causal, instructions_jsonl, capsys, no_hub):
     """``evaluate RUN --tasks`` hands on to ``benchmark score``, which scores as the scorer does."""

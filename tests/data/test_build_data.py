@@ -147,6 +147,17 @@ def test_rows_left_out_and_cut_are_counted_and_reported(tmp_path, config, chat_t
     assert caplog.records[-1].levelname == "INFO" and "data: 9 rows read, 9 for training by 2" in caplog.text
 
 
+def test_the_length_that_fits_is_that_of_an_encoder_decoder_models_answers_too(tmp_path, config, encoder_tokenizer):
+    rows = [{"instruction": "it was", "input": "", "output": "a b " * 6} for _ in range(20)]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    cfg = config("a.json@llm", tmp_path, splits=[1.0, 0.0, 0.0])
+    cfg.model.task, cfg.llm.tok_len = "Seq2SeqLM", "auto"
+    encoder_tokenizer.eos_token_id = encoder_tokenizer.sep_token_id
+    data = build_data(cfg, encoder_tokenizer)
+    assert data.truncated == {"train": 0}
+    assert data.tok_len == max(client.columns["labels"].lengths.max() for client in data.clients) > 12
+
+
 def test_more_empty_rows_than_the_user_allows_are_refused(tmp_path, config, encoder_tokenizer):
     (tmp_path / "a.csv").write_text("text,label\n" + ",x\n" + "a b,y\na,x\n" * 12)
     cfg = config("a.csv", tmp_path, splits=[1.0, 0.0, 0.0])
