@@ -14,7 +14,7 @@ chance. Nothing is decided by a method whose learning rate is at the end of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -216,30 +216,32 @@ def used(rule: Sequence[Mapping], look: Lookup) -> list[tuple[str, Mapping[str, 
     return seen
 
 
-def with_margins(rule: Sequence[Mapping], reference: Mapping | None) -> list[Mapping]:
-    """The rule with numbers for the margins that are the paper's: its own gap there and twice the gap's standard
-    deviation. A condition whose figures the paper does not have is left out.
+def with_margins(rule: Sequence[Mapping], reference: Mapping | None, axes: Iterable[str]) -> list[Mapping]:
+    """The rule with numbers for the margins that are the paper's: a method's own gap there and twice the gap's standard
+    deviation. Such a condition is one of each of its methods; one whose figures the paper does not have is left out.
 
     Args:
-        reference: the paper's figures for the experiment, in percent.
+        reference: the paper's figures for the experiment, in percent, by the labels of its ``axes``.
     """
     values = {m: {str(k): v for k, v in row.items()} for m, row in (reference or {}).get("values", {}).items()}
 
     def paper(method: str, labels: Mapping[str, str]) -> Sequence:
         """The mean, which is None if there is none, and the standard deviation."""
-        key = " / ".join(labels.values())
+        key = " / ".join(labels[axis] for axis in axes if axis in labels)
         cell = next((c for k, c in values.get(method, {}).items() if k == key or k.startswith(f"{key} / ")), None)
         return cell if isinstance(cell, list) else (cell, 0.0)
 
     conditions: list[Mapping] = []
     for condition in rule:
-        if condition.get("within") == PAPER:
-            (mean, spread), (other, other_spread) = (paper(*place) for place in used([condition], lambda *_: None)[:2])
-            if mean is None or other is None:
-                continue
-            gap = mean - other if condition["is"] == "keeps" else abs(mean - other)
-            condition = {**condition, "within": round((gap + 2 * math.hypot(spread, other_spread)) / 100, 4)}
-        conditions.append(condition)
+        if condition.get("within") != PAPER:
+            conditions.append(condition)
+            continue
+        for one in ({**condition, "methods": [method]} for method in condition["methods"]):
+            (mean, spread), (other, other_spread) = (paper(*place) for place in used([one], lambda *_: None)[:2])
+            if mean is not None and other is not None:
+                gap = mean - other if one["is"] == "keeps" else abs(mean - other)
+                within = round((gap + 2 * math.hypot(spread, other_spread)) / 100, 4)
+                conditions.append({**one, "within": within})
     return conditions
 
 
@@ -379,7 +381,7 @@ def _value(condition: Mapping, figure: Getter) -> Iterator[Condition]:
 
 def _learns(condition: Mapping, figure: Getter) -> Iterator[Condition]:
     for method in condition["methods"]:
-        value, majority = figure(method), figure(method, "majority")
+        value, majority = figure(method), figure(method, f"majority:{condition.get('metric', 'test_acc')}")
         if majority is not None:
             majority = replace(majority, exact=True)
         parts = [(1, method, value), (-1, "majority class", majority)]

@@ -15,6 +15,12 @@ from .beside import hpo
 from .job import RATE, SEEDS, Cell, Job, Options, Script, Search
 from .suite import SHIPPED, Experiment, MethodEntry, Suite, among, flatten, lay, load_suite
 
+#: keys by which the samples of a round differ, or the number of rounds
+OF_A_ROUND = {
+    *("train.local_update_steps", "grad.grad_accum_count", "dataloader.batch_size", "dataloader.drop_last"),
+    *("federate.client_num", "federate.sample_client_num", "federate.sample_client_rate", "federate.total_round_num"),
+}
+
 
 def plan(options: Options, extra: bool = False) -> list[Job]:
     """All jobs of all suites without repetition; searches come before the cells that need them.
@@ -151,7 +157,14 @@ class _Grid:
                 f"learning_rates: search: its seed {shared[0]} is one of the cells' seeds; give it another "
                 "'seed', since otherwise the search would select by a run that is reported"
             )
-        config = self.config(keys, spec.get("samples", self.experiment.samples), None, "none")
+        samples = spec.get("samples", self.experiment.samples)
+        searched = {key.rpartition(".")[0] for key in flatten(spec["space"])}
+        if samples and (changing := sorted(searched & OF_A_ROUND)):
+            raise UserError(
+                f"learning_rates: search: space: {changing[0]} changes the samples of a round, so with samples = "
+                f"{samples} its points would have unequal budgets; give federate.total_round_num instead of samples"
+            )
+        config = self.config(keys, samples, None, "none")
         hpo.check_config(config, [spec.get("objective", "val_acc")])
         if any(key.startswith("early_stop.") for key in spec["space"]):
             _check_stop(config, stops=True)

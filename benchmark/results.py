@@ -263,13 +263,16 @@ def value(record: Mapping, metric: str) -> float | None:
 
     ``test_acc`` and the like; ``uplink`` … ``downlink_without_head`` and ``traffic`` (both directions), bytes per
     client and round; ``formula``, the papers' estimate of ``traffic``, twice the uplink; ``aggregation``,
-    ``training``, ``memory``; ``bytes_to:val_acc:0.7``, all bytes until a value is reached; ``SCORER:TASK:METRIC``.
+    ``training``, ``memory``; ``bytes_to:val_acc:0.7``, all bytes until a value is reached; ``SCORER:TASK:METRIC``;
+    ``majority:METRIC``, what a model that learned nothing has.
     """
     kind, _, remainder = metric.partition(":")
     if metric in record["metrics"]:
         return record["metrics"][metric]
     if metric in (measured := measurements(record)):
         return measured[metric]
+    if kind == "majority":
+        return _majority(record, remainder)
     if to_a_target(metric):
         name, _, target = remainder.partition(":")
         return _reaches(record["history"]["evaluated"], name, float(target), kind == "rounds_to")

@@ -190,19 +190,19 @@ NOT_CODE = {
 BUDGETS = {
     "settings, config, keys": 1605,  # 1,300
     "fs_lowrank.algebra": 427,  # 420
-    "fs_lowrank.data": 2493,  # 2,200
+    "fs_lowrank.data": 2496,  # 2,200
     "fs_lowrank.models": 2897,  # 2,750
-    "fs_lowrank.methods": 2547,  # 1,850, and 1,500 more for the methods of the field
+    "fs_lowrank.methods": 2559,  # 1,850, and 1,500 more for the methods of the field
     "fs_lowrank.training": 744,  # 700
-    "fs_lowrank.rounds": 2196,  # 1,900
-    "fs_lowrank.callbacks": 343,  # 400
-    "fs_lowrank.engines": 2038,  # 1,900
-    "fs_lowrank.runs": 785,  # 750
+    "fs_lowrank.rounds": 2198,  # 1,900
+    "fs_lowrank.callbacks": 348,  # 400
+    "fs_lowrank.engines": 2050,  # 1,900
+    "fs_lowrank.runs": 787,  # 750
     "fs_lowrank.draw": 646,  # 450
     "fs_lowrank.jobs": 670,  # 300
     "front": 2658,  # 2,100
     "hpo": 1138,  # 950
-    "benchmark": 3654,  # 2,550, and the leaderboard
+    "benchmark": 3669,  # 2,550, and the leaderboard
     "studies": 2092,  # 2,100
 }
 #: rooms with one budget, by their names here

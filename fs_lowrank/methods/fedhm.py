@@ -169,9 +169,10 @@ class FedHM(Averaging):
         """``Σ p_k W_k`` of one layer, where ``W_k`` is ``U_k V_k`` of the clients that hold factors."""
         dtype = wide(template.dtype)  # in half precision the weights would not add up to 1
         mean = torch.zeros_like(template, dtype=dtype)
-        if factorised := [(p, factor_matrices(k.U, k.V)) for p, k in zip(weights, layers) if k.U is not None]:
-            shares, pairs = zip(*factorised)
-            left, right = stack_pairs(*([half.to(dtype) for half in halves] for halves in zip(*pairs)), shares)
+        pairs = [(p, *factor_matrices(k.U, k.V)) for p, k in zip(weights, layers) if k.U is not None]
+        if factorised := [(p, left.to(dtype), right.to(dtype)) for p, left, right in pairs]:
+            shares, lefts, rights = zip(*factorised)
+            left, right = stack_pairs(lefts, rights, shares)
             mean = from_matrix(left @ right, template.shape)
         for p, layer in zip(weights, layers):
             if layer.W is not None:

@@ -54,7 +54,7 @@ def of_text(values):
 
 
 def look(method, labels, metric):
-    if metric == "majority":
+    if metric.startswith("majority"):
         return Figure({0: 0.5}, exact=True)
     return of_text(FIGURES.get((method, labels["clients"]), []))
 
@@ -186,7 +186,7 @@ def test_p_values_are_corrected_for_all_conditions():
 
     def look(method, labels, metric):
         values = {"a": [0.8, 0.7, 0.6], "near": np.array([0.8, 0.7, 0.6]) - gaps, "far": [1.01, 0.90, 0.81]}
-        return Figure({0: 0.5}, exact=True) if metric == "majority" else by_seed(list(values[method]))
+        return Figure({0: 0.5}, exact=True) if metric.startswith("majority") else by_seed(list(values[method]))
 
     learns = {"is": "learns", "methods": ["a"], "by": 0.01}
     rule = [learns, *({"is": "above", "better": "a", "than": [b], "by": 0} for b in ("far", "near", "near", "near"))]
@@ -206,12 +206,27 @@ def test_the_margin_of_a_task_is_the_papers_own():
     reference = {"values": {"rolora": row, "fedlora": {3: [95.62, 0.17], 50: 93.0}, "ffa_lora": {3: 95.0}}}
     keeps = {"is": "keeps", "methods": ["rolora"], "along": "clients", "from": 3, "to": 50, "within": "paper"}
     close = {"is": "close", "methods": ["rolora"], "to": "fedlora", "within": "paper", "where": {"clients": 3}}
-    found = [c["within"] for c in with_margins([keeps, close], reference)]
+    found = [c["within"] for c in with_margins([keeps, close], reference, ["clients"])]
     assert found == pytest.approx(
         [(0.69 + 2 * math.hypot(0.16, 0.17)) / 100, (0.13 + 2 * math.hypot(0.16, 0.17)) / 100], abs=1e-4
     )
-    assert with_margins([{**keeps, "methods": ["ffa_lora"]}], reference) == [] == with_margins([keeps], None)
-    assert with_margins([{**close, "within": 0.1}], None) == [{**close, "within": 0.1}]
+    assert with_margins([{**keeps, "methods": ["ffa_lora"]}], reference, ["clients"]) == []
+    assert with_margins([keeps], None, ["clients"]) == []
+    assert with_margins([{**close, "within": 0.1}], None, []) == [{**close, "within": 0.1}]
+
+
+def test_each_method_has_the_papers_margin_of_its_own():
+    values = {"rolora": {3: 95, 50: 94}, "ffa_lora": {3: 95, 50: 75}}
+    keeps = {"is": "keeps", "along": "clients", "from": 3, "to": 50, "within": "paper"}
+    found = with_margins([{**keeps, "methods": ["flora", "rolora", "ffa_lora"]}], {"values": values}, ["clients"])
+    assert [(c["methods"], c["within"]) for c in found] == [(["rolora"], 0.01), (["ffa_lora"], 0.2)]
+
+
+def test_the_papers_figures_are_found_by_the_axes_in_their_order():
+    values = {"rolora": {"2 / 4": 10, "2 / 8": 40, "4 / 2": 90, "8 / 2": 86}}
+    keeps = {"is": "keeps", "methods": ["rolora"], "along": "clients", "from": 4, "to": 8, "where": {"rank": 2}}
+    (found,) = with_margins([{**keeps, "within": "paper"}], {"values": values}, ["clients", "rank"])
+    assert found["within"] == 0.04
 
 
 def test_who_falls_by_less():
@@ -487,7 +502,7 @@ def test_what_was_learned_stands_at_the_end_of_a_grid_and_what_was_not_is_open()
     """A better rate beyond the end could only add to what was learned."""
 
     def at_end(method, labels, metric):
-        return dataclasses.replace(look(method, labels, metric), at_end=metric != "majority")
+        return dataclasses.replace(look(method, labels, metric), at_end=not metric.startswith("majority"))
 
     learns = {"is": "learns", "methods": ["rolora"], "where": {"clients": 3}}
     assert judged({**learns, "by": 0.02}, at_end).verdict == HOLDS
@@ -637,6 +652,18 @@ def test_clients_own_models_are_compared_with_each_clients_own_most_frequent_cla
     assert found.figure("a", "", "client_test_acc_worst_decile").majority is None
 
 
+def test_a_metric_is_learned_above_its_own_majority_class():
+    accs = {s: 0.85 + s / 1000 for s in range(4)}
+    own = {"client_majority": 0.8, "scores": {"generate": {"boolq": {"acc": 0.85, "majority": 0.6}}}}
+    found = results_of(a=[record(s, acc, 0.55, **own) for s, acc in accs.items()])
+    for entry in found.records["a", ""]:
+        entry["metrics"]["client_test_acc"] = entry["metrics"]["test_acc"]
+    levels = {"test_acc": 0.55, "client_test_acc": 0.8, "generate:boolq:acc": 0.6}
+    for metric, level in levels.items():
+        condition = judged_on(found, {"is": "learns", "methods": ["a"], "by": 0, "metric": metric})
+        assert condition.estimate.centre == pytest.approx(found.figure("a", "", metric).mean - level)
+
+
 def test_a_scored_task_knows_its_own_majority():
     """That of the test set is of another task."""
     more = {"acc_stderr": 0.1, "unparsed": 0.1, "majority": 0.6}
@@ -770,7 +797,7 @@ def test_experiments_that_share_cells_count_once():
     class Stub:
         def __init__(self, better, hashes):
             self.better, self.own, self.methods = better, hashes, ["a", "b"]
-            self.experiment = SimpleNamespace(reference=None)
+            self.experiment = SimpleNamespace(reference=None, axes={})
 
         def look(self, method, labels, metric):
             if self.better is None:  # nobody is

@@ -130,6 +130,16 @@ def test_search_is_shared_over_seeds_and_settings(write):
         plan(options(write(text.replace("at: {clients: 6}", "each: [client]"))))
 
 
+def test_a_search_may_not_change_the_samples_of_a_round_if_samples_are_the_budget(write):
+    """The number of rounds is one for all points, so points of more steps would train on more."""
+    space = "{space: {train.optimizer.lr: {grid: [1e-3]}, train.local_update_steps: {grid: [5, 20]}}, samples: 1000}"
+    text = FIVE_LINES + "    learning_rates: {search: " + space + "}\n"
+    with pytest.raises(
+        UserError, match="space: train.local_update_steps changes the samples of a round, so with samples"
+    ):
+        plan(options(write(text)))
+
+
 def test_a_table_of_learning_rates(write):
     text = FIVE_LINES + "    learning_rates: {table: {rolora: 0.01, fedlora: 0.02}, budget: 8 trials each}\n"
     rates = {c.method.label: (c.config.train.optimizer.lr, c.rate["budget"]) for c in plan(options(write(text)))}
