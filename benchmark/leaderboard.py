@@ -119,7 +119,7 @@ def table(figures: Mapping[str, Figures], runs: pd.DataFrame) -> list[dict[str, 
                 "client, s": _rounded(median["client"]),
                 "server, ms": _rounded(median["aggregation"] * 1e3),
                 "memory, GB": _rounded(median["memory"] / 1e9),
-                "off the mean of the products": "exact" if distance < 1e-5 else f"{100 * distance:.2g} %",
+                "off the mean of the products": "exact" if distance < 1e-5 else f"{_rounded(100 * distance)} %",
             }
         )
     return rows
