@@ -14,7 +14,7 @@ chance. Nothing is decided by a method whose learning rate is at the end of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -216,18 +216,19 @@ def used(rule: Sequence[Mapping], look: Lookup) -> list[tuple[str, Mapping[str, 
     return seen
 
 
-def with_margins(rule: Sequence[Mapping], reference: Mapping | None, axes: Iterable[str]) -> list[Mapping]:
+def with_margins(rule: Sequence[Mapping], experiment: Any) -> list[Mapping]:
     """The rule with numbers for the margins that are the paper's: a method's own gap there and twice the gap's standard
     deviation. Such a condition is one of each of its methods; one whose figures the paper does not have is left out.
 
     Args:
-        reference: the paper's figures for the experiment, in percent, by the labels of its ``axes``.
+        experiment: has as ``reference`` the paper's figures, in percent, by the labels of its ``axes``; or None.
     """
-    values = {m: {str(k): v for k, v in row.items()} for m, row in (reference or {}).get("values", {}).items()}
+    rows = (experiment.reference or {}).get("values", {})
+    values = {method: {str(k): v for k, v in row.items()} for method, row in rows.items()}
 
     def paper(method: str, labels: Mapping[str, str]) -> Sequence:
         """The mean, which is None if there is none, and the standard deviation."""
-        key = " / ".join(labels[axis] for axis in axes if axis in labels)
+        key = " / ".join(labels[axis] for axis in experiment.axes if axis in labels)
         cell = next((c for k, c in values.get(method, {}).items() if k == key or k.startswith(f"{key} / ")), None)
         return cell if isinstance(cell, list) else (cell, 0.0)
 

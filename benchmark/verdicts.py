@@ -201,8 +201,7 @@ def judged_claims(suite: Suite, results: Mapping[str, ExperimentResults]) -> dic
     judged = {}
     for name, claim in suite.claims.items():
         available = {e: results[e] for e in claim["experiments"] if e in results}
-        experiments = {e: entry.experiment for e, entry in available.items()}
-        rules = {e: with_margins(claim["rule"], one.reference, one.axes) for e, one in experiments.items()}
+        rules = {e: with_margins(claim["rule"], entry.experiment) for e, entry in available.items()}
         by_experiment = {e: judge(rule, available[e].look) for e, rule in rules.items()}
         lookups = {e: entry.at(used(claim["rule"], entry.look)) for e, entry in available.items()}
         runs = {e: records for e, (records, _) in lookups.items()}

@@ -10,6 +10,20 @@ from fs_lowrank.methods import get_method_class, requirements
 from fs_lowrank.testing import TASKS
 from fs_lowrank.testing.small import _save, save_tokenizer
 
+
+def break_step(monkeypatch, method: str, broken_round: int) -> None:
+    """From now on the server's step of ``method`` fails in that round."""
+    cls = get_method_class(method)
+    aggregate = cls.aggregate
+
+    def broken(self, updates, state, round):
+        if round == broken_round:
+            raise ArithmeticError("no convergence")
+        return aggregate(self, updates, state, round)
+
+    monkeypatch.setattr(cls, "aggregate", broken)
+
+
 SPECIAL = {"bos_token_id": 2, "eos_token_id": 3}
 #: what a configuration may call its sizes, and small values
 _SMALL = {

@@ -60,14 +60,9 @@ def place_of(round: int) -> str:
     return f"best/{folder_of(round)}"
 
 
-def best_rounds(outdir: Path) -> list[int]:
-    """The rounds that are stored, in order."""
-    return saved_rounds(outdir / "best")
-
-
 def keep_only(outdir: Path, checkpoints: Iterable[int]) -> None:
     """Remove all rounds but the newest, and of each checkpoint the newest that is not after it."""
-    rounds = best_rounds(outdir)
+    rounds = saved_rounds(outdir / "best")
     needed = {*rounds[-1:], *(max((r for r in rounds if r <= c), default=0) for c in checkpoints)}
     for round in rounds:
         if round not in needed:
@@ -81,7 +76,7 @@ def go_back(outdir: Path, round: int) -> None:
     Raises:
         CannotContinue: an earlier round's files are damaged.
     """
-    for earlier in best_rounds(outdir):
+    for earlier in saved_rounds(outdir / "best"):
         folder = outdir / place_of(earlier)
         if earlier > round:
             shutil.rmtree(folder)

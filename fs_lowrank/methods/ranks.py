@@ -76,12 +76,11 @@ class RankedMethod(Gathering):
     def __init__(self, params, setting):
         super().__init__(params, setting)
         check_one_rank(setting.adapter, self.name)
-        if (start := setting.adapter.moves_base) and any(
-            self.pruned_rank(r) < self.rank() for r in params.ranks or (self.rank(),)
-        ):
+        smallest = min(map(self.pruned_rank, params.ranks or (self.rank(),)))
+        if (start := setting.adapter.moves_base) and smallest < self.rank():
             raise UserError(
                 f"llm.adapter.args: init_lora_weights = {start} moves a part of the base into pairs of rank "
-                f"{self.rank()}. Clients of a smaller rank, or whose rank shrinks, would lack some of it; take gaussian"
+                f"{self.rank()}. Clients of rank {smallest} would lack some of it; take gaussian, or one rank for all"
             )
         self.averaged = self.whole
 

@@ -97,8 +97,8 @@ def _of_models(config: Settings, method: Any, needs: Any) -> Iterator[Conflict]:
     ):
         yield lowrank.personal and refused, "lowrank.personal", reason
     zero = lowrank.base_init == "zero" and config.is_vision
-    yield zero and lowrank.weights, "lowrank.base_init", "it would wipe out the pre-trained weights of lowrank.weights"
-    yield zero and needs.float_base, "lowrank.base_init", f"{method.name} computes with the base's weights, all 0 then"
+    yield zero and lowrank.weights, "lowrank.base_init", "it would wipe out the pre-trained weights; take random"
+    yield zero and needs.float_base, "lowrank.base_init", f"{method.name} computes with the base's weights; take random"
     changes = full or needs.changes_base and needs.adapter != "optional"
     advice = "take a method that leaves the base as it is, such as fedlora, or leave the key out"
     if "merge" in keys_of(method.Params):

@@ -200,32 +200,38 @@ def test_p_values_are_corrected_for_all_conditions():
     assert weak.verdict == INCONCLUSIVE
 
 
+def of_paper(reference, axes):
+    return SimpleNamespace(reference=reference, axes=dict.fromkeys(axes))
+
+
 def test_the_margin_of_a_task_is_the_papers_own():
     """0.69 points and twice the standard deviation of the difference; of a single figure, nothing more."""
     row = {3: [95.49, 0.16], 50: [94.80, 0.17]}
     reference = {"values": {"rolora": row, "fedlora": {3: [95.62, 0.17], 50: 93.0}, "ffa_lora": {3: 95.0}}}
     keeps = {"is": "keeps", "methods": ["rolora"], "along": "clients", "from": 3, "to": 50, "within": "paper"}
     close = {"is": "close", "methods": ["rolora"], "to": "fedlora", "within": "paper", "where": {"clients": 3}}
-    found = [c["within"] for c in with_margins([keeps, close], reference, ["clients"])]
+    found = [c["within"] for c in with_margins([keeps, close], of_paper(reference, ["clients"]))]
     assert found == pytest.approx(
         [(0.69 + 2 * math.hypot(0.16, 0.17)) / 100, (0.13 + 2 * math.hypot(0.16, 0.17)) / 100], abs=1e-4
     )
-    assert with_margins([{**keeps, "methods": ["ffa_lora"]}], reference, ["clients"]) == []
-    assert with_margins([keeps], None, ["clients"]) == []
-    assert with_margins([{**close, "within": 0.1}], None, []) == [{**close, "within": 0.1}]
+    assert with_margins([{**keeps, "methods": ["ffa_lora"]}], of_paper(reference, ["clients"])) == []
+    assert with_margins([keeps], of_paper(None, ["clients"])) == []
+    assert with_margins([{**close, "within": 0.1}], of_paper(None, [])) == [{**close, "within": 0.1}]
 
 
 def test_each_method_has_the_papers_margin_of_its_own():
     values = {"rolora": {3: 95, 50: 94}, "ffa_lora": {3: 95, 50: 75}}
     keeps = {"is": "keeps", "along": "clients", "from": 3, "to": 50, "within": "paper"}
-    found = with_margins([{**keeps, "methods": ["flora", "rolora", "ffa_lora"]}], {"values": values}, ["clients"])
+    found = with_margins(
+        [{**keeps, "methods": ["flora", "rolora", "ffa_lora"]}], of_paper({"values": values}, ["clients"])
+    )
     assert [(c["methods"], c["within"]) for c in found] == [(["rolora"], 0.01), (["ffa_lora"], 0.2)]
 
 
 def test_the_papers_figures_are_found_by_the_axes_in_their_order():
     values = {"rolora": {"2 / 4": 10, "2 / 8": 40, "4 / 2": 90, "8 / 2": 86}}
     keeps = {"is": "keeps", "methods": ["rolora"], "along": "clients", "from": 4, "to": 8, "where": {"rank": 2}}
-    (found,) = with_margins([{**keeps, "within": "paper"}], {"values": values}, ["clients", "rank"])
+    (found,) = with_margins([{**keeps, "within": "paper"}], of_paper({"values": values}, ["clients", "rank"]))
     assert found["within"] == 0.04
 
 

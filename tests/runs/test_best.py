@@ -15,9 +15,9 @@ from fs_lowrank import UserError, cli, load_config
 from fs_lowrank.draw.panels import digits
 from fs_lowrank.errors import RunFailed
 from fs_lowrank.finished import evaluate_rows, load_run, read_rows
-from fs_lowrank.methods import get_method_class
 from fs_lowrank.rounds.evaluator import Evaluator
 from fs_lowrank.runs.split import read_split
+from tests.cases import break_step
 
 
 @pytest.fixture
@@ -55,15 +55,8 @@ def killed_after(config, round, **options):
 
 def test_it_stays_where_a_run_without_checkpoints_was_stopped_and_resumed(make, monkeypatch):
     config = make("run", {"federate.method": "fedlora", "lowrank.checkpoint_freq": 0, "train.optimizer.lr": 0.3})
-    cls = get_method_class("fedlora")
     with monkeypatch.context() as patch:
-
-        def broken(self, updates, state, round, aggregate=cls.aggregate):
-            if round == 4:
-                raise ArithmeticError("no convergence")
-            return aggregate(self, updates, state, round)
-
-        patch.setattr(cls, "aggregate", broken)
+        break_step(patch, "fedlora", 4)
         with pytest.raises(RunFailed, match="continue with resume=True"):
             fs_lowrank.run(config)
     for _ in range(2):
@@ -73,9 +66,8 @@ def test_it_stays_where_a_run_without_checkpoints_was_stopped_and_resumed(make, 
 
 def test_a_process_that_is_killed_while_it_removes_a_round_that_is_not_needed(make, monkeypatch):
     config = make("run", {"federate.method": "fedlora"})
-    monkeypatch.setattr(
-        Evaluator, "best", lambda self, history: list(history)[-1]
-    )  # every round is the best one so far
+    # Every round is the best one so far.
+    monkeypatch.setattr(Evaluator, "best", lambda self, history: list(history)[-1])
     remove, removed = shutil.rmtree, []
 
     def killed(folder, **options):

@@ -70,7 +70,7 @@ def test_a_copy_beside_the_checkpoints_is_neither_read_nor_counted_nor_removed(t
     shutil.copytree(folder, tmp_path / "best")
     save(folder, 4)
     assert sorted(p.name for p in folder.iterdir()) == sorted(["round_000003", "round_000004", name])
-    assert saved_rounds(folder) == [3, 4] and best.best_rounds(tmp_path) == [2, 3]
+    assert saved_rounds(folder) == [3, 4] and saved_rounds(tmp_path / "best") == [2, 3]
     check(load_checkpoint(folder), 4)
     best.keep_only(tmp_path, [4])
     best.go_back(tmp_path, 2)
@@ -192,7 +192,7 @@ def test_what_is_kept_of_the_best_round_is_checked_before_a_run_goes_on(tmp_path
 
     folder = make()
     best.go_back(tmp_path, 3)
-    assert best.best_rounds(tmp_path) == [2]
+    assert saved_rounds(tmp_path / "best") == [2]
     file = folder / name
     content = bytearray(file.read_bytes())
     if damage in ("flip", "cut"):
@@ -210,7 +210,7 @@ def test_what_is_kept_of_the_best_round_is_checked_before_a_run_goes_on(tmp_path
         with pytest.raises(UserError, match=f"{re.escape(str(file))} is damaged .*; restore it, or remove {folder} to"):
             best.go_back(tmp_path, 3)
     best.go_back(tmp_path, 1)
-    assert best.best_rounds(tmp_path) == [], "it is not needed where the run goes on before it"
+    assert saved_rounds(tmp_path / "best") == [], "it is not needed where the run goes on before it"
     shutil.rmtree(tmp_path / "best")
     best.go_back(tmp_path, 3)  # what the message advises
     make()

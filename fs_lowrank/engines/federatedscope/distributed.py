@@ -299,8 +299,7 @@ class RemoteClient:
         self.node = Node(session.workspace, codec_of(session.config))
         self.channel = Channel(self.address, keys, token)
         uniform = session.method.setting.uniform
-        clients = session.config.federate.client_num
-        self.sharing = Sharing(keys, self.timeout, uniform, clients) if self.cfg.federate.use_ss else None
+        self.sharing = Sharing(keys, session.config, uniform) if self.cfg.federate.use_ss else None
         lock = claim(session.outdir)  # two processes of one client would share its state
         try:
             self._join()

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 from federatedscope.core.message import Message
 
+from ...config import Config
 from ...rounds.copies import apology
 from ...rounds.parcel import Parcel
 from .sums import add_shares, split_secret
@@ -25,12 +26,14 @@ class Sharing:
     """Where a client takes the shares of others, and how it gives them its own.
 
     Args:
-        cfg: the framework's section ``distribute``. timeout: seconds to wait for the others' shares.
-        uniform: all clients have the same weight. clients: the number that have to share, or nothing is sent.
+        cfg: the framework's section ``distribute``. config: all its clients have to share, or a client sends nothing,
+            and wait ``lowrank.timeout`` for the others' shares.
+        uniform: all clients have the same weight.
     """
 
-    def __init__(self, cfg: Any, timeout: float, uniform: bool, clients: int):
-        self.cfg, self.timeout, self.uniform, self.clients = cfg, timeout, uniform, clients
+    def __init__(self, cfg: Any, config: Config, uniform: bool):
+        self.cfg, self.timeout, self.uniform = cfg, config.lowrank.timeout, uniform
+        self.clients = config.federate.client_num
         self.address = f"{cfg.client_host}:{cfg.client_port}"
         #: of the round in which this client trains: by token, which opens nothing else, the other client's share
         self._shares: dict[str, Parcel | None] = {}

@@ -10,7 +10,7 @@ import torch
 
 import fs_lowrank
 from fs_lowrank.errors import RunFailed, UserError
-from fs_lowrank.methods import get_method_class
+from tests.cases import break_step
 
 pytestmark = pytest.mark.federatedscope
 
@@ -175,15 +175,7 @@ def test_a_failing_client_is_recorded(quick, monkeypatch):
 )
 def test_a_bad_round_is_left_out_by_every_copy(quick, assert_same, monkeypatch, method, more, share):
     """Tensors and bytes are those of the embedded engine; no copy merges a message twice or draws a tensor again."""
-    cls = get_method_class(method)
-    aggregate = cls.aggregate
-
-    def broken(self, updates, state, round):
-        if round == 2:
-            raise ArithmeticError("no convergence")
-        return aggregate(self, updates, state, round)
-
-    monkeypatch.setattr(cls, "aggregate", broken)
+    break_step(monkeypatch, method, 2)
     keys = {
         "federate.method": method,
         "federate.total_round_num": 5,

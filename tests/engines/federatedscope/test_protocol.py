@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fs_lowrank
+from fs_lowrank import load_config
 from fs_lowrank.rounds.parcel import Parcel
 from tests.engines.federatedscope.conftest import free_ports
 
@@ -91,7 +92,9 @@ def sharing():
     def make(timeout=20.0):
         section = {"client_host": "127.0.0.1", "client_port": free_ports(1)[0], "grpc_compression": "nocompression"}
         section |= {"grpc_max_send_message_length": 2**20, "grpc_max_receive_message_length": 2**20}
-        made.append(Sharing(SimpleNamespace(**section), timeout, uniform=False, clients=2))
+        keys = {"federate.method": "fedlora", "model.type": "x@transformers", "data.type": "x.csv"}
+        config = load_config({**keys, "federate.client_num": 2, "lowrank.timeout": timeout})
+        made.append(Sharing(SimpleNamespace(**section), config, uniform=False))
         return made[-1]
 
     yield make

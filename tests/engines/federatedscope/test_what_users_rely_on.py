@@ -9,6 +9,7 @@ import torch
 import fs_lowrank
 from fs_lowrank.errors import UserError
 from fs_lowrank.methods import Averaging, get_method_class, requirements
+from tests.cases import break_step
 
 pytestmark = pytest.mark.federatedscope
 METHODS = [m for m in fs_lowrank.list_methods() if "SequenceClassification" in requirements(m).tasks]
@@ -142,15 +143,7 @@ def test_resuming_a_run_that_began_at_a_later_round(quick, assert_same, tmp_path
 
 
 def test_resuming_after_a_round_that_was_left_out(quick, assert_same, monkeypatch):
-    cls = get_method_class("fedlora")
-    aggregate = cls.aggregate
-
-    def broken(self, updates, state, round):
-        if round == 2:
-            raise ArithmeticError("no convergence")
-        return aggregate(self, updates, state, round)
-
-    monkeypatch.setattr(cls, "aggregate", broken)
+    break_step(monkeypatch, "fedlora", 2)
     keys = {"federate.method": "fedlora", "lowrank.on_bad_round": "skip"}
     whole = fs_lowrank.run(quick("whole", keys), "federatedscope")
     fs_lowrank.run(quick("cut", keys), "federatedscope", on_round=lambda record: record["round"] == 2)
