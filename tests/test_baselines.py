@@ -42,7 +42,7 @@ def test_all_data_in_one_place_have_the_states_of_the_clients(few, no_curves, mo
     """What is cached of frozen layers for the clients is not computed and kept again."""
     monkeypatch.setenv("FS_LOWRANK_FROZEN", str(tmp_path / "frozen"))
     config = fs_lowrank.load_config(few, {"federate.total_round_num": 5})
-    fs_lowrank.run(config.replace({"outdir": str(tmp_path / "run")}))
+    fs_lowrank.run(config.replace({"outdir": str(tmp_path / "before")}))
     states = SharedStates(shared_folder(), 1e9)
     before = {entry.name for entry in states.entries()}
     shared = fs_lowrank.compare(config, ["fedlora", "pooled"])["pooled"]
