@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -92,19 +92,26 @@ def run(
         written += [] if held else [MODEL]
     if overwrite:  # now that data and model are not refused
         remove_run(folder, keep=written)
-    try:
-        with (
-            holding(model, tokenizer) if held else nullcontext(),
-            preserving_generators(),
-            preserving_start_method(),
-            progress_bar(config, f"{config.federate.method}, rounds", progress, on_round, on_client) as (report, tick),
-        ):
-            hooks: dict[str, Any] = {"on_round": report, "on_client": tick, "callbacks": callbacks}
-            result: RunResult = module.run(config, resume=bool(resume), **hooks)
-    except Exception as error:
-        vars(error)["run_folder"] = outdir_of(config)  # a command line writes the traceback of an error of ours there
-        raise
+    with (
+        holding(model, tokenizer) if held else nullcontext(),
+        _surrounded(config, config.federate.method, progress, on_round, on_client) as (report, tick),
+    ):
+        hooks: dict[str, Any] = {"on_round": report, "on_client": tick, "callbacks": callbacks}
+        result: RunResult = module.run(config, resume=bool(resume), **hooks)
     return result
+
+
+@contextmanager
+def _surrounded(config: Config, name: str, progress: bool | None, *hooks: Any) -> Iterator[tuple[Any, Any]]:
+    """What is around every run: random generators and the start method stay the caller's, and a bar called ``name``
+    moves; gives the ``hooks`` of ``progress_bar``.
+    """
+    with (
+        preserving_generators(),
+        preserving_start_method(),
+        progress_bar(config, f"{name}, rounds", progress, *hooks) as moving,
+    ):
+        yield moving
 
 
 def _resume_mode(resume: Resume, overwrite: bool) -> tuple[bool | Literal["auto"], bool]:
@@ -170,22 +177,16 @@ def compare(
     configs |= {name: row_config(name, schedule_config if name == "relora" else config, outdir / name) for name in rows}
     results = {}
     with memoizing():  # the model and the data are loaded once
-        for name in keys_of:
+        for name in configs:
             if on_method:
                 on_method(name)
-            results[name] = run(configs[name], engine, **existing, **told)
-        for name in rows:
+            if name not in rows:
+                results[name] = run(configs[name], engine, **existing, **told)
+                continue
             if overwrite:
                 remove_run(outdir / name)
-            if on_method:
-                on_method(name)
-            hooks = (told.get("on_round"), told.get("on_client"))
-            with (
-                preserving_generators(),
-                preserving_start_method(),
-                progress_bar(config, f"{name}, rounds", progress, *hooks) as bar_hooks,
-            ):
-                results[name] = run_row(name, configs[name], bool(resume), *bar_hooks, divided=config)
+            with _surrounded(config, name, progress, told.get("on_round"), told.get("on_client")) as hooks:
+                results[name] = run_row(name, configs[name], bool(resume), *hooks, divided=config)
     picture = _write_comparison(config, configs, results, outdir)
     for result in results.values():
         result.saved["comparison"] = picture

@@ -116,7 +116,7 @@ def run(
         make_parser: gives the parser and those of its commands. Each command has as default a function ``do`` of the
             arguments; among these is ``again``, the command as given.
         again: the text after Ctrl-C: how to continue.
-        folder: for the traceback of an error of the package, if the error has no ``run_folder``.
+        folder: for the traceback of an error of the package.
     """
     args = None
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -156,12 +156,11 @@ def message_of(error: Exception, folder: Path | None = None) -> str:
     of the package or of the user's code: its traceback is written to a file, which the message names.
 
     Args:
-        error: its attribute ``run_folder``, set by ``fs_lowrank.run``, takes precedence over ``folder``.
         folder: for the traceback; None, or one that cannot be written to: the folder for temporary files.
     """
     if isinstance(error, (UserError, OSError)):
         return str(error)
-    path = write_traceback(error, getattr(error, "run_folder", folder)) or "that --debug shows"
+    path = write_traceback(error, folder) or "that --debug shows"
     location = path if isinstance(path, str) else f"in {path}"
     if line := user_location(error):
         return f"{in_one_line(error)} (in {line}, which is not of fs-lowrank; the traceback is {location})"

@@ -148,9 +148,7 @@ def test_a_traceback_goes_to_the_folder_for_temporary_files_if_the_run_has_none(
     (tmp_path / "file").write_text("")
     for folder in (None, tmp_path / "file"):
         assert str(tmp_path / "temporary") in shell.message_of(ValueError("x\ny"), folder)
-    error = ValueError("x")
-    error.run_folder = tmp_path / "run"
-    assert str(tmp_path / "run") in shell.message_of(error, tmp_path / "other")
+    assert str(tmp_path / "run") in shell.message_of(ValueError("x"), tmp_path / "run")
 
 
 class Board:
