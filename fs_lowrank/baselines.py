@@ -40,7 +40,7 @@ from .rounds.recorder import Callback, Recorder, facts_of
 from .rounds.workspace import Workspace
 from .runs.checksums import check_finished, seal, unseal
 from .runs.environment import write_environment
-from .runs.folder import check_outdir, claim, outdir_of
+from .runs.folder import claim, outdir_of
 from .runs.records import Records, flat_metrics, read_records
 from .runs.result import RunResult
 from .runs.split import write_split
@@ -133,18 +133,16 @@ def run_row(
     """Run a row whose configuration comes from ``row_config``; the result is a run's.
 
     Args:
+        resume: as of ``compare``, which has refused a folder that holds a run.
         divided: the configuration of the comparison, whose clients' cached states serve all data in one place.
     """
     if name != "local":
-        check_outdir(config, resume)
         engine = LocalEngine(config, on_round, on_client, [_InOnePlace()])
         if divided is not None and engine.workspace.prefix is not None:
             engine.workspace.prefix.pieces["client 1"] = _pieces(engine.workspace, divided)
         result = engine.run(resume)
         result.facts["method"] = name
         return result
-    if not resume:
-        check_outdir(config, resume)
     workspace, outdir = Workspace(config), outdir_of(config)
     facts = {"method": "local", **facts_of(workspace), "own_models": True}
     facts["client_majority"] = workspace.data.client_majority
