@@ -176,7 +176,7 @@ def compare(
     schedule_config = configs.get("fedloru", config)  # with its own tau
     configs |= {name: row_config(name, schedule_config if name == "relora" else config, outdir / name) for name in rows}
     results = {}
-    with memoizing():  # the model and the data are loaded once
+    with memoizing():  # the data are loaded once
         for name in configs:
             if on_method:
                 on_method(name)

@@ -57,7 +57,7 @@ def build_data(cfg: Settings, tokenizer: Any = None, raw: RawData | None = None)
     if raw is None:
         raw = load_raw(cfg.data, origin=cfg.source, task=cfg.model.task)
     inputs = cfg, tokenizer, raw
-    data = memoized("data", lambda: _memo_key(*inputs), lambda: _build(*inputs), size=lambda built: built.nbytes)
+    data = memoized(lambda: _memo_key(*inputs), lambda: _build(*inputs), lambda built: built.nbytes)
     clear_truncation(tokenizer)
     say_once(data.describe(), logging.WARNING if any(data.repeated.values()) else logging.INFO, ROWS_LOGGER)
     return data

@@ -17,7 +17,7 @@ from ..data.user_data import LABELS
 from ..errors import UserError, say_once
 from ..jobs.files import read_json
 from ..models.build import build_model, build_tokenizer, model_name
-from ..models.fingerprints import configuration_fingerprint, fingerprint_of
+from ..models.fingerprints import configuration_fingerprint, model_fingerprint
 from ..models.machine import autocast, device_of
 from ..models.placing import at_home
 from ..models.saved import load_adapter
@@ -74,7 +74,7 @@ class FinishedRun:
         Raises:
             UserError: it is another one.
         """
-        current = {"model": fingerprint_of(model), "configuration": configuration_fingerprint(model)}
+        current = {"model": model_fingerprint(model), "configuration": configuration_fingerprint(model)}
         wrong = [name for name, value in current.items() if self.summary.get(name, value) != value]
         if not wrong:
             return

@@ -1,6 +1,6 @@
-"""Loaded values that a process needs again, such as a model before a method has changed it.
+"""Loaded values that a process needs again, such as tokenized data.
 
-Within ``memoizing``, a value is made once for equal inputs, and every use is a copy of its own.
+Within ``memoizing``, a value is made once for equal inputs.
 """
 
 from __future__ import annotations
@@ -34,26 +34,22 @@ def memoizing() -> Iterator[Values]:
 
 
 def memoized(
-    kind: str,
-    decides: Callable[[], Mapping[str, Any] | None],
-    make: Callable[[], Value],
-    copy: Callable[[Value], Value] = lambda value: value,
-    size: Callable[[Value], int] = lambda value: 0,
+    decides: Callable[[], Mapping[str, Any] | None], make: Callable[[], Value], size: Callable[[Value], int]
 ) -> Value:
-    """The value of ``make``; within ``memoizing``, a copy of the earlier value for equal inputs.
+    """The value of ``make``; within ``memoizing``, the earlier value for equal inputs.
 
     If the values exceed ``LIMIT``, the least recently used are removed.
 
     Args:
-        kind: of the value. decides: gives all inputs as plain data; None: unknown, and the value is not stored.
-        copy: of a value that its user may change. size: of a value, in bytes.
+        decides: gives all inputs as plain data; None: unknown, and the value is not stored. size: of a value, in bytes.
     """
-    inputs = None if _current is None else decides()
-    if _current is None or inputs is None:
+    if _current is None:
         return make()
-    key = json.dumps([kind, inputs], sort_keys=True, default=str)
+    gc.collect()  # frees the model of the run before: it and the hooks on it refer to each other
+    if (inputs := decides()) is None:
+        return make()
+    key = json.dumps(inputs, sort_keys=True, default=str)
     if key in _current:
-        gc.collect()  # frees the model of the run before: it and the hooks on it refer to each other
         _current[key] = _current.pop(key)
     else:
         fresh = make()
@@ -64,4 +60,4 @@ def memoized(
             del _current[next(iter(_current))]
         _current[key] = fresh, size(fresh)
     value: Value = _current[key][0]
-    return copy(value)
+    return value

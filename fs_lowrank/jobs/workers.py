@@ -149,7 +149,7 @@ def hand_out(
 
 
 def settle(variables: Mapping[str, str]) -> None:
-    """In a worker: take its GPU and threads, write the log as lines, and load models and data once for all jobs."""
+    """In a worker: take its GPU and threads, write the log as lines, and load data once for all jobs."""
     os.environ.update(variables)
     import torch
 

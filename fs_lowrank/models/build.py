@@ -19,7 +19,6 @@ from ..data.files import refuse_pointer
 from ..data.sources import length_of
 from ..data.tokenize import pad_id
 from ..errors import UserError, nearest
-from ..jobs.memo import memoized
 from ..seeds import derive
 from ..settings import VISION_MODELS, Settings
 from .ends import settle_ends
@@ -230,79 +229,10 @@ def build_model(
         if tokenizer is not None:
             settle_padding(module, pad_id(tokenizer))
         return module
-    source = config.lowrank.weights if config.is_vision else locate(model_name(config.model.type))
-
-    def decides() -> dict[str, Any] | None:
-        inputs = {
-            "place": [source, state := _state(source)],
-            "dtype": [config.dtype, config.quantised, config.lowrank.double_quant],
-            "quantised": config.quantised and [config.torch_device, config.adapter.extra.get("modules_to_save")],
-            "seed": config.seed,
-            "model": [config.model.type, config.model.task, config.model.use_bias],
-            "attention": config.model.attn_implementation,
-            "vision": [config.lowrank.width, config.lowrank.norm, image_shape],
-            "data": [num_labels, list(label_names)],
-            "tokenizer": None if tokenizer is None else [pad_id(tokenizer), tokenizer.eos_token_id],
-        }
-        on_gpu = config.quantised and config.torch_device != "cpu"  # which has no room for it twice
-        return None if state is None or config.model.device_map or on_gpu else inputs
-
-    def make() -> tuple[nn.Module, torch.Tensor]:
-        built = _built(config, source, num_labels, tokenizer, image_shape, label_names, say_new)
-        vars(built)["decided_by"] = decides()
-        return built, torch.get_rng_state()
-
-    model, rng_state = memoized(
-        "model",
-        decides,
-        make,
-        copy=lambda pair: (_copy(pair[0]), pair[1]),
-        size=lambda pair: sum(p.nbytes for p in pair[0].parameters()),
-    )
-    torch.set_rng_state(rng_state)
-    return model
-
-
-def _copy(model: nn.Module) -> nn.Module:
-    """A copy of ``model``, whose products round as those of the model.
-
-    That depends on where a matrix begins in a line of the processor's cache.
-    """
-
-    def aligned(tensor: torch.Tensor) -> torch.Tensor:
-        buffer = torch.empty(tensor.nbytes + 64, dtype=torch.uint8, device=tensor.device)
-        start = (tensor.data_ptr() - buffer.data_ptr()) % 64
-        return buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-
-    # Quantised weights have a copy of their own.
-    contiguous = [p for p in model.parameters() if type(p) is nn.Parameter and p.is_contiguous() and p.numel()]
-    return copy.deepcopy(model, {id(p): nn.Parameter(aligned(p.detach()), p.requires_grad) for p in contiguous})
-
-
-def _state(source: str) -> list[tuple[str, int, int]] | None:
-    """Names, sizes and times of the files at ``source``, by which a change is noticed; None for a name on a hub."""
-    if not source:
-        return []
-    path = Path(source).expanduser()
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    try:
-        return [(f.name, (s := f.stat()).st_size, s.st_mtime_ns) for f in files]
-    except OSError:
-        return None
-
-
-def _built(
-    config: Settings,
-    source: str,
-    num_labels: int | None,
-    tokenizer: Any,
-    image_shape: tuple[int, int, int] | None,
-    label_names: Sequence[str],
-    say_new: bool,
-) -> nn.Module:
     if config.is_vision:
         assert num_labels is not None and image_shape is not None
         return _build_vision(config, num_labels, image_shape)
+    source = locate(model_name(config.model.type))
     classifies = config.model.task in PROBLEMS
     # check_loaded refuses shapes that differ, with a better message.
     options = {"dtype": getattr(torch, config.dtype), "output_loading_info": True, "ignore_mismatched_sizes": True}

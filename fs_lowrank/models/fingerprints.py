@@ -11,17 +11,11 @@ import json
 from torch import nn
 
 from ..algebra import digest
-from ..jobs.memo import memoized
 from .kinds import unwrapped
 from .quantised import beside
 
 #: where a configuration was read from, by which version, and what ``lowrank.dtype`` decides
 _EXCLUDED = ("_name_or_path", "transformers_version", "dtype")
-
-
-def fingerprint_of(plain: nn.Module) -> str:
-    """``model_fingerprint`` of a model as ``build_model`` gave it; computed once for models in the memo."""
-    return memoized("fingerprint", lambda: vars(plain).get("decided_by"), lambda: model_fingerprint(plain))
 
 
 def model_fingerprint(model: nn.Module) -> str:

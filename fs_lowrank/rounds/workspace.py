@@ -27,7 +27,7 @@ from ..methods import Client, DriftCorrection, Method, RobustMean, State, Tensor
 from ..models.adapters import load_tensors, start_at_zero
 from ..models.build import build_model, build_tokenizer
 from ..models.checkpointing import recompute
-from ..models.fingerprints import configuration_fingerprint, fingerprint_of
+from ..models.fingerprints import configuration_fingerprint, model_fingerprint
 from ..models.kinds import heads_by_place
 from ..models.machine import autocast, device_of, enough_memory, input_device
 from ..models.names import is_statistic, tags
@@ -122,7 +122,7 @@ class Workspace:
         check_splits(config, self.data)
         with line("loading the model", 1, at_once=True):
             model = self.plain_model()
-        self.base_fingerprint, self.configured = fingerprint_of(model), configuration_fingerprint(model)
+        self.base_fingerprint, self.configured = model_fingerprint(model), configuration_fingerprint(model)
         # Set by build_model; torch's types allow only tensors and modules as attributes.
         self.new_weights: list[str] = list(vars(model)["new_weights"])
         # Beside an adapter the names say it.

@@ -6,7 +6,6 @@ from torch import nn
 
 import fs_lowrank
 from fs_lowrank.finished import load_run
-from fs_lowrank.models.build import _copy
 from fs_lowrank.testing import check_method
 from fs_lowrank.testing.bench import without_dropout
 from fs_lowrank.training.generate import continue_prompts
@@ -99,8 +98,3 @@ def test_a_finished_run_is_used_on_the_gpu_and_generates_in_bfloat16(run):
     linear.register_forward_hook(lambda _, args, output: seen.add(output.dtype))
     continue_prompts(loaded.model, loaded.tokenizer, [[1, 2, 3]], batch_size=1, max_new_tokens=2)
     assert seen == {torch.bfloat16}
-
-
-def test_a_copy_of_a_base_on_the_gpu_is_there():
-    copied = _copy(nn.Linear(4, 3, device="cuda"))
-    assert {p.device.type for p in copied.parameters()} == {"cuda"}

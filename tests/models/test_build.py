@@ -1,13 +1,10 @@
 """A model by name or path, from a configuration."""
 
 import pytest
-import torch
-from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, T5Config
 
 from fs_lowrank.config import load_config
 from fs_lowrank.errors import UserError
-from fs_lowrank.models import build
 from fs_lowrank.models.build import build_model, build_skeleton, build_tokenizer
 
 
@@ -53,23 +50,3 @@ def test_an_encoder_decoder_names_its_task(tmp_path):
     with pytest.raises(UserError, match="encoder-decoder model .t5., .*; set model.task Seq2SeqLM"):
         build_skeleton(load_config(keys))
     assert build_skeleton(load_config({**keys, "model.task": "Seq2SeqLM"})).config.is_encoder_decoder
-
-
-def test_a_copy_is_on_the_device_of_the_model():
-    with torch.device("meta"):
-        model = nn.Linear(4, 3)
-    assert {p.device.type for p in build._copy(model).parameters()} == {"meta"}
-
-
-def test_a_quantised_base_is_not_memoized_on_a_gpu_which_would_hold_it_twice(tiny_encoder, monkeypatch):
-    known = []
-
-    def memoized(what, decides, make, **_):
-        known.append(decides() is not None)
-        return None, torch.get_rng_state()
-
-    monkeypatch.setattr(build, "memoized", memoized)
-    config = a_config(tiny_encoder)
-    for keys in ({"lowrank.dtype": "nf4"}, {"use_gpu": True}, {"lowrank.dtype": "nf4", "use_gpu": True}):
-        build_model(config.replace(keys), 2)
-    assert known == [True, True, False]
