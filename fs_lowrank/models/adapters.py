@@ -58,8 +58,7 @@ def add_adapter(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
 
     Raises:
         UserError: an unknown module or layer (the message suggests the nearest), a rank above the width of a layer,
-            an unknown adapter method, a model that does not compute with virtual tokens, or another value that PEFT
-            refuses.
+            a model that does not compute with virtual tokens, or another value that PEFT refuses.
     """
     from peft import get_peft_model
 
@@ -161,11 +160,6 @@ def _freeze_inside(wrapped: peft.PeftModel, spec: AdapterSpec) -> None:
 
 def _config(model: nn.Module, spec: AdapterSpec, seed: int = 0) -> peft.PeftConfig:
     """PEFT's config for ``spec``."""
-    if spec.method not in CLASSES:
-        raise UserError(
-            f"llm.adapter.args: adapter_method {spec.method!r} is not known"
-            f"{nearest(spec.method, CLASSES)}; known: {', '.join(sorted(CLASSES))}"
-        )
     arguments = {**task_type(model, spec), **sizes(model, spec, seed)}
     import peft
 

@@ -35,7 +35,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from ..errors import UserError, nearest, say_once, user_errors
+from ..errors import UserError, say_once, user_errors
 from ..jobs.files import read_json, replacing, write_text
 from ..settings import VISION_MODELS
 from .chain import allow_growth, resize
@@ -232,13 +232,8 @@ def build_vision(options: VisionOptions) -> VisionModel:
     """Create a network, with weights drawn from torch's global generator.
 
     Raises:
-        UserError: an unknown name (the message suggests the nearest), or images that are too small.
+        UserError: images that are too small.
     """
-    if options.type not in _BUILDERS:
-        raise UserError(
-            f"model.type: no network {options.type!r}{nearest(options.type, _BUILDERS)}; "
-            f"there are: {', '.join(_BUILDERS)}"
-        )
     return _BUILDERS[options.type](options)
 
 
