@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -47,25 +47,23 @@ class Examples:
     truncated: int = 0
     sets: int = 0
     paired: bool = False
-    _lengths: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.columns = {
             name: rows if isinstance(rows, Ragged) else Ragged.of(rows).narrowed()
             for name, rows in self.columns.items()
         }
-        self._lengths = self.columns["input_ids"].lengths
         if self.labels is not None:
             self.labels = np.asarray(self.labels)
             self.labels = self.labels.astype(np.float32 if self.labels.dtype.kind == "f" else np.int64)
 
     def __len__(self) -> int:
-        return len(self._lengths)
+        return len(self.lengths)
 
     @property
     def lengths(self) -> np.ndarray:
         """Number of tokens of each example, int64 ``(n,)``."""
-        return self._lengths
+        return self.columns["input_ids"].lengths
 
     @property
     def nbytes(self) -> int:
@@ -109,7 +107,7 @@ class Examples:
             sets of classes, and ``(batch, longest)`` for a language model.
         """
         chosen = np.asarray(indices, dtype=np.int64)
-        lengths = self._lengths[chosen]
+        lengths = self.lengths[chosen]
         # The mask is made from the lengths, because the padding token may also be the end-of-sequence token.
         mask = np.arange(lengths.max())[None, :] < lengths[:, None]
         fill = {"input_ids": self.pad_id, "labels": IGNORED_LABEL, "token_type_ids": self.pad_token_type_id}
@@ -128,7 +126,7 @@ class Examples:
 
     def fingerprint(self) -> str:
         """SHA-256 in hex over tokens and labels, independent of the machine."""
-        digest = hashlib.sha256(self._lengths.astype("<i8").tobytes())
+        digest = hashlib.sha256(self.lengths.astype("<i8").tobytes())
         for name in sorted(self.columns):
             digest.update(name.encode() + b"\0")
             for start in range(0, len(self), _CHUNK):

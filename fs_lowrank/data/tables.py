@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,6 @@ class RawData:
     fields: list[str]
     source: str
     skipped: dict[str, int] = field(default_factory=dict)
-    fingerprint: str = ""
     images: np.ndarray | None = field(default=None, repr=False)
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
@@ -79,13 +78,24 @@ class RawData:
         """From frames by role (``train``, maybe ``validation``, ``test``); ``values`` begins with ``label_names``."""
         return cls(task, frames["train"], frames.get("validation"), frames.get("test"), *values, **options)
 
-    def __post_init__(self) -> None:
-        self.fingerprint = self.fingerprint or fingerprint(self)
-
     @property
     def num_labels(self) -> int:
         """Number of classes; 0 for a causal language model."""
         return len(self.label_names)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 in hex over task, classes, and all rows or images."""
+        digest = hashlib.sha256(json.dumps([self.task, self.label_names]).encode())
+        for frame in (self.train, self.validation, self.test):
+            if frame is None:
+                digest.update(b"none")
+                continue
+            for column in frame:
+                digest.update(json.dumps([str(column), frame[column].tolist()], default=str).encode())
+        if self.images is not None:
+            digest.update(f"images {self.images.shape}".encode() + self.images.tobytes())
+        return digest.hexdigest()
 
 
 def labelled(
@@ -346,16 +356,3 @@ def require_columns(where: str | Path, table: pd.DataFrame, columns: list[str]) 
 def several_classes(labels: pd.Series, where: str) -> None:
     if labels.nunique() < 2:
         raise UserError(f"{where}: one class in {counted(len(labels), 'row')}; a classifier needs at least two")
-
-
-def fingerprint(raw: RawData) -> str:
-    digest = hashlib.sha256(json.dumps([raw.task, raw.label_names]).encode())
-    for frame in (raw.train, raw.validation, raw.test):
-        if frame is None:
-            digest.update(b"none")
-            continue
-        for column in frame:
-            digest.update(json.dumps([str(column), frame[column].tolist()], default=str).encode())
-    if raw.images is not None:
-        digest.update(f"images {raw.images.shape}".encode() + raw.images.tobytes())
-    return digest.hexdigest()
