@@ -48,11 +48,8 @@ def tune(config: Config, space: Space, options: Search, say: Callable[[str], Non
     plans = _plans(config, space, options)
     with storage_errors(options.where):
         storage = open_storage(options.where, create=True)
-        data: dict[str, str] = {}  # most studies search with the same data
         for name, (settings, points) in plans.items():
-            source = repr((settings.base.data, settings.base.model.task))
-            data[source] = data[source] if source in data else data_of(settings.base)
-            study = create(storage, name, settings, data[source])
+            study = create(storage, name, settings, data_of(settings.base))
             enqueue(study, points)
             if options.retry_failed:
                 confirmed = [n for n in optuna.get_all_study_names(storage) if n.startswith(name + CONFIRM)]
