@@ -95,7 +95,7 @@ def _check_script(module: str) -> None:
     from fs_lowrank.data.fetch import resolve
 
     module = module_of(module)
-    import_all((module,))
+    import_all([module])
     needs = getattr(sys.modules[module], "NEEDS", ())
     if missing := [name for name in needs if resolve(name) is None]:
         raise UserError(f"script: {module} lacks its data; get them with: fs-lowrank fetch {' '.join(missing)}")

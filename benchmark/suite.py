@@ -16,7 +16,6 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +145,7 @@ def load_suite(name: str, size: str) -> Suite:
     path, origin, tree = _read(name)
     if size not in tree and any(s in tree for s in SIZES):
         raise UserError(f"{path} has no size {size!r}; there is: {', '.join(s for s in SIZES if s in tree)}")
-    import_all(tuple(tree.get("imports", [])))
+    import_all(tree.get("imports", []))
     sized = check_keys(tree.get(size) or {}, SIZE, origin, size)
     layers = [("", tree), *([(size, sized)] if size in tree else [])]
     experiments, figures = {}, tree.get("figures", {})
@@ -181,14 +180,8 @@ def _read(name: str) -> tuple[Path, Origin, dict]:
             f"no suite {name!r}{nearest(Path(name).name, [*shipped(), *yaml_beside(name)])}; there are: "
             f"{', '.join(shipped())}, or the path of a .yaml file"
         )
-    return path, *_parsed(path, path.stat().st_mtime_ns)
-
-
-@cache
-def _parsed(path: Path, written: int) -> tuple[Origin, dict]:
-    """The content of a file that was written at a time, in nanoseconds: read once for all sizes."""
     origin, tree = read_yaml(path)
-    return origin, check_keys(tree, SUITE, origin)
+    return path, origin, check_keys(tree, SUITE, origin)
 
 
 def _reference(value: dict | str | None, figures: Mapping[str, Any], origin: Origin, at: str) -> dict | None:
@@ -358,8 +351,7 @@ def lay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-@cache
-def import_all(modules: tuple[str, ...]) -> None:
+def import_all(modules: Sequence[str]) -> None:
     """Import modules that register methods of a suite, also from the folder that the command is started in.
 
     Raises:

@@ -30,7 +30,7 @@ from benchmark.plan import plan
 from benchmark.results import find
 from benchmark.run import _headline
 from benchmark.store import Store, digest
-from benchmark.suite import import_all, load_suite
+from benchmark.suite import load_suite
 from benchmark.template import markdown
 from fs_lowrank import UserError, list_methods, load_config, register_method
 from fs_lowrank.jobs import progress
@@ -132,7 +132,6 @@ def bench(place, surroundings):
                 patch.setenv(name, value)
             patch.setattr(registry, "_METHODS", dict(registry._METHODS))
             patch.delitem(sys.modules, "own_methods", raising=False)
-            import_all.cache_clear()
             return main([*args]), out.getvalue()
 
     return run
