@@ -392,10 +392,6 @@ def _peak(device: torch.device) -> dict:
     """
     unit = 1 if sys.platform == "darwin" else 1024
     peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
-    with contextlib.suppress(OSError):  # only Linux has /proc
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                peak["host"] = int(line.split()[1]) * 1024
     if device.type == "cuda":
         peak["gpu"] = torch.cuda.max_memory_allocated(device)
     return peak
