@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from fs_lowrank import UserError
 from fs_lowrank.errors import RunFailed, hint
 from fs_lowrank.jobs import shell, tables
+from fs_lowrank.jobs.shell import say
 
 from . import score
 from .suite_keys import SIZES
@@ -146,22 +147,17 @@ def _run(args: argparse.Namespace) -> int:
         raise UserError(f"--table {args.table}: of --estimate; `fs-lowrank benchmark report` has the tables of results")
     if args.verify:
         return _verify(dataclasses.replace(_options(args, args.suites), cell=args.verify))
-    board = run(_options(args, args.suites), workers, gpus, console)
-    console.print(
-        f"{board.finished} done, {len(board.failed)} failed, {board.remaining} remain, "
-        f"{board.skipped} were done before",
-        soft_wrap=True,
+    board = run(_options(args, args.suites), workers, gpus)
+    say(
+        f"{board.finished} done, {len(board.failed)} failed, {board.remaining} remain, {board.skipped} were done before"
     )
     for failure in board.failed:
-        console.print(
-            f"failed: {failure['suite']}/{failure['experiment']}  {failure['label']}: {failure['error']}",
-            soft_wrap=True,
-        )
+        say(f"failed: {failure['suite']}/{failure['experiment']}  {failure['label']}: {failure['error']}")
     if board.interrupted:
-        console.print("interrupted; the same command continues")
+        say("interrupted; the same command continues")
         return shell.INTERRUPTED
     if board.finished or board.skipped:
-        console.print(f"next: {hint('benchmark', 'report', *args.suites, *changed_options(args))}", soft_wrap=True)
+        say(f"next: {hint('benchmark', 'report', *args.suites, *changed_options(args))}")
     if board.failed:
         raise RunFailed(f"{len(board.failed)} of the runs failed, for the reasons above; the same command tries again")
     return shell.OK
@@ -172,7 +168,7 @@ def _verify(options: Options) -> int:
 
     differences = verify(options)
     if not differences:
-        console.print(f"{options.cell}: every metric is the same again")
+        say(f"{options.cell}: every metric is the same again")
         return shell.OK
     rows = [("metric", "result", "again"), *((name, str(old), str(new)) for name, old, new in differences)]
     tables.show(console, rows, None)
@@ -185,9 +181,9 @@ def _verify(options: Options) -> int:
 def _estimate(options: Options, workers: int, gpus: Sequence[str], file: Path | None) -> int:
     from .estimate import table
 
-    lines = table(options, workers, lambda text: console.print(text, soft_wrap=True), gpus)
+    lines = table(options, workers, say, gpus)
     if len(lines) <= 3:
-        console.print("nothing is left to do")
+        say("nothing is left to do")
         return shell.OK
     tables.show(console, lines, file, right=lines[0][1:])
     console.print(
@@ -210,4 +206,4 @@ def _report(args: argparse.Namespace) -> None:
     from .report import write_report
 
     for path in write_report(_options(args, args.suites)):
-        console.print(str(path), soft_wrap=True)
+        say(str(path))

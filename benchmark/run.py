@@ -13,11 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from filelock import FileLock
-from rich.console import Console
 
 from fs_lowrank import UserError
 from fs_lowrank.jobs.progress import line
-from fs_lowrank.jobs.shell import make_console
+from fs_lowrank.jobs.shell import say
 from fs_lowrank.jobs.workers import ON_ITS_GPU, hand_out, stop_signals, worker_pool
 from fs_lowrank.runs.summary import for_people
 
@@ -37,7 +36,7 @@ _DIED = {
 }
 
 
-def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Console | None = None) -> Board:
+def run(options: Options, workers: int, gpus: Sequence[str] = ()) -> Board:
     """Run all jobs of the suites that are not done; returns how they are afterwards.
 
     Raises:
@@ -46,11 +45,6 @@ def run(options: Options, workers: int, gpus: Sequence[str] = (), console: Conso
     """
     from .check import check
     from .execute import work
-
-    console = console or make_console(140)
-
-    def say(text: str) -> None:
-        console.print(text, soft_wrap=True)
 
     options = dataclasses.replace(options, since=time.time(), overrides=ON_ITS_GPU if gpus else {})
     jobs, store = [cell_of(options)] if options.cell else plan(options), options.store

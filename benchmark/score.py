@@ -11,8 +11,7 @@ from fs_lowrank import UserError
 from fs_lowrank.commands.finished import BEST
 from fs_lowrank.jobs import shell, tables
 from fs_lowrank.jobs.files import to_json, write_text
-
-console = shell.make_console(120)
+from fs_lowrank.jobs.shell import say
 
 
 def add(commands: Any) -> None:
@@ -48,7 +47,7 @@ def _score(args: argparse.Namespace) -> None:
     if run.labels or run.paired:
         kind = "an encoder-decoder model" if run.paired else "labelled texts"
         raise UserError(f"--tasks: {args.run} is a run of {kind}; lm-eval's tasks are for causal language models")
-    console.print(f"model: {run.which}", soft_wrap=True)
+    say(f"model: {run.which}")
     results = scorers.score(run.model, run.tokenizer, spec, args.data)
     if args.json:
         write_text(args.json, to_json({"run": str(run.saved), **spec, "scores": results}, indent=1))
@@ -60,7 +59,5 @@ def _score(args: argparse.Namespace) -> None:
                 continue
             spread = values.get(f"{metric}_stderr")
             lines.append((task, str(values["n"]), metric, f"{value:.4f}" + (f" ± {spread:.4f}" if spread else "")))
-    tables.show(console, lines, args.table)
-    console.print(
-        "± is one standard error, lm-eval's; majority: the score of an answer that never changes", soft_wrap=True
-    )
+    tables.show(shell.console, lines, args.table)
+    say("± is one standard error, lm-eval's; majority: the score of an answer that never changes")

@@ -14,6 +14,7 @@ from fs_lowrank import UserError
 from fs_lowrank.errors import hint, nearest
 from fs_lowrank.jobs import shell, tables
 from fs_lowrank.jobs.files import read_json, write_text
+from fs_lowrank.jobs.shell import say
 
 console = shell.make_console(140)
 _COSTS = ("rounds", "client-steps", "seconds")
@@ -122,27 +123,23 @@ def _tune(args: argparse.Namespace) -> int:
     gpus, objectives = shell.gpus(args.gpus), parse_objectives(args.objective)
     workers = max(1, len(gpus)) if args.workers is None else args.workers
     options = vars(args) | {"name": name, "workers": workers, "gpus": gpus, "objectives": objectives}
-    outcome = tune(config, space, Search(**{f.name: options[f.name] for f in dataclasses.fields(Search)}), say=_say)
+    outcome = tune(config, space, Search(**{f.name: options[f.name] for f in dataclasses.fields(Search)}), say=say)
     if outcome.how == "interrupted":
-        _say(f"interrupted; continue with:\n  {args.again}")
+        say(f"interrupted; continue with:\n  {args.again}")
         return shell.INTERRUPTED
     summaries = [summary(open_storage(args.where), n) for n in outcome.studies]
     _print_table(summaries, args.table)
     if outcome.how == "timeout":
-        _say(f"time is up; continue with:\n  {args.again}")
+        say(f"time is up; continue with:\n  {args.again}")
         return shell.OK
     location = ["--dir", str(args.folder)] if args.folder != _FOLDER["default"] else []
     location += ["--storage", args.storage] if args.storage else []
     if missing := ", ".join(s["study"] for s in summaries if not s["winners"]):
-        _say(f"no trial completed in {missing}; see the reasons with: {hint('hpo', 'status', *location)}")
+        say(f"no trial completed in {missing}; see the reasons with: {hint('hpo', 'status', *location)}")
         return shell.FAILED
     if learned := [s["study"] for s in summaries if not s["winners"][0]["nothing_learned"]]:
-        _say(f"next: {hint('hpo', 'best', *location, '--study', learned[0], '--out', 'best.yaml')}")
+        say(f"next: {hint('hpo', 'best', *location, '--study', learned[0], '--out', 'best.yaml')}")
     return shell.OK
-
-
-def _say(text: str) -> None:
-    console.print(text, soft_wrap=True)
 
 
 def _selected(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
@@ -198,7 +195,7 @@ def _print_table(summaries: Sequence[Mapping[str, Any]], file: Path | None) -> N
     for study in summaries:
         for winner in study["winners"]:
             for warning in filter(None, (winner["nothing_learned"], winner["at_end"])):
-                _say(f"{study['study']} #{winner['trial']}: {warning}")
+                say(f"{study['study']} #{winner['trial']}: {warning}")
 
 
 def _status(args: argparse.Namespace) -> None:
@@ -219,9 +216,9 @@ def _print_status(args: argparse.Namespace, summaries: Sequence[Mapping[str, Any
     _print_table(summaries, args.table)
     for study in summaries:
         cost = f"{study['points']} points; {budget_text(study['budget'])}"
-        _say(f"{study['study']}: {study['sampler']}, pruner {study['pruner']}, {cost}")
+        say(f"{study['study']}: {study['sampler']}, pruner {study['pruner']}, {cost}")
         for number, failure, point in study["failures"]:
-            _say(f"  #{number} at {point}: {failure}")
+            say(f"  #{number} at {point}: {failure}")
 
 
 def _best(args: argparse.Namespace) -> None:
@@ -240,7 +237,7 @@ def _best(args: argparse.Namespace) -> None:
     for s, winner in [(s, choose(s, args.trial, args.unconfirmed, args.unlearned)) for s in summaries]:
         path = args.out.replace("{study}", s["study"])
         write_text(path, header(s, winner) + config_of(s, winner).to_yaml())
-        _say(f"{path}: run it with: {hint('run', '--cfg', path)}")
+        say(f"{path}: run it with: {hint('run', '--cfg', path)}")
 
 
 def _plot(args: argparse.Namespace) -> None:
@@ -248,4 +245,4 @@ def _plot(args: argparse.Namespace) -> None:
 
     storage, names = _open_studies(args)
     for path in draw(storage, names, args.out or args.folder / "plots"):
-        _say(str(path))
+        say(str(path))
