@@ -322,7 +322,7 @@ class Round:
             model: a copy of the model at the end of the previous round, which is not changed. If it is given, a message
                 with which it would not stay finite is a ``BadRound``.
         Raises:
-            TooFewClients: state and ledger are as before the round.
+            TooFewClients: the state is as before the round, and the ledger after ``roll_back``.
             BadRound: the server step raised an error, or its result is not finite. The state is as before the round;
                 the caller calls ``roll_back`` or ``leave_out``.
             OSError: a file could not be read or written during the step.
@@ -364,15 +364,10 @@ class Round:
             del self.uplink[client]
             if client in self._earlier_uplink:
                 self.uplink[client] = self._earlier_uplink[client]
-        try:
-            least = self.ledger.config.lowrank.min_clients
-            updates, usable = self.intake.close(without=refused.keys()), len(self.counted)
-            if usable < least:
-                raise TooFewClients(f"{usable} usable updates, lowrank.min_clients is {least}", least)
-        except TooFewClients as error:
-            self.roll_back()
-            error.args = (f"round {self.number}: {error}",)
-            raise
+        least = self.ledger.config.lowrank.min_clients
+        updates, usable = self.intake.close(without=refused.keys()), len(self.counted)
+        if usable < least:
+            raise TooFewClients(f"round {self.number}: {usable} usable updates, lowrank.min_clients is {least}", least)
         return updates
 
     def _step(self, updates: list[Update], model: nn.Module | None) -> tuple[State, Mapping[str, Tensor]]:
