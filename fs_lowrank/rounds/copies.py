@@ -76,7 +76,7 @@ class OwnCopy:
         load_tensors(self.model, self.shared)
         stands = facts["stands"]
         tensors: Mapping[str, Tensor] = on_device(parcel.tensors, input_device(self.model))
-        if "told" in facts and facts.get("encoded"):
+        if facts.get("encoded"):
             tensors = self.codec.decode(tensors, self.shared)
         if facts.get("whole"):
             load_tensors(self.model, tensors)
@@ -86,8 +86,6 @@ class OwnCopy:
                     f"its copy of the model is at round {self.standing.round}, and the message goes on from "
                     f"round {facts['since']}"
                 )
-            if facts.get("encoded"):
-                tensors = self.codec.decode(tensors, self.shared)
             with torch.no_grad():
                 self.method.apply(self.model, tensors, stands)
         if facts.get("whole") or stands != self.standing.round:
