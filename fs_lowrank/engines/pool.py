@@ -28,7 +28,8 @@ from ..jobs.workers import INSIDE
 from ..methods import State
 from ..models.adapters import load_tensors
 from ..models.shortcuts.frozen import COMPUTED_TOGETHER
-from ..rounds.copies import apology, copied, load_told
+from ..rounds.codec import codec_of
+from ..rounds.copies import copied, load_told
 from ..rounds.evaluator import CLIENTS, Evaluator
 from ..rounds.ledger import Ledger
 from ..rounds.parcel import Parcel
@@ -140,12 +141,8 @@ class Processes(Transport):
                 answer = Parcel.of(data)
                 if personal is not None:  # undone if the update does not count in the end
                     workspace.personal.keep(task.client, round, unpacked(personal, workspace.device))
-                try:
-                    parcel = Parcel(self.codec.encode(on_device(answer.tensors, workspace.device)), **answer.facts)
-                except ValueError as error:  # values that cannot be quantised
-                    parcel = apology(round, error)
-                parcel.facts["followed"] = True
-                yield by_client[task.client], parcel
+                answer.facts["followed"] = True
+                yield by_client[task.client], answer
 
     def _order(self, task: Task) -> Ordered:
         facts = {"exchange": task.exchange, "goes_on": task.goes_on, "further": task.further}
@@ -222,6 +219,7 @@ class _Clients:
 
     def __init__(self, workspace: Workspace):
         self.workspace, self.trainer, self.evaluator = workspace, Trainer(workspace), Evaluator(workspace)
+        self.codec = codec_of(workspace.config)
         self.round, self.shared = 0, copied(workspace.model, workspace.method.shared)
 
     def sync(self, round: int, data: bytes) -> None:
@@ -254,7 +252,7 @@ class _Clients:
 
         return [
             (answer.to_bytes(), None if personal is None else packed(personal))
-            for _, answer, personal in self.trainer.answers(tasks, load)
+            for _, answer, personal in self.trainer.answers(tasks, load, self.codec)
         ]
 
     def score_client(self, client: int, data: bytes) -> list[BatchScore]:

@@ -162,12 +162,12 @@ class Trainer:
         return groups
 
     def answers(
-        self, tasks: Sequence[Task], load: Callable[[Task], object]
+        self, tasks: Sequence[Task], load: Callable[[Task], object], codec: Codec | None = None
     ) -> Iterator[tuple[Task, Parcel, dict[str, Tensor] | None]]:
         """Train the model as the client of each task: together if they are several, and one by one if that fails.
 
         Args:
-            load: loads the tensors of a client into the model.
+            load: loads the tensors of a client into the model. codec: of its answer (``Fitted.answer``).
         Returns:
             for each its answer, or ``copies.apology``, and the tensors that stay with the client, None if there can be
             none; while these are in use the model holds the client's tensors.
@@ -183,7 +183,7 @@ class Trainer:
                     fitted = self._fitted(task, workspace.client(task.client), model, result, seconds)
                 else:
                     fitted = self.fit(task, model, workspace.prefix)
-                answer, stays = fitted.answer(task.round), workspace.personal.untrained or not task.alone
+                answer, stays = fitted.answer(task.round, codec), workspace.personal.untrained or not task.alone
                 personal = own_tensors(workspace.method, model, task) if stays else None
             except UserError:
                 raise
