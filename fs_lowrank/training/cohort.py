@@ -28,7 +28,7 @@ from ..models.shortcuts.frozen import FrozenPrefix
 from ..models.shortcuts.masks import draws
 from ..models.shortcuts.reads import OnlyRead
 from ..models.shortcuts.slots import Slots, unslotted
-from ..models.shortcuts.trials import TRIED, Unfit, differing, failure, preserving_modes, rows_to_try, with_gradients
+from ..models.shortcuts.trials import TRIED, differing, failure, preserving_modes, rows_to_try, with_gradients
 from ..seeds import derive, drawing
 from ..settings import Optimizer, Settings
 from .blocks import ClientMasks, divide, overhead
@@ -89,13 +89,12 @@ def train_cohort(
     """Train all ``members``; for each the result and its tensors after it, by name. Waits for the device.
 
     Args:
+        members: between which and ``model`` there is no ``obstacle``.
         load: loads the tensors of one member, by its index, into the model. The last member's stay there.
         held: tags of the tensors that may differ between clients.
     Raises:
         Unfit: the clients have to be trained one by one; the message says why.
     """
-    if reason := obstacle(model, [member.phases for member in members]):
-        raise Unfit(reason)
     phases = members[0].phases
     slots = _slots(model, len(members), load, held, {tag for phase in phases for tag in phase.train})
     torch.manual_seed(derive(members[0].seed, "dropout", *(member.seed for member in members[1:])))
