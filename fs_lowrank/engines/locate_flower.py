@@ -5,10 +5,12 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
+from packaging.specifiers import SpecifierSet
+
 from ..errors import UnusableEngine
 
-#: the versions of flwr that the engine is written for: from the first, and below the second
-FIRST, BELOW = (1, 41), (1, 43)
+#: the versions of flwr that the engine is written for
+WRITTEN_FOR = ">=1.41,<1.43"
 #: its own pins hold back other packages, so it has an environment of its own
 REMEDY = "pip install 'fs-lowrank[flower]' -c constraints-flower.txt, in an environment of its own (make flower)"
 
@@ -25,10 +27,8 @@ def require(simulation: bool = False) -> str:
         installed = version("flwr")
     except PackageNotFoundError:
         raise UnusableEngine("Flower (flwr) is not installed", REMEDY) from None
-    numbers = tuple(int(part) for part in installed.split(".")[:2] if part.isdigit())
-    if not FIRST <= numbers < BELOW:
-        wanted = f"{'.'.join(map(str, FIRST))} or later, below {'.'.join(map(str, BELOW))}"
-        raise UnusableEngine(f"flwr {installed} is installed, and this engine is written for {wanted}", REMEDY)
+    if not SpecifierSet(WRITTEN_FOR).contains(installed, prereleases=True):
+        raise UnusableEngine(f"flwr {installed} is installed, and this engine is written for flwr{WRITTEN_FOR}", REMEDY)
     if simulation and find_spec("ray") is None:
         raise UnusableEngine(f"flwr {installed} is installed without Ray, which its simulation runs on", REMEDY)
     return installed

@@ -26,7 +26,7 @@ def test_the_engine_is_listed_and_says_what_is_missing(monkeypatch):
             get_engine("flower")
         assert "not installed" in found.status and "pip install" in found.remedy
     monkeypatch.setattr(locate_flower, "version", lambda name: "1.30.0")
-    with pytest.raises(UserError, match="flwr 1.30.0 is installed, and this engine is written for 1.41 or later"):
+    with pytest.raises(UserError, match="flwr 1.30.0 is installed, and this engine is written for flwr>=1.41,<1.43"):
         locate_flower.require()
     monkeypatch.setattr(locate_flower, "version", lambda name: "1.41.0")
     monkeypatch.setattr(locate_flower, "find_spec", lambda name: None)
