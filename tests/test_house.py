@@ -196,7 +196,7 @@ BUDGETS = {
     "fs_lowrank.training": 742,  # 700
     "fs_lowrank.rounds": 2168,  # 1,900
     "fs_lowrank.callbacks": 346,  # 400
-    "fs_lowrank.engines": 2045,  # 1,900
+    "fs_lowrank.engines": 2034,  # 1,900
     "fs_lowrank.runs": 787,  # 750
     "fs_lowrank.draw": 646,  # 450
     "fs_lowrank.jobs": 667,  # 300

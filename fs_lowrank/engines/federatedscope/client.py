@@ -94,7 +94,7 @@ class LowRankClient(Client):
         self.comm_manager.send(wire.message("model_para", self.ID, [self.server_id], parcel, self.state, timestamp))
         self._monitor.track_upload_bytes(parcel.nbytes)
 
-    # -- evaluation and end ------------------------------------------------------------------------
+    # -- evaluation --------------------------------------------------------------------------------
 
     def callback_funcs_for_evaluate(self, message: Message):
         self._catch_up(message.content)
@@ -106,7 +106,3 @@ class LowRankClient(Client):
         request = copy.copy(message)
         request.content = None  # the copy has it
         super().callback_funcs_for_evaluate(request)
-
-    def callback_funcs_for_finish(self, message: Message):
-        logger.info("client %s: the run is over", self.ID)
-        self._monitor.finish_fl()

@@ -14,10 +14,10 @@ from federatedscope.core.message import Message
 from federatedscope.core.workers import Server
 
 from ...rounds.codec import codec_of
+from ...rounds.ending import end_round
 from ...rounds.evaluator import average
 from ...rounds.round import Order, Round
 from . import wire
-from .aggregator import MethodAggregator
 from .config import for_frameworks_workers
 from .session import current
 from .sums import intake_of
@@ -49,8 +49,7 @@ class LowRankServer(Server):
         super().__init__(config=for_frameworks_workers(config, rows), **kwargs)
         self.ledger, self.codec = self.session.ledger, codec_of(self.session.config)
         self.online = config.federate.online_aggr
-        self.aggregator = MethodAggregator(self.session)
-        self.aggregators = [self.aggregator]
+        self.aggregator.save_model = lambda path, cur_round: None  # callbacks save
         self.models = [None]  # the framework would pickle the model to learn its size
         self.to_ask: list[int] = []
         checkpoint = self.session.recorder.start(self.session.resume)
@@ -124,7 +123,7 @@ class LowRankServer(Server):
         round, session, started = self.round, self.session, time.perf_counter()
         if round.waiting:
             return
-        if self.aggregator.aggregate({"round": round}) is None:  # the same clients are asked once more
+        if end_round(round, session.recorder) is None:  # the same clients are asked once more
             self.to_ask = sorted(round.waiting)
             self._ask(1 if self.online else len(self.to_ask))
             return
@@ -215,5 +214,5 @@ class LowRankServer(Server):
         self.session.result = self.session.recorder.finish()
         everyone = list(self.comm_manager.neighbors)
         self.comm_manager.send(
-            wire.message(msg_type, self.ID, everyone, "finish", self.state, timestamp=self.cur_timestamp)
+            wire.message(msg_type, self.ID, everyone, None, self.state, timestamp=self.cur_timestamp)
         )
