@@ -53,10 +53,6 @@ class Evaluator:
     def __init__(self, workspace: Workspace, clients_evaluate: bool = False):
         self.workspace, self.config, self.clients_evaluate = workspace, workspace.config, clients_evaluate
 
-    def due(self, round: int) -> bool:
-        """Whether ``round`` ends with an evaluation."""
-        return evaluation_due(self.config, round)
-
     def splits(self) -> list[str]:
         """The names of the metrics that ``evaluate`` gives."""
         global_model = self.config.federate.make_global_eval

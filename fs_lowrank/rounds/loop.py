@@ -16,6 +16,7 @@ from ..errors import RunFailed
 from ..runs.folder import outdir_of
 from ..runs.result import RunResult
 from ..settings.metrics import measured
+from ..training.schedule import evaluation_due
 from .admission import LARGEST, number_of
 from .ending import end_round
 from .evaluator import CLIENTS, Evaluator
@@ -126,7 +127,7 @@ class Loop:
                 "training": seconds["training"] + trained - started,
                 "aggregation": seconds["aggregation"] + ended - trained,
             }
-        metrics = self._evaluate(round) if self.evaluator.due(number) else {}
+        metrics = self._evaluate(round) if evaluation_due(self.config, number) else {}
         seconds["evaluation"] = time.perf_counter() - ended
         return round.record(metrics, seconds)
 

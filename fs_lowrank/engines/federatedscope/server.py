@@ -17,6 +17,7 @@ from ...rounds.codec import codec_of
 from ...rounds.ending import end_round
 from ...rounds.evaluator import average
 from ...rounds.round import Order, Round
+from ...training.schedule import evaluation_due
 from . import wire
 from .config import for_frameworks_workers
 from .session import current
@@ -140,7 +141,7 @@ class LowRankServer(Server):
             sum(b for b, _ in round.uplink.values()),
             sum(b for b, _ in round.downlink.values()),
         )
-        if session.evaluator.due(round.number):
+        if evaluation_due(session.config, round.number):
             self.eval()
         else:
             self._close_round({})
