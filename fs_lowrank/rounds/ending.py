@@ -38,8 +38,9 @@ def end_round(round: Round, recorder: Recorder) -> Finished | None:
             round.roll_back()
             _undo(round, round.trains, workspace.personal)
             raise recorder.stopped(round.number, error, round.failed) from error
-        logger.warning("%s; the round is left out", error)
-        finished = round.leave_out(str(error))
+        reason = f"round {round.number}: {error}"
+        logger.warning("%s; the round is left out", reason)
+        finished = round.leave_out(reason)
     _undo(round, finished.undone, workspace.personal)
     if finished.message is None:
         workspace.load_global(ledger.state)  # the server step may have changed the model

@@ -84,7 +84,7 @@ def require_finite(
     for name, value in {**changed, **message}.items():
         size = _magnitude(value)
         if not math.isfinite(size):
-            raise BadRound(f"round {round}: the server's step gave a {name} that is not finite")
+            raise BadRound(f"the server's step gave a {name} that is not finite")
         largest = max(largest, size)
     if model is None:
         return
@@ -95,7 +95,7 @@ def require_finite(
         for name, tensor in trial.state_dict().items():
             was_finite = name not in before or math.isfinite(_magnitude(before[name]))  # a mask's buffer may hold -Inf
             if was_finite and not math.isfinite(_magnitude(tensor)):
-                raise BadRound(f"round {round}: with the message, {name} of the model would not be finite")
+                raise BadRound(f"with the message, {name} of the model would not be finite")
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str | None:

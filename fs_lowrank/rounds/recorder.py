@@ -161,7 +161,7 @@ class Recorder:
             else f"no round was completed; start again, and {error.remedy}"
         )
         reasons = "; ".join(f["reason"] for f in failed[:3])
-        return RunFailed(f"{error}{f' ({reasons})' if reasons else ''}; {outlook}")
+        return RunFailed(f"round {round}: {error}{f' ({reasons})' if reasons else ''}; {outlook}")
 
     def release(self) -> None:
         """Close the run's open files and trackers, and unlock the folder if it is locked."""

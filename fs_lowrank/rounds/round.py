@@ -367,7 +367,7 @@ class Round:
         least = self.ledger.config.lowrank.min_clients
         updates, usable = self.intake.close(without=refused.keys()), len(self.counted)
         if usable < least:
-            raise TooFewClients(f"round {self.number}: {usable} usable updates, lowrank.min_clients is {least}", least)
+            raise TooFewClients(f"{usable} usable updates, lowrank.min_clients is {least}", least)
         return updates
 
     def _step(self, updates: list[Update], model: nn.Module | None) -> tuple[State, Mapping[str, Tensor]]:
@@ -398,7 +398,7 @@ class Round:
         except Exception as error:  # clients' values can cause any error, and it must not end the run
             logger.debug("round %d", self.number, exc_info=True)
             reason = (str(error).splitlines() or [""])[0]
-            raise BadRound(f"round {self.number}: the server's step failed: {described(error, reason)}") from error
+            raise BadRound(f"the server's step failed: {described(error, reason)}") from error
         return state, message
 
     def leave_out(self, reason: str) -> Finished:

@@ -161,7 +161,7 @@ def test_a_round_with_too_few_updates_changes_nothing():
         current.take(1, sent(current, 1))
         current.fail(3, "failed", "out of memory")
         current.fail(4, "absent", "it has not joined")
-        with pytest.raises(TooFewClients, match="round 2: 1 usable updates, lowrank.min_clients is 2$"):
+        with pytest.raises(TooFewClients, match="^1 usable updates, lowrank.min_clients is 2$"):
             current.finish()
         current.roll_back()
         assert (server.state, server.synced, server.undone, server.outbox, server.stood) == before
