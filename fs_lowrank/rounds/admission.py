@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..algebra import FlatTensors, change_norm
 from ..errors import nearest
@@ -24,6 +24,9 @@ _MAX_TEXT = 200
 LARGEST = torch.finfo(torch.float32).max
 #: the cost of a client in its process: seconds of ``training`` and ``upload``, and whether it was ``reused``
 Spent = dict[str, float | bool]
+
+#: the classes of tensors that are accepted
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def number_of(value: object, lowest: float = -LARGEST, highest: float = LARGEST) -> float | None:
@@ -64,22 +67,35 @@ def is_whole(value: object) -> TypeGuard[int]:
 def check_update(update: Update, expected: Mapping[str, Tensor], max_samples: int = MAX_SAMPLES) -> Update:
     """Check an update and return a copy of it, in one flat buffer if its tensors share a dtype.
 
-    Its tensors are dense, as ``Parcel.of`` reads them. Whether one requires a gradient, is contiguous or is a view of a
-    larger one does not matter.
+    A tensor must be plain: of the class Tensor or Parameter, dense, not quantised, with its values on the expected
+    device. Whether it requires a gradient, is contiguous or is a view of a larger one does not matter.
 
     Args:
-        expected: names, shapes and dtypes.
+        expected: names, shapes, dtypes and device; with tensors on ``meta``, any device is accepted.
         max_samples: the largest accepted ``num_samples``.
     Raises:
-        RefusedUpdate: a missing or unknown tensor, a wrong shape or dtype, a tensor that is not finite, or a number of
-            samples that is not a whole number from 1 to ``max_samples``; the message names client and tensor.
+        RefusedUpdate: a missing or unknown tensor, a wrong shape or dtype, a tensor that is not plain or not finite, or
+            a number of samples that is not a whole number from 1 to ``max_samples``; the message names client and
+            tensor.
     """
     sender, sent = f"client {update.client}", update.tensors
+    if not isinstance(sent, Mapping):
+        raise RefusedUpdate(f"{sender}: sent {type(sent).__name__}, expected named tensors")
+    for name in sent:
+        if not isinstance(name, str):
+            raise RefusedUpdate(f"{sender}: the name {repr(name)[:_MAX_TEXT]} of a tensor is not a text")
     for name in sorted(sent.keys() - expected.keys()):
         hint = nearest(name, expected) if len(name) <= _MAX_TEXT else ""
         raise RefusedUpdate(f"{sender}: unknown tensor {name[:_MAX_TEXT]!r}{hint}")
     for name in sorted(expected.keys() - sent.keys()):
         raise RefusedUpdate(f"{sender}: tensor {name!r} is missing")
+    device = next((t.device for t in expected.values() if not t.is_meta), None)
+    for name, odd in _not_plain({name: sent[name] for name in expected}, device):
+        form = f"{odd.layout}, {odd.dtype}, {odd.device}" if isinstance(odd, Tensor) else "no tensor"
+        where = f"on {device}" if device else "with values"
+        raise RefusedUpdate(
+            f"{sender}: {name} is of the class {type(odd).__name__} ({form}), expected a plain dense tensor {where}"
+        )
     for name, template in expected.items():
         tensor = sent[name]
         if tensor.shape != template.shape:
@@ -107,6 +123,19 @@ def copies(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     if len({t.dtype for t in tensors.values()}) == 1:
         return FlatTensors.pack(tensors)
     return {n: t.detach().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
+
+
+def _not_plain(tensors: Mapping[str, object], device: torch.device | None) -> list[tuple[str, object]]:
+    """The ``tensors`` that are not dense, are quantised, or have no values on ``device`` (None: any)."""
+    return [
+        (name, t)
+        for name, t in tensors.items()
+        if not isinstance(t, Tensor)
+        or type(t) not in _PLAIN
+        or (t.is_nested or t.layout is not torch.strided or t.is_quantized or t.is_meta)
+        or device not in (None, t.device)
+        or (t.numel() and not t.untyped_storage().nbytes())
+    ]
 
 
 @dataclasses.dataclass
@@ -139,7 +168,7 @@ class Admission:
         """Check an update that the round waits for and return a copy of it; see ``check_update``.
 
         Args:
-            expected: names, shapes and dtypes of the tensors that the client must send.
+            expected: names, shapes, dtypes and device of the tensors that the client must send.
             check: a further check of the values (``Method.check``); None: they cannot be checked.
         Raises:
             RefusedUpdate: the update cannot be used; the message names the client.

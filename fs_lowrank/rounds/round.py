@@ -274,7 +274,7 @@ class Round:
             tensors = self.codec.decode(parcel.tensors, expected)
             sizes = self.codec.sizes(expected, heads)
             device = next((t.device for t in expected.values()), torch.device("cpu"))
-            if device.type not in ("cpu", "meta"):
+            if device.type not in ("cpu", "meta") and isinstance(tensors, Mapping):
                 tensors = on_device(tensors, device)  # what came over a transport is on the CPU
             samples: Any = facts.get("samples")  # of any type; admission refuses what is no number of samples
             update = self.admission.admit(Update(client, samples, tensors), expected, check)

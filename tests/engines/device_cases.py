@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fs_lowrank import errors, list_methods
 from fs_lowrank.methods import requirements
 from fs_lowrank.models.adapters import layer_stack
-from fs_lowrank.rounds import trainer, workspace
+from fs_lowrank.rounds import admission, trainer, workspace
 from fs_lowrank.rounds.round import Round
 from fs_lowrank.testing import TASKS, checks
 from fs_lowrank.testing.bench import without_seconds
@@ -167,6 +167,7 @@ def on_device(registered, monkeypatch):
     def entered():
         with monkeypatch.context() as patch, FromNumbers(), Device() as device:
             patch.setattr(workspace, "device_of", lambda config: torch.device(NAME, 0))
+            patch.setattr(admission, "_PLAIN", (*admission._PLAIN, Labelled))
             yield device
 
     return entered
