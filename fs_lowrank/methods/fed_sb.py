@@ -3,7 +3,7 @@
 Singhal et al., "Fed-SB: A Silver Bullet for Extreme Communication Efficiency and Performance in (Private) Federated
 LoRA Fine-Tuning", TMLR 2026; the start is that of LoRA-SB (Ponkshe et al. 2024).
 
-    round 1, first    client k sends     G_k, the gradient of its loss with respect to W, of ``samples`` samples
+    round 1, first    client k sends     G_k, the gradient of its loss with respect to W, of ``samples`` drawn samples
                       and is told        −η sign(Σ_k p_k G_k) = U S Vᵀ,   B = U_r,   A = V_rᵀ,   R = S_r / s
     every round       client k trains    R in  W + s B R A,  and sends it: r² values a matrix
                       server             R ← Σ_k p_k R_k
@@ -21,6 +21,7 @@ from ..algebra import signed, top_components
 from ..models.adapters import base_weight_name, module_of
 from ..models.curvature import mean_gradients
 from ..models.names import named_tensors, pairs
+from ..seeds import derive
 from ..settings import key
 from .base import Averaging, State
 from .ravan import Ravan, small_of
@@ -33,6 +34,8 @@ class FedSB(Ravan):
     source = "Singhal et al., TMLR 2026"
     sends = "the small matrix; in round 1 the gradients of the layers, too"
     weighted = False
+    #: 2: the samples of the gradients are drawn; they were a client's shortest texts, or its first images
+    revision = 2
 
     @dataclass(frozen=True)
     class Params:
@@ -56,7 +59,9 @@ class FedSB(Ravan):
         if client.exchange == TRAIN:
             return Averaging.upload(self, model, round, client)
         weights = {b: base_weight_name(b) for b in named_tensors(model, ("lora_B",))}
-        gradients = mean_gradients(model, client.batches(), weights.values(), self.params.samples)
+        generator = torch.Generator().manual_seed(derive(self.setting.seed, "gradients", round, client.id))
+        rows = torch.randperm(client.num_samples, generator=generator)[: self.params.samples]  # they come by length
+        gradients = mean_gradients(model, client.batches(), weights.values(), rows)
         transposed = {b: getattr(model.get_submodule(module_of(b)), "fan_in_fan_out", False) for b in weights}
         return {f"grad:{b}": gradients[n].T if transposed[b] else gradients[n].flatten(1) for b, n in weights.items()}
 

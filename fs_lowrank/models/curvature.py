@@ -120,21 +120,27 @@ def _gradients(logits: Tensor, tensors: Sequence[Tensor], scalars: Scalars) -> I
 # -- the mean ------------------------------------------------------------------------------------------
 
 
-def mean_gradients(model: nn.Module, batches: Batches, names: Iterable[str], samples: int) -> dict[str, Tensor]:
-    """The gradients of the mean loss of the first ``samples`` of the data, float32, by the ``names`` of weights."""
+def mean_gradients(model: nn.Module, batches: Batches, names: Iterable[str], rows: Tensor) -> dict[str, Tensor]:
+    """The gradients of the mean loss of some rows of the data, float32, by the ``names`` of weights.
+
+    Args:
+        rows: their places in ``batches``, int64 ``(samples,)``.
+    """
     with _only(model, names) as weights:
         sums, seen = {n: torch.zeros_like(w, dtype=torch.float32) for n, w in weights.items()}, 0
         for batch in _on(model, batches):
-            part = {n: t[: samples - seen] for n, t in batch.items()}
-            size = len(part["labels"])
+            size = len(batch["labels"])
+            chosen = torch.isin(torch.arange(seen, seen + size), rows)
+            seen += size
+            if not chosen.any():
+                continue
+            part = {n: t[chosen.to(t.device)] for n, t in batch.items()}
+            size = int(chosen.sum())
             grads = torch.autograd.grad(unwrapped(model)(**part).loss * size, list(weights.values()), allow_unused=True)
             for total, gradient in zip(sums.values(), grads):
                 if gradient is not None:
                     total += gradient.float()
-            seen += size
-            if seen == samples:
-                break
-    return {n: total / seen for n, total in sums.items()}
+    return {n: total / len(rows) for n, total in sums.items()}
 
 
 # -- the diagonal --------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from fs_lowrank.methods import RobustMean, Update, create_method
 from fs_lowrank.models.names import named_tensors, pairs
 from fs_lowrank.rounds.intake import RunningMean
 from fs_lowrank.rounds.round import Round
+from fs_lowrank.seeds import derive
 from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.testing import Bench, quietly
 from tests.methods.conftest import best, close
@@ -527,15 +528,13 @@ def test_fed_sb_starts_with_the_first_step_and_is_the_mean_of_its_clients_produc
     exchanges = []
     sums = {layer: 0.0 for layer in toy.layers}
     for client, w in zip(fed.copies, toy.weights(SIZES)):
-        net, seen = toy.net().double(), 0
-        for batch in fed.batches(client):
-            size = min(4 - seen, len(batch["labels"]))
-            (net(batch["x"][:size].double(), batch["labels"][:size]).loss * size).backward()
-            seen += size
-            if seen == 4:
-                break
+        net, batches = toy.net().double(), [*fed.batches(client)]
+        x, labels = (torch.cat([batch[name] for batch in batches]) for name in ("x", "labels"))
+        draw = torch.Generator().manual_seed(derive(fed.method.setting.seed, "gradients", 1, client))
+        rows = torch.randperm(len(labels), generator=draw)[:4]
+        net(x[rows].double(), labels[rows]).loss.backward()
         for layer in toy.layers:
-            gradient = getattr(net, layer).weight.grad.numpy() / seen
+            gradient = getattr(net, layer).weight.grad.numpy()
             sums[layer] = sums[layer] + w * gradient.reshape(len(gradient), -1)
     jump, starts = fed.jump, {}
 
