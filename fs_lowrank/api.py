@@ -186,7 +186,7 @@ def compare(
             if overwrite:
                 remove_run(outdir / name)
             with _surrounded(config, name, progress, told.get("on_round"), told.get("on_client")) as hooks:
-                results[name] = run_row(name, configs[name], bool(resume), *hooks, divided=config)
+                results[name] = run_row(name, configs[name], bool(resume), *hooks)
     picture = _write_comparison(config, configs, results, outdir)
     for result in results.values():
         result.saved["comparison"] = picture

@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 
 from .config import Config
-from .data import build_data
 from .engines.local import LocalEngine
 from .errors import DamagedFile, RunFailed, UserError, say_once
 from .jobs.files import read_json, to_json, write_text
@@ -93,7 +92,7 @@ def row_config(name: str, config: Config, outdir: str | Path) -> Config:
         say_once(f"{name}: federate.process_num does not apply to it; it trains in one process")
     keys |= {"federate.use_ss": False, "federate.online_aggr": False, "federate.process_num": 1}
     shared_keys = "drop_rate min_clients max_samples max_update_norm max_update_norm_factor drift drift_weight".split()
-    shared_keys += ["reuse_clients", "robust", "robust_malicious", "robust_norm"]
+    shared_keys += ["reuse_clients", "robust", "robust_malicious", "robust_norm", "personal"]
     keys |= {f"lowrank.{name}": getattr(Lowrank(), name) for name in shared_keys}
     # A row's method has one rank for all.
     overrides = {id: {k: v for k, v in values.items() if k != "rank"} for id, values in config.client_settings.items()}
@@ -101,7 +100,9 @@ def row_config(name: str, config: Config, outdir: str | Path) -> Config:
     if name != "local":
         keys |= {"federate.client_num": 1, "federate.sample_client_num": -1, "federate.sample_client_rate": -1.0}
         keys |= {"lowrank.clients": [], "federate.client_idx_for_local_train": 0}
-        keys |= {"data.splitter": "iid", "data.splitter_args": [], "federate.make_global_eval": True}
+        if config.data.splitter != "meta":  # which also leaves rows out, as in FederatedScope
+            keys |= {"data.splitter": "iid", "data.splitter_args": []}
+        keys["federate.make_global_eval"] = True
         keys |= _in_one_place(name, config)
         if ignored := {k for values in overrides.values() for k in values} - {"local_update_steps", "batch_or_epoch"}:
             say_once(f"{name}: {', '.join(sorted(ignored))} of single clients (lowrank.clients) do not apply to it")
@@ -128,19 +129,14 @@ def run_row(
     resume: bool = False,
     on_round: Callable[[dict[str, Any]], object] | None = None,
     on_client: Callable[[int, int, int], object] | None = None,
-    divided: Config | None = None,
 ) -> RunResult:
-    """Run a row whose configuration comes from ``row_config``; the result is a run's.
+    """Run a row whose configuration comes from ``row_config``; the result is a run's, for ``local`` without a model.
 
     Args:
         resume: as of ``compare``, which has refused a folder that holds a run.
-        divided: the configuration of the comparison, whose clients' cached states serve all data in one place.
     """
     if name != "local":
-        engine = LocalEngine(config, on_round, on_client, [_InOnePlace()])
-        if divided is not None and engine.workspace.prefix is not None:
-            engine.workspace.prefix.pieces["client 1"] = _pieces(engine.workspace, divided)
-        result = engine.run(resume)
+        result = LocalEngine(config, on_round, on_client, [_InOnePlace()]).run(resume)
         result.facts["method"] = name
         return result
     workspace, outdir = Workspace(config), outdir_of(config)
@@ -156,17 +152,7 @@ def run_row(
     if on_round:
         on_round(record)
     final = flat_metrics(record["metrics"])
-    return RunResult(history, final, outdir, workspace.model, True, {"records": outdir / "local.json"}, facts)
-
-
-def _pieces(workspace: Workspace, divided: Config) -> list[tuple[str, Any, int]]:
-    """For each sample of the only client of ``workspace``, its client in the divided data, and its index there."""
-    data = build_data(divided, workspace.tokenizer)
-    owners: dict[int, tuple[str, Any, int]] = {}
-    for k, rows in enumerate(data.partition.indices, start=1):
-        examples = data.clients[k - 1]
-        owners |= {row: (f"client {k}", examples, i) for i, row in enumerate(rows.tolist())}
-    return [owners[row] for row in workspace.data.partition.indices[0].tolist()]
+    return RunResult(history, final, outdir, None, True, {"records": outdir / "local.json"}, facts)
 
 
 def _has_ended(outdir: Path, facts: Mapping[str, Any]) -> bool:

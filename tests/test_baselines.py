@@ -14,7 +14,6 @@ from fs_lowrank.baselines import split_names
 from fs_lowrank.commands.seeds import parse
 from fs_lowrank.draw.report import write_page
 from fs_lowrank.errors import say_once
-from fs_lowrank.models.shortcuts.states import SharedStates, shared_folder
 from fs_lowrank.runs.folder import claim
 from fs_lowrank.runs.shown import read_runs
 from fs_lowrank.runs.split import read_split
@@ -37,20 +36,32 @@ def test_with_one_client_the_method_and_both_rows_are_the_same_training(few):
         assert not any(results[name].bytes.values())
 
 
-@pytest.mark.more
-def test_all_data_in_one_place_have_the_states_of_the_clients(few, no_curves, monkeypatch, tmp_path):
-    """What is cached of frozen layers for the clients is not computed and kept again."""
-    monkeypatch.setenv("FS_LOWRANK_FROZEN", str(tmp_path / "frozen"))
-    config = fs_lowrank.load_config(few, {"federate.total_round_num": 5})
-    fs_lowrank.run(config.replace({"outdir": str(tmp_path / "before")}))
-    states = SharedStates(shared_folder(), 1e9)
-    before = {entry.name for entry in states.entries()}
-    shared = fs_lowrank.compare(config, ["fedlora", "pooled"])["pooled"]
-    assert len(before) > 3 and {entry.name for entry in states.entries()} == before
-    row = baselines.row_config("pooled", config, tmp_path / "alone")
-    alone = baselines.run_row("pooled", row)
-    assert len(states.entries()) == len(before) + 1, "without the clients it has an entry of its own"
-    assert shared.final["test_loss"] == pytest.approx(alone.final["test_loss"], abs=1e-6)
+@pytest.mark.parametrize(
+    "keys, alone",
+    [
+        ({"lowrank.clients": [{"clients": [2], "tok_len": 4}], "train.cache_frozen": "all"}, 0),
+        ({"lowrank.personal": ["head"]}, 0),
+        ({"train.cache_frozen": "all"}, 2),
+    ],
+    ids=["texts cut for one client", "own heads", "one client alone"],
+)
+def test_all_data_in_one_place_are_trained_as_without_a_setting_of_the_clients(few, no_curves, keys, alone):
+    config = fs_lowrank.load_config(few).replace({"federate.client_idx_for_local_train": alone})
+    row = baselines.run_row("pooled", baselines.row_config("pooled", config, Path(few["outdir"]) / "row"))
+    compared = fs_lowrank.compare(config.replace({**keys, "outdir": few["outdir"] + "/all"}), ["fedlora", "pooled"])
+    assert compared["pooled"].final["test_loss"] == pytest.approx(row.final["test_loss"], abs=1e-6)
+
+
+def test_all_data_in_one_place_leave_out_the_rows_that_the_splitter_meta_leaves_out(few):
+    config = fs_lowrank.load_config(few).replace({"data.splitter": "meta", "data.splitter_args": []})
+    assert baselines.row_config("pooled", config, "row").data.splitter == "meta"
+
+
+def test_the_row_without_a_global_model_saves_none(few, no_curves, tmp_path):
+    row = fs_lowrank.compare(fs_lowrank.load_config(few), ["fedlora", "local"])["local"]
+    for save in (row.save_adapter, row.save_model):
+        with pytest.raises(UserError, match="a model for each client and saves none"):
+            save(tmp_path / "saved")
 
 
 @pytest.mark.slow

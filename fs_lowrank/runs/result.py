@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import save_model
-from torch import nn
 
 from ..draw.panels import digits
 from ..draw.runs import curves
@@ -52,7 +51,8 @@ class RunResult:
             ``final``; empty if no validation data were evaluated.
         before: the metrics before round 1, with ``eval.before``.
         outdir: folder of the run's files.
-        model: the adapted model with the global tensors.
+        model: the adapted model with the global tensors; None for the row ``local``, which has one for each client and
+            saves none.
         base_changed: whether the method trained or changed base weights, so that no adapter holds the result.
         saved: paths of written files by name (``adapter``, ``model``, ``adapter_best``, ``model_best``, ``curves``).
         facts: method, source of the data, sizes of clients, majority class, fingerprints.
@@ -61,7 +61,7 @@ class RunResult:
     history: list[dict[str, Any]]
     final: dict[str, float]
     outdir: Path
-    model: nn.Module
+    model: Any
     base_changed: bool
     saved: dict[str, Path] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -198,6 +198,11 @@ class RunResult:
                 return total
         return None
 
+    def _global_model(self) -> Any:
+        if self.model is None:
+            raise UserError("the row local has a model for each client and saves none, so there is nothing to save")
+        return self.model
+
     def save_adapter(self, folder: str | Path) -> Path:
         """Save the global adapter (and head) in PEFT's format.
 
@@ -205,9 +210,10 @@ class RunResult:
         ``PeftModel.from_pretrained(load_vision(folder / "base"), folder)`` loads both.
 
         Raises:
-            UserError: the method trained or changed the base weights, so that an adapter cannot represent the result.
+            UserError: the method trained or changed the base weights, so that an adapter cannot represent the result;
+                or there is no global model.
         """
-        model: Any = self.model
+        model = self._global_model()
         peft_config = getattr(model, "peft_config", {})
         if self.base_changed or "default" not in peft_config:
             raise UserError(
@@ -215,7 +221,7 @@ class RunResult:
                 "save the whole model with save_model(folder)"
             )
         if ACCUMULATED in peft_config:
-            save_adapter(folder, *one_adapter(self.model))
+            save_adapter(folder, *one_adapter(model))
         else:
             tensors = {n: t for n, t in model.state_dict().items() if "nested" not in tags(n)}  # that is not PEFT's
             model.save_pretrained(str(folder), selected_adapters=["default"], state_dict=tensors)
@@ -232,18 +238,18 @@ class RunResult:
         ``model.safetensors`` has the tensors.
 
         Raises:
-            UserError: virtual tokens were trained, which no weights of the model hold.
+            UserError: virtual tokens were trained, which no weights of the model hold; or there is no global model.
         """
-        model: Any
-        if is_prompted(self.model):
+        model: Any = self._global_model()
+        if is_prompted(model):
             raise UserError(
                 "virtual tokens were trained, which no weights of the model hold; save them with save_adapter(folder)"
             )
-        if layers(self.model):
+        if layers(model):
             logger.warning("%s: the quantised base is saved without quantisation, as it computes", folder)
-            model = dequantised(self.model)
+            model = dequantised(model)
         else:
-            model = copy.deepcopy(self.model)
+            model = copy.deepcopy(model)
         if hasattr(model, "peft_config"):
             untie(model)
             model = model.merge_and_unload()

@@ -116,8 +116,6 @@ class FrozenPrefix:
         self._below: dict[str, Any] | None = None
         #: owner -> states of all its samples, and the first row of each sample
         self.cached: dict[str, tuple[Tensor, np.ndarray]] = {}
-        #: owner -> where the states of each of its samples are: another owner, its examples, and the sample's index
-        self.pieces: dict[str, list[tuple[str, Any, int]]] = {}
         #: owner -> whether its states are cached; a client that is not in it has none
         self.budget: dict[str, bool] = {}
         self.planned = 0.0  # bytes of all that is cached
@@ -198,8 +196,7 @@ class FrozenPrefix:
                 states = self._hidden(examples, indices).to(device, non_blocking=True)
                 rows += [row[: examples.lengths[i]] for row, i in zip(states, indices)]
                 continue
-            pieces = self.pieces.get(owner)
-            rows += [self._row(*(pieces[i] if pieces else (owner, examples, i))) for i in indices]
+            rows += [self._row(owner, examples, i) for i in indices]
         if len({row.device for row in rows}) > 1:
             rows = [row.to(device, non_blocking=True) for row in rows]
         with self._bypass([part.to(device, non_blocking=True) for part in self._padded(rows)]):
