@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fs_lowrank import UserError
-from fs_lowrank.commands.finished import BEST
+from fs_lowrank.commands.finished import BASE, BEST
 from fs_lowrank.jobs import shell, tables
 from fs_lowrank.jobs.files import to_json, write_text
 from fs_lowrank.jobs.shell import say
@@ -32,6 +32,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
     parser.add_argument("--best", action="store_true", help=BEST)
+    parser.add_argument("--base", default="", metavar="FOLDER", help=BASE)
     tables.option(parser, scores=True)
     parser.set_defaults(do=_score)
 
@@ -43,7 +44,7 @@ def _score(args: argparse.Namespace) -> None:
 
     spec: dict[str, Any] = {"scorer": "lm_eval", "tasks": list(shell.names(args.tasks)), "chat": args.chat}
     spec |= {k: v for k in ("limit", "num_fewshot") if (v := getattr(args, k)) is not None}
-    run = load_run(args.run, args.best)
+    run = load_run(args.run, args.best, args.base)
     if run.labels or run.paired:
         kind = "an encoder-decoder model" if run.paired else "labelled texts"
         raise UserError(f"--tasks: {args.run} is a run of {kind}; lm-eval's tasks are for causal language models")

@@ -350,7 +350,8 @@ def _run(args: argparse.Namespace) -> int | None:
     if result.verdict:
         longer = ("--resume", "federate.total_round_num", 2 * len(result.history))
         say(f"  next, for more rounds: {hint('run', '--cfg', result.outdir / 'config.yaml', *longer)}")
-    commands = () if result.facts.get("images") else (("evaluate", "--data", "FILE"), ("predict", "--data", "FILE"))
+    unused = result.facts.get("images") or result.facts.get("personal")
+    commands = () if unused else (("evaluate", "--data", "FILE"), ("predict", "--data", "FILE"))
     for words in (("report",), *commands):
         say(f"  next: {hint(words[0], result.outdir, *words[1:])}")
     return None

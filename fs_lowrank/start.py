@@ -29,7 +29,7 @@ from .models.adapters import layer_stack, target_modules
 from .models.build import build_skeleton, build_tokenizer
 from .settings import AdapterSpec
 from .settings.reading import Dumper, Loader
-from .settings.sections import VISION_MODELS
+from .settings.sections import VISION_MODELS, Data
 
 #: role -> the usual names of its column
 _USUAL = {
@@ -72,10 +72,12 @@ def draft(setup: Setup) -> str:
     facts = _pictures(setup) if setup.data.is_dir() and not is_saved(setup.data) else _texts(setup)
     raw: RawData = facts.pop("raw")
     rows, clients = len(raw.train), _clients(setup, raw)
-    share = rows * 0.8 / clients["clients"]
+    sets = zip(Data().splits[1:], (raw.validation, raw.test))
+    trained = rows * (1 - sum(share for share, own in sets if own is None))
+    share = trained / clients["clients"]
     if share < 1:
         number = f"clients={clients['clients']}"
-        raise UserError(f"{number}: {setup.data} has {rows} rows, of which {rows * 0.8:.0f} are for training")
+        raise UserError(f"{number}: {setup.data} has {rows} rows, of which {trained:.0f} are for training")
     content = "instructions and answers"
     if raw.task != CAUSAL_LM:
         content = f"{raw.num_labels} classes ({', '.join(raw.label_names[:8])})"

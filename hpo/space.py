@@ -135,10 +135,12 @@ class Space:
         """The space without the keys that never apply to ``base``.
 
         Raises:
-            UserError: an unknown key, or a range or a value that Optuna or the config does not accept.
+            UserError: an unknown key or method, or a range or a value that Optuna or the config does not accept.
         """
         applicable: dict[str, Parameter] = {}
-        for p in self.parameters:  # of a key that does not apply, the config's own value counts
+        for p in (
+            _spelled(p, base) for p in self.parameters
+        ):  # of a key that does not apply, the config's own value counts
             if all(key in applicable or base.get(key) in values for key, values in p.when.items()):
                 applicable[p.key] = p
         if not applicable:
@@ -181,6 +183,23 @@ class Space:
     @property
     def all_grid(self) -> bool:
         return all(p.kind == "grid" for p in self.parameters)
+
+
+def _spelled(parameter: Parameter, base: Config) -> Parameter:
+    """``parameter`` with names of methods, and the values of its condition, as a config has them (``FedLoRU``)."""
+    from fs_lowrank.methods import get_method_class
+
+    def spelled(key: str, value: Any) -> Any:
+        if key == "federate.method":
+            return get_method_class(value).name
+        return base.replace({key: value}).get(key) if accepts(base, {key: value}) else value
+
+    entry = dict(parameter.entry)
+    if parameter.when:
+        entry["when"] = {key: [spelled(key, v) for v in values] for key, values in parameter.when.items()}
+    if parameter.key == "federate.method":
+        entry[parameter.kind] = [spelled(parameter.key, v) for v in parameter.values]
+    return replace(parameter, entry=entry)
 
 
 def _context(parameter: Parameter, searched: Mapping[str, Parameter]) -> dict[str, Any]:

@@ -59,6 +59,15 @@ def test_columns_modules_and_layers_are_found(at, tiny_encoder):
     assert all("#" in line for line in text.splitlines() if "guessed" in line or "proposed" in line)
 
 
+def test_all_rows_of_data_with_their_own_splits_are_for_training(tmp_path, tiny_encoder):
+    rows = datasets.Dataset.from_pandas(make_reviews(200))
+    splits = {"train": rows, "validation": rows.select(range(20)), "test": rows.select(range(20))}
+    for names, share in ((("train",), 40), (("train", "test"), 45), (tuple(splits), 50)):
+        path = tmp_path / "-".join(names)
+        datasets.DatasetDict({name: splits[name] for name in names}).save_to_disk(str(path))
+        assert f"about {share} training rows each" in draft(given(path, model=tiny_encoder, clients=4))
+
+
 def test_pairs_instructions_and_conversations(at, tiny_encoder, tiny_causal, instructions_jsonl):
     two = make_reviews(80).assign(text_pair=make_reviews(80, seed=5)["text"])
     tree, text = made(at("named.csv", two), tiny_encoder)

@@ -12,6 +12,7 @@ from ..jobs.files import to_json, write_text
 from ..jobs.shell import console, say
 from .extensions import extensions, run_extension
 
+BASE = "where the base model is now, if it was moved"
 BEST = "the model of the best round by validation data (adapter_best/, model_best/), not of the last one"
 _ROLES = ("text", "text-pair", "label", "instruction", "input", "output")
 
@@ -42,7 +43,7 @@ def _common(
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a finished run")
     parser.add_argument("--data", metavar="FILE", type=Path, help=data, required=required)
     parser.add_argument("--best", action="store_true", help=BEST)
-    parser.add_argument("--base", default="", metavar="FOLDER", help="where the base model is now, if it was moved")
+    parser.add_argument("--base", default="", metavar="FOLDER", help=BASE)
     for role in roles:
         parser.add_argument(
             f"--{role}", default="", metavar="COLUMN", help="where it is not called as in the run's data"
@@ -74,12 +75,12 @@ def _read(args: argparse.Namespace, labelled: bool) -> tuple[Any, Any]:
 def _evaluate(args: argparse.Namespace) -> int | None:
     from ..finished import evaluate_rows
 
-    names = ("tasks", "data", "limit", "num-fewshot", "json", "table")
+    names = ("tasks", "data", "limit", "num-fewshot", "json", "table", "base")
     options = {name: getattr(args, name.replace("-", "_")) for name in names}
     if args.tasks is not None:
         if columns := [f"--{role}" for role in _ROLES if getattr(args, role.replace("-", "_"))]:
             raise UserError(f"{', '.join(columns)}: of a file; the tasks of lm-eval have columns of their own")
-        named = {name: value for name, value in options.items() if value is not None and value is not tables.JSON}
+        named = {name: value for name, value in options.items() if value not in (None, "", tables.JSON)}
         words = [word for name, value in named.items() for word in (f"--{name}", str(value))]
         words += ["--json"] * (args.table is tables.JSON) + ["--best"] * args.best
         return run_extension(extensions()["benchmark"], ["score", str(args.run), *words])

@@ -32,9 +32,7 @@ def read_set(name: str, splitter: str, path: Path, quoting: bool | None = None) 
     """
     if name == "code_search_net":
         return {"train": _code_search_net(path.parent)}
-    table = read_table(path, quoting)
-    if name == "gsm8k":
-        table["answer"] = [str(answer).replace("####", "The answer is") for answer in table["answer"]]
+    table = worded(name, read_table(path, quoting))
     if name == "rosetta_alpaca" and splitter == "meta" and "input" in table:
         retained = table["input"] != _LEFT_OUT
         say_once(
@@ -43,6 +41,16 @@ def read_set(name: str, splitter: str, path: Path, quoting: bool | None = None) 
         )
         table = table[retained].reset_index(drop=True)
     return {"train": table}
+
+
+def worded(name: str, table: pd.DataFrame) -> pd.DataFrame:
+    """``table`` of the set called ``name`` with the words that FederatedScope changes."""
+    if name == "gsm8k" and "answer" in table:
+        return table.assign(answer=[str(answer).replace("####", "The answer is") for answer in table["answer"]])
+    if name == "code_search_net" and {"language", "docstring"} <= {*table}:
+        pairs = zip(table["language"], table["docstring"])
+        return table.assign(docstring=[f"{language} {docstring}" for language, docstring in pairs])
+    return table
 
 
 def _code_search_net(root: Path) -> pd.DataFrame:
@@ -58,6 +66,4 @@ def _code_search_net(root: Path) -> pd.DataFrame:
                 f"({', '.join(_LANGUAGES)}) below data.root, as FederatedScope leaves them"
             )
         tables += [read_table(path)[["docstring", "language", "code"]] for path in paths]
-    table = pd.concat(tables, ignore_index=True)
-    table["docstring"] = [f"{lang} {docstring}" for lang, docstring in zip(table["language"], table["docstring"])]
-    return table
+    return worded("code_search_net", pd.concat(tables, ignore_index=True))

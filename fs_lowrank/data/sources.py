@@ -110,11 +110,11 @@ def load_raw(data_cfg: Any, home: str | Path | None = None, origin: Origin | Non
     if provider == "huggingface_datasets":
         return _hub(stem, args, task)
     if provider == "llm":
-        path, options, spec = _language_file(stem, root), data_args(data_cfg, origin), SETS.get(stem.lower(), {})
-        if is_files(path) and path.name != spec.get("file"):  # the user's own file
+        path, options = _language_file(stem, root), data_args(data_cfg, origin)
+        if not (known := framework_set(data_cfg)):
             return read_user_files(path, options, args, True, task)
-        read = partial(read_set, stem.lower(), str(getattr(data_cfg, "splitter", "") or ""))
-        return read_user_files(path, {**spec.get("columns", {}), **options}, args, True, task, read)
+        read = partial(read_set, known, str(getattr(data_cfg, "splitter", "") or ""))
+        return read_user_files(path, {**SETS[known].get("columns", {}), **options}, args, True, task, read)
     if provider == "torchvision" and stem.lower().replace("fashionmnist", "fashion_mnist") in IMAGE_SETS:
         # FederatedScope's names; the standard files are read.
         stem, provider = stem.lower().replace("fashionmnist", "fashion_mnist"), ""
@@ -293,6 +293,16 @@ def _load_dataset(name: str, path: str, config: str | None) -> dict[str, pd.Data
 
 
 # The user's files
+
+
+def framework_set(data_cfg: Any) -> str:
+    """Which of ``SETS`` ``data.type`` names; empty for other data, and where a file of the user's own has that name."""
+    root = Path(str(getattr(data_cfg, "root", "") or "")).expanduser()
+    stem, provider = _split_name(str(data_cfg.type or "").strip(), root)
+    spec = SETS.get(stem.lower(), {}) if provider == "llm" else {}
+    named = (under(root, f"{stem}{suffix}") for suffix in ("", ".jsonl", ".json"))
+    own = any(path.exists() and path.name != spec.get("file") for path in named)
+    return stem.lower() if spec and not own else ""
 
 
 def _language_file(stem: str, root: Path) -> Path:

@@ -12,8 +12,9 @@ import pandas as pd
 
 from ..data import CAUSAL_LM, Examples
 from ..data.duplicates import row_keys
+from ..data.framework_sets import SETS, worded
 from ..data.objects import as_table
-from ..data.sources import data_args
+from ..data.sources import data_args, framework_set
 from ..data.tables import MULTI_LABEL, REGRESSION, conversation_column, instructions, labelled, text_columns
 from ..data.template import SYNONYMS, is_custom
 from ..data.tokenize import tokenize_classification, tokenize_instructions
@@ -57,7 +58,8 @@ def read_rows(run: FinishedRun, data: Any, columns: dict[str, str] | None = None
             run has one, or one where it has none), a class that the run does not know, a label that is no number, or
             no row left.
     """
-    args = data_args(run.config.data, Origin())
+    known, args = framework_set(run.config.data), data_args(run.config.data, Origin())
+    args = {**SETS.get(known, {}).get("columns", {}), **args}
     if isinstance(data, (str, os.PathLike)):
         where = os.fspath(data)
         if not where.lower().endswith(SUFFIXES):
@@ -76,8 +78,8 @@ def read_rows(run: FinishedRun, data: Any, columns: dict[str, str] | None = None
             )
         rows = _labelled(run, where, table, {**names, **wanted}, flags, labelled)
     else:
-        rows = _instructed(run, where, table, {**args, **wanted}, labelled)
-    return replace(rows, table=data) if isinstance(data, pd.DataFrame) else rows
+        rows = _instructed(run, where, worded(known, table), {**args, **wanted}, labelled)
+    return replace(rows, table=data if isinstance(data, pd.DataFrame) else table)
 
 
 def _require(where: str, table: pd.DataFrame, role: str, name: str) -> None:

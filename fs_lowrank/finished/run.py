@@ -146,6 +146,11 @@ def load_run(folder: str | Path, best: bool = False, base: str = "") -> Finished
             state = "no run" if not (folder / "config.yaml").is_file() else "a run that has not ended"
             raise UserError(f"{folder} holds {state}: there is no {name}; give the outdir of a finished run")
     summary = read_json(folder / "summary.json")
+    if kinds := summary.get("personal"):
+        say_once(
+            f"{' and '.join(kinds)} stayed with the clients of {folder}, and have their start values in the global "
+            f"model, which is taken here; the clients' own models are in {folder / 'personal'}"
+        )
     check_finished(folder, _READ)
     config = load_config(folder / "config.yaml")
     if config.is_vision:

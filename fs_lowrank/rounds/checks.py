@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from ..settings import Data, Eval
 from ..settings.metrics import LANGUAGE
 from ..settings.origin import show
 from ..training.local import steps_taken
+from .personal import PersonalParts
 
 #: name in ``eval.split`` -> attribute of the data
 SPLITS = {"test": "test", "val": "validation"}
@@ -187,14 +188,14 @@ def _check_tags(method: Method, source: str, declared: Iterable[str], names: Col
             )
 
 
-def check_personal(config: Config, method: Method, personal: Mapping[str, Tensor]) -> None:
+def check_personal(config: Config, method: Method, personal: PersonalParts) -> None:
     """Raise ``UserError`` if the clients' own pairs, ``personal``, would be saved beside a base that theirs changes."""
-    if kinds := sorted({kind for name in personal for kind in ("head", "lora_A", "lora_B") if kind in tags(name)}):
+    if personal.kinds:
         say_once(
-            f"{' and '.join(kinds)} of the model stay with the clients: scores of the global model, such as test_acc, "
-            "use their start values; client_test_acc scores the clients' own models"
+            f"{' and '.join(personal.kinds)} of the model stay with the clients: scores of the global model, such as "
+            "test_acc, use their start values; client_test_acc scores the clients' own models"
         )
-    if personal and (start := config.adapter.moves_base):
+    if personal.of_model and (start := config.adapter.moves_base):
         raise UserError(
             f"llm.adapter.args: init_lora_weights = {start} changes the base, so the clients' own pairs of "
             f"{method.name} would fit no saved model; take gaussian"

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from ..models.names import tags
+
 
 class PersonalParts(dict[int, dict[str, Tensor]]):
     """Client -> its personal tensors by name; a client that has not trained yet is absent.
@@ -21,6 +23,11 @@ class PersonalParts(dict[int, dict[str, Tensor]]):
         self.of_model = {n: t for n, t in self.untrained.items() if ":" not in n}
         #: client -> the last round in which it trained, and its tensors before that
         self.before: dict[int, tuple[int, dict[str, Tensor] | None]] = {}
+
+    @property
+    def kinds(self) -> list[str]:
+        """What each client has of its own in the model: ``head``, ``lora_A`` and ``lora_B``, or some of them."""
+        return [kind for kind in ("head", "lora_A", "lora_B") if any(kind in tags(name) for name in self.of_model)]
 
     def of(self, client: int) -> dict[str, Tensor]:
         """The current tensors of ``client``."""

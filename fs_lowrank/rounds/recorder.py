@@ -283,7 +283,11 @@ class Recorder:
             outdir=self.outdir,
             model=self.workspace.model,
             base_changed="base" in self.method.shared or any("base" in tags(n) for n in self.workspace.changed_base()),
-            facts={"method": self.method.name, **facts_of(self.workspace)},
+            facts={
+                "method": self.method.name,
+                "personal": self.workspace.personal.kinds,
+                **facts_of(self.workspace),
+            },
         )
 
     def finish(self) -> RunResult:

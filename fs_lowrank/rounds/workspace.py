@@ -138,7 +138,7 @@ class Workspace:
         check_tags(self.method, self.model, self.initial_state)
         say_half(config, {**self.initial_state, **self.changed_base()})
         self.personal = PersonalParts(copied(self.model, self.method.personal))
-        check_personal(config, self.method, self.personal.of_model)
+        check_personal(config, self.method, self.personal)
         self.parameters = {"total": total, "trainable": max(map(self._trained_by, self.kinds()))}
         say_turns(config, self.method, self.sizes)
         self.shortcuts = Shortcuts(config, self.data, self.method, self.held_out())

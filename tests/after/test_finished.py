@@ -495,6 +495,31 @@ def test_the_version_of_a_task_is_no_score(runs, monkeypatch, capsys):
     assert "0.2500 ± 0.1000" in out and "version" not in out and "1.0000" not in out
 
 
+def test_a_file_is_read_as_the_set_of_the_framework_that_the_run_read(tiny_causal, instructions_jsonl, tmp_path):
+    """GSM8K's ``####`` is "The answer is" where the run read it, so also where its test file is scored."""
+    texts = map(json.loads, instructions_jsonl.read_text().splitlines())
+    rows = [{"question": row["instruction"], "answer": f"{row['output']} #### good"} for row in texts]
+
+    def write(name, rows):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write("gsm8k_train.jsonl", rows)
+    settings = small.causal_settings(tiny_causal, "gsm8k@llm", tmp_path / "run")
+    settings["data"] |= {"root": str(tmp_path), "splits": [0.8, 0.0, 0.2]}
+    result = fs_lowrank.run(fs_lowrank.load_config(settings, {"federate.total_round_num": 1}))
+    write("gsm8k_test.jsonl", [rows[i] for i in read_split(tmp_path / "run")["test"]["rows"]])
+    run = load_run(tmp_path / "run")
+    test = read_rows(run, tmp_path / "gsm8k_test.jsonl")
+    assert evaluate_rows(run, test)["loss"] == pytest.approx(result.final["test_loss"], abs=1e-6)
+    assert "####" in test.table["answer"][0]
+
+
+def test_the_tasks_are_scored_on_the_base_that_is_given(runs, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("fs_lowrank.benchmark.scorers.score", lambda *args: {})
+    command = ["evaluate", str(runs["instructions"].outdir), "--tasks", "arc_easy", "--base", str(tmp_path / "absent")]
+    assert cli.main(command) == 2 and str(tmp_path / "absent") in capsys.readouterr().err.replace("\n", "")
+
+
 def test_a_classifier_has_no_tasks(runs, capsys):
     assert cli.main(["evaluate", str(runs["classes"].outdir), "--tasks", "arc_easy"]) == 2
     said = capsys.readouterr().err.replace("\n", " ")

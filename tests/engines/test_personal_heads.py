@@ -7,6 +7,7 @@ from peft import AutoPeftModelForSequenceClassification
 import fs_lowrank
 from fs_lowrank import UserError, load_config
 from fs_lowrank.errors import say_once
+from fs_lowrank.finished import load_run
 from fs_lowrank.testing.bench import without_seconds
 
 pytestmark = pytest.mark.more
@@ -23,6 +24,9 @@ def test_what_stays_with_a_client_is_resumed_scored_and_saved(settings, tmp_path
     whole = fs_lowrank.run(config("whole"))
     own = "lora_B" if method == "fedsa_lora" else "head"
     assert f"{own} of the model stay with the clients: scores of the global model" in caplog.text
+    load_run(tmp_path / "whole")
+    assert f"{own} stayed with the clients of {tmp_path / 'whole'}" in caplog.text
+    assert f"{own} stayed with the clients" in (tmp_path / "whole" / "adapter" / "README.md").read_text()
     fs_lowrank.run(config("stopped"), on_round=lambda record: record["round"] == 2)
     resumed = fs_lowrank.run(config("stopped"), resume=True)
     assert without_seconds(resumed.history) == without_seconds(whole.history)

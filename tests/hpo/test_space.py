@@ -26,6 +26,20 @@ def test_a_conditional_key_is_left_out_for_a_method_that_lacks_it(config):
     assert [len(space.for_config(base).grid(base)) for base in bases] == [20, 140]
 
 
+@pytest.mark.parametrize("name", ["fedloru", "FedLoRU"])
+def test_a_condition_names_methods_as_a_configuration_does(config, name):
+    space = space_from(
+        {
+            "federate.method": {"grid": [name, "FedLoRA"]},
+            "lowrank.tau": {"grid": [1, 2], "when": {"federate.method": name}},
+        }
+    ).for_config(config)
+    tau = [{"federate.method": "fedloru", "lowrank.tau": value} for value in (1, 2)]
+    assert space.grid(config) == [*tau, {"federate.method": "fedlora"}]
+    alone = space_from({"lowrank.tau": {"grid": [1], "when": {"federate.method": name}}})
+    assert alone.for_config(config.replace({"federate.method": "fedloru"})).parameters
+
+
 def test_grid_with_a_condition_on_a_searched_key(config):
     space = space_from(
         {
@@ -90,6 +104,7 @@ WRONG = [
     ({"eval.freq": {"int": [1, 4]}}, "is not searched"),
     ({"train.optimizer.lr": {**RATES, "when": {"federate.metod": "rolora"}}}, "unknown key 'federate.metod'"),
     ({"train.optimizer.lr": {**RATES, "when": {"federate.method": "rolora"}}}, "no key .* applies to fedlora"),
+    ({"train.optimizer.lr": {**RATES, "when": {"federate.method": "roloro"}}}, "no method 'roloro'.*rolora"),
     ({"a": {"grid": [1, 2], "when": {"b": 1}}, "b": {"grid": [1, 2], "when": {"a": 1}}}, "depend on each other"),
     ({}, "expected config keys"),
     (
