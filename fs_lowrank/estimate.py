@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from .algebra import nbytes
 from .config import Config
 from .engines.pool import processes_of
+from .methods import Phase
 from .models.build import build_skeleton
 from .models.machine import device_of, wait
 from .models.quantised import beside, to_quantise
@@ -35,7 +36,7 @@ from .runs.folder import outdir_of
 from .runs.summary import human_bytes
 from .seeds import derive
 from .settings import Settings
-from .training import train_client
+from .training import steps_taken, train_client
 from .training.evaluate import batch_scores
 from .training.local import set_trainable
 from .training.optimizer import make_optimizer
@@ -43,6 +44,8 @@ from .training.schedule import evaluation_due
 
 #: steps of a client's round that are timed, at most
 _MAX_STEPS = 10
+#: rounds whose steps are counted, at most: what a method trains may alternate
+_MAX_ROUNDS = 10
 
 
 @dataclass(frozen=True)
@@ -160,11 +163,12 @@ def _probe(config: Config, usage: Estimate, resource: str, copies: int) -> None:
     widest = max(config.variants(), key=lambda settings: settings.dataloader.batch_size)
     examples = largest_batch(workspace.data.train, widest)
     cohort = usage.cohort = Trainer(workspace).cohort
+    phases = _phases(workspace, 1)
     with peak_activations(workspace) as activations:
-        _train(workspace, examples)
-    trained = set_trainable(model, method.phases(1, 1)[0].train)
-    numbers = sum(p.numel() for p in trained)
-    state = _optimizer_state(trained, config)
+        _train(workspace, examples, widest, phases)
+    trained = [set_trainable(model, phase.train) for phase in phases]
+    numbers = max(sum(p.numel() for p in parameters) for parameters in trained)
+    state = max(_optimizer_state(parameters, config) for parameters in trained)
     needs = usage.needs
     needs[0] = Need("base", needs[0].size, resource, needs[0].basis + ", loaded")
     needs.append(Need("adapters and gradients", copies * cohort * 8 * numbers, resource, "arithmetic"))
@@ -204,14 +208,26 @@ def largest_batch(examples: Any, config: Settings) -> Any:
     return examples.select(np.argsort(-examples.lengths, kind="stable")[: min(count, len(examples))])
 
 
-def _train(workspace: Workspace, examples: Any, steps: int = 1, **options: Any) -> None:
-    """A training of ``steps`` that begins, and leaves the model, as client 1 begins."""
-    config = workspace.config
-    keys = {"train.batch_or_epoch": "batch", "grad.grad_accum_count": 1, "train.local_update_steps": steps}
-    phases = [replace(phase, steps=None) for phase in workspace.method.phases(1, 1)[:1]]
+def _phases(workspace: Workspace, steps: float) -> list[Phase]:
+    """The phases of client 1 in all rounds, one for each set of tensors: ``steps`` in all, in proportion to theirs, but
+    each has one at least.
+    """
+    rounds, default = workspace.config.federate.total_round_num, workspace.config.of_client(1).train.local_update_steps
+    phases = [phase for t in range(1, rounds + 1) for phase in workspace.method.phases(t, 1)]
+    lengths: Counter[tuple[str, ...]] = Counter()
+    for phase in phases:
+        lengths[phase.train] += default if phase.steps is None else phase.steps
+    share, distinct = steps / lengths.total(), {phase.train: phase for phase in phases}
+    return [replace(phase, steps=max(1, round(share * lengths[train]))) for train, phase in distinct.items()]
+
+
+def _train(workspace: Workspace, examples: Any, config: Settings, phases: Sequence[Phase], **options: Any) -> None:
+    """A training in ``phases`` of so many batches that begins, and leaves the model, as client 1 begins."""
+    in_batches = replace(config.train, batch_or_epoch="batch")
+    config = replace(config, train=in_batches, grad=replace(config.grad, grad_accum_count=1))
     workspace.load_client(workspace.initial_state, 1)
     options |= {"lr": config.train.optimizer.lr, "seed": derive(config.seed, "probe"), "reads": workspace.reads}
-    train_client(workspace.model, examples, phases, config.replace(keys), **options)
+    train_client(workspace.model, examples, phases, config, **options)
     workspace.load_client(workspace.initial_state, 1)
 
 
@@ -266,20 +282,33 @@ def _optimizer_state(parameters: list[nn.Parameter], config: Config) -> float:
     return float(sum(t.nbytes for t in tensors))
 
 
+def _work(workspace: Workspace, sizes: np.ndarray) -> tuple[float, float]:
+    """The steps and the batches of a client in a round: means over clients of ``sizes``, each by its own settings."""
+    config, taken, batch = workspace.config, [], 0
+    if config.dataloader.batch_tokens:
+        batch = max(1, int(config.dataloader.batch_tokens / float(workspace.data.train.lengths.mean())))
+    for client, size in enumerate(sizes.tolist(), start=1):
+        settings = config.of_client(client)
+        if batch:
+            settings = replace(settings, dataloader=replace(settings.dataloader, batch_size=batch))
+        single = replace(settings, grad=replace(settings.grad, grad_accum_count=1))
+        each = 1 if settings.train.batch_or_epoch == "epoch" else settings.grad.grad_accum_count
+        for t in range(1, min(config.federate.total_round_num, _MAX_ROUNDS) + 1):
+            phases = workspace.method.phases(t, client)
+            taken.append((steps_taken(size, phases, settings), each * steps_taken(size, phases, single)))
+    steps, batches = np.mean(taken, axis=0).tolist()
+    return steps, batches
+
+
 def _add_time(usage: Estimate, workspace: Workspace, sizes: np.ndarray) -> None:
     """Add the steps of the run, and its seconds with its evaluations, divided among its processes; clients train one by
-    one, each as long as the client of median size. Computing the states of frozen layers once is left out.
+    one, each batch as long as one of the client of median size. Computing the states of frozen layers once is left out.
     """
-    config, train, loader = workspace.config, workspace.config.train, workspace.config.dataloader
-    processes = processes_of(config)
-    batch = loader.batch_size
-    if loader.batch_tokens:
-        batch = max(1, int(loader.batch_tokens / float(workspace.data.train.lengths.mean())))
-    batches = float(np.ceil(sizes / batch).mean()) if train.batch_or_epoch == "epoch" else config.grad.grad_accum_count
+    config, processes = workspace.config, processes_of(workspace.config)
     rounds = range(1, config.federate.total_round_num + 1)
-    phases = [phase for t in rounds for phase in workspace.method.phases(t, 1)]
-    steps = sum(train.local_update_steps if phase.steps is None else phase.steps for phase in phases)
-    usage.steps = float(batches * steps * config.sampled_per_round)
+    steps, batches = _work(workspace, sizes)
+    trainings = len(rounds) * config.sampled_per_round
+    usage.steps = steps * trainings
     size = config.eval_batch_size
     for split, name in SPLITS.items():
         if (examples := getattr(workspace.data, name)) is not None:
@@ -287,13 +316,14 @@ def _add_time(usage: Estimate, workspace: Workspace, sizes: np.ndarray) -> None:
             with _timed(workspace.device) as seconds:
                 batch_scores(workspace.model, sample, size, owner=f"{split} probed", reads=workspace.reads)
             usage.scoring[split] = seconds[0] * math.ceil(len(examples) / size)
-    client = int(np.argsort(sizes)[len(sizes) // 2])
-    probe: dict[str, Any] = {"owner": f"client {client + 1}", "prefix": workspace.prefix}
-    _train(workspace, workspace.data.clients[client], **probe)  # the first one also fills the caches of the later ones
-    probe_steps = max(1, min(_MAX_STEPS, round(batches * steps / len(rounds))))
+    client = int(np.argsort(sizes)[len(sizes) // 2]) + 1
+    probe: dict[str, Any] = {"owner": f"client {client}", "prefix": workspace.prefix}
+    examples, settings = workspace.data.clients[client - 1], config.of_client(client)
+    _train(workspace, examples, settings, _phases(workspace, 1), **probe)  # fills the caches of the later ones, too
+    phases = _phases(workspace, min(_MAX_STEPS, batches))
     with _timed(workspace.device) as seconds:
-        _train(workspace, workspace.data.clients[client], probe_steps, **probe)
-    training = usage.steps * seconds[0] / probe_steps
+        _train(workspace, examples, settings, phases, **probe)
+    training = batches * trainings * seconds[0] / sum(phase.steps or 0 for phase in phases)
     evaluations = sum(evaluation_due(config, t) for t in rounds)
     usage.seconds = (training + evaluations * sum(usage.scoring[split] for split in workspace.held_out())) / processes
 

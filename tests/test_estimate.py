@@ -6,8 +6,9 @@ import time
 import pytest
 import torch
 
-from fs_lowrank import cli, estimate, load_config
+from fs_lowrank import cli, estimate, load_config, run
 from fs_lowrank.engines.local import LocalEngine
+from hpo.trial import client_steps
 
 
 def of(found, what):
@@ -31,6 +32,61 @@ def test_the_figures_are_those_of_the_run(causal_settings):
     kept = {id(states): states.nbytes for states, _ in workspace.prefix.cached.values()}
     assert of(found, "states of frozen layers") == sum(kept.values())
     assert found.steps == 4 * 3 * 3 and 0 < found.seconds < 60 and not found.lacking and not found.advice
+
+
+OWN = [
+    {"clients": 1, "local_update_steps": 20, "batch_size": 2},
+    {"clients": 2, "batch_or_epoch": "epoch", "local_update_steps": 2, "batch_size": 5},
+]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"lowrank.clients": OWN},
+        {"lowrank.clients": OWN, "grad.grad_accum_count": 3},
+        {"train.batch_or_epoch": "epoch", "grad.grad_accum_count": 2, "dataloader.drop_last": True},
+        {"lowrank.clients": OWN, "federate.method": "pfedloru", "lowrank.personal_steps": 2},
+    ],
+)
+def test_every_client_takes_its_own_steps(causal_settings, keys):
+    config = load_config(causal_settings, {"federate.total_round_num": 2, "train.cache_frozen": "off", **keys})
+    result = run(config, progress=False)
+    assert estimate.estimate(config).steps == client_steps(config, result.history)
+
+
+@pytest.mark.more
+def test_the_largest_batch_is_probed_whole(causal_settings):
+    """It may be that of a client with settings of its own."""
+    config = load_config(causal_settings, {"train.cache_frozen": "off", "dataloader.batch_size": 2})
+    wide = config.replace({"dataloader.batch_size": 8})
+    small, all_of_them = (of(estimate.estimate(c), "activations") for c in (config, wide))
+    own = config.replace({"lowrank.clients": [{"clients": 2, "batch_size": 8}]})
+    assert small < 0.5 * all_of_them and of(estimate.estimate(own), "activations") == pytest.approx(all_of_them)
+
+
+@pytest.mark.more
+def test_every_phase_of_a_round_is_probed(vision_settings, causal_settings, monkeypatch):
+    """The second phase of pFedLoRA trains all weights, after as many steps of an adapter."""
+    trained: dict[tuple, int] = {}
+    train = estimate.train_client
+
+    def noted(model, examples, phases, config, **how):
+        trained.update({phase.train: phase.steps for phase in phases})
+        return train(model, examples, phases, config, **how)
+
+    monkeypatch.setattr(estimate, "train_client", noted)
+    steps = {"train.local_update_steps": 6, "lowrank.personal_steps": 2}
+    config = load_config({**vision_settings, "federate.method": "pfedlora", "lowrank.variant": 1, **steps})
+    found = estimate.estimate(config)
+    weights = sum(p.numel() for p in LocalEngine(config).workspace.model.parameters())
+    adapter = weights - of(found, "adapters and gradients") / 8
+    assert 0 < adapter < weights / 2 and of(found, "optimizer") >= 4 * (weights - adapter)
+    assert trained == {("adapter",): 2, ("base", "head"): 6}
+    trained.clear()
+    estimate.estimate(load_config(causal_settings, {"federate.method": "rolora"}))
+    assert {train[0] for train in trained} == {"lora_A", "lora_B"}
 
 
 @pytest.mark.more
