@@ -220,7 +220,8 @@ def _write_comparison(
     first = next(iter(results.values()))
     majority = first.facts["majority"]
     histories = {n: [r.history] for n, r in results.items()}
-    figure = curves(histories, majority, title=setting_of(config), sizes=first.facts.get("held_out"))
+    sizes, language = first.facts.get("held_out"), first.language
+    figure = curves(histories, majority, title=setting_of(config), sizes=sizes, language=language)
     picture = save(figure, outdir / "curves.png")
     write_tables(result_lines(results), outdir / "comparison.csv")
     if lines := client_lines(results):

@@ -26,7 +26,8 @@ class Pictures(Callback):
             return
         data, title = run.workspace.data, f"{run.method.name} · {setting_of(run.config)}"
         histories = {run.method.name: [result.history]}
-        chart = curves(histories, data.majority, title=title, sizes=result.facts["held_out"])
+        sizes, language = result.facts["held_out"], run.config.is_language
+        chart = curves(histories, data.majority, title=title, sizes=sizes, language=language)
         result.saved["curves"] = save(chart, run.outdir / "curves.png")
         if data.task.endswith("classification") and any("test" in r["metrics"] for r in result.history):
             on_test = run.evaluator.on_test()

@@ -68,7 +68,8 @@ def compare_seeds(
                 values.setdefault(name, {}).setdefault(metric, []).append(value)
     path = outdir / "seeds.json"
     write_text(path, to_json({"schema": SCHEMA, "seeds": seeds, "values": values}, indent=1))
-    figure = curves(histories, facts["majority"], title=setting_of(config, seeds=seeds), sizes=facts.get("held_out"))
+    sizes, title = facts.get("held_out"), setting_of(config, seeds=seeds)
+    figure = curves(histories, facts["majority"], title=title, sizes=sizes, language=config.is_language)
     save(figure, outdir / "curves.png")
     lines = _table(values, len(seeds), config.is_language)
     write_tables(lines, outdir / "seeds.csv")

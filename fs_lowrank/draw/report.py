@@ -166,7 +166,7 @@ def _against(score: _Score, best: _Score, sign: int) -> _Score:
 def _result(groups: Mapping[str, Sequence[Shown]]) -> list[Item]:
     """The result: the best method, its lead, how sure that is, and the price."""
     runs = [run for group in groups.values() for run in group]
-    split, metric = main_metric({run.name: [run.history] for run in runs}, _majority(runs))
+    split, metric = main_metric({run.name: [run.history] for run in runs}, _language(runs))
     scores = _scores(groups, split, metric)
     if not scores:
         return [Note("No round has been evaluated yet.")]
@@ -191,6 +191,10 @@ def _result(groups: Mapping[str, Sequence[Shown]]) -> list[Item]:
 
 def _majority(runs: Sequence[Shown]) -> float | None:
     return next((run.majority for run in runs if run.majority is not None), None)
+
+
+def _language(runs: Sequence[Shown]) -> bool:
+    return all(run.config.is_language for run in runs)
 
 
 def _answer(scores: Sequence[_Score], name: str) -> str:
@@ -259,15 +263,15 @@ def _facts(name: str, runs: Sequence[Shown], columns: Sequence[Mapping[str, Any]
 def _curves(groups: Mapping[str, Sequence[Shown]]) -> list[Item]:
     histories = {label: [run.history for run in runs] for label, runs in groups.items()}
     first = next(iter(groups.values()))[0]
-    arguments = (histories, first.majority, first.held_out)
-    panels = curve_panels(*arguments)
+    language = _language([run for runs in groups.values() for run in runs])
+    panels = curve_panels(histories, first.majority, first.held_out, language=language)
     if not panels:
         return [Note("No round has ended yet.")]
     note = Note(
         "The training loss is that of the clients on their own data while they train: with skewed classes it falls "
         "within a round even if the global model learns nothing."
     )
-    bands, others = band_of(*arguments), [panel for panel in panels if not panel.main]
+    bands, others = band_of(histories, first.held_out, language=language), [panel for panel in panels if not panel.main]
     name = "Other metrics, training loss, norms"
     return [
         *(panel for panel in panels if panel.main),

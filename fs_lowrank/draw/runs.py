@@ -65,13 +65,13 @@ def words(split: str, metric: str) -> str:
     return f"{split} {_WORDS.get(metric, metric)}".replace("_", " ")
 
 
-def main_metric(histories: Histories, majority: float | None) -> tuple[str, str]:
-    """The split and the metric that runs are judged by: the accuracy if there are classes, else the loss.
+def main_metric(histories: Histories, language: bool) -> tuple[str, str]:
+    """The split and the metric that runs are judged by: of a language model the loss, otherwise the accuracy if any.
 
     Both are empty if nothing was evaluated.
     """
     measured = [r["metrics"] for runs in histories.values() for history in runs for r in history]
-    ranked = ("acc", "loss") if majority is not None else ("loss", "acc")
+    ranked = ("loss", "acc") if language else ("acc", "loss")
     choices = ((s, m) for s in SPLITS for m in ranked if any(m in metrics.get(s, {}) for metrics in measured))
     return next(choices, ("", ""))
 
@@ -81,6 +81,8 @@ def curve_panels(
     majority: float | None = None,
     sizes: Mapping[str, int] | None = None,
     splits: Sequence[str] = SPLITS,
+    *,
+    language: bool = False,
 ) -> list[Panel]:
     """The metric that counts by round and by bytes; other metrics, training loss, norms and drift by round.
 
@@ -88,15 +90,16 @@ def curve_panels(
     an accuracy is one standard error of the held-out data.
 
     Args:
-        majority: fraction of the most frequent class; None: the loss counts, as of a language model.
+        majority: fraction of the most frequent class of the test set, if there is one.
         sizes: number of held-out samples by split (``test``, ``val``). splits: of which metrics are shown.
+        language: whether the runs are of language models, whose accuracy is that of the next token.
     """
-    counts = main_metric(histories, majority)
+    counts = main_metric(histories, language)
     panels = []
     for split, metric in [counts, *((s, m) for s in splits for m in (*METRICS, "token_acc") if (s, m) != counts)]:
         shares = metric in ("acc", "token_acc")
-        size = (sizes or {}).get(split, 0) if majority is not None and metric == "acc" else 0
-        name = words(split, "token_acc" if shares and majority is None else metric)
+        size = (sizes or {}).get(split, 0) if metric == "acc" and not language else 0
+        name = words(split, "token_acc" if shares and language else metric)
         for axis in _AXES if (split, metric) == counts else ("round",):
             lines = _lines(histories, axis, ("metrics", split, metric), size)
             if lines and (split, metric) == ("test", "acc") and majority is not None:
@@ -159,23 +162,28 @@ def _points(history: History, axis: str, keys: Sequence[str]) -> list[tuple[floa
     return points
 
 
-def band_of(histories: Histories, majority: float | None, sizes: Mapping[str, int] | None) -> str:
+def band_of(histories: Histories, sizes: Mapping[str, int] | None, *, language: bool) -> str:
     """The meaning of the bands of ``curve_panels``; empty if there are none."""
     seeds = max((len(runs) for runs in histories.values()), default=0)
-    split, metric = main_metric(histories, majority)
-    size = (sizes or {}).get(split, 0) if metric == "acc" else 0
+    split, metric = main_metric(histories, language)
+    size = (sizes or {}).get(split, 0) if metric == "acc" and not language else 0
     if seeds > 1:
         return f"bands: one standard deviation over {seeds} seeds"
     return f"bands: one standard error of {size:,} {split} samples" if size else ""
 
 
 def curves(
-    histories: Histories, majority: float | None = None, *, title: str = "", sizes: Mapping[str, int] | None = None
+    histories: Histories,
+    majority: float | None = None,
+    *,
+    title: str = "",
+    sizes: Mapping[str, int] | None = None,
+    language: bool = False,
 ) -> Figure:
     """``curve_panels`` of the split that counts, as a figure, with ``title`` and ``band_of`` above."""
-    split, _ = main_metric(histories, majority)
-    panels = curve_panels(histories, majority, sizes, [split])
-    return figure(panels, "\n".join(filter(None, (title, band_of(histories, majority, sizes)))))
+    split, _ = main_metric(histories, language)
+    panels = curve_panels(histories, majority, sizes, [split], language=language)
+    return figure(panels, "\n".join(filter(None, (title, band_of(histories, sizes, language=language)))))
 
 
 # -- clients and classes ---------------------------------------------------------------------------------

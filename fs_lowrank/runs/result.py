@@ -123,7 +123,8 @@ class RunResult:
     def plot(self) -> Figure:
         """The learning curves, as in ``curves.png``; a figure that is not pyplot's, so no global state is used."""
         label, majority = self.facts.get("method", ""), self.facts.get("majority")
-        return curves({label: [self.history]}, majority, sizes=self.facts.get("held_out"))
+        sizes = self.facts.get("held_out")
+        return curves({label: [self.history]}, majority, sizes=sizes, language=self.language)
 
     def history_frame(self) -> DataFrame:
         """One row per round, by its number.

@@ -9,19 +9,22 @@ import torch
 
 import fs_lowrank
 from fs_lowrank import UserError, cli
+from fs_lowrank.draw.report import write_page
 from fs_lowrank.finished import evaluate_rows, load_run, predict_rows, read_rows
+from fs_lowrank.runs.shown import read_runs
 from fs_lowrank.runs.split import read_split
 from fs_lowrank.testing import small
 
 
 @pytest.fixture(scope="module")
-def made(tiny_encoder, tmp_path_factory, instructions_jsonl, task_files):
+def made(tiny_encoder, tmp_path_factory, instructions_jsonl, reviews_csv, task_files):
     """Results by task, and the file that each has learned from."""
     folder = tmp_path_factory.mktemp("runs")
     tasks = {
         "numbers": ("scores.csv", "SequenceRegression", {"data.args": [{"label": "score"}]}),
         "sets": ("sets.jsonl", "MultiLabelClassification", {"eval.metrics": ["acc", "f1"]}),
         "flags": ("flags.csv", "MultiLabelClassification", {"data.args": [{"label": ["good", "tea"]}]}),
+        "val": (reviews_csv, "", {"data.splits": [0.8, 0.2, 0.0], "eval.split": ["val"]}),
         "t5": (instructions_jsonl, "Seq2SeqLM", {"model.type": f"{task_files}@huggingface_llm"}),
     }
     found = {}
@@ -45,6 +48,19 @@ def held_out(result, path, to):
         lines = path.read_text().splitlines()
         to.write_text("".join(lines[i] + "\n" for i in rows))
     return to
+
+
+@pytest.mark.parametrize(
+    "task, metric", [("numbers", "loss"), ("sets", "accuracy"), ("val", "accuracy"), ("t5", "loss")]
+)
+@pytest.mark.more
+def test_page_and_curves_are_judged_by_the_metric_of_the_task(made, tmp_path, task, metric):
+    """Sets of classes have no counts by class, and a classifier without a test set has no majority class."""
+    result, split = made[task][0], "val" if task == "val" else "test"
+    page = write_page(read_runs([result.outdir]), tmp_path / "report.html").read_text(encoding="utf-8")
+    titles = [axes.get_title("left") for axes in result.plot().axes]
+    assert f"fedlora has a {split} {metric} of" in page and titles[0] == f"{split} {metric} by round"
+    assert ("next-token" in page) == any("next-token" in title for title in titles) == (task == "t5")
 
 
 @pytest.mark.parametrize("task", ["numbers", "sets", "flags", "t5"])

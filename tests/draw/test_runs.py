@@ -77,6 +77,21 @@ def test_a_picture_has_the_split_that_counts_and_a_page_all():
     assert titles[0] == "test accuracy by round" and not [t for t in titles if t.startswith(("val", "client"))]
 
 
+@pytest.mark.parametrize("majority", [None, 0.5])
+def test_only_a_language_model_is_judged_by_its_loss(majority):
+    """A classifier has no majority class without a test set."""
+    histories = {"x": [[record(r, metrics={"val": {"acc": 0.5, "loss": 1.0}}) for r in (1, 2)]]}
+    for language, first, other in (
+        (False, "val accuracy by round", "val loss by round"),
+        (True, "val loss by round", "val next-token accuracy by round"),
+    ):
+        panels = panels_of(histories, majority, {"val": 100}, language=language)
+        assert next(iter(panels)) == first and other in panels
+        drawn = curves(histories, majority, sizes={"val": 100}, language=language)
+        assert drawn.axes[0].get_title("left") == first
+        assert ("bands: one standard error of 100 val samples" in drawn.get_suptitle()) is not language
+
+
 def test_what_has_no_curve_is_left_out():
     assert not curve_panels({"x": [[record(1, drift={}, metrics={})]]}, 0.5)
     one = panels_of({"x": [[record(1)]]}, 0.5)
