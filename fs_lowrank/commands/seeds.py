@@ -86,7 +86,7 @@ def _table(scores: Mapping[str, Mapping[str, Sequence[float]]], count: int, lang
         complete = {metric: numbers for metric, numbers in measured.items() if len(numbers) == count}
         by_seed = [for_people({m: numbers[i] for m, numbers in complete.items()}, language) for i in range(count)]
         table = pd.DataFrame(by_seed).drop(columns="best_round", errors="ignore")
-        cells[name] = {m: f"{table[m].mean():.3f} ± {table[m].std():.3f}" for m in table}
+        cells[name] = {m: f"{table[m].mean(skipna=False):.3f} ± {table[m].std(skipna=False):.3f}" for m in table}
     metrics = sorted({metric for row in cells.values() for metric in row})
     head = ["method", *(metric.replace("_", "\n") for metric in metrics)]
     return [head, *([name, *(row.get(metric, "-") for metric in metrics)] for name, row in cells.items())]

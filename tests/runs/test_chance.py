@@ -135,3 +135,9 @@ def test_the_table_over_seeds_of_a_language_model():
     header, row = seeds._table({"fedlora": {"test_acc": [0.2, 0.4], "test_loss": [1.0, 3.0], "b": [1]}}, 2, True)
     assert [word.replace("\n", " ") for word in header] == ["method", "test loss", "test perplexity", "test token acc"]
     assert row == ["fedlora", "2.000 ± 1.414", f"{(math.e + math.e**3) / 2:.3f} ± 12.281", "0.300 ± 0.141"]
+
+
+def test_the_table_over_seeds_leaves_no_seed_out():
+    """With a seed whose loss is not a number, the mean over the seeds is none."""
+    header, row = seeds._table({"fedlora": {"test_loss": [0.1, math.nan, 0.3], "test_acc": [0.5, 0.5, 0.5]}}, 3, False)
+    assert header[1:] == ["test\nacc", "test\nloss"] and row == ["fedlora", "0.500 ± 0.000", "nan ± nan"]
