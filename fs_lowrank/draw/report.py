@@ -116,8 +116,8 @@ class _Score:
     """How runs that differ in their seed alone score by the metric that counts.
 
     Attributes:
-        by_seed: the values. mean: of them. error: their standard deviation; of one run the standard error of an
-            accuracy; None: not known. behind: by how much the mean is worse than the best.
+        by_seed: the values. mean: of them. error: their standard deviation; where every label has one run, the standard
+            error of an accuracy; None: not known. behind: by how much the mean is worse than the best.
         price: means over the runs of the kB that a client sends and receives in a round, MB in all, training seconds.
         sure: half of the interval of 95 % of ``behind``; None: not known.
     """
@@ -138,9 +138,10 @@ class _Score:
 def _scores(groups: Mapping[str, Sequence[Shown]], split: str, metric: str) -> list[_Score]:
     """The groups that have a score, the best one first."""
     scores, sign = [], 1 if larger_is_better(metric) else -1
+    sized = metric == "acc" and all(len(runs) == 1 for runs in groups.values())  # ± has one meaning in a table
     for label, runs in groups.items():
         if by_seed := {run.config.seed: run.last[key] for run in runs if (key := f"{split}_{metric}") in run.last}:
-            values, size = [*by_seed.values()], runs[0].held_out.get(split, 0) if metric == "acc" else 0
+            values, size = [*by_seed.values()], runs[0].held_out.get(split, 0) if sized else 0
             error = stdev(values) if len(values) > 1 else standard_error(values[0], size) if size else None
             sent = ([r.sent["uplink"] / 1e3, r.sent["downlink"] / 1e3, r.megabytes] for r in runs)
             price = [*map(fmean, zip(*sent)), fmean(r.seconds.get("training", 0.0) for r in runs)]

@@ -86,8 +86,8 @@ def curve_panels(
 ) -> list[Panel]:
     """The metric that counts by round and by bytes; other metrics, training loss, norms and drift by round.
 
-    With several runs of a label, lines are means, and bands one standard deviation over the runs; with one, the band of
-    an accuracy is one standard error of the held-out data.
+    With several runs of a label, lines are means, and bands one standard deviation over the runs; where every label has
+    one, the band of an accuracy is one standard error of the held-out data.
 
     Args:
         majority: fraction of the most frequent class of the test set, if there is one.
@@ -132,7 +132,7 @@ def _lines(histories: Histories, axis: str, keys: Sequence[str], size: int = 0) 
 
     Labels without a value are left out, and by bytes the labels that send nothing.
     """
-    means, style = _PARTS.get(keys[-1], ("", "-"))
+    (means, style), several = _PARTS.get(keys[-1], ("", "-")), any(len(runs) > 1 for runs in histories.values())
     lines = []
     for index, (label, runs) in enumerate(histories.items()):
         points = np.array([*zip(*(_points(history, axis, keys) for history in runs))])  # to the end of the shortest
@@ -142,7 +142,7 @@ def _lines(histories: Histories, axis: str, keys: Sequence[str], size: int = 0) 
         ends = np.empty((2, 0))
         if len(runs) > 1:
             ends = np.array(y) + [[-1], [1]] * points[..., 1].std(axis=1, ddof=1)
-        elif size:
+        elif size and not several:
             ends = np.transpose([wilson(mean, size) for mean in y])  # NaN of NaN
         low, high = ends.tolist()
         lines.append(Line(label, x, y, low, high, colour=index, style=style, means=means))

@@ -65,6 +65,13 @@ def test_seeds_are_compared_by_their_differences():
     assert other.error == pytest.approx(scipy.stats.tstd(values["b"]))
 
 
+def test_a_page_has_one_meaning_of_plus_and_minus(tmp_path):
+    """Beside deviations over seeds, the only run of a label has no standard error."""
+    text = texts([shown("several", 0.6, 1), shown("several", 0.7, 2), shown("one", 0.55, 1)], tmp_path)
+    assert "± is one standard deviation over the seeds" in text and ">0.650 ± 0.071<" in text
+    assert ">0.550<" in text and "0.550 ±" not in text
+
+
 def test_a_smaller_loss_is_better_and_one_run_of_each_is_not_sure():
     runs = [
         shown(label, loss, metric="test_loss", majority=None, held_out={}) for label, loss in (("a", 2.5), ("b", 2.0))

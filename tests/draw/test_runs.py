@@ -117,6 +117,8 @@ def test_several_seeds_are_a_mean_and_a_band():
     assert line.x == [1], "to the end of the shortest run"
     assert (line.y, line.low, line.high) == tuple(pytest.approx([v]) for v in (0.6, 0.5, 0.7))
     assert "one standard deviation over 3 seeds" in curves({"x": runs}, 0.5, sizes={"test": 100}).get_suptitle()
+    both = panels_of({"x": runs, "one": [[record(1)]]}, 0.5, {"test": 100})["test accuracy by round"].marks
+    assert [bool(line.low) for line in both] == [True, False, False], "no other kind of band beside it"
 
 
 @pytest.mark.more
