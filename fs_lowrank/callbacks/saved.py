@@ -47,9 +47,10 @@ def save_trained(
         saving["adapter"] = result.save_adapter
     if result.base_changed or run.config.lowrank.save_merged:
         saving["model"] = result.save_model
+    evaluated = round if best else next((r["round"] for r in reversed(run.history) if r["metrics"]), round)
     folder = run.outdir / subfolder
     for kind, save in saving.items():
-        card = model_card(run.config, result.facts, figures, kind, best, round)
+        card = model_card(run.config, result.facts, figures, kind, best, round, evaluated)
         with replaced(folder / kind) as aside:
             aside.mkdir()
             save(aside)

@@ -28,15 +28,21 @@ _LOADERS = {"CausalLM": "AutoModelForCausalLM", "Seq2SeqLM": "AutoModelForSeq2Se
 
 
 def model_card(
-    config: Settings, facts: Mapping[str, Any], figures: Mapping[str, float], kind: str, best: str = "", round: int = 0
+    config: Settings,
+    facts: Mapping[str, Any],
+    figures: Mapping[str, float],
+    kind: str,
+    best: str = "",
+    round: int = 0,
+    evaluated: int = 0,
 ) -> str:
     """The card as Markdown.
 
     Args:
-        config: the run's configuration. facts: of its ``RunResult``. figures: metrics of the round.
+        config: the run's configuration. facts: of its ``RunResult``. figures: metrics of the round ``evaluated``.
         kind: ``adapter``, for PEFT over the base model, or ``model``, a full model.
         best: of the best round, the metric by which it is; empty for the last round.
-        round: its number.
+        round: its number. evaluated: the number of the round of the figures, which may be an earlier one than the last.
     """
     model, folder = model_name(config.model.type), outdir_of(config)
     # A path says nothing elsewhere, and may be the name of another model on a hub.
@@ -59,6 +65,7 @@ def model_card(
         kind=kind,
         best=best,
         round=round,
+        evaluated=evaluated,
         base=base,
         loaded=base if on_hub else locate(model),
         revision=revision,

@@ -108,7 +108,22 @@ def test_it_is_what_a_run_that_ends_there_saves(make, kind, keys):
         f"| round | {round}, the best by {by} |" in card and f"| test_acc | {digits(result.best['test_acc'])} " in card
     )
     assert f'"{result.outdir}/{kind}_best"' in card
-    assert "| round | 4, the last |" in last and f"| test_loss | {digits(result.final['test_loss'])} |" in last
+    assert "| round | 4, the last |" in last and "## Figures of the last round" in last
+    assert (
+        "| rounds | 4 |" in last
+        and "| rounds | up to 4 |" in card
+        and f"| test_loss | {digits(result.final['test_loss'])} |" in last
+    )
+
+
+@pytest.mark.more
+def test_the_card_of_a_run_that_ended_between_two_evaluations(make):
+    """It has the figures of an earlier round, and says so; a step has the samples of all its batches."""
+    keys = {"eval.freq": 2, "grad.grad_accum_count": 3, "train.local_update_steps": 2, "dataloader.batch_size": 4}
+    result = fs_lowrank.run(make("ended", {**ACCURACY, **keys}), on_round=lambda record: record["round"] == 3)
+    card = (result.saved["adapter"] / "README.md").read_text()
+    assert "| round | 3, the last |" in card and "| rounds | 3 |" in card
+    assert "## Figures of round 2, the last that was evaluated" in card and "| 2 steps of 12 samples a round, " in card
 
 
 @pytest.mark.more
