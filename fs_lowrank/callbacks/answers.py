@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..errors import UserError, say_once, user_errors
 from ..jobs.files import cannot_read, from_json, to_json, write_text
 from ..rounds.recorder import Callback, Recorder
 from ..runs.records import append_line
+from ..runs.result import RunResult
 from ..seeds import derive
 from ..settings import Settings
 from ..training.generate import continue_prompts
@@ -69,8 +70,9 @@ class Answers(Callback):
         self.name, self.score = score_of(run.config)
         self.prompts, self.references = self._questions()
         self._scored(self.references[0], self.references[0])  # a function of the user's fails before round 1
-        last = run.history[-1]["round"] if run.history else 0
-        write_text(self.path, "".join(line + "\n" for line in self._earlier(last)))
+        # No record has those of an early end: a run that ends there again makes them again, one that goes on has none.
+        answered = [record["round"] for record in run.history if "answers" in record]
+        write_text(self.path, "".join(line + "\n" for line in self._earlier(answered)))
 
     def after_round(self, run: Recorder, record: dict[str, Any]) -> None:
         round = record["round"]
@@ -81,6 +83,11 @@ class Answers(Callback):
         record["answers"] = self.make(round)
         seconds = record["seconds"]
         record["seconds"] = {**seconds, "evaluation": seconds["evaluation"] + time.perf_counter() - started}
+
+    def on_end(self, run: Recorder, result: RunResult) -> None:
+        if run.history and "answers" not in run.history[-1]:  # it ended early
+            run.global_model()
+            self.make(run.history[-1]["round"])
 
     def _questions(self) -> tuple[list[np.ndarray], list[str]]:
         """Token ids of some prompts, spread over the split, and the answers of the data."""
@@ -102,7 +109,8 @@ class Answers(Callback):
             references.append(self.workspace.tokenizer.decode(ids[first:], skip_special_tokens=True).strip())
         return prompts, references
 
-    def _earlier(self, rounds: int) -> list[str]:
+    def _earlier(self, rounds: Sequence[int]) -> list[str]:
+        """The lines of the file for these ``rounds``."""
         try:
             lines = self.path.read_bytes().splitlines() if rounds and self.path.exists() else []
         except OSError as error:
@@ -110,7 +118,8 @@ class Answers(Callback):
         retained = []
         for number, line in enumerate(lines, start=1):
             try:
-                if from_json(line)["round"] <= rounds:
+                round = from_json(line)["round"]
+                if round <= rounds[-1] and round in rounds:
                     retained.append(line.decode())
             except (ValueError, KeyError, TypeError) as error:
                 warning = "%s: line %d is not the answers of a round (%s); it is left out"

@@ -37,6 +37,25 @@ def test_the_global_model_answers_and_training_stays_the_same(run):
         assert line["exact_match"] == mean == asked.history[line["round"] - 1]["answers"]["exact_match"]
 
 
+def test_a_run_that_ends_early_has_answers_after_its_last_round(run):
+    """They are made once, however often it is resumed, and a run that goes on has none after that round."""
+    result, answers = run("whole")
+    ended, early = run("early", on_round=lambda record: record["round"] == 3)
+    assert [line["round"] for line in early] == [2, 3] and early[0] == answers[0]
+    assert "answers" not in ended.history[-1]
+    few = {"eval.generate": {**ASKED["eval.generate"], "freq": 10}}
+    stalled = {
+        **few,
+        "early_stop.patience": 1,
+        "early_stop.delta": 9.0,
+        "eval.best_res_update_round_wise_key": "val_loss",
+    }
+    ended, first = run("stalled", stalled)
+    assert [line["round"] for line in first] == [len(ended.history)] and len(ended.history) < 5
+    assert run("stalled", stalled, resume=True)[1] == first
+    assert run("early", resume=True)[1] == answers
+
+
 @pytest.mark.slow
 def test_a_resumed_run_has_the_answers_of_an_uninterrupted_one(run, tmp_path):
     sampled = {"eval.generate": {"freq": 1, "prompts": 2, "max_tokens": 4, "temperature": 1.0}}
