@@ -338,12 +338,12 @@ def start_at_zero(model: nn.Module, seed: int) -> None:
     with torch.no_grad():
         for name in sorted(n for n in tensors if "adapter" in tags(n)):
             tensors[base_weight_name(name)].zero_()
-            if zero_at_start(name):
+            if zero_at_start(name) and tensors[name].ndim > 1:  # the bias of `lora_bias` stays zero
                 nn.init.kaiming_uniform_(tensors[name], a=5**0.5)
 
 
 _LORA_WEIGHT = re.compile(r"^(?P<module>.+)\.lora_[AB]\.(?P<adapter>[^.]+)\.weight$")
-_ADAPTER_TENSOR = re.compile(r"^(?P<module>.+)\.(?:lora|hada|lokr)_\w+\.(?P<adapter>[^.]+)(?:\.weight)?$")
+_ADAPTER_TENSOR = re.compile(r"^(?P<module>.+)\.(?:lora|hada|lokr)_\w+\.(?P<adapter>[^.]+)(?:\.(?:weight|bias))?$")
 
 
 def _matched(name: str) -> re.Match[str]:

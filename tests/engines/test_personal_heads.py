@@ -8,6 +8,7 @@ import fs_lowrank
 from fs_lowrank import UserError, load_config
 from fs_lowrank.errors import say_once
 from fs_lowrank.finished import load_run
+from fs_lowrank.runs.checkpoint import load_checkpoint
 from fs_lowrank.testing.bench import without_seconds
 
 pytestmark = pytest.mark.more
@@ -41,6 +42,16 @@ def test_what_stays_with_a_client_is_resumed_scored_and_saved(settings, tmp_path
             tensors.append([p for n, p in model.named_parameters() if part in n and "original" not in n][0])
     assert torch.equal(tensors[0], tensors[2]) and torch.equal(tensors[1], tensors[3])
     assert not torch.equal(tensors[0], tensors[1])
+
+
+def test_a_bias_of_b_stays_with_its_client_and_is_saved(settings, tmp_path):
+    settings["llm"]["adapter"]["args"][0]["lora_bias"] = True
+    few = {"federate.method": "fedsa_lora", "federate.total_round_num": 1, "train.local_update_steps": 1}
+    result = fs_lowrank.run(load_config(settings, few))
+    own = load_checkpoint(result.outdir / "checkpoint").parts["personal"]
+    model = AutoPeftModelForSequenceClassification.from_pretrained(result.saved["personal"] / "client_1")
+    biases = {f"1/{n}": p for n, p in model.named_parameters() if n.endswith(".lora_B.default.bias")}
+    assert len(biases) == 4 and all(bias.any() and torch.equal(bias, own[n]) for n, bias in biases.items())
 
 
 @pytest.mark.parametrize(

@@ -246,15 +246,15 @@ def test_adapters_saved_by_peft(method, kind, tmp_path):
     assert not torch.allclose(build(kind, **SMALL).eval()(pixel_values=x).logits, wanted, atol=1e-3)
 
 
-@pytest.mark.parametrize("method", ["lora", "loha", "lokr"])
-def test_layers_that_start_at_zero(method):
-    spec = AdapterSpec(method=method, r=2)
+@pytest.mark.parametrize("method, extra", [("lora", {}), ("lora", {"lora_bias": True}), ("loha", {}), ("lokr", {})])
+def test_layers_that_start_at_zero(method, extra):
+    spec = AdapterSpec(method=method, r=2, extra=extra)
     model, again = (add_adapter(build("resnet10", **SMALL), spec, 0) for _ in range(2))
     stem = model.base_model.model.conv1.weight.clone()
     for each in (model, again):
         torch.rand(3)
         start_at_zero(each, seed=4)
     assert not any(p.any() for n, p in model.named_parameters() if n.endswith("base_layer.weight"))
-    assert all(t.any() for t in named_tensors(model, ("adapter",)).values())
+    assert all(t.any() != n.endswith(".bias") for n, t in named_tensors(model, ("adapter",)).items())
     assert torch.equal(model.base_model.model.conv1.weight, stem)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters()))
