@@ -32,7 +32,7 @@ from .jobs.files import read_json, to_json, write_text
 from .methods import requirements
 from .models.adapters import load_tensors
 from .models.names import all_tensors
-from .rounds.evaluator import CLIENTS, Evaluator, watched
+from .rounds.evaluator import CLIENTS, Evaluator, size_of, watched
 from .rounds.finite import not_finite
 from .rounds.record import Failure
 from .rounds.recorder import Callback, Recorder, facts_of
@@ -235,7 +235,7 @@ def _train_alone(workspace: Workspace, on_client: Callable[[int, int, int], obje
         }
         test = workspace.data.client_tests[client.id - 1]
         if test is not None:
-            score[CLIENTS] = {**evaluator.score(test, f"client {client.id} test"), "samples": len(test)}
+            score[CLIENTS] = {**evaluator.score(test, f"client {client.id} test"), **size_of(test)}
         spent["evaluation"] += time.perf_counter() - ended
         scores.append(score)
     if not scores:
@@ -246,7 +246,7 @@ def _train_alone(workspace: Workspace, on_client: Callable[[int, int, int], obje
     shares = {s["client"]: s[CLIENTS] for s in scores if CLIENTS in s}
     per_client: dict[int, dict[str, float]] = {}
     if shares:
-        metrics[CLIENTS] = evaluator.combined(shares, {client: s["samples"] for client, s in shares.items()})
+        metrics[CLIENTS] = evaluator.combined(shares)
         per_client = metrics[CLIENTS].pop("clients")
     record = {
         "round": config.federate.total_round_num,

@@ -106,11 +106,15 @@ class Members(Transport):
 
     def welcome(self, facts: Mapping[str, Any], process: Any) -> None:
         """Let a client take part for which there is no ``refusal``."""
-        client, tested, admission = facts["client"], facts.get("tested"), self.ledger.admission
+        client, admission = facts["client"], self.ledger.admission
         admission.samples[client] = facts["samples"]
         self.ledger.tested.pop(client, None)
         if facts.get("own_data") is True:
-            self.ledger.tested[client] = tested if is_whole(tested) and 0 <= tested <= admission.max_samples else 0
+            rows = admission.max_samples
+            bounds = {"tested": rows, "tested_tokens": rows * (self.workspace.data.tok_len or 0)}
+            samples, tokens = (n if is_whole(n := facts.get(k)) and 0 < n <= most else 0 for k, most in bounds.items())
+            size = {"samples": samples, **({"tokens": tokens} if tokens else {})}
+            self.ledger.tested[client] = size if samples else {}
         self.members[client] = Member(process, reported_standing(facts), facts["agreed"])
 
     def standing(self, client: int) -> Standing:

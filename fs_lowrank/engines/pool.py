@@ -30,7 +30,7 @@ from ..models.adapters import load_tensors
 from ..models.shortcuts.frozen import COMPUTED_TOGETHER
 from ..rounds.codec import codec_of
 from ..rounds.copies import copied, load_told
-from ..rounds.evaluator import CLIENTS, Evaluator
+from ..rounds.evaluator import CLIENTS, Evaluator, size_of
 from ..rounds.ledger import Ledger
 from ..rounds.parcel import Parcel
 from ..rounds.round import Order
@@ -158,7 +158,7 @@ class Processes(Transport):
         assert self.workspace is not None
         workspace, count, splits = self.workspace, self.count, evaluator.splits()
         held_out = [(split, part) for split in workspace.held_out() if split in splits for part in range(count)]
-        sizes = {client: len(examples) for client, examples in workspace.tested()} if CLIENTS in splits else {}
+        sizes = {client: size_of(examples) for client, examples in workspace.tested()} if CLIENTS in splits else {}
         ranks = [part for _, part in held_out] + [client % count for client in sizes]
         parts = (("score_part", split, part, count) for split, part in held_out)
         clients = (("score_client", *self._client(client, workspace.method.view(state, client))) for client in sizes)
@@ -169,7 +169,7 @@ class Processes(Transport):
         metrics: dict[str, dict[str, Any]]
         metrics = {split: mean_scores(scores[split], self.config.metrics) for split, part in held_out if not part}
         if sizes:
-            metrics[CLIENTS] = evaluator.combined({client: mean_scores(scores[client]) for client in sizes}, sizes)
+            metrics[CLIENTS] = evaluator.combined({c: {**mean_scores(scores[c]), **size} for c, size in sizes.items()})
         return metrics
 
     def _results(self, ranks: Sequence[int], calls: Iterable[Call]) -> Iterator[Any]:

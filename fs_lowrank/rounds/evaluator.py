@@ -30,9 +30,22 @@ def watched(config: Config) -> tuple[str, str]:
     return split, key.removeprefix(f"{split}_").removeprefix("avg_")
 
 
-def average(scores: Mapping[Any, Mapping[str, float]], sizes: Mapping[Any, float], metric: str) -> float:
-    """The mean of a metric over all samples of some clients."""
-    return float(np.average([scores[c][metric] for c in scores], weights=[sizes[c] for c in scores]))
+def size_of(examples: Examples | ImageExamples) -> dict[str, int]:
+    """The number of ``samples``; of a language model also the number of ``tokens``, over which scores are means."""
+    if isinstance(examples, Examples) and examples.labels is None:
+        return {"samples": len(examples), "tokens": int(examples.losses(range(len(examples))).sum())}
+    return {"samples": len(examples)}
+
+
+def average(scores: Mapping[Any, Mapping[str, float]], metric: str) -> float:
+    """The mean of a metric over all samples of some clients, or over all their tokens.
+
+    Args:
+        scores: by client, with its ``size_of``. If one has no ``tokens``, as in a record of before, samples count.
+    """
+    unit = "tokens" if all("tokens" in own for own in scores.values()) else "samples"
+    values, weights = zip(*((own[metric], own[unit]) for own in scores.values()))
+    return float(np.average(values, weights=weights))
 
 
 def ranked(record: Mapping[str, Any], split: str, metric: str) -> float | None:
@@ -124,29 +137,28 @@ class Evaluator:
 
     def clients(self, state: State) -> dict[str, Any]:
         """Every client's own model on its share of the test set (``FederatedData.client_tests``), as ``combined``."""
-        scores, sizes = {}, {}
+        scores = {}
         for client, examples in self.workspace.tested():
             self.workspace.load_client(state, client)
-            scores[client] = self.score(examples, f"client {client} test")
-            sizes[client] = len(examples)
+            scores[client] = {**self.score(examples, f"client {client} test"), **size_of(examples)}
         self.workspace.load_global(state)
-        return self.combined(scores, sizes)
+        return self.combined(scores)
 
     @staticmethod
-    def combined(scores: Mapping[int, Mapping[str, float]], sizes: Mapping[int, int]) -> dict[str, Any]:
-        """The metrics of ``client_test`` from those of each client and the numbers of samples, both by client.
+    def combined(scores: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
+        """The metrics of ``client_test`` from those of each client, with its ``size_of``, by client.
 
         Returns:
-            ``acc`` and ``loss`` over all samples; over the clients ``acc_mean``, ``acc_std`` and
+            ``acc`` and ``loss`` as ``average``; over the clients ``acc_mean``, ``acc_std`` and
             ``acc_worst_decile``, the mean of the worst tenth (one client at least), of a regression those of the loss;
-            and ``clients``, the metrics and ``samples`` of each, which a record has under ``client_scores``.
+            and ``clients``, the ``scores`` in order, which a record has under ``client_scores``.
         """
         main = chief(next(iter(scores.values())))
         values = np.sort([s[main] for s in scores.values()])
         worst = values if larger_is_better(main) else values[::-1]
         return {
-            "clients": {client: {**scores[client], "samples": sizes[client]} for client in sorted(scores)},
-            **{m: average(scores, sizes, m) for m in ("acc", "loss") if m in next(iter(scores.values()))},
+            "clients": {client: scores[client] for client in sorted(scores)},
+            **{m: average(scores, m) for m in ("acc", "loss") if m in next(iter(scores.values()))},
             f"{main}_mean": float(values.mean()),
             f"{main}_std": float(values.std()),
             f"{main}_worst_decile": float(worst[: max(len(worst) // 10, 1)].mean()),

@@ -60,7 +60,7 @@ class Ledger:
         unknown: clients whose copies may be at any round; they are sent everything.
         undone: client -> the first round in which its training did not count, until the client has been notified.
         stamps: round -> the stamp that copies at this round were given.
-        tested: client -> the number of its test samples, if it has test data of its own.
+        tested: client -> the size of its test data (``evaluator.size_of``), if they are its own; empty if it has none.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Ledger:
         self.unknown: set[int] = set()
         self.undone: dict[int, int] = {}
         self.stamps: dict[int, str] = {}
-        self.tested: dict[int, int] = {}
+        self.tested: dict[int, dict[str, int]] = {}
         self.synced: dict[int, int] = {}
 
     def task(self, client: int, round: int, state: State | None = None, **exchange: Any) -> Task:

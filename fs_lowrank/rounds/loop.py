@@ -19,7 +19,7 @@ from ..settings.metrics import measured
 from ..training.schedule import evaluation_due
 from .admission import LARGEST, number_of
 from .ending import end_round
-from .evaluator import CLIENTS, Evaluator
+from .evaluator import CLIENTS, Evaluator, size_of
 from .ledger import Ledger
 from .parcel import Parcel
 from .recorder import Callback, Recorder
@@ -186,7 +186,7 @@ class Loop:
         metrics: dict[str, dict[str, Any]] = evaluator.held_out()
         if CLIENTS not in evaluator.splits():
             return metrics
-        sizes = {client: len(examples) for client, examples in self.workspace.tested()} | self.ledger.tested
+        sizes = {client: size_of(examples) for client, examples in self.workspace.tested()} | self.ledger.tested
         sizes = {client: size for client, size in sorted(sizes.items()) if size}
         missing = transport.missing(sizes)
         for client, reason in missing.items():
@@ -197,12 +197,12 @@ class Loop:
             if isinstance(answer, Lost):
                 round.leave_unevaluated(order.client, answer.reason)
             elif values := scores_in(answer.facts, names):
-                scores[order.client] = values
+                scores[order.client] = {**values, **sizes[order.client]}
             else:
                 default = f"its answer has no {' and '.join(names)} that it can be"
                 round.leave_unevaluated(order.client, str(answer.facts.get("error", default)))
         if scores:
-            metrics[CLIENTS] = evaluator.combined(dict(sorted(scores.items())), sizes)
+            metrics[CLIENTS] = evaluator.combined(dict(sorted(scores.items())))
         return metrics
 
 

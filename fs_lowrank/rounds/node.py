@@ -10,7 +10,7 @@ from ..methods import revisions
 from ..models.adapters import load_tensors
 from .codec import Codec
 from .copies import LostCopy, OwnCopy, apology, own_tensors
-from .evaluator import Evaluator
+from .evaluator import Evaluator, size_of
 from .joining import agreed, proof_of
 from .parcel import Parcel
 from .personal import PersonalParts
@@ -56,6 +56,7 @@ class Node:
         """
         self.check(client)
         config, tests = self.workspace.config, self.workspace.test_of(client)
+        sizes = size_of(tests) if tests is not None else {"samples": 0}
         return Parcel(
             {},
             client=client,
@@ -65,7 +66,8 @@ class Node:
             proof=self.proof,
             agreed=self.agreed,
             samples=len(self.workspace.training[client - 1]),
-            tested=len(tests) if tests is not None else 0,
+            tested=sizes["samples"],
+            tested_tokens=sizes.get("tokens", 0),
         )
 
     def check(self, client: int) -> None:

@@ -233,9 +233,8 @@ class Recorder:
             return {}
         if {str(client) for client, _ in self.workspace.tested()} - record["client_scores"].keys():
             return {}
-        sizes = {c: values["samples"] for c, values in scores.items()}
         measured = next(iter(scores.values()))
-        return {f"unseen_test_{m}": average(scores, sizes, m) for m in ("acc", "loss") if m in measured}
+        return {f"unseen_test_{m}": average(scores, m) for m in ("acc", "loss") if m in measured}
 
     def checkpoint_due(self, round: int) -> bool:
         """Whether ``lowrank.checkpoint_freq`` asks for a checkpoint after ``round``."""

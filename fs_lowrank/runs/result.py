@@ -81,7 +81,8 @@ class RunResult:
 
     @property
     def client_scores(self) -> dict[int, dict[str, float]]:
-        """By client, ``acc``, ``loss`` and ``samples`` of its share of the test set in the last evaluated round.
+        """By client, ``acc``, ``loss`` and ``samples`` of its share of the test set in the last evaluated round; of a
+        language model also ``tokens``, over which its scores are means.
 
         Empty if the clients' models were not evaluated (``eval.client_scores``).
         """
@@ -155,7 +156,7 @@ class RunResult:
 
         Columns: training ``samples``; the number of ``rounds`` in which its update counted, and of rounds in which it
         ``failed``; ``uplink_bytes``, ``downlink_bytes``, ``seconds`` of its training; and ``test_acc``, ``test_loss``,
-        ``test_samples`` of ``client_scores``, where there are any.
+        ``test_samples`` and so on of ``client_scores``, where there are any.
         """
         from pandas import DataFrame
 

@@ -1,6 +1,7 @@
 """Scores of each client in the records and at the end, of those that never took part, and before round 1."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -8,6 +9,8 @@ import yaml
 import fs_lowrank
 from fs_lowrank import UserError, cli, load_config
 from fs_lowrank.engines.local import LocalEngine
+from fs_lowrank.engines.members import Members
+from fs_lowrank.rounds.evaluator import average
 from fs_lowrank.rounds.record import EXTREME, MANY, extremes
 from fs_lowrank.runs.summary import of_clients
 from fs_lowrank.testing.bench import without_seconds
@@ -58,6 +61,44 @@ def test_every_client_is_scored_on_its_share_of_the_test_set(make):
     without = fs_lowrank.run(make("without", {"eval.client_scores": False}))
     assert "client_scores" not in without.history[0] and "client_test_acc" not in without.final
     assert all(a["loss"] == b["loss"] for a, b in zip(result.history, without.history)), "training is the same"
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_clients_of_a_language_model_count_by_their_tokens(causal_settings, tmp_path, no_curves, processes):
+    rows = [("a", "good and happy " * 6) if i % 3 == 0 else ("b", "bad") for i in range(120)]
+    lines = [
+        {"instruction": f"it was {i % 7}", "category": kind, "output": text.strip()}
+        for i, (kind, text) in enumerate(rows)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    data = {"data.type": str(tmp_path / "rows.jsonl"), "data.splitter": "field"}
+    data |= {"data.splitter_args": [{"field": "category"}], "data.splits": [0.6, 0.1, 0.3]}
+    few = {"federate.client_num": 2, "federate.total_round_num": 1, "train.local_update_steps": 1}
+    keys = {"federate.process_num": processes, "eval.client_scores": True, "eval.split": ["test"]}
+    result = fs_lowrank.run(load_config(causal_settings, {**few, **keys, **data}))
+    final, scores = result.final, result.client_scores
+    assert final["client_test_loss"] == pytest.approx(final["test_loss"], abs=1e-5)
+    by_rows = {c: {n: v for n, v in own.items() if n != "tokens"} for c, own in scores.items()}  # of earlier versions
+    assert average(by_rows, "loss") == pytest.approx(mean(scores, "loss", scores))
+    assert abs(average(by_rows, "loss") - final["test_loss"]) > 0.001
+
+
+def test_the_size_of_test_data_that_a_client_reports():
+    members = type("Some", (Members,), {"exchange": None})(None, None, "")
+    admission = SimpleNamespace(samples={}, max_samples=10)
+    members.ledger = SimpleNamespace(tested={}, admission=admission)
+    members.workspace = SimpleNamespace(data=SimpleNamespace(tok_len=8))
+    for facts, size in (
+        ({"tested": 10, "tested_tokens": 80}, {"samples": 10, "tokens": 80}),
+        ({"tested": 3}, {"samples": 3}),
+        ({"tested": 3, "tested_tokens": 81}, {"samples": 3}),
+        ({"tested": 0, "tested_tokens": 5}, {}),
+        ({"tested": 11, "tested_tokens": 5}, {}),
+        ({"tested": "3", "tested_tokens": True}, {}),
+    ):
+        members.welcome({"client": 1, "samples": 5, "agreed": "", "own_data": True, **facts}, None)
+        assert members.ledger.tested == {1: size}
 
 
 @pytest.mark.slow

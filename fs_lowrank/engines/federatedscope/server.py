@@ -15,7 +15,7 @@ from federatedscope.core.workers import Server
 
 from ...rounds.codec import codec_of
 from ...rounds.ending import end_round
-from ...rounds.evaluator import average
+from ...rounds.evaluator import average, size_of
 from ...rounds.round import Order, Round
 from ...training.schedule import evaluation_due
 from . import wire
@@ -200,12 +200,14 @@ class LowRankServer(Server):
         metrics: dict[str, dict] = {}
         for split in self._cfg.eval.split:
             names = {"loss": f"{split}_avg_loss", "acc": f"{split}_acc"}  # a regression has no accuracy
-            sizes = {client: int(m[f"{split}_total"]) for client, m in answers.items() if f"{split}_total" in m}
-            scores = {c: {n: answers[c][key] for n, key in names.items() if key in answers[c]} for c in sizes}
+            names["samples"] = f"{split}_total"  # of a language model tokens
+            answered = {client: m for client, m in answers.items() if f"{split}_total" in m}
+            scores = {c: {n: m[key] for n, key in names.items() if key in m} for c, m in answered.items()}
             if scores:
-                metrics[split] = {n: average(scores, sizes, n) for n in next(iter(scores.values()))}
+                metrics[split] = {n: average(scores, n) for n in next(iter(scores.values())) if n != "samples"}
             if scores and split == "test":
-                metrics[split]["clients"] = {c: {**scores[c], "samples": sizes[c]} for c in scores}
+                tests = dict(self.session.workspace.tested())
+                metrics[split]["clients"] = {c: {**scores[c], **size_of(tests[c])} for c in scores}
         return metrics
 
     def terminate(self, msg_type="finish"):

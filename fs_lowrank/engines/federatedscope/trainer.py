@@ -5,6 +5,7 @@ from __future__ import annotations
 from federatedscope.core.trainers import GeneralTorchTrainer
 
 from ...models.names import all_tensors
+from ...rounds.evaluator import size_of
 from ...rounds.task import Task
 from ...rounds.trainer import Fitted
 from ...training import evaluate
@@ -17,7 +18,8 @@ def named(split, result, total, cfg):
     """The metrics of a split by the framework's names: ``SPLIT_loss`` is the sum, ``SPLIT_avg_loss`` the mean.
 
     Args:
-        result: metrics by their own names. total: number of samples. cfg: the framework's configuration.
+        result: metrics by their own names. total: number of samples, of a language model of tokens; the framework
+            weights clients by it. cfg: the framework's configuration.
     """
     loss = result["loss"]
     values = {f"{split}_loss": loss * total, f"{split}_avg_loss": loss, f"{split}_total": total}
@@ -72,7 +74,8 @@ class LowRankTrainer(GeneralTorchTrainer):
             reads = self.session.trainer.reads_of(self.ctx.model)
             result = evaluate(self.ctx.model, examples, config.eval_batch_size, owner=split, reads=reads)
         self.results[split] = result
-        return named(split, result, len(examples), self.cfg)
+        size = size_of(examples)
+        return named(split, result, size.get("tokens", size["samples"]), self.cfg)
 
     def save_model(self, path, cur_round=-1):
         names = self.session.method.view(self.session.ledger.state)
