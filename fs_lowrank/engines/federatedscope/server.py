@@ -207,7 +207,9 @@ class LowRankServer(Server):
                 metrics[split] = {n: average(scores, n) for n in next(iter(scores.values())) if n != "samples"}
             if scores and split == "test":
                 tests = dict(self.session.workspace.tested())
-                metrics[split]["clients"] = {c: {**scores[c], **size_of(tests[c])} for c in scores}
+                metrics[split]["clients"] = {
+                    c: {**score, **(size_of(tests[c]) if c in tests else {})} for c, score in scores.items()
+                }
         return metrics
 
     def terminate(self, msg_type="finish"):
