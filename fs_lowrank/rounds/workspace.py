@@ -56,7 +56,7 @@ from .personal import PersonalParts
 from .shortcuts import Shortcuts
 from .task import Task
 
-#: methods give clients ranks and phases by turns; so many clients show them all
+#: methods give clients phases by turns; so many clients show them all
 KINDS = 100
 
 
@@ -182,9 +182,15 @@ class Workspace:
         """The share of the test set that client ``number`` has; None: it has none."""
         return self.data.client_tests[0 if self.undivided else number - 1]
 
-    def kinds(self) -> range:
-        """The clients to look at where clients may differ in their ranks or phases: no more than ``KINDS``."""
-        return range(1, min(len(self.clients), KINDS) + 1)
+    def kinds(self) -> list[int]:
+        """The clients to look at where clients may differ in their ranks or phases.
+
+        They are the first ``KINDS``, or as many as the longest list of the method's parameters, such as
+        ``lowrank.ranks``, has entries; and one for each rank in ``lowrank.clients``.
+        """
+        turns = max(KINDS, *(len(v) for v in self.config.lowrank.params.values() if isinstance(v, tuple)), 0)
+        by_rank = {own.get("rank"): client for client, own in self.config.client_settings.items()}
+        return sorted({*range(1, turns + 1), *by_rank.values()}.intersection(range(1, len(self.clients) + 1)))
 
     def tested(self) -> Iterator[tuple[int, Examples | ImageExamples]]:
         """The clients that have a share of the test set, each with its share."""

@@ -5,6 +5,7 @@ import torch
 
 from fs_lowrank import UserError, load_config
 from fs_lowrank.models.curvature import input_grams
+from fs_lowrank.rounds.evaluator import Evaluator
 from fs_lowrank.rounds.workspace import Workspace
 
 
@@ -47,3 +48,15 @@ def test_a_base_that_the_start_of_a_pair_changes_has_no_personal_pairs_beside_it
     with pytest.raises(UserError, match=f"init_lora_weights = {start} changes the base, so the clients' own"):
         workspace({"federate.method": method, "llm.adapter.args": [args]})
     assert workspace({"federate.method": "fedlora", "llm.adapter.args": [args]})
+
+
+@pytest.mark.parametrize("rank", [1, 8])
+@pytest.mark.parametrize("client, key", [(90, "clients"), (110, "clients"), (110, "ranks")])
+@pytest.mark.more
+def test_a_client_with_a_rank_of_its_own_counts_whatever_its_number(settings, client, key, rank):
+    keys = {"federate.method": "flexlora", "federate.client_num": 120, "federate.sample_client_num": 5}
+    keys |= {"data.splitter": "iid", "data.splitter_args": []}
+    own = {"clients": [{"clients": client, "rank": rank}], "ranks": [2] * (client - 1) + [rank]}
+    workspace = Workspace(load_config(settings, {**keys, f"lowrank.{key}": own[key]}))
+    assert workspace.parameters["trainable"] == max(map(workspace._trained_by, range(1, 121)))
+    assert Evaluator(workspace).differ(workspace.initial_state)
