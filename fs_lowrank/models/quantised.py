@@ -205,7 +205,11 @@ def version_of(model: nn.Module) -> str:
 def dequantised(model: nn.Module) -> nn.Module:
     """A copy of ``model`` in the dtype of its computation, with plain layers in place of quantised ones.
 
-    Adapters on quantised layers are merged into them. Others are left.
+    Adapters on quantised layers are merged into them: a pair with its bias, and with DoRA's lengths of the rows of the
+    sum. Others are left.
+
+    Raises:
+        UserError: an adapter's pair has a bias, and its layer has none.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -220,6 +224,13 @@ def dequantised(model: nn.Module) -> nn.Module:
         for adapter in layer.active_adapters if adapted else ():
             if adapter in getattr(layer, layer.adapter_layer_names[0]):
                 weight += layer.get_delta_weight(adapter).to(weight)
+                if adapter in layer.lora_magnitude_vector:
+                    norms = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32)
+                    weight = (weight * (layer.lora_magnitude_vector[adapter].weight / norms)[:, None]).to(weight)
+                if (bias := layer.lora_B[adapter].bias) is not None:
+                    if base.bias is None:
+                        raise UserError(f"lora_bias: {name} has no bias to add to; save the adapter alone")
+                    base.bias.data += bias.data * layer.scaling[adapter]
         model.set_submodule(name, _plain(base, weight))
     inner.hf_quantizer.remove_quantization_config(inner)
     return model

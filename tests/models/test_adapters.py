@@ -1,5 +1,8 @@
 """Adapters on real small models, tensors of any rank, merges on every kind of weight."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from peft import PeftModel
@@ -9,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fs_lowrank.config import load_config
 from fs_lowrank.errors import UserError, user_errors
+from fs_lowrank.models import quantised
 from fs_lowrank.models.accumulated import accumulate_pair, add_accumulated, one_adapter
 from fs_lowrank.models.adapters import (
     add_adapter,
@@ -361,3 +365,42 @@ def test_of_several_towers_the_one_that_reads_text_is_adapted(loader):
     assert len(trained) == 4 and layer_stack(wrapped)[1] is layers
     wrapped(input_ids=torch.tensor([[5, 6, 7]])).logits.sum().backward()
     assert all(wrapped.get_parameter(n).grad is not None for n in trained)
+
+
+@pytest.fixture
+def as_quantised(monkeypatch):
+    """``as_quantised(model)``: the layers with an adapter count as quantised, without bitsandbytes."""
+
+    def mark(model):
+        layers = [m.get_base_layer() for m in model.modules() if hasattr(m, "lora_A")]
+        for layer in layers:
+            layer.source_cls = nn.Linear
+        inner = model.get_base_model()
+        inner.hf_quantizer = SimpleNamespace(remove_quantization_config=lambda model: None)
+        return model
+
+    monkeypatch.setattr(quantised, "is_quantised", lambda module: hasattr(module, "source_cls"))
+    monkeypatch.setattr(quantised, "_dequantised", lambda layer: layer.weight.data.clone())
+    return mark
+
+
+@pytest.mark.parametrize("extra", [{}, {"use_dora": True}, {"lora_bias": True}], ids=str)
+def test_an_adapter_on_a_quantised_base_is_merged_as_peft_does(tiny_encoder, as_quantised, extra):
+    model = as_quantised(add_adapter(encoder(tiny_encoder), replace(SPEC, extra=extra), seed=1)).eval()
+    torch.manual_seed(0)
+    for tensor in named_tensors(model, ("adapter",)).values():
+        tensor.data += 0.3 * torch.randn_like(tensor)
+    ids = torch.randint(5, 20, (4, 7))
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+        plain = quantised.dequantised(model).merge_and_unload()
+        torch.testing.assert_close(plain(input_ids=ids).logits, logits, atol=1e-6, rtol=1e-5)
+        assert not any(hasattr(module, "source_cls") for module in plain.modules())
+        torch.testing.assert_close(model(input_ids=ids).logits, logits, atol=0, rtol=0)  # it is left as it was
+
+
+def test_a_bias_that_no_layer_can_take_is_refused(tiny_causal, as_quantised):
+    spec = AdapterSpec(r=2, target_modules=("q_proj",), extra={"lora_bias": True})
+    model = as_quantised(add_adapter(causal(tiny_causal), spec, seed=1))
+    with pytest.raises(UserError, match="q_proj has no bias to add to; save the adapter alone"):
+        quantised.dequantised(model)
