@@ -111,10 +111,10 @@ def load_raw(data_cfg: Any, home: str | Path | None = None, origin: Origin | Non
         return _hub(stem, args, task)
     if provider == "llm":
         path, options = _language_file(stem, root), data_args(data_cfg, origin)
-        if not (known := framework_set(data_cfg)):
+        if not (set_name := framework_set(data_cfg)):
             return read_user_files(path, options, args, True, task)
-        read = partial(read_set, known, str(getattr(data_cfg, "splitter", "") or ""))
-        return read_user_files(path, {**SETS[known].get("columns", {}), **options}, args, True, task, read)
+        read = partial(read_set, set_name, str(getattr(data_cfg, "splitter", "") or ""))
+        return read_user_files(path, {**SETS[set_name].get("columns", {}), **options}, args, True, task, read)
     if provider == "torchvision" and stem.lower().replace("fashionmnist", "fashion_mnist") in IMAGE_SETS:
         # FederatedScope's names; the standard files are read.
         stem, provider = stem.lower().replace("fashionmnist", "fashion_mnist"), ""

@@ -58,8 +58,8 @@ def read_rows(run: FinishedRun, data: Any, columns: dict[str, str] | None = None
             run has one, or one where it has none), a class that the run does not know, a label that is no number, or
             no row left.
     """
-    known, args = framework_set(run.config.data), data_args(run.config.data, Origin())
-    args = {**SETS.get(known, {}).get("columns", {}), **args}
+    set_name, args = framework_set(run.config.data), data_args(run.config.data, Origin())
+    args = {**SETS.get(set_name, {}).get("columns", {}), **args}
     if isinstance(data, (str, os.PathLike)):
         where = os.fspath(data)
         if not where.lower().endswith(SUFFIXES):
@@ -78,7 +78,7 @@ def read_rows(run: FinishedRun, data: Any, columns: dict[str, str] | None = None
             )
         rows = _labelled(run, where, table, {**names, **wanted}, flags, labelled)
     else:
-        rows = _instructed(run, where, worded(known, table), {**args, **wanted}, labelled)
+        rows = _instructed(run, where, worded(set_name, table), {**args, **wanted}, labelled)
     return replace(rows, table=data if isinstance(data, pd.DataFrame) else table)
 
 
