@@ -12,6 +12,7 @@ import fs_lowrank
 from fs_lowrank import RunFailed, UserError, api, baselines, cli
 from fs_lowrank.baselines import split_names
 from fs_lowrank.commands.seeds import parse
+from fs_lowrank.data import load_raw
 from fs_lowrank.draw.report import write_page
 from fs_lowrank.errors import say_once
 from fs_lowrank.runs.folder import claim
@@ -52,9 +53,17 @@ def test_all_data_in_one_place_are_trained_as_without_a_setting_of_the_clients(f
     assert compared["pooled"].final["test_loss"] == pytest.approx(row.final["test_loss"], abs=1e-6)
 
 
-def test_all_data_in_one_place_leave_out_the_rows_that_the_splitter_meta_leaves_out(few):
-    config = fs_lowrank.load_config(few).replace({"data.splitter": "meta", "data.splitter_args": []})
-    assert baselines.row_config("pooled", config, "row").data.splitter == "meta"
+def test_all_data_in_one_place_are_the_rows_that_the_splitter_meta_leaves(causal_settings, tmp_path):
+    """RosettaAlpaca's smallest language is left out with that splitter, for the clients and for the row."""
+    languages = ["C", "Go", "X86-64 Assembly"]
+    rows = [{"instruction": f"it was {i}", "input": languages[i % 3], "output": "good"} for i in range(60)]
+    (tmp_path / "rosetta_alpaca.json").write_text(json.dumps(rows))
+    data = {"data.type": "rosetta_alpaca@llm", "data.root": str(tmp_path), "data.splitter": "meta"}
+    config = fs_lowrank.load_config(causal_settings, {**data, "data.splitter_args": []})
+    row = baselines.row_config("pooled", config, tmp_path / "row")
+    assert row.federate.client_num == 1
+    assert len(load_raw(config.data).train) == len(load_raw(row.data).train) == 40
+    assert len(load_raw(row.replace({"data.splitter": "iid"}).data).train) == 60
 
 
 def test_the_row_without_a_global_model_saves_none(few, no_curves, tmp_path):

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..algebra import digest
 from ..config import Config
+from ..data.build import LONGEST
 from ..errors import DamagedFile, UserError
 from ..jobs.files import read_json, to_json, write_text
 from ..rounds.admission import is_whole
@@ -111,7 +112,7 @@ class Members(Transport):
         self.ledger.tested.pop(client, None)
         if facts.get("own_data") is True:
             rows = admission.max_samples
-            bounds = {"tested": rows, "tested_tokens": rows * (self.workspace.data.tok_len or 0)}
+            bounds = {"tested": rows, "tested_tokens": rows * LONGEST}  # a client's own texts may be longer than ours
             samples, tokens = (n if is_whole(n := facts.get(k)) and 0 < n <= most else 0 for k, most in bounds.items())
             size = {"samples": samples, **({"tokens": tokens} if tokens else {})}
             self.ledger.tested[client] = size if samples else {}

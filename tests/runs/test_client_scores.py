@@ -8,6 +8,7 @@ import yaml
 
 import fs_lowrank
 from fs_lowrank import UserError, cli, load_config
+from fs_lowrank.data.build import LONGEST
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.engines.members import Members
 from fs_lowrank.rounds.evaluator import average
@@ -88,11 +89,11 @@ def test_the_size_of_test_data_that_a_client_reports():
     members = type("Some", (Members,), {"exchange": None})(None, None, "")
     admission = SimpleNamespace(samples={}, max_samples=10)
     members.ledger = SimpleNamespace(tested={}, admission=admission)
-    members.workspace = SimpleNamespace(data=SimpleNamespace(tok_len=8))
     for facts, size in (
         ({"tested": 10, "tested_tokens": 80}, {"samples": 10, "tokens": 80}),
+        ({"tested": 1, "tested_tokens": 10 * LONGEST}, {"samples": 1, "tokens": 10 * LONGEST}),
         ({"tested": 3}, {"samples": 3}),
-        ({"tested": 3, "tested_tokens": 81}, {"samples": 3}),
+        ({"tested": 3, "tested_tokens": 10 * LONGEST + 1}, {"samples": 3}),
         ({"tested": 0, "tested_tokens": 5}, {}),
         ({"tested": 11, "tested_tokens": 5}, {}),
         ({"tested": "3", "tested_tokens": True}, {}),
