@@ -35,7 +35,7 @@ from fs_lowrank.runs.environment import machine, versions
 from fs_lowrank.runs.records import flat_metrics
 from fs_lowrank.runs.summary import per_client_and_round, seconds
 from fs_lowrank.settings.metrics import larger_is_better
-from fs_lowrank.training.evaluate import batch_scores, mean_scores
+from fs_lowrank.training.evaluate import mean_scores
 from fs_lowrank.training.metrics import of_outputs
 
 from .beside import hpo, module_of
@@ -173,12 +173,11 @@ class FinalTest(fs_lowrank.Callback):
         if "client_test_acc" in result.final:
             return
         config, data = run.config, run.workspace.data
-        if data.test is None:
-            raise UserError(
-                f"data.splits = {list(config.data.splits)}: there is no test set; give the last one a share"
-            )
+        if run.workspace.prefix:  # the cells of a suite have the same test rows
+            run.workspace.prefix.add("test", data.test)
+        run.global_model()
         outputs = not config.is_language or bool(of_outputs(config.metrics))
-        scores = batch_scores(run.global_model(), data.test, config.eval_batch_size, outputs=outputs)
+        scores = run.evaluator.batches(data.test, "test", outputs)
         result.final |= {f"test_{name}": value for name, value in mean_scores(scores, config.metrics).items()}
         result.facts["test_rows_in_training"] = [data.repeated["test"], len(data.test)]
         if not config.is_language and "test_acc" in result.final:

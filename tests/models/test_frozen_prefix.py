@@ -107,6 +107,16 @@ def test_those_with_less_than_a_pass_take_what_the_others_leave(tiny_encoder, tm
     assert prefix.budget == {"a": True, "b": False, "c": True, "d": False}
 
 
+def test_a_further_owner_takes_what_the_others_leave(tiny_encoder):
+    data = examples(4)
+    size = int(data.lengths.sum()) * 32 * 4
+    for limit, planned, cached in ((3, True, True), (1, True, False), (3, False, False)):
+        prefix = FrozenPrefix(model_of(tiny_encoder, (1,)), {"adapter", "head"}, limit * size)
+        prefix.plan({"a": (data, 9 * planned)})
+        prefix.add("test", data)
+        assert prefix.budget.get("test", False) == cached and prefix.planned == (planned + cached) * size
+
+
 def test_an_error_in_the_context_restores_the_model(tiny_encoder):
     model, data = model_of(tiny_encoder, (1,)), examples()
     prefix = FrozenPrefix(model, {"adapter", "head"}, 1e9)

@@ -155,16 +155,11 @@ class FrozenPrefix:
         tokens = sum(int(group.tokens[chosen].sum()) for group, chosen in zip(groups, used))
         if tokens * self.columns * self.dtype.itemsize > self.limit:
             self.parts = {}
-        remaining, cached = self.limit, False
-        self.budget = dict.fromkeys(owners, False)
+        self.budget, self.planned = dict.fromkeys(owners, False), 0.0
         for group, chosen in zip(groups, used):
             for i in chosen[np.argsort(group.passes[chosen] < 1, kind="stable")].tolist():
-                size = int(group.tokens[i]) * self.columns * self.dtype.itemsize
-                if size <= remaining:
-                    remaining -= size
-                    self.budget[group.names[i]] = True
-                    cached |= size > 0
-        wrong = self._differs(trial) if cached else ""
+                self._take(group.names[i], int(group.tokens[i]))
+        wrong = self._differs(trial) if self.planned else ""
         if wrong and self.parts:
             self.parts = {}
             wrong = self._differs(trial)
@@ -174,8 +169,18 @@ class FrozenPrefix:
                 type(unwrapped(self.model)).__name__,
                 wrong,
             )
-            self.budget, remaining = dict.fromkeys(owners, False), self.limit
-        self.planned = self.limit - remaining
+            self.budget, self.planned = dict.fromkeys(owners, False), 0.0
+
+    def add(self, owner: str, examples: Any) -> None:
+        """Cache the states of a further owner, too, if the cache is used and they fit into the remaining limit."""
+        if self.planned:
+            self._take(owner, int(examples.lengths.sum()))
+
+    def _take(self, owner: str, tokens: int) -> None:
+        size = tokens * self.columns * self.dtype.itemsize
+        if size <= self.limit - self.planned:
+            self.budget[owner] = True
+            self.planned += size
 
     @contextlib.contextmanager
     def states_of(self, batch: Sequence[tuple[str, Any, np.ndarray]], device: torch.device) -> Iterator[None]:
