@@ -92,7 +92,7 @@ def _check_model(config: Config) -> None:
 
 
 def _check_script(module: str) -> None:
-    from fs_lowrank.data.fetch import resolve
+    from fs_lowrank.fetch import resolve
 
     module = module_of(module)
     import_all([module])

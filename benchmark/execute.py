@@ -26,9 +26,8 @@ import torch
 
 import fs_lowrank
 from fs_lowrank import Config, RunFailed, RunResult, UserError
-from fs_lowrank.data.files import file_digest
 from fs_lowrank.errors import CannotContinue
-from fs_lowrank.jobs.files import disk_error, read_json, replacing
+from fs_lowrank.jobs.files import disk_error, file_digest, read_json, replacing
 from fs_lowrank.jobs.shell import message_of
 from fs_lowrank.models.machine import device_of
 from fs_lowrank.runs.environment import machine, versions

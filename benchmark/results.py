@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fs_lowrank import Gathering, UserError, create_method, list_methods
-from fs_lowrank.data.files import file_digest
 from fs_lowrank.errors import DamagedFile
-from fs_lowrank.jobs.files import read_json
+from fs_lowrank.jobs.files import file_digest, read_json
 from fs_lowrank.runs.summary import human_bytes
 from fs_lowrank.settings.metrics import LANGUAGE, larger_is_better
 

@@ -443,7 +443,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _fetch(args: argparse.Namespace) -> None:
-    from .data.fetch import FETCHABLE, fetch, resolve
+    from .fetch import FETCHABLE, fetch, resolve
 
     if not args.names:
         lines = [("name", "what", "size", "licence", "here")]

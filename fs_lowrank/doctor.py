@@ -100,7 +100,7 @@ def installed() -> list[Check]:
 
 def examine() -> list[Check]:
     """All checks, required packages first."""
-    from .data.fetch import FETCHABLE, home, resolve
+    from .fetch import FETCHABLE, home, resolve
 
     checks = installed()
     if find_spec("torch"):

@@ -13,7 +13,7 @@ import hpo.cli
 from fs_lowrank import UserError, cli, list_methods, load_config
 from fs_lowrank.baselines import split_names
 from fs_lowrank.config import load_for
-from fs_lowrank.data.fetch import FETCHABLE
+from fs_lowrank.fetch import FETCHABLE
 from fs_lowrank.jobs import shell
 from fs_lowrank.methods import get_method_class
 from fs_lowrank.settings import parse_overrides

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from fs_lowrank.data.fetch.hub import hub
 from fs_lowrank.errors import UserError, nearest
+from fs_lowrank.fetch.hub import hub
 
 from ..intervals import right_rows
 from . import local_data

@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import csv
 import gzip
-import hashlib
 import io
 import json
 import re
@@ -51,12 +50,6 @@ def as_texts(where: str | Path, column: str, values: pd.Series) -> pd.Series:
                 "into the column, or name another one in data.args"
             )
     return pd.Series([as_text(value) for value in values], index=values.index, dtype=object)
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_bytes(path: Path) -> bytes:

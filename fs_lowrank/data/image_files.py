@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fs_lowrank.data.fetch import usable
 from fs_lowrank.data.files import read_bytes, read_text, refuse_pointer
 from fs_lowrank.data.tables import IMAGE_CLASSIFICATION, RawData, count_skipped, several_classes
 from fs_lowrank.errors import UserError, nearest, say_once, user_errors
+from fs_lowrank.fetch import usable
 from fs_lowrank.jobs.progress import steps
 from fs_lowrank.settings.reading import read_packaged
 

@@ -25,8 +25,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fs_lowrank.data.fetch import usable
-from fs_lowrank.data.fetch.hub import hub, silence
 from fs_lowrank.data.files import read_table, read_tsv
 from fs_lowrank.data.framework_sets import SETS, read_set
 from fs_lowrank.data.image_files import FOLDER_ARGS, IMAGE_SETS, read_folder, read_image_set
@@ -53,6 +51,8 @@ from fs_lowrank.data.user_data import (
     under,
 )
 from fs_lowrank.errors import UserError, nearest
+from fs_lowrank.fetch import usable
+from fs_lowrank.fetch.hub import hub, silence
 from fs_lowrank.settings import DataArgs, Origin, check_keys, keys_of, one_mapping
 from fs_lowrank.settings.reading import read_packaged
 
@@ -91,7 +91,7 @@ def load_raw(data_cfg: Any, home: str | Path | None = None, origin: Origin | Non
 
     Args:
         data_cfg: has ``type``, ``root`` and ``args``.
-        home: folder of fetched data; see ``fs_lowrank.data.fetch.home``.
+        home: folder of fetched data; see ``fs_lowrank.fetch.home``.
         origin: origin of ``data_cfg``, for messages.
         task: ``model.task``, which decides whether labels are classes, numbers or sets of classes.
 

@@ -14,7 +14,7 @@ import pandas as pd
 
 from fs_lowrank.data import stored
 from fs_lowrank.data.files import SUFFIXES as TABLES
-from fs_lowrank.data.files import file_digest, natural, read_table
+from fs_lowrank.data.files import natural, read_table
 from fs_lowrank.data.stored import is_saved, is_stored, read_stored
 from fs_lowrank.data.tables import (
     CAUSAL_LM,
@@ -29,6 +29,7 @@ from fs_lowrank.data.tables import (
 )
 from fs_lowrank.data.template import is_custom
 from fs_lowrank.errors import UserError
+from fs_lowrank.jobs.files import file_digest
 from fs_lowrank.settings.metrics import LANGUAGE
 
 SUFFIXES = (*TABLES, *stored.SUFFIXES)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..data.fetch import FETCHABLE, usable
-from ..data.fetch.hub import hub, silence
 from ..data.files import refuse_pointer
 from ..data.sources import length_of
 from ..data.tokenize import pad_id
 from ..errors import UserError, nearest
+from ..fetch import FETCHABLE, usable
+from ..fetch.hub import hub, silence
 from ..seeds import derive
 from ..settings import VISION_MODELS, Settings
 from .ends import settle_ends

@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
-from ..data.fetch import FETCHABLE
 from ..draw.panels import digits
 from ..errors import between, counted
+from ..fetch import FETCHABLE
 from ..models.build import locate, model_name
 from ..settings import Settings
 from ..settings.metrics import standard_error

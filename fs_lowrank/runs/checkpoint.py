@@ -21,9 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..algebra import on_device
-from ..data.files import file_digest
 from ..errors import CannotContinue
-from ..jobs.files import read_json, replaced
+from ..jobs.files import file_digest, read_json, replaced
 from ..versions import SCHEMA, NewerSchema
 
 logger = logging.getLogger("fs_lowrank")

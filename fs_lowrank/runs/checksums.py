@@ -11,9 +11,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..data.files import file_digest
 from ..errors import DamagedFile
-from ..jobs.files import from_json, write_text
+from ..jobs.files import file_digest, from_json, write_text
 
 FILE = "checksums.json"
 #: the folders that may be stored of a round, and are saved of the last one

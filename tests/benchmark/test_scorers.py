@@ -15,8 +15,8 @@ from benchmark import scorers
 from benchmark.intervals import right_rows, rows_of
 from benchmark.scorers import commonsense, generate, local_data
 from fs_lowrank import cli
-from fs_lowrank.data.fetch import hub as fetch_hub
 from fs_lowrank.errors import UserError
+from fs_lowrank.fetch import hub as fetch_hub
 from fs_lowrank.finished import load_run
 from fs_lowrank.settings.metrics import standard_error
 from fs_lowrank.training.generate import continue_prompts

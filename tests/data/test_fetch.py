@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fs_lowrank.data.fetch import FETCHABLE, MARKER, Item, fetch, home, items, resolve, usable
-from fs_lowrank.data.fetch.archives import extract
 from fs_lowrank.errors import UserError
+from fs_lowrank.fetch import FETCHABLE, MARKER, Item, fetch, home, items, resolve, usable
+from fs_lowrank.fetch.archives import extract
 
 
 def sha(path):

@@ -10,8 +10,8 @@ import threading
 
 import pytest
 
-from fs_lowrank.data.fetch import clients, fetch, hub, pypi
 from fs_lowrank.errors import UserError
+from fs_lowrank.fetch import clients, fetch, hub, pypi
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_a_hub_that_stops_or_sends_next_to_nothing_is_not_asked_again(sent, slow
 
 PROGRAM = """
 import sys
-from fs_lowrank.data.fetch import hub
+from fs_lowrank.fetch import hub
 hub.HUB_SECONDS = 1.0
 from fs_lowrank.cli import main
 sys.exit(main(sys.argv[1:]))

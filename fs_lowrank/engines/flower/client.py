@@ -17,8 +17,8 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from ...config import Config, load_config
-from ...data.fetch import home
 from ...errors import UserError
+from ...fetch import home
 from ...rounds.codec import codec_of
 from ...rounds.copies import apology, standing_in
 from ...rounds.node import Node

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...data.fetch import home
 from ...errors import say_once
+from ...fetch import home
 from ...jobs.locks import exclusive
 from .entries import read_entry, write_entry
 

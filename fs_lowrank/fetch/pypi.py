@@ -22,9 +22,9 @@ from pypi_simple import (
 from requests.auth import AuthBase, HTTPBasicAuth
 from requests.utils import get_auth_from_url
 
-from fs_lowrank.data.fetch.hub import reason_of
-from fs_lowrank.data.fetch.items import Item
 from fs_lowrank.errors import UserError
+from fs_lowrank.fetch.hub import reason_of
+from fs_lowrank.fetch.items import Item
 
 TIMEOUT_SECONDS = 12.0  # for a connection, and between two parts of an answer
 WORD_SECONDS = 5.0  # between two states of the bar where it is not on a terminal

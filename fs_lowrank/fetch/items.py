@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fs_lowrank.data.fetch.archives import extract
 from fs_lowrank.errors import UserError
+from fs_lowrank.fetch.archives import extract
 from fs_lowrank.settings.reading import read_packaged
 
 
