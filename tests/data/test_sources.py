@@ -86,13 +86,6 @@ def test_mnli_has_three_classes_genres_and_rows_without_agreement(tmp_path):
     assert "dev_matched.tsv" in raw.source
 
 
-def test_short_rows_are_counted(tmp_path):
-    header = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
-    for file in ("train.tsv", "dev.tsv"):
-        write(tmp_path / "QQP" / file, header + "0\t1\t2\tp\tq\t0\n1\t2\n3\t4\t5\tr\ts\t1\n")
-    assert load("qqp@glue", tmp_path).skipped == {"too few columns": 2}
-
-
 def test_a_number_is_predicted_for_stsb(tmp_path):
     header = "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
     start = "0\tmain\tMSR\t2012\t1\tnone\tnone\t"
@@ -115,13 +108,6 @@ def test_glue_errors(tmp_path):
     for file in ("train.tsv", "dev.tsv"):
         write(tmp_path / "SST-2" / file, "sentence\tlabel\na\t1\nb\tgood\n")
     with pytest.raises(UserError, match="row 2: label 'good' does not occur in training; its labels"):
-        load("sst2@glue", tmp_path)
-    write(tmp_path / "SST-2/train.tsv", "sentence\tlable\na\t1\n")
-    with pytest.raises(UserError, match="no column 'label'; did you mean 'lable'.*there are: sentence, lable"):
-        load("sst2@glue", tmp_path)
-    for file in ("train.tsv", "dev.tsv"):
-        write(tmp_path / "SST-2" / file, "sentence\tlabel\na\t1\n")
-    with pytest.raises(UserError, match="one class in 1 row"):
         load("sst2@glue", tmp_path)
 
 
@@ -169,7 +155,6 @@ BROKEN = [
     ("a.csv", "text,lable\na,1\n", "no column 'label'; did you mean 'lable'.*there are: text, lable"),
     ("a.csv", "text,label\na,1\nb,1\n", "one class in 2 rows"),
     ("a.csv", b"text,label\na,1\nb\xff,0\n", "line 3: not UTF-8: byte 0xff"),
-    ("a.csv", b"\xef\xbb\xbftext,label\na,1\nb\xff,0\n", "line 3: not UTF-8: byte 0xff"),
     (
         "a.jsonl",
         '{"text": "a", "label": 1}\n{"text": "b", "la\n',
@@ -185,11 +170,6 @@ BROKEN = [
         '[{"text": "a",\n "label": 1},\n {"text"',
         "a.json: reading it as JSON raises .*line 3",
     ),
-    (
-        "a.json",
-        '[{"text": "a"},\n {"text": x}, {"text": "b"}]',
-        "a.json: .*: Expecting value: line 2",
-    ),
     ("a.json", '"text"', "expected objects, as a list of them, or one a line; got 'text'"),
     ("a.json", "[]", "has no rows"),
     ("a.json", '[{"text": "a"}, {"text": "b", "label": null}]', "no row has a label"),
@@ -200,11 +180,6 @@ BROKEN = [
     ),
     ("a.jsonl@llm", '{"instruction": "a", "output": ""}\n', "every row has an empty instruction or answer"),
     ("a.jsonl", '{"messages": [{"role": "user", "content": "a"}]}\n', "row 1: 'messages' must be"),
-    (
-        "a.jsonl",
-        '{"text": "a", "label": 1}\n{"text": "b", "label": 0, "label": 1}\n',
-        "line 2: .*key 'label' twice",
-    ),
     ("a.json", '[{"text": "a", "text": "b", "label": 1}]', "a.json: .*: an object has the key 'text' twice"),
     ("a.jsonl", '{"text": "a", "label": ["x"]}\n{"text": "b", "label": ["y"]}\n', "row 1: .*set model.task Multi"),
     (
@@ -226,30 +201,10 @@ BROKEN = [
     ("a.tsv", "text,label\na,1\n", r"separated by ','. expected '\\t'"),
     (
         "a.jsonl",
-        '{"conversations": [{"from": "human", "value": "a"}]}',
-        "row 1: 'conversations' must be.* ends with 'gpt'",
-    ),
-    (
-        "a.jsonl",
         '{"conversations": [{"from": "me", "value": "a"}, {"from": "gpt", "value": "b"}]}',
-        "human, gpt, system",
+        "row 1: 'conversations' must be.*human, gpt, system.* ends with 'gpt'",
     ),
     ("a.json", "[" * 100_000, "a.json: reading it as JSON raises RecursionError: "),
-    (
-        "a.jsonl",
-        '{"text": "a", "label": 1}\n' + '{"text": ' * 100_000,
-        "a.jsonl, line 2: .* RecursionError: ",
-    ),
-    (
-        "a.json",
-        '[{"text": "a", "label": ' + "9" * 5000 + "}]",
-        "a.json: .*: Exceeds the limit",
-    ),
-    (
-        "a.json",
-        '[{"text": "a\\ud83d", "label": 1}]',
-        r"a.json: .* UnicodeEncodeError: .*'.ud83d'",
-    ),
     ("a.jsonl", '{"messages": [{"role": "user", "content": "\\udc00"}]}', r"a.jsonl, line 1: .*'.udc00'"),
     (
         "a.csv",
@@ -442,12 +397,8 @@ def test_columns_of_a_language_model(tmp_path, row):
 
 def test_columns_that_are_named_say_that_they_are_instructions(tmp_path):
     write(tmp_path / "q.jsonl", '{"question": "a", "answer": "b"}\n')
-    for args in (
-        {"instruction": "question", "output": "answer"},
-        {"instruction": "question", "output": "answer", "loss_on": "all"},
-    ):
-        raw = load("q.jsonl", tmp_path, [args])
-        assert raw.train[["instruction", "output"]].values.tolist() == [["a", "b"]]
+    raw = load("q.jsonl", tmp_path, [{"instruction": "question", "output": "answer", "loss_on": "all"}])
+    assert raw.train[["instruction", "output"]].values.tolist() == [["a", "b"]]
 
 
 def test_the_frameworks_own_sets_have_alpacas_form():
@@ -504,12 +455,10 @@ def test_args_must_be_one_mapping(tmp_path, args):
     [
         ({"text": None}, "data.args.0.text = None: expected the name of a column"),
         ({"label": {"a": 1}}, "data.args.0.label = {'a': 1}: expected the name of a column, or for sets"),
-        ({"instruction": 3}, "instruction = 3: expected the name of a column"),
         ({"test": ["a.csv"]}, "test = .'a.csv'.: expected the name of a file"),
         ({"quoting": "maybe"}, "quoting = 'maybe': expected True or False or nothing"),
         ({"max_len": 0}, "max_len = 0: expected a whole number or nothing, at least 1"),
         ({"loss_on": "answers"}, "loss_on = 'answers': expected one of answer, all; did you mean 'answer'"),
-        ({"template": "chatt"}, "template = 'chatt': expected auto, chat, alpaca, or a text .*; did you mean 'chat'"),
     ],
 )
 def test_args_of_the_wrong_kind(tmp_path, args, message):
@@ -536,12 +485,6 @@ def test_one_column_for_two_roles(tmp_path):
 
 
 # What a user's file may look like
-
-
-def test_a_json_object_that_is_not_a_row(tmp_path):
-    write(tmp_path / "a.json", '{"data": [{"text": "a", "label": 1}]}')
-    with pytest.raises(UserError, match="a.json: no column 'text'; there are: data"):
-        load("a.json", tmp_path)
 
 
 def test_a_json_file_of_one_object_is_one_row(tmp_path):
@@ -636,22 +579,15 @@ def test_whole_numbers_are_one_label_however_they_are_written(tmp_path):
     assert load("v.csv", tmp_path).label_names == ["1.5", "v1.0"]
 
 
-@pytest.mark.parametrize("name, row", [("a.csv", "{},{}\n"), ("a.jsonl", '{{"text": "{}", "label": {}}}\n')])
-def test_numbers_with_fractions_are_no_classes(tmp_path, name, row):
-    head = "text,label\n" if name.endswith("csv") else ""
-    write(tmp_path / name, head + row.format("a", 0.37) + row.format("b", 1.0))
+def test_numbers_with_fractions_are_no_classes(tmp_path):
+    row = '{{"text": "{}", "label": {}}}\n'
+    write(tmp_path / "a.jsonl", row.format("a", 0.37) + row.format("b", 1.0))
     with pytest.raises(
         UserError, match="column 'label' are numbers with fractions, such as 0.37, which is a regression"
     ):
-        load(name, tmp_path)
-    write(tmp_path / name, head + row.format("a", 2.0) + row.format("b", 1.0))
-    assert load(name, tmp_path).label_names == ["1", "2"]
-
-
-def test_a_missing_test_file_names_the_key(tmp_path):
-    write(tmp_path / "a.csv", "text,label\na,1\nb,0\n")
-    with pytest.raises(UserError, match="no file .*b.csv; did you mean 'a.csv'.$"):
-        load("a.csv", tmp_path, [{"test": "b.csv"}])
+        load("a.jsonl", tmp_path)
+    write(tmp_path / "a.jsonl", row.format("a", 2.0) + row.format("b", 1.0))
+    assert load("a.jsonl", tmp_path).label_names == ["1", "2"]
 
 
 # Fetched sets
@@ -694,14 +630,6 @@ def test_topics_have_their_own_test_file(monkeypatch, tmp_path, name, stem):
     assert stem in raw.source and "its own training and test files" in raw.source
     with pytest.raises(UserError, match="unknown key 'data.args.0.label'"):
         load(name, args=[{"label": "Category"}])
-    write(tmp_path / f"{stem}-test.tab", TOPICS["test"].replace("earn", "jet"))
-    with pytest.raises(UserError, match="test.tab, row 1: label 'jet' does not occur in training"):
-        load(name)
-
-
-def test_topics_that_were_not_fetched(tmp_path):
-    with pytest.raises(UserError, match="'r52' has not been fetched: run `fs-lowrank fetch r52`"):
-        load("r52", home=tmp_path)
 
 
 # Hugging Face hub
@@ -779,18 +707,14 @@ def test_an_error_of_the_hubs_own_client_is_one_line(monkeypatch):
             load("sst2@huggingface_datasets")
 
 
-@pytest.mark.parametrize("damage, said", [("page", ""), ("text", "Invalid UTF8")])
-def test_a_damaged_file_of_a_hub_data_set_is_one_line(monkeypatch, tmp_path, capfd, damage, said):
+def test_a_damaged_file_of_a_hub_data_set_is_one_line(monkeypatch, tmp_path, capfd):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "mine").mkdir()
-    column = pa.array([b"good"] * 50 + [b"\xff"], pa.binary())
-    texts = pa.Array.from_buffers(pa.string(), len(column), column.buffers()) if damage == "text" else ["good"] * 51
     file = tmp_path / "mine" / "train.parquet"
-    pq.write_table(pa.table({"text": texts, "label": list(range(51))}), file, compression="none")
-    if damage == "page":
-        raw = file.read_bytes()
-        file.write_bytes(raw[:4] + b"\xff" * 60 + raw[64:])
-    with pytest.raises(UserError, match=f"cannot load data set '.*mine': .*{said}") as caught:
+    pq.write_table(pa.table({"text": ["good"] * 51, "label": list(range(51))}), file, compression="none")
+    raw = file.read_bytes()
+    file.write_bytes(raw[:4] + b"\xff" * 60 + raw[64:])
+    with pytest.raises(UserError, match="cannot load data set '.*mine': ") as caught:
         load(f"{tmp_path / 'mine'}@huggingface_datasets")
     assert "\n" not in str(caught.value) and not capfd.readouterr().err
