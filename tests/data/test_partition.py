@@ -52,39 +52,27 @@ def test_every_row_goes_to_one_client_determined_by_the_seed(name, args):
 
 
 @pytest.mark.parametrize(
-    "name, args, clients, wanted",
+    "name, args, wanted",
     [
-        ("iid", {}, 8, "55395bee6b82797e"),
-        ("iid", {}, 31, "4794485e8bda6999"),
-        ("lda", {"alpha": 0.1}, 8, "a2af0ed1c6e34600"),
-        ("lda", {"alpha": 0.1}, 31, "97ec03d48f43465c"),
-        ("lda", {"alpha": 0.02, "min_size": 5}, 8, "5049445e87d1492f"),
-        ("lda", {"alpha": 0.02, "min_size": 5}, 31, "81fea4960f68dbd5"),
-        ("mixture", {"alpha": 0.1}, 8, "1e723b58d3b2be67"),
-        ("mixture", {"alpha": 0.1}, 31, "162abdfa45dcd9fd"),
-        ("mixture", {"alpha": 0.05, "mixture_seed": 3, "min_size": 4}, 8, "68b1a08bf400ca84"),
-        ("mixture", {"alpha": 0.05, "mixture_seed": 3, "min_size": 4}, 31, "8be962eb75c4aa93"),
-        ("dirichlet", {"alpha": 100.0, "min_size": 5}, 8, "41cf8c093753a582"),
-        ("dirichlet", {"alpha": 100.0, "min_size": 5}, 31, "4ca07de8038b2937"),
-        ("lda", {"field": "domain"}, 8, "0d4237650d73a000"),
-        ("lda", {"field": "domain"}, 31, "0d5f67574ced9945"),
-        ("shards", {"shards_per_client": 3}, 8, "36dde95f5da31279"),
-        ("shards", {"shards_per_client": 3}, 31, "ff1c02a816a7acf3"),
-        ("field", {"field": "domain"}, 8, "72bf8ca47c837c4e"),
-        ("field", {"field": "domain"}, 31, "9a830a0636603858"),
-        ("meta", {"size_alpha": 0.05, "min_size": 4}, 8, "f8bc059125c6cdd3"),
-        ("meta", {"size_alpha": 0.05, "min_size": 4}, 31, "c8d708397c9a0e6e"),
-        ("quantity", {"alpha": 0.05, "min_size": 3}, 8, "2af8d7cb7cb86d88"),
-        ("quantity", {"alpha": 0.05, "min_size": 3}, 31, "cf2f03a9bdb71618"),
-        ("quantity", {"alpha": 1e-300, "min_size": 2}, 8, "6f002e33250633dd"),
-        ("quantity", {"alpha": 1e-300, "min_size": 2}, 31, "538e43e781b1f69f"),
+        ("iid", {}, "4794485e8bda6999"),
+        ("lda", {"alpha": 0.1}, "97ec03d48f43465c"),
+        ("lda", {"alpha": 0.02, "min_size": 5}, "81fea4960f68dbd5"),
+        ("mixture", {"alpha": 0.1}, "162abdfa45dcd9fd"),
+        ("mixture", {"alpha": 0.05, "mixture_seed": 3, "min_size": 4}, "8be962eb75c4aa93"),
+        ("dirichlet", {"alpha": 100.0, "min_size": 5}, "4ca07de8038b2937"),
+        ("lda", {"field": "domain"}, "0d5f67574ced9945"),
+        ("shards", {"shards_per_client": 3}, "ff1c02a816a7acf3"),
+        ("field", {"field": "domain"}, "9a830a0636603858"),
+        ("meta", {"size_alpha": 0.05, "min_size": 4}, "c8d708397c9a0e6e"),
+        ("quantity", {"alpha": 0.05, "min_size": 3}, "cf2f03a9bdb71618"),
+        ("quantity", {"alpha": 1e-300, "min_size": 2}, "538e43e781b1f69f"),
     ],
 )
-def test_a_seed_divides_rows_as_it_always_did(name, args, clients, wanted):
+def test_a_seed_divides_rows_as_it_always_did(name, args, wanted):
     """Hashes of rows, shares and the generator's state, recorded before all rows lay in one array."""
     labels, domain = rng(0).integers(4, size=400), rng(1).choice(["x", "y", "z"], size=400, p=[0.6, 0.3, 0.1])
     train, held, draw = Rows(400, labels, {"domain": domain}), rows(90, 5, 7), rng(3)
-    made = partition(name, train, clients, draw, args)
+    made = partition(name, train, 31, draw, args)
     digest = hashlib.sha256()
     for part in (*made.indices, *matching_shares(made, train, held, draw)):
         digest.update(len(part).to_bytes(8, "little") + part.astype("<i8").tobytes())
@@ -224,11 +212,8 @@ def test_summary():
         ("iid", 201, {}, "201 clients cannot share 200"),
         ("ldaa", 2, {}, "data.splitter = 'ldaa': there is no such splitter; did you mean 'lda'"),
         ("lda", 2, {"alfa": 1}, "unknown key 'data.splitter_args.0.alfa'; did you mean 'alpha'"),
-        ("iid", 2, {"alpha": 1}, "unknown key 'data.splitter_args.0.alpha'; it takes none"),
         ("lda", 2, {"alpha": 0}, "splitter_args.0.alpha = 0: expected a number, above 0"),
         ("lda", 2, {"alpha": float("nan")}, "alpha = nan: expected a number"),
-        ("lda", 2, {"alpha": "high"}, "alpha = 'high': expected a number"),
-        ("quantity", 2, {"alpha": -1.0}, "alpha = -1.0: expected a number, above 0"),
         ("field", 3, {"field": "domain", "size_alpha": 0}, "size_alpha = 0: expected a number or nothing, above 0"),
         ("lda", 30, {"min_size": 10}, "needs 300 rows; there are 200"),
         (
@@ -237,15 +222,12 @@ def test_summary():
             {"mixture_seed": -1},
             "mixture_seed = -1: expected a whole number or nothing, at least 0 and at most 4294967295",
         ),
-        ("lda", 3, {"min_size": 0}, "min_size = 0: expected a whole number, at least 1"),
         ("lda", 3, {"field": "domian"}, "no column 'domian'.*did you mean 'domain'"),
         ("lda", 3, {"field": ["domain"]}, "data.splitter_args.0.field = .'domain'.: expected the name of a column"),
-        ("field", 3, {"field": ["domain"]}, "expected the name of a column"),
         ("field", 3, {"field": "topic"}, "no column 'topic'.*there are: domain"),
         ("field", 3, {"field": "domain", "min_size": 60}, "fewer than min_size 60"),
         ("field", 11, {"field": "domain", "min_size": 18}, "no more than .* clients"),
         ("shards", 60, {"shards_per_client": 4}, "need 240 rows; there are 200"),
-        ("shards", 6, {"shards_per_client": 0}, "shards_per_client = 0: expected a whole number, at least 1"),
     ],
 )
 def test_errors(name, clients, args, message):
@@ -266,16 +248,6 @@ def test_a_partitioner_that_loses_rows_is_refused():
 
 
 # -- shares of held-out rows ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name, args", CASES)
-def test_held_out_rows_go_to_one_client_each(name, args):
-    parts, held = partition(name, rows(), 8, rng(3), args), rows(90, seed=5)
-    shares = matching_shares(parts, rows(), held, rng(1))
-    assert np.sort(np.concatenate(shares)).tolist() == list(range(90))
-    assert len(shares) == 8 and all(share.dtype == np.int64 and (np.diff(share) > 0).all() for share in shares)
-    again = matching_shares(parts, rows(), held, rng(1))
-    assert all(np.array_equal(a, b) for a, b in zip(shares, again, strict=True))
 
 
 @pytest.mark.parametrize(
