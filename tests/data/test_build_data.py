@@ -65,14 +65,6 @@ def test_a_share_of_zero_gives_no_examples(reviews, config, encoder_tokenizer):
     assert built.test is None and built.majority is None and len(built.validation) == 10
 
 
-def test_the_division_among_clients_depends_on_the_seed(reviews, config, encoder_tokenizer):
-    made = [
-        build_data(config(reviews, splits=(1, 0, 0), clients=3, seed=seed), encoder_tokenizer) for seed in (1, 2, 1)
-    ]
-    first, other, again = ([rows_of(client) for client in built.clients] for built in made)
-    assert first == again and first != other, "of the same rows, since none are held out"
-
-
 def test_record_lists_the_file_rows_of_each_client(reviews, config, encoder_tokenizer):
     lines = reviews.read_text().splitlines()
     lines[4:4] = ["", ",0,x", " ,1,y"]  # empty lines are not counted, but rows without text are
@@ -101,14 +93,6 @@ def test_record_with_an_official_test_set(reviews, tmp_path, config, encoder_tok
     parts = [*record["clients"], record["validation"]]
     assert sorted(row for part in parts for row in part["rows"]) == list(range(100))
     assert len(record["validation"]["rows"]) == 20
-
-
-def test_record_excludes_prompts_that_are_too_long(tmp_path, config, chat_tokenizer):
-    rows = [{"instruction": "a " * (50 if i % 4 == 1 else 1 + i % 3), "output": "b"} for i in range(40)]
-    (tmp_path / "i.json").write_text(json.dumps(rows))
-    record = recorded(build_data(config("i.json", tmp_path), chat_tokenizer), tmp_path)
-    parts = [*record["clients"], record["validation"], record["test"]]
-    assert sorted(row for part in parts for row in part["rows"]) == [i for i in range(40) if i % 4 != 1]
 
 
 def test_rows_left_out_and_cut_are_counted_and_reported(tmp_path, config, chat_tokenizer, encoder_tokenizer, caplog):
@@ -170,12 +154,14 @@ def test_more_empty_rows_than_the_user_allows_are_refused(tmp_path, config, enco
     assert build_data(cfg, encoder_tokenizer).skipped == {"empty text": 1}
 
 
-def test_the_seed_determines_splits_and_partition(reviews, config, encoder_tokenizer):
-    first, again, other = (build_data(config(reviews, seed=s), encoder_tokenizer) for s in (1, 1, 2))
+def test_the_seed_divides_the_same_rows_among_the_clients(reviews, config, encoder_tokenizer):
+    def built(seed, raw=None):
+        return build_data(config(reviews, splits=(1, 0, 0), seed=seed), encoder_tokenizer, raw)
+
+    first, again, other = (built(seed) for seed in (1, 1, 2))
     assert first.fingerprint == again.fingerprint != other.fingerprint
     assert all(map(np.array_equal, first.partition.indices, again.partition.indices))
-    raw = load_raw(config(reviews).data)
-    assert build_data(config(reviews, seed=1), encoder_tokenizer, raw).fingerprint == first.fingerprint
+    assert built(1, load_raw(config(reviews).data)).fingerprint == first.fingerprint
 
 
 def test_the_test_set_does_not_depend_on_settings_of_the_training(reviews, config, encoder_tokenizer):
@@ -205,12 +191,14 @@ def test_config_errors(reviews, config, encoder_tokenizer, changes, message):
 
 def test_causal_language_model(tmp_path, config, chat_tokenizer):
     rows = [{"instruction": "a " * (1 + i % 3), "output": "b", "category": "pq"[i % 2]} for i in range(40)]
-    rows.append({"instruction": "a " * 50, "output": "b", "category": "p"})
+    rows.insert(7, {"instruction": "a " * 50, "output": "b", "category": "p"})
     (tmp_path / "i.json").write_text(json.dumps(rows))
     cfg = config("i.json", tmp_path, splits=(1, 0, 0), splitter="lda", splitter_args=[{"alpha": 0.5}], clients=3)
     built = build_data(cfg, chat_tokenizer)
     assert built.task == "causal_lm" and built.num_labels == 0 and built.majority is None
-    assert sum(map(len, built.clients)) == 40 and built.skipped == {"prompt too long": 1}
+    assert built.skipped == {"prompt too long": 1}
+    held = [row for client in recorded(built, tmp_path)["clients"] for row in client["rows"]]
+    assert sorted(held) == [row for row in range(41) if row != 7]
     batch = built.clients[0].batch([0])
     assert batch["labels"].shape == batch["input_ids"].shape
     by_field = config("i.json", tmp_path, args=[{"max_len": 64}], splits=(1, 0, 0), splitter="field", clients=2)
