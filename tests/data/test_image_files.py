@@ -207,14 +207,6 @@ def test_wrong_arguments(folder, tmp_path, args, message):
         load(folder, "", tmp_path, args)
 
 
-@pytest.mark.parametrize("suffix", ["png", "tif"])
-def test_images_of_16_bits_keep_the_upper_8(folder, tmp_path, suffix):
-    deep = (np.arange(30, dtype=np.uint16) * 2000).reshape(5, 6)
-    Image.fromarray(deep).save(folder / "train" / "cat" / f"deep.{suffix}")
-    raw = load(folder, "", tmp_path / "home")
-    assert (raw.images[:, 0] == deep // 256).all(axis=(1, 2)).sum() == 1
-
-
 @pytest.mark.parametrize("kind", [np.int32, np.float32])
 def test_images_of_32_bits_are_refused(folder, tmp_path, kind):
     Image.fromarray(np.ones((5, 6), kind)).save(folder / "train" / "cat" / "deep.tif")
@@ -255,7 +247,7 @@ def test_pictures_are_read_as_they_are_shown(folder, tmp_path):
 def test_12_bits_in_files_of_16_are_not_16_values(folder, tmp_path, caplog):
     deep = (np.arange(30, dtype=np.uint16) * 141).reshape(5, 6)  # up to 4089
     Image.fromarray(deep).save(folder / "train" / "cat" / "deep.png")
-    Image.fromarray(deep // 2).save(folder / "test" / "cat" / "deep.png")
+    Image.fromarray(deep // 2).save(folder / "test" / "cat" / "deep.tif")
     images = load(folder, "", tmp_path / "home").images[:, 0]
     for values in (deep // 16, deep // 2 // 16):  # one scale for all files
         assert (images == values).all(axis=(1, 2)).sum() == 1
@@ -282,10 +274,6 @@ def test_every_picture_that_is_left_out_is_counted(folder, tmp_path, caplog):
 
 
 def test_invalid_folders(folder, tmp_path):
-    (folder / "train" / "cat" / "bad.png").write_bytes(b"no picture")
-    with pytest.raises(UserError, match="bad.png: reading it as an image raises"):
-        load(folder, "", tmp_path)
-    (folder / "train" / "cat" / "bad.png").unlink()
     picture(folder / "test" / "bird" / "0.png", 1)
     with pytest.raises(UserError, match="class 'bird' of test does not occur in training"):
         load(folder, "", tmp_path)
