@@ -125,7 +125,6 @@ def compose(model: nn.Module) -> None:
 
     The class of PEFT's layer is replaced by its subclass here: PEFT offers no public way to choose the class of a
     layer, and a new module would have to copy whatever state PEFT keeps in the old one.
-    ``tests/models/test_borrowed.py`` names what the subclasses rely on.
     """
     for module in model.modules():
         if type(module) in _FORMS:
