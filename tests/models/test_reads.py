@@ -12,7 +12,6 @@ from transformers.pytorch_utils import Conv1D
 from fs_lowrank.data import Examples
 from fs_lowrank.errors import say_once
 from fs_lowrank.models.adapters import add_adapter
-from fs_lowrank.models.shortcuts.frozen import FrozenPrefix
 from fs_lowrank.models.shortcuts.reads import OnlyRead
 from fs_lowrank.settings import AdapterSpec
 from tests.cases import enlarge, small_config
@@ -38,10 +37,8 @@ def settings_of(name, dropout):
     return {"attention_dropout": dropout}
 
 
-def make(
-    name, task, dropout=0.0, modules=None, lora_dropout=0.0, attention="sdpa", dtype=torch.float64, seed=0, **spec
-):
-    torch.manual_seed(seed)
+def make(name, task, dropout=0.0, modules=None, lora_dropout=0.0, attention="sdpa", dtype=torch.float64, **spec):
+    torch.manual_seed(0)
     loader = AutoModelForCausalLM if task == "answers" else AutoModelForSequenceClassification
     config = small_config(name, layers=3, **settings_of(name, dropout))
     model = loader.from_config(config, attn_implementation=attention)
@@ -55,8 +52,8 @@ def make(
     return model.eval().to(dtype)
 
 
-def examples(task, lengths=(9, 4, 12, 7, 4, 15, 6), seed=0):
-    draw = np.random.default_rng(seed)
+def examples(task):
+    draw, lengths = np.random.default_rng(0), (9, 4, 12, 7, 4, 15, 6)
     rows = [draw.integers(4, 40, n) for n in lengths]
     if task == "classes":
         return Examples({"input_ids": rows}, draw.integers(0, 2, len(rows)))
@@ -73,11 +70,9 @@ def flipped(batch):
     }
 
 
-def results(model, batch, context, training=False, prefix=None):
+def results(model, batch, context, training=False):
     """Loss, logits that are read, and gradients."""
     model.train(training)
-    if prefix:
-        prefix.eval_below()
     model.zero_grad()
     torch.manual_seed(5)
     with context:
@@ -89,19 +84,15 @@ def results(model, batch, context, training=False, prefix=None):
     return loss, logits, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def distances(one, other):
-    """What differs by how much of its norm in ``one``."""
+def equal(one, other, relative):
+    """Whatever differs does so by ``relative`` of its norm in ``one`` at most."""
     assert one[2].keys() == other[2].keys() and one[2]
     # Some gradients are zero but for rounding, such as those of the keys' bias.
     least = 0.1 * max(g.norm() for g in one[2].values())
     pairs = {"loss": (one[0], other[0], 0), "logits": (one[1], other[1], 0)}
     pairs |= {name: (gradient, other[2][name], least) for name, gradient in one[2].items()}
-    return {name: float((a - b).norm().detach() / max(a.norm(), least)) for name, (a, b, least) in pairs.items()}
-
-
-def equal(one, other, relative):
-    for name, distance in distances(one, other).items():
-        assert distance <= relative, name
+    for name, (a, b, least) in pairs.items():
+        assert (a - b).norm() <= relative * max(a.norm(), least), name
 
 
 def checked(model, data):
@@ -138,32 +129,6 @@ def test_equal_to_the_plain_forward(name, task, attention, dtype, relative):
         if task == "classes":
             torch.testing.assert_close(logits, plain[1])
     assert not any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-@pytest.mark.parametrize("name, task", CASES)
-def test_equal_in_single_precision(name, task):
-    """Within 1e-6 of the plain forward, in loss, logits and every gradient, and as close to double precision as that.
-
-    How two orders of a sum are rounded depends on the draw of the weights and on the processor, by up to 2.8e-6 for one
-    gradient of one draw; so the distances are means over draws.
-    """
-    apart, plain, ours, reads = [], [], [], None
-    for seed in range(20):
-        model, data = make(name, task, dtype=torch.float32, seed=seed), examples(task, seed=seed)
-        reads, batch = reads.copy_for(model) if reads else checked(model, data), data.batch(np.arange(7))
-        oracle = make(name, task, seed=seed)
-        oracle.load_state_dict(model.state_dict())
-        exact = results(oracle, batch, contextlib.nullcontext())
-        everywhere = results(model, batch, contextlib.nullcontext())
-        where_read = results(model, batch, reads.reading(batch))
-        apart.append(distances(everywhere, where_read))
-        plain.append(distances(exact, everywhere))
-        ours.append(distances(exact, where_read))
-    for tensor in apart[0]:
-        assert np.mean([draw[tensor] for draw in apart]) <= 1e-6, tensor
-    means = [np.mean([list(draw.values()) for draw in draws]) for draws in (plain, ours)]
-    assert means[0] <= 2e-6
-    assert means[1] <= 1.1 * means[0]
 
 
 @pytest.mark.parametrize("name, task", CASES)
@@ -211,24 +176,6 @@ def test_other_adapters(method, dropout):
     for training in (False, True):
         plain = results(model, batch, contextlib.nullcontext(), training)
         equal(plain, results(model, batch, reads.reading(batch), training), 1e-9)
-
-
-@pytest.mark.parametrize("name, task", [("bert", "classes"), ("llama", "answers")])
-@pytest.mark.parametrize("layers", [(1, 2), (2,)])
-def test_with_kept_states(name, task, layers):
-    modules = ["query", "value"] if name == "bert" else ["q_proj", "v_proj"]
-    model, data = make(name, task, dropout=0.1, modules=modules, layers=layers), examples(task)
-    reads = checked(model, data)
-    prefix = FrozenPrefix(model, {"adapter", "head"}, 1e9)
-    prefix.plan({"a": (data, 5)})
-    assert prefix.depth == layers[0] and prefix.budget == {"a": True}
-    batch = data.batch(np.arange(7))
-
-    both = contextlib.ExitStack()
-    both.enter_context(prefix.states_of([("a", data, np.arange(7))], torch.device("cpu")))
-    plain = results(model, batch, contextlib.nullcontext(), True, prefix)
-    both.enter_context(reads.reading(batch))
-    equal(plain, results(model, batch, both, True, prefix), 1e-7)
 
 
 def test_a_norm_that_trains_gets_its_gradient():
