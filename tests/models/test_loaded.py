@@ -45,9 +45,17 @@ def a_config(folder, suffix="transformers", **keys):
     return load_config({"federate.client_num": 2, "model.type": f"{folder}@{suffix}", **keys})
 
 
+def copied(folder, to, **keys):
+    """Copy ``folder`` to ``to``, with ``keys`` in its config.json."""
+    shutil.copytree(folder, to)
+    config = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps({**config, **keys}))
+    return to
+
+
 def change(folder, to, edit):
     """Copy ``folder`` to ``to``, with its tensors changed in place by ``edit``."""
-    shutil.copytree(folder, to)
+    copied(folder, to)
     tensors = load_file(to / "model.safetensors")
     edit(tensors)
     save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
@@ -133,19 +141,13 @@ def test_another_number_of_classes(tuned):
 
 
 def test_a_shape_that_differs_from_the_configuration(tiny_encoder, tmp_path):
-    folder = tmp_path / "wide"
-    shutil.copytree(tiny_encoder, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
+    folder = copied(tiny_encoder, tmp_path / "wide", intermediate_size=64)
     with pytest.raises(UserError, match=r"is \(48,\) in the checkpoint and \(64,\) by its config.json"):
         build_model(a_config(folder), 2)
 
 
 def test_unused_layers_of_a_checkpoint_are_reported(tiny_encoder, tmp_path, caplog):
-    folder = tmp_path / "short"
-    shutil.copytree(tiny_encoder, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+    folder = copied(tiny_encoder, tmp_path / "short", num_hidden_layers=2)
     for _ in range(2):
         build_model(a_config(folder), 2)
     assert caplog.text.count("has 16 tensors that the model has no place for; they are left out: ") == 1
@@ -154,8 +156,7 @@ def test_unused_layers_of_a_checkpoint_are_reported(tiny_encoder, tmp_path, capl
 @pytest.mark.parametrize("left", [0.0, 0.001, 0.3, 0.999])
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 def test_truncated_weights(tiny_encoder, tmp_path, left, name):
-    folder = tmp_path / "cut"
-    shutil.copytree(tiny_encoder, folder)
+    folder = copied(tiny_encoder, tmp_path / "cut")
     if name.endswith(".bin"):
         torch.save(load_file(folder / "model.safetensors"), folder / name)
         (folder / "model.safetensors").unlink()
@@ -170,8 +171,7 @@ def test_truncated_weights(tiny_encoder, tmp_path, left, name):
     "content", ["", "{", "[]", '{"model_type": "bert", "hidden_size": "wide"}', '{"model_type": 3}']
 )
 def test_an_invalid_model_configuration(tiny_encoder, tmp_path, content):
-    folder = tmp_path / "bad"
-    shutil.copytree(tiny_encoder, folder)
+    folder = copied(tiny_encoder, tmp_path / "bad")
     (folder / "config.json").write_text(content)
     for build in (lambda: build_tokenizer(a_config(folder)), lambda: build_model(a_config(folder), 2)):
         with pytest.raises(UserError, match="model.type: cannot load the") as raised:
@@ -208,8 +208,7 @@ def test_a_length_above_the_positions(settings, tmp_path):
 
 
 def test_a_vocabulary_above_the_embedding(tiny_encoder, tmp_path):
-    folder = tmp_path / "more"
-    shutil.copytree(tiny_encoder, folder)
+    folder = copied(tiny_encoder, tmp_path / "more")
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
     rows = len(tokenizer)
     assert build_tokenizer(a_config(folder, **{"llm.tok_len": 24}))
@@ -237,8 +236,7 @@ def test_a_run_reports_and_records_its_new_head(settings, tmp_path, caplog, no_c
 
 def test_a_pointer_of_git_lfs_is_called_one(tiny_causal, tmp_path):
     for name in ("model.safetensors", "tokenizer.json"):
-        folder = tmp_path / name
-        shutil.copytree(tiny_causal, folder)
+        folder = copied(tiny_causal, tmp_path / name)
         (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
         config = a_config(folder, "huggingface_llm")
         with pytest.raises(UserError, match=f"{name}: a pointer of Git LFS.*git lfs pull"):
@@ -246,15 +244,13 @@ def test_a_pointer_of_git_lfs_is_called_one(tiny_causal, tmp_path):
 
 
 def test_code_that_a_model_brings_is_refused_and_nobody_is_asked(tiny_causal, tmp_path, monkeypatch):
-    shutil.copytree(tiny_causal, tmp_path / "m")
-    about = json.loads((tmp_path / "m" / "config.json").read_text())
-    about |= {"model_type": "own", "auto_map": {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}}
-    (tmp_path / "m" / "config.json").write_text(json.dumps(about))
-    (tmp_path / "m" / "own.py").write_text("raise SystemExit('it ran')")
+    brought = {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}
+    folder = copied(tiny_causal, tmp_path / "m", model_type="own", auto_map=brought)
+    (folder / "own.py").write_text("raise SystemExit('it ran')")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
     for load in (build_skeleton, build_tokenizer, lambda config: build_model(config, None)):
         with pytest.raises(UserError, match="it brings code of its own, which is not run here; take a model"):
-            load(a_config(tmp_path / "m", "huggingface_llm"))
+            load(a_config(folder, "huggingface_llm"))
 
 
 class Ran:
@@ -265,14 +261,13 @@ class Ran:
 
 
 def test_a_bin_file_that_would_run_code(tiny_causal, tmp_path):
-    shutil.copytree(tiny_causal, tmp_path / "m")
-    config = a_config(tmp_path / "m", "huggingface_llm")
-    tensors = load_file(tmp_path / "m" / "model.safetensors")
-    torch.save({**tensors, "x": Ran()}, tmp_path / "m" / "pytorch_model.bin")
+    folder = copied(tiny_causal, tmp_path / "m")
+    config, tensors = a_config(folder, "huggingface_llm"), load_file(folder / "model.safetensors")
+    torch.save({**tensors, "x": Ran()}, folder / "pytorch_model.bin")
     assert build_model(config, None)  # from safetensors
-    (tmp_path / "m" / "model.safetensors").unlink()
+    (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match="take the model's .safetensors files") as caught:
         build_model(config, None)
     assert "weights_only" not in str(caught.value)
-    torch.save(tensors, tmp_path / "m" / "pytorch_model.bin")
+    torch.save(tensors, folder / "pytorch_model.bin")
     assert build_model(config, None)
