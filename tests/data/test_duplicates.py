@@ -71,11 +71,3 @@ def test_a_file_of_training_rows_is_no_test_file(tmp_path, config, data, test):
         (tmp_path / "d" / f"{name}.csv").write_text("text,label\ngood,1\nbad,0\n")
     with pytest.raises(UserError, match=r"data.args: test: .*rows.csv is a file of the training rows"):
         load_raw(config(tmp_path / "d" / data, args=[{"test": test}]).data)
-
-
-def test_rows_of_arrow_data_have_the_same_keys(tmp_path, config):
-    frame = pd.DataFrame({"text": [f"row {i}" for i in range(1500)], "label": [i % 2 for i in range(1500)]})
-    frame.to_parquet(tmp_path / "rows.parquet")
-    frame.to_csv(tmp_path / "rows.csv", index=False)
-    stored, table = (load_raw(config(tmp_path / f"rows.{kind}").data).train for kind in ("parquet", "csv"))
-    assert row_keys(stored, CLASSIFICATION).tolist() == row_keys(table, CLASSIFICATION).tolist()

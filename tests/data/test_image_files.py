@@ -110,9 +110,6 @@ def test_cifar10_binary(tmp_path, small_cifar):
     (folder / "data_batch_3.bin").write_bytes(b"\0" * 30_729)
     with pytest.raises(UserError, match="data_batch_1.bin: reading it as a file of cifar10 raises ValueError: cannot"):
         load("cifar10", tmp_path)
-    (folder / "data_batch_3.bin").unlink()
-    with pytest.raises(UserError, match="no folder has data_batch_1.bin, "):
-        load("cifar10", tmp_path)
     with pytest.raises(UserError, match="pickled, and pickles are not read"):
         load("cifar10", tmp_path / "else")
 

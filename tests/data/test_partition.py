@@ -158,12 +158,6 @@ def test_field_gives_one_value_a_client_in_proportion():
     assert unequal[:6].sum() == 600 and len(set(unequal[:6])) > 1
 
 
-def test_the_only_client_holds_every_value():
-    data = Rows(12, None, {"f": np.array(["a"] * 10 + ["b", "c"])})
-    (part,) = partition("meta", data, 1, rng()).indices
-    assert sorted(part) == list(range(12))
-
-
 @pytest.mark.parametrize("name", ["field", "meta"])
 def test_fewer_clients_than_values_hold_several(name):
     """As with FederatedScope's ``rosetta_3_clients``: nine languages, three clients."""
