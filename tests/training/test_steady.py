@@ -3,13 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, BigBirdModel
+from transformers import AutoModelForSequenceClassification
 
-import fs_lowrank
 from fs_lowrank.data import Examples
 from fs_lowrank.errors import UserError
-from fs_lowrank.models.build import build_model, build_tokenizer
-from fs_lowrank.testing import small
 from fs_lowrank.training.steady import check_steady
 from tests.cases import small_config
 
@@ -61,17 +58,3 @@ def test_others_are_not(kind, keys, lengths):
     numbers = torch.get_rng_state()
     check_steady(model, texts(*lengths))
     assert torch.equal(torch.get_rng_state(), numbers)
-
-
-def test_big_bird_is_settled_when_it_is_built(settings, tmp_path):
-    """The batch by which padding is tried is short, so attention is the same in every process and resumed run."""
-    vocabulary = small.save_tokenizer(tmp_path / "model")
-    torch.manual_seed(0)
-    BigBirdModel(small_config("big_bird", **BIG_BIRD, vocab_size=vocabulary, sep_token_id=1)).save_pretrained(
-        tmp_path / "model"
-    )
-    keys = {"model.type": f"{tmp_path / 'model'}@transformers", "llm.adapter.args": [{"r": 2, "modules": ["query"]}]}
-    config = fs_lowrank.load_config(settings, keys)
-    model = build_model(config, 2, build_tokenizer(config))
-    assert model.bert.attention_type == "original_full"
-    check_steady(model, texts(40, 3, 6, 20, 48))
