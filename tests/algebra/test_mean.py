@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import fs_lowrank.algebra.mean as mean_module
 from fs_lowrank.algebra import FlatTensors, nbytes, weighted_mean
@@ -44,14 +42,6 @@ def test_equals_the_loop(dtype, tolerance, flat):
     assert all(result[n].dtype == dtype and result[n].shape == parts[0][n].shape for n in SHAPES)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=9), st.integers(0, 2**31))
-def test_any_number_of_clients_and_sizes(sizes, seed):
-    parts = clients(len(sizes), seed=seed)
-    weights = [n / sum(sizes) for n in sizes]
-    same(weighted_mean(parts, weights), oracle(parts, weights), 2e-6)
-
-
 def test_every_tensor_keeps_its_dtype():
     parts = [{**p, "half": p["a"].bfloat16(), "long": p["b"].double()} for p in clients(3)]
     weights = [0.5, 0.2, 0.3]
@@ -82,15 +72,6 @@ def test_blocks_may_end_inside_a_tensor(monkeypatch):
     monkeypatch.setattr(mean_module, "_BLOCK", 4)
     parts, weights = clients(3), [0.2, 0.5, 0.3]
     same(weighted_mean(parts, weights), oracle(parts, weights), 1e-6)
-
-
-def test_the_inputs_are_not_changed():
-    parts = [FlatTensors.pack(p) for p in clients(3)]
-    before = [p.flat.clone() for p in parts]
-    result = weighted_mean(parts, [0.2, 0.5, 0.3])
-    for name in result:
-        result[name].zero_()
-    assert all(torch.equal(p.flat, b) for p, b in zip(parts, before))
 
 
 def test_flat_and_dict_clients_give_the_same_bits():
@@ -131,18 +112,6 @@ def test_flat_tensors_are_views_in_name_order():
     flat.flat.zero_()
     assert not any(t.any() for t in flat.values()) and part["a"].any()
     assert len(FlatTensors.pack({})) == 0
-
-
-def test_flat_tensors_refuse_what_they_cannot_hold():
-    with pytest.raises(TypeError, match="one dtype"):
-        FlatTensors.pack({"x": torch.zeros(2), "y": torch.zeros(2).double()})
-    with pytest.raises(ValueError, match="holds 3"):
-        FlatTensors(torch.zeros(3), (("x", (2, 2)),))
-
-
-def test_packing_a_transposed_tensor_keeps_its_values():
-    part = {"x": torch.arange(6.0).reshape(2, 3).T}
-    assert torch.equal(FlatTensors.pack(part)["x"], part["x"])
 
 
 def test_bytes_of_tensors():

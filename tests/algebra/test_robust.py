@@ -42,12 +42,6 @@ def test_coordinate_wise_rules(blocks, count, dtype, tolerance):
         assert all(result[n].shape == parts[0][n].shape and result[n].dtype == dtype for n in SHAPES)
 
 
-def test_nothing_left_to_average():
-    for count, cut in ((4, 2), (3, 2), (3, -1)):
-        with pytest.raises(ValueError, match="none is left"):
-            trimmed_mean(clients(count), cut)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("count, malicious", [(3, 0), (5, 1), (6, 1), (9, 3)])
 def test_krum(blocks, count, malicious, dtype):
@@ -95,13 +89,3 @@ def test_two_of_seven_clients_at_the_end_of_float32(bad):
     factors = [min(1.0, 3.0 / norm_of_change(p, start)) for p in parts]
     result = bounded_mean(parts, [1 / 7] * 7, start, factors)
     assert np.linalg.norm(flat(result) - flat(start)) <= 3.0 * (1 + 1e-5)
-
-
-def test_the_inputs_are_not_changed():
-    parts = clients(5)
-    before = [{n: t.clone() for n, t in p.items()} for p in parts]
-    results = [median(parts), trimmed_mean(parts, 1), bounded_mean(parts, [0.2] * 5, parts[0], [1.0] * 5)]
-    for result in results:
-        for tensor in result.values():
-            tensor.zero_()
-    assert all(torch.equal(p[n], b[n]) for p, b in zip(parts, before) for n in p)
