@@ -93,7 +93,6 @@ FIRST_VARIANTS = {
     "test_messages_for_a_client_that_is_never_asked_are_bounded": 2,
     "test_numbers_and_sets_of_classes": 2,
     "test_equal_to_the_plain_forward": 6,
-    "test_rolora_sends_half_of_fedlora": 1,
     "test_a_personal_adapter_on_the_saved_model_is_the_clients_model": 2,
     "test_in_memory_and_in_files": 1,
     "test_these_methods_keep_the_mean_of_the_products": 3,
