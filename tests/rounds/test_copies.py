@@ -264,25 +264,18 @@ def test_training_that_did_not_count_does_not_change_the_personal_tensors(tmp_pa
 
 
 @pytest.mark.more
-def test_quantised_messages_over_processes(tmp_path):
-    run = Run("fedloru", tmp_path, Uniform(16))
-    for number, clients in enumerate([(1, 2, 3), (1, 2), (1, 2, 3)], 1):
-        run.round(number, clients)
-    for client in (1, 2, 3):
-        check_same(run.evaluated(3, client)[0], run, atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.more
 @pytest.mark.parametrize("bits", [8, 16])
 @EACH
 def test_the_state_after_a_quantised_message_is_what_copies_hold(name, bits, tmp_path):
     """Also where a pair is merged and goes on as it is, so that the message has it under another name."""
     run = Run(name, tmp_path, Uniform(bits))
-    for number in (1, 2, 3):
-        run.round(number)
+    for number, clients in enumerate([(1, 2, 3), (1, 2), (1, 2, 3)], 1):
+        run.round(number, clients)
         held = dict(run.evaluated(number, 1)[0].model.named_parameters())
         state = run.method.view(run.ledger.state)
         assert state and all(torch.equal(state[n], held[n]) for n in state), number
+    for client in (1, 2, 3):
+        check_same(run.evaluated(3, client)[0], run, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.more

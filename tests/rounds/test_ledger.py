@@ -119,32 +119,11 @@ def test_a_message_that_a_client_lacks_is_kept():
     assert {n for n in late if n.startswith("merge:")} == {f"merge:{r}:{n}" for r in (1, 2, 3, 4) for n in (A, B)}
 
 
-def test_messages_are_cut_to_the_clients_rank():
-    made = create_method("flexlora", adapter=AdapterSpec(r=2, lora_alpha=4), ranks=(1, 2))
-    ledger = ledger_of(made, state(), 2, keep_messages=False)
-    step(ledger, 1, (1, 2))
-    second = Round(2, ledger)
-    assert second.ask(1).sizes == (4 * (7 + 5 + 15), 4 * (7 + 5))
-    assert second.ask(2).sizes == (4 * (14 + 10 + 15), 4 * (14 + 10))
-
-
 # -- the state that copies report ------------------------------------------------------------------------
 
 
 def asked(ledger, number, standing):
     return Round(number, ledger, (1,)).ask(1, standing)
-
-
-def test_a_copy_that_reports_its_round_is_sent_what_it_lacks():
-    ledger = make_ledger(keep_messages=True)
-    step(ledger, 1, (1, 2))
-    told = asked(ledger, 2, Standing()).parcel.facts
-    assert told["since"] == 0 and told["stands"] == 1, "from the initial state, it needs only the messages since then"
-    here = Standing(1, told["stamp"])
-    assert not asked(ledger, 2, here).parcel.tensors
-    step(ledger, 2, (1, 2))
-    assert set(asked(ledger, 3, here).parcel.tensors) == {A, HEAD}
-    assert asked(ledger, 3, here).parcel.facts["stamp"] != told["stamp"]
 
 
 @pytest.mark.parametrize("said", [Standing(1, "another"), Standing(2, ""), Standing(9, ""), Standing(-1, "")])

@@ -20,10 +20,6 @@ def test_tensors_and_facts_survive_serialisation(dtype):
         assert torch.equal(back.tensors[name], tensor) and back.tensors[name].dtype == tensor.dtype
 
 
-def test_a_parcel_without_tensors():
-    assert not Parcel.of(Parcel({}, error="x").to_bytes()).tensors
-
-
 class Harm:
     def __reduce__(self):
         return os.mkdir, ("harmed",)
