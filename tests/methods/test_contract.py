@@ -19,8 +19,6 @@ from fs_lowrank.methods import (
     register_method,
     requirements,
 )
-from fs_lowrank.models.layers import Layer, adapted_layers
-from fs_lowrank.models.names import all_tensors
 
 pytestmark = pytest.mark.usefixtures("own_methods")
 
@@ -129,7 +127,7 @@ def test_needs_follow_the_hyperparameters():
 def test_shared_tags_determine_whether_there_is_an_adapter():
     found = {n: requirements(n).adapter for n in list_methods()}
     # Other tests register methods of their own, so only those of this package are checked.
-    halves = ("ffa_lora", "flexlora", "flora", "mfedloru", "pmfedloru", "rolora")
+    halves = ("fedsa_lora", "ffa_lora", "flexlora", "flora", "mfedloru", "pmfedloru", "rolora")
     assert {found[n] for n in halves} == {"lora"}
     assert {found[n] for n in ("fedloru", "pfedloru")} == {"any"} and found["fedlora"] == "every"
     assert {found[n] for n in ("fedavg", "fedhm", "pfedlora", "dense", "otfusion", "pfnm")} == {"none"}
@@ -204,40 +202,3 @@ def test_a_number_under_the_name_of_a_shared_tensor_is_refused():
 def test_hyperparameters_are_a_dataclass():
     with pytest.raises(TypeError, match="hyperparameters of the type dict, expected FedAvg.Params"):
         type(create_method("fedavg"))({}, Setting())
-
-
-# -- layers ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name, letters", [("fedlora", "ABW"), ("mfedloru", "ABW"), ("pfedloru", "ABW"), ("fedhm", "WUV")]
-)
-def test_the_view_of_a_model_has_every_adapted_layer_once(toy, name, letters):
-    model = toy.method(name).adapt(toy.net())
-    own = all_tensors(model)
-    layers = adapted_layers(own)
-    assert [each.name.rsplit(".", 1)[-1] for each in layers] == sorted(toy.layers)
-    for layer in layers:
-        module = model.get_submodule(layer.name)
-        assert layer.W is module.base_layer.weight
-        if "A" in letters:
-            assert layer.A is module.lora_A["default"].weight and layer.B is module.lora_B["default"].weight
-        assert (layer.U is not None) == ("U" in letters) and (layer.A_d is not None) == (name == "mfedloru")
-        assert all(own[n] is t for n, t in layer.named().items())
-    known = {n for layer in layers for n in layer.named()}
-    # All tensors with one of these endings are covered; other names with them are not tensors of the model.
-    assert not adapted_layers({n: t for n, t in own.items() if n not in known})
-    assert not adapted_layers({f"merge:3:{n}": own[n] for n in known})
-    assert Layer("l", A=own[layers[0].key(letters[0])]).named().keys() == {"l.lora_A.default.weight"}
-
-
-def test_a_method_that_shares_halves_of_the_pairs_needs_lora_without_saying_so():
-    class Half(Averaging):
-        shared = ("lora_A", "head")
-        personal = ("lora_B",)
-
-    assert Half.requires(None).adapter == "lora"
-    assert (
-        Averaging.requires(None).adapter == "any"
-        and type("All", (Averaging,), {"shared": ("base",)}).requires(None).adapter == "none"
-    )

@@ -155,20 +155,6 @@ def test_fedprox_with_mu_0_is_the_method_to_the_bit(toy, federation, method):
     assert all(torch.equal(states[0][n], states[1][n]) for n in states[0] if isinstance(states[0][n], torch.Tensor))
 
 
-def test_without_variates_clients_train_as_the_method_s_to_the_bit(toy, federation):
-    sent = {}
-    for kind in (None, "scaffold", "feddyn"):
-        drift = kind and DriftCorrection(kind, 1e-30, len(SIZES))
-        fed = trains(federation(toy.method("fedsa_lora", drift=drift), SIZES))
-        fed.round(1)
-        sent[kind] = fed.received
-    for kind in ("scaffold", "feddyn"):
-        for plain, update in zip(sent[None], sent[kind]):
-            assert all(torch.equal(t, update.tensors[n]) for n, t in plain.tensors.items())
-            further = {n for n in update.tensors if n not in plain.tensors}
-            assert further == ({f"control:{n}" for n in plain.tensors} if kind == "scaffold" else set())
-
-
 def test_what_is_beside_the_model_is_no_part_of_it(toy):
     model = toy.method("fedlora", drift=DriftCorrection("scaffold", clients=3)).adapt(toy.net())
     plain = toy.method("fedlora").adapt(toy.net())

@@ -16,8 +16,6 @@ from fs_lowrank.methods import (
     list_methods,
     register_method,
 )
-from fs_lowrank.rounds.finite import BadRound
-from fs_lowrank.rounds.workspace import method_of
 from fs_lowrank.settings.sections import ROBUST
 from tests.methods.conftest import close
 
@@ -132,19 +130,6 @@ def test_the_record_of_the_next_round_starts_again(toy, federation):
     assert not one.notes and not fed.method.notes
 
 
-def test_fewer_updates_than_the_rule_needs_are_a_bad_round(toy, federation):
-    fed = federation(toy.method("fedlora", robust=RobustMean("krum", malicious=2)), SIZES)
-    fed.round(1)
-    before = dict(fed.ledger.state)
-    for client in (1, 2, 3, 4, 5, 6):
-        fed.catch_up(client, 2)
-        fed.jump(client, 2)
-        fed.receive(fed.update(client, 2), 2)
-    with pytest.raises(BadRound, match="lowrank.robust = krum with robust_malicious = 2 needs 7 updates, got 6"):
-        fed.finish(2)
-    assert all(fed.ledger.state[n] is t for n, t in before.items())
-
-
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("by", ["uniform", "samples"])
 def test_the_master_of_fedhm_is_averaged_with_what_the_rule_gives_for_the_clients(toy, federation, rule, by):
@@ -220,12 +205,6 @@ def test_keys_that_cannot_work_are_refused(keys, said):
     content = {"federate": {"method": "fedlora", "client_num": 20, "sample_client_num": 8}, "lowrank": keys}
     with pytest.raises(UserError, match=said):
         load_config(content)
-
-
-def test_keys_reach_the_method():
-    content = {"federate": {"method": "rolora", "client_num": 8}, "lowrank": {"robust": "krum", "robust_malicious": 2}}
-    assert method_of(load_config(content)).robust == RobustMean("krum", malicious=2)
-    assert method_of(load_config({"federate": {"method": "rolora", "client_num": 8}})).robust is None
 
 
 @pytest.mark.more

@@ -1,7 +1,6 @@
 """Updates that are refused, and methods that cannot be created."""
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -20,15 +19,8 @@ from fs_lowrank.methods import (
     register_method,
 )
 from fs_lowrank.rounds.admission import check_update
-from tests.methods.conftest import equal
 
 SIZES = (3, 10, 27)
-METHODS = ("fedavg", "fedlora", "ffa_lora", "rolora", "flexlora", "flora")
-
-
-def changed(change):
-    """What makes an update with one tensor changed, from its tensors and the name of that."""
-    return lambda tensors, name: {**tensors, name: change(tensors[name])}
 
 
 def without(tensors, name):
@@ -37,52 +29,21 @@ def without(tensors, name):
 
 #: what is made of an update's tensors and the name of one of them, and what is said
 FAULTS = {
-    "nan": (changed(lambda t: torch.cat([t.flatten()[:-1], t.new_tensor([math.nan])]).view_as(t)), "NaN or Inf"),
-    "inf": (changed(lambda t: torch.cat([t.new_tensor([math.inf]), t.flatten()[1:]]).view_as(t)), "NaN or Inf"),
-    "-inf": (changed(lambda t: torch.cat([t.new_tensor([-math.inf]), t.flatten()[1:]]).view_as(t)), "NaN or Inf"),
-    "as many values": (changed(torch.flatten), "has shape"),
-    "transposed": (changed(lambda t: t.transpose(0, 1).contiguous()), "has shape"),
-    "one row less": (changed(lambda t: t[1:]), "has shape"),
-    "dtype": (changed(torch.Tensor.double), "has dtype torch.float64, expected torch.float32"),
+    "transposed": (lambda t, n: {**t, n: t[n].transpose(0, 1).contiguous()}, "has shape"),
     "one letter more": (lambda t, n: {**without(t, n), f"{n}s": t[n]}, "unknown tensor.*did you mean 'base_model"),
     "one too many": (lambda t, n: {**t, "more": t[n]}, "unknown tensor 'more'"),
-    "missing": (without, "is missing"),
     "nothing": (lambda t, n: {}, "is missing"),
 }
 
 
-@pytest.mark.parametrize(
-    "method, how",
-    [(method, how) for method in METHODS for how in FAULTS if method in ("fedlora", "flora") or how == "transposed"],
-)
-def test_a_wrong_update_is_refused_by_client_and_tensor(toy, federation, method, how):
-    fed = federation(toy.method(method), SIZES)
+@pytest.mark.parametrize("how", FAULTS)
+def test_a_wrong_update_is_refused_by_client_and_tensor(toy, federation, how):
+    fed = federation(toy.method("fedlora"), SIZES)
     update, (spoil, said) = fed.update(2, 1), FAULTS[how]
     name = sorted(update.tensors)[1]
     with pytest.raises(RefusedUpdate, match=f"client 2.*{said}") as refusal:
         fed.receive(dataclasses.replace(update, tensors=spoil(update.tensors, name)), 1)
     assert how in ("one too many", "nothing") or name in str(refusal.value)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_a_refused_update_has_no_effect(toy, federation, name):
-    present, absent = (federation(toy.method(name), SIZES) for _ in range(2))
-    for fed in (present, absent):
-        fed.round(1)
-    absent.round(2, (1, 3))
-    for client in present.copies:
-        present.catch_up(client, 2)
-        present.jump(client, 2)
-        update = present.update(client, 2)
-        if client == 2:
-            tensors = {n: torch.full_like(t, float("nan")) for n, t in update.tensors.items()}
-            with pytest.raises(RefusedUpdate, match="client 2"):
-                present.receive(dataclasses.replace(update, tensors=tensors), 2)
-        else:
-            present.receive(update, 2)
-    present.method.apply(present.model, present.finish(2), 2)
-    equal(present.ledger.state, absent.ledger.state)
-    equal(present.everything(), absent.everything())
 
 
 @pytest.mark.parametrize("name", ["flexlora", "flora"])
@@ -115,7 +76,7 @@ def test_a_checked_update_is_a_copy(mixed):
 
 @pytest.mark.usefixtures("own_methods")
 def test_the_registry():
-    assert list_methods() == sorted(list_methods()) and set(METHODS) <= set(list_methods())
+    assert list_methods() == sorted(list_methods()) and {"fedavg", "flora"} <= set(list_methods())
     assert get_method_class("RoLoRA").name == "rolora" and get_method_class("fedit") is get_method_class("lora")
     with pytest.raises(UserError, match="no method 'rollora'; did you mean 'rolora'.*there are: .*flora"):
         create_method("rollora")

@@ -112,23 +112,6 @@ def test_a_wider_network_is_loaded_trained_and_sent(bench):
     torch.testing.assert_close(fresh(**batch).logits, ran.model(**batch).logits)
 
 
-@pytest.mark.more
-def test_a_checkpoint_holds_the_wider_net(vision_settings, tmp_path, no_curves):
-    import fs_lowrank
-
-    keys = {"federate.method": "pfnm", "federate.client_num": 3, "federate.total_round_num": 3, "lowrank.width": 0.5}
-    keys |= {"model.type": "lenet", "model.use_bias": False}
-
-    def config(name):
-        return fs_lowrank.load_config(vision_settings, {**keys, "outdir": str(tmp_path / name)})
-
-    whole = fs_lowrank.run(config("whole"))
-    fs_lowrank.run(config("cut"), on_round=lambda record: record["round"] == 2)
-    rest = fs_lowrank.run(config("cut"), resume=True)
-    a, b = (dict(r.model.named_parameters()) for r in (whole, rest))
-    assert a["fc1.weight"].shape[0] > 60 and all(torch.equal(a[n], b[n]) for n in a)
-
-
 def test_other_models_do_not_grow(bench):
     with pytest.raises(ValueError, match="the model's shape is"):
         load_tensors(bench.net(), {"two.weight": torch.zeros(10, 12)})
