@@ -14,7 +14,6 @@ from fs_lowrank.rounds.ledger import Standing
 from fs_lowrank.rounds.node import Node
 from fs_lowrank.rounds.parcel import Parcel
 from fs_lowrank.rounds.round import Round
-from fs_lowrank.testing import Bench, quietly
 from fs_lowrank.testing.bench import equal, state_of, without_seconds
 from tests.servers import ledger_of
 
@@ -65,12 +64,6 @@ def thrice(own_methods):
             return {"x:scale": torch.tensor(0.5)}
 
     return Thrice
-
-
-@pytest.fixture
-def bench(tmp_path):
-    with quietly(tmp_path):
-        yield Bench(tmp_path / "bench")
 
 
 def test_the_model_is_what_the_client_left_and_was_told(bench, thrice):
