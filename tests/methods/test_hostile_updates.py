@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -476,6 +476,7 @@ COUNTS = st.one_of(
 @EACH
 @few(10)
 @given(count=COUNTS)
+@example(count=3)
 def test_a_count_must_be_whole_and_as_declared(name, count):
     made = prepared(name)
     with pytest.raises(RefusedUpdate, match="^client 2: says it has .* samples") as refusal:
