@@ -2,80 +2,14 @@ import math
 import os
 import pathlib
 import re
-import sys
-import types
-from dataclasses import dataclass, field
 
 import pytest
 import yaml
 
-import fs_lowrank.training.optimizer  # noqa: F401  (what tries an optimizer, with the real methods)
-from fs_lowrank.config import Config, check_local, load_config
-from fs_lowrank.errors import UserError, nearest, say_once
-from fs_lowrank.methods import Averaging
-from fs_lowrank.settings import AdapterSpec, known_keys, parse_overrides
-
-
-class FedAvg(Averaging):
-    name, shared = "fedavg", ("base", "head")
-
-    @dataclass(frozen=True)
-    class Params:
-        pass
-
-
-class FedLoRA(Averaging):
-    name, shared = "fedlora", ("adapter", "head")
-    Params = FedAvg.Params
-
-
-class RoLoRA(Averaging):
-    name, shared = "rolora", ("adapter", "head")
-
-    @dataclass(frozen=True)
-    class Params:
-        mix: float = field(default=1.0, metadata={"min": 0.0, "max": 1.0})
-        tau: int = 5
-
-
-class Ranked(Averaging):
-    name, shared = "ranked", ("adapter",)
-
-    @dataclass(frozen=True)
-    class Params:
-        ranks: tuple[int, ...] = field(default=(), metadata={"min": 1})
-        split: "str" = field(default="b", metadata={"choices": ("b", "sqrt")})
-        tau: int = 7
-
-        def __post_init__(self):
-            if len(self.ranks) > 3:
-                raise ValueError("ranks: at most three")
-
-
-class Needy(Averaging):
-    name = "needy"
-
-    @dataclass(frozen=True)
-    class Params:
-        size: int
-
-
-METHODS = {cls.name: cls for cls in (FedAvg, FedLoRA, RoLoRA, Ranked, Needy)}
-
-
-@pytest.fixture(autouse=True)
-def registry(monkeypatch):
-    """A registry of a few methods that do not change with the package."""
-
-    def get_method_class(name):
-        name = {"fedit": "fedlora"}.get(name, name)
-        if name not in METHODS:
-            raise UserError(f"federate.method: no method {name!r}{nearest(name, METHODS)}")
-        return METHODS[name]
-
-    module = types.ModuleType("fs_lowrank.methods")
-    module.get_method_class = get_method_class
-    monkeypatch.setitem(sys.modules, "fs_lowrank.methods", module)
+from fs_lowrank.config import check_local, load_config
+from fs_lowrank.errors import UserError, say_once
+from fs_lowrank.methods import create_method, get_method_class, list_methods, requirements
+from fs_lowrank.settings import AdapterSpec, parse_overrides
 
 
 @pytest.fixture
@@ -130,7 +64,7 @@ def test_file(write):
     assert config.train.optimizer.extra == {"weight_decay": 0.0, "betas": [0.9, 0.99]}
     assert config.adapter == AdapterSpec(r=4, lora_alpha=8, target_modules=("q_proj", "v_proj"))
     assert config.model.task == "CausalLM" and config.llm.adapter.use is True
-    assert config.method_params == {"mix": 0.5, "tau": 5} and config.lowrank.min_clients == 1
+    assert config.method_params == {"mix": 0.5} and config.lowrank.min_clients == 1
 
 
 def test_overrides_take_precedence_in_every_spelling(write):
@@ -248,27 +182,6 @@ def test_lines_are_named(write):
 # -- checking ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "key, meant",
-    [
-        ("federat", "federate"),
-        ("federate.metod", "federate.method"),
-        ("train.optimiser", "train.optimizer"),
-        ("train.optimiser.lr", "train.optimizer"),
-        ("Seed", "seed"),
-        ("fedprox.muu", "fedprox.mu"),
-        ("llm.tok_length", "llm.tok_len"),
-        ("eval.metric", "eval.metrics"),
-        ("train.optimizer.LR", "lr"),
-        ("dataloader.batchsize", "dataloader.batch_size"),
-        ("client_num", "federate.client_num"),
-    ],
-)
-def test_an_unknown_key_names_the_nearest(key, meant):
-    with refused("unknown key", f"did you mean '{meant}'?"):
-        make({key: 1})
-
-
 def test_internal_keys_are_unknown():
     for key in ("framework", "source", "lowrank.params"):
         with refused("unknown key"):
@@ -282,62 +195,41 @@ def test_internal_keys_are_unknown():
         ("use_gpu", 1, ("True or False",)),
         ("seed", 1.5, ("a whole number",)),
         ("seed", True, ("a whole number",)),
-        ("seed", -1, ("at least 0",)),
         ("outdir", 3, ("the path of a folder",)),
         ("train.optimizer.lr", True, ("a number",)),
         ("train.optimizer.lr", math.nan, ("a number",)),
-        ("train.optimizer.lr", 0, ("above 0",)),
         ("train.optimizer.type", "AdamX", ("did you mean 'Adam",)),
-        ("train.local_update_steps", 0, ("at least 1",)),
-        ("train.batch_or_epoch", "epochs", ("did you mean 'epoch'",)),
         (
             "train.optimizer",
             {"type": "AdamW", "betas": [0.9]},
             ("train.optimizer.betas = [0.9]: expected a list of 2",),
         ),
-        ("train.optimizer", {"type": "AdamW", "betas": 5}, ("train.optimizer.betas = 5: expected a list of 2",)),
         (
             "train.optimizer",
             {"type": "SGD", "momentum": "abc"},
             ("train.optimizer.momentum = 'abc': expected a number",),
         ),
-        (
-            "train.optimizer",
-            {"type": "SGD", "maximize": "abc"},
-            ("train.optimizer.maximize = 'abc': expected True or",),
-        ),
         ("train.optimizer", {"type": "SGD", "momentun": 0.9}, ("did you mean 'momentum'",)),
-        ("fedopt.optimizer", {"beta": 0.9}, ("unknown key 'fedopt.optimizer.beta'; did you mean 'betas'",)),
-        ("eval.frequency", 5, ("unknown key 'eval.frequency'; did you mean 'eval.freq'",)),
         ("outdir", "", ("a folder",)),
         ("expname", "../../x", ("a folder below outdir",)),
         ("expname", "/x", ("a folder below outdir",)),
         ("federate", 3, ("a section",)),
         ("federate.client_num", 0, ("number of clients",)),
-        ("federate.total_round_num", 0, ("at least 1",)),
         ("federate.sample_client_num", 11, ("federate.client_num, which is 10",)),
         ("federate.sample_client_num", 0, ("-1 for all",)),
         ("federate.sample_client_rate", 1.1, ("at most 1",)),
-        ("federate.sample_client_rate", 0.0, ("above 0",)),
         ("federate.mode", "standalon", ("did you mean 'standalone'",)),
         ("federate.method", None, ("text",)),
-        ("dataloader.batch_size", 0, ("at least 1",)),
         ("data.splits", [0.8, 0.2, 0.1], ("add up to 1",)),
-        ("data.splits", [0.5, 0.1, 0.1], ("add up to 1",)),
         ("data.splits", [0.8, 0.2], ("three shares",)),
         ("data.splits", [1.1, -0.1, 0.0], ("at least 0",)),
         ("data.splits", "0.8", ("a list of numbers",)),
         ("data.splits", "(0.98,0.01,0.01)", ("a list of numbers", "write [0.98,0.01,0.01]")),
-        ("data.subsample", 0, ("above 0 and at most 1",)),
         ("eval.split", ["tset"], ("did you mean 'test'",)),
-        ("eval.metrics", ["accc"], ("did you mean 'acc'",)),
         ("eval.metrics", "acc", ("a list of any of acc",)),
         ("eval.best_res_update_round_wise_key", "loss", ("val_loss",)),
-        ("fedopt.optimizer.type", "adamm", ("did you mean 'Adam'",)),
         ("device", "gpu", ("cpu",)),
         ("device", -2, ("-1 for any",)),
-        ("lowrank.dtype", "float16", ("bfloat16",)),
-        ("model.task", "CausalLLM", ("did you mean 'CausalLM'",)),
         ("fedprox.mu", "big", ("a number",)),
         ("wandb", 3, ("a section",)),
     ],
@@ -532,12 +424,9 @@ def test_the_frameworks_method_names(method, use, args, resolved, used):
         ("fedprox", "it is lowrank.drift fedprox, with an averaging method"),
     ],
 )
-def test_a_method_of_the_framework_that_is_none_here_says_what_there_is(monkeypatch, name, said):
-    from fs_lowrank.methods import catalogue
-
-    monkeypatch.undo()
-    with pytest.raises(UserError, match=re.escape(f"no method {name!r}; {said}")):
-        catalogue.get_method_class(name)
+def test_a_method_of_the_framework_that_is_none_here_says_what_there_is(name, said):
+    with refused(f"no method {name!r}; {said}"):
+        get_method_class(name)
 
 
 def test_methods_that_contradict_the_adapter():
@@ -548,43 +437,39 @@ def test_methods_that_contradict_the_adapter():
 
 
 def test_method_params():
-    config = make(federate__method="ranked", lowrank={"ranks": [2, 4], "min_clients": 2})
-    assert config.method_params == {"ranks": (2, 4), "split": "b", "tau": 7} and config.lowrank.min_clients == 2
-    config.method_params["tau"] = 0
-    assert config.method_params["tau"] == 7
+    config = make(federate__method="flexlora", lowrank={"ranks": [2, 4], "min_clients": 2})
+    assert config.method_params == {"ranks": (2, 4), "split": "b"} and config.lowrank.min_clients == 2
+    config.method_params["split"] = "sqrt"
+    assert config.method_params["split"] == "b"
     for keys, parts in {
         "ranks [2,0]": ("lowrank.ranks = [2, 0]", "at least 1"),
         "ranks 3": ("a list of whole numbers",),
         "split c": ("lowrank.split", "one of b, sqrt"),
-        "mix 0.5": ("lowrank.mix", "keys of ranked: ranks"),
-        "ranks [1,1,1,1]": ("lowrank (ranked): ranks: at most three",),
+        "mix 0.5": ("lowrank.mix", "keys of flexlora: ranks"),
         "min_client 1": ("'min_clients'",),
     }.items():
         key, value = keys.split()
         with refused(*parts):
-            make(["federate.method", "ranked", f"lowrank.{key}", value])
-    with refused("lowrank.size is missing"):
-        make(federate__method="needy")
+            make(["federate.method", "flexlora", f"lowrank.{key}", value])
+    with refused("lowrank (regmean): scales is empty"):
+        make(federate__method="regmean", lowrank__scales=[])
     with refused("keys of fedlora: none"):
         make(lowrank__tau=1)
 
 
-def test_real_methods(monkeypatch):
-    monkeypatch.undo()
-    methods = pytest.importorskip("fs_lowrank.methods")
-    for name in methods.list_methods():
-        vision = "SequenceClassification" not in methods.requirements(name).tasks
+def test_every_method_is_resolved_and_made():
+    for name in list_methods():
+        vision = "SequenceClassification" not in requirements(name).tasks
         config = make(federate__method=name, model__type="lenet" if vision else "m@transformers")
         assert config.federate.method == name and load_config(config.to_dict()) == config
-        methods.create_method(name, adapter=config.adapter, rounds=2, **config.method_params)
+        create_method(name, adapter=config.adapter, rounds=2, **config.method_params)
     with refused("did you mean 'rolora'"):
         make(federate__method="rolorra")
     with refused("otfusion': it is not for model.type = m@transformers", "it takes models of ImageClassification"):
         make(federate__method="otfusion", model__type="m@transformers")
 
 
-def test_methods_that_take_an_adapter_or_all_weights(monkeypatch):
-    monkeypatch.undo()
+def test_methods_that_take_an_adapter_or_all_weights():
     plain, adapted = make(federate__method="fedavg"), make(federate__method="fedlora")
     assert plain.replace(federate__method="fedfisher").llm.adapter.use is False
     other = {"federate__method": "fedfisher", "model__type": "m@transformers"}
@@ -626,7 +511,6 @@ def test_the_frameworks_other_keys(write, caplog):
 
 
 def test_what_the_framework_says_otherwise_is_taken(caplog):
-    say_once.cache_clear()
     config = make({"federate.data_weighted_aggr": True, "model.out_channels": 2, "eval.metrics": ["acc", "correct"]})
     assert config.fingerprint() == make().fingerprint()
     check_local(config)
@@ -666,12 +550,6 @@ def test_keys_of_the_framework_are_refused_by_the_local_engine(write):
         assert part in str(caught.value)
     for part in ("emu_align", "fedprox.mu"):  # off, or on with a key that is named
         assert part not in str(caught.value)
-
-
-def test_known_keys():
-    keys = known_keys()
-    assert {"seed", "federate.method", "train.optimizer.lr", "lowrank.dtype", "fedprox.mu"} <= set(keys)
-    assert not any("extra" in key or "params" in key for key in keys)
 
 
 @pytest.mark.federatedscope
@@ -772,11 +650,10 @@ def test_replace(write):
         config.replace(seed="x")
 
 
-def test_replace_the_method(write):
-    config = load_config(write(FILE), lowrank__tau=3)
-    assert config.replace(federate__method="ranked").method_params == {"ranks": (), "split": "b", "tau": 3}
-    # tau was a default of rolora, and not chosen by the user
-    assert load_config(write(FILE)).replace(federate__method="ranked").method_params["tau"] == 7
+def test_replace_the_method():
+    config = make(federate__method="flexlora", lowrank__ranks=[2, 4])
+    other = config.replace(federate__method="fedask").method_params
+    assert other["ranks"] == (2, 4) and other["split"] == "sqrt", "b was a default of flexlora, not the user's choice"
     assert config.replace(federate__method="fedlora").method_params == {}
     full = config.replace(federate__method="fedavg")
     assert (full.federate.method, full.llm.adapter.use) == ("fedavg", False)
@@ -791,13 +668,15 @@ def test_get():
         config.get("train.optimizer.lrr")
 
 
-def test_default_config_is_a_schema():
-    assert Config().to_dict()["federate"]["client_num"] == 0
-
-
 @pytest.mark.parametrize(
     "key, meant",
     [
+        ("federate.metod", "'federate.method'"),
+        ("train.optimiser.lr", "'train.optimizer'"),
+        ("Seed", "'seed'"),
+        ("fedprox.muu", "'fedprox.mu'"),
+        ("llm.tok_length", "'llm.tok_len'"),
+        ("client_num", "'federate.client_num'"),
         ("train.precision", ""),
         ("train.fp16", ""),
         ("model.name", ""),
@@ -817,7 +696,7 @@ def test_default_config_is_a_schema():
         ("data.split", "'data.splits'"),  # not eval.split
     ],
 )
-def test_a_key_that_is_not_alike_is_not_named(key, meant):
+def test_an_unknown_key_names_those_that_are_alike(key, meant):
     with pytest.raises(UserError) as caught:
         load_config({key: 1, "federate.client_num": 2})
     assert str(caught.value).endswith(f"; did you mean {meant}?" if meant else f"'{key}'"), caught.value
