@@ -10,11 +10,8 @@ import yaml
 
 import fs_lowrank
 from fs_lowrank import RunFailed, UserError, api, baselines, cli
-from fs_lowrank.baselines import split_names
-from fs_lowrank.commands.seeds import parse
 from fs_lowrank.data import load_raw
 from fs_lowrank.draw.report import write_page
-from fs_lowrank.errors import say_once
 from fs_lowrank.runs.folder import claim
 from fs_lowrank.runs.shown import read_runs
 from fs_lowrank.runs.split import read_split
@@ -67,7 +64,7 @@ def test_all_data_in_one_place_are_the_rows_that_the_splitter_meta_leaves(causal
 
 
 def test_the_row_without_a_global_model_saves_none(few, no_curves, tmp_path):
-    row = fs_lowrank.compare(fs_lowrank.load_config(few), ["fedlora", "local"])["local"]
+    row = fs_lowrank.compare(fs_lowrank.load_config(few), ["fedlora", "Local"])["local"]
     for save in (row.save_adapter, row.save_model):
         with pytest.raises(UserError, match="a model for each client and saves none"):
             save(tmp_path / "saved")
@@ -97,8 +94,6 @@ def test_rows_have_the_same_data_and_nothing_to_send(few, no_curves):
 
 
 def test_all_data_in_one_place_train_as_long_as_the_clients_do(few, tmp_path, caplog):
-    say_once.cache_clear()
-
     def pooled(*clients):
         keys = {"lowrank.clients": list(clients)}
         return baselines.row_config("pooled", fs_lowrank.load_config(few, keys), tmp_path / "pooled")
@@ -129,7 +124,6 @@ def test_relora_is_fedloru_of_one_client_with_all_data(few, tmp_path):
 
 
 def test_what_a_row_cannot_follow_is_said_or_refused_before_anything_trains(few, caplog, monkeypatch):
-    say_once.cache_clear()
     keys = {"federate.make_global_eval": False, "early_stop.patience": 2, "lowrank.max_samples": 3}
     keys["eval.best_res_update_round_wise_key"] = "client_test_acc"
     config = fs_lowrank.load_config(few, keys)
@@ -183,7 +177,6 @@ def test_a_client_that_diverges_alone_is_left_out_and_named(few, no_curves, seco
 def test_the_row_local_says_that_it_trains_in_one_process_and_tells_training_from_evaluation(
     few, no_curves, caplog, tmp_path
 ):
-    say_once.cache_clear()
     config = fs_lowrank.load_config(few, {"federate.process_num": 2})
     row = baselines.row_config("local", config, tmp_path / "local")
     assert "local: federate.process_num does not apply to it" in caplog.text
@@ -254,13 +247,6 @@ def test_wrong_use_is_one_line(few, tmp_path, capsys, arguments, said):
     told = capsys.readouterr().err
     assert said in told and len(told.splitlines()) == 1, told
     assert not Path(few["outdir"]).exists()
-
-
-def test_names_and_seeds():
-    assert split_names(["rolora", "Local"]) == (["rolora"], ["local"]) and split_names([]) == ([], [])
-    assert parse("0, 1,2") == [0, 1, 2]
-    with pytest.raises(UserError):
-        parse("")
 
 
 @pytest.mark.slow

@@ -2,12 +2,11 @@
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
 from fs_lowrank import cli
-from fs_lowrank.errors import between, hint
+from fs_lowrank.errors import between
 from fs_lowrank.testing.small import make_reviews
 
 
@@ -18,10 +17,6 @@ def offered(text):
 
 def test_equal_sizes_are_one_number():
     assert between([40, 24, 32]) == "24 to 40" and between([32, 32]) == "32"
-
-
-def test_words_are_quoted():
-    assert hint("run", "--cfg", Path("my runs/a.yaml")) == "fs-lowrank run --cfg 'my runs/a.yaml'"
 
 
 def test_what_init_offers_runs(tmp_path, monkeypatch, capsys, tiny_encoder):

@@ -82,17 +82,6 @@ def test_a_command_says_an_argument_as_its_option(text, shown):
     assert as_options(text, []) == text
 
 
-@pytest.mark.more
-def test_the_same_error_in_both_words(config, tmp_path, capsys):
-    fs_lowrank.run(config, on_round=lambda record: True)
-    with pytest.raises(UserError, match="continue it with resume=True, replace it with overwrite=True, or choose"):
-        fs_lowrank.run(config)
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.to_dict()))
-    assert cli.main(["run", "--cfg", str(tmp_path / "run.yaml")]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "continue it with --resume, replace it with --overwrite, or choose another outdir" in said
-
-
 # -- what exists already -------------------------------------------------------------------------------
 
 
@@ -112,14 +101,6 @@ def test_what_becomes_of_a_run_that_is_there(config):
             fs_lowrank.run(config, resume=wrong)
     with pytest.raises(UserError, match="choose one of them"):
         fs_lowrank.run(config, resume="auto", overwrite=True)
-
-
-@pytest.mark.slow
-def test_methods_to_compare_as_one_text(config):
-    results = fs_lowrank.compare(config, "rolora, local", resume="auto", progress=True)
-    assert list(results) == ["rolora", "local"]
-    with pytest.raises(UserError, match="no method 'rollora'; did you mean 'rolora'"):
-        fs_lowrank.compare(config, "rolora,rollora")
 
 
 # -- progress ------------------------------------------------------------------------------------------

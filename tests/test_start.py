@@ -167,15 +167,6 @@ def test_columns_of_any_name(at, tiny_encoder):
     assert yaml.load(text, Loader)["data"]["args"] == [{"text": "a\nb", "label": "no"}]
 
 
-def test_a_configuration_that_says_another_column_is_refused(monkeypatch, at, tiny_encoder):
-    """If a name were not quoted, `init` itself would say so, and not `run`."""
-    monkeypatch.setattr("fs_lowrank.start._yaml", str)
-    with pytest.raises(UserError, match="data.args.0.label = False: expected the name of a column"):
-        draft(
-            given(at("own.csv", make_reviews(60).rename(columns={"label": "no"})), label="no", model=str(tiny_encoder))
-        )
-
-
 @pytest.mark.parametrize(
     "table, said, message",
     [
@@ -266,12 +257,6 @@ def test_init_takes_the_only_file_or_folder_of_pictures_here(at, capsys):
     assert cli.main(["init"]) == 2 and "init needs a FILE: photos, reviews.csv" in capsys.readouterr().err
 
 
-def test_columns_that_look_like_instructions_are_named_as_such(at):
-    path = at("asked.jsonl", pd.DataFrame({"question": ["a?", "b?"], "reply": ["c", "d"]}))
-    with pytest.raises(UserError, match="of instructions with answers, instruction='COLUMN' and output='COLUMN'"):
-        draft(given(path))
-
-
 def test_init_writes_once_and_run_runs_it(at, tiny_encoder, capsys):
     path = at("reviews.csv", make_reviews(120).rename(columns={"text": "review", "label": "stars"}))
     options = ["--text", "review", "--label", "stars", "--model", str(tiny_encoder), "--clients", "3"]
@@ -320,9 +305,3 @@ def test_a_file_or_model_that_is_not_here_is_one_line(at, monkeypatch, tmp_path,
         assert cli.main(["init", *arguments]) == 2
         told = capsys.readouterr().err
         assert said in told and len(told.splitlines()) == 1, told
-
-
-def test_names_are_quoted_in_yaml_if_necessary(at, tiny_encoder):
-    table = make_reviews(60).rename(columns={"text": "the: text #1", "label": "1.0"})
-    tree, text = made(at("own.csv", table), tiny_encoder, text="the: text #1", label="1.0")
-    assert tree["data"]["args"] == [{"text": "the: text #1", "label": "1.0"}] and "label: '1.0'" in text

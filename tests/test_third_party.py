@@ -63,11 +63,6 @@ def test_its_server_step_is_the_median(installed):
 
 
 @pytest.mark.more
-def test_it_is_listed(package):
-    assert "median_lora" in _command(package, "methods").stdout
-
-
-@pytest.mark.more
 def test_an_error_in_a_method_names_its_package(package):
     (package / "my_methods.py").write_text("import no_such_module_at_all\n")
     done = _command(package, "methods")
