@@ -91,11 +91,8 @@ def test_other_spellings_are_valid(schema, content):
 @pytest.mark.parametrize(
     "content",
     [
-        {"train": {"optimizer": {"lr": -0.1}}},
-        {"train": {"optimizer": {"type": "adamq"}}},
         {"lowrank": {"clients": [{"clients": 5, "lr_facor": 0.5}]}},
         {"data": {"args": [{"txt": "a"}]}},
-        {"federate": {"client_num": "3"}},
         {"federate": [1]},
         {"eval": {"split": ["tset"]}},
         {"wandb": {"usee": True}},

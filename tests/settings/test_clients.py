@@ -64,7 +64,6 @@ def test_a_method_that_computes_with_steps_has_those_of_the_client():
     [
         ("- {clients: 10, batch_size: 2}", "f.yaml, line 3: lowrank.clients.0.clients = 10: there is no client 10;"),
         ("- {clients: [1, 8-12], lr: 1}", "= [1, '8-12']: there is no client 12; federate.client_num is 9"),
-        ("- {clients: 0, lr: 1}", "there is no client 0"),
         ("- {clients: [], lr: 1}", "expected a client's number, a span such as '3-10', or a list of them"),
         ("- {clients: 3-1, lr: 1}", "expected a client's number, a span"),
         ("- {batch_size: 2}", "f.yaml, line 2: lowrank.clients.0 = {'batch_size': 2}: expected a mapping with the key"),
@@ -90,10 +89,7 @@ def test_a_method_that_computes_with_steps_has_those_of_the_client():
             "- {clients: 1, llm: {adapter: {args: [{r: 2, lora_alpha: 3}]}}}",
             "of the adapter, a client may have its own rank",
         ),
-        *(
-            (f"- {{clients: 1, llm: {{adapter: {{args: {args}}}}}}}", "of the adapter, a client may have its own rank")
-            for args in ("[5]", "[r]", "[[r]]", "[null]", "[]", "5", "1.5", "{}")
-        ),
+        ("- {clients: 1, llm: {adapter: {args: [5]}}}", "of the adapter, a client may have its own rank"),
         ("nobody.txt", "expected a list of mappings, a table (.csv, .tsv), or FederatedScope's file (.yaml)"),
         ("nobody.csv", "nobody.csv: no such file"),
     ],
@@ -119,14 +115,6 @@ def test_what_is_wrong_is_one_line_with_file_and_line(tmp_path, monkeypatch, tex
         ("t.csv", "number,lr\n1,2\n", "t.csv, line 1: columns number, lr: expected client, and each column once"),
         ("t.csv", "client,lr\nall,2\n", "t.csv, line 2: client_all = 'all': expected a client's number"),
         ("t.csv", "client,lr\n1,[2\n", "t.csv, line 2: a cell is not a value"),
-        *(
-            (
-                "t.csv",
-                f"client,lr\n1,{cell}\n",
-                "t.csv, line 2: a cell is not a value, or the header has other columns: ['1', ",
-            )
-            for cell in ("9" * 5000, "!!int x", "[" * 2000)
-        ),
         (
             "t.yaml",
             "client_1:\n  train: {optimizer: {type: Adam}}\n",

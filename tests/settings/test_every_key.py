@@ -149,7 +149,6 @@ def test_combinations_without_effect_are_reported_once(keys, message, caplog):
 
 
 def test_nothing_is_reported_for_keys_with_an_effect(caplog):
-    say_once.cache_clear()
     keys = {**BASE, "llm.adapter.args": [{"alpha": 16}]}
     check_local(load_config({**keys, "use_gpu": True, "device": 0, "fedopt.use": True, "fedopt.optimizer.lr": 0.3}))
     check_local(load_config({**keys, "model.type": "lenet", "model.use_bias": False}))

@@ -154,7 +154,6 @@ def test_defaults_are_never_reported(method, keys_of):
         ({"lowrank.base_init": "zero"}, "lowrank.base_init"),
         ({"model.type": "lenet", "federate.method": "dense", "llm.adapter.args": [{"r": 3}]}, "llm.adapter.args"),
         ({"federate.method": "fedloru", "lowrank.tau": 3, "lowrank.schedule": [2, 4]}, "lowrank.tau"),
-        ({"federate.method": "pmfedloru", "lowrank.tau": 3, "lowrank.schedule": [2, 4]}, "lowrank.tau"),
         ({"federate.method": "mfedloru", "lowrank.nested_scale": 0.3}, "lowrank.nested_scale"),
         ({"federate.method": "flora", "lowrank.max_kept_rank": 9}, "lowrank.max_kept_rank"),
         ({"federate.method": "fedhm", "lowrank.rank_factors": [1], "lowrank.decay": 1.0}, "lowrank.decay"),
