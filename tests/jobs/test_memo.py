@@ -27,18 +27,6 @@ def keep_one(key, made, size=400):
     return memoized(lambda: {"n": key}, lambda: value(key, made), lambda of: size)
 
 
-@pytest.mark.more
-def test_a_value_is_made_once():
-    made = []
-    with memoizing() as keep:
-        assert keep_one("a", made) is keep_one("a", made)
-        keep_one("b", made)
-        with memoizing() as inner:
-            assert inner is keep
-        assert made == ["a", "b"]
-    assert memoized(lambda: pytest.fail("nothing is kept"), lambda: "anew", len) == "anew"
-
-
 def test_what_is_too_large_or_not_known_is_made_each_time(monkeypatch):
     made = []
     monkeypatch.setattr(memo, "LIMIT", 500)
