@@ -30,11 +30,8 @@ Ending = Literal["refused", "same", "resumed", "valid", "failed"]
 
 
 def by_command_line(seed: int) -> bool:
-    """Whether a seed runs from the command line: one of each ``COMMAND_LINE``, at a place that is drawn, because other
-    things depend on the seed, too.
-    """
-    block, place = divmod(seed, COMMAND_LINE)
-    return place == random.Random(f"command line {block}").randrange(COMMAND_LINE)
+    """Whether a seed runs from the command line, which is drawn, because other things depend on the seed, too."""
+    return random.Random(f"command line {seed}").random() < 1 / COMMAND_LINE
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from .bench import COMMAND_LINE, Bench, Outcome, variants
+from .bench import Bench, Outcome, by_command_line, variants
 from .child import fork
 from .tiny import FORMATS, settings
 
@@ -53,7 +53,7 @@ def case(seed: int, bench: Bench) -> list[Outcome]:
             what += damage(target, draw, _others(target, other, bench))
             if target.is_file() and target.read_bytes() == before:
                 return [Outcome("valid", what, "nothing changed", seen)]
-            ended = bench.start(run, outdir, resume=True, command_line=seed % COMMAND_LINE == 0)
+            ended = bench.start(run, outdir, resume=True, command_line=by_command_line(seed))
             stopped = ended.code == 1 and not ended.fault  # the message says what to repair
             if not stopped:
                 if target == outdir / "answers.jsonl" and not ended.code:

@@ -11,7 +11,6 @@ import importlib
 import json
 import math
 import os
-import re
 import resource
 import select
 import signal
@@ -155,7 +154,7 @@ def run_kind(
     """Run ``number`` cases from ``seed`` on, in shards; those that are done for this version of the code are left out.
 
     Args:
-        until: the time (``time.monotonic``) at which all is ended; a shard that is not complete is continued later.
+        until: the time (``time.monotonic``) at which all is ended; a shard that is not complete is begun anew later.
     Returns:
         Whether all are done.
     """
@@ -164,18 +163,12 @@ def run_kind(
     for first in range(seed, seed + number, size):
         seeds = range(first, min(first + size, seed + number))
         file = shard_file(results, kind, first)
-        begun: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-        if begun.get("code") != code:
-            begun = {}
-        left = seeds[begun.get("seeds", 0) :]
-        if not left:
+        done: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+        if done.get("code") == code and done["seeds"] == len(seeds):
             continue
-        if time.monotonic() >= until:
-            return False
-        shard = _shard(kind, left, folder, say, until)
+        shard = _shard(kind, seeds, folder, say, until)
         if not shard["seeds"]:
             return False
-        shard = together(begun, shard) if begun else shard
         file.parent.mkdir(parents=True, exist_ok=True)
         aside = file.with_suffix(f".{os.getpid()}")
         aside.write_text(json.dumps({"code": code, **shard}, indent=1) + "\n")
@@ -183,25 +176,6 @@ def run_kind(
         if shard["seeds"] < len(seeds):
             return False
     return True
-
-
-def together(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """The counts of a shard and of its continuation."""
-    names = sorted(one["seen"].keys() | other["seen"].keys())
-    return {
-        "kind": one["kind"],
-        "first": one["first"],
-        **{name: one[name] + other[name] for name in ("seeds", "cases")},
-        "endings": _sum(one["endings"], other["endings"]),
-        "seen": {name: _sum(one["seen"].get(name, {}), other["seen"].get(name, {})) for name in names},
-        **{name: round(one[name] + other[name], 1) for name in ("seconds", "processor")},
-        "longest": max(one["longest"], other["longest"]),
-        "failures": one["failures"] + other["failures"],
-    }
-
-
-def _sum(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    return dict(sorted((Counter(one) + Counter(other)).items()))
 
 
 def _shard(kind: str, seeds: range, folder: Path, say: Callable[[str], None], until: float) -> dict[str, Any]:
@@ -256,23 +230,13 @@ def table(results: Path) -> str:
         if 0 < len(seen) <= SORTS:
             listed = "; ".join(f"{name} {count}" for name, count in sorted(seen.items(), key=lambda item: -item[1]))
             sorts.append(f"- {words}: {listed}")
-        by_reason: dict[str, list[int]] = {}
         for failure in (f for s in shards for f in s["failures"]):
-            by_reason.setdefault(alike(failure["reason"]), []).append(failure["seed"])
-        for reason, seeds in sorted(by_reason.items(), key=lambda item: -len(item[1])):
-            shown = ", ".join(map(str, sorted(set(seeds))[:8])) + (", …" if len(set(seeds)) > 8 else "")
-            notes.append(f"- **{kind}**, {len(seeds)} times, seeds {shown}: {reason}")
+            notes.append(f"- **{kind}**, seed {failure['seed']}: {failure['reason']}")
     head = ["what", "cases", *ENDINGS, "seconds a case", "of the processor", "longest", "code"]
     lines = [head, ["---", *["---:"] * (len(head) - 2), "---"], *rows]
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     text += "\n\nAmong them:\n" + "\n".join(sorts) if sorts else ""
     return text + ("\n\nFailed:\n" + "\n".join(notes) if notes else "\n\nNothing failed.") + "\n"
-
-
-def alike(reason: str) -> str:
-    """The reason of a failure without the parts that differ between cases."""
-    text = re.sub(r"/\S+/", "…/", reason.replace("|", "\\|").replace("\n", " "))
-    return re.sub(r"-?\d+(\.\d+)?(e[+-]?\d+)?", "N", text)[:240]
 
 
 def bench_folder(given: str | None) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.torture import bench, child, driver
+from tests.torture import child, driver
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,11 +66,6 @@ def test_cases_of_every_kind(tmp_path):
     torture(tmp_path, [*driver.KINDS], 3)
 
 
-def test_one_of_25_seeds_runs_from_the_command_line_whatever_else_depends_on_the_seed():
-    chosen = [seed for seed in range(5000) if bench.by_command_line(seed)]
-    assert len(chosen) == 5000 // bench.COMMAND_LINE and {seed % 5 for seed in chosen} == {0, 1, 2, 3, 4}
-
-
 @pytest.mark.parametrize(
     "code, err, fault",
     [
@@ -78,21 +73,14 @@ def test_one_of_25_seeds_runs_from_the_command_line_whatever_else_depends_on_the
         (2, "error: lowrank.r = -1: expected a whole number", ""),
         (2, "error: fedavg does not honour; remove:\n  a: because\n  b: because", ""),
         (2, "error: this\nand that", "several lines"),
-        (2, "error: this; remove:\nand that", "several lines"),
         (2, "error: ", "or none"),
         (1, "", "0 lines of errors"),
-        (1, "error: one\nerror: two", "2 lines of errors"),
         (
             1,
             "error: KeyError: 'a' (an error in fs-lowrank; please report it, with the traceback in x)",
             "of the package",
         ),
         (0, "failed: KeyError (an error in fs-lowrank; please report it)", "of the package"),
-        (
-            1,
-            "error: KeyError: 'a' (in x.py, line 3, which is not of fs-lowrank; the traceback is in x)",
-            "of the package",
-        ),
         (3, "error: x", "exit code 3"),
         (-9, "", "SIGKILL"),
         (None, "", "did not end"),
@@ -101,23 +89,3 @@ def test_one_of_25_seeds_runs_from_the_command_line_whatever_else_depends_on_the
 def test_what_counts_as_a_fault(code, err, fault):
     found = child.Ended(code, "", err, 1.0).fault
     assert fault in found and bool(found) == bool(fault)
-
-
-def test_a_shard_that_was_cut_short_is_continued(tmp_path, monkeypatch):
-    """The second call begins after the seeds that the first has done, and the counts are those of both."""
-    asked = []
-
-    def worked_off(kind, seeds, folder, until):
-        asked.append(seeds)
-        for seed in list(seeds)[:3]:
-            yield seed, [bench.Outcome("same", "x", "", "forked")], 1.0, 0.5
-
-    monkeypatch.setattr(driver, "worked_off", worked_off)
-    late = float("inf")
-    assert not driver.run_kind("kills", 5, 0, tmp_path, tmp_path, late, print)
-    assert driver.run_kind("kills", 5, 0, tmp_path, tmp_path, late, print)
-    assert driver.run_kind("kills", 5, 0, tmp_path, tmp_path, late, print) and asked == [range(5), range(3, 5)]
-    shard = json.loads(driver.shard_file(tmp_path, "kills", 0).read_text())
-    assert (shard["seeds"], shard["cases"], shard["endings"]) == (5, 5, {"same": 5})
-    assert shard["seen"] == {"forked": {"same": 5}} and shard["seconds"] == 5.0
-    assert "- kills at random instants: forked 5" in driver.table(tmp_path)
