@@ -24,6 +24,23 @@ def break_step(monkeypatch, method: str, broken_round: int) -> None:
     monkeypatch.setattr(cls, "aggregate", broken)
 
 
+def killed_after(config: Any, round: int, **options: Any) -> None:
+    """A run that ends in ``round``, after its record is written, as if its process were killed."""
+    import pytest
+
+    import fs_lowrank
+
+    class Killed(BaseException):
+        pass
+
+    def on_round(record):
+        if record["round"] == round:
+            raise Killed
+
+    with pytest.raises(Killed):
+        fs_lowrank.run(config, on_round=on_round, **options)
+
+
 SPECIAL = {"bos_token_id": 2, "eos_token_id": 3}
 #: what a configuration may call its sizes, and small values
 _SMALL = {

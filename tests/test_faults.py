@@ -262,8 +262,10 @@ def test_a_run_of_another_revision_of_its_method_is_not_continued(make, monkeypa
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("call", ["save_file", "add", "dump"])
-def test_a_disk_that_is_full_while_writing(make, monkeypatch, call):
+@pytest.mark.parametrize(
+    ("call", "file"), [("save_file", "checkpoint/round_000003 cannot be written"), ("add", ""), ("dump", "")]
+)
+def test_a_disk_that_is_full_while_writing(make, monkeypatch, call, file):
     reference = make("whole")
     reference.run()
     owner = {"save_file": checkpoint, "add": Records, "dump": Settings}[call]
@@ -278,7 +280,7 @@ def test_a_disk_that_is_full_while_writing(make, monkeypatch, call):
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, call, full)
-        with pytest.raises(UserError, match="(?s)No space left.*resume=True"):
+        with pytest.raises(UserError, match=f"(?s){file}.*No space left.*resume=True"):
             make("full").run()
     engine = make("full")
     if call != "dump":

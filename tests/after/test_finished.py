@@ -21,7 +21,6 @@ from fs_lowrank import UserError, cli
 from fs_lowrank.config import load_config
 from fs_lowrank.data.files import SUFFIXES
 from fs_lowrank.draw.panels import digits
-from fs_lowrank.errors import say_once
 from fs_lowrank.finished import answers, evaluate_rows, load_run, predict_rows, read_rows, write_table
 from fs_lowrank.finished import run as finished_run
 from fs_lowrank.models import quantised
@@ -168,23 +167,6 @@ def test_predictions_are_those_of_peft_alone(runs, tiny_encoder, test_rows):
         assert said == run.labels[int(wanted.argmax())] and chance == pytest.approx(float(wanted.max()), abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "content", ["{", "[]", "null", "[" * 100_000, "\udcff", {"labels": 5}, {"rows": []}], ids=lambda c: str(c)[:9]
-)
-def test_a_damaged_summary_is_named(runs, test_rows, tmp_path, capsys, content):
-    folder = shutil.copytree(runs["classes"].outdir, tmp_path / "run")
-    path = folder / "summary.json"
-    if isinstance(content, dict):
-        content = json.dumps({**json.loads(path.read_text()), **content})
-    path.write_text(content, errors="surrogateescape")
-    assert cli.main(["evaluate", str(folder), "--data", str(test_rows)]) == 2
-    said = capsys.readouterr().err
-    assert (
-        re.match(f"error: {path} (cannot be read|differs from the file that the run wrote)", said)
-        and said.count("\n") == 1
-    )
-
-
 def test_the_traceback_of_an_error_of_the_package_is_in_the_folder_of_the_run(
     runs, test_rows, tmp_path, monkeypatch, capsys
 ):
@@ -196,6 +178,7 @@ def test_the_traceback_of_an_error_of_the_package_is_in_the_folder_of_the_run(
         ("finished.evaluate_rows", ["evaluate", str(folder), "--data", str(test_rows)]),
         ("finished.predict_rows", ["predict", str(folder), "--data", str(test_rows), "--out", str(tmp_path / "o.csv")]),
         ("runs.shown.read_runs", ["report", str(folder)]),
+        ("api.run", ["run", "--cfg", str(folder / "config.yaml"), "outdir", str(folder)]),
         (
             "api.compare",
             ["compare", "--cfg", str(folder / "config.yaml"), "--methods", "rolora", "outdir", str(folder)],
@@ -359,21 +342,11 @@ def test_the_commands(runs, test_rows, reviews_csv, tmp_path, capsys):
     "arguments, said",
     [
         (["evaluate", "{empty}", "--data", "{data}"], "holds no run: there is no config.yaml"),
-        (["evaluate", "{run}", "--data", "none.csv"], "no file none.csv"),
-        (
-            ["evaluate", "{run}", "--data", "{data}", "--text", "txt"],
-            "no column 'txt', which is the text; did you mean",
-        ),
-        (
-            ["evaluate", "{run}", "--data", "{data}", "--label", "domain"],
-            "does not occur in training; its labels are 0, 1",
-        ),
         (["evaluate", "{run}", "--data", "{data}", "--output", "text"], "--output: "),
         (["evaluate", "{asked}", "--data", "{data}", "--label", "domain"], "is a run over instructions"),
         (["evaluate", "{asked}", "--data", "{data}"], "no column 'instruction'"),
         (["predict", "{run}", "--data", "{data}", "--out", "{data}"], "exists; remove it"),
         (["predict", "{run}", "--data", "{data}", "--column", "text", "--out", "{empty}/x.csv"], "'text' already"),
-        (["predict", "{run}", "--data", "."], "--data .: expected a file that ends with .csv"),
         (["predict", "{run}", "--data", "{data}", "--out", "{empty}/no/x.csv"], "x.csv cannot be written: there is no"),
         (
             ["predict", "{run}", "--data", "{data}", "--tokens", "0"],
@@ -392,12 +365,6 @@ def test_wrong_use_is_one_line(runs, test_rows, tmp_path, capsys, arguments, sai
     told = capsys.readouterr().err
     lines = [line for line in told.splitlines() if "Warning" not in line and not line.startswith("  ")]
     assert said in told and len(lines) == 1, told
-
-
-def test_a_run_that_has_not_ended_is_named(runs, tmp_path):
-    (tmp_path / "config.yaml").write_bytes((runs["classes"].outdir / "config.yaml").read_bytes())
-    with pytest.raises(UserError, match="a run that has not ended"):
-        load_run(tmp_path)
 
 
 def test_the_adapter_has_a_card(runs, tiny_encoder, capsys):
@@ -466,12 +433,9 @@ def test_a_wrong_file_is_refused_before_the_model_is_loaded(runs, test_rows, mon
 def test_a_table_that_cannot_be_written_is_refused_before_anything_is_read(runs, test_rows, monkeypatch, capsys):
     monkeypatch.setattr("fs_lowrank.finished.load_run", None)
     folder, there = str(runs["classes"].outdir), sorted(test_rows.parent.iterdir())
-    for arguments, said in (
-        (["--data", str(test_rows), "--out", str(test_rows.with_name("x.xlsx"))], "expected a file that ends with"),
-        (["--data", "/"], "--data /: expected a file that ends with"),
-    ):
-        assert cli.main(["predict", folder, *arguments]) == 2
-        assert said in capsys.readouterr().err
+    arguments = ["--data", str(test_rows), "--out", str(test_rows.with_name("x.xlsx"))]
+    assert cli.main(["predict", folder, *arguments]) == 2
+    assert "expected a file that ends with" in capsys.readouterr().err
     table = pd.DataFrame({"text": ["a", "b\udcff"]}, dtype=object)
     for suffix in SUFFIXES:
         with pytest.raises(UserError, match="cannot be written: "):
@@ -480,7 +444,6 @@ def test_a_table_that_cannot_be_written_is_refused_before_anything_is_read(runs,
 
 
 def test_nothing_is_said_of_what_the_adapter_replaces(runs, test_rows, caplog):
-    say_once.cache_clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", FutureWarning)
         assert cli.main(["evaluate", str(runs["classes"].outdir), "--data", str(test_rows)]) == 0

