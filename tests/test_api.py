@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
 import fs_lowrank
@@ -204,3 +205,20 @@ def test_a_comparison_that_cannot_be_written(path, tmp_path):
         result = fs_lowrank.compare(config, ["rolora"], resume=True)["rolora"]
     found = json.loads((tmp_path / "run" / "comparison.json").read_text())
     assert found["rolora"]["final"] == result.final
+
+
+def test_a_run_restores_the_global_state_of_the_process(settings, no_curves):
+    import random
+
+    import numpy as np
+    import transformers
+
+    def state():
+        bars = transformers.logging.is_progress_bar_enabled(), transformers.logging.get_verbosity()
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(), bars
+
+    transformers.logging.enable_progress_bar()
+    torch.manual_seed(11)
+    before = state()
+    fs_lowrank.run(fs_lowrank.load_config({**settings, "federate": {**settings["federate"], "total_round_num": 1}}))
+    assert state() == before
