@@ -68,25 +68,6 @@ def test_in_memory_and_in_files(make, task, tmp_path):
     assert all(torch.equal(memory.ledger.state[n], files.ledger.state[n]) for n in memory.ledger.state)
 
 
-@pytest.mark.slow
-def test_clients_beyond_the_budget_are_not_cached(make):
-    whole = make("encoder", {})
-    whole.run()
-    assert whole.workspace.prefix.parts
-    # Without room for keys and values, the layer's input is kept alone.
-    sizes = {owner: len(states) * 32 * 4 for owner, (states, _) in whole.workspace.prefix.cached.items()}
-    partly = make("encoder", {"train.cache_frozen_bytes": sum(sizes.values()) - 1})
-    partly.run()
-    assert 0 < len(partly.workspace.prefix.cached) < len(sizes) and set(partly.workspace.prefix.cached) == {
-        o for o, kept in partly.workspace.prefix.budget.items() if kept
-    }
-    close(partly, whole)
-    nothing = make("encoder", {"train.cache_frozen_bytes": 0})
-    nothing.run()
-    assert not nothing.workspace.prefix.cached
-    close(nothing, whole)
-
-
 def test_clients_that_train_on_few_of_their_samples_are_cached_if_the_key_says_all(make):
     few = {"federate.total_round_num": 1, "train.batch_or_epoch": "batch", "dataloader.batch_size": 1}
     runs = {value: make("encoder", {**few, "train.cache_frozen": value}) for value in ("auto", "all", "off")}
@@ -97,42 +78,9 @@ def test_clients_that_train_on_few_of_their_samples_are_cached_if_the_key_says_a
     close(runs["all"], runs["off"])
 
 
-def test_nothing_is_cached_if_all_weights_train(make):
-    assert make("encoder", {"federate.method": "fedavg"}).workspace.prefix is None
-    first, last = (make("encoder", {"llm.adapter.args.0.layers": layers}).workspace.prefix for layers in ([0, 2], [2]))
-    assert first is None and last.depth == 2
-
-
-def test_half_precision(make):
-    kept, computed = (make("encoder", {"lowrank.dtype": "bfloat16", "train.cache_frozen": c}) for c in ("auto", "off"))
-    for engine in (kept, computed):
-        engine.run()
-    assert {states.dtype for states, _ in kept.workspace.prefix.cached.values()} == {torch.bfloat16}
-    for name, value in kept.ledger.state.items():
-        torch.testing.assert_close(value, computed.ledger.state[name], atol=0.02, rtol=0.05)
-
-
-def resumed(make, task, keys, folder):
-    """A run that was stopped after its first round, and has gone on."""
-    stopped, engine = (make(task, {**keys, "outdir": str(folder / "stopped")}) for _ in range(2))
-    stopped.on_round = lambda record: True
-    stopped.run()
-    engine.run(resume=True)
-    return engine
-
-
-@pytest.mark.slow
-def test_a_resumed_run_with_the_cache(make, tmp_path):
-    whole = make("causal", {})
-    whole.run()
-    engine = resumed(make, "causal", {}, tmp_path)
-    assert engine.workspace.prefix.cached
-    assert all(torch.equal(value, engine.ledger.state[n]) for n, value in whole.ledger.state.items())
-
-
 @pytest.mark.slow
 def test_a_model_whose_scores_depend_on_padding(make, tiny_encoder, tmp_path, caplog):
-    """Its texts are computed by length, without the cache, also after resuming."""
+    """Its texts are computed by length, without the cache."""
     folder, tokenizer = str(tmp_path / "fnet"), AutoTokenizer.from_pretrained(str(tiny_encoder))
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 48, "max_position_embeddings": 64}
@@ -145,7 +93,5 @@ def test_a_model_whose_scores_depend_on_padding(make, tiny_encoder, tmp_path, ca
     computed = make("encoder", {**keys, "train.cache_frozen": "off"})
     for engine in (kept, computed):
         engine.run()
-    further = resumed(make, "encoder", keys, tmp_path)
-    assert kept.workspace.prefix is None and further.workspace.prefix is None
-    for engine in (computed, further):
-        assert all(torch.equal(value, engine.ledger.state[n]) for n, value in kept.ledger.state.items())
+    assert kept.workspace.prefix is None
+    assert all(torch.equal(value, computed.ledger.state[n]) for n, value in kept.ledger.state.items())
