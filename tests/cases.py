@@ -114,6 +114,17 @@ def enlarge(model: Any, std: float, part: str = "") -> Any:
     return model
 
 
+def save_family(folder: str | Path, kind: str, auto: Any, **own: Any) -> Path:
+    """Write a small model of the family ``kind`` (``small_config``), that ``auto`` makes, with its tokenizer."""
+    import torch
+
+    config = small_config(kind, **{"vocab_size": save_tokenizer(folder), **own})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        auto.from_config(config).save_pretrained(str(folder))
+    return Path(folder)
+
+
 def save_qwen(folder: str | Path) -> Path:
     """Write a Qwen2 of 3 layers and width 32 with its tokenizer."""
     from transformers import Qwen2Config, Qwen2ForCausalLM

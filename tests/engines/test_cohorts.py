@@ -26,9 +26,8 @@ from fs_lowrank.rounds.round import Round
 from fs_lowrank.rounds.trainer import Trainer
 from fs_lowrank.settings import Optimizer
 from fs_lowrank.settings.effects import without_effect
-from fs_lowrank.testing import small
 from fs_lowrank.training import cohort
-from tests.cases import same_model
+from tests.cases import same_model, save_family
 
 FEW = {"federate.client_num": 5, "federate.total_round_num": 3, "train.cohort": 2, "federate.method": "fedloru"}
 SGD = {"federate.total_round_num": 2, "train.optimizer": {"type": "SGD", "lr": 0.05}}
@@ -160,43 +159,13 @@ def test_half_precision(both, trained):
 
 
 @pytest.mark.more
-def test_a_head_of_several_layers(both, trained, tiny_encoder, tmp_path):
-    """RoBERTa's head is a module with two linear layers."""
-    from transformers import AutoTokenizer, RobertaConfig, RobertaModel
-
-    tokenizer = AutoTokenizer.from_pretrained(str(tiny_encoder))
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    RobertaModel(RobertaConfig(vocab_size=len(tokenizer), pad_token_id=0, **sizes)).save_pretrained(str(tmp_path / "m"))
-    tokenizer.save_pretrained(str(tmp_path / "m"))
-    both(
-        "encoder", {"model.type": f"{tmp_path / 'm'}@transformers", "llm.adapter.args": [{"r": 2, "modules": "query"}]}
-    )
-    assert trained == [3, 2] * 2
-
-
-#: of models whose dropout is not applied to ``(samples, …)`` throughout, or whose mask is that of one query; all
-#: families are in ``tests/models/test_families.py``
-DROPOUT = {
-    "opt": ("causal", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.1}, ["q_proj"], []),
-    "layoutlm": ("encoder", {}, ["query"], [3]),
-}
-
-
-@pytest.mark.parametrize("kind", ["opt", *(pytest.param(k, marks=pytest.mark.more) for k in DROPOUT if k != "opt")])
-def test_each_client_has_its_own_dropout(both, trained, tmp_path, caplog, kind):
-    """They train together only where each draws what it draws alone."""
-    task, sizes, modules, together = DROPOUT[kind]
-    vocabulary = small.save_tokenizer(tmp_path / "model")
-    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, vocab_size=vocabulary, pad_token_id=0, **{**shape, **sizes})
-    (AutoModelForCausalLM if task == "causal" else AutoModel).from_config(config).save_pretrained(tmp_path / "model")
-    suffix = "huggingface_llm" if task == "causal" else "transformers"
-    keys = {"model.type": f"{tmp_path / 'model'}@{suffix}", "llm.adapter.args": [{"r": 2, "modules": modules}]}
-    both(task, {**keys, "federate.client_num": 3, "federate.total_round_num": 1})
-    assert trained == together
-    assert together or "is not drawn sample by sample" in caplog.text
+@pytest.mark.parametrize("kind", ["layoutlm", "roberta"])
+def test_families_whose_clients_train_together(both, trained, tmp_path, kind):
+    """LayoutLM's mask of dropout is that of one query, and RoBERTa's head is a module with two linear layers."""
+    model = save_family(tmp_path / "model", kind, AutoModel)
+    keys = {"model.type": f"{model}@transformers", "llm.adapter.args": [{"r": 2, "modules": ["query"]}]}
+    both("encoder", {**keys, "federate.client_num": 3, "federate.total_round_num": 1})
+    assert trained == [3]
 
 
 # -- the same bits ---------------------------------------------------------------------------------------
@@ -299,21 +268,6 @@ def test_a_loss_that_is_not_finite_costs_the_update(make_engine, trained, monkey
     assert same == {1: False, 2: True}
 
 
-@pytest.mark.more
-def test_an_upload_that_fails_is_that_clients(make_engine, trained, monkeypatch):
-    engine = make_engine("encoder", {**SGD, "train.cohort": 3})
-    upload = engine.method.upload
-
-    def fail(model, round, client):
-        if client.id == 2:
-            raise RuntimeError("no")
-        return upload(model, round, client)
-
-    monkeypatch.setattr(engine.method, "upload", fail)
-    for record in engine.run().history:
-        assert record["clients"] == [1, 3] and [f["client"] for f in record["failed"]] == [2]
-
-
 # -- who trains alone ------------------------------------------------------------------------------------
 
 ALONE = {
@@ -387,17 +341,10 @@ def test_images(vision_settings, trained, caplog):
     assert Trainer(engine.workspace).cohort == 1 and "one by one: images are not trained together" in caplog.text
 
 
-def test_a_model_whose_samples_depend_on_their_company(make_engine, tiny_encoder, tmp_path, trained, caplog):
+def test_a_model_whose_samples_depend_on_their_company(make_engine, tmp_path, trained, caplog):
     """FNet mixes padding into its results."""
-    from transformers import AutoTokenizer, FNetConfig, FNetModel
-
-    tokenizer = AutoTokenizer.from_pretrained(str(tiny_encoder))
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "max_position_embeddings": 64}
-    FNetModel(FNetConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(str(tmp_path / "fnet"))
-    tokenizer.save_pretrained(str(tmp_path / "fnet"))
     keys = {
-        "model.type": f"{tmp_path / 'fnet'}@transformers",
+        "model.type": f"{save_family(tmp_path / 'fnet', 'fnet', AutoModel)}@transformers",
         "llm.adapter.args": [{"r": 2, "modules": ["intermediate.dense"]}],
     }
     engine = make_engine("encoder", {**SGD, **keys, "train.cohort": 3})

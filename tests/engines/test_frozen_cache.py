@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from transformers import AutoTokenizer, FNetConfig, FNetModel
+from transformers import AutoModel
+
+from tests.cases import save_family
 
 pytestmark = pytest.mark.more
 
@@ -79,14 +81,10 @@ def test_clients_that_train_on_few_of_their_samples_are_cached_if_the_key_says_a
 
 
 @pytest.mark.slow
-def test_a_model_whose_scores_depend_on_padding(make, tiny_encoder, tmp_path, caplog):
+def test_a_model_whose_scores_depend_on_padding(make, tmp_path, caplog):
     """Its texts are computed by length, without the cache."""
-    folder, tokenizer = str(tmp_path / "fnet"), AutoTokenizer.from_pretrained(str(tiny_encoder))
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 48, "max_position_embeddings": 64}
-    FNetModel(FNetConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    adapter = {"r": 2, "modules": ["intermediate.dense"], "layers": [1, 2]}
+    folder = save_family(tmp_path / "fnet", "fnet", AutoModel)
+    adapter = {"r": 2, "modules": ["intermediate.dense"], "layers": [1]}
     keys = {"model.type": f"{folder}@transformers", "llm.adapter.args": [adapter]}
     kept = make("encoder", keys)
     assert "FNetForSequenceClassification gives a text another score where it is padded" in caplog.text

@@ -4,9 +4,10 @@ import logging
 
 import pytest
 import torch
-from transformers import AutoTokenizer, DistilBertConfig, DistilBertModel
+from transformers import AutoModel
 
 from fs_lowrank.errors import say_once
+from tests.cases import save_family
 
 OFF = {"train.only_read": "off", "train.blocks": 1}
 
@@ -46,15 +47,9 @@ def test_the_same_run(make, task, method):
 
 
 @pytest.mark.more
-def test_a_model_whose_last_layer_is_computed_for_all_positions(make, tiny_encoder, tmp_path, caplog):
-    folder = tmp_path / "distilbert"
-    tokenizer = AutoTokenizer.from_pretrained(str(tiny_encoder))
-    torch.manual_seed(0)
-    config = DistilBertConfig(vocab_size=len(tokenizer), dim=32, n_layers=2, n_heads=4, hidden_dim=48)
-    DistilBertModel(config).save_pretrained(str(folder))
-    tokenizer.save_pretrained(str(folder))
+def test_a_model_whose_last_layer_is_computed_for_all_positions(make, tmp_path, caplog):
     keys = {
-        "model.type": f"{folder}@transformers",
+        "model.type": f"{save_family(tmp_path / 'model', 'distilbert', AutoModel)}@transformers",
         "federate.total_round_num": 1,
         "federate.method": "fedlora",
         "llm.adapter.args": [{"r": 2, "modules": ["q_lin"]}],

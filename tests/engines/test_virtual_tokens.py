@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import (
-    AutoModelForCausalLM,
-    DistilBertConfig,
-    DistilBertModel,
-    LlamaConfig,
-    LlamaModel,
-)
+from transformers import AutoModel, AutoModelForCausalLM
 
 import fs_lowrank
 from fs_lowrank import UserError, load_config
@@ -26,6 +20,7 @@ from fs_lowrank.testing import Bench, quietly, small
 from fs_lowrank.testing.bench import equal, state_of
 from fs_lowrank.training.evaluate import evaluate
 from fs_lowrank.training.generate import continue_prompts
+from tests.cases import save_family
 
 pytestmark = pytest.mark.more
 
@@ -209,18 +204,13 @@ def test_images_have_no_text(vision_settings):
 
 def test_models_that_do_not_compute_with_them(settings, tmp_path):
     """One that takes no keys and values; and one that would read the class at the padding."""
-    shape = {"vocab_size": small.save_tokenizer(tmp_path / "distil"), "dim": 32, "n_layers": 2, "n_heads": 4}
-    DistilBertModel(DistilBertConfig(**shape, hidden_dim=48, max_position_embeddings=64)).save_pretrained(
-        tmp_path / "distil"
-    )
-    distil = {"model.type": f"{tmp_path / 'distil'}@transformers", "federate.total_round_num": 1}
+    model = save_family(tmp_path / "distil", "distilbert", AutoModel)
+    distil = {"model.type": f"{model}@transformers", "federate.total_round_num": 1}
     with pytest.raises(UserError, match="adapter_method = prefix cannot be used with DistilBertFor.*past key values"):
         LocalEngine(load_config(settings, {**distil, **args("prefix")}))
     fs_lowrank.run(load_config(settings, {**distil, **args("prompt")}), progress=False)
-    vocabulary = small.save_tokenizer(tmp_path / "llama")
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    LlamaModel(LlamaConfig(vocab_size=vocabulary, **shape, pad_token_id=0)).save_pretrained(tmp_path / "llama")
-    llama = {"model.type": f"{tmp_path / 'llama'}@transformers", "federate.total_round_num": 1}
+    model = save_family(tmp_path / "llama", "llama", AutoModel)
+    llama = {"model.type": f"{model}@transformers", "federate.total_round_num": 1}
     with pytest.raises(UserError, match="prompt cannot be used with LlamaFor.*: padding changes what it gives: logits"):
         LocalEngine(load_config(settings, {**llama, **args("prompt"), "outdir": str(tmp_path / "a")}))
     fs_lowrank.run(load_config(settings, {**llama, **args("prefix"), "outdir": str(tmp_path / "b")}), progress=False)
