@@ -2,20 +2,19 @@
 
 ``job`` is (settings, overrides, sabotage). The keys of sabotage:
 
-- ``dies_in``, ``silent_in``: the round in whose training the process exits, or sleeps for ever
+- ``silent_in``: the round in whose training the process sleeps for ever
 - ``dies_after``: the round after which the server exits; ``sleeps``: seconds that the server sleeps after each round
 - ``until``: (a round, a client): the server ends the run after the first round from that one on with that client
 - ``waits_for``: after round 1 the server creates the file ``here`` in this folder, and waits for one called ``go``
 - ``late``: seconds before the process starts to run
 - ``other_start``: the adapter is drawn from another seed; ``revision``: of every method in this process
 - ``dies_at``: (a method as ``module.Class.method`` below fs_lowrank, n): the process exits at its n-th call
-- ``fails_at``: in the same form; the n-th call raises an error
 - ``says``: the text of the error with which the client's training fails in round 2
 - ``reports``: what the client says of its evaluation, by the names of metrics, in place of what it has measured
 - ``counts_in``: the file into which a client writes the bytes of tensors that it has received
 - ``waits_in``: a folder, where a file of this process has its longest wait in seconds: as ``client`` from a message of
   its own to the server's next one, as ``server`` from asking a client until the server has its answer or gives it up
-- ``dies_evaluating``: the client exits when it is asked to evaluate; ``resume``: the run is resumed
+- ``resume``: the run is resumed
 """
 
 import importlib
@@ -63,8 +62,6 @@ try:
     import fs_lowrank
 
     def on_client(round, client, of):
-        if round == sabotage.get("dies_in"):
-            os._exit(9)
         if round == sabotage.get("silent_in"):
             time.sleep(1000)
 
@@ -86,10 +83,6 @@ try:
         adapters.derive = lambda seed, *purpose: 12345
     if "revision" in sabotage:
         fs_lowrank.Method.revision_of = classmethod(lambda cls, params: sabotage["revision"])
-    if sabotage.get("dies_evaluating"):
-        from fs_lowrank.rounds.evaluator import Evaluator
-
-        Evaluator.score = lambda *_: os._exit(9)
     if "says" in sabotage:
         from fs_lowrank.rounds.trainer import Trainer
 
@@ -114,23 +107,17 @@ try:
 
         Node.obey = reports
 
-    def end_at(what):
-        place, call = sabotage[what]
+    if "dies_at" in sabotage:
+        place, call = sabotage["dies_at"]
         module, cls, name = place.rsplit(".", 2)
         owner = getattr(importlib.import_module(f"fs_lowrank.{module}"), cls)
         whole, calls = getattr(owner, name), itertools.count(1)
 
         def ends(*args, **kwargs):
-            if next(calls) != call:
-                return whole(*args, **kwargs)
-            if what == "dies_at":
-                os._exit(9)
-            raise RuntimeError("sabotage")
+            return os._exit(9) if next(calls) == call else whole(*args, **kwargs)
 
         setattr(owner, name, ends)
 
-    for what in {"dies_at", "fails_at"} & sabotage.keys():
-        end_at(what)
     if "waits_in" in sabotage:
         measure_waits(Path(sabotage["waits_in"]))
     if "counts_in" in sabotage:

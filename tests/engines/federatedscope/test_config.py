@@ -83,14 +83,6 @@ def test_a_file_is_checked_with_the_command_line_applied(tmp_path):
     assert from_framework(cfg).method_params["tau"] == 3
 
 
-def test_no_such_method_is_an_error_and_not_fedavg(cfg):
-    from federatedscope.core.auxiliaries.data_builder import get_data
-
-    cfg.merge_from_list(["federate.method", "roloora"])
-    with pytest.raises(UserError, match="no method 'roloora'; did you mean 'rolora'"):
-        get_data(config=cfg, client_cfgs=None)
-
-
 def test_the_frameworks_own_methods_keep_its_server_and_client():
     from federatedscope.core.auxiliaries.worker_builder import get_client_cls, get_server_cls
     from federatedscope.core.configs.config import global_cfg
@@ -150,13 +142,9 @@ print(cfg.lowrank.mix, [m.name for m in compat.applied()])
     "key, value, why",
     [
         ("asyn.use", True, "our methods do not use it"),
-        ("fedprox.use", True, "our methods do not use it"),
         ("personalization.local_param", ["lora_B"], "our methods do not use it"),
         ("aggregator.robust_rule", "krum", "take lowrank.robust in place of it"),
         ("trainer.type", "graphminibatch_trainer", "cannot train for rolora"),
-        ("finetune.before_eval", True, "our methods do not use it"),
-        ("llm.offsite_tuning.use", True, "our methods do not use it"),
-        ("fedopt.annealing", True, "our methods do not use it"),
         ("regularizer.type", "proximal_regularizer", "our methods do not use it"),
         ("llm.retry_on_nan_loss", True, "our methods do not use it"),
         ("model.dropout", 0.4, "our methods do not use it"),

@@ -2,7 +2,6 @@
 
 import re
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -16,21 +15,13 @@ pytestmark = pytest.mark.federatedscope
 
 
 def test_a_client_that_dies_during_a_round_is_left_out(cluster):
-    workers = cluster.run(3, {"lowrank.timeout": 12.0}, sabotage={2: {"dies_in": 2}}, codes={2: 9})
+    dies = {"dies_at": ("rounds.trainer.Trainer.fit", 2)}
+    workers = cluster.run(3, {"lowrank.timeout": 12.0}, sabotage={2: dies}, codes={2: 9})
     rounds = workers[0].history
     assert [r["clients"] for r in rounds] == [[1, 2, 3], [1, 3], [1, 3]]
     (failure,) = rounds[1]["failed"]
     assert failure["client"] == 2 and failure["reason"] == "its process is gone"
     assert "2" not in rounds[2]["client_downlink_bytes"]
-
-
-def test_the_run_stops_when_too_few_clients_remain(cluster, tmp_path):
-    began = time.monotonic()
-    workers = cluster.run(2, {"lowrank.min_clients": 2}, sabotage={2: {"dies_in": 2}}, codes={0: 1, 1: 1, 2: 9})
-    assert workers[0].kind == "RunFailed" and "the server stopped" in workers[1].said
-    assert "1 usable updates" in workers[0].said and "last good round, 1," in workers[0].said
-    assert (tmp_path / "run" / "checkpoint" / "round_000001").is_dir()
-    assert time.monotonic() - began < 30
 
 
 def test_the_server_waits_for_a_silent_client_no_longer_than_the_timeout(cluster):
@@ -140,12 +131,6 @@ def test_a_port_in_use(quick, role):
 def test_a_client_without_its_data(quick):
     config = quick("run", {"federate.mode": "distributed", "distribute.role": "client", "distribute.data_idx": 9})
     with pytest.raises(UserError, match="distribute.data_idx = 9: expected 1 to 5"):
-        fs_lowrank.run(config, "federatedscope")
-
-
-def test_a_model_that_the_method_cannot_adapt(quick):
-    config = quick("run", {"llm.adapter.args": [{"r": 2, "modules": ["conv_pw"]}]})
-    with pytest.raises(UserError, match="no module 'conv_pw'"):
         fs_lowrank.run(config, "federatedscope")
 
 
@@ -283,7 +268,7 @@ def test_a_norm_factor_needs_the_updates(quick, key):
 def test_clients_that_die_while_they_evaluate(cluster, dying):
     """The remaining clients evaluate the last round, and its training is kept."""
     keys = {"federate.make_global_eval": False, "eval.freq": 3}
-    sabotage = {client: {"dies_evaluating": True} for client in dying}
+    sabotage = {client: {"dies_at": ("rounds.evaluator.Evaluator.score", 1)} for client in dying}
     history = cluster.run(2, keys, sabotage=sabotage, codes=dict.fromkeys(dying, 9))[0].history
     assert [r["round"] for r in history] == [1, 2, 3]
     assert bool(history[-1]["metrics"]) == (len(dying) == 1)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pickle
-import resource
 from collections import OrderedDict
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -26,17 +24,6 @@ CONTENT = {
 }
 
 
-@contextmanager
-def no_room(size=4096):
-    """Files can have ``size`` bytes, as if the disk were full beyond that."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.fixture
 def saved():
     from fs_lowrank.engines.federatedscope import saved
@@ -51,36 +38,6 @@ def restore(saved, path):
 
 def one_line(error):
     return "\n" not in str(error.value) and len(str(error.value)) < 500
-
-
-def test_what_is_written_is_read(saved, tmp_path):
-    path = tmp_path / "new" / "x.ckpt"
-    saved.write(str(path), CONTENT)
-    assert [p.name for p in path.parent.iterdir()] == ["x.ckpt"]
-    back = saved.read(str(path), "cpu")
-    assert back.keys() == CONTENT.keys() and back["cur_round"] == 2
-    for part in ("model", "base"):
-        for name, tensor in CONTENT[part].items():
-            assert back[part][name].dtype == tensor.dtype and torch.equal(back[part][name], tensor)
-    assert torch.load(path, weights_only=True)["model"].keys() == {"a", "b"}, "the framework reads it too"
-
-
-def test_a_full_disk_leaves_the_file_of_before(saved, tmp_path):
-    path = tmp_path / "x.ckpt"
-    saved.write(str(path), CONTENT)
-    before = path.read_bytes()
-    with no_room(), pytest.raises(RunFailed, match=r"x.ckpt cannot be written: File too large; make room") as error:
-        saved.write(str(path), {**CONTENT, "base": {"w": torch.zeros(100_000)}})
-    assert one_line(error) and path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
-
-
-def test_a_folder_or_a_device_is_not_replaced(saved, tmp_path):
-    for place, said in (
-        (tmp_path, "Is a directory; correct that"),
-        ("/dev/full", "No space left on device; make room"),
-    ):
-        with pytest.raises(RunFailed, match=f"cannot be written: {said}"):
-            saved.write(str(place), CONTENT)
 
 
 @pytest.mark.parametrize("whose", ["server", "client"])

@@ -207,10 +207,14 @@ def test_resuming_a_run_that_was_killed_before_its_end(quick, assert_same, monke
 
 
 def test_resuming_between_processes(quick, assert_same, cluster):
+    """The run stops when too few clients remain, says so to the others, and goes on when all are started again."""
     keys = {"federate.method": "fedloru", "lowrank.tau": 2, "federate.client_num": 2, "federate.total_round_num": 4}
     whole = fs_lowrank.run(quick("whole", keys))
     keys["lowrank.min_clients"] = 2
-    cluster.run(2, keys, sabotage={1: {"dies_in": 4}}, codes={0: 1, 1: 9, 2: 1})
+    dies = {"dies_at": ("rounds.trainer.Trainer.fit", 4)}
+    workers = cluster.run(2, keys, sabotage={1: dies}, codes={0: 1, 1: 9, 2: 1})
+    assert workers[0].kind == "RunFailed" and "the server stopped" in workers[2].said
+    assert "1 usable updates" in workers[0].said and "last good round, 3," in workers[0].said
     assert_same(whole, cluster.run(2, keys, sabotage={0: {"resume": True}})[0].tensors)
 
 
