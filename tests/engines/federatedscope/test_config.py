@@ -39,6 +39,7 @@ def there_and_back(config):
         {"train.scheduler.type": "cosine", "train.scheduler.min_lr": 0.001},
         {"eval.freq": 2, "early_stop.patience": 3},
         {"lowrank.min_clients": 2, "lowrank.timeout": 5.0, "train.cache_frozen": "off"},
+        {"lowrank.clients": [{"clients": 2, "batch_size": 3, "lr_factor": 0.25}, {"clients": [4, 5], "tok_len": 6}]},
     ],
     ids=lambda k: "+".join(k),
 )
@@ -179,22 +180,6 @@ def test_keys_that_exclude_each_other(cfg):
 def test_unknown_role(quick):
     with pytest.raises(UserError, match="distribute.role = 'boss': expected server or client"):
         fs_lowrank.run(quick("run", {"federate.mode": "distributed", "distribute.role": "boss"}), "federatedscope")
-
-
-OWN = [{"clients": 2, "batch_size": 3, "lr_factor": 0.25}, {"clients": [4, 5], "local_update_steps": 4, "tok_len": 6}]
-
-
-def test_settings_of_single_clients(quick, assert_same):
-    """In one process and in several, with the result of the embedded engine."""
-    keys = {"lowrank.clients": OWN, "federate.total_round_num": 2}
-    config = quick("run", keys)
-    assert there_and_back(config).decisive() == config.decisive()
-    ours = fs_lowrank.run(config)
-    theirs = fs_lowrank.run(quick("framework", {**keys, "federate.share_local_model": True}), "federatedscope")
-    apart = fs_lowrank.run(quick("apart", {**keys, "federate.process_num": 3}), "federatedscope")
-    assert_same(ours, theirs)
-    assert_same(ours, apart)
-    assert [r["samples"] for r in ours.history] == [r["samples"] for r in theirs.history]
 
 
 def test_the_launchers_client_cfg(quick, settings, tmp_path):

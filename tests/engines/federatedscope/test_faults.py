@@ -134,6 +134,11 @@ def test_a_client_without_its_data(quick):
         fs_lowrank.run(config, "federatedscope")
 
 
+def test_a_base_on_several_devices_is_refused(quick):
+    with pytest.raises(UserError, match="model.device_map = 'auto': a client's copy of the model lies on one device"):
+        fs_lowrank.run(quick("spread", {"model.device_map": "auto"}), "federatedscope")
+
+
 def test_a_failing_client_is_recorded(quick, monkeypatch):
     from fs_lowrank.rounds.trainer import Trainer
 

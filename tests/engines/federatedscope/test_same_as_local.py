@@ -15,7 +15,15 @@ pytestmark = pytest.mark.federatedscope
 CASES = engine_cases()
 METHODS = [m for m, keys in CASES if not keys]
 ACCUMULATING = [m for m, keys in CASES if "lowrank.tau" in keys]
+#: the run of one client, settings of single clients, and what has an adapter or a base of another kind
+ALONE = {"federate.client_idx_for_local_train": 2}
+OWN = [{"clients": 2, "batch_size": 3, "lr_factor": 0.25}, {"clients": [4, 5], "local_update_steps": 4, "tok_len": 6}]
+NF4 = {"lowrank.dtype": "nf4", "federate.total_round_num": 2, "federate.client_num": 3}
 IDS = [m + "".join(f"-{k.split('.')[1]}" for k in keys) for m, keys in CASES]
+
+
+def virtual_tokens(kind):
+    return [{"adapter_method": kind, "num_virtual_tokens": 3}]
 
 
 @pytest.mark.parametrize("share", [False, True], ids=["own_models", "one_model"])
@@ -32,16 +40,6 @@ def test_standalone(quick, assert_same, method, keys, sample, share):
         assert b["loss"] == pytest.approx(a["loss"], abs=1e-5)
         for split in a["metrics"]:
             assert b["metrics"][split] == pytest.approx(a["metrics"][split], abs=1e-5)
-
-
-@pytest.mark.parametrize("keys", [{}, {"federate.make_global_eval": False}, {"federate.process_num": 2}], ids=str)
-def test_one_client_alone(quick, assert_same, keys):
-    one = {"federate.method": "rolora", "federate.client_idx_for_local_train": 2}
-    local = fs_lowrank.run(quick("local", one))
-    other = fs_lowrank.run(quick("other", {**one, **keys}), "federatedscope")
-    assert_same(local, other)
-    assert [r["clients"] for r in other.history] == [[1]] * len(local.history)
-    assert other.facts["clients"] == local.facts["clients"] and len(other.facts["clients"]) == 1
 
 
 @pytest.mark.parametrize("share", [False, True], ids=["own_models", "one_model"])
@@ -85,6 +83,16 @@ def test_methods_for_images_alone(vision_settings, assert_same, tmp_path, no_cur
         {"lowrank.robust": "trimmed_mean"},
         {"lowrank.drift": "scaffold", "train.optimizer": {"type": "SGD", "lr": 0.1}},
         {"lowrank.drift": "feddyn", "lowrank.drop_rate": 0.4, "seed": 5},
+        ALONE,
+        {**ALONE, "federate.make_global_eval": False},
+        {**ALONE, "federate.process_num": 2},
+        {"lowrank.clients": OWN, "federate.total_round_num": 2, "federate.share_local_model": True},
+        {"lowrank.clients": OWN, "federate.total_round_num": 2, "federate.process_num": 3},
+        {"federate.method": "FedAvg", "llm.adapter.use": True, "llm.adapter.args": virtual_tokens("prefix")},
+        {"federate.method": "FedAvg", "llm.adapter.use": True, "llm.adapter.args": virtual_tokens("p-tuning")},
+        pytest.param({**NF4, "federate.share_local_model": True}, marks=pytest.mark.quantised),
+        pytest.param({**NF4, "federate.method": "flora", "lowrank.merge": False}, marks=pytest.mark.quantised),
+        pytest.param({"lowrank.dtype": "int8", "federate.client_num": 3}, marks=pytest.mark.quantised),
     ],
     ids=lambda k: next(iter(k)),
 )
@@ -93,18 +101,12 @@ def test_other_keys_that_affect_the_result(quick, assert_same, keys):
     local = fs_lowrank.run(quick("local", keys))
     other = fs_lowrank.run(quick("other", keys), "federatedscope")
     assert_same(local, other)
+    assert other.facts["clients"] == local.facts["clients"]
     for a, b in zip(local.history, other.history, strict=True):
+        for key in ("clients", "client_uplink_bytes", "samples"):
+            assert b[key] == a[key], key
         assert bool(b["metrics"]) == bool(a["metrics"])
         assert [n["client"] for n in b.get("robust", [])] == [n["client"] for n in a.get("robust", [])]
-
-
-@pytest.mark.parametrize("kind", ["prefix", "p-tuning"])
-def test_virtual_tokens(quick, assert_same, kind):
-    keys = {"llm.adapter": {"use": True, "args": [{"adapter_method": kind, "num_virtual_tokens": 3}]}}
-    keys |= {"federate.method": "FedAvg", "federate.sample_client_num": 3, "federate.total_round_num": 2}
-    local, other = fs_lowrank.run(quick("local", keys)), fs_lowrank.run(quick("other", keys), "federatedscope")
-    assert_same(local, other)
-    assert [r["client_uplink_bytes"] for r in other.history] == [r["client_uplink_bytes"] for r in local.history]
 
 
 def test_a_causal_model(causal_settings, few, assert_same):
