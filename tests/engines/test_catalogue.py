@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fs_lowrank
-from fs_lowrank import UserError, cli
+from fs_lowrank import UserError
 from fs_lowrank.doctor import examine
 from fs_lowrank.engines import get_engine, list_engines
 
@@ -102,23 +102,3 @@ def test_two_packages_with_one_name(install):
     install("other_engine", GOOD, "elsewhere")
     with pytest.raises(UserError, match="uninstall one of the two packages"):
         list_engines()
-
-
-@pytest.mark.parametrize("command", ["run", "compare"])
-def test_the_command_line(install, tmp_path, settings, capsys, command):
-    import yaml
-
-    install("bad_engine", "import no_such_module_at_all\n", "elsewhere")
-    file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump(settings))
-    more = ["--methods", "fedlora"] if command == "compare" else []
-    assert cli.main([command, "--cfg", str(file), "--engine", "elsewhere", *more]) == 2
-    assert "engine 'elsewhere' (bad_engine) failed to import" in capsys.readouterr().err
-
-
-def test_the_benchmark_s_command_line(install, capsys):
-    from benchmark.cli import main
-
-    install("bad_engine", GOOD, "elsewhere")
-    assert main(["run", "glue", "--engine", "elsewhare"]) == 2
-    assert "there are: local, federatedscope, flower, elsewhere" in capsys.readouterr().err.replace("\n", " ")

@@ -9,7 +9,6 @@ from fs_lowrank.finished import load_run
 from fs_lowrank.testing import check_method
 from fs_lowrank.testing.bench import without_dropout
 from fs_lowrank.training.generate import continue_prompts
-from tests.cases import same_model
 
 pytestmark = pytest.mark.gpu
 #: the keys of a run on a GPU
@@ -54,18 +53,6 @@ def test_a_run_ends_as_on_the_processor(run, task, keys):
     close = 0.05 if dtype else 1e-3
     for name, value in plain.ledger.state.items():
         torch.testing.assert_close(ours.ledger.state[name].cpu(), value, atol=close, rtol=close, check_dtype=False)
-
-
-@pytest.mark.parametrize("task", ["encoder", "causal"])
-def test_a_run_that_goes_on_ends_as_one_that_was_not_stopped(settings, causal_settings, tmp_path, no_curves, task):
-    small = settings if task == "encoder" else causal_settings
-    whole, parts = (
-        fs_lowrank.load_config(small, {**RUN, **ON, "outdir": str(tmp_path / name)}) for name in ("whole", "parts")
-    )
-    plain = fs_lowrank.run(whole)
-    fs_lowrank.run(parts, on_round=lambda record: record["round"] == 1)
-    ours = fs_lowrank.run(parts, resume=True)
-    same_model(ours, plain)
 
 
 def test_processes_end_as_one(settings, tmp_path, no_curves):

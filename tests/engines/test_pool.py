@@ -109,19 +109,6 @@ def two_threads():
     torch.set_num_threads(1)
 
 
-@pytest.mark.more
-def test_the_engines_process_has_as_many_threads_as_the_others(few, two_threads):
-    engine = LocalEngine(few("run", {"federate.process_num": 2}))
-    try:
-        assert torch.get_num_threads() == 1
-        engine.recorder.start(False)
-        assert json.loads((engine.recorder.outdir / "environment.json").read_text())["threads"] == 1
-    finally:
-        engine.transport.end()
-        engine.recorder.release()
-    assert torch.get_num_threads() == 2
-
-
 @pytest.mark.slow
 def test_two_processes_of_one_thread_are_one_process_of_one_thread(few, tiny_encoder, tmp_path, two_threads):
     """The server step, too, whose products differ between one and two threads on layers as wide as these."""
@@ -133,6 +120,8 @@ def test_two_processes_of_one_thread_are_one_process_of_one_thread(few, tiny_enc
     keys = {"federate.method": "flexlora", "model.type": f"{wide}@transformers", "federate.total_round_num": 1}
     keys["llm.adapter.args"] = [{"r": 8, "alpha": 16, "modules": ["query", "value"]}]
     both = fs_lowrank.run(few("two", {**keys, "federate.process_num": 2}))
+    assert json.loads((both.outdir / "environment.json").read_text())["threads"] == 1
+    assert torch.get_num_threads() == 2, "as before the run"
     torch.set_num_threads(1)
     same_run(fs_lowrank.run(few("one", keys)), both)
 

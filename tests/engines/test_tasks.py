@@ -14,7 +14,6 @@ from fs_lowrank import UserError
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.rounds.evaluator import Evaluator
 from fs_lowrank.rounds.workspace import Workspace
-from fs_lowrank.training import evaluate
 from fs_lowrank.training.local import loss_of
 from fs_lowrank.training.metrics import measure
 from tests.cases import same_model
@@ -152,14 +151,6 @@ def test_perplexity_in_the_records(few, causal_settings):
     assert result.best["round"] == values.index(min(values)) + 1
     apart = fs_lowrank.run(few("apart", {**keys, "federate.process_num": 2}, causal_settings))
     assert apart.final == result.final
-
-
-@pytest.mark.more
-def test_the_scores_of_a_classifier_are_those_of_before(few):
-    """Without further metrics nothing but loss and accuracy is recorded, in that form."""
-    workspace = Workspace(few("run"))
-    scores = evaluate(workspace.model, workspace.data.test, 8)
-    assert list(scores) == ["loss", "acc"] and isinstance(scores["acc"], float)
 
 
 @pytest.mark.more
