@@ -122,6 +122,18 @@ def test_an_error_in_the_context_restores_the_model(tiny_encoder):
         assert torch.equal(model(**inputs).logits, before)
 
 
+def test_states_in_half_precision(tiny_encoder):
+    model, data = model_of(tiny_encoder, (2,)).to(torch.bfloat16), examples()
+    prefix = FrozenPrefix(model, {"adapter", "head"}, 1e9)
+    prefix.plan({"a": (data, 5)})
+    inputs = {k: v for k, v in data.batch(np.arange(5)).items() if k != "labels"}
+    with torch.no_grad(), prefix.states_of([("a", data, np.arange(5))], torch.device("cpu")):
+        kept = model(**inputs).logits
+    assert kept.dtype == torch.bfloat16 and prefix.cached["a"][0].dtype == torch.bfloat16
+    with torch.no_grad():
+        torch.testing.assert_close(kept, model(**inputs).logits, atol=0.05, rtol=0.05)
+
+
 # -- keys and values of the first trained layer --------------------------------------------------------
 
 
