@@ -171,16 +171,6 @@ def test_two_settings_are_shown_in_place_of_an_interval_that_says_nothing():
     assert gap_text("a above b", settings[0], [], condition).endswith("(0.61 to 3.39) points")
 
 
-@pytest.mark.more
-def test_several_settings_of_equal_methods_are_told_apart_in_5_percent_at_most():
-    rng, times, told = np.random.default_rng(0), 500, 0
-    for _ in range(times):
-        settings = [rng.normal(0.5 * rng.normal(), 1, (2, 3)) for _ in range(5)]
-        gaps = [estimate([(1, of_text(a)), (-1, of_text(b))]) for a, b in settings]
-        told += pooled(gaps).p(0, math.inf) <= 0.05
-    assert told / times <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / times)
-
-
 def test_p_values_are_corrected_for_all_conditions():
     gaps = np.array([-0.030, -0.028, -0.020])
 
@@ -205,27 +195,19 @@ def of_paper(reference, axes):
 
 
 def test_the_margin_of_a_task_is_the_papers_own():
-    """0.69 points and twice the standard deviation of the difference; of a single figure, nothing more."""
+    """Of RoLoRA 0.69 points and twice the standard deviation of the difference; of a single figure, nothing more."""
     row = {3: [95.49, 0.16], 50: [94.80, 0.17]}
     reference = {"values": {"rolora": row, "fedlora": {3: [95.62, 0.17], 50: 93.0}, "ffa_lora": {3: 95.0}}}
-    keeps = {"is": "keeps", "methods": ["rolora"], "along": "clients", "from": 3, "to": 50, "within": "paper"}
+    keeps = {"is": "keeps", "along": "clients", "from": 3, "to": 50, "within": "paper"}
+    keeps["methods"] = ["flora", "rolora", "fedlora", "ffa_lora"]
     close = {"is": "close", "methods": ["rolora"], "to": "fedlora", "within": "paper", "where": {"clients": 3}}
-    found = [c["within"] for c in with_margins([keeps, close], of_paper(reference, ["clients"]))]
-    assert found == pytest.approx(
-        [(0.69 + 2 * math.hypot(0.16, 0.17)) / 100, (0.13 + 2 * math.hypot(0.16, 0.17)) / 100], abs=1e-4
-    )
-    assert with_margins([{**keeps, "methods": ["ffa_lora"]}], of_paper(reference, ["clients"])) == []
+    found = with_margins([keeps, close], of_paper(reference, ["clients"]))
+    assert [c["methods"] for c in found] == [["rolora"], ["fedlora"], ["rolora"]]  # the paper has no other at both ends
+    both = 2 * math.hypot(0.16, 0.17)
+    margins = [0.69 + both, 2.62 + 2 * 0.17, 0.13 + both]
+    assert [100 * c["within"] for c in found] == pytest.approx(margins, abs=1e-2)
     assert with_margins([keeps], of_paper(None, ["clients"])) == []
     assert with_margins([{**close, "within": 0.1}], of_paper(None, [])) == [{**close, "within": 0.1}]
-
-
-def test_each_method_has_the_papers_margin_of_its_own():
-    values = {"rolora": {3: 95, 50: 94}, "ffa_lora": {3: 95, 50: 75}}
-    keeps = {"is": "keeps", "along": "clients", "from": 3, "to": 50, "within": "paper"}
-    found = with_margins(
-        [{**keeps, "methods": ["flora", "rolora", "ffa_lora"]}], of_paper({"values": values}, ["clients"])
-    )
-    assert [(c["methods"], c["within"]) for c in found] == [(["rolora"], 0.01), (["ffa_lora"], 0.2)]
 
 
 def test_the_papers_figures_are_found_by_the_axes_in_their_order():
@@ -370,7 +352,9 @@ def test_a_claim_with_many_conditions_is_refuted_by_chance_as_rarely_as_one(n):
     ],
 )
 def test_drops_and_keeps(method, drops, keeps):
-    assert judged({"is": "drops", "methods": [method], "by": 0.05, **FALL}).verdict == drops
+    falls = {"is": "drops", "methods": [method], "by": 0.05, **FALL}
+    assert judged(falls).verdict == drops
+    assert judged({**falls, "lower_is_better": True}).verdict == (FAILS if drops == HOLDS else drops), "of a loss"
     assert judged({"is": "keeps", "methods": [method], "within": 0.02, **FALL}).verdict == keeps
 
 
@@ -401,7 +385,9 @@ def test_close_ratio_value():
     assert (
         judged({**near, "within": 0.05}).verdict == HOLDS and judged({**near, "within": 0.015}).verdict == INCONCLUSIVE
     )
-    assert judged({**close, "within": 0.05, "where": {"clients": 50}}).verdict == FAILS
+    for name, other in (("rolora", "lora"), ("lora", "rolora")):
+        apart = {"is": "close", "methods": [name], "to": other, "within": 0.05, "where": {"clients": 50}}
+        assert judged(apart).verdict == FAILS
     assert "asked: at most 0.05 (5 points) apart" in judged({**near, "within": 0.05}).text
     ratio = {"is": "ratio", "of": "rolora", "to": "lora", "where": {"clients": 3}}
     assert judged({**ratio, "about": 1, "within": 0.1}).verdict == HOLDS
@@ -437,43 +423,6 @@ def test_by_how_much_a_condition_is_met_agrees_with_its_verdict(bound):
             assert low < 0 <= high
         else:
             assert high < 0
-
-
-LOSSES = {"3": [1.0, 1.01, 1.02], "50": [3.0, 3.02, 3.01]}
-
-
-def test_of_a_loss_a_rise_is_the_fall():
-    def losses(method, labels, metric):
-        return by_seed(LOSSES[labels["clients"]])
-
-    def backwards(method, labels, metric):
-        return by_seed(LOSSES[{"3": "50", "50": "3"}[labels["clients"]]])
-
-    of_loss = {"methods": ["m"], "metric": "test_loss", "lower_is_better": True, **FALL}
-    drops, keeps = {"is": "drops", "by": 1, **of_loss}, {"is": "keeps", "within": 1, **of_loss}
-    assert judged(drops, losses).verdict == HOLDS and judged(drops, backwards).verdict == FAILS
-    assert judged(keeps, losses).verdict == FAILS and judged(keeps, backwards).verdict == HOLDS
-
-
-def test_close_is_refuted_on_both_sides():
-    far = {"low": [0.2, 0.21, 0.22], "middle": [0.5, 0.51, 0.52], "high": [0.8, 0.81, 0.82]}
-    noise = {"low": [0.2, 0.22, 0.21], "middle": [0.5, 0.51, 0.52], "high": [0.8, 0.82, 0.81]}
-
-    def apart(method, labels, metric):
-        return by_seed((far if method == "middle" else noise)[method])
-
-    for other in ("low", "high"):
-        close = {"is": "close", "methods": [other], "to": "middle", "within": 0.1}
-        assert judged(close, apart).verdict == FAILS
-
-
-def test_a_fall_of_exactly_the_margin_is_no_drop():
-    def counted(method, labels, metric):
-        return Figure({0: {"3": 0.75, "50": 0.5}[labels["clients"]]}, exact=True)
-
-    drops = {"is": "drops", "methods": ["a"], **FALL}
-    assert judged({**drops, "by": 0.25}, counted).verdict == FAILS
-    assert judged({**drops, "by": 0.2499}, counted).verdict == HOLDS
 
 
 @pytest.mark.parametrize(
@@ -515,15 +464,6 @@ def test_what_was_learned_stands_at_the_end_of_a_grid_and_what_was_not_is_open()
     assert judged({**learns, "by": 0.35}, at_end).verdict == INCONCLUSIVE
 
 
-def test_a_ratio_is_of_any_scale():
-    def large(method, labels, metric):
-        return by_seed({"a": [10_010, 10_030, 10_020], "b": [10_000, 10_010, 10_020]}[method])
-
-    ratio = {"is": "ratio", "of": "a", "to": "b", "about": 1}
-    assert judged({**ratio, "within": 0.01}, large).verdict == HOLDS
-    assert judged({**ratio, "about": 1.1, "within": 0.01}, large).verdict == FAILS
-
-
 @pytest.mark.more
 @pytest.mark.parametrize("ratio", [0.5, 1.5])
 def test_a_ratio_at_a_bound_holds_and_is_refuted_by_chance_in_2_5_percent_each(ratio):
@@ -538,7 +478,7 @@ def test_a_ratio_at_a_bound_holds_and_is_refuted_by_chance_in_2_5_percent_each(r
 
 
 def test_a_ratio_has_its_interval_on_its_own_scale():
-    drawn = {"a": by_seed([0.52, 0.5, 0.48]), "b": by_seed([1.0, 1.0, 1.0])}
+    drawn = {"a": by_seed([5_200, 5_000, 4_800]), "b": by_seed([10_000] * 3)}
     ratio = judged({"is": "ratio", "of": "a", "to": "b", "about": 0.6, "within": 0.2}, lambda m, *_: drawn[m])
     assert ratio.verdict == HOLDS and "0.5 (0.4503 to 0.5497)" in ratio.text
 
@@ -607,15 +547,12 @@ def record(seed, acc, majority=0.535, **more):
 
 
 def results_of(**records):
-    return ExperimentResults(None, None, {(method, ""): listed for method, listed in records.items()})
+    """Results that have one setting alone."""
+    alone = SimpleNamespace(axes={})
+    return ExperimentResults(None, alone, {(method, ""): listed for method, listed in records.items()})
 
 
-def judged_on(found, rule):
-    """By figures of results that have one setting alone."""
-    return judged(rule, lambda method, labels, metric: found.figure(method, "", metric))
-
-
-def test_collapsed_seeds_are_named_and_counted_and_no_claim_holds_by_them(monkeypatch):
+def test_collapsed_seeds_are_named_and_counted_and_no_claim_holds_by_them():
     found = results_of(
         rolora=[record(s, a) for s, a in enumerate((0.670, 0.716, 0.465))],
         lora=[record(s, a) for s, a in enumerate((0.81, 0.82, 0.80))],
@@ -626,11 +563,11 @@ def test_collapsed_seeds_are_named_and_counted_and_no_claim_holds_by_them(monkey
     assert found.cell("rolora", "", "test_acc").endswith("(1 collapsed)")
     assert found.figure("rolora", "", "test_loss") is None
 
-    keeps = judged_on(found, {"is": "value", "methods": ["rolora"], "at_least": 0.1})
+    keeps = judged({"is": "value", "methods": ["rolora"], "at_least": 0.1}, found.look)
     assert keeps.verdict == INCONCLUSIVE
     assert "1 of 3 seeds collapsed to the majority class (0.465; majority 0.535)" in keeps.text
     # a method that collapsed is worse nevertheless
-    above = judged_on(found, {"is": "above", "by": 0, "better": "lora", "than": ["worse"]})
+    above = judged({"is": "above", "by": 0, "better": "lora", "than": ["worse"]}, found.look)
     assert above.verdict == HOLDS and "worse: 3 of 3 seeds collapsed" in above.text
 
 
@@ -666,7 +603,7 @@ def test_a_metric_is_learned_above_its_own_majority_class():
         entry["metrics"]["client_test_acc"] = entry["metrics"]["test_acc"]
     levels = {"test_acc": 0.55, "client_test_acc": 0.8, "generate:boolq:acc": 0.6}
     for metric, level in levels.items():
-        condition = judged_on(found, {"is": "learns", "methods": ["a"], "by": 0, "metric": metric})
+        condition = judged({"is": "learns", "methods": ["a"], "by": 0, "metric": metric}, found.look)
         assert condition.estimate.centre == pytest.approx(found.figure("a", "", metric).mean - level)
 
 
@@ -698,19 +635,18 @@ def test_failed_seeds_count_against_a_method():
     found = results_of(a=[record(0, 0.9), record(1, 0.91)], b=[record(0, 0.6), record(1, 0.615)])
     found.lost["a", ""] = {2}
 
-    above = judged_on(found, {"is": "above", "by": 0, "better": "a", "than": ["b"]})
+    above = judged({"is": "above", "by": 0, "better": "a", "than": ["b"]}, found.look)
     assert above.verdict == INCONCLUSIVE and "a: 1 of 3 seeds failed" in above.text
     # What a lacks is not in its mean, so nothing is refuted in its favour either.
-    below = judged_on(found, {"is": "above", "by": 0, "better": "b", "than": ["a"]})
+    below = judged({"is": "above", "by": 0, "better": "b", "than": ["a"]}, found.look)
     assert below.verdict == INCONCLUSIVE and "does not count as refuted" in below.text
     assert found.cell("a", "", "test_acc").endswith("(1 failed)")
     found.lost.clear()
     found.lost["b", ""] = {2}
-    assert judged_on(found, {"is": "above", "by": 0, "better": "b", "than": ["a"]}).verdict == FAILS
+    assert judged({"is": "above", "by": 0, "better": "b", "than": ["a"]}, found.look).verdict == FAILS
 
 
-def test_a_method_whose_seeds_all_failed_is_not_untested(monkeypatch):
-    monkeypatch.setattr(ExperimentResults, "_column", lambda self, labels: "")
+def test_a_method_whose_seeds_all_failed_is_not_untested():
     found = results_of(a=[record(0, 0.9), record(1, 0.91)])
     found.lost["b", ""] = {0, 1}
     for rule in (
@@ -741,7 +677,7 @@ def test_a_seed_of_a_study_without_a_number_has_failed():
     found = results_of(study=[study])
     figure = found.figure("study", "", "x")
     assert (figure.n, figure.failed) == (3, (1,))
-    held = judged_on(found, {"is": "value", "methods": ["study"], "metric": "x", "at_least": 0.5})
+    held = judged({"is": "value", "methods": ["study"], "metric": "x", "at_least": 0.5}, found.look)
     assert held.verdict == INCONCLUSIVE and "1 of 4 seeds failed" in held.text
 
 
@@ -792,11 +728,11 @@ def test_a_claim_is_not_decided_by_a_winner_at_the_end_of_a_grid():
     )
 
     for better, than in ("ab", "ba"):
-        condition = judged_on(found, {"is": "above", "by": 0, "better": better, "than": [than]})
+        condition = judged({"is": "above", "by": 0, "better": better, "than": [than]}, found.look)
         assert condition.verdict == INCONCLUSIVE and "a: its rate won at the end of the grid" in condition.text
     for r in found.all_records:
         r["at_end"] = False
-    assert judged_on(found, {"is": "above", "by": 0, "better": "a", "than": ["b"]}).verdict == HOLDS
+    assert judged({"is": "above", "by": 0, "better": "a", "than": ["b"]}, found.look).verdict == HOLDS
 
 
 def test_experiments_that_share_cells_count_once():
@@ -833,14 +769,8 @@ def test_experiments_that_share_cells_count_once():
     "condition, words",
     [
         ({"is": "above", "better": "a", "than": ["b"]}, "claims.a.rule.0.by is missing"),
-        (
-            {"is": "above", "better": "a", "than": ["b"], "by": 0, "were": {}},
-            "unknown key 'claims.a.rule.0.were'; did you mean 'where'",
-        ),
         ("drops", "claims.a.rule.0 = 'drops': expected a mapping, such as {is: drops"),
-        ({"is": "dropps"}, "claims.a.rule.0.is = 'dropps': expected one of drops, .*did you mean 'drops'"),
         ({"is": "learns", "methods": ["a"], "by": "much"}, "by = 'much': expected a number"),
-        ({"is": "keeps", "methods": ["a"], "along": "x", "from": 1, "to": 2}, "within is missing"),
         ({"is": "close", "methods": ["a"], "to": "b", "within": "half"}, "within = 'half': expected a number, or"),
         ({"is": "value", "methods": ["a"]}, "has no bound: expected at_least"),
         ({"is": "close", "methods": ["a"], "to": "b", "within": 1, "by": 2}, "unknown key 'claims.a.rule.0.by'"),
@@ -851,12 +781,11 @@ def test_wrong_rules(condition, words):
         check_rule(condition, Origin(), "claims.a.rule.0")
 
 
-def test_a_seed_that_missed_the_target_holds_nothing_and_is_no_missing_figure(monkeypatch):
+def test_a_seed_that_missed_the_target_holds_nothing_and_is_no_missing_figure():
     def record(seed, sent):
         reached = {"round": 1, "val_acc": 0.9 if sent else 0.5, "uplink": sent, "downlink": 0}
         return {"seed": seed, "metrics": {}, "history": {"evaluated": [reached]}}
 
-    monkeypatch.setattr(ExperimentResults, "_column", lambda self, labels: "")
     methods = {"a": (10, 11, 0), "b": (20, 21, 22.5), "c": (0, 0, 0)}
     found = results_of(**{m: [record(s, n) for s, n in enumerate(sent)] for m, sent in methods.items()})
     metric = "bytes_to:val_acc:0.7"
@@ -917,14 +846,13 @@ RATES = [0.01, 0.1, 1, 10]
 CURVES = {
     "wide": [[0.80, 0.81, 0.80, 0.50], [0.79, 0.80, 0.795, 0.50], [0.81, 0.81, 0.80, 0.52]],
     "narrow": [[0.50, 0.80, 0.60, 0.50], [0.52, 0.79, 0.60, 0.50], [0.50, 0.82, 0.61, 0.50]],
-    "other": [[0.50, 0.79, 0.81, 0.50], [0.52, 0.79, 0.60, 0.50], [0.50, 0.82, 0.61, 0.50]],
-    "a hole": [[0.80, 0.60, 0.81, 0.50]] * 2 + [[0.80, 0.6, 0.79, 0.5]],
+    "low": [[0.5, 0.60, 0.5, 0.5], [0.5, 0.61, 0.5, 0.5], [0.5, 0.62, 0.6, 0.5]],
+    "end": [[0.9, 0.5, 0.5, 0.5], [0.91, 0.5, 0.5, 0.5], [0.9, 0.5, 0.5, 0.5]],
+    "flat": [[0.5, 0.5, 0.5, 0.5]] * 3,
 }
 
 
 def on_curves(method, labels, metric):
-    if method not in CURVES:
-        return None
     at = RATES.index(float(labels["rate"]))
     shift = 0.01 if metric == "val_acc" else 0.0
     return by_seed([curve[at] + shift for curve in CURVES[method]])
@@ -950,19 +878,16 @@ def test_the_best_point_by_a_metric_that_is_better_when_smaller():
     assert found.verdict == HOLDS and "a at 1 10.4" in found.text and "b at 1 15.57" in found.text
 
 
-def test_best_is_each_at_its_own_point(monkeypatch):
+def test_best_is_each_at_its_own_point():
     level = along("best", "wide", ["narrow"], chosen_by="val_acc")
     assert level.verdict == INCONCLUSIVE and "narrow at 0.1 " in level.text
-    monkeypatch.setitem(CURVES, "low", [[0.5, 0.60, 0.5, 0.5], [0.5, 0.61, 0.5, 0.5], [0.5, 0.62, 0.6, 0.5]])
     assert along("best", "narrow", ["low"], chosen_by="val_acc").verdict == HOLDS
     assert along("best", "low", ["narrow"], chosen_by="val_acc").verdict == FAILS
     for better, other in (("narrow", "low"), ("low", "narrow")):
         chosen = along("best", better, [other], chosen_by="client_test_acc")
         assert chosen.verdict == INCONCLUSIVE and "nothing is decided: test data have chosen" in chosen.text
-    monkeypatch.setitem(CURVES, "end", [[0.9, 0.5, 0.5, 0.5], [0.91, 0.5, 0.5, 0.5], [0.9, 0.5, 0.5, 0.5]])
     ended = along("best", "end", ["low"], chosen_by="val_acc")
     assert ended.verdict == INCONCLUSIVE and "at the end of the grid" in ended.text
-    monkeypatch.setitem(CURVES, "flat", [[0.5, 0.5, 0.5, 0.5]] * 3)
     flat = along("best", "flat", ["narrow"], chosen_by="val_acc")
     assert flat.verdict == INCONCLUSIVE and ": its rate won at the end of the grid" in flat.text
 
