@@ -48,9 +48,7 @@ def test_one_client_agrees_with_the_global_update(settings, method):
     assert ca.mean_curve(entry) == pytest.approx([1.0] * 3, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param(m, marks=() if m == "fedloru" else pytest.mark.slow) for m in ca.METHODS]
-)
+@pytest.mark.parametrize("method", ca.METHODS)
 @pytest.mark.slow
 def test_observing_a_run_does_not_change_it(settings, tmp_path, method):
     """The tensors are those of the method itself, and there is a cosine for every client in every round."""

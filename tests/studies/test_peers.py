@@ -17,7 +17,7 @@ import torch
 from fs_lowrank import load_config
 from fs_lowrank.engines.local import LocalEngine
 from studies.speed.peers import case, environment
-from studies.speed.peers.fedjob import IGNORED, Job, load, trained
+from studies.speed.peers.fedjob import Job, load, trained
 from studies.speed.peers.job import BATCH, STEPS, make_job
 
 pytestmark = pytest.mark.more
@@ -28,14 +28,6 @@ def job(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("peers") / "job"
     make_job(request.param, folder, clients=3, rounds=2, tiny=True)
     return folder
-
-
-def test_a_job_reads_back_as_it_was_written(job, tmp_path):
-    read = Job.read(job)
-    read.write(tmp_path)
-    assert Job.read(tmp_path) == read
-    assert read.clients == read.clients_per_round == 3 and read.rounds == 2
-    assert not any(isinstance(value, dict) for value in json.loads((job / "job.json").read_text()).values())
 
 
 def test_peers_are_given_the_batches_that_we_train(job):
@@ -73,14 +65,6 @@ def test_a_model_that_trains_other_tensors_is_refused(job):
     model = Job.read(job).peft_model()
     with pytest.raises(SystemExit, match="trains other tensors than the job"):
         load(model, {"strange": torch.zeros(1)})
-
-
-def test_batches_are_padded_with_labels_that_have_no_loss():
-    job = Job("", "causal", "", "", 1, 1, 1, 2, 1, 1, 1, [], "SGD", 0.1, 7, 0)
-    samples = [{"input_ids": torch.arange(n), "labels": torch.arange(n)} for n in (2, 4)]
-    batch = job.collate(samples)
-    assert batch["input_ids"].tolist() == [[0, 1, 7, 7], [0, 1, 2, 3]]
-    assert batch["labels"].tolist() == [[0, 1, IGNORED, IGNORED], [0, 1, 2, 3]]
 
 
 def test_scripts_of_peers_import_nothing_of_ours():

@@ -133,13 +133,6 @@ def test_c_tilde_matches_eq_199_and_falls_as_one_over_nm():
     assert rl.c_tilde(100, 1000) * 100 * 1000 == pytest.approx(-1.0, abs=0.01)
 
 
-def test_unknown_method_and_wrong_shape_are_errors():
-    with pytest.raises(ValueError, match="unknown method 'lora'"):
-        run(0.5, method="lora")
-    with pytest.raises(ValueError, match=r"target.a has shape \(3,\), expected \(10,\)"):
-        run(0.5, target=rl.Target(torch.tensor([1.0, 0, 0], dtype=torch.float64), torch.ones(3, dtype=torch.float64)))
-
-
 def test_the_command_writes_json_and_png(tmp_path):
     rl.main(["--seeds", "1", "--rounds", "3", "--out", str(tmp_path), "--draws", "20"])
     written = json.loads((tmp_path / "rolora_linear.json").read_text())

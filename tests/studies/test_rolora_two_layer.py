@@ -14,15 +14,6 @@ pytestmark = pytest.mark.more
 pytest.importorskip("sklearn")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """One thread, because multithreading slows down operations on such small tensors."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def digits():
     return load("digits")
@@ -93,6 +84,11 @@ def test_every_sample_goes_to_the_client_of_its_label(digits, num_clients):
         assert labels == set(range(k * per_client, (k + 1) * per_client))
 
 
+def test_labels_that_cannot_be_dealt_evenly_are_an_error(digits):
+    with pytest.raises(ValueError, match="10 labels cannot be dealt evenly to 3 clients"):
+        tl.split_by_label(digits, 3)
+
+
 @pytest.mark.parametrize("method", tl.METHODS)
 def test_frozen_halves_stay_bit_equal_and_the_others_become_the_weighted_mean(digits, method):
     part = tl.subsample(digits, 400, seed=0)
@@ -144,15 +140,6 @@ def test_idx_files_are_read_from_a_folder(tmp_path):
     assert data.x.shape == (4, 4) and data.x_test.shape == (2, 4)
     assert data.y.tolist() == [0, 1, 2, 3]
     torch.testing.assert_close(data.x[0], torch.tensor([0.0, 1, 2, 3]) / 255)
-
-
-def test_errors_name_the_wrong_value(tmp_path):
-    with pytest.raises(ValueError, match="unknown data 'cifar'"):
-        load("cifar")
-    with pytest.raises(ValueError, match="unknown method 'fedavg'"):
-        tl.halves_of("fedavg", 1)
-    with pytest.raises(ValueError, match="10 labels cannot be dealt evenly to 3 clients"):
-        tl.split_by_label(load("digits"), 3)
 
 
 def test_the_command_writes_json_and_png(tmp_path):

@@ -8,15 +8,9 @@ import benchmark.cli
 import hpo.cli
 from benchmark.suite import load_suite
 from fs_lowrank import load_config
-from studies.speed import cohort, gpu, race, row, table, whole
+from studies.speed import cohort, gpu, row, table, whole
 
 pytestmark = pytest.mark.more
-
-
-def test_race_runs_each_variant_the_given_number_of_times():
-    ran = []
-    race({name: lambda name=name: ran.append(name) for name in ("fast", "slow")}, repeats=2)
-    assert ran == ["fast", "slow", "fast", "slow"]
 
 
 def test_a_cohort_trains_as_its_clients_alone_in_each_form(settings):
