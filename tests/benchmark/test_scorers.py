@@ -6,7 +6,6 @@ import os
 from functools import partial
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import torch
 
@@ -15,6 +14,7 @@ from benchmark import scorers
 from benchmark.intervals import right_rows, rows_of
 from benchmark.scorers import commonsense, generate, local_data
 from fs_lowrank import cli
+from fs_lowrank.data.tokenize import ALPACA_NO_INPUT
 from fs_lowrank.errors import UserError
 from fs_lowrank.fetch import hub as fetch_hub
 from fs_lowrank.finished import load_run
@@ -393,7 +393,7 @@ def test_greedy_replies_do_not_depend_on_the_batch(tiny):
     model.get_base_model().generation_config.repetition_penalty = 1.0
 
 
-def test_the_generate_scorer_counts_and_records(tiny, root):
+def test_the_generate_scorer_counts_and_records(tiny, root, monkeypatch):
     result = scorers.score(*tiny, {"scorer": "generate", "tasks": ["boolq", "arc_easy"], "max_new_tokens": 3}, root)
     assert set(result) == {"boolq", "arc_easy"}
     assert result["boolq"] == {
@@ -409,56 +409,17 @@ def test_the_generate_scorer_counts_and_records(tiny, root):
         "data": "commonsense/boolq/test.json",
         "decoding": "greedy, at most 3 new tokens, batches of 16 padded on the left",
     }
+    asked, (_, tokenizer) = [], tiny
 
+    def reply(model, tokenizer, prompts, **options):
+        asked.extend(prompts)
+        return ["it is true", "true or false"]
 
-@pytest.mark.more
-def test_a_model_that_learnt_the_answers_scores_one(root, tmp_path):
-    """It was trained on the rows as in a run, so this shows that prompt, decoding and parser fit together."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    from fs_lowrank.data.tokenize import ALPACA_NO_INPUT, tokenize_instructions
-
-    rows = pd.DataFrame([row(*r) for r in ROWS["boolq"]])
-    text = " ".join([ALPACA_NO_INPUT, *rows["instruction"], *rows["output"]])
-    split = pre_tokenizers.Split(Regex(r"\w+|[^\w\s]"), "removed", invert=True)
-    words = ["[PAD]", "[UNK]", "[END]", *sorted({piece for piece, _ in split.pre_tokenize_str(text)})]
-    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
-    inner.pre_tokenizer = split
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", eos_token="[END]")
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(words),
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=48,
-            pad_token_id=0,
-            bos_token_id=None,
-            eos_token_id=2,
-        )
-    )
-    examples, _ = tokenize_instructions(rows, tokenizer, 256, "alpaca")
-    batch = {k: torch.as_tensor(v) for k, v in examples.batch([0, 1]).items()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    spec = {"scorer": "generate", "tasks": ["boolq"], "max_new_tokens": 8}
-    before = scorers.score(model, tokenizer, spec, root)["boolq"]
-    for _ in range(60):
-        optimizer.zero_grad()
-        model(**batch).loss.backward()
-        optimizer.step()
-    after = scorers.score(model, tokenizer, spec, root)["boolq"]
-    assert before["acc"] < 1.0 and after["acc"] == 1.0 and after["unparsed"] == 0.0
-
-
-def test_prompts_are_those_of_training(tiny):
-    _, tokenizer = tiny
-    rows = [row(*r) for r in ROWS["boolq"]]
-    ids = generate.prompts(rows, tokenizer, "alpaca")
-    from fs_lowrank.data.tokenize import ALPACA_NO_INPUT
-
-    assert ids[0] == tokenizer(ALPACA_NO_INPUT.format(instruction=rows[0]["instruction"]))["input_ids"]
+    monkeypatch.setattr(generate, "continue_prompts", reply)
+    answered = scorers.score(*tiny, {"scorer": "generate", "tasks": ["boolq"]}, root)["boolq"]
+    assert asked == [tokenizer(ALPACA_NO_INPUT.format(instruction=text))["input_ids"] for text, _ in ROWS["boolq"]]
+    assert (answered["acc"], answered["unparsed"]) == (0.5, 0.0)
+    assert answered["acc_right"] == right_rows("first 2", [True, False])
 
 
 def test_prompts_of_an_encoder_decoder_model_are_those_of_training(tiny, monkeypatch):
