@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.script import script, short
+from benchmark.script import script
 from benchmark.suite import load_suite, shipped
 
 OPTIONS = {
@@ -20,7 +20,7 @@ OPTIONS = {
 
 def test_command_names_and_files(tmp_path, capsys):
     def study(data, root, sizes, lr, more, extra=0):
-        return {"third": 1 / 3, "got": [data, sizes, lr, more, extra]}
+        return {"thirds": [{"one": 1 / 3}], "got": [data, sizes, lr, more, extra]}
 
     main = script(
         "studies.analysis.x",
@@ -33,7 +33,7 @@ def test_command_names_and_files(tmp_path, capsys):
     assert main(["--lr", "0.01", "--root", str(tmp_path), "--out", str(tmp_path), "a", "b"], extra=7) == 0
     written = json.loads((tmp_path / "x_digits.json").read_text())
     assert written["command"] == "python -m studies.analysis.x --data digits --root DIR --sizes 1 2 --lr 0.01 a b"
-    assert written["third"] == 0.333333 and written["got"] == ["digits", [1, 2], 0.01, ["a", "b"], 7]
+    assert written["thirds"] == [{"one": 0.333333}] and written["got"] == ["digits", [1, 2], 0.01, ["a", "b"], 7]
     assert {"python", "torch"} <= written["versions"].keys() and written["seconds"] >= 0
     assert (tmp_path / "README.md").read_text() == "# 1\n" and capsys.readouterr().out == "said\n"
     assert main(["--out", str(tmp_path)]) == 0
@@ -46,34 +46,6 @@ def test_counts_are_one_or_more(tmp_path, capsys):
         assert main(["--sizes", "1", wrong, "--out", str(tmp_path)]) == 2
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and f"argument --sizes: {wrong!r}: expected a whole number, 1 or more" in err
-
-
-def test_an_error_of_ours_is_one_line_with_the_traceback_in_a_file(tmp_path, capsys):
-    def study():
-        raise ZeroDivisionError("by nothing")
-
-    main = script("benchmark.x", "About.", {}, study)
-    assert main(["--out", str(tmp_path)]) == 1
-    err = capsys.readouterr().err
-    (kept,) = tmp_path.glob("traceback-*.txt")
-    assert err.count("\n") == 1 and "ZeroDivisionError: by nothing" in err and str(kept) in err
-    assert "in study" in kept.read_text()
-    assert main(["--out", str(tmp_path), "--debug"]) == 1 and "Traceback" in capsys.readouterr().err
-
-
-def test_a_result_that_cannot_be_written_is_one_line(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert script("benchmark.x", "About.", {}, dict)(["--out", str(tmp_path / "file")]) == 1
-    err = capsys.readouterr().err
-    assert err.startswith(f"error: {tmp_path / 'file' / 'x.json'} cannot be written: ") and err.count("\n") == 1
-
-
-def test_floats_are_shortened_recursively():
-    assert short({"a": [1 / 3, {"b": (2.0, 1e-17 / 3)}], "c": True, "d": "x"}, 3) == {
-        "a": [0.333, {"b": [2.0, 3.33e-18]}],
-        "c": True,
-        "d": "x",
-    }
 
 
 @pytest.mark.more

@@ -67,12 +67,6 @@ def test_a_file_of_the_user_does_not_take_the_place_of_a_command(metadata, at_ho
 
 
 @pytest.mark.more
-def test_wrong_use_of_an_added_command_is_one_line(metadata, at_home):
-    done = command("benchmark", "list", "no_such_suite", path=(metadata, ROOT), cwd=at_home)
-    assert done.returncode == 2 and done.stderr.startswith("error:") and len(done.stderr.splitlines()) == 1
-
-
-@pytest.mark.more
 def test_the_processes_of_a_command_find_its_package_too(tmp_path):
     package(
         tmp_path / "site",
