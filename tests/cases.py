@@ -204,3 +204,9 @@ def lives(process: Any) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def finished(job: Any, **known: Any) -> dict[str, Any]:
+    """The record of a cell of a suite that has run, with as much as a report needs, and what is ``known`` of it."""
+    ran = {"rounds": 1, "samples": 8, "samples_counted": True, "metrics": {}, "finished": 1.0}
+    return {**job.identity(), **ran, **known}

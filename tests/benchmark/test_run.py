@@ -39,7 +39,9 @@ from fs_lowrank.methods import registry
 from fs_lowrank.methods.fedlora import FedLoRA
 from fs_lowrank.runs.checkpoint import _meta_sum
 from fs_lowrank.versions import NewerSchema
+from tests.cases import finished
 
+ROOT = str(Path(__file__).parents[2])
 METHODS = """
     import os, signal
     from pathlib import Path
@@ -110,17 +112,7 @@ def place(tmp_path_factory, tiny_encoder, reviews_csv):
 
 
 @pytest.fixture(scope="module")
-def surroundings(place):
-    """The environment variables of a process that works in that folder."""
-    return {
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-
-
-@pytest.fixture(scope="module")
-def bench(place, surroundings):
+def bench(place):
     """Run the command in this process, which has imported the libraries; returns exit code and output."""
     list_methods()  # the built-in methods are registered once, not in the copy
 
@@ -128,7 +120,7 @@ def bench(place, surroundings):
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out, redirect_stderr(out):
             patch.chdir(place)
             patch.setattr(sys, "path", [*sys.path])  # as an installed command, without the working directory
-            for name, value in surroundings.items():
+            for name, value in (("OMP_NUM_THREADS", "1"), ("HF_HUB_OFFLINE", "1"), ("PYTHONPATH", ROOT)):
                 patch.setenv(name, value)
             patch.setattr(registry, "_METHODS", dict(registry._METHODS))
             patch.delitem(sys.modules, "own_methods", raising=False)
@@ -139,12 +131,18 @@ def bench(place, surroundings):
 
 @pytest.fixture(scope="module")
 def done(bench):
-    return bench("run", "tiny.yaml", "--workers", "2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(progress, "SOON", 0)
+        patch.setattr(progress, "LOG_EVERY", 0.1)
+        return bench("run", "tiny.yaml", "--workers", "2")
 
 
-def without_own_methods(place, name):
-    text = (place / "tiny.yaml").read_text().replace("imports: [own_methods]", "")
-    (place / name).write_text(text.replace("[bad_lora, deadly_lora]", "[fedlora]"))
+@pytest.fixture
+def inside(place, monkeypatch):
+    """That folder, as the working directory of this process, which imports from it."""
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(str(place))
+    return place
 
 
 def begun(place, methods="[fedlora]", own=True):
@@ -169,6 +167,7 @@ def test_a_dead_worker_and_a_failing_cell_do_not_stop_the_rest(place, done):
     cells = results(place, "cells")
     assert len(cells) == 9 and len(results(place, "searches")) == 2
     (deadly,) = (c for c in cells if c["method"] == "deadly_lora")
+    assert re.search(r"jobs: 0 of 12, \? left, .*rolora.* \(0 min\)", said), "a log has a line while none ends"
     assert deadly["rounds"] == 4 and len(deadly["history"]["loss"]) == 4 and (place / "died").exists()
 
 
@@ -249,7 +248,7 @@ def test_a_report_when_only_the_searches_are_done(place, done, bench):
 
 
 @pytest.mark.slow
-def test_a_search_with_a_failed_trial_fails_and_is_completed_by_the_next_run(place, own_methods, monkeypatch):
+def test_a_search_with_a_failed_trial_fails_and_is_completed_by_the_next_run(inside, own_methods):
     sick = {"from": 2, "runs": 0}
 
     @register_method("sick_lora")
@@ -262,10 +261,9 @@ def test_a_search_with_a_failed_trial_fails_and_is_completed_by_the_next_run(pla
                 raise RuntimeError("it is sick")
             return super().aggregate(updates, state, round)
 
-    monkeypatch.chdir(place)
-    text = begun(place, "[{name: shown as, method: sick_lora}]", own=False)
+    text = begun(inside, "[{name: shown as, method: sick_lora}]", own=False)
     rates = "learning_rates: {search: {space: {train.optimizer.lr: {grid: [1e-3, 1e-2]}}, grow: 0, seeds: 1}}\n"
-    (place / "sick.yaml").write_text(text + rates)
+    (inside / "sick.yaml").write_text(text + rates)
     search, cell, _ = plan(Options(("sick.yaml",), results="sick_results", work="sick_work"))
     with pytest.raises(UserError, match="1 of its trials failed.*it is sick"):  # it selects none of the others
         execute(search)
@@ -284,12 +282,11 @@ def test_a_search_with_a_failed_trial_fails_and_is_completed_by_the_next_run(pla
 
 
 @pytest.mark.more
-def test_a_grid_of_real_runs_grows_by_points_that_may_diverge(place, monkeypatch):
+def test_a_grid_of_real_runs_grows_by_points_that_may_diverge(inside):
     """The winner is inside, but has learned nothing, so that the grid grows at both ends in turn."""
-    monkeypatch.chdir(place)
     space = "{train.optimizer.lr: {grid: [1e-5, 1e+3]}}"
     rates = f"learning_rates: {{search: {{space: {space}, objective: val_loss, seeds: 1}}}}\n"
-    (place / "growing.yaml").write_text(begun(place, own=False) + rates)
+    (inside / "growing.yaml").write_text(begun(inside, own=False) + rates)
     found = execute(plan(Options(("growing.yaml",), results="growing_results", work="growing_work"))[0])
     assert sorted(p["train.optimizer.lr"] for p in found["tried"]) == pytest.approx([1e-13, 1e-5, 1e3])
     assert [p["train.optimizer.lr"] for p in found["grown"]] == pytest.approx([1e-13, 1e11])
@@ -322,15 +319,13 @@ class _Studies:
 
 
 @pytest.fixture
-def searched(place, monkeypatch):
+def searched(inside, monkeypatch):
     """A search with the space given, and its cells; studies are those of a function of the point."""
-    monkeypatch.chdir(place)
-    monkeypatch.syspath_prepend(str(place))
-    text = begun(place)
+    text = begun(inside)
 
     def make(space, value, name, seeds=1, grow=None, **more):
         spec = f"space: {space}, seeds: {seeds}" + (f", grow: {grow}" if grow is not None else "")
-        (place / f"{name}.yaml").write_text(text + f"learning_rates: {{search: {{{spec}}}}}\n")
+        (inside / f"{name}.yaml").write_text(text + f"learning_rates: {{search: {{{spec}}}}}\n")
         studies = _Studies(value, **more)
         monkeypatch.setattr(benchmark.execute, "_study", studies)
         search, *cells = plan(Options((f"{name}.yaml",), results=f"{name}_results", work=f"{name}_work"))
@@ -414,21 +409,19 @@ def test_a_search_of_one_seed_from_before_still_counts(searched):
 
 
 @pytest.mark.more
-def test_a_rate_is_at_the_end_of_the_grid_of_its_own_experiment(place, monkeypatch):
+def test_a_rate_is_at_the_end_of_the_grid_of_its_own_experiment(inside):
     """Experiments share a cell, and have searched its rate in other settings: one inside, another at an end."""
-    monkeypatch.chdir(place)
-    monkeypatch.syspath_prepend(str(place))
     rates = "learning_rates: {search: {space: {train.optimizer.lr: {grid: [1e-3, 1e-2, 0.1]}}, at: {clients: %d}}}"
     grid = "grid: {federate.client_num: [2, 3]}"
     table = "learning_rates: {table: {fedlora: 0.1}, budget: that of other, found_by: other}"
-    text = begun(place) + textwrap.dedent(f"""
+    text = begun(inside) + textwrap.dedent(f"""
         experiments:
           main: {{{grid}, {rates % 2}}}
           other: {{{grid}, {rates % 3}}}
           third: {{{grid}, {table}}}
           fourth: {{{grid}, {table.replace("0.1", "0.03")}}}
     """)
-    (place / "shared.yaml").write_text(text)
+    (inside / "shared.yaml").write_text(text)
     options = Options(("shared.yaml",), results="shared_results", work="shared_work")
     store, jobs = options.store, plan(options)
     tried = [{"train.optimizer.lr": rate, "value": 0.5 - abs(rate - 0.1)} for rate in (1e-3, 1e-2, 0.1, 1.0)]
@@ -440,14 +433,8 @@ def test_a_rate_is_at_the_end_of_the_grid_of_its_own_experiment(place, monkeypat
     for job in jobs:
         if job.kind == "cells":
             cell = job.rated(store)
-            known = {
-                "method": "fedlora",
-                "setting": dict(cell.setting),
-                "seed": cell.seed,
-                "metrics": {"test_acc": 0.9},
-            }
-            known |= {"samples": 1, "samples_counted": True, "majority": 0.5, "learning_rate": dict(cell.rate)}
-            store.write("cells", {**cell.identity(), **known, "finished": 1.0})
+            known = {"metrics": {"test_acc": 0.9}, "majority": 0.5, "learning_rate": dict(cell.rate)}
+            store.write("cells", finished(cell, **known))
     suite = load_suite("shared.yaml", "small")
     ends, unlike = {}, {}
     for name in ("main", "other", "third", "fourth"):
@@ -543,26 +530,23 @@ def test_a_run_on_the_cpu_leaves_the_gpu_alone(monkeypatch):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("kind, runs", [("loguniform: [1e-3, 1e-2]", 20), ("choice: [1e-3, 1e-2]", 20)])
-def test_the_estimate_of_a_search_that_is_no_grid(place, bench, kind, runs):
+def test_the_estimate_of_a_search_that_is_no_grid(place, bench):
     text = begun(place).replace("[0, 1]", "[0]")
-    text += f"learning_rates: {{search: {{space: {{train.optimizer.lr: {{{kind}}}}}, seeds: 1}}}}\n"
+    text += "learning_rates: {search: {space: {train.optimizer.lr: {loguniform: [1e-3, 1e-2]}}, seeds: 1}}\n"
     (place / "ranges.yaml").write_text(text)
     code, said = bench("run", "ranges.yaml", "--estimate", "--results", "ranges_results")
     assert code == 0, said
     (row,) = re.findall(r"│ ranges[^│]* +│(.*)", said)
-    assert [figure.strip() for figure in row.split("│")[:3]] == ["1", "1", str(1 + runs)]
+    assert [figure.strip() for figure in row.split("│")[:3]] == ["1", "1", str(1 + 20)]
 
 
 @pytest.mark.parametrize("workers, threads", [(1, 4), (2, 2), (8, 1)])
-def test_a_run_is_probed_with_the_threads_of_a_worker(place, monkeypatch, workers, threads):
+def test_a_run_is_probed_with_the_threads_of_a_worker(inside, monkeypatch, workers, threads):
     """Of four cores, and four threads before."""
     import torch
 
     from benchmark import estimate
 
-    monkeypatch.chdir(place)
-    monkeypatch.syspath_prepend(str(place))
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     before, probed = torch.get_num_threads(), []
     monkeypatch.setattr(estimate, "_costs", lambda *job: probed.append(torch.get_num_threads()) or {"cells": 1})
@@ -602,29 +586,27 @@ def test_a_training_file_that_is_not_made_yet_is_made_for_the_estimate(tmp_path,
     assert code == 2 and "1 thing to put right" in said and "boolq: there is no" in said, said
 
 
-def test_everything_that_is_missing_is_reported_before_training(place, monkeypatch, capsys):
-    monkeypatch.chdir(place)
+def test_everything_that_is_missing_is_reported_before_training(inside, capsys):
     text = textwrap.dedent(SUITE)
     wrong = text.replace("MODEL", "/no/such/model").replace("DATA", "nowhere.csv").replace("imports: [own_methods]", "")
-    (place / "wrong.yaml").write_text(wrong.replace("[bad_lora, deadly_lora]", "[fedlora]"))
+    (inside / "wrong.yaml").write_text(wrong.replace("[bad_lora, deadly_lora]", "[fedlora]"))
     assert main(["run", "wrong.yaml", "--results", "elsewhere"]) == 2
     error = " ".join(capsys.readouterr().err.split())
     assert "nothing was started; 2 things to put right" in error
     assert "nowhere.csv" in error and "there is no folder '/no/such/model'" in error
-    assert not (place / "elsewhere" / "cells").exists()
+    assert not (inside / "elsewhere" / "cells").exists()
 
 
 @pytest.mark.more
-def test_errors_are_reported_before_training(place, monkeypatch):
+def test_errors_are_reported_before_training(inside):
     from benchmark import check
 
-    monkeypatch.chdir(place)
-    text = begun(place, "[rolora, fedlora]", own=False)
+    text = begun(inside, "[rolora, fedlora]", own=False)
     for change, words in (
         (("[0.7, 0.1, 0.2]", "[0.9, 0.1, 0.0]"), "has no test set of its own"),
         (("tok_len: 24", "tok_len: 65"), "has 64 positions; set llm.tok_len"),
     ):
-        (place / "cannot.yaml").write_text(text.replace(*change))
+        (inside / "cannot.yaml").write_text(text.replace(*change))
         options = Options(("cannot.yaml",), results="elsewhere")
         with pytest.raises(UserError, match=f"nothing was started.*\n(.*\n)*.*{re.escape(words)}"):
             check.check(plan(options), options)
@@ -647,23 +629,21 @@ def test_initial_weights_that_are_missing_are_seen_before_anything_trains(tmp_pa
         check.check(plan(options), options)
 
 
-def test_an_engine_that_is_not_installed(place, monkeypatch):
+def test_an_engine_that_is_not_installed(inside, monkeypatch):
     from benchmark import check
 
     if "federatedscope" in sys.modules or find_spec("federatedscope"):
         pytest.skip("the framework is installed")
-    monkeypatch.chdir(place)
-    monkeypatch.setenv("FEDERATEDSCOPE_ROOT", str(place / "no checkout"))
+    monkeypatch.setenv("FEDERATEDSCOPE_ROOT", str(inside / "no checkout"))
     monkeypatch.delitem(sys.modules, "fs_lowrank.engines.federatedscope", raising=False)
-    without_own_methods(place, "there.yaml")
+    (inside / "there.yaml").write_text(begun(inside, own=False))
     options = Options(("there.yaml",), engine="federatedscope", results="elsewhere")
     with pytest.raises(UserError, match="nothing was started; 1 thing.*\n.*FEDERATEDSCOPE_ROOT = .*no checkout"):
         check.check(plan(options), options)
 
 
 @pytest.mark.more
-def test_wrong_use(place, monkeypatch, capsys):
-    monkeypatch.chdir(place)
+def test_wrong_use(inside, capsys):
     for args, words in (
         (["run", "gleu"], "did you mean 'glue'"),
         (["report", "analysis", "--results", "none"], "run a suite first: fs-lowrank benchmark run analysis"),
@@ -677,24 +657,9 @@ def test_wrong_use(place, monkeypatch, capsys):
         assert words in " ".join(capsys.readouterr().err.split()), args
 
 
-def test_a_log_has_a_line_of_all_jobs_even_while_none_ends(place, monkeypatch, capsys):
-    monkeypatch.chdir(place)
-    monkeypatch.syspath_prepend(place)
-    monkeypatch.setattr(progress, "SOON", 0)
-    monkeypatch.setattr(progress, "LOG_EVERY", 0.0)
-    monkeypatch.setattr(benchmark.run, "worker_pool", lambda *given, **options: None)
-    monkeypatch.setattr(benchmark.run, "hand_out", lambda board, work, pool, stop, say, look: (board.claim(), look()))
-    without_own_methods(place, "logged.yaml")
-    with progress.showing(live=False):
-        benchmark.run.run(Options(("logged.yaml",), results="logged", only=("trouble",)), 1)
-    assert re.search(r"jobs: 0 of \d+, \? left, .*fedlora.* \(0 min\)", capsys.readouterr().err)
-
-
-def test_finished_repeated_and_formerly_failed_cells(place, monkeypatch):
-    monkeypatch.chdir(place)
-    monkeypatch.syspath_prepend(place)
-    without_own_methods(place, "one.yaml")
-    options = Options(("one.yaml",), results="redo", only=("trouble",), since=100.0)
+def test_finished_repeated_and_formerly_failed_cells(inside):
+    (inside / "one.yaml").write_text(begun(inside, own=False))
+    options = Options(("one.yaml",), results="redo", since=100.0)
     cell, again = plan(options)[0], plan(dataclasses.replace(options, redo=True))[0]
     store = options.store
     store.write("failed", {**cell.identity(), "error": "then", "finished": 50.0})
@@ -707,17 +672,14 @@ def test_finished_repeated_and_formerly_failed_cells(place, monkeypatch):
     assert again.done(store)
 
 
-def test_a_repetition_that_fails_is_reported_beside_the_earlier_result(place, monkeypatch):
-    monkeypatch.chdir(place)
-    monkeypatch.syspath_prepend(place)
-    without_own_methods(place, "repeated.yaml")
-    options = Options(("repeated.yaml",), results="repeated", only=("trouble",))
+def test_a_repetition_that_fails_is_reported_beside_the_earlier_result(inside):
+    (inside / "repeated.yaml").write_text(begun(inside, own=False))
+    options = Options(("repeated.yaml",), results="repeated")
     suite, store, cell = load_suite("repeated.yaml", "small"), options.store, plan(options)[0]
-    result = {"seed": 0, "method": "fedlora", "metrics": {}, "samples": 1, "samples_counted": True}
-    store.write("cells", {**cell.identity(), **result, "finished": 150.0})
+    store.write("cells", finished(cell, finished=150.0))
     for then, failures in ((100.0, 0), (200.0, 1)):
         store.write("failed", {**cell.identity(), "error": "then", "finished": then})
-        found = find(suite, suite.experiments["trouble"], options, store)
+        found = find(suite, suite.experiments["main"], options, store)
         assert len(found.all_records) == 1 and len(found.failed) == failures
 
 
@@ -728,10 +690,9 @@ def test_suites_do_not_run_generated_code_without_permission():
 
 
 @pytest.mark.more
-def test_the_report_names_differences_between_the_methods(place, done, monkeypatch):
+def test_the_report_names_differences_between_the_methods(inside, done):
     """Differences in heads and rounds, from records that the test has changed."""
-    monkeypatch.chdir(place)
-    (place / "alike.yaml").write_text((place / "tiny.yaml").read_text().replace("imports: [own_methods]", ""))
+    (inside / "alike.yaml").write_text((inside / "tiny.yaml").read_text().replace("imports: [own_methods]", ""))
     suite, options = load_suite("alike.yaml", "small"), Options(("alike.yaml",))
     found = find(suite, suite.experiments["main"], options, options.store)
     assert "did not have the same" not in (line := markdown("setting", found)) and "not treated alike" not in line

@@ -28,6 +28,7 @@ from fs_lowrank.methods import get_method_class, revisions
 from fs_lowrank.methods.server_optimizer import ServerOptimizer
 from fs_lowrank.models.build import build_tokenizer
 from fs_lowrank.settings.effects import without_effect
+from tests.cases import finished
 
 FIVE_LINES = """
     config: {model: {type: MODEL@transformers}, data: {type: DATA, splits: [0.7, 0.1, 0.2]}}
@@ -254,7 +255,7 @@ def test_a_result_of_an_earlier_revision_is_stale(write, tmp_path, monkeypatch):
 
     first, other = jobs()[0], jobs(methods=("fedlora",))[0]
     store = first.options.store
-    store.write("cells", {**first.identity(), "method": "rolora", "status": "complete", "finished": 1.0})
+    store.write("cells", finished(first))
     assert first.result(store) and not first.earlier_keys
     monkeypatch.setattr(get_method_class("rolora"), "revision", 3)
     again = jobs()[0]
@@ -266,9 +267,7 @@ def test_a_result_of_an_earlier_revision_is_stale(write, tmp_path, monkeypatch):
     said = " ".join((tmp_path / "results" / "report.md").read_text().split())
     assert "**Stale results: 1**" in said and "run again: rolora." in said
     for job, accuracy in ((first, 0.70), (again, 0.75)):
-        record = {**job.identity(), "method": "rolora", "status": "complete", "finished": 1.0, "seed": 0, "rounds": 1}
-        record |= {"metrics": {"test_acc": accuracy}, "samples": 8, "samples_counted": True}
-        store.write("cells", record)
+        store.write("cells", finished(job, metrics={"test_acc": accuracy}))
     found = find(again.suite, again.experiment, again.options, store)
     store.supersede(again.earlier_keys)
     assert [record["hash"] for record in store.all("cells")] == [again.key]
@@ -281,7 +280,7 @@ def test_a_result_of_an_earlier_revision_is_stale(write, tmp_path, monkeypatch):
     assert now.revisions == {"server Adagrad": 2}
     monkeypatch.setattr(ServerOptimizer, "revisions", {})
     before = jobs(adagrad)[0]
-    store.write("cells", {**before.identity(), "method": "rolora", "status": "complete", "finished": 1.0})
+    store.write("cells", finished(before))
     monkeypatch.undo()
     assert before.key != now.key and before.key in jobs(adagrad)[0].earlier_keys
 
@@ -436,8 +435,7 @@ def test_a_cell_of_a_method_that_experiments_share_is_in_each(write, tmp_path, m
     """
     given = options(write(shared), results=str(tmp_path / "results"))
     job = plan(dataclasses.replace(given, methods=("rolora",)))[0]
-    record = {**job.identity(), "method": "rolora", "seed": 0, "rounds": 1, "finished": 1.0, "metrics": {}}
-    given.store.write("cells", record | {"samples": 8, "samples_counted": True})
+    given.store.write("cells", finished(job))
     suite = load_suite(given.suites[0], "small")
 
     def found():
@@ -457,8 +455,7 @@ def test_a_method_of_an_experiment_with_all_methods_is_given_to_no_other(write, 
     """
     given = options(write(images), results=str(tmp_path / "results"))
     for job in plan(dataclasses.replace(given, only=("one",), methods=("fedavg", "fedhm"))):
-        record = {**job.identity(), "method": job.method.label, "seed": 0, "rounds": 1, "finished": 1.0, "metrics": {}}
-        given.store.write("cells", record | {"samples": 8, "samples_counted": True})
+        given.store.write("cells", finished(job))
     two = load_suite(given.suites[0], "small").experiments["two"]
     assert find(load_suite(given.suites[0], "small"), two, given, given.store).methods == ["fedavg"]
 
