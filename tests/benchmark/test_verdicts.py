@@ -1,5 +1,6 @@
 """What the report says of a claim beside its verdict: what it takes, what was run, the seeds, the tested cause."""
 
+from itertools import cycle
 from types import SimpleNamespace
 
 import pytest
@@ -96,6 +97,34 @@ def test_several_settings_are_taken_together_and_shared_runs_once():
     row, said, table = rows(experiments, {"one": AHEAD, "two": apart, "three": AHEAD})
     assert row.groups == [["one", "three"], ["two"]] or row.groups == [["two"], ["one", "three"]]
     assert "2 settings" in row.gap and f"- {row.gap}; asked: more than 0" in said and row.gap in table
+
+
+def experiment_of(verdict, cells):
+    """Results with this verdict, of cells with these letters as their hashes."""
+    ahead, behind, level = [0.9, 0.91, 0.92], [0.5, 0.5, 0.515], ([0.9, 0.5, 0.7], [0.5, 0.9, 0.7])
+    of_methods = {HOLDS: (ahead, behind), FAILS: (behind, ahead), INCONCLUSIVE: level}[verdict]
+    hashes = cycle(cells)
+    runs = [[record(seed, acc, hash=next(hashes)) for seed, acc in enumerate(accs)] for accs in of_methods]
+    return results("any", **dict(zip("ab", runs)))
+
+
+@pytest.mark.parametrize(
+    "experiments, verdict, groups",
+    [
+        (
+            [(HOLDS, "xy"), (HOLDS, "z"), (FAILS, "w")],
+            "holds in 2 of 3 experiments, does not hold in 1",
+            ["0", "1", "2"],
+        ),
+        ([(FAILS, "x"), (INCONCLUSIVE, "z")], "does not hold in 1 of 2 experiments, inconclusive in 1", ["0", "1"]),
+        ([(HOLDS, "xy"), (HOLDS, "yz"), (FAILS, "w")], "holds in 1 of 2 experiments, does not hold in 1", ["01", "2"]),
+        ([(HOLDS, "xy"), (FAILS, "yz"), (HOLDS, "x")], INCONCLUSIVE, ["012"]),  # 1 and 2 are connected through 0
+    ],
+)
+def test_experiments_that_share_cells_count_once(experiments, verdict, groups):
+    found = {str(name): experiment_of(*experiment) for name, experiment in enumerate(experiments)}
+    row, _, _ = rows({"experiments": [*found, "absent"]}, found)
+    assert row.verdict == verdict and sorted("".join(group) for group in row.groups) == groups
 
 
 def test_a_margin_that_anything_meets_names_who_meets_it():
