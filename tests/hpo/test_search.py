@@ -111,26 +111,18 @@ def test_a_worker_tokenizes_the_data_once(search, monkeypatch):
     assert ended.how == "done" and len(calls) == 1
 
 
-@pytest.mark.more
-def test_a_point_that_was_tried_before_is_not_trained_again(search):
-    space = {"train.optimizer.lr": {"choice": [1e-3]}, "train.local_update_steps": {"choice": [2]}}
-    options, _, _ = search(space, sampler="random", trials=2)
-    first, second = trials(options)
-    assert first.user_attrs["budget"]["rounds"] == 2 and second.user_attrs["budget"]["rounds"] == 0
-    assert first.value == second.value
-
-
 #: the run stops after round 2 of 4
 STOPS = {"early_stop.patience": 1, "early_stop.delta": 0.5, "federate.total_round_num": 4}
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("keys", [{"lowrank.checkpoint_freq": 0}, {"lowrank.checkpoint_freq": 3, **STOPS}])
-def test_it_is_not_trained_again_where_the_config_asks_for_no_checkpoint_by_then(search, config, keys):
+def test_a_point_that_was_tried_before_is_not_trained_again(search, config, keys):
+    """Also where the config asks for no checkpoint by then."""
     base = config.replace(keys)
     options, _, _ = search({"train.optimizer.lr": {"choice": [1e-3]}}, base, sampler="random", trials=2)
     first, second = trials(options)
-    assert [kind(first), kind(second)] == ["complete", "complete"]
+    assert [kind(first), kind(second)] == ["complete", "complete"] and first.user_attrs["budget"]["rounds"] == 2
     assert second.user_attrs["budget"]["rounds"] == 0 and first.value == second.value
 
 
@@ -167,20 +159,6 @@ def test_a_pruned_trial_ends_at_once_and_its_cost_counts(search, monkeypatch):
     assert second.user_attrs["budget"]["client_steps"] == 4
     assert summary.summary(*[studies(options)[0], "s"])["budget"]["client_steps"] == 12
     assert "pruned" in lines[-1]
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("name", ["median", "halving", "hyperband"])
-def test_every_pruner_stops_hopeless_trials(search, config, name, runs):
-    """Two thirds of the trials learn, and the last third stays at the majority class."""
-    runs(lambda config, t: 0.66 + 0.03 * t if config.train.optimizer.lr > 1e-3 else 0.6, rounds=range(1, 10))
-    space = {"train.optimizer.lr": {"grid": [*(k / 100 for k in range(1, 9)), *(k * 1e-7 for k in range(1, 5))]}}
-    options, _, _ = search(space, config.replace({"federate.total_round_num": 9}), sampler="grid", pruner=name)
-    found = trials(options)
-    pruned = [t for t in found if t.state == TrialState.PRUNED]
-    assert any(t.params["train.optimizer.lr"] < 1e-3 for t in pruned)
-    assert all(len(t.intermediate_values) < 9 for t in pruned)
-    assert all(t.user_attrs["budget"]["rounds"] == len(t.intermediate_values) for t in found)
 
 
 @pytest.mark.more
@@ -266,11 +244,6 @@ def test_after_ctrl_c_the_same_search_continues_the_trial_from_its_checkpoint(se
     assert sorted(t.params["train.optimizer.lr"] for t in found if kind(t) == "complete") == [1e-3, 1e-2]
 
 
-def test_a_timeout_ends_the_search_and_names_the_command_that_continues_it(search):
-    options, ended, _ = search(timeout=1e-6)
-    assert ended.how == "timeout" and all(kind(t) == "waiting" for t in trials(options))
-
-
 @pytest.mark.more
 def test_a_trial_of_a_dead_worker_is_repeated_twice_at_most(search, monkeypatch):
     monkeypatch.setattr("hpo.storage.GRACE", 1)
@@ -348,7 +321,7 @@ def test_each_method_that_is_searched_decides_about_adapters_for_itself(search, 
     assert {(c.federate.method, c.llm.adapter.use) for c in runs} == {("fedlora", True), ("fisher_merge", False)}
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedlora", "fisher_merge", "pfedlora"])
+@pytest.mark.parametrize("method", ["fedavg", "fedlora"])
 @pytest.mark.parametrize("use", [None, True])
 def test_a_study_keeps_the_config_that_it_was_given(use, method):
     """``fedavg`` trains all weights, also if the file says that its own method uses adapters."""
@@ -387,20 +360,12 @@ def test_a_search_is_stored_and_continued_on_a_database_server(search):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(
-    "keys, steps",
-    [
-        # 63 training reviews over 3 clients: 21 each, 3 batches of 8; 2 clients a round, 2 rounds
-        ({"train.batch_or_epoch": "epoch", "train.local_update_steps": 1}, 2 * 2 * 3),
-        (  # two phases
-            {"federate.method": "pfedloru", "train.local_update_steps": 3, "lowrank.personal_steps": 2},
-            2 * 2 * (3 + 2),
-        ),
-    ],
-)
-def test_client_steps(search, config, keys, steps):
-    options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}}, base=config.replace(keys))
-    assert trials(options)[0].user_attrs["budget"]["client_steps"] == steps
+def test_client_steps_of_epochs_in_two_phases(search, config):
+    """63 training reviews over 3 clients: 21 each, 3 batches of 8; 2 clients a round, 2 rounds."""
+    keys = {"federate.method": "pfedloru", "train.batch_or_epoch": "epoch", "train.local_update_steps": 1}
+    base = config.replace({**keys, "lowrank.personal_steps": 2})
+    options, _, _ = search({"train.optimizer.lr": {"grid": [1e-2]}}, base)
+    assert trials(options)[0].user_attrs["budget"]["client_steps"] == 2 * 2 * (3 + 2 * 3)
 
 
 # -- wrong input ------------------------------------------------------------------------------------------

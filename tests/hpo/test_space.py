@@ -89,10 +89,6 @@ WRONG = [
     ({"train.optimizer.lr": {"grid": [0.1, -1.0]}}, "train.optimizer.lr = -1.0"),
     ({"train.optimizer.lr": [0.1, 0.2]}, "expected exactly one of grid"),
     (
-        {"train.optimizer.lr": {"uniform": [1e-3, 1e-2], "stepp": 1}},
-        "unknown key 'train.optimizer.lr.stepp'; did you mean 'step'",
-    ),
-    (
         {"train.local_update_steps": {"int": [1, 9], "step": 2.5}},
         "train.local_update_steps.step = 2.5: expected a whole number",
     ),
