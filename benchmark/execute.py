@@ -172,6 +172,10 @@ class FinalTest(fs_lowrank.Callback):
         if "client_test_acc" in result.final:
             return
         config, data = run.config, run.workspace.data
+        if data.test is None:  # the share of a few rows may be none
+            raise UserError(
+                f"data.splits = {list(config.data.splits)}: there is no test set; give the last one a share"
+            )
         if run.workspace.prefix:  # the cells of a suite have the same test rows
             run.workspace.prefix.add("test", data.test)
         run.global_model()

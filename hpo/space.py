@@ -55,27 +55,20 @@ class Parameter:
     @property
     def values(self) -> list:
         """The listed values; none of a range."""
-        return _spelled(self.key, self.entry[self.kind]) if _KEYS[self.kind] is _VALUES else []
+        return self.entry[self.kind] if _KEYS[self.kind] is _VALUES else []
 
     @property
     def when(self) -> Mapping[str, list]:
-        return {key: _spelled(key, values) for key, values in self.entry.get("when", {}).items()}
+        return self.entry.get("when", {})
 
     def suggest(self, trial: Any) -> Any:
         """The value that an Optuna trial suggests."""
         domain, step = self.entry[self.kind], self.entry.get("step")
         if self.values:
-            return decode(trial.suggest_categorical(self.key, [encode(v) for v in self.values]))
+            return decode(trial.suggest_categorical(self.key, [encode(v) for v in domain]))
         if self.kind == "int":
             return trial.suggest_int(self.key, *domain, step=int(step or 1), log=self.entry.get("log", False))
         return trial.suggest_float(self.key, *domain, step=step, log=self.kind == "loguniform")
-
-
-def _spelled(key: str, values: list) -> list:
-    """``values`` of ``key`` as a config has them: ``fedloru`` for ``FedLoRU``."""
-    from fs_lowrank.methods import get_method_class
-
-    return [get_method_class(value).name for value in values] if key == "federate.method" else values
 
 
 def at_an_end(
@@ -145,7 +138,9 @@ class Space:
             UserError: an unknown key or method, or a range or a value that Optuna or the config does not accept.
         """
         applicable: dict[str, Parameter] = {}
-        for p in self.parameters:  # of a key that does not apply, the config's own value counts
+        for p in (
+            _spelled(p, base) for p in self.parameters
+        ):  # of a key that does not apply, the config's own value counts
             if all(key in applicable or base.get(key) in values for key, values in p.when.items()):
                 applicable[p.key] = p
         if not applicable:
@@ -188,6 +183,23 @@ class Space:
     @property
     def all_grid(self) -> bool:
         return all(p.kind == "grid" for p in self.parameters)
+
+
+def _spelled(parameter: Parameter, base: Config) -> Parameter:
+    """``parameter`` with names of methods, and the values of its condition, as a config has them (``FedLoRU``)."""
+    from fs_lowrank.methods import get_method_class
+
+    def spelled(key: str, value: Any) -> Any:
+        if key == "federate.method":
+            return get_method_class(value).name
+        return base.replace({key: value}).get(key) if accepts(base, {key: value}) else value
+
+    entry = dict(parameter.entry)
+    if parameter.when:
+        entry["when"] = {key: [spelled(key, v) for v in values] for key, values in parameter.when.items()}
+    if parameter.key == "federate.method":
+        entry[parameter.kind] = [spelled(parameter.key, v) for v in parameter.values]
+    return replace(parameter, entry=entry)
 
 
 def _context(parameter: Parameter, searched: Mapping[str, Parameter]) -> dict[str, Any]:

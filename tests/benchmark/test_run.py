@@ -21,8 +21,9 @@ from scipy import stats
 
 import benchmark.execute
 import benchmark.run
+import fs_lowrank
 from benchmark.cli import main
-from benchmark.execute import execute, permitted, train
+from benchmark.execute import FinalTest, execute, permitted, train
 from benchmark.intervals import rows_of
 from benchmark.job import Options, at_the_end
 from benchmark.paths import quotient, quotients
@@ -778,3 +779,21 @@ def test_values_of_a_script_by_seed():
     ):
         with pytest.raises(UserError, match=words):
             quotients(found, path)
+
+
+def final_test(settings, folder, **keys):
+    config = fs_lowrank.load_config(settings, {"outdir": str(folder), "eval.split": ["val"], **keys})
+    return fs_lowrank.run(config, callbacks=[FinalTest()], progress=False)
+
+
+def test_the_test_set_is_scored_alike_with_stored_states(settings, tmp_path, no_curves):
+    plain = final_test(settings, tmp_path / "plain", **{"train.cache_frozen": "off", "train.only_read": "off"})
+    for name in ("stored", "read"):
+        cached = final_test(settings, tmp_path / name)
+        assert cached.final["test_loss"] == pytest.approx(plain.final["test_loss"], rel=1e-5)
+        assert cached.final["test_acc"] == plain.final["test_acc"] and cached.facts["right"] == plain.facts["right"]
+
+
+def test_a_share_of_no_rows_is_no_test_set(settings, tmp_path, no_curves):
+    with pytest.raises(UserError, match="there is no test set; give the last one a share"):
+        final_test(settings, tmp_path / "run", **{"data.splits": [0.8, 0.199, 0.001]})

@@ -40,6 +40,14 @@ def test_a_condition_names_methods_as_a_configuration_does(config, name):
     assert alone.for_config(config.replace({"federate.method": "fedloru"})).parameters
 
 
+@pytest.mark.parametrize("written, applies", [("adam", True), ("Adam", True), ("sgd", False)])
+def test_a_condition_has_values_as_a_configuration_may_write_them(config, written, applies):
+    base = config.replace({"train.optimizer.type": "Adam"})
+    lr = {"grid": [1e-3, 1e-2], "when": {"train.optimizer.type": written}}
+    space = space_from({"train.optimizer.lr": lr, "train.local_update_steps": {"grid": [1]}}).for_config(base)
+    assert len(space.grid(base)) == (2 if applies else 1)
+
+
 def test_grid_with_a_condition_on_a_searched_key(config):
     space = space_from(
         {
