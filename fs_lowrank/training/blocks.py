@@ -90,8 +90,8 @@ class ClientMasks:
         """
         longest, rows, calls = int(self.lengths[part].max()), torch.from_numpy(part), itertools.count()
 
-        def mask(values: Tensor, p: float) -> Tensor:
-            shape, axes = list(values.shape), _POSITION_AXES.get(values.ndim)
+        def mask(values: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
+            axes = _POSITION_AXES.get(len(shape))
             if axes is None or shape[0] != len(part) or any(shape[axis] != longest for axis in axes):
                 raise Unfit(f"dropout of values of shape {tuple(shape)} is not drawn sample by sample")
             if (call := next(calls)) == len(self.full_masks):
@@ -99,13 +99,13 @@ class ClientMasks:
             selected = self.full_masks[call][rows.to(values.device, non_blocking=True)]
             for axis in axes:
                 selected = selected.narrow(axis, 0, longest)
-            return selected.to(values.dtype) / (1 - p)
+            return selected
 
         return Masks(mask, longest)
 
-    def _draw(self, shape: list[int], axes: tuple[int, ...], values: Tensor, p: float) -> Tensor:
-        shape = [len(self.lengths), *(int(self.lengths.max()) if i in axes else n for i, n in enumerate(shape) if i)]
-        full, start = values.new_zeros(shape, dtype=torch.bool), 0
+    def _draw(self, shape: tuple[int, ...], axes: tuple[int, ...], values: Tensor, p: float) -> Tensor:
+        sides = [len(self.lengths), *(int(self.lengths.max()) if i in axes else n for i, n in enumerate(shape) if i)]
+        full, start = values.new_zeros(sides, dtype=torch.bool), 0
         for sizes, generator in self.clients:
             block = full[start : start + len(sizes)]
             for axis in axes:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 from ...seeds import drawing
 
@@ -48,25 +48,29 @@ class _WithoutAttention(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def draw(shape: tuple[int, ...], template: Tensor, p: float) -> Tensor:
-    """The factors of dropout for values of ``shape``: 0 or 1 / (1 - p)."""
-    return dropout(template.new_ones(shape), p)
+def draw(template: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
+    """Which values dropout keeps, bool ``shape``, for values like ``template``; within ``Masks`` those of its mask."""
+    if has_torch_function_unary(template):
+        return handle_torch_function(draw, (template,), template, p, shape)
+    return dropout(template.new_ones(shape), p) != 0
 
 
 class Masks(TorchFunctionMode):
-    """A context in which dropout multiplies with the result of ``mask``.
+    """A context in which dropout keeps the values of ``mask``.
 
     Args:
-        mask: from the values and the probability; None for the mask that dropout draws itself.
+        mask: from the values, the probability and the shape, bool.
         positions: the number of positions whose queries are computed.
     """
 
-    def __init__(self, mask: Callable[[Tensor, float], Tensor | None], positions: int):
+    def __init__(self, mask: Callable[[Tensor, float, tuple[int, ...]], Tensor], positions: int):
         super().__init__()
         self.mask, self.positions = mask, positions
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is draw:
+            return self.mask(*args)
         if func is dropout:
             return self._dropout(*args, **kwargs)
         if func is scaled_dot_product_attention and kwargs.get("dropout_p", 0) > 0 and args[0].device.type == "cpu":
@@ -74,8 +78,9 @@ class Masks(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _dropout(self, values: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        mask = self.mask(values, p) if training and p > 0 else None
-        return dropout(values, p, training, inplace) if mask is None else values * mask
+        if not training or p == 0:
+            return dropout(values, p, training, inplace)
+        return values * (self.mask(values, p, values.shape) * (values.new_ones(()) / (1 - p)))
 
     def _attention(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_) -> Tensor:
         """What ``scaled_dot_product_attention`` computes on a processor, by its definition."""

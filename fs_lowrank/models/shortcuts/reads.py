@@ -87,12 +87,11 @@ class Positions:
         """Dropout with the masks of all positions."""
         samples, count = self.index.shape
 
-        def mask(values: Tensor, p: float) -> Tensor | None:
-            axis = values.ndim // 2
-            if values.ndim not in (3, 4) or (values.shape[0], values.shape[axis]) != (samples, count):
-                return None
-            shape = (*values.shape[:axis], self.length, *values.shape[axis + 1 :])
-            return self.take(draw(shape, values, p), axis)
+        def mask(values: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
+            axis = len(shape) // 2
+            if len(shape) not in (3, 4) or (shape[0], shape[axis]) != (samples, count):
+                return draw(values, p, shape)
+            return self.take(draw(values, p, (*shape[:axis], self.length, *shape[axis + 1 :])), axis)
 
         return Masks(mask, count)
 
