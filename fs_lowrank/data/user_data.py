@@ -168,15 +168,24 @@ def _tables(
         if role != "train" and (shared := next((file for file in files if file.resolve() in trained), None)):
             raise UserError(f"data.args: {role}: {shared} is a file of the training rows; name one with other rows")
         parts = [(read if role == "train" else read_file)(file, args.get("quoting")) for file in files]
-        frames = [part["train"] for part in parts]
         if len(files) > 1:
             folder = os.path.commonpath([file.parent for file in files])
-            frames = [f if "file" in f else f.assign(file=os.path.relpath(p, folder)) for f, p in zip(frames, files)]
-        table = pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
-        table.attrs = frames[0].attrs
-        tables[role] = str(source), table
-        if role == "train" and len(files) == 1:
-            tables |= {split: (f"{source}, split {split}", parts[0][split]) for split in HELD_OUT if split in parts[0]}
+            names = [os.path.relpath(file, folder) for file in files]
+            parts = [
+                {split: f if "file" in f else f.assign(file=name) for split, f in part.items()}
+                for part, name in zip(parts, names)
+            ]
+        for split in ("train", *HELD_OUT) if role == "train" else ("train",):
+            if frames := [part[split] for part in parts if split in part]:
+                table = pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
+                # A file without names of classes has to have classes of the others.
+                table.attrs = {
+                    "classes": {k: v for f in reversed(frames) for k, v in f.attrs.get("classes", {}).items()}
+                }
+                tables[role if split == "train" else split] = (
+                    f"{source}{f', split {split}' * (split != 'train')}",
+                    table,
+                )
     return tables
 
 

@@ -135,6 +135,31 @@ def test_a_class_is_its_name_in_files_of_every_kind(tmp_path, config):
     assert raw.skipped == {"empty label": 2} and raw.train["file"].tolist()[-1] == "p2.csv"
 
 
+def test_numbers_beside_names_of_classes_are_no_further_classes(tmp_path, config):
+    names = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])})
+    rows = {"text": ["a", "b"], "label": [0, 1]}
+    for first, second in (("p1", "p2"), ("p2", "p1")):
+        datasets.Dataset.from_dict(rows, features=names).to_parquet(tmp_path / f"{first}.parquet")
+        datasets.Dataset.from_dict(rows).to_parquet(tmp_path / f"{second}.parquet")
+        with pytest.raises(UserError, match="label 0 does not occur in training"):
+            load_raw(config(tmp_path / "p*.parquet").data)
+
+
+def test_the_splits_of_several_folders_are_used(config, reviews, tmp_path):
+    """As those of one; a site without a split of its own has no share of it."""
+    held = datasets.Dataset.from_pandas(reviews, preserve_index=False)
+    for site, splits in ((1, ("train", "validation", "test")), (2, ("train", "test"))):
+        parts = {split: held.select(range(site * 10, site * 10 + 40 + i)) for i, split in enumerate(splits)}
+        datasets.DatasetDict(parts).save_to_disk(str(tmp_path / f"site_{site}"))
+    keys = {"data.splitter": "file", "federate.client_num": 2, "data.splitter_args": []}
+    settings = config(tmp_path / "site_*", keys)
+    raw = load_raw(settings.data)
+    assert [len(frame) for frame in (raw.train, raw.validation, raw.test)] == [80, 41, 42 + 41]
+    assert raw.test["text"].tolist() == [*reviews["text"][10:52], *reviews["text"][20:61]]
+    data = made(settings)
+    assert [sorted(data.rows["test"][share]) for share in data.test_shares] == [[*range(42)], [*range(42, 83)]]
+
+
 @pytest.mark.more
 def test_processes_and_a_resumed_run(written, config, tmp_path, no_curves):
     keys = {"federate.total_round_num": 2, "train.local_update_steps": 1}
