@@ -113,8 +113,12 @@ def _check_pairs(model: nn.Module, adapter: str) -> None:
 
 @contextlib.contextmanager
 def without_deprecation() -> Iterator[None]:
-    """PEFT uses a deprecated attribute of transformers, whose warning tells a user nothing."""
+    """PEFT uses a deprecated attribute of transformers, whose warning tells a user nothing.
+
+    Its warning that it takes another number or size of OFT's blocks than the argument is an error here.
+    """
     with warnings.catch_warnings():
+        warnings.filterwarnings("error", r"Invalid `\w+` .*Adjusted", UserWarning)
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         yield
 

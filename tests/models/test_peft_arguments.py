@@ -221,6 +221,8 @@ def test_patterns_for_modules_with_an_adapter():
             {"adapter_method": "prefix", "num_virtual_tokens": 3, "init_weights": "ones"},
             "expected one of 'zero' or nothing",
         ),
+        ({"adapter_method": "oft", "r": 5}, "Invalid `r` (5)! Adjusted `r` to (4)"),
+        ({"adapter_method": "oft", "oft_block_size": 5}, "Invalid `oft_block_size` (5)! Adjusted"),
     ],
 )
 def test_values_that_peft_would_take_for_others_are_refused(args, words):
