@@ -20,7 +20,7 @@ from ..data.template import SYNONYMS, is_custom
 from ..data.tokenize import tokenize_classification, tokenize_instructions
 from ..data.user_data import SUFFIXES, read_file
 from ..errors import UserError, nearest
-from ..runs.split import read_split
+from ..runs.split import ROWS, read_split
 from ..settings import Origin
 from .run import FinishedRun
 
@@ -130,4 +130,7 @@ def _instructed(run: FinishedRun, where: str, table: pd.DataFrame, args: dict[st
 
 
 def _trained_on(run: FinishedRun, frame: pd.DataFrame) -> int:
+    """How many rows the run was trained on; 0 for a run that was passed on without its ``rows.npz``."""
+    if not (run.folder / ROWS).exists():
+        return 0
     return int(np.isin(row_keys(frame, run.task), read_split(run.folder).get("keys", ())).sum())

@@ -42,7 +42,7 @@ def test_rows(runs, reviews_csv, tmp_path):
     return path
 
 
-def test_the_scores_on_the_test_set_are_those_of_the_run(runs, test_rows):
+def test_the_scores_on_the_test_set_are_those_of_the_run(runs, test_rows, tmp_path):
     result = runs["classes"]
     run = load_run(result.outdir)
     scores = evaluate_rows(run, read_rows(run, test_rows))
@@ -54,6 +54,9 @@ def test_the_scores_on_the_test_set_are_those_of_the_run(runs, test_rows):
     found = sum(of["rows"] * of["recall"] for of in scores["classes"].values())
     assert found / scores["rows"] == pytest.approx(scores["acc"])
     assert scores["trained_on"] == run.summary["rows"]["repeated"]["test"] < scores["rows"]
+    passed_on = shutil.copytree(result.outdir, tmp_path / "without_rows", ignore=lambda *_: ["rows.npz"])
+    others = load_run(passed_on)
+    assert evaluate_rows(others, read_rows(others, test_rows)) == {**scores, "trained_on": 0}
     assert standard_error(1, 60) > 0 and scores["acc_error"] == standard_error(scores["acc"], scores["rows"])
 
 
