@@ -165,7 +165,7 @@ class _Grid:
                 f"{samples} its points would have unequal budgets; give federate.total_round_num instead of samples"
             )
         config = self.config(keys, samples, None, "none")
-        hpo.check_config(config, [spec.get("objective", "val_acc")])
+        hpo.check_config(config, [spec.get("objective", "val_acc")], self.options.engine)
         if any(key.startswith("early_stop.") for key in spec["space"]):
             _check_stop(config, stops=True)
         return Search(self.suite, self.experiment, self.options, method, dict(setting), keys["seed"], config, spec)

@@ -57,7 +57,9 @@ def draw(storage: BaseStorage, names: Sequence[str], folder: Path) -> list[Path]
         with plt.rc_context({"backend": "agg"}), replacing(folder / f"{name}.png") as aside:
             axes = np.ravel(function(subject, **options))[0]
             if function is pictures.plot_intermediate_values:
-                axes.set(title="Validation by round", xlabel="Round", ylabel=labels[0])
+                # At chance a pruner is told a level above it.
+                told = ", as the pruner compares trials" * (settings_of(subject).pruner != "none")
+                axes.set(title=f"Validation by round{told}", xlabel="Round", ylabel=labels[0])
             axes.figure.savefig(aside, format="png", bbox_inches="tight")
             plt.close(axes.figure)
     attributes = ("number", "state", "value" if len(labels) == 1 else "values", "params", "user_attrs")

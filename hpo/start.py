@@ -85,6 +85,8 @@ def _plans(config: Config, space: Space, options: Search) -> dict[str, tuple[Set
         except UserError as error:
             raise UserError(f"studies: {error}") from None
         label = "".join("." + re.sub(r"[^\w.+-]+", "_", str(v)) for v in values)
+        if options.name + label in plans:
+            raise UserError(f"studies: two of the values give a study the name {options.name + label}; change one")
         plans[options.name + label] = _plan(base, space, options)
     return plans
 

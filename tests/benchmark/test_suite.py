@@ -131,6 +131,16 @@ def test_search_is_shared_over_seeds_and_settings(write):
         plan(options(write(text.replace("at: {clients: 6}", "each: [client]"))))
 
 
+def test_a_search_by_the_clients_scores_on_federatedscope(write):
+    """Its clients evaluate validation data, so a search there needs no global evaluation."""
+    space = "{space: {train.optimizer.lr: {grid: [1e-3, 1e-2]}}}"
+    text = FIVE_LINES.replace("data:", "federate: {make_global_eval: False}, data:")
+    text += "    learning_rates: {search: " + space + "}\n"
+    with pytest.raises(UserError, match="set federate.make_global_eval True"):
+        plan(options(write(text)))
+    assert any(isinstance(job, Search) for job in plan(options(write(text), engine="federatedscope")))
+
+
 def test_a_search_may_not_change_the_samples_of_a_round_if_samples_are_the_budget(write):
     """The number of rounds is one for all points, so points of more steps would train on more."""
     space = "{space: {train.optimizer.lr: {grid: [1e-3]}, train.local_update_steps: {grid: [5, 20]}}, samples: 1000}"

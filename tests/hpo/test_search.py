@@ -446,6 +446,7 @@ def test_options_that_do_not_fit(search, config):
         ({"base": config.replace({"federate.make_global_eval": False})}, "set federate.make_global_eval True"),
         ({"name": "a/b"}, "study 'a/b'"),
         ({"space": {**rates, "studies": {"federate.method": ["rolorra"]}}}, "did you mean"),
+        ({"space": {**rates, "studies": {"data.type": ["a/r.csv", "a_r.csv"]}}}, "give a study the name s.a_r.csv"),
     ):
         with pytest.raises(UserError, match=message):
             search(**change)
