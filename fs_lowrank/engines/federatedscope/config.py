@@ -272,6 +272,10 @@ def _excluded(cfg, method: str) -> list[str]:
             "report loss and accuracy",
         ),
         (
+            distributed and bool(federate.join_in_info),
+            f"federate.join_in_info = {list(federate.join_in_info)}: between processes clients send nothing of it",
+        ),
+        (
             trainer.lower() not in (TRAINER, *_REPLACED),
             f"trainer.type = {trainer!r}: it cannot train for {method}; leave it out",
         ),

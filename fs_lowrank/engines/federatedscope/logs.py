@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from ...errors import say_once
+
+
+class _File(logging.FileHandler):
+    """A file that is given up at the first line that it does not take, for example on a full disk."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        logging.getLogger("federatedscope").removeHandler(self)
+        say_once(f"{self.baseFilename} cannot be written ({sys.exception()}); the run goes on without it")
 
 
 @contextmanager
@@ -18,7 +29,7 @@ def log_to(path: Path, verbose: int) -> Iterator[None]:
     """
     logger = logging.getLogger("federatedscope")
     level, handlers = logger.level, [(handler, handler.level) for handler in logger.handlers]
-    file = logging.FileHandler(path)
+    file = _File(path)
     file.setFormatter(logging.Formatter("%(asctime)s (%(module)s:%(lineno)d) %(levelname)s: %(message)s"))
     logger.setLevel(logging.INFO)
     for handler, _ in handlers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from ...errors import UserError
+from ...errors import UserError, nearest
 
 
 def check_resources(cfg: Any) -> None:
@@ -14,7 +14,8 @@ def check_resources(cfg: Any) -> None:
     The framework unpickles the file, whether it is used or not.
 
     Raises:
-        UserError: it cannot be read, or would run code; or this run draws without the framework's samplers.
+        UserError: it cannot be read, is no such table, or would run code; an unknown sampler, or one that is not for
+            this run.
     """
     sampler, file = cfg.federate.sampler, cfg.federate.resource_info_file
     if sampler == "uniform" and not file:
@@ -24,9 +25,12 @@ def check_resources(cfg: Any) -> None:
             f"federate.sampler = {sampler!r} draws by how fast the clients are, in mode standalone; use the sampler "
             "uniform"
         )
+    if sampler not in (samplers := ("uniform", "group", "responsiveness")):
+        raise UserError(f"federate.sampler = {sampler!r}{nearest(sampler, samplers)}; expected {', '.join(samplers)}")
     try:
         with open(file, "rb") as opened:
-            _Plain(opened).load()
+            if not [entry["computation"] + entry["communication"] for entry in _Plain(opened).load().values()]:
+                raise ValueError("it has no client")
     except Exception as error:  # of many classes, if it is no pickle
         raise UserError(
             f"federate.resource_info_file = {file!r} cannot be read ({type(error).__name__}: {str(error)[:200]}); for "

@@ -175,6 +175,9 @@ def test_keys_that_exclude_each_other(cfg):
     cfg.federate.use_ss, cfg.quantization.nbits = False, 4
     with pytest.raises(UserError, match="nbits = 4: expected 8 or 16"):
         from_framework(cfg)
+    cfg.federate.mode, cfg.federate.join_in_info = "distributed", ["num_sample"]
+    with pytest.raises(UserError, match="join_in_info = .'num_sample'.: between processes clients send nothing of it"):
+        from_framework(cfg)
 
 
 def test_unknown_role(quick):

@@ -30,6 +30,7 @@ def refused(quick, tmp_path, keys):
         ({}, "federate.resource_info_file = '' cannot be read (FileNotFoundError"),
         ({"federate.sampler": "responsiveness"}, "for federate.sampler = 'responsiveness', name a pickled table"),
         ({"federate.resource_info_file": "nowhere.pkl"}, "= 'nowhere.pkl' cannot be read (FileNotFoundError"),
+        ({"federate.sampler": "groop"}, "'groop'; did you mean 'group'?; expected uniform, group, responsiveness"),
         ({**BETWEEN, "distribute.role": "server"}, "draws by how fast the clients are, in mode standalone"),
     ],
 )
@@ -41,6 +42,14 @@ def test_a_file_that_is_no_pickle(quick, tmp_path):
     file = tmp_path / "resources.pkl"
     file.write_bytes(b"junk")
     assert "cannot be read (UnpicklingError" in refused(quick, tmp_path, {"federate.resource_info_file": str(file)})
+
+
+@pytest.mark.parametrize("table", [{}, {1: {"computation": 10.0}}, [1, 2]])
+def test_a_file_that_is_no_table_of_clients(quick, tmp_path, table):
+    file = tmp_path / "resources.pkl"
+    file.write_bytes(pickle.dumps(table))
+    said = refused(quick, tmp_path, {"federate.resource_info_file": str(file)})
+    assert "cannot be read (" in said and "{number: {'computation': milliseconds a sample" in said
 
 
 class Ran:
