@@ -189,8 +189,8 @@ def _estimate(options: Options, workers: int, gpus: Sequence[str], file: Path | 
     console.print(
         "time: of local training and evaluation one client after the other, by one probed client of each setting; "
         "without the server's steps, scorers (lm-eval's tasks, generated answers, HumanEval), scripts, pruned trials, "
-        "and values beyond the end of a grid. memory, disk: of the largest run, and of all clients that are stored for "
-        "other runs"
+        "and values beyond the end of a grid. memory, disk: of the largest run. Clients that several methods share are "
+        "counted for each"
     )
     return shell.OK
 

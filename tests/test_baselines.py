@@ -254,8 +254,10 @@ def test_seeds_give_the_mean_and_the_spread_of_single_runs(few, tmp_path, capsys
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(few))
     slow = {"federate.total_round_num": 1, "train.optimizer.lr": 1e-9}
     arguments = ["--methods", "fedlora,local", "--seeds", "4,5", *(str(word) for pair in slow.items() for word in pair)]
-    assert cli.main(["compare", "--cfg", str(tmp_path / "run.yaml"), *arguments]) == 0
-    out = capsys.readouterr().out
+    few = {**few, "outdir": str(tmp_path / "several")}
+    assert cli.main(["compare", "--cfg", str(tmp_path / "run.yaml"), *arguments, "outdir", few["outdir"]]) == 0
+    out, err = capsys.readouterr()
+    assert "more than once" not in out + err
     kept = json.loads((Path(few["outdir"]) / "seeds.json").read_text())
     assert all(f"{name}, seed {seed}: nothing was learned" in out for name in ("fedlora", "local") for seed in (4, 5))
     changes = {**slow, "seed": 5, "outdir": str(tmp_path / "alone")}

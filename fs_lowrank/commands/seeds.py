@@ -54,9 +54,11 @@ def compare_seeds(
     values: dict[str, dict[str, list[float]]] = {}
     histories: dict[str, list[list[dict[str, Any]]]] = {}
     facts: dict[str, Any] = {}
+    pairs = zip(args.overrides[::2], args.overrides[1::2])
+    others = [word for pair in pairs if pair[0] not in ("seed", "outdir", "expname") for word in pair]
     for seed in seeds:
         announce(f"seed {seed}")
-        overrides = [*args.overrides, "seed", str(seed), "outdir", str(outdir / f"seed_{seed}"), "expname", ""]
+        overrides = [*others, "seed", str(seed), "outdir", str(outdir / f"seed_{seed}"), "expname", ""]
         existing = {"resume": args.resume, "overwrite": args.overwrite}
         results = compare(args.cfg, methods, args.engine, overrides=overrides, **existing, **callbacks)
         facts = next(iter(results.values())).facts

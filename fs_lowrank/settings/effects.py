@@ -39,13 +39,14 @@ _DEPENDS: dict[tuple[str, ...], tuple[str, tuple[Any, ...]]] = {
 
 def _conditions(config: Settings, engine: str, method: Any, needs: Any) -> Iterator[Condition]:
     """Whether keys that affect results have an effect on ``engine`` with the class ``method``; later reasons prevail.
-    Keys of speed, memory and files are left out.
+    Most keys of speed, memory and files are left out.
     """
     values = {name: value for name, value, _ in flat_keys(config)}
     for names, (key, allowed) in _DEPENDS.items():
         suffix = "" if isinstance(values[key], bool) else f"; it is for {', '.join(allowed)}"
         yield values[key] in allowed, f"{key} is {show(values[key])}{suffix}", names
     yield config.use_gpu or config.device == "cpu", "use_gpu is False", ("device",)
+    yield bool(config.model.device_map), "model.device_map is empty", ("model.max_memory", "model.offload_folder")
     rate = config.federate.sample_client_rate
     yield rate <= 0, f"federate.sample_client_rate = {rate:g} takes precedence", ("federate.sample_client_num",)
     rule = config.lowrank.robust

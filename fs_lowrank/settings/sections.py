@@ -44,8 +44,8 @@ class Federate:
     #: the server sees the sum of the updates: clients send what it needs for that, and a method that needs each update
     #: is refused. FederatedScope adds up updates as they arrive; the other engines store those of a round until its end
     online_aggr: bool = key(False)
-    #: processes that train the clients of a round; 0, written ``auto``, is one for each GPU or core. On FederatedScope
-    #: the run's own process, which trains none, is one of them; ``auto`` adds it
+    #: processes that train the clients of a round, beside the run's own; 0, written ``auto``, is one for each GPU or
+    #: core
     process_num: int = key(1, min=0, also={"auto": 0}, words="a whole number or auto", result=False)
 
 

@@ -119,6 +119,7 @@ def test_every_key_of_ours_is_used():
     "keys, message",
     [
         ({"device": 0}, "device = 0 has no effect: use_gpu is False"),
+        ({"model.max_memory": ["cpu=1GiB"]}, "max_memory = ['cpu=1GiB'] has no effect: model.device_map is empty"),
         ({"federate.save_freq": 3}, "federate.save_freq = 3 has no effect: take lowrank.checkpoint_freq in"),
         ({"fedopt.optimizer.lr": 0.3}, "fedopt.optimizer.lr = 0.3 has no effect: fedopt.use is False"),
         ({"early_stop.delta": 0.3}, "early_stop.delta = 0.3 has no effect: early_stop.patience is 0"),
