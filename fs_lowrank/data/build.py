@@ -302,7 +302,12 @@ def _images(cfg: Settings, raw: RawData, frames: dict[str, pd.DataFrame]) -> dic
         steps = getattr(cfg.data, key)
         pipelines[split] = Pipeline(steps, f"data.{key}", cfg.source) if steps else pipelines["train"]
     images: Any = raw.images
-    return {s: ImageExamples(images, f["image"], f["label"], pipelines[s]) for s, f in frames.items()}
+    examples = {s: ImageExamples(images, f["image"], f["label"], pipelines[s]) for s, f in frames.items()}
+    shape = examples["train"].shape
+    for split, part in examples.items():
+        if part.shape != shape:
+            raise UserError(f"the transforms of {split} images give shape {part.shape}, those of training {shape}")
+    return examples
 
 
 def _rng(seed: int, purpose: str) -> np.random.Generator:

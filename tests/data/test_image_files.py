@@ -297,6 +297,9 @@ def test_built_without_a_tokenizer(tiny_images, tmp_path, config):
     assert len(built.test) == len(built.validation) == 21 and sum(map(len, built.clients)) == 168
     assert all(c.images is raw.images for c in built.clients)
     assert built.fingerprint == build_data(cfg, raw=raw).fingerprint
+    cfg.data.test_transform = [["Resize", {"size": [8, 8]}]]
+    with pytest.raises(UserError, match=r"of test images give shape \(1, 8, 8\), those of training \(1, 12, 12\)"):
+        build_data(cfg, raw=raw)
 
 
 def test_default_normalisation(tmp_path, config):
