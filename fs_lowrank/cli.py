@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from functools import partial
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 from rich.table import Table
@@ -106,17 +107,22 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[argparse.ArgumentParser
     for name, example in _EXAMPLES.items():
         commands.choices[name].example = example
     parser.groups = _GROUPS
-    for name, point in extensions().items():
+    for name, point in _added().items():
         help_text = _OURS.get(name) or f"added by {point.dist.name if point.dist else point.value}"
         commands.add_parser(name, help=f"{help_text}; has its own --help")
     return parser, parsers
+
+
+def _added() -> dict[str, EntryPoint]:
+    """The commands of entry points, by name; none takes the place of one of ours."""
+    return {name: point for name, point in extensions().items() if name not in _EXAMPLES}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (``_CODES``)."""
     arglist = list(sys.argv[1:] if argv is None else argv)
     completing = os.environ.get("COMP_LINE", "").split(" ")[1:-1][:1]  # the command of a line that a shell completes
-    if "_ARGCOMPLETE" in os.environ and {*completing} & {*extensions()}:
+    if "_ARGCOMPLETE" in os.environ and {*completing} & {*_added()}:
         arglist, os.environ["_ARGCOMPLETE"] = completing, "2"  # its own parser completes it, without the first word
 
     def again(args: argparse.Namespace) -> str:
@@ -128,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = [word for word in arglist if word not in ("--overwrite", "--resume")]
         return f"; continue with: {hint(words[0], '--resume', *words[1:])}"
 
-    extension = extensions().get(arglist[0]) if arglist else None
+    extension = _added().get(arglist[0]) if arglist else None
     return run_extension(extension, arglist[1:]) if extension else shell.run(_parser, arglist, console, again, _folder)
 
 

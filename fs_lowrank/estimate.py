@@ -178,9 +178,10 @@ def _probe(config: Config, usage: Estimate, resource: str, copies: int) -> None:
         basis += f", for {cohort} clients at once"
     needs.append(Need("activations", copies * cohort * activations[0], resource, basis))
     if workspace.prefix is not None:
-        where = "disk" if config.train.cache_frozen_dir else "memory"
+        on_disk = config.train.cache_frozen_dir and config.train.cache_frozen_shared
+        where = "disk" if on_disk else "memory"
         needs.append(Need("states of frozen layers", workspace.prefix.planned, where, "arithmetic, if all are stored"))
-        if not config.train.cache_frozen_dir:
+        if not on_disk:
             limit = min(workspace.prefix.planned, config.train.cache_frozen_shared)
             needs.append(Need("states for other runs", limit, "disk", "the same, up to train.cache_frozen_shared"))
     shared, task = (

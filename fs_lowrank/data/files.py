@@ -176,7 +176,7 @@ def _json(path: Path, text: str, is_list: bool) -> list[dict[str, Any]]:
         if not chunk.strip():
             continue
         where = str(path) if is_list else f"{path}, line {line}"
-        with user_errors(f"{where}: reading it as JSON"):
+        with user_errors(f"{where}: reading it as JSON", "expected a list of objects, or one object a line"):
             value = json.loads(chunk, object_pairs_hook=_unique_keys)
             json.dumps(value, ensure_ascii=False).encode()  # half of a UTF-16 pair is no character
         objects = value if is_list else [value]

@@ -46,6 +46,8 @@ def _conditions(config: Settings, engine: str, method: Any, needs: Any) -> Itera
         suffix = "" if isinstance(values[key], bool) else f"; it is for {', '.join(allowed)}"
         yield values[key] in allowed, f"{key} is {show(values[key])}{suffix}", names
     yield config.use_gpu or config.device == "cpu", "use_gpu is False", ("device",)
+    yield config.eval.generate.freq > 0, "eval.generate.freq is 0", ("eval.generate",)
+    yield config.train.cache_frozen_shared > 0, "train.cache_frozen_shared is 0", ("train.cache_frozen_dir",)
     yield bool(config.model.device_map), "model.device_map is empty", ("model.max_memory", "model.offload_folder")
     rate = config.federate.sample_client_rate
     yield rate <= 0, f"federate.sample_client_rate = {rate:g} takes precedence", ("federate.sample_client_num",)

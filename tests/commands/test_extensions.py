@@ -89,6 +89,15 @@ def test_the_processes_of_a_command_find_its_package_too(tmp_path):
     assert "own-tool" in listed and "added by own_tool" in listed
 
 
+@pytest.mark.more
+def test_no_package_replaces_a_command_of_ours(tmp_path):
+    package(tmp_path / "site", "own_tool", "doctor = own_tool:main", __init__="def main(argv):\n    print('theirs')\n")
+    for arguments in (["doctor", "--help"], ["--help"]):
+        done = command(*arguments, path=(tmp_path / "site", ROOT), cwd=tmp_path)
+        assert done.returncode == 0 and "--quick" in done.stdout or "doctor" in done.stdout, done.stderr
+        assert "theirs" not in done.stdout and "own_tool" not in done.stdout
+
+
 def test_no_text_says_to_run_a_command_by_its_module():
     # `python -m hpo` runs the user's own `hpo.py`. Modules that have no command, such as studies.speed, may be named.
     by_module = re.compile(r"python3? -m (?:hpo|benchmark)(?![.\w])")

@@ -43,6 +43,12 @@ def test_a_client_whose_settings_are_nothing_trains_as_all():
     assert load_config({**BASE, "lowrank.clients": [{"clients": 2, "tok_len": None}]}).lowrank.clients == []
 
 
+def test_a_client_of_images_has_no_length():
+    keys = {"model.type": "lenet", "federate.method": "fedavg", "lowrank.clients": [{"clients": 2, "tok_len": 8}]}
+    with pytest.raises(UserError, match="lowrank.clients = .*: it gives clients a tok_len, and model.type = lenet is"):
+        load_config({**BASE, **keys})
+
+
 def test_ranks_of_clients_take_the_place_of_those_of_the_method(tmp_path):
     keys = {"federate.method": "flora", "lowrank.ranks": [2, 3], "federate.client_num": 5}
     config = load_config({**BASE, **keys, "lowrank.clients": [{"clients": [2, 5], "rank": 7}]})

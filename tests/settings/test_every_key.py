@@ -119,6 +119,14 @@ def test_every_key_of_ours_is_used():
     "keys, message",
     [
         ({"device": 0}, "device = 0 has no effect: use_gpu is False"),
+        (
+            {"model.task": "CausalLM", "eval.generate.prompts": 9},
+            "eval.generate.prompts = 9 has no effect: eval.generate.freq is 0",
+        ),
+        (
+            {"train.cache_frozen_dir": "c", "train.cache_frozen_shared": 0},
+            "train.cache_frozen_dir = 'c' has no effect: train.cache_frozen_shared is 0",
+        ),
         ({"model.max_memory": ["cpu=1GiB"]}, "max_memory = ['cpu=1GiB'] has no effect: model.device_map is empty"),
         ({"federate.save_freq": 3}, "federate.save_freq = 3 has no effect: take lowrank.checkpoint_freq in"),
         ({"fedopt.optimizer.lr": 0.3}, "fedopt.optimizer.lr = 0.3 has no effect: fedopt.use is False"),
