@@ -272,8 +272,14 @@ def _excluded(cfg, method: str) -> list[str]:
             "report loss and accuracy",
         ),
         (
-            distributed and bool(federate.join_in_info),
-            f"federate.join_in_info = {list(federate.join_in_info)}: between processes clients send nothing of it",
+            distributed and bool(federate.join_in_info or federate.save_client_model),
+            f"federate.join_in_info = {list(federate.join_in_info)}, federate.save_client_model = "
+            f"{federate.save_client_model}: between processes clients neither send nor save that",
+        ),
+        (
+            distributed and cfg.eval.before and not federate.make_global_eval,
+            "eval.before and federate.make_global_eval = False together: between processes clients evaluate after a "
+            "round alone",
         ),
         (
             trainer.lower() not in (TRAINER, *_REPLACED),

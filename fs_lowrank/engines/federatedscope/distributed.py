@@ -24,8 +24,10 @@ from typing import Any
 import grpc
 from federatedscope.core.message import Message
 
+from ...algebra import digest
 from ...config import Config
 from ...errors import RunFailed, UserError
+from ...jobs.files import read_json, to_json, write_text
 from ...rounds.codec import codec_of
 from ...rounds.copies import standing_in
 from ...rounds.intake import Intake
@@ -118,6 +120,8 @@ class Clients(Members):
             UserError: this process cannot listen.
         """
         super().begin(workspace, ledger, resumed)
+        remedy = "restore it, or remove it: clients with data of their own are then numbered anew"
+        self.numbers = read_json(self.folder / "numbers.json", missing={}, remedy=remedy)
         keys, federate = self.cfg.distribute, self.config.federate
         # A client asks for an order while it answers another.
         self.listener = Listener(keys.server_host, keys.server_port, keys, 2 * federate.client_num + 8, self._handle)
@@ -163,9 +167,9 @@ class Clients(Members):
             raise Unwelcome(grpc.StatusCode.INVALID_ARGUMENT, "a token has 32 hexadecimal digits; remove its file")
         seats: dict[int, Seat] = {client: member.process for client, member in list(self.members.items())}
         if facts.get("client") == 0:  # all of its data are its own, and any number will do
-            former = (client for client, seat in seats.items() if seat.token == token)
-            free = (c for c in range(1, self.config.federate.client_num + 1) if c not in seats)
-            facts = {**facts, "client": next(former, next(free, 0))}
+            taken = {*seats, *self.numbers.values()}
+            free = (c for c in range(1, self.config.federate.client_num + 1) if c not in taken)
+            facts = {**facts, "client": self.numbers.get(digest({}, token)) or next(free, 0)}
         client: Any = facts.get("client")
         reason = self.refusal(facts)
         if client == 0:
@@ -184,6 +188,9 @@ class Clients(Members):
         if not seat.order:  # an unanswered order is for the process that comes again, too
             seat.answered = seat.serial
         self.welcome(facts, seat)
+        if facts.get("own_data") is True:  # its number is the same if server and client start again
+            self.numbers[digest({}, token)] = client
+            write_text(self.folder / "numbers.json", to_json(self.numbers))
         logger.info("client %d joined%s", client, " again" if before else "")
         return text_of(Parcel({}, client=client, run=self.token))
 

@@ -56,13 +56,16 @@ class LoopRunner:
         if session.role == "server":
             transport = Clients(config, cfg)
         else:
-            if cfg.federate.sampler != "uniform":
+            if cfg.federate.sampler != "uniform" or cfg.federate.save_client_model:
                 raise UserError(
-                    f"federate.sampler = {cfg.federate.sampler!r} needs one process; set federate.process_num 1"
+                    f"federate.sampler = {cfg.federate.sampler!r} and federate.save_client_model = "
+                    f"{cfg.federate.save_client_model}: other samplers than uniform, and models of clients, need one "
+                    "process; set federate.process_num 1"
                 )
             if cfg.federate.process_num > 1:  # where there are so many GPUs
                 config = config.replace({"federate.process_num": cfg.federate.process_num})
             check_others(config)
+            config = config.replace({"train.cohort": 1})  # as with one process
             transport = Parallel(config, processes_of(config), cfg)
         loop = Loop(config, transport, session.callbacks(), session.on_round, session.on_client)
         loop.recorder.config_name = session.config_name

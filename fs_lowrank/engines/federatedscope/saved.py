@@ -23,6 +23,7 @@ from ...models.adapters import load_tensors
 from ...rounds.ledger import Ledger
 from ...rounds.recorder import Recorder
 from ...rounds.workspace import Workspace
+from ...runs.result import RunResult
 
 
 def write(path: str, content: Mapping[str, Any]) -> None:
@@ -61,7 +62,7 @@ def read(path: str, device: torch.device | str) -> dict[str, Any]:
 
 
 class SavedModels(Callback):
-    """Saves the global state after the best round so far, after each ``save_freq`` rounds and after the last, and
+    """Saves the global state after the best round so far, after each ``save_freq`` rounds and at the end, and
     starts from such a file.
 
     Args:
@@ -84,10 +85,12 @@ class SavedModels(Callback):
         current, *before = (run.evaluator.key_value(r) for r in (record, *run.history) if r["metrics"] or r is record)
         if file and current is not None and all(value is None or current < value for value in before):
             save_state(file, run.workspace, run.ledger, number)
-        last = number == self.federate.total_round_num
-        if file and (last or freq > 0 and number % freq == 0):
-            prefix = "final_" if last else f"{number}_"
-            save_state(add_prefix_to_path(prefix, file), run.workspace, run.ledger, number)
+        if file and freq > 0 and number % freq == 0 and number < self.federate.total_round_num:
+            save_state(add_prefix_to_path(f"{number}_", file), run.workspace, run.ledger, number)
+
+    def on_end(self, run: Recorder, result: RunResult) -> None:
+        if file := self.federate.save_to:  # the run may have ended early
+            save_state(add_prefix_to_path("final_", file), run.workspace, run.ledger, run.ledger.stood)
 
 
 def save_state(path: str, workspace: Workspace, ledger: Ledger, cur_round: int) -> None:
@@ -129,5 +132,6 @@ def load_state(path: str, workspace: Workspace, ledger: Ledger) -> None:
         ) from error
     tensors = {n: v for n, v in state.items() if isinstance(v, Tensor)}
     numbers = {n: v for n, v in state.items() if n not in tensors}
-    ledger.restore(content["cur_round"], {"state": tensors}, {"numbers": numbers, "synced": {}, "outbox": {}})
+    round = content["cur_round"]  # every client's copy is older
+    ledger.restore(round, {"state": tensors}, {"numbers": numbers, "synced": {}, "outbox": {}, "horizon": round})
     load_tensors(workspace.model, method.view(ledger.state))

@@ -1,6 +1,7 @@
 """Standalone with ``federate.process_num`` above 1: the clients run in other processes, with the same result."""
 
 import pytest
+import torch
 
 import fs_lowrank
 from fs_lowrank.errors import UserError
@@ -25,6 +26,7 @@ THREE = {"federate.process_num": 3}
         {"federate.method": "pfedloru", "lowrank.tau": 2, "federate.share_local_model": True},
         {"federate.method": "fedavg", "federate.share_local_model": True, "lowrank.drop_rate": 0.3},
         {"federate.method": "fedlora", "federate.online_aggr": True},
+        {"federate.method": "fedlora", "train.cohort": 3},
         {
             "federate.method": "fedlora",
             "quantization.method": "uniform",
@@ -66,6 +68,23 @@ def test_the_files_of_save_to_and_a_run_that_is_restored(quick, assert_same, tmp
     rest = fs_lowrank.run(rest, "federatedscope")
     assert [r["round"] for r in rest.history] == [3, 4]
     assert_same(whole, rest, atol=0)
+    single = {
+        **keys,
+        "federate.process_num": 1,
+        "federate.save_to": "",
+        "federate.restore_from": str(tmp_path / "2_saved.pt"),
+    }
+    single = fs_lowrank.run(quick("single", single), "federatedscope")
+    for key in ("client_uplink_bytes", "client_downlink_bytes"):
+        assert [r[key] for r in rest.history] == [r[key] for r in single.history]
+
+
+@pytest.mark.parametrize("processes", [{}, THREE])
+def test_the_last_file_of_save_to_where_a_run_ends_early(quick, tmp_path, processes):
+    keys = {"federate.method": "rolora", "federate.save_to": str(tmp_path / "saved.pt"), **processes}
+    config = quick("early", {**keys, "federate.total_round_num": 3})
+    result = fs_lowrank.run(config, "federatedscope", on_round=lambda record: record["round"] == 2)
+    assert len(result.history) == 2 and torch.load(tmp_path / "final_saved.pt")["cur_round"] == 2
 
 
 @pytest.mark.parametrize("training", [3, 1])

@@ -163,6 +163,21 @@ def test_clients_with_data_of_their_own(quick, assert_same, cluster, tmp_path, r
     assert [r["loss"] for r in other.history] == pytest.approx([r["loss"] for r in local.history], abs=1e-5)
 
 
+def test_clients_with_data_of_their_own_have_the_same_numbers_after_a_restart(cluster, tmp_path):
+    """Also where they come back in another order: seeds and personal parts are those of a number."""
+    keys = {"federate.method": "pfedlora", "federate.total_round_num": 5, "eval.split": [], **ITS_OWN}
+    own = {w: {"distribute.data_idx": -1, "outdir": str(tmp_path / name)} for w, name in ((1, "a"), (2, "b"))}
+    started = cluster.launch(2, keys, changed=own, sabotage={2: {"late": 4.0}})
+    cluster.wait_for(lambda: len(cluster.records()) > 1)
+    for process, _ in started.values():
+        process.kill()
+        process.join()
+    again = {0: {"resume": True}, 1: {"late": 4.0}, 2: None}
+    cluster.ended({worker: cluster.again(worker, sabotage) for worker, sabotage in again.items()})
+    numbers = {name: {p.name for p in (tmp_path / name).glob("client_0/memory/run_*/client_*")} for name in "ab"}
+    assert numbers == {"a": {"client_1"}, "b": {"client_2"}} and len(cluster.records()) == 5
+
+
 def test_clients_with_data_of_their_own_evaluate_all_of_it(cluster, tmp_path, reviews_csv):
     """The server's rows would give each of the two half as many."""
     pd.read_csv(reviews_csv).head(100).to_csv(tmp_path / "few.csv", index=False)
