@@ -11,6 +11,7 @@ from fs_lowrank import Config, UserError
 from fs_lowrank.engines import get_engine
 from fs_lowrank.errors import counted
 from fs_lowrank.jobs.files import write_text
+from fs_lowrank.rounds.workspace import method_of
 
 from . import scorers
 from .beside import module_of
@@ -61,6 +62,8 @@ def _checks(job: Job, options: Options) -> Iterator[tuple[tuple[str, str], Calla
     yield ("data", repr(data)), lambda: _check_data(job, tested)
     model = (config.model.type, config.model.task, config.lowrank.weights, config.llm.tok_len)
     yield ("model", repr(model)), lambda: _check_model(config)
+    method = (config.federate.method, config.lowrank.params)
+    yield ("method", repr(method)), partial(method_of, config)  # it may lack a package
     for spec in job.experiment.evaluation if isinstance(job, Cell) else ():
         allowed = permitted(spec, options.unsafe_code)
         yield ("evaluation", repr(spec)), partial(scorers.check, allowed, options.data or ".")

@@ -357,7 +357,9 @@ def _ratio(condition: Mapping, figure: Getter) -> Iterator[Condition]:
     """The quotient of two means, whose error is that of ``of`` minus the nearer bound times ``to`` (Fieller)."""
     name, base, centre, margin = condition["of"], condition["to"], condition["about"], condition["within"]
     dividend, divisor = figure(name), figure(base)
-    unit = 1 / divisor.mean if divisor is not None and divisor.n and divisor.mean else 0.0
+    if divisor is not None and divisor.n and not divisor.mean:
+        divisor = None  # there is no quotient
+    unit = 1 / divisor.mean if divisor is not None and divisor.n else 0.0
     quotient = dividend.mean * unit if dividend is not None and dividend.n else 0.0
     requirement, bounds = f"{centre:g} ± {margin:g}", (centre - margin, centre + margin)
     nearer = min(bounds, key=lambda bound: abs(quotient - bound))

@@ -217,7 +217,7 @@ class Recorder:
             try:
                 saved = read_json(path, remedy="the result lacks the metrics before round 1")
                 self.before = {n: math.nan if v is None else float(v) for n, v in saved.items() if n != "schema"}
-            except DamagedFile as error:
+            except (DamagedFile, TypeError, ValueError) as error:
                 logger.warning("%s", error)
             return
         self.workspace.load_global(self.workspace.initial_state)

@@ -507,11 +507,12 @@ def test_a_value_is_judged_in_favour_of_no_method_with_failed_seeds(metric, boun
 
 def test_counted_figures_need_no_spread():
     def counted(method, labels, metric):
-        return Figure({0: {"half": 5.0, "all": 10.0}[method]}, exact=True)
+        return Figure({0: {"half": 5.0, "all": 10.0, "none": 0.0}[method]}, exact=True)
 
     ratio = {"is": "ratio", "of": "half", "to": "all", "about": 0.5, "within": 0}
     assert judged(ratio, counted).verdict == HOLDS
     assert judged({**ratio, "about": 0.6, "within": 0.05}, counted).verdict == FAILS
+    assert judged({**ratio, "to": "none"}, counted).verdict == UNTESTED, "there is no quotient"
     above = {"is": "above", "better": "all", "by": 0}
     assert judged({**above, "than": ["half"]}, counted).verdict == HOLDS
     assert judged({**above, "than": ["all"]}, counted).verdict == FAILS  # equal is not better

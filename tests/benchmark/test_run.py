@@ -606,6 +606,10 @@ def test_errors_are_reported_before_training(inside):
     for change, words in (
         (("[0.7, 0.1, 0.2]", "[0.9, 0.1, 0.0]"), "has no test set of its own"),
         (("tok_len: 24", "tok_len: 65"), "has 64 positions; set llm.tok_len"),
+        (
+            ("[rolora, fedlora]", "[{method: fedfisher, config: {lowrank.fisher: full, lowrank.compress: true}}]"),
+            "compress",
+        ),
     ):
         (inside / "cannot.yaml").write_text(text.replace(*change))
         options = Options(("cannot.yaml",), results="elsewhere")

@@ -100,7 +100,7 @@ def test_no_process_writes_into_a_folder_that_another_run_writes_to(config):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("content", ['{"schema": 1, "test_acc": 0.', "[1]", None])
+@pytest.mark.parametrize("content", ['{"schema": 1, "test_acc": 0.', "[1]", '{"test_acc": "high"}', None])
 def test_metrics_before_round_1_that_are_lost(config, caplog, content):
     config = config.replace({"eval.before": True})
     before, path = fs_lowrank.run(config).before, Path(config.outdir) / "before.json"
@@ -109,7 +109,7 @@ def test_metrics_before_round_1_that_are_lost(config, caplog, content):
     if content is not None:
         path.write_text(content)
     assert fs_lowrank.run(config, resume=True).before == {}
-    assert "the result lacks the metrics before round 1" in caplog.text
+    assert "the result lacks the metrics before round 1" in caplog.text or "could not convert" in caplog.text
 
 
 @pytest.mark.more
