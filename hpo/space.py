@@ -138,9 +138,8 @@ class Space:
             UserError: an unknown key or method, or a range or a value that Optuna or the config does not accept.
         """
         applicable: dict[str, Parameter] = {}
-        for p in (
-            _spelled(p, base) for p in self.parameters
-        ):  # of a key that does not apply, the config's own value counts
+        for p in (_spelled(parameter, base) for parameter in self.parameters):
+            # Of a key that does not apply, the config's own value counts.
             if all(key in applicable or base.get(key) in values for key, values in p.when.items()):
                 applicable[p.key] = p
         if not applicable:

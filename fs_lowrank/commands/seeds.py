@@ -11,6 +11,7 @@ from ..errors import UserError
 from ..jobs.files import to_json, write_text
 from ..jobs.shell import names
 from ..jobs.tables import write_tables
+from ..settings.reading import parse_overrides
 from ..versions import SCHEMA
 
 if TYPE_CHECKING:
@@ -54,11 +55,10 @@ def compare_seeds(
     values: dict[str, dict[str, list[float]]] = {}
     histories: dict[str, list[list[dict[str, Any]]]] = {}
     facts: dict[str, Any] = {}
-    pairs = zip(args.overrides[::2], args.overrides[1::2])
-    others = [word for pair in pairs if pair[0] not in ("seed", "outdir", "expname") for word in pair]
+    own = parse_overrides(args.overrides)
     for seed in seeds:
         announce(f"seed {seed}")
-        overrides = [*others, "seed", str(seed), "outdir", str(outdir / f"seed_{seed}"), "expname", ""]
+        overrides = {**own, "seed": seed, "outdir": str(outdir / f"seed_{seed}"), "expname": ""}
         existing = {"resume": args.resume, "overwrite": args.overwrite}
         results = compare(args.cfg, methods, args.engine, overrides=overrides, **existing, **callbacks)
         facts = next(iter(results.values())).facts

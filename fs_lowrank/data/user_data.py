@@ -170,22 +170,16 @@ def _tables(
         parts = [(read if role == "train" else read_file)(file, args.get("quoting")) for file in files]
         if len(files) > 1:
             folder = os.path.commonpath([file.parent for file in files])
-            names = [os.path.relpath(file, folder) for file in files]
-            parts = [
-                {split: f if "file" in f else f.assign(file=name) for split, f in part.items()}
-                for part, name in zip(parts, names)
-            ]
+            for part, name in zip(parts, (os.path.relpath(file, folder) for file in files)):
+                part.update({split: f.assign(file=name) for split, f in part.items() if "file" not in f})
         for split in ("train", *HELD_OUT) if role == "train" else ("train",):
             if frames := [part[split] for part in parts if split in part]:
                 table = pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
                 # A file without names of classes has to have classes of the others.
-                table.attrs = {
-                    "classes": {k: v for f in reversed(frames) for k, v in f.attrs.get("classes", {}).items()}
-                }
-                tables[role if split == "train" else split] = (
-                    f"{source}{f', split {split}' * (split != 'train')}",
-                    table,
-                )
+                names = {k: v for frame in reversed(frames) for k, v in frame.attrs.get("classes", {}).items()}
+                table.attrs = {"classes": names}
+                where = str(source) if split == "train" else f"{source}, split {split}"
+                tables[role if split == "train" else split] = where, table
     return tables
 
 

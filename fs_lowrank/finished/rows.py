@@ -19,7 +19,7 @@ from ..data.tables import MULTI_LABEL, REGRESSION, conversation_column, instruct
 from ..data.template import SYNONYMS, is_custom
 from ..data.tokenize import tokenize_classification, tokenize_instructions
 from ..data.user_data import SUFFIXES, read_file
-from ..errors import UserError, nearest
+from ..errors import UserError, nearest, say_once
 from ..runs.split import ROWS, read_split
 from ..settings import Origin
 from .run import FinishedRun
@@ -34,7 +34,7 @@ class Rows:
         examples: of these rows.
         left_out: number of rows by reason. cut: rows of which a text, or the answer, was cut to the run's length.
         trained_on: number of rows at ``positions`` that the run was trained on, up to case, punctuation and blanks; 0
-            if its ``rows.npz`` has no ``keys``.
+            if its ``rows.npz`` is missing, or has no ``keys``.
     """
 
     table: pd.DataFrame
@@ -132,5 +132,6 @@ def _instructed(run: FinishedRun, where: str, table: pd.DataFrame, args: dict[st
 def _trained_on(run: FinishedRun, frame: pd.DataFrame) -> int:
     """How many rows the run was trained on; 0 for a run that was passed on without its ``rows.npz``."""
     if not (run.folder / ROWS).exists():
+        say_once(f"{run.folder / ROWS} is missing, so rows that the run was trained on are not counted")
         return 0
     return int(np.isin(row_keys(frame, run.task), read_split(run.folder).get("keys", ())).sum())

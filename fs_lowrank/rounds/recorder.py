@@ -215,10 +215,10 @@ class Recorder:
         path = self.outdir / "before.json"
         if resumed:
             try:
-                saved = read_json(path, remedy="the result lacks the metrics before round 1")
+                saved = read_json(path, remedy="")
                 self.before = {n: math.nan if v is None else float(v) for n, v in saved.items() if n != "schema"}
             except (DamagedFile, TypeError, ValueError) as error:
-                logger.warning("%s", error)
+                logger.warning("%s: %s; the result lacks the metrics before round 1", path, error)
             return
         self.workspace.load_global(self.workspace.initial_state)
         self.before = flat_metrics(self.evaluator.evaluate(self.workspace.initial_state))

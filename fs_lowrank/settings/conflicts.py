@@ -48,11 +48,8 @@ def _of_clients(config: Settings) -> Iterator[Conflict]:
     one_rank = f"it gives clients a rank, and federate.method = {federate.method} has one for all; see lowrank.ranks"
     yield own_rank and "ranks" not in lowrank.params, "lowrank.clients", one_rank
     own_length = config.is_vision and any("tok_len" in entry for entry in config.client_settings.values())
-    yield (
-        own_length,
-        "lowrank.clients",
-        f"it gives clients a tok_len, and model.type = {config.model.type} is for images",
-    )
+    no_length = f"it gives clients a tok_len, and model.type = {config.model.type} is for images"
+    yield own_length, "lowrank.clients", no_length
     number = f"expected the number of a client, 1 to {count}; or 0 for all clients"
     yield not 0 <= alone <= count, "federate.client_idx_for_local_train", number
     individual = lowrank.clients or len(lowrank.params.get("ranks") or ()) > 1

@@ -109,7 +109,7 @@ def test_metrics_before_round_1_that_are_lost(config, caplog, content):
     if content is not None:
         path.write_text(content)
     assert fs_lowrank.run(config, resume=True).before == {}
-    assert "the result lacks the metrics before round 1" in caplog.text or "could not convert" in caplog.text
+    assert "the result lacks the metrics before round 1" in caplog.text
 
 
 @pytest.mark.more

@@ -278,8 +278,7 @@ def _excluded(cfg, method: str) -> list[str]:
         ),
         (
             distributed and cfg.eval.before and not federate.make_global_eval,
-            "eval.before and federate.make_global_eval = False together: between processes clients evaluate after a "
-            "round alone",
+            "eval.before and federate.make_global_eval = False together: clients evaluate after a round alone",
         ),
         (
             trainer.lower() not in (TRAINER, *_REPLACED),

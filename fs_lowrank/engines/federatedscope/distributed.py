@@ -173,7 +173,7 @@ class Clients(Members):
         client: Any = facts.get("client")
         reason = self.refusal(facts)
         if client == 0:
-            reason = f"all {self.config.federate.client_num} clients have joined"
+            reason = f"all {self.config.federate.client_num} numbers are taken (distributed/numbers.json of the server)"
         before = None if reason else seats.get(client)
         if before and before.token != token and not (before.lost or before.late):
             reason = f"client {client} has joined already; choose another distribute.data_idx"

@@ -12,11 +12,13 @@ from ...errors import say_once
 
 
 class _File(logging.FileHandler):
-    """A file that is given up at the first line that it does not take, for example on a full disk."""
+    """A file that is given up at the first line that cannot be written, for example on a full disk."""
 
     def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(error := sys.exception(), OSError):  # a wrong call of the logger
+            return super().handleError(record)
         logging.getLogger("federatedscope").removeHandler(self)
-        say_once(f"{self.baseFilename} cannot be written ({sys.exception()}); the run goes on without it")
+        say_once(f"{self.baseFilename} cannot be written ({error}); the run goes on without it")
 
 
 @contextmanager

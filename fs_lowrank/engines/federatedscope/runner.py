@@ -58,9 +58,8 @@ class LoopRunner:
         else:
             if cfg.federate.sampler != "uniform" or cfg.federate.save_client_model:
                 raise UserError(
-                    f"federate.sampler = {cfg.federate.sampler!r} and federate.save_client_model = "
-                    f"{cfg.federate.save_client_model}: other samplers than uniform, and models of clients, need one "
-                    "process; set federate.process_num 1"
+                    f"federate.sampler = {cfg.federate.sampler!r}, and federate.save_client_model, need one process; "
+                    "set federate.process_num 1"
                 )
             if cfg.federate.process_num > 1:  # where there are so many GPUs
                 config = config.replace({"federate.process_num": cfg.federate.process_num})

@@ -178,6 +178,12 @@ def test_keys_that_exclude_each_other(cfg):
     cfg.federate.mode, cfg.federate.join_in_info = "distributed", ["num_sample"]
     with pytest.raises(UserError, match="join_in_info = .'num_sample'., federate.save_client_model = False: between"):
         from_framework(cfg)
+    cfg.federate.join_in_info, cfg.federate.save_client_model = [], True
+    with pytest.raises(UserError, match="join_in_info = .., federate.save_client_model = True: between"):
+        from_framework(cfg)
+    cfg.federate.make_global_eval, cfg.eval.before = False, True
+    with pytest.raises(UserError, match="eval.before and federate.make_global_eval = False together"):
+        from_framework(cfg)
 
 
 def test_unknown_role(quick):
