@@ -110,6 +110,6 @@ class ClientMasks:
             block = full[start : start + len(sizes)]
             for axis in axes:
                 block = block.narrow(axis, 0, int(sizes.max()))
-            block.copy_(values.new_empty(block.shape).bernoulli_(1 - p, generator=generator))
+            block.copy_(values.new_empty(block.shape, dtype=torch.bool).bernoulli_(1 - p, generator=generator))
             start += len(sizes)
         return full
