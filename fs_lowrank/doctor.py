@@ -107,8 +107,8 @@ def examine() -> list[Check]:
         import torch
 
         gpu = torch.cuda.is_available()
-        name = torch.cuda.get_device_name() if gpu else "none"
-        checks.append(Check("GPU", gpu, name, "none needed; with one, set use_gpu True"))
+        name = torch.cuda.get_device_name() if gpu else "none found"
+        checks.append(Check("GPU", gpu, name, "none is needed; with one, set use_gpu True"))
     checks += _engines()
     checks += [
         Check(f"data {n}", bool(resolve(n)), str(resolve(n) or "not fetched"), f"fs-lowrank fetch {n}")

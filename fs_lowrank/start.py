@@ -210,7 +210,7 @@ def _layers(skeleton: nn.Module) -> tuple[str, str]:
         return "modules: all-linear", "proposed: all linear modules, as the model is of no usual kind"
     depth = len(stack[1])
     layers = range(depth - max(1, round(depth / 3)), depth)
-    comment = f"proposed: the modules that PEFT adapts in such models, in the last {len(layers)} of {depth} layers"
+    comment = f"proposed: the modules that PEFT adapts in such models, in the last third of its {depth} layers"
     return f"modules: [{', '.join(modules)}], layers: [{', '.join(map(str, layers))}]", comment
 
 

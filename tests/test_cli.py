@@ -393,6 +393,16 @@ def test_fetch_lists_and_refuses(command):
     assert code == 2 and "minilm" in err
 
 
+def test_a_warning_is_one_line_of_a_log_however_long():
+    code = """if True:
+        import argparse, logging
+        from fs_lowrank.jobs import shell
+        shell._log(argparse.Namespace(debug=False, verbose=False), shell.console)
+        logging.getLogger("fs_lowrank").warning("%s", 60 * "long ")"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == f"WARNING  {60 * 'long '}\n", done.stderr
+
+
 # -- imports -------------------------------------------------------------------------------------------
 
 #: what takes a tenth of a second or more to import

@@ -146,6 +146,16 @@ def test_bad_files(write, text, parts):
         load_config(write(text))
 
 
+@pytest.mark.parametrize(
+    "text, reason", [("text,label\ngood: very: good,1\n", "invalid YAML"), ("a,b\n", "holds a str")]
+)
+def test_a_file_of_data_in_place_of_a_configuration(tmp_path, text, reason):
+    path = tmp_path / "reviews.csv"
+    path.write_text(text)
+    with refused(reason, f"for a file of data, fs-lowrank init {path} writes a configuration"):
+        load_config(path)
+
+
 def test_no_file(tmp_path, write):
     write(FILE)
     with refused("runs.yaml: no such file; did you mean 'run.yaml'?"):

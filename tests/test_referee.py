@@ -68,6 +68,8 @@ def test_right_server_steps_pass():
     assert all(f.error < 1e-5 for f in check_server_step(stacked, scale=1.0))
     assert len(check_server_step(dense)) == 6
     check_server_step(split)  # the best approximation of its rank
+    exact, cause = of(judge_server_step(stacked))["up"]
+    assert not exact and "counts twice; --scale 1" in cause
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_whatever_data_type_reads(at, tiny_encoder, tiny_causal, capsys):
     out = capsys.readouterr().out
     assert "written to cc.yaml" in out and "client_num: 3 " in out and "  splitter: file\n" in out
     assert cli.main(["init", "cc", *options]) == 2
-    assert "files of tables are named, or several by a pattern: cc/*.csv" in capsys.readouterr().err
+    assert "For tables, give a file's name, or a pattern: 'cc/*.csv'" in capsys.readouterr().err
     talk = [{"from": "human", "value": "is it good"}, {"from": "gpt", "value": "it is good"}]
     (folder / "talks.json").write_text(json.dumps([{"conversations": talk}] * 50))
     tree, text = made(folder / "talks.json", tiny_causal)
@@ -280,7 +280,7 @@ def test_init_writes_once_and_run_runs_it(at, tiny_encoder, capsys):
         (["run", "--cfg", "a.yaml", "--data", "b.csv"], "run needs --cfg FILE"),
         (["run", "--cfg", "a.yaml", "--text", "x"], "--text: options of --data FILE"),
         (["init", "no.csv"], "no file no.csv"),
-        (["init", "."], ".: found 0 folder(s) with images (none); expected one for each class"),
+        (["init", "."], ".: folders with images: none; expected one for each class"),
         (["init", ".", "--label", "x"], "--label x: . is a folder of pictures, which have no columns"),
         (["init", "a.txt"], "expected a file that ends with .csv"),
         (["init", "nowhere"], "a folder of save_to_disk, or a pattern; there is nothing of this name"),
@@ -299,6 +299,7 @@ def test_a_file_or_model_that_is_not_here_is_one_line(at, monkeypatch, tmp_path,
     at("reviews.csv", make_reviews(60))
     for arguments, said in (
         (["review.csv"], "did you mean 'reviews.csv'"),
+        (["nofile.csv"], "no file nofile.csv\n"),
         (["reviews.csv"], "fs-lowrank fetch minilm"),
         (["reviews.csv", "--model", "./my_modle"], "there is no folder './my_modle'"),
     ):

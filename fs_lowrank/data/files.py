@@ -64,7 +64,7 @@ def read_bytes(path: Path) -> bytes:
         return gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
     except FileNotFoundError as error:
         names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise UserError(f"no file {path}{nearest(path.name, names)}") from error
+        raise UserError(f"no file {path}{nearest(path.name, names, 0.75)}") from error
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"cannot read {path}: {error}") from error
 

@@ -169,9 +169,8 @@ def read_folder(folder: Path, args: Mapping[str, Any]) -> RawData:
     names = sorted(listed[TRAIN])
     if len(names) < 2:
         raise UserError(
-            f"{folder}: found {len(names)} folder(s) with images ({', '.join(names) or 'none'}); expected "
-            "one for each class, or train/ and test/ with one for each class in them; files of tables are named, or "
-            f"several by a pattern: {folder}/*.csv"
+            f"{folder}: folders with images: {', '.join(names) or 'none'}; expected one for each class, or train/ and "
+            f"test/ with one for each class in them. For tables, give a file's name, or a pattern: '{folder}/*.csv'"
         )
     files: list[Path] = []
     splits: dict[str, dict[str, np.ndarray]] = {}
@@ -196,7 +195,7 @@ def _listing(folder: Path) -> tuple[dict[str, dict[str, list[Path]]], dict[str, 
     def classes(parent: Path) -> dict[str, list[Path]]:
         kinds = sorted(p for p in parent.iterdir() if p.is_dir() and not p.name.startswith("."))
         files = {kind.name: [path for path in sorted(kind.iterdir()) if _is_image(path)] for kind in kinds}
-        if empty := [name for name, paths in files.items() if not paths]:
+        if 0 < len(empty := [name for name, paths in files.items() if not paths]) < len(files):
             say_once(f"{parent}: no image is in the folder of a class: {', '.join(empty)}; it is left out")
         return {name: paths for name, paths in files.items() if paths}
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console, ConsoleOptions
-from rich.logging import RichHandler
 from rich.segment import Segment
 from rich.text import Text
 
@@ -219,7 +218,13 @@ def explain(error: Exception, folder: Path | None = None, options: Iterable[str]
 def _log(args: argparse.Namespace, console: Console) -> None:
     """Warnings on the console; with ``-v`` the package's information too, with ``--debug`` all its records."""
     logging.raiseExceptions = args.debug  # else logging prints a traceback if a message cannot be written
-    log_to(RichHandler(console=console, show_path=False, show_time=False))
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            level = Text(f"{record.levelname:<8}", f"logging.level.{record.levelname.lower()}")
+            console.print(level, self.format(record), soft_wrap=True)
+
+    log_to(Lines())
     if args.verbose or args.debug:
         logging.getLogger("fs_lowrank").setLevel(logging.DEBUG if args.debug else logging.INFO)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from ..errors import UserError, nearest, say_once
+from ..errors import UserError, hint, nearest, say_once
 from .origin import Origin, show
 
 
@@ -38,6 +38,8 @@ for _class in (Loader, Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
+#: the endings of files of configurations
+_YAML = (".yaml", ".yml")
 #: a file of a few hundred bytes can stand for more values than any machine can hold
 _MOST_VALUES = 1_000_000
 
@@ -51,7 +53,7 @@ def read_packaged(package: str, name: str) -> Any:
 def yaml_beside(path: str | os.PathLike[str]) -> list[str]:
     """The names of the YAML files in the folder of ``path``, to suggest one for a misspelt name."""
     folder = os.path.dirname(os.path.expanduser(path)) or "."
-    return [f for f in os.listdir(folder) if f.endswith((".yaml", ".yml"))] if os.path.isdir(folder) else []
+    return [f for f in os.listdir(folder) if f.endswith(_YAML)] if os.path.isdir(folder) else []
 
 
 def read_text(path: str | os.PathLike[str], candidates: Callable[[str], Iterable[str]]) -> tuple[str, str]:
@@ -67,13 +69,14 @@ def read_text(path: str | os.PathLike[str], candidates: Callable[[str], Iterable
         with open(name, encoding="utf-8-sig", newline="") as file:
             return name, file.read()
     except FileNotFoundError:
-        raise UserError(f"{name}: no such file{nearest(os.path.basename(name), candidates(name))}") from None
+        raise UserError(f"{name}: no such file{nearest(os.path.basename(name), candidates(name), 0.75)}") from None
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
         raise UserError(f"{name!r}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def read_yaml(path: str | os.PathLike[str]) -> tuple[Origin, dict[str, Any]]:
     name, text = read_text(path, yaml_beside)
+    tip = "" if name.endswith(_YAML) else f"; for a file of data, {hint('init', name)} writes a configuration"
     lines: dict[str, int] = {}
     try:
         loader = Loader(text)
@@ -86,9 +89,9 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Origin, dict[str, Any]]:
     except _WRONG as error:
         mark = getattr(error, "problem_mark", None)
         position = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise UserError(f"{name}{position}: invalid YAML: {_problem(error)}") from None
+        raise UserError(f"{name}{position}: invalid YAML: {_problem(error)}{tip}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{name} holds a {type(content).__name__}: expected sections and keys, such as `federate:`")
+        raise UserError(f"{name} holds a {type(content).__name__}: expected sections and keys such as `federate:`{tip}")
     return Origin(name, lines), content
 
 

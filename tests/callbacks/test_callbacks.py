@@ -111,6 +111,16 @@ def test_what_json_has_no_word_for_is_named(config):
         fs_lowrank.run(config, callbacks=[Mine()])
 
 
+def test_a_value_of_the_run_is_not_replaced(config):
+    class Mine(Callback):
+        def after_round(self, run, record):
+            record["adapter_norm"] = 1.0
+
+    with pytest.raises(UserError, match=r"Mine.after_round: record\['adapter_norm'\] is the run's own; give yours"):
+        fs_lowrank.run(config, callbacks=[Mine()])
+    assert len(fs_lowrank.run(config, resume="auto").history) == 3
+
+
 @pytest.mark.parametrize("given", [Noted, [Noted], Noted(), [print]])
 def test_what_is_no_callback_is_refused(config, given):
     with pytest.raises(UserError, match="callbacks = .*: expected a list of objects derived from fs_lowrank.Callback"):

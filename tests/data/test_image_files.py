@@ -279,7 +279,7 @@ def test_invalid_folders(folder, tmp_path):
     with pytest.raises(UserError, match="several folders of validation data, validation among them; keep one"):
         load(folder, "", tmp_path)
     (tmp_path / "one" / "only").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"found 0 folder\(s\) with images \(none\)"):
+    with pytest.raises(UserError, match=r"folders with images: none; expected"):
         load(tmp_path / "one", "", tmp_path)
     with pytest.raises(UserError, match="unknown data.type 'cifr10'; did you mean 'cifar10'.*there is none at"):
         load("cifr10", tmp_path, tmp_path)
