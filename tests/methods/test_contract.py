@@ -35,15 +35,8 @@ class Median(Gathering):
         ("averages", False, "Averaging .* Gathering"),
         ("additive", None, r"replace\(super\(\).requires\(params\), sums="),
         ("needs_only_sums", classmethod(lambda cls: True), r"replace\(super\(\).requires\(params\), sums="),
-        ("selects", True, r"replace\(super\(\).requires\(params\), validation="),
         ("plans_ahead", property(lambda self: True), r"replace\(super\(\).requires\(params\), rounds="),
-        ("tasks", ("ImageClassification",), r"replace\(super\(\).requires\(params\), tasks="),
-        ("lora_only", True, r'replace\(super\(\).requires\(params\), adapter="lora"\)'),
-        ("either", True, r'replace\(super\(\).requires\(params\), adapter="optional"\)'),
-        ("chains_only", True, "models.chain"),
-        ("averages_head", False, "in averaged"),
         ("average", lambda self, updates, state: ({}, {}), r"mean\(updates, state\)"),
-        ("combine", None, "wrappers"),
     ],
 )
 @pytest.mark.parametrize("base", [Averaging, Median])
@@ -110,18 +103,6 @@ def test_a_message_names_what_is_not_at_its_default():
 
 
 # -- what is required ------------------------------------------------------------------------------------
-
-
-def test_needs_follow_the_hyperparameters():
-    assert requirements("fedfisher").sums and not requirements("fedfisher").validation
-    assert not requirements("fedfisher", {"fisher": "kfac"}).sums
-    assert requirements("fedfisher", {"fisher": "kfac"}).validation
-    assert not requirements("fedfisher", {"fisher": "kfac", "select": False}).validation
-    assert not requirements("fedfisher", {"compress": True}).sums
-    assert requirements("rolora", {"mix": 0.5}).rounds and not requirements("rolora").rounds
-    assert not requirements("fisher_merge", {"rule": "target"}).sums
-    with pytest.raises(UserError, match="did you mean 'mix'"):
-        requirements("rolora", {"mixx": 0.5})
 
 
 def test_shared_tags_determine_whether_there_is_an_adapter():
