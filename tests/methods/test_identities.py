@@ -11,7 +11,7 @@ from fs_lowrank.methods import create_method
 from fs_lowrank.models.names import named_tensors, tags
 from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.training.local import set_trainable
-from tests.methods.conftest import best, close, equal
+from tests.methods.conftest import LAYERS, best, close, equal
 
 SIZES = (3, 10, 27)
 #: compared with their papers' formulas in ``test_field``
@@ -24,7 +24,7 @@ BUILT_IN = ("fedavg", *PAIRS)
 # -- the averaging methods -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedlora", "ffa_lora", "rolora"])
+@pytest.mark.parametrize("name", ["fedavg", "fedlora", "ffa_lora", "rolora", "fedsa_lora"])
 @pytest.mark.parametrize("uniform", [False, True])
 def test_each_tensor_is_the_mean_of_what_was_sent(toy, federation, name, uniform):
     fed = federation(toy.method(name, uniform=uniform), SIZES)
@@ -86,9 +86,13 @@ def test_rolora_alternates_and_starts_with_b(toy, federation, mix, rounds, alter
 @pytest.mark.parametrize(
     "name, params",
     [
-        *((n, {}) for n in (*BUILT_IN, "fedask", "pfedlora")),
+        *((n, {}) for n in (*BUILT_IN, "fedask", "pfedlora", "fedsa_lora", "ravan", "fed_sb")),
         *((n, {"ranks": (1, 3, 2)}) for n in (*RANKED, "fedask")),
         *(("fedloru", {"tau": 2, "merge": m, "init": init}) for m in (True, False) for init in ("random", "momentum")),
+        *(
+            ("fedloru", {"tau": 2, "adapter": AdapterSpec(kind, r=2, target_modules=LAYERS)})
+            for kind in ("loha", "lokr")
+        ),
         *(("mfedloru", {"tau": 2, "nested_ranks": ranks}) for ranks in ((1, 0), (1,))),
         *(("fedhm", {"rank_factors": factors}) for factors in ((2, 5), (3,))),
     ],
