@@ -12,7 +12,6 @@ import yaml
 
 from fs_lowrank import api, cli
 from fs_lowrank.commands import seeds
-from fs_lowrank.config import load_config
 from fs_lowrank.runs.chance import Chance, run_verdict
 from fs_lowrank.runs.summary import for_people
 
@@ -65,11 +64,16 @@ def test_the_verdict_on_a_run_is_by_its_test_set_or_else_by_its_validation_data(
     assert lost.startswith("what was learned is lost: test_acc 0.500, 0.800 in the best round, while always")
 
 
+#: a run that learns nothing
+FEW = {
+    **{"federate.client_num": 2, "federate.total_round_num": 1, "train.local_update_steps": 1},
+    "train.optimizer": {"type": "SGD", "lr": 1e-12},
+}
+
+
 @pytest.mark.more
-def test_a_run_without_a_test_set_says_too_that_nothing_was_learned(settings, tmp_path, capsys):
-    train = {**settings["train"], "local_update_steps": 1, "optimizer": {"type": "SGD", "lr": 1e-12}}
-    keys = {"federate": {"method": "fedlora", "client_num": 2, "total_round_num": 1}, "eval": {"split": ["val"]}}
-    result = api.run(load_config({**settings, **keys, "train": train}))
+def test_a_run_without_a_test_set_says_too_that_nothing_was_learned(few, tmp_path):
+    result = api.run(few("run", {"eval.split": ["val"]}))
     said = "nothing was learned"
     assert result.verdict.startswith(said) and said in repr(result) and said in result._repr_html_()
     assert cli.main(["report", str(result.outdir), "--out", str(tmp_path / "page.html")]) == 0
@@ -78,14 +82,10 @@ def test_a_run_without_a_test_set_says_too_that_nothing_was_learned(settings, tm
 
 @pytest.mark.more
 @pytest.mark.parametrize("command", ["run", "compare"])
-def test_run_and_compare_report_that_nothing_was_learned(settings, tmp_path, capsys, command):
-    keys = {"federate": {"method": "fedlora", "client_num": 2, "total_round_num": 1}}
-    train = {**settings["train"], "local_update_steps": 1, "optimizer": {"type": "SGD", "lr": 1e-12}}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**settings, **keys, "train": train}))
-    assert (
-        cli.main([command, "--cfg", str(tmp_path / "run.yaml")] + ["--methods", "fedlora"] * (command == "compare"))
-        == 0
-    )
+def test_run_and_compare_report_that_nothing_was_learned(few, tmp_path, capsys, command):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(few("run").to_dict()))
+    methods = ["--methods", "fedlora"] if command == "compare" else []
+    assert cli.main([command, "--cfg", str(tmp_path / "run.yaml"), *methods]) == 0
     (folder,) = (path.parent for path in (tmp_path / "run").rglob("data.json"))
     data = json.loads((folder / "data.json").read_text())["test"]
     assert sum(data["labels"].values()) == data["size"] > 0

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 import fs_lowrank
-from fs_lowrank import RunFailed, UserError, cli, load_config
+from fs_lowrank import RunFailed, UserError, cli
 from fs_lowrank.engines.local import LocalEngine
 from fs_lowrank.finished import load_run
 from fs_lowrank.models.names import named_tensors
@@ -25,12 +25,12 @@ from fs_lowrank.runs.shown import read_runs
 from tests.cases import killed_after
 from tests.torture.child import difference
 
+FEW = {"federate.client_num": 2, "train.local_update_steps": 1}
+
 
 @pytest.fixture
-def config(settings, tmp_path, no_curves):
-    """Two clients, two rounds of one step."""
-    few = {"federate.client_num": 2, "federate.total_round_num": 2, "train.local_update_steps": 1}
-    return load_config(settings, {**few, "outdir": str(tmp_path / "run")})
+def config(few):
+    return few("run")
 
 
 def stopped(config):
@@ -113,9 +113,8 @@ def test_metrics_before_round_1_that_are_lost(config, caplog, content):
 
 
 @pytest.mark.more
-def test_the_advice_for_damaged_checkpoints_works(settings, tmp_path, capsys, no_curves):
-    few = {**settings, "federate": {"method": "fedlora", "client_num": 2, "total_round_num": 2}}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(few))
+def test_the_advice_for_damaged_checkpoints_works(config, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.to_dict()))
     arguments = ["run", "--cfg", str(tmp_path / "run.yaml")]
     assert cli.main(arguments) == 0
     for path in (tmp_path / "run" / "checkpoint").glob("*/state.safetensors"):
@@ -231,12 +230,11 @@ def test_another_version_is_named_on_resume(config, caplog, monkeypatch):
     ],
 )
 def test_files_of_the_base_that_changed_are_named_on_resume(
-    settings, tiny_encoder, tmp_path, no_curves, caplog, monkeypatch, file, key, value, what
+    few, tiny_encoder, tmp_path, caplog, file, key, value, what
 ):
     """Neither changes weights or tokens; the model computes something else, or the saved tokenizer is another."""
     base = Path(shutil.copytree(tiny_encoder, tmp_path / "base"))
-    few = {"federate.client_num": 2, "federate.total_round_num": 2, "train.local_update_steps": 1}
-    config = load_config(settings, {**few, "outdir": str(tmp_path / "run"), "model.type": f"{base}@transformers"})
+    config = few("run", {"model.type": f"{base}@transformers"})
     stopped(config)
     kept = (base / file).read_text()
     (base / file).write_text(json.dumps({**json.loads(kept), key: value}))

@@ -15,12 +15,12 @@ from fs_lowrank.callbacks import trackers
 from fs_lowrank.callbacks.trackers import numbers, trackers_of
 from fs_lowrank.settings.sections import TRACKERS
 
-RUN = {"federate.total_round_num": 3, "eval.freq": 2, "lowrank.pictures": False}
+FEW = {"federate.total_round_num": 3, "eval.freq": 2, "lowrank.pictures": False}
 
 
 @pytest.fixture
-def config(settings, tmp_path):
-    return fs_lowrank.load_config(settings, RUN, outdir=str(tmp_path / "run"))
+def config(few):
+    return few("run")
 
 
 def read(folder):
