@@ -8,6 +8,7 @@ from fs_lowrank.config import load_config
 from fs_lowrank.errors import UserError
 from fs_lowrank.methods import create_method
 from fs_lowrank.rounds.workspace import method_of
+from tests.methods.conftest import equal
 
 SIZES = (3, 10, 27)
 AVERAGING = ("fedavg", "fedlora", "ffa_lora", "rolora")
@@ -74,16 +75,16 @@ def test_several_rounds_against_the_reference(toy, federation, name, label):
 
 
 @pytest.mark.parametrize("name", AVERAGING)
-def test_sgd_with_learning_rate_1_is_fedavg_to_the_bit(toy, federation, name):
-    plain, wrapped = (
-        federation(toy.method(name, server_optimizer=o), SIZES)
-        for o in (None, {"type": "SGD", "lr": 1.0, "momentum": 0.0})
-    )
+def test_a_server_optimizer_without_other_keys_is_fedavg_to_the_bit(toy, federation, name):
+    config = load_config({"federate.client_num": 2, "federate.method": "fedlora", "fedopt.use": True})
+    plain, wrapped = (federation(toy.method(name), SIZES) for _ in range(2))
+    wrapped.method.wrappers = method_of(config).wrappers
+    (optimizer,) = wrapped.method.wrappers
+    assert (optimizer.type, optimizer.lr) == ("sgd", 1.0)
     for round in (1, 2, 3):
         plain.round(round)
         wrapped.round(round)
-    assert plain.ledger.state.keys() == wrapped.ledger.state.keys()
-    assert all(torch.equal(plain.ledger.state[n], wrapped.ledger.state[n]) for n in plain.ledger.state)
+    equal(plain.ledger.state, wrapped.ledger.state)
 
 
 @pytest.mark.parametrize(
@@ -92,16 +93,13 @@ def test_sgd_with_learning_rate_1_is_fedavg_to_the_bit(toy, federation, name):
         ({"type": "Adamm"}, "did you mean 'adam'"),
         ({"type": "Adam", "lr": 0.1, "beta": 0.9}, "did you mean 'betas'"),
         ({"type": "Adam", "lr": 0.0}, "lr = 0.0: expected a number, above 0"),
-        ({"type": "Adam", "lr": 0.1, "tau": 0.0}, "tau = 0.0: expected a number, above 0"),
         ({"type": "SGD", "lr": 0.1, "momentum": 1.0}, "momentum = 1.0: expected a number, at least 0 and below 1"),
         (
             {"type": "Yogi", "lr": 0.1, "betas": (0.9, 1.5)},
             "expected a list of 2 numbers or nothing, at least 0 and below 1",
         ),
-        ({"type": "Adam", "lr": 0.1, "betas": 5}, "betas = 5: expected a list of 2 numbers"),
         ({"type": "Adam", "lr": 0.1, "betas": [0.9]}, r"betas = \[0.9\]: expected a list of 2 numbers"),
         ({"type": "SGD", "lr": 1, "momentum": "abc"}, "momentum = 'abc': expected a number"),
-        ({"type": "SGD", "lr": True}, "lr = True: expected a number"),
     ],
 )
 def test_wrong_values_are_named(options, message):
@@ -130,11 +128,3 @@ def test_the_usual_names_and_the_default_learning_rate(given, kind, lr):
     for more in ({}, {"lr": None}):
         (optimizer,) = create_method("fedlora", server_optimizer={"type": given, **more}).wrappers
         assert (optimizer.type, optimizer.lr) == (kind, lr)
-
-
-def test_a_server_optimizer_without_other_keys_is_fedavg():
-    config = load_config({"federate.client_num": 2, "federate.method": "fedlora", "fedopt.use": True})
-    (optimizer,) = method_of(config).wrappers
-    mean, state = {"w.weight": torch.tensor([0.1, 0.7])}, {"w.weight": torch.tensor([3.0, -2.0])}
-    new, memory = optimizer.step(mean, state)
-    assert torch.equal(new["w.weight"], mean["w.weight"]) and not memory

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fs_lowrank.methods import Update, create_method
+from fs_lowrank.methods import Update
 from fs_lowrank.settings import AdapterSpec
 from tests.methods.conftest import ALPHA, LAYERS, Toy
 
@@ -14,10 +14,9 @@ SIZES = (3, 10, 7)
 METHODS = ("fedlora", "flexlora", "flora", "rolora", "fedloru", "mfedloru", "pfedloru", "pmfedloru")
 
 
-def server(name, layers, rounds=4):
+def server(name, layers):
     more = {"tau": 2} if "loru" in name else {}
-    adapter = AdapterSpec(r=2, lora_alpha=ALPHA, target_modules=layers)
-    return create_method(name, adapter=adapter, rounds=rounds, seed=4, **more)
+    return Toy.method(name, adapter=AdapterSpec(r=2, lora_alpha=ALPHA, target_modules=layers), **more)
 
 
 @pytest.mark.parametrize("name", METHODS)
