@@ -35,6 +35,18 @@ def model_of(folder, layers, causal=False, head_only=False):
     return add_adapter(model, AdapterSpec(r=2, target_modules=modules, layers=layers), seed=0).eval()
 
 
+def logits(prefix, data, batch, kept):
+    inputs = {k: v for k, v in data.batch(batch).items() if k != "labels"}
+    real = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        if kept:
+            with prefix.states_of([("a", data, batch)], torch.device("cpu")):
+                found = prefix.model(**inputs).logits
+        else:
+            found = prefix.model(**inputs).logits
+    return found[real] if found.ndim == 3 else found
+
+
 def test_the_layers_below_do_not_run(tiny_encoder):
     model, data = model_of(tiny_encoder, (2,)), examples()
     prefix = FrozenPrefix(model, {"adapter", "head"}, 1e9)
@@ -42,10 +54,8 @@ def test_the_layers_below_do_not_run(tiny_encoder):
     runs = {i: 0 for i in range(3)}
     for i, layer in enumerate(prefix.layers):
         layer.attention.self.query.register_forward_hook(lambda *_, i=i: runs.__setitem__(i, runs[i] + 1))
-    inputs = {k: v for k, v in data.batch(np.arange(9)).items() if k != "labels"}
     for _ in range(4):
-        with prefix.states_of([("a", data, np.arange(9))], torch.device("cpu")):
-            model(**inputs)
+        logits(prefix, data, np.arange(9), True)
     assert runs == {0: 1, 1: 1, 2: 4}
 
 
@@ -67,36 +77,27 @@ def test_an_embedding_that_trains_is_below_the_blocks(tiny_encoder):
         assert prefix.depth == depth, "states that depend on a trained embedding cannot be cached"
 
 
-def test_the_budget_goes_by_order_and_use(tiny_encoder):
-    model = model_of(tiny_encoder, (1,))
-    sets = {name: examples(4, seed=i) for i, name in enumerate("abcd")}
-    size = {n: int(e.lengths.sum()) * 32 * 4 for n, e in sets.items()}
-    prefix = FrozenPrefix(model, {"adapter", "head"}, size["b"] + size["d"])
-    prefix.plan({"a": (sets["a"], 0.9), "b": (sets["b"], 1), "c": (examples(400), 9), "d": (sets["d"], 9)})
-    assert prefix.budget == {"a": False, "b": True, "c": False, "d": True}
-    with prefix.states_of([("c", sets["c"], np.arange(2))], torch.device("cpu")):
+@pytest.mark.parametrize("shared", [None, 0, 1, 1e9])
+@pytest.mark.parametrize(
+    "uses, limit, fewest, kept",
+    [
+        ((0.9, 1, 9, 9), 2, 0.5, "bd"),  # c alone is larger
+        ((0.5, 0.9, 0, 1), 2, 0.5, "ad"),  # those with less than a pass take what the others leave
+        ((0.49, 0.5, 9, 1), 1e9, 0.5, "bcd"),
+        ((0.01, 0, 9, 1), 1e9, 0.0, "acd"),  # of samples that are never used nothing is cached
+    ],
+)
+def test_the_budget_goes_by_order_and_use(tiny_encoder, tmp_path, uses, limit, fewest, kept, shared):
+    sets = {name: examples(count) for name, count in zip("abcd", (4, 4, 400, 4))}
+    size = int(sets["a"].lengths.sum()) * 32 * 4
+    store = None if shared is None else SharedStates(tmp_path / "shared", shared)
+    prefix = FrozenPrefix(model_of(tiny_encoder, (1,)), {"adapter", "head"}, limit * size, store, fewest=fewest)
+    prefix.plan({name: (sets[name], use) for name, use in zip("abcd", uses)})
+    assert prefix.budget == {name: name in kept for name in "abcd"}
+    others = [(name, sets[name], np.arange(2)) for name in "abcd" if name not in kept]
+    with prefix.states_of(others, torch.device("cpu")):
         pass
     assert not prefix.cached, "states beyond the budget are not cached"
-
-
-@pytest.mark.parametrize("shared", [None, 0, 1, 1e9])
-def test_half_a_pass_is_enough_wherever_states_are_kept(tiny_encoder, tmp_path, shared):
-    sets = {name: examples(4, seed=i) for i, name in enumerate("abc")}
-    store = None if shared is None else SharedStates(tmp_path / "shared", shared)
-    prefix = FrozenPrefix(model_of(tiny_encoder, (1,)), {"adapter", "head"}, 1e9, store)
-    prefix.plan({"a": (sets["a"], 0.49), "b": (sets["b"], 0.5), "c": (sets["c"], 9)})
-    assert prefix.budget == {"a": False, "b": True, "c": True}
-    whole = FrozenPrefix(model_of(tiny_encoder, (1,)), {"adapter", "head"}, 1e9, store, fewest=0.0)
-    whole.plan({"a": (sets["a"], 0.01), "b": (sets["b"], 0), "c": (sets["c"], 9)})
-    assert whole.budget == {"a": True, "b": False, "c": True}, "of samples that are never used nothing is cached"
-
-
-def test_those_with_less_than_a_pass_take_what_the_others_leave(tiny_encoder, tmp_path):
-    data = examples(4)
-    size, store = int(data.lengths.sum()) * 32 * 4, SharedStates(tmp_path, 1e9)
-    prefix = FrozenPrefix(model_of(tiny_encoder, (1,)), {"adapter", "head"}, 2 * size, store)
-    prefix.plan({"a": (data, 0.5), "b": (data, 0.9), "c": (data, 1), "d": (data, 0.6)})
-    assert prefix.budget == {"a": True, "b": False, "c": True, "d": False}
 
 
 def test_a_further_owner_takes_what_the_others_leave(tiny_encoder):
@@ -113,25 +114,20 @@ def test_an_error_in_the_context_restores_the_model(tiny_encoder):
     model, data = model_of(tiny_encoder, (1,)), examples()
     prefix = FrozenPrefix(model, {"adapter", "head"}, 1e9)
     prefix.plan({"a": (data, 5)})
-    inputs = {k: v for k, v in data.batch(np.arange(3)).items() if k != "labels"}
-    with torch.no_grad():
-        before = model(**inputs).logits
-        with pytest.raises(RuntimeError, match="stop"):
-            with prefix.states_of([("a", data, np.arange(3))], torch.device("cpu")):
-                raise RuntimeError("stop")
-        assert torch.equal(model(**inputs).logits, before)
+    before = logits(prefix, data, np.arange(3), False)
+    with pytest.raises(RuntimeError, match="stop"):
+        with prefix.states_of([("a", data, np.arange(3))], torch.device("cpu")):
+            raise RuntimeError("stop")
+    assert torch.equal(logits(prefix, data, np.arange(3), False), before)
 
 
 def test_states_in_half_precision(tiny_encoder):
     model, data = model_of(tiny_encoder, (2,)).to(torch.bfloat16), examples()
     prefix = FrozenPrefix(model, {"adapter", "head"}, 1e9)
     prefix.plan({"a": (data, 5)})
-    inputs = {k: v for k, v in data.batch(np.arange(5)).items() if k != "labels"}
-    with torch.no_grad(), prefix.states_of([("a", data, np.arange(5))], torch.device("cpu")):
-        kept = model(**inputs).logits
+    kept, plain = (logits(prefix, data, np.arange(5), kept) for kept in (True, False))
     assert kept.dtype == torch.bfloat16 and prefix.cached["a"][0].dtype == torch.bfloat16
-    with torch.no_grad():
-        torch.testing.assert_close(kept, model(**inputs).logits, atol=0.05, rtol=0.05)
+    torch.testing.assert_close(kept, plain, atol=0.05, rtol=0.05)
 
 
 # -- keys and values of the first trained layer --------------------------------------------------------
@@ -234,18 +230,6 @@ def planned(name, data):
     prefix.plan({"a": (data, 5)})
     assert prefix.depth == 2
     return prefix
-
-
-def logits(prefix, data, batch, kept):
-    inputs = {k: v for k, v in data.batch(batch).items() if k != "labels"}
-    real = inputs["attention_mask"].bool()
-    with torch.no_grad():
-        if kept:
-            with prefix.states_of([("a", data, batch)], torch.device("cpu")):
-                found = prefix.model(**inputs).logits
-        else:
-            found = prefix.model(**inputs).logits
-    return found[real] if found.ndim == 3 else found
 
 
 @pytest.mark.parametrize("name", KEPT + COMPUTED)
