@@ -66,6 +66,18 @@ def thrice(own_methods):
     return Thrice
 
 
+def breaks(engine, *when):
+    """From now on an upload fails: that of a round, a client and an exchange."""
+    upload = engine.method.upload
+
+    def broken(model, round, client):
+        if (round, client.id, client.exchange) == when:
+            raise RuntimeError("it broke")
+        return upload(model, round, client)
+
+    engine.method.upload = broken
+
+
 def test_the_model_is_what_the_client_left_and_was_told(bench, thrice):
     """Twice the A at the start of every round, and half of what was trained at its end."""
     engine = bench.make("encoder", "thrice", {**FEW, "federate.sample_client_num": 2})
@@ -103,14 +115,8 @@ def test_the_record_says_what_a_robust_mean_did_in_each_exchange(bench):
 @pytest.mark.parametrize("fails_in", ["weigh", "train", "send"])
 def test_a_client_that_is_lost_on_the_way_is_left_out(bench, thrice, fails_in):
     engine = bench.make("encoder", "thrice", {**FEW, "lowrank.personal": ["head"]})
-    upload, heads = engine.method.upload, {}
-
-    def broken(model, round, client):
-        if (round, client.id, client.exchange) == (2, 2, fails_in):
-            raise RuntimeError("it broke")
-        return upload(model, round, client)
-
-    engine.method.upload = broken
+    breaks(engine, 2, 2, fails_in)
+    heads = {}
     engine.on_round = lambda record: heads.update({record["round"]: engine.workspace.personal.of(2)})
     first, second = engine.run().history
     assert first["clients"] == [1, 2, 3] and second["clients"] == [1, 3]
@@ -125,14 +131,7 @@ def test_too_few_clients_between_two_exchanges_stop_the_run_which_resumes_to_the
     whole = bench.make("encoder", "thrice", keys)
     wanted = whole.run().history
     engine = bench.make("encoder", "thrice", keys)
-    upload = engine.method.upload
-
-    def broken(model, round, client):
-        if (round, client.id, client.exchange) == (2, 3, "train"):
-            raise RuntimeError("it broke")
-        return upload(model, round, client)
-
-    engine.method.upload = broken
+    breaks(engine, 2, 3, "train")
     with pytest.raises(RunFailed, match="round 2: 2 usable updates"):
         engine.run()
     resumed = LocalEngine(engine.config)
