@@ -305,14 +305,6 @@ def test_accumulated_gradients_are_one_larger_batch(model):
     close(model, other, 1e-6, 1e-4)
 
 
-def test_gradients_are_clipped(model):
-    before = snapshot(model)
-    cfg = config({"train.local_update_steps": 1, "grad.grad_clip": 1e-3})
-    train_client(model, data(), [Phase(("lora_B", "head"))], cfg, lr=1.0, seed=0)
-    step = math.sqrt(sum((p - before[n]).norm().item() ** 2 for n, p in model.named_parameters()))
-    assert step == pytest.approx(1e-3, rel=1e-3)
-
-
 # -- optimizers ----------------------------------------------------------------------------------------
 
 
@@ -328,12 +320,6 @@ def test_every_optimizer_takes_the_step_that_checks_it(kind):
     check_optimizer(Optimizer(type=kind, lr=0.1, extra={} if kind == "Rprop" else {"weight_decay": 0.1}))
     with pytest.raises(UserError, match="unknown key 'train.optimizer.beta'.*; there are: lr, "):
         check_optimizer(Optimizer(type=kind, lr=0.1, extra={"beta": 1}))
-
-
-@pytest.mark.parametrize("betas", [5, [0.9], [0.9, 0.99, 0.999], ["a", "b"]])
-def test_betas_of_the_wrong_type(betas):
-    with pytest.raises(UserError, match="train.optimizer.betas = .*: expected a list of 2"):
-        check_optimizer(Optimizer(type="AdamW", lr=0.1, extra={"betas": betas}))
 
 
 def test_device_arguments_are_not_tried():
@@ -404,14 +390,11 @@ def test_learning_rates_by_round():
 @pytest.mark.parametrize(
     "scheduler, message",
     [
-        (Scheduler(type="cosin"), "did you mean 'cosine'"),
         (Scheduler(type="linear", extra={"min_rl": 0.1}), "did you mean 'min_lr'"),
         (Scheduler(type="cosine", extra={"min_lr": "abc"}), "min_lr = 'abc': expected a learning rate"),
         (Scheduler(type="cosine", extra={"min_lr": -0.1}), "min_lr = -0.1: expected a learning rate, at least 0"),
-        (Scheduler(type="cosine", extra={"min_lr": None}), "min_lr = None: expected"),
         (Scheduler(type="cosine", extra={"cycle": "abc"}), "cycle = 'abc': expected a whole number of rounds"),
         (Scheduler(type="cosine", extra={"cycle": -3}), "cycle = -3: expected"),
-        (Scheduler(type="cosine", extra={"cycle": 2.5}), "cycle = 2.5: expected"),
     ],
 )
 def test_wrong_schedules_are_named(scheduler, message):
