@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from torch import nn
 
 from fs_lowrank.methods import Client, Update, create_method
 from fs_lowrank.models.names import named_tensors
@@ -19,6 +18,7 @@ from fs_lowrank.runs.checkpoint import _meta_sum
 from fs_lowrank.settings import AdapterSpec
 from fs_lowrank.training.local import LocalResult, set_trainable
 from fs_lowrank.versions import NewerSchema
+from tests.methods.conftest import Toy
 from tests.servers import ledger_of
 
 METHODS = {
@@ -32,20 +32,9 @@ METHODS = {
 EACH = pytest.mark.parametrize("name", METHODS)
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down, self.classifier = nn.Linear(7, 12), nn.Linear(12, 5), nn.Linear(5, 3)
-
-
 def method_of(name):
     adapter = AdapterSpec(r=2, lora_alpha=4, target_modules=("up", "down"))
     return create_method(name.partition(",")[0], adapter=adapter, rounds=9, seed=4, **METHODS[name])
-
-
-def net_of(method):
-    torch.manual_seed(1)
-    return method.adapt(Net())
 
 
 class Run:
@@ -54,7 +43,7 @@ class Run:
     def __init__(self, name, folder, codec=None, min_clients=1):
         self.name, self.folder, self.codec = name, folder, codec or Codec()
         self.method = method_of(name)
-        self.model = net_of(self.method)
+        self.model = self.method.adapt(Toy.net())
         self.ledger = ledger_of(self.method, self.method.initial_state(self.model), 3, min_clients=min_clients)
         self.standings = dict.fromkeys((1, 2, 3), Standing())
 
@@ -63,7 +52,7 @@ class Run:
 
     def copy(self, client, identity="run"):
         method = method_of(self.name)
-        model = net_of(method)
+        model = method.adapt(Toy.net())
         personal = PersonalParts({n: p.detach().clone() for n, p in named_tensors(model, method.personal).items()})
         copy = OwnCopy(method, model, client, personal, self.codec, identity)
         copy.restore(self.folder / str(client))
