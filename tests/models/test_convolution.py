@@ -8,7 +8,7 @@ from peft.tuners.lora.layer import Conv2d
 from torch import nn
 
 from fs_lowrank.models import convolution
-from fs_lowrank.models.adapters import add_adapter, add_beside, load_tensors
+from fs_lowrank.models.adapters import add_adapter, load_tensors
 from fs_lowrank.models.convolution import ComposedLoRA
 from fs_lowrank.models.names import named_tensors
 from fs_lowrank.settings import AdapterSpec
@@ -74,19 +74,6 @@ def test_the_same_function_and_gradients(always, method):
         assert (parameter.grad is None) == (peft[name].grad is None)
         if parameter.grad is not None:
             torch.testing.assert_close(parameter.grad, peft[name].grad, atol=1e-4, rtol=1e-4)
-
-
-def test_two_adapters_at_once(always):
-    ours, peft = pair()
-    for net in (ours, peft):
-        add_beside(net, "personal", seed=1, r=2)
-        generator = torch.Generator().manual_seed(1)
-        load_tensors(
-            net,
-            {n: torch.randn(t.shape, generator=generator) / 3 for n, t in named_tensors(net, ("personal",)).items()},
-        )
-    x = torch.randn(2, 3, 13, 11)
-    torch.testing.assert_close(ours(x), peft(x), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["lora", "loha", "lokr"])
