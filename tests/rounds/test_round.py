@@ -74,19 +74,6 @@ def test_the_norm_of_a_client_without_a_finite_loss_does_not_count_for_the_bound
     assert record["failed"] == [{"client": 2, "kind": "refused", "reason": reason}] and record["clients"] == [1, 3, 4]
 
 
-def test_the_mean_is_that_of_a_dense_sum():
-    for intake in (None, RunningMean()):
-        current = Round(1, ledger(), (1, 2, 4), intake=lambda kept=intake: kept)
-        deliver(current, 1, 2, 4)
-        parcels = {c: sent(current, c) for c in (4, 1, 2)}
-        for client, parcel in parcels.items():
-            current.take(client, parcel)
-        message = current.finish().message
-        for name in (A, B, HEAD):
-            dense = sum(c * p.tensors[name].double() for c, p in parcels.items()) / 7
-            torch.testing.assert_close(message[name].double(), dense, atol=1e-6, rtol=1e-6)
-
-
 def test_late_repeated_and_unrequested_answers_are_left_out():
     current = Round(2, ledger(), (1, 2, 3))
     deliver(current, 1, 2)
@@ -132,15 +119,6 @@ def test_a_refusal_is_a_failure_of_one_client(change, reason):
     assert current.ledger.undone == {1: 2, 2: 1}, "the earlier round stays until the client has been told"
     deliver(Round(3, current.ledger, (1, 2)), 2)
     assert current.ledger.undone == {1: 2}, "it has been told"
-
-
-def test_an_error_at_a_client():
-    current = Round(1, ledger(), (1, 2))
-    deliver(current, 1, 2)
-    assert not current.take(1, Parcel({}, round=1, error="RuntimeError: out of memory"))
-    assert not current.take(2, Parcel({}, round=1, error="its copy stands elsewhere", lost=True))
-    assert [f["reason"] for f in current.failed] == ["RuntimeError: out of memory", "its copy stands elsewhere"]
-    assert current.ledger.unknown == {2}
 
 
 def test_a_round_with_too_few_updates_changes_nothing():
