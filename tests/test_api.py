@@ -1,19 +1,17 @@
 """Running and comparing from Python: accepted arguments, the keys given to each method, errors."""
 
+import dataclasses
 import inspect
 import json
 from importlib import import_module
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 import yaml
 
 import fs_lowrank
 from fs_lowrank import UserError, load_config, register_method
 from fs_lowrank.errors import RunFailed
-from fs_lowrank.methods import Method, get_method_class, registry
+from fs_lowrank.methods import get_method_class
 
 
 @pytest.fixture
@@ -41,50 +39,19 @@ def test_a_path_is_given_as_text_or_as_a_path(module):
             assert argument == "return" or "Path" not in kinds or "str" in kinds, (name, argument)
 
 
-@pytest.fixture
-def runs(monkeypatch):
-    """Records the configurations by method instead of running them."""
-    seen = {}
-
-    def run(config, resume, on_round, on_client, callbacks=()):
-        seen[config.federate.method] = config
-        record = {
-            "uplink_bytes": 1,
-            "uplink_bytes_without_head": 1,
-            "downlink_bytes": 1,
-            "client_uplink_bytes": {1: 1},
-            "downlink_bytes_without_head": 1,
-            "client_downlink_bytes": {1: 1},
-            "round": 1,
-            "loss": 0.5,
-            "metrics": {"test": {"acc": 0.5}},
-            "seconds": {"training": 1, "aggregation": 1, "evaluation": 1},
-        }
-        Path(config.outdir).mkdir(parents=True)
-        return SimpleNamespace(
-            history=[record],
-            final={"test_acc": 0.5},
-            best={},
-            saved={},
-            language=False,
-            client_scores={},
-            facts={"majority": 0.5, "source": "", "data": "", "model": "", "config": ""},
-        )
-
-    monkeypatch.setattr("fs_lowrank.engines.local.run", run)
-    return seen
+def compared(*given, **more):
+    """By method, the configuration that its run in a comparison has written."""
+    return {
+        name: load_config(result.outdir / "config.yaml") for name, result in fs_lowrank.compare(*given, **more).items()
+    }
 
 
 # -- accepted arguments -------------------------------------------------------------------------------
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("as_text", [True, False])
-def test_a_path_in_place_of_a_configuration(path, runs, as_text):
-    given = str(path) if as_text else path
-    fs_lowrank.run(given)
-    assert runs.pop("fedlora") == load_config(path)
-    fs_lowrank.compare(given, ["rolora", "fedavg"], overrides={"seed": 8})
+def test_a_path_in_place_of_a_configuration(path):
+    runs = compared(str(path), ["rolora", "fedavg"], overrides={"seed": 8})
     assert list(runs) == ["rolora", "fedavg"] and {c.seed for c in runs.values()} == {8}
     with pytest.raises(UserError, match="no such file; did you mean 'run.yaml'"):
         fs_lowrank.run(path.with_name("runn.yaml"))
@@ -100,65 +67,38 @@ def test_other_values_in_place_of_a_configuration(wrong):
 # -- the keys of each method ---------------------------------------------------------------------------
 
 
-def params(runs):
-    return {name: config.method_params for name, config in runs.items()}
-
-
 @pytest.mark.more
-@pytest.mark.parametrize("as_config", [True, False])
-def test_every_method_gets_the_keys_that_it_has(path, runs, as_config):
-    given = load_config(path) if as_config else path
-    fs_lowrank.compare(
-        given,
-        ["rolora", "flexlora", "flora", "fedavg"],
-        overrides=[
-            "lowrank.mix",
-            "0.5",
-            "lowrank.ranks",
-            "[1, 2]",
-            "train.optimizer.lr",
-            "0.07",
-            "lowrank.min_clients",
-            "2",
-        ],
-    )
-    found = params(runs)
-    assert found["rolora"] == {"mix": 0.5} and found["fedavg"] == {}
-    assert found["flora"]["ranks"] == found["flexlora"]["ranks"] == (1, 2)
+def test_every_method_gets_the_keys_that_it_has(path):
+    words = "lowrank.mix 0.5 lowrank.ranks [1,2] train.optimizer.lr 0.07 lowrank.min_clients 2"
+    runs = compared(path, ["rolora", "flexlora", "flora", "fedavg"], overrides=words.split())
+    assert runs["rolora"].method_params == {"mix": 0.5} and runs["fedavg"].method_params == {}
+    assert runs["flora"].method_params["ranks"] == runs["flexlora"].method_params["ranks"] == (1, 2)
     assert all(c.train.optimizer.lr == 0.07 and c.lowrank.min_clients == 2 for c in runs.values())
 
 
 @pytest.mark.more
-def test_keys_of_the_files_own_method(path, runs):
-    path.write_text(path.read_text() + "lowrank: {ranks: [2, 1]}\n")
-    fs_lowrank.compare(load_config(path, {"federate.method": "flora"}), ["flexlora", "rolora"])
-    assert params(runs)["flexlora"]["ranks"] == (2, 1) and "ranks" not in params(runs)["rolora"]
-    runs.clear()
-    path.write_text(path.read_text().replace("method: fedlora", "method: flora") + "expname: again\n")
-    fs_lowrank.compare(path, ["flora", "rolora"], overrides={"lowrank.ranks": [1, 1], "lowrank.mix": 0.25})
-    kept = {"merge": True, "max_kept_rank": 512}
-    assert params(runs) == {"flora": {"ranks": (1, 1), **kept}, "rolora": {"mix": 0.25}}
+def test_keys_of_the_files_own_method(path):
+    path.write_text(path.read_text().replace("method: fedlora", "method: flora") + "lowrank: {ranks: [2, 1]}\n")
+    runs = compared(load_config(path), ["flexlora", "rolora"])
+    assert runs["flexlora"].method_params["ranks"] == (2, 1) and "ranks" not in runs["rolora"].method_params
+    changed = {"lowrank.ranks": [1, 1], "lowrank.mix": 0.25}
+    runs = compared(path, ["flora", "rolora"], overrides=changed, overwrite=True)
+    assert runs["flora"].method_params["ranks"] == (1, 1) and runs["rolora"].method_params == {"mix": 0.25}
 
 
 @pytest.mark.more
-def test_a_key_without_a_default(path, runs, monkeypatch):
-    import dataclasses
-
+def test_a_key_without_a_default(path, own_methods):
     @register_method("needs_a_key")
     class NeedsAKey(get_method_class("fedlora")):
         @dataclasses.dataclass(frozen=True)
         class Params:
             threshold: int
 
-    try:
-        path.write_text(path.read_text().replace("method: fedlora", "method: needs_a_key"))
-        fs_lowrank.compare(path, ["rolora", "needs_a_key"], overrides={"lowrank.threshold": 3, "lowrank.mix": 0.5})
-        assert params(runs) == {"rolora": {"mix": 0.5}, "needs_a_key": {"threshold": 3}}
-        with pytest.raises(UserError, match="lowrank.threshold is missing"):
-            fs_lowrank.compare(path, ["rolora", "needs_a_key"])
-    finally:
-        del registry._METHODS["needs_a_key"]
-    assert issubclass(NeedsAKey, Method)
+    path.write_text(path.read_text().replace("method: fedlora", "method: needs_a_key"))
+    runs = compared(path, ["rolora", "needs_a_key"], overrides={"lowrank.threshold": 3, "lowrank.mix": 0.5})
+    assert runs["rolora"].method_params == {"mix": 0.5} and runs["needs_a_key"].method_params == {"threshold": 3}
+    with pytest.raises(UserError, match="lowrank.threshold is missing"):
+        fs_lowrank.compare(path, ["rolora", "needs_a_key"])
 
 
 @pytest.mark.parametrize(
@@ -179,13 +119,13 @@ def test_a_key_without_a_default(path, runs, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("as_config", [True, False])
-def test_an_override_that_no_method_has(path, runs, overrides, message, as_config):
+def test_an_override_that_no_method_has(path, tmp_path, overrides, message, as_config):
     with pytest.raises(UserError) as caught:
         fs_lowrank.compare(load_config(path) if as_config else path, ["rolora", "flexlora"], overrides=overrides)
-    assert message in str(caught.value) and not runs
+    assert message in str(caught.value) and not (tmp_path / "run").exists()
 
 
-def test_methods_without_keys_of_their_own(path, runs):
+def test_methods_without_keys_of_their_own(path):
     with pytest.raises(UserError, match="keys of fedavg, ffa_lora: none"):
         fs_lowrank.compare(path, ["fedavg", "ffa_lora"], overrides={"lowrank.ranks": [1]})
 
@@ -205,20 +145,3 @@ def test_a_comparison_that_cannot_be_written(path, tmp_path):
         result = fs_lowrank.compare(config, ["rolora"], resume=True)["rolora"]
     found = json.loads((tmp_path / "run" / "comparison.json").read_text())
     assert found["rolora"]["final"] == result.final
-
-
-def test_a_run_restores_the_global_state_of_the_process(settings, no_curves):
-    import random
-
-    import numpy as np
-    import transformers
-
-    def state():
-        bars = transformers.logging.is_progress_bar_enabled(), transformers.logging.get_verbosity()
-        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(), bars
-
-    transformers.logging.enable_progress_bar()
-    torch.manual_seed(11)
-    before = state()
-    fs_lowrank.run(fs_lowrank.load_config({**settings, "federate": {**settings["federate"], "total_round_num": 1}}))
-    assert state() == before
