@@ -14,24 +14,41 @@ from fs_lowrank.errors import UserError
 from fs_lowrank.fetch import clients, fetch, hub, pypi
 
 
-@pytest.fixture
-def silent():
-    """The address of a real server that accepts connections, reads nothing and sends nothing."""
-    accepted = []
+@contextlib.contextmanager
+def server(first=b"", slowly=b"", closes=False):
+    """The address of a server that answers each request with ``first`` at once, then with the bytes of ``slowly``, one
+    each tenth of a second, for ever, and that closes the connection or keeps it."""
+    accepted, ended = [], threading.Event()
+
+    def answer(connection):
+        with contextlib.suppress(OSError):  # the client goes away
+            connection.recv(65536)
+            connection.sendall(first)
+            while slowly and not ended.wait(0.1):
+                connection.sendall(slowly)
+            if closes:
+                connection.close()
 
     def accept():
-        while True:
-            try:
+        with contextlib.suppress(OSError):
+            while True:
                 accepted.append(listener.accept()[0])
-            except OSError:
-                return
+                threading.Thread(target=answer, args=accepted[-1:], daemon=True).start()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=accept, daemon=True).start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        ended.set()
         assert accepted, "nothing connected to the server"
     for connection in accepted:
         connection.close()
+
+
+@pytest.fixture
+def silent():
+    """The address of a real server that accepts connections and sends nothing."""
+    with server() as address:
+        yield address
 
 
 def test_a_silent_package_index(silent, tmp_path, monkeypatch):
@@ -59,25 +76,14 @@ def test_a_silent_npm_registry(silent, tmp_path, monkeypatch):
 HEADERS = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
 
 
-@pytest.mark.parametrize("sent, slowly", [(b"", False), (HEADERS, False), (HEADERS, True)])
+@pytest.mark.parametrize("sent, slowly", [(b"", b""), (HEADERS, b""), (HEADERS, b"{")])
 def test_a_hub_that_stops_or_sends_next_to_nothing_is_not_asked_again(sent, slowly, monkeypatch):
-    def answer():
-        connection, _ = listener.accept()
-        connection.sendall(sent)
-        connection.recv(1)
-        with contextlib.suppress(OSError):  # the client goes away
-            while not ended.wait(0.1):
-                connection.sendall(b"{" * slowly)
-
-    ended = threading.Event()
     monkeypatch.setattr(hub, "HUB_SECONDS", 0.3)
     monkeypatch.setenv("NO_PROXY", "*")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=answer, daemon=True).start()
+    with server(sent, slowly) as address:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
         assert "does not answer" in hub.silence()
-    ended.set()
 
 
 PROGRAM = """
@@ -89,43 +95,53 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.more
-@pytest.mark.parametrize(
-    "keys, message",
-    [
-        (
-            ["model.type", "some/model@transformers"],
-            "cannot load the configuration of 'some/model': it is neither a folder nor one of the models to fetch "
-            "(minilm, smollm2), and ",
-        ),
-        pytest.param(
-            ["model.type", "lenet", "data.type", "some/data@huggingface_datasets"],
-            "cannot load data set 'some/data'",
-            marks=pytest.mark.slow,
-        ),
-    ],
+MODEL = ["model.type", "some/model@transformers"]
+NO_MODEL = (
+    "cannot load the configuration of 'some/model': it is neither a folder nor one of the models to fetch "
+    "(minilm, smollm2), and "
 )
-def test_a_silent_hub(silent, tmp_path, keys, message):
-    (tmp_path / "reviews.csv").write_text("text,label\na,x\nb,y\n" * 20)
-    (tmp_path / "run.yaml").write_text("federate: {method: fedavg, client_num: 2}\ndata: {type: reviews.csv}\n")
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": silent,
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_HUB_OFFLINE": "0",
-        "NO_PROXY": "*",
-    }
-    command = ["run", "--cfg", str(tmp_path / "run.yaml"), *keys, "outdir", str(tmp_path / "run")]
+DATA = ["model.type", "lenet", "data.type", "some/data@huggingface_datasets"]
+NO_DATA = "cannot load data set 'some/data'"
+#: what a wrong hub answers at once, before it closes the connection
+WRONG = {
+    "redirects to itself": b"HTTP/1.1 302 On\r\nLocation: /again\r\nContent-Length: 0\r\n\r\n",
+    "HTML": b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 20\r\n\r\n<html>log in</html>\n",
+    "noise": b"\x00\xff" * 500,
+}
+
+
+def refused(address, folder, keys):
+    """What is said, in one line, of a run with ``keys`` whose hub is at ``address``."""
+    (folder / "reviews.csv").write_text("text,label\na,x\nb,y\n" * 20)
+    (folder / "run.yaml").write_text("federate: {method: fedavg, client_num: 2}\ndata: {type: reviews.csv}\n")
+    home = {"HF_ENDPOINT": address, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0", "NO_PROXY": "*"}
+    command = ["run", "--cfg", str(folder / "run.yaml"), *keys, "outdir", str(folder / "run")]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *command],
-        env=environment,
+        env={**os.environ, **home},
         capture_output=True,
         text=True,
         timeout=180,  # a limit that only a hang reaches
         check=False,
     )
-    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
     shown = done.stdout + done.stderr
-    assert f"{silent} does not answer (nothing came within 1 s), and it is not in its cache" in done.stderr, shown
+    assert done.returncode == 2 and "Traceback" not in done.stderr, shown
     said = [line for line in shown.splitlines() if line.strip()]
     assert [line.startswith("error: ") for line in said].count(True) == 1 and len(said) <= 2, shown
+    return done.stderr
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("keys, message", [(MODEL, NO_MODEL), pytest.param(DATA, NO_DATA, marks=pytest.mark.slow)])
+def test_a_silent_hub(silent, tmp_path, keys, message):
+    said = refused(silent, tmp_path, keys)
+    assert message in said
+    assert f"{silent} does not answer (nothing came within 1 s), and it is not in its cache" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", WRONG)
+@pytest.mark.parametrize("keys, name", [(MODEL, "some/model"), (DATA, "some/data")], ids=["model", "data"])
+def test_a_hub_with_wrong_answers(tmp_path, keys, name, answer):
+    with server(WRONG[answer], closes=True) as address:
+        assert name in refused(address, tmp_path, keys)

@@ -33,7 +33,6 @@ KINDS = {
     "commands": "faults inside the writing of comparisons, searches and suites",
     "damage": "damaged files",
     "records": "damaged records of searches and suites",
-    "hub": "slow hubs",
 }
 ENDINGS = ("refused", "same", "resumed", "valid", "failed")
 #: seconds after which a case counts as hanging; the limits of its commands are shorter

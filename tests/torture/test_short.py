@@ -50,8 +50,7 @@ QUICK = ("damage",)
     "kinds",
     [
         pytest.param(QUICK, marks=pytest.mark.more),
-        # a slow hub takes a minute: test_silent_server has one
-        pytest.param([k for k in driver.KINDS if k not in (*QUICK, "hub")], marks=pytest.mark.slow),
+        pytest.param([k for k in driver.KINDS if k not in QUICK], marks=pytest.mark.slow),
     ],
     ids=("damage", "others"),
 )
