@@ -79,7 +79,6 @@ FIRST_VARIANTS = {
     "test_it_says_once_why_clients_train_alone": 1,
     "test_a_bad_round_stops_the_run_and_leaves_the_last_good_one": 1,
     "test_too_few_clients_stop_the_run_and_leave_the_last_good_round": 1,
-    "test_a_disk_that_is_full_while_writing": 1,
     "test_cohorts_and_processes_have_the_same_result": 1,
     "test_the_best_round_is_that_of_the_metric": 1,
     "test_a_row_whose_summary_is_damaged_is_trained_again": 1,
