@@ -89,15 +89,6 @@ def test_every_phase_of_a_round_is_probed(vision_settings, causal_settings, monk
     assert {train[0] for train in trained} == {"lora_A", "lora_B"}
 
 
-@pytest.mark.more
-def test_the_probe_leaves_no_trace(causal_settings, tmp_path):
-    config = load_config(causal_settings)
-    state = torch.random.get_rng_state()
-    estimate.estimate(config)
-    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
-    torch.random.set_rng_state(state)
-
-
 @pytest.mark.parametrize(
     "dtype, double",
     [
@@ -208,7 +199,7 @@ def test_the_command(causal_settings, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "takes.csv").read_text().startswith("what,where,size,") and (tmp_path / "takes.tex").exists()
     out = capsys.readouterr().out
     assert "activations" in out and "steps of clients" in out and "will not fit" not in out
-    assert not (tmp_path / "run" / "rounds.jsonl").exists()
+    assert not [*(tmp_path / "run").glob("*")], "the probe leaves no trace"
     for wrong, said in (
         (["attack.attack_method", "dlg"], "attack.attack_method = 'dlg'"),
         (["--engine", "locall"], "did you mean 'local'"),

@@ -20,16 +20,6 @@ def test_the_figures_of_the_demo_are_the_committed_ones():
         assert rows[name] == f"{accuracy:.3f}" and rounds[name][-1][1] == accuracy
 
 
-def test_bytes_are_summed_over_rounds_and_both_directions():
-    def record(sent, **metrics):
-        return {"uplink_bytes": sent, "downlink_bytes": 1, "metrics": metrics}
-
-    assert front["curve"]([record(10), record(20, test={"acc": 0.5}), record(30, test={"acc": 0.7})]) == [
-        (32, 0.5),
-        (63, 0.7),
-    ]
-
-
 def test_a_visitor_reads_it_in_a_minute():
     assert len(README.encode()) <= 9000
     assert all(

@@ -59,7 +59,8 @@ def test_installed_names(walks, clone, tmp_path):
     wheel = walks.build(tmp_path)
     held = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
     assert {path.parts[0].partition("-")[0] for path in held} == {"fs_lowrank"}
-    inside = ("py.typed", "benchmark/suites/glue.yaml", "hpo/spaces/rolora_lr.yaml", "examples/demo.yaml")
+    inside = ["py.typed", "benchmark/suites/glue.yaml", "hpo/spaces/rolora_lr.yaml"]
+    inside += [f"examples/{path.name}" for path in (ROOT / "examples").iterdir()]
     assert {Path("fs_lowrank", name) for name in inside} <= held
     walks.install(wheel, tmp_path / "env")
     binaries = tmp_path / "env" / "bin"

@@ -5,7 +5,7 @@ import yaml
 
 from fs_lowrank import UserError, cli, load_config
 from fs_lowrank.data import PARTITIONERS
-from fs_lowrank.keys import find, framework_entries, reference, sentences
+from fs_lowrank.keys import find, framework_entries, reference
 from fs_lowrank.settings import known_keys
 
 
@@ -55,20 +55,6 @@ def test_a_section_a_name_and_a_method_are_found():
     assert find("wandb.use")[0].engines == "followed"
     with pytest.raises(UserError, match="no key 'train.optimiser.lr'; did you mean 'train.optimizer.lr'"):
         find("train.optimiser.lr")
-
-
-def test_the_description_of_a_field_is_the_comment_above_it_or_its_help():
-    from dataclasses import dataclass, field
-
-    @dataclass
-    class Some:
-        #: said above,
-        #: on two lines
-        c: int = 3
-        d: int = field(default=4, metadata={"help": "said beside"})
-        e: int = 5
-
-    assert sentences(Some) == {"c": "Said above, on two lines.", "d": "Said beside."}
 
 
 @pytest.mark.more

@@ -1,9 +1,6 @@
 """``fs-lowrank examples`` lists the shipped examples and copies them, but never over a file."""
 
 import csv
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 from unittest.mock import ANY
 
@@ -66,14 +63,3 @@ def test_they_are_listed(capsys):
     out = capsys.readouterr().out
     assert all(path.stem in out for path in (ROOT / "examples").iterdir())
     assert "as a notebook" in out
-
-
-@pytest.mark.more
-def test_the_wheel_has_them(tmp_path):
-    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
-    command += ["build", "--build-base", str(tmp_path / "build"), "bdist_wheel", "--dist-dir", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    inside = set(zipfile.ZipFile(wheel).namelist())
-    assert {f"fs_lowrank/examples/{path.name}" for path in (ROOT / "examples").iterdir()} <= inside
-    assert {"fs_lowrank/py.typed", "fs_lowrank/benchmark/cli.py", "fs_lowrank/hpo/cli.py"} <= inside
