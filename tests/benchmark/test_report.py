@@ -41,19 +41,6 @@ def test_the_page_has_all_that_the_markdown_has():
         assert words in read.words, words
 
 
-def test_a_vertical_bar_in_a_cell_does_not_end_the_cell():
-    assert markdown("table", [("a|b", 1)]) == "| a\\|b | 1 |\n| --- | --- |\n"
-
-
-def test_the_page_needs_no_other_file(tmp_path):
-    PIL.Image.new("RGB", (40, 30), "white").save(tmp_path / "glue-small-sst2-curves.png")
-    text = html("# R\n\n![Learning curves](glue-small-sst2-curves.png)\n", tmp_path)
-    read = Text()
-    read.feed(text)
-    assert dict(read.tags)["img"]["src"].startswith("data:image/png;base64,")
-    assert [v for _, a in read.tags for k, v in a.items() if k in ("src", "href") and "data:" not in v] == []
-
-
 def test_a_page_has_no_more_pictures_than_fit(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmark.page._LARGEST", 1200)
     for name in "ab":

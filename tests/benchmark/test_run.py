@@ -35,7 +35,6 @@ from benchmark.suite import load_suite
 from benchmark.template import markdown
 from fs_lowrank import UserError, list_methods, load_config, register_method
 from fs_lowrank.jobs import progress
-from fs_lowrank.jobs.files import disk_error
 from fs_lowrank.methods import registry
 from fs_lowrank.methods.fedlora import FedLoRA
 from fs_lowrank.runs.checkpoint import _meta_sum
@@ -743,17 +742,6 @@ def test_a_checkpoint_is_given_up_only_if_it_cannot_be_used(settings, tmp_path, 
     assert round_of(config) == [], "the checkpoint is there as it was"
     assert round_of(config.replace({"train.optimizer.lr": 0.02})) == [1, 2]
     assert "was started with another train.optimizer.lr" in said[-1]
-
-
-def test_full_disk_is_recognised_below_other_errors():
-    try:
-        try:
-            raise OSError(28, "No space left on device")
-        except OSError as error:
-            raise UserError("could not save") from error
-    except UserError as error:
-        assert disk_error(error)
-    assert not disk_error(ValueError("no"))
 
 
 def test_values_of_a_script():

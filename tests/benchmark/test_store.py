@@ -15,15 +15,6 @@ def store(tmp_path):
     return Store(tmp_path / "results", tmp_path / "work")
 
 
-def test_round_trip(store):
-    store.write("failed", {**RECORD, "error": "no"})
-    store.write("cells", RECORD)
-    assert store.read("cells", "abc") == RECORD
-    assert store.read("failed", "abc") is None  # the finished result replaces it
-    assert store.read("cells", "other") is None and not store.damaged
-    assert store.all("cells") == [RECORD]
-
-
 @pytest.mark.parametrize(
     "damage, words",
     [

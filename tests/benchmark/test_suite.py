@@ -18,7 +18,7 @@ from benchmark.report import write_report
 from benchmark.results import find
 from benchmark.run import verify
 from benchmark.samples import counted, data_key, within_budget
-from benchmark.suite import SIZES, flatten, lay, load_suite, shipped
+from benchmark.suite import SIZES, load_suite, shipped
 from benchmark.template import markdown
 from benchmark.verdicts import judged_claims
 from fs_lowrank import UserError, load_config
@@ -322,11 +322,6 @@ def test_a_result_of_an_earlier_revision_is_stale(write, tmp_path, monkeypatch):
 def test_revisions(keys, wanted):
     """The revisions of a configuration name the parts that have changed, and no others."""
     assert revisions(load_config({"federate.client_num": 2, **keys})) == wanted
-
-
-def test_flat_keys():
-    assert flatten({"a": {"b": 1, "c.d": 2}, "e": []}) == {"a.b": 1, "a.c.d": 2, "e": []}
-    assert lay({"a.b": 1, "a.c": 2}, {"a": [3]}) == {"a": [3]}
 
 
 #: a script that writes a value by seed
