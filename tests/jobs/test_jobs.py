@@ -6,13 +6,10 @@ import argparse
 import ast
 import os
 import re
-import signal
 import time
 from pathlib import Path
 
 import pytest
-from rich.table import Table
-from rich.text import Text
 
 from fs_lowrank import RunFailed, UserError
 from fs_lowrank.errors import user_location
@@ -124,20 +121,6 @@ def test_what_is_installed_is_not_the_users_code(tmp_path, place, found):
     assert user_location(ours["caught"]()) == found
 
 
-@pytest.mark.parametrize("text", ["out/x[/y]", "[red]", "a[bold]b[/bold]", ":x:", r"\[red]"])
-def test_what_comes_from_users_is_not_markup(text, capsys):
-    table = Table(title=text)
-    table.add_column(text)
-    table.add_row(text)
-    console = shell.make_console(120)
-    for shown in (text, Text(text, "bold"), table):
-        console.print(shown, soft_wrap=True)
-    out = capsys.readouterr().out
-    assert out.count(text) == 5, out
-    shell.explain(UserError(text))
-    assert capsys.readouterr().err == f"error: {text}\n"
-
-
 def test_a_traceback_goes_to_the_folder_for_temporary_files_if_the_run_has_none(tmp_path, monkeypatch):
     monkeypatch.setattr(shell.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
     (tmp_path / "file").write_text("")
@@ -164,17 +147,6 @@ class Board:
     def finish(self, job, found):
         self.running -= 1
         self.found.append(found)
-        if found is None:
-            self.waiting.append(job)
-
-
-def die_as_often(folder):
-    """What a worker does: it dies as often as the name of the folder says."""
-    deaths = len(list(folder.iterdir()))
-    (folder / str(deaths)).touch()
-    if deaths < int(folder.name):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return "done"
 
 
 @pytest.fixture
@@ -182,23 +154,6 @@ def pool_of(monkeypatch):
     """``pool_of(number, **options)`` makes a pool whose workers find this module."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     return lambda number, **options: workers.worker_pool(number, ["test_jobs"], **options)
-
-
-@pytest.mark.more
-def test_workers_that_die_are_replaced_so_many_times(tmp_path, monkeypatch, pool_of):
-    monkeypatch.setattr(workers, "RESTARTS", 2)
-    said: list[str] = []
-    for deaths in (2, 9):
-        (folder := tmp_path / str(deaths)).mkdir()
-        board = Board(folder)
-        if deaths == 2:
-            workers.hand_out(board, die_as_often, pool_of(1, say=said.append), lambda: "", said.append)
-            assert board.found == [None, None, "done"] and not board.remaining
-        else:
-            with pytest.raises(RunFailed, match="worker 1 ended .*run again"):
-                workers.hand_out(board, die_as_often, pool_of(1, say=said.append), lambda: "", said.append)
-        assert len(list(folder.iterdir())) == 3
-    assert said == ["worker 1 ended (signal 9: out of memory, perhaps); another takes its place"] * 4
 
 
 @pytest.mark.more
